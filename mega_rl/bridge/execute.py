@@ -1,0 +1,193 @@
+"""A plan carried out over a process group, bucket by bucket, with a ledger of what was moved."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from mega_rl.bridge.plan import Move, Plan
+from mega_rl.bridge.slices import Box, extents, indices, num_elements, split_box
+
+Read = Callable[[str, str, Box, Box], torch.Tensor]  # (local_name, hf_name, hf_box, local_box) -> [extents of the box]
+Write = Callable[[str, str, Box, Box, torch.Tensor], None]  # the same of the destination, and the piece
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What one rank moved in one run."""
+
+    bytes_local: int  # copied within this rank
+    bytes_sent: int
+    bytes_received: int
+    bytes_minimum: int  # distinct bytes that this rank had to receive; equal to bytes_received
+    seconds: float
+    num_buckets: int  # collective exchanges, the same on every rank
+
+
+@dataclass
+class Bucket:
+    """One exchange: what this rank sends and receives, in the order in which the pieces lie in the flat buffers."""
+
+    sends: list[Move] = field(default_factory=list)  # by destination rank
+    receives: list[Move] = field(default_factory=list)  # by source rank
+
+
+def fill_buckets(pieces: Sequence[Move], num_ranks: int, capacity: int) -> list[list[Move]]:
+    """Remote pieces in exchanges in which no rank sends and receives more than ``capacity`` elements together.
+
+    Pieces above the capacity are cut. Each piece goes into the earliest exchange in which both its ranks have room, so
+    that senders of different tensors work at the same time. The same on every rank, so nobody negotiates.
+    """
+    buckets: list[list[Move]] = []
+    used: list[list[int]] = []
+    first_open = [0] * num_ranks  # exchanges before it are full for the rank
+    for whole in pieces:
+        for box in split_box(whole.hf_box, capacity):
+            piece, size = (whole if box == whole.hf_box else whole.part(box)), num_elements(box)
+            ranks = (piece.src_rank, piece.dst_rank)
+            i = max(first_open[r] for r in ranks)
+            while i < len(buckets) and any(used[i][r] + size > capacity for r in ranks):
+                i += 1
+            if i == len(buckets):
+                buckets.append([])
+                used.append([0] * num_ranks)
+            buckets[i].append(piece)
+            for r in ranks:
+                used[i][r] += size
+                while first_open[r] < len(buckets) and used[first_open[r]][r] >= capacity:
+                    first_open[r] += 1
+    return buckets
+
+
+class Transfer:
+    """Carries out one plan; every rank of the group constructs it and calls the same methods in the same order."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        world_size: int,
+        group: dist.ProcessGroup | None,
+        bucket_bytes: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """``rank`` is this process in the plan and in the group; ``device`` is where the buffers of the group lie.
+
+        The send and the receive buffer of an exchange take at most ``bucket_bytes`` together.
+        """
+        assert world_size == plan.num_ranks, f"the plan is for {plan.num_ranks} ranks, the group has {world_size}"
+        self.plan, self.rank, self.world_size, self.group = plan, rank, world_size, group
+        self.bucket_bytes, self.device = bucket_bytes, torch.device(device)
+        self._volume = plan.volume(rank)
+        self._by_name: dict[str, list[Move]] = defaultdict(list)
+        for piece in plan.moves:
+            self._by_name[piece.hf_name].append(piece)
+        self._schedules: dict[int, tuple[list[Move], list[Bucket]]] = {}  # element size -> of the whole plan
+
+    def run(self, read: Read, write: Write, dtype: torch.dtype) -> Ledger:
+        """Moves every piece of the plan; collective.
+
+        ``read`` returns tensors of ``dtype``: a cast or noise is applied once, by the source. The tensor that ``write``
+        gets is valid only during the call.
+        """
+        start = time.perf_counter()
+        if dtype.itemsize not in self._schedules:
+            self._schedules[dtype.itemsize] = self._schedule(self.plan.moves, dtype.itemsize)
+        local, buckets = self._schedules[dtype.itemsize]
+        self._move(local, buckets, read, write, dtype)
+        v, size = self._volume, dtype.itemsize
+        seconds = time.perf_counter() - start
+        return Ledger(size * v.local, size * v.sent, size * v.received, size * v.minimum, seconds, len(buckets))
+
+    def stream(self, read: Read, hf_names: Sequence[str], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole HF tensors one at a time in the order given; collective: every rank must exhaust the iterator.
+
+        For plans whose destinations are ``full_slices``. A rank that is no destination takes part and is given nothing.
+        Holds at most ``bucket_bytes`` of whole tensors, or the largest one, and one exchange.
+        """
+        sizes = {name: self._full_size(name) for name in hf_names}
+        group: list[str] = []
+        for i, name in enumerate(hf_names):
+            group.append(name)
+            following = hf_names[i + 1] if i + 1 < len(hf_names) else None
+            total = sum(num_elements(sizes[n]) for n in group) * dtype.itemsize
+            if following is None or total + num_elements(sizes[following]) * dtype.itemsize > self.bucket_bytes:
+                yield from self._gather(read, group, sizes, dtype)
+                group = []
+
+    def _full_size(self, name: str) -> Box:
+        """The box that the destinations of a tensor want; the whole tensor by the contract of ``stream``."""
+        pieces = self._by_name.get(name)
+        assert pieces, f"{name} is in no destination of the plan"
+        ends = zip(*(tuple(end for _, end in piece.dst_box) for piece in pieces), strict=True)
+        return tuple((0, max(end)) for end in ends)
+
+    def _gather(
+        self, read: Read, names: Sequence[str], sizes: dict[str, Box], dtype: torch.dtype
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        pieces = [piece for name in names for piece in self._by_name[name]]
+        wanted = [name for name in names if any(p.dst_rank == self.rank for p in self._by_name[name])]
+        full = {name: torch.empty(extents(sizes[name]), dtype=dtype, device=self.device) for name in wanted}
+
+        def write(local_name: str, hf_name: str, hf_box: Box, local_box: Box, piece: torch.Tensor) -> None:
+            full[hf_name][indices(local_box)].copy_(piece)
+
+        local, buckets = self._schedule(pieces, dtype.itemsize)
+        self._move(local, buckets, read, write, dtype)
+        for name in wanted:
+            yield name, full.pop(name)
+
+    def _schedule(self, pieces: Sequence[Move], element_size: int) -> tuple[list[Move], list[Bucket]]:
+        """This rank's local copies and its part of every exchange."""
+        capacity = max(1, self.bucket_bytes // element_size)
+        local = [p for p in pieces if p.is_local and p.src_rank == self.rank]
+        buckets = []
+        for filled in fill_buckets([p for p in pieces if not p.is_local], self.world_size, capacity):
+            # Stable sorts: the pieces between two ranks keep one order on both.
+            sends = sorted((p for p in filled if p.src_rank == self.rank), key=lambda p: p.dst_rank)
+            receives = sorted((p for p in filled if p.dst_rank == self.rank), key=lambda p: p.src_rank)
+            buckets.append(Bucket(sends, receives))
+        return local, buckets
+
+    def _move(
+        self, local: Sequence[Move], buckets: Sequence[Bucket], read: Read, write: Write, dtype: torch.dtype
+    ) -> None:
+        for p in local:
+            write(p.dst_name, p.hf_name, p.hf_box, p.dst_box, _checked_read(read, p, dtype))
+        for bucket in buckets:
+            self._exchange(bucket, read, write, dtype)
+
+    def _exchange(self, bucket: Bucket, read: Read, write: Write, dtype: torch.dtype) -> None:
+        send_sizes, receive_sizes = [0] * self.world_size, [0] * self.world_size
+        for p in bucket.sends:
+            send_sizes[p.dst_rank] += p.num_elements
+        for p in bucket.receives:
+            receive_sizes[p.src_rank] += p.num_elements
+        outgoing = torch.empty(sum(send_sizes), dtype=dtype, device=self.device)
+        incoming = torch.empty(sum(receive_sizes), dtype=dtype, device=self.device)
+        for p, part in zip(bucket.sends, _parts(outgoing, bucket.sends), strict=True):
+            part.copy_(_checked_read(read, p, dtype))
+        dist.all_to_all_single(incoming, outgoing, receive_sizes, send_sizes, group=self.group)
+        for p, part in zip(bucket.receives, _parts(incoming, bucket.receives), strict=True):
+            write(p.dst_name, p.hf_name, p.hf_box, p.dst_box, part)
+
+
+def _parts(flat: torch.Tensor, pieces: Sequence[Move]) -> Iterator[torch.Tensor]:
+    """Views of the flat buffer, one per piece, in its extents."""
+    start = 0
+    for p in pieces:
+        yield flat[start : start + p.num_elements].view(extents(p.hf_box))
+        start += p.num_elements
+
+
+def _checked_read(read: Read, p: Move, dtype: torch.dtype) -> torch.Tensor:
+    tensor = read(p.src_name, p.hf_name, p.hf_box, p.src_box)
+    assert tensor.shape == extents(p.hf_box) and tensor.dtype == dtype, (
+        f"{p.hf_name}: the source gave {tuple(tensor.shape)} {tensor.dtype}, not {extents(p.hf_box)} {dtype}"
+    )
+    return tensor

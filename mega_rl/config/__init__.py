@@ -1,0 +1,10 @@
+"""The configuration of a run: typed schema, loading (YAML and ``key=value``), validation, and writing it back."""
+
+from __future__ import annotations
+
+from mega_rl.config.load import load_config
+from mega_rl.config.save import save_resolved, to_yaml
+from mega_rl.config.schema import RunConfig
+from mega_rl.config.validate import problems, validate
+
+__all__ = ["RunConfig", "load_config", "problems", "save_resolved", "to_yaml", "validate"]

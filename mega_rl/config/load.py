@@ -1,0 +1,159 @@
+"""From a YAML file and ``key=value`` overrides to a typed ``RunConfig``; every problem is reported at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from mega_rl.config.report import input_error
+from mega_rl.config.schema import AqnConfig, RunConfig
+from mega_rl.config.typed import Checker, unknown_key
+from mega_rl.config.yaml_text import parse_yaml
+from mega_rl.types import InputError
+
+ALIAS = "trainer.noise_injection"  # where the verl NPU guide writes what is ``aqn`` here
+_AQN_KEYS = frozenset(field.name for field in dataclasses.fields(AqnConfig))
+
+
+def load_config(file: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration of one run.
+
+    Args:
+        file: a YAML file; what it leaves out has the schema's default. ``${other.key}`` interpolations are resolved.
+        overrides: ``key=value`` with dotted keys (``rewards[0].weight=2``, ``data.val_files=[a,b]``, ``aqn.seed=7``);
+            values are YAML; sections are merged, lists replaced.
+
+    Raises:
+        InputError: naming every unknown key (with the nearest valid one), missing key, wrong type, malformed override;
+            or the one thing that keeps the file from being read.
+    """
+    where = f"configuration {file}"
+    tree = _read(Path(file))
+    problems: list[str] = []
+    spellings: dict[str, str] = {}
+    _move_alias(tree, problems, spellings)
+    _apply_overrides(tree, overrides, problems, spellings)
+    _move_alias(tree, problems, spellings)
+    checked = Checker(problems, spellings).section(RunConfig, tree)
+    if problems:
+        raise input_error(where, problems)
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), checked))
+    except OmegaConfBaseException as error:
+        name = f"{error.full_key}: " if error.full_key else ""
+        raise input_error(where, [f"{name}{str(error).splitlines()[0]}"]) from error
+    assert isinstance(config, RunConfig)
+    return config
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        tree = parse_yaml(file.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise InputError(f"configuration {file} is not UTF-8 text: give a YAML file") from error
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise InputError(f"configuration {file} cannot be read ({reason}): give an existing YAML file") from error
+    except ValueError as error:
+        raise InputError(f"configuration {file} is not valid YAML: {error}") from error
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise InputError(f"configuration {file} holds no sections of keys: begin it with a line such as 'model:'")
+    return tree
+
+
+def _move_alias(tree: dict[str, Any], problems: list[str], spellings: dict[str, str]) -> None:
+    """Moves ``trainer.noise_injection`` to ``aqn``, in place."""
+    trainer = tree.get("trainer")
+    if not isinstance(trainer, dict) or "noise_injection" not in trainer:
+        return
+    section = trainer.pop("noise_injection")
+    if section is None:
+        return
+    if not isinstance(section, dict):
+        problems.append(f"{ALIAS} is {section!r} ({type(section).__name__}): expected a section of keys (dict)")
+        return
+    if tree.get("aqn") is None:
+        tree["aqn"] = {}
+    target = tree["aqn"]
+    if not isinstance(target, dict):
+        return  # the walk over the schema reports it
+    for key, value in section.items():
+        if key not in _AQN_KEYS:
+            problems.append(unknown_key(f"{ALIAS}.{key}", AqnConfig, f"{ALIAS}."))
+        elif key in target and target[key] != value:
+            problems.append(_conflict(f"aqn.{key}", target[key], value))
+        else:
+            target[key] = value
+            spellings[f"aqn.{key}"] = f"{ALIAS}.{key}"
+
+
+def _conflict(name: str, value: Any, alias_value: Any) -> str:
+    alias = ALIAS + name.removeprefix("aqn")
+    return f"{name} is {value!r} but its other spelling {alias} is {alias_value!r}: give one of the two"
+
+
+def _apply_overrides(
+    tree: dict[str, Any], overrides: Sequence[str], problems: list[str], spellings: dict[str, str]
+) -> None:
+    given: dict[tuple[str, bool], Any] = {}  # (dotted key, through the alias) -> value
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        name = name.strip()
+        parts = [part for part in re.split(r"\.|\[|\]\.?", name) if part]
+        if not equals or not parts:
+            problems.append(f"override {override!r} is malformed: write it as key=value")
+            continue
+        try:
+            value = parse_yaml(text)
+        except ValueError as error:
+            problems.append(f"override {override!r} has no readable value ({error}): quote it as in key='\"value\"'")
+            continue
+        through_alias = parts[:2] == ALIAS.split(".") and len(parts) > 2 and parts[2] in _AQN_KEYS
+        if through_alias:
+            parts = ["aqn", *parts[2:]]
+            spellings[".".join(parts)] = name
+        dotted = ".".join(parts)
+        given[dotted, through_alias] = value
+        if (dotted, not through_alias) in given and given[dotted, not through_alias] != value:
+            problems.append(_conflict(dotted, given[dotted, False], given[dotted, True]))
+        problem = _assign(tree, parts, value)
+        if problem:
+            problems.append(f"override {override!r}: {problem}")
+
+
+def _assign(tree: dict[str, Any], parts: Sequence[str], value: Any) -> str | None:
+    """Sets one value in place; a sentence where the path cannot be followed."""
+    node: Any = tree
+    for depth, part in enumerate(parts):
+        last = depth == len(parts) - 1
+        if isinstance(node, list):
+            if not part.isdigit() or int(part) >= len(node):
+                listed = ".".join(parts[:depth])
+                return f"{listed} has {len(node)} entries and no entry {part}: give the whole list, {listed}=[...]"
+            key: Any = int(part)
+        elif isinstance(node, dict):
+            key = part
+        else:
+            return f"{'.'.join(parts[:depth])} is {node!r} and has no keys below it: leave {part!r} out of the key"
+        if last:
+            old = node[key] if isinstance(node, list) else node.get(key)
+            node[key] = _merged(old, value)
+        elif isinstance(node, dict) and node.get(key) is None:
+            node[key] = {}
+        if not last:
+            node = node[key]
+    return None
+
+
+def _merged(old: Any, new: Any) -> Any:
+    if isinstance(old, dict) and isinstance(new, dict):
+        return old | {key: _merged(old.get(key), value) for key, value in new.items()}
+    return new

@@ -1,0 +1,112 @@
+"""Comparing a plain tree of values with the schema: unknown keys, missing keys and wrong types, all of them at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from omegaconf import MISSING
+
+from mega_rl.config.schema import RunConfig
+
+_WORDS = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
+_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
+
+
+class Checker:
+    """Walks a tree beside the dataclasses; ``problems`` grows, and what the walk returns holds valid values only."""
+
+    def __init__(self, problems: list[str], spellings: Mapping[str, str]) -> None:
+        self.problems = problems
+        self.spellings = spellings  # dotted key -> the alias under which the user gave it
+
+    def section(self, schema: Any, tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+        """The valid entries of ``tree`` under ``schema``, a dataclass; an empty section (null) means its defaults."""
+        hints = typing.get_type_hints(schema)
+        for key in tree:
+            if key not in hints:
+                self.problems.append(unknown_key(f"{prefix}{key}", schema, prefix))
+        checked: dict[str, Any] = {}
+        for field in dataclasses.fields(schema):
+            name, hint = f"{prefix}{field.name}", hints[field.name]
+            given = tree.get(field.name, MISSING)
+            if dataclasses.is_dataclass(hint) and given in (None, MISSING):
+                given = {}
+            if isinstance(given, str) and given == MISSING:
+                if field.default == MISSING:
+                    self.problems.append(f"{name} is not set: give it in the file or as {name}=VALUE")
+                continue
+            checked[field.name] = self.value(hint, given, name)
+        return checked
+
+    def value(self, hint: Any, given: Any, name: str) -> Any:
+        """``given`` as the type ``hint``; a value of the wrong type is reported and returned as it is."""
+        if isinstance(given, str) and "${" in given:
+            return given  # an interpolation has its type only after OmegaConf resolved it
+        if isinstance(hint, types.UnionType):
+            if given is None:
+                return None
+            inner = next(arg for arg in typing.get_args(hint) if arg is not type(None))
+            return self.value(inner, given, name)
+        if dataclasses.is_dataclass(hint):
+            return self.section(hint, given, f"{name}.") if self._is(dict, given, name, "a section of keys") else given
+        if typing.get_origin(hint) is list:
+            if not self._is(list, given, name, "a list such as [a, b]"):
+                return given
+            (inner,) = typing.get_args(hint)
+            return [self.value(inner, item, f"{name}[{i}]") for i, item in enumerate(given)]
+        if typing.get_origin(hint) is dict:
+            self._is(dict, given, name, "a section of keys")
+            return given
+        return self._scalar(hint, given, name)
+
+    def _scalar(self, hint: Any, given: Any, name: str) -> Any:
+        number = isinstance(given, int | float) and not isinstance(given, bool)
+        if hint is bool and isinstance(given, str) and given.lower() in _WORDS:
+            return _WORDS[given.lower()]
+        if hint is int and number and float(given).is_integer():
+            return int(given)
+        if hint is float and number:
+            return float(given)
+        if hint is str and number and isinstance(given, int):
+            return str(given)  # a project named 7 needs no quotes
+        self._is(hint, given, name, _NAMES[hint])
+        return given
+
+    def _is(self, kind: type, given: Any, name: str, expected: str) -> bool:
+        # bool is an int to Python, and would pass for one
+        good = isinstance(given, kind) and not (isinstance(given, bool) and kind is not bool)
+        if not good:
+            shown = "null" if given is None else f"{given!r} ({type(given).__name__})"
+            alias = f" (given as {self.spellings[name]})" if name in self.spellings else ""
+            self.problems.append(f"{name}{alias} is {shown}: expected {expected} ({kind.__name__})")
+        return good
+
+
+def unknown_key(name: str, schema: Any, prefix: str) -> str:
+    """One sentence that names the unknown key and the nearest valid one: a sibling, else the same key elsewhere."""
+    last = name.removeprefix(prefix)
+    siblings = [field.name for field in dataclasses.fields(schema)]
+    near = [prefix + match for match in difflib.get_close_matches(last, siblings, n=1)]
+    if not near:
+        elsewhere = {leaf.rpartition(".")[2]: leaf for leaf in reversed(list(leaf_names()))}
+        near = [elsewhere[match] for match in difflib.get_close_matches(last, list(elsewhere), n=1, cutoff=0.75)]
+    if near:
+        return f"unknown key {name}: did you mean {near[0]}?"
+    return f"unknown key {name}: valid keys here are {', '.join(siblings)}"
+
+
+def leaf_names(schema: Any = RunConfig, prefix: str = "") -> Iterator[str]:
+    """The dotted names of all keys of the schema; those of a list of sections begin with ``rewards[].``."""
+    for key, hint in typing.get_type_hints(schema).items():
+        inner = next((arg for arg in typing.get_args(hint) if dataclasses.is_dataclass(arg)), None)
+        if dataclasses.is_dataclass(hint):
+            yield from leaf_names(hint, f"{prefix}{key}.")
+        elif inner is not None:
+            yield from leaf_names(inner, f"{prefix}{key}[].")
+        else:
+            yield prefix + key

@@ -1,0 +1,341 @@
+"""All problems of a configuration at once, before anything heavy starts; nothing is changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mega_rl.config.model_files import ModelShape, inspect_model
+from mega_rl.config.report import input_error
+from mega_rl.config.rules import COMMON, RL, Rule, any_number, text
+from mega_rl.config.schema import RunConfig
+
+DATA_SUFFIXES = (".jsonl", ".parquet")
+
+
+def validate(config: RunConfig, world_size: int | None = None) -> None:
+    """Raises one InputError that lists every problem; see ``problems``."""
+    found = problems(config, world_size)
+    if found:
+        raise input_error("invalid configuration", found)
+
+
+def problems(config: RunConfig, world_size: int | None = None) -> list[str]:
+    """Every problem as a sentence that names the field, its value and the mend; empty when the run can start.
+
+    Args:
+        config: read only; an ``sft`` run does not read rollout, bridge, algorithm, aqn and rewards: not checked.
+        world_size: number of processes; None where it is not known (a dry run), which leaves out what depends on it.
+    """
+    assert world_size is None or world_size >= 1
+    found = _Problems(config)
+    is_rl = config.trainer.stage != "sft"
+    for field, rule in (COMMON | RL if is_rl else COMMON).items():
+        found.check(field, rule)
+    shape = _model(found)
+    _data_files(found)
+    _trainer(found)
+    _optimizer(found)
+    _memory(found)
+    _lengths(found, shape)
+    _trainer_layout(found, world_size, shape)
+    if is_rl:
+        _rewards(found)
+        _rollout_and_algorithm(found)
+        _aqn(found)
+        _engine_layout(found, world_size, shape)
+    return found.lines
+
+
+class _Problems:
+    """Collects sentences, and remembers which fields are bad so that conditions between fields do not stumble."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.lines: list[str] = []
+        self.bad: set[str] = set()
+
+    def get(self, field: str) -> Any:
+        value: Any = self.config
+        for part in field.split("."):
+            value = getattr(value, part)
+        return value
+
+    def check(self, field: str, rule: Rule) -> None:
+        value = self.get(field)
+        if not rule.holds(value):
+            self.bad.add(field)
+            self.lines.append(f"{field} is {_shown(value)}: set it to {rule.expected}")
+
+    def add(self, line: str) -> None:
+        self.lines.append(line)
+
+    def good(self, *fields: str) -> bool:
+        return self.bad.isdisjoint(fields)
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else repr(value)
+
+
+def _divisors(number: int) -> str:
+    listed = [str(d) for d in range(1, number + 1) if number % d == 0]
+    return ", ".join(listed if len(listed) <= 8 else [*listed[:8], "..."])
+
+
+def _model(found: _Problems) -> ModelShape | None:
+    if not found.good("model.path"):
+        return None
+    lines, shape = inspect_model(found.config.model.path)
+    found.lines.extend(lines)
+    return shape
+
+
+def _data_files(found: _Problems) -> None:
+    data = found.config.data
+    if not data.train_files:
+        found.add("data.train_files is []: give at least one .jsonl or .parquet file")
+    if not data.val_files and found.config.trainer.test_freq > 0:
+        freq = found.config.trainer.test_freq
+        found.add(f"data.val_files is [] but trainer.test_freq is {freq}: give a file, or set trainer.test_freq to -1")
+    for field, files in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
+        for name in files:
+            if not Path(name).is_file():
+                reason = "is not a file" if Path(name).exists() else "does not exist"
+                found.add(f"{field} has {name!r}, which {reason}: give an existing .jsonl or .parquet file")
+            elif Path(name).suffix not in DATA_SUFFIXES:
+                found.add(f"{field} has {name!r}, whose format is not known: convert it to .jsonl or .parquet")
+
+
+def _trainer(found: _Problems) -> None:
+    trainer = found.config.trainer
+    if (trainer.total_steps is None) == (trainer.total_epochs is None):
+        values = f"trainer.total_steps is {_shown(trainer.total_steps)} and trainer.total_epochs is "
+        found.add(f"{values}{_shown(trainer.total_epochs)}: set exactly one of them and leave the other null")
+    export = Path(trainer.output_dir) / "huggingface"
+    if trainer.export_hf and found.good("model.path") and export.resolve() == Path(found.config.model.path).resolve():
+        found.add(
+            f"model.path is {found.config.model.path!r}, where this run would write its own weights: set "
+            "trainer.output_dir to another directory, or trainer.export_hf to false"
+        )
+    if found.good("trainer.output_dir") and Path(trainer.output_dir).is_file():
+        found.add(f"trainer.output_dir is {trainer.output_dir!r}, which is a file: give a directory, new or existing")
+    known = trainer.resume in ("auto", "never")
+    if found.good("trainer.resume") and not known and not Path(trainer.resume).is_dir():
+        found.add(f"trainer.resume is {trainer.resume!r}: set it to auto, never or an existing checkpoint directory")
+
+
+def _optimizer(found: _Problems) -> None:
+    optimizer, trainer = found.config.optimizer, found.config.trainer
+    if found.good("optimizer.lr", "optimizer.min_lr") and optimizer.min_lr > optimizer.lr:
+        found.add(f"optimizer.min_lr is {optimizer.min_lr}: set it to at most optimizer.lr, {optimizer.lr}")
+    updates = found.config.algorithm.minibatches_per_step if trainer.stage == "rl" else 1
+    total = None if trainer.total_steps is None else trainer.total_steps * updates
+    if (
+        total is not None
+        and found.good("optimizer.warmup_steps", "trainer.total_steps")
+        and optimizer.warmup_steps > total
+    ):
+        found.add(
+            f"optimizer.warmup_steps is {optimizer.warmup_steps}: set it to at most the {total} optimizer steps of "
+            "trainer.total_steps"
+        )
+    if not found.good("optimizer.schedule", "optimizer.warmup_steps", "optimizer.decay_steps", "trainer.total_steps"):
+        return
+    decay = optimizer.decay_steps
+    if (optimizer.schedule == "wsd") != (decay is not None):
+        mend = "give a number of steps" if optimizer.schedule == "wsd" else "leave it null, or use wsd"
+        found.add(f"optimizer.decay_steps is {_shown(decay)} with optimizer.schedule {optimizer.schedule!r}: {mend}")
+    elif decay is not None and total is not None:
+        room = total - optimizer.warmup_steps
+        if room < decay:
+            found.add(f"optimizer.decay_steps is {decay}: set it to at most the {room} steps after the warm-up")
+
+
+def _memory(found: _Problems) -> None:
+    memory = found.config.memory
+    if not found.good("memory.recompute", "memory.recompute_modules", "memory.recompute_num_layers"):
+        return
+    for field, value, mode in (
+        ("memory.recompute_modules", memory.recompute_modules, "selective"),
+        ("memory.recompute_num_layers", memory.recompute_num_layers, "full"),
+    ):
+        if value is not None and memory.recompute != mode:
+            mend = f"leave it null, or set memory.recompute to {mode}"
+            found.add(f"{field} is {value!r} with memory.recompute {memory.recompute!r}: {mend}")
+    if memory.recompute_modules == []:
+        found.add("memory.recompute_modules is []: name at least one module, or leave it null")
+    if memory.optimizer_on_host and "optimizer" in memory.offload:
+        found.add(
+            "memory.offload has 'optimizer', which memory.optimizer_on_host keeps on the host: remove one of them"
+        )
+    if memory.offload and found.config.trainer.stage != "rl":
+        found.add(
+            f"memory.offload is {memory.offload}, but only an rl run has an engine to make room for: set it to []"
+        )
+    has_noise = found.config.trainer.stage == "rl" and found.config.aqn.enabled
+    if has_noise and (memory.optimizer_on_host or memory.optimizer_state_dtype != "float32"):
+        key = "optimizer_on_host" if memory.optimizer_on_host else "optimizer_state_dtype"
+        mend = "false" if memory.optimizer_on_host else "float32"
+        found.add(
+            f"memory.{key} hides the float32 masters that aqn.enabled reads: set it to {mend}, or aqn.enabled to false"
+        )
+
+
+def _lengths(found: _Problems, shape: ModelShape | None) -> None:
+    data, budget = found.config.data, found.config.trainer.max_tokens_per_microbatch
+    if not found.good("data.max_prompt_length", "data.max_response_length"):
+        return
+    longest = data.max_prompt_length + data.max_response_length
+    lengths = f"data.max_prompt_length {data.max_prompt_length} + data.max_response_length {data.max_response_length}"
+    limit = shape.max_position_embeddings if shape else None
+    if limit is not None and longest > limit:
+        found.add(f"{lengths} is {longest} tokens: make the sum at most the model's max_position_embeddings, {limit}")
+    if found.good("trainer.max_tokens_per_microbatch") and budget < longest:
+        found.add(f"trainer.max_tokens_per_microbatch is {budget}: set it to at least the longest sequence, {longest}")
+
+
+def _trainer_layout(found: _Problems, world_size: int | None, shape: ModelShape | None) -> None:
+    parallel = found.config.parallel
+    sizes = ("tensor", "context", "pipeline", "virtual_pipeline", "expert", "expert_tensor")
+    if not found.good(*(f"parallel.{name}" for name in sizes)):
+        return
+    ranks = parallel.tensor * parallel.context * parallel.pipeline
+    if world_size is not None and world_size % ranks:
+        product = " x ".join(f"parallel.{name} {getattr(parallel, name)}" for name in sizes[:3])
+        mend = f"start a multiple of {ranks} processes, or make the product one of {_divisors(world_size)}"
+        found.add(f"{product} = {ranks} does not divide the world size {world_size}: {mend}")
+    elif world_size is not None:
+        _expert_ranks(found, world_size // parallel.pipeline)
+    if parallel.sequence and parallel.tensor == 1:
+        found.add("parallel.sequence is True: set it to false, or parallel.tensor to more than 1")
+    if parallel.virtual_pipeline is not None and parallel.pipeline == 1:
+        chunks = parallel.virtual_pipeline
+        found.add(f"parallel.virtual_pipeline is {chunks}: set it to null, or parallel.pipeline to more than 1")
+    if parallel.overlap_param_gather and not parallel.overlap_grad_reduce:
+        found.add("parallel.overlap_param_gather is True: set it to false, or parallel.overlap_grad_reduce to true too")
+    _sequence_lengths(found)
+    if shape is not None:
+        _model_layout(found, shape)
+
+
+def _expert_ranks(found: _Problems, ranks_per_stage: int) -> None:
+    parallel = found.config.parallel
+    expert_tensor = parallel.expert_tensor or parallel.tensor
+    if ranks_per_stage % (parallel.expert * expert_tensor):
+        product = f"parallel.expert {parallel.expert} x parallel.expert_tensor {expert_tensor}"
+        mend = f"make the product one of {_divisors(ranks_per_stage)}"
+        found.add(f"{product} does not divide the {ranks_per_stage} processes of a pipeline stage: {mend}")
+
+
+def _sequence_lengths(found: _Problems) -> None:
+    """Each sequence is cut into two parts per context-parallel rank."""
+    data, context = found.config.data, found.config.parallel.context
+    if context > 1 and found.good("data.max_prompt_length", "data.max_response_length"):
+        longest = data.max_prompt_length + data.max_response_length
+        if longest < 2 * context:
+            mend = f"set it to at most half of the longest sequence, {longest} tokens"
+            found.add(f"parallel.context is {context}: {mend}")
+
+
+def _model_layout(found: _Problems, shape: ModelShape) -> None:
+    parallel = found.config.parallel
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        _divides(found, "parallel.tensor", parallel.tensor, key, getattr(shape, key))
+    if shape.num_experts is None:  # else the width of dense layers, which there may be none of
+        _divides(found, "parallel.tensor", parallel.tensor, "intermediate_size", shape.intermediate_size)
+    if parallel.virtual_pipeline is None:
+        _divides(found, "parallel.pipeline", parallel.pipeline, "num_hidden_layers", shape.num_hidden_layers)
+    elif shape.num_hidden_layers % (parallel.pipeline * parallel.virtual_pipeline):
+        product = f"parallel.pipeline {parallel.pipeline} x parallel.virtual_pipeline {parallel.virtual_pipeline}"
+        mend = f"make the product a divisor of {shape.num_hidden_layers}"
+        found.add(f"{product} does not divide the model's num_hidden_layers: {mend}")
+    if shape.num_experts is not None:
+        _divides(found, "parallel.expert", parallel.expert, "number of experts", shape.num_experts)
+        if parallel.tensor > 1 and not parallel.sequence:
+            mend = f"set it to true, which experts need with parallel.tensor {parallel.tensor}"
+            found.add(f"parallel.sequence is False: {mend}")
+        return
+    if parallel.expert > 1:
+        found.add(f"parallel.expert is {parallel.expert}, but the model has no experts: set it to 1")
+    if parallel.expert_tensor is not None:
+        found.add(f"parallel.expert_tensor is {parallel.expert_tensor}, but the model has no experts: set it to null")
+
+
+def _divides(found: _Problems, field: str, value: int, key: str, size: int | None) -> None:
+    if size is not None and size % value:
+        found.add(f"{field} is {value}, which does not divide the model's {key}: set it to a divisor of {size}")
+
+
+def _engine_layout(found: _Problems, world_size: int | None, shape: ModelShape | None) -> None:
+    field, tensor = "rollout.tensor_parallel_size", found.config.rollout.tensor_parallel_size
+    if not found.good(field):
+        return
+    if world_size is not None and world_size % tensor:
+        mend = f"set it to one of {_divisors(world_size)}"
+        found.add(f"{field} is {tensor}, which does not divide the world size {world_size}: {mend}")
+    if shape is None:
+        return
+    for key in ("num_attention_heads", "intermediate_size"):
+        _divides(found, field, tensor, key, getattr(shape, key))
+    groups = shape.num_key_value_heads
+    if groups % tensor and tensor % groups:  # the engine repeats key/value heads where it has more ranks than heads
+        mend = f"set it to a divisor or a multiple of the model's num_key_value_heads, {groups}"
+        found.add(f"{field} is {tensor}: {mend}")
+
+
+def _rewards(found: _Problems) -> None:
+    rewards = found.config.rewards
+    if not rewards:
+        found.add("rewards is []: an rl run needs at least one, such as rewards=[{name: NAME}]")
+    names: set[str] = set()
+    for index, reward in enumerate(rewards):
+        field = f"rewards[{index}]"
+        if not any_number().holds(reward.weight):
+            found.add(f"{field}.weight is {reward.weight}: set it to {any_number().expected}")
+        if not text().holds(reward.name):
+            found.add(f"{field}.name is {reward.name!r}: set it to a reward's name or to package.module:function")
+            continue
+        if reward.name in names:
+            found.add(f"{field}.name {reward.name!r} stands twice, and metrics go by name: remove one, or add weights")
+        names.add(reward.name)
+        place, colon, function = reward.name.rpartition(":")
+        if colon and not (place and function.isidentifier()):
+            found.add(f"{field}.name is {reward.name!r}: write package.module:function or path/to/file.py:function")
+        elif colon and place.endswith(".py") and not Path(place).is_file():
+            found.add(f"{field}.name is {reward.name!r}, but {place} is not a file: give an existing Python file")
+
+
+def _rollout_and_algorithm(found: _Problems) -> None:
+    rollout, algorithm, data = found.config.rollout, found.config.algorithm, found.config.data
+    if found.good("rollout.n") and algorithm.name == "grpo" and rollout.n < 2:
+        found.add(f"rollout.n is {rollout.n}: set it to at least 2, since grpo compares the samples of one prompt")
+    if found.config.bridge.verify == "all" and rollout.weight_update == "reload":
+        found.add(
+            "bridge.verify is 'all', but with rollout.weight_update 'reload' there are no live weights to compare: "
+            "set bridge.verify to off, or rollout.weight_update to live"
+        )
+    if found.good("data.train_batch_size", "rollout.n", "algorithm.minibatches_per_step"):
+        samples, parts = data.train_batch_size * rollout.n, algorithm.minibatches_per_step
+        if samples % parts:
+            product = f"data.train_batch_size {data.train_batch_size} x rollout.n {rollout.n} = {samples}"
+            found.add(f"algorithm.minibatches_per_step is {parts}: set it to a divisor of {product}")
+
+
+def _aqn(found: _Problems) -> None:
+    aqn = found.config.aqn
+    decays = aqn.schedule != "constant"
+    if decays and found.good("aqn.sigma_start", "aqn.sigma_end") and aqn.sigma_start < aqn.sigma_end:
+        mend = f"set it to at least aqn.sigma_end, {aqn.sigma_end}, for aqn.schedule {aqn.schedule!r}"
+        found.add(f"aqn.sigma_start is {aqn.sigma_start}: {mend}")
+    if aqn.enabled and aqn.old_logprobs == "decoupled" and found.config.algorithm.importance_cap is None:
+        found.add(
+            "algorithm.importance_cap is null, but aqn.old_logprobs 'decoupled' corrects with capped weights: "
+            "set the cap to a number such as 2.0, or aqn.old_logprobs to rollout or none"
+        )
+    engine_dtype = found.config.rollout.dtype or found.config.model.dtype
+    if aqn.enabled and aqn.rounding == "fp32" and engine_dtype != "float32":
+        found.add(
+            f"aqn.rounding is 'fp32', but the engine holds its norms in {engine_dtype}: set aqn.rounding to nearest or "
+            "stochastic, or rollout.dtype to float32"
+        )

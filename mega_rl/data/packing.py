@@ -1,0 +1,81 @@
+"""Sequences into packed (thd) micro-batches and per-token results back into sequences.
+
+Letters in shapes: L positions of one sequence (one less than its tokens), T packed positions.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mega_rl.types import Microbatch, Sample, Sequence
+
+
+def sequence_from_sample(sample: Sample) -> Sequence:
+    """Prompt and response as one training sequence.
+
+    Position t predicts token t + 1, so the first response token is predicted at the last prompt position. The loss
+    mask is 1 exactly where a response token is predicted; advantages and the engine's log-probabilities stand there
+    and are 0 elsewhere.
+    """
+    completion = sample.completion
+    prompt_ids, response_ids = completion.prompt.token_ids, completion.token_ids
+    assert prompt_ids, "a response needs a prompt token that predicts its first one"
+    assert len(completion.logprobs) == len(response_ids), "one log-probability per response token"
+    num_context = len(prompt_ids) - 1  # positions that predict prompt tokens
+    loss_mask = torch.cat([torch.zeros(num_context), torch.ones(len(response_ids))])
+    return Sequence(
+        token_ids=torch.tensor(prompt_ids + response_ids, dtype=torch.int64),
+        loss_mask=loss_mask,
+        advantages=loss_mask * sample.advantage,
+        rollout_logprobs=torch.cat([torch.zeros(num_context), torch.tensor(completion.logprobs, dtype=torch.float32)]),
+    )
+
+
+def pack(sequences: list[Sequence], indices: list[int], pad_to_multiple: int, pad_token_id: int) -> Microbatch:
+    """Concatenates the L input positions of ``sequences[i] for i in indices`` into one micro-batch.
+
+    Args:
+        indices: which of the sequences, in packing order; kept as ``sequence_indices``. None of them gives a
+        micro-batch
+            of nothing but a tail: where there are fewer sequences than data-parallel ranks, all must still take part.
+        pad_to_multiple: T becomes a multiple of it (tensor-parallel ranks with sequence parallelism) through a tail,
+            which is a sequence of its own with a zero mask.
+        pad_token_id: token and target of the tail.
+    """
+    chosen = [sequences[index] for index in indices]
+    lengths = [sequence.token_ids.numel() - 1 for sequence in chosen]
+    assert sequences and min(lengths, default=1) >= 1, "each sequence needs at least one prediction"
+    tail = -sum(lengths) % pad_to_multiple if chosen else pad_to_multiple
+    padding = torch.full((tail,), pad_token_id, dtype=torch.int64)
+    if tail:
+        lengths.append(tail)
+    lengths_B = torch.tensor(lengths, dtype=torch.int32)
+    return Microbatch(
+        token_ids=torch.cat([sequence.token_ids[:-1] for sequence in chosen] + [padding]),
+        target_ids=torch.cat([sequence.token_ids[1:] for sequence in chosen] + [padding]),
+        position_ids=torch.cat([torch.arange(length) for length in lengths]),
+        loss_mask=_concatenate([sequence.loss_mask for sequence in chosen], tail),
+        cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int32), lengths_B.cumsum(0, dtype=torch.int32)]),
+        max_seqlen=max(lengths),
+        sequence_indices=tuple(indices),
+        advantages=_optional([sequence.advantages for sequence in sequences], indices, tail),
+        rollout_logprobs=_optional([sequence.rollout_logprobs for sequence in sequences], indices, tail),
+    )
+
+
+def unpack(values_T: torch.Tensor, microbatch: Microbatch) -> list[torch.Tensor]:
+    """The values of each packed sequence, [L, ...] each, in the order of ``sequence_indices``, without the tail."""
+    assert values_T.shape[0] == microbatch.num_tokens, "one value per packed position"
+    borders = microbatch.cu_seqlens.tolist()
+    return [values_T[borders[i] : borders[i + 1]] for i in range(len(microbatch.sequence_indices))]
+
+
+def _concatenate(values: list[torch.Tensor], tail: int) -> torch.Tensor:
+    return torch.cat([*values, torch.zeros(tail)])
+
+
+def _optional(values: list[torch.Tensor | None], indices: list[int], tail: int) -> torch.Tensor | None:
+    """The chosen ones of a field that all sequences have, or None where none has it."""
+    present = [value for value in values if value is not None]
+    assert len(present) in (0, len(values)), "a field is there for all sequences or for none"
+    return _concatenate([present[index] for index in indices], tail) if present else None

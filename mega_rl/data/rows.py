@@ -1,0 +1,127 @@
+"""Rows of data files: read with errors that say where, written so that a crash leaves no half file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mega_rl.types import InputError
+
+
+@dataclass(frozen=True)
+class Row:
+    """One record of a data file and where it stands."""
+
+    file: Path
+    number: int  # JSONL: line, parquet: row; both from 1
+    fields: Mapping[str, Any]
+
+    @property
+    def where(self) -> str:
+        return f"{self.file} {'row' if self.file.suffix == '.parquet' else 'line'} {self.number}"
+
+    def get(self, name: str) -> Any:
+        """The value of a field; None where it is absent or null."""
+        return self.fields.get(name)
+
+    def missing(self, wanted: str) -> InputError:
+        """The error for a row that lacks the fields it needs; ``wanted`` describes them."""
+        found = ", ".join(sorted(name for name, value in self.fields.items() if value is not None)) or "no fields"
+        return InputError(f"{self.where} has {found} but needs {wanted}; rename or add the fields in that file")
+
+
+def read_rows(files: list[str], key: str) -> list[Row]:
+    """The rows of all files, in order.
+
+    Args:
+        files: ``.jsonl`` or ``.parquet`` paths.
+        key: the configuration field that lists them, for messages.
+
+    Raises:
+        InputError: no files, a missing, empty, truncated or malformed one, another suffix.
+    """
+    if not files:
+        raise InputError(f"{key} is empty: list at least one .jsonl or .parquet file")
+    return [row for file in files for row in _read_file(Path(file), key)]
+
+
+def _read_file(path: Path, key: str) -> list[Row]:
+    if path.suffix not in (".jsonl", ".parquet"):
+        raise InputError(f"{key}: {path} is neither .jsonl nor .parquet; convert it or rename it")
+    if not path.is_file():
+        raise InputError(f"{key}: {path} is no file; correct the path or make it with tools/prepare_data.py")
+    try:
+        rows = _read_parquet(path, key) if path.suffix == ".parquet" else _read_jsonl(path, key)
+    except OSError as error:
+        raise InputError(f"{key}: {path} cannot be read ({error}); check its permissions and the disk") from error
+    if not rows:
+        raise InputError(f"{key}: {path} has no rows; write the file again or take it off the list")
+    return rows
+
+
+def _read_parquet(path: Path, key: str) -> list[Row]:
+    try:
+        records = pq.read_table(path).to_pylist()
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
+        cause = str(error).splitlines()[0]
+        raise InputError(f"{key}: {path} is truncated or no parquet file ({cause}); write it again") from error
+    return [Row(path, number, record) for number, record in enumerate(records, start=1)]
+
+
+def _read_jsonl(path: Path, key: str) -> list[Row]:
+    rows = []
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError as error:  # bad JSON and bad UTF-8 alike
+                raise InputError(f"{key}: {path} line {number} is no JSON ({error}); mend that line") from error
+            if not isinstance(record, dict):
+                kind = type(record).__name__
+                raise InputError(f"{key}: {path} line {number} is a JSON {kind}, not an object; mend that line")
+            rows.append(Row(path, number, record))
+    return rows
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """A temporary name to write to; at the end of the block it is fsynced and takes the place of ``path``.
+
+    When the block raises, ``path`` stays as it was and the temporary file is removed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    directory = os.open(path.parent, os.O_RDONLY)  # the rename itself is durable only with its directory
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def write_jsonl(path: Path, records: list[dict[str, Any]]) -> None:
+    """Writes one JSON object per line, atomically."""
+    with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8") as out:
+        out.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+
+
+def write_parquet(path: Path, records: list[dict[str, Any]]) -> None:
+    """Writes the records as one parquet table, atomically."""
+    with atomic_path(path) as temporary:
+        pq.write_table(pa.Table.from_pylist(records), temporary)

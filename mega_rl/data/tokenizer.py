@@ -1,0 +1,125 @@
+"""The tokenizer of a model directory, and prompts rendered with its chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from mega_rl.types import InputError
+
+Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": ...}
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+
+
+def load_tokenizer(model_path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hugging Face directory, with a padding token (the end-of-sequence one where it has none).
+
+    Never downloads.
+
+    Raises:
+        InputError: no such directory, no or malformed tokenizer files, no end-of-sequence token.
+    """
+    directory = Path(model_path)
+    if not directory.is_dir():
+        raise InputError(f"model.path: {model_path} is no directory; give a downloaded Hugging Face model directory")
+    # Without this check transformers builds an empty tokenizer from config.json alone.
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        raise InputError(f"model.path: {model_path} has no tokenizer.json; copy the tokenizer files of the model there")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+    except Exception as error:  # the tokenizers library raises bare Exception for a malformed tokenizer.json
+        cause = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(
+            f"model.path: the tokenizer in {model_path} cannot be loaded ({cause}); copy its files again"
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise InputError(f"model.path: the tokenizer in {model_path} has no eos_token; set it in tokenizer_config.json")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def uses_chat_template(tokenizer: PreTrainedTokenizerBase, mode: str) -> bool:
+    """Whether prompts are rendered with the tokenizer's template.
+
+    Args:
+        mode: ``data.chat_template``: auto (where there is one), always, never.
+    """
+    if mode not in ("auto", "always", "never"):
+        raise InputError(f"data.chat_template is {mode!r}; choose auto, always or never")
+    if mode == "always" and not tokenizer.chat_template:
+        raise InputError("data.chat_template is always but the tokenizer has no chat template; use auto or never")
+    return mode != "never" and bool(tokenizer.chat_template)
+
+
+def as_messages(prompt: Any, system_prompt: str | None) -> list[Message]:
+    """A string or a list of chat messages as messages, led by the system prompt where they bring none.
+
+    Raises:
+        InputError: neither a string nor a non-empty list of ``{"role": str, "content": str}``.
+    """
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not isinstance(messages, list) or not messages:
+        raise InputError(f"a prompt is text or a list of chat messages, not {prompt!r:.80}")
+    for message in messages:
+        if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            raise InputError(f"a chat message needs role and content, both text, not {message!r:.80}")
+    # Only these two keys: parquet fills keys of other rows with nulls, which templates read as tool calls.
+    messages = [{"role": message["role"], "content": message["content"]} for message in messages]
+    if system_prompt is not None and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system_prompt})
+    return messages
+
+
+def apply_template(tokenizer: PreTrainedTokenizerBase, messages: list[Message], add_generation_prompt: bool) -> str:
+    """The messages as text; a template that refuses them is an InputError."""
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+    except TemplateError as error:
+        raise InputError(f"the tokenizer's chat template refuses the messages ({error}); mend their roles") from error
+    assert isinstance(text, str)
+    return text
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool = False) -> list[int]:
+    """Token ids of a text; of the special tokens only a leading one (begin of sequence) is added."""
+    ids = list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+    if add_special_tokens and ids and ids[-1] == tokenizer.eos_token_id and not text.endswith(str(tokenizer.eos_token)):
+        ids.pop()  # some tokenizers end every text: nothing can follow such a prompt
+    return ids
+
+
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str | list[Message],
+    chat_template: str = "auto",
+    system_prompt: str | None = None,
+) -> tuple[str, list[int]]:
+    """The text and the token ids from which a response is sampled.
+
+    With the chat template, a string is one user message and the text ends with the generation prompt; the template
+    writes all special tokens itself. Without, the contents are joined by newlines and the tokenizer adds its
+    begin-of-sequence token where it has one.
+
+    Args:
+        chat_template: auto | always | never.
+        system_prompt: a leading system message for prompts without one.
+
+    Raises:
+        InputError: malformed messages, an empty prompt, or ``always`` without a template.
+    """
+    messages = as_messages(prompt, system_prompt)
+    if uses_chat_template(tokenizer, chat_template):
+        text = apply_template(tokenizer, messages, add_generation_prompt=True)
+        ids = encode(tokenizer, text)
+    else:
+        text = "\n".join(message["content"] for message in messages)
+        ids = encode(tokenizer, text, add_special_tokens=True)
+    if not ids:
+        raise InputError("the prompt is empty: a response needs at least one token to follow")
+    return text, ids

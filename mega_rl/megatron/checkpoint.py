@@ -1,0 +1,351 @@
+"""Sharded checkpoints in Megatron's distributed format that are either whole or not chosen.
+
+A checkpoint is written under a hidden temporary name, every file is synced to disk, a manifest of all file sizes is
+written last, and only then the directory gets its final name: an asynchronous save does so when all ranks have written.
+Loading takes the newest directory whose files match its manifest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import queue
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial as partial_call
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy,
+    get_default_save_sharded_strategy,
+)
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from torch.distributed.checkpoint import CheckpointException
+
+from mega_rl import platform
+from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.megatron.model import PolicyModel
+from mega_rl.megatron.optimizer import own_hyperparameters
+from mega_rl.parallel.collectives import broadcast_object, gather_objects, together
+from mega_rl.types import InputError
+
+MANIFEST = "manifest.json"
+PROGRESS = "progress.json"  # step, data position, model: what is no tensor
+GENERATORS = "generators.pt"  # torch's random states of every rank
+WEIGHTS = "megatron"
+SUPERSEDED = "superseded_"  # directories of checkpoints that a later run did not continue
+_DIGESTED_BYTES = 1 << 20
+_NAME = re.compile(r"^step_(\d{8})$")
+_UNREADABLE = (  # what reading a garbled checkpoint raises; torch's CheckpointException is no Exception
+    RuntimeError,
+    OSError,
+    EOFError,
+    KeyError,
+    ValueError,
+    UnpicklingError,
+    CheckpointException,
+    CheckpointingException,
+)
+
+
+class _WriteResults:
+    """What the writer process of this rank reports, in a file that has no name.
+
+    Megatron's own channel is a manager process that imports the entry script again, which takes seconds and hangs
+    scripts without a main guard; a pipe would fill up, since the writer's end is awaited before its report is read.
+    """
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - open as long as the process
+
+    def put(self, results: Any) -> None:
+        self._file.seek(0)
+        self._file.truncate()
+        self._file.write(pickle.dumps(results))
+
+    def get_nowait(self) -> Any:
+        self._file.seek(0)
+        content = self._file.read()
+        if not content:
+            raise queue.Empty
+        self._file.seek(0)
+        self._file.truncate()
+        return pickle.loads(content)
+
+
+filesystem_async._results_queue = _WriteResults()
+
+
+def directory_of(root: Path, step: int) -> Path:
+    return root / f"step_{step:08d}"
+
+
+def damage(directory: Path) -> str | None:
+    """What is wrong with a checkpoint directory, or None for a whole one."""
+    try:
+        files = json.loads((directory / MANIFEST).read_text())["files"]
+        rows = [(name, size, digest) for name, (size, digest) in files.items()]
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{MANIFEST} is not readable"
+    for name, size, digest in rows:
+        path = directory / name
+        if not path.is_file():
+            return f"file {name} is missing"
+        if path.stat().st_size != size:
+            return f"file {name} has {path.stat().st_size} bytes instead of {size}"
+        if _digest(path) != digest:
+            return f"file {name} is not what was written"
+    return None
+
+
+def _digest(path: Path) -> str:
+    """Of the first and the last MiB: cheap for files of any size, and sees what a crash or a bad copy does to them."""
+    with path.open("rb") as file:
+        head = file.read(_DIGESTED_BYTES)
+        file.seek(max(len(head), path.stat().st_size - _DIGESTED_BYTES))
+        return hashlib.blake2b(head + file.read(), digest_size=16).hexdigest()
+
+
+def all_checkpoints(root: Path) -> list[Path]:
+    """Checkpoint directories under ``root``, newest first, damaged ones included."""
+    if not root.is_dir():
+        return []
+    return sorted((p for p in root.iterdir() if _NAME.match(p.name) and p.is_dir()), reverse=True)
+
+
+def find(root: Path, resume: str) -> tuple[Path | None, list[str]]:
+    """The checkpoint to resume from, and a sentence for every damaged one that was passed over.
+
+    Args:
+        root: where the run keeps its checkpoints.
+        resume: "auto", "never", or the path of one checkpoint.
+
+    Raises:
+        InputError: the named checkpoint is not whole, or there are checkpoints but none is.
+    """
+    if resume == "never":
+        return None, []
+    if resume != "auto":
+        problem = "there is no such directory" if not Path(resume).is_dir() else damage(Path(resume))
+        if problem:
+            raise InputError(f"trainer.resume={resume} cannot be used: {problem}; name a whole checkpoint, or auto")
+        return Path(resume), []
+    passed_over: list[str] = []
+    for directory in all_checkpoints(root):
+        problem = damage(directory)
+        if problem is None:
+            return directory, passed_over
+        passed_over.append(f"passing over damaged checkpoint {directory}: {problem}")
+    if passed_over:
+        raise InputError(
+            f"no checkpoint under {root} is whole ({passed_over[0]}); restore one, or start again with "
+            "trainer.resume=never"
+        )
+    return None, []
+
+
+def set_aside(root: Path, after: Path | None) -> None:
+    """Move out of the way what a run that starts from ``after`` (None: from the beginning) will not continue.
+
+    Else a later resume would choose them, and pruning would count them as the newest.
+    """
+    start = read_progress(after)["step"] if after is not None else 0
+    superseded = [p for p in all_checkpoints(root) if p != after and int(p.name[-8:]) > start]
+    if superseded:
+        number = 1 + sum(1 for p in root.iterdir() if p.name.startswith(SUPERSEDED))
+        aside = root / f"{SUPERSEDED}{number}"
+        aside.mkdir()
+        for directory in superseded:
+            directory.rename(aside / directory.name)
+
+
+def read_progress(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / PROGRESS).read_text())
+
+
+def _named_chunks(engine: MegatronEngine) -> dict[str, PolicyModel]:
+    """The model chunks by the names that Megatron's optimizers look for."""
+    chunks = engine.policy.chunks
+    return {"model": chunks[0]} if len(chunks) == 1 else {f"model{i}": chunk for i, chunk in enumerate(chunks)}
+
+
+def _sharded_state(engine: MegatronEngine, is_loading: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",  # loadable at another layout
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": False,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    state: dict[str, Any] = {
+        name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named_chunks(engine).items()
+    }
+    models = {name: dict(values) for name, values in state.items()}
+    state["optimizer"] = engine.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
+    state["lr_schedule"] = engine.lr_schedule.state_dict()
+    return state, {key: value for key, value in metadata.items() if key != "dp_cp_group"}
+
+
+def _last_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of one run, at most one at a time.
+
+    Args:
+        root: where the run keeps its checkpoints; must be the same file system on every node.
+        keep: how many of the newest checkpoints to keep; 0 keeps all.
+        is_async: ``save`` returns once the state is copied; a process of each rank writes it, and the checkpoint gets
+            its name in a later ``poll``, ``save`` or ``finish``.
+    """
+
+    def __init__(self, root: Path, keep: int, is_async: bool) -> None:
+        self.root, self.keep = root, keep
+        self._strategy = get_default_save_sharded_strategy("torch_dist", 1)
+        self._calls = AsyncCallsQueue() if is_async else None
+
+    def save(self, step: int, engine: MegatronEngine, progress: Mapping[str, Any]) -> None:
+        """Write one checkpoint. All ranks call it.
+
+        Args:
+            step: the number of finished steps, which names it.
+            engine: whose weights, optimizer and schedule are written.
+            progress: what else a resume needs (JSON).
+        """
+        assert engine.offload.is_complete, "a checkpoint needs weights and optimizer on the device"
+        self.finish()
+        partial = self.root / f".step_{step:08d}.incomplete"
+        generators = gather_objects(platform.current().rng_state())
+        content = json.dumps(
+            {
+                **progress,
+                "step": step,
+                "skipped_steps": engine.step.skipped.state_dict(),
+                "model": asdict(engine.policy.shape),
+                "world_size": dist.get_world_size(),
+                "expert_parallel": engine.policy.layout.expert,
+            },
+            indent=1,
+        )
+        with together("preparing the checkpoint directory"):
+            if dist.get_rank() == 0:
+                for left_over in self.root.glob(".step_*.incomplete"):
+                    shutil.rmtree(left_over, ignore_errors=True)
+                (partial / WEIGHTS).mkdir(parents=True)
+                torch.save(generators, partial / GENERATORS)
+                (partial / PROGRESS).write_text(content)
+        state, metadata = _sharded_state(engine, is_loading=False)
+        try:
+            request = dist_checkpointing.save(
+                state,
+                str(partial / WEIGHTS),
+                sharded_strategy=self._strategy,
+                content_metadata=metadata,
+                async_sharded_save=self._calls is not None,
+            )
+        except (OSError, CheckpointException) as error:
+            raise InputError(
+                f"the checkpoint of step {step} cannot be written under {self.root} ({_last_line(error)}); free the "
+                "disk or choose another trainer.output_dir; earlier checkpoints are untouched"
+            ) from error
+        if self._calls is None:
+            self._publish(partial, directory_of(self.root, step))
+        else:
+            request.add_finalize_fn(partial_call(self._publish, partial, directory_of(self.root, step)))
+            self._calls.schedule_async_request(request)
+
+    def poll(self) -> None:
+        """Give the checkpoint under way its name if all ranks have written it. All ranks call it."""
+        if self._calls is not None:
+            self._calls.maybe_finalize_async_calls(blocking=False)
+
+    def finish(self) -> None:
+        """Wait for the checkpoint under way. All ranks call it."""
+        if self._calls is not None:
+            self._calls.maybe_finalize_async_calls(blocking=True)
+
+    def _publish(self, partial: Path, final: Path) -> None:
+        """Make a completely written checkpoint one that can be chosen, and remove the oldest ones."""
+        with together("finishing the checkpoint"):
+            if dist.get_rank() != 0:
+                return
+            paths = [p for p in sorted(partial.rglob("*")) if p.is_file()]
+            for path in paths:
+                _sync(path)
+            files = {str(p.relative_to(partial)): (p.stat().st_size, _digest(p)) for p in paths}
+            (partial / MANIFEST).write_text(json.dumps({"files": files}, indent=1))
+            _sync(partial / MANIFEST)
+            for directory in (partial / WEIGHTS, partial):
+                _sync(directory)
+            replaced = self.root / f".{final.name}.replaced"
+            shutil.rmtree(replaced, ignore_errors=True)
+            if final.exists():
+                final.rename(replaced)
+            partial.rename(final)
+            _sync(self.root)
+            shutil.rmtree(replaced, ignore_errors=True)
+            for old in all_checkpoints(self.root)[self.keep :] if self.keep else []:
+                shutil.rmtree(old)
+
+
+def load(directory: Path, engine: MegatronEngine) -> dict[str, Any]:
+    """Restore weights, optimizer, schedule and random states; returns the progress. All ranks call it.
+
+    Raises:
+        InputError: a checkpoint of another model, or one that Megatron cannot read (at this layout).
+    """
+    progress = broadcast_object(read_progress(directory) if dist.get_rank() == 0 else None)
+    own = json.loads(json.dumps(asdict(engine.policy.shape)))
+    different = [key for key, value in own.items() if progress["model"].get(key) != value]
+    if different:
+        key = different[0]
+        raise InputError(
+            f"checkpoint {directory} is of another model: {key} is {progress['model'].get(key)!r} there and "
+            f"{own[key]!r} in model.path; choose the model it was trained from, or trainer.resume=never"
+        )
+    experts = progress["expert_parallel"]
+    if experts > 1 and engine.policy.layout.expert == 1:
+        raise InputError(
+            f"checkpoint {directory} was written with parallel.expert {experts}, and Megatron does not read its "
+            f"optimizer state with 1: set parallel.expert to {experts}, or trainer.resume to never"
+        )
+    state, _ = _sharded_state(engine, is_loading=True)
+    try:
+        strategy = get_default_load_sharded_strategy(str(directory / WEIGHTS))
+        loaded = dist_checkpointing.load(state, str(directory / WEIGHTS), sharded_strategy=strategy)
+        generators = torch.load(directory / GENERATORS, weights_only=False)
+    except _UNREADABLE as error:
+        raise InputError(
+            f"checkpoint {directory} cannot be read ({_last_line(error)}); use an older one, or trainer.resume=never"
+        ) from error
+    for name, chunk in _named_chunks(engine).items():
+        chunk.load_state_dict(loaded[name])
+    with own_hyperparameters(engine.optimizer):
+        engine.optimizer.load_state_dict(loaded["optimizer"])
+    engine.lr_schedule.load_state_dict(loaded["lr_schedule"])
+    engine.step.skipped.load_state_dict(progress["skipped_steps"])
+    if len(generators) == dist.get_world_size():  # with other ranks there is no state that is theirs
+        platform.current().set_rng_state(generators[dist.get_rank()])
+    return progress

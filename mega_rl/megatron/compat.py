@@ -1,0 +1,78 @@
+"""Mends inside Megatron-core 0.16, most for hosts without an accelerator, applied once as Megatron is imported.
+
+The calls of torch itself are mended by the platform; these are Megatron's own functions. Each says what breaks without
+it.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mega_rl import platform
+
+
+def _without_compile(load: Callable[[], Any]) -> Any:
+    """Megatron wraps small helpers in torch.compile as it is imported, which would run a C++ compiler for each."""
+    original = torch.compile
+    torch.compile = lambda fn=None, *args, **kwargs: fn if callable(fn) else (lambda f: f)  # type: ignore[assignment]
+    try:
+        return load()
+    finally:
+        torch.compile = original
+
+
+def _import_megatron() -> None:
+    import megatron.core.jit as jit
+
+    jit.jit_fuser = lambda fn: fn  # for Megatron modules imported later
+    import megatron.core.models.gpt  # noqa: F401
+    import megatron.core.optimizer  # noqa: F401
+
+
+def _generator_states() -> None:
+    """The RNG tracker sets states through a lazy call that without an accelerator only queues: dropout would differ."""
+    import megatron.core.tensor_parallel.random as random
+
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    random._get_cuda_rng_state = lambda device="", clone=False, graph_safe=False: torch.get_rng_state()
+    logging.getLogger(random.__name__).addFilter(
+        lambda record: "CPU RNG state changed within GPU RNG context" not in record.getMessage()
+    )
+
+
+def _without_transformer_engine() -> None:
+    """Where it is not installed, routers read an undefined function of its and latent attention believes it is."""
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+    import megatron.core.transformer.multi_latent_attention as multi_latent_attention
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    if not isinstance(multi_latent_attention.TELinear, type):  # a stand-in
+        multi_latent_attention.HAVE_TE = False
+
+
+def _expert_split_sizes() -> None:
+    """Only tensors of a CUDA device become the host numbers that the all-to-all between experts asks for."""
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+
+    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = to_host
+
+
+# Megatron 0.16 calls collectives by names that torch 2.13 has renamed, and torch says so on every rank.
+warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
+if platform.current().name == "cpu":
+    # That the fused kernels of TransformerEngine and apex are missing here is known, and said once per file and rank.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+    _without_compile(_import_megatron)
+    _generator_states()
+    _expert_split_sizes()
+_without_transformer_engine()

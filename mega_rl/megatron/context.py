@@ -1,0 +1,72 @@
+"""One micro-batch as one rank's input, and its output back in the order of the pack: where context parallelism ends.
+
+Letters: T packed tokens of the micro-batch, L tokens of this rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from torch import Tensor
+
+from mega_rl.megatron.attention import PackedSequences, packed_sequences
+from mega_rl.parallel.zigzag import PADDING, padded_lengths, unpadded_positions, zigzag_positions
+from mega_rl.types import Microbatch
+
+
+@dataclass(frozen=True)
+class LocalInput:
+    """What a model chunk is given of one micro-batch."""
+
+    token_ids: Tensor  # [1, L] int64
+    target_ids: Tensor  # [1, L] int64
+    position_ids: Tensor  # [1, L] int64
+    packing: PackedSequences
+    pack_order: Tensor | None  # [T] int64, where each packed token lies in the tokens of all ranks; None: L is T
+
+
+def local_input(microbatch: Microbatch, context_parallel_group: Any, multiple: int) -> LocalInput:
+    """This rank's share of a micro-batch, whose tensors lie on the device.
+
+    Args:
+        context_parallel_group: whose ranks share every sequence.
+        multiple: L becomes a multiple of it; without context parallelism the micro-batch must have it already.
+    """
+    device = microbatch.token_ids.device
+    lengths = [end - start for start, end in pairwise(microbatch.cu_seqlens.tolist())]
+    num_ranks = context_parallel_group.size()
+    tokens = (microbatch.token_ids, microbatch.target_ids, microbatch.position_ids)
+    if num_ranks == 1:
+        assert microbatch.num_tokens % multiple == 0, (microbatch.num_tokens, multiple)
+        packing = packed_sequences(lengths, context_parallel_group, device)
+        token_ids, target_ids, position_ids = (x[None] for x in tokens)
+        return LocalInput(token_ids, target_ids, position_ids, packing, pack_order=None)
+    padded = padded_lengths(lengths, num_ranks, multiple)
+    sources = torch.tensor(unpadded_positions(lengths, padded))
+    shares = [torch.tensor(zigzag_positions(padded, num_ranks, rank)) for rank in range(num_ranks)]
+    sources_of_all = sources[torch.cat(shares)]
+    places = torch.nonzero(sources_of_all != PADDING)[:, 0]
+    pack_order = torch.empty_like(places)
+    pack_order[sources_of_all[places]] = places
+    # Padding computes the first token again: it stands behind every token of its sequence, which never see it.
+    own = sources[shares[context_parallel_group.rank()]].clamp_min(0).to(device)
+    packing = packed_sequences(padded, context_parallel_group, device)
+    token_ids, target_ids, position_ids = (x[own][None] for x in tokens)
+    return LocalInput(token_ids, target_ids, position_ids, packing, pack_order.to(device))
+
+
+def in_pack_order(output: Tensor, local: LocalInput) -> Tensor:
+    """``[n, L]`` of this rank -> ``[n, T]``, the same on all context-parallel ranks.
+
+    Every rank goes on to compute the whole loss, so the gradient that comes back is cut and not summed.
+    """
+    if local.pack_order is None:
+        return output
+    output_of_all = gather_from_sequence_parallel_region(
+        output.t().contiguous(), tensor_parallel_output_grad=False, group=local.packing.cp_group
+    )
+    return output_of_all[local.pack_order].t()

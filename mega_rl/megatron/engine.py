@@ -1,0 +1,159 @@
+"""The training engine: a Megatron policy with gradients, optimizer and schedule. The loss is a callable it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from torch import Tensor
+
+from mega_rl.bridge.families import hf_tensors
+from mega_rl.bridge.huggingface import HFReader
+from mega_rl.bridge.shape import ModelShape
+from mega_rl.bridge.slices import Slice
+from mega_rl.config.schema import RunConfig
+from mega_rl.megatron.offload import TrainerOffload, is_device
+from mega_rl.megatron.optimizer import (
+    OptimizerStats,
+    OptimizerStep,
+    build_optimizer,
+    learning_rate_schedule,
+    owned_range,
+)
+from mega_rl.megatron.policy import MegatronPolicy
+from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.types import Microbatch, TokenStats
+
+LossFunction = Callable[[TokenStats, Microbatch], tuple[Tensor, Mapping[str, Tensor]]]
+
+
+class MegatronEngine:
+    """The actor: forward, backward, optimizer step.
+
+    Args:
+        config: the run's configuration.
+        shape: the model's shape.
+        layout: the trainer's layout.
+        device: where weights and gradients live.
+        weights: where the starting weights come from.
+        total_optimizer_steps: the length of the learning-rate schedule.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        shape: ModelShape,
+        layout: ParallelLayout,
+        device: torch.device,
+        weights: HFReader,
+        total_optimizer_steps: int,
+    ) -> None:
+        self.policy = MegatronPolicy(config, shape, layout, device)
+        self.policy.load_huggingface(weights)
+        chunks, overlap = self.policy.chunks, config.parallel
+        settings = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=overlap.overlap_grad_reduce,
+            overlap_param_gather=overlap.overlap_param_gather,
+        )
+        model_config = chunks[0].config
+        # Only the first chunk's gradients are worth sending in pieces: the others' overlap with its backward pass.
+        self.wrapped = [
+            DistributedDataParallel(model_config, settings, chunk, disable_bucketing=index > 0)
+            for index, chunk in enumerate(chunks)
+        ]
+        model_config.finalize_model_grads_func = finalize_model_grads
+        if overlap.overlap_grad_reduce:
+            contexts = [chunk.no_sync for chunk in self.wrapped]
+            model_config.no_sync_func = contexts if len(contexts) > 1 else contexts[0]
+        self.optimizer = build_optimizer(config, model_config.params_dtype, self.wrapped)
+        model_config.grad_scale_func = self.optimizer.scale_loss
+        self.lr_schedule = learning_rate_schedule(self.optimizer, config, total_optimizer_steps)
+        # The wrapper moves parameters into one buffer; the names stay, the tensors' storage does not.
+        self.policy.collect_parameters()
+        self.gathers_late = overlap.overlap_param_gather
+        self.step = OptimizerStep(
+            self.optimizer,
+            self.policy.parameters,
+            self.slices_of(dist.get_rank()),
+            hf_tensors(shape),
+            config.trainer.max_skipped_steps,
+        )
+        self.offload = TrainerOffload(config.memory, self.wrapped, self.optimizer, is_device(device))
+
+    def slices_of(self, rank: int) -> list[Slice]:
+        return self.policy.slices_of(rank)
+
+    def token_stats(self, microbatches: Sequence[Microbatch]) -> list[TokenStats]:
+        """Log-probabilities and entropy under the present weights, no gradient; as ``MegatronPolicy.token_stats``."""
+        return self.policy.token_stats(microbatches)
+
+    def forward_backward(
+        self, microbatches: Sequence[Microbatch], loss_function: LossFunction
+    ) -> list[dict[str, Tensor]]:
+        """Accumulate the gradients of all micro-batches and reduce them over the data-parallel ranks.
+
+        Args:
+            microbatches: this data-parallel rank's; every rank has the same number.
+            loss_function: (statistics, micro-batch) -> (loss, sums for the metrics); the loss is already divided by the
+                global denominators, so that the total gradient is a plain sum.
+
+        Returns:
+            The sums of each micro-batch, on the last pipeline stage; an empty list elsewhere.
+        """
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+        def on_output(microbatch: Microbatch, stats: TokenStats) -> tuple[Tensor, dict[str, Tensor]]:
+            loss, sums = loss_function(stats, microbatch)
+            return loss, {"loss": loss.detach(), **sums}
+
+        return self.policy.schedule(self.wrapped, microbatches, on_output, forward_only=False)
+
+    def optimizer_step(self, is_followed: bool = False) -> OptimizerStats:
+        """Clip the global gradient norm and step; a gradient that is not finite skips the step.
+
+        Args:
+            is_followed: the next use of the weights is ``forward_backward``. With ``parallel.overlap_param_gather`` it
+                then collects them from the data-parallel ranks as it goes; before that a rank holds new values of its
+                own share alone.
+        """
+        self.lr_schedule.step(1)
+        stats = self.step(lr=max(float(group["lr"]) for group in self.optimizer.param_groups))
+        if self.gathers_late and not is_followed:
+            for chunk in self.wrapped:
+                chunk.start_param_sync(force_sync=True)
+        return stats
+
+    def master_weights(self, hf_names: Iterable[str]) -> dict[str, Tensor]:
+        """Whole float32 master values of the replicated (norm) weights that this rank's pipeline stage holds.
+
+        Where the optimizer shards its masters over the data-parallel ranks they are put together again; float32 models
+        have no other master than the weight itself.
+        """
+        wanted = set(hf_names)
+        pieces = {piece.hf_name: piece for piece in self.slices_of(dist.get_rank()) if piece.hf_name in wanted}
+        masters: dict[str, Tensor] = {}
+        for name, piece in pieces.items():
+            parameter = self.policy.parameters[piece.local_name]
+            assert parameter.dim() == 1, f"{name} is no norm weight"
+            if parameter.dtype == torch.float32:
+                masters[name] = parameter.detach()
+                continue
+            full = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
+            shard = getattr(parameter, "main_param", None)
+            if shard is not None:
+                start, end = owned_range(self.optimizer, parameter)
+                full[start:end] = shard.detach()
+            masters[name] = full
+        if any(self.policy.parameters[p.local_name].dtype != torch.float32 for p in pieces.values()):
+            flat = torch.cat([masters[name] for name in sorted(masters)])
+            dist.all_reduce(flat, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+            sizes = [masters[name].numel() for name in sorted(masters)]
+            masters = dict(zip(sorted(masters), flat.split(sizes), strict=True))
+        return masters

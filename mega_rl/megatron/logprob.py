@@ -1,0 +1,191 @@
+"""Token log-probabilities and entropy from hidden states, over a vocabulary split between tensor-parallel ranks.
+
+Neither the vocabulary is gathered nor the float32 logits of a whole batch ever exist: they are made tile by tile, some
+tokens by some vocabulary rows, and made again in the backward pass. A tile on a CPU is small enough for the cache, so
+that the passes over it cost little beside the matrix products; the ranks talk once per batch, not once per tile.
+
+Letters: T tokens, D hidden width, V this rank's vocabulary rows, C tokens and R vocabulary rows of one tile, N tiles
+along the vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+CPU_TILE_TOKENS = 512
+CPU_TILE_LOGITS = 512 * 1024  # 2 MiB of float32, and as much again for their exponentials
+LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """What this rank holds of the vocabulary."""
+
+    group: dist.ProcessGroup | None  # tensor-parallel group; None: not split
+    start: int  # first vocabulary row of this rank
+    num_valid: int  # rows of this rank that are no padding
+    temperature: float  # of sampling; logits are divided by it
+    chunk_tokens: int  # working memory, in tokens: never more than their float32 logits over this rank's rows
+
+    def reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        if self.group is not None and dist.get_world_size(self.group) > 1:
+            dist.all_reduce(tensor, op=op, group=self.group)
+        return tensor
+
+
+class _Tiles:
+    """The logits of a batch, one tile at a time, in two buffers that are made once."""
+
+    def __init__(self, hidden_TD: Tensor, weight_VD: Tensor, target_ids_T: Tensor, shard: VocabularyShard) -> None:
+        self.hidden_TD, self.weight_VD, self.shard = hidden_TD, weight_VD, shard
+        self.local_ids_T = target_ids_T - shard.start
+        num_tokens, num_rows = hidden_TD.shape[0], max(1, shard.num_valid)
+        limit = max(1, shard.chunk_tokens * num_rows // 2)  # two buffers
+        if hidden_TD.device.type == "cpu":
+            limit = min(limit, CPU_TILE_LOGITS)
+            self.num_tokens = max(1, min(num_tokens, CPU_TILE_TOKENS, limit))
+        else:
+            self.num_tokens = max(1, min(num_tokens, limit))
+        self.num_rows = max(1, min(num_rows, limit // self.num_tokens))
+        self.buffers = [
+            torch.empty(self.num_tokens * self.num_rows, dtype=torch.float32, device=hidden_TD.device) for _ in range(2)
+        ]
+
+    def vocabulary(self) -> list[slice]:
+        """The vocabulary rows of the tiles; padding rows are in none."""
+        valid = self.shard.num_valid
+        return [slice(start, min(start + self.num_rows, valid)) for start in range(0, valid, self.num_rows)]
+
+    def tokens(self) -> Iterator[slice]:
+        total = self.hidden_TD.shape[0]
+        return (slice(start, min(start + self.num_tokens, total)) for start in range(0, total, self.num_tokens))
+
+    def logits(self, tokens: slice, rows: slice) -> tuple[Tensor, Tensor]:
+        """float32 [C, R] logits after the temperature, and an uninitialised tensor like it."""
+        shape = (tokens.stop - tokens.start, rows.stop - rows.start)
+        logits_CR, spare_CR = (buffer[: shape[0] * shape[1]].view(shape) for buffer in self.buffers)
+        hidden_CD, weight_RD = self.hidden_TD[tokens], self.weight_VD[rows]
+        if self.hidden_TD.dtype == torch.float32:
+            torch.mm(hidden_CD, weight_RD.t(), out=logits_CR)
+        else:
+            logits_CR.copy_(torch.mm(hidden_CD, weight_RD.t(), out=self.as_dtype(spare_CR)))
+        if self.shard.temperature != 1.0:
+            logits_CR /= self.shard.temperature
+        return logits_CR, spare_CR
+
+    def as_dtype(self, buffer_CR: Tensor) -> Tensor:
+        """The memory of a buffer as a (half as large) tensor of the parameters' type."""
+        return buffer_CR.view(-1).view(self.hidden_TD.dtype)[: buffer_CR.numel()].view(buffer_CR.shape)
+
+    def factor(self, gradient_CR: Tensor, spare_CR: Tensor) -> Tensor:
+        """The gradient of a tile in the parameters' type, without new memory."""
+        if self.hidden_TD.dtype == torch.float32:
+            return gradient_CR
+        return self.as_dtype(spare_CR).copy_(gradient_CR)
+
+    def targets(self, tokens: slice, rows: slice) -> tuple[Tensor, Tensor]:
+        """[C, 1] column of each token's target, and [C] whether it is one of this tile's."""
+        column_C = self.local_ids_T[tokens] - rows.start
+        size = rows.stop - rows.start
+        return column_C.clamp(0, size - 1)[:, None], (column_C >= 0) & (column_C < size)
+
+
+def _exponential(x_CR: Tensor, out_CR: Tensor) -> Tensor:
+    if x_CR.device.type != "cpu":
+        return torch.exp(x_CR, out=out_CR)
+    # torch's exp on a CPU is the vendor library's most exact one; 2^x takes a third of its time, to 1e-7 * |x|.
+    return torch.mul(x_CR, LOG2_E, out=out_CR).exp2_()
+
+
+def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """``total += left @ right``; the total is float32."""
+    if left.dtype == torch.float32:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, target_ids_T: Tensor, shard: VocabularyShard
+    ) -> tuple[Tensor, Tensor]:
+        tiles = _Tiles(hidden_TD, weight_VD, target_ids_T, shard)
+        vocabulary = tiles.vocabulary()
+        # of every tile: sums are relative to its own maximum until the last tile is known
+        maximum_NT, total_NT, expected_NT = torch.zeros(
+            3, max(1, len(vocabulary)), hidden_TD.shape[0], dtype=torch.float32, device=hidden_TD.device
+        )
+        target_T = torch.zeros_like(maximum_NT[0])
+        if not vocabulary:  # nothing but padding on this rank; -inf would turn into NaN
+            maximum_NT.fill_(torch.finfo(torch.float32).min)
+        for n, rows in enumerate(vocabulary):
+            for tokens in tiles.tokens():
+                logits_CR, weights_CR = tiles.logits(tokens, rows)
+                column_C1, is_here_C = tiles.targets(tokens, rows)
+                target_T[tokens] += torch.where(is_here_C, logits_CR.gather(1, column_C1)[:, 0], 0.0)
+                torch.amax(logits_CR, -1, out=maximum_NT[n, tokens])
+                logits_CR -= maximum_NT[n, tokens, None]
+                _exponential(logits_CR, weights_CR)
+                torch.sum(weights_CR, -1, out=total_NT[n, tokens])
+                torch.linalg.vecdot(weights_CR, logits_CR, out=expected_NT[n, tokens])
+        maximum_T = shard.reduce(maximum_NT.amax(0), dist.ReduceOp.MAX)
+        maximum_NT -= maximum_T
+        scale_NT = maximum_NT.exp()
+        expected_NT += total_NT * maximum_NT
+        sums_3T = torch.stack([(scale_NT * total_NT).sum(0), (scale_NT * expected_NT).sum(0), target_T])
+        total_T, expected_T, target_T = shard.reduce(sums_3T)
+        log_total_T = total_T.log()
+        entropy_T = log_total_T - expected_T / total_T
+        ctx.save_for_backward(hidden_TD, weight_VD, target_ids_T, maximum_T + log_total_T, entropy_T)
+        ctx.shard = shard
+        return (target_T - maximum_T) - log_total_T, entropy_T
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        grad_logprobs_T, grad_entropy_T = gradients
+        hidden_TD, weight_VD, target_ids_T, log_z_T, entropy_T = ctx.saved_tensors
+        tiles = _Tiles(hidden_TD, weight_VD, target_ids_T, ctx.shard)
+        # d logp / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy)
+        # Where entropy has no gradient the factor of a token leaves the tile and goes to its row of the results.
+        has_entropy_gradient = bool(grad_entropy_T.any())
+        outer_T = -torch.ones_like(log_z_T) if has_entropy_gradient else -grad_logprobs_T
+        inner_T = -grad_logprobs_T if has_entropy_gradient else -torch.ones_like(log_z_T)
+        constant_T = grad_logprobs_T + grad_entropy_T * entropy_T
+        scaled_DT = (hidden_TD * outer_T[:, None] / ctx.shard.temperature).to(hidden_TD.dtype).t()
+        grad_hidden_TD = torch.zeros(hidden_TD.shape, dtype=torch.float32, device=hidden_TD.device)
+        grad_weight_VD = torch.zeros_like(weight_VD)
+        for rows in tiles.vocabulary():
+            grad_weight_DR = torch.zeros_like(grad_weight_VD[rows].t(), dtype=torch.float32).contiguous()
+            for tokens in tiles.tokens():
+                logprobs_CR, grad_CR = tiles.logits(tokens, rows)
+                logprobs_CR -= log_z_T[tokens, None]
+                _exponential(logprobs_CR, grad_CR)
+                if has_entropy_gradient:
+                    slope_C1 = grad_entropy_T[tokens, None]
+                    grad_CR *= torch.addcmul(constant_T[tokens, None], logprobs_CR, slope_C1, out=logprobs_CR)
+                column_C1, is_here_C = tiles.targets(tokens, rows)
+                grad_CR.scatter_add_(1, column_C1, (inner_T[tokens] * is_here_C)[:, None])
+                factor_CR = tiles.factor(grad_CR, logprobs_CR)
+                _accumulate(grad_hidden_TD[tokens], factor_CR, weight_VD[rows])
+                _accumulate(grad_weight_DR, scaled_DT[:, tokens], factor_CR)
+            grad_weight_VD[rows] = grad_weight_DR.t()
+        grad_hidden_TD *= outer_T[:, None] / ctx.shard.temperature
+        return grad_hidden_TD.to(hidden_TD.dtype), grad_weight_VD, None, None
+
+
+def token_logprobs(
+    hidden_TD: Tensor, weight_VD: Tensor, target_ids_T: Tensor, shard: VocabularyShard
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the targets and entropy of every position: float32 [T], nats, the same on all ranks.
+
+    The gradient with respect to ``hidden_TD`` is this rank's part: the caller's collective must sum it over the group.
+    """
+    return _TokenLogprobs.apply(hidden_TD, weight_VD, target_ids_T, shard)

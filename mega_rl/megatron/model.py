@@ -1,0 +1,218 @@
+"""Building Megatron's GPTModel from a Hugging Face shape, with packed input and token log-probabilities as its output.
+
+Letters: T packed tokens, D hidden width, V vocabulary rows of this rank.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from mega_rl.bridge.shape import ModelShape
+from mega_rl.bridge.trainer_layout import padded_vocab_size
+from mega_rl.config.schema import MemoryConfig, ParallelConfig
+from mega_rl.megatron.attention import PackedSequences
+from mega_rl.megatron.families import check_parallel, config_class, family_settings, layer_specs
+from mega_rl.megatron.logprob import VocabularyShard, token_logprobs
+from mega_rl.megatron.recompute import recompute_settings
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class PolicyModel(GPTModel):
+    """GPTModel on packed sequences.
+
+    With labels its last stage returns ``[2, T]``, their log-probabilities and the entropy; without, this rank's logits
+    ``[1, T, V]`` as GPTModel does.
+    """
+
+    def __init__(self, *args: Any, inverse_frequencies: Tensor, vocabulary: VocabularyShard, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.inverse_frequencies = inverse_frequencies
+        if not self.config.multi_latent_attention:  # whose layers make queries and keys themselves
+            self.rotary_pos_emb.inv_freq = inverse_frequencies
+        self.vocabulary = vocabulary
+
+    def _preprocess(self, *args: Any, position_ids: Tensor, packed_seq_params: PackedSequences, **kwargs: Any) -> tuple:
+        outputs = super()._preprocess(*args, position_ids=position_ids, packed_seq_params=packed_seq_params, **kwargs)
+        # One row per token instead of one per position, so that positions restart in every sequence.
+        if self.config.multi_latent_attention:
+            angles = position_ids[0][:, None] * self.inverse_frequencies
+            packed_seq_params.rotary_T11D = torch.cat([angles, angles], dim=-1)[:, None, None]
+            return outputs
+        table_S11D = outputs[1]
+        return (outputs[0], table_S11D[position_ids[0]], *outputs[2:])
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, labels: Tensor | None, **kwargs: Any) -> Tensor:
+        if not self.post_process or labels is None:
+            return super()._postprocess(hidden_states, *args, labels=labels, **kwargs)
+        if self.config.sequence_parallel:
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True)
+        else:
+            hidden_states = copy_to_tensor_model_parallel_region(hidden_states)
+        shared = self.share_embeddings_and_output_weights
+        weight_VD = self.shared_embedding_or_output_weight() if shared else self.output_layer.weight
+        return torch.stack(token_logprobs(hidden_states[:, 0], weight_VD, labels[0], self.vocabulary))
+
+
+def inverse_frequencies(shape: ModelShape) -> Tensor:
+    """Rotary frequencies [D/2], float32, as transformers computes them; Llama 3's scaling included.
+
+    Source: RoPE (arXiv 2104.09864) and the scaling rule of Llama 3.1's reference implementation.
+    """
+    width = shape.latent.rope_dim if shape.latent else shape.head_dim
+    exponents = torch.arange(0, width, 2, dtype=torch.int64).float() / width
+    frequencies = 1.0 / (shape.rope_theta**exponents)
+    scaling = shape.rope_scaling
+    if not scaling or scaling.get("rope_type", scaling.get("type", "default")) == "default":
+        return frequencies
+    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
+    original = scaling["original_max_position_embeddings"]
+    wavelengths = 2 * math.pi / frequencies
+    smooth = (original / wavelengths - low) / (high - low)
+    smoothed = (1 - smooth) * frequencies / factor + smooth * frequencies
+    scaled = torch.where(wavelengths > original / low, frequencies / factor, frequencies)
+    is_medium = (wavelengths >= original / high) & (wavelengths <= original / low)
+    return torch.where(is_medium, smoothed, scaled)
+
+
+def transformer_config(
+    shape: ModelShape, parallel: ParallelConfig, dtype: torch.dtype, recompute: dict[str, Any]
+) -> TransformerConfig:
+    """Megatron's configuration of one model; the fused kernels that need TransformerEngine or apex are off.
+
+    Raises:
+        InputError: the family cannot be laid out so.
+    """
+    check_parallel(shape, parallel)
+    settings: dict[str, Any] = dict(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.ffn_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
+        sequence_parallel=parallel.sequence,
+        # An interleaved pipeline crosses its messages at two stages where sends and receives are batched.
+        overlap_p2p_comm=parallel.virtual_pipeline is not None,
+        batch_p2p_comm=parallel.virtual_pipeline is None,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # Megatron asks for it with variable lengths, dense models included
+        calculate_per_token_loss=True,  # gradients are plain sums; the loss carries its global denominator
+        deallocate_pipeline_outputs=False,  # silently wrong gradients over gloo with overlapped sends
+        # Weights always come from a file, but Megatron marks its tensor-parallel ones only where it initialises them:
+        # without the mark the gradient norm counts the first rank's shards alone.
+        perform_initialization=True,
+        use_cpu_initialization=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+    )
+    return config_class(shape)(**(settings | family_settings(shape) | recompute))
+
+
+def process_groups(parallel: ParallelConfig) -> ProcessGroupCollection:
+    """Megatron's groups as the model sees them: as if there were no context parallelism.
+
+    Position tables are gathered per token and the attention collects keys itself, so Megatron must not cut either.
+    """
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    if parallel.context > 1:
+        groups.cp = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return groups
+
+
+def mark_experts(model: torch.nn.Module) -> None:
+    """Let gradients of experts be summed over the experts' replicas.
+
+    Megatron marks them with expert parallelism alone. Without it, but with another tensor parallelism for experts, it
+    would silently add up gradients of different shards.
+    """
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            parameter.allreduce = False  # type: ignore[attr-defined]
+
+
+def build_model(
+    shape: ModelShape,
+    parallel: ParallelConfig,
+    memory: MemoryConfig,
+    dtype: str,
+    device: torch.device,
+    temperature: float,
+    chunk_tokens: int,
+) -> list[PolicyModel]:
+    """This rank's chunks of the model, their weights not yet filled except padding rows, which are zero.
+
+    There is one chunk, or ``parallel.virtual_pipeline`` of them.
+    """
+    config = transformer_config(shape, parallel, DTYPES[dtype], recompute_settings(memory, shape))
+    tensor_group = parallel_state.get_tensor_model_parallel_group()
+    rows = padded_vocab_size(shape.vocab_size, parallel.tensor) // parallel.tensor
+    start = rows * parallel_state.get_tensor_model_parallel_rank()
+    vocabulary = VocabularyShard(
+        group=tensor_group,
+        start=start,
+        num_valid=max(0, min(rows, shape.vocab_size - start)),
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+    )
+    groups = process_groups(parallel)
+    chunks = []
+    for chunk in [None] if parallel.virtual_pipeline is None else range(parallel.virtual_pipeline):
+        model = PolicyModel(
+            config=config,
+            transformer_layer_spec=layer_specs(config, shape, chunk),
+            vocab_size=rows * parallel.tensor,
+            max_sequence_length=shape.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
+            parallel_output=True,
+            share_embeddings_and_output_weights=shape.tied,
+            position_embedding_type="rope",
+            rotary_base=int(shape.rope_theta),
+            inverse_frequencies=inverse_frequencies(shape).to(device),
+            vocabulary=vocabulary,
+            pg_collection=groups,
+            vp_stage=chunk,
+        ).to(device)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        mark_experts(model)
+        chunks.append(model)
+    return chunks

@@ -1,0 +1,218 @@
+"""One Megatron model with its weights: token statistics of packed micro-batches, and its parameters as HF slices.
+
+Letters: T packed tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from mega_rl.bridge.huggingface import HFReader
+from mega_rl.bridge.shape import ModelShape
+from mega_rl.bridge.slices import Box, Slice
+from mega_rl.bridge.trainer_layout import megatron_slices, padded_vocab_size
+from mega_rl.config.schema import RunConfig
+from mega_rl.megatron.context import LocalInput, in_pack_order, local_input
+from mega_rl.megatron.families import frozen_weights
+from mega_rl.megatron.model import PolicyModel, build_model
+from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.types import InputError, Microbatch, TokenStats
+
+
+def initialize_groups(layout: ParallelLayout, seed: int) -> None:
+    """Create Megatron's process groups for the layout; torch.distributed must be initialised.
+
+    Raises:
+        InputError: where Megatron's own rank order differs from the layout's, which would misplace every shard.
+    """
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.num_chunks if layout.num_chunks > 1 else None,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
+        create_gloo_process_groups=False,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    rank = dist.get_rank()
+    actual = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_context_parallel_rank(),
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_expert_tensor_parallel_rank(),
+        parallel_state.get_expert_model_parallel_rank(),
+    )
+    expected = (*layout.coordinates(rank), *layout.expert_coordinates(rank)[:2])
+    if actual != expected:
+        raise InputError(
+            f"Megatron placed rank {rank} at (tensor, context, data, pipeline, expert_tensor, expert) {actual}, the "
+            f"layout at {expected}"
+        )
+
+
+def token_count(microbatch: Microbatch) -> Tensor:
+    """What Megatron divides all gradients by in the end: zero tells it to leave them as plain sums.
+
+    The loss is already divided by global counts; Megatron's own would be summed over groups that differ by version.
+    """
+    return torch.zeros([], dtype=torch.int, device=microbatch.token_ids.device)
+
+
+class MegatronPolicy:
+    """This rank's part of one model.
+
+    Args:
+        config: the run's configuration; ``model.dtype``, ``parallel``, ``rollout.temperature`` matter here.
+        shape: the model's shape.
+        layout: the trainer's layout, whose groups ``initialize_groups`` has made.
+        device: where the weights live.
+    """
+
+    def __init__(self, config: RunConfig, shape: ModelShape, layout: ParallelLayout, device: torch.device) -> None:
+        self.shape, self.layout, self.device = shape, layout, device
+        temperature = config.rollout.temperature if config.trainer.stage == "rl" else 1.0
+        self.chunks: list[PolicyModel] = build_model(
+            shape,
+            config.parallel,
+            config.memory,
+            config.model.dtype,
+            device,
+            temperature,
+            config.trainer.logprob_chunk_tokens,
+        )
+        self.parameters: dict[str, torch.nn.Parameter] = {}
+        self.frozen: dict[str, Tensor] = {}  # weights of the model that are no parameters: no gradient reaches them
+        self.collect_parameters()
+
+    def collect_parameters(self) -> None:
+        """Look the parameters up again, by their names in ``slices_of``."""
+        self.parameters = {
+            self._chunk_prefix(chunk) + name: parameter
+            for chunk, model in enumerate(self.chunks)
+            for name, parameter in model.named_parameters()
+        }
+        self.frozen = {
+            self._chunk_prefix(chunk) + name: weight
+            for chunk, model in enumerate(self.chunks)
+            for name, weight in frozen_weights(model).items()
+        }
+
+    # --- weights -----------------------------------------------------------------------------------------------------
+
+    def _chunk_prefix(self, chunk: int) -> str:
+        return f"chunk{chunk}." if self.layout.num_chunks > 1 else ""
+
+    def slices_of(self, rank: int) -> list[Slice]:
+        """What any rank of the layout holds, as slices of the Hugging Face tensors."""
+        layout, shape = self.layout, self.shape
+        tp_rank, _, _, pp_rank = layout.coordinates(rank)
+        etp_rank, ep_rank, _, _ = layout.expert_coordinates(rank)
+        slices: list[Slice] = []
+        for chunk in range(layout.num_chunks):
+            pieces = megatron_slices(
+                shape,
+                layout.tensor,
+                tp_rank,
+                layout.layers_of_chunk(shape.num_layers, pp_rank, chunk),
+                has_embedding=pp_rank == 0 and chunk == 0,
+                has_output=pp_rank == layout.pipeline - 1 and chunk == layout.num_chunks - 1,
+                padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tensor),
+                expert_parallel=layout.expert,
+                ep_rank=ep_rank,
+                expert_tensor_parallel=layout.expert_tensor,
+                etp_rank=etp_rank,
+            )
+            prefix = self._chunk_prefix(chunk)
+            slices += [replace(piece, local_name=prefix + piece.local_name) for piece in pieces]
+        return slices
+
+    def local(self, local_name: str, local_box: Box) -> Tensor:
+        """A view of one box of one local weight."""
+        weight = self.parameters[local_name] if local_name in self.parameters else self.frozen[local_name]
+        return weight.detach()[tuple(slice(start, stop) for start, stop in local_box)]
+
+    @torch.no_grad()
+    def load_huggingface(self, reader: HFReader) -> None:
+        """Fill every parameter from a Hugging Face directory, reading only this rank's slices of each file."""
+        dtype = self.chunks[0].config.params_dtype
+        for piece in self.slices_of(dist.get_rank()):
+            weight = reader.read(piece.hf_name, piece.hf_box)
+            # Frozen weights are float32 whatever the model is, but are exported and sent to the engine in its dtype.
+            self.local(piece.local_name, piece.local_box).copy_(weight.to(dtype))
+
+    # --- forward -----------------------------------------------------------------------------------------------------
+
+    def schedule(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        microbatches: Sequence[Microbatch],
+        on_output: Callable[[Microbatch, TokenStats], tuple[Tensor, Any]],
+        forward_only: bool,
+    ) -> list[Any]:
+        """Run Megatron's schedule over the micro-batches; the last pipeline stage returns what ``on_output`` reported.
+
+        Args:
+            chunks: the model's chunks, or their data-parallel wrappers.
+            microbatches: the same list on every rank of one data-parallel replica; with an interleaved pipeline as
+                many as it has stages, or a multiple.
+            on_output: (micro-batch, statistics) -> (loss to differentiate, report).
+            forward_only: no backward pass.
+        """
+
+        assert len(chunks) == 1 or len(microbatches) % self.layout.pipeline == 0, len(microbatches)
+        multiple = self.layout.tensor if self.chunks[0].config.sequence_parallel else 1
+
+        def finish(microbatch: Microbatch, local: LocalInput, output: Tensor) -> tuple[Tensor, Tensor, Any]:
+            logprobs, entropy = in_pack_order(output, local)
+            loss, report = on_output(microbatch, TokenStats(logprobs=logprobs, entropy=entropy))
+            return loss, token_count(microbatch), report
+
+        def forward_step(
+            iterator: Iterator[Microbatch], module: torch.nn.Module
+        ) -> tuple[Tensor, Callable[[Tensor], Any]]:
+            microbatch = next(iterator).to(self.device)
+            local = local_input(microbatch, parallel_state.get_context_parallel_group(), multiple)
+            output = module(
+                local.token_ids, local.position_ids, None, labels=local.target_ids, packed_seq_params=local.packing
+            )
+            return output, partial(finish, microbatch, local)
+
+        is_interleaved = len(chunks) > 1
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[iter(microbatches) for _ in chunks] if is_interleaved else iter(microbatches),
+            model=list(chunks) if is_interleaved else chunks[0],
+            num_microbatches=len(microbatches),
+            seq_length=1,  # with variable lengths the stages tell each other the true one
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    @torch.no_grad()
+    def token_stats(self, microbatches: Sequence[Microbatch]) -> list[TokenStats]:
+        """Log-probabilities and entropy of every position, on the host and on every rank, no gradient."""
+        if not microbatches:
+            return []
+
+        def report(microbatch: Microbatch, stats: TokenStats) -> tuple[Tensor, Tensor]:
+            return stats.logprobs.sum(), torch.stack([stats.logprobs, stats.entropy])
+
+        outputs = self.schedule(self.chunks, microbatches, report, forward_only=True)
+        if self.layout.pipeline > 1:
+            group = parallel_state.get_pipeline_model_parallel_group()
+            for index, microbatch in enumerate(microbatches):
+                if not parallel_state.is_pipeline_last_stage():
+                    outputs.append(torch.empty(2, microbatch.num_tokens, device=self.device))
+                dist.broadcast(outputs[index], group=group, group_src=self.layout.pipeline - 1)
+        return [TokenStats(logprobs=output[0].cpu(), entropy=output[1].cpu()) for output in outputs]

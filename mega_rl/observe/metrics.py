@@ -1,0 +1,194 @@
+"""Every metric, declared once: name or pattern, unit, meaning, reduction, and how the console line shows it.
+
+A ``*`` in a name stands for any text that is not empty (a data source may itself contain a slash).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+PHASES = ("generate", "sync", "reward", "old_logprobs", "reference_logprobs", "update", "validate", "save", "step")
+
+
+@dataclass(frozen=True)
+class MetricSpec:
+    """One metric, or a family of them."""
+
+    name: str
+    unit: str
+    description: str
+    reduction: str = "mean"  # mean (weighted) | sum | max | min | last: over the add() calls and ranks of one step
+    console: str | None = None  # format string of ``value`` and the texts that the stars matched, {0}, {1}
+
+
+# In the order of the console line. Metrics keep their sign.
+METRICS: tuple[MetricSpec, ...] = (
+    MetricSpec("reward/mean", "reward", "over the samples of the step", console="reward {value:.3f}"),
+    MetricSpec("actor/loss", "nats", "objective that is minimised, over the global batch", console="loss {value:+.3f}"),
+    MetricSpec("sft/loss", "nats", "negative log-likelihood per learnt token", console="loss {value:.3f}"),
+    MetricSpec("sft/val_loss", "nats", "the same on the validation files", console="val loss {value:.3f}"),
+    MetricSpec("actor/kl", "nats", "estimated KL from the reference, per token", console="kl {value:.4f}"),
+    MetricSpec("actor/entropy", "nats", "of the clean policy, per response token", console="entropy {value:.2f}"),
+    MetricSpec("actor/grad_norm", "1", "global, before clipping", console="grad {value:.2f}"),
+    MetricSpec("sft/grad_norm", "1", "global, before clipping", console="grad {value:.2f}"),
+    MetricSpec("rollout/logprob_diff_mean", "nats", "mean |trainer - engine| per token", console="diff {value:.0e}"),
+    MetricSpec("aqn/sigma", "1", "standard deviation asked of the noise", "last", console="sigma {value:.3g}"),
+    MetricSpec("val-core/*/greedy/acc", "fraction", "greedy answers that are right", console="{0} greedy {value:.3f}"),
+    MetricSpec("val-core/*/acc/mean@*", "fraction", "sampled answers right", console="{0} mean@{1} {value:.3f}"),
+    MetricSpec("val-core/*/acc/best@*", "fraction", "prompts with a right sample", console="{0} best@{1} {value:.3f}"),
+    MetricSpec("val-aux/*/response_length/mean", "tokens", "of the validation responses"),
+    MetricSpec("throughput/tokens_per_s", "tokens/s", "trained tokens per second of step", "last", "{value:.0f} tok/s"),
+    MetricSpec("time/step_s", "s", "wall time of the whole step", "max", "{value:.1f} s"),
+    *(
+        MetricSpec(f"time/{phase}_s", "s", f"wall time of the phase {phase}, slowest rank", "max")
+        for phase in PHASES
+        if phase != "step"
+    ),
+    MetricSpec("actor/pg_loss", "nats", "policy-gradient part of the loss"),
+    MetricSpec("actor/lr", "1", "learning rate of the step", "last"),
+    MetricSpec("actor/clip_fraction", "fraction", "tokens whose ratio is clipped"),
+    MetricSpec("actor/dual_clip_fraction", "fraction", "tokens that the dual clip bounds"),
+    MetricSpec("actor/ppo_kl", "nats", "mean of logp_old - logp per token"),
+    MetricSpec("actor/ratio_mean", "1", "mean of exp(logp - logp_old) per token"),
+    MetricSpec("actor/ratio_max", "1", "largest ratio of a token", "max"),
+    MetricSpec("actor/importance_weight", "1", "mean capped weight against the engine's policy, per token"),
+    MetricSpec("actor/skipped_steps", "steps", "optimizer steps skipped for a gradient that is not finite", "sum"),
+    MetricSpec("actor/skipped_steps_total", "steps", "the same in the run so far, resumed ones included", "last"),
+    MetricSpec("sft/skipped_steps_total", "steps", "optimizer steps skipped for a gradient that is not finite", "last"),
+    MetricSpec("reward/std", "reward", "over all samples of the step; does not add up from parts of it"),
+    MetricSpec("reward/max", "reward", "over the samples of the step", "max"),
+    MetricSpec("reward/min", "reward", "over the samples of the step", "min"),
+    MetricSpec("reward/groups_equal_fraction", "fraction", "prompts whose samples all have one reward"),
+    MetricSpec("reward/*", "reward", "one reward of the sum, before its weight"),
+    MetricSpec("response_length/mean", "tokens", "per sample"),
+    MetricSpec("response_length/max", "tokens", "longest response", "max"),
+    MetricSpec("response_length/min", "tokens", "shortest response", "min"),
+    MetricSpec("response_length/clip_fraction", "fraction", "responses cut by the length limit"),
+    MetricSpec("prompt_length/mean", "tokens", "per prompt"),
+    MetricSpec("rollout/logprob_diff_max", "nats", "largest |trainer - engine| of a token", "max"),
+    MetricSpec("rollout/kl", "nats", "KL of the sampling policy from the trainer's, estimated on its samples"),
+    MetricSpec("rollout/entropy", "nats", "of the policy that sampled, per token"),
+    MetricSpec("rollout/tokens_per_s", "tokens/s", "sampled tokens per second of generation, all engines", "sum"),
+    MetricSpec("rollout/weight_version", "version", "sync whose weights sampled", "last"),
+    MetricSpec("aqn/stage", "stage", "stage of the noise schedule", "last"),
+    MetricSpec("aqn/effective_sigma", "1", "standard deviation of the noise after rounding", "last"),
+    MetricSpec("aqn/changed_fraction", "fraction", "channels that the rounded noise changed", "last"),
+    MetricSpec("aqn/num_tensors", "tensors", "norm weights with noise", "last"),
+    MetricSpec("aqn/noise_hash", "1", "number from a hash of the noise: equal on all ranks", "last"),
+    MetricSpec("aqn/kl_clean_noisy", "nats", "KL between clean and noisy policy, per token"),
+    MetricSpec("bridge/bytes_local", "bytes", "weights copied within a rank in one sync", "sum"),
+    MetricSpec("bridge/bytes_sent", "bytes", "weights sent between ranks in one sync", "sum"),
+    MetricSpec("bridge/seconds", "s", "time of one sync, slowest rank", "max"),
+    MetricSpec("bridge/gb_per_s", "GB/s", "10^9 bytes moved per second of sync, all ranks", "sum"),
+    MetricSpec("memory/peak_host_gib", "GiB", "resident memory of the largest rank, in the run so far", "max"),
+    MetricSpec("memory/peak_device_gib", "GiB", "device memory of the largest rank, in the run so far", "max"),
+    MetricSpec("memory/peak_host_gib/*", "GiB", "the same within one phase of the step", "max"),
+    MetricSpec("memory/peak_device_gib/*", "GiB", "the same within one phase of the step", "max"),
+    MetricSpec("data/epoch", "epochs", "passes over the training data so far, fractional", "last"),
+    MetricSpec("sft/tokens", "tokens", "learnt tokens of the step", "sum"),
+    MetricSpec("sft/lr", "1", "learning rate of the step", "last"),
+)
+
+_EXACT = {spec.name: spec for spec in METRICS if "*" not in spec.name}
+_PATTERNS = [
+    (re.compile("(.+)".join(re.escape(part) for part in spec.name.split("*"))), spec)
+    for spec in METRICS
+    if "*" in spec.name
+]
+CONSOLE_METRICS = tuple(spec for spec in METRICS if spec.console)
+
+
+@functools.lru_cache(maxsize=4096)
+def match(name: str) -> tuple[MetricSpec, tuple[str, ...]]:
+    """The declaration of a metric and the texts its stars stand for; an exact name comes before a pattern.
+
+    Raises:
+        KeyError: the metric is not declared.
+    """
+    if name in _EXACT:
+        return _EXACT[name], ()
+    for pattern, spec in _PATTERNS:
+        found = pattern.fullmatch(name)
+        if found:
+            return spec, found.groups()
+    raise KeyError(f"metric {name!r} is not declared: add it to METRICS in mega_rl/observe/metrics.py")
+
+
+@dataclass(frozen=True)
+class _Tally:
+    """What one metric has come to so far; ``weight`` counts only for means."""
+
+    value: float  # sum of weight x value for a mean
+    weight: float
+
+
+def _join(pick: Callable[[float, float], float], a: float, b: float) -> float:
+    return math.nan if math.isnan(a) or math.isnan(b) else pick(a, b)
+
+
+def combine(reduction: str, first: _Tally, second: _Tally) -> _Tally:
+    """Two tallies of one metric as one; NaN in either is NaN in the result, except for ``last``."""
+    weight = first.weight + second.weight
+    match reduction:
+        case "mean" | "sum":
+            return _Tally(first.value + second.value, weight)
+        case "max":
+            return _Tally(_join(max, first.value, second.value), weight)
+        case "min":
+            return _Tally(_join(min, first.value, second.value), weight)
+        case "last":
+            return _Tally(second.value, weight)
+    raise AssertionError(f"no such reduction: {reduction}")
+
+
+class Metrics:
+    """Accumulates the metrics of one step; plain data inside, so that ranks can send it to each other and merge.
+
+    Example: ``m = Metrics(); m.add("actor/kl", 0.1, weight=30); m.add("actor/kl", 0.4, weight=10); m.result()``
+    gives ``{"actor/kl": 0.175}``.
+    """
+
+    def __init__(self) -> None:
+        self._tallies: dict[str, _Tally] = {}
+
+    def add(self, name: str, value: float, weight: float = 1.0) -> None:
+        """Adds one observation.
+
+        Args:
+            name: a declared metric.
+            value: in the declared unit.
+            weight: for means, what the value is averaged over (tokens, samples); other reductions ignore it.
+
+        Raises:
+            KeyError: the metric is not declared.
+        """
+        spec, _ = match(name)
+        assert weight >= 0, f"{name}: negative weight {weight}"
+        # A weight of 0 stands for no observations, whose mean may well be NaN: it must not spoil the others.
+        share = 0.0 if weight == 0 else float(value) * weight
+        self._put(name, spec, _Tally(share if spec.reduction == "mean" else float(value), float(weight)))
+
+    def merge(self, others: Iterable[Metrics]) -> Metrics:
+        """Takes in what other ranks or micro-batches accumulated, in their order; returns itself."""
+        for other in list(others):
+            for name, tally in other._tallies.items():
+                self._put(name, match(name)[0], tally)
+        return self
+
+    def result(self) -> dict[str, float]:
+        """Name -> reduced value, in the order of first appearance; a mean over a total weight of 0 is NaN."""
+        return {name: _reduced(match(name)[0].reduction, tally) for name, tally in self._tallies.items()}
+
+    def _put(self, name: str, spec: MetricSpec, tally: _Tally) -> None:
+        before = self._tallies.get(name)
+        self._tallies[name] = tally if before is None else combine(spec.reduction, before, tally)
+
+
+def _reduced(reduction: str, tally: _Tally) -> float:
+    if reduction != "mean":
+        return tally.value
+    return tally.value / tally.weight if tally.weight else math.nan

@@ -1,0 +1,216 @@
+"""Which rank does what: plain integers, no process groups.
+
+Ranks are numbered in Megatron-core's default order ``tp-cp-ep-dp-pp``: tensor-parallel neighbours are consecutive, then
+come context-parallel ones, then data-parallel replicas, and pipeline stages are furthest apart. Expert layers have a
+numbering of their own over the same ranks, in which expert parallelism takes the place of context parallelism.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mega_rl.types import InputError
+
+
+class Coordinates(NamedTuple):
+    """Where a rank stands along each axis of parallelism, the fastest axis first."""
+
+    tensor: int
+    context: int
+    data: int
+    pipeline: int
+
+
+class ExpertCoordinates(NamedTuple):
+    """Where a rank stands among the ranks that share out the experts of a layer, the fastest axis first."""
+
+    tensor: int  # which shard of its experts
+    expert: int  # which experts
+    data: int  # which replica of them
+    pipeline: int
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """The trainer's layout: ``world_size == tensor * context * data * pipeline``.
+
+    Example: ``ParallelLayout.create(8, tensor=2, pipeline=2).coordinates(5) == (1, 0, 0, 1)``.
+    """
+
+    world_size: int
+    tensor: int
+    pipeline: int
+    data: int
+    context: int = 1
+    expert: int = 1  # ranks that share out the experts of a layer
+    expert_tensor: int = 1  # ranks that share one expert
+    num_chunks: int = 1  # model chunks per rank; more than 1: interleaved (virtual) pipeline
+
+    def __post_init__(self) -> None:
+        assert min(self.tensor, self.pipeline, self.data, self.context, self.expert, self.expert_tensor) >= 1, self
+        assert self.num_chunks == 1 or self.pipeline > 1, self
+        assert self.world_size == self.tensor * self.context * self.data * self.pipeline, self
+        assert self.ranks_per_stage % (self.expert * self.expert_tensor) == 0, self
+
+    @classmethod
+    def create(
+        cls,
+        world_size: int,
+        tensor: int = 1,
+        pipeline: int = 1,
+        *,
+        context: int = 1,
+        expert: int = 1,
+        expert_tensor: int | None = None,
+        virtual_pipeline: int | None = None,
+    ) -> ParallelLayout:
+        """The layout whose data parallelism is what the world size leaves.
+
+        Args:
+            expert_tensor: None: as ``tensor`` (for models without experts that means nothing).
+            virtual_pipeline: model chunks per rank; None: one.
+
+        Raises:
+            InputError: the sizes do not fit the world or each other.
+        """
+        sizes = {"tensor": tensor, "pipeline": pipeline, "context": context, "expert": expert}
+        sizes |= {"expert_tensor": expert_tensor or tensor, "virtual_pipeline": virtual_pipeline or 1}
+        for name, size in sizes.items():
+            if size < 1:
+                raise InputError(f"parallel.{name} is {size}; set it to 1 or more.")
+        ranks = tensor * context * pipeline
+        if world_size < 1 or world_size % ranks:
+            raise InputError(
+                f"parallel.tensor * parallel.context * parallel.pipeline = {tensor} * {context} * {pipeline} = {ranks} "
+                f"does not divide the {world_size} processes started; change these keys or torchrun's --nproc-per-node."
+            )
+        per_stage = world_size // pipeline
+        if per_stage % (sizes["expert"] * sizes["expert_tensor"]):
+            raise InputError(
+                f"parallel.expert * parallel.expert_tensor = {expert} * {sizes['expert_tensor']} does not divide the "
+                f"{per_stage} processes of a pipeline stage; change one of these keys."
+            )
+        if sizes["virtual_pipeline"] > 1 and pipeline == 1:
+            raise InputError(
+                f"parallel.virtual_pipeline is {virtual_pipeline}, which needs stages to go round; set it to null, or "
+                "parallel.pipeline to 2 or more."
+            )
+        return cls(
+            world_size,
+            tensor,
+            pipeline,
+            data=world_size // ranks,
+            context=context,
+            expert=expert,
+            expert_tensor=sizes["expert_tensor"],
+            num_chunks=sizes["virtual_pipeline"],
+        )
+
+    @property
+    def ranks_per_stage(self) -> int:
+        return self.tensor * self.context * self.data
+
+    @property
+    def expert_data(self) -> int:
+        """Replicas of every expert."""
+        return self.ranks_per_stage // (self.expert * self.expert_tensor)
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """The coordinates of a global rank."""
+        assert 0 <= rank < self.world_size, (rank, self)
+        rest, tensor = divmod(rank, self.tensor)
+        rest, context = divmod(rest, self.context)
+        pipeline, data = divmod(rest, self.data)
+        return Coordinates(tensor, context, data, pipeline)
+
+    def expert_coordinates(self, rank: int) -> ExpertCoordinates:
+        """The coordinates of a global rank in expert layers."""
+        assert 0 <= rank < self.world_size, (rank, self)
+        rest, tensor = divmod(rank, self.expert_tensor)
+        rest, expert = divmod(rest, self.expert)
+        pipeline, data = divmod(rest, self.expert_data)
+        return ExpertCoordinates(tensor, expert, data, pipeline)
+
+    def rank(self, tensor: int, context: int, data: int, pipeline: int) -> int:
+        """The global rank at these coordinates: the inverse of `coordinates`."""
+        assert 0 <= tensor < self.tensor and 0 <= context < self.context, (tensor, context, self)
+        assert 0 <= data < self.data and 0 <= pipeline < self.pipeline, (data, pipeline, self)
+        return tensor + self.tensor * (context + self.context * (data + self.data * pipeline))
+
+    def is_counted(self, rank: int) -> bool:
+        """Whether a sum over ranks takes this rank: of all that hold the same sequences, one per pipeline stage."""
+        coordinates = self.coordinates(rank)
+        return coordinates.tensor == 0 and coordinates.context == 0
+
+    def tensor_groups(self) -> list[list[int]]:
+        """Global ranks that share one shard of layers and one part of the tokens, by tensor coordinate."""
+        return self._groups("tensor", self.tensor)
+
+    def context_groups(self) -> list[list[int]]:
+        """Global ranks that share the tokens of the same sequences, by context coordinate."""
+        return self._groups("context", self.context)
+
+    def data_groups(self) -> list[list[int]]:
+        """Global ranks that hold the same weights and the same part of other sequences, by data coordinate."""
+        return self._groups("data", self.data)
+
+    def pipeline_groups(self) -> list[list[int]]:
+        """Global ranks that pass activations to each other, first stage first."""
+        return self._groups("pipeline", self.pipeline)
+
+    def _groups(self, axis: str, size: int) -> list[list[int]]:
+        firsts = [c for c in map(self.coordinates, range(self.world_size)) if getattr(c, axis) == 0]
+        return [[self.rank(*first._replace(**{axis: i})) for i in range(size)] for first in firsts]
+
+    def layers_of_chunk(self, num_layers: int, pipeline_rank: int, chunk: int = 0) -> range:
+        """The decoder layers, counted over the whole model, of one model chunk; all chunks hold equally many.
+
+        The stages hold consecutive layers; with several chunks per rank the stages are gone through once per chunk.
+        """
+        assert 0 <= pipeline_rank < self.pipeline and 0 <= chunk < self.num_chunks, (pipeline_rank, chunk, self)
+        if num_layers % (self.pipeline * self.num_chunks):
+            names, sizes = "parallel.pipeline", str(self.pipeline)
+            if self.num_chunks > 1:
+                names, sizes = f"{names} * parallel.virtual_pipeline", f"{self.pipeline} * {self.num_chunks}"
+            raise InputError(
+                f"{names} = {sizes} does not divide the model's {num_layers} layers; choose a divisor of {num_layers}."
+            )
+        per_chunk = num_layers // (self.pipeline * self.num_chunks)
+        first = (chunk * self.pipeline + pipeline_rank) * per_chunk
+        return range(first, first + per_chunk)
+
+
+@dataclass(frozen=True)
+class EngineLayout:
+    """Colocated rollout engines: each run of ``tensor_parallel_size`` consecutive global ranks is one replica."""
+
+    world_size: int
+    tensor_parallel_size: int
+
+    def __post_init__(self) -> None:
+        size = self.tensor_parallel_size
+        if size < 1 or self.world_size < 1 or self.world_size % size:
+            raise InputError(
+                f"rollout.tensor_parallel_size = {size} does not divide the {self.world_size} processes started; "
+                "set it to a divisor."
+            )
+
+    @property
+    def num_replicas(self) -> int:
+        return self.world_size // self.tensor_parallel_size
+
+    def replica(self, rank: int) -> int:
+        """Which engine a global rank belongs to."""
+        assert 0 <= rank < self.world_size, (rank, self)
+        return rank // self.tensor_parallel_size
+
+    def tensor_rank(self, rank: int) -> int:
+        """The tensor-parallel rank of a global rank within its engine."""
+        assert 0 <= rank < self.world_size, (rank, self)
+        return rank % self.tensor_parallel_size
+
+    def replica_ranks(self, replica: int) -> range:
+        """The global ranks of one engine, by tensor-parallel rank."""
+        assert 0 <= replica < self.num_replicas, (replica, self)
+        return range(replica * self.tensor_parallel_size, (replica + 1) * self.tensor_parallel_size)

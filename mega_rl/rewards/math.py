@@ -1,0 +1,124 @@
+"""Rewards for answers that a rule can check. Each takes (data_source, solution_str, ground_truth, extra_info)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any, Literal
+
+# A minus is a sign only where it does not stand between two numbers; commas belong to a number only between thousands.
+NUMBER = r"(?:(?<![0-9)])-)?\$?(?:(?<=\$)-)?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+ANY_NUMBER = re.compile(NUMBER)
+# Behind the marker, the whole number or nothing: "#### 1,2" is not an answer of 1.
+MARKED_NUMBER = re.compile(r"####[ \t]*(" + NUMBER + r"(?:/[0-9]+)?)(?![.,/]?[0-9])")
+PLAIN_NUMBER = re.compile(r"([-+]?)([0-9]*\.?[0-9]+)(?:\s*/\s*([0-9]+))?")
+THOUSANDS_COMMA = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
+MAX_NUMBER_LENGTH = 400  # characters; Python refuses integers of more than 4,300 digits
+# Numeric ones alone, and no mixed numbers: 1\frac{1}{2} must not read as 11/2, nor \frac{a+b}{c} as a+b/c.
+LATEX_FRACTION = re.compile(r"(?<![0-9])\\[dt]?frac(?:\{(-?[0-9]+)\}\{([0-9]+)\}|([0-9])([0-9]))")
+LATEX_WORDS = re.compile(r"\\(?:text|mathrm|mathbf|mbox)\{([^{}]*)\}")
+LATEX_NOISE = re.compile(r"\\left|\\right|\\[!,;: %$]|[$%]")
+
+
+def exact_match(
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: Mapping[str, Any],
+    case_sensitive: bool = True,
+) -> float:
+    """1 where the whole response, stripped of surrounding whitespace, is the ground truth, else 0."""
+    response, truth = solution_str.strip(), ground_truth.strip()
+    if not case_sensitive:
+        response, truth = response.casefold(), truth.casefold()
+    return float(response == truth)
+
+
+def gsm8k(
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: Mapping[str, Any],
+    method: Literal["strict", "flexible"] = "strict",
+    correct: float = 1.0,
+    format_score: float = 0.0,
+) -> float:
+    """Grades the final number of a GSM8K solution.
+
+    Args:
+        ground_truth: a number, or a whole solution that ends with ``#### <number>``.
+        method: strict takes the last number behind ``####``; flexible the last number anywhere.
+        correct: the reward of the right number; values are compared, so that "72", "$72.00" and "72." are equal.
+        format_score: the reward of a number that is found but wrong; none found gives 0.
+
+    Raises:
+        ValueError: a ground truth that is no number, or another method.
+    """
+    truth = parse_number(ground_truth.rpartition("####")[2])
+    if truth is None:
+        raise ValueError(f"the ground truth {ground_truth!r:.60} is not a number")
+    if method not in ("strict", "flexible"):
+        raise ValueError(f"method is {method!r}; choose strict or flexible")
+    found = (MARKED_NUMBER if method == "strict" else ANY_NUMBER).findall(solution_str)
+    if not found:
+        return 0.0
+    return correct if parse_number(found[-1]) == truth else format_score
+
+
+def boxed(
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: Mapping[str, Any],
+    correct: float = 1.0,
+    format_score: float = 0.0,
+) -> float:
+    r"""Grades the content of the last ``\boxed{...}``: equal numbers (fractions too), or equal text without markup.
+
+    Args:
+        ground_truth: the answer, inside or outside of a ``\boxed{}``.
+        format_score: the reward of a box with a wrong answer; no box, or an empty one, gives 0.
+    """
+    content = last_boxed(solution_str)
+    if content is None or not content.strip():
+        return 0.0
+    truth = last_boxed(ground_truth)
+    answer, expected = (_without_markup(text) for text in (content, ground_truth if truth is None else truth))
+    number = parse_number(answer)
+    is_same_text = "".join(answer.split()) == "".join(expected.split())
+    is_equal = is_same_text if number is None else number == parse_number(expected)
+    return correct if is_equal else format_score
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What the last closed ``\boxed{...}`` holds, inner braces balanced; None without one."""
+    open_starts: list[int | None] = []  # of every open brace: where its content begins if it is a box
+    last: tuple[int, int] | None = None
+    for position, character in enumerate(text):
+        if character == "{":
+            open_starts.append(position + 1 if text.endswith("\\boxed", 0, position) else None)
+        elif character == "}" and open_starts:
+            start = open_starts.pop()
+            if start is not None and (last is None or start > last[0]):
+                last = (start, position)
+    return None if last is None else text[slice(*last)]
+
+
+def parse_number(text: str) -> Fraction | None:
+    """The value of an integer, decimal or fraction, or None; $, %, thousands commas and a last dot are ignored."""
+    plain = THOUSANDS_COMMA.sub("", text.replace("$", "").strip()).rstrip("%.")
+    match = PLAIN_NUMBER.fullmatch(plain) if len(plain) <= MAX_NUMBER_LENGTH else None
+    if match is None:
+        return None
+    sign, digits, denominator = match.groups()
+    if denominator is not None and int(denominator) == 0:
+        return None
+    value = Fraction(digits) / Fraction(denominator or 1)
+    return -value if sign == "-" else value
+
+
+def _without_markup(text: str) -> str:
+    text = LATEX_WORDS.sub(r"\1", text)
+    text = LATEX_FRACTION.sub(r"\1\3/\2\4", text)
+    return LATEX_NOISE.sub("", text).strip().rstrip(".")

@@ -1,0 +1,85 @@
+"""What the CPU build of vLLM needs while an engine is constructed.
+
+vLLM is imported inside, so that other platforms never load these parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "mega_rl-"  # of shared-memory names
+
+
+@contextmanager
+def cpu_adjustments(*, live_weights: bool, job: str) -> Iterator[None]:
+    """Adjust vLLM while ``vllm.LLM`` is constructed on a CPU, and put everything back afterwards.
+
+    The process, which is the trainer's too, is not bound to the memory of one NUMA node.
+
+    Args:
+        live_weights: keep linear weights as plain tensors. By default they are packed and the visible parameter becomes
+            empty, so that nothing could be written in place; generation is about 20 % slower without the packing.
+            Experts are never packed: vLLM 0.32 packs them at the first loading only, so that after a reload the kernel
+            would take plain weights for packed ones, silently.
+        job: a word of this launch alone. Ranks of one engine meet in shared memory whose name, under an external
+            launcher, holds nothing but their rank numbers: two launches that start at the same time on one machine
+            would join each other's memory.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+    from vllm.model_executor.layers import utils as layer_utils
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    pack = layer_utils.dispatch_cpu_unquantized_gemm
+    group_name = _CPUSHMDistributed.make_group_name
+
+    def keep(layer: Any, *args: Any, **kwargs: Any) -> None:
+        if layer.weight.ndim == 2:
+            layer.cpu_linear = torch.nn.functional.linear
+        else:
+            pack(layer, *args, **kwargs)
+
+    def keep_experts(experts: Any, layer: Any) -> None:
+        experts.apply = _apply_experts
+
+    def job_group_name(communicator: Any) -> str:
+        return f"{PREFIX}{job}-{group_name(communicator).lstrip('/')}"
+
+    with (
+        mock.patch.object(torch.ops._C, "init_cpu_memory_env", lambda nodes: None, create=True),
+        mock.patch.object(layer_utils, "dispatch_cpu_unquantized_gemm", keep if live_weights else pack),
+        mock.patch.object(CPUUnquantizedExperts, "process_weights_after_loading", keep_experts),
+        mock.patch.object(_CPUSHMDistributed, "make_group_name", staticmethod(job_group_name)),
+    ):
+        yield
+    # All ranks have met by now; without its name the memory goes with the last of them, however they end.
+    for path in SHARED_MEMORY.glob(f"{PREFIX}{job}-*"):
+        path.unlink(missing_ok=True)
+
+
+def _apply_experts(
+    output: Tensor,
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    apply_router_weight_on_input: bool = False,
+    **_: Any,
+) -> None:
+    """vLLM's ``apply`` on plain weights: w1 [E, gate and up rows, D], w2 [E, D, rows]; ids and weights [T, K]."""
+    assert not apply_router_weight_on_input, "no supported family weights the experts' inputs"
+    output.zero_()
+    for expert in topk_ids.unique().tolist():
+        tokens, places = torch.where(topk_ids == expert)
+        gate, up = F.linear(hidden_states[tokens], w1[expert]).chunk(2, dim=-1)
+        result = F.linear(F.silu(gate) * up, w2[expert])
+        output.index_add_(0, tokens, result * topk_weights[tokens, places, None].to(result.dtype))

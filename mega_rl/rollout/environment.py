@@ -1,0 +1,83 @@
+"""The environment that vLLM is started in: its variables must stand before it is imported."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import sys
+import warnings
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+# The engine runs inside our process; with a process of its own neither live parameters nor collectives could reach it.
+_REQUIRED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+_DEFAULTS = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+_DEVICE_DEFAULTS = {
+    # Without the first, the first log-probabilities wait 3 to 18 s for a compiler; with nobind the trainer's threads
+    # stay where they are.
+    "cpu": {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+    # The NZ layout would permute weights that are written in place.
+    "npu": {"VLLM_ASCEND_ENABLE_NZ": "0"},
+}
+
+
+def set_environment(device_type: str, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Set vLLM's variables for a device type ("cpu", "npu", ...); a value that the user has set stays.
+
+    Must run before vLLM is imported. ``VLLM_ENABLE_V1_MULTIPROCESSING`` alone is overwritten: the engine works in
+    process only.
+    """
+    environ.update(_REQUIRED)
+    if device_type == "cpu":  # where there is no Triton to be had, and nothing that needs one
+        logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
+    for name, value in {**_DEFAULTS, **_DEVICE_DEFAULTS.get(device_type, {})}.items():
+        environ.setdefault(name, value)
+    dynamo = sys.modules.get("torch._dynamo.config")
+    if dynamo is not None and environ.get("TORCHDYNAMO_DISABLE") == "1":
+        dynamo.disable = True  # type: ignore[attr-defined]  # it read the variable when it was imported, before us
+
+
+@contextmanager
+def preserved_process(device_type: str) -> Iterator[None]:
+    """Undo what constructing an engine does to the process that it shares with the trainer.
+
+    vLLM seeds python's, numpy's and torch's generators; on a CPU it also replaces ``torch.set_num_threads`` by a
+    function that does nothing, sets ``LOCAL_WORLD_SIZE`` to its tensor-parallel size and ``LD_PRELOAD`` for children.
+    Variables named ``VLLM_*`` are its own and stay, and so do the no-ops that it puts on a CPU for
+    ``torch.accelerator.synchronize`` and ``empty_cache``: it calls them later.
+    """
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    matmul_precision = torch.get_float32_matmul_precision()
+    try:
+        with preserved_generators(device_type), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        if torch.get_num_threads() != num_threads:
+            torch.set_num_threads(num_threads)
+        torch.set_float32_matmul_precision(matmul_precision)
+        for name in [name for name in os.environ if not name.startswith("VLLM_") and name not in environ]:
+            del os.environ[name]
+        os.environ.update(environ)
+
+
+@contextmanager
+def preserved_generators(device_type: str) -> Iterator[None]:
+    """Put the global random generators back afterwards: python's, numpy's, torch's on the host and on the device."""
+    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    device = None if device_type == "cpu" else torch.get_device_module(device_type)
+    device_state = None if device is None else device.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
+        if device is not None:
+            device.set_rng_state(device_state)

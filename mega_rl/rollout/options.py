@@ -1,0 +1,100 @@
+"""The arguments of vLLM's constructor: ours, the user's (``rollout.vllm``), and defaults that the user may change."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from mega_rl.config.schema import RolloutConfig
+from mega_rl.types import InputError
+
+WORKER_EXTENSION = "mega_rl.rollout.worker.WeightReceiver"
+
+# Engine arguments that follow from the rest of the configuration -> the key to set instead; "" where there is none.
+_OWNED = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "dtype": "rollout.dtype",
+    "seed": "trainer.seed",
+    "max_model_len": "data.max_prompt_length and data.max_response_length",
+    "tensor_parallel_size": "rollout.tensor_parallel_size",
+    "logprobs_mode": "",
+    "skip_tokenizer_init": "",
+    "pipeline_parallel_size": "",
+    "data_parallel_size": "",
+    "distributed_executor_backend": "",
+    "worker_cls": "",
+    "worker_extension_cls": "",
+}
+_OWNED_ON_CPU = {"kv_cache_memory_bytes": "rollout.kv_cache_bytes", "enable_sleep_mode": ""}
+
+
+def check_options(options: Mapping[str, Any], known: Collection[str], device_type: str) -> None:
+    """Refuse options of ``rollout.vllm`` that the engine does not know, or that mega_rl sets itself.
+
+    Args:
+        known: the names of vLLM's engine arguments.
+
+    Raises:
+        InputError: names the option and what to write instead.
+    """
+    owned = {**_OWNED, **_OWNED_ON_CPU} if device_type == "cpu" else _OWNED
+    for name in options:
+        if name in owned:
+            mend = f"set {owned[name]} instead" if owned[name] else "remove it"
+            raise InputError(f"rollout.vllm.{name} is set by mega_rl itself: {mend}.")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            raise InputError(
+                f"rollout.vllm.{name} is not an argument of the installed vLLM; the nearest one is rollout.vllm.{near}."
+            )
+
+
+def engine_arguments(
+    rollout: RolloutConfig,
+    *,
+    model_path: str,
+    dtype: str,
+    max_model_len: int,
+    device_type: str,
+    known: Collection[str],
+    external: bool,
+) -> dict[str, Any]:
+    """Everything that ``vllm.LLM`` is given.
+
+    Args:
+        dtype: of the model, where ``rollout.dtype`` does not say otherwise.
+        max_model_len: prompt and response together, tokens.
+        known: the names of the installed vLLM's engine arguments.
+        external: several processes started by a launcher, so that engine ranks live in them.
+
+    Raises:
+        InputError: as ``check_options``.
+    """
+    check_options(rollout.vllm, known, device_type)
+    on_cpu = device_type == "cpu"
+    defaults: dict[str, Any] = {
+        "enforce_eager": on_cpu,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "enable_sleep_mode": not on_cpu,
+    }
+    if not on_cpu:
+        defaults["gpu_memory_utilization"] = 0.4  # the trainer lives on the same device
+    arguments = {name: value for name, value in defaults.items() if name in known} | dict(rollout.vllm)
+    if device_type == "npu":
+        arguments["additional_config"] = {"weight_nz_mode": 0, **arguments.get("additional_config", {})}
+    if on_cpu:
+        arguments["kv_cache_memory_bytes"] = rollout.kv_cache_bytes
+    if external:
+        arguments["distributed_executor_backend"] = "external_launcher"
+    return arguments | {
+        "model": model_path,
+        "dtype": rollout.dtype or dtype,
+        "max_model_len": max_model_len,
+        "tensor_parallel_size": rollout.tensor_parallel_size,
+        "seed": 0,  # every request brings its own
+        "logprobs_mode": "processed_logprobs",  # after the temperature: the distribution that is really sampled from
+        "worker_extension_cls": WORKER_EXTENSION,
+    }

@@ -1,0 +1,207 @@
+"""vLLM inside the trainer's own processes.
+
+vLLM is imported when an engine is constructed: its environment must stand before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mega_rl.bridge.shape import read_model_shape
+from mega_rl.config.schema import RolloutConfig
+from mega_rl.parallel.collectives import broadcast_object
+from mega_rl.rollout.cpu_adjustments import cpu_adjustments
+from mega_rl.rollout.engine import Request
+from mega_rl.rollout.environment import preserved_generators, preserved_process, set_environment
+from mega_rl.rollout.options import engine_arguments
+from mega_rl.rollout.sampling import to_completion
+from mega_rl.types import Completion, InputError
+
+
+class VLLMEngine:
+    """A ``RolloutEngine``: vLLM in process, ``rollout.tensor_parallel_size`` consecutive ranks to one engine.
+
+    Construction is collective: every rank of the default group constructs, after the trainer's groups exist.
+
+    Raises:
+        InputError: options of ``rollout`` that vLLM does not know or does not accept.
+    """
+
+    def __init__(
+        self, model_path: str | Path, rollout: RolloutConfig, *, max_model_len: int, device_type: str, dtype: str
+    ) -> None:
+        """
+        Args:
+            model_path: Hugging Face directory with tokenizer and starting weights.
+            max_model_len: longest prompt and response together, tokens.
+            device_type: torch's name of the platform's device.
+            dtype: of the model, where ``rollout.dtype`` is not set.
+        """
+        set_environment(device_type)
+        if rollout.weight_update not in ("live", "reload"):
+            raise InputError(f"rollout.weight_update={rollout.weight_update} is unknown: use live or reload.")
+        self._rollout = rollout
+        self._max_model_len = max_model_len
+        self._device_type = device_type
+        self._version = 0
+        self._loaded: set[str] | None = None  # names loaded by the update under way; None outside of one
+        self._llm = _construct(str(model_path), rollout, max_model_len, device_type, dtype)
+        self._names = frozenset(self._call("receiver_parameters"))
+        self._can_sleep = bool(self._llm.llm_engine.vllm_config.model_config.enable_sleep_mode)
+
+    @property
+    def weight_version(self) -> int:
+        return self._version
+
+    def check(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self._check_length(request)
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        assert self._loaded is None, "generation inside a weight update"
+        if not requests:
+            return []
+        self.check(requests)
+        prompts = [{"prompt_token_ids": list(request.prompt.token_ids)} for request in requests]
+        sampling = [self._sampling_params(request) for request in requests]
+        with preserved_generators(self._device_type):
+            outputs = self._llm.generate(prompts, sampling, use_tqdm=False)
+        pairs = zip(requests, outputs, strict=True)
+        return [to_completion(request, output, self._version) for request, output in pairs]
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        if self._rollout.weight_update != "live":
+            raise InputError(
+                "rollout.weight_update=reload keeps the engine's weights packed: set rollout.weight_update=live to "
+                "read or write them in place."
+            )
+        return self._call("receiver_parameters")
+
+    def begin_update(self) -> None:
+        assert self._loaded is None, "a weight update inside another"
+        self._loaded = set()
+        if self._rollout.weight_update == "reload":
+            self._call("receiver_begin_reload")
+
+    def load_hf_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        assert self._loaded is not None, "weights outside of an update"
+        self._loaded |= self._call("receiver_load", weights)
+
+    def finish_update(self, version: int) -> None:
+        assert self._loaded is not None, "the end of an update that has not begun"
+        loaded, self._loaded = self._loaded, None
+        if self._rollout.weight_update == "reload":
+            self._call("receiver_finish_reload")
+            if missing := sorted(self._names - loaded):
+                raise RuntimeError(
+                    f"The reload to version {version} left out {len(missing)} weights of the engine, the first is "
+                    f"{missing[0]}."
+                )
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError(f"The engine kept prefixes computed before weight version {version}.")
+        self._version = version
+
+    def sleep(self) -> None:
+        if self._can_sleep:
+            self._llm.sleep(level=1)
+
+    def wake_up(self) -> None:
+        if self._can_sleep:
+            self._llm.wake_up()
+
+    def _call(self, method: str, *args: Any) -> Any:
+        """Call a method of ``WeightReceiver`` in this rank's worker; it lives here, so tensors pass by reference."""
+        (result,) = self._llm.collective_rpc(method, args=args)
+        return result
+
+    def _check_length(self, request: Request) -> None:
+        length = len(request.prompt.token_ids)
+        if length == 0 or length + request.max_tokens > self._max_model_len:
+            raise InputError(
+                f"Prompt {request.prompt.index} has {length} tokens, but with a response of {request.max_tokens} the "
+                f"engine takes 1 to {self._max_model_len - request.max_tokens}: raise data.max_prompt_length or set "
+                "data.filter_overlong_prompts=true."
+            )
+
+    def _sampling_params(self, request: Request) -> Any:
+        from vllm import SamplingParams
+
+        return SamplingParams(
+            temperature=request.temperature,
+            seed=None if request.greedy else request.seed,
+            max_tokens=request.max_tokens,
+            stop=list(self._rollout.stop) or None,
+            stop_token_ids=list(self._rollout.stop_token_ids) or None,
+            ignore_eos=self._rollout.ignore_eos,
+            logprobs=0,  # the sampled token's alone
+        )
+
+
+def _construct(model_path: str, rollout: RolloutConfig, max_model_len: int, device_type: str, dtype: str) -> Any:
+    """A ``vllm.LLM`` that leaves the process as it found it."""
+    external = dist.is_initialized() and dist.get_world_size() > 1
+    with preserved_process(device_type):
+        from vllm import LLM
+        from vllm.distributed.parallel_state import get_tp_group
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine import core
+
+        # An engine that is dropped, or whose construction fails, would destroy the trainer's process groups with it.
+        core.cleanup_dist_env_and_memory = _leave_groups_alone
+        arguments = engine_arguments(
+            rollout,
+            model_path=model_path,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            device_type=device_type,
+            known=[field.name for field in dataclasses.fields(EngineArgs)],
+            external=external,
+        )
+        if external:  # vLLM reads them where a launcher other than torchrun may not have set them
+            os.environ.setdefault("RANK", str(dist.get_rank()))
+            os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
+        adjustments: AbstractContextManager[None] = nullcontext()
+        if device_type == "cpu":
+            _check_head_size(model_path)
+            job = broadcast_object(uuid.uuid4().hex[:12])
+            adjustments = cpu_adjustments(live_weights=rollout.weight_update == "live", job=job)
+        try:
+            with adjustments:
+                llm = LLM(**arguments)
+        except ValueError as error:
+            raise InputError(
+                f"vLLM does not accept the rollout settings for model.path={model_path}: {_first_words(error)}"
+            ) from error
+        # Unused under an external launcher; its shared memory would be reported as leaked when the process ends.
+        get_tp_group().mq_broadcaster = None
+        return llm
+
+
+def _leave_groups_alone() -> None:
+    """Stands for vLLM's clean-up of torch.distributed: the groups are the trainer's."""
+
+
+def _check_head_size(model_path: str) -> None:
+    """InputError for heads that the engine's CPU attention cannot take: vLLM itself fails in its first generation."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    head_dim, supported = read_model_shape(model_path).head_dim, CPUAttentionBackend.get_supported_head_sizes()
+    if head_dim not in supported:
+        raise InputError(
+            f"model.path={model_path} has attention heads of {head_dim} channels, and vLLM on a CPU takes "
+            f"{', '.join(map(str, supported))}: choose another model, or another platform.name."
+        )
+
+
+def _first_words(error: ValueError) -> str:
+    """What went wrong, on one line and without the end of a validation report that repeats every input."""
+    return " ".join(str(error).split("[type=")[0].split())[:400]

@@ -1,0 +1,113 @@
+"""The parts of a stage, each made from the configuration alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mega_rl.algorithms.objective import PolicyObjective
+from mega_rl.bridge.families import roles
+from mega_rl.config import RunConfig
+from mega_rl.data.prompts import PromptDataset, PromptStream
+from mega_rl.data.stream import Stream
+from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.megatron.offload import Reference, is_device
+from mega_rl.megatron.policy import MegatronPolicy
+from mega_rl.parallel.collectives import together
+from mega_rl.rewards.registry import Scorer, build_scorer
+from mega_rl.rollout.noise import AqnNoise
+from mega_rl.rollout.vllm_engine import VLLMEngine
+from mega_rl.stages.session import Session
+
+
+def prompt_stream(session: Session) -> PromptStream:
+    data = session.config.data
+    with together("reading the prompts"):
+        dataset = PromptDataset.from_files(data.train_files, session.tokenizer, data)
+        if dataset.num_dropped:
+            session.say(f"data: {dataset.num_dropped} prompts longer than {data.max_prompt_length} tokens left out")
+        return Stream(dataset, data.train_batch_size, data.shuffle, data.seed)
+
+
+def validation_prompts(session: Session) -> PromptDataset | None:
+    data = session.config.data
+    if not data.val_files:
+        return None
+    with together("reading the validation prompts"):
+        return PromptDataset.from_files(
+            data.val_files, session.tokenizer, data, key="data.val_files", max_samples=data.max_val_samples
+        )
+
+
+def total_steps(config: RunConfig, steps_per_epoch: int) -> int:
+    """Training steps of the whole run: given, or epochs times the full batches of one."""
+    trainer = config.trainer
+    if trainer.total_steps is not None:
+        return trainer.total_steps
+    assert trainer.total_epochs is not None, "validation asks for one of the two"
+    return trainer.total_epochs * steps_per_epoch
+
+
+def actor(session: Session, num_optimizer_steps: int) -> MegatronEngine:
+    return MegatronEngine(
+        session.config, session.shape, session.layout, session.device, session.weights, num_optimizer_steps
+    )
+
+
+def reference(session: Session) -> Reference | None:
+    """A frozen copy of the starting weights, where the objective needs one."""
+    if session.config.algorithm.kl_coefficient == 0:
+        return None
+    policy = MegatronPolicy(session.config, session.shape, session.layout, session.device)
+    for chunk in policy.chunks:
+        chunk.requires_grad_(False)
+    policy.load_huggingface(session.weights)
+    return Reference(policy, session.config.memory, is_device(session.device))
+
+
+def rollout_engine(session: Session) -> VLLMEngine:
+    config = session.config
+    return VLLMEngine(
+        config.model.path,
+        config.rollout,
+        max_model_len=config.data.max_prompt_length + config.data.max_response_length,
+        device_type=session.device.type,
+        dtype=config.model.dtype,
+    )
+
+
+def noise(session: Session, total: int) -> AqnNoise:
+    aqn = AqnNoise(session.config.aqn, total)
+    if session.config.aqn.enabled:
+        aqn.targets(roles(session.shape))  # refuses what matches nothing
+    return aqn
+
+
+def scorer(session: Session) -> Scorer:
+    with together("building the rewards"):
+        return build_scorer(session.config.rewards)
+
+
+def sampling(config: RunConfig) -> dict[str, Any]:
+    """How training samples: the arguments of ``make_requests`` that never change."""
+    return {
+        "n": config.rollout.n,
+        "seed": config.trainer.seed,
+        "max_tokens": config.data.max_response_length,
+        "temperature": config.rollout.temperature,
+    }
+
+
+def objective(config: RunConfig) -> PolicyObjective:
+    algorithm = config.algorithm
+    # Where the engine's own log-probabilities are pi_old, or its noise is ignored as published, nothing is corrected.
+    is_corrected = not config.aqn.enabled or config.aqn.old_logprobs == "decoupled"
+    return PolicyObjective(
+        clip_low=algorithm.clip_ratio_low,
+        clip_high=algorithm.clip_ratio_high,
+        dual_clip=algorithm.dual_clip,
+        kl_coefficient=algorithm.kl_coefficient,
+        kl_estimator=algorithm.kl_estimator,
+        entropy_coefficient=algorithm.entropy_coefficient,
+        importance_cap=algorithm.importance_cap if is_corrected else None,
+        reduction=algorithm.loss_reduction,
+    )

@@ -1,0 +1,68 @@
+"""Reinforcement learning: push weights, sample, score, learn, validate, save, in the order written here."""
+
+from __future__ import annotations
+
+from mega_rl.config import RunConfig
+from mega_rl.rollout.replicas import generate_everywhere
+from mega_rl.rollout.sampling import make_requests
+from mega_rl.stages import building, learning, progress, rollouts
+from mega_rl.stages.batches import memory_metrics
+from mega_rl.stages.session import Session, open_session
+from mega_rl.stages.validation import Validator
+from mega_rl.stages.weights import WeightSync, export_huggingface
+
+
+def run(config: RunConfig) -> None:
+    """Train as ``config`` says; every rank of the job calls it."""
+    with open_session(config) as session:
+        train(session)
+
+
+def train(session: Session) -> None:
+    config, timers = session.config, session.timers
+    # What can refuse the configuration comes first, what takes long to build after it.
+    prompts = building.prompt_stream(session)
+    total_steps = building.total_steps(config, prompts.steps_per_epoch)
+    noise = building.noise(session, total_steps)
+    scorer = building.scorer(session)
+    held_out = building.validation_prompts(session)
+    actor = building.actor(session, total_steps * config.algorithm.minibatches_per_step)
+    reference = building.reference(session)
+    engine = building.rollout_engine(session)
+    sync = WeightSync(session, actor, engine, noise)
+    validator = Validator(session, held_out, sync, engine, scorer)
+    objective = building.objective(config)
+    state = progress.resume(session, actor, prompts)
+    validator.results |= state.validations
+
+    with session.observer(state.step, total_steps) as observer:
+        if config.trainer.val_before_train and state.step == 0:
+            observer.log(0, validator.validate(observer, step=0) | timers.collect())
+
+        for step in range(state.step, total_steps):
+            with timers("step"):
+                with timers("sync"):
+                    metrics = sync.push(version=step, sigma=noise.sigma(step))
+                with timers("generate"):
+                    requests = make_requests(prompts.next_batch(), step=step, **building.sampling(config))
+                    completions = generate_everywhere(engine, session.engine_layout, requests)
+                    sync.end_sampling()
+                with timers("reward"):
+                    scores = rollouts.score_everywhere(scorer, completions)
+                samples = learning.with_advantages(completions, scores, config.algorithm.name)
+                metrics |= learning.update(session, actor, reference, objective, samples)
+            metrics |= rollouts.sample_metrics(samples)
+            metrics |= rollouts.noise_metrics(config, noise, step, metrics)
+
+            done = step + 1
+            if progress.is_due(done, config.trainer.test_freq, total_steps):
+                metrics |= validator.validate(observer, step=done)
+            progress.save_if_due(session, actor, prompts, done, total_steps, validator.results)
+            metrics |= {"data/epoch": done / prompts.steps_per_epoch, "rollout/weight_version": float(step)}
+            metrics |= rollouts.time_metrics(timers.collect(), samples) | memory_metrics(session)
+            observer.log(done, metrics)
+
+    if config.trainer.export_hf:
+        export_huggingface(session, actor)
+    validator.print_summary()
+    progress.say_where(session)

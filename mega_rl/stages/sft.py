@@ -1,0 +1,105 @@
+"""Supervised fine-tuning: batch, learn, validate, save, in the order in which it is written here."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from mega_rl.algorithms.objective import SftObjective
+from mega_rl.config import RunConfig
+from mega_rl.data.conversations import ConversationDataset
+from mega_rl.data.stream import Stream
+from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.parallel.collectives import together
+from mega_rl.stages import building, progress
+from mega_rl.stages.batches import denominators_of, memory_metrics, pack_for_rank, total_sums
+from mega_rl.stages.progress import warn_if_skipped
+from mega_rl.stages.session import Session, open_session
+from mega_rl.stages.weights import export_huggingface
+from mega_rl.types import Sequence
+
+
+def run(config: RunConfig) -> None:
+    """Train as ``config`` says; every rank of the job calls it."""
+    with open_session(config) as session:
+        train(session)
+
+
+def train(session: Session) -> None:
+    config, timers = session.config, session.timers
+    with together("reading the conversations"):
+        stream, held_out = conversations(session)
+    total_steps = building.total_steps(config, stream.steps_per_epoch)
+    model = building.actor(session, total_steps)
+    state = progress.resume(session, model, stream)
+
+    with session.observer(state.step, total_steps) as observer:
+        for step in range(state.step, total_steps):
+            done = step + 1
+            with timers("step"):
+                batch = stream.next_batch()
+                with timers("update"):
+                    metrics = update(session, model, batch, is_followed=not weights_are_read(config, done, total_steps))
+            if held_out and progress.is_due(done, config.trainer.test_freq, total_steps):
+                with timers("validate"):
+                    metrics["sft/val_loss"] = held_out_loss(session, model, held_out)
+            progress.save_if_due(session, model, stream, done, total_steps, {})
+            seconds = timers.collect()
+            num_tokens = sum(sequence.loss_mask.numel() for sequence in batch)
+            metrics |= {"data/epoch": done / stream.steps_per_epoch} | seconds | memory_metrics(session)
+            observer.log(done, metrics | {"throughput/tokens_per_s": num_tokens / max(seconds["time/step_s"], 1e-9)})
+
+    if config.trainer.export_hf:
+        export_huggingface(session, model)
+    progress.say_where(session)
+
+
+def conversations(session: Session) -> tuple[Stream[Sequence], list[Sequence]]:
+    """The training stream and the held-out sequences."""
+    data, tokenizer = session.config.data, session.tokenizer
+    dataset = ConversationDataset.from_files(data.train_files, tokenizer, data)
+    if dataset.num_dropped:
+        session.say(f"data: {dataset.num_dropped} conversations longer than the length limits left out")
+    held_out: list[Sequence] = []
+    if data.val_files:
+        held_out = ConversationDataset.from_files(
+            data.val_files, tokenizer, data, key="data.val_files", max_samples=data.max_val_samples
+        ).sequences
+    return Stream(dataset, data.train_batch_size, data.shuffle, data.seed), held_out
+
+
+def weights_are_read(config: RunConfig, done: int, total_steps: int) -> bool:
+    """Whether something else than the next step reads the weights that step ``done`` leaves."""
+    trainer = config.trainer
+    return any(progress.is_due(done, freq, total_steps) for freq in (trainer.test_freq, trainer.save_freq))
+
+
+def update(
+    session: Session, model: MegatronEngine, batch: list[Sequence], is_followed: bool = False
+) -> dict[str, float]:
+    """One optimizer step, directly before another where it ``is_followed``; returns its metrics. Collective."""
+    denominators = denominators_of(batch, session.config.data.max_response_length)
+    reports = model.forward_backward(pack_for_rank(session, batch), partial(SftObjective(), denominators=denominators))
+    step = model.optimizer_step(is_followed)
+    warn_if_skipped(session, model, step)
+    sums = total_sums(session, reports)
+    return {
+        "sft/loss": sums["loss"],
+        "sft/tokens": float(denominators.num_tokens),
+        "sft/grad_norm": step.grad_norm,
+        "sft/lr": step.lr,
+        "sft/skipped_steps_total": float(model.step.skipped.total),
+    }
+
+
+def held_out_loss(session: Session, model: MegatronEngine, sequences: list[Sequence]) -> float:
+    """Mean negative log-likelihood per learnt token, in nats. Collective."""
+    microbatches = pack_for_rank(session, sequences)
+    stats = model.token_stats(microbatches)
+    reports = [
+        {"nll": -(s.logprobs * m.loss_mask).sum(), "tokens": m.loss_mask.sum()}
+        for s, m in zip(stats, microbatches, strict=True)
+    ]
+    if not session.is_last_stage:  # every pipeline stage was given the statistics; count them once
+        reports = []
+    sums = total_sums(session, reports)
+    return sums["nll"] / sums["tokens"]

@@ -1,0 +1,207 @@
+"""Weights from the trainer's shards into the live engines, and out to a Hugging Face directory."""
+
+from __future__ import annotations
+
+import shutil
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mega_rl import platform
+from mega_rl.bridge.engine_layout import full_slices, vllm_slices
+from mega_rl.bridge.execute import Ledger, Read, Transfer
+from mega_rl.bridge.families import hf_tensors, roles
+from mega_rl.bridge.huggingface import HFWriter
+from mega_rl.bridge.plan import compile_plan
+from mega_rl.bridge.slices import Box, Slice, indices, num_elements
+from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.megatron.model import DTYPES
+from mega_rl.parallel.collectives import gather_objects, together
+from mega_rl.rollout.engine import RolloutEngine
+from mega_rl.rollout.noise import AqnNoise, SyncNoise, noise_metrics
+from mega_rl.stages.session import Session
+from mega_rl.types import InputError
+
+MAX_SHARD_BYTES = 5 << 30  # of an exported safetensors file
+
+
+class WeightSync:
+    """Pushes the actor's weights into the engines, with AQN noise where it is on.
+
+    With ``rollout.weight_update=live`` each engine shard is written in place, every byte moved at most once; with
+    ``reload`` the whole Hugging Face tensors pass through the engine's own loader.
+    """
+
+    def __init__(self, session: Session, trainer: MegatronEngine, rollout: RolloutEngine, noise: AqnNoise) -> None:
+        config, shape, world_size = session.config, session.shape, dist.get_world_size()
+        self.trainer, self.rollout, self.noise = trainer, rollout, noise
+        self.dtype = DTYPES[config.rollout.dtype or config.model.dtype]
+        self.is_live = config.rollout.weight_update == "live"
+        self.verify = config.bridge.verify == "all"
+        self.shapes = hf_tensors(shape)
+        self.noisy_names = frozenset(noise.targets(roles(shape)) if config.aqn.enabled else ())
+        size, engines = config.rollout.tensor_parallel_size, session.engine_layout
+        sources = [trainer.slices_of(rank) for rank in range(world_size)]
+        if self.is_live:
+            wanted = [vllm_slices(shape, size, engines.tensor_rank(rank)) for rank in range(world_size)]
+            with together("matching the engine's parameters"):
+                check_engine_parameters(rollout.parameters(), wanted[dist.get_rank()], self.dtype)
+        else:
+            wanted = [full_slices(shape)] * world_size
+        plan = compile_plan(sources, wanted)
+        self.transfer = Transfer(plan, dist.get_rank(), world_size, None, config.bridge.bucket_bytes, session.device)
+
+    def push(self, version: int, sigma: float) -> dict[str, float]:
+        """Make the engines sample from the actor's present weights; collective.
+
+        What ``memory.offload`` names leaves the device as soon as it is not needed, until ``end_sampling``.
+
+        Args:
+            version: number of finished steps; keys the noise.
+            sigma: standard deviation of the noise; 0 for clean weights.
+
+        Returns:
+            Metrics of the sync.
+
+        Raises:
+            RuntimeError: ``bridge.verify=all`` found a live weight that differs from the trainer's.
+        """
+        noise = self.noise.for_sync(version, sigma)
+        masters = self.trainer.master_weights(self.noisy_names) if sigma else {}
+
+        def read(local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> Tensor:
+            if hf_name in masters:
+                clean = masters[hf_name][indices(hf_box)]
+                return noise.apply(hf_name, clean, self.shapes[hf_name], hf_box, self.dtype)
+            return self.trainer.policy.local(local_name, local_box).to(self.dtype)
+
+        self.trainer.offload.to_host("gradients", "optimizer")
+        platform.current().empty_cache()  # a waking engine takes its memory from the device, not from torch's cache
+        self.rollout.wake_up()
+        self.rollout.begin_update()
+        if self.is_live:
+            ledger = self._write_in_place(read)
+        else:
+            self.rollout.load_hf_weights(self.transfer.stream(read, list(self.shapes), self.dtype))
+            ledger = None
+        self.rollout.finish_update(version)
+        if self.verify and self.is_live:
+            self._verify(read, version)
+        self.trainer.offload.to_host("weights")
+        return self._metrics(ledger, noise)
+
+    def end_sampling(self) -> None:
+        """The engine's memory is the trainer's until the next ``push``."""
+        self.rollout.sleep()
+        self.trainer.offload.to_device()
+
+    def _write_in_place(self, read: Read) -> Ledger:
+        parameters = self.rollout.parameters()
+
+        def write(local_name: str, hf_name: str, hf_box: Box, local_box: Box, piece: Tensor) -> None:
+            parameters[local_name][indices(local_box)].copy_(piece)
+
+        with torch.no_grad():
+            return self.transfer.run(read, write, self.dtype)
+
+    def _verify(self, read: Read, version: int) -> None:
+        parameters, wrong = self.rollout.parameters(), []
+
+        def compare(local_name: str, hf_name: str, hf_box: Box, local_box: Box, piece: Tensor) -> None:
+            if not torch.equal(parameters[local_name][indices(local_box)].view_as(piece), piece):
+                wrong.append(hf_name)
+
+        self.transfer.run(read, compare, self.dtype)
+        for rank, names in enumerate(gather_objects(sorted(set(wrong)))):
+            if names:
+                raise RuntimeError(
+                    f"after the sync of weight version {version} the engine on rank {rank} holds another {names[0]} "
+                    f"than the trainer ({len(names)} tensors differ)"
+                )
+
+    def _metrics(self, ledger: Ledger | None, noise: SyncNoise) -> dict[str, float]:
+        parts = gather_objects((ledger, noise.records))
+        metrics: dict[str, float] = {}
+        ledgers = [part for part, _ in parts if part is not None]
+        if ledgers:
+            moved = sum(part.bytes_local + part.bytes_received for part in ledgers)
+            seconds = max(part.seconds for part in ledgers)
+            metrics = {
+                "bridge/bytes_local": float(sum(part.bytes_local for part in ledgers)),
+                "bridge/bytes_sent": float(sum(part.bytes_sent for part in ledgers)),
+                "bridge/seconds": seconds,
+                "bridge/gb_per_s": moved / 1e9 / max(seconds, 1e-9),
+            }
+        return metrics | (noise_metrics(records for _, records in parts) if noise.sigma else {})
+
+
+def check_engine_parameters(parameters: Mapping[str, Tensor], slices: Sequence[Slice], dtype: torch.dtype) -> None:
+    """Refuse to write in place what the mapping does not describe exactly: it would stay stale, or hold garbage.
+
+    Raises:
+        InputError: an engine parameter that no slice covers, one that is not there, or one of another dtype.
+    """
+    covered: dict[str, int] = defaultdict(int)
+    for piece in slices:
+        covered[piece.local_name] += num_elements(piece.local_box)
+    mend = "set rollout.weight_update=reload, which goes through the engine's own loader"
+    for name in sorted(set(parameters) | set(covered)):
+        # The engine pads the vocabulary, so that a rank's rows may hold no token at all.
+        is_vocabulary = name.endswith(("embed_tokens.weight", "lm_head.weight"))
+        if name not in parameters or (name not in covered and not is_vocabulary):
+            where = "the engine" if name not in parameters else "the mapping of this model family"
+            raise InputError(f"rollout.weight_update=live cannot write {name}, which {where} does not have: {mend}")
+        tensor = parameters[name]
+        if tensor.dtype != dtype:
+            raise InputError(
+                f"rollout.weight_update=live cannot write {name}, which the engine holds as {tensor.dtype}: {mend}"
+            )
+        if covered[name] != tensor.numel() and not is_vocabulary:
+            raise InputError(
+                f"rollout.weight_update=live cannot write {name}: the engine has {tensor.numel()} elements and the "
+                f"mapping {covered[name]}: {mend}"
+            )
+
+
+def export_huggingface(session: Session, trainer: MegatronEngine) -> Path:
+    """Write the actor's weights as a Hugging Face directory that transformers and vLLM load; collective.
+
+    An export that an earlier run of the same output directory left is replaced.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    sources = [trainer.slices_of(r) for r in range(world_size)]
+    plan = compile_plan(sources, [full_slices(session.shape) if r == 0 else [] for r in range(world_size)])
+    bucket_bytes = session.config.bridge.bucket_bytes
+    transfer = Transfer(plan, rank, world_size, None, bucket_bytes, session.device)
+    dtype = DTYPES[session.config.model.dtype]
+
+    def read(local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> Tensor:
+        return trainer.policy.local(local_name, local_box).to(dtype)
+
+    stream = transfer.stream(read, list(hf_tensors(session.shape)), dtype)
+    try:
+        if rank == 0:
+            _write_export(session, stream, dtype)
+    finally:
+        for _ in stream:  # every rank must come to the end of the stream, or the others would wait for it
+            pass
+    return session.export_dir
+
+
+def _write_export(session: Session, stream: Iterator[tuple[str, Tensor]], dtype: torch.dtype) -> None:
+    """Write the whole directory beside an earlier export, then put it in its place."""
+    final = session.export_dir
+    fresh, replaced = final.with_name(f".{final.name}.new"), final.with_name(f".{final.name}.replaced")
+    for leftover in (fresh, replaced):
+        shutil.rmtree(leftover, ignore_errors=True)
+    with HFWriter(fresh, session.shape, dtype, MAX_SHARD_BYTES, source_dir=session.config.model.path) as writer:
+        for name, tensor in stream:
+            writer.write(name, tensor)
+    if final.exists():
+        final.rename(replaced)
+    fresh.rename(final)
+    shutil.rmtree(replaced, ignore_errors=True)

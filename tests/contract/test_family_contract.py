@@ -1,0 +1,245 @@
+"""What every model family must hold: a new one is one more entry of ``families.FAMILIES``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from mega_rl.bridge.engine_layout import full_slices, vllm_slices
+from mega_rl.bridge.families import ROLES, hf_tensors, roles
+from mega_rl.bridge.huggingface import HFReader, HFWriter
+from mega_rl.bridge.plan import compile_plan
+from mega_rl.bridge.shape import FAMILIES, ModelShape, read_model_shape
+from mega_rl.bridge.slices import Slice, indices, whole_box
+from mega_rl.bridge.trainer_layout import megatron_slices, padded_vocab_size
+from mega_rl.stages.weights import check_engine_parameters
+from mega_rl.types import InputError
+from tests import launch
+from tests.contract import families
+
+SCRIPT = Path(__file__).with_name("run_family_contract.py")
+RELATIVE = 2e-5  # float32, two implementations of four layers
+# (tensor, pipeline, expert, expert tensor) parallel sizes
+LAYOUTS = [(1, 1, 1, 1), (2, 1, 1, 2), (4, 2, 2, 2), (2, 4, 4, 1), (1, 2, 8, 1)]
+LIVE = [name for name in families.FAMILIES if not name.startswith("deepseek")]  # the engine writer knows their engines
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with every family's tiny model as transformers saves it."""
+    directory = tmp_path_factory.mktemp("families")
+    for family in families.FAMILIES:
+        families.make(family).save_pretrained(directory / family)
+    return directory
+
+
+def load(directory: Path) -> tuple[ModelShape, Tensors]:
+    shape, reader = read_model_shape(directory), HFReader(directory)
+    return shape, {name: reader.read(name, whole_box(reader.shape(name))) for name in reader.names()}
+
+
+def trainer_slices(shape: ModelShape, tp: int, pp: int, ep: int, etp: int) -> list[list[Slice]]:
+    """Of every stage and every pair of a tensor-parallel and an expert coordinate, so that all are met."""
+    per_stage, padded = shape.num_layers // pp, padded_vocab_size(shape.vocab_size, tp)
+    return [
+        megatron_slices(
+            shape,
+            tp,
+            rank % tp,
+            range(stage * per_stage, (stage + 1) * per_stage),
+            stage == 0,
+            stage == pp - 1,
+            padded,
+            ep,
+            rank // etp % ep,
+            etp,
+            rank % etp,
+        )
+        for stage in range(pp)
+        for rank in range(tp * ep * etp)
+    ]
+
+
+def to_local(slices: list[Slice], model: Tensors) -> Tensors:
+    """One rank's parameters; NaN where no slice lies."""
+    sizes: dict[str, list[int]] = {}
+    for piece in slices:
+        size = sizes.setdefault(piece.local_name, [0] * len(piece.local_box))
+        sizes[piece.local_name] = [max(n, end) for n, (_, end) in zip(size, piece.local_box, strict=True)]
+    local = {name: torch.full(size, torch.nan) for name, size in sizes.items()}
+    for piece in slices:
+        view = local[piece.local_name][indices(piece.local_box)]
+        assert bool(view.isnan().all()), f"{piece.local_name} is written twice"
+        view.copy_(model[piece.hf_name][indices(piece.hf_box)])
+    return local
+
+
+def to_hf(shape: ModelShape, parts: list[list[Slice]], locals_: list[Tensors]) -> Tensors:
+    model = {name: torch.full(size, torch.nan) for name, size in hf_tensors(shape).items()}
+    for slices, local in zip(parts, locals_, strict=True):
+        for piece in slices:
+            view = model[piece.hf_name][indices(piece.hf_box)]
+            view.copy_(local[piece.local_name][indices(piece.local_box)].view_as(view))
+    return model
+
+
+def test_every_architecture_is_here() -> None:
+    assert {f"{architecture}ForCausalLM" for architecture, _ in families.FAMILIES.values()} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_names_shapes_and_roles_are_those_of_the_saved_checkpoint(family: str, models: Path, tmp_path: Path) -> None:
+    shape, model = load(models / family)
+    assert {name: tuple(tensor.shape) for name, tensor in model.items()} == hf_tensors(shape)
+    role = roles(shape)
+    assert set(role) == set(model) and set(role.values()) <= set(ROLES)
+    for name, tensor in model.items():
+        assert ("norm" in role[name]) == ("norm" in name), name
+        assert tensor.dim() == 1 or role[name] in ("embedding", "lm_head", "linear", "router"), name
+    HFReader(models / family).check(shape)
+    with HFWriter(tmp_path / "out", shape, torch.float32, 1 << 16, source_dir=models / family) as writer:
+        for name, tensor in model.items():
+            writer.write(name, tensor)
+    again = load(tmp_path / "out")[1]
+    assert all(torch.equal(again[name], tensor) for name, tensor in model.items()) and len(again) == len(model)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_trainer_slices_are_exact_both_ways(family: str, layout: tuple[int, int, int, int], models: Path) -> None:
+    shape, model = load(models / family)
+    if shape.mixture is None and layout[2] > 1:
+        layout = (*layout[:2], 1, 1)
+    parts = trainer_slices(shape, *layout)
+    locals_ = [to_local(slices, model) for slices in parts]
+    for local in locals_:
+        padded = ("embedding.word_embeddings.weight", "output_layer.weight")
+        assert not any(tensor.isnan().any() for name, tensor in local.items() if name not in padded)
+    back = to_hf(shape, parts, locals_)
+    for name, tensor in model.items():
+        assert torch.equal(back[name], tensor), name
+    compile_plan([*parts, []], [[] for _ in parts] + [full_slices(shape)])  # every element has an owner
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("family", LIVE)
+def test_engine_slices_are_exact_both_ways(family: str, tp: int, models: Path) -> None:
+    shape, model = load(models / family)
+    parts = [vllm_slices(shape, tp, rank) for rank in range(tp)]
+    locals_ = [to_local(slices, model) for slices in parts]
+    back = to_hf(shape, parts, locals_)
+    assert all(torch.equal(back[name], tensor) for name, tensor in model.items())
+    if shape.mixture is None:
+        return
+    layer, ffn = max(shape.mixture.layers), shape.mixture.ffn_size // tp
+    experts = [f"model.layers.{layer}.mlp.experts.{e}" for e in range(shape.mixture.num_experts)]
+    stacked = f"model.layers.{layer}.mlp.experts.routed_experts"
+    for rank, local in enumerate(locals_):
+        rows = slice(rank * ffn, (rank + 1) * ffn)
+        gate_up = [torch.cat([model[f"{e}.{p}_proj.weight"][rows] for p in ("gate", "up")]) for e in experts]
+        assert torch.equal(local[f"{stacked}.w13_weight"], torch.stack(gate_up))
+        down = [model[f"{e}.down_proj.weight"][:, rows] for e in experts]
+        assert torch.equal(local[f"{stacked}.w2_weight"], torch.stack(down))
+
+
+def test_a_family_that_the_engine_writer_does_not_know(models: Path) -> None:
+    with pytest.raises(InputError, match="trainer.stage.*deepseek_v3.*sft"):
+        vllm_slices(read_model_shape(models / "deepseek_v3"), 1, 0)
+
+
+def test_an_engine_that_holds_its_weights_otherwise(models: Path) -> None:
+    slices = vllm_slices(read_model_shape(models / "qwen3_moe"), 1, 0)
+    sizes: dict[str, list[int]] = {}
+    for piece in slices:
+        held = sizes.setdefault(piece.local_name, [0] * len(piece.local_box))
+        sizes[piece.local_name] = [max(n, end) for n, (_, end) in zip(held, piece.local_box, strict=True)]
+    parameters = {name: torch.empty(size, dtype=torch.bfloat16) for name, size in sizes.items()}
+    check_engine_parameters(parameters, slices, torch.bfloat16)
+    stacked = "model.layers.3.mlp.experts.routed_experts.w13_weight"
+    packed = torch.empty(8, 32, 24, dtype=torch.bfloat16)
+    missing = {name: parameter for name, parameter in parameters.items() if name != stacked}
+    for words, odd, dtype in (
+        ("elements", {**parameters, stacked: packed}, torch.bfloat16),
+        ("the engine does not have", missing, torch.bfloat16),
+        ("mapping of this model family does not have", {**parameters, "extra": packed}, torch.bfloat16),
+        ("holds as torch.bfloat16", parameters, torch.float32),
+    ):
+        with pytest.raises(InputError, match=f"rollout.weight_update=live.*{words}.*reload"):
+            check_engine_parameters(odd, slices, dtype)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "words"),
+    [
+        ("qwen3", (1, 2, 1), "parallel.expert: 2, but the model has no experts"),
+        ("qwen3_moe", (1, 3, 1), "parallel.expert: 3 does not divide the model's number of experts 8"),
+        ("qwen3_moe", (1, 1, 5), "parallel.expert_tensor: 5 does not divide the model's moe_intermediate_size 24"),
+        ("deepseek_v3", (3, 1, 1), "parallel.tensor: 3 does not divide"),
+    ],
+)
+def test_layouts_that_do_not_divide(family: str, sizes: tuple[int, int, int], words: str, models: Path) -> None:
+    tp, ep, etp = sizes
+    with pytest.raises(InputError, match=words):
+        megatron_slices(read_model_shape(models / family), tp, 0, range(1), True, False, 12 * 11, ep, 0, etp, 0)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("mistral", {"sliding_window": 64}, "sliding attention window"),
+        ("mistral", {"sliding_window": ...}, None),  # transformers' default is longer than this model's positions
+        ("mistral", {"sliding_window": ..., "max_position_embeddings": 8192}, "sliding attention window"),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 9}, "sliding"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok 9 is above"),
+        ("qwen3_moe", {"num_experts_per_tok": 1}, "no gradient"),
+        ("qwen3_moe", {"mlp_only_layers": [0, 1, 2, 3]}, "no layer has experts"),
+        ("qwen3_moe", {"attention_bias": True}, "attention_bias"),
+        ("qwen2_moe", {"qkv_bias": False}, "qkv_bias"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size"),
+        ("deepseek_v3", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
+        ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob"),
+        ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps"),
+        ("deepseek_v3", {"num_experts_per_tok": 3}, "num_experts_per_tok 3 is not 2 x topk_group 2"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads"),
+    ],
+)
+def test_what_a_family_refuses(
+    family: str, changes: dict[str, object], words: str | None, models: Path, tmp_path: Path
+) -> None:
+    config = json.loads((models / family / "config.json").read_text())
+    config = {key: value for key, value in {**config, **changes}.items() if value is not ...}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if words is None:
+        read_model_shape(tmp_path)
+    else:
+        with pytest.raises(InputError, match=words):
+            read_model_shape(tmp_path)
+
+
+def run(models: Path, nproc: int, *arguments: object) -> dict[str, dict[str, float]]:
+    done = launch.torchrun(SCRIPT, models, *arguments, nproc=nproc, timeout=300).check()
+    line = next(line for line in done.stdout.splitlines() if line.startswith("CONTRACT "))
+    figures: dict[str, dict[str, float]] = json.loads(line.removeprefix("CONTRACT "))
+    return figures
+
+
+@pytest.mark.slow
+def test_one_process_computes_what_transformers_does(models: Path) -> None:
+    figures = run(models, 1)
+    assert set(figures) == set(families.FAMILIES)
+    assert max(error for errors in figures.values() for error in errors.values()) < RELATIVE, figures
+
+
+@pytest.mark.slow
+def test_two_processes_compute_the_same(models: Path) -> None:
+    """Tensor, sequence and expert parallelism together, for the families that dense ones say nothing of."""
+    names = [name for name in families.FAMILIES if name.endswith("_moe") or name.startswith("deepseek")]
+    figures = run(models, 2, "--tensor", 2, "--expert", 2, "--family", *names)
+    assert set(figures) == set(names)
+    assert max(error for errors in figures.values() for error in errors.values()) < RELATIVE, figures

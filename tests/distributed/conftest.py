@@ -1,0 +1,54 @@
+"""What the runs of ``tools/train.py`` are given: made once per session, from the functions behind the tools."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from mega_rl.data.rows import write_jsonl
+from mega_rl.data.synthetic import ArithmeticSpec, arithmetic_data, arithmetic_tokenizer
+from mega_rl.data.tiny_model import TinyModelSpec, write_tiny_model
+from tests.distributed.training import REWARD, RL, SFT, TinyWorld, train
+
+
+def make_mistakes_visible(model_dir: Path) -> None:
+    """Take norms and biases away from one and zero, and let answers depend on their prompts."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+            elif "embed" not in name:
+                parameter.mul_(4.0)
+    model.save_pretrained(model_dir)
+
+
+@pytest.fixture(scope="session")
+def tiny_world(tmp_path_factory: pytest.TempPathFactory) -> TinyWorld:
+    root = tmp_path_factory.mktemp("tiny_world")
+    spec = TinyModelSpec(hidden_size=128, num_layers=2, ffn=96)
+    model = write_tiny_model(root / "model", spec, arithmetic_tokenizer())
+    make_mistakes_visible(model)
+    data = arithmetic_data(ArithmeticSpec(max_operand=9, num_train=60, num_val=8, num_sft=240))
+    tables = {"train": data.train, "val": data.val, "sft": data.sft[:200], "sft_val": data.sft[200:]}
+    files = {name: root / f"{name}.jsonl" for name in tables}
+    for name, rows in tables.items():
+        write_jsonl(files[name], rows)
+    reward = root / "reward.py"
+    reward.write_text(REWARD)
+    configs = {"rl": RL, "sft": SFT}
+    for name, text in configs.items():
+        (root / f"{name}.yaml").write_text(text.format(model=model, reward=reward, **files))
+    return TinyWorld(model, files["sft"], files["train"], root / "rl.yaml", root / "sft.yaml")
+
+
+@pytest.fixture(scope="session")
+def sft_run(tiny_world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of an uninterrupted supervised run; not to be written to."""
+    output_dir = tmp_path_factory.mktemp("sft") / "run"
+    train(tiny_world.sft, output_dir).check()
+    return output_dir

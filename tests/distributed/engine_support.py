@@ -1,0 +1,109 @@
+"""Megatron engines at small layouts, for the scripts that torchrun starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from mega_rl.bridge.huggingface import HFReader
+from mega_rl.bridge.shape import read_model_shape
+from mega_rl.config.schema import RunConfig
+from mega_rl.data.packing import pack
+from mega_rl.megatron.engine import LossFunction, MegatronEngine
+from mega_rl.megatron.policy import initialize_groups
+from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.parallel.schedule import balance
+from mega_rl.types import Microbatch, Sequence, TokenStats
+from tests.distributed.layouts import Case
+from tests.distributed.parity_reference import BETAS, CLIP, EPS, LR, WEIGHT_DECAY, Objective, num_learnt
+
+
+@contextmanager
+def groups(case: Case) -> Iterator[ParallelLayout]:
+    """Megatron's process groups for one layout; the process may use another one afterwards."""
+    layout = ParallelLayout.create(
+        dist.get_world_size(),
+        case.tensor,
+        case.pipeline,
+        context=case.context,
+        expert=case.expert,
+        expert_tensor=case.expert_tensor,
+        virtual_pipeline=case.virtual_pipeline,
+    )
+    assert dist.get_world_size() == case.num_ranks, case
+    initialize_groups(layout, seed=1)
+    yield layout
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+
+
+def run_config(case: Case, objective: Objective, dtype: str = "float32") -> RunConfig:
+    config = RunConfig()
+    config.trainer.stage = objective.stage
+    config.rollout.temperature = 0.7  # of no consequence in the supervised stage
+    config.model.dtype = dtype
+    parallel = config.parallel
+    for axis in ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor", "sequence"):
+        setattr(parallel, axis, getattr(case, axis))
+    parallel.overlap_grad_reduce = parallel.overlap_param_gather = case.overlap
+    config.optimizer.lr, config.optimizer.weight_decay = LR, WEIGHT_DECAY
+    config.optimizer.beta1, config.optimizer.beta2 = BETAS
+    config.optimizer.eps, config.optimizer.clip_grad = EPS, CLIP
+    config.trainer.logprob_chunk_tokens = 16
+    return config
+
+
+def build_engine(config: RunConfig, layout: ParallelLayout, directory: Path, total_steps: int) -> MegatronEngine:
+    shape, weights = read_model_shape(directory), HFReader(directory)
+    return MegatronEngine(config, shape, layout, torch.device("cpu"), weights, total_steps)
+
+
+def optimizer_of(engine: MegatronEngine, parameter: torch.nn.Parameter) -> Any:
+    """The optimizer in Megatron's chain that owns a part of the parameter on this rank, or None."""
+    chain = getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])
+    return next((o for o in chain if parameter in o.model_param_gbuf_map), None)
+
+
+def owned_span(engine: MegatronEngine, parameter: torch.nn.Parameter) -> tuple[int, int]:
+    """The flat range of a parameter whose reduced gradient and optimizer state this data-parallel rank holds."""
+    optimizer = optimizer_of(engine, parameter)
+    if optimizer is None:
+        return 0, 0
+    span = optimizer._get_model_param_range_map(parameter)["param"]
+    return span.start, span.end
+
+
+def pack_for_rank(case: Case, layout: ParallelLayout, sequences: list[Sequence]) -> list[Microbatch]:
+    """This rank's share, padded to a multiple that leaves a tail in some micro-batch."""
+    group = layout.pipeline if layout.num_chunks > 1 else 1
+    plan = balance([s.loss_mask.numel() for s in sequences], layout.data, case.max_tokens, multiple=group)
+    microbatches = [
+        pack(sequences, part, pad_to_multiple=4 * case.tensor, pad_token_id=0)
+        for part in plan[layout.coordinates(dist.get_rank()).data]
+    ]
+    assert any(len(m.cu_seqlens) - 1 > len(m.sequence_indices) for m in microbatches), "no tail: change the lengths"
+    return microbatches
+
+
+def loss_of(objective: Objective, sequences: list[Sequence]) -> LossFunction:
+    num_tokens = num_learnt(sequences)
+
+    def loss_function(stats: TokenStats, microbatch: Microbatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        assert microbatch.advantages is not None
+        return objective(stats.logprobs, stats.entropy, microbatch.advantages, microbatch.loss_mask, num_tokens), {}
+
+    return loss_function
+
+
+def total_loss(layout: ParallelLayout, reports: list[dict[str, torch.Tensor]]) -> float:
+    """The loss of one step over all micro-batches and data-parallel ranks, on every rank."""
+    is_counted = layout.is_counted(dist.get_rank())
+    total = torch.tensor(sum(float(r["loss"]) for r in reports) if is_counted else 0.0, dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total)

@@ -1,0 +1,47 @@
+"""The layouts that the engine is tested at; no heavy imports, so a test can name them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DENSE = ("qwen2", "qwen3", "llama")
+MIXTURE = ("qwen3_moe",)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout: data parallelism is what ``num_ranks`` leaves."""
+
+    num_ranks: int
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int | None = None
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None
+    sequence: bool = False
+    overlap: bool = False  # of gradient reduction and parameter gathering
+    max_tokens: int = 64  # of a micro-batch: a few of them per step
+    families: tuple[str, ...] = DENSE
+
+    @property
+    def name(self) -> str:
+        parts = [f"tp{self.tensor}{'_sp' if self.sequence else ''}", f"pp{self.pipeline}"]
+        parts += [f"vpp{self.virtual_pipeline}"] if self.virtual_pipeline else []
+        parts += [f"cp{self.context}"] if self.context > 1 else []
+        parts += [f"ep{self.expert}"] if self.expert > 1 else []
+        parts += [f"etp{self.expert_tensor}"] if self.expert_tensor else []
+        parts += [f"dp{self.num_ranks // (self.tensor * self.context * self.pipeline)}"]
+        parts += ["overlap"] if self.overlap else []
+        parts += [f"{self.max_tokens}tokens"] if self.max_tokens != 64 else []
+        return "_".join(parts)
+
+
+# What is silently wrong without each guard, on 2 ranks: the guards are taken away in run_engine_guards.py.
+GUARDS = {
+    "token_count": Case(2, context=2, families=("qwen3",)),
+    "positions": Case(2, context=2, families=("qwen3",)),
+    "gathered_weights": Case(2, overlap=True, families=("qwen3",)),
+    "experts": Case(2, expert_tensor=2, families=("qwen3_moe",)),
+}
+INTERLEAVED = Case(2, pipeline=2, virtual_pipeline=2, families=("qwen3",))

@@ -1,0 +1,123 @@
+"""What transformers says of a tiny model: the side that the Megatron engine is compared with. No Megatron here.
+
+Letters: L positions of one sequence, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import transformers
+from torch import Tensor
+
+from mega_rl.types import Sequence
+
+LENGTHS = (7, 19, 30, 41, 3, 12, 1, 12, 5, 50, 9)  # positions; the total is odd, so packs of a multiple have a tail
+# A gradient that is nothing but rounding must not become a step: eps stands well above it.
+LR, BETAS, EPS, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.95), 1e-5, 0.01, 1.0
+NUM_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Objective:
+    """``-sum(advantage * logp + entropy_coefficient * mask * entropy) / num_tokens``, after the temperature."""
+
+    stage: str  # the engine applies rollout.temperature in "rl" only
+    temperature: float
+    entropy_coefficient: float
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor, advantages: Tensor, mask: Tensor, num_tokens: int) -> Tensor:
+        total = (advantages * logprobs).sum()
+        if self.entropy_coefficient:
+            total = total + self.entropy_coefficient * (mask * entropy).sum()
+        return -total / num_tokens
+
+
+OBJECTIVES = {"sft": Objective("sft", 1.0, 0.0), "rl": Objective("rl", 0.7, 0.1)}
+
+
+def make_sequences(objective: Objective, vocab_size: int) -> list[Sequence]:
+    """Random sequences of which about a third is not learnt from."""
+    generator = torch.Generator().manual_seed(3)
+    sequences = []
+    for length in LENGTHS:
+        ids = torch.randint(0, vocab_size, (length + 1,), generator=generator)
+        mask = (torch.rand(length, generator=generator) < 0.7).float()
+        advantages = mask * torch.randn(length, generator=generator) if objective.stage == "rl" else mask
+        sequences.append(Sequence(token_ids=ids, loss_mask=mask, advantages=advantages))
+    return sequences
+
+
+def num_learnt(sequences: list[Sequence]) -> int:
+    return int(sum(s.loss_mask.sum() for s in sequences))
+
+
+@dataclass(frozen=True)
+class Step:
+    loss: float
+    norm: float  # of all gradients, before clipping
+    gradients: dict[str, Tensor]  # before clipping
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The figures of a few AdamW steps."""
+
+    logits: list[Tensor]  # [L, V] of every sequence under the starting weights
+    logprobs: list[Tensor]  # [L], after the temperature
+    entropy: list[Tensor]  # [L], after the temperature
+    steps: list[Step]
+    first_weights: dict[str, Tensor]  # after the first step
+    weights: dict[str, Tensor]  # after the last step
+
+
+def _statistics(logits: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    table = torch.log_softmax(logits / temperature, dim=-1)
+    return table.gather(1, ids[1:, None])[:, 0], -(table.exp() * table).sum(-1)
+
+
+def _one_tensor_per_expert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """By the names of a checkpoint: transformers keeps the experts of a layer in one tensor while it computes."""
+    separate: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        stem, _, kind = name.rpartition(".")
+        if kind == "gate_up_proj":
+            for expert, (gate, up) in enumerate(pair.chunk(2) for pair in tensor):
+                separate[f"{stem}.{expert}.gate_proj.weight"] = gate
+                separate[f"{stem}.{expert}.up_proj.weight"] = up
+        elif kind == "down_proj":
+            separate |= {f"{stem}.{expert}.down_proj.weight": down for expert, down in enumerate(tensor)}
+        else:
+            separate[name] = tensor
+    return separate
+
+
+def train(model: transformers.PreTrainedModel, sequences: list[Sequence], objective: Objective) -> Reference:
+    """Train ``model`` on every sequence by itself, so without any padding or packing."""
+    with torch.no_grad():
+        logits = [model(s.token_ids[None, :-1]).logits[0] for s in sequences]
+        pairs = [_statistics(x, s.token_ids, objective.temperature) for x, s in zip(logits, sequences, strict=True)]
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
+    num_tokens = num_learnt(sequences)
+    steps = []
+    first_weights: dict[str, Tensor] = {}
+    for _ in range(NUM_STEPS):
+        adamw.zero_grad()
+        loss = 0.0
+        for s in sequences:
+            logprobs, entropy = _statistics(model(s.token_ids[None, :-1]).logits[0], s.token_ids, objective.temperature)
+            part = objective(logprobs, entropy, s.advantages, s.loss_mask, num_tokens)
+            part.backward()
+            loss += part.item()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP))
+        adamw.step()
+        weights = _one_tensor_per_expert({name: p.detach().clone() for name, p in model.named_parameters()})
+        first_weights = first_weights or weights
+        steps.append(Step(loss, norm, _one_tensor_per_expert(gradients)))
+    return Reference(logits, [a for a, _ in pairs], [b for _, b in pairs], steps, first_weights, weights)

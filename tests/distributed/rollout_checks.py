@@ -1,0 +1,393 @@
+"""What a started engine is checked for; run by ``test_rollout_engine.py`` as ``single``, ``tensor`` or ``replicas``.
+
+Every check prints one line ``CHECK <name> <rank> ok`` or ``CHECK <name> <rank> <what is wrong>``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from mega_rl.bridge.engine_layout import vllm_slices
+from mega_rl.bridge.shape import read_model_shape
+from mega_rl.bridge.slices import extents, indices
+from mega_rl.config.schema import RolloutConfig
+from mega_rl.parallel.collectives import broadcast_object, gather_objects
+from mega_rl.parallel.layout import EngineLayout
+from mega_rl.rollout.engine import Request
+from mega_rl.rollout.replicas import generate_everywhere
+from mega_rl.rollout.sampling import make_requests
+from mega_rl.rollout.vllm_engine import VLLMEngine
+from mega_rl.types import Completion, InputError, Prompt
+from tests.distributed.rollout_support import (
+    EOS,
+    hf_greedy,
+    hf_logprobs,
+    hf_weights,
+    perturb,
+    prompt,
+    save,
+    tiny_model,
+)
+
+MAX_MODEL_LEN = 384
+LONG = 300  # tokens of a prompt that fills two blocks of the prefix cache (128 tokens each on a CPU)
+
+
+def start(path: Path, *, max_model_len: int = MAX_MODEL_LEN, **keys: Any) -> VLLMEngine:
+    """A CPU engine with these keys of ``rollout``."""
+    rollout = RolloutConfig(kv_cache_bytes=1 << 24, **keys)
+    return VLLMEngine(path, rollout, max_model_len=max_model_len, device_type="cpu", dtype="float32")
+
+
+def sample(engine: VLLMEngine, prompts: list[Prompt], **keys: Any) -> list[Completion]:
+    return engine.generate(make_requests(prompts, **{"n": 1, "step": 0, "seed": 0, "temperature": 1.0, **keys}))
+
+
+def check(name: str, body: Callable[..., None], *args: object) -> None:
+    try:
+        body(*args)
+        verdict = "ok"
+    except Exception as error:  # noqa: BLE001 - every check must report, and the next ones must run
+        verdict = f"{type(error).__name__}: {error}".replace("\n", " ")
+    line = f"CHECK {name} {os.environ.get('RANK', '0')} {verdict}\n"
+    os.write(sys.stdout.fileno(), line.encode())  # at once: other ranks write into the same file
+
+
+def equals_hf(engine: VLLMEngine, model: PreTrainedModel) -> None:
+    """Greedy tokens and sampled log-probabilities are Hugging Face's, for a short prompt and a long one."""
+    prompts = [prompt(0, 5), prompt(1, LONG)]
+    for completion in sample(engine, prompts, max_tokens=12, temperature=0.0):
+        expected = hf_greedy(model, completion.prompt, 12)
+        assert completion.token_ids == expected, (completion.token_ids, expected)
+    temperature = 0.7
+    for completion in sample(engine, prompts, n=4, max_tokens=12, temperature=temperature):
+        expected_logprobs = hf_logprobs(model, completion.prompt, completion.token_ids, temperature)
+        difference = (torch.tensor(completion.logprobs) - expected_logprobs).abs().max().item()
+        assert difference < 1e-4, difference
+
+
+def layout_is_the_bridges(engine: VLLMEngine, path: Path, model: PreTrainedModel, size: int, tp_rank: int) -> None:
+    """Names, coverage and contents of the live parameters are what the bridge expects of this engine."""
+    live, full = engine.parameters(), dict(hf_weights(model))
+    covered = {name: torch.zeros(tensor.shape, dtype=torch.int) for name, tensor in live.items()}
+    for piece in vllm_slices(read_model_shape(path), size, tp_rank):
+        local = live[piece.local_name][indices(piece.local_box)]
+        assert tuple(local.shape) == extents(piece.local_box), piece
+        expected = full[piece.hf_name][indices(piece.hf_box)]
+        assert torch.equal(local.view_as(expected), expected), piece
+        covered[piece.local_name][indices(piece.local_box)] += 1
+    for name, times in covered.items():
+        padded = name in ("model.embed_tokens.weight", "lm_head.weight")
+        assert times.max() == 1 and (padded or times.min() == 1), f"{name}: {times.min()} to {times.max()} times"
+
+
+def takes_weights(engine: VLLMEngine, model: PreTrainedModel, version: int, seed: int) -> None:
+    """After an update through the loader, in two chunks, the engine is the perturbed model, prefix cache included."""
+    equals_hf(engine, model)  # fills the prefix cache with the old weights
+    perturb(model, seed, 0.05)
+    weights = hf_weights(model)
+    engine.begin_update()
+    engine.load_hf_weights(iter(weights[:5]))
+    engine.load_hf_weights(iter(weights[5:]))
+    engine.finish_update(version)
+    assert engine.weight_version == version
+    equals_hf(engine, model)
+
+
+def takes_live_writes(engine: VLLMEngine, model: PreTrainedModel, path: Path, size: int, tp_rank: int) -> None:
+    """Writing the bridge's slices in place makes the engine the perturbed model."""
+    equals_hf(engine, model)
+    perturb(model, 17, 0.05)
+    full = dict(hf_weights(model))
+    engine.begin_update()
+    live = engine.parameters()
+    for piece in vllm_slices(read_model_shape(path), size, tp_rank):
+        live[piece.local_name][indices(piece.local_box)] = full[piece.hf_name][indices(piece.hf_box)]
+    engine.finish_update(1)
+    equals_hf(engine, model)
+
+
+def same_samples_in_any_batch(engine: VLLMEngine) -> None:
+    """A response depends on its own seed alone: not on the batch, the order, or what was sampled before."""
+    requests = make_requests([prompt(i, 4 + i) for i in range(5)], n=3, step=2, seed=1, max_tokens=10, temperature=1.0)
+    together = engine.generate(requests)
+    assert len({completion.token_ids for completion in together}) == len(together), "samples repeat"
+    alone = [engine.generate([request])[0] for request in reversed(requests)][::-1]
+    assert [c.token_ids for c in alone] == [c.token_ids for c in together]
+    assert [(c.prompt.index, c.sample_index) for c in together] == [(r.prompt.index, r.sample_index) for r in requests]
+
+
+def limits_are_per_request(engine: VLLMEngine) -> None:
+    engine._rollout.ignore_eos = True
+    requests = [Request(prompt(i, 6), 0, 5, max_tokens=limit) for i, limit in enumerate((1, 7, 3))]
+    completions = engine.generate(requests)
+    engine._rollout.ignore_eos = False
+    assert [len(c.token_ids) for c in completions] == [1, 7, 3]
+    assert [len(c.logprobs) for c in completions] == [1, 7, 3]
+    assert {c.finish_reason for c in completions} == {"length"}
+    assert engine.generate([]) == []
+
+
+def stops(engine: VLLMEngine) -> None:
+    """At the end-of-sequence token, at stop tokens and at stop strings."""
+    requests = make_requests([prompt(i, 6) for i in range(4)], n=16, step=0, seed=3, max_tokens=40, temperature=1.5)
+    sampled = engine.generate(requests)
+    ended = [c for c in sampled if c.finish_reason == "stop"]
+    assert ended and len(ended) < len(sampled), f"{len(ended)} of {len(sampled)} ended"
+    assert all(c.token_ids.index(EOS) == len(c.token_ids) - 1 and "<eos>" not in c.text for c in ended)
+    assert all(EOS not in c.token_ids and len(c.token_ids) == 40 for c in sampled if c.finish_reason == "length")
+
+    long = next(c for c in sampled if c.finish_reason == "length")
+    request = requests[sampled.index(long)]
+    engine._rollout.stop_token_ids = [long.token_ids[5]]
+    (cut,) = engine.generate([request])
+    engine._rollout.stop_token_ids = []
+    end = long.token_ids.index(long.token_ids[5])
+    assert cut.finish_reason == "stop" and cut.token_ids == long.token_ids[: end + 1]
+
+    engine._rollout.stop = [long.text[8:11]]
+    (cut,) = engine.generate([request])
+    engine._rollout.stop = []
+    end = long.text.index(long.text[8:11])
+    assert cut.finish_reason == "stop" and cut.token_ids == long.token_ids[: end + 3] and cut.text == long.text[:end], (
+        cut
+    )
+
+
+def process_is_untouched(path: Path) -> None:
+    """Neither construction nor generation moves a generator, a thread count or a variable that others read."""
+
+    def state() -> dict[str, object]:
+        return {
+            "torch": torch.get_rng_state().tolist(),
+            "numpy": str(np.random.get_state()),
+            "random": str(random.getstate()),
+            "environ": {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")},
+            "threads": torch.get_num_threads(),
+            "set_num_threads": torch.set_num_threads,
+            "precision": torch.get_float32_matmul_precision(),
+            "dtype": torch.get_default_dtype(),
+            "grad": torch.is_grad_enabled(),
+        }
+
+    os.environ["LOCAL_WORLD_SIZE"] = "7"
+    torch.manual_seed(11)
+    np.random.seed(11)
+    random.seed(11)
+    first = start(path)  # imports vLLM, whose environment defaults are meant to stay
+    before = state()
+    sample(first, [prompt(0, 4)], n=2, max_tokens=4)
+    start(path)
+    after = state()
+    assert before["environ"]["LOCAL_WORLD_SIZE"] == "7"  # type: ignore[index]
+    assert torch.initial_seed() == 11, torch.initial_seed()
+    torch.manual_seed(11)
+    assert torch.get_rng_state().tolist() == before["torch"], "the first construction moved torch's generator"
+    changed = [name for name in before if before[name] != after[name]]
+    assert not changed, changed
+    torch.set_num_threads(2)
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(1)
+
+
+def groups_survive_a_dropped_engine(path: Path, engine: VLLMEngine) -> None:
+    """The groups are the trainer's, and other engines' too."""
+    start(path)  # dropped at once
+    gc.collect()
+    assert dist.is_initialized()
+    assert len(sample(engine, [prompt(0, 4)], max_tokens=4)) == 1
+
+
+def bad_input(path: Path, engine: VLLMEngine, packed: VLLMEngine) -> None:
+    def sentence(action: Callable[[], object]) -> str:
+        try:
+            action()
+        except InputError as error:
+            return str(error)
+        raise AssertionError("no InputError")
+
+    odd = Path(shutil.copytree(path, path.with_name("odd_heads")))
+    config = json.loads((odd / "config.json").read_text())
+    config |= {"hidden_size": 16 * config["num_attention_heads"], "head_dim": 16}
+    (odd / "config.json").write_text(json.dumps(config))
+    assert "attention heads of 16 channels" in sentence(lambda: start(odd))
+    assert "rollout.vllm.max_num_seqs" in sentence(lambda: start(path, vllm={"max_num_seq": 4}))
+    assert "rollout.tensor_parallel_size" in sentence(lambda: start(path, vllm={"tensor_parallel_size": 2}))
+    assert "max_model_len" in sentence(lambda: start(path, max_model_len=100_000))
+    assert "data.max_prompt_length" in sentence(lambda: engine.generate([Request(prompt(9, 380), 0, 0, max_tokens=5)]))
+    assert "rollout.weight_update" in sentence(packed.parameters)
+    assert start(path, vllm={"max_num_seqs": 3})._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs == 3
+
+
+def incomplete_reload(packed: VLLMEngine, model: PreTrainedModel) -> None:
+    packed.begin_update()
+    packed.load_hf_weights((name, t) for name, t in hf_weights(model) if "down_proj" not in name)
+    try:
+        packed.finish_update(9)
+    except RuntimeError as error:
+        assert "down_proj" in str(error), error
+        return
+    raise AssertionError("an incomplete reload passed")
+
+
+def equals_fresh_engine(engine: VLLMEngine, model: PreTrainedModel, directory: Path) -> None:
+    """An engine that took new weights samples bit for bit what an engine started with them does."""
+    fresh = start(save(model, directory / "fresh"), weight_update=engine._rollout.weight_update)
+    requests = make_requests([prompt(0, 5), prompt(1, LONG)], n=3, step=4, seed=0, max_tokens=12, temperature=1.0)
+    mine, theirs = ([(c.token_ids, c.logprobs) for c in e.generate(requests)] for e in (engine, fresh))
+    assert mine == theirs
+
+
+def single(directory: Path) -> None:
+    for family, tied in (("qwen2", True), ("qwen3", False), ("llama", True)):
+        model = tiny_model(family, tied=tied)
+        path = save(model, directory / family)
+        if family == "qwen2":
+            check("process_is_untouched", process_is_untouched, path)
+        live, packed = start(path), start(path, weight_update="reload")
+        twin = tiny_model(family, tied=tied)
+        check(f"{family}_layout", layout_is_the_bridges, live, path, model, 1, 0)
+        check(f"{family}_equals_hf", equals_hf, live, model)
+        if family == "qwen2":
+            check("same_samples_in_any_batch", same_samples_in_any_batch, live)
+            check("limits_are_per_request", limits_are_per_request, live)
+            check("stops", stops, live)
+            check("groups_survive_a_dropped_engine", groups_survive_a_dropped_engine, path, live)
+            check("bad_input", bad_input, path, live, packed)
+        check(f"{family}_live_writes", takes_live_writes, live, model, path, 1, 0)
+        check(f"{family}_live_loader", takes_weights, live, model, 2, 23)
+        check(f"{family}_reload", takes_weights, packed, twin, 1, 23)
+        check(f"{family}_reload_again", takes_weights, packed, twin, 2, 29)
+        if family == "qwen2":
+            check("live_equals_fresh_engine", equals_fresh_engine, live, model, directory)
+            check("reload_equals_fresh_engine", equals_fresh_engine, packed, twin, directory)
+            check("incomplete_reload", incomplete_reload, packed, twin)
+
+
+def tensor(directory: Path) -> None:
+    """Two ranks, one engine."""
+    for family, tied in (("qwen2", True), ("qwen3", True), ("llama", False)):
+        model = tiny_model(family, tied=tied)
+        path = directory / family
+        if dist.get_rank() == 0:
+            save(model, path)
+        dist.barrier()
+        live = start(path, tensor_parallel_size=2)
+        check(f"{family}_layout", layout_is_the_bridges, live, path, model, 2, dist.get_rank())
+        check(f"{family}_equals_hf", equals_hf, live, model)
+        check(f"{family}_live_writes", takes_live_writes, live, model, path, 2, dist.get_rank())
+        check(f"{family}_live_loader", takes_weights, live, model, 2, 23)
+        if family == "qwen2":
+            packed = start(path, tensor_parallel_size=2, weight_update="reload")
+            check(f"{family}_reload", takes_weights, packed, tiny_model(family, tied=tied), 1, 23)
+
+
+def families(directory: Path) -> None:
+    """One process, the families that came after the first three.
+
+    Those with experts come first: vLLM makes their groups only with the first engine of a process.
+    """
+    for family in ("qwen3_moe", "qwen2_moe", "mistral"):
+        model = tiny_model(family, tied=False)
+        path = save(model, directory / family)
+        live = start(path)
+        check(f"{family}_layout", layout_is_the_bridges, live, path, model, 1, 0)
+        check(f"{family}_live_writes", takes_live_writes, live, model, path, 1, 0)
+        packed = start(path, weight_update="reload")
+        check(f"{family}_reload", takes_weights, packed, tiny_model(family, tied=False), 1, 23)
+
+
+@dataclasses.dataclass
+class Failing:
+    """An engine that refuses its requests on one rank."""
+
+    engine: VLLMEngine
+    fails: bool
+
+    def check(self, requests: list[Request]) -> None:
+        if self.fails:
+            raise InputError("the engine of this rank has no room")
+
+    def generate(self, requests: list[Request]) -> list[Completion]:
+        return self.engine.generate(requests)
+
+
+def replicas(directory: Path, tensor_parallel_size: int) -> None:
+    """Several engines side by side, each with work of its own."""
+    rank = dist.get_rank()
+    model, path = tiny_model("qwen2", tied=True), directory / "model"
+    if rank == 0:
+        save(model, path)
+    dist.barrier()
+    engine = start(path, tensor_parallel_size=tensor_parallel_size)
+    layout = EngineLayout(dist.get_world_size(), tensor_parallel_size)
+    prompts = [prompt(i, 4 + 3 * i) for i in range(5)]
+    requests = make_requests(prompts, n=3, step=1, seed=0, max_tokens=9, temperature=1.0)
+
+    def everywhere() -> None:
+        shared = generate_everywhere(engine, layout, requests)
+        alone = engine.generate(requests)  # every replica samples everything
+        assert [c.token_ids for c in shared] == [c.token_ids for c in alone]
+        assert [(c.prompt.index, c.sample_index) for c in shared] == [
+            (r.prompt.index, r.sample_index) for r in requests
+        ]
+        seen = gather_objects([(c.token_ids, c.logprobs) for c in shared])
+        assert all(other == seen[0] for other in seen)
+
+    def fewer_prompts_than_replicas() -> None:
+        assert len(generate_everywhere(engine, layout, requests[:3])) == 3
+        assert generate_everywhere(engine, layout, []) == []
+
+    def failure_is_everybodys() -> None:
+        failing = Failing(engine, fails=layout.replica(rank) == layout.num_replicas - 1)
+        try:
+            generate_everywhere(failing, layout, requests)  # type: ignore[arg-type]
+        except InputError as error:
+            assert "no room" in str(error)
+        else:
+            raise AssertionError("no error")
+        assert len(generate_everywhere(engine, layout, requests)) == len(requests)
+
+    check("everywhere", everywhere)
+    check("equals_hf", equals_hf, engine, model)
+    check("fewer_prompts_than_replicas", fewer_prompts_than_replicas)
+    check("failure_is_everybodys", failure_is_everybodys)
+
+
+def shared_directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as own:
+        yield Path(broadcast_object(own))
+        if dist.is_initialized():
+            dist.barrier()
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    mode = sys.argv[1]
+    for directory in shared_directory():
+        if mode == "single":
+            single(directory)
+        elif mode == "tensor":
+            tensor(directory)
+        elif mode == "families":
+            families(directory)
+        else:
+            replicas(directory, tensor_parallel_size=int(sys.argv[2]))
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,115 @@
+"""Tiny models with a character tokenizer, for the tests that start real engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from mega_rl.types import Prompt
+from tests.contract.families import EXPERTS, as_saved
+
+EOS = 0
+VOCAB = ["<eos>", "<unk>", *(chr(code) for code in range(32, 127))]  # 97 tokens: no multiple of what engines pad to
+FAMILIES = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+}
+OPTIONS = {
+    "mistral": {"sliding_window": None},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 80},
+    "qwen3_moe": {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [0]},
+}
+
+
+def tiny_model(family: str, *, tied: bool, seed: int = 0) -> PreTrainedModel:
+    """A random float32 model with peaked logits, its norms and biases random too."""
+    config_class, model_class = FAMILIES[family]
+    options = {
+        "vocab_size": len(VOCAB),
+        "hidden_size": 128,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": tied,
+        "eos_token_id": EOS,
+        "bos_token_id": None,
+        "pad_token_id": EOS,
+        "initializer_range": 0.08,
+        "dtype": "float32",
+    }
+    config = config_class(**{**options, **OPTIONS.get(family, {})})
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = model_class(config).eval()
+    perturb(model, seed, 0.1)
+    return model
+
+
+@torch.no_grad()
+def perturb(model: PreTrainedModel, seed: int, scale: float) -> None:
+    """Add noise to every parameter."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter += scale * torch.randn(parameter.shape, generator=generator)
+
+
+def save(model: PreTrainedModel, directory: Path) -> Path:
+    """The model and its tokenizer as a Hugging Face directory."""
+    tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(VOCAB)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>").save_pretrained(directory)
+    model.save_pretrained(directory)
+    return directory
+
+
+def hf_weights(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
+    """What a checkpoint holds: a tied head is left out."""
+    left_out = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    tensors = as_saved(model.state_dict())
+    return [(name, t.detach().clone()) for name, t in tensors.items() if name not in left_out]
+
+
+def prompt(index: int, length: int) -> Prompt:
+    token_ids = tuple(2 + (7 * index + 5 * position + position * position) % 95 for position in range(length))
+    return Prompt(index, token_ids, "".join(VOCAB[i] for i in token_ids), "", "test")
+
+
+@torch.no_grad()
+def hf_greedy(model: PreTrainedModel, question: Prompt, num_tokens: int) -> tuple[int, ...]:
+    ids = torch.tensor([question.token_ids])
+    out = model.generate(ids, do_sample=False, max_new_tokens=num_tokens, pad_token_id=EOS)
+    return tuple(out[0, ids.shape[1] :].tolist())
+
+
+@torch.no_grad()
+def hf_logprobs(model: PreTrainedModel, question: Prompt, answer: tuple[int, ...], temperature: float) -> torch.Tensor:
+    """Log-probabilities of the answer's tokens after the temperature, nats: [R]."""
+    ids = torch.tensor([question.token_ids + answer])
+    logits = model(ids).logits[0, len(question.token_ids) - 1 : -1].float() / temperature
+    return torch.log_softmax(logits, -1).gather(1, torch.tensor(answer)[:, None])[:, 0]

@@ -1,0 +1,54 @@
+"""Every guard against a silent wrong result is needed: a step equals transformers with it and is off without."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.distributed.layouts import GUARDS
+from tests.launch import REPO, torchrun
+
+SCRIPT = REPO / "tests" / "distributed" / "run_engine_guards.py"
+LIMIT = 1e-5  # of every figure with all guards
+WRONG = {  # guard -> the figures that show that it is gone
+    "token_count": {"gradients", "norm"},
+    "positions": {"gradients", "loss"},
+    "gathered_weights": {"weights"},
+    "experts": {"gradients"},
+}
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], list[str]]:
+    @cache
+    def launch() -> list[str]:
+        launched = torchrun(SCRIPT, "--dir", tmp_path_factory.mktemp("models"), nproc=2, timeout=280).check()
+        return launched.stdout.splitlines()
+
+    return launch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("guard", GUARDS)
+def test_a_step_is_right_with_the_guard_and_wrong_without(lines: Callable[[], list[str]], guard: str) -> None:
+    reports: list[dict[str, Any]] = [json.loads(x.removeprefix("GUARD ")) for x in lines() if x.startswith("GUARD ")]
+    with_guard, without = (
+        next(r["errors"] for r in reports if r["guard"] == guard and r["is_there"] is is_there)
+        for is_there in (True, False)
+    )
+    assert {name: error for name, error in with_guard.items() if error[0] > LIMIT} == {}
+    assert {name for name in WRONG[guard] if without[name][0] > 100 * LIMIT} == WRONG[guard], without
+
+
+@pytest.mark.slow
+def test_an_interleaved_pipeline_neither_frees_nor_batches_what_it_sends(lines: Callable[[], list[str]]) -> None:
+    (settings,) = (json.loads(x.removeprefix("SETTINGS ")) for x in lines() if x.startswith("SETTINGS "))
+    assert settings == {
+        "deallocate_pipeline_outputs": False,
+        "overlap_p2p_comm": True,
+        "batch_p2p_comm": False,
+    }

@@ -1,0 +1,29 @@
+"""Recompute, offload, weight decay and skipped steps of the Megatron engine, at two layouts of two ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+
+from tests.launch import REPO, Launched, torchrun
+
+SCRIPT = REPO / "tests" / "distributed" / "run_memory.py"
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Launched]:
+    @cache
+    def run() -> Launched:
+        return torchrun(SCRIPT, "--dir", tmp_path_factory.mktemp("model"), nproc=2, timeout=240)
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp2_sp_pp1_dp1", "tp1_pp1_dp2"])
+@pytest.mark.parametrize("check", ["recompute", "offload", "reference", "decay", "skipped", "refusals"])
+def test_memory(launch: Callable[[], Launched], layout: str, check: str) -> None:
+    launched = launch()
+    assert f"PASSED {layout} {check}\n" in launched.stdout, launched.stdout[-4000:]

@@ -1,0 +1,79 @@
+"""Real vLLM engines, started once per launch and shared by the checks of ``rollout_checks.py``."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import cache
+
+import pytest
+
+from tests.launch import REPO, torchrun
+
+SCRIPT = REPO / "tests" / "distributed" / "rollout_checks.py"
+PER_FAMILY = ("layout", "equals_hf", "live_writes", "live_loader")
+FAMILIES = ("qwen2", "qwen3", "llama")
+SINGLE = [f"{family}_{name}" for family in FAMILIES for name in (*PER_FAMILY, "reload", "reload_again")] + [
+    "process_is_untouched",
+    "groups_survive_a_dropped_engine",
+    "same_samples_in_any_batch",
+    "limits_are_per_request",
+    "stops",
+    "bad_input",
+    "live_equals_fresh_engine",
+    "reload_equals_fresh_engine",
+    "incomplete_reload",
+]
+TENSOR = [f"{family}_{name}" for family in FAMILIES for name in PER_FAMILY] + ["qwen2_reload"]
+LATER = [
+    f"{family}_{name}"
+    for family in ("mistral", "qwen2_moe", "qwen3_moe")
+    for name in ("layout", "live_writes", "reload")
+]
+REPLICAS = ["everywhere", "equals_hf", "fewer_prompts_than_replicas", "failure_is_everybodys"]
+LAUNCHES = {  # name -> ranks, arguments of the script
+    "single": (1, ("single",)),
+    "families": (1, ("families",)),
+    "tensor": (2, ("tensor",)),
+    "replicas_2x1": (2, ("replicas", "1")),
+    "replicas_2x2": (4, ("replicas", "2")),
+}
+
+
+@cache
+def verdicts(launch: str) -> dict[str, list[str]]:
+    """What every check said, on every rank."""
+    nproc, arguments = LAUNCHES[launch]
+    launched = torchrun(SCRIPT, *arguments, nproc=nproc, timeout=280)
+    found: dict[str, list[str]] = defaultdict(list)
+    for line in launched.check().stdout.splitlines():
+        if line.startswith("CHECK "):
+            _, name, _, verdict = line.split(" ", 3)
+            found[name].append(verdict)
+    return found
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_one_process(name: str) -> None:
+    assert verdicts("single")[name] == ["ok"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LATER)
+def test_later_families(name: str) -> None:
+    assert verdicts("families")[name] == ["ok"]
+
+
+@pytest.mark.parametrize("name", TENSOR)
+def test_tensor_parallel(name: str) -> None:
+    assert verdicts("tensor")[name] == ["ok"] * 2
+
+
+@pytest.mark.parametrize("name", REPLICAS)
+def test_two_replicas(name: str) -> None:
+    assert verdicts("replicas_2x1")[name] == ["ok"] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REPLICAS)
+def test_two_replicas_of_two_ranks(name: str) -> None:
+    assert verdicts("replicas_2x2")[name] == ["ok"] * 4

@@ -1,0 +1,172 @@
+"""Starting other processes from a test: never a shared port, never an orphan, the output always shown on failure."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+REPO = Path(__file__).resolve().parent.parent
+MARK = "MEGA_RL_TEST_LAUNCH"  # in the environment of everything a launch starts, however it detached itself
+VISIBLE_CHARACTERS = 20_000
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What a command left behind, as ``subprocess.CompletedProcess`` has it."""
+
+    args: tuple[str, ...]
+    returncode: int
+    stdout: str  # and stderr, in the order of writing
+    seconds: float
+
+    def check(self) -> Launched:
+        """Itself after exit status 0, else an assertion that shows the output."""
+        assert self.returncode == 0, f"{' '.join(self.args)} ended with {self.returncode}:\n{_tail(self.stdout)}"
+        return self
+
+
+@dataclass
+class Running:
+    """A command under way; its whole process tree is gone once the ``with`` block of ``started`` ends."""
+
+    args: tuple[str, ...]
+    process: subprocess.Popen[bytes]
+    output_file: Path
+
+    def output(self) -> str:
+        return self.output_file.read_text(encoding="utf-8", errors="replace")
+
+    def wait(self, timeout: float) -> int:
+        """Exit status; an assertion with the output after ``timeout`` seconds."""
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            message = f"{' '.join(self.args)} did not end in {timeout:.0f} s:\n{_tail(self.output())}"
+            raise AssertionError(message) from None
+
+    def wait_for(self, text: str, timeout: float) -> None:
+        """Return once ``text`` is in the output; an assertion if the command ends or ``timeout`` seconds pass first."""
+        deadline = time.monotonic() + timeout
+        while text not in self.output():
+            ended = self.process.poll() is not None and text not in self.output()
+            assert not ended, f"{' '.join(self.args)} ended without {text!r}:\n{_tail(self.output())}"
+            assert time.monotonic() < deadline, f"no {text!r} in {timeout:.0f} s:\n{_tail(self.output())}"
+            time.sleep(0.05)
+
+
+def torchrun_command(script: str | Path, *args: object, nproc: int = 2) -> tuple[str, ...]:
+    """The command line of ``torchrun`` for ``nproc`` processes of this machine on a port of their own."""
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(nproc))
+    address = ("--master-addr", "127.0.0.1", "--master-port", str(_free_port()))
+    return (*launcher, *address, str(script), *map(str, args))
+
+
+def torchrun(
+    script: str | Path,
+    *args: object,
+    nproc: int = 2,
+    timeout: float = 300.0,
+    env: Mapping[str, str] | None = None,
+) -> Launched:
+    """Run ``script`` (a path, relative to the repository) on ``nproc`` ranks and wait for it.
+
+    Args:
+        timeout: seconds; past them every process of the launch is killed and an AssertionError shows the output.
+        env: variables on top of the test's own environment.
+
+    Returns:
+        Exit status and output. A failed run's output is also printed, so pytest shows it with whatever assertion fails.
+    """
+    return run(torchrun_command(script, *args, nproc=nproc), timeout=timeout, env=env)
+
+
+def run(command: tuple[str, ...] | list[str], timeout: float = 300.0, env: Mapping[str, str] | None = None) -> Launched:
+    """``torchrun``'s promises for any command."""
+    begin = time.monotonic()
+    with started(command, env=env) as running:
+        returncode = running.wait(timeout)
+        launched = Launched(running.args, returncode, running.output(), time.monotonic() - begin)
+    if returncode != 0:
+        print(f"{' '.join(launched.args)} ended with {returncode}:\n{_tail(launched.stdout)}")
+    return launched
+
+
+@contextmanager
+def started(command: tuple[str, ...] | list[str], env: Mapping[str, str] | None = None) -> Iterator[Running]:
+    """Start ``command`` in the repository root, in a session of its own, and clear up its whole tree at the end."""
+    token = uuid.uuid4().hex
+    path = os.pathsep.join(p for p in (str(REPO), os.environ.get("PYTHONPATH", "")) if p)
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **(env or {}), MARK: token}
+    with tempfile.TemporaryDirectory() as scratch:
+        output_file = Path(scratch) / "output.txt"
+        with output_file.open("wb") as output:
+            process = subprocess.Popen(
+                [str(part) for part in command],
+                cwd=REPO,
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            yield Running(tuple(map(str, command)), process, output_file)
+        finally:
+            _kill(process, token)
+
+
+def _kill(process: subprocess.Popen[bytes], token: str) -> None:
+    """Kill the process group and everything that carries the token: torchrun's ranks have sessions of their own."""
+    victims = _marked(token)
+    if process.poll() is None:
+        with suppress(psutil.NoSuchProcess):
+            victims += psutil.Process(process.pid).children(recursive=True)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    for victim in victims:
+        with suppress(psutil.NoSuchProcess):
+            victim.kill()
+    process.wait(timeout=10)
+    deadline = time.monotonic() + 10
+    while any(alive(victim.pid) for victim in victims) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    """Whether the process still runs; one that ended unreaped (a container without an init) does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _marked(token: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            if process.environ().get(MARK) == token:
+                found.append(process)
+    return found
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+    return port
+
+
+def _tail(output: str) -> str:
+    return output if len(output) <= VISIBLE_CHARACTERS else f"[...]{output[-VISIBLE_CHARACTERS:]}"

@@ -1,0 +1,163 @@
+"""Who may import whom, where vendor libraries live, and that device names stay inside ``mega_rl/platform``."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent.parent
+ROWS = (
+    ("types",),
+    ("config", "observe"),
+    ("platform", "algorithms", "rewards"),
+    ("parallel",),
+    ("data", "bridge"),
+    ("megatron", "rollout"),
+    ("stages",),
+    ("tools", "examples"),
+)
+ROW = {package: row for row, packages in enumerate(ROWS) for package in packages}
+HOMES = {
+    "megatron": "mega_rl/megatron/",
+    "vllm": "mega_rl/rollout/",
+    "vllm_ascend": "mega_rl/rollout/",
+    "ray": "mega_rl/rollout/",
+    "torch_npu": "mega_rl/platform/npu.py",
+    "mindspeed": "mega_rl/platform/npu.py",
+}
+DEVICE_NAME = re.compile(r"(cuda|nccl)(:.*)?|.*CUDA_VISIBLE_DEVICES.*", re.DOTALL)
+
+
+def imports(tree: ast.AST, path: str, inside: bool = False) -> Iterator[tuple[int, str, bool]]:
+    """(line, absolute module, inside a function) of every import, ``import_module("...")`` included."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name, inside) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = list(Path(path).parent.parts[: len(Path(path).parts) - node.level]) if node.level else []
+            module = ".".join(base + ([node.module] if node.module else []))
+            yield from ((node.lineno, f"{module}.{alias.name}", inside) for alias in node.names)
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in (
+            "import_module",
+            "__import__",
+        ):
+            yield from ((node.lineno, str(arg.value), inside) for arg in node.args[:1] if isinstance(arg, ast.Constant))
+        function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        yield from imports(node, path, inside or function)
+
+
+def import_faults(tree: ast.AST, path: str) -> Iterator[str]:
+    parts = path.removesuffix(".py").split("/")
+    package = parts[1] if parts[0] == "mega_rl" and len(parts) > 1 else parts[0]
+    for line, module, inside in imports(tree, path):
+        root, _, rest = module.partition(".")
+        if root in HOMES and not path.startswith(HOMES[root]):
+            yield f"{path}:{line}: {root} may be imported only in {HOMES[root]}"
+        if root != "mega_rl":
+            continue
+        target = rest.split(".")[0]
+        if inside:
+            yield f"{path}:{line}: {module} is imported inside a function"
+        if package == "__init__" or (target != package and ROW.get(target, -1) >= ROW[package]):
+            yield f"{path}:{line}: {package} (row {ROW.get(package)}) may not import {target} (row {ROW.get(target)})"
+
+
+def device_faults(tree: ast.AST, path: str) -> Iterator[str]:
+    """Vendor device calls and names; docstrings, bare strings and comments may speak of them."""
+    bare = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        found = ""
+        if isinstance(node, ast.Attribute) and node.attr == "cuda":
+            found = f"{ast.unparse(node)}"
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in bare:
+            found = repr(node.value) if DEVICE_NAME.fullmatch(node.value) else ""
+        elif isinstance(node, ast.keyword) and node.arg == "num_gpus":
+            found = "num_gpus="
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names = [f"{getattr(node, 'module', '')}.{alias.name}" for alias in node.names]
+            found = next((name for name in names if re.search(r"(^|\.)torch\.cuda(\.|$)", name)), "")
+        if found:
+            yield f"{path}:{getattr(node, 'lineno', 0)}: {found} belongs in mega_rl/platform"
+
+
+def faults(path: str, source: str) -> list[str]:
+    """Every broken rule of one file; ``path`` is relative to the repository."""
+    tree = ast.parse(source, path)
+    devices = [] if path.startswith("mega_rl/platform/") else device_faults(tree, path)
+    return [*import_faults(tree, path), *devices]
+
+
+def source_files() -> list[str]:
+    folders = ("mega_rl", "tools", "examples")
+    return sorted(str(p.relative_to(REPO)) for folder in folders for p in (REPO / folder).rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", source_files())
+def test_file_keeps_the_rules(path: str) -> None:
+    assert faults(path, (REPO / path).read_text(encoding="utf-8")) == []
+
+
+def test_every_package_has_a_row() -> None:
+    packages = {p.stem for p in (REPO / "mega_rl").iterdir() if p.suffix == ".py" or (p / "__init__.py").is_file()}
+    assert packages - {"__init__"} <= set(ROW)
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "expected"),
+    [
+        ("mega_rl/config/a.py", "from mega_rl.stages.rl import train", "may not import stages"),
+        ("mega_rl/bridge/a.py", "if TYPE_CHECKING:\n    import mega_rl.megatron.model", "may not import megatron"),
+        ("mega_rl/types.py", "from mega_rl import config", "may not import config"),
+        ("mega_rl/data/a.py", "from ..stages import rl", "may not import stages"),
+        ("mega_rl/megatron/a.py", "from mega_rl.rollout.engine import Engine", "may not import rollout"),
+        ("mega_rl/data/a.py", "from mega_rl.bridge import plan", "may not import bridge"),
+        ("mega_rl/__init__.py", "from mega_rl.types import Prompt", "may not import types"),
+        ("mega_rl/stages/a.py", "import ray", "ray may be"),
+        ("mega_rl/stages/a.py", "def f():\n    from mega_rl.types import Prompt", "inside a function"),
+        ("mega_rl/stages/a.py", "def f():\n    import_module('mega_rl.types')", "inside a function"),
+        ("mega_rl/stages/a.py", "from megatron.core import parallel_state", "megatron may be imported only"),
+        ("mega_rl/stages/a.py", "def f():\n    import vllm", "vllm may be imported only"),
+        ("mega_rl/platform/cpu.py", "import torch_npu", "torch_npu may be imported only"),
+        ("mega_rl/megatron/a.py", "import mindspeed.megatron_adaptor", "mindspeed may be imported only"),
+        ("tools/a.py", "import importlib\nimportlib.import_module('vllm')", "vllm may be imported only"),
+        ("mega_rl/stages/a.py", "torch.cuda.synchronize()", "torch.cuda belongs"),
+        ("mega_rl/stages/a.py", "x = tensor.cuda()", "tensor.cuda belongs"),
+        ("mega_rl/stages/a.py", "import torch.cuda", "torch.cuda belongs"),
+        ("mega_rl/stages/a.py", "from torch import cuda", "torch.cuda belongs"),
+        ("mega_rl/stages/a.py", "from torch.cuda import Stream", "torch.cuda.Stream belongs"),
+        ("mega_rl/stages/a.py", "device = 'cuda'", "'cuda' belongs"),
+        ("mega_rl/stages/a.py", "device = f'cuda:{rank}'", "'cuda:' belongs"),
+        ("mega_rl/stages/a.py", "init(backend='nccl')", "'nccl' belongs"),
+        ("mega_rl/stages/a.py", "mask = os.environ['CUDA_VISIBLE_DEVICES']", "'CUDA_VISIBLE_DEVICES' belongs"),
+        ("mega_rl/rollout/a.py", "f.options(num_gpus=1)", "num_gpus= belongs"),
+    ],
+)
+def test_broken_rule_is_found(path: str, source: str, expected: str) -> None:
+    assert any(expected in fault for fault in faults(path, source)), faults(path, source)
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("mega_rl/stages/a.py", "from mega_rl.megatron import engine\nfrom mega_rl.rollout import engine"),
+        (
+            "mega_rl/bridge/a.py",
+            "from mega_rl.bridge.rules import Rule\nfrom .plan import Plan\nfrom mega_rl.types import X",
+        ),
+        ("mega_rl/megatron/a.py", "from megatron.core import parallel_state"),
+        ("mega_rl/rollout/a.py", "def f():\n    from vllm import LLM"),
+        ("mega_rl/platform/npu.py", "import importlib\nimportlib.import_module('torch_npu')"),
+        ("mega_rl/platform/cuda.py", "torch.cuda.synchronize()\nbackend = 'nccl'"),
+        (
+            "mega_rl/stages/a.py",
+            '"""Like "cuda".\n\ntorch.cuda.x"""\n\ndef f():\n    "cuda"\n    # torch.cuda.synchronize()',
+        ),
+        ("mega_rl/platform/a.py", "from mega_rl.types import InputError"),
+    ],
+)
+def test_kept_rule_is_accepted(path: str, source: str) -> None:
+    assert faults(path, source) == []

@@ -1,0 +1,86 @@
+"""What no tracked file may hold: paths of one machine, package index addresses, grab-bag modules, very long files."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent.parent
+MAX_LINES = 450
+FORBIDDEN = {
+    "a path of one machine": re.compile(r"(?<![\w.}$/~-])/(work|root|home|opt|mnt|srv|tmp|Users)/\w"),
+    "a package index address": re.compile(r"pypi\.org|pythonhosted\.org|download\.pytorch\.org|file:/{3}"),
+    "a marker of unfinished work": re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X)\b"),
+}
+GRAB_BAGS = {"utils", "util", "helpers", "misc", "common"}
+
+
+def tracked_files() -> list[str]:
+    """Everything that is or would be committed, and exists."""
+    if not (REPO / ".git").exists():
+        pytest.skip("not a git checkout: there is no list of tracked files")
+    command = ["git", "-c", f"safe.directory={REPO}", "ls-files", "-co", "--exclude-standard"]
+    listing = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True).stdout
+    return sorted({path for path in listing.splitlines() if (REPO / path).is_file()})
+
+
+def content_faults(path: str, text: str) -> list[str]:
+    return [
+        f"{path}:{number}: {what}: {line.strip()[:100]}"
+        for number, line in enumerate(text.splitlines(), 1)
+        for what, pattern in FORBIDDEN.items()
+        if pattern.search(line)
+    ]
+
+
+def name_faults(path: str) -> list[str]:
+    words = {Path(part).stem for part in Path(path).parts}
+    return [f"{path}: no {word} module: name it after what it does" for word in sorted(words & GRAB_BAGS)]
+
+
+def length_faults(path: str, text: str) -> list[str]:
+    lines = text.count("\n")
+    too_long = path.startswith("mega_rl/") and lines > MAX_LINES
+    return [f"{path}: {lines} lines, at most {MAX_LINES}"] if too_long else []
+
+
+def test_tree_keeps_the_rules() -> None:
+    faults = []
+    for path in tracked_files():
+        faults += name_faults(path)
+        try:
+            text = (REPO / path).read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue  # an image
+        faults += content_faults(path, text) + length_faults(path, text)
+    assert faults == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "path = '/" + "work/model'",
+        "see /" + "tmp/x/y",
+        "cd /" + "root/code",
+        "--index-url https://" + "pypi" + ".org/simple",
+        "file:" + "///wheels",
+        "# TO" + "DO later",
+    ],
+)
+def test_forbidden_text_is_found(text: str) -> None:
+    assert content_faults("a.py", text)
+
+
+@pytest.mark.parametrize("text", ["/usr/local/Ascend/env.sh", "tests/tmp/x", "{run}/work/x", "$HOME/work/x", "a/opt/x"])
+def test_other_text_is_accepted(text: str) -> None:
+    assert content_faults("a.py", text) == []
+
+
+def test_grab_bag_and_length_are_found() -> None:
+    assert name_faults("mega_rl/data/utils.py") and name_faults("mega_rl/utils/a.py")
+    assert not name_faults("mega_rl/data/packing.py")
+    assert length_faults("mega_rl/a.py", "\n" * (MAX_LINES + 1))
+    assert not length_faults("mega_rl/a.py", "\n" * MAX_LINES) and not length_faults("LICENSE", "\n" * 9999)

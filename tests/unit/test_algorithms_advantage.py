@@ -1,0 +1,55 @@
+"""Advantages against hand calculations and an independent numpy reference."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mega_rl.algorithms.advantage import ADVANTAGES, dr_grpo_advantages, grpo_advantages, rloo_advantages
+
+
+def reference(name: str, rewards: list[float], groups: list[int]) -> numpy.ndarray:
+    out = numpy.zeros(len(rewards))
+    for group in set(groups):
+        members = [i for i, g in enumerate(groups) if g == group]
+        values = numpy.array([rewards[i] for i in members])
+        if (values == values[0]).all():
+            continue
+        for i, value in zip(members, values, strict=True):
+            if name == "grpo":
+                out[i] = (value - values.mean()) / (values.std(ddof=1) + 1e-6)
+            elif name == "dr_grpo":
+                out[i] = value - values.mean()
+            else:
+                out[i] = value - (values.sum() - value) / (len(values) - 1)
+    return out
+
+
+def test_by_hand() -> None:
+    rewards = torch.tensor([1.0, 0.0, 0.0, 5.0, 3.0], dtype=torch.float64)
+    groups = torch.tensor([9, 9, 9, 2, 2])
+    std = (1 / 3) ** 0.5  # of 1, 0, 0 with ddof 1: (4/9 + 1/9 + 1/9) / 2 = 1/3
+    expected = [2 / 3 / (std + 1e-6), -1 / 3 / (std + 1e-6), -1 / 3 / (std + 1e-6)]
+    torch.testing.assert_close(grpo_advantages(rewards, groups)[:3], torch.tensor(expected, dtype=torch.float64))
+    assert dr_grpo_advantages(rewards, groups)[3:].tolist() == [1.0, -1.0]
+    assert rloo_advantages(rewards, groups).tolist() == pytest.approx([1.0, -0.5, -0.5, 2.0, -2.0])
+
+
+@given(st.lists(st.tuples(st.sampled_from([-1.0, 0.0, 0.1, 0.3, 1.0]), st.integers(0, 3)), min_size=1, max_size=20))
+@settings(max_examples=60, deadline=None)
+def test_equal_the_reference_in_any_order_of_the_batch(batch: list[tuple[float, int]]) -> None:
+    rewards, groups = [r for r, _ in batch], [g for _, g in batch]
+    for name, function in ADVANTAGES.items():
+        got = function(torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups)).numpy()
+        numpy.testing.assert_allclose(got, reference(name, rewards, groups), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("size", [1, 3, 5, 7])
+@pytest.mark.parametrize("value", [0.1, 0.7, 1 / 3, 1e6 + 0.1])
+def test_a_group_of_equal_rewards_gives_exactly_zero(name: str, size: int, value: float) -> None:
+    advantages = ADVANTAGES[name](torch.full((size,), value), torch.zeros(size, dtype=torch.int64))
+    assert advantages.tolist() == [0.0] * size

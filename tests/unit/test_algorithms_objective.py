@@ -1,0 +1,246 @@
+"""Objectives: an independent float64 reference, and the same loss and gradient for any split of the batch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mega_rl.algorithms.objective import MAX_SUFFIX, PolicyObjective, SftObjective
+from mega_rl.algorithms.reduce import REDUCTIONS, Denominators, sequence_mean
+from mega_rl.types import Microbatch, TokenStats
+
+MAX_RESPONSE = 16
+PLAIN = PolicyObjective(
+    clip_low=0.2,
+    clip_high=0.28,
+    dual_clip=None,
+    kl_coefficient=0.0,
+    kl_estimator="k3",
+    entropy_coefficient=0.0,
+    importance_cap=None,
+    reduction="token_mean",
+)
+FULL = replace(PLAIN, dual_clip=3.0, kl_coefficient=0.05, entropy_coefficient=0.02, importance_cap=1.5)
+
+
+@dataclass
+class Batch:
+    """Sequences of one optimizer step as [L] float64 arrays; ``logprobs`` and ``entropy`` are leaves with gradient."""
+
+    fields: list[dict[str, Tensor]]
+    leaves: list[dict[str, Tensor]]
+
+    @property
+    def denominators(self) -> Denominators:
+        num_tokens = int(sum(f["loss_mask"].sum() for f in self.fields))
+        return Denominators(num_tokens, len(self.fields), MAX_RESPONSE)
+
+    def microbatch(self, members: list[int], tail: int) -> tuple[TokenStats, Microbatch]:
+        def join(rows: list[dict[str, Tensor]], name: str) -> Tensor:
+            return torch.cat([*(rows[i][name] for i in members), torch.full((tail,), -3.0 * (name != "loss_mask"))])
+
+        lengths = [len(self.fields[i]["loss_mask"]) for i in members] + ([tail] if tail else [])
+        names = ("loss_mask", "advantages", "old_logprobs", "rollout_logprobs", "reference_logprobs")
+        zeros = torch.zeros(sum(lengths), dtype=torch.int64)
+        packed: dict[str, Any] = {name: join(self.fields, name) for name in names}
+        microbatch = Microbatch(
+            token_ids=zeros,
+            target_ids=zeros,
+            position_ids=zeros,
+            cu_seqlens=torch.tensor([0, *numpy.cumsum(lengths)], dtype=torch.int32),
+            max_seqlen=max(lengths),
+            sequence_indices=tuple(members),
+            **packed,
+        )
+        return TokenStats(join(self.leaves, "logprobs"), join(self.leaves, "entropy")), microbatch
+
+
+def make_batch(lengths: list[int], seed: int) -> Batch:
+    """Random sequences; each has a prompt part outside the mask, and every third no learnt token at all."""
+    rng = numpy.random.default_rng(seed)
+    fields, leaves = [], []
+    for i, length in enumerate(lengths):
+        mask = numpy.arange(length) >= rng.integers(0, length)
+        logprobs = -rng.exponential(1.0, length)
+        near = {n: logprobs + rng.normal(0, 0.4, length) for n in ("old_logprobs", "reference_logprobs")}
+        field = {"loss_mask": mask * (i % 3 != 2), "advantages": rng.normal(size=length), **near}
+        field["rollout_logprobs"] = near["old_logprobs"] + rng.normal(0, 0.5, length)
+        fields.append({name: torch.tensor(value, dtype=torch.float64) for name, value in field.items()})
+        leaf = {"logprobs": logprobs, "entropy": rng.exponential(1.0, length)}
+        leaves.append({name: torch.tensor(value, requires_grad=True) for name, value in leaf.items()})
+    return Batch(fields, leaves)
+
+
+def run(
+    batch: Batch, objective: Any, split: list[list[int]], tails: list[int]
+) -> tuple[float, Tensor, dict[str, float]]:
+    """Loss, gradients of all leaves in sequence order, and metrics, summed over the micro-batches of ``split``."""
+    losses: list[Tensor] = []
+    metrics: dict[str, float] = {}
+    for members, tail in zip(split, tails, strict=True):
+        loss, sums = objective(*batch.microbatch(members, tail), batch.denominators)
+        losses.append(loss)
+        for name, value in sums.items():
+            assert not value.requires_grad and value.ndim == 0
+            before = metrics.get(name, 0.0)
+            metrics[name] = max(before, value.item()) if name.endswith(MAX_SUFFIX) else before + value.item()
+    leaves = [leaf for leaf_of in batch.leaves for leaf in leaf_of.values()]
+    total = torch.stack(losses).sum()
+    gradients = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
+    return total.item(), torch.cat(gradients), metrics
+
+
+def reference_loss(batch: Batch, objective: PolicyObjective) -> float:
+    """The same objective in numpy, token by token, written from the formulas."""
+    per_sequence = []
+    for field, leaf in zip(batch.fields, batch.leaves, strict=True):
+        tokens = []
+        for t in numpy.flatnonzero(field["loss_mask"].numpy()):
+            logp, entropy = leaf["logprobs"][t].item(), leaf["entropy"][t].item()
+            old, rollout = field["old_logprobs"][t].item(), field["rollout_logprobs"][t].item()
+            advantage, ratio = field["advantages"][t].item(), math.exp(logp - old)
+            bounded = min(max(ratio, 1 - objective.clip_low), 1 + objective.clip_high)
+            gain = min(ratio * advantage, bounded * advantage)
+            if objective.dual_clip is not None and advantage < 0:
+                gain = max(gain, objective.dual_clip * advantage)
+            weight = 1.0 if objective.importance_cap is None else min(math.exp(old - rollout), objective.importance_cap)
+            k1 = logp - field["reference_logprobs"][t].item()
+            kl = {"k1": k1, "k2": k1**2 / 2, "k3": math.exp(-k1) + k1 - 1}[objective.kl_estimator]
+            tokens.append(-weight * gain + objective.kl_coefficient * kl - objective.entropy_coefficient * entropy)
+        per_sequence.append(tokens)
+    everything = [loss for tokens in per_sequence for loss in tokens]
+    if objective.reduction == "token_mean":
+        return sum(everything) / len(everything)
+    if objective.reduction == "sequence_mean":
+        return sum(sum(tokens) / len(tokens) for tokens in per_sequence if tokens) / len(per_sequence)
+    return sum(everything) / (len(per_sequence) * MAX_RESPONSE)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("base", [PLAIN, FULL], ids=["plain", "full"])
+def test_equals_the_float64_reference(reduction: str, estimator: str, base: PolicyObjective) -> None:
+    objective = replace(base, reduction=reduction, kl_estimator=estimator)
+    batch = make_batch([5, 3, 7, 16, 1, 9], seed=3)
+    loss, _, _ = run(batch, objective, [[0, 1, 2, 3, 4, 5]], [2])
+    assert loss == pytest.approx(reference_loss(batch, objective), rel=1e-12)
+
+
+@st.composite
+def splits(draw: st.DrawFn) -> tuple[list[int], list[list[int]], list[int], int]:
+    """Lengths, micro-batches (of whichever ranks) in any order, padding tails, seed."""
+    lengths = draw(st.lists(st.integers(1, MAX_RESPONSE), min_size=2, max_size=8))
+    order = draw(st.permutations(range(len(lengths))))
+    cuts = sorted(draw(st.sets(st.integers(1, len(lengths) - 1))))
+    split = [list(order[a:b]) for a, b in zip([0, *cuts], [*cuts, len(lengths)], strict=True)]
+    tails = draw(st.lists(st.integers(0, 3), min_size=len(split), max_size=len(split)))
+    return lengths, split, tails, draw(st.integers(0, 99))
+
+
+@pytest.mark.parametrize("reduction", [*REDUCTIONS, "sft"])
+@given(case=splits())
+@settings(max_examples=25, deadline=None)
+def test_loss_gradient_and_metrics_do_not_depend_on_the_split(
+    reduction: str, case: tuple[list[int], list[list[int]], list[int], int]
+) -> None:
+    lengths, split, tails, seed = case
+    batch = make_batch(lengths, seed)
+    objective = SftObjective() if reduction == "sft" else replace(FULL, reduction=reduction)
+    loss, gradient, metrics = run(batch, objective, [list(range(len(lengths)))], [0])
+    split_loss, split_gradient, split_metrics = run(batch, objective, split, tails)
+    assert split_loss == pytest.approx(loss, rel=1e-12, abs=1e-12)
+    torch.testing.assert_close(split_gradient, gradient, rtol=1e-12, atol=1e-12)
+    assert split_metrics == pytest.approx(metrics, rel=1e-12, abs=1e-12)
+
+
+def test_on_policy_step_has_ratio_one_and_the_policy_gradient() -> None:
+    batch = make_batch([6, 4], seed=1)
+    stats, microbatch = batch.microbatch([0, 1], tail=2)
+    num_tokens = batch.denominators.num_tokens
+    loss, sums = PLAIN(stats, microbatch.replace(old_logprobs=None), batch.denominators)
+    (gradient,) = torch.autograd.grad(loss, stats.logprobs)
+    mask = microbatch.loss_mask
+    assert microbatch.advantages is not None
+    torch.testing.assert_close(gradient, -microbatch.advantages * mask / num_tokens, rtol=1e-12, atol=0)
+    assert sums["ratio"].item() == num_tokens and sums["ratio_max"].item() == 1.0
+    assert sums["ppo_kl"].item() == 0.0 and sums["clip_fraction"].item() == 0.0
+
+
+def test_metrics_by_hand() -> None:
+    half = math.log(0.5)
+    vector = torch.tensor
+    microbatch = Microbatch(
+        token_ids=torch.zeros(3, dtype=torch.int64),
+        target_ids=torch.zeros(3, dtype=torch.int64),
+        position_ids=torch.arange(3),
+        loss_mask=vector([0.0, 1.0, 1.0]),
+        cu_seqlens=vector([0, 3], dtype=torch.int32),
+        max_seqlen=3,
+        sequence_indices=(0,),
+        advantages=vector([9.0, 1.0, -1.0]),
+        old_logprobs=vector([9.0, 0.0, 2 * half]),
+        rollout_logprobs=vector([9.0, half, half]),
+        reference_logprobs=vector([9.0, half, half]),
+    )
+    stats = TokenStats(logprobs=vector([9.0, half, half], requires_grad=True), entropy=vector([9.0, 0.25, 0.5]))
+    _, sums = replace(PLAIN, importance_cap=1.75)(stats, microbatch, Denominators(2, 1, 4))
+    assert {name: value.item() for name, value in sums.items()} == pytest.approx(
+        {
+            "pg_loss": 1.75 * -0.5 + 0.5 * 2.0,  # ratios 0.5 (good) and 2 (bad), neither clipped; weights 1.75 and 0.5
+            "entropy": 0.75,
+            "ratio": 2.5,
+            "ratio_max": 2.0,
+            "ppo_kl": -half + half,
+            "clip_fraction": 0.0,
+            "dual_clip_fraction": 0.0,
+            "kl": 0.0,
+            "importance_weight": 2.25,
+            "rollout_kl": 0.0,
+            "rollout_logprob_abs_diff": 0.0,
+            "rollout_logprob_abs_diff_max": 0.0,
+        },
+        abs=1e-6,
+    )
+
+
+def test_sequence_mean_ignores_infinities_outside_the_mask_and_counts_per_sequence() -> None:
+    losses = torch.tensor([math.inf, 2.0, 4.0, 6.0, math.nan])
+    mask = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.0])
+    cu_seqlens = torch.tensor([0, 2, 4, 5], dtype=torch.int32)
+    assert sequence_mean(losses, mask, cu_seqlens, Denominators(3, 2, 4)).item() == pytest.approx((2 + 5) / 2)
+
+
+def test_sft_is_the_mean_negative_log_probability() -> None:
+    batch = make_batch([6, 4], seed=5)
+    loss, _, metrics = run(batch, SftObjective(), [[0, 1]], [1])
+    rows = zip(batch.fields, batch.leaves, strict=True)
+    learnt = torch.cat([-leaf["logprobs"][field["loss_mask"] == 1] for field, leaf in rows])
+    assert loss == pytest.approx(learnt.mean().item(), rel=1e-12)
+    assert metrics["nll"] == pytest.approx(learnt.sum().item(), rel=1e-12)
+
+
+def test_a_missing_field_is_found_at_once() -> None:
+    stats, microbatch = make_batch([4], seed=0).microbatch([0], 0)
+    counts = Denominators(4, 1, 4)
+    with pytest.raises(AssertionError, match="reference"):
+        replace(PLAIN, kl_coefficient=0.1)(stats, microbatch.replace(reference_logprobs=None), counts)
+    with pytest.raises(AssertionError, match="engine"):
+        replace(PLAIN, importance_cap=2.0)(stats, microbatch.replace(rollout_logprobs=None), counts)
+
+
+def test_the_difference_from_the_engine_is_the_trainers_own_whatever_pi_old_is() -> None:
+    batch = make_batch([6, 4], seed=2)
+    stats, microbatch = batch.microbatch([0, 1], tail=0)
+    assert microbatch.rollout_logprobs is not None
+    _, sums = PLAIN(stats, microbatch.replace(old_logprobs=microbatch.rollout_logprobs), batch.denominators)
+    difference = (microbatch.rollout_logprobs - stats.logprobs.detach())[microbatch.loss_mask != 0]
+    assert sums["rollout_kl"].item() == pytest.approx(difference.sum().item())
+    assert sums["rollout_logprob_abs_diff_max"].item() == pytest.approx(difference.abs().max().item()) != 0.0

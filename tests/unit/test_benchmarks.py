@@ -1,0 +1,65 @@
+"""The benchmarks run in their quick form, and what they print can be read by a person and by a program."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch import run
+
+
+def tables(output: str) -> list[list[list[str]]]:
+    """The markdown tables of a text, each a list of rows of cells, the rule below the header left out."""
+    found: list[list[list[str]]] = [[]]
+    for line in output.splitlines():
+        if not line.startswith("|"):
+            found.append([])
+        elif not set(line) <= set("|-: "):
+            found[-1].append([cell.strip() for cell in line.strip("|").split("|")])
+    return [rows for rows in found if rows]
+
+
+def figure(cell: str) -> float:
+    return float(cell.replace(",", "").removesuffix("x"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["benchmarks/logprob.py", "benchmarks/train_step.py"])
+def test_quick_run_prints_a_table_and_writes_json(script: str, tmp_path: Path) -> None:
+    path = tmp_path / "figures" / "result.json"
+    launched = run((sys.executable, script, "--quick", "--json", str(path))).check()
+    (rows,) = tables(launched.stdout)
+    header, *body = rows
+    assert body and all(len(row) == len(header) for row in body)
+    if "logprob" in script:
+        assert [row[0] for row in body] == ["mega_rl", "plain", "mega_rl / plain"]
+        # A small case of ours fits into pages that the process already holds: its memory may be 0, the plain way's not.
+        assert all(figure(cell) > 0 for row in body for cell in row[1:3])
+        assert 0 <= figure(body[0][3]) < figure(body[1][3])
+    else:
+        assert [row[0] for row in body] == ["tiny float32"]
+        assert all(figure(cell) > 0 for cell in body[0][2:8])
+    command = shlex.join(["python", script, "--quick", "--json", str(path)])
+    assert f"Command: `{command}`" in launched.stdout
+    document = json.loads(path.read_text())
+    assert document["command"] == command and "cpu" in document["machine"]
+    if "logprob" in script:
+        assert set(document["ratios"]) == {"seconds", "cpu_seconds", "peak_bytes"} and len(document["rounds"]) == 1
+    else:
+        (case,) = document["results"]
+        assert case["num_tokens"] == int(figure(body[0][2])) and all(len(s) == 2 for s in case["seconds"].values())
+
+
+@pytest.mark.parametrize("script", ["benchmarks/logprob.py", "benchmarks/train_step.py"])
+def test_help(script: str) -> None:
+    launched = run((sys.executable, script, "--help")).check()
+    assert all(flag in launched.stdout for flag in ("--quick", "--json", "MEGA_RL_PLATFORM"))
+
+
+def test_too_large_a_case_is_refused() -> None:
+    launched = run((sys.executable, "benchmarks/logprob.py", "--tokens", str(10**9)))
+    assert launched.returncode == 1 and "error: --tokens 1000000000" in launched.stdout

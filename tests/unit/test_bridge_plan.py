@@ -1,0 +1,228 @@
+"""The planner's promises, over random layouts: everything once, from an owner, minimal and balanced."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mega_rl.bridge.engine_layout import full_slices, vllm_slices
+from mega_rl.bridge.execute import fill_buckets
+from mega_rl.bridge.plan import Plan, compile_plan
+from mega_rl.bridge.shape import ModelShape
+from mega_rl.bridge.slices import Slice, indices, num_elements, whole_box
+from mega_rl.bridge.trainer_layout import megatron_slices, padded_vocab_size
+
+Layout = list[list[Slice]]
+
+
+def cut_tensor(draw: st.DrawFn, name: str, size: tuple[int, ...], num_ranks: int) -> Layout:
+    """A random grid over one tensor; every cell goes to at least one random rank, stacked in a local parameter."""
+    grid: list[tuple[tuple[int, int], ...]] = [()]
+    for length in size:
+        inner = draw(st.sets(st.integers(1, length - 1), max_size=2)) if length > 1 else set()
+        cuts = sorted({0, length, *inner})
+        grid = [(*cell, edge) for cell in grid for edge in zip(cuts, cuts[1:], strict=False)]
+    layout: Layout = [[] for _ in range(num_ranks)]
+    offset = [0] * num_ranks
+    for cell in grid:
+        ranks = draw(st.sets(st.integers(0, num_ranks - 1), min_size=1))
+        for rank in sorted(ranks):
+            rows = cell[0][1] - cell[0][0]
+            local = ((offset[rank], offset[rank] + rows), *cell[1:])
+            layout[rank].append(Slice(name, cell, f"p.{name}", local))
+            offset[rank] += rows
+    return layout
+
+
+@st.composite
+def random_layouts(draw: st.DrawFn) -> tuple[Layout, Layout, dict[str, tuple[int, ...]]]:
+    num_ranks = draw(st.integers(1, 4))
+    sizes = {"matrix": (draw(st.integers(1, 9)), draw(st.integers(1, 7))), "vector": (draw(st.integers(1, 9)),)}
+    sources: Layout = [[] for _ in range(num_ranks)]
+    destinations: Layout = [[] for _ in range(num_ranks)]
+    for name, size in sizes.items():
+        for _ in range(draw(st.integers(1, 2))):  # a second grid makes boxes that overlap others in part
+            for rank, slices in enumerate(cut_tensor(draw, name, size, num_ranks)):
+                sources[rank] += slices
+        for rank, slices in enumerate(cut_tensor(draw, name, size, num_ranks)):
+            destinations[rank] += slices
+    return sources, destinations, sizes
+
+
+def check_plan(plan: Plan, sources: Layout, destinations: Layout) -> None:
+    """Every destination element once, from an element of the source with the same HF coordinate."""
+    held = [{(s.hf_name, s.hf_box, s.local_name, s.local_box) for s in slices} for slices in sources]
+    written = {
+        (rank, s.local_name, s.local_box): np.zeros([e - b for b, e in s.local_box], int)
+        for rank, slices in enumerate(destinations)
+        for s in slices
+    }
+    needed = Counter[int]()
+    for rank, slices in enumerate(destinations):
+        owned: dict[str, set[tuple[int, ...]]] = {}
+        for s in sources[rank]:
+            owned.setdefault(s.hf_name, set()).update(coordinates(s))
+        for s in slices:
+            needed[rank] += len(coordinates(s) - owned.get(s.hf_name, set()))
+    received = Counter[int]()
+    for m in plan.moves:
+        assert any(
+            name == m.hf_name
+            and local == m.src_name
+            and inside(m.hf_box, box)
+            and shifted(m.hf_box, box, place) == m.src_box
+            for name, box, local, place in held[m.src_rank]
+        ), f"{m} is not what rank {m.src_rank} holds"
+        targets = [
+            s
+            for s in destinations[m.dst_rank]
+            if s.local_name == m.dst_name and s.hf_name == m.hf_name and inside(m.dst_box, s.local_box)
+        ]
+        assert targets and shifted(m.hf_box, targets[0].hf_box, targets[0].local_box) == m.dst_box
+        place = tuple((a - o, b - o) for (a, b), (o, _) in zip(m.dst_box, targets[0].local_box, strict=True))
+        written[m.dst_rank, m.dst_name, targets[0].local_box][indices(place)] += 1
+        received[m.dst_rank] += 0 if m.is_local else m.num_elements
+    assert all((count == 1).all() for count in written.values())
+    for rank in range(plan.num_ranks):
+        volume = plan.volume(rank)
+        assert received[rank] == needed[rank] == volume.received == volume.minimum
+    total = plan.volume()
+    assert total.sent == total.received == total.minimum
+    assert plan.bytes(2).sent == 2 * total.sent
+
+
+def coordinates(s: Slice) -> set[tuple[int, ...]]:
+    return {tuple(c) for c in np.argwhere(np.ones([e - b for b, e in s.hf_box])) + [b for b, _ in s.hf_box]}
+
+
+def inside(inner: tuple[tuple[int, int], ...], outer: tuple[tuple[int, int], ...]) -> bool:
+    return all(o0 <= i0 and i1 <= o1 for (i0, i1), (o0, o1) in zip(inner, outer, strict=True))
+
+
+def shifted(
+    box: tuple[tuple[int, int], ...], hf: tuple[tuple[int, int], ...], local: tuple[tuple[int, int], ...]
+) -> tuple[tuple[int, int], ...]:
+    return tuple((a - h + p, b - h + p) for (a, b), (h, _), (p, _) in zip(box, hf, local, strict=True))
+
+
+@settings(max_examples=60, deadline=None)
+@given(random_layouts())
+def test_random_layouts(case: tuple[Layout, Layout, dict[str, tuple[int, ...]]]) -> None:
+    sources, destinations, _ = case
+    check_plan(compile_plan(sources, destinations), sources, destinations)
+
+
+SHAPE = ModelShape(
+    family="qwen2",
+    num_layers=4,
+    hidden_size=16,
+    ffn_size=32,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=2,
+    vocab_size=77,
+    tied=True,
+    qkv_bias=True,
+    qk_norm=True,
+    norm_eps=1e-6,
+    rope_theta=1e4,
+    rope_scaling=None,
+    max_position_embeddings=64,
+)
+
+
+def trainer(tp: int, pp: int, dp: int) -> Layout:
+    """Ranks in Megatron's order: tensor fastest, then data, then pipeline."""
+    per_stage = SHAPE.num_layers // pp
+    vocab = padded_vocab_size(SHAPE.vocab_size, tp)
+    return [
+        megatron_slices(SHAPE, tp, t, range(p * per_stage, (p + 1) * per_stage), p == 0, p == pp - 1, vocab)
+        for p in range(pp)
+        for _ in range(dp)
+        for t in range(tp)
+    ]
+
+
+def engines(tp: int, world_size: int) -> Layout:
+    return [vllm_slices(SHAPE, tp, rank % tp) for rank in range(world_size)]
+
+
+@pytest.mark.parametrize(("tp", "pp", "dp"), [(1, 1, 4), (2, 1, 2), (4, 1, 1), (2, 2, 1), (1, 4, 1), (1, 2, 2)])
+@pytest.mark.parametrize("engine_tp", [1, 2, 4])
+def test_real_layouts(tp: int, pp: int, dp: int, engine_tp: int) -> None:
+    sources, destinations = trainer(tp, pp, dp), engines(engine_tp, 4)
+    check_plan(compile_plan(sources, destinations), sources, destinations)
+
+
+def test_a_plan_is_deterministic() -> None:
+    assert compile_plan(trainer(2, 2, 1), engines(2, 4)) == compile_plan(trainer(2, 2, 1), engines(2, 4))
+
+
+def test_data_parallel_owners_share_the_sending() -> None:
+    """8 trainer ranks (2 stages x 4 replicas) send to 4 others that hold nothing: all of a stage's owners work."""
+    sources = trainer(1, 2, 4) + [[] for _ in range(4)]
+    destinations: Layout = [[] for _ in range(8)] + engines(4, 4)
+    plan = compile_plan(sources, destinations)
+    check_plan(plan, sources, destinations)
+    for stage in (range(0, 4), range(4, 8)):
+        sent = [plan.volume(rank).sent for rank in stage]
+        assert max(sent) <= 1.1 * sum(sent) / len(sent), sent
+
+
+def test_one_large_tensor_is_shared_out_by_rows() -> None:
+    size = (64, 3)
+    whole = Slice("w", whole_box(size), "w", whole_box(size))
+    plan = compile_plan([[whole], [whole], [whole], [whole], []], [[], [], [], [], [whole]])
+    assert [plan.volume(rank).sent for rank in range(5)] == [48, 48, 48, 48, 0]
+
+
+def vector(name: str, size: int) -> Slice:
+    return Slice(name, ((0, size),), name, ((0, size),))
+
+
+def test_pieces_with_one_owner_count_before_the_others_are_shared_out() -> None:
+    """Rank 0 alone holds many small tensors, ranks 0 and 1 a large one that is wanted first."""
+    small, large = [vector(f"s{i}", 4) for i in range(60)], vector("large", 240)
+    plan = compile_plan([[*small, large], [large], []], [[], [], [large, *small]])
+    assert [plan.volume(rank).sent for rank in range(3)] == [240, 240, 0]
+
+
+def test_large_pieces_are_given_out_before_small_ones() -> None:
+    """One row of 32, which is never cut for balance, and 32 single elements that are wanted before it."""
+    row = Slice("row", whole_box((1, 32)), "row", whole_box((1, 32)))
+    tensors = [*[vector(f"s{i}", 1) for i in range(32)], row]
+    plan = compile_plan([tensors, tensors, []], [[], [], tensors])
+    assert [plan.volume(rank).sent for rank in range(3)] == [32, 32, 0]
+
+
+def test_uncovered_elements_are_named() -> None:
+    source = Slice("w", ((0, 3), (0, 4)), "w", ((0, 3), (0, 4)))
+    wanted = Slice("w", ((0, 4), (0, 4)), "w", ((0, 4), (0, 4)))
+    with pytest.raises(ValueError, match=r"w: no rank holds \(\(3, 4\), \(0, 4\)\), which rank 1 wants"):
+        compile_plan([[source], []], [[], [wanted]])
+
+
+@pytest.mark.parametrize("capacity", [1, 7, 100, 10**6])
+def test_buckets_hold_every_piece_and_stay_within_the_capacity(capacity: int) -> None:
+    sources = trainer(2, 2, 1)
+    plan = compile_plan(sources, [full_slices(SHAPE), *engines(1, 3)])
+    remote = [m for m in plan.moves if not m.is_local]
+    buckets = fill_buckets(remote, 4, capacity)
+    moved = Counter[tuple[int, int, str]]()
+    for bucket in buckets:
+        used = Counter[int]()
+        for piece in bucket:
+            used[piece.src_rank] += piece.num_elements
+            used[piece.dst_rank] += piece.num_elements
+            moved[piece.src_rank, piece.dst_rank, piece.hf_name] += num_elements(piece.dst_box)
+            assert num_elements(piece.src_box) == num_elements(piece.hf_box) == num_elements(piece.dst_box)
+        assert max(used.values()) <= capacity
+    expected = Counter[tuple[int, int, str]]()
+    for piece in remote:
+        expected[piece.src_rank, piece.dst_rank, piece.hf_name] += piece.num_elements
+    assert moved == expected
+    assert capacity < 10**6 or len(buckets) == 1

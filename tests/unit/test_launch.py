@@ -1,0 +1,55 @@
+"""The launcher of the tests: output, exit status, time limit and orphans."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch import alive, run, started, torchrun
+
+DETACHED_CHILD = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+print("child", child.pid, flush=True)
+"""
+
+
+def test_output_and_status() -> None:
+    result = run([sys.executable, "-c", "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"])
+    assert result.returncode == 3
+    assert "out" in result.stdout and "err" in result.stdout
+
+
+def test_check_shows_the_output() -> None:
+    with pytest.raises(AssertionError, match="the reason"):
+        run([sys.executable, "-c", "print('the reason'); raise SystemExit(1)"]).check()
+
+
+def test_a_child_in_another_session_does_not_survive() -> None:
+    result = run([sys.executable, "-c", DETACHED_CHILD]).check()
+    assert not alive(int(result.stdout.split()[1]))
+
+
+def test_time_limit_kills_the_tree_and_shows_the_output() -> None:
+    with pytest.raises(AssertionError, match=r"did not end in 3 s(?s:.*)child \d+") as caught:
+        run([sys.executable, "-c", DETACHED_CHILD + "import time; time.sleep(600)"], timeout=3)
+    assert not alive(int(str(caught.value).split("child ")[-1]))
+
+
+def test_wait_for_sees_text_and_early_end() -> None:
+    with started([sys.executable, "-c", "print('ready', flush=True); import time; time.sleep(600)"]) as running:
+        running.wait_for("ready", timeout=60)
+        assert running.process.poll() is None
+    assert not alive(running.process.pid)
+    with pytest.raises(AssertionError, match="ended without"), started([sys.executable, "-c", "pass"]) as running:
+        running.wait_for("ready", timeout=60)
+
+
+@pytest.mark.slow
+def test_torchrun_starts_every_rank(tmp_path: Path) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text("import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], flush=True)\n")
+    result = torchrun(script, nproc=2, timeout=120).check()
+    assert "rank 0 of 2" in result.stdout and "rank 1 of 2" in result.stdout

@@ -1,0 +1,116 @@
+"""Token log-probabilities and entropy from hidden states against plain torch in float64: values and gradients.
+
+Letters: T tokens, D hidden width, V vocabulary rows, padding included.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mega_rl.megatron.logprob import VocabularyShard, token_logprobs
+
+T, D, V, NUM_VALID = 7, 16, 40, 37
+COEFFICIENTS = {"logprob": (1.0, 0.0), "entropy": (0.0, 1.0), "both": (1.0, 0.1)}
+
+
+def shard(temperature: float = 1.0, chunk_tokens: int = 3, num_valid: int = NUM_VALID) -> VocabularyShard:
+    return VocabularyShard(group=None, start=0, num_valid=num_valid, temperature=temperature, chunk_tokens=chunk_tokens)
+
+
+def inputs(num_tokens: int = T, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, weights whose padding rows are large, and targets that reach the last valid row."""
+    generator = torch.Generator().manual_seed(0)
+    hidden_TD = torch.randn(num_tokens, D, generator=generator)
+    weight_VD = torch.randn(V, D, generator=generator)
+    weight_VD[NUM_VALID:] *= 100.0
+    target_ids_T = torch.randint(0, NUM_VALID, (num_tokens,), generator=generator)
+    target_ids_T[0], target_ids_T[-1] = 0, NUM_VALID - 1
+    return hidden_TD.to(dtype).requires_grad_(), weight_VD.to(dtype).requires_grad_(), target_ids_T
+
+
+def plain(hidden_TD: Tensor, weight_VD: Tensor, target_ids_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    table_TV = torch.log_softmax(hidden_TD @ weight_VD[:NUM_VALID].t() / temperature, dim=-1)
+    return table_TV.gather(1, target_ids_T[:, None])[:, 0], -(table_TV.exp() * table_TV).sum(-1)
+
+
+def weighted(statistics: tuple[Tensor, Tensor], logprob_coefficient: float, entropy_coefficient: float) -> Tensor:
+    """A sum in which every position has a weight of its own, one of them zero."""
+    logprobs_T, entropy_T = statistics
+    weights_T = torch.linspace(-1.0, 2.0, logprobs_T.numel(), dtype=logprobs_T.dtype)
+    weights_T[1:2] = 0.0
+    return (weights_T * (logprob_coefficient * logprobs_T + entropy_coefficient * entropy_T)).sum()
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3, T, T + 1, 1000])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("coefficients", COEFFICIENTS.values(), ids=COEFFICIENTS)
+def test_equals_plain_torch(chunk_tokens: int, temperature: float, coefficients: tuple[float, float]) -> None:
+    hidden_TD, weight_VD, target_ids_T = inputs()
+    own = token_logprobs(hidden_TD, weight_VD, target_ids_T, shard(temperature, chunk_tokens))
+    weighted(own, *coefficients).backward()
+    exact_hidden_TD, exact_weight_VD = (x.detach().double().requires_grad_() for x in (hidden_TD, weight_VD))
+    expected = plain(exact_hidden_TD, exact_weight_VD, target_ids_T, temperature)
+    weighted(expected, *coefficients).backward()
+    for values, exact in zip(own, expected, strict=True):
+        assert values.dtype == torch.float32
+        torch.testing.assert_close(values.double(), exact, atol=1e-5, rtol=1e-6)
+    for parameter, exact in ((hidden_TD, exact_hidden_TD), (weight_VD, exact_weight_VD)):
+        assert parameter.grad is not None and exact.grad is not None
+        torch.testing.assert_close(parameter.grad.double(), exact.grad, atol=3e-5, rtol=1e-5)
+
+
+def test_padding_rows_have_no_part() -> None:
+    hidden_TD, weight_VD, target_ids_T = inputs()
+    before = token_logprobs(hidden_TD, weight_VD, target_ids_T, shard())
+    weighted(before, 1.0, 0.1).backward()
+    assert weight_VD.grad is not None
+    assert torch.equal(weight_VD.grad[NUM_VALID:], torch.zeros(V - NUM_VALID, D))
+    with torch.no_grad():
+        weight_VD[NUM_VALID:] = -1e4
+    after = token_logprobs(hidden_TD, weight_VD, target_ids_T, shard())
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_extreme_logits_stay_finite() -> None:
+    """A certain token: log-probability and entropy 0, no gradient, nothing that is not a number."""
+    hidden_TD = torch.ones(2, 1, requires_grad=True)
+    weight_VD = torch.tensor([[1e4], [-1e4], [0.0], [0.0]], requires_grad=True)
+    own = token_logprobs(hidden_TD, weight_VD, torch.tensor([0, 1]), shard(num_valid=3))
+    weighted(own, 1.0, 0.1).backward()
+    assert own[0].tolist() == [0.0, -2e4] and own[1].tolist() == [0.0, 0.0]
+    assert hidden_TD.grad is not None and hidden_TD.grad.isfinite().all()
+    assert weight_VD.grad is not None and weight_VD.grad.isfinite().all()
+
+
+def test_bfloat16() -> None:
+    """Statistics are float32 of the bfloat16 logits; gradients come in the parameters' type."""
+    hidden_TD, weight_VD, target_ids_T = inputs(dtype=torch.bfloat16)
+    own = token_logprobs(hidden_TD, weight_VD, target_ids_T, shard(0.7))
+    weighted(own, 1.0, 0.1).backward()
+    logits_TV = (hidden_TD @ weight_VD.t())[:, :NUM_VALID].double() / 0.7
+    table_TV = torch.log_softmax(logits_TV, dim=-1)
+    assert own[0].dtype == own[1].dtype == torch.float32
+    torch.testing.assert_close(own[0].double(), table_TV.gather(1, target_ids_T[:, None])[:, 0], atol=1e-5, rtol=1e-5)
+    exact_hidden_TD, exact_weight_VD = (x.detach().double().requires_grad_() for x in (hidden_TD, weight_VD))
+    weighted(plain(exact_hidden_TD, exact_weight_VD, target_ids_T, 0.7), 1.0, 0.1).backward()
+    for parameter, exact in ((hidden_TD, exact_hidden_TD), (weight_VD, exact_weight_VD)):
+        assert parameter.grad is not None and exact.grad is not None and parameter.grad.dtype == torch.bfloat16
+        error = (parameter.grad.double() - exact.grad).norm() / exact.grad.norm()
+        assert float(error) < 0.02, float(error)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 12), st.integers(1, 14))
+def test_chunks_change_nothing(num_tokens: int, chunk_tokens: int) -> None:
+    gradients = []
+    for size in (chunk_tokens, 1000):
+        hidden_TD, weight_VD, target_ids_T = inputs(num_tokens)
+        own = token_logprobs(hidden_TD, weight_VD, target_ids_T, shard(0.7, size))
+        weighted(own, 1.0, 0.1).backward()
+        gradients.append((*own, hidden_TD.grad, weight_VD.grad))
+    for chunked, whole in zip(*gradients, strict=True):
+        torch.testing.assert_close(chunked, whole, atol=2e-5, rtol=1e-5)

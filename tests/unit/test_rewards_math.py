@@ -1,0 +1,163 @@
+"""Grading by rule: tables of responses that were met in practice."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from mega_rl.config.schema import RewardConfig
+from mega_rl.rewards.math import boxed, exact_match, gsm8k, last_boxed, parse_number
+from mega_rl.rewards.registry import build_scorer
+from mega_rl.types import Completion, Prompt
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "options", "expected"),
+    [
+        ("42", "42", {}, 1.0),
+        (" 42\n", "42", {}, 1.0),
+        ("042", "42", {}, 0.0),
+        ("42 ", " 42", {}, 1.0),
+        ("4 2", "42", {}, 0.0),
+        ("Yes", "yes", {}, 0.0),
+        ("Yes", "yes", {"case_sensitive": False}, 1.0),
+    ],
+)
+def test_exact_match(response: str, truth: str, options: dict[str, bool], expected: float) -> None:
+    assert exact_match("s", response, truth, {}, **options) == expected
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "strict", "flexible"),
+    [
+        ("#### 72", "72", 1, 1),
+        ("#### 72", "72.0", 1, 1),
+        ("####72", "72", 1, 1),
+        ("so\n#### 72.", "72", 1, 1),
+        ("#### 72.00", "72", 1, 1),
+        ("#### $72", "72", 1, 1),
+        ("#### $1,234.50", "1234.5", 1, 1),
+        ("#### 1,234", "1,234", 1, 1),
+        ("#### 72 apples", "72", 1, 1),
+        ("#### -5", "-5", 1, 1),
+        ("#### -$5", "-5", 1, 1),
+        ("#### 5", "-5", 0, 0),
+        ("#### 1 then #### 2", "2", 1, 1),
+        ("#### 2 then #### 1", "2", 0, 0),
+        ("#### 72 (of 100)", "72", 1, 0),
+        ("#### seventy-two", "72", 0, 0),
+        ("#### 1,2", "1", 0, 0),
+        ("#### 72.5", "72", 0, 0),
+        ("#### 7/2", "7", 0, 0),
+        ("### 72", "72", 0, 1),
+        ("The answer is 72.", "72", 0, 1),
+        ("24 + 48 = 72", "72", 0, 1),
+        ("it is 10-3", "3", 0, 1),
+        ("it is -3", "3", 0, 0),
+        ("pay .5", "0.5", 0, 1),
+        ("none", "72", 0, 0),
+        ("", "72", 0, 0),
+        ("72 ####", "72", 0, 1),
+        ("#### 72", "a long solution 1 2 3\n#### 72", 1, 1),
+    ],
+)
+def test_gsm8k(response: str, truth: str, strict: float, flexible: float) -> None:
+    assert gsm8k("s", response, truth, {}, method="strict") == strict
+    assert gsm8k("s", response, truth, {}, method="flexible") == flexible
+
+
+def test_gsm8k_rewards_are_configurable_and_a_missing_number_never_earns_the_format_score() -> None:
+    options = {"correct": 2.0, "format_score": 0.1}
+    assert [gsm8k("s", text, "7", {}, **options) for text in ("#### 7", "#### 8", "7")] == [2.0, 0.1, 0.0]
+
+
+def test_gsm8k_refuses_a_ground_truth_that_is_no_number() -> None:
+    with pytest.raises(ValueError, match="not a number"):
+        gsm8k("s", "#### 7", "seven", {})
+
+
+@pytest.mark.parametrize("method", ["strict", "flexible"])
+def test_every_gsm8k_test_solution_earns_1_and_its_neighbour_0(gsm8k_dir: Path, method: str) -> None:
+    rows = [json.loads(line) for line in (gsm8k_dir / "test.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert len(rows) == 1319
+    scorer = build_scorer([RewardConfig("gsm8k", options={"method": method})])
+    right, wrong = [], []
+    for index, row in enumerate(rows):
+        truth = row["answer"].rpartition("####")[2].strip()
+        prompt = Prompt(index, (1,), row["question"], truth, "openai/gsm8k")
+        right.append(Completion(prompt, 0, (1,), (0.0,), row["answer"], "stop", 0))
+        wrong.append(Completion(prompt, 1, (1,), (0.0,), row["answer"] + "1", "stop", 0))
+    assert {score.value for score in scorer.score(right)} == {1.0}
+    assert {score.value for score in scorer.score(wrong)} == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "expected"),
+    [
+        (r"\boxed{42}", "42", 1.0),
+        (r"\boxed{1} or \boxed{42}", "42", 1.0),
+        (r"\boxed{42} or \boxed{1}", "42", 0.0),
+        (r"\boxed{42} or \boxed{1", "42", 1.0),
+        (r"$\boxed{\frac{1}{2}}$", "0.5", 1.0),
+        (r"\boxed{\dfrac{2}{4}}", r"\frac12", 1.0),
+        (r"\boxed{-\frac{1}{2}}", "-1/2", 1.0),
+        (r"\boxed{1\frac{1}{2}}", "11/2", 0.0),
+        (r"\boxed{1{,}000}", "1000", 0.0),
+        (r"\boxed{1,000}", "1000", 1.0),
+        (r"\boxed{1,2}", "12", 0.0),
+        (r"\boxed{1\,000\text{ m}}", r"\boxed{1000\mathrm{m}}", 1.0),
+        (r"\boxed{x^{2} + 1}", "x^{2}+1", 1.0),
+        (r"\boxed{\left(1, 2\right)}", "(1,2)", 1.0),
+        (r"\boxed{50\%}", "50", 1.0),
+        (r"\boxed{1/0}", "1/0", 1.0),
+        (r"\boxed{}", "", 0.0),
+        ("42", "42", 0.0),
+    ],
+)
+def test_boxed(response: str, truth: str, expected: float) -> None:
+    assert boxed("s", response, truth, {}) == expected
+
+
+def test_boxed_format_score_needs_a_box() -> None:
+    scores = [boxed("s", text, "1", {}, format_score=0.1) for text in (r"\boxed{2}", r"\boxed{ }", "2")]
+    assert scores == [0.1, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (r"\boxed{a{b}c}", "a{b}c"),
+        (r"\boxed{\boxed{3}}", "3"),
+        (r"} \boxed{3} }", "3"),
+        (r"{ \boxed{3}", "3"),
+        (r"\boxed 3", None),
+        (r"\boxed{" * 1000, None),
+    ],
+)
+def test_last_boxed(text: str, expected: str | None) -> None:
+    assert last_boxed(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("72", Fraction(72)),
+        ("72.0", Fraction(72)),
+        (" $1,234.5. ", Fraction(2469, 2)),
+        ("-3 / 6", Fraction(-1, 2)),
+        (".5", Fraction(1, 2)),
+        ("5%", Fraction(5)),
+        ("1/0", None),
+        ("1e9", None),
+        ("1,2", None),
+        ("nan", None),
+        ("٣", None),
+        ("9" * 5000, None),
+        ("", None),
+    ],
+)
+def test_parse_number(text: str, expected: Fraction | None) -> None:
+    assert parse_number(text) == expected

@@ -1,0 +1,104 @@
+"""Options of ``rollout.vllm``, and the environment that vLLM is started in."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mega_rl.config.schema import RolloutConfig
+from mega_rl.rollout.environment import preserved_process, set_environment
+from mega_rl.rollout.options import engine_arguments
+from mega_rl.types import InputError
+
+KNOWN = (
+    "model",
+    "max_num_seqs",
+    "enforce_eager",
+    "enable_sleep_mode",
+    "additional_config",
+    "tensor_parallel_size",
+    "kv_cache_memory_bytes",
+)
+
+
+def arguments(rollout: RolloutConfig, device_type: str = "cpu", external: bool = False) -> dict[str, Any]:
+    return engine_arguments(
+        rollout,
+        model_path="model",
+        dtype="bfloat16",
+        max_model_len=64,
+        device_type=device_type,
+        known=KNOWN,
+        external=external,
+    )
+
+
+def test_unknown_option_names_the_nearest() -> None:
+    with pytest.raises(InputError, match=r"rollout\.vllm\.max_num_seq is not .* rollout\.vllm\.max_num_seqs"):
+        arguments(RolloutConfig(vllm={"max_num_seq": 4}))
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("model", "model.path"),
+        ("tensor_parallel_size", "rollout.tensor_parallel_size"),
+        ("kv_cache_memory_bytes", "rollout.kv_cache_bytes"),
+        ("worker_extension_cls", "remove it"),
+    ],
+)
+def test_owned_option_names_the_key_to_set(name: str, key: str) -> None:
+    with pytest.raises(InputError, match=rf"rollout\.vllm\.{name} is set by mega_rl itself: .*{key}"):
+        arguments(RolloutConfig(vllm={name: 1}))
+
+
+def test_cpu_arguments() -> None:
+    found = arguments(RolloutConfig(kv_cache_bytes=123, vllm={"max_num_seqs": 7}), external=True)
+    assert found["max_num_seqs"] == 7 and found["kv_cache_memory_bytes"] == 123
+    assert found["enforce_eager"] is True and found["enable_sleep_mode"] is False
+    assert found["dtype"] == "bfloat16" and found["distributed_executor_backend"] == "external_launcher"
+    assert found["logprobs_mode"] == "processed_logprobs"
+
+
+def test_a_default_gives_way() -> None:
+    assert arguments(RolloutConfig(vllm={"enforce_eager": False}))["enforce_eager"] is False
+    assert arguments(RolloutConfig(dtype="float32"))["dtype"] == "float32"
+
+
+def test_accelerator_arguments() -> None:
+    found = arguments(RolloutConfig(vllm={"additional_config": {"other": 1}, "kv_cache_memory_bytes": 5}), "npu")
+    assert found["additional_config"] == {"weight_nz_mode": 0, "other": 1}
+    assert found["enable_sleep_mode"] is True and found["kv_cache_memory_bytes"] == 5
+    assert "distributed_executor_backend" not in found
+
+
+def test_environment_defaults_leave_the_users_values() -> None:
+    environ = {"VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    set_environment("cpu", environ)
+    assert environ["VLLM_LOGGING_LEVEL"] == "DEBUG" and environ["HF_HUB_OFFLINE"] == "1"
+    assert environ["VLLM_CPU_OMP_THREADS_BIND"] == "nobind" and environ["TORCHDYNAMO_DISABLE"] == "1"
+    assert environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    other: dict[str, str] = {}
+    set_environment("npu", other)
+    assert other["VLLM_ASCEND_ENABLE_NZ"] == "0" and "TORCHDYNAMO_DISABLE" not in other
+
+
+def test_preserved_process_puts_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    before = (random.getstate(), str(np.random.get_state()), torch.get_rng_state(), torch.set_num_threads)
+    with pytest.raises(KeyError), preserved_process("cpu"):
+        random.seed(1)
+        np.random.seed(1)
+        torch.manual_seed(1)
+        torch.set_num_threads = None  # type: ignore[assignment]
+        os.environ.update(LOCAL_WORLD_SIZE="1", LD_PRELOAD="nothing.so", VLLM_KEPT="1")
+        raise KeyError
+    monkeypatch.delenv("VLLM_KEPT")
+    assert os.environ["LOCAL_WORLD_SIZE"] == "4" and os.environ.get("LD_PRELOAD") != "nothing.so"
+    assert random.getstate() == before[0] and str(np.random.get_state()) == before[1]
+    assert torch.equal(torch.get_rng_state(), before[2]) and torch.set_num_threads is before[3]

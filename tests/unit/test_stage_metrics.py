@@ -1,0 +1,65 @@
+"""The plain arithmetic of the stages: metrics out of samples, and when something is due."""
+
+from __future__ import annotations
+
+import pytest
+
+from mega_rl.config import RunConfig
+from mega_rl.rollout.noise import AqnNoise
+from mega_rl.stages import learning, rollouts
+from mega_rl.stages.progress import is_due
+from mega_rl.types import Completion, Prompt, Sample, Score
+
+
+def sample(prompt_index: int, reward: float, length: int = 2, finish: str = "stop", **parts: float) -> Sample:
+    prompt = Prompt(prompt_index, (1, 2, 3), "", "", "s")
+    completion = Completion(prompt, 0, (5,) * length, (-0.5,) * length, "", finish, 0)
+    return Sample(completion, Score(reward, parts), 0.0)
+
+
+def test_sample_metrics_by_hand() -> None:
+    samples = [sample(0, 1.0), sample(0, 0.0, 4, "length"), sample(1, 1.0), sample(1, 1.0)]
+    metrics = rollouts.sample_metrics(samples)
+    assert metrics["reward/mean"] == 0.75 and metrics["reward/std"] == pytest.approx(0.5)
+    assert (metrics["reward/min"], metrics["reward/max"]) == (0.0, 1.0)
+    assert metrics["reward/groups_equal_fraction"] == 0.5
+    assert metrics["response_length/mean"] == 2.5 and metrics["response_length/clip_fraction"] == 0.25
+    assert metrics["rollout/entropy"] == pytest.approx(0.5)
+    assert "reward/a" not in metrics
+
+
+def test_the_parts_of_a_sum_of_rewards_are_shown() -> None:
+    metrics = rollouts.sample_metrics([sample(0, 1.5, a=1.0, b=0.5), sample(0, 0.5, a=0.0, b=0.5)])
+    assert metrics["reward/a"] == 0.5 and metrics["reward/b"] == 0.5
+
+
+def test_advantages_go_by_prompt_whatever_the_order() -> None:
+    given = [sample(7, 1.0), sample(3, 0.0), sample(7, 0.0), sample(3, 0.0)]
+    done = learning.with_advantages([s.completion for s in given], [s.score for s in given], "grpo")
+    values = [s.advantage for s in done]
+    assert values[0] == pytest.approx(0.5 / (0.5**0.5 + 1e-6)) and values[2] == -values[0]
+    assert values[1] == values[3] == 0.0
+
+
+def test_minibatches_average_and_maxima_stay_maxima() -> None:
+    totals: dict[str, float] = {}
+    learning._accumulate(totals, {"loss": 1.0, "kl": 6.0, "ratio_max": 1.5}, num_tokens=3, num_parts=2)
+    learning._accumulate(totals, {"loss": 2.0, "kl": 5.0, "ratio_max": 1.25}, num_tokens=5, num_parts=2)
+    assert totals == {"actor/loss": 1.5, "actor/kl": 1.5, "actor/ratio_max": 1.5}
+
+
+def test_noise_metrics_are_there_only_with_noise() -> None:
+    config = RunConfig()
+    noise = AqnNoise(config.aqn, 10)
+    assert rollouts.noise_metrics(config, noise, 5, {"rollout/kl": 0.1}) == {}
+    config.aqn.enabled = True
+    assert rollouts.noise_metrics(config, noise, 9, {"rollout/kl": 0.1}) == {
+        "aqn/sigma": 0.0005,
+        "aqn/stage": 9.0,
+        "aqn/kl_clean_noisy": 0.1,
+    }
+
+
+@pytest.mark.parametrize(("step", "frequency", "due"), [(10, -1, True), (4, 2, True), (5, 2, False), (5, -1, False)])
+def test_what_is_due(step: int, frequency: int, due: bool) -> None:
+    assert is_due(step, frequency, total_steps=10) is due

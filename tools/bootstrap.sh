@@ -1,0 +1,98 @@
+#!/usr/bin/env bash
+# Build the Python environment from requirements/*.lock; no work where it is already there.
+#
+#   tools/bootstrap.sh DIRECTORY [--dependencies-only]
+#
+# The environment is complete when DIRECTORY/.mega_rl_complete holds the hash of the lock files, the Python version and
+# the clone where mega_rl is installed; that marker is written last, so an interrupted build is rebuilt.
+# With --dependencies-only mega_rl itself is left out, so that several clones can share the directory (they find the
+# package through PYTHONPATH).
+# PYTHON chooses the interpreter (3.11 or 3.12; default: python3.11, then python3.12, then python3).
+# Where packages come from is pip's own configuration (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, pip.conf).
+set -euo pipefail
+
+say() { printf '[bootstrap] %s\n' "$*"; }
+die() { printf '[bootstrap] error: %s\n' "$*" >&2; exit 1; }
+
+repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=${1:?usage: tools/bootstrap.sh DIRECTORY [--dependencies-only]}
+with_package=1
+[ "${2:-}" = "--dependencies-only" ] && with_package=0
+
+fits() { command -v "$1" >/dev/null && "$1" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; }
+
+choose_python() {
+    if [ -n "${PYTHON:-}" ]; then
+        fits "$PYTHON" || die "PYTHON=$PYTHON is not Python 3.11 or 3.12: set PYTHON to one that is"
+        echo "$PYTHON"
+        return
+    fi
+    for candidate in python3.11 python3.12 python3; do
+        if fits "$candidate"; then
+            echo "$candidate"
+            return
+        fi
+    done
+    die "no Python 3.11 or 3.12 found: install one, or set PYTHON to its path"
+}
+
+has_library() { "$python" -c 'import ctypes, sys; ctypes.CDLL(sys.argv[1])' "$1" 2>/dev/null; }
+
+system_packages() {
+    local missing=()
+    [ "$(uname -s)" = Linux ] || die "this system is $(uname -s): the sampler (vLLM for CPU) is installed on Linux only"
+    has_library libnuma.so.1 || missing+=(libnuma1) # vLLM's CPU kernels link it
+    command -v gcc >/dev/null || missing+=(gcc)
+    command -v g++ >/dev/null || missing+=(g++)
+    "$python" -c 'import ensurepip, venv' 2>/dev/null ||
+        missing+=("python$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')-venv")
+    [ ${#missing[@]} -eq 0 ] && return
+    if command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
+        say "installing system packages: ${missing[*]}"
+        DEBIAN_FRONTEND=noninteractive apt-get update -qq </dev/null
+        DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" </dev/null
+    else
+        die "system packages are missing: install them (on Debian and Ubuntu: sudo apt-get install ${missing[*]}) and run this again"
+    fi
+}
+
+python=$(choose_python)
+version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+want=$({ echo "$version package=$with_package repo=$([ $with_package = 1 ] && echo "$repo")"
+         cat "$repo"/requirements/*.lock; } | sha256sum | cut -c1-16)
+marker="$venv/.mega_rl_complete"
+
+complete() { [ -f "$marker" ] && [ "$(cat "$marker")" = "$want" ] && [ -x "$venv/bin/python" ]; }
+
+system_packages
+if complete; then
+    exit 0
+fi
+mkdir -p "$(dirname "$venv")"
+exec 9>"$venv.lock"
+if command -v flock >/dev/null; then
+    flock 9 # one builder at a time; the others find it complete
+    if complete; then
+        exit 0
+    fi
+fi
+if [ -e "$venv" ] && [ ! -f "$venv/pyvenv.cfg" ] && [ -n "$(ls -A "$venv")" ]; then
+    die "$venv exists and is not a Python environment: move it away, or choose another directory"
+fi
+
+started=$SECONDS
+say "building $venv with $("$python" --version)"
+rm -f "$marker"
+"$python" -m venv --clear "$venv"
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@" </dev/null; }
+say "torch"
+pip install -q -r "$repo/requirements/torch.lock" -c "$repo/requirements/cpu.lock"
+say "everything else, exact versions"
+pip install -q --no-deps -r "$repo/requirements/cpu.lock" -r "$repo/requirements/dev.lock"
+if [ $with_package = 1 ]; then
+    pip install -q --no-deps --no-build-isolation -e "$repo"
+fi
+"$venv/bin/python" -c 'import torch, vllm' >/dev/null 2>"$venv/import.log" ||
+    { tail -n 5 "$venv/import.log" >&2; die "the new environment cannot import torch and vllm; the lines above say why"; }
+echo "$want" >"$marker"
+say "done in $((SECONDS - started)) s"

@@ -1,0 +1,63 @@
+"""Train: ``torchrun --nproc-per-node 8 tools/train.py --config FILE [key=value ...]``.
+
+Exit status 0 after a finished run, 2 for input that a user can mend (one sentence on stderr), 1 for anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+
+from mega_rl import platform
+from mega_rl.config import load_config, to_yaml, validate
+from mega_rl.types import InputError
+
+STAGES = {"rl": "mega_rl.stages.rl", "sft": "mega_rl.stages.sft"}
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, metavar="FILE", help="YAML file, see configs/")
+    parser.add_argument("--dry-run", action="store_true", help="validate, print the resolved configuration, and stop")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example optimizer.lr=1e-6")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(arguments)
+    config = load_config(options.config, options.overrides)
+    platform.check_name(config.platform.name)
+    world_size = os.environ.get("WORLD_SIZE")
+    validate(config, None if options.dry_run and world_size is None else int(world_size or 1))
+    if options.dry_run:
+        print(to_yaml(config))
+        return
+    # The platform is fixed before the stage is imported: Megatron-core looks for its device while it is imported.
+    platform.select(config.platform.name)
+    importlib.import_module(STAGES[config.trainer.stage]).run(config)
+
+
+def fail(error: Exception) -> None:
+    """Say what is wrong and leave at once, so that torchrun ends the other ranks instead of letting them wait."""
+    is_input = isinstance(error, InputError)
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(15)  # where rank 0 says the same, torchrun ends this rank before it repeats it
+    if is_input:
+        print(f"error: {error}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(2 if is_input else 1)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except Exception as error:  # noqa: BLE001 - the last frame: whatever it is, the exit status says so
+        fail(error)
