@@ -109,6 +109,7 @@ COMMON: dict[str, Rule] = {
     "trainer.logprob_chunk_tokens": at_least(1),
     "logging.wandb_project": nullable(text()),
     "logging.num_text_samples": at_least(0),
+    "logging.dump_rollouts": at_least(-1),
     "platform.name": text(),  # which names there are is the platform package's to say
     "platform.num_threads": nullable(at_least(1)),
 }
@@ -122,6 +123,7 @@ RL: dict[str, Rule] = {
     "rollout.stop": list_of(Rule(bool, "a string that is not empty")),
     "rollout.stop_token_ids": list_of(at_least(0)),
     "rollout.weight_update": one_of("live", "reload"),
+    "rollout.replay": nullable(text()),
     "rollout.kv_cache_bytes": at_least(1),
     "rollout.validation.n": at_least(0),
     "rollout.validation.temperature": above(0),
@@ -136,6 +138,9 @@ RL: dict[str, Rule] = {
     "algorithm.entropy_coefficient": any_number(),
     "algorithm.importance_cap": nullable(above(0)),
     "algorithm.minibatches_per_step": at_least(1),
+    "algorithm.dynamic_sampling.oversample": Rule(lambda v: _is_number(v) and v >= 1, "a number >= 1"),
+    "algorithm.dynamic_sampling.budget": Rule(lambda v: _is_number(v) and v >= 1, "a number >= 1"),
+    "algorithm.dynamic_sampling.metric": nullable(text()),
     "aqn.sigma_start": above(0),
     "aqn.sigma_end": above(0),
     "aqn.num_stages": at_least(1),

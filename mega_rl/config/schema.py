@@ -49,6 +49,7 @@ class RolloutConfig:
     stop_token_ids: list[int] = field(default_factory=list)
     ignore_eos: bool = False
     weight_update: str = "live"  # live: written in place into the engine's parameters | reload: through its loader
+    replay: str | None = None  # directory of recorded rollouts that stand in for the engine; null: sample
     kv_cache_bytes: int = 268435456  # CPU engine only: KV memory per rank, bytes
     validation: SamplingConfig = field(default_factory=SamplingConfig)
     vllm: dict[str, Any] = field(default_factory=dict)  # passed to vllm.LLM, checked against its argument names
@@ -63,6 +64,16 @@ class BridgeConfig:
 
 
 @dataclass
+class DynamicSamplingConfig:
+    """Groups whose samples all have one reward teach nothing: replace them while others are still being sampled."""
+
+    enabled: bool = False
+    oversample: float = 1.0  # prompts that a step starts with, times data.train_batch_size; what is too much is carried
+    budget: float = 10.0  # prompts that a step may draw, times data.train_batch_size; then it learns from what there is
+    metric: str | None = None  # the part of the reward that must differ within a group; null: the whole reward
+
+
+@dataclass
 class AlgorithmConfig:
     name: str = "grpo"
     clip_ratio_low: float = 0.2
@@ -74,6 +85,7 @@ class AlgorithmConfig:
     entropy_coefficient: float = 0.0
     importance_cap: float | None = 2.0  # truncated importance weights against the engine's log-probabilities; null: off
     minibatches_per_step: int = 1  # optimizer steps per rollout batch
+    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
 
 
 @dataclass
@@ -166,7 +178,8 @@ class LoggingConfig:
     tensorboard: bool = True
     jsonl: bool = True
     wandb_project: str | None = None  # null: off
-    num_text_samples: int = 4  # completions shown per validation
+    num_text_samples: int = 4  # completions shown per step and per validation
+    dump_rollouts: int = 0  # newest steps whose rollouts are kept as rollouts/step_N.jsonl; -1: all; 0: none
 
 
 @dataclass

@@ -310,6 +310,12 @@ def _rollout_and_algorithm(found: _Problems) -> None:
     rollout, algorithm, data = found.config.rollout, found.config.algorithm, found.config.data
     if found.good("rollout.n") and algorithm.name == "grpo" and rollout.n < 2:
         found.add(f"rollout.n is {rollout.n}: set it to at least 2, since grpo compares the samples of one prompt")
+    _dynamic_sampling(found)
+    if rollout.replay is not None and not Path(rollout.replay).is_dir():
+        found.add(
+            f"rollout.replay is {rollout.replay!r}, which is no directory: give the rollouts directory of a run that "
+            "had logging.dump_rollouts set, or null"
+        )
     if found.config.bridge.verify == "all" and rollout.weight_update == "reload":
         found.add(
             "bridge.verify is 'all', but with rollout.weight_update 'reload' there are no live weights to compare: "
@@ -320,6 +326,19 @@ def _rollout_and_algorithm(found: _Problems) -> None:
         if samples % parts:
             product = f"data.train_batch_size {data.train_batch_size} x rollout.n {rollout.n} = {samples}"
             found.add(f"algorithm.minibatches_per_step is {parts}: set it to a divisor of {product}")
+
+
+def _dynamic_sampling(found: _Problems) -> None:
+    settings, field = found.config.algorithm.dynamic_sampling, "algorithm.dynamic_sampling"
+    if not settings.enabled:
+        return
+    if found.good("rollout.n") and found.config.rollout.n < 2:
+        found.add(f"{field}.enabled drops groups of equal reward, and rollout.n is 1: set rollout.n to at least 2")
+    if found.good(f"{field}.budget", f"{field}.oversample") and settings.budget < settings.oversample:
+        found.add(f"{field}.budget is {settings.budget}: set it to at least {field}.oversample, {settings.oversample}")
+    parts = [reward.name.rpartition(":")[2] for reward in found.config.rewards]
+    if settings.metric is not None and settings.metric not in parts:
+        found.add(f"{field}.metric is {settings.metric!r}: set it to null or one of the rewards, {', '.join(parts)}")
 
 
 def _aqn(found: _Problems) -> None:

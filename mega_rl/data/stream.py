@@ -86,6 +86,13 @@ class Stream(Generic[Item]):
         self._position += self.batch_size
         return [self.dataset[int(position)] for position in positions]
 
+    def next_item(self) -> Item:
+        """The next one alone; an epoch that is taken so is taken to its last item."""
+        if self._position == len(self.dataset):
+            self._move_to(self._epoch + 1, 0)
+        self._position += 1
+        return self.dataset[int(self._order[self._position - 1])]
+
     def state_dict(self) -> dict[str, Any]:
         """Where the next batch starts, and of what data: plain values."""
         return {

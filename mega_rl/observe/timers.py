@@ -48,6 +48,12 @@ class Timers:
             self._running.remove(name)
             self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - begin
 
+    def add(self, phase: str, seconds: float) -> None:
+        """Counts seconds that were measured elsewhere, such as in a thread beside the phases."""
+        name = f"time/{phase}_s"
+        match(name)
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
     def collect(self) -> dict[str, float]:
         """Metric name -> seconds of all blocks that ended since the last call, and begins anew."""
         seconds = self._seconds

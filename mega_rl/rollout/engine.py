@@ -50,8 +50,25 @@ class RolloutEngine(Protocol):
             InputError: a prompt that leaves no room for its response within the engine's length.
         """
 
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Start sampling these beside whatever is under way; ``step`` gives what they come to.
+
+        Raises:
+            InputError: a prompt that leaves no room for its response within the engine's length.
+        """
+
+    def step(self) -> list[Completion]:
+        """Sample on, a token or so per response; returns the responses that this ended, in the order of submission.
+
+        Which call ends a response may depend on the engine; what the response is does not.
+        """
+
+    @property
+    def num_unfinished(self) -> int:
+        """Submitted requests whose completion ``step`` has not yet returned."""
+
     def check(self, requests: Sequence[Request]) -> None:
-        """Refuse requests that ``generate`` would refuse, without any collective.
+        """Refuse requests that ``submit`` would refuse, without any collective.
 
         Raises:
             InputError: a prompt that leaves no room for its response within the engine's length.

@@ -1,14 +1,17 @@
-"""One batch of requests over all rollout engines: split, generate, gather."""
+"""Requests over all rollout engines: split, sample, gather."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from itertools import groupby
 
 import torch.distributed as dist
 
-from mega_rl.parallel.collectives import gather_objects, together
+from mega_rl.parallel.collectives import broadcast_object, gather_objects, together
 from mega_rl.parallel.layout import EngineLayout
+from mega_rl.parallel.schedule import split_even
+from mega_rl.rollout.collect import Counter, Decision, Draw, Group, Rule, ScoreGroup, collect
 from mega_rl.rollout.engine import Request, RolloutEngine
 from mega_rl.types import Completion
 
@@ -54,3 +57,65 @@ def generate_everywhere(
     # the other tensor-parallel ranks of a replica hold the same completions
     gathered = gather_objects(completions if layout.tensor_rank(rank) == 0 else [], group)
     return [completion for part in gathered for completion in part]
+
+
+class EngineTeam:
+    """The ranks of one colocated engine, see ``collect.Team``. Construction is collective over all ranks."""
+
+    def __init__(self, layout: EngineLayout) -> None:
+        rank = dist.get_rank()
+        self.is_leader = layout.tensor_rank(rank) == 0
+        self._group: dist.ProcessGroup | None = None
+        if layout.tensor_parallel_size > 1:
+            self._group, _ = dist.new_subgroups_by_enumeration(
+                [list(layout.replica_ranks(replica)) for replica in range(layout.num_replicas)], backend="gloo"
+            )
+
+    def share(self, value: list[Decision]) -> list[Decision]:
+        """The leader's value on every rank of the engine; collective among them."""
+        return value if self._group is None else broadcast_object(value, self._group)
+
+
+class StoreCounter:
+    """Counts over all ranks without a collective, see ``collect.Counter``."""
+
+    def __init__(self, store: dist.Store, name: str) -> None:
+        self._store, self._name = store, name
+
+    def next(self) -> int:
+        return self._store.add(self._name, 1)
+
+
+def shared_store() -> dist.Store:
+    """A key-value store that every rank reaches; rank 0 serves it, on a free port. Collective."""
+    host, is_server = os.environ["MASTER_ADDR"], dist.get_rank() == 0
+    server = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if is_server else None
+    port = broadcast_object(None if server is None else server.port)
+    return server or dist.TCPStore(host, port, is_master=False)
+
+
+def collect_everywhere(
+    engine: RolloutEngine,
+    layout: EngineLayout,
+    team: EngineTeam,
+    rule: Rule,
+    draw: Draw,
+    score: ScoreGroup,
+    dropped: Counter,
+) -> list[Group]:
+    """Sample and score over all engines as ``rule`` says; every rank gets every drawn group, in the order of tickets.
+
+    Collective: every rank calls it with the same arguments.
+
+    Raises:
+        InputError: on every rank, if a prompt of the first tickets does not fit the engine of one of them.
+    """
+    own = split_even(rule.num_initial, layout.num_replicas)[layout.replica(dist.get_rank())]
+    with together("checking the requests"):
+        engine.check([request for ticket in own for request in draw(ticket)])
+    groups = collect(engine, draw, own, rule, score, dropped, team)
+    gathered: dict[int, Group] = {}
+    for part in gather_objects(groups if team.is_leader else {}):
+        gathered |= part
+    assert sorted(gathered) == list(range(len(gathered))), "tickets are drawn without a gap"
+    return [gathered[ticket] for ticket in range(len(gathered))]

@@ -10,6 +10,7 @@ import os
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,8 @@ class VLLMEngine:
         self._max_model_len = max_model_len
         self._device_type = device_type
         self._version = 0
+        self._under_way: dict[int, Request] = {}  # by number of submission
+        self._num_submitted = 0
         self._loaded: set[str] | None = None  # names loaded by the update under way; None outside of one
         self._llm = _construct(str(model_path), rollout, max_model_len, device_type, dtype)
         self._names = frozenset(self._call("receiver_parameters"))
@@ -66,17 +69,42 @@ class VLLMEngine:
         for request in requests:
             self._check_length(request)
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._under_way)
+
+    def submit(self, requests: Sequence[Request]) -> None:
         assert self._loaded is None, "generation inside a weight update"
-        if not requests:
-            return []
         self.check(requests)
-        prompts = [{"prompt_token_ids": list(request.prompt.token_ids)} for request in requests]
-        sampling = [self._sampling_params(request) for request in requests]
+        for request in requests:
+            self._num_submitted += 1
+            self._under_way[self._num_submitted] = request
+            prompt = {"type": "token", "prompt_token_ids": list(request.prompt.token_ids)}
+            with preserved_generators(self._device_type):
+                self._llm.llm_engine.add_request(str(self._num_submitted), prompt, self._sampling_params(request))
+
+    def step(self) -> list[Completion]:
+        return [completion for _, completion in self._step()]
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        assert not self._under_way, "generation while other responses are under way"
+        self.submit(requests)
+        done: list[tuple[int, Completion]] = []
+        while self._under_way:
+            done += self._step()
+        return [completion for _, completion in sorted(done, key=itemgetter(0))]
+
+    def _step(self) -> list[tuple[int, Completion]]:
+        """The responses that one step of the engine ends, with their numbers of submission, ascending."""
+        if not self._under_way:
+            return []
         with preserved_generators(self._device_type):
-            outputs = self._llm.generate(prompts, sampling, use_tqdm=False)
-        pairs = zip(requests, outputs, strict=True)
-        return [to_completion(request, output, self._version) for request, output in pairs]
+            outputs = self._llm.llm_engine.step()
+        finished = {int(output.request_id): output for output in outputs if output.finished}
+        return [
+            (number, to_completion(self._under_way.pop(number), finished[number], self._version))
+            for number in sorted(finished)
+        ]
 
     def parameters(self) -> dict[str, torch.Tensor]:
         if self._rollout.weight_update != "live":
@@ -88,6 +116,7 @@ class VLLMEngine:
 
     def begin_update(self) -> None:
         assert self._loaded is None, "a weight update inside another"
+        assert not self._under_way, "a weight update while responses are under way"
         self._loaded = set()
         if self._rollout.weight_update == "reload":
             self._call("receiver_begin_reload")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from mega_rl.algorithms.objective import PolicyObjective
@@ -14,9 +15,12 @@ from mega_rl.megatron.offload import Reference, is_device
 from mega_rl.megatron.policy import MegatronPolicy
 from mega_rl.parallel.collectives import together
 from mega_rl.rewards.registry import Scorer, build_scorer
+from mega_rl.rollout.engine import RolloutEngine
 from mega_rl.rollout.noise import AqnNoise
+from mega_rl.rollout.replay import ReplayEngine
 from mega_rl.rollout.vllm_engine import VLLMEngine
 from mega_rl.stages.session import Session
+from mega_rl.stages.weights import Sync, Unsynced, WeightSync
 
 
 def prompt_stream(session: Session) -> PromptStream:
@@ -30,7 +34,7 @@ def prompt_stream(session: Session) -> PromptStream:
 
 def validation_prompts(session: Session) -> PromptDataset | None:
     data = session.config.data
-    if not data.val_files:
+    if not data.val_files or session.config.rollout.replay is not None:
         return None
     with together("reading the validation prompts"):
         return PromptDataset.from_files(
@@ -64,8 +68,11 @@ def reference(session: Session) -> Reference | None:
     return Reference(policy, session.config.memory, is_device(session.device))
 
 
-def rollout_engine(session: Session) -> VLLMEngine:
+def rollout_engine(session: Session) -> RolloutEngine:
     config = session.config
+    if config.rollout.replay is not None:
+        session.say(f"rollout.replay: responses come from {config.rollout.replay}, there is no engine to validate with")
+        return ReplayEngine(Path(config.rollout.replay))
     return VLLMEngine(
         config.model.path,
         config.rollout,
@@ -73,6 +80,10 @@ def rollout_engine(session: Session) -> VLLMEngine:
         device_type=session.device.type,
         dtype=config.model.dtype,
     )
+
+
+def weight_sync(session: Session, actor: MegatronEngine, engine: RolloutEngine, noise: AqnNoise) -> Sync:
+    return Unsynced(engine) if session.config.rollout.replay is not None else WeightSync(session, actor, engine, noise)
 
 
 def noise(session: Session, total: int) -> AqnNoise:

@@ -13,10 +13,11 @@ from mega_rl.data.packing import sequence_from_sample
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.offload import Reference
 from mega_rl.parallel.schedule import split_even
+from mega_rl.rollout.collect import Group
 from mega_rl.stages.batches import denominators_of, pack_for_rank, total_sums
 from mega_rl.stages.progress import warn_if_skipped
 from mega_rl.stages.session import Session
-from mega_rl.types import Completion, Microbatch, Sample, Score
+from mega_rl.types import Microbatch, Sample
 
 METRIC_NAMES = {  # the objective's sums over learnt tokens -> what they are logged as
     "pg_loss": "actor/pg_loss",
@@ -34,12 +35,13 @@ METRIC_NAMES = {  # the objective's sums over learnt tokens -> what they are log
 }
 
 
-def with_advantages(completions: SequenceOf[Completion], scores: SequenceOf[Score], algorithm: str) -> list[Sample]:
-    """Samples in the order of the completions; the group of a completion is its prompt."""
-    rewards = torch.tensor([score.value for score in scores], dtype=torch.float64)
-    groups = torch.tensor([completion.prompt.index for completion in completions])
-    advantages = ADVANTAGES[algorithm](rewards, groups).tolist()
-    return [Sample(c, s, a) for c, s, a in zip(completions, scores, advantages, strict=True)]
+def with_advantages(groups: SequenceOf[Group], algorithm: str) -> list[Sample]:
+    """Samples in the order of the groups."""
+    pairs = [(c, s) for group in groups for c, s in zip(group.completions, group.scores, strict=True)]
+    rewards = torch.tensor([score.value for _, score in pairs], dtype=torch.float64)
+    numbers = torch.tensor([number for number, group in enumerate(groups) for _ in group.completions])
+    advantages = ADVANTAGES[algorithm](rewards, numbers).tolist() if pairs else []
+    return [Sample(c, s, a) for (c, s), a in zip(pairs, advantages, strict=True)]
 
 
 def update(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from mega_rl.data.stream import Stream
 from mega_rl.megatron import checkpoint
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.optimizer import OptimizerStats
@@ -13,6 +13,14 @@ from mega_rl.parallel.collectives import together
 from mega_rl.stages.session import Session
 
 Validations = dict[str, dict[str, float]]  # "first" and "last" -> validation metrics
+
+
+class Source(Protocol):
+    """What a stage learns from, and what a checkpoint must know to go on with the next of it."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -28,13 +36,13 @@ def is_due(step: int, frequency: int, total_steps: int) -> bool:
     return step == total_steps or (frequency > 0 and step % frequency == 0)
 
 
-def resume(session: Session, actor: MegatronEngine, stream: Stream[Any]) -> Progress:
+def resume(session: Session, actor: MegatronEngine, source: Source) -> Progress:
     """Restore the session's checkpoint, where it has one. Collective."""
     if session.checkpoint is None:
         return Progress()
     saved = checkpoint.load(session.checkpoint, actor)
     with together("resuming the data"):
-        stream.load_state_dict(saved["data"])
+        source.load_state_dict(saved["data"])
     session.say(f"resuming after step {saved['step']} from {session.checkpoint}")
     return Progress(step=saved["step"], validations=saved["validations"])
 
@@ -42,7 +50,7 @@ def resume(session: Session, actor: MegatronEngine, stream: Stream[Any]) -> Prog
 def save_if_due(
     session: Session,
     actor: MegatronEngine,
-    stream: Stream[Any],
+    source: Source,
     step: int,
     total_steps: int,
     validations: Validations,
@@ -52,7 +60,7 @@ def save_if_due(
         session.checkpoints.poll()
         return
     with session.timers("save"):
-        content = {"data": stream.state_dict(), "validations": validations}
+        content = {"data": source.state_dict(), "validations": validations}
         session.checkpoints.save(step, actor, content)
         if step == total_steps:
             session.checkpoints.finish()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from mega_rl.config import RunConfig
-from mega_rl.rollout.replicas import generate_everywhere
-from mega_rl.rollout.sampling import make_requests
 from mega_rl.stages import building, learning, progress, rollouts
 from mega_rl.stages.batches import memory_metrics
+from mega_rl.stages.sampler import Sampler
 from mega_rl.stages.session import Session, open_session
 from mega_rl.stages.validation import Validator
-from mega_rl.stages.weights import WeightSync, export_huggingface
+from mega_rl.stages.weights import export_huggingface
 
 
 def run(config: RunConfig) -> None:
@@ -29,10 +28,11 @@ def train(session: Session) -> None:
     actor = building.actor(session, total_steps * config.algorithm.minibatches_per_step)
     reference = building.reference(session)
     engine = building.rollout_engine(session)
-    sync = WeightSync(session, actor, engine, noise)
+    sync = building.weight_sync(session, actor, engine, noise)
+    sampler = Sampler(session, prompts, engine, scorer)
     validator = Validator(session, held_out, sync, engine, scorer)
     objective = building.objective(config)
-    state = progress.resume(session, actor, prompts)
+    state = progress.resume(session, actor, sampler)
     validator.results |= state.validations
 
     with session.observer(state.step, total_steps) as observer:
@@ -44,20 +44,20 @@ def train(session: Session) -> None:
                 with timers("sync"):
                     metrics = sync.push(version=step, sigma=noise.sigma(step))
                 with timers("generate"):
-                    requests = make_requests(prompts.next_batch(), step=step, **building.sampling(config))
-                    completions = generate_everywhere(engine, session.engine_layout, requests)
+                    batch = sampler.sample(step)
                     sync.end_sampling()
-                with timers("reward"):
-                    scores = rollouts.score_everywhere(scorer, completions)
-                samples = learning.with_advantages(completions, scores, config.algorithm.name)
-                metrics |= learning.update(session, actor, reference, objective, samples)
-            metrics |= rollouts.sample_metrics(samples)
+                metrics |= batch.metrics
+                samples = learning.with_advantages(batch.learnt, config.algorithm.name)
+                rollouts.show(session, observer, actor, step + 1, batch, samples)
+                if samples:
+                    metrics |= learning.update(session, actor, reference, objective, samples)
+                    metrics |= rollouts.sample_metrics(samples)
             metrics |= rollouts.noise_metrics(config, noise, step, metrics)
 
             done = step + 1
             if progress.is_due(done, config.trainer.test_freq, total_steps):
                 metrics |= validator.validate(observer, step=done)
-            progress.save_if_due(session, actor, prompts, done, total_steps, validator.results)
+            progress.save_if_due(session, actor, sampler, done, total_steps, validator.results)
             metrics |= {"data/epoch": done / prompts.steps_per_epoch, "rollout/weight_version": float(step)}
             metrics |= rollouts.time_metrics(timers.collect(), samples) | memory_metrics(session)
             observer.log(done, metrics)

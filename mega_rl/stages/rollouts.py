@@ -8,12 +8,21 @@ from collections.abc import Mapping, Sequence
 import torch.distributed as dist
 
 from mega_rl.config import RunConfig
+from mega_rl.data.packing import sequence_from_sample, unpack
+from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.observe.metrics import Metrics
+from mega_rl.observe.observer import Observer
 from mega_rl.parallel.collectives import gather_objects, together
 from mega_rl.parallel.schedule import split_even
 from mega_rl.rewards.registry import Scorer
 from mega_rl.rollout.noise import AqnNoise
+from mega_rl.rollout.records import to_rows, write_step
+from mega_rl.stages.batches import pack_for_rank
+from mega_rl.stages.sampler import Batch
+from mega_rl.stages.session import Session
 from mega_rl.types import Completion, Sample, Score
+
+ROLLOUTS = "rollouts"  # under the output directory
 
 
 def score_everywhere(scorer: Scorer, completions: list[Completion]) -> list[Score]:
@@ -34,10 +43,11 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     rewards = [sample.score.value for sample in samples]
     lengths = [len(sample.completion.token_ids) for sample in samples]
     mean = sum(rewards) / len(rewards)
-    groups: dict[int, set[float]] = defaultdict(set)
+    groups: dict[tuple[int, int], set[float]] = defaultdict(set)
     parts: dict[str, list[float]] = defaultdict(list)
     for sample in samples:
-        groups[sample.completion.prompt.index].add(sample.score.value)
+        completion = sample.completion
+        groups[completion.weight_version, completion.prompt.index].add(sample.score.value)
         for name, value in sample.score.parts.items():
             parts[name].append(value)
     logprobs = [logprob for sample in samples for logprob in sample.completion.logprobs]
@@ -58,6 +68,57 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     if len(parts) > 1:
         metrics |= {f"reward/{name}": sum(values) / len(values) for name, values in parts.items()}
     return metrics
+
+
+def readable(completion: Completion, score: Score) -> str:
+    """What the dashboard's text panel shows of one answer."""
+    return (
+        f"prompt: {completion.prompt.text}\nresponse: {completion.text}\n"
+        f"expected: {completion.prompt.ground_truth}\nscore: {score.value:g}, ended by {completion.finish_reason}"
+    )
+
+
+def show(
+    session: Session, observer: Observer, actor: MegatronEngine, step: int, batch: Batch, samples: Sequence[Sample]
+) -> None:
+    """A few samples of the step on the dashboard and, with ``logging.dump_rollouts``, all of them in a file.
+
+    Collective. A row of the file is what ``records.to_rows`` says, with ``step``, ``outcome`` (learnt, carried,
+    dropped), ``advantage`` and ``logprob_diff``, the mean |trainer - engine| over the response's tokens in nats before
+    the update; both are null where the step does not learn from the sample.
+    """
+    logging = session.config.logging
+    for number, sample in enumerate(samples[: logging.num_text_samples]):
+        observer.text(step, f"rollout/{number}", readable(sample.completion, sample.score))
+    if logging.dump_rollouts == 0:
+        return
+    differences = logprob_differences(session, actor, samples) if samples else []
+    if session.is_main:
+        learnt = [{"advantage": s.advantage, "logprob_diff": d} for s, d in zip(samples, differences, strict=True)]
+        others = {"advantage": None, "logprob_diff": None}
+        rows = [
+            {"step": step, "outcome": outcome, **row, **(learnt.pop(0) if outcome == "learnt" else others)}
+            for outcome, groups in batch.by_outcome.items()
+            for group in groups
+            for row in to_rows(group)
+        ]
+        write_step(session.output_dir / ROLLOUTS, step, rows, logging.dump_rollouts)
+
+
+def logprob_differences(session: Session, actor: MegatronEngine, samples: Sequence[Sample]) -> list[float]:
+    """Mean |trainer - engine| over each response's tokens, nats, under the present weights. Collective."""
+    sequences = [sequence_from_sample(sample) for sample in samples]
+    microbatches = pack_for_rank(session, sequences)
+    own: dict[int, float] = {}
+    for microbatch, stats in zip(microbatches, actor.token_stats(microbatches), strict=True):
+        assert microbatch.rollout_logprobs is not None, "samples have the engine's log-probabilities"
+        difference_T = (stats.logprobs - microbatch.rollout_logprobs).abs() * microbatch.loss_mask
+        for index, values in zip(microbatch.sequence_indices, unpack(difference_T, microbatch), strict=True):
+            own[index] = float(values.sum()) / max(1.0, float(sequences[index].loss_mask.sum()))
+    found: dict[int, float] = {}
+    for part in gather_objects(own):
+        found |= part
+    return [found[index] for index in range(len(samples))]
 
 
 def noise_metrics(config: RunConfig, noise: AqnNoise, step: int, metrics: Mapping[str, float]) -> dict[str, float]:

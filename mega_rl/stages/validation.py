@@ -12,9 +12,9 @@ from mega_rl.rollout.engine import RolloutEngine
 from mega_rl.rollout.replicas import generate_everywhere
 from mega_rl.rollout.sampling import make_requests
 from mega_rl.stages.progress import Validations
-from mega_rl.stages.rollouts import score_everywhere
+from mega_rl.stages.rollouts import readable, score_everywhere
 from mega_rl.stages.session import Session
-from mega_rl.stages.weights import WeightSync
+from mega_rl.stages.weights import Sync
 from mega_rl.types import Completion, Score
 
 STREAM = 1 << 32  # keeps validation seeds apart from training seeds of any step
@@ -30,7 +30,7 @@ class Validator:
     """
 
     def __init__(
-        self, session: Session, held_out: PromptDataset | None, sync: WeightSync, engine: RolloutEngine, scorer: Scorer
+        self, session: Session, held_out: PromptDataset | None, sync: Sync, engine: RolloutEngine, scorer: Scorer
     ) -> None:
         self.session, self.dataset, self.sync, self.engine, self.scorer = session, held_out, sync, engine, scorer
         self.results: Validations = {}
@@ -47,7 +47,7 @@ class Validator:
             self.sync.end_sampling()
         metrics = self._metrics(greedy, greedy_scores, sampled, sampled_scores)
         for completion, score in list(zip(greedy, greedy_scores, strict=True))[: self._num_shown]:
-            observer.text(step, f"validation/{completion.prompt.index}", _shown(completion, score))
+            observer.text(step, f"validation/{completion.prompt.index}", readable(completion, score))
         self.results.setdefault("first", metrics)
         self.results["last"] = metrics
         return metrics
@@ -105,11 +105,3 @@ def _by_prompt(completions: list[Completion], scores: list[Score]) -> dict[str, 
 
 def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
-
-
-def _shown(completion: Completion, score: Score) -> str:
-    """What the dashboard's text panel shows of one answer."""
-    return (
-        f"prompt: {completion.prompt.text}\nresponse: {completion.text}\n"
-        f"expected: {completion.prompt.ground_truth}\nscore: {score.value:g}, ended by {completion.finish_reason}"
-    )

@@ -6,6 +6,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,28 @@ from mega_rl.stages.session import Session
 from mega_rl.types import InputError
 
 MAX_SHARD_BYTES = 5 << 30  # of an exported safetensors file
+
+
+class Sync(Protocol):
+    """How the engines come to the actor's weights, and the trainer to the engines' memory."""
+
+    def push(self, version: int, sigma: float) -> dict[str, float]: ...
+
+    def end_sampling(self) -> None: ...
+
+
+class Unsynced:
+    """A ``Sync`` for an engine without weights, which only learns of their version."""
+
+    def __init__(self, rollout: RolloutEngine) -> None:
+        self._rollout = rollout
+
+    def push(self, version: int, sigma: float) -> dict[str, float]:
+        self._rollout.finish_update(version)
+        return {}
+
+    def end_sampling(self) -> None:
+        """There is no memory to hand over."""
 
 
 class WeightSync:

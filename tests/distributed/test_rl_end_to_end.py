@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mega_rl.config import load_config
 from mega_rl.data.rows import read_rows
 from mega_rl.rewards.registry import load_reward
+from mega_rl.rollout.records import read_step
 from tests.distributed import training
 from tests.distributed.training import TinyWorld, computed, digests, metrics_of, steps_saved
 from tests.launch import REPO, Launched, run, started, torchrun_command
@@ -20,6 +21,8 @@ from tests.launch import REPO, Launched, run, started, torchrun_command
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 TOTAL_STEPS = 6
 AQN = ("sigma", "stage", "effective_sigma", "changed_fraction", "num_tensors", "noise_hash", "kl_clean_noisy")
+GROUPS = ("generated", "dropped", "kept", "carried_in", "carried_out", "budget_exhausted")
+ENGINE_ONLY = ("bridge/", "aqn/", "val-")  # a replay has no engine whose weights would move
 SAMPLED = ("reward/", "response_length/", "prompt_length/", "val-core/", "val-aux/")
 
 
@@ -190,6 +193,46 @@ def test_two_engines_of_one_rank(
 def sampled(metrics: dict[str, float]) -> dict[str, float]:
     """What depends on nothing but the samples."""
     return {name: value for name, value in metrics.items() if name.startswith(SAMPLED)}
+
+
+def test_dynamic_sampling_recorded_and_replayed(tiny_world: TinyWorld, tmp_path: Path) -> None:
+    """Groups are dropped, replaced and carried; from the file and a checkpoint alone, training goes the same way."""
+    dynamic = "algorithm.dynamic_sampling"
+    overrides = (
+        *(f"{dynamic}.{setting}" for setting in ("enabled=true", "oversample=2", "budget=3", "metric=digits")),
+        "rollout.n=3",
+        "trainer.total_steps=4",
+        "trainer.export_hf=false",
+    )
+    layout = ("rollout.tensor_parallel_size=1", "logging.dump_rollouts=3")
+    first = tmp_path / "first"
+    training.train(tiny_world.rl, first, *overrides, *layout).check()
+    metrics = metrics_of(first)
+    for step in range(1, 5):
+        groups = {name: metrics[step][f"rollout/groups_{name}"] for name in GROUPS}
+        carried = metrics[step - 1]["rollout/groups_carried_out"] if step > 1 else 0
+        assert groups["carried_in"] == carried and groups["generated"] <= 12
+        assert groups["generated"] + carried == groups["kept"] + groups["carried_out"] + groups["dropped"]
+        assert groups["kept"] == 4 or groups["budget_exhausted"] == 1
+    assert sum(metrics[step]["rollout/groups_dropped"] for step in range(1, 5)) > 0
+    assert metrics[2]["rollout/groups_carried_out"] > 0, "the checkpoint below would carry nothing"
+
+    assert [path.name for path in sorted((first / "rollouts").iterdir())] == [f"step_00000{n}.jsonl" for n in (2, 3, 4)]
+    rows = read_step(first / "rollouts", 3)
+    assert {row["outcome"] for row in rows} <= {"learnt", "carried", "dropped"}
+    learnt = [row for row in rows if row["outcome"] == "learnt"]
+    assert len(learnt) == 3 * metrics[3]["rollout/groups_kept"]
+    fresh = [row["logprob_diff"] for row in learnt if row["weight_version"] == 2 and metrics[3]["aqn/sigma"] == 0]
+    assert all(difference < 1e-5 for difference in fresh)
+    assert all(row["advantage"] is not None and row["logprob_diff"] >= 0 for row in learnt)
+
+    second = tmp_path / "second"
+    resumed = (f"trainer.resume={training.checkpoint(first, 2)}", f"rollout.replay={first / 'rollouts'}")
+    training.train(tiny_world.rl, second, *overrides, *resumed).check()
+    for step, row in metrics_of(second).items():
+        trained = {name: value for name, value in computed(row).items() if not name.startswith(ENGINE_ONLY)}
+        assert trained and trained.items() <= metrics[step].items(), step
+    assert list(metrics_of(second)) == [3, 4]
 
 
 def test_gsm8k_configuration(gsm8k_dir: Path, tmp_path: Path) -> None:

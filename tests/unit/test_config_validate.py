@@ -25,6 +25,7 @@ MODEL = {
 }
 # Their type says all, or conditions in validate.py check them.
 WITHOUT_RULE = {
+    "algorithm.dynamic_sampling.enabled",
     "data.train_files", "data.val_files", "data.filter_overlong_prompts", "data.shuffle", "data.system_prompt",
     "rollout.ignore_eos", "rollout.vllm", "aqn.enabled", "aqn.include_router_norms", "aqn.seed",
     "rewards[].name", "rewards[].weight", "rewards[].options", "parallel.sequence",

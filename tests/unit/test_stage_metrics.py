@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mega_rl.config import RunConfig
+from mega_rl.rollout.collect import Group
 from mega_rl.rollout.noise import AqnNoise
 from mega_rl.stages import learning, rollouts
 from mega_rl.stages.progress import is_due
@@ -33,12 +34,14 @@ def test_the_parts_of_a_sum_of_rewards_are_shown() -> None:
     assert metrics["reward/a"] == 0.5 and metrics["reward/b"] == 0.5
 
 
-def test_advantages_go_by_prompt_whatever_the_order() -> None:
-    given = [sample(7, 1.0), sample(3, 0.0), sample(7, 0.0), sample(3, 0.0)]
-    done = learning.with_advantages([s.completion for s in given], [s.score for s in given], "grpo")
-    values = [s.advantage for s in done]
-    assert values[0] == pytest.approx(0.5 / (0.5**0.5 + 1e-6)) and values[2] == -values[0]
-    assert values[1] == values[3] == 0.0
+def test_advantages_go_by_group_even_where_two_have_the_same_prompt() -> None:
+    groups = []
+    for rewards in ((1.0, 0.0), (0.0, 0.0)):
+        samples = [sample(7, reward) for reward in rewards]
+        groups.append(Group(tuple(s.completion for s in samples), tuple(s.score for s in samples)))
+    values = [s.advantage for s in learning.with_advantages(groups, "grpo")]
+    assert values[0] == pytest.approx(0.5 / (0.5**0.5 + 1e-6)) and values[1] == -values[0]
+    assert values[2:] == [0.0, 0.0] and learning.with_advantages([], "grpo") == []
 
 
 def test_minibatches_average_and_maxima_stay_maxima() -> None:

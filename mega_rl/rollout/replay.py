@@ -1,0 +1,87 @@
+"""Recorded rollouts in place of an engine, so that the training side can run again alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from mega_rl.rollout.engine import Request
+from mega_rl.rollout.records import read_step, to_completion
+from mega_rl.types import Completion, InputError
+
+
+class ReplayEngine:
+    """A ``RolloutEngine`` that answers with what a run recorded at the same step; weights do not reach it.
+
+    Every response is the recorded one, so a run with the same configuration repeats the training of the recorded run
+    bit for bit; rewards are computed again.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """``directory``: holds one file per step, as ``logging.dump_rollouts`` writes them."""
+        self._directory = directory
+        self._version = 0
+        self._recorded: dict[tuple[int, int], Completion] = {}  # (prompt, sample) -> response, of the present version
+        self._under_way: list[Request] = []
+
+    @property
+    def weight_version(self) -> int:
+        return self._version
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._under_way)
+
+    def check(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self._find(request)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.check(requests)
+        self._under_way += requests
+
+    def step(self) -> list[Completion]:
+        ended, self._under_way = [self._find(request) for request in self._under_way], []
+        return ended
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        self.submit(requests)
+        return self.step()
+
+    def _find(self, request: Request) -> Completion:
+        key = request.prompt.index, request.sample_index
+        found = self._recorded.get(key)
+        if found is None or found.prompt.token_ids != request.prompt.token_ids:
+            raise InputError(
+                f"rollout.replay={self._directory} has no sample {key[1]} of prompt {key[0]} at step "
+                f"{self._version + 1}: replay with the data, data.seed, data.train_batch_size and rollout.n of the "
+                "recorded run"
+            )
+        return found
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        raise AssertionError("a replay holds no weights")
+
+    def begin_update(self) -> None:
+        """Nothing to make ready."""
+
+    def load_hf_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        raise AssertionError("a replay holds no weights")
+
+    def finish_update(self, version: int) -> None:
+        """Turn to the rollouts that were sampled with the weights of ``version``.
+
+        Raises:
+            InputError: they were not recorded.
+        """
+        rows = [row for row in read_step(self._directory, version + 1) if row["weight_version"] == version]
+        self._recorded = {(c.prompt.index, c.sample_index): c for c in map(to_completion, rows)}
+        self._version = version
+
+    def sleep(self) -> None:
+        """There is no memory to give back."""
+
+    def wake_up(self) -> None:
+        """There is no memory to take."""
