@@ -96,9 +96,7 @@ def _importance_problems(config: RunConfig, is_good: Callable[..., bool]) -> Ite
             "algorithm.importance_cap is null, but algorithm.importance_correction 'mask' needs an upper bound: set it "
             "to a number such as 2.0, or algorithm.importance_correction to truncate"
         )
-    if correction == "mask" and cap is not None and floor >= cap:
-        yield f"algorithm.importance_floor is {floor}: set it to less than algorithm.importance_cap, {cap}"
-    if correction == "mask" and not floor <= 1.0 <= (cap or 1.0):
+    if correction == "mask" and cap is not None and not floor < 1.0 < cap:
         yield (
             f"algorithm.importance_floor {floor} and algorithm.importance_cap {cap} mask tokens on which trainer and "
             "engine agree: set them to bounds with 1 between them"

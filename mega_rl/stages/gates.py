@@ -130,7 +130,9 @@ class Gates:
         values = {name: found.largest for name, found in worst.items() if found is not None}
         if worst["engine"] is not None:
             values["engine"] = worst["engine"].total / worst["engine"].num_tokens
-        values["ratio"] = float((torch.tensor([ratio_mean, ratio_max]).double() - 1).abs().max())  # NaN stays NaN
+        values["ratio"] = float(
+            (torch.tensor([ratio_mean, ratio_max], dtype=torch.float64) - 1).abs().max()
+        )  # NaN stays NaN
         values = {name: value for name, value in values.items() if name not in self.left_out}
         failed = [
             name

@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 
+from mega_rl.algorithms.advantage import ADVANTAGES
+from mega_rl.algorithms.correction import CORRECTIONS, LOG_WEIGHTS
+from mega_rl.algorithms.kl import KL_ESTIMATORS
+from mega_rl.algorithms.objective import OBJECTIVES
+from mega_rl.algorithms.reduce import REDUCTIONS
 from mega_rl.config import RunConfig, problems, validate
+from mega_rl.config.algorithm import GROUP_BASELINES
 from mega_rl.config.rules import COMMON, RL
 from mega_rl.config.schema import RewardConfig
 from mega_rl.config.typed import leaf_names
@@ -88,6 +94,11 @@ BAD_VALUES = [
     ("rollout.dtype", "int4"),
     ("rollout.n", 1),
     ("rollout.temperature", 0.0),
+    ("rollout.top_p", 0.9),
+    ("rollout.top_k", 40),
+    ("rollout.min_p", 0.05),
+    ("rollout.vllm", {"override_generation_config": {"top_p": 0.9}}),
+    ("rollout.vllm", {"logits_processors": ["package:Processor"]}),
     ("rollout.stop", [""]),
     ("rollout.stop_token_ids", [-1]),
     ("rollout.weight_update", "dead"),
@@ -97,14 +108,23 @@ BAD_VALUES = [
     ("rollout.validation.n", -1),
     ("rollout.validation.temperature", -1.0),
     ("algorithm.name", "gpro"),
-    ("algorithm.clip_ratio_low", 1.0),
+    ("algorithm.advantage", "gae"),
+    ("algorithm.objective", "gpso"),
+    ("algorithm.clip_ratio_low", 0.0),
+    ("algorithm.clip_ratio_low", 1.0),  # ppo has a lower bound
+    ("algorithm.clip_ratio_low", 1.5),
     ("algorithm.clip_ratio_high", 0.0),
     ("algorithm.dual_clip", 1.0),
     ("algorithm.loss_reduction", "mean"),
     ("algorithm.kl_coefficient", -0.1),
     ("algorithm.kl_estimator", "k4"),
+    ("algorithm.kl_in", "both"),
     ("algorithm.entropy_coefficient", float("nan")),
     ("algorithm.importance_cap", 0.0),
+    ("algorithm.importance_correction", "cut"),
+    ("algorithm.importance_level", "batch"),
+    ("algorithm.importance_floor", -0.5),
+    ("algorithm.importance_floor", 0.5),  # nothing is masked
     ("algorithm.minibatches_per_step", 3),
     ("aqn.sigma_start", 0.0),
     ("aqn.sigma_start", 1e-5),
@@ -153,6 +173,11 @@ BAD_VALUES = [
     ("trainer.total_epochs", 1),
     ("trainer.seed", 2**32),
     ("trainer.max_tokens_per_microbatch", 1535),
+    ("trainer.gates.disabled", ["ratios"]),
+    ("trainer.gates.reference", -1.0),
+    ("trainer.gates.ppo_kl", -1e-9),
+    ("trainer.gates.ratio", float("nan")),
+    ("trainer.gates.engine", 0.0),
     ("trainer.test_freq", 0),
     ("trainer.test_freq", 5),
     ("trainer.save_freq", -2),
@@ -324,6 +349,44 @@ def test_an_unknown_data_format(config, tmp_path):
     config.data.val_files = [str(tmp_path / "a.csv")]
     (line,) = problems(config)
     assert "data.val_files" in line and ".parquet" in line
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"name": "gpro"}, "(did you mean grpo?)"),
+        ({"objective": "gpso"}, "(did you mean gspo?)"),
+        ({"objective": "gspo"}, "set it to sequence_mean"),
+        ({"objective": "cispo", "dual_clip": 3.0}, "algorithm.objective 'cispo' has none"),
+        ({"importance_correction": "mask", "importance_cap": None}, "'mask' needs an upper bound"),
+        ({"importance_correction": "mask", "importance_floor": 1.5}, "with 1 between them"),
+        ({"importance_correction": "mask", "importance_floor": 0.2, "importance_cap": 0.5}, "with 1 between them"),
+    ],
+)
+def test_algorithms_that_make_no_sense(config, changes, part):
+    for key, value in changes.items():
+        set_value(config, f"algorithm.{key}", value)
+    (line,) = problems(config)
+    assert part in line
+
+
+@pytest.mark.parametrize("advantage", GROUP_BASELINES)
+def test_a_group_baseline_needs_a_group(config, advantage):
+    config.algorithm.advantage, config.rollout.n = advantage, 1
+    (line,) = problems(config)
+    assert line.startswith("rollout.n is 1") and advantage in line
+    config.algorithm.advantage = "reinforce_pp"
+    assert problems(config) == []
+
+
+def test_names_of_the_algorithm_section_are_those_of_the_functions():
+    assert set(RL["algorithm.advantage"].names) == set(ADVANTAGES)
+    assert set(RL["algorithm.objective"].names) == set(OBJECTIVES)
+    assert set(RL["algorithm.loss_reduction"].names) == set(REDUCTIONS)
+    assert set(RL["algorithm.kl_estimator"].names) == set(KL_ESTIMATORS)
+    assert set(RL["algorithm.importance_correction"].names) == set(CORRECTIONS)
+    assert set(RL["algorithm.importance_level"].names) == set(LOG_WEIGHTS)
+    assert set(GROUP_BASELINES) == set(ADVANTAGES) - {"reinforce_pp"}
 
 
 def test_decoupled_noise_needs_the_cap(config):
