@@ -9,13 +9,7 @@ from typing import Any
 
 import pytest
 
-from mega_rl.algorithms.advantage import ADVANTAGES
-from mega_rl.algorithms.correction import CORRECTIONS, LOG_WEIGHTS
-from mega_rl.algorithms.kl import KL_ESTIMATORS
-from mega_rl.algorithms.objective import OBJECTIVES
-from mega_rl.algorithms.reduce import REDUCTIONS
 from mega_rl.config import RunConfig, problems, validate
-from mega_rl.config.algorithm import GROUP_BASELINES
 from mega_rl.config.rules import COMMON, RL
 from mega_rl.config.schema import RewardConfig
 from mega_rl.config.typed import leaf_names
@@ -349,44 +343,6 @@ def test_an_unknown_data_format(config, tmp_path):
     config.data.val_files = [str(tmp_path / "a.csv")]
     (line,) = problems(config)
     assert "data.val_files" in line and ".parquet" in line
-
-
-@pytest.mark.parametrize(
-    ("changes", "part"),
-    [
-        ({"name": "gpro"}, "(did you mean grpo?)"),
-        ({"objective": "gpso"}, "(did you mean gspo?)"),
-        ({"objective": "gspo"}, "set it to sequence_mean"),
-        ({"objective": "cispo", "dual_clip": 3.0}, "algorithm.objective 'cispo' has none"),
-        ({"importance_correction": "mask", "importance_cap": None}, "'mask' needs an upper bound"),
-        ({"importance_correction": "mask", "importance_floor": 1.5}, "with 1 between them"),
-        ({"importance_correction": "mask", "importance_floor": 0.2, "importance_cap": 0.5}, "with 1 between them"),
-    ],
-)
-def test_algorithms_that_make_no_sense(config, changes, part):
-    for key, value in changes.items():
-        set_value(config, f"algorithm.{key}", value)
-    (line,) = problems(config)
-    assert part in line
-
-
-@pytest.mark.parametrize("advantage", GROUP_BASELINES)
-def test_a_group_baseline_needs_a_group(config, advantage):
-    config.algorithm.advantage, config.rollout.n = advantage, 1
-    (line,) = problems(config)
-    assert line.startswith("rollout.n is 1") and advantage in line
-    config.algorithm.advantage = "reinforce_pp"
-    assert problems(config) == []
-
-
-def test_names_of_the_algorithm_section_are_those_of_the_functions():
-    assert set(RL["algorithm.advantage"].names) == set(ADVANTAGES)
-    assert set(RL["algorithm.objective"].names) == set(OBJECTIVES)
-    assert set(RL["algorithm.loss_reduction"].names) == set(REDUCTIONS)
-    assert set(RL["algorithm.kl_estimator"].names) == set(KL_ESTIMATORS)
-    assert set(RL["algorithm.importance_correction"].names) == set(CORRECTIONS)
-    assert set(RL["algorithm.importance_level"].names) == set(LOG_WEIGHTS)
-    assert set(GROUP_BASELINES) == set(ADVANTAGES) - {"reinforce_pp"}
 
 
 def test_decoupled_noise_needs_the_cap(config):
