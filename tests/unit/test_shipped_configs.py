@@ -9,36 +9,52 @@ from typing import Any
 
 import pytest
 
+from mega_rl.bridge.engine_layout import check_engine
+from mega_rl.bridge.shape import read_model_shape
 from mega_rl.config import RunConfig, load_config, problems, to_yaml
 from mega_rl.config.algorithm import PRESETS
+from mega_rl.megatron.families import check_parallel
+from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.stages import building
 
 CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"
 SHIPPED = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yaml"))
 ON_CPU = {"grpo_gsm8k_cpu.yaml"} | {name for name in SHIPPED if name.startswith("quickstart")}
 
 
-def shape(architecture: str, layers: int, heads: int, groups: int, width: int, positions: int, **more: int) -> Any:
-    return {
-        "architectures": [architecture],
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": groups,
-        "intermediate_size": width,
-        "max_position_embeddings": positions,
-        **more,
-    }
-
-
-# What the models' own config.json say, by the last part of model.path; tiny ones as tools/make_tiny_model.py does.
-MODELS = {
-    "Qwen2.5-0.5B-Instruct": shape("Qwen2ForCausalLM", 24, 14, 2, 4864, 32768),
-    "Qwen2.5-7B-Instruct": shape("Qwen2ForCausalLM", 28, 28, 4, 18944, 32768),
-    "Qwen2.5-32B": shape("Qwen2ForCausalLM", 64, 40, 8, 27648, 131072),
-    "Qwen3-8B": shape("Qwen3ForCausalLM", 36, 32, 8, 12288, 40960),
-    "Qwen3-30B-A3B": shape("Qwen3MoeForCausalLM", 48, 32, 4, 6144, 40960, num_experts=128, moe_intermediate_size=768),
-    "model": shape("Qwen2ForCausalLM", 2, 4, 2, 384, 1024),
-    "huggingface": shape("Qwen2ForCausalLM", 2, 4, 2, 384, 2048),
+EXPERTS = {
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "head_dim": 128,
 }
+# What the models' own config.json say, by the last part of model.path; tiny ones as tools/make_tiny_model.py does.
+KEYS = [
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+]
+MODELS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
+    "Qwen2.5-0.5B-Instruct": ("Qwen2", (24, 14, 2, 896, 4864, 151936), {"tie_word_embeddings": True}),
+    "Qwen2.5-7B-Instruct": ("Qwen2", (28, 28, 4, 3584, 18944, 152064), {}),
+    "Qwen2.5-32B": ("Qwen2", (64, 40, 8, 5120, 27648, 152064), {"max_position_embeddings": 131072}),
+    "Qwen3-8B": ("Qwen3", (36, 32, 8, 4096, 12288, 151936), {"max_position_embeddings": 40960, "head_dim": 128}),
+    "Qwen3-30B-A3B": ("Qwen3Moe", (48, 32, 4, 2048, 6144, 151936), {"max_position_embeddings": 40960, **EXPERTS}),
+    "model": ("Qwen2", (2, 4, 2, 128, 384, 4096), {"max_position_embeddings": 1024}),
+    "huggingface": ("Qwen2", (2, 4, 2, 128, 384, 20), {"max_position_embeddings": 2048}),
+}
+
+
+def model_config(model: str) -> dict[str, Any]:
+    family, sizes, more = MODELS[model]
+    plain = {"architectures": [f"{family}ForCausalLM"], "hidden_act": "silu", "max_position_embeddings": 32768}
+    return plain | dict(zip(KEYS, sizes, strict=True)) | more
 
 
 def num_processes(name: str) -> int:
@@ -57,7 +73,7 @@ def load_here(name: str, directory: Path) -> RunConfig:
     config = load_config(CONFIGS / name)
     model = directory / Path(config.model.path).name
     model.mkdir()
-    (model / "config.json").write_text(json.dumps(MODELS[model.name]))
+    (model / "config.json").write_text(json.dumps(model_config(model.name)))
     for file in (model / "tokenizer.json", model / "model.safetensors"):
         file.write_text("")
     config.model.path = str(model)
@@ -72,7 +88,24 @@ def load_here(name: str, directory: Path) -> RunConfig:
 def test_a_shipped_config_is_valid_for_its_model_and_processes(name: str, tmp_path: Path) -> None:
     world_size = num_processes(name)
     assert world_size == 2 if name in ON_CPU else 8 <= world_size <= 64
-    assert problems(load_here(name, tmp_path), world_size) == []
+    config = load_here(name, tmp_path)
+    assert problems(config, world_size) == []
+    # what the session checks when it opens
+    shape, parallel = read_model_shape(config.model.path), config.parallel
+    check_parallel(shape, parallel)
+    layout = ParallelLayout.create(
+        world_size,
+        parallel.tensor,
+        parallel.pipeline,
+        context=parallel.context,
+        expert=parallel.expert,
+        expert_tensor=parallel.expert_tensor,
+        virtual_pipeline=parallel.virtual_pipeline,
+    )
+    assert layout.data >= 1
+    if config.trainer.stage == "rl":
+        check_engine(shape, config.rollout.tensor_parallel_size)
+        building.objective(config)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
