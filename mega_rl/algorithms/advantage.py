@@ -1,6 +1,9 @@
-"""Group-relative advantages of one rollout batch.
+"""Advantages of one rollout batch: first one number per sample, then what differs from token to token.
 
-Letters in names: N completions of the batch, in any order; K distinct groups (prompts) among them.
+A reward that is not known is NaN: its sample gets 0 and has no part in any mean, deviation or baseline.
+
+Letters in names: N completions of the batch, in any order; K distinct groups (prompts) among them; T packed tokens of a
+micro-batch; B its sequences.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor
 
 STD_EPSILON = 1e-6
+WHITEN_EPSILON = 1e-8  # under the square root, so that a batch of equal advantages gives 0 and not NaN
 
 
 def grpo_advantages(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
@@ -20,7 +24,7 @@ def grpo_advantages(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
     included, gives exactly 0.
 
     Args:
-        rewards_N: [N] floating, any unit.
+        rewards_N: [N] floating, any unit; NaN where unknown.
         groups_N: [N] int64, equal where two completions answer the same prompt; need not be contiguous.
 
     Returns:
@@ -46,22 +50,75 @@ def rloo_advantages(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
     return centred_N * (count_K / (count_K - 1).clamp_min(1))[index_N]
 
 
+def reinforce_pp_advantages(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
+    """``R``, to be whitened over the tokens of the batch (REINFORCE++, arXiv 2501.03262); shapes as `grpo_advantages`.
+
+    There is no baseline but the batch's mean, which `whiten` takes off.
+    """
+    assert rewards_N.ndim == 1 and rewards_N.shape == groups_N.shape, (rewards_N.shape, groups_N.shape)
+    return torch.where(rewards_N.isnan(), 0.0, rewards_N)
+
+
+def reinforce_pp_baseline_advantages(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
+    """``R - mean`` within each group, to be whitened over the batch (REINFORCE++-baseline, arXiv 2501.03262)."""
+    return _centre(rewards_N, groups_N)[0]
+
+
 ADVANTAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "grpo": grpo_advantages,
     "dr_grpo": dr_grpo_advantages,
     "rloo": rloo_advantages,
+    "reinforce_pp": reinforce_pp_advantages,
+    "reinforce_pp_baseline": reinforce_pp_baseline_advantages,
 }
+WHITENED = frozenset({"reinforce_pp", "reinforce_pp_baseline"})  # `whiten` comes after them
+
+
+def with_penalty_to_go(
+    advantages_T: Tensor, penalties_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, coefficient: float
+) -> Tensor:
+    """``A_t - coefficient * sum over i >= t of penalty_i`` within each sequence [T]: a KL as part of the reward.
+
+    Source: REINFORCE++, arXiv 2501.03262, section 3, with discount 1. No baseline is taken off the penalty.
+
+    Args:
+        advantages_T: [T].
+        penalties_T: [T] nats, an estimate of KL(pi_old || reference) per token; no gradient goes through it.
+        mask_T: [T], 1 on learnt tokens; other tokens cost nothing, and get 0.
+        cu_seqlens: [B+1] cumulative lengths with the leading 0.
+    """
+    costs_T = torch.where(mask_T != 0, penalties_T.detach(), 0.0)
+    per_sequence = costs_T.split(cu_seqlens.diff().tolist())
+    to_go_T = torch.cat([costs.flip(0).cumsum(0).flip(0) for costs in per_sequence])
+    return torch.where(mask_T != 0, advantages_T - coefficient * to_go_T, 0.0)
+
+
+def whiten(advantages_T: Tensor, mask_T: Tensor, mean: float, variance: float) -> Tensor:
+    """``(A - mean) / sqrt(variance + 1e-8)`` on learnt tokens [T], 0 elsewhere (REINFORCE++, arXiv 2501.03262).
+
+    Args:
+        mean, variance: of the advantages over the learnt tokens of the GLOBAL batch (see `power_sums`).
+    """
+    return torch.where(mask_T != 0, (advantages_T - mean) / (variance + WHITEN_EPSILON) ** 0.5, 0.0)
+
+
+def power_sums(advantages_T: Tensor, mask_T: Tensor, centre: float) -> Tensor:
+    """``[count, sum of (A - centre), sum of (A - centre)^2]`` of learnt tokens, float64 [3], which add up."""
+    learnt = (advantages_T[mask_T != 0]).double() - centre
+    return torch.stack([learnt.new_tensor(float(learnt.numel())), learnt.sum(), learnt.square().sum()])
 
 
 def _centre(rewards_N: Tensor, groups_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rewards less their group's mean [N], the group's position of each [N], and the groups' sizes [K]."""
+    """Rewards less their group's mean [N], the group's position of each [N], and how many are known per group [K]."""
     assert rewards_N.ndim == 1 and rewards_N.shape == groups_N.shape, (rewards_N.shape, groups_N.shape)
     group_ids_K, index_N = torch.unique(groups_N, return_inverse=True)
+    is_known_N = ~rewards_N.isnan()
     zeros_K = rewards_N.new_zeros(group_ids_K.numel())
-    count_K = zeros_K.index_add(0, index_N, torch.ones_like(rewards_N))
-    mean_K = zeros_K.index_add(0, index_N, rewards_N) / count_K
+    count_K = zeros_K.index_add(0, index_N, is_known_N.to(rewards_N.dtype))
+    mean_K = zeros_K.index_add(0, index_N, torch.where(is_known_N, rewards_N, 0.0)) / count_K.clamp_min(1)
     # The mean of equal numbers can differ from them in the last bit, which the division by std + 1e-6 would magnify.
-    low_K = zeros_K.scatter_reduce(0, index_N, rewards_N, "amin", include_self=False)
-    high_K = zeros_K.scatter_reduce(0, index_N, rewards_N, "amax", include_self=False)
+    known, known_index = rewards_N[is_known_N], index_N[is_known_N]
+    low_K = zeros_K.scatter_reduce(0, known_index, known, "amin", include_self=False)
+    high_K = zeros_K.scatter_reduce(0, known_index, known, "amax", include_self=False)
     mean_K = torch.where(low_K == high_K, low_K, mean_K)
-    return rewards_N - mean_K[index_N], index_N, count_K
+    return torch.where(is_known_N, rewards_N - mean_K[index_N], 0.0), index_N, count_K

@@ -1,12 +1,18 @@
-"""The clipped policy-gradient loss, per token.
+"""Policy-gradient losses, per token: PPO's clip, GSPO's sequence ratio, CISPO's clipped weight.
 
-Letters in names: T packed tokens of a micro-batch.
+Every one returns the loss [T], unmasked, and detached per-token figures [T]: ``ratio``, ``ppo_kl``
+(``logp_old - logp``), ``clip_fraction`` (1 where the clip decides the loss or its weight) and ``dual_clip_fraction``
+(likewise for the dual clip). Reduction and masking come after, see `reduce`.
+
+Letters in names: T packed tokens of a micro-batch, B its sequences.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from mega_rl.algorithms.reduce import sequence_sum
 
 # e^20 = 4.9e8: finite in every dtype we compute in, and far outside any clip range. Without the bound, an infinite
 # ratio multiplied by the zero gradient of the branch that the minimum did not take would be NaN.
@@ -32,10 +38,6 @@ def ppo_clip_loss(
         advantages_T: [T].
         clip_low, clip_high: distances from 1, both >= 0.
         dual_clip: c, or None for off.
-
-    Returns:
-        The loss [T], unmasked, and detached per-token figures [T]: ``ratio``, ``ppo_kl`` (``logp_old - logp``),
-        ``clip_fraction`` (1 where the clip decides the loss) and ``dual_clip_fraction`` (likewise for the dual clip).
     """
     log_ratio_T = logprobs_T - old_logprobs_T
     ratio_T = log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -49,10 +51,59 @@ def ppo_clip_loss(
         ceiling_T = -dual_clip * advantages_T
         dual_clipped_T = (advantages_T < 0) & (loss_T > ceiling_T)
         loss_T = torch.where(dual_clipped_T, ceiling_T, loss_T)
-    figures = {
+    return loss_T, _figures(ratio_T, log_ratio_T, clipped_T, dual_clipped_T)
+
+
+def gspo_loss(
+    logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    mask_T: Tensor,
+    cu_seqlens: Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """``-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)`` with ``s = exp(mean over tokens of (logp - logp_old))``.
+
+    Source: GSPO, arXiv 2507.18071, equations 5 to 7. The loss of a sequence stands at each of its tokens, so that
+    `sequence_mean` of it is the paper's objective. ``ratio`` is s.
+
+    Args:
+        mask_T: [T], 1 on the learnt tokens, over which the mean is taken.
+        cu_seqlens: [B+1] cumulative lengths with the leading 0; no sequence is cut.
+
+    The rest as `ppo_clip_loss`.
+    """
+    log_ratio_T = logprobs_T - old_logprobs_T
+    num_tokens_T = sequence_sum(torch.ones_like(mask_T), mask_T, cu_seqlens).clamp_min(1.0)
+    log_s_T = sequence_sum(log_ratio_T, mask_T, cu_seqlens) / num_tokens_T
+    s_T = log_s_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    free_loss_T = -s_T * advantages_T
+    bound_loss_T = -s_T.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages_T
+    clipped_T = bound_loss_T > free_loss_T
+    loss_T = torch.maximum(free_loss_T, bound_loss_T)
+    return loss_T, _figures(s_T, log_ratio_T, clipped_T, torch.zeros_like(clipped_T))
+
+
+def cispo_loss(
+    logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, clip_low: float, clip_high: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """``-stopgrad(clip(r, 1 - clip_low, 1 + clip_high)) A logp`` with ``r = exp(logp - logp_old)``, per token.
+
+    Source: CISPO, MiniMax-M1, arXiv 2506.13585, equations 4 and 5: a token outside the bounds keeps its gradient, with
+    the bound as weight. ``clip_low`` 1 is no lower bound. Arguments as `ppo_clip_loss`.
+    """
+    log_ratio_T = (logprobs_T - old_logprobs_T).detach()
+    ratio_T = log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    weights_T = ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high)
+    loss_T = -weights_T * advantages_T * logprobs_T
+    return loss_T, _figures(ratio_T, log_ratio_T, weights_T != ratio_T, torch.zeros_like(weights_T))
+
+
+def _figures(ratio_T: Tensor, log_ratio_T: Tensor, clipped_T: Tensor, dual_clipped_T: Tensor) -> dict[str, Tensor]:
+    return {
         "ratio": ratio_T.detach(),
         "ppo_kl": -log_ratio_T.detach(),
-        "clip_fraction": clipped_T.to(loss_T.dtype),
-        "dual_clip_fraction": dual_clipped_T.to(loss_T.dtype),
+        "clip_fraction": clipped_T.to(ratio_T.dtype),
+        "dual_clip_fraction": dual_clipped_T.to(ratio_T.dtype),
     }
-    return loss_T, figures

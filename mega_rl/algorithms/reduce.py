@@ -35,6 +35,22 @@ def masked_sum(values_T: Tensor, mask_T: Tensor) -> Tensor:
     return (torch.where(mask_T != 0, values_T, 0.0) * mask_T).sum()
 
 
+def sequence_index(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """[T] int64, the sequence that each of the ``num_tokens`` packed tokens belongs to."""
+    positions_T = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return torch.bucketize(positions_T, cu_seqlens[1:], right=True)
+
+
+def sequence_sum(values_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """At every token [T] the sum of its sequence's values where the mask is not 0.
+
+    Exact under context parallelism too: every rank is given the tokens of the whole pack (see `megatron.context`).
+    """
+    index_T = sequence_index(cu_seqlens, values_T.numel())
+    learnt_T = torch.where(mask_T != 0, values_T, 0.0) * mask_T
+    return learnt_T.new_zeros(cu_seqlens.numel() - 1).index_add(0, index_T, learnt_T)[index_T]
+
+
 def token_mean(losses_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, denominators: Denominators) -> Tensor:
     """Share [] of the mean over all learnt tokens of the global batch (DAPO, arXiv 2503.14476)."""
     return masked_sum(losses_T, mask_T) / denominators.num_tokens
@@ -45,10 +61,8 @@ def sequence_mean(losses_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, denomina
 
     A sequence without a learnt token adds 0 and still counts in ``num_sequences``.
     """
-    positions_T = torch.arange(losses_T.numel(), device=losses_T.device, dtype=cu_seqlens.dtype)
-    sequence_T = torch.bucketize(positions_T, cu_seqlens[1:], right=True)
-    num_tokens_B = mask_T.new_zeros(cu_seqlens.numel() - 1).index_add(0, sequence_T, mask_T)
-    return masked_sum(losses_T / num_tokens_B.clamp_min(1.0)[sequence_T], mask_T) / denominators.num_sequences
+    num_tokens_T = sequence_sum(torch.ones_like(mask_T), mask_T, cu_seqlens)
+    return masked_sum(losses_T / num_tokens_T.clamp_min(1.0), mask_T) / denominators.num_sequences
 
 
 def sequence_mean_token_sum_norm(

@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from mega_rl.config.algorithm import apply_preset
 from mega_rl.config.report import input_error
 from mega_rl.config.schema import AqnConfig, RunConfig
 from mega_rl.config.typed import Checker, unknown_key
@@ -22,7 +23,7 @@ _AQN_KEYS = frozenset(field.name for field in dataclasses.fields(AqnConfig))
 
 
 def load_config(file: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration of one run.
+    """The configuration of one run; what ``algorithm.name`` stands for is filled in.
 
     Args:
         file: a YAML file; what it leaves out has the schema's default. ``${other.key}`` interpolations are resolved.
@@ -40,6 +41,7 @@ def load_config(file: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     _move_alias(tree, problems, spellings)
     _apply_overrides(tree, overrides, problems, spellings)
     _move_alias(tree, problems, spellings)
+    apply_preset(tree)
     checked = Checker(problems, spellings).section(RunConfig, tree)
     if problems:
         raise input_error(where, problems)

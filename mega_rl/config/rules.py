@@ -7,11 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from mega_rl.config.algorithm import PRESETS
+
 
 @dataclass(frozen=True)
 class Rule:
     holds: Callable[[Any], bool]
     expected: str  # completes "... is 3: set it to"
+    names: tuple[str, ...] = ()  # all that holds, where that is a few names
 
 
 def _is_number(value: Any) -> bool:
@@ -19,7 +22,7 @@ def _is_number(value: Any) -> bool:
 
 
 def one_of(*names: str) -> Rule:
-    return Rule(lambda value: value in names, ("one of " if len(names) > 1 else "") + ", ".join(names))
+    return Rule(lambda value: value in names, ("one of " if len(names) > 1 else "") + ", ".join(names), names)
 
 
 def at_least(low: float) -> Rule:
@@ -54,6 +57,10 @@ def text() -> Rule:
 
 def list_of(rule: Rule) -> Rule:
     return Rule(lambda value: all(rule.holds(item) for item in value), f"a list in which each entry is {rule.expected}")
+
+
+def only(value: float, reason: str) -> Rule:
+    return Rule(lambda given: given == value, f"{value}, {reason}")
 
 
 def nullable(rule: Rule) -> Rule:
@@ -114,12 +121,16 @@ COMMON: dict[str, Rule] = {
     "platform.num_threads": nullable(at_least(1)),
 }
 
-# Sections that a supervised run does not read.
+_WHOLE = "since the trainer's log-probabilities are those of the whole vocabulary"
+# Keys that a supervised run does not read.
 RL: dict[str, Rule] = {
     "rollout.tensor_parallel_size": at_least(1),
     "rollout.dtype": nullable(one_of("float32", "bfloat16")),
     "rollout.n": at_least(1),
     "rollout.temperature": above(0),
+    "rollout.top_p": only(1.0, _WHOLE),
+    "rollout.top_k": only(-1, _WHOLE),
+    "rollout.min_p": only(0.0, _WHOLE),
     "rollout.stop": list_of(Rule(bool, "a string that is not empty")),
     "rollout.stop_token_ids": list_of(at_least(0)),
     "rollout.weight_update": one_of("live", "reload"),
@@ -128,15 +139,21 @@ RL: dict[str, Rule] = {
     "rollout.validation.n": at_least(0),
     "rollout.validation.temperature": above(0),
     "bridge.verify": one_of("off", "all"),
-    "algorithm.name": one_of("grpo"),
-    "algorithm.clip_ratio_low": Rule(lambda v: _is_number(v) and 0 < v < 1, "a number > 0 and < 1"),
+    "algorithm.name": one_of(*PRESETS),
+    "algorithm.advantage": one_of("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"),
+    "algorithm.objective": one_of("ppo", "gspo", "cispo"),
+    "algorithm.clip_ratio_low": Rule(lambda v: _is_number(v) and 0 < v <= 1, "a number > 0 and <= 1"),
     "algorithm.clip_ratio_high": above(0),
     "algorithm.dual_clip": nullable(above(1)),
     "algorithm.loss_reduction": one_of("token_mean", "sequence_mean", "sequence_mean_token_sum_norm"),
     "algorithm.kl_coefficient": at_least(0),
     "algorithm.kl_estimator": one_of("k1", "k2", "k3"),
+    "algorithm.kl_in": one_of("loss", "reward"),
     "algorithm.entropy_coefficient": any_number(),
     "algorithm.importance_cap": nullable(above(0)),
+    "algorithm.importance_correction": one_of("truncate", "mask"),
+    "algorithm.importance_level": one_of("token", "sequence"),
+    "algorithm.importance_floor": at_least(0),
     "algorithm.minibatches_per_step": at_least(1),
     "algorithm.dynamic_sampling.oversample": Rule(lambda v: _is_number(v) and v >= 1, "a number >= 1"),
     "algorithm.dynamic_sampling.budget": Rule(lambda v: _is_number(v) and v >= 1, "a number >= 1"),
@@ -148,5 +165,10 @@ RL: dict[str, Rule] = {
     "aqn.target_modules": nullable(list_of(text())),
     "aqn.exclude_patterns": list_of(text()),
     "aqn.rounding": one_of("nearest", "stochastic", "fp32"),
+    "trainer.gates.disabled": list_of(one_of("reference", "ppo_kl", "ratio", "engine")),
+    "trainer.gates.reference": at_least(0),
+    "trainer.gates.ppo_kl": at_least(0),
+    "trainer.gates.ratio": at_least(0),
+    "trainer.gates.engine": nullable(above(0)),
     "aqn.old_logprobs": one_of("decoupled", "rollout", "none"),
 }

@@ -45,6 +45,9 @@ class RolloutConfig:
     dtype: str | None = None  # null: as the model
     n: int = 8  # samples per prompt
     temperature: float = 1.0
+    top_p: float = 1.0  # these three cut the distribution, which the trainer does not follow: 1, -1, 0 are accepted
+    top_k: int = -1
+    min_p: float = 0.0
     stop: list[str] = field(default_factory=list)  # strings that end a response, besides the end-of-sequence token
     stop_token_ids: list[int] = field(default_factory=list)
     ignore_eos: bool = False
@@ -75,15 +78,23 @@ class DynamicSamplingConfig:
 
 @dataclass
 class AlgorithmConfig:
-    name: str = "grpo"
+    """The objective; ``docs/algorithms.md`` has the formulas. The defaults are GRPO's."""
+
+    name: str = "grpo"  # sets the keys that are not given: see PRESETS in config/algorithm.py
+    advantage: str = "grpo"  # grpo | dr_grpo | rloo | reinforce_pp | reinforce_pp_baseline
+    objective: str = "ppo"  # ppo | gspo | cispo
     clip_ratio_low: float = 0.2
     clip_ratio_high: float = 0.2
     dual_clip: float | None = None  # c of the dual clip, > 1; null: off
     loss_reduction: str = "token_mean"  # token_mean | sequence_mean | sequence_mean_token_sum_norm
     kl_coefficient: float = 0.001  # 0 needs no reference model
     kl_estimator: str = "k3"  # k1 | k2 | k3 (k3 is the "low-variance KL")
+    kl_in: str = "loss"  # loss | reward: a term of the loss, or a cost of each token that its advantage carries
     entropy_coefficient: float = 0.0
-    importance_cap: float | None = 2.0  # truncated importance weights against the engine's log-probabilities; null: off
+    importance_cap: float | None = 2.0  # largest weight against the engine's log-probabilities; null: no correction
+    importance_correction: str = "truncate"  # truncate (weights above the cap) | mask (weights outside the bounds)
+    importance_level: str = "token"  # token | sequence: the ratio of one token, or the product over the response
+    importance_floor: float = 0.0  # mask: smallest weight that is kept
     minibatches_per_step: int = 1  # optimizer steps per rollout batch
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
 
@@ -154,6 +165,17 @@ class MemoryConfig:
 
 
 @dataclass
+class GatesConfig:
+    """What must hold in the first step of a run, or it stops with a report; nats per token."""
+
+    disabled: list[str] = field(default_factory=list)  # reference | ppo_kl | ratio | engine
+    reference: float = 0.0  # largest |policy - reference| of a token: they are the same weights
+    ppo_kl: float = 0.0  # largest |pi_old - policy| of a token: the same weights, computed twice
+    ratio: float = 0.0  # largest distance from 1 of the objective's mean and greatest ratio
+    engine: float | None = None  # mean |trainer - engine|; null: 1e-4 where both are float32, else 5e-2
+
+
+@dataclass
 class TrainerConfig:
     stage: str = "rl"  # rl | sft
     output_dir: str = "runs/default"
@@ -170,6 +192,7 @@ class TrainerConfig:
     resume: str = "auto"  # auto: newest good checkpoint under output_dir | never | a checkpoint directory
     export_hf: bool = True  # write the final weights as a Hugging Face directory
     logprob_chunk_tokens: int = 1024  # never more float32 logits at a time than this many tokens have
+    gates: GatesConfig = field(default_factory=GatesConfig)
 
 
 @dataclass

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 from typing import Any
 
+from mega_rl.config.algorithm import algorithm_problems, sampling_problems
 from mega_rl.config.model_files import ModelShape, inspect_model
 from mega_rl.config.report import input_error
 from mega_rl.config.rules import COMMON, RL, Rule, any_number, text
@@ -65,7 +67,9 @@ class _Problems:
         value = self.get(field)
         if not rule.holds(value):
             self.bad.add(field)
-            self.lines.append(f"{field} is {_shown(value)}: set it to {rule.expected}")
+            near = difflib.get_close_matches(str(value), rule.names, n=1)
+            guess = f" (did you mean {near[0]}?)" if near else ""
+            self.lines.append(f"{field} is {_shown(value)}: set it to {rule.expected}{guess}")
 
     def add(self, line: str) -> None:
         self.lines.append(line)
@@ -308,8 +312,7 @@ def _rewards(found: _Problems) -> None:
 
 def _rollout_and_algorithm(found: _Problems) -> None:
     rollout, algorithm, data = found.config.rollout, found.config.algorithm, found.config.data
-    if found.good("rollout.n") and algorithm.name == "grpo" and rollout.n < 2:
-        found.add(f"rollout.n is {rollout.n}: set it to at least 2, since grpo compares the samples of one prompt")
+    found.lines.extend([*algorithm_problems(found.config, found.good), *sampling_problems(found.config)])
     _dynamic_sampling(found)
     if rollout.replay is not None and not Path(rollout.replay).is_dir():
         found.add(

@@ -154,6 +154,15 @@ class Reference:
         self._leave()
         return stats
 
+    @torch.no_grad()
+    def differing(self, policy: MegatronPolicy) -> str | None:
+        """The first of this rank's weights, by Megatron's name, in which the reference differs from ``policy``."""
+        self._storages.to_device()
+        own, other = self._policy.parameters, policy.parameters
+        names = [name for name in own if not torch.equal(own[name], other[name])]
+        self._leave()
+        return names[0] if names else None
+
     def _leave(self) -> None:
         if self._is_moved:
             self._storages.to_host(self._policy.parameters.values())

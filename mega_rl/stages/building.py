@@ -113,12 +113,16 @@ def objective(config: RunConfig) -> PolicyObjective:
     # Where the engine's own log-probabilities are pi_old, or its noise is ignored as published, nothing is corrected.
     is_corrected = not config.aqn.enabled or config.aqn.old_logprobs == "decoupled"
     return PolicyObjective(
+        objective=algorithm.objective,
         clip_low=algorithm.clip_ratio_low,
         clip_high=algorithm.clip_ratio_high,
         dual_clip=algorithm.dual_clip,
-        kl_coefficient=algorithm.kl_coefficient,
+        kl_coefficient=algorithm.kl_coefficient if algorithm.kl_in == "loss" else 0.0,
         kl_estimator=algorithm.kl_estimator,
         entropy_coefficient=algorithm.entropy_coefficient,
         importance_cap=algorithm.importance_cap if is_corrected else None,
+        importance_correction=algorithm.importance_correction,
+        importance_level=algorithm.importance_level,
+        importance_floor=algorithm.importance_floor,
         reduction=algorithm.loss_reduction,
     )

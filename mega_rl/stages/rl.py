@@ -5,6 +5,7 @@ from __future__ import annotations
 from mega_rl.config import RunConfig
 from mega_rl.stages import building, learning, progress, rollouts
 from mega_rl.stages.batches import memory_metrics
+from mega_rl.stages.gates import gates_of
 from mega_rl.stages.sampler import Sampler
 from mega_rl.stages.session import Session, open_session
 from mega_rl.stages.validation import Validator
@@ -47,11 +48,11 @@ def train(session: Session) -> None:
                     batch = sampler.sample(step)
                     sync.end_sampling()
                 metrics |= batch.metrics
-                samples = learning.with_advantages(batch.learnt, config.algorithm.name)
+                samples = learning.with_advantages(batch.learnt, config.algorithm.advantage)
                 rollouts.show(session, observer, actor, step + 1, batch, samples)
-                if samples:
-                    metrics |= learning.update(session, actor, reference, objective, samples)
-                    metrics |= rollouts.sample_metrics(samples)
+                gates = gates_of(session, step, noise.sigma(step))
+                metrics |= learning.update(session, actor, reference, objective, samples, gates)
+            metrics |= rollouts.sample_metrics(samples)
             metrics |= rollouts.noise_metrics(config, noise, step, metrics)
 
             done = step + 1

@@ -40,6 +40,8 @@ def score_everywhere(scorer: Scorer, completions: list[Completion]) -> list[Scor
 
 def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Rewards, lengths and the sampling policy's entropy of one batch (no collective: every rank has all samples)."""
+    if not samples:
+        return {}
     rewards = [sample.score.value for sample in samples]
     lengths = [len(sample.completion.token_ids) for sample in samples]
     mean = sum(rewards) / len(rewards)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mega_rl.algorithms.objective import MAX_SUFFIX, PolicyObjective, SftObjective
+from mega_rl.algorithms.advantage import power_sums, whiten, with_penalty_to_go
+from mega_rl.algorithms.correction import CORRECTIONS, LOG_WEIGHTS
+from mega_rl.algorithms.kl import KL_ESTIMATORS
+from mega_rl.algorithms.objective import MAX_SUFFIX, OBJECTIVES, PolicyObjective, SftObjective
 from mega_rl.algorithms.reduce import REDUCTIONS, Denominators, sequence_mean
 from mega_rl.types import Microbatch, TokenStats
 
@@ -29,6 +33,25 @@ PLAIN = PolicyObjective(
     reduction="token_mean",
 )
 FULL = replace(PLAIN, dual_clip=3.0, kl_coefficient=0.05, entropy_coefficient=0.02, importance_cap=1.5)
+CORRECTED: dict[str, dict[str, Any]] = {
+    "uncorrected": {"importance_cap": None},
+    **{
+        f"{correction}_{level}": {
+            "importance_correction": correction,
+            "importance_level": level,
+            "importance_floor": 0.6 if correction == "mask" else 0.0,
+        }
+        for correction, level in itertools.product(CORRECTIONS, LOG_WEIGHTS)
+    },
+}
+EVERY = list(itertools.product(OBJECTIVES, CORRECTED, REDUCTIONS))
+
+
+def combined(objective: str, correction: str, reduction: str, **changes: Any) -> PolicyObjective:
+    """All terms at once; the dual clip where there is one."""
+    dual_clip = 3.0 if objective == "ppo" else None
+    changes = {"objective": objective, "dual_clip": dual_clip, "reduction": reduction, **changes}
+    return replace(FULL, **(CORRECTED[correction] | changes))
 
 
 @dataclass
@@ -99,22 +122,23 @@ def run(
 
 
 def reference_loss(batch: Batch, objective: PolicyObjective) -> float:
-    """The same objective in numpy, token by token, written from the formulas."""
+    """The same objective in plain Python, token by token, written from the formulas."""
     per_sequence = []
     for field, leaf in zip(batch.fields, batch.leaves, strict=True):
+        learnt = numpy.flatnonzero(field["loss_mask"].numpy())
+        values = {name: value.detach().numpy()[learnt] for name, value in (field | leaf).items()}
+        log_ratios = values["logprobs"] - values["old_logprobs"]
+        log_weights = values["old_logprobs"] - values["rollout_logprobs"]
         tokens = []
-        for t in numpy.flatnonzero(field["loss_mask"].numpy()):
-            logp, entropy = leaf["logprobs"][t].item(), leaf["entropy"][t].item()
-            old, rollout = field["old_logprobs"][t].item(), field["rollout_logprobs"][t].item()
-            advantage, ratio = field["advantages"][t].item(), math.exp(logp - old)
-            bounded = min(max(ratio, 1 - objective.clip_low), 1 + objective.clip_high)
-            gain = min(ratio * advantage, bounded * advantage)
-            if objective.dual_clip is not None and advantage < 0:
-                gain = max(gain, objective.dual_clip * advantage)
-            weight = 1.0 if objective.importance_cap is None else min(math.exp(old - rollout), objective.importance_cap)
-            k1 = logp - field["reference_logprobs"][t].item()
+        for t in range(len(learnt)):
+            log_weight = log_weights[t] if objective.importance_level == "token" else log_weights.sum()
+            weight = reference_weight(math.exp(log_weight), objective)
+            log_ratio = log_ratios.mean() if objective.objective == "gspo" else log_ratios[t]
+            pg_loss = reference_pg_loss(math.exp(log_ratio), values["advantages"][t], values["logprobs"][t], objective)
+            k1 = values["logprobs"][t] - values["reference_logprobs"][t]
             kl = {"k1": k1, "k2": k1**2 / 2, "k3": math.exp(-k1) + k1 - 1}[objective.kl_estimator]
-            tokens.append(-weight * gain + objective.kl_coefficient * kl - objective.entropy_coefficient * entropy)
+            bonus = objective.entropy_coefficient * values["entropy"][t]
+            tokens.append(weight * pg_loss + objective.kl_coefficient * kl - bonus)
         per_sequence.append(tokens)
     everything = [loss for tokens in per_sequence for loss in tokens]
     if objective.reduction == "token_mean":
@@ -124,14 +148,34 @@ def reference_loss(batch: Batch, objective: PolicyObjective) -> float:
     return sum(everything) / (len(per_sequence) * MAX_RESPONSE)
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-@pytest.mark.parametrize("base", [PLAIN, FULL], ids=["plain", "full"])
-def test_equals_the_float64_reference(reduction: str, estimator: str, base: PolicyObjective) -> None:
-    objective = replace(base, reduction=reduction, kl_estimator=estimator)
+def reference_weight(weight: float, objective: PolicyObjective) -> float:
+    if objective.importance_cap is None:
+        return 1.0
+    if objective.importance_correction == "truncate":
+        return min(weight, objective.importance_cap)
+    return weight if objective.importance_floor <= weight <= objective.importance_cap else 0.0
+
+
+def reference_pg_loss(ratio: float, advantage: float, logprob: float, objective: PolicyObjective) -> float:
+    bounded = min(max(ratio, 1 - objective.clip_low), 1 + objective.clip_high)
+    if objective.objective == "cispo":
+        return -bounded * advantage * logprob
+    gain = min(ratio * advantage, bounded * advantage)
+    if objective.dual_clip is not None and advantage < 0:
+        gain = max(gain, objective.dual_clip * advantage)
+    return -gain
+
+
+@pytest.mark.parametrize(("objective", "correction", "reduction"), EVERY)
+def test_equals_the_float64_reference(objective: str, correction: str, reduction: str) -> None:
     batch = make_batch([5, 3, 7, 16, 1, 9], seed=3)
-    loss, _, _ = run(batch, objective, [[0, 1, 2, 3, 4, 5]], [2])
-    assert loss == pytest.approx(reference_loss(batch, objective), rel=1e-12)
+    for estimator in KL_ESTIMATORS:
+        chosen = combined(objective, correction, reduction, kl_estimator=estimator)
+        loss, _, _ = run(batch, chosen, [[0, 1, 2, 3, 4, 5]], [2])
+        assert loss == pytest.approx(reference_loss(batch, chosen), rel=1e-12)
+    plain = replace(PLAIN, objective=objective, reduction=reduction)
+    loss, _, _ = run(batch, plain, [[0, 1, 2, 3, 4, 5]], [2])
+    assert loss == pytest.approx(reference_loss(batch, plain), rel=1e-12)
 
 
 @st.composite
@@ -145,15 +189,9 @@ def splits(draw: st.DrawFn) -> tuple[list[int], list[list[int]], list[int], int]
     return lengths, split, tails, draw(st.integers(0, 99))
 
 
-@pytest.mark.parametrize("reduction", [*REDUCTIONS, "sft"])
-@given(case=splits())
-@settings(max_examples=25, deadline=None)
-def test_loss_gradient_and_metrics_do_not_depend_on_the_split(
-    reduction: str, case: tuple[list[int], list[list[int]], list[int], int]
-) -> None:
+def assert_same_for_any_split(objective: Any, case: tuple[list[int], list[list[int]], list[int], int]) -> None:
     lengths, split, tails, seed = case
     batch = make_batch(lengths, seed)
-    objective = SftObjective() if reduction == "sft" else replace(FULL, reduction=reduction)
     loss, gradient, metrics = run(batch, objective, [list(range(len(lengths)))], [0])
     split_loss, split_gradient, split_metrics = run(batch, objective, split, tails)
     assert split_loss == pytest.approx(loss, rel=1e-12, abs=1e-12)
@@ -161,11 +199,64 @@ def test_loss_gradient_and_metrics_do_not_depend_on_the_split(
     assert split_metrics == pytest.approx(metrics, rel=1e-12, abs=1e-12)
 
 
-def test_on_policy_step_has_ratio_one_and_the_policy_gradient() -> None:
+@pytest.mark.parametrize(("objective", "correction", "reduction"), EVERY)
+@given(case=splits(), estimator=st.sampled_from(sorted(KL_ESTIMATORS)))
+@settings(max_examples=6, deadline=None)
+def test_loss_gradient_and_metrics_do_not_depend_on_the_split(
+    objective: str,
+    correction: str,
+    reduction: str,
+    case: tuple[list[int], list[list[int]], list[int], int],
+    estimator: str,
+) -> None:
+    assert_same_for_any_split(combined(objective, correction, reduction, kl_estimator=estimator), case)
+
+
+@given(case=splits())
+@settings(max_examples=10, deadline=None)
+def test_the_supervised_loss_does_not_depend_on_the_split(
+    case: tuple[list[int], list[list[int]], list[int], int],
+) -> None:
+    assert_same_for_any_split(SftObjective(), case)
+
+
+@given(case=splits())
+@settings(max_examples=25, deadline=None)
+def test_advantages_per_token_do_not_depend_on_the_split(
+    case: tuple[list[int], list[list[int]], list[int], int],
+) -> None:
+    """A KL in the reward, then whitening with moments that are added up over the parts."""
+    lengths, split, tails, seed = case
+    batch = make_batch(lengths, seed)
+
+    def shaped(parts: list[list[int]], tails: list[int]) -> dict[int, Tensor]:
+        microbatches = [batch.microbatch(p, t)[1] for p, t in zip(parts, tails, strict=True)]
+        less_kl = []
+        for m in microbatches:
+            assert m.advantages is not None and m.old_logprobs is not None and m.reference_logprobs is not None
+            kl_T = m.old_logprobs - m.reference_logprobs
+            less_kl.append(with_penalty_to_go(m.advantages, kl_T, m.loss_mask, m.cu_seqlens, 0.1))
+        pairs = list(zip(less_kl, microbatches, strict=True))
+        count, total, _ = torch.stack([power_sums(a, m.loss_mask, 0.0) for a, m in pairs]).sum(0).tolist()
+        mean = total / max(count, 1)
+        squares = torch.stack([power_sums(a, m.loss_mask, mean) for a, m in pairs]).sum(0)[2].item()
+        out = {}
+        for advantages_T, m in pairs:
+            whitened_T = whiten(advantages_T, m.loss_mask, mean, squares / max(count - 1, 1))
+            out |= dict(zip(m.sequence_indices, whitened_T.split(m.cu_seqlens.diff().tolist()), strict=False))
+        return out
+
+    whole, in_parts = shaped([list(range(len(lengths)))], [0]), shaped(split, tails)
+    for index, advantages in whole.items():
+        torch.testing.assert_close(in_parts[index], advantages, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("objective", ["ppo", "cispo"])
+def test_on_policy_step_has_ratio_one_and_the_policy_gradient(objective: str) -> None:
     batch = make_batch([6, 4], seed=1)
     stats, microbatch = batch.microbatch([0, 1], tail=2)
     num_tokens = batch.denominators.num_tokens
-    loss, sums = PLAIN(stats, microbatch.replace(old_logprobs=None), batch.denominators)
+    loss, sums = replace(PLAIN, objective=objective)(stats, microbatch.replace(old_logprobs=None), batch.denominators)
     (gradient,) = torch.autograd.grad(loss, stats.logprobs)
     mask = microbatch.loss_mask
     assert microbatch.advantages is not None
@@ -203,6 +294,7 @@ def test_metrics_by_hand() -> None:
             "dual_clip_fraction": 0.0,
             "kl": 0.0,
             "importance_weight": 2.25,
+            "importance_bounded": 1.0,
             "rollout_kl": 0.0,
             "rollout_logprob_abs_diff": 0.0,
             "rollout_logprob_abs_diff_max": 0.0,

@@ -1,24 +1,154 @@
-"""Every configuration that the repository ships loads, and says what it runs."""
+"""Every configuration that the repository ships loads, and is valid for its model and the processes that it names."""
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from mega_rl.config import load_config
+from mega_rl.bridge.engine_layout import check_engine
+from mega_rl.bridge.shape import read_model_shape
+from mega_rl.config import RunConfig, load_config, problems, to_yaml
+from mega_rl.config.algorithm import PRESETS
+from mega_rl.megatron.families import check_parallel
+from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.stages import building
 
 CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"
 SHIPPED = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yaml"))
+ON_CPU = {"grpo_gsm8k_cpu.yaml"} | {name for name in SHIPPED if name.startswith("quickstart")}
 
 
-def test_the_named_ones_are_shipped() -> None:
-    named = {"quickstart.yaml", "quickstart_sft.yaml", "grpo_gsm8k_cpu.yaml", "grpo_gsm8k_qwen2.5_0.5b.yaml"}
-    assert named <= set(SHIPPED)
+EXPERTS = {
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "head_dim": 128,
+}
+# What the models' own config.json say, by the last part of model.path; tiny ones as tools/make_tiny_model.py does.
+KEYS = [
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+]
+MODELS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
+    "Qwen2.5-0.5B-Instruct": ("Qwen2", (24, 14, 2, 896, 4864, 151936), {"tie_word_embeddings": True}),
+    "Qwen2.5-7B-Instruct": ("Qwen2", (28, 28, 4, 3584, 18944, 152064), {}),
+    "Qwen2.5-32B": ("Qwen2", (64, 40, 8, 5120, 27648, 152064), {"max_position_embeddings": 131072}),
+    "Qwen3-8B": ("Qwen3", (36, 32, 8, 4096, 12288, 151936), {"max_position_embeddings": 40960, "head_dim": 128}),
+    "Qwen3-30B-A3B": ("Qwen3Moe", (48, 32, 4, 2048, 6144, 151936), {"max_position_embeddings": 40960, **EXPERTS}),
+    "model": ("Qwen2", (2, 4, 2, 128, 384, 4096), {"max_position_embeddings": 1024}),
+    "huggingface": ("Qwen2", (2, 4, 2, 128, 384, 20), {"max_position_embeddings": 2048}),
+}
+
+
+def model_config(model: str) -> dict[str, Any]:
+    family, sizes, more = MODELS[model]
+    plain = {"architectures": [f"{family}ForCausalLM"], "hidden_act": "silu", "max_position_embeddings": 32768}
+    return plain | dict(zip(KEYS, sizes, strict=True)) | more
+
+
+def num_processes(name: str) -> int:
+    """As the command in the head of the file starts them; those of `make quickstart` are 2."""
+    head = (CONFIGS / name).read_text()
+    per_node = re.search(r"--nproc-per-node (\d+)", head)
+    if per_node is None:
+        assert name in ("quickstart.yaml", "quickstart_sft.yaml"), f"{name} does not say how it is started"
+        return 2
+    nodes = re.search(r"--nnodes (\d+)", head)
+    return int(per_node[1]) * (int(nodes[1]) if nodes else 1)
+
+
+def load_here(name: str, directory: Path) -> RunConfig:
+    """The shipped file with its model and data under ``directory``, as far as validation looks."""
+    config = load_config(CONFIGS / name)
+    model = directory / Path(config.model.path).name
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(model_config(model.name)))
+    for file in (model / "tokenizer.json", model / "model.safetensors"):
+        file.write_text("")
+    config.model.path = str(model)
+    for files in (config.data.train_files, config.data.val_files):
+        for index, file in enumerate(files):
+            files[index] = str(directory / f"{index}{Path(file).suffix}")
+            Path(files[index]).write_text("")
+    return config
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_shipped_config_loads(name: str) -> None:
-    config = load_config(CONFIGS / name, [])
-    assert config.trainer.total_steps is not None or config.trainer.total_epochs is not None
-    assert config.trainer.stage in ("rl", "sft")
+def test_a_shipped_config_is_valid_for_its_model_and_processes(name: str, tmp_path: Path) -> None:
+    world_size = num_processes(name)
+    assert world_size == 2 if name in ON_CPU else 8 <= world_size <= 64
+    config = load_here(name, tmp_path)
+    assert problems(config, world_size) == []
+    # what the session checks when it opens
+    shape, parallel = read_model_shape(config.model.path), config.parallel
+    check_parallel(shape, parallel)
+    layout = ParallelLayout.create(
+        world_size,
+        parallel.tensor,
+        parallel.pipeline,
+        context=parallel.context,
+        expert=parallel.expert,
+        expert_tensor=parallel.expert_tensor,
+        virtual_pipeline=parallel.virtual_pipeline,
+    )
+    assert layout.data >= 1
+    if config.trainer.stage == "rl":
+        check_engine(shape, config.rollout.tensor_parallel_size)
+        building.objective(config)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_config_names_its_file(name: str) -> None:
+    """The command in the head is that of this very file."""
+    named = re.findall(r"--config configs/(\S+)", (CONFIGS / name).read_text())
+    assert named == ([name] if name not in ("quickstart.yaml", "quickstart_sft.yaml") else [])
+
+
+def test_a_layout_that_does_not_fit_its_model_is_found(tmp_path: Path) -> None:
+    config = load_here("dapo_math_qwen2.5_32b.yaml", tmp_path)
+    config.parallel.pipeline, config.parallel.tensor = 3, 16
+    found = "\n".join(problems(config, 32))
+    assert "num_hidden_layers" in found and "num_key_value_heads" in found
+
+
+def test_recipes_of_every_kind_are_shipped() -> None:
+    loaded = {name: load_config(CONFIGS / name) for name in SHIPPED}
+    on_cpu = {loaded[name].algorithm.name for name in ON_CPU}
+    assert {"grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo"} <= on_cpu
+    models = {Path(config.model.path).name for config in loaded.values()}
+    assert {"Qwen2.5-7B-Instruct", "Qwen2.5-32B", "Qwen3-8B", "Qwen3-30B-A3B"} <= models
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_name_sets_what_the_user_does_not(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text("model: {path: x}\n")
+    plain = vars(load_config(file).algorithm)
+    file.write_text(f"model: {{path: x}}\nalgorithm: {{name: {name}}}\n")
+    assert vars(load_config(file).algorithm) == plain | {"name": name} | PRESETS[name]
+    assert vars(load_config(file, [f"algorithm.name={name}"]).algorithm) == plain | {"name": name} | PRESETS[name]
+    for key, value in PRESETS[name].items():  # given in the file or on the command line: kept, even where it is grpo's
+        assert value != plain[key], f"{key} of {name} says what the schema says"
+        file.write_text(f"model: {{path: x}}\nalgorithm: {{name: {name}, {key}: {plain[key]}}}\n")
+        assert getattr(load_config(file).algorithm, key) == plain[key]
+        given = load_config(file, [f"algorithm.name={name}", f"algorithm.{key}={value}"])
+        assert getattr(given.algorithm, key) == value
+
+
+def test_the_resolved_config_says_what_a_name_set(tmp_path: Path) -> None:
+    config = load_config(CONFIGS / "quickstart_gspo.yaml")
+    text = to_yaml(config)
+    assert "clip_ratio_high: 0.0004" in text and "loss_reduction: sequence_mean" in text
+    (tmp_path / "resolved.yaml").write_text(text)
+    assert load_config(tmp_path / "resolved.yaml") == config

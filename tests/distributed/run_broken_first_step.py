@@ -1,0 +1,62 @@
+"""``tools/train.py`` with everything wrong that the first step's gates look for.
+
+The reference gets another norm weight, the engine another embedding, and the policy's forward pass without gradients
+is a little off.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.stages import building
+from mega_rl.stages.weights import WeightSync
+from mega_rl.types import Microbatch, TokenStats
+from tools import train
+
+
+def break_reference() -> None:
+    build = building.reference
+
+    def broken(session: Any) -> Any:
+        reference = build(session)
+        assert reference is not None
+        with torch.no_grad():
+            reference._policy.parameters["decoder.final_layernorm.weight"][0] += 0.25
+        return reference
+
+    building.reference = broken
+
+
+def break_engine() -> None:
+    push = WeightSync.push
+
+    def broken(self: WeightSync, version: int, sigma: float) -> dict[str, float]:
+        metrics = push(self, version, sigma)
+        with torch.no_grad():
+            self.rollout.parameters()["model.embed_tokens.weight"][3:9] *= 1.5
+        return metrics
+
+    WeightSync.push = broken  # type: ignore[method-assign]
+
+
+def break_forward() -> None:
+    token_stats = MegatronEngine.token_stats
+
+    def broken(self: MegatronEngine, microbatches: Sequence[Microbatch]) -> list[TokenStats]:
+        stats = token_stats(self, microbatches)
+        return [dataclasses.replace(s, logprobs=s.logprobs + 1e-3) for s in stats]
+
+    MegatronEngine.token_stats = broken  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    break_reference()
+    break_engine()
+    break_forward()
+    train.main(sys.argv[1:])

@@ -1,0 +1,78 @@
+"""The ``algorithm`` section: its names are those of the functions, and what makes no sense together is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mega_rl.algorithms.advantage import ADVANTAGES
+from mega_rl.algorithms.correction import CORRECTIONS, LOG_WEIGHTS
+from mega_rl.algorithms.kl import KL_ESTIMATORS
+from mega_rl.algorithms.objective import OBJECTIVES
+from mega_rl.algorithms.reduce import REDUCTIONS
+from mega_rl.config import RunConfig, problems
+from mega_rl.config.algorithm import GROUP_BASELINES, algorithm_problems
+from mega_rl.config.rules import RL
+
+
+def found(config: RunConfig) -> list[str]:
+    return list(algorithm_problems(config, lambda *fields: True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"objective": "gspo"}, "set it to sequence_mean"),
+        ({"clip_ratio_low": 1.0}, "algorithm.objective to cispo"),
+        ({"objective": "cispo", "dual_clip": 3.0}, "algorithm.objective 'cispo' has none"),
+        ({"importance_floor": 0.5}, "'truncate' has no lower bound"),
+        ({"importance_correction": "mask", "importance_cap": None}, "'mask' needs an upper bound"),
+        ({"importance_correction": "mask", "importance_floor": 1.5}, "with 1 between them"),
+        ({"importance_correction": "mask", "importance_floor": 0.2, "importance_cap": 0.5}, "with 1 between them"),
+    ],
+)
+def test_what_makes_no_sense_together(changes: dict[str, Any], part: str) -> None:
+    config = RunConfig()
+    assert found(config) == []
+    for key, value in changes.items():
+        setattr(config.algorithm, key, value)
+    (line,) = found(config)
+    assert part in line and line.startswith("algorithm.")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "near"),
+    [
+        ("objective", "gpso", "gspo"),
+        ("name", "drgrpo", "dr_grpo"),
+        ("advantage", "rlo", "rloo"),
+        ("kl_in", "los", "loss"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_nearest(key: str, value: str, near: str) -> None:
+    config = RunConfig()
+    config.model.path = "nowhere"
+    setattr(config.algorithm, key, value)
+    (line,) = [line for line in problems(config) if line.startswith("algorithm.")]
+    assert line.startswith(f"algorithm.{key} is {value!r}: set it to one of ") and f"did you mean {near}?" in line
+
+
+@pytest.mark.parametrize("advantage", GROUP_BASELINES)
+def test_a_group_baseline_needs_a_group(advantage: str) -> None:
+    config = RunConfig()
+    config.algorithm.advantage, config.rollout.n = advantage, 1
+    (line,) = found(config)
+    assert line.startswith("rollout.n is 1") and advantage in line
+    config.algorithm.advantage = "reinforce_pp"
+    assert found(config) == []
+
+
+def test_names_of_the_section_are_those_of_the_functions() -> None:
+    assert set(RL["algorithm.advantage"].names) == set(ADVANTAGES)
+    assert set(RL["algorithm.objective"].names) == set(OBJECTIVES)
+    assert set(RL["algorithm.loss_reduction"].names) == set(REDUCTIONS)
+    assert set(RL["algorithm.kl_estimator"].names) == set(KL_ESTIMATORS)
+    assert set(RL["algorithm.importance_correction"].names) == set(CORRECTIONS)
+    assert set(RL["algorithm.importance_level"].names) == set(LOG_WEIGHTS)
+    assert set(GROUP_BASELINES) == set(ADVANTAGES) - {"reinforce_pp"}
