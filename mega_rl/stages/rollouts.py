@@ -11,7 +11,7 @@ from mega_rl.config import RunConfig
 from mega_rl.observe.metrics import Metrics
 from mega_rl.parallel.collectives import gather_objects, together
 from mega_rl.parallel.schedule import split_even
-from mega_rl.rewards.registry import Scorer
+from mega_rl.rewards.scorer import Scorer
 from mega_rl.rollout.noise import AqnNoise
 from mega_rl.types import Completion, Sample, Score
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from mega_rl.data.prompts import PromptDataset
 from mega_rl.observe.console import before_after_table
 from mega_rl.observe.observer import Observer
-from mega_rl.rewards.registry import Scorer
+from mega_rl.rewards.scorer import Scorer
 from mega_rl.rollout.engine import RolloutEngine
 from mega_rl.rollout.replicas import generate_everywhere
 from mega_rl.rollout.sampling import make_requests
