@@ -26,9 +26,9 @@ def code_tests(
     """Runs the last fenced code block of a response, as Python, against the tests in the ground truth.
 
     Args:
-        ground_truth: JSON, either ``{"inputs": ["1 2\\n", ...], "outputs": ["3\\n", ...]}``: programs that read standard
-            input and whose output must be the expected one but for whitespace at the ends of lines; or ``{"asserts":
-            ["assert f(1) == 2", ...]}``: statements that run after the code, in the same interpreter.
+        ground_truth: JSON, either ``{"inputs": ["1 2", ...], "outputs": ["3", ...]}``: what the program reads from
+            standard input and must print, whitespace at the ends of lines aside; or ``{"asserts": ["assert f(1) == 2",
+            ...]}``: statements that run after the code, in the same interpreter.
         score: all gives 1 where every test passes, else 0; fraction gives the share that passes.
         timeout_s: per test. All tests of a sample must end within ``reward_workers.timeout_s``.
         memory_bytes: address space of each process of the program.
@@ -84,7 +84,7 @@ def _tests(ground_truth: str) -> list[tuple[str, str | None]]:
         case {"asserts": [_, *_] as asserts} if all(isinstance(text, str) for text in asserts):
             return [(text, None) for text in asserts]
     raise ValueError(
-        f"the ground truth {ground_truth!r:.60} holds no tests: give inputs and outputs, equally many strings, or asserts"
+        f"the ground truth {ground_truth!r:.60} holds no tests: give equally many inputs and outputs, or asserts"
     )
 
 
@@ -95,8 +95,8 @@ def _check_code_tests(
         raise ValueError(f"timeout_s {timeout_s} must be above 0 and memory_bytes {memory_bytes} at least {1 << 26}")
     if isolation == "namespaces" and not has_namespaces():
         raise ValueError(
-            "this system allows no unprivileged namespaces, so programs cannot be cut off from the network; allow them, "
-            "or set isolation to limits"
+            "this system allows no unprivileged namespaces, so programs cannot be cut off from the network; allow "
+            "them, or set isolation to limits"
         )
 
 

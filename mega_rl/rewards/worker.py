@@ -204,9 +204,9 @@ def _failure(error: BaseException) -> Answer:
     if isinstance(error, MemoryError):
         raise UnfitError(OUT_OF_MEMORY, "ran out of memory") from None
     try:
-        return RAISED, f"{type(error).__name__}: {error}"[:MAX_DETAIL_LENGTH]
+        return RAISED, f"raised {type(error).__name__}: {error}"[:MAX_DETAIL_LENGTH]
     except BaseException:  # its own __str__ raises
-        return RAISED, type(error).__name__
+        return RAISED, f"raised {type(error).__name__}"
 
 
 def _has_children() -> bool:

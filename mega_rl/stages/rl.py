@@ -32,6 +32,7 @@ def train(session: Session) -> None:
     sync = WeightSync(session, actor, engine, noise)
     validator = Validator(session, held_out, sync, engine, scorer)
     objective = building.objective(config)
+    watch = rollouts.RewardWatch(session.say)
     state = progress.resume(session, actor, prompts)
     validator.results |= state.validations
 
@@ -49,6 +50,7 @@ def train(session: Session) -> None:
                     sync.end_sampling()
                 with timers("reward"):
                     scores = rollouts.score_everywhere(scorer, completions)
+                    watch.check(completions, scores)
                 samples = learning.with_advantages(completions, scores, config.algorithm.name)
                 metrics |= learning.update(session, actor, reference, objective, samples)
             metrics |= rollouts.sample_metrics(samples)
