@@ -37,6 +37,7 @@ class _Slot:
     start_deadline: float  # monotonic seconds
     is_ready: bool = False
     job: _Job | None = None
+    sent_at: float = 0.0  # monotonic seconds
     number: int = 0  # of the latest call
     failed_starts: int = 0
 
@@ -104,6 +105,7 @@ class WorkerPool:
             return
         slot.job = work.queue.popleft()
         slot.number += 1
+        slot.sent_at = time.monotonic()
         slot.worker.progress.begin(0)
         try:
             slot.worker.send(Call(slot.number, slot.job.reward, [work.samples[i] for i in slot.job.samples]))
@@ -136,7 +138,8 @@ class WorkerPool:
         """Monotonic seconds until which this busy worker may take; moves from sample to sample."""
         if slot.job is None:
             return slot.start_deadline
-        since = min(slot.worker.progress.read()[1], time.monotonic())
+        # Within what is possible, whatever a reward may have written there.
+        since = max(slot.sent_at, min(slot.worker.progress.read()[1], time.monotonic()))
         kind = self._kinds[slot.job.reward]
         # A batch is one call, so its samples share their time.
         count = len(slot.job.samples) if kind == "batch" else 1
@@ -175,13 +178,12 @@ class WorkerPool:
 
     def _blame(self, job: _Job, position: int, work: _Work, failure: WorkerFailure) -> None:
         """The sample that was being worked on is unknown; the others of its call are tried again."""
-        if self._kinds[job.reward] == "sample" or len(job.samples) == 1:
-            guilty = job.samples[position if 0 <= position < len(job.samples) else 0]
-            work.answers[job.reward][guilty] = (failure.args[0], failure.args[1])
-            others = tuple(index for index in job.samples if index != guilty)
-            if others:
-                work.queue.appendleft(_Job(job.reward, others))
-        else:  # one call for all: one call each will tell
+        if len(job.samples) == 1:
+            work.answers[job.reward][job.samples[0]] = (failure.args[0], failure.args[1])
+        elif self._kinds[job.reward] == "sample" and 0 <= position < len(job.samples):
+            work.answers[job.reward][job.samples[position]] = (failure.args[0], failure.args[1])
+            work.queue.appendleft(_Job(job.reward, job.samples[:position] + job.samples[position + 1 :]))
+        else:  # one call for all, or a reward that wrote over its position: one call each will tell
             work.queue.extendleft(_Job(job.reward, (index,)) for index in reversed(job.samples))
 
     def _replace(self, slot: _Slot) -> None:

@@ -162,12 +162,18 @@ def _answer_batch(reward: BoundReward, samples: list[Sample]) -> list[Answer]:
         result = reward.function(**reward.arguments(list(samples)))
         return asyncio.run(result) if reward.is_async else result
 
+    failure: Answer | None = None
+    values: list[Any] = []
     try:
         values = list(call())
-    except BaseException as error:  # the user's code: whatever it raises costs these samples only
-        return [_failure(error)] * len(samples)
-    if len(values) != len(samples):
-        return [(NOT_A_NUMBER, f"returned {len(values)} values for {len(samples)} samples")] * len(samples)
+        if len(values) != len(samples):
+            failure = NOT_A_NUMBER, f"returned {len(values)} values for {len(samples)} samples"
+    except BaseException as error:  # the user's code: whatever it raises costs the sample that it raises on
+        failure = _failure(error)
+    if failure is not None and len(samples) > 1:
+        return [answer for sample in samples for answer in _answer_batch(reward, [sample])]
+    if failure is not None:
+        return [failure]
     return [_checked(value) for value in values]
 
 

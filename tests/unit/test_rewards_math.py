@@ -184,7 +184,9 @@ def test_dapo_math(response: str, truth: str, expected: float) -> None:
 
 
 def test_math_verify_compares_values() -> None:
-    symbolic = pytest.importorskip("mega_rl.rewards.symbolic", reason="math-verify is not installed", exc_type=ImportError)
+    symbolic = pytest.importorskip(
+        "mega_rl.rewards.symbolic", reason="math-verify is not installed", exc_type=ImportError
+    )
     table = [
         (r"so $\frac{1}{2}$", "0.5", 1.0),
         (r"\boxed{(x+1)^2}", "x^2+2x+1", 1.0),
