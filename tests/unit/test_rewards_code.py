@@ -66,8 +66,7 @@ def test_out_of_time() -> None:
     [
         ("try: bytearray(1 << 30)\nexcept MemoryError: print('denied')", "denied"),
         ("try: open('big', 'wb').write(bytes(1 << 25))\nexcept OSError: print('denied')", "denied"),
-        ("try: [open('x', 'w') for _ in range(100)] and [open(f'{i}', 'w') for i in range(9)]\nexcept OSError: 1", ""),
-        ("files = []\ntry:\n  for i in range(100): files.append(open(f'{i}', 'w'))\nexcept OSError: print('denied')", "denied"),
+        ("try: [open(f'{i}', 'w') for i in range(100)]\nexcept OSError: print('denied')", "denied"),
         ("import os; print(sorted(os.environ))", "['HOME', 'LANG', 'PATH', 'TMPDIR']"),
         ("import os; print(os.path.samefile('.', os.environ['HOME']), sorted(os.listdir('.'))[0])", "True program.py"),
         ("import sys; print(sys.stdin.read(), sys.stdin.isatty())", "given False"),
@@ -107,11 +106,12 @@ def test_no_network_not_even_to_this_machine() -> None:
 
 @needs_namespaces
 @pytest.mark.parametrize("ending", ["", "time.sleep(600)"])
-def test_no_process_is_left_in_whatever_session(ending: str) -> None:
+def test_no_process_is_left_in_whatever_session(ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     program = f"import os, time\nfor _ in range(3):\n  if os.fork() == 0: os.setsid(); time.sleep(600)\n{ending}"
     run_program(program, "", Limits(1.0, 1 << 29))
     deadline = time.monotonic() + 30
-    while any("program.py" in " ".join(_command(p)) for p in psutil.process_iter()):
+    while any(str(tmp_path) in " ".join(_command(p)) for p in psutil.process_iter()):
         assert time.monotonic() < deadline, "a process of the program is left"
         time.sleep(0.02)
 
