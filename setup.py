@@ -23,6 +23,7 @@ RUNTIME = [
     "jinja2",  # chat templates
     "pyarrow>=18",
     "rich>=13",
+    "math-verify>=0.8,<0.10",  # the reward of that name
     "tensorboard>=2.18",
 ]
 # One sampler per machine. For `cpu` install from requirements/ instead (see README): the resolver would bring

@@ -6,6 +6,7 @@ Letters in shapes: B sequences, G samples per prompt, T packed tokens of a micro
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,11 +47,24 @@ class Completion:
 
 
 @dataclass(frozen=True)
+class UnknownReward:
+    """Why a reward has no value for one completion."""
+
+    cause: str  # one of mega_rl.rewards.worker.CAUSES
+    detail: str  # completes "the reward ..."
+
+
+@dataclass(frozen=True)
 class Score:
     """The reward of one completion."""
 
-    value: float  # the weighted sum of the parts
+    value: float  # the weighted sum of the parts; NaN where one of them is unknown
     parts: Mapping[str, float] = field(default_factory=dict)  # reward name -> its own value before weighting
+    unknown: Mapping[str, UnknownReward] = field(default_factory=dict)  # reward name -> why it has no value
+
+    @property
+    def is_known(self) -> bool:
+        return not math.isnan(self.value)
 
 
 @dataclass(frozen=True)

@@ -124,6 +124,15 @@ class RewardConfig:
 
 
 @dataclass
+class RewardWorkersConfig:
+    """The processes, per rank, that rewards run in."""
+
+    num_workers: int = 2
+    timeout_s: float = 30.0  # of one reward on one sample; past it the sample is unknown
+    memory_bytes: int = 4294967296  # data memory of one worker
+
+
+@dataclass
 class OptimizerConfig:
     lr: float = 1e-6
     min_lr: float = 0.0
@@ -220,6 +229,7 @@ class RunConfig:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     aqn: AqnConfig = field(default_factory=AqnConfig)
     rewards: list[RewardConfig] = field(default_factory=list)
+    reward_workers: RewardWorkersConfig = field(default_factory=RewardWorkersConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)

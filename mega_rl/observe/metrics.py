@@ -68,6 +68,8 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("reward/max", "reward", "over the samples of the step", "max"),
     MetricSpec("reward/min", "reward", "over the samples of the step", "min"),
     MetricSpec("reward/groups_equal_fraction", "fraction", "prompts whose samples all have one reward"),
+    MetricSpec("reward/num_unknown", "samples", "without a score, since one of their rewards failed", "sum"),
+    MetricSpec("reward/num_unknown/*", "samples", "the same of one cause, counted per reward", "sum"),
     MetricSpec("reward/*", "reward", "one reward of the sum, before its weight"),
     MetricSpec("response_length/mean", "tokens", "per sample"),
     MetricSpec("response_length/max", "tokens", "longest response", "max"),

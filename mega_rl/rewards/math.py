@@ -18,6 +18,8 @@ MAX_NUMBER_LENGTH = 400  # characters; Python refuses integers of more than 4,30
 # Numeric ones alone, and no mixed numbers: 1\frac{1}{2} must not read as 11/2, nor \frac{a+b}{c} as a+b/c.
 LATEX_FRACTION = re.compile(r"(?<![0-9])\\[dt]?frac(?:\{(-?[0-9]+)\}\{([0-9]+)\}|([0-9])([0-9]))")
 LATEX_WORDS = re.compile(r"\\(?:text|mathrm|mathbf|mbox)\{([^{}]*)\}")
+ANSWER_LINE = re.compile(r"answer[ \t]*:[ \t]*([^\n]+)", re.IGNORECASE)
+MAX_ANSWER_DISTANCE = 300  # characters: DAPO reads no more than the end of a response
 LATEX_NOISE = re.compile(r"\\left|\\right|\\[!,;: %$]|[$%]")
 
 
@@ -83,12 +85,37 @@ def boxed(
     content = last_boxed(solution_str)
     if content is None or not content.strip():
         return 0.0
+    return correct if _is_equal(content, ground_truth) else format_score
+
+
+def dapo_math(
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: Mapping[str, Any],
+    correct: float = 1.0,
+    incorrect: float = -1.0,
+) -> float:
+    r"""DAPO's rule: the last ``Answer: ...`` line must hold the ground truth; +1 or -1 (arXiv 2503.14476, section 2.4).
+
+    Only the last 300 characters are read. The answer may stand in ``$...$`` or ``\boxed{...}``; numbers are compared by
+    value, other text without markup and whitespace.
+    """
+    lines = ANSWER_LINE.findall(solution_str[-MAX_ANSWER_DISTANCE:])
+    if not lines:
+        return incorrect
+    content = last_boxed(lines[-1])
+    return correct if _is_equal(lines[-1] if content is None else content, ground_truth) else incorrect
+
+
+def _is_equal(answer: str, ground_truth: str) -> bool:
+    """Equal numbers (fractions too), or equal text without markup; the truth may stand in a box."""
     truth = last_boxed(ground_truth)
-    answer, expected = (_without_markup(text) for text in (content, ground_truth if truth is None else truth))
+    answer, expected = (_without_markup(text) for text in (answer, ground_truth if truth is None else truth))
     number = parse_number(answer)
-    is_same_text = "".join(answer.split()) == "".join(expected.split())
-    is_equal = is_same_text if number is None else number == parse_number(expected)
-    return correct if is_equal else format_score
+    if number is not None:
+        return number == parse_number(expected)
+    return "".join(answer.split()) == "".join(expected.split())
 
 
 def last_boxed(text: str) -> str | None:

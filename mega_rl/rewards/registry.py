@@ -1,7 +1,9 @@
-"""From the ``rewards`` of a configuration to scores.
+"""From the name of a reward to a function with its options bound. Runs in the reward workers: imports no torch.
 
-A reward is any callable ``(data_source, solution_str, ground_truth, extra_info) -> float``; it is called with these as
-keywords and with its configured options beside them. It is named as a built-in, as ``package.module:function`` or as
+A reward is a callable ``(data_source, solution_str, ground_truth, extra_info) -> float`` of one sample, or
+``(data_sources, solution_strs, ground_truths, extra_infos) -> list[float]`` of several; either may be ``async``. It is
+called with these as keywords and its configured options beside them, and gets ``num_response_tokens`` where it names
+that parameter (a list, of several samples). It is named as a built-in, as ``package.module:function`` or as
 ``path/to/file.py:function``.
 """
 
@@ -12,168 +14,161 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
-import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from numbers import Real
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, Protocol, get_args, get_origin, get_type_hints
 
-from mega_rl.config.schema import RewardConfig
-from mega_rl.rewards.math import boxed, exact_match, gsm8k
-from mega_rl.rewards.text import format_regex
-from mega_rl.types import Completion, InputError, Score
-
 CONTRACT = ("data_source", "solution_str", "ground_truth", "extra_info")
+BATCH_CONTRACT = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+NUM_RESPONSE_TOKENS = "num_response_tokens"
+CHECK = "check_options"  # the attribute of a reward function that refuses impossible options with a ValueError
+
+BUILT_IN: dict[str, str] = {
+    "exact_match": "mega_rl.rewards.math:exact_match",
+    "gsm8k": "mega_rl.rewards.math:gsm8k",
+    "boxed": "mega_rl.rewards.math:boxed",
+    "dapo_math": "mega_rl.rewards.math:dapo_math",
+    "math_verify": "mega_rl.rewards.symbolic:math_verify",
+    "format_regex": "mega_rl.rewards.text:format_regex",
+    "repetition": "mega_rl.rewards.text:repetition",
+    "overlong": "mega_rl.rewards.text:overlong",
+    "code_tests": "mega_rl.rewards.code:code_tests",
+}
 
 
 class Reward(Protocol):
-    """A reward with its options bound."""
+    """A reward of one sample with its options bound."""
 
     def __call__(
         self, *, data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any]
     ) -> float: ...
 
 
-BUILT_IN: dict[str, Callable[..., float]] = {
-    "exact_match": exact_match,
-    "gsm8k": gsm8k,
-    "boxed": boxed,
-    "format_regex": format_regex,
-}
-
-
 @dataclass(frozen=True)
-class WeightedReward:
-    name: str  # of the part in a Score: the built-in, or the function behind the colon
-    weight: float
-    function: Callable[..., float]
+class BoundReward:
+    """A reward function with its options."""
+
+    function: Callable[..., Any]
     options: Mapping[str, Any]
+    is_batch: bool  # takes lists
+    takes_num_tokens: bool
 
+    @property
+    def is_async(self) -> bool:
+        return inspect.iscoroutinefunction(self.function)
 
-class Scorer:
-    """Scores completions by the weighted sum of its rewards."""
+    def arguments(self, samples: list[tuple[Any, ...]]) -> dict[str, Any]:
+        """The keywords of one call.
 
-    def __init__(self, rewards: list[WeightedReward]) -> None:
-        self.rewards = rewards
-
-    def score(self, completions: list[Completion]) -> list[Score]:
-        """One score per completion, in order.
-
-        Raises:
-            InputError: a reward raised, or returned something that is not a finite number.
+        Args:
+            samples: data source, response, ground truth, extra info and number of response tokens of each; one alone
+                for a function that takes one.
         """
-        return [self._score(completion) for completion in completions]
+        names = (*(BATCH_CONTRACT if self.is_batch else CONTRACT), NUM_RESPONSE_TOKENS)
+        columns = [list(column) for column in zip(*samples, strict=True)] if self.is_batch else samples[0]
+        given = dict(zip(names, columns, strict=True))
+        if not self.takes_num_tokens:
+            del given[NUM_RESPONSE_TOKENS]
+        return given | dict(self.options)
 
-    def _score(self, completion: Completion) -> Score:
-        parts = {reward.name: _call(reward, completion) for reward in self.rewards}
-        return Score(sum(reward.weight * parts[reward.name] for reward in self.rewards), parts)
+
+def part_name(name: str) -> str:
+    """What a reward is called in scores and metrics: the built-in, or the function behind the colon."""
+    return name.rpartition(":")[2]
 
 
-def build_scorer(rewards: list[RewardConfig]) -> Scorer:
-    """Finds every reward and checks its options, so that a wrong name shows before the first sample.
+def bind(name: str, options: Mapping[str, Any]) -> BoundReward:
+    """The reward of that name with its options checked.
 
     Raises:
-        InputError: no rewards, an unknown or unimportable one, a callable that does not take the four arguments,
-            unknown, missing or impossible options, a weight that is not finite, or the same name twice.
+        ValueError: an unknown or unimportable reward, a callable without the arguments of the contract, or unknown,
+            missing or impossible options.
     """
-    if not rewards:
-        raise InputError(f"rewards is empty: list at least one, such as {', '.join(BUILT_IN)}")
-    built = [_build(reward) for reward in rewards]
-    names = [reward.name for reward in built]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise InputError(f"rewards lists {twice[0]} twice: keep one, or give the functions different names")
-    return Scorer(built)
+    function = load_reward(name)
+    parameters = inspect.signature(function).parameters
+    _check_options(name, function, options)
+    is_batch = any(key in parameters for key in BATCH_CONTRACT)
+    return BoundReward(function, options, is_batch, NUM_RESPONSE_TOKENS in parameters)
 
 
-def load_reward(name: str) -> Callable[..., float]:
-    """The callable behind a built-in name, ``package.module:function`` or ``path/to/file.py:function``."""
-    source, colon, function_name = name.rpartition(":")
-    if not colon:
-        if name not in BUILT_IN:
-            raise InputError(
-                f"rewards: {name!r} is not a built-in reward{_nearest(name, BUILT_IN)}; choose from "
-                f"{', '.join(BUILT_IN)}, or write package.module:function or path/file.py:function"
-            )
-        return BUILT_IN[name]
+def load_reward(name: str) -> Callable[..., Any]:
+    """The callable behind a built-in name, ``package.module:function`` or ``path/to/file.py:function``.
+
+    Raises:
+        ValueError: nothing of that name can be imported.
+    """
+    if ":" not in name and name not in BUILT_IN:
+        raise ValueError(
+            f"rewards: {name!r} is not a built-in reward{_nearest(name, BUILT_IN)}; choose from "
+            f"{', '.join(BUILT_IN)}, or write package.module:function or path/file.py:function"
+        )
+    source, _, function_name = BUILT_IN.get(name, name).rpartition(":")
     module = _module_of_file(name, Path(source)) if source.endswith(".py") else _module(name, source)
     function = getattr(module, function_name, None)
     if not callable(function):
         functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        raise InputError(
+        raise ValueError(
             f"rewards: {source} has no function {function_name!r}{_nearest(function_name, functions)}; correct the name"
         )
     return function
 
 
-def _build(config: RewardConfig) -> WeightedReward:
-    function = load_reward(config.name)
-    if not math.isfinite(config.weight):
-        raise InputError(f"rewards: the weight of {config.name} is {config.weight}; give a finite number")
-    options = dict(config.options)
-    _check_options(config.name, function, options)
-    return WeightedReward(config.name.rpartition(":")[2], config.weight, function, options)
-
-
-def _check_options(name: str, function: Callable[..., float], options: Mapping[str, Any]) -> None:
+def _check_options(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
     parameters = inspect.signature(function).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     named = {key: p for key, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    absent = [key for key in CONTRACT if key not in named]
+    contract = BATCH_CONTRACT if any(key in named for key in BATCH_CONTRACT) else CONTRACT
+    absent = [key for key in contract if key not in named]
     if absent and not takes_any:
-        raise InputError(f"rewards: {name} does not take {', '.join(absent)}; add them to its parameters")
-    own = {key: parameter for key, parameter in named.items() if key not in CONTRACT}
+        raise ValueError(f"rewards: {name} does not take {', '.join(absent)}; add them to its parameters")
+    given = (*contract, NUM_RESPONSE_TOKENS)
+    own = {key: parameter for key, parameter in named.items() if key not in given}
     for key in options:
-        if key in CONTRACT:
-            raise InputError(f"rewards: the option {key} of {name} is an argument of every reward; leave it out")
+        if key in given:
+            raise ValueError(f"rewards: the option {key} of {name} is an argument of every reward; leave it out")
         if key not in own and not takes_any:
             listed = f"it has {', '.join(own)}" if own else "it has none"
-            raise InputError(f"rewards: {name} has no option {key!r}{_nearest(key, own)}; {listed}")
+            raise ValueError(f"rewards: {name} has no option {key!r}{_nearest(key, own)}; {listed}")
     for key, parameter in own.items():
         if parameter.default is parameter.empty and key not in options:
-            raise InputError(f"rewards: {name} needs the option {key}; set it under options")
+            raise ValueError(f"rewards: {name} needs the option {key}; set it under options")
     for key, hint in get_type_hints(function).items() if inspect.isfunction(function) else ():
-        if key in options and get_origin(hint) is Literal and options[key] not in get_args(hint):
-            choices = ", ".join(map(str, get_args(hint)))
-            raise InputError(f"rewards: the option {key} of {name} is {options[key]!r}; choose from {choices}")
+        if key in options:
+            _check_value(name, key, options[key], hint)
+    if check := getattr(function, CHECK, None):
+        try:
+            check(**options)
+        except ValueError as error:
+            raise ValueError(f"rewards: the options of {name} are impossible: {error}") from error
 
 
-def _call(reward: WeightedReward, completion: Completion) -> float:
-    prompt = completion.prompt
-    sample = f"{prompt.data_source} prompt {prompt.index} sample {completion.sample_index}"
-    try:
-        value = reward.function(
-            data_source=prompt.data_source,
-            solution_str=completion.text,
-            ground_truth=prompt.ground_truth,
-            extra_info=prompt.extra_info,
-            **reward.options,
-        )
-    except Exception as error:  # a reward is the user's code: whatever it raises is told with the sample it was given
-        cause = f"{type(error).__name__}: {error}"
-        raise InputError(
-            f"the reward {reward.name} failed on {sample} ({cause}); mend the reward or that row"
-        ) from error
-    if not isinstance(value, Real) or not math.isfinite(value):
-        raise InputError(f"the reward {reward.name} returned {value!r:.60} on {sample}; it must return a finite number")
-    return float(value)
+def _check_value(name: str, key: str, value: Any, hint: Any) -> None:
+    """Plain types and lists of alternatives; other annotations are the function's own affair."""
+    if get_origin(hint) is Literal and value not in get_args(hint):
+        choices = ", ".join(map(str, get_args(hint)))
+        raise ValueError(f"rewards: the option {key} of {name} is {value!r}; choose from {choices}")
+    kinds = {bool: (bool,), int: (int,), float: (int, float), str: (str,)}.get(hint) if isinstance(hint, type) else None
+    is_wrong_bool = isinstance(value, bool) and hint is not bool  # bool is an int to Python
+    if kinds is not None and (is_wrong_bool or not isinstance(value, kinds)):
+        raise ValueError(f"rewards: the option {key} of {name} is {value!r}; give a value of type {hint.__name__}")
 
 
 def _module(name: str, source: str) -> ModuleType:
     try:
         return importlib.import_module(source)
-    except Exception as error:  # importing runs the user's code
+    except BaseException as error:  # importing runs the user's code
         cause = f"{type(error).__name__}: {error}"
-        raise InputError(
-            f"rewards: {name} cannot be imported ({cause}); correct the name or mend the module"
+        raise ValueError(
+            f"rewards: {name} cannot be imported ({cause}); correct the name, or mend or install the module"
         ) from error
 
 
 def _module_of_file(name: str, path: Path) -> ModuleType:
     if not path.is_file():
-        raise InputError(f"rewards: {name} names {path}, which is no file; correct the path")
+        raise ValueError(f"rewards: {name} names {path}, which is no file; correct the path")
     digest = hashlib.blake2b(str(path.resolve()).encode(), digest_size=8).hexdigest()
     spec = importlib.util.spec_from_file_location(f"mega_rl_reward_{path.stem}_{digest}", path)
     assert spec is not None and spec.loader is not None, "a .py file has a loader"
@@ -181,10 +176,10 @@ def _module_of_file(name: str, path: Path) -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses and pickle look their module up there
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # importing runs the user's code
+    except BaseException as error:  # importing runs the user's code
         del sys.modules[spec.name]
         cause = f"{type(error).__name__}: {error}"
-        raise InputError(f"rewards: {path} cannot be imported ({cause}); mend that file") from error
+        raise ValueError(f"rewards: {path} cannot be imported ({cause}); mend that file") from error
     return module
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mega_rl.rollout.collect import Group
-from mega_rl.types import Completion, InputError, Prompt, Score
+from mega_rl.types import Completion, InputError, Prompt, Score, UnknownReward
 
 PATTERN = "step_{:06d}.jsonl"
 
@@ -31,7 +31,12 @@ def to_completion(row: Mapping[str, Any]) -> Completion:
 def to_group(rows: Iterable[Mapping[str, Any]]) -> Group:
     """The inverse of ``to_rows``."""
     listed = list(rows)
-    return Group(tuple(to_completion(row) for row in listed), tuple(Score(**row["score"]) for row in listed))
+    return Group(tuple(to_completion(row) for row in listed), tuple(_to_score(row["score"]) for row in listed))
+
+
+def _to_score(row: Mapping[str, Any]) -> Score:
+    unknown = {name: UnknownReward(**why) for name, why in row["unknown"].items()}
+    return Score(row["value"], row["parts"], unknown)
 
 
 def write_step(directory: Path, step: int, rows: Iterable[Mapping[str, Any]], num_kept: int) -> Path:

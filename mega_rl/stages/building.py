@@ -14,7 +14,7 @@ from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.offload import Reference, is_device
 from mega_rl.megatron.policy import MegatronPolicy
 from mega_rl.parallel.collectives import together
-from mega_rl.rewards.registry import Scorer, build_scorer
+from mega_rl.rewards.scorer import Scorer, build_scorer
 from mega_rl.rollout.engine import RolloutEngine
 from mega_rl.rollout.noise import AqnNoise
 from mega_rl.rollout.replay import ReplayEngine
@@ -95,7 +95,7 @@ def noise(session: Session, total: int) -> AqnNoise:
 
 def scorer(session: Session) -> Scorer:
     with together("building the rewards"):
-        return build_scorer(session.config.rewards)
+        return build_scorer(session.config.rewards, session.config.reward_workers)
 
 
 def sampling(config: RunConfig) -> dict[str, Any]:

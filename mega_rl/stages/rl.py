@@ -7,6 +7,7 @@ from mega_rl.stages import building, learning, progress, rollouts
 from mega_rl.stages.batches import memory_metrics
 from mega_rl.stages.gates import gates_of
 from mega_rl.stages.sampler import Sampler
+from mega_rl.stages.scoring import RewardWatch
 from mega_rl.stages.session import Session, open_session
 from mega_rl.stages.validation import Validator
 from mega_rl.stages.weights import export_huggingface
@@ -33,6 +34,7 @@ def train(session: Session) -> None:
     sampler = Sampler(session, prompts, engine, scorer)
     validator = Validator(session, held_out, sync, engine, scorer)
     objective = building.objective(config)
+    watch = RewardWatch(session.say)
     state = progress.resume(session, actor, sampler)
     validator.results |= state.validations
 
@@ -48,6 +50,7 @@ def train(session: Session) -> None:
                     batch = sampler.sample(step)
                     sync.end_sampling()
                 metrics |= batch.metrics
+                watch.check(batch.generated)
                 samples = learning.with_advantages(batch.learnt, config.algorithm.advantage)
                 rollouts.show(session, observer, actor, step + 1, batch, samples)
                 gates = gates_of(session, step, noise.sigma(step))

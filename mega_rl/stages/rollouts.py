@@ -1,64 +1,34 @@
-"""What is done with a rollout batch besides learning from it: scoring on all ranks, and its metrics."""
+"""What is done with a rollout batch besides learning from it: its metrics, and showing it."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-import torch.distributed as dist
-
 from mega_rl.config import RunConfig
 from mega_rl.data.packing import sequence_from_sample, unpack
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.observe.metrics import Metrics
 from mega_rl.observe.observer import Observer
-from mega_rl.parallel.collectives import gather_objects, together
-from mega_rl.parallel.schedule import split_even
-from mega_rl.rewards.registry import Scorer
+from mega_rl.parallel.collectives import gather_objects
 from mega_rl.rollout.noise import AqnNoise
 from mega_rl.rollout.records import to_rows, write_step
 from mega_rl.stages.batches import pack_for_rank
 from mega_rl.stages.sampler import Batch
+from mega_rl.stages.scoring import unknown_metrics
 from mega_rl.stages.session import Session
 from mega_rl.types import Completion, Sample, Score
 
 ROLLOUTS = "rollouts"  # under the output directory
 
 
-def score_everywhere(scorer: Scorer, completions: list[Completion]) -> list[Score]:
-    """Each rank scores its part; every rank gets all scores, in the order of the completions. Collective.
-
-    Raises:
-        InputError: on every rank, where a reward raised on one.
-    """
-    part = split_even(len(completions), dist.get_world_size())[dist.get_rank()]
-    scores: list[Score] = []
-    with together("scoring"):
-        scores = scorer.score([completions[i] for i in part])
-    return [score for scores_of_rank in gather_objects(scores) for score in scores_of_rank]
-
-
 def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Rewards, lengths and the sampling policy's entropy of one batch (no collective: every rank has all samples)."""
     if not samples:
         return {}
-    rewards = [sample.score.value for sample in samples]
     lengths = [len(sample.completion.token_ids) for sample in samples]
-    mean = sum(rewards) / len(rewards)
-    groups: dict[tuple[int, int], set[float]] = defaultdict(set)
-    parts: dict[str, list[float]] = defaultdict(list)
-    for sample in samples:
-        completion = sample.completion
-        groups[completion.weight_version, completion.prompt.index].add(sample.score.value)
-        for name, value in sample.score.parts.items():
-            parts[name].append(value)
     logprobs = [logprob for sample in samples for logprob in sample.completion.logprobs]
-    metrics = {
-        "reward/mean": mean,
-        "reward/std": (sum((r - mean) ** 2 for r in rewards) / max(1, len(rewards) - 1)) ** 0.5,
-        "reward/max": max(rewards),
-        "reward/min": min(rewards),
-        "reward/groups_equal_fraction": sum(len(values) == 1 for values in groups.values()) / len(groups),
+    return _reward_metrics(samples) | {
         "response_length/mean": sum(lengths) / len(lengths),
         "response_length/max": float(max(lengths)),
         "response_length/min": float(min(lengths)),
@@ -66,6 +36,30 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "prompt_length/mean": sum(len(s.completion.prompt.token_ids) for s in samples) / len(samples),
         # -log p of the sampled tokens estimates the entropy of the policy that sampled them
         "rollout/entropy": -sum(logprobs) / max(1, len(logprobs)),
+    }
+
+
+def _reward_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Over the samples whose score is known, and how many are not."""
+    metrics = unknown_metrics([sample.score for sample in samples])
+    known = [sample for sample in samples if sample.score.is_known]
+    if not known:
+        return metrics
+    rewards = [sample.score.value for sample in known]
+    mean = sum(rewards) / len(rewards)
+    groups: dict[tuple[int, int], set[float]] = defaultdict(set)
+    parts: dict[str, list[float]] = defaultdict(list)
+    for sample in known:
+        completion = sample.completion
+        groups[completion.weight_version, completion.prompt.index].add(sample.score.value)
+        for name, value in sample.score.parts.items():
+            parts[name].append(value)
+    metrics |= {
+        "reward/mean": mean,
+        "reward/std": (sum((r - mean) ** 2 for r in rewards) / max(1, len(rewards) - 1)) ** 0.5,
+        "reward/max": max(rewards),
+        "reward/min": min(rewards),
+        "reward/groups_equal_fraction": sum(len(values) == 1 for values in groups.values()) / len(groups),
     }
     if len(parts) > 1:
         metrics |= {f"reward/{name}": sum(values) / len(values) for name, values in parts.items()}

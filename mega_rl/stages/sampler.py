@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mega_rl.data.prompts import PromptStream
-from mega_rl.rewards.registry import Scorer
+from mega_rl.rewards.scorer import Scorer
 from mega_rl.rollout.collect import Group, Rule
 from mega_rl.rollout.engine import Request, RolloutEngine
 from mega_rl.rollout.records import to_group, to_rows
@@ -28,6 +28,11 @@ class Batch:
     carried: list[Group]  # kept ones above ``data.train_batch_size``: the next step's first
     dropped: list[Group]  # whose samples all have one reward
     metrics: Mapping[str, float]
+
+    @property
+    def generated(self) -> list[Group]:
+        """Everything that the step sampled or took over."""
+        return [group for groups in self.by_outcome.values() for group in groups]
 
     @property
     def by_outcome(self) -> dict[str, list[Group]]:
@@ -104,10 +109,10 @@ class Sampler:
         return Rule(missing, min(initial, budget), budget, is_kept=self._has_signal)
 
     def _has_signal(self, group: Group) -> bool:
-        """Whether the samples differ in reward, or in the part of it that ``metric`` names."""
+        """Whether the samples of known reward differ in it, or in the part of it that ``metric`` names."""
         metric = self._settings.metric
-        values = {score.value if metric is None else score.parts[metric] for score in group.scores}
-        return len(values) > 1
+        known = [score for score in group.scores if score.is_known]
+        return len({score.value if metric is None else score.parts[metric] for score in known}) > 1
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next step goes on: plain values."""

@@ -7,12 +7,13 @@ from collections import defaultdict
 from mega_rl.data.prompts import PromptDataset
 from mega_rl.observe.console import before_after_table
 from mega_rl.observe.observer import Observer
-from mega_rl.rewards.registry import Scorer
+from mega_rl.rewards.scorer import Scorer
 from mega_rl.rollout.engine import RolloutEngine
 from mega_rl.rollout.replicas import generate_everywhere
 from mega_rl.rollout.sampling import make_requests
 from mega_rl.stages.progress import Validations
-from mega_rl.stages.rollouts import readable, score_everywhere
+from mega_rl.stages.rollouts import readable
+from mega_rl.stages.scoring import RewardWatch, score_everywhere
 from mega_rl.stages.session import Session
 from mega_rl.stages.weights import Sync
 from mega_rl.types import Completion, Score
@@ -68,7 +69,9 @@ class Validator:
             temperature=temperature,
         )
         completions = generate_everywhere(self.engine, self.session.engine_layout, requests)
-        return completions, score_everywhere(self.scorer, completions)
+        scores = score_everywhere(self.scorer, completions)
+        RewardWatch(self.session.say).tell(completions, scores)
+        return completions, scores
 
     @staticmethod
     def _metrics(
@@ -82,8 +85,8 @@ class Validator:
             lengths[completion.prompt.data_source].append(len(completion.token_ids))
         for source, values in _by_prompt(sampled or greedy, sampled_scores or greedy_scores).items():
             metrics[f"val-core/{source}/acc/mean@1"] = _mean([v for group in values for v in group])
-            if len(values[0]) > 1:
-                metrics[f"val-core/{source}/acc/best@{len(values[0])}"] = _mean([max(group) for group in values])
+            if (size := max(map(len, values))) > 1:
+                metrics[f"val-core/{source}/acc/best@{size}"] = _mean([max(group) for group in values])
             metrics[f"val-aux/{source}/response_length/mean"] = _mean(lengths[source])
         return metrics
 
@@ -96,10 +99,11 @@ class Validator:
 
 
 def _by_prompt(completions: list[Completion], scores: list[Score]) -> dict[str, list[list[float]]]:
-    """data source -> prompts -> the scores of their samples."""
+    """data source -> prompts -> the known scores of their samples; a prompt without any is left out."""
     groups: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for completion, score in zip(completions, scores, strict=True):
-        groups[completion.prompt.data_source][completion.prompt.index].append(score.value)
+        if score.is_known:
+            groups[completion.prompt.data_source][completion.prompt.index].append(score.value)
     return {source: list(prompts.values()) for source, prompts in groups.items()}
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
 
-from mega_rl.config.schema import RewardConfig
-from mega_rl.rewards.registry import BUILT_IN, Scorer, build_scorer
-from mega_rl.types import Completion, InputError, Prompt
+from mega_rl.config.schema import RewardConfig, RewardWorkersConfig
+from mega_rl.rewards.registry import BUILT_IN, bind
+from mega_rl.rewards.sandbox import has_namespaces
+from mega_rl.rewards.scorer import Scorer, build_scorer
+from mega_rl.types import Completion, Prompt
 
 ROOT = Path(__file__).parents[2]
 ODD_TEXTS = [
@@ -38,49 +41,61 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
 
+ADD = "```python\nprint(sum(map(int, input().split())))\n```"
+CODE_OPTIONS = {"isolation": "namespaces" if has_namespaces() else "limits"}
 CASES = [
     Case("exact_match", truth="42", right="42", wrong="43"),
     Case("gsm8k", truth="42", right="so #### 42", wrong="so #### 43"),
     Case("gsm8k", truth="42", right="so 42", wrong="so 43", options={"method": "flexible"}),
     Case("boxed", truth="1/2", right="\\boxed{\\frac{1}{2}}", wrong="1/2"),
+    Case("dapo_math", truth="42", right="Answer: 42", wrong="42"),
+    Case("math_verify", truth="1/2", right="so $\\frac{2}{4}$", wrong="so $\\frac{2}{3}$"),
     Case("format_regex", truth="", right="<a>42</a>", wrong="42", options={"pattern": "^<a>.*</a>$"}),
+    Case("repetition", truth="", right="a b c d e", wrong="a a a a a a"),
+    Case("overlong", truth="", right="a", wrong="a b c", options={"max_length": 3, "buffer": 2}),
+    Case("code_tests", '{"inputs": ["1 2"], "outputs": ["3"]}', ADD, ADD.replace("sum", "max"), CODE_OPTIONS),
     Case(f"{ROOT}/examples/add_a_reward/closeness.py:closeness", truth="42", right="42", wrong="47"),
+    Case(f"{ROOT}/examples/add_a_reward/closeness.py:closeness_of_batch", truth="42", right="42", wrong="47"),
 ]
 
 
-def scorer_of(case: Case, **more_options: Any) -> Scorer:
-    return build_scorer([RewardConfig(case.name, options=case.options | more_options)])
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name.rpartition("/")[2])
+def case(request: pytest.FixtureRequest) -> Case:
+    if request.param.name == "math_verify" and importlib.util.find_spec("math_verify") is None:
+        pytest.skip("math-verify is not installed: pip install --no-deps -r requirements/cpu.lock")
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def scorer(case: Case) -> Iterator[Scorer]:
+    built = build_scorer([RewardConfig(case.name, options=case.options)], RewardWorkersConfig(num_workers=1))
+    yield built
+    built.close()
 
 
 def completion_of(case: Case, text: str) -> Completion:
-    # A read-only mapping: a reward that writes to extra_info fails here, not on the next sample.
-    prompt = Prompt(3, (1,), "?", case.truth, "some/source", MappingProxyType({"index": 3}))
-    return Completion(prompt, 0, (2,), (-0.1,), text, "stop", 0)
+    prompt = Prompt(3, (1,), "?", case.truth, "some/source", {"index": 3})
+    num_tokens = len(text.split())
+    return Completion(prompt, 0, (2,) * num_tokens, (-0.1,) * num_tokens, text, "stop", 0)
 
 
-each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.rpartition("/")[2])
-
-
-@each_case
-def test_right_scores_higher_than_wrong_and_always_the_same(case: Case) -> None:
+def test_right_scores_higher_than_wrong_and_always_the_same(case: Case, scorer: Scorer) -> None:
     completions = [completion_of(case, text) for text in (case.right, case.wrong)]
-    right, wrong = scorer_of(case).score(completions)
+    right, wrong = scorer.score(completions)
     assert right.value > wrong.value
-    assert scorer_of(case).score(completions) == [right, wrong]
+    assert scorer.score(completions[::-1]) == [wrong, right]
     assert right.parts == {case.name.rpartition(":")[2]: right.value}
 
 
-@each_case
-@pytest.mark.parametrize("text", ODD_TEXTS, ids=range(len(ODD_TEXTS)))
-def test_odd_responses_get_a_finite_score(case: Case, text: str) -> None:
-    (score,) = scorer_of(case).score([completion_of(case, text)])
-    assert isinstance(score.value, float) and math.isfinite(score.value)
+def test_odd_responses_get_a_finite_score(case: Case, scorer: Scorer) -> None:
+    scores = scorer.score([completion_of(case, text) for text in ODD_TEXTS])
+    for text, score in zip(ODD_TEXTS, scores, strict=True):
+        assert isinstance(score.value, float) and math.isfinite(score.value), (text[:20], score)
 
 
-@each_case
 def test_unknown_options_are_refused_before_the_first_sample(case: Case) -> None:
-    with pytest.raises(InputError, match="no option 'no_such_option'"):
-        scorer_of(case, no_such_option=1)
+    with pytest.raises(ValueError, match="no option 'no_such_option'"):
+        bind(case.name, case.options | {"no_such_option": 1})
 
 
 def test_every_built_in_reward_has_a_case() -> None:

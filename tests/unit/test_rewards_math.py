@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from mega_rl.config.schema import RewardConfig
-from mega_rl.rewards.math import boxed, exact_match, gsm8k, last_boxed, parse_number
-from mega_rl.rewards.registry import build_scorer
+from mega_rl.rewards.math import boxed, dapo_math, exact_match, gsm8k, last_boxed, parse_number
+from mega_rl.rewards.scorer import build_scorer
 from mega_rl.types import Completion, Prompt
 
 
@@ -92,6 +92,7 @@ def test_every_gsm8k_test_solution_earns_1_and_its_neighbour_0(gsm8k_dir: Path, 
         wrong.append(Completion(prompt, 1, (1,), (0.0,), row["answer"] + "1", "stop", 0))
     assert {score.value for score in scorer.score(right)} == {1.0}
     assert {score.value for score in scorer.score(wrong)} == {0.0}
+    scorer.close()
 
 
 @pytest.mark.parametrize(
@@ -161,3 +162,39 @@ def test_last_boxed(text: str, expected: str | None) -> None:
 )
 def test_parse_number(text: str, expected: Fraction | None) -> None:
     assert parse_number(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "expected"),
+    [
+        ("Answer: 42", "42", 1.0),
+        ("steps\nAnswer: $42$", "42", 1.0),
+        ("answer : 42.0", "42", 1.0),
+        (r"Answer: \boxed{\frac{1}{2}}", "1/2", 1.0),
+        ("Answer: 1\nAnswer: 42", "42", 1.0),
+        ("Answer: 42\nAnswer: 1", "42", -1.0),
+        ("Answer: \n42", "42", -1.0),
+        ("42", "42", -1.0),
+        ("Answer: 42" + " " * 300, "42", -1.0),  # only the end is read
+        ("Answer: x + 1", "x+1", 1.0),
+    ],
+)
+def test_dapo_math(response: str, truth: str, expected: float) -> None:
+    assert dapo_math("s", response, truth, {}) == expected
+
+
+def test_math_verify_compares_values() -> None:
+    symbolic = pytest.importorskip(
+        "mega_rl.rewards.symbolic", reason="math-verify is not installed", exc_type=ImportError
+    )
+    table = [
+        (r"so $\frac{1}{2}$", "0.5", 1.0),
+        (r"\boxed{(x+1)^2}", "x^2+2x+1", 1.0),
+        (r"\boxed{(x+1)^2}", "x^2+1", 0.0),
+        (r"\boxed{\{1, 2\}}", r"\{2, 1\}", 1.0),
+        ("the answer is 42", r"\boxed{42}", 1.0),
+        ("I do not know", "42", 0.0),
+    ]
+    assert [symbolic.math_verify("s", response, truth, {}) for response, truth, _ in table] == [row[2] for row in table]
+    with pytest.raises(ValueError, match="no mathematical expression"):
+        symbolic.math_verify("s", "1", "", {})

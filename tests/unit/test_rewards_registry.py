@@ -1,4 +1,4 @@
-"""Finding rewards, binding their options, and the one sentence for everything that can go wrong."""
+"""Finding rewards, binding their options, and the one sentence for everything that can be wrong at the start."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mega_rl.config.schema import RewardConfig
-from mega_rl.rewards.registry import build_scorer
-from mega_rl.rewards.text import format_regex
+from mega_rl.config.schema import RewardConfig, RewardWorkersConfig
+from mega_rl.rewards.registry import bind
+from mega_rl.rewards.scorer import build_scorer
 from mega_rl.types import Completion, InputError, Prompt
 
 REWARDS_FILE = """
 import numpy
 from typing import Literal
 def length(data_source, solution_str, ground_truth, extra_info): return len(solution_str)
-def raises(data_source, solution_str, ground_truth, extra_info): return extra_info["absent"]
 def nan(data_source, solution_str, ground_truth, extra_info): return float("nan")
-def text(data_source, solution_str, ground_truth, extra_info): return "1.0"
-def nothing(data_source, solution_str, ground_truth, extra_info): pass
 def narrow(*, data_source, solution_str, ground_truth, extra_info): return numpy.float32(0.5)
 def anything(**given): return given["factor"] * (given["ground_truth"] == "t")
+def batch_of_three(data_sources, solution_strs, ground_truths): return [0.0]
+async def waits(data_source, solution_str, ground_truth, extra_info, num_response_tokens, sure: bool = True): return 1
 def three(data_source, solution_str, ground_truth): return 0.0
 def levels(data_source, solution_str, ground_truth, extra_info, level: Literal["low", "high"] = "low"):
     return float(level == "high")
@@ -42,20 +41,29 @@ def completion(text: str = "abc") -> Completion:
 
 
 def value_of(name: str, **options: Any) -> float:
-    (score,) = build_scorer([RewardConfig(name, options=options)]).score([completion()])
-    return score.value
+    reward = bind(name, options)
+    return reward.function(**reward.arguments([("src", "abc", "t", {}, 1)]))
 
 
-def test_weighted_sum_and_parts(rewards_file: Path) -> None:
+def test_weighted_sum_parts_and_what_is_unknown(rewards_file: Path) -> None:
     rewards = [
         RewardConfig(f"{rewards_file}:length", weight=0.5),
         RewardConfig("format_regex", weight=-1.0, options={"pattern": "b", "score": 0.25}),
     ]
-    scores = build_scorer(rewards).score([completion("abc"), completion("xx")])
+    one = RewardWorkersConfig(num_workers=1)
+    scorer = build_scorer(rewards, one)
+    scores = scorer.score([completion("abc"), completion("xx")])
+    scorer.close()
     assert [(score.value, score.parts) for score in scores] == [
         (1.25, {"length": 3.0, "format_regex": 0.25}),
         (1.0, {"length": 2.0, "format_regex": 0.0}),
     ]
+    # A weight of 0 does not make an unknown reward known: it would hide that it fails.
+    scorer = build_scorer([*rewards, RewardConfig(f"{rewards_file}:nan", weight=0.0)], one)
+    (score,) = scorer.score([completion("abc")])
+    scorer.close()
+    assert not score.is_known and score.parts == {"length": 3.0, "format_regex": 0.25}
+    assert {name: unknown.cause for name, unknown in score.unknown.items()} == {"nan": "not_a_number"}
 
 
 def test_names_of_all_three_kinds(rewards_file: Path) -> None:
@@ -78,14 +86,22 @@ def test_names_of_all_three_kinds(rewards_file: Path) -> None:
         ("FILE:number", {}, "has no function 'number'"),
         ("FILE:length", {"x": 1}, "no option 'x'; it has none"),
         ("FILE:levels", {"level": "mid"}, "is 'mid'; choose from low, high"),
+        ("FILE:batch_of_three", {}, "does not take extra_infos"),
+        ("FILE:waits", {"num_response_tokens": 3}, "num_response_tokens of FILE:waits is an argument of every reward"),
+        ("FILE:waits", {"sure": 1}, "sure of FILE:waits is 1; give a value of type bool"),
         ("FILE:three", {}, "does not take extra_info"),
         ("absent.py:f", {}, "absent.py, which is no file"),
         ("no_such_package.rewards:f", {}, "cannot be imported .*ModuleNotFoundError"),
     ],
 )
 def test_configuration_errors(rewards_file: Path, name: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        build_scorer([RewardConfig(name.replace("FILE", str(rewards_file)), options=options)])
+    with pytest.raises(ValueError, match=message.replace("FILE", str(rewards_file))):
+        bind(name.replace("FILE", str(rewards_file)), options)
+
+
+def test_what_a_worker_refuses_is_an_input_error(rewards_file: Path) -> None:
+    with pytest.raises(InputError, match="has no function 'lenght'"):
+        build_scorer([RewardConfig(f"{rewards_file}:lenght")])
 
 
 def test_a_list_without_rewards_or_with_a_name_twice_or_a_wrong_weight() -> None:
@@ -100,25 +116,5 @@ def test_a_list_without_rewards_or_with_a_name_twice_or_a_wrong_weight() -> None
 def test_a_file_that_does_not_import(tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text("1 / 0\n")
-    with pytest.raises(InputError, match="broken.py cannot be imported .ZeroDivisionError"):
-        build_scorer([RewardConfig(f"{broken}:f")])
-
-
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        ("raises", r"the reward raises failed on src prompt 7 sample 2 \(KeyError: 'absent'\)"),
-        ("nan", "the reward nan returned nan on src prompt 7 sample 2"),
-        ("text", "the reward text returned '1.0' on src prompt 7 sample 2"),
-        ("nothing", "the reward nothing returned None on src prompt 7 sample 2"),
-    ],
-)
-def test_what_a_reward_may_not_do(rewards_file: Path, function: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        value_of(f"{rewards_file}:{function}")
-
-
-def test_format_regex_spans_lines_and_takes_anchors() -> None:
-    pattern = "^<think>.*</think>$"
-    assert format_regex("s", "<think>a\nb</think>", "", {}, pattern) == 1.0
-    assert format_regex("s", "x<think>a</think>", "", {}, pattern) == 0.0
+    with pytest.raises(ValueError, match="broken.py cannot be imported .ZeroDivisionError"):
+        bind(f"{broken}:f", {})

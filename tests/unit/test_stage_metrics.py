@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from mega_rl.config import RunConfig
+from mega_rl.observe.metrics import match
 from mega_rl.rollout.collect import Group
 from mega_rl.rollout.noise import AqnNoise
-from mega_rl.stages import learning, rollouts
+from mega_rl.stages import learning, rollouts, scoring
 from mega_rl.stages.progress import is_due
-from mega_rl.types import Completion, Prompt, Sample, Score
+from mega_rl.stages.validation import Validator
+from mega_rl.types import Completion, InputError, Prompt, Sample, Score, UnknownReward
 
 
 def sample(prompt_index: int, reward: float, length: int = 2, finish: str = "stop", **parts: float) -> Sample:
@@ -42,6 +46,56 @@ def test_advantages_go_by_group_even_where_two_have_the_same_prompt() -> None:
     values = [s.advantage for s in learning.with_advantages(groups, "grpo")]
     assert values[0] == pytest.approx(0.5 / (0.5**0.5 + 1e-6)) and values[1] == -values[0]
     assert values[2:] == [0.0, 0.0] and learning.with_advantages([], "grpo") == []
+
+
+def unknown(prompt_index: int, cause: str = "raised") -> Sample:
+    known = sample(prompt_index, 0.0)
+    score = Score(math.nan, {"a": 1.0}, {"b": UnknownReward(cause, "raised KeyError: 'x'")})
+    return Sample(known.completion, score, 0.0)
+
+
+def test_unknown_samples_are_counted_and_left_out() -> None:
+    samples = [sample(0, 1.0, a=1.0, b=0.0), unknown(0), sample(1, 0.5, a=0.5, b=0.0), unknown(1, "timed_out")]
+    metrics = rollouts.sample_metrics(samples)
+    assert metrics["reward/num_unknown"] == 2.0
+    assert metrics["reward/num_unknown/raised"] == metrics["reward/num_unknown/timed_out"] == 1.0
+    assert (metrics["reward/mean"], metrics["reward/min"], metrics["reward/a"]) == (0.75, 0.5, 0.75)
+    assert "reward/num_unknown" not in rollouts.sample_metrics(samples[::2])
+    for name in metrics:
+        match(name)  # is declared
+    none_known = rollouts.sample_metrics([unknown(0)])
+    assert none_known["reward/num_unknown"] == 1.0 and "reward/mean" not in none_known
+
+
+def test_unknown_rewards_are_told_by_sample_and_end_the_run_when_nothing_else_comes() -> None:
+    said: list[str] = []
+    watch = scoring.RewardWatch(said.append)
+    bad, good = unknown(7), sample(7, 1.0)
+
+    def step(*samples: Sample) -> None:
+        watch.check([Group(tuple(s.completion for s in samples), tuple(s.score for s in samples))])
+
+    step(good, bad)
+    assert said == [
+        "warning: the reward b is unknown (raised) for 1 of 2 samples: s prompt 7 sample 0; "
+        "on the first of them it raised KeyError: 'x'"
+    ]
+    for _ in range(scoring.MAX_UNKNOWN_STEPS - 1):
+        step(bad)
+    assert said[-1] == "warning: no reward of this step is known, so nothing is learnt from it"
+    step(good)  # counts anew from here
+    for _ in range(scoring.MAX_UNKNOWN_STEPS - 1):
+        step(bad)
+    with pytest.raises(InputError, match="for 5 steps in a row: mend the reward b, which raised KeyError"):
+        step(bad)
+
+
+def test_validation_leaves_unknown_scores_out() -> None:
+    samples = [sample(0, 1.0), unknown(0), unknown(1), sample(2, 0.0), sample(2, 1.0)]
+    completions, scores = [s.completion for s in samples], [s.score for s in samples]
+    metrics = Validator._metrics(completions[:3], scores[:3], completions, scores)
+    assert metrics["val-core/s/greedy/acc"] == 1.0
+    assert (metrics["val-core/s/acc/mean@1"], metrics["val-core/s/acc/best@2"]) == (2 / 3, 1.0)
 
 
 def test_minibatches_average_and_maxima_stay_maxima() -> None:

@@ -1,0 +1,103 @@
+"""A reward that runs the program in a response against tests."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from mega_rl.rewards.sandbox import Limits, Run, has_namespaces, run_program
+
+CODE_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+
+
+def code_tests(
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: Mapping[str, Any],
+    score: Literal["all", "fraction"] = "all",
+    timeout_s: float = 4.0,
+    memory_bytes: int = 536870912,
+    isolation: Literal["namespaces", "limits"] = "namespaces",
+) -> float:
+    """Runs the last fenced code block of a response, as Python, against the tests in the ground truth.
+
+    Args:
+        ground_truth: JSON, either ``{"inputs": ["1 2", ...], "outputs": ["3", ...]}``: what the program reads from
+            standard input and must print, whitespace at the ends of lines aside; or ``{"asserts": ["assert f(1) == 2",
+            ...]}``: statements that run after the code, in the same interpreter.
+        score: all gives 1 where every test passes, else 0; fraction gives the share that passes.
+        timeout_s: per test. All tests of a sample must end within ``reward_workers.timeout_s``.
+        memory_bytes: address space of each process of the program.
+        isolation: limits is for systems without unprivileged namespaces, and leaves the program its network.
+
+    Raises:
+        ValueError: a ground truth that is not in one of the two forms.
+        OSError: no namespaces, where they are asked for.
+    """
+    tests = _tests(ground_truth)
+    blocks = CODE_BLOCK.findall(solution_str)
+    if not blocks:
+        return 0.0
+    limits = Limits(timeout_s, memory_bytes, namespaces=isolation == "namespaces")
+    num_passed = 0
+    for given, expected in tests:
+        passed = _passes(blocks[-1], given, expected, limits)
+        num_passed += passed
+        if score == "all" and not passed:
+            return 0.0
+    return num_passed / len(tests)
+
+
+def _passes(code: str, given: str, expected: str | None, limits: Limits) -> bool:
+    if expected is not None:
+        run = run_program(code, given, limits)
+        return run.exit_code == 0 and _lines(run.output) == _lines(expected)
+    # A program that ends early, with whatever status, has not come to this line.
+    done = secrets.token_hex(16)
+    run = run_program(f"{code}\n\n{given}\nprint({done!r})\n", "", limits)
+    return _ends_with(run, done)
+
+
+def _ends_with(run: Run, done: str) -> bool:
+    return run.exit_code == 0 and run.output.rstrip().endswith(done)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _tests(ground_truth: str) -> list[tuple[str, str | None]]:
+    """(standard input, expected output) or (statement, None) of every test."""
+    try:
+        spec = json.loads(ground_truth)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"the ground truth {ground_truth!r:.60} is not JSON ({error})") from error
+    match spec:
+        case {"inputs": [_, *_] as inputs, "outputs": [*outputs]} if len(inputs) == len(outputs):
+            pairs: list[tuple[str, str | None]] = list(zip(inputs, outputs, strict=True))
+            if all(isinstance(text, str) for pair in pairs for text in pair):
+                return pairs
+        case {"asserts": [_, *_] as asserts} if all(isinstance(text, str) for text in asserts):
+            return [(text, None) for text in asserts]
+    raise ValueError(
+        f"the ground truth {ground_truth!r:.60} holds no tests: give equally many inputs and outputs, or asserts"
+    )
+
+
+def _check_code_tests(
+    score: str = "all", timeout_s: float = 4.0, memory_bytes: int = 536870912, isolation: str = "namespaces"
+) -> None:
+    if timeout_s <= 0 or memory_bytes < 1 << 26:
+        raise ValueError(f"timeout_s {timeout_s} must be above 0 and memory_bytes {memory_bytes} at least {1 << 26}")
+    if isolation == "namespaces" and not has_namespaces():
+        raise ValueError(
+            "this system allows no unprivileged namespaces, so programs cannot be cut off from the network; allow "
+            "them, or set isolation to limits"
+        )
+
+
+code_tests.check_options = _check_code_tests  # type: ignore[attr-defined]

@@ -1,0 +1,144 @@
+"""One reward worker as the pool sees it: started clean, spoken to with deadlines, killed with all that it started."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from mega_rl.rewards.worker import EXITED, GARBLED, HEADER, Progress
+
+# A fresh interpreter, never a fork of the trainer: no locks, devices or process groups of its are inherited.
+BOOT = "import sys; sys.path[:] = {path!r}; from mega_rl.rewards.worker import main; main({fd}, {parent}, {progress!r})"
+MAX_REPLY_BYTES = 1 << 20
+SEND_TIMEOUT_S = 60.0  # a worker that is idle reads at once
+MAX_KILL_ROUNDS = 100
+EXIT_WAIT_S = 1.0
+
+
+class WorkerFailure(Exception):
+    """The worker can no longer be used: cause and detail."""
+
+
+class WorkerProcess:
+    """A running worker; not usable after `kill`."""
+
+    def __init__(self) -> None:
+        self._channel, theirs = socket.socketpair()
+        self._buffer = b""
+        self.scratch = tempfile.mkdtemp(prefix="mega_rl_reward_")  # its temporary files, removed with it
+        progress_path = Path(self.scratch, "progress")
+        progress_path.write_bytes(bytes(Progress.LAYOUT.size))
+        self.progress = Progress(str(progress_path))
+        boot = BOOT.format(path=sys.path, fd=theirs.fileno(), parent=os.getpid(), progress=str(progress_path))
+        # A fixed hash seed: values that follow the order of a set are the same in every worker.
+        environment = os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "TMPDIR": self.scratch}
+        with theirs:
+            self._process = subprocess.Popen(
+                (sys.executable, "-c", boot),
+                env=environment,
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # a signal to the trainer's process group does not reach it, nor the reverse
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def fileno(self) -> int:
+        return self._channel.fileno()
+
+    def has_ended(self) -> bool:
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def send(self, message: Any) -> None:
+        """Raises WorkerFailure where the worker does not read."""
+        data = pickle.dumps(message)
+        self._channel.settimeout(SEND_TIMEOUT_S)
+        try:
+            self._channel.sendall(HEADER.pack(len(data)) + data)
+        except OSError as error:
+            raise WorkerFailure(EXITED, self._how_it_ended()) from error
+
+    def receive(self) -> dict[str, Any] | None:
+        """What came in: one whole message, or None while it is incomplete. Does not block.
+
+        Raises:
+            WorkerFailure: the worker ended, or something else wrote to the channel.
+        """
+        self._channel.setblocking(False)
+        try:
+            part = self._channel.recv(MAX_REPLY_BYTES)
+        except BlockingIOError:
+            return None
+        except OSError:
+            part = b""
+        if not part:
+            raise WorkerFailure(EXITED, self._how_it_ended())
+        self._buffer += part
+        line, end, rest = self._buffer.partition(b"\n")
+        if not end and len(line) <= MAX_REPLY_BYTES:
+            return None
+        try:
+            message = json.loads(line)
+        except ValueError as error:
+            raise WorkerFailure(GARBLED, "wrote to the channel between worker and trainer") from error
+        if rest or not isinstance(message, dict):
+            raise WorkerFailure(GARBLED, "wrote to the channel between worker and trainer")
+        self._buffer = b""
+        return message
+
+    def kill(self) -> None:
+        """End the worker and every process that it started, sessions of their own included."""
+        self._channel.close()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            _kill_tree(psutil.Process(self._process.pid))
+        with contextlib.suppress(ProcessLookupError):  # what an ended worker left in its group
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def _how_it_ended(self) -> str:
+        deadline = time.monotonic() + EXIT_WAIT_S
+        while time.monotonic() < deadline:
+            # Seen, but not reaped: until `kill` its number stays that of its process group.
+            status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if status is not None and status.si_code == os.CLD_EXITED:
+                return f"ended the worker with exit status {status.si_status}"
+            if status is not None:
+                return f"ended the worker by signal {status.si_status}"
+            time.sleep(0.005)
+        return "closed the channel between worker and trainer"
+
+
+def _kill_tree(worker: psutil.Process) -> None:
+    """Kill all descendants, then the worker: stopped, it starts no more of them and adopts the orphans among them."""
+    worker.suspend()
+    for _ in range(MAX_KILL_ROUNDS):  # more than one where they multiply
+        running = [child for child in worker.children(recursive=True) if _is_running(child)]
+        if not running:
+            break
+        for child in running:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+    worker.kill()
+
+
+def _is_running(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,131 @@
+"""Programs run against tests, and what the sandbox keeps them from."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mega_rl.rewards import code, sandbox
+from mega_rl.rewards.code import code_tests
+from mega_rl.rewards.sandbox import Limits, run_program
+
+HAS_NAMESPACES = sandbox.has_namespaces()
+LIMITS = Limits(timeout_s=20.0, memory_bytes=1 << 29, namespaces=HAS_NAMESPACES)
+ISOLATION = "namespaces" if HAS_NAMESPACES else "limits"
+needs_namespaces = pytest.mark.skipif(not HAS_NAMESPACES, reason="this system allows no unprivileged namespaces")
+PAIRS = json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]})
+ASSERTS = json.dumps({"asserts": ["assert f(1) == 2", "assert f(2) == 3"]})
+
+
+def fenced(program: str) -> str:
+    return f"Here it is:\n```python\n{program}\n```\nDone."
+
+
+@pytest.mark.parametrize(
+    ("program", "truth", "everything", "fraction"),
+    [
+        ("a, b = map(int, input().split())\nprint(a + b, '')", PAIRS, 1.0, 1.0),
+        ("a, b = map(int, input().split())\nprint(3)", PAIRS, 0.0, 0.5),
+        ("print(3); raise SystemExit(1)", PAIRS, 0.0, 0.0),
+        ("print('3", PAIRS, 0.0, 0.0),
+        ("def f(x):\n    return x + 1", ASSERTS, 1.0, 1.0),
+        ("def f(x):\n    return 2", ASSERTS, 0.0, 0.5),
+        ("raise SystemExit(0)", ASSERTS, 0.0, 0.0),  # ends before the tests
+        ("import os\nos._exit(0)", ASSERTS, 0.0, 0.0),
+    ],
+)
+def test_share_of_tests_passed(program: str, truth: str, everything: float, fraction: float) -> None:
+    text = fenced("print('an earlier draft')") + fenced(program)
+    for score, expected in (("all", everything), ("fraction", fraction)):
+        assert code_tests("s", text, truth, {}, score, timeout_s=20.0, isolation=ISOLATION) == expected
+
+
+def test_without_a_code_block_nothing_runs() -> None:
+    assert code_tests("s", "print(3)", PAIRS, {}, isolation=ISOLATION) == 0.0
+
+
+@pytest.mark.parametrize("truth", ["", "[]", "{}", '{"inputs": ["1"], "outputs": []}', '{"asserts": [1]}', "1"])
+def test_a_ground_truth_without_tests(truth: str) -> None:
+    with pytest.raises(ValueError, match="the ground truth .* (is not JSON|holds no tests)"):
+        code_tests("s", fenced("1"), truth, {}, isolation=ISOLATION)
+
+
+def test_out_of_time() -> None:
+    run = run_program("while True: pass", "", Limits(0.5, 1 << 29, namespaces=HAS_NAMESPACES))
+    assert run.exit_code is None
+
+
+@pytest.mark.parametrize(
+    ("program", "printed"),
+    [
+        ("try: bytearray(1 << 30)\nexcept MemoryError: print('denied')", "denied"),
+        ("try: open('big', 'wb').write(bytes(1 << 25))\nexcept OSError: print('denied')", "denied"),
+        ("try: [open(f'{i}', 'w') for i in range(100)]\nexcept OSError: print('denied')", "denied"),
+        ("import os; print(sorted(os.environ))", "['HOME', 'LANG', 'PATH', 'TMPDIR']"),
+        ("import os; print(os.path.samefile('.', os.environ['HOME']), sorted(os.listdir('.'))[0])", "True program.py"),
+        ("import sys; print(sys.stdin.read(), sys.stdin.isatty())", "given False"),
+    ],
+)  # fmt: skip
+def test_limits(program: str, printed: str) -> None:
+    assert run_program(program, "given", LIMITS).output.rstrip() == printed
+
+
+def test_no_descriptor_and_no_directory_is_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with (tmp_path / "secret").open("w") as file:
+        os.set_inheritable(file.fileno(), True)
+        program = f"import os\ntry: os.fstat({file.fileno() + 20})\nexcept OSError: print('closed')"
+        os.dup2(file.fileno(), file.fileno() + 20, inheritable=True)
+        try:
+            assert run_program(program, "", LIMITS).output == "closed\n"
+        finally:
+            os.close(file.fileno() + 20)
+    assert [path.name for path in tmp_path.iterdir()] == ["secret"]
+
+
+def test_output_is_cut_at_the_limit_of_a_file() -> None:
+    run = run_program("while True: print('x' * 1000)", "", LIMITS)
+    assert run.exit_code != 0 and len(run.output) <= LIMITS.file_bytes
+
+
+@needs_namespaces
+def test_no_network_not_even_to_this_machine() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        program = f"import socket\nsocket.create_connection(('127.0.0.1', {port}), timeout=5)\nprint('connected')"
+        assert run_program(program, "", LIMITS).output == ""
+        unshielded = Limits(20.0, 1 << 29, namespaces=False)
+        assert run_program(program, "", unshielded).output == "connected\n"
+
+
+@needs_namespaces
+@pytest.mark.parametrize("ending", ["", "time.sleep(600)"])
+def test_no_process_is_left_in_whatever_session(ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    program = f"import os, time\nfor _ in range(3):\n  if os.fork() == 0: os.setsid(); time.sleep(600)\n{ending}"
+    run_program(program, "", Limits(1.0, 1 << 29))
+    deadline = time.monotonic() + 30
+    while any(str(tmp_path) in " ".join(_command(p)) for p in psutil.process_iter()):
+        assert time.monotonic() < deadline, "a process of the program is left"
+        time.sleep(0.02)
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def test_a_system_without_namespaces_is_told_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "NAMESPACES", -1)  # no such flags: unshare fails
+    assert not sandbox.has_namespaces()
+    with pytest.raises(ValueError, match="allows no unprivileged namespaces.* set isolation to limits"):
+        code._check_code_tests()
+    code._check_code_tests(isolation="limits")
