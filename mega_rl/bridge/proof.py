@@ -24,7 +24,9 @@ import numpy
 import torch
 from torch import Tensor
 
-from mega_rl.bridge.slices import Box, Slice, carry_over, intersect, num_elements
+from mega_rl.bridge.execute import Read
+from mega_rl.bridge.slices import Box, Slice, carry_over, extents, indices, intersect, num_elements
+from mega_rl.parallel.collectives import gather_objects
 
 SAMPLE_SYNCS = 16  # `bridge.verify=sample` comes round to every tensor within so many syncs
 CHUNK_DIGITS = 1 << 18  # of a piece at a time: its products stay in the processor's cache
@@ -33,20 +35,23 @@ Hashes = list[int]  # of a rank's cells, in their order
 Sizes = Mapping[str, tuple[int, ...]]  # of the HF tensors
 
 
-def common_cells(mine: Iterable[Slice], theirs: Iterable[Slice]) -> list[Slice]:
+def distinct_boxes(slices: Iterable[Slice]) -> dict[str, list[Box]]:
+    """How one side cuts every tensor, copies counted once."""
+    boxes: dict[str, dict[Box, None]] = defaultdict(dict)  # sets that keep the order
+    for piece in slices:
+        boxes[piece.hf_name][piece.hf_box] = None
+    return {name: list(found) for name, found in boxes.items()}
+
+
+def common_cells(mine: Iterable[Slice], theirs: Mapping[str, Sequence[Box]]) -> list[Slice]:
     """``mine`` cut along the borders of ``theirs``: both sides then hash the same boxes, whatever their layouts.
 
-    Args:
-        mine: the slices of one rank of one side.
-        theirs: the slices of all ranks of the other side.
+    What the other side does not hold at all stays as it is.
     """
-    boxes: dict[str, dict[Box, None]] = defaultdict(dict)  # sets that keep the order
-    for piece in theirs:
-        boxes[piece.hf_name][piece.hf_box] = None
     return [
         Slice(piece.hf_name, cell, piece.local_name, carry_over(cell, piece.hf_box, piece.local_box))
         for piece in mine
-        for box in boxes[piece.hf_name]
+        for box in theirs.get(piece.hf_name, [piece.hf_box])
         if (cell := intersect(piece.hf_box, box)) is not None
     ]
 
@@ -134,6 +139,64 @@ def check_hashes(
     for start in range(0, len(engines), engine_size):
         members = engines[start : start + engine_size]
         _check_whole(sizes, [c for cells, _ in members for c in cells], f"the engine on rank {start}", version)
+
+
+class Proof:
+    """Compares the trainer's Hugging Face view with live engine weights; every rank of the default group takes part."""
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        sources: Sequence[Sequence[Slice]],
+        wanted: Sequence[Sequence[Slice]],
+        engine_size: int,
+        is_sample: bool,
+        seed: int,
+    ) -> None:
+        """
+        Args:
+            sizes: of every HF tensor that the engines must hold.
+            sources: what every rank holds of them as a trainer.
+            wanted: what every rank holds of them as an engine worker.
+            engine_size: consecutive ranks that form one engine.
+            is_sample: check one part in ``SAMPLE_SYNCS`` of the tensors at a time; ``seed`` chooses which.
+        """
+        self.sizes, self.engine_size, self.is_sample, self.seed = sizes, engine_size, is_sample, seed
+        held, needed = (distinct_boxes(s for slices in side for s in slices) for side in (sources, wanted))
+        self.trainer_cells = [common_cells(slices, needed) for slices in sources]
+        self.engine_cells = [common_cells(slices, held) for slices in wanted]
+        self.num_syncs = 0
+
+    def check(self, read: Read, parameters: Mapping[str, Tensor], rank: int, version: int) -> int:
+        """Prove one sync; collective.
+
+        Args:
+            read: as the transfer's: gives what this rank's trainer sends, casts and noise included.
+            parameters: this rank's live engine parameters.
+
+        Returns:
+            The number of tensors compared.
+
+        Raises:
+            RuntimeError: on every rank, as ``check_hashes``.
+        """
+        names = sampled_names(self.sizes, self.num_syncs, self.seed) if self.is_sample else frozenset(self.sizes)
+        salt, self.num_syncs = hash((self.seed, self.num_syncs)), self.num_syncs + 1
+        trainer, engines = (
+            [[cell for cell in cells if cell.hf_name in names] for cells in side]
+            for side in (self.trainer_cells, self.engine_cells)
+        )
+        sent = (read(c.local_name, c.hf_name, c.hf_box, c.local_box) for c in trainer[rank])
+        live = (parameters[c.local_name][indices(c.local_box)].reshape(extents(c.hf_box)) for c in engines[rank])
+        hashes = gather_objects((cell_hashes(trainer[rank], sent, salt), cell_hashes(engines[rank], live, salt)))
+        check_hashes(
+            {name: self.sizes[name] for name in names},
+            list(zip(trainer, (own for own, _ in hashes), strict=True)),
+            list(zip(engines, (own for _, own in hashes), strict=True)),
+            self.engine_size,
+            version,
+        )
+        return len(names)
 
 
 def _check_whole(sizes: Sizes, cells: Iterable[Slice], who: str, version: int) -> None:

@@ -125,7 +125,7 @@ RL: dict[str, Rule] = {
     "rollout.kv_cache_bytes": at_least(1),
     "rollout.validation.n": at_least(0),
     "rollout.validation.temperature": above(0),
-    "bridge.verify": one_of("off", "all"),
+    "bridge.verify": one_of("off", "sample", "all"),
     "algorithm.name": one_of("grpo"),
     "algorithm.clip_ratio_low": Rule(lambda v: _is_number(v) and 0 < v < 1, "a number > 0 and < 1"),
     "algorithm.clip_ratio_high": above(0),

@@ -59,7 +59,9 @@ class BridgeConfig:
     """How weights move from the trainer to the engines."""
 
     bucket_bytes: int = 268435456  # extra memory per rank that a sync may take, bytes
-    verify: str = "off"  # off | all: after every sync compare each live engine weight with the trainer's; live only
+    # Hashes of live engine weights against the trainer's after every sync, live only: off | sample: every tensor once in
+    # 16 syncs | all: every tensor, every copy, every sync.
+    verify: str = "off"
 
 
 @dataclass

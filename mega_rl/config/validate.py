@@ -310,9 +310,10 @@ def _rollout_and_algorithm(found: _Problems) -> None:
     rollout, algorithm, data = found.config.rollout, found.config.algorithm, found.config.data
     if found.good("rollout.n") and algorithm.name == "grpo" and rollout.n < 2:
         found.add(f"rollout.n is {rollout.n}: set it to at least 2, since grpo compares the samples of one prompt")
-    if found.config.bridge.verify == "all" and rollout.weight_update == "reload":
+    verify = found.config.bridge.verify
+    if verify != "off" and rollout.weight_update == "reload":
         found.add(
-            "bridge.verify is 'all', but with rollout.weight_update 'reload' there are no live weights to compare: "
+            f"bridge.verify is {verify!r}, but with rollout.weight_update 'reload' there are no live weights to compare: "
             "set bridge.verify to off, or rollout.weight_update to live"
         )
     if found.good("data.train_batch_size", "rollout.n", "algorithm.minibatches_per_step"):
