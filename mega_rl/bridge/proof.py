@@ -181,7 +181,8 @@ class Proof:
             RuntimeError: on every rank, as ``check_hashes``.
         """
         names = sampled_names(self.sizes, self.num_syncs, self.seed) if self.is_sample else frozenset(self.sizes)
-        salt, self.num_syncs = hash((self.seed, self.num_syncs)), self.num_syncs + 1
+        salt = (self.seed << 32) + self.num_syncs
+        self.num_syncs += 1
         trainer, engines = (
             [[cell for cell in cells if cell.hf_name in names] for cells in side]
             for side in (self.trainer_cells, self.engine_cells)

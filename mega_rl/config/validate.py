@@ -313,8 +313,8 @@ def _rollout_and_algorithm(found: _Problems) -> None:
     verify = found.config.bridge.verify
     if verify != "off" and rollout.weight_update == "reload":
         found.add(
-            f"bridge.verify is {verify!r}, but with rollout.weight_update 'reload' there are no live weights to compare: "
-            "set bridge.verify to off, or rollout.weight_update to live"
+            f"bridge.verify is {verify!r}, but with rollout.weight_update 'reload' there are no live weights to compare"
+            ": set bridge.verify to off, or rollout.weight_update to live"
         )
     if found.good("data.train_batch_size", "rollout.n", "algorithm.minibatches_per_step"):
         samples, parts = data.train_batch_size * rollout.n, algorithm.minibatches_per_step
