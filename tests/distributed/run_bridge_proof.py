@@ -1,4 +1,4 @@
-"""Faults injected into syncs between gloo processes; launched by ``test_bridge_proof.py``, prints ``CHECK <name> ok``."""
+"""Faults injected into syncs between gloo processes; launched by ``test_bridge_proof.py``."""
 
 from __future__ import annotations
 
