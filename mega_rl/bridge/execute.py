@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
+from mega_rl import platform
 from mega_rl.bridge.plan import Move, Plan
 from mega_rl.bridge.slices import Box, extents, indices, num_elements, split_box
 
@@ -19,7 +21,11 @@ Write = Callable[[str, str, Box, Box, torch.Tensor], None]  # the same of the de
 
 @dataclass(frozen=True)
 class Ledger:
-    """What one rank moved in one run."""
+    """What one rank moved in one run, and where its time went.
+
+    The device is waited for at both ends of the run, so that ``seconds`` is true everywhere. Between them it is not, or
+    nothing would overlap: where it works behind the host's back, its time counts where the host waits for it next.
+    """
 
     bytes_local: int  # copied within this rank
     bytes_sent: int
@@ -27,6 +33,9 @@ class Ledger:
     bytes_minimum: int  # distinct bytes that this rank had to receive; equal to bytes_received
     seconds: float
     num_buckets: int  # collective exchanges, the same on every rank
+    pack_s: float = 0.0  # pieces into send buffers, a cast or noise included
+    transfer_s: float = 0.0  # waiting for exchanges: what packing and writing did not hide
+    write_s: float = 0.0  # local copies, and received pieces into place
 
 
 @dataclass
@@ -78,7 +87,7 @@ class Transfer:
     ) -> None:
         """``rank`` is this process in the plan and in the group; ``device`` is where the buffers of the group lie.
 
-        The send and the receive buffer of an exchange take at most ``bucket_bytes`` together.
+        The send and receive buffers of the two exchanges that are under way at a time take at most ``bucket_bytes``.
         """
         assert world_size == plan.num_ranks, f"the plan is for {plan.num_ranks} ranks, the group has {world_size}"
         self.plan, self.rank, self.world_size, self.group = plan, rank, world_size, group
@@ -95,14 +104,24 @@ class Transfer:
         ``read`` returns tensors of ``dtype``: a cast or noise is applied once, by the source. The tensor that ``write``
         gets is valid only during the call.
         """
+        here = platform.current()
+        here.synchronize()
         start = time.perf_counter()
         if dtype.itemsize not in self._schedules:
             self._schedules[dtype.itemsize] = self._schedule(self.plan.moves, dtype.itemsize)
         local, buckets = self._schedules[dtype.itemsize]
-        self._move(local, buckets, read, write, dtype)
+        clock = self._move(local, buckets, read, write, dtype)
+        here.synchronize()
         v, size = self._volume, dtype.itemsize
-        seconds = time.perf_counter() - start
-        return Ledger(size * v.local, size * v.sent, size * v.received, size * v.minimum, seconds, len(buckets))
+        return Ledger(
+            bytes_local=size * v.local,
+            bytes_sent=size * v.sent,
+            bytes_received=size * v.received,
+            bytes_minimum=size * v.minimum,
+            seconds=time.perf_counter() - start,
+            num_buckets=len(buckets),
+            **clock.seconds,
+        )
 
     def stream(self, read: Read, hf_names: Sequence[str], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole HF tensors one at a time in the order given; collective: every rank must exhaust the iterator.
@@ -144,7 +163,7 @@ class Transfer:
 
     def _schedule(self, pieces: Sequence[Move], element_size: int) -> tuple[list[Move], list[Bucket]]:
         """This rank's local copies and its part of every exchange."""
-        capacity = max(1, self.bucket_bytes // element_size)
+        capacity = max(1, self.bucket_bytes // (2 * element_size))  # one is packed while another is under way
         local = [p for p in pieces if p.is_local and p.src_rank == self.rank]
         buckets = []
         for filled in fill_buckets([p for p in pieces if not p.is_local], self.world_size, capacity):
@@ -156,25 +175,81 @@ class Transfer:
 
     def _move(
         self, local: Sequence[Move], buckets: Sequence[Bucket], read: Read, write: Write, dtype: torch.dtype
-    ) -> None:
-        for p in local:
-            write(p.dst_name, p.hf_name, p.hf_box, p.dst_box, _checked_read(read, p, dtype))
-        for bucket in buckets:
-            self._exchange(bucket, read, write, dtype)
+    ) -> _Clock:
+        """Packs the next exchange while one is under way, and writes what came while the next one is."""
+        clock = _Clock()
+        sizes = [sum(p.num_elements for p in (*b.sends, *b.receives)) for b in buckets]
+        memory = [torch.empty(max(sizes[i::2], default=0), dtype=dtype, device=self.device) for i in range(2)]
+        before: _Exchange | None = None
+        for i, bucket in enumerate(buckets):
+            with clock("pack_s"):
+                exchange = _Exchange(bucket, memory[i % 2], self.world_size)
+                for p, part in zip(bucket.sends, _parts(exchange.outgoing, bucket.sends), strict=True):
+                    part.copy_(_checked_read(read, p, dtype))
+            if before is not None:
+                with clock("transfer_s"):
+                    before.wait()
+            exchange.start(self.group)
+            with clock("write_s"):
+                if before is None:
+                    _copy_local(local, read, write, dtype)
+                else:
+                    before.write(write)
+            before = exchange
+        if before is None:
+            with clock("write_s"):
+                _copy_local(local, read, write, dtype)
+            return clock
+        with clock("transfer_s"):
+            before.wait()
+        with clock("write_s"):
+            before.write(write)
+        return clock
 
-    def _exchange(self, bucket: Bucket, read: Read, write: Write, dtype: torch.dtype) -> None:
-        send_sizes, receive_sizes = [0] * self.world_size, [0] * self.world_size
+
+class _Exchange:
+    """One bucket between its packing and its writing, in memory that is reused by the exchange after the next."""
+
+    def __init__(self, bucket: Bucket, memory: torch.Tensor, world_size: int) -> None:
+        self.bucket = bucket
+        self.send_sizes, self.receive_sizes = [0] * world_size, [0] * world_size
         for p in bucket.sends:
-            send_sizes[p.dst_rank] += p.num_elements
+            self.send_sizes[p.dst_rank] += p.num_elements
         for p in bucket.receives:
-            receive_sizes[p.src_rank] += p.num_elements
-        outgoing = torch.empty(sum(send_sizes), dtype=dtype, device=self.device)
-        incoming = torch.empty(sum(receive_sizes), dtype=dtype, device=self.device)
-        for p, part in zip(bucket.sends, _parts(outgoing, bucket.sends), strict=True):
-            part.copy_(_checked_read(read, p, dtype))
-        dist.all_to_all_single(incoming, outgoing, receive_sizes, send_sizes, group=self.group)
-        for p, part in zip(bucket.receives, _parts(incoming, bucket.receives), strict=True):
+            self.receive_sizes[p.src_rank] += p.num_elements
+        num_sent, num_received = sum(self.send_sizes), sum(self.receive_sizes)
+        self.outgoing, self.incoming = memory[: num_sent + num_received].split([num_sent, num_received])
+        self._work: dist.Work | None = None
+
+    def start(self, group: dist.ProcessGroup | None) -> None:
+        sizes = self.receive_sizes, self.send_sizes
+        self._work = dist.all_to_all_single(self.incoming, self.outgoing, *sizes, group=group, async_op=True)
+
+    def wait(self) -> None:
+        assert self._work is not None, "an exchange that has not begun"
+        self._work.wait()
+
+    def write(self, write: Write) -> None:
+        for p, part in zip(self.bucket.receives, _parts(self.incoming, self.bucket.receives), strict=True):
             write(p.dst_name, p.hf_name, p.hf_box, p.dst_box, part)
+
+
+class _Clock:
+    """Seconds by phase."""
+
+    def __init__(self) -> None:
+        self.seconds = {"pack_s": 0.0, "transfer_s": 0.0, "write_s": 0.0}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[phase] += time.perf_counter() - start
+
+
+def _copy_local(local: Sequence[Move], read: Read, write: Write, dtype: torch.dtype) -> None:
+    for p in local:
+        write(p.dst_name, p.hf_name, p.hf_box, p.dst_box, _checked_read(read, p, dtype))
 
 
 def _parts(flat: torch.Tensor, pieces: Sequence[Move]) -> Iterator[torch.Tensor]:

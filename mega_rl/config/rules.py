@@ -138,7 +138,7 @@ RL: dict[str, Rule] = {
     "rollout.kv_cache_bytes": at_least(1),
     "rollout.validation.n": at_least(0),
     "rollout.validation.temperature": above(0),
-    "bridge.verify": one_of("off", "all"),
+    "bridge.verify": one_of("off", "sample", "all"),
     "algorithm.name": one_of(*PRESETS),
     "algorithm.advantage": one_of("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"),
     "algorithm.objective": one_of("ppo", "gspo", "cispo"),

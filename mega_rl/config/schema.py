@@ -63,7 +63,9 @@ class BridgeConfig:
     """How weights move from the trainer to the engines."""
 
     bucket_bytes: int = 268435456  # extra memory per rank that a sync may take, bytes
-    verify: str = "off"  # off | all: after every sync compare each live engine weight with the trainer's; live only
+    # After every sync compare hashes of the live engine weights with the trainer's, weight_update=live only:
+    # off | sample: a part of the tensors, every one of them within 16 syncs | all
+    verify: str = "off"
 
 
 @dataclass

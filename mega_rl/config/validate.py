@@ -319,10 +319,11 @@ def _rollout_and_algorithm(found: _Problems) -> None:
             f"rollout.replay is {rollout.replay!r}, which is no directory: give the rollouts directory of a run that "
             "had logging.dump_rollouts set, or null"
         )
-    if found.config.bridge.verify == "all" and rollout.weight_update == "reload":
+    verify = found.config.bridge.verify
+    if verify != "off" and rollout.weight_update == "reload":
         found.add(
-            "bridge.verify is 'all', but with rollout.weight_update 'reload' there are no live weights to compare: "
-            "set bridge.verify to off, or rollout.weight_update to live"
+            f"bridge.verify is {verify!r}, but with rollout.weight_update 'reload' there are no live weights to compare"
+            ": set bridge.verify to off, or rollout.weight_update to live"
         )
     if found.good("data.train_batch_size", "rollout.n", "algorithm.minibatches_per_step"):
         samples, parts = data.train_batch_size * rollout.n, algorithm.minibatches_per_step

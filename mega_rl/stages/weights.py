@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from mega_rl.bridge.execute import Ledger, Read, Transfer
 from mega_rl.bridge.families import hf_tensors, roles
 from mega_rl.bridge.huggingface import HFWriter
 from mega_rl.bridge.plan import compile_plan
+from mega_rl.bridge.proof import Proof
 from mega_rl.bridge.slices import Box, Slice, indices, num_elements
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.model import DTYPES
@@ -33,7 +35,7 @@ MAX_SHARD_BYTES = 5 << 30  # of an exported safetensors file
 class Sync(Protocol):
     """How the engines come to the actor's weights, and the trainer to the engines' memory."""
 
-    def push(self, version: int, sigma: float) -> dict[str, float]: ...
+    def push(self, version: int, sigma: float, is_validation: bool = False) -> dict[str, float]: ...
 
     def end_sampling(self) -> None: ...
 
@@ -44,7 +46,7 @@ class Unsynced:
     def __init__(self, rollout: RolloutEngine) -> None:
         self._rollout = rollout
 
-    def push(self, version: int, sigma: float) -> dict[str, float]:
+    def push(self, version: int, sigma: float, is_validation: bool = False) -> dict[str, float]:
         self._rollout.finish_update(version)
         return {}
 
@@ -64,7 +66,6 @@ class WeightSync:
         self.trainer, self.rollout, self.noise = trainer, rollout, noise
         self.dtype = DTYPES[config.rollout.dtype or config.model.dtype]
         self.is_live = config.rollout.weight_update == "live"
-        self.verify = config.bridge.verify == "all"
         self.shapes = hf_tensors(shape)
         self.noisy_names = frozenset(noise.targets(roles(shape)) if config.aqn.enabled else ())
         size, engines = config.rollout.tensor_parallel_size, session.engine_layout
@@ -75,10 +76,17 @@ class WeightSync:
                 check_engine_parameters(rollout.parameters(), wanted[dist.get_rank()], self.dtype)
         else:
             wanted = [full_slices(shape)] * world_size
+        start = time.perf_counter()
         plan = compile_plan(sources, wanted)
         self.transfer = Transfer(plan, dist.get_rank(), world_size, None, config.bridge.bucket_bytes, session.device)
+        self.plan_s = time.perf_counter() - start
+        self.proof: Proof | None = None
+        if self.is_live and config.bridge.verify != "off":
+            is_sample = config.bridge.verify == "sample"
+            self.proof = Proof(self.shapes, sources, wanted, size, is_sample, config.trainer.seed)
+        self._pushed: tuple[int, bool] | None = None  # what the engines hold: version, for training
 
-    def push(self, version: int, sigma: float) -> dict[str, float]:
+    def push(self, version: int, sigma: float, is_validation: bool = False) -> dict[str, float]:
         """Make the engines sample from the actor's present weights; collective.
 
         What ``memory.offload`` names leaves the device as soon as it is not needed, until ``end_sampling``.
@@ -86,13 +94,16 @@ class WeightSync:
         Args:
             version: number of finished steps; keys the noise.
             sigma: standard deviation of the noise; 0 for clean weights.
+            is_validation: for validation, which comes before the training on the same version.
 
         Returns:
             Metrics of the sync.
 
         Raises:
-            RuntimeError: ``bridge.verify=all`` found a live weight that differs from the trainer's.
+            RuntimeError: the version is not newer than what the engines hold, the engines hold another one than was
+                pushed last, or ``bridge.verify`` found a live weight that differs from the trainer's.
         """
+        self._check_version(version, is_validation)
         noise = self.noise.for_sync(version, sigma)
         masters = self.trainer.master_weights(self.noisy_names) if sigma else {}
 
@@ -112,10 +123,11 @@ class WeightSync:
             self.rollout.load_hf_weights(self.transfer.stream(read, list(self.shapes), self.dtype))
             ledger = None
         self.rollout.finish_update(version)
-        if self.verify and self.is_live:
-            self._verify(read, version)
+        self._pushed = version, not is_validation
+        metrics = self._metrics(ledger, noise)
+        metrics |= self._verify(read, version)
         self.trainer.offload.to_host("weights")
-        return self._metrics(ledger, noise)
+        return metrics
 
     def end_sampling(self) -> None:
         """The engine's memory is the trainer's until the next ``push``."""
@@ -131,35 +143,50 @@ class WeightSync:
         with torch.no_grad():
             return self.transfer.run(read, write, self.dtype)
 
-    def _verify(self, read: Read, version: int) -> None:
-        parameters, wrong = self.rollout.parameters(), []
+    def _check_version(self, version: int, is_validation: bool) -> None:
+        """Refuse to write an update twice, or an older one over a newer: something called out of turn."""
+        held = self.rollout.weight_version
+        if self._pushed is None:
+            return
+        if held != self._pushed[0]:
+            raise RuntimeError(f"the engine holds weight version {held}, but the last sync pushed {self._pushed[0]}")
+        if (version, not is_validation) <= self._pushed:
+            use = "validation" if is_validation else "training"
+            raise RuntimeError(f"a sync of weight version {version} for {use}, but the engine holds version {held}")
 
-        def compare(local_name: str, hf_name: str, hf_box: Box, local_box: Box, piece: Tensor) -> None:
-            if not torch.equal(parameters[local_name][indices(local_box)].view_as(piece), piece):
-                wrong.append(hf_name)
-
-        self.transfer.run(read, compare, self.dtype)
-        for rank, names in enumerate(gather_objects(sorted(set(wrong)))):
-            if names:
-                raise RuntimeError(
-                    f"after the sync of weight version {version} the engine on rank {rank} holds another {names[0]} "
-                    f"than the trainer ({len(names)} tensors differ)"
-                )
+    def _verify(self, read: Read, version: int) -> dict[str, float]:
+        if self.proof is None:
+            return {}
+        start = time.perf_counter()
+        with torch.no_grad():
+            num_tensors = self.proof.check(read, self.rollout.parameters(), dist.get_rank(), version)
+        return {"bridge/verify_s": time.perf_counter() - start, "bridge/verified_tensors": float(num_tensors)}
 
     def _metrics(self, ledger: Ledger | None, noise: SyncNoise) -> dict[str, float]:
-        parts = gather_objects((ledger, noise.records))
-        metrics: dict[str, float] = {}
-        ledgers = [part for part, _ in parts if part is not None]
-        if ledgers:
-            moved = sum(part.bytes_local + part.bytes_received for part in ledgers)
-            seconds = max(part.seconds for part in ledgers)
-            metrics = {
-                "bridge/bytes_local": float(sum(part.bytes_local for part in ledgers)),
-                "bridge/bytes_sent": float(sum(part.bytes_sent for part in ledgers)),
-                "bridge/seconds": seconds,
-                "bridge/gb_per_s": moved / 1e9 / max(seconds, 1e-9),
-            }
-        return metrics | (noise_metrics(records for _, records in parts) if noise.sigma else {})
+        parts = gather_objects((ledger, noise.records, self.plan_s))
+        ledgers = [part for part, _, _ in parts if part is not None]
+        metrics = ledger_metrics(ledgers) if ledgers else {}
+        metrics["bridge/plan_s"] = max(seconds for _, _, seconds in parts)
+        return metrics | (noise_metrics(records for _, records, _ in parts) if noise.sigma else {})
+
+
+def ledger_metrics(ledgers: Sequence[Ledger]) -> dict[str, float]:
+    """The figures of one sync from the ledgers of all ranks."""
+    sent = [ledger.bytes_sent for ledger in ledgers]
+    moved = sum(ledger.bytes_local + ledger.bytes_sent for ledger in ledgers)
+    seconds = max(ledger.seconds for ledger in ledgers)
+    return {
+        "bridge/bytes_local": float(sum(ledger.bytes_local for ledger in ledgers)),
+        "bridge/bytes_sent": float(sum(sent)),
+        "bridge/bytes_received": float(sum(ledger.bytes_received for ledger in ledgers)),
+        "bridge/bytes_minimum": float(sum(ledger.bytes_minimum for ledger in ledgers)),
+        "bridge/largest_sender": max(sent) * len(sent) / sum(sent) if sum(sent) else 1.0,
+        "bridge/pack_s": max(ledger.pack_s for ledger in ledgers),
+        "bridge/transfer_s": max(ledger.transfer_s for ledger in ledgers),
+        "bridge/write_s": max(ledger.write_s for ledger in ledgers),
+        "bridge/seconds": seconds,
+        "bridge/gb_per_s": moved / 1e9 / max(seconds, 1e-9),
+    }
 
 
 def check_engine_parameters(parameters: Mapping[str, Tensor], slices: Sequence[Slice], dtype: torch.dtype) -> None:

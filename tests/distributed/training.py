@@ -20,7 +20,19 @@ from tests.launch import REPO, Launched, alive, started, torchrun_command
 TRAIN = REPO / "tools" / "train.py"
 HELD = REPO / "tests" / "distributed" / "run_held.py"
 # What differs between two runs of the same computation.
-CLOCKS = ("time/", "throughput/", "memory/", "bridge/seconds", "bridge/gb_per_s", "rollout/tokens_per_s")
+CLOCKS = (
+    "time/",
+    "throughput/",
+    "memory/",
+    "bridge/seconds",
+    "bridge/gb_per_s",
+    "bridge/plan_s",
+    "bridge/pack_s",
+    "bridge/transfer_s",
+    "bridge/write_s",
+    "bridge/verify_s",
+    "rollout/tokens_per_s",
+)
 RUN_MARK = "MEGA_RL_TEST_RUN"
 
 RL = """

@@ -54,6 +54,18 @@ def test_quick_run_prints_a_table_and_writes_json(script: str, tmp_path: Path) -
         assert case["num_tokens"] == int(figure(body[0][2])) and all(len(s) == 2 for s in case["seconds"].values())
 
 
+@pytest.mark.slow
+def test_weight_sync_moves_the_minimum(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    launched = run((sys.executable, "benchmarks/weight_sync.py", "--quick", "--json", str(path))).check()
+    ((header, *body),) = tables(launched.stdout)
+    results = json.loads(path.read_text())["results"]
+    assert [row[0] for row in body] == [found["case"] for found in results] and len(body[0]) == len(header)
+    for found in results:
+        assert found["bytes_sent"] == found["bytes_minimum"] and found["bytes_local"] > 0
+    assert results[0]["bytes_sent"] > 0 and results[1]["bytes_sent"] == 0  # the second has the engines' layout
+
+
 @pytest.mark.parametrize("script", ["benchmarks/logprob.py", "benchmarks/train_step.py"])
 def test_help(script: str) -> None:
     launched = run((sys.executable, script, "--help")).check()

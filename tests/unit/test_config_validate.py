@@ -400,8 +400,9 @@ def test_unrounded_noise_needs_a_float32_engine(config):
     assert "aqn.rounding" in line and "rollout.dtype" in line
 
 
-def test_verifying_needs_live_weights(config):
-    config.bridge.verify = "all"
+@pytest.mark.parametrize("verify", ["sample", "all"])
+def test_verifying_needs_live_weights(config, verify):
+    config.bridge.verify = verify
     assert problems(config) == []
     config.rollout.weight_update = "reload"
     (line,) = problems(config)
