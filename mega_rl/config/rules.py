@@ -115,6 +115,8 @@ COMMON: dict[str, Rule] = {
 
 # Sections that a supervised run does not read.
 RL: dict[str, Rule] = {
+    "rollout.placement": one_of("colocated", "separate"),
+    "rollout.num_engines": at_least(1),
     "rollout.tensor_parallel_size": at_least(1),
     "rollout.dtype": nullable(one_of("float32", "bfloat16")),
     "rollout.n": at_least(1),

@@ -23,6 +23,7 @@ from mega_rl.megatron.model import DTYPES
 from mega_rl.parallel.collectives import gather_objects, together
 from mega_rl.rollout.engine import RolloutEngine
 from mega_rl.rollout.noise import AqnNoise, SyncNoise, noise_metrics
+from mega_rl.rollout.remote_engines import RemoteEngines
 from mega_rl.stages.session import Session
 from mega_rl.types import InputError
 
@@ -46,6 +47,13 @@ class WeightSync:
         self.noisy_names = frozenset(noise.targets(roles(shape)) if config.aqn.enabled else ())
         size, engines = config.rollout.tensor_parallel_size, session.engine_layout
         sources = [trainer.slices_of(rank) for rank in range(world_size)]
+        if isinstance(rollout, RemoteEngines):
+            wanted = [vllm_slices(shape, size, tensor_rank) for tensor_rank in range(size)]
+            with together("matching the engines' parameters"):
+                for worker, parameters in enumerate(rollout.parameter_shapes()):
+                    check_engine_parameters(parameters, wanted[worker % size], self.dtype)
+            self.transfer = rollout.connect(sources, wanted, self.dtype, config.bridge.bucket_bytes, session.device)
+            return
         if self.is_live:
             wanted = [vllm_slices(shape, size, engines.tensor_rank(rank)) for rank in range(world_size)]
             with together("matching the engine's parameters"):
@@ -89,7 +97,11 @@ class WeightSync:
             self.rollout.load_hf_weights(self.transfer.stream(read, list(self.shapes), self.dtype))
             ledger = None
         self.rollout.finish_update(version)
-        if self.verify and self.is_live:
+        if self.verify and isinstance(self.rollout, RemoteEngines):
+            self.rollout.begin_compare()
+            self.transfer.run(read, write_nothing, self.dtype)
+            self.rollout.finish_compare()
+        elif self.verify and self.is_live:
             self._verify(read, version)
         self.trainer.offload.to_host("weights")
         return self._metrics(ledger, noise)
@@ -128,7 +140,7 @@ class WeightSync:
         metrics: dict[str, float] = {}
         ledgers = [part for part, _ in parts if part is not None]
         if ledgers:
-            moved = sum(part.bytes_local + part.bytes_received for part in ledgers)
+            moved = sum(part.bytes_local + part.bytes_sent for part in ledgers)
             seconds = max(part.seconds for part in ledgers)
             metrics = {
                 "bridge/bytes_local": float(sum(part.bytes_local for part in ledgers)),
@@ -137,6 +149,10 @@ class WeightSync:
                 "bridge/gb_per_s": moved / 1e9 / max(seconds, 1e-9),
             }
         return metrics | (noise_metrics(records for _, records in parts) if noise.sigma else {})
+
+
+def write_nothing(local_name: str, hf_name: str, hf_box: Box, local_box: Box, piece: Tensor) -> None:
+    raise AssertionError(f"a rank without an engine is sent {hf_name}")
 
 
 def check_engine_parameters(parameters: Mapping[str, Tensor], slices: Sequence[Slice], dtype: torch.dtype) -> None:
