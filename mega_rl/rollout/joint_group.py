@@ -10,7 +10,7 @@ from torch.distributed import distributed_c10d
 
 JOIN_TIMEOUT = datetime.timedelta(minutes=5)
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
-NAME = distributed_c10d.GroupName("mega_rl_weights")
+NAME = "mega_rl_weights"
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,13 @@ def join_group(point: MeetingPoint, rank: int, store: dist.TCPStore | None = Non
     """
     store = store or join_store(point)
     group, _ = distributed_c10d._new_process_group_helper(
-        point.world_size, rank, [], point.backend, store, group_name=NAME, timeout=COLLECTIVE_TIMEOUT
+        point.world_size,
+        rank,
+        [],
+        point.backend,
+        store,
+        group_name=NAME,  # type: ignore[arg-type]  # a str to torch 2.10, a NewType of it to later ones
+        timeout=COLLECTIVE_TIMEOUT,
     )
     distributed_c10d._world.pg_group_ranks[group] = {i: i for i in range(point.world_size)}
     return group
