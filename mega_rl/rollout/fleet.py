@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import os
 from collections.abc import Sequence
@@ -12,13 +13,14 @@ from mega_rl.rollout.engine_process import EngineProcess, EngineSpec
 from mega_rl.types import InputError
 
 PLACEMENT_TIMEOUT_S = 60
+DEATH_NOTICE_S = 10.0  # that Ray is given to notice which process is gone, where a transfer has failed
 OBJECT_STORE_BYTES = 1 << 27  # of a Ray that is started here: it carries requests and completions, never weights
 
 
 class Fleet:
     """``num_engines`` engines of ``tensor_parallel_size`` workers each; workers are numbered engine by engine.
 
-    The actors end with the process that made them.
+    The workers end with the process that made them.
     """
 
     def __init__(self, spec: EngineSpec, num_engines: int) -> None:
@@ -30,8 +32,11 @@ class Fleet:
         self.num_engines = num_engines
         self.engine_size = spec.rollout.tensor_parallel_size
         self._ray = _connected_ray(self.num_workers)
+        atexit.register(self._end)  # before Ray's own, which leaves the workers to find out for themselves
         self._process_ids: list[int] = []
-        self._workers = [worker for _ in range(num_engines) for worker in self._place(self.engine_size)]
+        self._workers: list[Any] = []
+        for _ in range(num_engines):
+            self._workers += self._place()
         self._process_ids = self.call("process_id", [()] * self.num_workers, "starting")
         self.host = self._ray.util.get_node_ip_address()  # of this process
         points = self._ray.get([worker.open.remote(spec) for worker in self._workers[:: self.engine_size]])
@@ -71,6 +76,15 @@ class Fleet:
             self._raise_failure(done[0], calls.index(done[0]), doing)
         return self._ray.get([call for call in calls if call in finished])
 
+    def raise_death(self, doing: str) -> None:
+        """RuntimeError where a worker's process is gone; one that is busy counts as alive."""
+        self.results(self.submit("process_id", [()] * self.num_workers), doing, DEATH_NOTICE_S)
+
+    def _end(self) -> None:
+        for worker in self._workers:
+            self._ray.kill(worker)
+        self._ray.shutdown()
+
     def _raise_failure(self, call: Any, worker: int, doing: str) -> None:
         try:
             self._ray.get(call)
@@ -89,8 +103,9 @@ class Fleet:
         process = f"process {self._process_ids[worker]}" if self._process_ids else "not yet started"
         return f"rollout engine {engine}, worker {part} ({process}),"
 
-    def _place(self, size: int) -> list[Any]:
+    def _place(self) -> list[Any]:
         """The actors of one engine, on one node."""
+        size = self.engine_size
         options = dict(platform.current().actor_options)
         amounts = {"CPU": options["num_cpus"], "GPU": options.get("num_gpus", 0), **options.get("resources", {})}
         bundle = {name: amount for name, amount in amounts.items() if amount}

@@ -22,8 +22,6 @@ from mega_rl.rollout.replicas import split_requests
 from mega_rl.rollout.sampling import check_length
 from mega_rl.types import Completion, InputError
 
-DEATH_NOTICE_S = 10.0  # that Ray is given to say which engine died, where a transfer has failed
-
 
 class RemoteEngines:
     """A ``RolloutEngine`` whose every method is collective over the trainer's ranks; rank 0 talks to the engines.
@@ -142,7 +140,7 @@ class RemoteEngines:
     def raise_death(self) -> None:
         """RuntimeError that names the engine where one has died; returns where none is known to have, or not here."""
         if self._fleet is not None:
-            self._fleet.results(self._under_way, "exchanging weights", timeout_s=DEATH_NOTICE_S)
+            self._fleet.raise_death("exchanging weights")
 
     def sleep(self) -> None:
         """Nothing: the memory of these engines is nobody else's."""
