@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -79,9 +80,9 @@ class EngineProcess:
         assert self._engine is not None, "a call before start"
         return self._engine
 
-    def parameter_shapes(self) -> dict[str, torch.Tensor]:
-        """This worker's parameters without their contents: tensors on the meta device."""
-        return {name: torch.empty_like(p, device="meta") for name, p in self.engine.parameters().items()}
+    def inspect(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """``function(live parameters, *arguments)``."""
+        return function(self.engine.parameters(), *arguments)
 
     def connect(self, link: Link) -> None:
         self.engine.connect(link)

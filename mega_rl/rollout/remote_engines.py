@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,13 +63,18 @@ class RemoteEngines:
         """Empty: no parameter of these engines lies in this process."""
         return {}
 
-    def parameter_shapes(self) -> list[dict[str, torch.Tensor]]:
-        """The parameters of every worker, as tensors on the meta device; on rank 0, and none elsewhere."""
-        shapes: list[dict[str, torch.Tensor]] = []
-        with together("asking the rollout engines for their parameters"):
+    def inspect(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """What ``function(live parameters, *arguments[worker])`` returns in every worker; the same on every rank."""
+        answers: list[Any] = []
+        with together("inspecting the rollout engines"):
             if self._fleet is not None:
-                shapes = self._fleet.call("parameter_shapes", self._same(), "naming its parameters")
-        return shapes
+                calls = [(function, *of_worker) for of_worker in arguments]
+                answers = self._fleet.call("inspect", calls, "inspected")
+        return broadcast_object(answers)
+
+    def parameter_shapes(self) -> list[dict[str, torch.Tensor]]:
+        """The parameters of every worker, as tensors on the meta device."""
+        return self.inspect(_without_contents, self._same())
 
     def connect(
         self,
@@ -163,6 +168,10 @@ class RemoteEngines:
     def _same(self) -> list[tuple[()]]:
         """The arguments of a call that takes none, for every worker."""
         return [()] * self.num_workers
+
+
+def _without_contents(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.empty_like(parameter, device="meta") for name, parameter in parameters.items()}
 
 
 class _WatchedTransfer(Transfer):

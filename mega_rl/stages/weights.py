@@ -49,9 +49,8 @@ class WeightSync:
         sources = [trainer.slices_of(rank) for rank in range(world_size)]
         if isinstance(rollout, RemoteEngines):
             wanted = [vllm_slices(shape, size, tensor_rank) for tensor_rank in range(size)]
-            with together("matching the engines' parameters"):
-                for worker, parameters in enumerate(rollout.parameter_shapes()):
-                    check_engine_parameters(parameters, wanted[worker % size], self.dtype)
+            for worker, parameters in enumerate(rollout.parameter_shapes()):
+                check_engine_parameters(parameters, wanted[worker % size], self.dtype)
             self.transfer = rollout.connect(sources, wanted, self.dtype, config.bridge.bucket_bytes, session.device)
             return
         if self.is_live:

@@ -24,7 +24,7 @@ from mega_rl.bridge.shape import read_model_shape
 from mega_rl.bridge.slices import Box, Slice, indices
 from mega_rl.bridge.trainer_layout import megatron_slices, padded_vocab_size
 from mega_rl.config.schema import RolloutConfig
-from mega_rl.parallel.collectives import broadcast_object, together
+from mega_rl.parallel.collectives import together
 from mega_rl.rollout.engine_process import EngineProcess, EngineSpec
 from mega_rl.rollout.remote_engines import RemoteEngines
 from mega_rl.rollout.sampling import make_requests
@@ -67,14 +67,12 @@ class Trainer:
         self.engines.finish_update(version)
         return ledger
 
-    def on_workers(self, function, *arguments) -> list:  # type: ignore[no-untyped-def]
-        """``function(process, *arguments)`` inside every engine process, on rank 0; collective."""
-        answers = []
-        with together("a look into the engines"):
+    def keep_prefixes(self, keep: bool) -> None:
+        """Make the reset of the engines' prefix caches do nothing, or work again; collective."""
+        with together("reaching into the engines"):
             fleet = self.engines._fleet
             if fleet is not None:
-                answers = fleet._ray.get([w.__ray_call__.remote(function, *arguments) for w in fleet._workers])
-        return broadcast_object(answers)
+                fleet._ray.get([w.__ray_call__.remote(replace_reset, keep) for w in fleet._workers])
 
     def greedy(self) -> list[Completion]:
         return self.engines.generate(
@@ -97,12 +95,11 @@ def no_write(local_name: str, hf_name: str, hf_box: Box, local_box: Box, piece: 
     raise AssertionError(f"a trainer rank was sent {hf_name}")
 
 
-def live_parameters(process: EngineProcess) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in process.engine.parameters().items()}
+def copies(parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in parameters.items()}
 
 
-def keep_prefixes(process: EngineProcess, keep: bool) -> None:
-    """Make the engine's reset of its prefix cache do nothing, or work again."""
+def replace_reset(process: EngineProcess, keep: bool) -> None:
     llm = process.engine._llm
     if keep:
         llm.reset_prefix_cache = lambda: True
@@ -110,8 +107,8 @@ def keep_prefixes(process: EngineProcess, keep: bool) -> None:
         del llm.reset_prefix_cache
 
 
-def flip_a_bit(process: EngineProcess, name: str) -> None:
-    process.engine.parameters()[name].view(torch.int32)[3] ^= 1
+def flip_a_bit(parameters: dict[str, torch.Tensor], name: str) -> None:
+    parameters[name].view(torch.int32)[3] ^= 1
 
 
 def equals_hf(trainer: Trainer) -> None:
@@ -125,7 +122,7 @@ def every_parameter_is_the_trainers(trainer: Trainer) -> None:
         perturb(trainer.model, version, 0.05)
         trainer.push(version)
         full = dict(hf_weights(trainer.model))
-        for live in trainer.on_workers(live_parameters):
+        for live in trainer.engines.inspect(copies, [()] * NUM_ENGINES):
             assert live.keys() == {piece.local_name for piece in trainer.wanted}
             for piece in trainer.wanted:
                 ours = full[piece.hf_name][indices(piece.hf_box)]
@@ -155,10 +152,10 @@ def output_follows_the_weights(trainer: Trainer) -> None:
 
 def kept_prefixes_are_wrong(trainer: Trainer) -> None:
     """Without the reset the long prompt's answer is a mixture of two policies: the check above would see it."""
-    trainer.on_workers(keep_prefixes, True)
+    trainer.keep_prefixes(True)
     perturb(trainer.model, 5, 0.05)
     trainer.push(5)
-    trainer.on_workers(keep_prefixes, False)
+    trainer.keep_prefixes(False)
     long = trainer.greedy()[1]
     assert long.token_ids != hf_greedy(trainer.model, long.prompt, NUM_TOKENS)
     trainer.push(6)
@@ -170,7 +167,7 @@ def flipped_bit_is_found(trainer: Trainer) -> None:
     trainer.engines.begin_compare()
     trainer.run()
     trainer.engines.finish_compare()
-    trainer.on_workers(flip_a_bit, "model.norm.weight")
+    trainer.engines.inspect(flip_a_bit, [("model.norm.weight",)] * NUM_ENGINES)
     trainer.engines.begin_compare()
     trainer.run()
     try:
