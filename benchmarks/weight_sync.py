@@ -36,7 +36,7 @@ from mega_rl.bridge.engine_layout import vllm_slices
 from mega_rl.bridge.execute import Transfer
 from mega_rl.bridge.families import hf_tensors
 from mega_rl.bridge.plan import compile_plan
-from mega_rl.bridge.proof import Proof
+from mega_rl.bridge.proof import Proof, colocated
 from mega_rl.bridge.shape import ModelShape
 from mega_rl.bridge.slices import Box, Slice, indices
 from mega_rl.bridge.trainer_layout import megatron_slices, padded_vocab_size
@@ -220,7 +220,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, object]]:
                     found[way].append(figures)
                 if way != "copy":
                     start = time.perf_counter()
-                    bench.proof.check(bench.read, bench.engine, bench.rank, number)
+                    bench.proof.check(bench.read, bench.rank, colocated(bench.engine, bench.rank), number)
                     if way == "mega_rl" and number:
                         proof_s.append(time.perf_counter() - start)
         ledgers = gather_objects(bench.ledger)

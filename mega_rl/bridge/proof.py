@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy
 import torch
@@ -32,6 +33,8 @@ SAMPLE_SYNCS = 16  # `bridge.verify=sample` comes round to every tensor within s
 CHUNK_DIGITS = 1 << 18  # of a piece at a time: its products stay in the processor's cache
 
 Hashes = list[int]  # of a rank's cells, in their order
+# Calls function(live parameters, *arguments[worker]) in every engine worker; all answers, on every rank.
+Inspect = Callable[[Callable[..., Hashes], Sequence[tuple[Any, ...]]], list[Hashes]]
 Sizes = Mapping[str, tuple[int, ...]]  # of the HF tensors
 
 
@@ -96,6 +99,17 @@ def cell_hashes(cells: Sequence[Slice], pieces: Iterable[Tensor], salt: int) -> 
     return torch.stack(found).tolist() if found else []
 
 
+def live_hashes(parameters: Mapping[str, Tensor], cells: Sequence[Slice], salt: int) -> Hashes:
+    """The hashes of an engine worker's cells, read from its live fused parameters."""
+    live = (parameters[c.local_name][indices(c.local_box)].reshape(extents(c.hf_box)) for c in cells)
+    return cell_hashes(cells, live, salt)
+
+
+def colocated(parameters: Mapping[str, Tensor], rank: int) -> Inspect:
+    """``inspect`` for engine workers that live in the ranks of the default group."""
+    return lambda function, arguments: gather_objects(function(parameters, *arguments[rank]))
+
+
 def check_hashes(
     sizes: Sizes,
     trainer: Sequence[tuple[Sequence[Slice], Hashes]],
@@ -156,9 +170,9 @@ class Proof:
         """
         Args:
             sizes: of every HF tensor that the engines must hold.
-            sources: what every rank holds of them as a trainer.
-            wanted: what every rank holds of them as an engine worker.
-            engine_size: consecutive ranks that form one engine.
+            sources: what every trainer rank holds of them.
+            wanted: what every engine worker holds of them.
+            engine_size: consecutive workers that form one engine.
             is_sample: check one part in ``SAMPLE_SYNCS`` of the tensors at a time; ``seed`` chooses which.
         """
         self.sizes, self.engine_size, self.is_sample, self.seed = sizes, engine_size, is_sample, seed
@@ -167,12 +181,13 @@ class Proof:
         self.engine_cells = [common_cells(slices, held) for slices in wanted]
         self.num_syncs = 0
 
-    def check(self, read: Read, parameters: Mapping[str, Tensor], rank: int, version: int) -> int:
+    def check(self, read: Read, rank: int, inspect: Inspect, version: int) -> int:
         """Prove one sync; collective.
 
         Args:
             read: as the transfer's: gives what this rank's trainer sends, casts and noise included.
-            parameters: this rank's live engine parameters.
+            rank: of this trainer.
+            inspect: looks into the live parameters of all engine workers, wherever they are.
 
         Returns:
             The number of tensors compared.
@@ -188,12 +203,12 @@ class Proof:
             for side in (self.trainer_cells, self.engine_cells)
         )
         sent = (read(c.local_name, c.hf_name, c.hf_box, c.local_box) for c in trainer[rank])
-        live = (parameters[c.local_name][indices(c.local_box)].reshape(extents(c.hf_box)) for c in engines[rank])
-        hashes = gather_objects((cell_hashes(trainer[rank], sent, salt), cell_hashes(engines[rank], live, salt)))
+        hashes = gather_objects(cell_hashes(trainer[rank], sent, salt))
+        live = inspect(live_hashes, [(cells, salt) for cells in engines])
         check_hashes(
             {name: self.sizes[name] for name in names},
-            list(zip(trainer, (own for own, _ in hashes), strict=True)),
-            list(zip(engines, (own for _, own in hashes), strict=True)),
+            list(zip(trainer, hashes, strict=True)),
+            list(zip(engines, live, strict=True)),
             self.engine_size,
             version,
         )

@@ -124,6 +124,8 @@ COMMON: dict[str, Rule] = {
 _WHOLE = "since the trainer's log-probabilities are those of the whole vocabulary"
 # Keys that a supervised run does not read.
 RL: dict[str, Rule] = {
+    "rollout.placement": one_of("colocated", "separate"),
+    "rollout.num_engines": at_least(1),
     "rollout.tensor_parallel_size": at_least(1),
     "rollout.dtype": nullable(one_of("float32", "bfloat16")),
     "rollout.n": at_least(1),

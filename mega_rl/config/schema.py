@@ -41,7 +41,9 @@ class SamplingConfig:
 
 @dataclass
 class RolloutConfig:
-    tensor_parallel_size: int = 1  # consecutive ranks form one engine
+    placement: str = "colocated"  # colocated: in the trainer's processes | separate: in others, started through Ray
+    num_engines: int = 1  # separate only
+    tensor_parallel_size: int = 1  # consecutive ranks form one engine; separate: processes of one engine
     dtype: str | None = None  # null: as the model
     n: int = 8  # samples per prompt
     temperature: float = 1.0

@@ -46,6 +46,7 @@ def problems(config: RunConfig, world_size: int | None = None) -> list[str]:
         _rollout_and_algorithm(found)
         _aqn(found)
         _engine_layout(found, world_size, shape)
+        _placement(found)
     return found.lines
 
 
@@ -275,7 +276,7 @@ def _engine_layout(found: _Problems, world_size: int | None, shape: ModelShape |
     field, tensor = "rollout.tensor_parallel_size", found.config.rollout.tensor_parallel_size
     if not found.good(field):
         return
-    if world_size is not None and world_size % tensor:
+    if world_size is not None and found.config.rollout.placement == "colocated" and world_size % tensor:
         mend = f"set it to one of {_divisors(world_size)}"
         found.add(f"{field} is {tensor}, which does not divide the world size {world_size}: {mend}")
     if shape is None:
@@ -286,6 +287,29 @@ def _engine_layout(found: _Problems, world_size: int | None, shape: ModelShape |
     if groups % tensor and tensor % groups:  # the engine repeats key/value heads where it has more ranks than heads
         mend = f"set it to a divisor or a multiple of the model's num_key_value_heads, {groups}"
         found.add(f"{field} is {tensor}: {mend}")
+
+
+def _placement(found: _Problems) -> None:
+    rollout, memory = found.config.rollout, found.config.memory
+    if not found.good("rollout.placement", "rollout.num_engines"):
+        return
+    if rollout.placement == "colocated":
+        if rollout.num_engines != 1:
+            found.add(
+                f"rollout.num_engines is {rollout.num_engines}, but colocated engines are as many as the ranks allow: "
+                "leave it at 1, or set rollout.placement to separate"
+            )
+        return
+    if rollout.weight_update != "live":
+        found.add(
+            f"rollout.weight_update is {rollout.weight_update!r}, but engines elsewhere take weights shard to shard: "
+            "set it to live, or rollout.placement to colocated"
+        )
+    if memory.offload:
+        found.add(
+            f"memory.offload is {memory.offload}, but engines with devices of their own need no room on the trainer's: "
+            "set it to []"
+        )
 
 
 def _rewards(found: _Problems) -> None:

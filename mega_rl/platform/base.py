@@ -22,6 +22,7 @@ class Platform(Protocol):
     name: str  # "cpu" | "cuda" | "npu": also the torch device type
     backend: str  # what torch.distributed.init_process_group is given; always able to move CPU tensors
     visible_devices_variable: str | None  # the environment variable that masks devices
+    actor_options: Mapping[str, Any]  # what a Ray actor with one device of this platform asks for
 
     def is_available(self) -> bool:
         """Whether this machine has such a device and the software for it."""

@@ -16,6 +16,7 @@ class CpuPlatform:
     name = "cpu"
     backend = "gloo"
     visible_devices_variable: str | None = None
+    actor_options: Mapping[str, Any] = {"num_cpus": 1}
 
     def is_available(self) -> bool:
         return True

@@ -15,6 +15,7 @@ class CudaPlatform:
     name = "cuda"
     backend = "cpu:gloo,cuda:nccl"
     visible_devices_variable: str | None = "CUDA_VISIBLE_DEVICES"
+    actor_options: Mapping[str, Any] = {"num_cpus": 1, "num_gpus": 1}
 
     def is_available(self) -> bool:
         return torch.cuda.is_available()

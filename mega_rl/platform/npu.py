@@ -24,6 +24,7 @@ class NpuPlatform:
     name = "npu"
     backend = "cpu:gloo,npu:hccl"
     visible_devices_variable: str | None = "ASCEND_RT_VISIBLE_DEVICES"
+    actor_options: Mapping[str, Any] = {"num_cpus": 1, "resources": {"NPU": 1}}
 
     def is_available(self) -> bool:
         return importlib.util.find_spec("torch_npu") is not None and _torch_npu().is_available()

@@ -10,6 +10,7 @@ from mega_rl.config.schema import RolloutConfig
 from mega_rl.types import InputError
 
 WORKER_EXTENSION = "mega_rl.rollout.worker.WeightReceiver"
+TRANSFER_BACKEND = "mega_rl"  # our name at vLLM's weight-transfer extension point
 
 # Engine arguments that follow from the rest of the configuration -> the key to set instead; "" where there is none.
 _OWNED = {
@@ -26,6 +27,7 @@ _OWNED = {
     "distributed_executor_backend": "",
     "worker_cls": "",
     "worker_extension_cls": "",
+    "weight_transfer_config": "",
 }
 _OWNED_ON_CPU = {"kv_cache_memory_bytes": "rollout.kv_cache_bytes", "enable_sleep_mode": ""}
 
@@ -73,20 +75,22 @@ def engine_arguments(
         InputError: as ``check_options``.
     """
     check_options(rollout.vllm, known, device_type)
-    on_cpu = device_type == "cpu"
+    on_cpu, is_colocated = device_type == "cpu", rollout.placement == "colocated"
     defaults: dict[str, Any] = {
         "enforce_eager": on_cpu,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
-        "enable_sleep_mode": not on_cpu,
+        "enable_sleep_mode": is_colocated and not on_cpu,
     }
-    if not on_cpu:
+    if is_colocated and not on_cpu:
         defaults["gpu_memory_utilization"] = 0.4  # the trainer lives on the same device
     arguments = {name: value for name, value in defaults.items() if name in known} | dict(rollout.vllm)
     if device_type == "npu":
         arguments["additional_config"] = {"weight_nz_mode": 0, **arguments.get("additional_config", {})}
     if on_cpu:
         arguments["kv_cache_memory_bytes"] = rollout.kv_cache_bytes
+    if not is_colocated:
+        arguments["weight_transfer_config"] = {"backend": TRANSFER_BACKEND}
     if external:
         arguments["distributed_executor_backend"] = "external_launcher"
     return arguments | {

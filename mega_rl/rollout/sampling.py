@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mega_rl.rollout.engine import Request
-from mega_rl.types import Completion, Prompt
+from mega_rl.types import Completion, InputError, Prompt
 
 
 def sample_seed(run_seed: int, step: int, prompt_index: int, sample_index: int) -> int:
@@ -36,6 +36,17 @@ def make_requests(
         for prompt in prompts
         for index in range(n)
     ]
+
+
+def check_length(request: Request, max_model_len: int) -> None:
+    """InputError for a prompt that leaves no room for its response within ``max_model_len`` tokens."""
+    length = len(request.prompt.token_ids)
+    if length == 0 or length + request.max_tokens > max_model_len:
+        raise InputError(
+            f"Prompt {request.prompt.index} has {length} tokens, but with a response of {request.max_tokens} the "
+            f"engine takes 1 to {max_model_len - request.max_tokens}: raise data.max_prompt_length or set "
+            "data.filter_overlong_prompts=true."
+        )
 
 
 def to_completion(request: Request, output: Any, weight_version: int) -> Completion:

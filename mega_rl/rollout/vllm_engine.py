@@ -24,7 +24,7 @@ from mega_rl.rollout.cpu_adjustments import cpu_adjustments
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.environment import preserved_generators, preserved_process, set_environment
 from mega_rl.rollout.options import engine_arguments
-from mega_rl.rollout.sampling import to_completion
+from mega_rl.rollout.sampling import check_length, to_completion
 from mega_rl.types import Completion, InputError
 
 
@@ -67,7 +67,7 @@ class VLLMEngine:
 
     def check(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            self._check_length(request)
+            check_length(request, self._max_model_len)
 
     @property
     def num_unfinished(self) -> int:
@@ -151,15 +151,6 @@ class VLLMEngine:
         """Call a method of ``WeightReceiver`` in this rank's worker; it lives here, so tensors pass by reference."""
         (result,) = self._llm.collective_rpc(method, args=args)
         return result
-
-    def _check_length(self, request: Request) -> None:
-        length = len(request.prompt.token_ids)
-        if length == 0 or length + request.max_tokens > self._max_model_len:
-            raise InputError(
-                f"Prompt {request.prompt.index} has {length} tokens, but with a response of {request.max_tokens} the "
-                f"engine takes 1 to {self._max_model_len - request.max_tokens}: raise data.max_prompt_length or set "
-                "data.filter_overlong_prompts=true."
-            )
 
     def _sampling_params(self, request: Request) -> Any:
         from vllm import SamplingParams

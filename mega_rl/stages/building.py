@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from mega_rl import platform
 from mega_rl.algorithms.objective import PolicyObjective
 from mega_rl.bridge.families import roles
 from mega_rl.config import RunConfig
@@ -16,7 +19,9 @@ from mega_rl.megatron.policy import MegatronPolicy
 from mega_rl.parallel.collectives import together
 from mega_rl.rewards.scorer import Scorer, build_scorer
 from mega_rl.rollout.engine import RolloutEngine
+from mega_rl.rollout.engine_process import EngineSpec
 from mega_rl.rollout.noise import AqnNoise
+from mega_rl.rollout.remote_engines import RemoteEngines
 from mega_rl.rollout.replay import ReplayEngine
 from mega_rl.rollout.vllm_engine import VLLMEngine
 from mega_rl.stages.session import Session
@@ -73,10 +78,21 @@ def rollout_engine(session: Session) -> RolloutEngine:
     if config.rollout.replay is not None:
         session.say(f"rollout.replay: responses come from {config.rollout.replay}, there is no engine to validate with")
         return ReplayEngine(Path(config.rollout.replay))
+    max_model_len = config.data.max_prompt_length + config.data.max_response_length
+    if config.rollout.placement == "separate":
+        spec = EngineSpec(
+            str(Path(config.model.path).resolve()),
+            config.rollout,
+            max_model_len,
+            config.model.dtype,
+            platform.current().name,
+            torch.get_num_threads(),
+        )
+        return RemoteEngines(spec, config.rollout.num_engines)
     return VLLMEngine(
         config.model.path,
         config.rollout,
-        max_model_len=config.data.max_prompt_length + config.data.max_response_length,
+        max_model_len=max_model_len,
         device_type=session.device.type,
         dtype=config.model.dtype,
     )

@@ -117,6 +117,8 @@ def open_session(config: RunConfig) -> Iterator[Session]:
             virtual_pipeline=parallel.virtual_pipeline,
         )
         engine_size = config.rollout.tensor_parallel_size if config.trainer.stage == "rl" else 1
+        if config.trainer.stage == "rl" and config.rollout.placement == "separate":
+            engine_size = dist.get_world_size()  # all ranks together speak to the engines elsewhere
         engine_layout = EngineLayout(dist.get_world_size(), engine_size)
         shape = read_model_shape(config.model.path)
         check_parallel(shape, config.parallel)

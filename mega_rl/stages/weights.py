@@ -19,13 +19,14 @@ from mega_rl.bridge.execute import Ledger, Read, Transfer
 from mega_rl.bridge.families import hf_tensors, roles
 from mega_rl.bridge.huggingface import HFWriter
 from mega_rl.bridge.plan import compile_plan
-from mega_rl.bridge.proof import Proof
+from mega_rl.bridge.proof import Inspect, Proof, colocated
 from mega_rl.bridge.slices import Box, Slice, indices, num_elements
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.model import DTYPES
 from mega_rl.parallel.collectives import gather_objects, together
 from mega_rl.rollout.engine import RolloutEngine
 from mega_rl.rollout.noise import AqnNoise, SyncNoise, noise_metrics
+from mega_rl.rollout.remote_engines import RemoteEngines
 from mega_rl.stages.session import Session
 from mega_rl.types import InputError
 
@@ -70,15 +71,23 @@ class WeightSync:
         self.noisy_names = frozenset(noise.targets(roles(shape)) if config.aqn.enabled else ())
         size, engines = config.rollout.tensor_parallel_size, session.engine_layout
         sources = [trainer.slices_of(rank) for rank in range(world_size)]
-        if self.is_live:
+        if isinstance(rollout, RemoteEngines):
+            wanted = [vllm_slices(shape, size, worker % size) for worker in range(rollout.num_workers)]
+            for parameters, slices in zip(rollout.parameter_shapes(), wanted, strict=True):
+                check_engine_parameters(parameters, slices, self.dtype)
+        elif self.is_live:
             wanted = [vllm_slices(shape, size, engines.tensor_rank(rank)) for rank in range(world_size)]
             with together("matching the engine's parameters"):
                 check_engine_parameters(rollout.parameters(), wanted[dist.get_rank()], self.dtype)
         else:
             wanted = [full_slices(shape)] * world_size
         start = time.perf_counter()
-        plan = compile_plan(sources, wanted)
-        self.transfer = Transfer(plan, dist.get_rank(), world_size, None, config.bridge.bucket_bytes, session.device)
+        bucket_bytes = config.bridge.bucket_bytes
+        if isinstance(rollout, RemoteEngines):
+            self.transfer = rollout.connect(sources, wanted, self.dtype, bucket_bytes, session.device)
+        else:
+            plan = compile_plan(sources, wanted)
+            self.transfer = Transfer(plan, dist.get_rank(), world_size, None, bucket_bytes, session.device)
         self.plan_s = time.perf_counter() - start
         self.proof: Proof | None = None
         if self.is_live and config.bridge.verify != "off":
@@ -157,9 +166,13 @@ class WeightSync:
     def _verify(self, read: Read, version: int) -> dict[str, float]:
         if self.proof is None:
             return {}
-        start = time.perf_counter()
+        start, rank = time.perf_counter(), dist.get_rank()
+        if isinstance(self.rollout, RemoteEngines):
+            inspect: Inspect = self.rollout.inspect
+        else:
+            inspect = colocated(self.rollout.parameters(), rank)
         with torch.no_grad():
-            num_tensors = self.proof.check(read, self.rollout.parameters(), dist.get_rank(), version)
+            num_tensors = self.proof.check(read, rank, inspect, version)
         return {"bridge/verify_s": time.perf_counter() - start, "bridge/verified_tensors": float(num_tensors)}
 
     def _metrics(self, ledger: Ledger | None, noise: SyncNoise) -> dict[str, float]:

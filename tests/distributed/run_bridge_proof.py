@@ -49,7 +49,7 @@ class Sync:
     def refusal(self, version: int = 1) -> str:
         """What the proof says, the same on every rank; empty where it agrees."""
         try:
-            self.proof.check(self.read, self.engine, self.rank, version)
+            self.proof.check(self.read, self.rank, colocated(self.engine, self.rank), version)
             said = ""
         except RuntimeError as error:
             said = str(error)

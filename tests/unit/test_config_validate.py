@@ -85,6 +85,8 @@ BAD_VALUES = [
     ("data.seed", -1),
     ("data.chat_template", "maybe"),
     ("data.max_val_samples", 0),
+    ("rollout.placement", "elsewhere"),
+    ("rollout.num_engines", 0),
     ("rollout.tensor_parallel_size", 0),
     ("rollout.dtype", "int4"),
     ("rollout.n", 1),
@@ -238,6 +240,17 @@ def test_layouts_that_fit(config):
     assert problems(config, 12) == []
     config.rollout.tensor_parallel_size = 3
     assert len(problems(config, None)) == 3  # attention heads, MLP, key/value heads; no world size, no layout
+
+
+def test_separate_engines_are_bound_neither_to_the_ranks_nor_to_their_memory(config):
+    config.rollout.num_engines = 3
+    (line,) = problems(config)
+    assert "rollout.num_engines is 3" in line and "rollout.placement" in line
+    config.rollout.placement, config.rollout.tensor_parallel_size = "separate", 2
+    assert problems(config, 3) == []
+    config.rollout.weight_update, config.memory.offload = "reload", ["weights"]
+    first, second = problems(config, 3)
+    assert "rollout.weight_update" in first and "memory.offload" in second
 
 
 LAYOUT_PROBLEMS = [

@@ -23,6 +23,7 @@ KNOWN = (
     "additional_config",
     "tensor_parallel_size",
     "kv_cache_memory_bytes",
+    "gpu_memory_utilization",
 )
 
 
@@ -75,6 +76,13 @@ def test_accelerator_arguments() -> None:
     assert found["additional_config"] == {"weight_nz_mode": 0, "other": 1}
     assert found["enable_sleep_mode"] is True and found["kv_cache_memory_bytes"] == 5
     assert "distributed_executor_backend" not in found
+
+
+def test_separate_engines_have_their_devices_to_themselves() -> None:
+    found = arguments(RolloutConfig(placement="separate"), "npu")
+    assert found["weight_transfer_config"] == {"backend": "mega_rl"}
+    assert found["enable_sleep_mode"] is False and "gpu_memory_utilization" not in found
+    assert "weight_transfer_config" not in arguments(RolloutConfig(), "npu")
 
 
 def test_environment_defaults_leave_the_users_values() -> None:

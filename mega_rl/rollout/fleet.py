@@ -1,0 +1,151 @@
+"""Engine processes as Ray actors, in the hands of one process: the trainer's rank 0."""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from mega_rl import platform
+from mega_rl.rollout.engine_process import EngineProcess, EngineSpec
+from mega_rl.types import InputError
+
+PLACEMENT_TIMEOUT_S = 60
+DEATH_NOTICE_S = 10.0  # that Ray is given to notice which process is gone, where a transfer has failed
+OBJECT_STORE_BYTES = 1 << 27  # of a Ray that is started here: it carries requests and completions, never weights
+
+
+class Fleet:
+    """``num_engines`` engines of ``tensor_parallel_size`` workers each; workers are numbered engine by engine.
+
+    The workers end with the process that made them.
+    """
+
+    def __init__(self, spec: EngineSpec, num_engines: int) -> None:
+        """Starts every engine, and returns when all of them can sample.
+
+        Raises:
+            InputError: no Ray, no room in its cluster, or what an engine refuses.
+        """
+        self.num_engines = num_engines
+        self.engine_size = spec.rollout.tensor_parallel_size
+        self._ray = _connected_ray(self.num_workers)
+        atexit.register(self._end)  # before Ray's own, which leaves the workers to find out for themselves
+        self._process_ids: list[int] = []
+        self._workers: list[Any] = []
+        for _ in range(num_engines):
+            self._workers += self._place()
+        self._process_ids = self.call("process_id", [()] * self.num_workers, "starting")
+        self.host = self._ray.util.get_node_ip_address()  # of this process
+        points = self._ray.get([worker.open.remote(spec) for worker in self._workers[:: self.engine_size]])
+        starts = [(spec, i % self.engine_size, points[i // self.engine_size]) for i in range(self.num_workers)]
+        self.call("start", starts, "starting")
+
+    @property
+    def num_workers(self) -> int:
+        return self.num_engines * self.engine_size
+
+    def call(self, method: str, arguments: Sequence[tuple[Any, ...]], doing: str) -> list[Any]:
+        """Call a method of every worker, and wait; ``arguments[i]`` are the i-th worker's."""
+        return self.results(self.submit(method, arguments), doing)
+
+    def submit(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """The same without waiting; one call per worker, for ``results``."""
+        pairs = zip(self._workers, arguments, strict=True)
+        return [getattr(worker, method).remote(*of_worker) for worker, of_worker in pairs]
+
+    def results(self, calls: Sequence[Any], doing: str, timeout_s: float | None = None) -> list[Any]:
+        """What every worker answered; the first failure is raised at once, whatever the other workers are doing.
+
+        Args:
+            doing: what the workers are asked for, in words.
+            timeout_s: stop waiting, and return the answers that are there; None: never.
+
+        Raises:
+            InputError: a worker raised one.
+            RuntimeError: a worker failed otherwise, or its process is gone.
+        """
+        pending, finished = list(calls), []
+        while pending:
+            done, pending = self._ray.wait(pending, timeout=timeout_s)
+            if not done:
+                break
+            finished += done
+            self._raise_failure(done[0], calls.index(done[0]), doing)
+        return self._ray.get([call for call in calls if call in finished])
+
+    def raise_death(self, doing: str) -> None:
+        """RuntimeError where a worker's process is gone; one that is busy counts as alive."""
+        self.results(self.submit("process_id", [()] * self.num_workers), doing, DEATH_NOTICE_S)
+
+    def _end(self) -> None:
+        for worker in self._workers:
+            self._ray.kill(worker)
+        self._ray.shutdown()
+
+    def _raise_failure(self, call: Any, worker: int, doing: str) -> None:
+        try:
+            self._ray.get(call)
+        except self._ray.exceptions.RayActorError:
+            raise RuntimeError(
+                f"{self._name(worker)} died while {doing}; start the run again, and it goes on from its newest "
+                "checkpoint (if memory ran out, lower rollout.kv_cache_bytes or rollout.vllm.gpu_memory_utilization)"
+            ) from None
+        except self._ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, InputError):
+                raise error.cause from None
+            raise RuntimeError(f"{self._name(worker)} failed while {doing}: {error.cause}") from error
+
+    def _name(self, worker: int) -> str:
+        engine, part = divmod(worker, self.engine_size)
+        process = f"process {self._process_ids[worker]}" if self._process_ids else "not yet started"
+        return f"rollout engine {engine}, worker {part} ({process}),"
+
+    def _place(self) -> list[Any]:
+        """The actors of one engine, on one node."""
+        size = self.engine_size
+        options = dict(platform.current().actor_options)
+        amounts = {"CPU": options["num_cpus"], "GPU": options.get("num_gpus", 0), **options.get("resources", {})}
+        bundle = {name: amount for name, amount in amounts.items() if amount}
+        group = self._ray.util.placement_group([bundle] * size, strategy="STRICT_PACK")
+        if not group.wait(PLACEMENT_TIMEOUT_S):
+            raise InputError(
+                f"rollout.placement=separate found no room for an engine of {size} processes with {bundle} each on one "
+                f"node of the Ray cluster, which has {self._ray.cluster_resources()}: lower rollout.num_engines or "
+                "rollout.tensor_parallel_size, or add nodes."
+            )
+        strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+        remote_class = self._ray.remote(EngineProcess)
+        return [
+            remote_class.options(**options, scheduling_strategy=strategy(group, place)).remote()
+            for place in range(size)
+        ]
+
+
+def _connected_ray(num_workers: int) -> Any:
+    """The ray module, connected to the cluster of ``RAY_ADDRESS``, or on a CPU to one that is started here."""
+    if importlib.util.find_spec("ray") is None:
+        raise InputError(
+            "rollout.placement=separate needs Ray, which is not installed: install mega_rl[separate], or set "
+            "rollout.placement=colocated."
+        )
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+    import ray.util.scheduling_strategies
+
+    if not ray.is_initialized():
+        here = platform.current()
+        quiet = {"log_to_driver": False, "logging_level": "ERROR"}
+        if os.environ.get("RAY_ADDRESS"):
+            ray.init(**quiet)
+        elif here.visible_devices_variable is None:
+            ray.init(num_cpus=num_workers, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet)
+        else:  # a Ray started here would hand out the trainer's own devices
+            raise InputError(
+                "rollout.placement=separate needs a Ray cluster that knows the engines' devices and not the trainer's: "
+                f"run `ray start --head` with {here.visible_devices_variable} naming the engines' devices, and set "
+                "RAY_ADDRESS=auto."
+            )
+    return ray

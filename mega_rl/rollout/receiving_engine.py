@@ -1,0 +1,61 @@
+"""vLLM in a process of its own, whose weights come from the trainer's processes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mega_rl.config.schema import RolloutConfig
+from mega_rl.rollout.environment import set_environment
+from mega_rl.rollout.options import TRANSFER_BACKEND
+from mega_rl.rollout.receiver import Link
+from mega_rl.rollout.vllm_engine import VLLMEngine
+
+
+class ReceivingEngine(VLLMEngine):
+    """A ``VLLMEngine`` that takes an update with ``receive``, through vLLM's own start, update and finish."""
+
+    def __init__(
+        self, model_path: str | Path, rollout: RolloutConfig, *, max_model_len: int, device_type: str, dtype: str
+    ) -> None:
+        set_environment(device_type)
+        _register()
+        super().__init__(model_path, rollout, max_model_len=max_model_len, device_type=device_type, dtype=dtype)
+
+    def connect(self, link: Link) -> None:
+        """Join the trainer's ranks in one group; blocks until all of them have come."""
+        self._llm.init_weight_transfer_engine({"init_info": {"link": link}})
+
+    def receive(self) -> None:
+        """Take one sync, between ``begin_update`` and ``finish_update``; the trainer's ranks run their part of it."""
+        assert self._loaded is not None, "weights outside of an update"
+        self._update(compare=False)
+
+    def compare(self) -> None:
+        """Compare the live parameters with what the trainer's ranks send.
+
+        Raises:
+            RuntimeError: names a tensor that differs.
+        """
+        assert self._loaded is None, "a comparison inside an update"
+        self._update(compare=True)
+
+    def _update(self, compare: bool) -> None:
+        self._llm.start_weight_update(**start_arguments(self._llm.start_weight_update))
+        self._llm.update_weights({"update_info": {"compare": compare}})
+        self._llm.finish_weight_update()
+
+
+def start_arguments(start_weight_update: Callable[..., None]) -> dict[str, Any]:
+    """What vLLM's ``start_weight_update`` must be told: 0.23 alone has to hear that its loader is not wanted."""
+    takes_format = "is_checkpoint_format" in inspect.signature(start_weight_update).parameters
+    return {"is_checkpoint_format": False} if takes_format else {}
+
+
+def _register() -> None:
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as factory
+
+    if TRANSFER_BACKEND not in factory._registry:  # a second registration under one name is an error
+        factory.register_engine(TRANSFER_BACKEND, "mega_rl.rollout.weight_transfer", "ShardReceiver")

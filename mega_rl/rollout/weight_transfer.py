@@ -1,0 +1,31 @@
+"""Our receiver at vLLM's weight-transfer extension point, in the shapes that its versions 0.23 and 0.28 to 0.32 have.
+
+Imported by vLLM's worker alone, by the name under which ``register`` announces it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from mega_rl.rollout.receiver import Link, Receiver
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    link: Link
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    compare: bool = False  # with what is there already, instead of writing; the plan says everything else
+
+
+class ShardReceiver(Receiver, WeightTransferEngine):
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo

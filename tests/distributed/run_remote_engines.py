@@ -1,0 +1,227 @@
+"""What engines in other processes are checked for; two trainer ranks, and two engines of one worker each.
+
+Started by ``test_remote_engines.py``. Every rank prints one line ``CHECK <name> <rank> ok`` or what is wrong. The
+trainer ranks hold Megatron's shards of a tiny model, tensor parallel 2, without a Megatron around them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from mega_rl import platform
+from mega_rl.bridge.engine_layout import vllm_slices
+from mega_rl.bridge.execute import Ledger
+from mega_rl.bridge.shape import read_model_shape
+from mega_rl.bridge.slices import Box, Slice, indices
+from mega_rl.bridge.trainer_layout import megatron_slices, padded_vocab_size
+from mega_rl.config.schema import RolloutConfig
+from mega_rl.parallel.collectives import together
+from mega_rl.rollout.engine_process import EngineProcess, EngineSpec
+from mega_rl.rollout.remote_engines import RemoteEngines
+from mega_rl.rollout.sampling import make_requests
+from mega_rl.types import Completion
+from tests.distributed.rollout_checks import LONG, MAX_MODEL_LEN, check
+from tests.distributed.rollout_support import hf_greedy, hf_weights, perturb, prompt, save, tiny_model
+
+NUM_ENGINES = 2
+NUM_TOKENS = 12
+PROMPTS = [prompt(0, 5), prompt(1, LONG)]  # the second fills two blocks of the prefix cache; one prompt per engine
+
+
+class Trainer:
+    """One rank's shards of a Hugging Face model, and the engines that are given them."""
+
+    def __init__(self, model: PreTrainedModel, path: Path) -> None:
+        self.model, self.rank = model, dist.get_rank()
+        shape, size = read_model_shape(path), dist.get_world_size()
+        vocab = padded_vocab_size(shape.vocab_size, size)
+        layers = range(shape.num_layers)
+        self.slices = [megatron_slices(shape, size, rank, layers, True, True, vocab) for rank in range(size)]
+        self.wanted = vllm_slices(shape, 1, 0)
+        rollout = RolloutConfig(placement="separate", num_engines=NUM_ENGINES, kv_cache_bytes=1 << 24)
+        self.engines = RemoteEngines(EngineSpec(str(path), rollout, MAX_MODEL_LEN, "float32", "cpu", 1), NUM_ENGINES)
+        arguments = (self.slices, [self.wanted], torch.float32, 1 << 16, torch.device("cpu"))
+        self.transfer = self.engines.connect(*arguments)
+
+    def read(self, local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> torch.Tensor:
+        return self.shards[local_name][indices(local_box)]
+
+    def run(self) -> Ledger:
+        """This rank's part of a sync of the model's present weights."""
+        full = dict(hf_weights(self.model))
+        self.shards = place(self.slices[self.rank], full)
+        return self.transfer.run(self.read, no_write, torch.float32)
+
+    def push(self, version: int) -> Ledger:
+        self.engines.begin_update()
+        ledger = self.run()
+        self.engines.finish_update(version)
+        return ledger
+
+    def keep_prefixes(self, keep: bool) -> None:
+        """Make the reset of the engines' prefix caches do nothing, or work again; collective."""
+        with together("reaching into the engines"):
+            fleet = self.engines._fleet
+            if fleet is not None:
+                fleet._ray.get([w.__ray_call__.remote(replace_reset, keep) for w in fleet._workers])
+
+    def greedy(self) -> list[Completion]:
+        return self.engines.generate(
+            make_requests(PROMPTS, n=1, step=0, seed=0, max_tokens=NUM_TOKENS, temperature=0.0)
+        )
+
+
+def place(slices: list[Slice], full: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The local parameters that these slices make up; what no slice covers is zero."""
+    ends: dict[str, list[list[int]]] = defaultdict(list)
+    for piece in slices:
+        ends[piece.local_name].append([end for _, end in piece.local_box])
+    local = {name: torch.zeros([max(sizes) for sizes in zip(*boxes, strict=True)]) for name, boxes in ends.items()}
+    for piece in slices:
+        local[piece.local_name][indices(piece.local_box)] = full[piece.hf_name][indices(piece.hf_box)]
+    return local
+
+
+def no_write(local_name: str, hf_name: str, hf_box: Box, local_box: Box, piece: torch.Tensor) -> None:
+    raise AssertionError(f"a trainer rank was sent {hf_name}")
+
+
+def copies(parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in parameters.items()}
+
+
+def replace_reset(process: EngineProcess, keep: bool) -> None:
+    llm = process.engine._llm
+    if keep:
+        llm.reset_prefix_cache = lambda: True
+    else:
+        del llm.reset_prefix_cache
+
+
+def flip_a_bit(parameters: dict[str, torch.Tensor], name: str) -> None:
+    parameters[name].view(torch.int32)[3] ^= 1
+
+
+def equals_hf(trainer: Trainer) -> None:
+    for completion in trainer.greedy():
+        assert completion.token_ids == hf_greedy(trainer.model, completion.prompt, NUM_TOKENS), completion.prompt.index
+
+
+def every_parameter_is_the_trainers(trainer: Trainer) -> None:
+    """Bit for bit, in both engines, before and after new weights; rows of padding are left out."""
+    for version in (1, 2):
+        perturb(trainer.model, version, 0.05)
+        trainer.push(version)
+        full = dict(hf_weights(trainer.model))
+        for live in trainer.engines.inspect(copies, [()] * NUM_ENGINES):
+            assert live.keys() == {piece.local_name for piece in trainer.wanted}
+            for piece in trainer.wanted:
+                ours = full[piece.hf_name][indices(piece.hf_box)]
+                assert torch.equal(live[piece.local_name][indices(piece.local_box)], ours), piece
+
+
+def bytes_are_the_minimum(trainer: Trainer) -> None:
+    ledger = trainer.push(3)
+    needed = 4 * sum(tensor.numel() for _, tensor in hf_weights(trainer.model)) * NUM_ENGINES
+    sent = torch.tensor(ledger.bytes_sent)
+    dist.all_reduce(sent)
+    assert (int(sent), ledger.bytes_local, ledger.bytes_received) == (needed, 0, 0), (sent, needed, ledger)
+    assert ledger.num_buckets > 1
+
+
+def output_follows_the_weights(trainer: Trainer) -> None:
+    """Greedy answers are Hugging Face's before and after a sync, for a prompt whose prefix was cached before it."""
+    equals_hf(trainer)
+    before = [completion.token_ids for completion in trainer.greedy()]
+    perturb(trainer.model, 4, 0.05)
+    trainer.push(4)
+    equals_hf(trainer)
+    after = trainer.greedy()
+    assert all(new.token_ids != old for new, old in zip(after, before, strict=True)), "the same answers"
+    assert [completion.weight_version for completion in after] == [4, 4] and trainer.engines.weight_version == 4
+
+
+def kept_prefixes_are_wrong(trainer: Trainer) -> None:
+    """Without the reset the long prompt's answer is a mixture of two policies: the check above would see it."""
+    trainer.keep_prefixes(True)
+    perturb(trainer.model, 5, 0.05)
+    trainer.push(5)
+    trainer.keep_prefixes(False)
+    long = trainer.greedy()[1]
+    assert long.token_ids != hf_greedy(trainer.model, long.prompt, NUM_TOKENS)
+    trainer.push(6)
+    equals_hf(trainer)
+
+
+def flipped_bit_is_found(trainer: Trainer) -> None:
+    """A comparison passes, and after one bit of one engine has changed it names tensor and worker on every rank."""
+    trainer.engines.begin_compare()
+    trainer.run()
+    trainer.engines.finish_compare()
+    trainer.engines.inspect(flip_a_bit, [("model.norm.weight",)] * NUM_ENGINES)
+    trainer.engines.begin_compare()
+    trainer.run()
+    try:
+        trainer.engines.finish_compare()
+    except RuntimeError as error:
+        assert "rollout engine " in str(error) and "model.norm.weight" in str(error), error
+    else:
+        raise AssertionError("the flipped bit was not noticed")
+    trainer.push(7)
+    equals_hf(trainer)
+
+
+def dead_engine_is_named(trainer: Trainer) -> None:
+    """An engine that is killed while a sync goes on ends the sync, and every later call, on both ranks; none hangs."""
+    trainer.engines.begin_update()
+    with together("killing"):
+        if trainer.engines._fleet is not None:
+            victim = trainer.engines._fleet._process_ids[1]
+            os.kill(victim, signal.SIGKILL)
+    begin = time.monotonic()
+    for action in (trainer.run, trainer.greedy, trainer.engines.begin_update):
+        try:
+            action()
+        except RuntimeError as error:
+            expected = "rollout engine 1, worker 0" if action != trainer.run or trainer.rank == 0 else "the weights"
+            assert expected in str(error), error
+        else:
+            raise AssertionError(f"{action.__name__} went on with a dead engine")
+    assert time.monotonic() - begin < 120, "that took the patience of a collective"
+
+
+CHECKS = (
+    every_parameter_is_the_trainers,
+    bytes_are_the_minimum,
+    output_follows_the_weights,
+    kept_prefixes_are_wrong,
+    flipped_bit_is_found,
+    dead_engine_is_named,
+)
+
+
+def main(path: Path) -> None:
+    platform.select("cpu")
+    dist.init_process_group("gloo")
+    model = tiny_model("qwen2", tied=False)
+    with together("saving the model"):
+        if dist.get_rank() == 0:
+            save(model, path)
+    trainer = Trainer(model, path)
+    for body in CHECKS:
+        check(body.__name__, body, trainer)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
