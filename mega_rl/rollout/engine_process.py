@@ -97,5 +97,15 @@ class EngineProcess:
     def finish_update(self, version: int) -> None:
         self.engine.finish_update(version)
 
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.engine.submit(requests)
+
+    def advance(self) -> list[Completion]:
+        """Sample on until a response ends, if any is under way."""
+        while self.engine.num_unfinished:
+            if ended := self.engine.step():
+                return ended
+        return []
+
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         return self.engine.generate(requests)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mega_rl import platform
@@ -56,11 +56,27 @@ class Fleet:
         pairs = zip(self._workers, arguments, strict=True)
         return [getattr(worker, method).remote(*of_worker) for worker, of_worker in pairs]
 
-    def results(self, calls: Sequence[Any], doing: str, timeout_s: float | None = None) -> list[Any]:
+    def submit_to(self, engine: int, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of all workers of one engine, without waiting."""
+        first = engine * self.engine_size
+        return [
+            getattr(worker, method).remote(*arguments) for worker in self._workers[first : first + self.engine_size]
+        ]
+
+    def first_done(self, calls: Mapping[int, Sequence[Any]]) -> int:
+        """Waits for the first worker of any of these engines; returns the engine."""
+        engines = {of_workers[0]: engine for engine, of_workers in calls.items()}
+        (done, *_), _ = self._ray.wait(list(engines))
+        return engines[done]
+
+    def results(
+        self, calls: Sequence[Any], doing: str, timeout_s: float | None = None, first_worker: int = 0
+    ) -> list[Any]:
         """What every worker answered; the first failure is raised at once, whatever the other workers are doing.
 
         Args:
             doing: what the workers are asked for, in words.
+            first_worker: whose call is the first one.
             timeout_s: stop waiting, and return the answers that are there; None: never.
 
         Raises:
@@ -73,7 +89,7 @@ class Fleet:
             if not done:
                 break
             finished += done
-            self._raise_failure(done[0], calls.index(done[0]), doing)
+            self._raise_failure(done[0], first_worker + calls.index(done[0]), doing)
         return self._ray.get([call for call in calls if call in finished])
 
     def raise_death(self, doing: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -33,6 +34,9 @@ class RemoteEngines:
         self._max_model_len = spec.max_model_len
         self._version = 0
         self._fleet: Fleet | None = None  # on rank 0 alone
+        self._num_unfinished = 0
+        self._loads = [0] * num_engines  # unfinished requests of every engine; counted on rank 0 alone
+        self._advancing: dict[int, list[Any]] = {}  # engine -> calls that wait for its next responses; on rank 0 alone
         self._under_way: list[Any] = []  # what the workers are doing during a transfer; on rank 0 alone
         with together("starting the rollout engines"):
             if dist.get_rank() == 0:
@@ -46,6 +50,37 @@ class RemoteEngines:
     def check(self, requests: Sequence[Request]) -> None:
         for request in requests:
             check_length(request, self._max_model_len)
+
+    @property
+    def num_unfinished(self) -> int:
+        return self._num_unfinished
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.check(requests)
+        self._num_unfinished += len(requests)
+        with together("submitting requests"):
+            if self._fleet is not None:
+                for _, group in groupby(requests, key=lambda request: request.prompt.index):
+                    part = list(group)
+                    engine = min(range(len(self._loads)), key=self._loads.__getitem__)
+                    self._loads[engine] += len(part)
+                    self._fleet.submit_to(engine, "submit", part)
+
+    def step(self) -> list[Completion]:
+        """What the first engine ends that ends anything; the others sample on meanwhile."""
+        completions: list[Completion] = []
+        with together("sampling"):
+            if self._fleet is not None and self._num_unfinished:
+                for engine, load in enumerate(self._loads):
+                    if load and engine not in self._advancing:
+                        self._advancing[engine] = self._fleet.submit_to(engine, "advance")
+                engine = self._fleet.first_done(self._advancing)
+                calls, first_worker = self._advancing.pop(engine), engine * self._fleet.engine_size
+                completions = self._fleet.results(calls, "sampling", first_worker=first_worker)[0]
+                self._loads[engine] -= len(completions)
+        completions = broadcast_object(completions)
+        self._num_unfinished -= len(completions)
+        return completions
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         self.check(requests)
