@@ -1,0 +1,87 @@
+"""Copying a model's tensors from one set of files into another, block by block, and proving that it was done."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from mega_rl.bridge.assembly import Assembly
+from mega_rl.bridge.slices import Box, num_elements
+from mega_rl.bridge.stored import OpenTensors, Stored, row_blocks
+
+# (tensor, box of whole rows, values) -> values of the same shape and dtype
+Transform = Callable[[str, Box, Tensor], Tensor]
+Advance = Callable[[int], None]  # is told of every number of finished bytes
+NUM_THREADS = 2
+RECORDED_BLOCKS = 32  # a killed conversion repeats at most so many
+
+
+def copy_tensors(
+    source: Stored,
+    target: Stored,
+    assembly: Assembly,
+    bucket_bytes: int,
+    advance: Advance,
+    transform: Transform | None = None,
+) -> None:
+    """Write every tensor of ``source``, in the target's dtypes, to its places; continues where ``assembly`` stands.
+
+    Holds at most ``NUM_THREADS`` blocks, each of ``bucket_bytes`` (or one row) per copy that a cast or a strided side
+    needs: read, cast, cut.
+
+    Raises:
+        InputError: a file of the source cannot be read, or one of the target not be written.
+    """
+    blocks = [
+        (name, box)
+        for name, size in source.shapes.items()
+        for box in row_blocks(size, _itemsize(source, target, name), bucket_bytes)
+    ]
+    with (
+        OpenTensors(source) as reader,
+        OpenTensors(target, is_writable=True) as writer,
+        ThreadPoolExecutor(NUM_THREADS) as pool,
+    ):
+
+        def copy(block: tuple[str, Box]) -> int:
+            name, box = block
+            values = reader.read(name, box)
+            if transform is not None:
+                values = transform(name, box, values)
+            try:
+                writer.write(name, box, values.to(target.dtypes[name]))
+            except OSError as error:
+                raise assembly.disk_error(error) from error
+            return num_elements(box) * target.dtypes[name].itemsize
+
+        for name, box in blocks[: assembly.num_done]:
+            advance(num_elements(box) * target.dtypes[name].itemsize)
+        remaining = iter(blocks[assembly.num_done :])
+        while batch := list(islice(remaining, RECORDED_BLOCKS)):
+            for num_bytes in pool.map(copy, batch):
+                advance(num_bytes)
+            assembly.record(assembly.num_done + len(batch))
+
+
+def digests(stored: Stored, dtypes: Mapping[str, torch.dtype], bucket_bytes: int, advance: Advance) -> dict[str, str]:
+    """SHA-256 of every tensor's bytes, row by row, little-endian, in the given dtypes; InputError as in a read."""
+    with OpenTensors(stored) as reader, ThreadPoolExecutor(NUM_THREADS) as pool:
+
+        def digest(name: str) -> str:
+            found = hashlib.sha256()
+            for box in row_blocks(stored.shapes[name], stored.dtypes[name].itemsize, bucket_bytes):
+                values = reader.read(name, box).to(dtypes[name])
+                found.update(memoryview(values.view(-1).view(torch.uint8).numpy()))
+                advance(values.nbytes)
+            return found.hexdigest()
+
+        return dict(zip(stored.shapes, pool.map(digest, stored.shapes), strict=True))
+
+
+def _itemsize(source: Stored, target: Stored, name: str) -> int:
+    return max(source.dtypes[name].itemsize, target.dtypes[name].itemsize)
