@@ -75,7 +75,7 @@ class Assembly:
         Raises:
             InputError: ``out_dir`` exists, another job has left or is writing its unfinished directory, the disk.
         """
-        self.out_dir, self._images = Path(os.path.abspath(out_dir)), images
+        self.out_dir, self._images = Path(os.path.abspath(out_dir)), dict(images)
         if os.path.lexists(self.out_dir):
             raise InputError(f"{self.out_dir} exists; choose another output directory or remove it")
         self.root = self.out_dir.parent / f".{self.out_dir.name}.unfinished"
@@ -103,13 +103,24 @@ class Assembly:
         except OSError as error:
             raise self.disk_error(error) from error
 
-    def publish(self, more: Mapping[str, FileImage]) -> None:
-        """Add ``more`` files, make everything durable and give the directory its name."""
+    @property
+    def names(self) -> list[str]:
+        """The files, by relative path."""
+        return list(self._images)
+
+    def add(self, name: str, image: FileImage) -> None:
+        """One more file, written at once."""
         try:
-            for name, image in more.items():
-                image.create(self.root / name)
+            image.create(self.root / name)
+        except OSError as error:
+            raise self.disk_error(error) from error
+        self._images[name] = image
+
+    def publish(self) -> None:
+        """Make everything durable and give the directory its name."""
+        try:
             directories = {self.root}
-            for name in (*self._images, *more):
+            for name in self._images:
                 fsync(self.root / name)
                 directories.add((self.root / name).parent)
             for name in (JOB, LOCK):

@@ -76,7 +76,7 @@ def digests(stored: Stored, dtypes: Mapping[str, torch.dtype], bucket_bytes: int
             found = hashlib.sha256()
             for box in row_blocks(stored.shapes[name], stored.dtypes[name].itemsize, bucket_bytes):
                 values = reader.read(name, box).to(dtypes[name])
-                found.update(memoryview(values.view(-1).view(torch.uint8).numpy()))
+                found.update(values.view(-1).view(torch.uint8).numpy().data)
                 advance(values.nbytes)
             return found.hexdigest()
 

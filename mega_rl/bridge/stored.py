@@ -144,4 +144,4 @@ def _runs(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    return tensor.view(-1).view(torch.uint8).numpy().data
