@@ -199,6 +199,7 @@ def progress_bar(title: str, num_bytes: int) -> Iterator[Advance]:
 
 
 def convert(options: argparse.Namespace) -> None:
+    begin, bucket_bytes = time.monotonic(), options.bucket_mib * MIB
     is_import = options.command == "hf-to-megatron"
     source = open_huggingface(options.model) if is_import else open_checkpoint(options.checkpoint, options.model)
     chosen = DTYPES.get(options.dtype)
@@ -210,14 +211,12 @@ def convert(options: argparse.Namespace) -> None:
         target = plan_checkpoint(source, dtypes, layout)
     # The seam for adapters: a merge is a Transform of the stream of Hugging Face blocks, whatever the two sides are.
     transform: Transform | None = None
-    bucket_bytes, begin = options.bucket_mib * MIB, time.monotonic()
     with Assembly(options.out, identity(options, source), target.images) as assembly:
         tensors = replace(target.tensors, root=assembly.root / target.folder)
         if assembly.num_done:
             print(f"continuing an interrupted conversion to {assembly.out_dir}", flush=True)
         with progress_bar("converting", tensors.num_bytes) as advance:
             copy_tensors(source.tensors, tensors, assembly, bucket_bytes, advance, transform)
-        seconds = time.monotonic() - begin
         if options.verify:
             certificate = certify(options, source, replace(tensors, dtypes=dtypes), assembly.root)
             assembly.add(CERTIFICATE, literal_file(json.dumps(certificate, indent=1) + "\n"))
@@ -225,10 +224,8 @@ def convert(options: argparse.Namespace) -> None:
             paths = [assembly.root / name for name in sorted(assembly.names)]
             assembly.add(MANIFEST, literal_file(manifest(assembly.root, paths)))
         assembly.publish()
-    print(
-        f"wrote {options.out}: {len(dtypes)} tensors, {tensors.num_bytes / 1e9:.2f} GB in {seconds:.1f} s"
-        + (f", verified: {CERTIFICATE}" if options.verify else "")
-    )
+    figures = f"{len(dtypes)} tensors, {tensors.num_bytes / 1e9:.2f} GB in {time.monotonic() - begin:.2f} s"
+    print(f"wrote {options.out}: {figures}" + (f", verified in {CERTIFICATE}" if options.verify else ""))
 
 
 def certify(options: argparse.Namespace, source: Source, target: Stored, root: Path) -> dict[str, Any]:
