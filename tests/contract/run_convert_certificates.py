@@ -1,6 +1,6 @@
-"""Every family through tools/convert.py at TP2 PP2, with experts at EP2 too, and back: prints the certificates' figures.
+"""Every family through tools/convert.py at TP2 PP2, with experts at EP2 too, and back.
 
-``CERTIFIED {json}``: family -> relative error of the logits of each direction.
+Prints ``CERTIFIED {json}``: family -> relative error of the logits of each direction.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from mega_rl import platform
 from mega_rl.bridge.huggingface import HFReader
-from mega_rl.bridge.slices import indices
 from mega_rl.megatron import checkpoint
 from mega_rl.megatron.engine import MegatronEngine
 from tests.contract import families
@@ -42,11 +41,15 @@ CASES = [
 
 
 def check_weights(engine: MegatronEngine, reader: HFReader, dtype: torch.dtype) -> None:
-    """Weights, and the optimizer's masters, are the model's bit for bit in the training's dtype."""
+    """Every weight is the model's, bit for bit in the training's dtype."""
     for piece in engine.slices_of(dist.get_rank()):
         expected = reader.read(piece.hf_name, piece.hf_box).to(dtype)
         own = engine.policy.local(piece.local_name, piece.local_box)
         assert torch.equal(own.to(dtype), expected) and torch.equal(own.float(), expected.float()), piece
+
+
+def check_masters(engine: MegatronEngine) -> None:
+    """The optimizer starts from the loaded weights, not from those that the engine was built with."""
     for name, parameter in engine.policy.parameters.items():
         optimizer, (start, end) = optimizer_of(engine, parameter), owned_span(engine, parameter)
         if optimizer is not None:
@@ -81,6 +84,7 @@ def run_case(case: Case, family: str, layout_options: tuple[str, ...], dtype_nam
         progress = checkpoint.load(converted, engine)
         assert progress["weights_only"] and progress["step"] == 0
         check_weights(engine, HFReader(model), dtype)
+        check_masters(engine)
         train_one_step(engine)
         checkpoint.CheckpointWriter(work, 0, is_async=False).save(1, engine, {"data": {}, "validations": {}})
         if dist.get_rank() == 0:
