@@ -92,7 +92,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for command in (to_megatron, to_huggingface, reshard):
         command.add_argument("--out", type=Path, required=True, help="directory to make")
         command.add_argument("--dtype", choices=sorted(DTYPES), help="default: every tensor keeps its own")
-        command.add_argument("--bucket-mib", type=int, default=16, help="bytes moved at a time, MiB (default 16)")
+        command.add_argument("--bucket-mib", type=int, default=4, help="bytes moved at a time, MiB (default 4)")
         command.add_argument("--verify", action="store_true", help=f"read all back and write {CERTIFICATE}")
         command.add_argument("--no-logits", action="store_true", help="--verify without running the model")
     options = parser.parse_args(arguments)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from mega_rl.bridge.stored import OpenTensors, Stored, row_blocks
 # (tensor, box of whole rows, values) -> values of the same shape and dtype
 Transform = Callable[[str, Box, Tensor], Tensor]
 Advance = Callable[[int], None]  # is told of every number of finished bytes
-NUM_THREADS = 2
+NUM_THREADS = 2  # that compute digests
 RECORDED_BLOCKS = 32  # a killed conversion repeats at most so many
 
 
@@ -31,8 +30,7 @@ def copy_tensors(
 ) -> None:
     """Write every tensor of ``source``, in the target's dtypes, to its places; continues where ``assembly`` stands.
 
-    Holds at most ``NUM_THREADS`` blocks, each of ``bucket_bytes`` (or one row) per copy that a cast or a strided side
-    needs: read, cast, cut.
+    Holds at most three blocks of ``bucket_bytes`` (or of one row): as read, cast, and cut for one place.
 
     Raises:
         InputError: a file of the source cannot be read, or one of the target not be written.
@@ -42,30 +40,21 @@ def copy_tensors(
         for name, size in source.shapes.items()
         for box in row_blocks(size, _itemsize(source, target, name), bucket_bytes)
     ]
-    with (
-        OpenTensors(source) as reader,
-        OpenTensors(target, is_writable=True) as writer,
-        ThreadPoolExecutor(NUM_THREADS) as pool,
-    ):
-
-        def copy(block: tuple[str, Box]) -> int:
-            name, box = block
-            values = reader.read(name, box)
-            if transform is not None:
-                values = transform(name, box, values)
-            try:
-                writer.write(name, box, values.to(target.dtypes[name]))
-            except OSError as error:
-                raise assembly.disk_error(error) from error
-            return num_elements(box) * target.dtypes[name].itemsize
-
-        for name, box in blocks[: assembly.num_done]:
+    with OpenTensors(source) as reader, OpenTensors(target, is_writable=True) as writer:
+        for number, (name, box) in enumerate(blocks):
+            if number >= assembly.num_done:
+                try:
+                    if transform is None and source.dtypes[name] == target.dtypes[name]:
+                        writer.copy_from(reader, name, box)
+                    else:
+                        values = reader.read(name, box)
+                        changed = values if transform is None else transform(name, box, values)
+                        writer.write(name, box, changed.to(target.dtypes[name]))
+                except OSError as error:
+                    raise assembly.disk_error(error) from error
+                if (number + 1) % RECORDED_BLOCKS == 0 or number + 1 == len(blocks):
+                    assembly.record(number + 1)
             advance(num_elements(box) * target.dtypes[name].itemsize)
-        remaining = iter(blocks[assembly.num_done :])
-        while batch := list(islice(remaining, RECORDED_BLOCKS)):
-            for num_bytes in pool.map(copy, batch):
-                advance(num_bytes)
-            assembly.record(assembly.num_done + len(batch))
 
 
 def digests(stored: Stored, dtypes: Mapping[str, torch.dtype], bucket_bytes: int, advance: Advance) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import os
@@ -111,6 +112,23 @@ def test_there_and_back_is_the_same_model(tool: ModuleType, models: Path, tmp_pa
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
 
 
+def test_without_the_kernels_copy_the_bytes_are_the_same(
+    tool: ModuleType, models: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    command = ["hf-to-megatron", "--model", str(models / "qwen2"), "--tp", "2"]
+    copied: list[int] = []
+    copy = os.copy_file_range
+    monkeypatch.setattr(os, "copy_file_range", lambda *a: copied.append(copy(*a)) or copied[-1])
+    assert tool.main([*command, "--out", str(tmp_path / "kernel")]) == 0 and copied
+
+    def refuse(*_: Any) -> int:
+        raise OSError(errno.EOPNOTSUPP, "not here")
+
+    monkeypatch.setattr(os, "copy_file_range", refuse)
+    assert tool.main([*command, "--out", str(tmp_path / "plain")]) == 0
+    assert contents(tmp_path / "kernel") == contents(tmp_path / "plain")
+
+
 def test_dtype_casts_every_tensor_once(tool: ModuleType, models: Path, tmp_path: Path) -> None:
     there, back = tmp_path / "there", tmp_path / "back"
     cast = ("--dtype", "bfloat16", "--verify", "--no-logits")
@@ -196,7 +214,8 @@ def test_finished_blocks_are_not_written_again(
         tool.main(command)
     monkeypatch.setattr(assembly.Assembly, "publish", publish)
     written: list[int] = []
-    monkeypatch.setattr(os, "pwrite", lambda *arguments: written.append(1))
+    for name in ("pwrite", "copy_file_range"):
+        monkeypatch.setattr(os, name, lambda *arguments: written.append(1))
     assert tool.main(command) == 0 and not written
 
 
@@ -245,15 +264,19 @@ def test_a_disk_that_fills_up_on_the_way(
     source = contents(models)
     assert tool.main([*command, "--out", str(tmp_path / "whole")]) == 0
     capsys.readouterr()
-    pwrite, calls = os.pwrite, iter(range(10**9))
+    calls = iter(range(10**9))
 
-    def full(handle: int, data: Any, offset: int) -> int:
-        if next(calls) > 60:
-            raise OSError(28, "No space left on device")
-        return pwrite(handle, data, offset)
+    def until_full(write: Callable[..., int]) -> Callable[..., int]:
+        def written(*arguments: Any) -> int:
+            if next(calls) > 40:
+                raise OSError(28, "No space left on device")
+            return write(*arguments)
+
+        return written
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", full)
+        for name in ("pwrite", "copy_file_range"):
+            patch.setattr(os, name, until_full(getattr(os, name)))
         assert tool.main([*command, "--out", str(tmp_path / "out")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "cannot write (No space left on device); free the disk and run the same command to continue" in line
