@@ -371,7 +371,7 @@ FC1 = "decoder.layers.mlp.linear_fc1.weight"
     [
         (cut("megatron/__1_0.distcp"), ("is not whole", "megatron/__1_0.distcp")),
         (without_manifest(cut("megatron/__1_0.distcp")), ("__1_0.distcp", "is truncated", "embedding.")),
-        (without_manifest(lambda d: (d / "megatron/__1_0.distcp").unlink()), ("__1_0.distcp is missing", "decoder.")),
+        (without_manifest(lambda d: (d / "megatron/__1_0.distcp").unlink()), ("__1_0.distcp is missing", "embedding.")),
         (without_manifest(cut("megatron/.metadata")), (".metadata is truncated",)),
         (edit_index(lambda i: i.state_dict_metadata.pop(FC1)), (".metadata", f"tensor {FC1} is missing")),
         (edit_index(lambda i: i.state_dict_metadata.update({"decoder.x": i.state_dict_metadata[FC1]})),
