@@ -46,6 +46,7 @@ from mega_rl.types import InputError
 HUGGINGFACE = "huggingface"  # config and tokenizer files in a converted checkpoint
 CERTIFICATE = "certificate.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LOGITS = "mega_rl.megatron.logits"  # imported once the platform is fixed
 LOGITS_TOLERANCE = 1e-4  # float32, relative to the largest logit
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -265,7 +266,7 @@ def _certify_logits(options: argparse.Namespace, source: Source, root: Path) -> 
     sides = (root, source.tensors.root) if options.command == "megatron-to-hf" else (options.model, root / WEIGHTS)
     # The platform is fixed before Megatron-core is imported, which looks for its device at once.
     platform.select("auto")
-    found = importlib.import_module("mega_rl.megatron.logits").compare_logits(source.shape, *sides)
+    found = importlib.import_module(LOGITS).compare_logits(source.shape, *sides)
     if not found.relative < LOGITS_TOLERANCE:
         raise RuntimeError(
             f"{root}: Megatron's logits differ from transformers' by {found.relative:.1e} of the largest one, more "
