@@ -15,14 +15,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from mega_rl.bridge.assembly import FileImage, disk_error, fsync, literal_file
 from mega_rl.bridge.families import LM_HEAD, hf_tensors
 from mega_rl.bridge.shape import ModelShape, read_config
-from mega_rl.bridge.slices import Box, indices
+from mega_rl.bridge.slices import Box, indices, whole_box
+from mega_rl.bridge.stored import Place, Stored
 from mega_rl.types import InputError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-FLOAT_DTYPES = ("F32", "BF16", "F16", "F64")
 COPIED_FILES = (
     "generation_config.json",
     "tokenizer.json",
@@ -35,7 +36,13 @@ COPIED_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # safetensors' spelling
+DTYPE_NAMES = {  # safetensors' spelling
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float64: "F64",
+}
+FLOAT_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 class HFReader:
@@ -79,6 +86,23 @@ class HFReader:
             dtype = self._slice(name).get_dtype()
             if dtype not in FLOAT_DTYPES:
                 raise InputError(f"{self._path(name)}: {name} is {dtype}; give the unquantised model")
+
+    def stored(self, shape: ModelShape) -> Stored:
+        """Where the tensors of a checked model lie in its files."""
+        sizes, starts = hf_tensors(shape), {shard: self._starts(shard) for shard in self._files}
+        places = {}
+        for name, size in sizes.items():
+            shard = self._file_of[name]
+            places[name] = [Place(whole_box(size), shard, starts[shard][name], size, whole_box(size))]
+        dtypes = {name: FLOAT_DTYPES[self._slice(name).get_dtype()] for name in sizes}
+        return Stored(self.model_dir, sizes, dtypes, places)
+
+    def _starts(self, shard: str) -> dict[str, int]:
+        """Where each tensor's bytes begin in a shard whose header has been checked."""
+        with (self.model_dir / shard).open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+        return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
 
     def _path(self, name: str) -> Path:
         return self.model_dir / self._file_of[name]
@@ -141,33 +165,32 @@ class HFWriter:
         if self.out_dir.exists():
             raise InputError(f"{self.out_dir} exists; choose another output directory or remove it")
         self._partial = self.out_dir.parent / f".{self.out_dir.name}.partial"
-        self._sizes = hf_tensors(shape)
-        self._places: dict[str, tuple[str, int]] = {}  # tensor -> shard file, byte offset in it
-        self._num_bytes = {name: dtype.itemsize * prod(size) for name, size in self._sizes.items()}
-        self._missing = set(self._sizes)
-        config = read_config(source_dir)
+        self._stored, images = plan_huggingface(
+            self._partial, shape, dict.fromkeys(hf_tensors(shape), dtype), max_shard_bytes
+        )
+        images |= metadata_files(source_dir, dtype)
+        self._missing = set(self._stored.shapes)
         try:
             shutil.rmtree(self._partial, ignore_errors=True)  # left by a killed writer
-            self._partial.mkdir(parents=True)
-            self._copy_metadata(Path(source_dir), config)
-            self._create_shards(max_shard_bytes)
+            for name, image in images.items():
+                image.create(self._partial / name)
         except OSError as error:
             shutil.rmtree(self._partial, ignore_errors=True)
-            raise self._disk_error(error) from error
+            raise disk_error(self.out_dir, error) from error
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Puts one whole tensor, of the writer's dtype, into its shard."""
-        assert tuple(tensor.shape) == self._sizes[name] and tensor.dtype == self.dtype, (
-            f"{name}: {tuple(tensor.shape)} {tensor.dtype} instead of {self._sizes[name]} {self.dtype}"
+        size, (place,) = self._stored.shapes[name], self._stored.places[name]
+        assert tuple(tensor.shape) == size and tensor.dtype == self.dtype, (
+            f"{name}: {tuple(tensor.shape)} {tensor.dtype} instead of {size} {self.dtype}"
         )
-        shard, offset = self._places[name]
         data = tensor.detach().to("cpu").contiguous().view(torch.uint8).flatten().numpy()
         try:
-            with (self._partial / shard).open("r+b") as file:
-                file.seek(offset)
+            with (self._partial / place.file).open("r+b") as file:
+                file.seek(place.offset)
                 file.write(data.data)
         except OSError as error:
-            raise self._disk_error(error) from error
+            raise disk_error(self.out_dir, error) from error
         self._missing.discard(name)
 
     def _finish(self) -> None:
@@ -175,12 +198,12 @@ class HFWriter:
         assert not self._missing, f"not written: {_some(sorted(self._missing))}"
         try:
             for path in sorted(self._partial.iterdir()):
-                _fsync(path)
-            _fsync(self._partial)
+                fsync(path)
+            fsync(self._partial)
             os.rename(self._partial, self.out_dir)
-            _fsync(self.out_dir.parent)
+            fsync(self.out_dir.parent)
         except OSError as error:
-            raise self._disk_error(error) from error
+            raise disk_error(self.out_dir, error) from error
 
     def __enter__(self) -> HFWriter:
         return self
@@ -194,49 +217,58 @@ class HFWriter:
         finally:
             shutil.rmtree(self._partial, ignore_errors=True)
 
-    def _disk_error(self, error: OSError) -> InputError:
-        return InputError(f"{self.out_dir}: cannot write ({error.strerror or error}); free the disk or choose another")
 
-    def _copy_metadata(self, source: Path, config: dict[str, Any]) -> None:
-        for name in COPIED_FILES:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, self._partial / name)
-        written = str(self.dtype).removeprefix("torch.")
-        keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
-        config = {**config, **dict.fromkeys(keys, written)}
-        (self._partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+def metadata_files(source_dir: str | Path, dtype: torch.dtype) -> dict[str, FileImage]:
+    """config.json, which names ``dtype``, and the tokenizer and generation files that ``source_dir`` has."""
+    config, source = read_config(source_dir), Path(source_dir)
+    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
+    config |= dict.fromkeys(keys, str(dtype).removeprefix("torch."))
+    files = {name: literal_file((source / name).read_bytes()) for name in COPIED_FILES if (source / name).is_file()}
+    return files | {"config.json": literal_file(json.dumps(config, indent=2) + "\n")}
 
-    def _create_shards(self, max_shard_bytes: int) -> None:
-        """Writes every shard's header, so that each tensor's place is known before the first arrives."""
-        shards = _group(self._num_bytes, max_shard_bytes)
-        for i, names in enumerate(shards):
-            single = len(shards) == 1
-            file_name = SINGLE_FILE if single else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-            self._create_shard(file_name, names)
-        if len(shards) > 1:
-            index = {
-                "metadata": {"total_size": sum(self._num_bytes.values())},
-                "weight_map": {name: place[0] for name, place in self._places.items()},
-            }
-            (self._partial / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
-    def _create_shard(self, file_name: str, names: list[str]) -> None:
-        """Format: https://github.com/huggingface/safetensors#format (header length, JSON header, data)."""
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        start = 0
-        for name in names:
-            end = start + self._num_bytes[name]
-            dtype, size = DTYPE_NAMES[self.dtype], list(self._sizes[name])
-            header[name] = {"dtype": dtype, "shape": size, "data_offsets": [start, end]}
-            start = end
-        encoded = json.dumps(header, separators=(",", ":")).encode()
-        encoded += b" " * (-len(encoded) % 8)
-        data_start = 8 + len(encoded)
-        for name in names:
-            self._places[name] = (file_name, data_start + header[name]["data_offsets"][0])
-        with (self._partial / file_name).open("wb") as file:
-            file.write(struct.pack("<Q", len(encoded)) + encoded)
-            file.truncate(data_start + start)
+def plan_huggingface(
+    root: Path, shape: ModelShape, dtypes: Mapping[str, torch.dtype], max_shard_bytes: int
+) -> tuple[Stored, dict[str, FileImage]]:
+    """The safetensors files of a model under ``root`` without its weights, and the places of the weights in them."""
+    sizes = hf_tensors(shape)
+    num_bytes = {name: dtypes[name].itemsize * prod(size) for name, size in sizes.items()}
+    shards = _group(num_bytes, max_shard_bytes)
+    images: dict[str, FileImage] = {}
+    places: dict[str, list[Place]] = {}
+    for i, names in enumerate(shards):
+        single = len(shards) == 1
+        file_name = SINGLE_FILE if single else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        images[file_name], starts = _shard_image({name: sizes[name] for name in names}, dtypes)
+        for name, start in starts.items():
+            places[name] = [Place(whole_box(sizes[name]), file_name, start, sizes[name], whole_box(sizes[name]))]
+    if len(shards) > 1:
+        index = {
+            "metadata": {"total_size": sum(num_bytes.values())},
+            "weight_map": {name: place.file for name, (place,) in places.items()},
+        }
+        images[INDEX_FILE] = literal_file(json.dumps(index, indent=2) + "\n")
+    return Stored(root, sizes, dict(dtypes), places), images
+
+
+def _shard_image(
+    sizes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
+) -> tuple[FileImage, dict[str, int]]:
+    """A shard and the byte at which each tensor begins.
+
+    Format: https://github.com/huggingface/safetensors#format (header length, JSON header, data).
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    starts: dict[str, int] = {}
+    end = 0
+    for name, size in sizes.items():
+        starts[name], end = end, end + dtypes[name].itemsize * prod(size)
+        header[name] = {"dtype": DTYPE_NAMES[dtypes[name]], "shape": list(size), "data_offsets": [starts[name], end]}
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    data_start = 8 + len(encoded)
+    image = FileImage(data_start + end, ((0, struct.pack("<Q", len(encoded)) + encoded),))
+    return image, {name: data_start + start for name, start in starts.items()}
 
 
 def _group(num_bytes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]]:
@@ -260,11 +292,3 @@ def _is_ignored(name: str, shape: ModelShape) -> bool:
 def _some(names: list[str]) -> str:
     shown = ", ".join(names[:5])
     return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -7,7 +7,6 @@ Loading takes the newest directory whose files match its manifest.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import pickle
@@ -16,7 +15,6 @@ import re
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict
 from functools import partial as partial_call
 from pathlib import Path
 from pickle import UnpicklingError
@@ -35,18 +33,20 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from torch.distributed.checkpoint import CheckpointException
 
 from mega_rl import platform
+from mega_rl.bridge.checkpoint_files import MANIFEST as MANIFEST
+from mega_rl.bridge.checkpoint_files import PROGRESS as PROGRESS
+from mega_rl.bridge.checkpoint_files import WEIGHTS as WEIGHTS
+from mega_rl.bridge.checkpoint_files import damage as damage
+from mega_rl.bridge.checkpoint_files import manifest, model_record
+from mega_rl.bridge.torch_dist_files import CONTENT
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.model import PolicyModel
 from mega_rl.megatron.optimizer import own_hyperparameters
 from mega_rl.parallel.collectives import broadcast_object, gather_objects, together
 from mega_rl.types import InputError
 
-MANIFEST = "manifest.json"
-PROGRESS = "progress.json"  # step, data position, model: what is no tensor
 GENERATORS = "generators.pt"  # torch's random states of every rank
-WEIGHTS = "megatron"
 SUPERSEDED = "superseded_"  # directories of checkpoints that a later run did not continue
-_DIGESTED_BYTES = 1 << 20
 _NAME = re.compile(r"^step_(\d{8})$")
 _UNREADABLE = (  # what reading a garbled checkpoint raises; torch's CheckpointException is no Exception
     RuntimeError,
@@ -90,34 +90,6 @@ filesystem_async._results_queue = _WriteResults()
 
 def directory_of(root: Path, step: int) -> Path:
     return root / f"step_{step:08d}"
-
-
-def damage(directory: Path) -> str | None:
-    """What is wrong with a checkpoint directory, or None for a whole one."""
-    try:
-        files = json.loads((directory / MANIFEST).read_text())["files"]
-        rows = [(name, size, digest) for name, (size, digest) in files.items()]
-    except FileNotFoundError:
-        return f"{MANIFEST} is missing"
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return f"{MANIFEST} is not readable"
-    for name, size, digest in rows:
-        path = directory / name
-        if not path.is_file():
-            return f"file {name} is missing"
-        if path.stat().st_size != size:
-            return f"file {name} has {path.stat().st_size} bytes instead of {size}"
-        if _digest(path) != digest:
-            return f"file {name} is not what was written"
-    return None
-
-
-def _digest(path: Path) -> str:
-    """Of the first and the last MiB: cheap for files of any size, and sees what a crash or a bad copy does to them."""
-    with path.open("rb") as file:
-        head = file.read(_DIGESTED_BYTES)
-        file.seek(max(len(head), path.stat().st_size - _DIGESTED_BYTES))
-        return hashlib.blake2b(head + file.read(), digest_size=16).hexdigest()
 
 
 def all_checkpoints(root: Path) -> list[Path]:
@@ -183,20 +155,19 @@ def _named_chunks(engine: MegatronEngine) -> dict[str, PolicyModel]:
     return {"model": chunks[0]} if len(chunks) == 1 else {f"model{i}": chunk for i, chunk in enumerate(chunks)}
 
 
+def _metadata() -> dict[str, Any]:
+    return {**CONTENT, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+
+
 def _sharded_state(engine: MegatronEngine, is_loading: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    metadata = {
-        "distrib_optim_sharding_type": "fully_reshardable",  # loadable at another layout
-        "chained_optim_avoid_prefix": True,
-        "singleton_local_shards": False,
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-    }
+    metadata = _metadata()
     state: dict[str, Any] = {
         name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named_chunks(engine).items()
     }
     models = {name: dict(values) for name, values in state.items()}
     state["optimizer"] = engine.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
     state["lr_schedule"] = engine.lr_schedule.state_dict()
-    return state, {key: value for key, value in metadata.items() if key != "dp_cp_group"}
+    return state, dict(CONTENT)
 
 
 def _last_line(error: BaseException) -> str:
@@ -243,7 +214,7 @@ class CheckpointWriter:
                 **progress,
                 "step": step,
                 "skipped_steps": engine.step.skipped.state_dict(),
-                "model": asdict(engine.policy.shape),
+                "model": model_record(engine.policy.shape),
                 "world_size": dist.get_world_size(),
                 "expert_parallel": engine.policy.layout.expert,
             },
@@ -294,8 +265,7 @@ class CheckpointWriter:
             paths = [p for p in sorted(partial.rglob("*")) if p.is_file()]
             for path in paths:
                 _sync(path)
-            files = {str(p.relative_to(partial)): (p.stat().st_size, _digest(p)) for p in paths}
-            (partial / MANIFEST).write_text(json.dumps({"files": files}, indent=1))
+            (partial / MANIFEST).write_text(manifest(partial, paths))
             _sync(partial / MANIFEST)
             for directory in (partial / WEIGHTS, partial):
                 _sync(directory)
@@ -313,11 +283,13 @@ class CheckpointWriter:
 def load(directory: Path, engine: MegatronEngine) -> dict[str, Any]:
     """Restore weights, optimizer, schedule and random states; returns the progress. All ranks call it.
 
+    A converted checkpoint has weights alone: the rest stays as it is in a new run.
+
     Raises:
         InputError: a checkpoint of another model, or one that Megatron cannot read (at this layout).
     """
     progress = broadcast_object(read_progress(directory) if dist.get_rank() == 0 else None)
-    own = json.loads(json.dumps(asdict(engine.policy.shape)))
+    own = model_record(engine.policy.shape)
     different = [key for key, value in own.items() if progress["model"].get(key) != value]
     if different:
         key = different[0]
@@ -325,6 +297,9 @@ def load(directory: Path, engine: MegatronEngine) -> dict[str, Any]:
             f"checkpoint {directory} is of another model: {key} is {progress['model'].get(key)!r} there and "
             f"{own[key]!r} in model.path; choose the model it was trained from, or trainer.resume=never"
         )
+    if progress.get("weights_only"):
+        _load_weights(directory, engine)
+        return progress
     experts = progress["expert_parallel"]
     if experts > 1 and engine.policy.layout.expert == 1:
         raise InputError(
@@ -332,14 +307,11 @@ def load(directory: Path, engine: MegatronEngine) -> dict[str, Any]:
             f"optimizer state with 1: set parallel.expert to {experts}, or trainer.resume to never"
         )
     state, _ = _sharded_state(engine, is_loading=True)
+    loaded = _read(directory, state)
     try:
-        strategy = get_default_load_sharded_strategy(str(directory / WEIGHTS))
-        loaded = dist_checkpointing.load(state, str(directory / WEIGHTS), sharded_strategy=strategy)
         generators = torch.load(directory / GENERATORS, weights_only=False)
     except _UNREADABLE as error:
-        raise InputError(
-            f"checkpoint {directory} cannot be read ({_last_line(error)}); use an older one, or trainer.resume=never"
-        ) from error
+        raise _unreadable(directory, error) from error
     for name, chunk in _named_chunks(engine).items():
         chunk.load_state_dict(loaded[name])
     with own_hyperparameters(engine.optimizer):
@@ -349,3 +321,30 @@ def load(directory: Path, engine: MegatronEngine) -> dict[str, Any]:
     if len(generators) == dist.get_world_size():  # with other ranks there is no state that is theirs
         platform.current().set_rng_state(generators[dist.get_rank()])
     return progress
+
+
+def _read(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
+    try:
+        strategy = get_default_load_sharded_strategy(str(directory / WEIGHTS))
+        loaded: dict[str, Any] = dist_checkpointing.load(state, str(directory / WEIGHTS), sharded_strategy=strategy)
+    except _UNREADABLE as error:
+        raise _unreadable(directory, error) from error
+    return loaded
+
+
+def _unreadable(directory: Path, error: BaseException) -> InputError:
+    return InputError(
+        f"checkpoint {directory} cannot be read ({_last_line(error)}); use an older one, or trainer.resume=never"
+    )
+
+
+def _load_weights(directory: Path, engine: MegatronEngine) -> None:
+    state = {name: chunk.sharded_state_dict(metadata=_metadata()) for name, chunk in _named_chunks(engine).items()}
+    loaded = _read(directory, state)
+    for name, chunk in _named_chunks(engine).items():
+        chunk.load_state_dict(loaded[name])
+    for (
+        weight
+    ) in engine.policy.frozen.values():  # float32, but with values of the model's dtype, as the engine has them
+        weight.copy_(weight.to(engine.policy.chunks[0].config.params_dtype))
+    engine.optimizer.reload_model_params()

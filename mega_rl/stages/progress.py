@@ -41,6 +41,9 @@ def resume(session: Session, actor: MegatronEngine, source: Source) -> Progress:
     if session.checkpoint is None:
         return Progress()
     saved = checkpoint.load(session.checkpoint, actor)
+    if saved.get("weights_only"):
+        session.say(f"starting from the weights of {session.checkpoint}, which has no optimizer state")
+        return Progress()
     with together("resuming the data"):
         source.load_state_dict(saved["data"])
     session.say(f"resuming after step {saved['step']} from {session.checkpoint}")

@@ -1,0 +1,91 @@
+"""Logits of a Megatron checkpoint against those of transformers, in one process: the last proof of a conversion."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+from torch import Tensor
+
+from mega_rl import platform
+from mega_rl.bridge.shape import ModelShape
+from mega_rl.config.schema import RunConfig
+from mega_rl.megatron.context import local_input
+from mega_rl.megatron.policy import MegatronPolicy, initialize_groups
+from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.types import Microbatch
+
+NUM_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class LogitsDifference:
+    """Of one random prompt, both models in float32."""
+
+    num_tokens: int
+    max_abs_difference: float
+    max_abs_logit: float
+
+    @property
+    def relative(self) -> float:
+        return self.max_abs_difference / max(self.max_abs_logit, 1e-30)
+
+
+def compare_logits(shape: ModelShape, huggingface_dir: Path, weights_dir: Path) -> LogitsDifference:
+    """Build both models, one after the other, and run the same prompt through them; needs a process of its own.
+
+    Args:
+        huggingface_dir: what transformers loads.
+        weights_dir: what Megatron loads, in the torch_dist format.
+    """
+    generator = torch.Generator().manual_seed(0)
+    token_ids_T = torch.randint(0, shape.vocab_size, (NUM_TOKENS,), generator=generator)
+    with torch.no_grad():
+        expected_TV = _transformers_logits(huggingface_dir, token_ids_T)
+        own_TV = _megatron_logits(shape, weights_dir, token_ids_T)
+    difference = float((own_TV - expected_TV).abs().max())
+    return LogitsDifference(NUM_TOKENS, difference, float(expected_TV.abs().max()))
+
+
+def _transformers_logits(directory: Path, token_ids_T: Tensor) -> Tensor:
+    transformers.utils.logging.disable_progress_bar()
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+    return model.eval()(token_ids_T[None]).logits[0].float()
+
+
+def _megatron_logits(shape: ModelShape, weights_dir: Path, token_ids_T: Tensor) -> Tensor:
+    here = platform.current()
+    device = here.set_device(0)
+    store = dist.HashStore()  # one process: nobody to find
+    dist.init_process_group(here.backend, store=store, rank=0, world_size=1)
+    try:
+        layout = ParallelLayout.create(1)
+        initialize_groups(layout, seed=0)
+        config = RunConfig()
+        config.trainer.stage, config.model.dtype = "sft", "float32"
+        policy = MegatronPolicy(config, shape, layout, device)
+        (model,) = policy.chunks
+        strategy = get_default_load_sharded_strategy(str(weights_dir))
+        state = {"model": model.sharded_state_dict()}
+        model.load_state_dict(dist_checkpointing.load(state, str(weights_dir), sharded_strategy=strategy)["model"])
+        length = len(token_ids_T)
+        microbatch = Microbatch(
+            token_ids=token_ids_T,
+            target_ids=torch.zeros_like(token_ids_T),
+            position_ids=torch.arange(length),
+            loss_mask=torch.ones(length),
+            cu_seqlens=torch.tensor([0, length], dtype=torch.int32),
+            max_seqlen=length,
+            sequence_indices=(0,),
+        ).to(device)
+        local = local_input(microbatch, parallel_state.get_context_parallel_group(), 1)
+        logits = model(local.token_ids, local.position_ids, None, packed_seq_params=local.packing, labels=None)
+        return logits[0, :, : shape.vocab_size].float().cpu()
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

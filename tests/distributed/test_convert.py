@@ -1,0 +1,44 @@
+"""Converted checkpoints in their users' hands: Megatron at several layouts, transformers, and a model of 2 GB."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.contract import families
+from tests.launch import REPO, run, torchrun
+
+pytestmark = pytest.mark.slow
+RELATIVE = 2e-5  # float32 logits, two implementations of four layers
+PEAK_BYTES = 1.0e9
+NUM_CASES = 4  # of run_convert.py
+
+
+def test_every_family_gets_its_certificates(tmp_path: Path) -> None:
+    """TP2 PP2, EP2 where there are experts, and back: bit-exact, with the logits of transformers on both sides."""
+    script = REPO / "tests" / "contract" / "run_convert_certificates.py"
+    launched = run((sys.executable, str(script), str(tmp_path))).check()
+    (line,) = [line for line in launched.stdout.splitlines() if line.startswith("CERTIFIED ")]
+    errors = json.loads(line.removeprefix("CERTIFIED "))
+    assert list(errors) == list(families.FAMILIES)
+    assert all(error < RELATIVE for pair in errors.values() for error in pair), errors
+
+
+def test_the_trainer_starts_from_them_and_its_own_are_converted(tmp_path: Path) -> None:
+    launched = torchrun(REPO / "tests" / "distributed" / "run_convert.py", tmp_path).check()
+    done = [line for line in launched.stdout.splitlines() if line.startswith("CONVERTED ")]
+    assert len(done) == NUM_CASES, done
+
+
+def test_peak_memory_of_a_large_model(tmp_path: Path) -> None:
+    """Of 2 GB of weights, in every direction; the benchmark that the README quotes measures it."""
+    figures = tmp_path / "figures.json"
+    command = (sys.executable, "benchmarks/convert.py", "--repeats", "1", "--work-dir", str(tmp_path))
+    run((*command, "--json", str(figures)), timeout=580).check()
+    results = json.loads(figures.read_text())
+    assert results["num_bytes"] > 1.9e9
+    assert set(results["peak_bytes"].values()) and max(results["peak_bytes"].values()) <= PEAK_BYTES, results
+    assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
