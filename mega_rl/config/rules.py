@@ -121,6 +121,7 @@ RL: dict[str, Rule] = {
     "rollout.temperature": above(0),
     "rollout.stop": list_of(Rule(bool, "a string that is not empty")),
     "rollout.stop_token_ids": list_of(at_least(0)),
+    "rollout.simulated_quantization": nullable(one_of("nvfp4", "mxfp4")),
     "rollout.weight_update": one_of("live", "reload"),
     "rollout.kv_cache_bytes": at_least(1),
     "rollout.validation.n": at_least(0),
@@ -143,5 +144,5 @@ RL: dict[str, Rule] = {
     "aqn.target_modules": nullable(list_of(text())),
     "aqn.exclude_patterns": list_of(text()),
     "aqn.rounding": one_of("nearest", "stochastic", "fp32"),
-    "aqn.old_logprobs": one_of("decoupled", "rollout", "none"),
+    "aqn.old_logprobs": one_of("decoupled", "rollout", "recompute_noisy", "none"),
 }

@@ -41,7 +41,7 @@ class Validator:
             return {}
         settings = self.session.config.rollout.validation
         with self.session.timers("validate"):
-            self.sync.push(version=step, sigma=0.0)
+            self.sync.push(version=step, sigma=0.0, is_validation=True)
             greedy, greedy_scores = self._sample(n=1, temperature=0.0)
             sampled, sampled_scores = self._sample(n=settings.n, temperature=settings.temperature)
             self.sync.end_sampling()

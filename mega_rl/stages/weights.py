@@ -17,6 +17,7 @@ from mega_rl.bridge.execute import Ledger, Read, Transfer
 from mega_rl.bridge.families import hf_tensors, roles
 from mega_rl.bridge.huggingface import HFWriter
 from mega_rl.bridge.plan import compile_plan
+from mega_rl.bridge.quantize import SimulatedQuantization
 from mega_rl.bridge.slices import Box, Slice, indices, num_elements
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.model import DTYPES
@@ -30,7 +31,7 @@ MAX_SHARD_BYTES = 5 << 30  # of an exported safetensors file
 
 
 class WeightSync:
-    """Pushes the actor's weights into the engines, with AQN noise where it is on.
+    """Pushes the actor's weights into the engines, with AQN noise and simulated quantisation where they are on.
 
     With ``rollout.weight_update=live`` each engine shard is written in place, every byte moved at most once; with
     ``reload`` the whole Hugging Face tensors pass through the engine's own loader.
@@ -46,6 +47,12 @@ class WeightSync:
         self.noisy_names = frozenset(noise.targets(roles(shape)) if config.aqn.enabled else ())
         size, engines = config.rollout.tensor_parallel_size, session.engine_layout
         sources = [trainer.slices_of(rank) for rank in range(world_size)]
+        four_bits = config.rollout.simulated_quantization
+        self.quantization = (
+            SimulatedQuantization(four_bits, self.shapes, roles(shape), sources, dist.get_rank(), session.device)
+            if four_bits
+            else None
+        )
         if self.is_live:
             wanted = [vllm_slices(shape, size, engines.tensor_rank(rank)) for rank in range(world_size)]
             with together("matching the engine's parameters"):
@@ -55,14 +62,15 @@ class WeightSync:
         plan = compile_plan(sources, wanted)
         self.transfer = Transfer(plan, dist.get_rank(), world_size, None, config.bridge.bucket_bytes, session.device)
 
-    def push(self, version: int, sigma: float) -> dict[str, float]:
+    def push(self, version: int, sigma: float, is_validation: bool = False) -> dict[str, float]:
         """Make the engines sample from the actor's present weights; collective.
 
         What ``memory.offload`` names leaves the device as soon as it is not needed, until ``end_sampling``.
 
         Args:
             version: number of finished steps; keys the noise.
-            sigma: standard deviation of the noise; 0 for clean weights.
+            sigma: standard deviation of the noise; 0 for none.
+            is_validation: the trained weights as they are, without simulated quantisation.
 
         Returns:
             Metrics of the sync.
@@ -73,12 +81,15 @@ class WeightSync:
         noise = self.noise.for_sync(version, sigma)
         masters = self.trainer.master_weights(self.noisy_names) if sigma else {}
 
-        def read(local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> Tensor:
+        def outgoing(local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> Tensor:
             if hf_name in masters:
                 clean = masters[hf_name][indices(hf_box)]
                 return noise.apply(hf_name, clean, self.shapes[hf_name], hf_box, self.dtype)
             return self.trainer.policy.local(local_name, local_box).to(self.dtype)
 
+        read: Read = outgoing
+        if self.quantization is not None and not is_validation:
+            read = self.quantization.reader(outgoing)
         self.trainer.offload.to_host("gradients", "optimizer")
         platform.current().empty_cache()  # a waking engine takes its memory from the device, not from torch's cache
         self.rollout.wake_up()
