@@ -7,6 +7,7 @@ from mega_rl.rollout.replicas import generate_everywhere
 from mega_rl.rollout.sampling import make_requests
 from mega_rl.stages import building, learning, progress, rollouts
 from mega_rl.stages.batches import memory_metrics
+from mega_rl.stages.behaviour import behaviour_policy
 from mega_rl.stages.session import Session, open_session
 from mega_rl.stages.validation import Validator
 from mega_rl.stages.weights import WeightSync, export_huggingface
@@ -50,7 +51,8 @@ def train(session: Session) -> None:
                 with timers("reward"):
                     scores = rollouts.score_everywhere(scorer, completions)
                 samples = learning.with_advantages(completions, scores, config.algorithm.name)
-                metrics |= learning.update(session, actor, reference, objective, samples)
+                behaviour = behaviour_policy(session, actor, noise, step)
+                metrics |= learning.update(session, actor, reference, objective, samples, behaviour)
             metrics |= rollouts.sample_metrics(samples)
             metrics |= rollouts.noise_metrics(config, noise, step, metrics)
 

@@ -147,7 +147,9 @@ class WeightSync:
                 "bridge/seconds": seconds,
                 "bridge/gb_per_s": moved / 1e9 / max(seconds, 1e-9),
             }
-        return metrics | (noise_metrics(records for _, records in parts) if noise.sigma else {})
+        if noise.sigma:
+            metrics |= noise_metrics((records for _, records in parts), len(self.noisy_names))
+        return metrics
 
 
 def check_engine_parameters(parameters: Mapping[str, Tensor], slices: Sequence[Slice], dtype: torch.dtype) -> None:
