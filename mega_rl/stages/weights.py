@@ -78,6 +78,7 @@ class WeightSync:
         Raises:
             RuntimeError: ``bridge.verify=all`` found a live weight that differs from the trainer's.
         """
+        self.trainer.policy.refuse_replaced("a push")
         noise = self.noise.for_sync(version, sigma)
         masters = self.trainer.master_weights(self.noisy_names) if sigma else {}
 
@@ -185,6 +186,7 @@ def export_huggingface(session: Session, trainer: MegatronEngine) -> Path:
 
     An export that an earlier run of the same output directory left is replaced.
     """
+    trainer.policy.refuse_replaced("an export")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     sources = [trainer.slices_of(r) for r in range(world_size)]
     plan = compile_plan(sources, [full_slices(session.shape) if r == 0 else [] for r in range(world_size)])
