@@ -15,10 +15,10 @@ from mega_rl.algorithms.reduce import Denominators
 from mega_rl.rollout.noise import draw
 from mega_rl.types import Microbatch, TokenStats
 
-THETA = (1.0, -0.5)
+THETA = (1.5, -1.0)
 REWARDS = (1.0, 0.0)
-SIGMA = 0.8
-NUM_VERSIONS = 200
+SIGMA = 1.0
+NUM_VERSIONS = 500
 
 
 def log_policy(theta: torch.Tensor, version: int | None = None) -> torch.Tensor:
@@ -33,7 +33,7 @@ def log_policy(theta: torch.Tensor, version: int | None = None) -> torch.Tensor:
 def objective(importance_cap: float | None) -> PolicyObjective:
     return PolicyObjective(
         clip_low=0.99,  # no ratio here comes near the bounds: the correction alone is looked at
-        clip_high=100.0,
+        clip_high=1e6,
         dual_clip=None,
         kl_coefficient=0.0,
         kl_estimator="k3",
@@ -90,6 +90,6 @@ def test_the_uncorrected_gradient_is_biased() -> None:
     """Not only for one draw, which could cancel: the mean over draws is off by many standard errors."""
     truth = finite_differences()
     errors = torch.stack([expected_gradient("none", version) - truth for version in range(NUM_VERSIONS)])
-    assert errors.abs().amax(1).median() > 0.05 * truth.abs().max()
+    assert errors.abs().amax(1).median() > 0.3 * truth.abs().max()
     mean, standard_error = errors.mean(0), errors.std(0) / NUM_VERSIONS**0.5
-    assert (mean.abs() > 4 * standard_error).all(), (mean, standard_error)
+    assert (mean.abs() > 4 * standard_error).all() and (mean.abs() > 0.2 * truth.abs()).all(), (mean, standard_error)
