@@ -67,6 +67,6 @@ for axis, metric in zip(axes, (ACCURACY, "rollout/entropy"), strict=True):
     for arm, seeds in runs.items():
         cells = {step: cell([series[metric][step] for series in seeds]) for step in seeds[0][metric]}
         axis.errorbar(list(cells), *zip(*cells.values(), strict=True), label=arm, capsize=2, linewidth=1)
-    axis.set(xlabel="step", title=f"{metric}, mean and standard error of {given.seeds} seeds")
-axes[0].legend()
+    axis.set(xlabel="step", title=metric)
+axes[0].legend(title=f"mean ± standard error, {given.seeds} seeds")
 figure.savefig(HERE / "curves.png", dpi=110)

@@ -27,6 +27,7 @@ from mega_rl.types import InputError
 E2M1_MAX, E2M1_MIN_EXPONENT, E2M1_MAX_EXPONENT = 6.0, 0, 2  # exponents of the smallest normal and of the largest
 E4M3_MAX, E4M3_MIN_EXPONENT = 448.0, -6
 E8M0_MIN_EXPONENT = -127
+MAX_ELEMENTS_AT_A_TIME = 1 << 22  # the arithmetic takes several float32 copies of what it works on
 QUANTIZED_ROLE = "linear"  # projections and experts; not embeddings, head, norms, routers, biases
 
 
@@ -79,8 +80,12 @@ def quantize_dequantize(weight: Tensor, format_name: str, tensor_amax: float) ->
     """
     size, function = FORMATS[format_name]
     rows, columns = weight.shape
-    padded = torch.nn.functional.pad(weight.float(), (0, -columns % size))  # zeros change no largest magnitude
-    return function(padded.reshape(-1, size), tensor_amax).view(rows, -1)[:, :columns]
+    result = torch.empty(rows, columns, dtype=torch.float32, device=weight.device)
+    num_rows = max(1, MAX_ELEMENTS_AT_A_TIME // columns)
+    for part, place in zip(weight.split(num_rows), result.split(num_rows), strict=True):
+        padded = torch.nn.functional.pad(part.float(), (0, -columns % size))  # zeros change no largest magnitude
+        place.copy_(function(padded.reshape(-1, size), tensor_amax).view(len(part), -1)[:, :columns])
+    return result
 
 
 class SimulatedQuantization:
