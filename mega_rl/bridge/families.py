@@ -80,7 +80,7 @@ SHARED_EXPERT = (  # {shared} is Mixture.shared_name
     TensorKind("mlp.{shared}.gate_proj.weight", ("shared_ffn", "hidden"), "linear", "shared"),
     TensorKind("mlp.{shared}.up_proj.weight", ("shared_ffn", "hidden"), "linear", "shared"),
     TensorKind("mlp.{shared}.down_proj.weight", ("hidden", "shared_ffn"), "linear", "shared"),
-    TensorKind("mlp.shared_expert_gate.weight", ("one", "hidden"), "linear", "shared_gate"),
+    TensorKind("mlp.shared_expert_gate.weight", ("one", "hidden"), "router", "shared_gate"),
 )
 NORMS = (
     TensorKind("input_layernorm.weight", ("hidden",), "input_layernorm"),

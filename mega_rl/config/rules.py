@@ -135,6 +135,7 @@ RL: dict[str, Rule] = {
     "rollout.min_p": only(0.0, _WHOLE),
     "rollout.stop": list_of(Rule(bool, "a string that is not empty")),
     "rollout.stop_token_ids": list_of(at_least(0)),
+    "rollout.simulated_quantization": nullable(one_of("nvfp4", "mxfp4")),
     "rollout.weight_update": one_of("live", "reload"),
     "rollout.replay": nullable(text()),
     "rollout.kv_cache_bytes": at_least(1),
@@ -175,5 +176,5 @@ RL: dict[str, Rule] = {
     "trainer.gates.ppo_kl": at_least(0),
     "trainer.gates.ratio": at_least(0),
     "trainer.gates.engine": nullable(above(0)),
-    "aqn.old_logprobs": one_of("decoupled", "rollout", "none"),
+    "aqn.old_logprobs": one_of("decoupled", "rollout", "recompute_noisy", "none"),
 }

@@ -53,6 +53,7 @@ class RolloutConfig:
     stop: list[str] = field(default_factory=list)  # strings that end a response, besides the end-of-sequence token
     stop_token_ids: list[int] = field(default_factory=list)
     ignore_eos: bool = False
+    simulated_quantization: str | None = None  # nvfp4 | mxfp4: what four bits leave of the linear weights; null: off
     weight_update: str = "live"  # live: written in place into the engine's parameters | reload: through its loader
     replay: str | None = None  # directory of recorded rollouts that stand in for the engine; null: sample
     kv_cache_bytes: int = 268435456  # CPU engine only: KV memory per rank, bytes
@@ -117,7 +118,7 @@ class AqnConfig:
     include_router_norms: bool = False
     seed: int = 1234
     rounding: str = "nearest"  # nearest | stochastic | fp32
-    old_logprobs: str = "decoupled"  # decoupled | rollout | none
+    old_logprobs: str = "decoupled"  # decoupled | rollout | recompute_noisy | none
 
 
 @dataclass

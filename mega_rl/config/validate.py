@@ -381,8 +381,25 @@ def _aqn(found: _Problems) -> None:
             "set the cap to a number such as 2.0, or aqn.old_logprobs to rollout or none"
         )
     engine_dtype = found.config.rollout.dtype or found.config.model.dtype
+    if aqn.enabled and aqn.old_logprobs == "recompute_noisy":
+        _recompute_noisy(found, engine_dtype)
     if aqn.enabled and aqn.rounding == "fp32" and engine_dtype != "float32":
         found.add(
             f"aqn.rounding is 'fp32', but the engine holds its norms in {engine_dtype}: set aqn.rounding to nearest or "
             "stochastic, or rollout.dtype to float32"
         )
+
+
+def _recompute_noisy(found: _Problems, engine_dtype: str) -> None:
+    """The trainer must be able to hold what the engine held."""
+    dtype, four_bits = found.config.model.dtype, found.config.rollout.simulated_quantization
+    mend = "or aqn.old_logprobs to decoupled or rollout"
+    if dtype == "float32":
+        why = "float32 weights are the optimizer's master weights, which must not get noise"
+        found.add(f"aqn.old_logprobs is 'recompute_noisy', but {why}: set model.dtype to bfloat16, {mend}")
+    elif engine_dtype != dtype:
+        why = f"the trainer's {dtype} cannot hold the engine's {engine_dtype} norms"
+        found.add(f"aqn.old_logprobs is 'recompute_noisy', but {why}: set rollout.dtype to null, {mend}")
+    if four_bits is not None:
+        why = f"the trainer does not recompute what rollout.simulated_quantization {four_bits!r} does"
+        found.add(f"aqn.old_logprobs is 'recompute_noisy', but {why}: set it to null, {mend}")

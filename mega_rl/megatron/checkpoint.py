@@ -205,6 +205,7 @@ class CheckpointWriter:
             engine: whose weights, optimizer and schedule are written.
             progress: what else a resume needs (JSON).
         """
+        engine.policy.refuse_replaced("a checkpoint")
         assert engine.offload.is_complete, "a checkpoint needs weights and optimizer on the device"
         self.finish()
         partial = self.root / f".step_{step:08d}.incomplete"

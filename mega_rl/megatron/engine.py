@@ -123,6 +123,7 @@ class MegatronEngine:
                 then collects them from the data-parallel ranks as it goes; before that a rank holds new values of its
                 own share alone.
         """
+        self.policy.refuse_replaced("an optimizer step")
         self.lr_schedule.step(1)
         stats = self.step(lr=max(float(group["lr"]) for group in self.optimizer.param_groups))
         if self.gathers_late and not is_followed:

@@ -5,7 +5,8 @@ Letters: T packed tokens of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -92,6 +93,7 @@ class MegatronPolicy:
             config.trainer.logprob_chunk_tokens,
         )
         self.parameters: dict[str, torch.nn.Parameter] = {}
+        self.is_replaced = False  # inside of ``replaced``
         self.frozen: dict[str, Tensor] = {}  # weights of the model that are no parameters: no gradient reaches them
         self.collect_parameters()
 
@@ -142,11 +144,51 @@ class MegatronPolicy:
         weight = self.parameters[local_name] if local_name in self.parameters else self.frozen[local_name]
         return weight.detach()[tuple(slice(start, stop) for start, stop in local_box)]
 
+    @contextmanager
+    def replaced(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """Other values in whole replicated weights, for forward passes; the old ones are back bit for bit afterwards.
+
+        Inside, what would keep the other values (an optimizer step, a checkpoint, an export, a push to the engines)
+        raises RuntimeError.
+
+        Args:
+            values: HF name -> [full shape], of weights that this rank holds, in the model's dtype.
+
+        Raises:
+            InputError: a weight is float32, and therefore its own master: the optimizer's state would be changed.
+        """
+        self.refuse_replaced("replacing weights")
+        places = {p.hf_name: self.parameters[p.local_name].detach() for p in self._own_slices() if p.hf_name in values}
+        for name, place in places.items():
+            if place.dtype == torch.float32:
+                raise InputError(
+                    f"aqn.old_logprobs is 'recompute_noisy', but with model.dtype float32 {name} is the optimizer's "
+                    "master weight itself: set aqn.old_logprobs to decoupled or rollout, or model.dtype to bfloat16"
+                )
+        kept = {name: place.clone() for name, place in places.items()}
+        self.is_replaced = True
+        try:
+            for name, value in values.items():
+                assert value.dtype == places[name].dtype, name
+                places[name].copy_(value)
+            yield
+        finally:
+            for name, value in kept.items():
+                places[name].copy_(value)
+            self.is_replaced = False
+
+    def refuse_replaced(self, what: str) -> None:
+        if self.is_replaced:
+            raise RuntimeError(f"{what} while noisy values stand in for the trained weights")
+
+    def _own_slices(self) -> list[Slice]:
+        return self.slices_of(dist.get_rank())
+
     @torch.no_grad()
     def load_huggingface(self, reader: HFReader) -> None:
         """Fill every parameter from a Hugging Face directory, reading only this rank's slices of each file."""
         dtype = self.chunks[0].config.params_dtype
-        for piece in self.slices_of(dist.get_rank()):
+        for piece in self._own_slices():
             weight = reader.read(piece.hf_name, piece.hf_box)
             # Frozen weights are float32 whatever the model is, but are exported and sent to the engine in its dtype.
             self.local(piece.local_name, piece.local_box).copy_(weight.to(dtype))

@@ -151,15 +151,36 @@ class AqnNoise:
             )
         return names
 
+    def for_sync(self, weight_version: int, sigma: float) -> SyncNoise:
+        """The noise of one sync, which keeps the figures for the metrics; sigma 0.0 for validation."""
+        return SyncNoise(self.config, weight_version, sigma)
+
+
+@dataclass(frozen=True)
+class _TensorNoise:
+    """What one tensor's noise is, whole: drawn once per sync, however many boxes are read of it."""
+
+    noise: Tensor  # [full shape] float32, sigma times a standard normal
+    rounding_bits: Tensor | None  # [full shape] int32 in [0, 2^16), for stochastic rounding
+    hash: int
+
+
+class SyncNoise:
+    """Adds one weight version's noise on one rank, and records what each tensor received.
+
+    Args:
+        config: the validated ``aqn`` section.
+        weight_version: number of the sync: part of every key.
+        sigma: >= 0; 0 gives the plain cast, bitwise, whatever the rounding.
+    """
+
+    def __init__(self, config: AqnConfig, weight_version: int, sigma: float) -> None:
+        self.config, self.weight_version, self.sigma = config, weight_version, sigma
+        self.records: dict[tuple[str, Box], NoiseRecord] = {}
+        self._drawn: dict[str, _TensorNoise] = {}
+
     def apply(
-        self,
-        hf_name: str,
-        weight: Tensor,
-        full_shape: tuple[int, ...],
-        box: Box,
-        weight_version: int,
-        sigma: float,
-        out_dtype: torch.dtype,
+        self, hf_name: str, weight: Tensor, full_shape: tuple[int, ...], box: Box, out_dtype: torch.dtype
     ) -> Tensor:
         """``weight + sigma * Z``, added in float32 and cast once, as ``aqn.rounding`` says.
 
@@ -168,72 +189,60 @@ class AqnNoise:
             weight: [extents of box] float32, on any device; not changed.
             full_shape: of the whole HF tensor, which the noise is drawn for.
             box: the part of it that ``weight`` is.
-            weight_version: number of the sync: part of the key.
-            sigma: >= 0; 0 gives the plain cast, bitwise, whatever the rounding.
             out_dtype: what the engine holds; with rounding fp32 the result stays float32.
 
         Returns:
             A new tensor [extents of box] on the weight's device.
         """
         assert weight.dtype == torch.float32 and tuple(weight.shape) == extents(box), (hf_name, weight.dtype, box)
-        if sigma == 0:
-            return self.clean(weight, out_dtype)
-        noise_full = draw(self.config.seed, weight_version, hf_name, full_shape) * numpy.float32(sigma)
-        noisy = weight.detach() + _cut(noise_full, box, weight.device)
-        if self.config.rounding == "stochastic" and out_dtype != torch.float32:
-            key = f"aqn-v1|{self.config.seed}|{weight_version}|{hf_name}|rounding"
-            bits_full = _generator(key).integers(0, 1 << 16, size=full_shape, dtype=numpy.int32)
-            return _round_stochastically(noisy, _cut(bits_full, box, weight.device), out_dtype)
-        return noisy if self.config.rounding == "fp32" else noisy.to(out_dtype)
-
-    def clean(self, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
-        """The values that the engine holds without noise, a new tensor in the dtype that `apply` returns."""
-        cast = weight.detach().to(out_dtype, copy=True)
-        return cast.float() if self.config.rounding == "fp32" else cast
-
-    def for_sync(self, weight_version: int, sigma: float) -> SyncNoise:
-        """The noise of one sync, which keeps the figures for the metrics; sigma 0.0 for validation."""
-        return SyncNoise(self, weight_version, sigma)
-
-
-class SyncNoise:
-    """Adds one weight version's noise on one rank, and records what each tensor received."""
-
-    def __init__(self, noise: AqnNoise, weight_version: int, sigma: float) -> None:
-        self.noise = noise
-        self.weight_version = weight_version
-        self.sigma = sigma
-        self.records: dict[tuple[str, Box], NoiseRecord] = {}
-
-    def apply(
-        self, hf_name: str, weight: Tensor, full_shape: tuple[int, ...], box: Box, out_dtype: torch.dtype
-    ) -> Tensor:
-        """As `AqnNoise.apply`, with this sync's weight version and sigma."""
-        noisy = self.noise.apply(hf_name, weight, full_shape, box, self.weight_version, self.sigma, out_dtype)
-        change = noisy.float() - self.noise.clean(weight, out_dtype).float()
+        clean = self._clean(weight, out_dtype)
+        own = self._tensor_noise(hf_name, full_shape) if self.sigma else None
+        noisy = clean if own is None else self._noisy(own, weight.detach(), box, out_dtype)
+        change = noisy.float() - clean.float()
         self.records[hf_name, box] = NoiseRecord(
-            noise_hash=self._hash(hf_name, full_shape) if self.sigma else 0,
+            noise_hash=0 if own is None else own.hash,
             num_elements=change.numel(),
             num_changed=int((change != 0).sum()),
             square_sum=float(change.square().sum()),
         )
         return noisy
 
-    def _hash(self, hf_name: str, full_shape: tuple[int, ...]) -> int:
-        noise = draw(self.noise.config.seed, self.weight_version, hf_name, full_shape) * numpy.float32(self.sigma)
-        digest = hashlib.blake2b(hf_name.encode() + b"|" + noise.tobytes(), digest_size=HASH_BITS // 8).digest()
-        return int.from_bytes(digest, "little")
+    def _clean(self, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
+        """The values that the engine holds without noise, a new tensor in the dtype that ``apply`` returns."""
+        cast = weight.detach().to(out_dtype, copy=True)
+        return cast.float() if self.config.rounding == "fp32" else cast
+
+    def _noisy(self, own: _TensorNoise, weight: Tensor, box: Box, out_dtype: torch.dtype) -> Tensor:
+        noisy = weight + own.noise[indices(box)].to(weight.device)
+        if self.config.rounding == "stochastic" and out_dtype != torch.float32:
+            assert own.rounding_bits is not None
+            return _round_stochastically(noisy, own.rounding_bits[indices(box)].to(weight.device), out_dtype)
+        return noisy if self.config.rounding == "fp32" else noisy.to(out_dtype)
+
+    def _tensor_noise(self, hf_name: str, full_shape: tuple[int, ...]) -> _TensorNoise:
+        if hf_name not in self._drawn:
+            seed, version = self.config.seed, self.weight_version
+            noise = draw(seed, version, hf_name, full_shape) * numpy.float32(self.sigma)
+            digest = hashlib.blake2b(hf_name.encode() + b"|" + noise.tobytes(), digest_size=HASH_BITS // 8).digest()
+            bits = None
+            if self.config.rounding == "stochastic":
+                generator = _generator(f"aqn-v1|{seed}|{version}|{hf_name}|rounding")
+                bits = torch.from_numpy(generator.integers(0, 1 << 16, size=full_shape, dtype=numpy.int32))
+            self._drawn[hf_name] = _TensorNoise(torch.from_numpy(noise), bits, int.from_bytes(digest, "little"))
+        return self._drawn[hf_name]
 
 
-def noise_metrics(records_of_ranks: Iterable[Records]) -> dict[str, float]:
+def noise_metrics(records_of_ranks: Iterable[Records], num_targets: int) -> dict[str, float]:
     """The ``aqn/*`` figures of one sync over all ranks, each tensor counted once however many ranks hold it.
+
+    ``num_targets`` is the number of tensors that were to get noise.
 
     ``aqn/effective_sigma``: root mean square of what the cast left of the noise; ``aqn/changed_fraction``: of elements;
     ``aqn/num_tensors``; ``aqn/noise_hash``: one integer below 2^48 for all names and values of the noise, exact as a
     float and the same at every layout.
 
     Raises:
-        RuntimeError: two ranks drew different noise for the same tensor.
+        RuntimeError: two ranks drew different noise for the same tensor, or a target got none.
     """
     boxes: dict[tuple[str, Box], NoiseRecord] = {}
     hashes: dict[str, int] = {}
@@ -242,6 +251,8 @@ def noise_metrics(records_of_ranks: Iterable[Records]) -> dict[str, float]:
             if hashes.setdefault(hf_name, record.noise_hash) != record.noise_hash:
                 raise RuntimeError(f"ranks drew different AQN noise for {hf_name}: seeds or weight versions differ")
             boxes[hf_name, box] = record
+    if len(hashes) != num_targets:
+        raise RuntimeError(f"AQN noise went to {len(hashes)} tensors of {num_targets} targets")
     # In a fixed order, so that the sum's last bit does not depend on which rank holds what.
     ordered = [boxes[key] for key in sorted(boxes)]
     num_elements = max(1, sum(record.num_elements for record in ordered))
@@ -263,10 +274,6 @@ def _geometric(start: float, end: float, i: int, last: int) -> float:
 def _generator(key: str) -> numpy.random.Generator:
     digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
     return numpy.random.Generator(numpy.random.Philox(key=int.from_bytes(digest, "little")))
-
-
-def _cut(full: numpy.ndarray, box: Box, device: torch.device) -> Tensor:
-    return torch.from_numpy(full)[indices(box)].to(device)
 
 
 def _round_stochastically(values: Tensor, bits: Tensor, out_dtype: torch.dtype) -> Tensor:

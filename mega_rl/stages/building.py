@@ -16,7 +16,7 @@ from mega_rl.data.stream import Stream
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.offload import Reference, is_device
 from mega_rl.megatron.policy import MegatronPolicy
-from mega_rl.parallel.collectives import together
+from mega_rl.parallel.collectives import gather_objects, together
 from mega_rl.rewards.scorer import Scorer, build_scorer
 from mega_rl.rollout.engine import RolloutEngine
 from mega_rl.rollout.engine_process import EngineSpec
@@ -26,6 +26,7 @@ from mega_rl.rollout.replay import ReplayEngine
 from mega_rl.rollout.vllm_engine import VLLMEngine
 from mega_rl.stages.session import Session
 from mega_rl.stages.weights import Sync, Unsynced, WeightSync
+from mega_rl.types import InputError
 
 
 def prompt_stream(session: Session) -> PromptStream:
@@ -104,6 +105,8 @@ def weight_sync(session: Session, actor: MegatronEngine, engine: RolloutEngine, 
 
 def noise(session: Session, total: int) -> AqnNoise:
     aqn = AqnNoise(session.config.aqn, total)
+    if any(other != session.config.aqn for other in gather_objects(session.config.aqn)):
+        raise InputError("the ranks were started with different aqn sections: give every one the same configuration")
     if session.config.aqn.enabled:
         aqn.targets(roles(session.shape))  # refuses what matches nothing
     return aqn
@@ -127,7 +130,7 @@ def sampling(config: RunConfig) -> dict[str, Any]:
 def objective(config: RunConfig) -> PolicyObjective:
     algorithm = config.algorithm
     # Where the engine's own log-probabilities are pi_old, or its noise is ignored as published, nothing is corrected.
-    is_corrected = not config.aqn.enabled or config.aqn.old_logprobs == "decoupled"
+    is_corrected = not config.aqn.enabled or config.aqn.old_logprobs in ("decoupled", "recompute_noisy")
     return PolicyObjective(
         objective=algorithm.objective,
         clip_low=algorithm.clip_ratio_low,

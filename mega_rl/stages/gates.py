@@ -188,8 +188,12 @@ def reasons_to_leave_out(config: RunConfig, sigma: float) -> dict[str, str]:
         reasons["reference"] = "the run has none"
     if sigma > 0:
         reasons["engine"] = "it samples with noise"
+    if config.rollout.simulated_quantization is not None:
+        reasons["engine"] = "it samples with simulated 4-bit weights"
     if config.aqn.enabled and config.aqn.old_logprobs == "rollout":
         reasons["ratio"] = "pi_old is the engine's"
+    if sigma > 0 and config.aqn.old_logprobs == "recompute_noisy":
+        reasons["ratio"] = "pi_old has the engine's noise"
     return reasons
 
 

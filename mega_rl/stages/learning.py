@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as SequenceOf
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -60,11 +61,13 @@ def update(
     reference: Reference | None,
     objective: PolicyObjective,
     samples: list[Sample],
-    gates: Gates | None,
+    gates: Gates | None = None,
+    behaviour: AbstractContextManager[None] | None = None,
 ) -> dict[str, float]:
     """The optimizer steps of one rollout batch; returns their metrics. Collective.
 
-    Samples of unknown reward are left out; without any other there is no optimizer step.
+    Samples of unknown reward are left out; without any other there is no optimizer step. ``behaviour`` makes the actor
+    the policy that pi_old is; None: it is the actor itself.
 
     Raises:
         GateFailure: ``gates``, those of the first step, found a difference.
@@ -77,7 +80,7 @@ def update(
     sequences = [sequence_from_sample(sample) for sample in samples]
     parts = split_even(len(sequences), min(config.algorithm.minibatches_per_step, len(sequences)))
     minibatches = [pack_for_rank(session, [sequences[i] for i in part]) for part in parts]
-    with session.timers("old_logprobs"):
+    with session.timers("old_logprobs"), behaviour or nullcontext():
         minibatches = [_with_old_logprobs(session, actor, minibatch) for minibatch in minibatches]
     with session.timers("reference_logprobs"):
         if reference is not None:
@@ -108,11 +111,12 @@ def update(
 
 
 def _with_old_logprobs(session: Session, actor: MegatronEngine, minibatch: list[Microbatch]) -> list[Microbatch]:
-    """pi_old of the objective: the engine's, or the clean policy's as it stands before the first optimizer step."""
+    """pi_old of the objective: the engine's, or that of the weights that stand before the first optimizer step."""
     config = session.config
     if config.aqn.enabled and config.aqn.old_logprobs == "rollout":
         return [microbatch.replace(old_logprobs=microbatch.rollout_logprobs) for microbatch in minibatch]
-    if config.algorithm.minibatches_per_step == 1 and not _is_kl_in_reward(session.config):
+    is_noisy = config.aqn.enabled and config.aqn.old_logprobs == "recompute_noisy"
+    if config.algorithm.minibatches_per_step == 1 and not is_noisy and not _is_kl_in_reward(config):
         return minibatch  # on-policy: the update's own forward pass gives them, detached
     stats = actor.token_stats(minibatch)
     return [m.replace(old_logprobs=s.logprobs) for m, s in zip(minibatch, stats, strict=True)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mega_rl.config import RunConfig
 from mega_rl.stages import building, learning, progress, rollouts
 from mega_rl.stages.batches import memory_metrics
+from mega_rl.stages.behaviour import behaviour_policy
 from mega_rl.stages.gates import gates_of
 from mega_rl.stages.sampler import Sampler
 from mega_rl.stages.scoring import RewardWatch
@@ -54,7 +55,8 @@ def train(session: Session) -> None:
                 samples = learning.with_advantages(batch.learnt, config.algorithm.advantage)
                 rollouts.show(session, observer, actor, step + 1, batch, samples)
                 gates = gates_of(session, step, noise.sigma(step))
-                metrics |= learning.update(session, actor, reference, objective, samples, gates)
+                behaviour = behaviour_policy(session, actor, noise, step)
+                metrics |= learning.update(session, actor, reference, objective, samples, gates, behaviour)
             metrics |= rollouts.sample_metrics(samples)
             metrics |= rollouts.noise_metrics(config, noise, step, metrics)
 

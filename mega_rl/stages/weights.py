@@ -20,6 +20,7 @@ from mega_rl.bridge.families import hf_tensors, roles
 from mega_rl.bridge.huggingface import HFWriter
 from mega_rl.bridge.plan import compile_plan
 from mega_rl.bridge.proof import Inspect, Proof, colocated
+from mega_rl.bridge.quantize import SimulatedQuantization
 from mega_rl.bridge.slices import Box, Slice, indices, num_elements
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.model import DTYPES
@@ -56,7 +57,7 @@ class Unsynced:
 
 
 class WeightSync:
-    """Pushes the actor's weights into the engines, with AQN noise where it is on.
+    """Pushes the actor's weights into the engines, with AQN noise and simulated quantisation where they are on.
 
     With ``rollout.weight_update=live`` each engine shard is written in place, every byte moved at most once; with
     ``reload`` the whole Hugging Face tensors pass through the engine's own loader.
@@ -71,6 +72,12 @@ class WeightSync:
         self.noisy_names = frozenset(noise.targets(roles(shape)) if config.aqn.enabled else ())
         size, engines = config.rollout.tensor_parallel_size, session.engine_layout
         sources = [trainer.slices_of(rank) for rank in range(world_size)]
+        four_bits = config.rollout.simulated_quantization
+        self.quantization = (
+            SimulatedQuantization(four_bits, self.shapes, roles(shape), sources, dist.get_rank(), session.device)
+            if four_bits
+            else None
+        )
         if isinstance(rollout, RemoteEngines):
             wanted = [vllm_slices(shape, size, worker % size) for worker in range(rollout.num_workers)]
             for parameters, slices in zip(rollout.parameter_shapes(), wanted, strict=True):
@@ -102,8 +109,9 @@ class WeightSync:
 
         Args:
             version: number of finished steps; keys the noise.
-            sigma: standard deviation of the noise; 0 for clean weights.
-            is_validation: for validation, which comes before the training on the same version.
+            sigma: standard deviation of the noise; 0 for none.
+            is_validation: for validation, which comes before the training on the same version, with the trained weights
+                as they are: without simulated quantisation.
 
         Returns:
             Metrics of the sync.
@@ -112,16 +120,20 @@ class WeightSync:
             RuntimeError: the version is not newer than what the engines hold, the engines hold another one than was
                 pushed last, or ``bridge.verify`` found a live weight that differs from the trainer's.
         """
+        self.trainer.policy.refuse_replaced("a push")
         self._check_version(version, is_validation)
         noise = self.noise.for_sync(version, sigma)
         masters = self.trainer.master_weights(self.noisy_names) if sigma else {}
 
-        def read(local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> Tensor:
+        def outgoing(local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> Tensor:
             if hf_name in masters:
                 clean = masters[hf_name][indices(hf_box)]
                 return noise.apply(hf_name, clean, self.shapes[hf_name], hf_box, self.dtype)
             return self.trainer.policy.local(local_name, local_box).to(self.dtype)
 
+        read: Read = outgoing
+        if self.quantization is not None and not is_validation:
+            read = self.quantization.reader(outgoing)
         self.trainer.offload.to_host("gradients", "optimizer")
         platform.current().empty_cache()  # a waking engine takes its memory from the device, not from torch's cache
         self.rollout.wake_up()
@@ -180,7 +192,9 @@ class WeightSync:
         ledgers = [part for part, _, _ in parts if part is not None]
         metrics = ledger_metrics(ledgers) if ledgers else {}
         metrics["bridge/plan_s"] = max(seconds for _, _, seconds in parts)
-        return metrics | (noise_metrics(records for _, records, _ in parts) if noise.sigma else {})
+        if noise.sigma:
+            metrics |= noise_metrics((records for _, records, _ in parts), len(self.noisy_names))
+        return metrics
 
 
 def ledger_metrics(ledgers: Sequence[Ledger]) -> dict[str, float]:
@@ -235,6 +249,7 @@ def export_huggingface(session: Session, trainer: MegatronEngine) -> Path:
 
     An export that an earlier run of the same output directory left is replaced.
     """
+    trainer.policy.refuse_replaced("an export")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     sources = [trainer.slices_of(r) for r in range(world_size)]
     plan = compile_plan(sources, [full_slices(session.shape) if r == 0 else [] for r in range(world_size)])

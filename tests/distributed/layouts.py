@@ -45,3 +45,12 @@ GUARDS = {
     "experts": Case(2, expert_tensor=2, families=("qwen3_moe",)),
 }
 INTERLEAVED = Case(2, pipeline=2, virtual_pipeline=2, families=("qwen3",))
+# What the engines are sent must be the same at all of these: every axis of the layout is in one of them.
+AQN_CASES = (
+    Case(4, tensor=2, sequence=True, families=("qwen3",)),
+    Case(4, tensor=2, sequence=True, pipeline=2, families=("qwen3",)),
+    Case(4, pipeline=2, virtual_pipeline=2, families=("qwen3",)),
+    Case(4, context=2, families=("qwen3",)),
+    Case(4, tensor=2, sequence=True, expert=2, expert_tensor=1, families=("qwen3_moe",)),
+    Case(4, pipeline=2, expert=2, families=("qwen3_moe",)),
+)

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from mega_rl.bridge.families import roles
+from mega_rl.bridge.shape import parse_config
 from mega_rl.config.schema import AqnConfig
 from mega_rl.rollout.noise import NORM_ROLES, AqnNoise
 from mega_rl.types import InputError
@@ -98,3 +100,33 @@ def test_what_is_not_a_norm_role_is_an_input_error(role: str) -> None:
 def test_roles_of_every_table_are_known() -> None:
     used = {role for table in (LLAMA, QWEN3, QWEN3_MOE, DEEPSEEK, GEMMA) for role in table.values()} - {"linear"}
     assert used | {"final_layernorm"} == set(NORM_ROLES)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "more", "expected"),
+    [
+        ("LlamaForCausalLM", {}, ["0.input", "0.post_attention", "1.input", "1.post_attention"]),
+        ("Qwen2ForCausalLM", {}, ["0.input", "0.post_attention", "1.input", "1.post_attention"]),
+        ("Qwen3ForCausalLM", {}, ["0.input", "0.post_attention", "1.input", "1.post_attention"]),
+        ("Qwen3MoeForCausalLM", {"mlp_only_layers": [1]}, ["0.input", "1.input", "1.post_attention"]),
+        ("Qwen2MoeForCausalLM", {"shared_expert_intermediate_size": 8}, ["0.input", "1.input"]),
+    ],
+)
+def test_the_mapping_s_own_roles_give_the_same(architecture: str, more: dict[str, Any], expected: list[str]) -> None:
+    """The roles that a run uses, of real configurations."""
+    config = {
+        "architectures": [architecture],
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "intermediate_size": 32,
+        "vocab_size": 10,
+        "max_position_embeddings": 64,
+    }
+    mixture = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    roles_of_model = roles(parse_config(config | mixture | more, "config.json"))
+    assert targets(roles_of_model) == [f"{name}_layernorm" for name in expected]
+    routers = [name for name, role in roles_of_model.items() if role == "router"]
+    linear = [name for name, role in roles_of_model.items() if role == "linear"]
+    assert all(name.endswith(("mlp.gate.weight", "shared_expert_gate.weight")) for name in routers)
+    assert linear and all(name.endswith("_proj.weight") for name in linear)

@@ -413,6 +413,20 @@ def test_unrounded_noise_needs_a_float32_engine(config):
     assert "aqn.rounding" in line and "rollout.dtype" in line
 
 
+def test_recomputed_noise_needs_a_trainer_that_can_hold_it(config):
+    config.aqn.enabled, config.aqn.old_logprobs = True, "recompute_noisy"
+    assert problems(config) == []
+    config.rollout.dtype = "float32"
+    (line,) = problems(config)
+    assert "aqn.old_logprobs" in line and "rollout.dtype" in line
+    config.rollout.dtype, config.model.dtype = None, "float32"
+    (line,) = problems(config)
+    assert "aqn.old_logprobs" in line and "model.dtype" in line
+    config.model.dtype, config.rollout.simulated_quantization = "bfloat16", "mxfp4"
+    (line,) = problems(config)
+    assert "aqn.old_logprobs" in line and "rollout.simulated_quantization" in line
+
+
 @pytest.mark.parametrize("verify", ["sample", "all"])
 def test_verifying_needs_live_weights(config, verify):
     config.bridge.verify = verify
