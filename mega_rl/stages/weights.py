@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mega_rl import platform
-from mega_rl.bridge.engine_layout import full_slices, vllm_slices
+from mega_rl.bridge.engine_layout import vllm_series
 from mega_rl.bridge.execute import Ledger, Read, Transfer
-from mega_rl.bridge.families import hf_tensors, roles
+from mega_rl.bridge.families import full_series, hf_tensors, roles
 from mega_rl.bridge.huggingface import HFWriter
 from mega_rl.bridge.plan import compile_plan
+from mega_rl.bridge.series import slices_of
 from mega_rl.bridge.slices import Box, Slice, indices, num_elements
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.model import DTYPES
@@ -45,13 +46,13 @@ class WeightSync:
         self.shapes = hf_tensors(shape)
         self.noisy_names = frozenset(noise.targets(roles(shape)) if config.aqn.enabled else ())
         size, engines = config.rollout.tensor_parallel_size, session.engine_layout
-        sources = [trainer.slices_of(rank) for rank in range(world_size)]
+        sources = [trainer.series_of(rank) for rank in range(world_size)]
         if self.is_live:
-            wanted = [vllm_slices(shape, size, engines.tensor_rank(rank)) for rank in range(world_size)]
+            wanted = [vllm_series(shape, size, engines.tensor_rank(rank)) for rank in range(world_size)]
             with together("matching the engine's parameters"):
-                check_engine_parameters(rollout.parameters(), wanted[dist.get_rank()], self.dtype)
+                check_engine_parameters(rollout.parameters(), slices_of(wanted[dist.get_rank()]), self.dtype)
         else:
-            wanted = [full_slices(shape)] * world_size
+            wanted = [full_series(shape)] * world_size
         plan = compile_plan(sources, wanted)
         self.transfer = Transfer(plan, dist.get_rank(), world_size, None, config.bridge.bucket_bytes, session.device)
 
@@ -173,8 +174,8 @@ def export_huggingface(session: Session, trainer: MegatronEngine) -> Path:
     An export that an earlier run of the same output directory left is replaced.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    sources = [trainer.slices_of(r) for r in range(world_size)]
-    plan = compile_plan(sources, [full_slices(session.shape) if r == 0 else [] for r in range(world_size)])
+    sources = [trainer.series_of(r) for r in range(world_size)]
+    plan = compile_plan(sources, [full_series(session.shape) if r == 0 else [] for r in range(world_size)])
     bucket_bytes = session.config.bridge.bucket_bytes
     transfer = Transfer(plan, rank, world_size, None, bucket_bytes, session.device)
     dtype = DTYPES[session.config.model.dtype]

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mega_rl.bridge.buckets import fill_buckets
 from mega_rl.bridge.engine_layout import full_slices, vllm_slices
-from mega_rl.bridge.execute import fill_buckets
 from mega_rl.bridge.plan import Plan, compile_plan
 from mega_rl.bridge.shape import ModelShape
 from mega_rl.bridge.slices import Slice, indices, num_elements, whole_box
