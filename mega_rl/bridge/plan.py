@@ -82,12 +82,14 @@ class Run(NamedTuple):
 
     def moves(self) -> Iterator[Move]:
         top, rows = self.hf_box[0][0], self.hf_box[0][1] - self.hf_box[0][0]
+        whole = self.hf_box, self.source.place(self.hf_box), self.destination.place(self.hf_box)
         for i in range(self.start // rows, -(-self.end // rows)):
-            box = self.hf_box
+            boxes = whole
             start, end = max(0, self.start - i * rows), min(rows, self.end - i * rows)
             if end - start < rows:
-                box = ((top + start, top + end), *box[1:])
-            yield self._move(self.numbers[i], box, self.source.place(box), self.destination.place(box))
+                box = ((top + start, top + end), *self.hf_box[1:])
+                boxes = box, self.source.place(box), self.destination.place(box)
+            yield self._move(self.numbers[i], *boxes)
 
     def _move(self, number: Number, hf_box: Box, src_place: Box, dst_place: Box) -> Move:
         return Move(
