@@ -9,9 +9,13 @@ the module ``routed_experts`` that holds the experts is 0.32's.
 
 from __future__ import annotations
 
-from mega_rl.bridge.families import EMBEDDING, FINAL_NORM, LM_HEAD, hf_tensors, layer_name
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mega_rl.bridge.families import EMBEDDING, FINAL_NORM, LM_HEAD, full_series, layer_name
+from mega_rl.bridge.series import EXPERT, LAYER, Numbers, Series, numbered, slices_of
 from mega_rl.bridge.shape import ModelShape
-from mega_rl.bridge.slices import Slice, into_stack, stack_rows, take_columns, whole
+from mega_rl.bridge.slices import Slice, stack_rows, take_columns, whole
 from mega_rl.types import InputError
 
 VOCAB_PADDING = 64  # rows; vLLM's DEFAULT_VOCAB_PADDING_SIZE
@@ -19,26 +23,40 @@ VOCAB_PADDING = 64  # rows; vLLM's DEFAULT_VOCAB_PADDING_SIZE
 
 def full_slices(shape: ModelShape) -> list[Slice]:
     """Every HF tensor whole, under its own name: for export and for engines that load through their own loader."""
-    return [whole(name, name, size) for name, size in hf_tensors(shape).items()]
+    return slices_of(full_series(shape))
 
 
-def vllm_slices(shape: ModelShape, tensor_parallel: int, tp_rank: int) -> list[Slice]:
-    """Every HF element in one vLLM worker's parameters; vocabulary padding is in no slice.
+def vllm_slices(shape: ModelShape, tensor_parallel: int, tp_rank: int, expert_parallel: bool = False) -> list[Slice]:
+    """``vllm_series`` tensor by tensor."""
+    return slices_of(vllm_series(shape, tensor_parallel, tp_rank, expert_parallel))
+
+
+def vllm_series(shape: ModelShape, tensor_parallel: int, tp_rank: int, expert_parallel: bool = False) -> list[Series]:
+    """Every HF element in one vLLM worker's parameters; vocabulary padding is in no series.
 
     Key-value heads are replicated where there are fewer of them than workers. A tied output layer shares the
-    embedding's parameter and has no slice. Experts are cut by their width, as without the engine's expert parallelism.
+    embedding's parameter and has no series. Experts are cut by their width; with ``expert_parallel`` (vLLM's
+    ``enable_expert_parallel``, an engine without data parallelism of its own) every worker has some experts whole:
+    consecutive ones, one more for each of the first workers where they do not divide (``determine_expert_map``).
 
     Raises:
         InputError: sizes that do not divide, or a family whose engine parameters are not known here.
     """
-    check_engine(shape, tensor_parallel)
-    slices = _vocab_rows(EMBEDDING, shape, tensor_parallel, tp_rank)
-    for layer in range(shape.num_layers):
-        slices += _layer(shape, tensor_parallel, tp_rank, layer)
-    slices.append(whole(FINAL_NORM, FINAL_NORM, (shape.hidden_size,)))
+    check_engine(shape, tensor_parallel, expert_parallel)
+    series = numbered(_vocab_rows(EMBEDDING, shape, tensor_parallel, tp_rank))
+    for layers in shape.like_layers(range(shape.num_layers)):
+        numbers = Numbers(layers)
+        series += numbered(_attention(shape, tensor_parallel, tp_rank), numbers)
+        if shape.has_experts(layers[0]):
+            series += numbered(_shared_part(shape, tensor_parallel, tp_rank, layer_name(LAYER, "mlp")), numbers)
+            series += _experts(shape, tensor_parallel, tp_rank, expert_parallel, layers)
+        else:
+            mlp = _gated_mlp(layer_name(LAYER, "mlp"), shape.hidden_size, shape.ffn_size, tensor_parallel, tp_rank)
+            series += numbered(mlp, numbers)
+    last = [whole(FINAL_NORM, FINAL_NORM, (shape.hidden_size,))]
     if not shape.tied:
-        slices += _vocab_rows(LM_HEAD, shape, tensor_parallel, tp_rank)
-    return slices
+        last += _vocab_rows(LM_HEAD, shape, tensor_parallel, tp_rank)
+    return series + numbered(last)
 
 
 def engine_vocab_size(shape: ModelShape) -> int:
@@ -46,7 +64,7 @@ def engine_vocab_size(shape: ModelShape) -> int:
     return -(-shape.vocab_size // VOCAB_PADDING) * VOCAB_PADDING
 
 
-def check_engine(shape: ModelShape, tensor_parallel: int) -> None:
+def check_engine(shape: ModelShape, tensor_parallel: int, expert_parallel: bool = False) -> None:
     """InputError where an engine of this size could not be given the model's weights."""
     if shape.latent:
         raise InputError(
@@ -58,7 +76,7 @@ def check_engine(shape: ModelShape, tensor_parallel: int) -> None:
     if shape.has_dense_layers:
         sizes.append(("intermediate_size", shape.ffn_size))
     if shape.mixture:
-        sizes += [("moe_intermediate_size", shape.mixture.ffn_size)]
+        sizes += [] if expert_parallel else [("moe_intermediate_size", shape.mixture.ffn_size)]
         sizes += [("shared_expert_intermediate_size", shape.mixture.shared_ffn_size)]
     for name, size in sizes:
         if size % tensor_parallel:
@@ -76,22 +94,20 @@ def _vocab_rows(name: str, shape: ModelShape, tensor_parallel: int, tp_rank: int
     return stack_rows(name, [(name, start, end)], shape.hidden_size)
 
 
-def _layer(shape: ModelShape, tensor_parallel: int, tp_rank: int, layer: int) -> list[Slice]:
+def _attention(shape: ModelShape, tensor_parallel: int, tp_rank: int) -> list[Slice]:
+    """Attention and the layer's two norms."""
+
     def name(suffix: str) -> str:
-        return layer_name(layer, suffix)
+        return layer_name(LAYER, suffix)
 
     hidden = shape.hidden_size
     q_start, q_end = (i * shape.q_size // tensor_parallel for i in (tp_rank, tp_rank + 1))
-    slices = _qkv(shape, tensor_parallel, tp_rank, layer)
+    slices = _qkv(shape, tensor_parallel, tp_rank)
     o_proj = name("self_attn.o_proj.weight")
     slices.append(take_columns(o_proj, o_proj, hidden, q_start, q_end))
     if shape.qk_norm:
         norms = [name(f"self_attn.{part}_norm.weight") for part in ("q", "k")]
         slices += [whole(norm, norm, (shape.head_dim,)) for norm in norms]
-    if shape.has_experts(layer):
-        slices += _mixture(shape, tensor_parallel, tp_rank, name("mlp"))
-    else:
-        slices += _gated_mlp(name("mlp"), hidden, shape.ffn_size, tensor_parallel, tp_rank)
     norms = [name("input_layernorm.weight"), name("post_attention_layernorm.weight")]
     slices += [whole(norm, norm, (hidden,)) for norm in norms]
     return slices
@@ -104,8 +120,8 @@ def _gated_mlp(mlp: str, hidden: int, ffn: int, tensor_parallel: int, tp_rank: i
     return [*stack_rows(f"{mlp}.gate_up_proj.weight", gate_up, hidden), take_columns(down, down, hidden, start, end)]
 
 
-def _mixture(shape: ModelShape, tensor_parallel: int, tp_rank: int, mlp: str) -> list[Slice]:
-    """Router and shared expert under their own names; the experts stacked: [expert, gate and up rows, hidden]."""
+def _shared_part(shape: ModelShape, tensor_parallel: int, tp_rank: int, mlp: str) -> list[Slice]:
+    """What every token passes in a layer with experts: the router, and the shared expert where there is one."""
     mixture, hidden = shape.mixture, shape.hidden_size
     assert mixture is not None
     router, gate = f"{mlp}.gate.weight", f"{mlp}.shared_expert_gate.weight"
@@ -115,16 +131,33 @@ def _mixture(shape: ModelShape, tensor_parallel: int, tp_rank: int, mlp: str) ->
         slices += _gated_mlp(shared, hidden, mixture.shared_ffn_size, tensor_parallel, tp_rank)
     if mixture.shared_gate:
         slices.append(whole(gate, gate, (1, hidden)))
-    stacked = f"{mlp}.experts.routed_experts"
-    for expert in range(mixture.num_experts):
-        pieces = _gated_mlp(f"{mlp}.experts.{expert}", hidden, mixture.ffn_size, tensor_parallel, tp_rank)
-        gate_up, down = pieces[:-1], pieces[-1]
-        slices += [into_stack(piece, f"{stacked}.w13_weight", expert) for piece in gate_up]
-        slices.append(into_stack(down, f"{stacked}.w2_weight", expert))
     return slices
 
 
-def _qkv(shape: ModelShape, tensor_parallel: int, tp_rank: int, layer: int) -> list[Slice]:
+def _experts(
+    shape: ModelShape, tensor_parallel: int, tp_rank: int, expert_parallel: bool, layers: Sequence[int]
+) -> list[Series]:
+    """The experts stacked: [expert, gate and up rows, hidden] and [expert, hidden, columns]."""
+    mixture = shape.mixture
+    assert mixture is not None
+    experts, cut = range(mixture.num_experts), (tensor_parallel, tp_rank)
+    if expert_parallel:
+        experts, cut = engine_experts(mixture.num_experts, tensor_parallel, tp_rank), (1, 0)
+    *gate_up, down = _gated_mlp(layer_name(LAYER, f"mlp.experts.{EXPERT}"), shape.hidden_size, mixture.ffn_size, *cut)
+    stacked = layer_name(LAYER, "mlp.experts.routed_experts")
+    pieces = [replace(piece, local_name=f"{stacked}.w13_weight") for piece in gate_up]
+    pieces.append(replace(down, local_name=f"{stacked}.w2_weight"))
+    return numbered(pieces, Numbers(layers, experts=experts, first_expert=experts.start), is_stacked=True)
+
+
+def engine_experts(num_experts: int, num_workers: int, rank: int) -> range:
+    """The experts of one worker of an engine with expert parallelism, vLLM's linear placement."""
+    each, more = divmod(num_experts, num_workers)
+    start = rank * each + min(rank, more)
+    return range(start, start + each + (rank < more))
+
+
+def _qkv(shape: ModelShape, tensor_parallel: int, tp_rank: int) -> list[Slice]:
     """vLLM's fused order: all of the worker's query heads, then its keys, then its values."""
     kv_heads = max(1, shape.num_kv_heads // tensor_parallel)
     replicas = max(1, tensor_parallel // shape.num_kv_heads)  # consecutive workers that hold the same key-value head
@@ -135,6 +168,6 @@ def _qkv(shape: ModelShape, tensor_parallel: int, tp_rank: int, layer: int) -> l
     slices: list[Slice] = []
     for kind, width in (("weight", shape.hidden_size), ("bias", None)):
         if kind == "weight" or shape.qkv_bias:
-            parts = [(layer_name(layer, f"self_attn.{part}_proj.{kind}"), *ranges[part]) for part in ("q", "k", "v")]
-            slices += stack_rows(layer_name(layer, f"self_attn.qkv_proj.{kind}"), parts, width)
+            parts = [(layer_name(LAYER, f"self_attn.{part}_proj.{kind}"), *ranges[part]) for part in ("q", "k", "v")]
+            slices += stack_rows(layer_name(LAYER, f"self_attn.qkv_proj.{kind}"), parts, width)
     return slices

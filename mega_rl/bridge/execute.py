@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from mega_rl import platform
+from mega_rl.bridge.buckets import Bucket, fill_buckets
 from mega_rl.bridge.plan import Move, Plan
-from mega_rl.bridge.slices import Box, extents, indices, num_elements, split_box
+from mega_rl.bridge.slices import Box, extents, indices, num_elements
 
 Read = Callable[[str, str, Box, Box], torch.Tensor]  # (local_name, hf_name, hf_box, local_box) -> [extents of the box]
 Write = Callable[[str, str, Box, Box, torch.Tensor], None]  # the same of the destination, and the piece
@@ -38,41 +38,6 @@ class Ledger:
     write_s: float = 0.0  # local copies, and received pieces into place
 
 
-@dataclass
-class Bucket:
-    """One exchange: what this rank sends and receives, in the order in which the pieces lie in the flat buffers."""
-
-    sends: list[Move] = field(default_factory=list)  # by destination rank
-    receives: list[Move] = field(default_factory=list)  # by source rank
-
-
-def fill_buckets(pieces: Sequence[Move], num_ranks: int, capacity: int) -> list[list[Move]]:
-    """Remote pieces in exchanges in which no rank sends and receives more than ``capacity`` elements together.
-
-    Pieces above the capacity are cut. Each piece goes into the earliest exchange in which both its ranks have room, so
-    that senders of different tensors work at the same time. The same on every rank, so nobody negotiates.
-    """
-    buckets: list[list[Move]] = []
-    used: list[list[int]] = []
-    first_open = [0] * num_ranks  # exchanges before it are full for the rank
-    for whole in pieces:
-        for box in split_box(whole.hf_box, capacity):
-            piece, size = (whole if box == whole.hf_box else whole.part(box)), num_elements(box)
-            ranks = (piece.src_rank, piece.dst_rank)
-            i = max(first_open[r] for r in ranks)
-            while i < len(buckets) and any(used[i][r] + size > capacity for r in ranks):
-                i += 1
-            if i == len(buckets):
-                buckets.append([])
-                used.append([0] * num_ranks)
-            buckets[i].append(piece)
-            for r in ranks:
-                used[i][r] += size
-                while first_open[r] < len(buckets) and used[first_open[r]][r] >= capacity:
-                    first_open[r] += 1
-    return buckets
-
-
 class Transfer:
     """Carries out one plan; every rank of the group constructs it and calls the same methods in the same order."""
 
@@ -93,9 +58,6 @@ class Transfer:
         self.plan, self.rank, self.world_size, self.group = plan, rank, world_size, group
         self.bucket_bytes, self.device = bucket_bytes, torch.device(device)
         self._volume = plan.volume(rank)
-        self._by_name: dict[str, list[Move]] = defaultdict(list)
-        for piece in plan.moves:
-            self._by_name[piece.hf_name].append(piece)
         self._schedules: dict[int, tuple[list[Move], list[Bucket]]] = {}  # element size -> of the whole plan
 
     def run(self, read: Read, write: Write, dtype: torch.dtype) -> Ledger:
@@ -108,7 +70,7 @@ class Transfer:
         here.synchronize()
         start = time.perf_counter()
         if dtype.itemsize not in self._schedules:
-            self._schedules[dtype.itemsize] = self._schedule(self.plan.moves, dtype.itemsize)
+            self._schedules[dtype.itemsize] = self._schedule(self.plan, dtype.itemsize)
         local, buckets = self._schedules[dtype.itemsize]
         clock = self._move(local, buckets, read, write, dtype)
         here.synchronize()
@@ -141,37 +103,31 @@ class Transfer:
 
     def _full_size(self, name: str) -> Box:
         """The box that the destinations of a tensor want; the whole tensor by the contract of ``stream``."""
-        pieces = self._by_name.get(name)
-        assert pieces, f"{name} is in no destination of the plan"
-        ends = zip(*(tuple(end for _, end in piece.dst_box) for piece in pieces), strict=True)
-        return tuple((0, max(end)) for end in ends)
+        runs = self.plan.select([name]).runs
+        assert runs, f"{name} is in no destination of the plan"
+        return runs[0].destination.hf_box
 
     def _gather(
         self, read: Read, names: Sequence[str], sizes: dict[str, Box], dtype: torch.dtype
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        pieces = [piece for name in names for piece in self._by_name[name]]
-        wanted = [name for name in names if any(p.dst_rank == self.rank for p in self._by_name[name])]
+        plan = self.plan.select(names)
+        here = {move.hf_name for run in plan.runs_of(self.rank) if run.dst_rank == self.rank for move in run.moves()}
+        wanted = [name for name in names if name in here]
         full = {name: torch.empty(extents(sizes[name]), dtype=dtype, device=self.device) for name in wanted}
 
         def write(local_name: str, hf_name: str, hf_box: Box, local_box: Box, piece: torch.Tensor) -> None:
             full[hf_name][indices(local_box)].copy_(piece)
 
-        local, buckets = self._schedule(pieces, dtype.itemsize)
+        local, buckets = self._schedule(plan, dtype.itemsize)
         self._move(local, buckets, read, write, dtype)
         for name in wanted:
             yield name, full.pop(name)
 
-    def _schedule(self, pieces: Sequence[Move], element_size: int) -> tuple[list[Move], list[Bucket]]:
+    def _schedule(self, plan: Plan, element_size: int) -> tuple[list[Move], list[Bucket]]:
         """This rank's local copies and its part of every exchange."""
-        capacity = max(1, self.bucket_bytes // (2 * element_size))  # one is packed while another is under way
-        local = [p for p in pieces if p.is_local and p.src_rank == self.rank]
-        buckets = []
-        for filled in fill_buckets([p for p in pieces if not p.is_local], self.world_size, capacity):
-            # Stable sorts: the pieces between two ranks keep one order on both.
-            sends = sorted((p for p in filled if p.src_rank == self.rank), key=lambda p: p.dst_rank)
-            receives = sorted((p for p in filled if p.dst_rank == self.rank), key=lambda p: p.src_rank)
-            buckets.append(Bucket(sends, receives))
-        return local, buckets
+        local = [move for run in plan.runs_of(self.rank) if run.is_local for move in run.moves()]
+        # Half of the memory: one bucket is packed while another is under way.
+        return local, fill_buckets(plan, self.rank, max(1, self.bucket_bytes // (2 * element_size)))
 
     def _move(
         self, local: Sequence[Move], buckets: Sequence[Bucket], read: Read, write: Write, dtype: torch.dtype

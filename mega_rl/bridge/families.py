@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
 
+from mega_rl.bridge.series import EXPERT as EXPERT_NUMBER
+from mega_rl.bridge.series import LAYER, Numbers, Series, numbered
 from mega_rl.bridge.shape import ModelShape
+from mega_rl.bridge.slices import whole
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
@@ -98,7 +102,7 @@ def roles(shape: ModelShape) -> dict[str, str]:
     return {name: role for name, _, role in _tensors(shape)}
 
 
-def layer_name(layer: int, suffix: str) -> str:
+def layer_name(layer: int | str, suffix: str) -> str:
     return f"model.layers.{layer}.{suffix}"
 
 
@@ -137,29 +141,42 @@ def _options(shape: ModelShape) -> dict[str, bool]:
     }
 
 
-def _kinds(shape: ModelShape, layer: int) -> Iterator[TensorKind]:
-    """The rows of one layer, optional ones included, their names complete."""
-    yield from LATENT_ATTENTION if shape.latent else ATTENTION
-    if shape.has_experts(layer):
+def _kinds(shape: ModelShape, has_experts: bool) -> list[tuple[str, tuple[int, ...], str]]:
+    """The tensors of such a layer in order: name in the layer, with ``{expert}`` in it, full shape and role."""
+    kinds = [*(LATENT_ATTENTION if shape.latent else ATTENTION)]
+    if has_experts:
         assert shape.mixture is not None
-        yield from ROUTER
-        for expert in range(shape.mixture.num_experts):
-            yield from (replace(kind, suffix=kind.suffix.format(expert=expert)) for kind in EXPERT)
-        for kind in SHARED_EXPERT:
-            yield replace(kind, suffix=kind.suffix.format(shared=shape.mixture.shared_name))
-        yield NORMS[0]
-        yield replace(NORMS[1], role="router_norm")
+        shared = [replace(kind, suffix=kind.suffix.format(shared=shape.mixture.shared_name)) for kind in SHARED_EXPERT]
+        kinds += [*ROUTER, *EXPERT, *shared, NORMS[0], replace(NORMS[1], role="router_norm")]
     else:
-        yield from (*DENSE_MLP, *NORMS)
+        kinds += [*DENSE_MLP, *NORMS]
+    sizes, options = _sizes(shape), _options(shape)
+    present = [kind for kind in kinds if kind.only_if is None or options[kind.only_if]]
+    return [(kind.suffix, tuple(sizes[d] for d in kind.dims), kind.role) for kind in present]
 
 
 def _tensors(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    sizes, options = _sizes(shape), _options(shape)
+    kinds = {has_experts: _kinds(shape, has_experts) for has_experts in map(shape.has_experts, range(shape.num_layers))}
     yield EMBEDDING, (shape.vocab_size, shape.hidden_size), "embedding"
     for layer in range(shape.num_layers):
-        for kind in _kinds(shape, layer):
-            if kind.only_if is None or options[kind.only_if]:
-                yield layer_name(layer, kind.suffix), tuple(sizes[d] for d in kind.dims), kind.role
+        for is_of_expert, group in groupby(kinds[shape.has_experts(layer)], lambda kind: EXPERT_NUMBER in kind[0]):
+            together = list(group)
+            for expert in range(shape.mixture.num_experts if is_of_expert and shape.mixture else 1):
+                for suffix, size, role in together:
+                    yield layer_name(layer, suffix.replace(EXPERT_NUMBER, str(expert))), size, role
     yield FINAL_NORM, (shape.hidden_size,), "final_layernorm"
     if not shape.tied:
         yield LM_HEAD, (shape.vocab_size, shape.hidden_size), "lm_head"
+
+
+def full_series(shape: ModelShape) -> list[Series]:
+    """Every tensor of the checkpoint whole, under its own name."""
+    vocab = (shape.vocab_size, shape.hidden_size)
+    series = numbered([whole(EMBEDDING, EMBEDDING, vocab)])
+    for layers in shape.like_layers(range(shape.num_layers)):
+        for suffix, size, _ in _kinds(shape, shape.has_experts(layers[0])):
+            experts = range(shape.mixture.num_experts) if shape.mixture and EXPERT_NUMBER in suffix else (0,)
+            name = layer_name(LAYER, suffix)
+            series += numbered([whole(name, name, size)], Numbers(layers, experts=experts))
+    heads = [] if shape.tied else [whole(LM_HEAD, LM_HEAD, vocab)]
+    return series + numbered([whole(FINAL_NORM, FINAL_NORM, (shape.hidden_size,)), *heads])

@@ -1,26 +1,28 @@
-"""Who sends what to whom, compiled once from the two layouts; integers only."""
+"""Who sends what to whom, compiled once from the two layouts; integers only.
+
+Tensors of one kind that the same ranks hold and want in the same pieces are planned as one group: the plan's length
+depends on the ranks, and hardly on the number of layers and experts.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
-from mega_rl.bridge.slices import (
-    Box,
-    Slice,
-    carry_over,
-    intersect,
-    num_elements,
-    split_box,
-    subtract_all,
-)
+import numpy as np
 
-SPLITS_PER_RANK = 16  # a replicated piece above total / (ranks x this) is cut and shared out among its owners
+from mega_rl.bridge.assign import Need, assign
+from mega_rl.bridge.groups import Group, Holder, group_tensors
+from mega_rl.bridge.series import Number, Series, from_slice, hf_name_of
+from mega_rl.bridge.slices import Box, Slice, flat_range, intersect, num_elements, subtract_all
+
+Layout = Sequence[Sequence[Slice | Series]]  # what each rank holds or wants
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """One piece of an HF tensor that goes from its place on one rank to its place on another, or on the same."""
 
     src_rank: int
@@ -40,17 +42,65 @@ class Move:
     def is_local(self) -> bool:
         return self.src_rank == self.dst_rank
 
-    def part(self, hf_box: Box) -> Move:
-        """The same move for a part of its box."""
+    def part(self, start: int, end: int) -> list[Move]:
+        """The same move for the elements number ``start`` to ``end`` of its box, counted row by row."""
+        boxes = (flat_range(box, start, end) for box in (self.hf_box, self.src_box, self.dst_box))
+        return [self._replace(hf_box=h, src_box=s, dst_box=d) for h, s, d in zip(*boxes, strict=True)]
+
+
+class Run(NamedTuple):
+    """One piece of many like tensors that goes from one rank to another, or stays.
+
+    The piece's rows in all tensors of the group, one tensor below the other, are numbered; the run is of the rows from
+    ``start`` to ``end``.
+    """
+
+    numbers: tuple[Number, ...]  # of the group's tensors
+    hf_box: Box
+    src_rank: int
+    source: Series
+    dst_rank: int
+    destination: Series
+    start: int
+    end: int
+
+    @property
+    def num_elements(self) -> int:
+        return (self.end - self.start) * num_elements(self.hf_box[1:])
+
+    @property
+    def is_local(self) -> bool:
+        return self.src_rank == self.dst_rank
+
+    def restrict(self, wanted: frozenset[Number]) -> Iterator[Run]:
+        """The parts that belong to the wanted tensors."""
+        rows = self.hf_box[0][1] - self.hf_box[0][0]
+        for i in range(self.start // rows, -(-self.end // rows)):
+            if self.numbers[i] in wanted:
+                start, end = max(0, self.start - i * rows), min(rows, self.end - i * rows)
+                yield self._replace(numbers=(self.numbers[i],), start=start, end=end)
+
+    def moves(self) -> Iterator[Move]:
+        top, rows = self.hf_box[0][0], self.hf_box[0][1] - self.hf_box[0][0]
+        whole = self.hf_box, self.source.place(self.hf_box), self.destination.place(self.hf_box)
+        for i in range(self.start // rows, -(-self.end // rows)):
+            boxes = whole
+            start, end = max(0, self.start - i * rows), min(rows, self.end - i * rows)
+            if end - start < rows:
+                box = ((top + start, top + end), *self.hf_box[1:])
+                boxes = box, self.source.place(box), self.destination.place(box)
+            yield self._move(self.numbers[i], *boxes)
+
+    def _move(self, number: Number, hf_box: Box, src_place: Box, dst_place: Box) -> Move:
         return Move(
             self.src_rank,
             self.dst_rank,
-            self.hf_name,
+            hf_name_of(self.source.hf_name, number),
             hf_box,
-            self.src_name,
-            carry_over(hf_box, self.hf_box, self.src_box),
-            self.dst_name,
-            carry_over(hf_box, self.hf_box, self.dst_box),
+            self.source.local_name_of(number),
+            self.source.local_box_of(number, src_place),
+            self.destination.local_name_of(number),
+            self.destination.local_box_of(number, dst_place),
         )
 
 
@@ -69,19 +119,48 @@ class Plan:
     """Every destination element written exactly once, from the rank itself where it holds it, else from one owner."""
 
     num_ranks: int
-    moves: tuple[Move, ...]
+    runs: tuple[Run, ...]
     minimum: tuple[int, ...]  # [num_ranks] elements, see Volume
+
+    @cached_property
+    def traffic(self) -> np.ndarray:
+        """Elements from rank to rank, [num_ranks, num_ranks] int64; the diagonal is what is copied within a rank."""
+        flat = [0] * self.num_ranks**2
+        for run in self.runs:
+            flat[run.src_rank * self.num_ranks + run.dst_rank] += run.num_elements
+        return np.array(flat, dtype=np.int64).reshape(self.num_ranks, self.num_ranks)
+
+    @cached_property
+    def moves(self) -> tuple[Move, ...]:
+        """Those of all ranks: for small plans. A rank needs only those of its ``runs_of``."""
+        return tuple(move for run in self.runs for move in run.moves())
+
+    def runs_of(self, rank: int) -> Iterator[Run]:
+        """Those in which the rank takes part; those of a pair of ranks come in one order on both."""
+        return (run for run in self.runs if rank in (run.src_rank, run.dst_rank))
+
+    def select(self, hf_names: Sequence[str]) -> Plan:
+        """The plan for these tensors alone; its ``minimum`` stays that of all."""
+        runs: list[Run] = []
+        for pattern, numbers in _by_pattern(hf_names).items():
+            for run in self._runs_by_pattern.get(pattern, []):
+                runs += run.restrict(numbers)
+        return Plan(self.num_ranks, tuple(runs), self.minimum)
+
+    @cached_property
+    def _runs_by_pattern(self) -> dict[str, list[Run]]:
+        found: dict[str, list[Run]] = defaultdict(list)
+        for run in self.runs:
+            found[run.source.hf_name].append(run)
+        return found
 
     def volume(self, rank: int | None = None) -> Volume:
         """Elements moved: of one rank, or summed over all."""
-        local = sent = received = 0
-        for m in self.moves:
-            if m.is_local:
-                local += m.num_elements if rank in (None, m.src_rank) else 0
-            else:
-                sent += m.num_elements if rank in (None, m.src_rank) else 0
-                received += m.num_elements if rank in (None, m.dst_rank) else 0
-        return Volume(local, sent, received, sum(self.minimum) if rank is None else self.minimum[rank])
+        local = self.traffic.diagonal()
+        sent, received = self.traffic.sum(1) - local, self.traffic.sum(0) - local
+        if rank is None:
+            return Volume(int(local.sum()), int(sent.sum()), int(received.sum()), sum(self.minimum))
+        return Volume(int(local[rank]), int(sent[rank]), int(received[rank]), self.minimum[rank])
 
     def bytes(self, element_size: int, rank: int | None = None) -> Volume:
         """The same in bytes for elements of ``element_size`` bytes."""
@@ -89,91 +168,81 @@ class Plan:
         return Volume(*(element_size * n for n in (v.local, v.sent, v.received, v.minimum)))
 
 
-_Owners = tuple[tuple[int, Slice], ...]  # every rank that holds a piece, with its slice around it
-_Cell = tuple[Box, _Owners]
+def _by_pattern(hf_names: Sequence[str]) -> dict[str, frozenset[Number]]:
+    found: dict[str, set[Number]] = defaultdict(set)
+    for name in hf_names:
+        series = from_slice(Slice(name, (), "", ()))
+        found[series.hf_name].add((series.layers[0], series.experts[0]))
+    return {pattern: frozenset(numbers) for pattern, numbers in found.items()}
 
 
-@dataclass(frozen=True)
-class _Need:
-    """A piece that a rank must be sent, with all who could."""
-
-    dst_rank: int
-    destination: Slice
-    hf_box: Box
-    owners: _Owners
-
-
-def compile_plan(sources: Sequence[Sequence[Slice]], destinations: Sequence[Sequence[Slice]]) -> Plan:
+def compile_plan(sources: Layout, destinations: Layout) -> Plan:
     """The plan from ``sources[rank]`` to ``destinations[rank]``; the same on every rank that compiles it.
 
     Raises ValueError that names tensor, box and rank where no source holds an element that a destination wants.
     """
     assert len(sources) == len(destinations), "one list of slices per rank on both sides"
-    held = _index(sources)
-    moves: list[Move] = []
-    needs: list[_Need] = []
-    found: dict[tuple[str, Box], list[_Cell]] = {}  # replicas of an engine want equal boxes
-    minimum = []
-    for rank, wanted in enumerate(destinations):
-        missing: dict[str, list[Box]] = defaultdict(list)  # distinct elements of each tensor to receive
-        for destination in wanted:
-            local, rest = _take_local(rank, destination, held)
-            moves += local
-            for box in rest:
-                key = destination.hf_name, box
-                if key not in found:
-                    found[key] = _find_owners(*key, held)
-                needs += [_Need(rank, destination, cell, owners) for cell, owners in found[key]]
-            missing[destination.hf_name] += subtract_all(rest, missing[destination.hf_name])
-        minimum.append(sum(num_elements(box) for boxes in missing.values() for box in boxes))
-    for need in needs:
-        if not need.owners:
-            raise ValueError(
-                f"{need.destination.hf_name}: no rank holds {need.hf_box}, which rank {need.dst_rank} wants"
-            )
-    moves += _assign(needs, len(sources))
-    return Plan(len(sources), tuple(_in_destination_order(moves, destinations)), tuple(minimum))
+    num_ranks = len(sources)
+    runs: list[Run] = []
+    needs: list[Need] = []
+    minimum = [0] * num_ranks
+    for group in group_tensors(_holders(sources), _holders(destinations)):
+        local, group_needs = _plan_group(group, minimum)
+        runs += local
+        needs += group_needs
+    for need, shares in zip(needs, assign(needs, num_ranks), strict=True):
+        source = dict(need.owners)
+        for owner, i, start, end in shares:
+            rank, destination = need.destinations[i]
+            runs.append(Run(need.numbers, need.hf_box, owner, source[owner], rank, destination, start, end))
+    return Plan(num_ranks, tuple(runs), tuple(minimum))
 
 
-_Held = dict[str, dict[Box, dict[int, Slice]]]  # tensor -> distinct box -> owning rank -> its slice
+def _holders(layout: Layout) -> Iterator[Holder]:
+    for rank, pieces in enumerate(layout):
+        for piece in pieces:
+            yield rank, piece if isinstance(piece, Series) else from_slice(piece)
 
 
-def _index(sources: Sequence[Sequence[Slice]]) -> _Held:
-    held: _Held = defaultdict(lambda: defaultdict(dict))
-    for rank, slices in enumerate(sources):
-        for piece in slices:
-            held[piece.hf_name][piece.hf_box].setdefault(rank, piece)
-    return held
+_Cell = tuple[Box, tuple[Holder, ...]]  # a box and every rank that holds all of it
 
 
-def _move(src_rank: int, source: Slice, dst_rank: int, destination: Slice, box: Box) -> Move:
-    return Move(
-        src_rank,
-        dst_rank,
-        destination.hf_name,
-        box,
-        source.local_name,
-        carry_over(box, source.hf_box, source.local_box),
-        destination.local_name,
-        carry_over(box, destination.hf_box, destination.local_box),
-    )
+def _plan_group(group: Group, minimum: list[int]) -> tuple[list[Run], list[Need]]:
+    """Copies within ranks, and what must be sent; adds to each rank's minimum."""
+    held: dict[Box, dict[int, Series]] = {}
+    own: dict[int, list[Series]] = defaultdict(list)
+    for rank, series in group.sources:
+        held.setdefault(series.hf_box, {}).setdefault(rank, series)
+        own[rank].append(series)
+    num, runs = len(group.numbers), []
+    cells: dict[Box, list[_Cell]] = {}  # replicas of an engine want equal boxes
+    needs: dict[_Cell | Box, tuple[_Cell, list[Holder]]] = {}
+    wanted: dict[int, list[Box]] = defaultdict(list)  # distinct elements that a rank must receive
+    for rank, destination in group.destinations:
+        rest = [destination.hf_box]
+        for series in own.get(rank, ()):
+            for box in [piece for r in rest if (piece := intersect(r, series.hf_box)) is not None]:
+                end = num * (box[0][1] - box[0][0])
+                runs.append(Run(group.numbers, box, rank, series, rank, destination, 0, end))
+            rest = subtract_all(rest, [series.hf_box])
+        for box in rest:
+            if box not in cells:
+                cells[box] = _find_owners(box, held)
+            for cell in cells[box]:
+                if not cell[1]:
+                    name = hf_name_of(destination.hf_name, group.numbers[0])
+                    raise ValueError(f"{name}: no rank holds {cell[0]}, which rank {rank} wants")
+                needs.setdefault(cell[0], (cell, []))[1].append((rank, destination))
+        fresh = subtract_all(rest, wanted[rank])
+        wanted[rank] += fresh
+        minimum[rank] += num * sum(map(num_elements, fresh))
+    return runs, [Need(group.numbers, box, owners, tuple(ranks)) for (box, owners), ranks in needs.values()]
 
 
-def _take_local(rank: int, destination: Slice, held: _Held) -> tuple[list[Move], list[Box]]:
-    """Copies of what the rank already holds, and the boxes that it does not."""
-    moves, rest = [], [destination.hf_box]
-    for box, owners in held.get(destination.hf_name, {}).items():
-        if rank in owners:
-            found = [piece for r in rest if (piece := intersect(r, box)) is not None]
-            moves += [_move(rank, owners[rank], rank, destination, piece) for piece in found]
-            rest = subtract_all(rest, [box]) if found else rest
-    return moves, rest
-
-
-def _find_owners(hf_name: str, box: Box, held: _Held) -> list[_Cell]:
+def _find_owners(box: Box, held: dict[Box, dict[int, Series]]) -> list[_Cell]:
     """The box cut into pieces that each have one set of owners; a piece that nobody holds has none."""
-    cells: list[tuple[Box, dict[int, Slice]]] = [(box, {})]
-    for source_box, owners in held.get(hf_name, {}).items():
+    cells: list[tuple[Box, dict[int, Series]]] = [(box, {})]
+    for source_box, owners in held.items():
         if intersect(box, source_box) is None:
             continue
         refined = []
@@ -183,38 +252,4 @@ def _find_owners(hf_name: str, box: Box, held: _Held) -> list[_Cell]:
                 refined.append((inside, {**owners, **known}))
             refined += [(outside, known) for outside in subtract_all([cell], [source_box])]
         cells = refined
-    return [(cell, tuple(sorted(known.items(), key=_by_rank))) for cell, known in cells]
-
-
-def _by_rank(item: tuple[int, Slice]) -> int:
-    return item[0]
-
-
-def _assign(needs: list[_Need], num_ranks: int) -> list[Move]:
-    """One owner for every piece: pieces with the fewest owners first, then the largest, each to the least loaded.
-
-    A large piece with several owners is cut by rows first, so that the owners share it.
-    """
-    limit = max(1, sum(num_elements(n.hf_box) for n in needs) // (num_ranks * SPLITS_PER_RANK))
-    pieces = []
-    for need in needs:
-        size = num_elements(need.hf_box)
-        share = max(limit, num_elements(need.hf_box[1:])) if len(need.owners) > 1 else size
-        pieces += [(need, box) for box in split_box(need.hf_box, share)]
-    pieces.sort(key=lambda piece: (len(piece[0].owners), -num_elements(piece[1])))  # stable, so deterministic
-    load = [0] * num_ranks
-    moves = []
-    for need, box in pieces:
-        rank, source = min(need.owners, key=lambda owner: (load[owner[0]], owner[0]))
-        load[rank] += num_elements(box)
-        moves.append(_move(rank, source, need.dst_rank, need.destination, box))
-    return moves
-
-
-def _in_destination_order(moves: list[Move], destinations: Sequence[Sequence[Slice]]) -> list[Move]:
-    """Tensor by tensor in the order in which destinations list them, so that a stream can follow the plan."""
-    order: dict[str, int] = {}
-    for wanted in destinations:
-        for piece in wanted:
-            order.setdefault(piece.hf_name, len(order))
-    return sorted(moves, key=lambda m: (order[m.hf_name], m.dst_rank, m.src_rank, m.dst_name, m.hf_box))
+    return [(cell, tuple(sorted(known.items(), key=lambda owner: owner[0]))) for cell, known in cells]

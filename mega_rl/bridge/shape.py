@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -72,6 +72,11 @@ class ModelShape:
 
     def has_experts(self, layer: int) -> bool:
         return self.mixture is not None and layer in self.mixture.layers
+
+    def like_layers(self, layers: Sequence[int]) -> list[tuple[int, ...]]:
+        """The layers without experts and those with, where there are any: layers of one kind have the same tensors."""
+        kinds = (tuple(i for i in layers if self.has_experts(i) == has_experts) for has_experts in (False, True))
+        return [kind for kind in kinds if kind]
 
     @property
     def has_dense_layers(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -80,21 +80,22 @@ def carry_over(inner: Box, outer: Box, target: Box) -> Box:
     return (*front, *moved)
 
 
-def split_box(box: Box, max_elements: int) -> Iterator[Box]:
-    """The box cut into parts of at most ``max_elements``: along rows, and within a row only where one is too long."""
-    assert max_elements >= 1
-    if num_elements(box) <= max_elements:
-        yield box
-        return
-    (start, end), row = box[0], num_elements(box[1:])
-    if row > max_elements:
-        for i in range(start, end):
-            for part in split_box(box[1:], max_elements):
-                yield ((i, i + 1), *part)
-        return
-    step = max_elements // row
-    for i in range(start, end, step):
-        yield ((i, min(i + step, end)), *box[1:])
+def flat_range(box: Box, start: int, end: int) -> list[Box]:
+    """The elements number ``start`` to ``end`` of the box, counted row by row, as boxes in that order."""
+    assert 0 <= start < end <= num_elements(box), (box, start, end)
+    (first, _), inner = box[0], box[1:]
+    row = num_elements(inner)
+    head, tail = -(-start // row), end // row  # the whole rows between the two
+    if head > tail:  # within one row
+        return [((first + tail, first + head), *part) for part in flat_range(inner, start % row, end - tail * row)]
+    boxes: list[Box] = []
+    if start % row:
+        boxes += [((first + head - 1, first + head), *part) for part in flat_range(inner, start % row, row)]
+    if head < tail:
+        boxes.append(((first + head, first + tail), *inner))
+    if end % row:
+        boxes += [((first + tail, first + tail + 1), *part) for part in flat_range(inner, 0, end % row)]
+    return boxes
 
 
 def stack_rows(local_name: str, parts: Iterable[tuple[str, int, int]], width: int | None) -> list[Slice]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from mega_rl.bridge.families import EMBEDDING, FINAL_NORM, LM_HEAD, layer_name
+from mega_rl.bridge.series import EXPERT, LAYER, Numbers, Series, numbered, slices_of
 from mega_rl.bridge.shape import ModelShape
 from mega_rl.bridge.slices import Slice, stack_rows, take_columns, whole
 from mega_rl.types import InputError
@@ -13,7 +17,12 @@ def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
     return -(-vocab_size // tensor_parallel) * tensor_parallel
 
 
-def megatron_slices(
+def megatron_slices(*arguments: Any, **keywords: Any) -> list[Slice]:
+    """``megatron_series`` tensor by tensor: every HF element of a chunk exactly once."""
+    return slices_of(megatron_series(*arguments, **keywords))
+
+
+def megatron_series(
     shape: ModelShape,
     tensor_parallel: int,
     tp_rank: int,
@@ -25,8 +34,8 @@ def megatron_slices(
     ep_rank: int = 0,
     expert_tensor_parallel: int = 1,
     etp_rank: int = 0,
-) -> list[Slice]:
-    """Every HF element that one rank's model chunk holds, each exactly once; vocabulary padding is in no slice.
+) -> list[Series]:
+    """Every HF element that one rank's model chunk holds, each exactly once; vocabulary padding is in no series.
 
     Experts are laid out by their own two axes, everything else, shared experts included, by the tensor-parallel one.
 
@@ -37,27 +46,29 @@ def megatron_slices(
     assert padded_vocab_size % tensor_parallel == 0 and padded_vocab_size >= shape.vocab_size
     check_experts(shape, expert_parallel, expert_tensor_parallel)
     experts = (expert_parallel, ep_rank, expert_tensor_parallel, etp_rank)
-    slices: list[Slice] = []
+    series: list[Series] = []
     vocab = (shape, tensor_parallel, tp_rank, padded_vocab_size)
     if has_embedding:
-        slices += _vocab_rows("embedding.word_embeddings.weight", EMBEDDING, *vocab)
-    for local, layer in enumerate(layers):
-        prefix = f"decoder.layers.{local}"
-        slices += _attention(shape, tensor_parallel, tp_rank, prefix, layer)
-        if shape.has_experts(layer):
-            slices += _shared_part(shape, tensor_parallel, tp_rank, f"{prefix}.mlp", layer)
-            slices += _experts(shape, *experts, f"{prefix}.mlp.experts.local_experts", layer)
+        series += numbered(_vocab_rows("embedding.word_embeddings.weight", EMBEDDING, *vocab))
+    for alike in shape.like_layers(layers):
+        numbers = Numbers(alike, layers.start)
+        local = f"decoder.layers.{LAYER}"
+        series += numbered(_attention(shape, tensor_parallel, tp_rank, local), numbers)
+        if shape.has_experts(alike[0]):
+            series += numbered(_shared_part(shape, tensor_parallel, tp_rank, f"{local}.mlp"), numbers)
+            series += _experts(shape, *experts, f"{local}.mlp.experts.local_experts.{EXPERT}", numbers)
         else:
-            slices += gated_mlp(
-                f"{prefix}.mlp", layer_name(layer, "mlp"), shape.hidden_size, shape.ffn_size, tensor_parallel, tp_rank
-            )
+            names = f"{local}.mlp", layer_name(LAYER, "mlp")
+            mlp = gated_mlp(*names, shape.hidden_size, shape.ffn_size, tensor_parallel, tp_rank)
+            series += numbered(mlp, numbers)
     if has_output:
-        slices.append(whole("decoder.final_layernorm.weight", FINAL_NORM, (shape.hidden_size,)))
+        last = [whole("decoder.final_layernorm.weight", FINAL_NORM, (shape.hidden_size,))]
         if not shape.tied:
-            slices += _vocab_rows("output_layer.weight", LM_HEAD, *vocab)
+            last += _vocab_rows("output_layer.weight", LM_HEAD, *vocab)
         elif not has_embedding:
-            slices += _vocab_rows("output_layer.weight", EMBEDDING, *vocab)
-    return slices
+            last += _vocab_rows("output_layer.weight", EMBEDDING, *vocab)
+        series += numbered(last)
+    return series
 
 
 def check_tensor_parallel(shape: ModelShape, tensor_parallel: int) -> None:
@@ -99,17 +110,17 @@ def _vocab_rows(
     return stack_rows(local_name, [(hf_name, start, end)], shape.hidden_size)
 
 
-def _attention(shape: ModelShape, tensor_parallel: int, tp_rank: int, local: str, layer: int) -> list[Slice]:
+def _attention(shape: ModelShape, tensor_parallel: int, tp_rank: int, local: str) -> list[Slice]:
     """Attention and the layer's two norms."""
 
     def hf(suffix: str) -> str:
-        return layer_name(layer, suffix)
+        return layer_name(LAYER, suffix)
 
     hidden = shape.hidden_size
     start, end = shard(shape.attention_size, tensor_parallel, tp_rank)
     slices = [whole(f"{local}.input_layernorm.weight", hf("input_layernorm.weight"), (hidden,))]
     project = _latent_qkv if shape.latent else _grouped_qkv
-    slices += project(shape, tensor_parallel, tp_rank, local, layer)
+    slices += project(shape, tensor_parallel, tp_rank, local)
     if shape.qk_norm:
         for part in ("q", "k"):
             name = f"{local}.self_attention.{part}_layernorm.weight"
@@ -133,9 +144,9 @@ def gated_mlp(local: str, hf: str, hidden: int, ffn: int, parallel: int, rank: i
     return [*stack_rows(f"{local}.linear_fc1.weight", fc1, hidden), down]
 
 
-def _shared_part(shape: ModelShape, tensor_parallel: int, tp_rank: int, local: str, layer: int) -> list[Slice]:
+def _shared_part(shape: ModelShape, tensor_parallel: int, tp_rank: int, local: str) -> list[Slice]:
     """What every token passes in a layer with experts: the router, and the shared expert where there is one."""
-    mixture, hidden, hf = shape.mixture, shape.hidden_size, layer_name(layer, "mlp")
+    mixture, hidden, hf = shape.mixture, shape.hidden_size, layer_name(LAYER, "mlp")
     assert mixture is not None
     slices = [whole(f"{local}.router.weight", f"{hf}.gate.weight", (mixture.num_experts, hidden))]
     if mixture.score_bias:
@@ -151,20 +162,18 @@ def _shared_part(shape: ModelShape, tensor_parallel: int, tp_rank: int, local: s
 
 
 def _experts(
-    shape: ModelShape, parallel: int, rank: int, tensor_parallel: int, tensor_rank: int, local: str, layer: int
-) -> list[Slice]:
+    shape: ModelShape, parallel: int, rank: int, tensor_parallel: int, tensor_rank: int, local: str, layers: Numbers
+) -> list[Series]:
     """One rank's experts, which Megatron counts from 0 on every rank."""
     mixture = shape.mixture
     assert mixture is not None
-    slices: list[Slice] = []
+    hf = layer_name(LAYER, f"mlp.experts.{EXPERT}")
+    pieces = gated_mlp(local, hf, shape.hidden_size, mixture.ffn_size, tensor_parallel, tensor_rank)
     first, last = shard(mixture.num_experts, parallel, rank)
-    for expert in range(first, last):
-        names = f"{local}.{expert - first}", layer_name(layer, f"mlp.experts.{expert}")
-        slices += gated_mlp(*names, shape.hidden_size, mixture.ffn_size, tensor_parallel, tensor_rank)
-    return slices
+    return numbered(pieces, replace(layers, experts=range(first, last), first_expert=first))
 
 
-def _latent_qkv(shape: ModelShape, tensor_parallel: int, tp_rank: int, local: str, layer: int) -> list[Slice]:
+def _latent_qkv(shape: ModelShape, tensor_parallel: int, tp_rank: int, local: str) -> list[Slice]:
     """The projections of latent attention are all cut by rows: the ones up by heads, the ones down anywhere."""
     latent = shape.latent
     assert latent is not None
@@ -181,16 +190,16 @@ def _latent_qkv(shape: ModelShape, tensor_parallel: int, tp_rank: int, local: st
         norms.append(("q_layernorm", "q_a_layernorm", latent.q_rank))
     slices: list[Slice] = []
     for name, hf, height, width in rows:
-        part = (layer_name(layer, f"self_attn.{hf}.weight"), *shard(height, tensor_parallel, tp_rank))
+        part = (layer_name(LAYER, f"self_attn.{hf}.weight"), *shard(height, tensor_parallel, tp_rank))
         slices += stack_rows(f"{local}.self_attention.{name}.weight", [part], width)
     for name, hf, size in norms:
         slices.append(
-            whole(f"{local}.self_attention.{name}.weight", layer_name(layer, f"self_attn.{hf}.weight"), (size,))
+            whole(f"{local}.self_attention.{name}.weight", layer_name(LAYER, f"self_attn.{hf}.weight"), (size,))
         )
     return slices
 
 
-def _grouped_qkv(shape: ModelShape, tensor_parallel: int, tp_rank: int, local: str, layer: int) -> list[Slice]:
+def _grouped_qkv(shape: ModelShape, tensor_parallel: int, tp_rank: int, local: str) -> list[Slice]:
     """Megatron's fused order: for every key-value group its query heads, then its key, then its value."""
     rows = {"q": shape.q_size // shape.num_kv_heads, "k": shape.head_dim, "v": shape.head_dim}  # of one group
     first, last = (i * shape.num_kv_heads // tensor_parallel for i in (tp_rank, tp_rank + 1))
@@ -199,7 +208,7 @@ def _grouped_qkv(shape: ModelShape, tensor_parallel: int, tp_rank: int, local: s
         if kind == "bias" and not shape.qkv_bias:
             continue
         parts = [
-            (layer_name(layer, f"self_attn.{part}_proj.{kind}"), group * rows[part], (group + 1) * rows[part])
+            (layer_name(LAYER, f"self_attn.{part}_proj.{kind}"), group * rows[part], (group + 1) * rows[part])
             for group in range(first, last)
             for part in ("q", "k", "v")
         ]

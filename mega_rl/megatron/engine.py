@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mega_rl.bridge.families import hf_tensors
 from mega_rl.bridge.huggingface import HFReader
+from mega_rl.bridge.series import Series
 from mega_rl.bridge.shape import ModelShape
 from mega_rl.bridge.slices import Slice
 from mega_rl.config.schema import RunConfig
@@ -87,6 +88,9 @@ class MegatronEngine:
 
     def slices_of(self, rank: int) -> list[Slice]:
         return self.policy.slices_of(rank)
+
+    def series_of(self, rank: int) -> list[Series]:
+        return self.policy.series_of(rank)
 
     def token_stats(self, microbatches: Sequence[Microbatch]) -> list[TokenStats]:
         """Log-probabilities and entropy under the present weights, no gradient; as ``MegatronPolicy.token_stats``."""

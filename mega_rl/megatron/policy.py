@@ -18,9 +18,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from mega_rl.bridge.huggingface import HFReader
+from mega_rl.bridge.series import Series, slices_of
 from mega_rl.bridge.shape import ModelShape
 from mega_rl.bridge.slices import Box, Slice
-from mega_rl.bridge.trainer_layout import megatron_slices, padded_vocab_size
+from mega_rl.bridge.trainer_layout import megatron_series, padded_vocab_size
 from mega_rl.config.schema import RunConfig
 from mega_rl.megatron.context import LocalInput, in_pack_order, local_input
 from mega_rl.megatron.families import frozen_weights
@@ -117,12 +118,16 @@ class MegatronPolicy:
 
     def slices_of(self, rank: int) -> list[Slice]:
         """What any rank of the layout holds, as slices of the Hugging Face tensors."""
+        return slices_of(self.series_of(rank))
+
+    def series_of(self, rank: int) -> list[Series]:
+        """The same by kinds of tensors, for plans."""
         layout, shape = self.layout, self.shape
         tp_rank, _, _, pp_rank = layout.coordinates(rank)
         etp_rank, ep_rank, _, _ = layout.expert_coordinates(rank)
-        slices: list[Slice] = []
+        held: list[Series] = []
         for chunk in range(layout.num_chunks):
-            pieces = megatron_slices(
+            series = megatron_series(
                 shape,
                 layout.tensor,
                 tp_rank,
@@ -136,8 +141,8 @@ class MegatronPolicy:
                 etp_rank=etp_rank,
             )
             prefix = self._chunk_prefix(chunk)
-            slices += [replace(piece, local_name=prefix + piece.local_name) for piece in pieces]
-        return slices
+            held += [replace(one, local_name=prefix + one.local_name) for one in series]
+        return held
 
     def local(self, local_name: str, local_box: Box) -> Tensor:
         """A view of one box of one local weight."""

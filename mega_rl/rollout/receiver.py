@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from mega_rl.bridge.execute import Transfer
-from mega_rl.bridge.plan import compile_plan
-from mega_rl.bridge.slices import Box, Slice, indices
+from mega_rl.bridge.plan import Layout, compile_plan
+from mega_rl.bridge.slices import Box, indices
 from mega_rl.rollout.joint_group import MeetingPoint, join_group
 
 
@@ -20,8 +20,8 @@ class Link:
 
     point: MeetingPoint
     rank: int  # of this worker in the joint group
-    sources: Sequence[Sequence[Slice]]  # [ranks of the joint group]; the workers' are empty
-    destinations: Sequence[Sequence[Slice]]  # [ranks of the joint group]; the trainer ranks' are empty
+    sources: Layout  # [ranks of the joint group]; the workers' are empty
+    destinations: Layout  # [ranks of the joint group]; the trainer ranks' are empty
     dtype: torch.dtype  # of the engine's parameters
     bucket_bytes: int
 

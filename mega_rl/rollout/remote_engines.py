@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from mega_rl import platform
 from mega_rl.bridge.execute import Ledger, Read, Transfer, Write
-from mega_rl.bridge.plan import compile_plan
-from mega_rl.bridge.slices import Slice
+from mega_rl.bridge.plan import Layout, compile_plan
 from mega_rl.parallel.collectives import broadcast_object, together
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.engine_process import EngineSpec
@@ -113,8 +112,8 @@ class RemoteEngines:
 
     def connect(
         self,
-        sources: Sequence[list[Slice]],
-        wanted: Sequence[list[Slice]],
+        sources: Layout,
+        wanted: Layout,
         dtype: torch.dtype,
         bucket_bytes: int,
         device: torch.device,
@@ -133,9 +132,9 @@ class RemoteEngines:
         """
         here, rank, num_trainers = platform.current(), dist.get_rank(), dist.get_world_size()
         world_size = num_trainers + self.num_workers
-        held = [*sources, *([] for _ in range(self.num_workers))]
+        held: Layout = [*sources, *([] for _ in range(self.num_workers))]
         of_workers = [wanted[worker % len(wanted)] for worker in range(self.num_workers)]
-        destinations = [*([] for _ in range(num_trainers)), *of_workers]
+        destinations: Layout = [*([] for _ in range(num_trainers)), *of_workers]
         point = store = None
         with together("opening the group of trainer and engines"):
             if self._fleet is not None:

@@ -14,13 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mega_rl import platform
-from mega_rl.bridge.engine_layout import full_slices, vllm_slices
+from mega_rl.bridge.engine_layout import vllm_series
 from mega_rl.bridge.execute import Ledger, Read, Transfer
-from mega_rl.bridge.families import hf_tensors, roles
+from mega_rl.bridge.families import full_series, hf_tensors, roles
 from mega_rl.bridge.huggingface import HFWriter
 from mega_rl.bridge.plan import compile_plan
 from mega_rl.bridge.proof import Inspect, Proof, colocated
 from mega_rl.bridge.quantize import SimulatedQuantization
+from mega_rl.bridge.series import slices_of
 from mega_rl.bridge.slices import Box, Slice, indices, num_elements
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.model import DTYPES
@@ -71,23 +72,24 @@ class WeightSync:
         self.shapes = hf_tensors(shape)
         self.noisy_names = frozenset(noise.targets(roles(shape)) if config.aqn.enabled else ())
         size, engines = config.rollout.tensor_parallel_size, session.engine_layout
-        sources = [trainer.slices_of(rank) for rank in range(world_size)]
+        sources = [trainer.series_of(rank) for rank in range(world_size)]
         four_bits = config.rollout.simulated_quantization
-        self.quantization = (
-            SimulatedQuantization(four_bits, self.shapes, roles(shape), sources, dist.get_rank(), session.device)
-            if four_bits
-            else None
-        )
+        self.quantization: SimulatedQuantization | None = None
+        if four_bits is not None:
+            held = [slices_of(series) for series in sources]
+            self.quantization = SimulatedQuantization(
+                four_bits, self.shapes, roles(shape), held, dist.get_rank(), session.device
+            )
         if isinstance(rollout, RemoteEngines):
-            wanted = [vllm_slices(shape, size, worker % size) for worker in range(rollout.num_workers)]
-            for parameters, slices in zip(rollout.parameter_shapes(), wanted, strict=True):
-                check_engine_parameters(parameters, slices, self.dtype)
+            wanted = [vllm_series(shape, size, worker % size) for worker in range(rollout.num_workers)]
+            for parameters, series in zip(rollout.parameter_shapes(), wanted, strict=True):
+                check_engine_parameters(parameters, slices_of(series), self.dtype)
         elif self.is_live:
-            wanted = [vllm_slices(shape, size, engines.tensor_rank(rank)) for rank in range(world_size)]
+            wanted = [vllm_series(shape, size, engines.tensor_rank(rank)) for rank in range(world_size)]
             with together("matching the engine's parameters"):
-                check_engine_parameters(rollout.parameters(), wanted[dist.get_rank()], self.dtype)
+                check_engine_parameters(rollout.parameters(), slices_of(wanted[dist.get_rank()]), self.dtype)
         else:
-            wanted = [full_slices(shape)] * world_size
+            wanted = [full_series(shape)] * world_size
         start = time.perf_counter()
         bucket_bytes = config.bridge.bucket_bytes
         if isinstance(rollout, RemoteEngines):
@@ -98,8 +100,9 @@ class WeightSync:
         self.plan_s = time.perf_counter() - start
         self.proof: Proof | None = None
         if self.is_live and config.bridge.verify != "off":
+            held, needed = ([slices_of(series) for series in side] for side in (sources, wanted))
             is_sample = config.bridge.verify == "sample"
-            self.proof = Proof(self.shapes, sources, wanted, size, is_sample, config.trainer.seed)
+            self.proof = Proof(self.shapes, held, needed, size, is_sample, config.trainer.seed)
         self._pushed: tuple[int, bool] | None = None  # what the engines hold: version, for training
 
     def push(self, version: int, sigma: float, is_validation: bool = False) -> dict[str, float]:
@@ -251,8 +254,8 @@ def export_huggingface(session: Session, trainer: MegatronEngine) -> Path:
     """
     trainer.policy.refuse_replaced("an export")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    sources = [trainer.slices_of(r) for r in range(world_size)]
-    plan = compile_plan(sources, [full_slices(session.shape) if r == 0 else [] for r in range(world_size)])
+    sources = [trainer.series_of(r) for r in range(world_size)]
+    plan = compile_plan(sources, [full_series(session.shape) if r == 0 else [] for r in range(world_size)])
     bucket_bytes = session.config.bridge.bucket_bytes
     transfer = Transfer(plan, rank, world_size, None, bucket_bytes, session.device)
     dtype = DTYPES[session.config.model.dtype]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mega_rl.bridge.engine_layout import engine_vocab_size, full_slices, vllm_slices
+from mega_rl.bridge.engine_layout import engine_experts, engine_vocab_size, full_slices, vllm_slices
 from mega_rl.bridge.families import hf_tensors
 from mega_rl.bridge.shape import ModelShape
-from mega_rl.bridge.slices import Slice, indices, num_elements, split_box, subtract, whole_box
+from mega_rl.bridge.slices import Slice, flat_range, indices, num_elements, subtract, whole_box
 from mega_rl.bridge.trainer_layout import megatron_slices, padded_vocab_size
 from mega_rl.types import InputError
 
@@ -218,15 +218,14 @@ def test_vllm_sizes_that_do_not_divide() -> None:
         vllm_slices(model_shape(kv_heads=6), 4, 0)
 
 
-def test_boxes_are_split_within_the_limit_and_subtracted_without_overlap() -> None:
+def test_boxes_are_cut_by_element_number_and_subtracted_without_overlap() -> None:
     box = ((1, 6), (0, 7), (2, 5))
-    for limit in (1, 2, 3, 20, 21, 50, 1000):
-        parts = list(split_box(box, limit))
-        seen = torch.zeros(6, 7, 5)
-        for part in parts:
-            assert num_elements(part) <= limit
-            seen[indices(part)] += 1
-        assert seen.sum() == num_elements(box) and seen[indices(box)].eq(1).all()
+    flat = torch.arange(num_elements(box)).view(5, 7, 3)
+    full = torch.zeros(6, 7, 5, dtype=torch.long)
+    full[indices(box)] = flat
+    for start, end in [(0, 105), (0, 1), (104, 105), (4, 5), (20, 43), (21, 63), (22, 41), (1, 104), (3, 9)]:
+        parts = flat_range(box, start, end)
+        assert torch.cat([full[indices(part)].flatten() for part in parts]).tolist() == list(range(start, end))
     seen = torch.zeros(6, 7, 5)
     hole = ((0, 3), (2, 4), (3, 9))
     for part in subtract(box, hole):
@@ -236,3 +235,14 @@ def test_boxes_are_split_within_the_limit_and_subtracted_without_overlap() -> No
     expected[indices(hole)] = 0
     assert torch.equal(seen, expected)
     assert subtract(box, whole_box((9, 9, 9))) == []
+
+
+@pytest.mark.parametrize(("num_experts", "workers"), [(8, 1), (8, 4), (10, 4), (3, 4)])
+def test_experts_of_a_parallel_engine_are_those_of_vllm(num_experts: int, workers: int) -> None:
+    manager = pytest.importorskip("vllm.model_executor.layers.fused_moe.expert_map_manager")
+    for rank in range(workers):
+        count, places, _ = manager.determine_expert_map(workers, rank, num_experts)
+        experts = engine_experts(num_experts, workers, rank)
+        assert len(experts) == count
+        if places is not None:
+            assert [places[e].item() for e in experts] == list(range(count))

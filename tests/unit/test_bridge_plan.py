@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mega_rl.bridge.engine_layout import full_slices, vllm_slices
-from mega_rl.bridge.execute import fill_buckets
+from mega_rl.bridge.buckets import fill_buckets
+from mega_rl.bridge.engine_layout import full_slices, vllm_series, vllm_slices
+from mega_rl.bridge.mixture import Mixture
 from mega_rl.bridge.plan import Plan, compile_plan
+from mega_rl.bridge.series import Series, slices_of
 from mega_rl.bridge.shape import ModelShape
 from mega_rl.bridge.slices import Slice, indices, num_elements, whole_box
-from mega_rl.bridge.trainer_layout import megatron_slices, padded_vocab_size
+from mega_rl.bridge.trainer_layout import megatron_series, megatron_slices, padded_vocab_size
+from mega_rl.parallel.layout import ParallelLayout
 
 Layout = list[list[Slice]]
 
@@ -106,7 +110,9 @@ def inside(inner: tuple[tuple[int, int], ...], outer: tuple[tuple[int, int], ...
 def shifted(
     box: tuple[tuple[int, int], ...], hf: tuple[tuple[int, int], ...], local: tuple[tuple[int, int], ...]
 ) -> tuple[tuple[int, int], ...]:
-    return tuple((a - h + p, b - h + p) for (a, b), (h, _), (p, _) in zip(box, hf, local, strict=True))
+    stack = local[: len(local) - len(hf)]  # the number of the expert, where the local parameter has one
+    places = zip(box, hf, local[len(stack) :], strict=True)
+    return (*stack, *((a - h + p, b - h + p) for (a, b), (h, _), (p, _) in places))
 
 
 @settings(max_examples=60, deadline=None)
@@ -159,7 +165,7 @@ def test_real_layouts(tp: int, pp: int, dp: int, engine_tp: int) -> None:
 
 
 def test_a_plan_is_deterministic() -> None:
-    assert compile_plan(trainer(2, 2, 1), engines(2, 4)) == compile_plan(trainer(2, 2, 1), engines(2, 4))
+    assert compile_plan(trainer(2, 2, 1), engines(2, 4)).moves == compile_plan(trainer(2, 2, 1), engines(2, 4)).moves
 
 
 def test_data_parallel_owners_share_the_sending() -> None:
@@ -206,23 +212,112 @@ def test_uncovered_elements_are_named() -> None:
         compile_plan([[source], []], [[], [wanted]])
 
 
-@pytest.mark.parametrize("capacity", [1, 7, 100, 10**6])
+def check_buckets(plan: Plan, capacity: int) -> None:
+    """Both ends agree on every exchange, none is above the capacity, and together they are the plan."""
+    per_rank = [fill_buckets(plan, rank, capacity) for rank in range(plan.num_ranks)]
+    assert len({len(buckets) for buckets in per_rank}) == 1
+    moved: Counter[tuple[int, int, str]] = Counter()
+    for buckets in zip(*per_rank, strict=True):
+        for a, bucket in enumerate(buckets):
+            assert sum(m.num_elements for m in bucket.sends + bucket.receives) <= capacity
+            assert [m.dst_rank for m in bucket.sends] == sorted(m.dst_rank for m in bucket.sends)
+            assert [m.src_rank for m in bucket.receives] == sorted(m.src_rank for m in bucket.receives)
+            for b, other in enumerate(buckets):
+                assert [m for m in bucket.sends if m.dst_rank == b] == [m for m in other.receives if m.src_rank == a]
+            for m in bucket.sends:
+                assert num_elements(m.src_box) == num_elements(m.dst_box) == m.num_elements
+                moved[m.src_rank, m.dst_rank, m.hf_name] += m.num_elements
+    expected: Counter[tuple[int, int, str]] = Counter()
+    for m in plan.moves:
+        expected[m.src_rank, m.dst_rank, m.hf_name] += 0 if m.is_local else m.num_elements
+    assert moved == +expected
+
+
+@pytest.mark.parametrize("capacity", [7, 100, 10**6])
 def test_buckets_hold_every_piece_and_stay_within_the_capacity(capacity: int) -> None:
-    sources = trainer(2, 2, 1)
-    plan = compile_plan(sources, [full_slices(SHAPE), *engines(1, 3)])
-    remote = [m for m in plan.moves if not m.is_local]
-    buckets = fill_buckets(remote, 4, capacity)
-    moved = Counter[tuple[int, int, str]]()
-    for bucket in buckets:
-        used = Counter[int]()
-        for piece in bucket:
-            used[piece.src_rank] += piece.num_elements
-            used[piece.dst_rank] += piece.num_elements
-            moved[piece.src_rank, piece.dst_rank, piece.hf_name] += num_elements(piece.dst_box)
-            assert num_elements(piece.src_box) == num_elements(piece.hf_box) == num_elements(piece.dst_box)
-        assert max(used.values()) <= capacity
-    expected = Counter[tuple[int, int, str]]()
-    for piece in remote:
-        expected[piece.src_rank, piece.dst_rank, piece.hf_name] += piece.num_elements
-    assert moved == expected
-    assert capacity < 10**6 or len(buckets) == 1
+    check_buckets(compile_plan(trainer(2, 2, 1), [full_slices(SHAPE), *engines(1, 3)]), capacity)
+
+
+def test_a_capacity_below_the_number_of_peers_is_refused() -> None:
+    plan = compile_plan(trainer(2, 2, 1), [full_slices(SHAPE), *engines(1, 3)])
+    with pytest.raises(ValueError, match="bridge.bucket_bytes has room for 1 elements"):
+        fill_buckets(plan, 0, 1)
+
+
+@st.composite
+def real_layouts(draw: st.DrawFn) -> tuple[ModelShape, list[list[Series]], list[list[Series]]]:
+    """Any trainer of at most 8 ranks, to engines in the same ranks or in others."""
+    experts, kv_heads = draw(st.sampled_from([4, 6])), draw(st.sampled_from([2, 4]))
+    mixture = Mixture(frozenset(draw(st.sampled_from([(), (1, 3), (0, 1, 2, 3)]))), experts, 2, 8, True, 8)
+    shape = replace(SHAPE, tied=draw(st.booleans()), num_kv_heads=kv_heads, mixture=mixture if mixture.layers else None)
+    tp, pp, dp = draw(st.sampled_from([(1, 1, 4), (2, 1, 2), (2, 2, 2), (1, 4, 2), (2, 2, 1), (1, 2, 4)]))
+    ep, etp = draw(st.sampled_from([(e, t) for e in (1, 2) for t in (1, 2, 4) if (tp * dp) % (e * t) == 0]))
+    chunks = draw(st.sampled_from([1, 4 // pp])) if pp > 1 else 1
+    layout = ParallelLayout.create(
+        tp * pp * dp, tp, pp, expert=ep if shape.mixture else 1, expert_tensor=etp, virtual_pipeline=chunks
+    )
+    sources = [held_by(shape, layout, rank) for rank in range(layout.world_size)]
+    engine_tp, is_parallel = draw(st.sampled_from([1, 2, 4])), draw(st.booleans())
+    num_workers = draw(st.sampled_from([4, 8]))
+    workers = [vllm_series(shape, engine_tp, rank % engine_tp, is_parallel) for rank in range(num_workers)]
+    if draw(st.booleans()):  # engines elsewhere
+        return shape, sources + [[] for _ in workers], [[] for _ in sources] + workers
+    length = max(len(sources), num_workers)
+    return shape, *([*side, *[[] for _ in range(length - len(side))]] for side in (sources, workers))  # type: ignore[return-value]
+
+
+def held_by(shape: ModelShape, layout: ParallelLayout, rank: int) -> list[Series]:
+    tp_rank, _, _, stage = layout.coordinates(rank)
+    etp_rank, ep_rank, _, _ = layout.expert_coordinates(rank)
+    held: list[Series] = []
+    for chunk in range(layout.num_chunks):
+        is_last = stage == layout.pipeline - 1 and chunk == layout.num_chunks - 1
+        axes = layout.expert, ep_rank, layout.expert_tensor, etp_rank
+        layers = layout.layers_of_chunk(shape.num_layers, stage, chunk)
+        padded = padded_vocab_size(shape.vocab_size, layout.tensor)
+        ends = stage == chunk == 0, is_last
+        series = megatron_series(shape, layout.tensor, tp_rank, layers, *ends, padded, *axes)
+        held += [replace(one, local_name=f"chunk{chunk}.{one.local_name}") for one in series]
+    return held
+
+
+def lowest_possible_load(plan: Plan, sources: Layout) -> float:
+    """Of the largest sender, were elements divisible: the most that any set of ranks alone must send, per rank."""
+    held: dict[str, list[tuple[int, Slice]]] = {}
+    for rank, slices in enumerate(sources):
+        for piece in slices:
+            held.setdefault(piece.hf_name, []).append((rank, piece))
+    work = Counter[frozenset[int]]()
+    for m in plan.moves:
+        if not m.is_local:
+            work[frozenset(rank for rank, s in held[m.hf_name] if inside(m.hf_box, s.hf_box))] += m.num_elements
+    senders = sorted(frozenset().union(*work))
+    subsets = (frozenset(r for i, r in enumerate(senders) if bits >> i & 1) for bits in range(1, 1 << len(senders)))
+    return max((sum(n for owners, n in work.items() if owners <= u) / len(u) for u in subsets), default=0.0)
+
+
+@settings(max_examples=8, deadline=None)
+@given(real_layouts(), st.sampled_from([64, 1000]))
+def test_any_trainer_to_any_engine(case: tuple[ModelShape, list[list[Series]], list[list[Series]]], room: int) -> None:
+    _, held, wanted = case
+    plan = compile_plan(held, wanted)
+    sources, destinations = [slices_of(s) for s in held], [slices_of(s) for s in wanted]
+    check_plan(plan, sources, destinations)
+    check_buckets(plan, room)
+    largest = max(plan.volume(rank).sent for rank in range(plan.num_ranks))
+    assert largest <= 1.1 * lowest_possible_load(plan, sources) + SHAPE.ffn_size  # and one row, which is never cut
+
+
+def test_a_plan_of_a_large_model_on_256_ranks() -> None:
+    """Qwen3-235B-A22B's sizes, TP4 PP2 EP8 on 256 ranks to engines of 8: compiles, minimal and balanced."""
+    mixture = Mixture(frozenset(range(94)), 128, 8, 1536, True)
+    shape = replace(
+        SHAPE, num_layers=94, hidden_size=4096, num_heads=64, num_kv_heads=4, head_dim=128, vocab_size=151936,
+        tied=False, qkv_bias=False, mixture=mixture,
+    )  # fmt: skip
+    layout = ParallelLayout.create(256, 4, 2, expert=8, expert_tensor=1)
+    sources = [held_by(shape, layout, rank) for rank in range(256)]
+    plan = compile_plan(sources, [vllm_series(shape, 8, rank % 8) for rank in range(256)])
+    total, sent = plan.volume(), [plan.volume(rank).sent for rank in range(256)]
+    assert total.received == total.minimum == total.sent
+    assert max(sent) <= 1.1 * total.sent / 256

@@ -1,0 +1,81 @@
+"""Which owner sends what, so that the senders have equally much to do."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mega_rl.bridge.groups import Holder
+from mega_rl.bridge.series import Number
+from mega_rl.bridge.slices import Box, num_elements
+
+
+class Need(NamedTuple):
+    """A piece of like tensors that some ranks must be sent, with all who could send it."""
+
+    numbers: tuple[Number, ...]
+    hf_box: Box
+    owners: tuple[Holder, ...]
+    destinations: tuple[Holder, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that one destination needs, over all tensors."""
+        return len(self.numbers) * (self.hf_box[0][1] - self.hf_box[0][0])
+
+    @property
+    def row_elements(self) -> int:
+        return num_elements(self.hf_box[1:])
+
+
+Share = tuple[int, int, int, int]  # owner's rank, index of the destination, first and last row of it, end exclusive
+
+
+def assign(needs: list[Need], num_ranks: int) -> list[list[Share]]:
+    """For every need, the rows that each owner sends to each destination.
+
+    Needs with the fewest owners come first and of those the ones with the widest rows, for rows are never cut here;
+    each raises its least loaded owners to one level, as water fills a vessel. Where the owners of two needs are equal,
+    disjoint or nested, as in a trainer's layout, no assignment has a smaller largest load, but for one row.
+    """
+    order = sorted(range(len(needs)), key=lambda i: (len(needs[i].owners), -needs[i].row_elements))  # stable
+    load = [0] * num_ranks
+    shares: list[list[Share]] = [[] for _ in needs]
+    for i in order:
+        need = needs[i]
+        ranks = [rank for rank, _ in need.owners]
+        rows = _level([load[rank] for rank in ranks], len(need.destinations) * need.num_rows, need.row_elements)
+        for rank, num in zip(ranks, rows, strict=True):
+            load[rank] += num * need.row_elements
+        shares[i] = list(_hand_out(ranks, rows, len(need.destinations), need.num_rows))
+    return shares
+
+
+def _level(loads: list[int], num_rows: int, row: int) -> list[int]:
+    """How many of the rows, of ``row`` elements each, raise the loads to one level."""
+    total, work = 0, num_rows * row
+    ascending = sorted(loads)
+    for count, load in enumerate(ascending, 1):
+        total += load
+        if count == len(ascending) or (ascending[count] * count - total) >= work:
+            break
+    level = (work + total) // count
+    rows = [max(0, level - load) // row for load in loads]
+    rest = num_rows - sum(rows)  # below one row per owner
+    for i in sorted(range(len(loads)), key=lambda i: loads[i] + rows[i] * row)[:rest]:
+        rows[i] += 1
+    return rows
+
+
+def _hand_out(ranks: list[int], rows: list[int], num_destinations: int, rows_each: int) -> list[Share]:
+    """Owner by owner the next rows of the destinations, so that a destination has few owners to hear from."""
+    shares, owner, left = [], 0, rows[0]
+    for i in range(num_destinations):
+        start = 0
+        while start < rows_each:
+            while left == 0:
+                owner += 1
+                left = rows[owner]
+            taken = min(left, rows_each - start)
+            shares.append((ranks[owner], i, start, start + taken))
+            start, left = start + taken, left - taken
+    return shares
