@@ -39,6 +39,7 @@ from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.model import PolicyModel
 from mega_rl.megatron.optimizer import own_hyperparameters
 from mega_rl.parallel.collectives import broadcast_object, gather_objects, together
+from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.types import InputError
 
 MANIFEST = "manifest.json"
@@ -175,6 +176,16 @@ def set_aside(root: Path, after: Path | None) -> None:
 
 def read_progress(directory: Path) -> dict[str, Any]:
     return json.loads((directory / PROGRESS).read_text())
+
+
+def check_layout(directory: Path, layout: ParallelLayout) -> None:
+    """InputError where Megatron cannot resume this checkpoint at the layout."""
+    experts = read_progress(directory)["expert_parallel"]
+    if experts > 1 and layout.expert == 1:
+        raise InputError(
+            f"checkpoint {directory} was written with parallel.expert {experts}, and Megatron does not read its "
+            f"optimizer state with 1: set parallel.expert to {experts}, or trainer.resume to never"
+        )
 
 
 def _named_chunks(engine: MegatronEngine) -> dict[str, PolicyModel]:
@@ -325,12 +336,7 @@ def load(directory: Path, engine: MegatronEngine) -> dict[str, Any]:
             f"checkpoint {directory} is of another model: {key} is {progress['model'].get(key)!r} there and "
             f"{own[key]!r} in model.path; choose the model it was trained from, or trainer.resume=never"
         )
-    experts = progress["expert_parallel"]
-    if experts > 1 and engine.policy.layout.expert == 1:
-        raise InputError(
-            f"checkpoint {directory} was written with parallel.expert {experts}, and Megatron does not read its "
-            f"optimizer state with 1: set parallel.expert to {experts}, or trainer.resume to never"
-        )
+    check_layout(directory, engine.policy.layout)
     state, _ = _sharded_state(engine, is_loading=True)
     try:
         strategy = get_default_load_sharded_strategy(str(directory / WEIGHTS))
