@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from megatron.core.pipeline_parallel import p2p_communication, schedules
 from torch import Tensor
 
 from mega_rl import platform
@@ -68,7 +70,17 @@ def ungathered_weights(engine: MegatronEngine) -> None:
 
 @contextmanager
 def freed_outputs() -> Iterator[None]:
-    """Outputs are given up once their sending has begun. What was freed is overwritten at once, not by chance."""
+    """Outputs are given up once their sending has begun.
+
+    What was freed is overwritten at once and one rank comes late to every exchange, so that nothing is left to chance:
+    gloo reads a message when the other side is ready for it.
+    """
+    exchange = p2p_communication._p2p_ops
+
+    def late(**arguments: Any) -> Any:
+        if dist.get_rank() == 1:
+            time.sleep(0.05)
+        return exchange(**arguments)
 
     def free(output: Tensor | None, is_on: bool = False) -> None:
         if is_on and output is not None:
@@ -76,7 +88,10 @@ def freed_outputs() -> Iterator[None]:
                 output.data.fill_(1e3)
             output.data = torch.empty(1, dtype=output.dtype)
 
-    with mock.patch("megatron.core.pipeline_parallel.schedules.deallocate_output_tensor", free):
+    with (
+        mock.patch.object(schedules, "deallocate_output_tensor", free),
+        mock.patch.object(p2p_communication, "_p2p_ops", late),
+    ):
         yield
 
 
