@@ -89,7 +89,7 @@ def _unfused_swiglu() -> None:
     fused_bias_swiglu.swiglu_back = swiglu_gradient
 
 
-def _collectives_of_one_rank() -> None:
+def spare_a_rank_alone() -> None:
     """Without data parallelism the gradient and weight buffers would be copied onto themselves at every step."""
     import megatron.core.distributed.param_and_grad_buffer as buffers
 
@@ -114,5 +114,5 @@ if platform.current().name == "cpu":
     _generator_states()
     _expert_split_sizes()
     _unfused_swiglu()
-_collectives_of_one_rank()
+spare_a_rank_alone()
 _without_transformer_engine()

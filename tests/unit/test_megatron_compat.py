@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.distributed import param_and_grad_buffer as buffers
 
 from mega_rl.megatron import compat
 
@@ -27,3 +28,23 @@ def test_swiglu_gradient_of_a_float32_gradient_stays_float32() -> None:
     own = compat.swiglu_gradient(grad, x)
     assert own.dtype == torch.float32
     torch.testing.assert_close(own, compat.swiglu_gradient(grad, x.float()))
+
+
+class _Group:
+    def __init__(self, size: int) -> None:
+        self.size = lambda: size
+
+
+def test_only_a_rank_alone_leaves_its_buffers_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        buffers, "dist_all_gather_func", lambda out, own, group: calls.append((out.numel(), own.numel()))
+    )
+    monkeypatch.setattr(buffers, "dist_reduce_scatter_func", buffers.dist_reduce_scatter_func)
+    compat.spare_a_rank_alone()
+    whole = torch.zeros(4)
+    buffers.dist_all_gather_func(whole, whole[:4], group=_Group(1))
+    assert calls == []
+    buffers.dist_all_gather_func(whole, whole[:2], group=_Group(2))
+    buffers.dist_all_gather_func(whole, torch.ones(4), group=_Group(1))
+    assert calls == [(4, 2), (4, 4)]
