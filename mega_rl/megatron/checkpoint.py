@@ -35,6 +35,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from torch.distributed.checkpoint import CheckpointException
 
 from mega_rl import platform
+from mega_rl.bridge.shape import ModelShape
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.model import PolicyModel
 from mega_rl.megatron.optimizer import own_hyperparameters
@@ -188,6 +189,11 @@ def check_layout(directory: Path, layout: ParallelLayout) -> None:
         )
 
 
+def _as_json(shape: ModelShape) -> dict[str, Any]:
+    """The shape as it comes back from a file: the layers that have experts are a set, which JSON has none of."""
+    return json.loads(json.dumps(asdict(shape), default=sorted))
+
+
 def _named_chunks(engine: MegatronEngine) -> dict[str, PolicyModel]:
     """The model chunks by the names that Megatron's optimizers look for."""
     chunks = engine.policy.chunks
@@ -254,7 +260,7 @@ class CheckpointWriter:
                 **progress,
                 "step": step,
                 "skipped_steps": engine.step.skipped.state_dict(),
-                "model": asdict(engine.policy.shape),
+                "model": _as_json(engine.policy.shape),
                 "world_size": dist.get_world_size(),
                 "expert_parallel": engine.policy.layout.expert,
             },
@@ -328,7 +334,7 @@ def load(directory: Path, engine: MegatronEngine) -> dict[str, Any]:
         InputError: a checkpoint of another model, or one that Megatron cannot read (at this layout).
     """
     progress = broadcast_object(read_progress(directory) if dist.get_rank() == 0 else None)
-    own = json.loads(json.dumps(asdict(engine.policy.shape)))
+    own = _as_json(engine.policy.shape)
     different = [key for key, value in own.items() if progress["model"].get(key) != value]
     if different:
         key = different[0]
