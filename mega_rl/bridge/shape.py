@@ -171,6 +171,7 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family, where: str) -
         ("attention_bias", "a bias on the attention output is not supported"),
         ("mlp_bias", "a bias in the MLP is not supported"),
         ("quantization_config", "give the unquantised model"),
+        ("output_router_logits", "no stage trains with the routers' auxiliary loss that it asks for; set it to false"),
     ):
         if config.get(key):
             raise InputError(f"{where}: {key} is {config[key]!r}; {mend}")

@@ -43,6 +43,7 @@ from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.model import PolicyModel
 from mega_rl.megatron.optimizer import own_hyperparameters
 from mega_rl.parallel.collectives import broadcast_object, gather_objects, together
+from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.types import InputError
 
 GENERATORS = "generators.pt"  # torch's random states of every rank
@@ -147,6 +148,17 @@ def set_aside(root: Path, after: Path | None) -> None:
 
 def read_progress(directory: Path) -> dict[str, Any]:
     return json.loads((directory / PROGRESS).read_text())
+
+
+def check_layout(directory: Path, layout: ParallelLayout) -> None:
+    """InputError where Megatron cannot resume this checkpoint at the layout."""
+    progress = read_progress(directory)
+    experts = 1 if progress.get("weights_only") else progress["expert_parallel"]
+    if experts > 1 and layout.expert == 1:
+        raise InputError(
+            f"checkpoint {directory} was written with parallel.expert {experts}, and Megatron does not read its "
+            f"optimizer state with 1: set parallel.expert to {experts}, or trainer.resume to never"
+        )
 
 
 def _named_chunks(engine: MegatronEngine) -> dict[str, PolicyModel]:
@@ -301,12 +313,7 @@ def load(directory: Path, engine: MegatronEngine) -> dict[str, Any]:
     if progress.get("weights_only"):
         _load_weights(directory, engine)
         return progress
-    experts = progress["expert_parallel"]
-    if experts > 1 and engine.policy.layout.expert == 1:
-        raise InputError(
-            f"checkpoint {directory} was written with parallel.expert {experts}, and Megatron does not read its "
-            f"optimizer state with 1: set parallel.expert to {experts}, or trainer.resume to never"
-        )
+    check_layout(directory, engine.policy.layout)
     state, _ = _sharded_state(engine, is_loading=True)
     loaded = _read(directory, state)
     try:

@@ -136,7 +136,7 @@ def transformer_config(
         perform_initialization=True,
         use_cpu_initialization=False,
         masked_softmax_fusion=False,
-        bias_activation_fusion=False,
+        bias_activation_fusion=True,  # SwiGLU keeps its input alone for the backward pass; needs torch only
         bias_dropout_fusion=False,
         gradient_accumulation_fusion=False,
         apply_rope_fusion=False,

@@ -135,6 +135,8 @@ def open_session(config: RunConfig) -> Iterator[Session]:
     with together("preparing the output directory"):
         if dist.get_rank() == 0:
             found = checkpoint.find(output_dir / CHECKPOINTS, config.trainer.resume)
+            if found[0] is not None:
+                checkpoint.check_layout(found[0], layout)
             checkpoint.set_aside(output_dir / CHECKPOINTS, after=found[0])
             output_dir.mkdir(parents=True, exist_ok=True)
             save_resolved(config, output_dir / "config.yaml")

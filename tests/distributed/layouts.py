@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 DENSE = ("qwen2", "qwen3", "llama")
 MIXTURE = ("qwen3_moe",)
+LATENT = ("deepseek_v3",)
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,15 @@ class Case:
         return "_".join(parts)
 
 
+EVEN_TOKENS = 28  # of every micro-batch where crossed messages must fit each other's place
 # What is silently wrong without each guard, on 2 ranks: the guards are taken away in run_engine_guards.py.
 GUARDS = {
     "token_count": Case(2, context=2, families=("qwen3",)),
     "positions": Case(2, context=2, families=("qwen3",)),
     "gathered_weights": Case(2, overlap=True, families=("qwen3",)),
     "experts": Case(2, expert_tensor=2, families=("qwen3_moe",)),
+    "kept_outputs": Case(2, pipeline=2, virtual_pipeline=2, max_tokens=EVEN_TOKENS, families=("qwen3",)),
+    "single_messages": Case(2, pipeline=2, virtual_pipeline=2, max_tokens=EVEN_TOKENS, families=("qwen3",)),
 }
 INTERLEAVED = Case(2, pipeline=2, virtual_pipeline=2, families=("qwen3",))
 # What the engines are sent must be the same at all of these: every axis of the layout is in one of them.
@@ -53,4 +57,11 @@ AQN_CASES = (
     Case(4, context=2, families=("qwen3",)),
     Case(4, tensor=2, sequence=True, expert=2, expert_tensor=1, families=("qwen3_moe",)),
     Case(4, pipeline=2, expert=2, families=("qwen3_moe",)),
+)
+# family, the layout of a checkpoint, other layouts that it is resumed at
+RESHARDED = (
+    ("qwen3", Case(2, pipeline=2, virtual_pipeline=2), (Case(2, context=2), Case(2, tensor=2, sequence=True))),
+    ("qwen2", Case(2, context=2), (Case(2, pipeline=2, virtual_pipeline=2),)),
+    ("deepseek_v3", Case(2, expert=2), (Case(2, tensor=2, sequence=True, expert=2, expert_tensor=1), Case(2))),
+    ("qwen3_moe", Case(2, expert_tensor=2), (Case(2, pipeline=2), Case(2, expert=2))),
 )

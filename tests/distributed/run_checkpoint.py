@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from mega_rl import platform
+from mega_rl.bridge.families import hf_tensors
 from mega_rl.bridge.slices import indices
 from mega_rl.config.schema import RunConfig
 from mega_rl.megatron import checkpoint
@@ -61,9 +62,11 @@ def new_engine(case: Case, layout: ParallelLayout, dtype: str, directory: Path, 
     return build_engine(config_of(case, dtype), layout, directory / model, TOTAL_STEPS)
 
 
-def follow(case: Case, layout: ParallelLayout, engine: MegatronEngine, num_steps: int) -> list[dict[str, float]]:
+def follow(
+    case: Case, layout: ParallelLayout, engine: MegatronEngine, num_steps: int, family: str = FAMILY
+) -> list[dict[str, float]]:
     """The figures of the next optimizer steps."""
-    sequences = make_sequences(OBJECTIVE, tiny_models.FAMILIES[FAMILY].vocab_size)
+    sequences = make_sequences(OBJECTIVE, tiny_models.FAMILIES[family].vocab_size)
     microbatches, loss_function = pack_for_rank(case, layout, sequences), loss_of(OBJECTIVE, sequences)
     figures = []
     for _ in range(num_steps):
@@ -74,9 +77,17 @@ def follow(case: Case, layout: ParallelLayout, engine: MegatronEngine, num_steps
     return figures
 
 
+def replicas_of(parameter: torch.nn.Parameter) -> dist.ProcessGroup:
+    """The ranks over which the optimizer state of a parameter is sharded: an expert has its own."""
+    if not getattr(parameter, "allreduce", True):
+        return parallel_state.get_expert_data_parallel_group()
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
 def local_state(engine: MegatronEngine) -> Tensors:
     """Weights and optimizer state of every local parameter, put together over the data-parallel ranks."""
-    state: Tensors = {"weight": {name: p.detach().clone() for name, p in engine.policy.parameters.items()}}
+    weights = engine.policy.parameters | engine.policy.frozen
+    state: Tensors = {"weight": {name: weight.detach().clone() for name, weight in weights.items()}}
     for kind in ("master", "exp_avg", "exp_avg_sq"):
         state[kind] = {}
         for name, parameter in engine.policy.parameters.items():
@@ -86,7 +97,7 @@ def local_state(engine: MegatronEngine) -> Tensors:
                 group, order = optimizer.model_param_group_index_map[parameter]
                 shard = optimizer.optimizer.param_groups[group]["params"][order]
                 full[start:end] = shard.detach() if kind == "master" else optimizer.optimizer.state[shard][kind]
-            dist.all_reduce(full, group=parallel_state.get_data_parallel_group())
+            dist.all_reduce(full, group=replicas_of(parameter))
             state[kind][name] = full.view(parameter.shape)
     return state
 
@@ -98,8 +109,9 @@ def whole_state(engine: MegatronEngine) -> Tensors:
         (kind, piece.hf_name, piece.hf_box, tensors[piece.local_name][indices(piece.local_box)])
         for kind, tensors in own.items()
         for piece in engine.slices_of(dist.get_rank())
+        if piece.local_name in tensors  # a frozen weight has no optimizer state
     ]
-    shapes = {name: p.shape for name, p in tiny_models.make(FAMILY).named_parameters()}
+    shapes = hf_tensors(engine.policy.shape)
     whole: Tensors = {kind: {} for kind in own}
     for kind, name, box, tensor in (piece for part in gather_objects(pieces) for piece in part):
         target = whole[kind].setdefault(name, torch.full(shapes[name], float("nan"), dtype=tensor.dtype))
@@ -112,6 +124,8 @@ def assert_same_state(engine: MegatronEngine, expected: Tensors) -> None:
     """Bit for bit, every copy of every tensor on this rank."""
     for kind, tensors in local_state(engine).items():
         for piece in engine.slices_of(dist.get_rank()):
+            if piece.local_name not in tensors:
+                continue
             own, whole = tensors[piece.local_name][indices(piece.local_box)], expected[kind][piece.hf_name]
             assert torch.equal(own, whole[indices(piece.hf_box)]), f"{kind} of {piece.local_name}"
 

@@ -63,7 +63,8 @@ def local_tensors(engine: MegatronEngine, whole: dict[str, torch.Tensor]) -> dic
     """Hugging Face tensors as this rank's parameters; vocabulary padding is zero."""
     tensors = {name: torch.zeros(p.shape) for name, p in engine.policy.parameters.items()}
     for piece in engine.slices_of(dist.get_rank()):
-        tensors[piece.local_name][indices(piece.local_box)] = whole[piece.hf_name][indices(piece.hf_box)]
+        if piece.local_name in tensors:  # frozen weights are none
+            tensors[piece.local_name][indices(piece.local_box)] = whole[piece.hf_name][indices(piece.hf_box)]
     return tensors
 
 

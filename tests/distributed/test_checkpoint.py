@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from mega_rl.megatron import checkpoint
-from tests.distributed.layouts import Case
+from tests.distributed.layouts import RESHARDED, Case
 from tests.launch import REPO, Launched, torchrun
 
 SCRIPT = REPO / "tests" / "distributed" / "run_checkpoint.py"
+LAYOUTS_SCRIPT = SCRIPT.with_name("run_checkpoint_layouts.py")
 SAVED_STEP, INTERRUPTED_STEP = 2, 4
 RESUMED_AT = {  # number of ranks -> layouts; the first of two ranks is the one it was saved at
     2: (Case(2, tensor=2, sequence=True), Case(2, pipeline=2), Case(2)),
@@ -66,3 +67,10 @@ def test_every_file_of_a_checkpoint_counts(interrupted: tuple[Path, Launched], t
         assert found == older and str(newest) in sentences[0], path
         path.write_bytes(content)
     assert checkpoint.find(tmp_path, "auto") == (newest, [])
+
+
+def test_every_axis_is_saved_and_resumed(tmp_path: Path) -> None:
+    """Exactly at its own layout, to rounding at another; what Megatron cannot read is refused."""
+    launched = torchrun(LAYOUTS_SCRIPT, "--dir", tmp_path, timeout=280).check()
+    expected = [f"RESUMED {f} {at.name} {case.name}" for f, at, others in RESHARDED for case in (at, *others)]
+    assert [x for x in launched.stdout.splitlines() if x.startswith("RESUMED")] == expected

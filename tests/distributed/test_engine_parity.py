@@ -13,7 +13,7 @@ from functools import cache
 
 import pytest
 
-from tests.distributed.layouts import DENSE, MIXTURE, Case
+from tests.distributed.layouts import DENSE, LATENT, MIXTURE, Case
 from tests.launch import REPO, torchrun
 
 CASES = (
@@ -27,6 +27,8 @@ CASES = (
     Case(2, overlap=True),
     Case(2, expert=2, families=MIXTURE),
     Case(2, expert_tensor=2, families=MIXTURE),
+    Case(2, context=2, families=LATENT),
+    Case(2, pipeline=2, virtual_pipeline=2, families=LATENT),
     Case(4, tensor=4, families=("llama",)),
     Case(4, tensor=2),
     Case(4, tensor=2, sequence=True, pipeline=2),

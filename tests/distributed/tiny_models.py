@@ -42,6 +42,20 @@ EXPERTS = {
 }
 
 
+LATENT = {  # compressed queries and keys, grouped routing with a bias, a shared expert, a dense first layer
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "first_k_dense_replace": 1,
+}
 FAMILIES = {
     "qwen2": TinyFamily(transformers.Qwen2Config, transformers.Qwen2ForCausalLM, True, 251, DEFAULT_ROPE, 16),
     "qwen3": TinyFamily(transformers.Qwen3Config, transformers.Qwen3ForCausalLM, False, 250, DEFAULT_ROPE, 32),
@@ -54,6 +68,16 @@ FAMILIES = {
         DEFAULT_ROPE,
         32,
         more=EXPERTS,
+    ),
+    "deepseek_v3": TinyFamily(
+        transformers.DeepseekV3Config,
+        transformers.DeepseekV3ForCausalLM,
+        False,
+        250,
+        DEFAULT_ROPE,
+        8,
+        4,
+        more=LATENT,
     ),
 }
 
@@ -83,4 +107,7 @@ def make(family: str, num_layers: int = 4, seed: int = 0) -> transformers.PreTra
                 parameter.add_(0.1 * torch.randn_like(parameter))
             else:
                 parameter.mul_(4.0)  # logits of order 1, so that an error of 1e-4 in them is a small one
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(0.1 * torch.randn_like(buffer))
     return model.eval()

@@ -73,6 +73,7 @@ def test_fields_of_the_families() -> None:
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"output_router_logits": True}, "output_router_logits.*auxiliary loss"),
         ({"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}, "sliding"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "yarn"),
