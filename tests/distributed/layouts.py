@@ -48,7 +48,6 @@ GUARDS = {
     "kept_outputs": Case(2, pipeline=2, virtual_pipeline=2, max_tokens=EVEN_TOKENS, families=("qwen3",)),
     "single_messages": Case(2, pipeline=2, virtual_pipeline=2, max_tokens=EVEN_TOKENS, families=("qwen3",)),
 }
-INTERLEAVED = Case(2, pipeline=2, virtual_pipeline=2, families=("qwen3",))
 # What the engines are sent must be the same at all of these: every axis of the layout is in one of them.
 AQN_CASES = (
     Case(4, tensor=2, sequence=True, families=("qwen3",)),
