@@ -108,7 +108,7 @@ class Bench:
         self.wanted = [vllm_slices(shape, case.engine_tp, rank % case.engine_tp) for rank in range(WORLD_SIZE)]
         self.weights = parameters_of(self.sources[self.rank], seed=0)
         self.engine = parameters_of(self.wanted[self.rank], seed=None)
-        self.copy_from = parameters_of(self.wanted[self.rank], seed=None)
+        self.copy_from = parameters_of(self.wanted[self.rank], seed=0)  # pages of its own: zeros would share one
         start = time.perf_counter()
         plan = compile_plan(self.sources, self.wanted)
         self.transfer = Transfer(plan, self.rank, WORLD_SIZE, None, bucket_bytes)
