@@ -10,7 +10,7 @@ how many there are, changes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from mega_rl.rollout.engine import Request, RolloutEngine
 from mega_rl.types import Completion, Score
 
 Draw = Callable[[int], Sequence[Request]]  # ticket -> the requests of its group, for one prompt that no other has
-ScoreGroup = Callable[[list[Completion]], list[Score]]
+ScoreGroup = Callable[[list[Completion]], Future[list[Score]]]  # starts the scoring of a group
 
 
 @dataclass(frozen=True)
@@ -105,17 +105,16 @@ class _UnderWay:
 
 
 class _Scoring:
-    """Scores complete groups beside the sampling, one at a time, on the leader."""
+    """Groups that are scored beside the sampling, on the leader."""
 
     def __init__(self, score: ScoreGroup, rule: Rule, dropped: Counter) -> None:
         self._score, self._rule, self._dropped = score, rule, dropped
-        self._thread = ThreadPoolExecutor(max_workers=1)
         self._futures: dict[int, Future[list[Score]]] = {}  # in the order of submission
         self._completions: dict[int, tuple[Completion, ...]] = {}
 
     def submit(self, ticket: int, completions: list[Completion]) -> None:
         self._completions[ticket] = tuple(completions)
-        self._futures[ticket] = self._thread.submit(self._score, completions)
+        self._futures[ticket] = self._score(completions)
 
     def decide(self, wait_for_one: bool) -> list[Decision]:
         """What can be said of the groups scored since the last call.
@@ -131,9 +130,6 @@ class _Scoring:
             replacement = None if kept else self._rule.replacement(self._dropped.next())
             decisions.append(Decision(ticket, scores, replacement))
         return decisions
-
-    def close(self) -> None:
-        self._thread.shutdown(cancel_futures=True)
 
 
 def collect(
@@ -158,20 +154,17 @@ def collect(
         start(ticket)
     scoring = _Scoring(score, rule, dropped)
     num_unscored = 0
-    try:
-        while under_way:
-            for ticket in under_way.complete(engine.step()):
-                num_unscored += 1
-                if team.is_leader:
-                    scoring.submit(ticket, under_way.responses[ticket])
-            if not num_unscored:
-                continue
-            is_idle = engine.num_unfinished == 0
-            for decision in team.share(scoring.decide(wait_for_one=is_idle) if team.is_leader else []):
-                num_unscored -= 1
-                groups[decision.ticket] = Group(tuple(under_way.remove(decision.ticket)), decision.scores)
-                if decision.replacement is not None:
-                    start(decision.replacement)
-    finally:
-        scoring.close()
+    while under_way:
+        for ticket in under_way.complete(engine.step()):
+            num_unscored += 1
+            if team.is_leader:
+                scoring.submit(ticket, under_way.responses[ticket])
+        if not num_unscored:
+            continue
+        is_idle = engine.num_unfinished == 0
+        for decision in team.share(scoring.decide(wait_for_one=is_idle) if team.is_leader else []):
+            num_unscored -= 1
+            groups[decision.ticket] = Group(tuple(under_way.remove(decision.ticket)), decision.scores)
+            if decision.replacement is not None:
+                start(decision.replacement)
     return groups

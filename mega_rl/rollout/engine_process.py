@@ -91,9 +91,6 @@ class EngineProcess:
         self.engine.begin_update()
         self.engine.receive()
 
-    def compare(self) -> None:
-        self.engine.compare()
-
     def finish_update(self, version: int) -> None:
         self.engine.finish_update(version)
 

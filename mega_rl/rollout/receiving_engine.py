@@ -31,20 +31,8 @@ class ReceivingEngine(VLLMEngine):
     def receive(self) -> None:
         """Take one sync, between ``begin_update`` and ``finish_update``; the trainer's ranks run their part of it."""
         assert self._loaded is not None, "weights outside of an update"
-        self._update(compare=False)
-
-    def compare(self) -> None:
-        """Compare the live parameters with what the trainer's ranks send.
-
-        Raises:
-            RuntimeError: names a tensor that differs.
-        """
-        assert self._loaded is None, "a comparison inside an update"
-        self._update(compare=True)
-
-    def _update(self, compare: bool) -> None:
         self._llm.start_weight_update(**start_arguments(self._llm.start_weight_update))
-        self._llm.update_weights({"update_info": {"compare": compare}})
+        self._llm.update_weights({"update_info": {}})
         self._llm.finish_weight_update()
 
 

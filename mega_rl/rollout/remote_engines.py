@@ -156,25 +156,21 @@ class RemoteEngines:
 
     def begin_update(self) -> None:
         """Make the workers wait for the transfer, which the trainer's ranks must run next."""
-        self._begin("receive", "receiving weights")
+        with together("receiving weights"):
+            if self._fleet is not None:
+                self._fleet.call("process_id", self._same(), "receiving weights")  # before anyone waits for a dead one
+                self._under_way = self._fleet.submit("receive", self._same())
 
     def load_hf_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         raise InputError("rollout.placement=separate takes weights shard to shard: set rollout.weight_update=live.")
 
     def finish_update(self, version: int) -> None:
-        self._finish("receiving weights")
         with together("finishing the weight update"):
             if self._fleet is not None:
+                self._fleet.results(self._under_way, "receiving weights")
+                self._under_way = []
                 self._fleet.call("finish_update", [(version,)] * self.num_workers, "finishing the weight update")
         self._version = version
-
-    def begin_compare(self) -> None:
-        """Make the workers compare what they hold with what the next transfer brings, and write nothing."""
-        self._begin("compare", "comparing weights")
-
-    def finish_compare(self) -> None:
-        """RuntimeError where a worker holds a tensor that differs; it names worker and tensor."""
-        self._finish("comparing weights")
 
     def raise_death(self) -> None:
         """RuntimeError that names the engine where one has died; returns where none is known to have, or not here."""
@@ -186,18 +182,6 @@ class RemoteEngines:
 
     def wake_up(self) -> None:
         """Nothing, as ``sleep``."""
-
-    def _begin(self, method: str, doing: str) -> None:
-        with together(doing):
-            if self._fleet is not None:
-                self._fleet.call("process_id", self._same(), doing)  # before anyone waits for a dead engine
-                self._under_way = self._fleet.submit(method, self._same())
-
-    def _finish(self, doing: str) -> None:
-        with together(doing):
-            if self._fleet is not None:
-                self._fleet.results(self._under_way, doing)
-        self._under_way = []
 
     def _same(self) -> list[tuple[()]]:
         """The arguments of a call that takes none, for every worker."""

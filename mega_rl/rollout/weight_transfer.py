@@ -23,7 +23,7 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    compare: bool = False  # with what is there already, instead of writing; the plan says everything else
+    """Nothing: the plan says everything."""
 
 
 class ShardReceiver(Receiver, WeightTransferEngine):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +51,8 @@ class Sampler:
     def __init__(self, session: Session, stream: PromptStream, engine: RolloutEngine, scorer: Scorer) -> None:
         self._session, self._stream, self._engine, self._scorer = session, stream, engine, scorer
         self._team, self._store = EngineTeam(session.engine_layout), shared_store()
+        # One thread for the whole run: workers that a scorer starts in it end with it.
+        self._scoring = ThreadPoolExecutor(max_workers=1)
         self._carried: list[Group] = []
         self._reward_seconds = 0.0
 
@@ -68,7 +71,7 @@ class Sampler:
             self._team,
             rule,
             draw,
-            self._score,
+            self._start_scoring,
             StoreCounter(self._store, f"dropped/{step}"),
         )
         prompts.finish(len(found))
@@ -88,6 +91,9 @@ class Sampler:
         }
         metrics = {f"rollout/groups_{name}": float(value) for name, value in figures.items()}
         return Batch(kept[:wanted], self._carried, dropped, metrics)
+
+    def _start_scoring(self, completions: list[Completion]) -> Future[list[Score]]:
+        return self._scoring.submit(self._score, completions)
 
     def _score(self, completions: list[Completion]) -> list[Score]:
         start = time.perf_counter()

@@ -20,6 +20,8 @@ from transformers import PreTrainedModel
 from mega_rl import platform
 from mega_rl.bridge.engine_layout import vllm_slices
 from mega_rl.bridge.execute import Ledger
+from mega_rl.bridge.families import hf_tensors
+from mega_rl.bridge.proof import Proof
 from mega_rl.bridge.shape import read_model_shape
 from mega_rl.bridge.slices import Box, Slice, indices
 from mega_rl.bridge.trainer_layout import megatron_slices, padded_vocab_size
@@ -42,7 +44,8 @@ class Trainer:
 
     def __init__(self, model: PreTrainedModel, path: Path) -> None:
         self.model, self.rank = model, dist.get_rank()
-        shape, size = read_model_shape(path), dist.get_world_size()
+        self.shape = shape = read_model_shape(path)
+        size = dist.get_world_size()
         vocab = padded_vocab_size(shape.vocab_size, size)
         layers = range(shape.num_layers)
         self.slices = [megatron_slices(shape, size, rank, layers, True, True, vocab) for rank in range(size)]
@@ -107,8 +110,8 @@ def replace_reset(process: EngineProcess, keep: bool) -> None:
         del llm.reset_prefix_cache
 
 
-def flip_a_bit(parameters: dict[str, torch.Tensor], name: str) -> None:
-    parameters[name].view(torch.int32)[3] ^= 1
+def flip_a_bit(parameters: dict[str, torch.Tensor], name: str, is_meant: bool) -> None:
+    parameters[name].view(torch.int32)[3] ^= is_meant
 
 
 def equals_hf(trainer: Trainer) -> None:
@@ -163,21 +166,31 @@ def kept_prefixes_are_wrong(trainer: Trainer) -> None:
 
 
 def flipped_bit_is_found(trainer: Trainer) -> None:
-    """A comparison passes, and after one bit of one engine has changed it names tensor and worker on every rank."""
-    trainer.engines.begin_compare()
-    trainer.run()
-    trainer.engines.finish_compare()
-    trainer.engines.inspect(flip_a_bit, [("model.norm.weight",)] * NUM_ENGINES)
-    trainer.engines.begin_compare()
-    trainer.run()
+    """The proof passes, and after one bit of one engine has changed it names tensor and engine on every rank."""
+    wanted = [trainer.wanted] * NUM_ENGINES
+    proof = Proof(hf_tensors(trainer.shape), trainer.slices, wanted, engine_size=1, is_sample=False, seed=0)
+    assert proof.check(trainer.read, trainer.rank, trainer.engines.inspect, version=6) > 10
+    trainer.engines.inspect(flip_a_bit, [("model.norm.weight", worker == 1) for worker in range(NUM_ENGINES)])
     try:
-        trainer.engines.finish_compare()
+        proof.check(trainer.read, trainer.rank, trainer.engines.inspect, version=6)
     except RuntimeError as error:
-        assert "rollout engine " in str(error) and "model.norm.weight" in str(error), error
+        assert "the engine on rank 1 holds another model.norm.weight" in str(error), error
     else:
         raise AssertionError("the flipped bit was not noticed")
     trainer.push(7)
     equals_hf(trainer)
+
+
+def responses_come_as_they_end(trainer: Trainer) -> None:
+    """Submitted bit by bit, the responses are those of one batch, and an engine with less to do is done before."""
+    requests = make_requests(PROMPTS, n=2, step=1, seed=3, max_tokens=NUM_TOKENS, temperature=1.0)
+    expected = {(c.prompt.index, c.sample_index): c.token_ids for c in trainer.engines.generate(requests)}
+    trainer.engines.submit(requests[:2])
+    found = trainer.engines.step()
+    trainer.engines.submit(requests[2:])
+    while trainer.engines.num_unfinished:
+        found += trainer.engines.step()
+    assert {(c.prompt.index, c.sample_index): c.token_ids for c in found} == expected and len(found) == 4
 
 
 def dead_engine_is_named(trainer: Trainer) -> None:
@@ -204,6 +217,7 @@ CHECKS = (
     bytes_are_the_minimum,
     output_follows_the_weights,
     kept_prefixes_are_wrong,
+    responses_come_as_they_end,
     flipped_bit_is_found,
     dead_engine_is_named,
 )

@@ -20,6 +20,7 @@ CHECKS = (
     "bytes_are_the_minimum",
     "output_follows_the_weights",
     "kept_prefixes_are_wrong",
+    "responses_come_as_they_end",
     "flipped_bit_is_found",
     "dead_engine_is_named",
 )

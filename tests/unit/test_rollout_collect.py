@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
@@ -71,13 +71,20 @@ def draw(ticket: int) -> list[Request]:
     return make_requests([prompt], n=NUM_SAMPLES, step=0, seed=0, max_tokens=4, temperature=1.0)
 
 
-def scoring(is_mixed: Callable[[int], bool]) -> Callable[[list[Completion]], list[Score]]:
+SCORING = ThreadPoolExecutor(2)
+
+
+def beside(score: Callable[[list[Completion]], list[Score]]) -> Callable[[list[Completion]], Future[list[Score]]]:
+    return lambda completions: SCORING.submit(score, completions)
+
+
+def scoring(is_mixed: Callable[[int], bool]) -> Callable[[list[Completion]], Future[list[Score]]]:
     def score(completions: list[Completion]) -> list[Score]:
         assert [c.sample_index for c in completions] == list(range(NUM_SAMPLES))
         mixed = is_mixed(completions[0].prompt.index - 100)
         return [Score(float(mixed and c.sample_index == 0)) for c in completions]
 
-    return score
+    return beside(score)
 
 
 def run(engines: list[Engine], rule: Rule, is_mixed: Callable[[int], bool]) -> dict[int, Group]:
@@ -127,7 +134,7 @@ def test_equal_rewards_end_with_the_budget(reward: float) -> None:
     counter = Counter()
     with ThreadPoolExecutor(2) as threads:
         jobs = [
-            threads.submit(collect, e, draw, part, rule, lambda cs: [Score(reward)] * len(cs), counter, Alone())  # type: ignore[arg-type]
+            threads.submit(collect, e, draw, part, rule, beside(lambda cs: [Score(reward)] * len(cs)), counter, Alone())  # type: ignore[arg-type]
             for e, part in zip(engines, split_even(4, 2), strict=True)
         ]
         found = [ticket for job in jobs for ticket in job.result(timeout=60)]
@@ -169,7 +176,7 @@ def test_what_scoring_raises_arrives() -> None:
         raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken"):
-        collect(Engine(0, 1), draw, [0, 1], Rule(2, 2, 2, has_signal), score, Counter(), Alone())  # type: ignore[arg-type]
+        collect(Engine(0, 1), draw, [0, 1], Rule(2, 2, 2, has_signal), beside(score), Counter(), Alone())  # type: ignore[arg-type]
 
 
 def test_without_a_rule_nothing_is_replaced() -> None:
