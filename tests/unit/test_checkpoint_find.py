@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mega_rl.bridge import checkpoint_files
 from mega_rl.megatron import checkpoint
 from mega_rl.megatron.checkpoint import MANIFEST, PROGRESS, all_checkpoints, damage, directory_of, find, set_aside
 from mega_rl.types import InputError
@@ -21,7 +22,7 @@ def write(root: Path, step: int) -> Path:
     for name, content in contents.items():
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_bytes(content)
-    files = {name: (len(content), checkpoint._digest(directory / name)) for name, content in contents.items()}
+    files = {name: (len(content), checkpoint_files.digest(directory / name)) for name, content in contents.items()}
     (directory / MANIFEST).write_text(json.dumps({"files": files}))
     return directory
 
@@ -124,13 +125,13 @@ def test_named_checkpoint(tmp_path: Path) -> None:
 def test_ends_of_a_large_file_are_checked(tmp_path: Path) -> None:
     """Its digest covers the first and the last part, whatever lies between."""
     path = tmp_path / "large"
-    content = bytearray(3 * checkpoint._DIGESTED_BYTES)
+    content = bytearray(3 * checkpoint_files.DIGESTED_BYTES)
     path.write_bytes(content)
-    before = checkpoint._digest(path)
-    for position in (0, checkpoint._DIGESTED_BYTES - 1, -checkpoint._DIGESTED_BYTES, -1):
+    before = checkpoint_files.digest(path)
+    for position in (0, checkpoint_files.DIGESTED_BYTES - 1, -checkpoint_files.DIGESTED_BYTES, -1):
         content[position] = 1
         path.write_bytes(content)
-        assert checkpoint._digest(path) != before
+        assert checkpoint_files.digest(path) != before
         content[position] = 0
 
 
