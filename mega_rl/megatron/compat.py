@@ -86,6 +86,8 @@ def swiglu_gradient(grad: Tensor, gate_and_up: Tensor) -> Tensor:
 def _unfused_swiglu() -> None:
     import megatron.core.fusions.fused_bias_swiglu as fused_bias_swiglu
 
+    for name, function in list(vars(fused_bias_swiglu).items()):  # where Megatron was imported before this package
+        setattr(fused_bias_swiglu, name, getattr(function, "_torchdynamo_orig_callable", function))
     fused_bias_swiglu.swiglu_back = swiglu_gradient
 
 

@@ -45,7 +45,6 @@ GUARDS = {
     "positions": Case(2, context=2, families=("qwen3",)),
     "gathered_weights": Case(2, overlap=True, families=("qwen3",)),
     "experts": Case(2, expert_tensor=2, families=("qwen3_moe",)),
-    "kept_outputs": Case(2, pipeline=2, virtual_pipeline=2, max_tokens=EVEN_TOKENS, families=("qwen3",)),
     "single_messages": Case(2, pipeline=2, virtual_pipeline=2, max_tokens=EVEN_TOKENS, families=("qwen3",)),
 }
 # What the engines are sent must be the same at all of these: every axis of the layout is in one of them.

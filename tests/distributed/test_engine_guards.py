@@ -19,7 +19,6 @@ WRONG = {  # guard -> the figures that show that it is gone
     "positions": {"gradients", "loss"},
     "gathered_weights": {"weights"},
     "experts": {"gradients"},
-    "kept_outputs": {"gradients", "loss"},
     "single_messages": {"gradients", "loss"},
 }
 
@@ -44,3 +43,9 @@ def test_a_step_is_right_with_the_guard_and_wrong_without(lines: Callable[[], li
     )
     assert {name: error for name, error in with_guard.items() if error[0] > LIMIT} == {}
     assert {name for name in WRONG[guard] if without[name][0] > 100 * LIMIT} == WRONG[guard], without
+
+
+@pytest.mark.slow
+def test_outputs_are_kept_while_they_are_sent(lines: Callable[[], list[str]]) -> None:
+    """Only the setting: see ``keeps_outputs``."""
+    assert [x for x in lines() if x.startswith("KEEPS ")] == ["KEEPS true"]
