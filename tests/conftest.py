@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -18,6 +19,10 @@ for key, value in {
     "MPLBACKEND": "Agg",
 }.items():
     os.environ.setdefault(key, value)
+
+# Machines are busy: how long an example takes says nothing.
+settings.register_profile("mega_rl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("mega_rl")
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -130,20 +132,36 @@ def test_recipes_of_every_kind_are_shipped() -> None:
     assert {"Qwen2.5-7B-Instruct", "Qwen2.5-32B", "Qwen3-8B", "Qwen3-30B-A3B"} <= models
 
 
+def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Keys of sections within as ``outer.inner``."""
+    found: dict[str, Any] = {}
+    for key, value in section.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return found
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_name_sets_what_the_user_does_not(name: str, tmp_path: Path) -> None:
-    file = tmp_path / "own.yaml"
+    file, named = tmp_path / "own.yaml", f"algorithm.name={name}"
+
+    def algorithm(*overrides: str) -> dict[str, Any]:
+        return flat(asdict(load_config(file, overrides).algorithm))
+
     file.write_text("model: {path: x}\n")
-    plain = vars(load_config(file).algorithm)
-    file.write_text(f"model: {{path: x}}\nalgorithm: {{name: {name}}}\n")
-    assert vars(load_config(file).algorithm) == plain | {"name": name} | PRESETS[name]
-    assert vars(load_config(file, [f"algorithm.name={name}"]).algorithm) == plain | {"name": name} | PRESETS[name]
-    for key, value in PRESETS[name].items():  # given in the file or on the command line: kept, even where it is grpo's
+    plain, preset = algorithm(), flat(PRESETS[name])
+    assert algorithm(named) == plain | {"name": name} | preset
+    for key, value in preset.items():  # given in the file or on the command line: kept, even where it is grpo's
         assert value != plain[key], f"{key} of {name} says what the schema says"
-        file.write_text(f"model: {{path: x}}\nalgorithm: {{name: {name}, {key}: {plain[key]}}}\n")
-        assert getattr(load_config(file).algorithm, key) == plain[key]
-        given = load_config(file, [f"algorithm.name={name}", f"algorithm.{key}={value}"])
-        assert getattr(given.algorithm, key) == value
+        assert algorithm(named, f"algorithm.{key}={plain[key]}") == plain | preset | {"name": name, key: plain[key]}
+    for key in preset:
+        tree: dict[str, Any] = {"name": name}
+        inner = tree
+        *outer, last = key.split(".")
+        for part in outer:
+            inner = inner.setdefault(part, {})
+        inner[last] = plain[key]
+        file.write_text(json.dumps({"model": {"path": "x"}, "algorithm": tree}))
+        assert algorithm() == plain | preset | {"name": name, key: plain[key]}
 
 
 def test_the_resolved_config_says_what_a_name_set(tmp_path: Path) -> None:
