@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from report import publish, table
 
-from mega_rl.bridge.buckets import fill_buckets
+from mega_rl.bridge.buckets import schedule
 from mega_rl.bridge.engine_layout import vllm_series
 from mega_rl.bridge.mixture import Mixture
 from mega_rl.bridge.plan import compile_plan
@@ -121,10 +121,10 @@ def measure(case: Case, num_ranks: int) -> dict[str, float]:
     planned = time.perf_counter()
     traffic = plan.traffic - np.diag(plan.traffic.diagonal())
     busiest = int((traffic.sum(0) + traffic.sum(1)).argmax())
+    mine = schedule(plan, busiest, CAPACITY)
     ready = time.perf_counter()
-    buckets = fill_buckets(plan, busiest, BUCKET_ELEMENTS)
-    moves = sum(len(bucket.sends) + len(bucket.receives) for bucket in buckets)
-    moves += sum(1 for run in plan.runs_of(busiest) if run.is_local for _ in run.moves())
+    moves = sum(1 for run in mine.copies for _ in run.moves())
+    moves += sum(1 for bucket in mine.buckets() for side in (bucket.sends(), bucket.receives()) for _ in side)
     end = time.perf_counter()
     sent = traffic.sum(1)
     return {

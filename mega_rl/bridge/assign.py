@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from mega_rl.bridge.groups import Holder
 from mega_rl.bridge.series import Number
@@ -27,27 +30,29 @@ class Need(NamedTuple):
         return num_elements(self.hf_box[1:])
 
 
-Share = tuple[int, int, int, int]  # owner's rank, index of the destination, first and last row of it, end exclusive
+# [num_shares, 4] int64: places of an owner and a destination in their lists, first and last row, end exclusive.
+Shares = np.ndarray
 
 
-def assign(needs: list[Need], num_ranks: int) -> list[list[Share]]:
+def assign(needs: Sequence[Need], num_ranks: int) -> list[Shares]:
     """For every need, the rows that each owner sends to each destination.
 
     Needs with the fewest owners come first and of those the ones with the widest rows, for rows are never cut here;
     each raises its least loaded owners to one level, as water fills a vessel. Where the owners of two needs are equal,
     disjoint or nested, as in a trainer's layout, no assignment has a smaller largest load, but for one row.
     """
-    order = sorted(range(len(needs)), key=lambda i: (len(needs[i].owners), -needs[i].row_elements))  # stable
+    row_elements = [need.row_elements for need in needs]
+    order = sorted(range(len(needs)), key=lambda i: (len(needs[i].owners), -row_elements[i]))  # stable
     load = [0] * num_ranks
-    shares: list[list[Share]] = [[] for _ in needs]
+    shares: dict[int, Shares] = {}
     for i in order:
-        need = needs[i]
+        need, row = needs[i], row_elements[i]
         ranks = [rank for rank, _ in need.owners]
-        rows = _level([load[rank] for rank in ranks], len(need.destinations) * need.num_rows, need.row_elements)
+        rows = _level([load[rank] for rank in ranks], len(need.destinations) * need.num_rows, row)
         for rank, num in zip(ranks, rows, strict=True):
-            load[rank] += num * need.row_elements
-        shares[i] = list(_hand_out(ranks, rows, len(need.destinations), need.num_rows))
-    return shares
+            load[rank] += num * row
+        shares[i] = _hand_out(rows, len(need.destinations), need.num_rows)
+    return [shares[i] for i in range(len(needs))]
 
 
 def _level(loads: list[int], num_rows: int, row: int) -> list[int]:
@@ -66,16 +71,12 @@ def _level(loads: list[int], num_rows: int, row: int) -> list[int]:
     return rows
 
 
-def _hand_out(ranks: list[int], rows: list[int], num_destinations: int, rows_each: int) -> list[Share]:
+def _hand_out(rows: list[int], num_destinations: int, rows_each: int) -> Shares:
     """Owner by owner the next rows of the destinations, so that a destination has few owners to hear from."""
-    shares, owner, left = [], 0, rows[0]
-    for i in range(num_destinations):
-        start = 0
-        while start < rows_each:
-            while left == 0:
-                owner += 1
-                left = rows[owner]
-            taken = min(left, rows_each - start)
-            shares.append((ranks[owner], i, start, start + taken))
-            start, left = start + taken, left - taken
-    return shares
+    ends = np.cumsum(rows)
+    cuts = np.union1d(ends, np.arange(num_destinations + 1) * rows_each)
+    cuts = cuts[: np.searchsorted(cuts, ends[-1]) + 1]
+    starts = cuts[:-1]
+    destination = starts // rows_each
+    owner = np.searchsorted(ends, starts, side="right")
+    return np.stack([owner, destination, starts - destination * rows_each, cuts[1:] - destination * rows_each], axis=1)
