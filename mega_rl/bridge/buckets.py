@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,6 @@ import numpy as np
 
 from mega_rl.bridge.plan import Plan
 from mega_rl.bridge.runs import Move, Run
-from mega_rl.bridge.slices import num_elements
 
 SLACK_PART = 16  # one part in so many of a bucket is left free, for cuts that move to where a row or a tensor begins
 
@@ -24,32 +24,31 @@ class Stream:
 
         Cuts follow from the runs alone, so that both ranks have the same.
         """
-        self.runs = runs
-        self.ends = np.cumsum([run.num_elements for run in runs])
-        starts = np.concatenate([[0], self.ends[:-1]])
-        cuts = np.arange(1, num_parts) * self.ends[-1] // num_parts
-        which = np.searchsorted(self.ends, cuts, side="right")
+        self._runs = runs
+        ends = np.cumsum([run.num_elements for run in runs])
+        starts = np.concatenate([[0], ends[:-1]])
+        cuts = np.arange(1, num_parts) * ends[-1] // num_parts
+        which = np.searchsorted(ends, cuts, side="right")
         inside = cuts - starts[which]
         first = np.array([run.start * run.row_elements for run in runs])[which]
         back = np.zeros_like(cuts)
-        for unit in ([run.row_elements for run in runs], [num_elements(run.hf_box) for run in runs]):
+        for unit in ([run.row_elements for run in runs], [run.piece_elements for run in runs]):
             beyond = np.minimum((first + inside) % np.array(unit)[which], inside)
             back = np.where(beyond <= slack, beyond, back)
-        self.cuts = np.concatenate([[0], cuts - back, self.ends[-1:]]).tolist()
+        self._cuts = [0, *(cuts - back).tolist(), int(ends[-1])]
+        self._edges = [0, *ends.tolist()]  # run i has the elements from edge i to the next
 
     def moves(self, part: int) -> Iterator[Move]:
-        start, end = self.cuts[part : part + 2]
-        i = int(np.searchsorted(self.ends, start, side="right"))
+        start, end = self._cuts[part : part + 2]
+        i = bisect_right(self._edges, start) - 1
         while start < end:
-            run, limit = self.runs[i], int(self.ends[i])
-            offset = limit - run.num_elements
-            yield from run.moves(start - offset, min(end, limit) - offset)
+            limit = min(end, self._edges[i + 1])
+            yield from self._runs[i].moves(start - self._edges[i], limit - self._edges[i])
             start, i = limit, i + 1
-
 
     def size(self, part: int) -> int:
         """Elements of one part."""
-        return self.cuts[part + 1] - self.cuts[part]
+        return self._cuts[part + 1] - self._cuts[part]
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from mega_rl.bridge.series import Number, Series, hf_name_of
@@ -30,7 +32,8 @@ class Move(NamedTuple):
         return self.src_rank == self.dst_rank
 
 
-class Run(NamedTuple):
+@dataclass(frozen=True)
+class Run:
     """One piece of many like tensors that goes from one rank to another, or stays.
 
     The piece's rows in all tensors of the group, one tensor below the other, are numbered; the run is of the rows from
@@ -46,9 +49,13 @@ class Run(NamedTuple):
     start: int
     end: int
 
-    @property
+    @cached_property
     def row_elements(self) -> int:
         return num_elements(self.hf_box[1:])
+
+    @cached_property
+    def piece_elements(self) -> int:
+        return num_elements(self.hf_box)
 
     @property
     def num_elements(self) -> int:
@@ -65,17 +72,29 @@ class Run(NamedTuple):
 
     def moves(self, start: int = 0, end: int | None = None) -> Iterator[Move]:
         """Those of the run's elements number ``start`` to ``end``, or to its last, counted row by row."""
-        row, size = self.row_elements, num_elements(self.hf_box)
+        row, size = self.row_elements, self.piece_elements
         first = self.start * row + start
         last = self.end * row if end is None else self.start * row + end
-        whole = (self.hf_box, self.source.place(self.hf_box), self.destination.place(self.hf_box))
         for i in range(first // size, -(-last // size)):
             low, high = max(0, first - i * size), min(size, last - i * size)
-            if high - low == size:
-                yield self._move(self.numbers[i], *whole)
-                continue
-            for box in flat_range(self.hf_box, low, high):
-                yield self._move(self.numbers[i], box, self.source.place(box), self.destination.place(box))
+            for boxes in self._parts(low, high):
+                yield self._move(self.numbers[i], *boxes)
+
+    @cached_property
+    def _boxes(self) -> tuple[Box, Box, Box]:
+        """The piece in the HF tensor, on the source and on the destination, all of the same extents."""
+        return self.hf_box, self.source.place(self.hf_box), self.destination.place(self.hf_box)
+
+    def _parts(self, low: int, high: int) -> Iterator[tuple[Box, ...]]:
+        """``_boxes`` cut to elements of one tensor's piece."""
+        row = self.row_elements
+        if high - low == self.piece_elements:
+            yield self._boxes
+        elif low % row == high % row == 0:
+            rows = low // row, high // row
+            yield tuple([((b[0][0] + rows[0], b[0][0] + rows[1]), *b[1:]) for b in self._boxes])
+        else:
+            yield from zip(*[flat_range(box, low, high) for box in self._boxes], strict=True)
 
     def _move(self, number: Number, hf_box: Box, src_place: Box, dst_place: Box) -> Move:
         return Move(
