@@ -125,7 +125,7 @@ class Transfer:
         """Packs the next exchange while one is under way, and writes what came while the next one is."""
         clock = _Clock()
         buckets = whole.buckets()
-        sizes = [sum(b.send_sizes().values()) + sum(b.receive_sizes().values()) for b in buckets]
+        sizes = [sum((*b.send_sizes().values(), *b.receive_sizes().values())) for b in buckets]
         memory = [torch.empty(max(sizes[i::2], default=0), dtype=dtype, device=self.device) for i in range(2)]
         copies = (move for run in whole.copies for move in run.moves())
         before: _Exchange | None = None

@@ -98,7 +98,8 @@ class Plan:
         for flow, share in zip(self._flow_of_share[which].tolist(), self._shares[which].tolist(), strict=True):
             owner, destination, start, end = share
             numbers, box, owners, destinations = self.flows[flow].piece
-            yield Run(numbers, box, *owners[owner], *destinations[destination], start, end)
+            (src, source), (dst, user) = owners[owner], destinations[destination]
+            yield Run(numbers, box, src, source, dst, user, start, end)
 
     def select(self, hf_names: Sequence[str]) -> Plan:
         """The plan for these tensors alone, each in flows of its own; its ``minimum`` stays that of all."""
