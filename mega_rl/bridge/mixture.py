@@ -98,8 +98,8 @@ def _checked(mixture: Mixture, where: str) -> Mixture:
         raise InputError(f"{where}: topk_group {best} of n_group {groups} does not fit {experts} experts")
     if best < groups and experts // groups < DEEPSEEK_GROUP_TOP:
         raise InputError(
-            f"{where}: n_group {groups} leaves fewer than the {DEEPSEEK_GROUP_TOP} of {experts} experts to a group whose "
-            "scores make up its own"
+            f"{where}: n_group {groups} leaves fewer than the {DEEPSEEK_GROUP_TOP} of {experts} experts to a group "
+            "whose scores make up its own"
         )
     if best < groups and chosen != DEEPSEEK_GROUP_TOP * best:
         raise InputError(

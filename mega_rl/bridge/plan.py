@@ -217,7 +217,7 @@ def _plan_group(group: Group, minimum: list[int]) -> tuple[list[Flow], list[Need
         elements = len(group.numbers) * sum(map(num_elements, received))
         for rank, _ in likes.wanted[0]:
             minimum[rank] += elements
-    # By rank, so that the ranks of an engine, which want the same at the same time, hear from different owners.
+    # By rank: neighbours have the same owners to hear from.
     return copies, [
         Need(group.numbers, box, owners, tuple(sorted(users, key=lambda user: user[0])))
         for (box, owners), users in needs.items()
