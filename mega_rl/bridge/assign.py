@@ -30,6 +30,7 @@ class Need(NamedTuple):
         return num_elements(self.hf_box[1:])
 
 
+NUM_ROUNDS = 3
 # [num_shares, 4] int64: places of an owner and a destination in their lists, first and last row, end exclusive.
 Shares = np.ndarray
 
@@ -38,21 +39,26 @@ def assign(needs: Sequence[Need], num_ranks: int) -> list[Shares]:
     """For every need, the rows that each owner sends to each destination.
 
     Needs with the fewest owners come first and of those the ones with the widest rows, for rows are never cut here;
-    each raises its least loaded owners to one level, as water fills a vessel. Where the owners of two needs are equal,
-    disjoint or nested, as in a trainer's layout, no assignment has a smaller largest load, but for one row.
+    each raises its least loaded owners to one level, as water fills a vessel. Where the owners of two needs overlap
+    and neither are all of the other's, as those of experts and of attention, the first choice is not yet the best:
+    every need is taken back and given out anew, a fixed number of rounds.
     """
     row_elements = [need.row_elements for need in needs]
-    order = sorted(range(len(needs)), key=lambda i: (len(needs[i].owners), -row_elements[i]))  # stable
+    ranks = [[rank for rank, _ in need.owners] for need in needs]
+    rows = [[0] * len(need.owners) for need in needs]
     load = [0] * num_ranks
-    shares: dict[int, Shares] = {}
-    for i in order:
-        need, row = needs[i], row_elements[i]
-        ranks = [rank for rank, _ in need.owners]
-        rows = _level([load[rank] for rank in ranks], len(need.destinations) * need.num_rows, row)
-        for rank, num in zip(ranks, rows, strict=True):
-            load[rank] += num * row
-        shares[i] = _hand_out(rows, len(need.destinations), need.num_rows)
-    return [shares[i] for i in range(len(needs))]
+    order = sorted(range(len(needs)), key=lambda i: (len(ranks[i]), -row_elements[i]))  # stable
+    for _ in range(NUM_ROUNDS):
+        for i in order:
+            if len(ranks[i]) == 1 and rows[i][0]:
+                continue
+            row, num_rows = row_elements[i], len(needs[i].destinations) * needs[i].num_rows
+            for rank, num in zip(ranks[i], rows[i], strict=True):
+                load[rank] -= num * row
+            rows[i] = _level([load[rank] for rank in ranks[i]], num_rows, row)
+            for rank, num in zip(ranks[i], rows[i], strict=True):
+                load[rank] += num * row
+    return [_hand_out(one, len(need.destinations), need.num_rows) for one, need in zip(rows, needs, strict=True)]
 
 
 def _level(loads: list[int], num_rows: int, row: int) -> list[int]:
