@@ -1,15 +1,18 @@
-"""Seconds to compile the plan of a Qwen3-235B-A22B on many ranks, as each rank does it for its own use.
+"""Seconds to plan the weight sync of a Qwen3-235B-A22B on many ranks, as each rank does it for its own use.
 
     python benchmarks/plan.py [--quick] [--json PATH]
 
-"slices" describes what all ranks hold and want, "plan" intersects it, "buckets" expands one rank's own moves and cuts
-them into exchanges of 512 MiB of bfloat16: the busiest rank's, the slowest.
+Before its first sync a rank needs three things: "slices", what all ranks hold and want; "plan", their intersection;
+"schedule", its own part in exchanges of the default ``bridge.bucket_bytes`` of bfloat16. "Expansion" is what every
+sync spends in all on making this rank's moves, one exchange at a time. The rank is the busiest, the slowest.
+Medians of the rounds: the clock's seconds, and the processor's, which other programs on the machine hardly change.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import os
+import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,15 +20,17 @@ from pathlib import Path
 import numpy as np
 from report import publish, table
 
-from mega_rl.bridge.buckets import fill_buckets
+from mega_rl.bridge.buckets import schedule
 from mega_rl.bridge.engine_layout import vllm_series
 from mega_rl.bridge.mixture import Mixture
 from mega_rl.bridge.plan import compile_plan
 from mega_rl.bridge.series import Series
 from mega_rl.bridge.shape import ModelShape
 from mega_rl.bridge.trainer_layout import megatron_series, padded_vocab_size
+from mega_rl.config.schema import BridgeConfig
 
-BUCKET_ELEMENTS = (512 << 20) // 2
+CAPACITY = BridgeConfig().bucket_bytes // (2 * 2)  # elements of bfloat16; one of two exchanges that are under way
+ROUNDS = 3
 QWEN3_235B_A22B = ModelShape(
     family="qwen3_moe",
     num_layers=94,
@@ -112,43 +117,64 @@ def engines(shape: ModelShape, case: Case, num_ranks: int) -> list[list[Series]]
     return [vllm_series(shape, size, rank % size, case.engine_expert_parallel) for rank in range(num_ranks)]
 
 
+class Watch:
+    """Seconds since the last look: of the clock, and of this process's processor."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter(), time.process_time()
+
+    def look(self) -> tuple[float, float]:
+        before, self._last = self._last, (time.perf_counter(), time.process_time())
+        return self._last[0] - before[0], self._last[1] - before[1]
+
+
 def measure(case: Case, num_ranks: int) -> dict[str, float]:
-    gc.collect()
-    start = time.perf_counter()
+    watch = Watch()
     sources, destinations = trainer(QWEN3_235B_A22B, case, num_ranks), engines(QWEN3_235B_A22B, case, num_ranks)
-    sliced = time.perf_counter()
+    slices = watch.look()
     plan = compile_plan(sources, destinations)
-    planned = time.perf_counter()
+    planned = watch.look()
     traffic = plan.traffic - np.diag(plan.traffic.diagonal())
     busiest = int((traffic.sum(0) + traffic.sum(1)).argmax())
-    ready = time.perf_counter()
-    buckets = fill_buckets(plan, busiest, BUCKET_ELEMENTS)
-    moves = sum(len(bucket.sends) + len(bucket.receives) for bucket in buckets)
-    moves += sum(1 for run in plan.runs_of(busiest) if run.is_local for _ in run.moves())
-    end = time.perf_counter()
+    mine = schedule(plan, busiest, CAPACITY)
+    scheduled = watch.look()
+    num_moves = sum(1 for run in mine.copies for _ in run.moves())
+    num_moves += sum(1 for bucket in mine.buckets() for side in (bucket.sends(), bucket.receives()) for _ in side)
+    expanded = watch.look()
     sent = traffic.sum(1)
     return {
-        "runs": len(plan.runs),
-        "moves": moves,
-        "buckets": len(buckets),
+        "runs": sum(len(flow.shares) for flow in plan.flows),
+        "moves": num_moves,
+        "buckets": mine.num_buckets,
         "balance": float(sent.max() / sent.mean()),
-        "slices_s": sliced - start,
-        "plan_s": planned - sliced,
-        "buckets_s": end - ready,
-        "total_s": end - start,
+        "slices_s": slices[0],
+        "plan_s": planned[0],
+        "schedule_s": scheduled[0],
+        "total_s": slices[0] + planned[0] + scheduled[0],
+        "total_cpu_s": slices[1] + planned[1] + scheduled[1],
+        "expansion_s": expanded[0],
+        "expansion_cpu_s": expanded[1],
     }
+
+
+def median(rounds: list[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="32 ranks and two layouts")
+    parser.add_argument("--quick", action="store_true", help="32 ranks, two layouts, one round")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
-    num_ranks, cases = (32, [Case(2, 2, 1, 4, 1, 8, on) for on in (False, True)]) if arguments.quick else (256, CASES)
-    results = {str(case): measure(case, num_ranks) for case in cases}
-    header = ["layout", "ranks", "runs of all", "moves of one", "buckets", "largest/mean sender"]
-    header += ["slices s", "plan s", "buckets s", "total s"]
+    num_ranks, num_rounds, cases = 256, ROUNDS, CASES
+    if arguments.quick:
+        num_ranks, num_rounds, cases = 32, 1, [Case(2, 2, 1, 4, 1, 8, on) for on in (False, True)]
+    results = {str(case): median([measure(case, num_ranks) for _ in range(num_rounds)]) for case in cases}
+    header = ["layout", "ranks", "runs of all", "moves of one", "exchanges", "largest/mean sender"]
+    header += ["slices s", "plan s", "schedule s", "before the first sync s", "of them CPU s"]
+    header += ["expansion in a sync s", "of them CPU s"]
     rows = [[name, num_ranks, *figures.values()] for name, figures in results.items()]
+    print(f"Load of the machine at the end: {os.getloadavg()[0]:.0f} programs on {os.cpu_count()} cores.\n")
     publish("Plan of Qwen3-235B-A22B", table(header, rows), "cpu", {"cases": results}, arguments.json)
 
 

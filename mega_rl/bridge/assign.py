@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from mega_rl.bridge.groups import Holder
 from mega_rl.bridge.series import Number
@@ -27,27 +30,35 @@ class Need(NamedTuple):
         return num_elements(self.hf_box[1:])
 
 
-Share = tuple[int, int, int, int]  # owner's rank, index of the destination, first and last row of it, end exclusive
+NUM_ROUNDS = 3
+# [num_shares, 4] int64: places of an owner and a destination in their lists, first and last row, end exclusive.
+Shares = np.ndarray
 
 
-def assign(needs: list[Need], num_ranks: int) -> list[list[Share]]:
+def assign(needs: Sequence[Need], num_ranks: int) -> list[Shares]:
     """For every need, the rows that each owner sends to each destination.
 
     Needs with the fewest owners come first and of those the ones with the widest rows, for rows are never cut here;
-    each raises its least loaded owners to one level, as water fills a vessel. Where the owners of two needs are equal,
-    disjoint or nested, as in a trainer's layout, no assignment has a smaller largest load, but for one row.
+    each raises its least loaded owners to one level, as water fills a vessel. Where the owners of two needs overlap
+    and neither are all of the other's, as those of experts and of attention, the first choice is not yet the best:
+    every need is taken back and given out anew, a fixed number of rounds.
     """
-    order = sorted(range(len(needs)), key=lambda i: (len(needs[i].owners), -needs[i].row_elements))  # stable
+    row_elements = [need.row_elements for need in needs]
+    ranks = [[rank for rank, _ in need.owners] for need in needs]
+    rows = [[0] * len(need.owners) for need in needs]
     load = [0] * num_ranks
-    shares: list[list[Share]] = [[] for _ in needs]
-    for i in order:
-        need = needs[i]
-        ranks = [rank for rank, _ in need.owners]
-        rows = _level([load[rank] for rank in ranks], len(need.destinations) * need.num_rows, need.row_elements)
-        for rank, num in zip(ranks, rows, strict=True):
-            load[rank] += num * need.row_elements
-        shares[i] = list(_hand_out(ranks, rows, len(need.destinations), need.num_rows))
-    return shares
+    order = sorted(range(len(needs)), key=lambda i: (len(ranks[i]), -row_elements[i]))  # stable
+    for _ in range(NUM_ROUNDS):
+        for i in order:
+            if len(ranks[i]) == 1 and rows[i][0]:
+                continue
+            row, num_rows = row_elements[i], len(needs[i].destinations) * needs[i].num_rows
+            for rank, num in zip(ranks[i], rows[i], strict=True):
+                load[rank] -= num * row
+            rows[i] = _level([load[rank] for rank in ranks[i]], num_rows, row)
+            for rank, num in zip(ranks[i], rows[i], strict=True):
+                load[rank] += num * row
+    return [_hand_out(one, len(need.destinations), need.num_rows) for one, need in zip(rows, needs, strict=True)]
 
 
 def _level(loads: list[int], num_rows: int, row: int) -> list[int]:
@@ -66,16 +77,12 @@ def _level(loads: list[int], num_rows: int, row: int) -> list[int]:
     return rows
 
 
-def _hand_out(ranks: list[int], rows: list[int], num_destinations: int, rows_each: int) -> list[Share]:
+def _hand_out(rows: list[int], num_destinations: int, rows_each: int) -> Shares:
     """Owner by owner the next rows of the destinations, so that a destination has few owners to hear from."""
-    shares, owner, left = [], 0, rows[0]
-    for i in range(num_destinations):
-        start = 0
-        while start < rows_each:
-            while left == 0:
-                owner += 1
-                left = rows[owner]
-            taken = min(left, rows_each - start)
-            shares.append((ranks[owner], i, start, start + taken))
-            start, left = start + taken, left - taken
-    return shares
+    ends = np.cumsum(rows)
+    cuts = np.union1d(ends, np.arange(num_destinations + 1) * rows_each)
+    cuts = cuts[: np.searchsorted(cuts, ends[-1]) + 1]
+    starts = cuts[:-1]
+    destination = starts // rows_each
+    owner = np.searchsorted(ends, starts, side="right")
+    return np.stack([owner, destination, starts - destination * rows_each, cuts[1:] - destination * rows_each], axis=1)

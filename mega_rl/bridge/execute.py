@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from mega_rl import platform
-from mega_rl.bridge.buckets import Bucket, fill_buckets
-from mega_rl.bridge.plan import Move, Plan
+from mega_rl.bridge.buckets import Bucket, Schedule, schedule
+from mega_rl.bridge.plan import Plan
+from mega_rl.bridge.runs import Move
 from mega_rl.bridge.slices import Box, extents, indices, num_elements
 
 Read = Callable[[str, str, Box, Box], torch.Tensor]  # (local_name, hf_name, hf_box, local_box) -> [extents of the box]
@@ -58,7 +59,7 @@ class Transfer:
         self.plan, self.rank, self.world_size, self.group = plan, rank, world_size, group
         self.bucket_bytes, self.device = bucket_bytes, torch.device(device)
         self._volume = plan.volume(rank)
-        self._schedules: dict[int, tuple[list[Move], list[Bucket]]] = {}  # element size -> of the whole plan
+        self._schedules: dict[int, Schedule] = {}  # element size -> of the whole plan
 
     def run(self, read: Read, write: Write, dtype: torch.dtype) -> Ledger:
         """Moves every piece of the plan; collective.
@@ -71,8 +72,8 @@ class Transfer:
         start = time.perf_counter()
         if dtype.itemsize not in self._schedules:
             self._schedules[dtype.itemsize] = self._schedule(self.plan, dtype.itemsize)
-        local, buckets = self._schedules[dtype.itemsize]
-        clock = self._move(local, buckets, read, write, dtype)
+        whole = self._schedules[dtype.itemsize]
+        clock = self._move(whole, read, write, dtype)
         here.synchronize()
         v, size = self._volume, dtype.itemsize
         return Ledger(
@@ -81,7 +82,7 @@ class Transfer:
             bytes_received=size * v.received,
             bytes_minimum=size * v.minimum,
             seconds=time.perf_counter() - start,
-            num_buckets=len(buckets),
+            num_buckets=whole.num_buckets,
             **clock.seconds,
         )
 
@@ -91,7 +92,7 @@ class Transfer:
         For plans whose destinations are ``full_slices``. A rank that is no destination takes part and is given nothing.
         Holds at most ``bucket_bytes`` of whole tensors, or the largest one, and one exchange.
         """
-        sizes = {name: self._full_size(name) for name in hf_names}
+        sizes = {name: self.plan.wanted_box(name) for name in hf_names}
         group: list[str] = []
         for i, name in enumerate(hf_names):
             group.append(name)
@@ -101,60 +102,50 @@ class Transfer:
                 yield from self._gather(read, group, sizes, dtype)
                 group = []
 
-    def _full_size(self, name: str) -> Box:
-        """The box that the destinations of a tensor want; the whole tensor by the contract of ``stream``."""
-        runs = self.plan.select([name]).runs
-        assert runs, f"{name} is in no destination of the plan"
-        return runs[0].destination.hf_box
-
     def _gather(
         self, read: Read, names: Sequence[str], sizes: dict[str, Box], dtype: torch.dtype
     ) -> Iterator[tuple[str, torch.Tensor]]:
         plan = self.plan.select(names)
-        here = {move.hf_name for run in plan.runs_of(self.rank) if run.dst_rank == self.rank for move in run.moves()}
+        here = {name for run in plan.runs_of(self.rank) if run.dst_rank == self.rank for name in run.hf_names()}
         wanted = [name for name in names if name in here]
         full = {name: torch.empty(extents(sizes[name]), dtype=dtype, device=self.device) for name in wanted}
 
         def write(local_name: str, hf_name: str, hf_box: Box, local_box: Box, piece: torch.Tensor) -> None:
             full[hf_name][indices(local_box)].copy_(piece)
 
-        local, buckets = self._schedule(plan, dtype.itemsize)
-        self._move(local, buckets, read, write, dtype)
+        self._move(self._schedule(plan, dtype.itemsize), read, write, dtype)
         for name in wanted:
             yield name, full.pop(name)
 
-    def _schedule(self, plan: Plan, element_size: int) -> tuple[list[Move], list[Bucket]]:
-        """This rank's local copies and its part of every exchange."""
-        local = [move for run in plan.runs_of(self.rank) if run.is_local for move in run.moves()]
+    def _schedule(self, plan: Plan, element_size: int) -> Schedule:
         # Half of the memory: one bucket is packed while another is under way.
-        return local, fill_buckets(plan, self.rank, max(1, self.bucket_bytes // (2 * element_size)))
+        return schedule(plan, self.rank, max(1, self.bucket_bytes // (2 * element_size)))
 
-    def _move(
-        self, local: Sequence[Move], buckets: Sequence[Bucket], read: Read, write: Write, dtype: torch.dtype
-    ) -> _Clock:
+    def _move(self, whole: Schedule, read: Read, write: Write, dtype: torch.dtype) -> _Clock:
         """Packs the next exchange while one is under way, and writes what came while the next one is."""
         clock = _Clock()
-        sizes = [sum(p.num_elements for p in (*b.sends, *b.receives)) for b in buckets]
+        buckets = whole.buckets()
+        sizes = [sum((*b.send_sizes().values(), *b.receive_sizes().values())) for b in buckets]
         memory = [torch.empty(max(sizes[i::2], default=0), dtype=dtype, device=self.device) for i in range(2)]
+        copies = (move for run in whole.copies for move in run.moves())
         before: _Exchange | None = None
         for i, bucket in enumerate(buckets):
             with clock("pack_s"):
                 exchange = _Exchange(bucket, memory[i % 2], self.world_size)
-                for p, part in zip(bucket.sends, _parts(exchange.outgoing, bucket.sends), strict=True):
-                    part.copy_(_checked_read(read, p, dtype))
+                exchange.pack(read, dtype)
             if before is not None:
                 with clock("transfer_s"):
                     before.wait()
             exchange.start(self.group)
             with clock("write_s"):
                 if before is None:
-                    _copy_local(local, read, write, dtype)
+                    _copy_local(copies, read, write, dtype)
                 else:
                     before.write(write)
             before = exchange
         if before is None:
             with clock("write_s"):
-                _copy_local(local, read, write, dtype)
+                _copy_local(copies, read, write, dtype)
             return clock
         with clock("transfer_s"):
             before.wait()
@@ -168,14 +159,16 @@ class _Exchange:
 
     def __init__(self, bucket: Bucket, memory: torch.Tensor, world_size: int) -> None:
         self.bucket = bucket
-        self.send_sizes, self.receive_sizes = [0] * world_size, [0] * world_size
-        for p in bucket.sends:
-            self.send_sizes[p.dst_rank] += p.num_elements
-        for p in bucket.receives:
-            self.receive_sizes[p.src_rank] += p.num_elements
+        sent, received = bucket.send_sizes(), bucket.receive_sizes()
+        self.send_sizes = [sent.get(rank, 0) for rank in range(world_size)]
+        self.receive_sizes = [received.get(rank, 0) for rank in range(world_size)]
         num_sent, num_received = sum(self.send_sizes), sum(self.receive_sizes)
         self.outgoing, self.incoming = memory[: num_sent + num_received].split([num_sent, num_received])
         self._work: dist.Work | None = None
+
+    def pack(self, read: Read, dtype: torch.dtype) -> None:
+        for p, part in _parts(self.outgoing, self.bucket.sends()):
+            part.copy_(_checked_read(read, p, dtype))
 
     def start(self, group: dist.ProcessGroup | None) -> None:
         sizes = self.receive_sizes, self.send_sizes
@@ -186,7 +179,7 @@ class _Exchange:
         self._work.wait()
 
     def write(self, write: Write) -> None:
-        for p, part in zip(self.bucket.receives, _parts(self.incoming, self.bucket.receives), strict=True):
+        for p, part in _parts(self.incoming, self.bucket.receives()):
             write(p.dst_name, p.hf_name, p.hf_box, p.dst_box, part)
 
 
@@ -203,17 +196,19 @@ class _Clock:
         self.seconds[phase] += time.perf_counter() - start
 
 
-def _copy_local(local: Sequence[Move], read: Read, write: Write, dtype: torch.dtype) -> None:
-    for p in local:
+def _copy_local(copies: Iterable[Move], read: Read, write: Write, dtype: torch.dtype) -> None:
+    for p in copies:
         write(p.dst_name, p.hf_name, p.hf_box, p.dst_box, _checked_read(read, p, dtype))
 
 
-def _parts(flat: torch.Tensor, pieces: Sequence[Move]) -> Iterator[torch.Tensor]:
-    """Views of the flat buffer, one per piece, in its extents."""
+def _parts(flat: torch.Tensor, pieces: Iterable[Move]) -> Iterator[tuple[Move, torch.Tensor]]:
+    """Every piece with its view of the flat buffer, in its extents; together they are the whole buffer."""
     start = 0
     for p in pieces:
-        yield flat[start : start + p.num_elements].view(extents(p.hf_box))
-        start += p.num_elements
+        end = start + p.num_elements
+        yield p, flat[start:end].view(extents(p.hf_box))
+        start = end
+    assert start == flat.numel(), f"pieces of {start} elements in a buffer of {flat.numel()}"
 
 
 def _checked_read(read: Read, p: Move, dtype: torch.dtype) -> torch.Tensor:

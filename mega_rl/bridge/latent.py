@@ -8,6 +8,7 @@ from typing import Any
 
 from mega_rl.bridge.config_values import positive_integer, refuse_unless
 
+DEFAULT_Q_RANK = 1536  # transformers'; only an explicit null leaves queries whole
 LATENT_NORM_EPS = 1e-6  # transformers' latent norms have it whatever rms_norm_eps says
 
 
@@ -30,12 +31,12 @@ def read_latent(config: Mapping[str, Any], where: str) -> LatentAttention:
     """InputError for what is malformed or unsupported."""
     refuse_unless(config, "rope_interleave", True, where)
     refuse_unless(config, "rms_norm_eps", LATENT_NORM_EPS, where)
-    heads = positive_integer(config, "num_attention_heads", where)
-    refuse_unless(
-        {"num_key_value_heads": config.get("num_key_value_heads") or heads}, "num_key_value_heads", heads, where
-    )
+    if config.get("num_key_value_heads") is not None:
+        heads = positive_integer(config, "num_attention_heads", where)
+        refuse_unless(config, "num_key_value_heads", heads, where)
+    queries = {"q_lora_rank": DEFAULT_Q_RANK, **config}
     return LatentAttention(
-        q_rank=None if config.get("q_lora_rank") is None else positive_integer(config, "q_lora_rank", where),
+        q_rank=None if queries["q_lora_rank"] is None else positive_integer(queries, "q_lora_rank", where),
         kv_rank=positive_integer(config, "kv_lora_rank", where),
         nope_dim=positive_integer(config, "qk_nope_head_dim", where),
         rope_dim=positive_integer(config, "qk_rope_head_dim", where),

@@ -36,7 +36,9 @@ def read_qwen_mixture(shared: bool, config: Mapping[str, Any], where: str) -> Mi
     num_layers = positive_integer(config, "num_hidden_layers", where)
     key = "num_experts" if "num_experts" in config else "num_local_experts"
     step = positive_integer({"decoder_sparse_step": 1, **config}, "decoder_sparse_step", where)
-    dense = frozenset(config.get("mlp_only_layers") or ())
+    dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(i, int) for i in dense):
+        raise InputError(f"{where}: mlp_only_layers is {dense!r}; it must be a list of layer numbers")
     mixture = Mixture(
         layers=frozenset(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0),
         num_experts=positive_integer(config, key, where),
@@ -61,8 +63,11 @@ def read_deepseek_mixture(config: Mapping[str, Any], where: str) -> Mixture:
     num_layers = positive_integer(config, "num_hidden_layers", where)
     ffn_size = positive_integer(config, "moe_intermediate_size", where)
     groups = positive_integer({"n_group": 8, **config}, "n_group", where)
+    first = config.get("first_k_dense_replace", 3)
+    if not isinstance(first, int) or first < 0:
+        raise InputError(f"{where}: first_k_dense_replace is {first!r}; it must be a number of layers")
     mixture = Mixture(
-        layers=frozenset(range(config.get("first_k_dense_replace", 3), num_layers)),
+        layers=frozenset(range(first, num_layers)),
         num_experts=positive_integer(config, "n_routed_experts", where),
         experts_per_token=positive_integer(config, "num_experts_per_tok", where),
         ffn_size=ffn_size,
@@ -91,6 +96,11 @@ def _checked(mixture: Mixture, where: str) -> Mixture:
         )
     if experts % groups or best > groups:
         raise InputError(f"{where}: topk_group {best} of n_group {groups} does not fit {experts} experts")
+    if best < groups and experts // groups < DEEPSEEK_GROUP_TOP:
+        raise InputError(
+            f"{where}: n_group {groups} leaves fewer than the {DEEPSEEK_GROUP_TOP} of {experts} experts to a group "
+            "whose scores make up its own"
+        )
     if best < groups and chosen != DEEPSEEK_GROUP_TOP * best:
         raise InputError(
             f"{where}: num_experts_per_tok {chosen} is not {DEEPSEEK_GROUP_TOP} x topk_group {best}, which Megatron's "

@@ -14,94 +14,29 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mega_rl.bridge.assign import Need, assign
+from mega_rl.bridge.assign import Need, Shares, assign
 from mega_rl.bridge.groups import Group, Holder, group_tensors
+from mega_rl.bridge.runs import Move, Run
 from mega_rl.bridge.series import Number, Series, from_slice, hf_name_of
-from mega_rl.bridge.slices import Box, Slice, flat_range, intersect, num_elements, subtract_all
+from mega_rl.bridge.slices import Box, Slice, intersect, num_elements, subtract_all
 
 Layout = Sequence[Sequence[Slice | Series]]  # what each rank holds or wants
 
 
-class Move(NamedTuple):
-    """One piece of an HF tensor that goes from its place on one rank to its place on another, or on the same."""
+class Flow(NamedTuple):
+    """A piece of like tensors with the rows of it that go from an owner to a destination."""
 
-    src_rank: int
-    dst_rank: int
-    hf_name: str
-    hf_box: Box
-    src_name: str  # local parameter on the source
-    src_box: Box
-    dst_name: str  # local parameter on the destination
-    dst_box: Box
+    piece: Need
+    shares: Shares
 
-    @property
-    def num_elements(self) -> int:
-        return num_elements(self.hf_box)
-
-    @property
-    def is_local(self) -> bool:
-        return self.src_rank == self.dst_rank
-
-    def part(self, start: int, end: int) -> list[Move]:
-        """The same move for the elements number ``start`` to ``end`` of its box, counted row by row."""
-        boxes = (flat_range(box, start, end) for box in (self.hf_box, self.src_box, self.dst_box))
-        return [self._replace(hf_box=h, src_box=s, dst_box=d) for h, s, d in zip(*boxes, strict=True)]
-
-
-class Run(NamedTuple):
-    """One piece of many like tensors that goes from one rank to another, or stays.
-
-    The piece's rows in all tensors of the group, one tensor below the other, are numbered; the run is of the rows from
-    ``start`` to ``end``.
-    """
-
-    numbers: tuple[Number, ...]  # of the group's tensors
-    hf_box: Box
-    src_rank: int
-    source: Series
-    dst_rank: int
-    destination: Series
-    start: int
-    end: int
-
-    @property
-    def num_elements(self) -> int:
-        return (self.end - self.start) * num_elements(self.hf_box[1:])
-
-    @property
-    def is_local(self) -> bool:
-        return self.src_rank == self.dst_rank
-
-    def restrict(self, wanted: frozenset[Number]) -> Iterator[Run]:
-        """The parts that belong to the wanted tensors."""
-        rows = self.hf_box[0][1] - self.hf_box[0][0]
-        for i in range(self.start // rows, -(-self.end // rows)):
-            if self.numbers[i] in wanted:
-                start, end = max(0, self.start - i * rows), min(rows, self.end - i * rows)
-                yield self._replace(numbers=(self.numbers[i],), start=start, end=end)
-
-    def moves(self) -> Iterator[Move]:
-        top, rows = self.hf_box[0][0], self.hf_box[0][1] - self.hf_box[0][0]
-        whole = self.hf_box, self.source.place(self.hf_box), self.destination.place(self.hf_box)
-        for i in range(self.start // rows, -(-self.end // rows)):
-            boxes = whole
-            start, end = max(0, self.start - i * rows), min(rows, self.end - i * rows)
-            if end - start < rows:
-                box = ((top + start, top + end), *self.hf_box[1:])
-                boxes = box, self.source.place(box), self.destination.place(box)
-            yield self._move(self.numbers[i], *boxes)
-
-    def _move(self, number: Number, hf_box: Box, src_place: Box, dst_place: Box) -> Move:
-        return Move(
-            self.src_rank,
-            self.dst_rank,
-            hf_name_of(self.source.hf_name, number),
-            hf_box,
-            self.source.local_name_of(number),
-            self.source.local_box_of(number, src_place),
-            self.destination.local_name_of(number),
-            self.destination.local_box_of(number, dst_place),
-        )
+    def restrict(self, place: int) -> Flow | None:
+        """The part that belongs to one of the tensors, the one at this place in ``numbers``."""
+        piece = self.piece
+        rows = piece.hf_box[0][1] - piece.hf_box[0][0]
+        shares = self.shares.copy()
+        shares[:, 2:] = (shares[:, 2:] - place * rows).clip(0, rows)
+        shares = shares[shares[:, 2] < shares[:, 3]]
+        return Flow(piece._replace(numbers=(piece.numbers[place],)), shares) if len(shares) else None
 
 
 @dataclass(frozen=True)
@@ -114,45 +49,78 @@ class Volume:
     minimum: int  # distinct elements that a rank needs and does not hold: no plan can receive fewer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """Every destination element written exactly once, from the rank itself where it holds it, else from one owner."""
 
     num_ranks: int
-    runs: tuple[Run, ...]
+    flows: tuple[Flow, ...]
     minimum: tuple[int, ...]  # [num_ranks] elements, see Volume
 
     @cached_property
     def traffic(self) -> np.ndarray:
         """Elements from rank to rank, [num_ranks, num_ranks] int64; the diagonal is what is copied within a rank."""
-        flat = [0] * self.num_ranks**2
-        for run in self.runs:
-            flat[run.src_rank * self.num_ranks + run.dst_rank] += run.num_elements
-        return np.array(flat, dtype=np.int64).reshape(self.num_ranks, self.num_ranks)
+        table = np.zeros((self.num_ranks, self.num_ranks), dtype=np.int64)
+        row_elements = np.array([flow.piece.row_elements for flow in self.flows], dtype=np.int64)
+        flow, share = self._flow_of_share, self._shares
+        np.add.at(table, tuple(self._ends.T), (share[:, 3] - share[:, 2]) * row_elements[flow])
+        return table
+
+    @cached_property
+    def _shares(self) -> np.ndarray:
+        """Those of all flows, one below the other."""
+        return np.concatenate([np.empty((0, 4), dtype=np.int64), *[flow.shares for flow in self.flows]])
+
+    @cached_property
+    def _flow_of_share(self) -> np.ndarray:
+        return np.repeat(np.arange(len(self.flows)), [len(flow.shares) for flow in self.flows])
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        """[num_shares, 2]: the ranks from which and to which each of ``_shares`` goes."""
+        ends = [np.empty((0, 2), dtype=np.int64)]
+        for (_, _, owners, destinations), shares in self.flows:
+            ranks = [np.array([rank for rank, _ in holders]) for holders in (owners, destinations)]
+            ends.append(np.stack([ranks[i][shares[:, i]] for i in range(2)], axis=1))
+        return np.concatenate(ends)
 
     @cached_property
     def moves(self) -> tuple[Move, ...]:
         """Those of all ranks: for small plans. A rank needs only those of its ``runs_of``."""
-        return tuple(move for run in self.runs for move in run.moves())
+        everything = np.arange(len(self._shares))
+        return tuple(move for run in self._runs(everything) for move in run.moves())
 
     def runs_of(self, rank: int) -> Iterator[Run]:
         """Those in which the rank takes part; those of a pair of ranks come in one order on both."""
-        return (run for run in self.runs if rank in (run.src_rank, run.dst_rank))
+        return self._runs(np.flatnonzero((self._ends == rank).any(axis=1)))
+
+    def _runs(self, which: np.ndarray) -> Iterator[Run]:
+        for flow, share in zip(self._flow_of_share[which].tolist(), self._shares[which].tolist(), strict=True):
+            owner, destination, start, end = share
+            numbers, box, owners, destinations = self.flows[flow].piece
+            (src, source), (dst, user) = owners[owner], destinations[destination]
+            yield Run(numbers, box, src, source, dst, user, start, end)
 
     def select(self, hf_names: Sequence[str]) -> Plan:
-        """The plan for these tensors alone; its ``minimum`` stays that of all."""
-        runs: list[Run] = []
-        for pattern, numbers in _by_pattern(hf_names).items():
-            for run in self._runs_by_pattern.get(pattern, []):
-                runs += run.restrict(numbers)
-        return Plan(self.num_ranks, tuple(runs), self.minimum)
+        """The plan for these tensors alone, each in flows of its own; its ``minimum`` stays that of all."""
+        found = (flow.restrict(place) for name in hf_names for flow, place in self._flows_by_tensor[_tensor(name)])
+        return Plan(self.num_ranks, tuple(flow for flow in found if flow), self.minimum)
 
     @cached_property
-    def _runs_by_pattern(self) -> dict[str, list[Run]]:
-        found: dict[str, list[Run]] = defaultdict(list)
-        for run in self.runs:
-            found[run.source.hf_name].append(run)
+    def _flows_by_tensor(self) -> dict[tuple[str, Number], list[tuple[Flow, int]]]:
+        """The flows of every tensor, with its place in them."""
+        found: dict[tuple[str, Number], list[tuple[Flow, int]]] = defaultdict(list)
+        for flow in self.flows:
+            name = flow.piece.owners[0][1].hf_name
+            for place, number in enumerate(flow.piece.numbers):
+                found[name, number].append((flow, place))
         return found
+
+    def wanted_box(self, hf_name: str) -> Box:
+        """The box that a destination wants of the tensor."""
+        flows = self._flows_by_tensor[_tensor(hf_name)]
+        assert flows, f"{hf_name} is in no destination of the plan"
+        return flows[0][0].piece.destinations[0][1].hf_box
 
     def volume(self, rank: int | None = None) -> Volume:
         """Elements moved: of one rank, or summed over all."""
@@ -162,18 +130,11 @@ class Plan:
             return Volume(int(local.sum()), int(sent.sum()), int(received.sum()), sum(self.minimum))
         return Volume(int(local[rank]), int(sent[rank]), int(received[rank]), self.minimum[rank])
 
-    def bytes(self, element_size: int, rank: int | None = None) -> Volume:
-        """The same in bytes for elements of ``element_size`` bytes."""
-        v = self.volume(rank)
-        return Volume(*(element_size * n for n in (v.local, v.sent, v.received, v.minimum)))
 
-
-def _by_pattern(hf_names: Sequence[str]) -> dict[str, frozenset[Number]]:
-    found: dict[str, set[Number]] = defaultdict(set)
-    for name in hf_names:
-        series = from_slice(Slice(name, (), "", ()))
-        found[series.hf_name].add((series.layers[0], series.experts[0]))
-    return {pattern: frozenset(numbers) for pattern, numbers in found.items()}
+def _tensor(hf_name: str) -> tuple[str, Number]:
+    """Pattern and number of one tensor."""
+    series = from_slice(Slice(hf_name, (), "", ()))
+    return series.hf_name, (series.layers[0], series.experts[0])
 
 
 def compile_plan(sources: Layout, destinations: Layout) -> Plan:
@@ -183,19 +144,15 @@ def compile_plan(sources: Layout, destinations: Layout) -> Plan:
     """
     assert len(sources) == len(destinations), "one list of slices per rank on both sides"
     num_ranks = len(sources)
-    runs: list[Run] = []
+    flows: list[Flow] = []
     needs: list[Need] = []
     minimum = [0] * num_ranks
     for group in group_tensors(_holders(sources), _holders(destinations)):
-        local, group_needs = _plan_group(group, minimum)
-        runs += local
+        copies, group_needs = _plan_group(group, minimum)
+        flows += copies
         needs += group_needs
-    for need, shares in zip(needs, assign(needs, num_ranks), strict=True):
-        source = dict(need.owners)
-        for owner, i, start, end in shares:
-            rank, destination = need.destinations[i]
-            runs.append(Run(need.numbers, need.hf_box, owner, source[owner], rank, destination, start, end))
-    return Plan(num_ranks, tuple(runs), tuple(minimum))
+    flows += map(Flow, needs, assign(needs, num_ranks))
+    return Plan(num_ranks, tuple(flows), tuple(minimum))
 
 
 def _holders(layout: Layout) -> Iterator[Holder]:
@@ -204,39 +161,75 @@ def _holders(layout: Layout) -> Iterator[Holder]:
             yield rank, piece if isinstance(piece, Series) else from_slice(piece)
 
 
+class _Likes(NamedTuple):
+    """Ranks that hold equal boxes of a group's tensors and want equal ones; for every box, all of them in one order."""
+
+    own: list[list[Holder]]
+    wanted: list[list[Holder]]
+
+
+def _like_ranks(group: Group) -> Iterator[_Likes]:
+    own: dict[int, list[Series]] = defaultdict(list)
+    wanted: dict[int, list[Series]] = defaultdict(list)
+    for found, holders in ((own, group.sources), (wanted, group.destinations)):
+        for rank, series in holders:
+            found[rank].append(series)
+    alike: dict[tuple[tuple[Box, ...], ...], list[int]] = defaultdict(list)
+    for rank, users in wanted.items():
+        alike[tuple([s.hf_box for s in own.get(rank, ())]), tuple([s.hf_box for s in users])].append(rank)
+    for (own_boxes, wanted_boxes), ranks in alike.items():
+        yield _Likes(
+            [[(rank, own[rank][i]) for rank in ranks] for i in range(len(own_boxes))],
+            [[(rank, wanted[rank][i]) for rank in ranks] for i in range(len(wanted_boxes))],
+        )
+
+
 _Cell = tuple[Box, tuple[Holder, ...]]  # a box and every rank that holds all of it
 
 
-def _plan_group(group: Group, minimum: list[int]) -> tuple[list[Run], list[Need]]:
+def _plan_group(group: Group, minimum: list[int]) -> tuple[list[Flow], list[Need]]:
     """Copies within ranks, and what must be sent; adds to each rank's minimum."""
     held: dict[Box, dict[int, Series]] = {}
-    own: dict[int, list[Series]] = defaultdict(list)
     for rank, series in group.sources:
         held.setdefault(series.hf_box, {}).setdefault(rank, series)
-        own[rank].append(series)
-    num, runs = len(group.numbers), []
-    cells: dict[Box, list[_Cell]] = {}  # replicas of an engine want equal boxes
-    needs: dict[_Cell | Box, tuple[_Cell, list[Holder]]] = {}
-    wanted: dict[int, list[Box]] = defaultdict(list)  # distinct elements that a rank must receive
-    for rank, destination in group.destinations:
-        rest = [destination.hf_box]
-        for series in own.get(rank, ()):
-            for box in [piece for r in rest if (piece := intersect(r, series.hf_box)) is not None]:
-                end = num * (box[0][1] - box[0][0])
-                runs.append(Run(group.numbers, box, rank, series, rank, destination, 0, end))
-            rest = subtract_all(rest, [series.hf_box])
-        for box in rest:
-            if box not in cells:
-                cells[box] = _find_owners(box, held)
-            for cell in cells[box]:
-                if not cell[1]:
-                    name = hf_name_of(destination.hf_name, group.numbers[0])
-                    raise ValueError(f"{name}: no rank holds {cell[0]}, which rank {rank} wants")
-                needs.setdefault(cell[0], (cell, []))[1].append((rank, destination))
-        fresh = subtract_all(rest, wanted[rank])
-        wanted[rank] += fresh
-        minimum[rank] += num * sum(map(num_elements, fresh))
-    return runs, [Need(group.numbers, box, owners, tuple(ranks)) for (box, owners), ranks in needs.values()]
+    copies: list[Flow] = []
+    cells: dict[Box, list[_Cell]] = {}
+    needs: dict[_Cell, list[Holder]] = defaultdict(list)
+    for likes in _like_ranks(group):
+        received: list[Box] = []  # distinct elements that each of the ranks must be sent
+        for users in likes.wanted:
+            rank, series = users[0]
+            rest = [series.hf_box]
+            for owners in likes.own:
+                box = owners[0][1].hf_box
+                kept = [piece for r in rest if (piece := intersect(r, box)) is not None]
+                copies += [_copies(Need(group.numbers, piece, tuple(owners), tuple(users))) for piece in kept]
+                rest = subtract_all(rest, [box])
+            for box in rest:
+                if box not in cells:
+                    cells[box] = _find_owners(box, held)
+                for cell in cells[box]:
+                    if not cell[1]:
+                        name = hf_name_of(series.hf_name, group.numbers[0])
+                        raise ValueError(f"{name}: no rank holds {cell[0]}, which rank {rank} wants")
+                    needs[cell] += users
+            received += subtract_all(rest, received)
+        elements = len(group.numbers) * sum(map(num_elements, received))
+        for rank, _ in likes.wanted[0]:
+            minimum[rank] += elements
+    # By rank: neighbours have the same owners to hear from.
+    return copies, [
+        Need(group.numbers, box, owners, tuple(sorted(users, key=lambda user: user[0])))
+        for (box, owners), users in needs.items()
+    ]
+
+
+def _copies(piece: Need) -> Flow:
+    """Every owner's rows stay with it; it is the destination at the same place."""
+    shares = np.zeros((len(piece.owners), 4), dtype=np.int64)
+    shares[:, :2] = np.arange(len(piece.owners))[:, None]
+    shares[:, 3] = piece.num_rows
+    return Flow(piece, shares)
 
 
 def _find_owners(box: Box, held: dict[Box, dict[int, Series]]) -> list[_Cell]:

@@ -343,6 +343,11 @@ def _rollout_and_algorithm(found: _Problems) -> None:
             f"rollout.replay is {rollout.replay!r}, which is no directory: give the rollouts directory of a run that "
             "had logging.dump_rollouts set, or null"
         )
+    if rollout.vllm.get("enable_expert_parallel") and rollout.weight_update == "live":
+        found.add(
+            "rollout.vllm.enable_expert_parallel is not supported with rollout.weight_update 'live': remove it, "
+            "and experts are cut by their width"
+        )
     verify = found.config.bridge.verify
     if verify != "off" and rollout.weight_update == "reload":
         found.add(

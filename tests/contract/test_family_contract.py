@@ -207,6 +207,9 @@ def test_layouts_that_do_not_divide(family: str, sizes: tuple[int, int, int], wo
         ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps"),
         ("deepseek_v3", {"num_experts_per_tok": 3}, "num_experts_per_tok 3 is not 2 x topk_group 2"),
         ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads"),
+        ("deepseek_v3", {"first_k_dense_replace": -1}, "first_k_dense_replace is -1"),
+        ("deepseek_v3", {"n_group": 8}, "n_group 8 leaves fewer than the 2 of 8 experts"),
+        ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers is 1"),
     ],
 )
 def test_what_a_family_refuses(

@@ -66,6 +66,18 @@ def test_weight_sync_moves_the_minimum(tmp_path: Path) -> None:
     assert results[0]["bytes_sent"] > 0 and results[1]["bytes_sent"] == 0  # the second has the engines' layout
 
 
+@pytest.mark.slow
+def test_plan_of_a_large_model(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    launched = run((sys.executable, "benchmarks/plan.py", "--quick", "--json", str(path))).check()
+    ((header, *body),) = tables(launched.stdout)
+    cases = json.loads(path.read_text())["cases"]
+    assert [row[0] for row in body] == list(cases) and all(len(row) == len(header) for row in body)
+    for found in cases.values():
+        assert found["moves"] > found["buckets"] > 1 and found["total_s"] > 0
+        assert 1 <= found["balance"] < 1.2  # owners of experts that stay where they are have less to send
+
+
 @pytest.mark.parametrize("script", ["benchmarks/logprob.py", "benchmarks/train_step.py"])
 def test_help(script: str) -> None:
     launched = run((sys.executable, script, "--help")).check()

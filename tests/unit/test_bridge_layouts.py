@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from mega_rl.bridge.engine_layout import engine_experts, engine_vocab_size, full_slices, vllm_slices
 from mega_rl.bridge.families import hf_tensors
+from mega_rl.bridge.mixture import Mixture
 from mega_rl.bridge.shape import ModelShape
 from mega_rl.bridge.slices import Slice, flat_range, indices, num_elements, subtract, whole_box
 from mega_rl.bridge.trainer_layout import megatron_slices, padded_vocab_size
@@ -235,6 +238,16 @@ def test_boxes_are_cut_by_element_number_and_subtracted_without_overlap() -> Non
     expected[indices(hole)] = 0
     assert torch.equal(seen, expected)
     assert subtract(box, whole_box((9, 9, 9))) == []
+
+
+def test_a_parallel_engine_counts_its_own_experts_from_0() -> None:
+    mixture = Mixture(frozenset(range(3)), 10, 2, 8, True)
+    shape = replace(model_shape(), mixture=mixture)
+    for rank, first in enumerate((0, 3, 6, 8)):
+        slices = [s for s in vllm_slices(shape, 4, rank, expert_parallel=True) if s.local_name.endswith("w2_weight")]
+        places = {s.local_box[0][0]: s.hf_name.split(".")[5] for s in slices}
+        assert places == {i: str(first + i) for i in range(len(engine_experts(10, 4, rank)))}
+        assert {s.hf_box for s in slices} == {((0, shape.hidden_size), (0, 8))}
 
 
 @pytest.mark.parametrize(("num_experts", "workers"), [(8, 1), (8, 4), (10, 4), (3, 4)])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from mega_rl.bridge.families import ROLES, hf_tensors, roles
+from mega_rl.bridge.latent import read_latent
 from mega_rl.bridge.shape import ModelShape, parse_config, read_model_shape
 from mega_rl.types import InputError
 
@@ -90,6 +91,14 @@ def test_fields_of_the_families() -> None:
 def test_unsupported_configs_are_refused_by_name(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         parse_config(config(**changes), "config.json")
+
+
+def test_queries_are_compressed_unless_the_file_says_null() -> None:
+    ranks = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    latent = {"num_attention_heads": 4, **dict.fromkeys(ranks, 8)}
+    assert read_latent(latent, "here").q_rank == 1536  # transformers' default
+    assert read_latent({**latent, "q_lora_rank": None}, "here").q_rank is None
+    assert read_latent({**latent, "q_lora_rank": 20}, "here").q_rank == 20
 
 
 def test_an_unused_sliding_window_is_accepted() -> None:

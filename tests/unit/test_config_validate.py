@@ -96,6 +96,7 @@ BAD_VALUES = [
     ("rollout.min_p", 0.05),
     ("rollout.vllm", {"override_generation_config": {"top_p": 0.9}}),
     ("rollout.vllm", {"logits_processors": ["package:Processor"]}),
+    ("rollout.vllm", {"enable_expert_parallel": True}),
     ("rollout.stop", [""]),
     ("rollout.stop_token_ids", [-1]),
     ("rollout.weight_update", "dead"),
