@@ -29,7 +29,7 @@ CHECKS = (
 @cache
 def verdicts(path: Path) -> dict[str, list[str]]:
     found: dict[str, list[str]] = defaultdict(list)
-    for line in torchrun(SCRIPT, path, nproc=2, timeout=280).check().stdout.splitlines():
+    for line in torchrun(SCRIPT, path, nproc=2, timeout=500).check().stdout.splitlines():
         if line.startswith("CHECK "):
             _, name, _, verdict = line.split(" ", 3)
             found[name].append(verdict)
