@@ -150,7 +150,7 @@ def stream_is_the_specified_one(case: Case, layout: ParallelLayout, family: str,
     assert len({sha256({"": expected[n] - clean[n]})[""] for n in noisy}) == len(noisy) == metrics["aqn/num_tensors"]
     assert len(noisy) == (4 if is_mixture else 8)
     hashes = gather_objects(metrics["aqn/noise_hash"])
-    assert len(set(hashes)) == 1 and collector.version == 7
+    assert len(set(hashes)) == 1 and collector.weight_version == 7
     sync.push(version=8, sigma=0.0)  # a stage without noise: four bits alone
     assert sha256(collector.tensors) == sha256(expected_tensors(clean, 8, 0.0, "nvfp4", is_mixture))
     sync.push(version=9, sigma=0.0, is_validation=True)
