@@ -10,7 +10,7 @@ Four processes, gloo, random bfloat16 weights of a Qwen3-like model. The ways, i
 
 All write into the same parameters, those of a live model of vLLM's classes (``vllm_model.py``). After mega_rl and
 gather every weight is proved (``mega_rl.bridge.proof``); the proof of mega_rl is timed. Memory is the peak resident
-set of the largest rank above what it held before the way began.
+set of the largest rank above what it held before the way began. CPU time is the sum over the ranks.
 """
 
 from __future__ import annotations
@@ -191,20 +191,20 @@ class Bench:
                 target.copy_(shard[start : start + target.numel()].view(target.shape))
                 start += target.numel()
 
-    def timed(self, way: Callable[[], None]) -> tuple[float, int]:
-        """Seconds of the slowest rank, and extra memory of the largest, bytes."""
+    def timed(self, way: Callable[[], None]) -> tuple[float, float, int]:
+        """Seconds of the slowest rank, CPU seconds of all of them, and extra memory of the largest, bytes."""
         for tensor in self.engine.values():
             tensor.zero_()
         here = platform.current()
         here.reset_peak_memory()
         before = psutil.Process().memory_info().rss
         dist.barrier()
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         way()
-        seconds = time.perf_counter() - start
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
         extra = max(0, here.memory().host_peak_bytes - before)
-        found = gather_objects((seconds, extra))
-        return max(s for s, _ in found), max(e for _, e in found)
+        of_ranks = zip(*gather_objects((seconds, cpu_seconds, extra)), strict=True)
+        return tuple(function(values) for function, values in zip((max, sum, max), of_ranks, strict=True))
 
 
 def measure(arguments: argparse.Namespace, model_dir: Path) -> list[dict[str, object]]:
@@ -213,7 +213,7 @@ def measure(arguments: argparse.Namespace, model_dir: Path) -> list[dict[str, ob
     results: list[dict[str, object]] = []
     for case in CASES:
         bench = Bench(shape, case, arguments.bucket_mib << 20, model_dir)
-        found: dict[str, list[tuple[float, int]]] = {way: [] for way in WAYS}
+        found: dict[str, list[tuple[float, float, int]]] = {way: [] for way in WAYS}
         proof_s = []
         for number in range(arguments.rounds + 1):  # the first one is warm-up
             for way in WAYS if number % 2 else WAYS[::-1]:
@@ -237,8 +237,9 @@ def measure(arguments: argparse.Namespace, model_dir: Path) -> list[dict[str, ob
                 "num_buckets": bench.ledger.num_buckets,
                 "plan_s": max(gather_objects(bench.plan_s)),
                 "proof_s": statistics.median(proof_s),
-                "seconds": {way: [s for s, _ in runs] for way, runs in found.items()},
-                "extra_bytes": {way: max(extra for _, extra in runs) for way, runs in found.items()},
+                "seconds": {way: [s for s, _, _ in runs] for way, runs in found.items()},
+                "cpu_seconds": {way: [s for _, s, _ in runs] for way, runs in found.items()},
+                "extra_bytes": {way: max(extra for _, _, extra in runs) for way, runs in found.items()},
             }
         )
     return results
@@ -260,16 +261,26 @@ def compare(arguments: argparse.Namespace) -> None:
         # Forked, so that vLLM is imported once.
         mp.start_processes(worker, (arguments, directory), nprocs=WORLD_SIZE, start_method="fork")
         results = json.loads((directory / "results.json").read_text())
-    header = ("case", "GB sent", "sent / minimum", *(f"{way}, s" for way in WAYS), "gather / mega_rl", "copy / mega_rl")
+    ratio_names = [f"{way} / mega_rl" for way in ("gather", "copy")]
+    header = ("case", "GB sent", "sent / minimum", *(f"{way}, s" for way in WAYS), *ratio_names)
     rows = []
     for found in results:
         seconds = {way: statistics.median(runs) for way, runs in found["seconds"].items()}
         ratio = found["bytes_sent"] / found["bytes_minimum"] if found["bytes_minimum"] else 1.0
         ratios = [seconds[way] / seconds["mega_rl"] for way in ("gather", "copy")]
+        cpu_seconds = {way: statistics.median(runs) for way, runs in found["cpu_seconds"].items()}
+        ratios += [cpu_seconds[way] / cpu_seconds["mega_rl"] for way in ("gather", "copy")]
         extra = [found["extra_bytes"][way] / 2**20 for way in ("mega_rl", "gather")]
         rows.append([found["case"], found["bytes_sent"] / 1e9, f"{ratio:.2f}", *seconds.values(), *ratios, *extra])
         rows[-1] += [found["plan_s"], found["proof_s"]]
-    columns = (*header, "mega_rl extra, MiB", "gather extra, MiB", "plan, s", "proof of all, s")
+    columns = (
+        *header,
+        *(f"{name}, CPU" for name in ratio_names),
+        "mega_rl extra, MiB",
+        "gather extra, MiB",
+        "plan, s",
+        "proof of all, s",
+    )
     shape = model(arguments.layers, arguments.hidden, arguments.vocabulary)
     size = sum(torch.Size(size).numel() for size in hf_tensors(shape).values()) * DTYPE.itemsize
     title = f"Weight sync: {size / 1e9:.2f} GB of bfloat16, 4 processes, gloo, median of {arguments.rounds}"
