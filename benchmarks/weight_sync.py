@@ -203,8 +203,8 @@ class Bench:
         way()
         seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
         extra = max(0, here.memory().host_peak_bytes - before)
-        of_ranks = zip(*gather_objects((seconds, cpu_seconds, extra)), strict=True)
-        return tuple(function(values) for function, values in zip((max, sum, max), of_ranks, strict=True))
+        slowest, of_all, largest = zip(*gather_objects((seconds, cpu_seconds, extra)), strict=True)
+        return max(slowest), sum(of_all), max(largest)
 
 
 def measure(arguments: argparse.Namespace, model_dir: Path) -> list[dict[str, object]]:
