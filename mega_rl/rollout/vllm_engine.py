@@ -20,7 +20,7 @@ import torch.distributed as dist
 from mega_rl.bridge.shape import read_model_shape
 from mega_rl.config.schema import RolloutConfig
 from mega_rl.parallel.collectives import broadcast_object
-from mega_rl.rollout.cpu_adjustments import cpu_adjustments
+from mega_rl.rollout.cpu_adjustments import cpu_adjustments, plain_linear_weights
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.environment import preserved_generators, preserved_process, set_environment
 from mega_rl.rollout.options import engine_arguments
@@ -120,6 +120,11 @@ class VLLMEngine:
         assert self._loaded is None, "another way inside a weight update"
         self._is_live = False
 
+    def _as_constructed(self) -> AbstractContextManager[None]:
+        """Around the loading of weights: they are packed, or not, as they were at first."""
+        is_plain = self._device_type == "cpu" and self._rollout.weight_update != "reload"
+        return plain_linear_weights() if is_plain else nullcontext()
+
     def begin_update(self) -> None:
         assert self._loaded is None, "a weight update inside another"
         assert not self._under_way, "a weight update while responses are under way"
@@ -129,13 +134,15 @@ class VLLMEngine:
 
     def load_hf_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         assert self._loaded is not None, "weights outside of an update"
-        self._loaded |= self._call("receiver_load", weights)
+        with self._as_constructed():
+            self._loaded |= self._call("receiver_load", weights)
 
     def finish_update(self, version: int) -> None:
         assert self._loaded is not None, "the end of an update that has not begun"
         loaded, self._loaded = self._loaded, None
         if not self._is_live:
-            self._call("receiver_finish_reload")
+            with self._as_constructed():
+                self._call("receiver_finish_reload")
             if missing := sorted(self._names - loaded):
                 raise RuntimeError(
                     f"The reload to version {version} left out {len(missing)} weights of the engine, the first is "
