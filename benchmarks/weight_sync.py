@@ -4,12 +4,13 @@ Four processes, gloo, random bfloat16 weights of a Qwen3-like model. The ways, i
 
 - mega_rl: the plan carried out by ``mega_rl.bridge.execute.Transfer``.
 - gather: the usual way. Each Hugging Face tensor is gathered over the tensor-parallel ranks, broadcast over the
-  pipeline, and every rank copies its part of it into the fused parameters with narrow and copy_, as the weight loaders
-  of vLLM's parallel layers do; vLLM itself is not started, which favours this way.
-- copy: each rank copies as many bytes as its engine parameters have, from memory to memory.
+  pipeline, and goes through the ``load_weights`` of vLLM's own model.
+- copy: each rank copies the bytes that its engine parameters need from memory that has been written to, whole
+  parameters at a time: what the memory of this machine can do.
 
-After mega_rl and gather every weight is proved (``mega_rl.bridge.proof``); the proof of mega_rl is timed. Memory is the
-peak resident set of the largest rank above what it held before the way began.
+All write into the same parameters, those of a live model of vLLM's classes (``vllm_model.py``). After mega_rl and
+gather every weight is proved (``mega_rl.bridge.proof``); the proof of mega_rl is timed. Memory is the peak resident
+set of the largest rank above what it held before the way began. CPU time is the sum over the ranks.
 """
 
 from __future__ import annotations
@@ -17,19 +18,20 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
+import uuid
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from report import publish, table
+from vllm_model import VLLMModel, write_config
 
 from mega_rl import platform
 from mega_rl.bridge.engine_layout import vllm_slices
@@ -40,7 +42,7 @@ from mega_rl.bridge.proof import Proof, colocated
 from mega_rl.bridge.shape import ModelShape
 from mega_rl.bridge.slices import Box, Slice, indices
 from mega_rl.bridge.trainer_layout import megatron_slices, padded_vocab_size
-from mega_rl.parallel.collectives import gather_objects
+from mega_rl.parallel.collectives import broadcast_object, gather_objects
 
 WORLD_SIZE = 4
 DTYPE = torch.bfloat16
@@ -83,14 +85,14 @@ def model(num_layers: int, hidden: int, vocabulary: int) -> ModelShape:
     )
 
 
-def parameters_of(slices: list[Slice], seed: int | None) -> Tensors:
-    """Parameters as small as the slices allow; a piece depends on its tensor and place alone. ``None``: zeros."""
+def parameters_of(slices: list[Slice], seed: int) -> Tensors:
+    """Parameters as small as the slices allow; a piece depends on its tensor and place alone."""
     sizes: dict[str, list[int]] = {}
     for s in slices:
         ends = [end for _, end in s.local_box]
         sizes[s.local_name] = [max(a, b) for a, b in zip(sizes.get(s.local_name, ends), ends, strict=True)]
     local = {name: torch.zeros(size, dtype=DTYPE) for name, size in sizes.items()}
-    for s in slices if seed is not None else []:
+    for s in slices:
         key = hash((seed, *(n for ends in s.hf_box for n in ends), *s.hf_name.encode())) % (1 << 60)
         piece = local[s.local_name][indices(s.local_box)]
         piece.copy_(torch.randn(piece.shape, generator=torch.Generator().manual_seed(key)))
@@ -100,15 +102,16 @@ def parameters_of(slices: list[Slice], seed: int | None) -> Tensors:
 class Bench:
     """One case on one rank."""
 
-    def __init__(self, shape: ModelShape, case: Case, bucket_bytes: int) -> None:
+    def __init__(self, shape: ModelShape, case: Case, bucket_bytes: int, model_dir: Path) -> None:
         self.rank, self.case = dist.get_rank(), case
         self.sizes = hf_tensors(shape)
         vocabulary, per_stage = padded_vocab_size(shape.vocab_size, case.tp), shape.num_layers // case.pp
         self.sources = [self._trainer(shape, rank, vocabulary, per_stage) for rank in range(WORLD_SIZE)]
         self.wanted = [vllm_slices(shape, case.engine_tp, rank % case.engine_tp) for rank in range(WORLD_SIZE)]
         self.weights = parameters_of(self.sources[self.rank], seed=0)
-        self.engine = parameters_of(self.wanted[self.rank], seed=None)
-        self.copy_from = parameters_of(self.wanted[self.rank], seed=0)  # pages of its own: zeros would share one
+        self.model = VLLMModel(model_dir, case.engine_tp, self.rank, broadcast_object(uuid.uuid4().hex[:12]))
+        self.engine = self.model.parameters
+        self.copy_from = {name: torch.randn_like(tensor) for name, tensor in self.engine.items()}
         start = time.perf_counter()
         plan = compile_plan(self.sources, self.wanted)
         self.transfer = Transfer(plan, self.rank, WORLD_SIZE, None, bucket_bytes)
@@ -143,12 +146,12 @@ class Bench:
             tensor.copy_(self.copy_from[name])
 
     def gather(self) -> None:
+        self.model.load_weights(self._whole_tensors())
+
+    def _whole_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         stage_of, places = self._places()
         tp, model_size = self.case.tp, self.case.tp * self.case.pp
         stage = (self.rank - self.replica) // tp
-        loads: dict[str, list[Slice]] = defaultdict(list)
-        for piece in self.wanted[self.rank]:
-            loads[piece.hf_name].append(piece)
         for name, size in self.sizes.items():
             full = torch.empty(size, dtype=DTYPE)
             owner = self.replica + stage_of[name] * tp
@@ -157,8 +160,7 @@ class Bench:
             if self.case.pp > 1:
                 peers = tuple(range(self.replica + self.rank % tp, self.replica + model_size, tp))
                 dist.broadcast(full, owner + self.rank % tp, group=self.groups[peers])
-            for piece in loads[name]:
-                self.engine[piece.local_name][indices(piece.local_box)].copy_(full[indices(piece.hf_box)])
+            yield name, full
 
     def _places(self) -> tuple[dict[str, int], dict[tuple[int, str], list[Slice]]]:
         """The first pipeline stage that holds each tensor, and the slices of each rank and tensor."""
@@ -189,29 +191,29 @@ class Bench:
                 target.copy_(shard[start : start + target.numel()].view(target.shape))
                 start += target.numel()
 
-    def timed(self, way: Callable[[], None]) -> tuple[float, int]:
-        """Seconds of the slowest rank, and extra memory of the largest, bytes."""
+    def timed(self, way: Callable[[], None]) -> tuple[float, float, int]:
+        """Seconds of the slowest rank, CPU seconds of all of them, and extra memory of the largest, bytes."""
         for tensor in self.engine.values():
             tensor.zero_()
         here = platform.current()
         here.reset_peak_memory()
         before = psutil.Process().memory_info().rss
         dist.barrier()
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         way()
-        seconds = time.perf_counter() - start
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
         extra = max(0, here.memory().host_peak_bytes - before)
-        found = gather_objects((seconds, extra))
-        return max(s for s, _ in found), max(e for _, e in found)
+        slowest, of_all, largest = zip(*gather_objects((seconds, cpu_seconds, extra)), strict=True)
+        return max(slowest), sum(of_all), max(largest)
 
 
-def measure(arguments: argparse.Namespace) -> list[dict[str, object]]:
+def measure(arguments: argparse.Namespace, model_dir: Path) -> list[dict[str, object]]:
     """All cases on this rank; the same result on every rank."""
     shape = model(arguments.layers, arguments.hidden, arguments.vocabulary)
     results: list[dict[str, object]] = []
     for case in CASES:
-        bench = Bench(shape, case, arguments.bucket_mib << 20)
-        found: dict[str, list[tuple[float, int]]] = {way: [] for way in WAYS}
+        bench = Bench(shape, case, arguments.bucket_mib << 20, model_dir)
+        found: dict[str, list[tuple[float, float, int]]] = {way: [] for way in WAYS}
         proof_s = []
         for number in range(arguments.rounds + 1):  # the first one is warm-up
             for way in WAYS if number % 2 else WAYS[::-1]:
@@ -235,57 +237,54 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, object]]:
                 "num_buckets": bench.ledger.num_buckets,
                 "plan_s": max(gather_objects(bench.plan_s)),
                 "proof_s": statistics.median(proof_s),
-                "seconds": {way: [s for s, _ in runs] for way, runs in found.items()},
-                "extra_bytes": {way: max(extra for _, extra in runs) for way, runs in found.items()},
+                "seconds": {way: [s for s, _, _ in runs] for way, runs in found.items()},
+                "cpu_seconds": {way: [s for _, s, _ in runs] for way, runs in found.items()},
+                "extra_bytes": {way: max(extra for _, _, extra in runs) for way, runs in found.items()},
             }
         )
     return results
 
 
-def worker(arguments: argparse.Namespace) -> None:
+def worker(rank: int, arguments: argparse.Namespace, directory: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{arguments.store}", rank=arguments.rank, world_size=WORLD_SIZE)
-    results = measure(arguments)
-    if arguments.rank == 0:
-        print(json.dumps(results))
+    dist.init_process_group("gloo", f"file://{directory}/store", rank=rank, world_size=WORLD_SIZE)
+    results = measure(arguments, directory)
+    if rank == 0:
+        (directory / "results.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 
 
 def compare(arguments: argparse.Namespace) -> None:
-    passed = [f"--{name.replace('_', '-')}={getattr(arguments, name)}" for name in SHARED]
-    with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, __file__, *passed, f"--store={directory}/store"]
-        processes = [
-            subprocess.Popen([*command, f"--rank={rank}"], stdout=subprocess.PIPE, text=True)
-            for rank in range(WORLD_SIZE)
-        ]
-        try:
-            outputs = [process.communicate()[0] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-    if any(process.returncode for process in processes):
-        raise SystemExit(f"{command} ended with {[process.returncode for process in processes]}")
-    results = json.loads(outputs[0].splitlines()[-1])
-    header = ("case", "GB sent", "sent / minimum", *(f"{way}, s" for way in WAYS), "gather / mega_rl", "copy / mega_rl")
+    with tempfile.TemporaryDirectory() as name:
+        directory = write_config(Path(name), model(arguments.layers, arguments.hidden, arguments.vocabulary))
+        # Forked, so that vLLM is imported once.
+        mp.start_processes(worker, (arguments, directory), nprocs=WORLD_SIZE, start_method="fork")
+        results = json.loads((directory / "results.json").read_text())
+    ratio_names = [f"{way} / mega_rl" for way in ("gather", "copy")]
+    header = ("case", "GB sent", "sent / minimum", *(f"{way}, s" for way in WAYS), *ratio_names)
     rows = []
     for found in results:
         seconds = {way: statistics.median(runs) for way, runs in found["seconds"].items()}
         ratio = found["bytes_sent"] / found["bytes_minimum"] if found["bytes_minimum"] else 1.0
         ratios = [seconds[way] / seconds["mega_rl"] for way in ("gather", "copy")]
+        cpu_seconds = {way: statistics.median(runs) for way, runs in found["cpu_seconds"].items()}
+        ratios += [cpu_seconds[way] / cpu_seconds["mega_rl"] for way in ("gather", "copy")]
         extra = [found["extra_bytes"][way] / 2**20 for way in ("mega_rl", "gather")]
         rows.append([found["case"], found["bytes_sent"] / 1e9, f"{ratio:.2f}", *seconds.values(), *ratios, *extra])
         rows[-1] += [found["plan_s"], found["proof_s"]]
-    columns = (*header, "mega_rl extra, MiB", "gather extra, MiB", "plan, s", "proof of all, s")
+    columns = (
+        *header,
+        *(f"{name}, CPU" for name in ratio_names),
+        "mega_rl extra, MiB",
+        "gather extra, MiB",
+        "plan, s",
+        "proof of all, s",
+    )
     shape = model(arguments.layers, arguments.hidden, arguments.vocabulary)
     size = sum(torch.Size(size).numel() for size in hf_tensors(shape).values()) * DTYPE.itemsize
     title = f"Weight sync: {size / 1e9:.2f} GB of bfloat16, 4 processes, gloo, median of {arguments.rounds}"
     publish(title, table(columns, rows), platform.current().name, {"results": results}, arguments.json)
-
-
-SHARED = ("layers", "hidden", "vocabulary", "bucket_mib", "rounds")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -297,8 +296,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each way after one warm-up (default: 3)")
     parser.add_argument("--quick", action="store_true", help="a small case, once: shows that it works, not how fast")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--store", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.quick:
         arguments.layers, arguments.hidden, arguments.vocabulary, arguments.rounds = 2, 256, 512, 1
@@ -306,12 +303,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    arguments = parse(argv)
     platform.select("cpu")  # the exchange is gloo's
-    if arguments.rank is not None:
-        worker(arguments)
-    else:
-        compare(arguments)
+    compare(parse(argv))
 
 
 if __name__ == "__main__":

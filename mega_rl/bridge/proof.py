@@ -27,7 +27,7 @@ from torch import Tensor
 
 from mega_rl.bridge.execute import Read
 from mega_rl.bridge.slices import Box, Slice, carry_over, extents, indices, intersect, num_elements
-from mega_rl.parallel.collectives import gather_objects
+from mega_rl.parallel.collectives import gather_objects, together
 
 SAMPLE_SYNCS = 16  # `bridge.verify=sample` comes round to every tensor within so many syncs
 CHUNK_DIGITS = 1 << 18  # of a piece at a time: its products stay in the processor's cache
@@ -107,7 +107,13 @@ def live_hashes(parameters: Mapping[str, Tensor], cells: Sequence[Slice], salt: 
 
 def colocated(parameters: Mapping[str, Tensor], rank: int) -> Inspect:
     """``inspect`` for engine workers that live in the ranks of the default group."""
-    return lambda function, arguments: gather_objects(function(parameters, *arguments[rank]))
+
+    def inspect(function: Callable[..., Hashes], arguments: Sequence[tuple[Any, ...]]) -> list[Hashes]:
+        with together("hashing the engine's weights"):
+            found = function(parameters, *arguments[rank])
+        return gather_objects(found)
+
+    return inspect
 
 
 def check_hashes(
@@ -185,7 +191,7 @@ class Proof:
         """Prove one sync; collective.
 
         Args:
-            read: as the transfer's: gives what this rank's trainer sends, casts and noise included.
+            read: as the transfer's: gives what this rank's trainer sends, casts and noise included; no collective.
             rank: of this trainer.
             inspect: looks into the live parameters of all engine workers, wherever they are.
 
@@ -193,7 +199,7 @@ class Proof:
             The number of tensors compared.
 
         Raises:
-            RuntimeError: on every rank, as ``check_hashes``.
+            RuntimeError: on every rank, as ``check_hashes``, or where ``read`` or ``inspect`` failed on one.
         """
         names = sampled_names(self.sizes, self.num_syncs, self.seed) if self.is_sample else frozenset(self.sizes)
         salt = (self.seed << 32) + self.num_syncs
@@ -202,8 +208,10 @@ class Proof:
             [[cell for cell in cells if cell.hf_name in names] for cells in side]
             for side in (self.trainer_cells, self.engine_cells)
         )
-        sent = (read(c.local_name, c.hf_name, c.hf_box, c.local_box) for c in trainer[rank])
-        hashes = gather_objects(cell_hashes(trainer[rank], sent, salt))
+        with together("hashing the trainer's weights"):
+            sent = (read(c.local_name, c.hf_name, c.hf_box, c.local_box) for c in trainer[rank])
+            own = cell_hashes(trainer[rank], sent, salt)
+        hashes = gather_objects(own)
         live = inspect(live_hashes, [(cells, salt) for cells in engines])
         check_hashes(
             {name: self.sizes[name] for name in names},

@@ -136,7 +136,7 @@ RL: dict[str, Rule] = {
     "rollout.stop": list_of(Rule(bool, "a string that is not empty")),
     "rollout.stop_token_ids": list_of(at_least(0)),
     "rollout.simulated_quantization": nullable(one_of("nvfp4", "mxfp4")),
-    "rollout.weight_update": one_of("live", "reload"),
+    "rollout.weight_update": one_of("auto", "live", "reload"),
     "rollout.replay": nullable(text()),
     "rollout.kv_cache_bytes": at_least(1),
     "rollout.validation.n": at_least(0),

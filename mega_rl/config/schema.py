@@ -54,7 +54,8 @@ class RolloutConfig:
     stop_token_ids: list[int] = field(default_factory=list)
     ignore_eos: bool = False
     simulated_quantization: str | None = None  # nvfp4 | mxfp4: what four bits leave of the linear weights; null: off
-    weight_update: str = "live"  # live: written in place into the engine's parameters | reload: through its loader
+    # live: written in place into the engine's parameters | reload: through its loader | auto: live where it can be
+    weight_update: str = "auto"
     replay: str | None = None  # directory of recorded rollouts that stand in for the engine; null: sample
     kv_cache_bytes: int = 268435456  # CPU engine only: KV memory per rank, bytes
     validation: SamplingConfig = field(default_factory=SamplingConfig)
@@ -66,7 +67,7 @@ class BridgeConfig:
     """How weights move from the trainer to the engines."""
 
     bucket_bytes: int = 268435456  # extra memory per rank that a sync may take, bytes
-    # After every sync compare hashes of the live engine weights with the trainer's, weight_update=live only:
+    # After every sync compare hashes of the live engine weights with the trainer's, not with weight_update=reload:
     # off | sample: a part of the tensors, every one of them within 16 syncs | all
     verify: str = "off"
 

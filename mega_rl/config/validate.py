@@ -300,10 +300,10 @@ def _placement(found: _Problems) -> None:
                 "leave it at 1, or set rollout.placement to separate"
             )
         return
-    if rollout.weight_update != "live":
+    if rollout.weight_update == "reload":
         found.add(
             f"rollout.weight_update is {rollout.weight_update!r}, but engines elsewhere take weights shard to shard: "
-            "set it to live, or rollout.placement to colocated"
+            "set it to auto, or rollout.placement to colocated"
         )
     if memory.offload:
         found.add(
@@ -352,7 +352,7 @@ def _rollout_and_algorithm(found: _Problems) -> None:
     if verify != "off" and rollout.weight_update == "reload":
         found.add(
             f"bridge.verify is {verify!r}, but with rollout.weight_update 'reload' there are no live weights to compare"
-            ": set bridge.verify to off, or rollout.weight_update to live"
+            ": set bridge.verify to off, or rollout.weight_update to auto"
         )
     if found.good("data.train_batch_size", "rollout.n", "algorithm.minibatches_per_step"):
         samples, parts = data.train_batch_size * rollout.n, algorithm.minibatches_per_step

@@ -6,7 +6,7 @@ vLLM is imported inside, so that other platforms never load these parts.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,17 +35,9 @@ def cpu_adjustments(*, live_weights: bool, job: str) -> Iterator[None]:
             would join each other's memory.
     """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
-    from vllm.model_executor.layers import utils as layer_utils
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
-    pack = layer_utils.dispatch_cpu_unquantized_gemm
     group_name = _CPUSHMDistributed.make_group_name
-
-    def keep(layer: Any, *args: Any, **kwargs: Any) -> None:
-        if layer.weight.ndim == 2:
-            layer.cpu_linear = torch.nn.functional.linear
-        else:
-            pack(layer, *args, **kwargs)
 
     def keep_experts(experts: Any, layer: Any) -> None:
         experts.apply = _apply_experts
@@ -55,7 +47,7 @@ def cpu_adjustments(*, live_weights: bool, job: str) -> Iterator[None]:
 
     with (
         mock.patch.object(torch.ops._C, "init_cpu_memory_env", lambda nodes: None, create=True),
-        mock.patch.object(layer_utils, "dispatch_cpu_unquantized_gemm", keep if live_weights else pack),
+        plain_linear_weights() if live_weights else nullcontext(),
         mock.patch.object(CPUUnquantizedExperts, "process_weights_after_loading", keep_experts),
         mock.patch.object(_CPUSHMDistributed, "make_group_name", staticmethod(job_group_name)),
     ):
@@ -63,6 +55,23 @@ def cpu_adjustments(*, live_weights: bool, job: str) -> Iterator[None]:
     # All ranks have met by now; without its name the memory goes with the last of them, however they end.
     for path in SHARED_MEMORY.glob(f"{PREFIX}{job}-*"):
         path.unlink(missing_ok=True)
+
+
+@contextmanager
+def plain_linear_weights() -> Iterator[None]:
+    """Linear weights stay as they are loaded; an engine constructed so must be reloaded so, into the same tensors."""
+    from vllm.model_executor.layers import utils as layer_utils
+
+    pack = layer_utils.dispatch_cpu_unquantized_gemm
+
+    def keep(layer: Any, *args: Any, **kwargs: Any) -> None:
+        if layer.weight.ndim == 2:
+            layer.cpu_linear = torch.nn.functional.linear
+        else:
+            pack(layer, *args, **kwargs)
+
+    with mock.patch.object(layer_utils, "dispatch_cpu_unquantized_gemm", keep):
+        yield
 
 
 def _apply_experts(

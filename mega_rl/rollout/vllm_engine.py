@@ -20,7 +20,7 @@ import torch.distributed as dist
 from mega_rl.bridge.shape import read_model_shape
 from mega_rl.config.schema import RolloutConfig
 from mega_rl.parallel.collectives import broadcast_object
-from mega_rl.rollout.cpu_adjustments import cpu_adjustments
+from mega_rl.rollout.cpu_adjustments import cpu_adjustments, plain_linear_weights
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.environment import preserved_generators, preserved_process, set_environment
 from mega_rl.rollout.options import engine_arguments
@@ -48,9 +48,10 @@ class VLLMEngine:
             dtype: of the model, where ``rollout.dtype`` is not set.
         """
         set_environment(device_type)
-        if rollout.weight_update not in ("live", "reload"):
-            raise InputError(f"rollout.weight_update={rollout.weight_update} is unknown: use live or reload.")
+        if rollout.weight_update not in ("auto", "live", "reload"):
+            raise InputError(f"rollout.weight_update={rollout.weight_update} is unknown: use auto, live or reload.")
         self._rollout = rollout
+        self._is_live = rollout.weight_update != "reload"
         self._max_model_len = max_model_len
         self._device_type = device_type
         self._version = 0
@@ -107,29 +108,41 @@ class VLLMEngine:
         ]
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        if self._rollout.weight_update != "live":
+        if not self._is_live:
             raise InputError(
                 "rollout.weight_update=reload keeps the engine's weights packed: set rollout.weight_update=live to "
                 "read or write them in place."
             )
         return self._call("receiver_parameters")
 
+    def use_loader(self) -> None:
+        """From here on as with ``rollout.weight_update=reload``: whole tensors, and no ``parameters``."""
+        assert self._loaded is None, "another way inside a weight update"
+        self._is_live = False
+
+    def _as_constructed(self) -> AbstractContextManager[None]:
+        """Around the loading of weights: they are packed, or not, as they were at first."""
+        is_plain = self._device_type == "cpu" and self._rollout.weight_update != "reload"
+        return plain_linear_weights() if is_plain else nullcontext()
+
     def begin_update(self) -> None:
         assert self._loaded is None, "a weight update inside another"
         assert not self._under_way, "a weight update while responses are under way"
         self._loaded = set()
-        if self._rollout.weight_update == "reload":
+        if not self._is_live:
             self._call("receiver_begin_reload")
 
     def load_hf_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         assert self._loaded is not None, "weights outside of an update"
-        self._loaded |= self._call("receiver_load", weights)
+        with self._as_constructed():
+            self._loaded |= self._call("receiver_load", weights)
 
     def finish_update(self, version: int) -> None:
         assert self._loaded is not None, "the end of an update that has not begun"
         loaded, self._loaded = self._loaded, None
-        if self._rollout.weight_update == "reload":
-            self._call("receiver_finish_reload")
+        if not self._is_live:
+            with self._as_constructed():
+                self._call("receiver_finish_reload")
             if missing := sorted(self._names - loaded):
                 raise RuntimeError(
                     f"The reload to version {version} left out {len(missing)} weights of the engine, the first is "
@@ -193,7 +206,7 @@ def _construct(model_path: str, rollout: RolloutConfig, max_model_len: int, devi
         if device_type == "cpu":
             _check_head_size(model_path)
             job = broadcast_object(uuid.uuid4().hex[:12])
-            adjustments = cpu_adjustments(live_weights=rollout.weight_update == "live", job=job)
+            adjustments = cpu_adjustments(live_weights=rollout.weight_update != "reload", job=job)
         try:
             with adjustments:
                 llm = LLM(**arguments)

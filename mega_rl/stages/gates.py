@@ -205,7 +205,7 @@ def hints_of(config: RunConfig, tensor: str | None) -> dict[str, str]:
             "look at rollout.vllm (quantisation, attention), rollout.dtype and the model family's forward pass"
         )
     else:
-        live = "" if config.rollout.weight_update == "live" else "rollout.weight_update=live "
+        live = "rollout.weight_update=live " if config.rollout.weight_update == "reload" else ""
         engine = f"run again with {live}bridge.verify=all, which names the first tensor that the engine holds otherwise"
     if tensor is not None:
         reference = f"policy and reference hold another {tensor}"

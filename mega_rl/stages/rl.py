@@ -6,12 +6,12 @@ from mega_rl.config import RunConfig
 from mega_rl.stages import building, learning, progress, rollouts
 from mega_rl.stages.batches import memory_metrics
 from mega_rl.stages.behaviour import behaviour_policy
+from mega_rl.stages.export import export_huggingface
 from mega_rl.stages.gates import gates_of
 from mega_rl.stages.sampler import Sampler
 from mega_rl.stages.scoring import RewardWatch
 from mega_rl.stages.session import Session, open_session
 from mega_rl.stages.validation import Validator
-from mega_rl.stages.weights import export_huggingface
 
 
 def run(config: RunConfig) -> None:

@@ -12,9 +12,9 @@ from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.parallel.collectives import together
 from mega_rl.stages import building, progress
 from mega_rl.stages.batches import denominators_of, memory_metrics, pack_for_rank, total_sums
+from mega_rl.stages.export import export_huggingface
 from mega_rl.stages.progress import warn_if_skipped
 from mega_rl.stages.session import Session, open_session
-from mega_rl.stages.weights import export_huggingface
 from mega_rl.types import Sequence
 
 

@@ -1,12 +1,9 @@
-"""Weights from the trainer's shards into the live engines, and out to a Hugging Face directory."""
+"""Weights from the trainer's shards into the live engines."""
 
 from __future__ import annotations
 
-import shutil
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -15,24 +12,23 @@ from torch import Tensor
 
 from mega_rl import platform
 from mega_rl.bridge.engine_layout import vllm_series
+from mega_rl.bridge.engine_parameters import difference
 from mega_rl.bridge.execute import Ledger, Read, Transfer
 from mega_rl.bridge.families import full_series, hf_tensors, roles
-from mega_rl.bridge.huggingface import HFWriter
 from mega_rl.bridge.plan import compile_plan
 from mega_rl.bridge.proof import Inspect, Proof, colocated
 from mega_rl.bridge.quantize import SimulatedQuantization
-from mega_rl.bridge.series import slices_of
-from mega_rl.bridge.slices import Box, Slice, indices, num_elements
+from mega_rl.bridge.series import Series, slices_of
+from mega_rl.bridge.slices import Box, indices
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.model import DTYPES
 from mega_rl.parallel.collectives import gather_objects, together
 from mega_rl.rollout.engine import RolloutEngine
 from mega_rl.rollout.noise import AqnNoise, SyncNoise, noise_metrics
 from mega_rl.rollout.remote_engines import RemoteEngines
+from mega_rl.rollout.vllm_engine import VLLMEngine
 from mega_rl.stages.session import Session
 from mega_rl.types import InputError
-
-MAX_SHARD_BYTES = 5 << 30  # of an exported safetensors file
 
 
 class Sync(Protocol):
@@ -61,14 +57,14 @@ class WeightSync:
     """Pushes the actor's weights into the engines, with AQN noise and simulated quantisation where they are on.
 
     With ``rollout.weight_update=live`` each engine shard is written in place, every byte moved at most once; with
-    ``reload`` the whole Hugging Face tensors pass through the engine's own loader.
+    ``reload`` the whole Hugging Face tensors pass through the engine's own loader; ``auto`` is live for engines whose
+    parameters are exactly as the mapping of the model family says, and says why where they are not.
     """
 
     def __init__(self, session: Session, trainer: MegatronEngine, rollout: RolloutEngine, noise: AqnNoise) -> None:
         config, shape, world_size = session.config, session.shape, dist.get_world_size()
         self.trainer, self.rollout, self.noise = trainer, rollout, noise
         self.dtype = DTYPES[config.rollout.dtype or config.model.dtype]
-        self.is_live = config.rollout.weight_update == "live"
         self.shapes = hf_tensors(shape)
         self.noisy_names = frozenset(noise.targets(roles(shape)) if config.aqn.enabled else ())
         size, engines = config.rollout.tensor_parallel_size, session.engine_layout
@@ -81,14 +77,12 @@ class WeightSync:
                 four_bits, self.shapes, roles(shape), held, dist.get_rank(), session.device
             )
         if isinstance(rollout, RemoteEngines):
-            wanted = [vllm_series(shape, size, worker % size) for worker in range(rollout.num_workers)]
-            for parameters, series in zip(rollout.parameter_shapes(), wanted, strict=True):
-                check_engine_parameters(parameters, slices_of(series), self.dtype)
-        elif self.is_live:
-            wanted = [vllm_series(shape, size, engines.tensor_rank(rank)) for rank in range(world_size)]
-            with together("matching the engine's parameters"):
-                check_engine_parameters(rollout.parameters(), slices_of(wanted[dist.get_rank()]), self.dtype)
+            workers = [worker % size for worker in range(rollout.num_workers)]
         else:
+            workers = [engines.tensor_rank(rank) for rank in range(world_size)]
+        wanted = [vllm_series(shape, size, tensor_rank) for tensor_rank in workers]
+        self.is_live = self._choose_way(session, wanted)
+        if not self.is_live:
             wanted = [full_series(shape)] * world_size
         start = time.perf_counter()
         bucket_bytes = config.bridge.bucket_bytes
@@ -104,6 +98,43 @@ class WeightSync:
             is_sample = config.bridge.verify == "sample"
             self.proof = Proof(self.shapes, held, needed, size, is_sample, config.trainer.seed)
         self._pushed: tuple[int, bool] | None = None  # what the engines hold: version, for training
+
+    def _choose_way(self, session: Session, wanted: Sequence[Sequence[Series]]) -> bool:
+        """Whether updates are written in place; collective. ``wanted``: the layout of every engine worker.
+
+        Raises:
+            InputError: on every rank, where that is asked for, or needed, and the engine's parameters differ.
+        """
+        rollout, verify = session.config.rollout, session.config.bridge.verify
+        if rollout.weight_update == "reload":
+            return False
+        found: list[str | None]
+        if isinstance(self.rollout, RemoteEngines):
+            workers = zip(self.rollout.parameter_shapes(), wanted, strict=True)
+            found = [difference(parameters, slices_of(series), self.dtype) for parameters, series in workers]
+        else:
+            with together("matching the engine's parameters"):
+                own = difference(self.rollout.parameters(), slices_of(wanted[dist.get_rank()]), self.dtype)
+            found = gather_objects(own)
+        reason = next((words for words in found if words is not None), None)
+        if reason is None:
+            return True
+        if rollout.weight_update == "live":
+            raise InputError(
+                f"rollout.weight_update=live cannot write {reason}: set rollout.weight_update=reload, which goes "
+                "through the engine's own loader"
+            )
+        if isinstance(self.rollout, RemoteEngines):
+            raise InputError(f"rollout.placement=separate cannot write {reason}: set rollout.placement=colocated")
+        if verify != "off":
+            raise InputError(
+                f"bridge.verify={verify} can prove only what is written in place, and rollout.weight_update=auto "
+                f"cannot write {reason}: set bridge.verify=off to go through the engine's own loader, without a proof"
+            )
+        session.say(f"rollout.weight_update: weights go through the engine's own loader, as live cannot write {reason}")
+        assert isinstance(self.rollout, VLLMEngine), self.rollout
+        self.rollout.use_loader()
+        return False
 
     def push(self, version: int, sigma: float, is_validation: bool = False) -> dict[str, float]:
         """Make the engines sample from the actor's present weights; collective.
@@ -217,72 +248,3 @@ def ledger_metrics(ledgers: Sequence[Ledger]) -> dict[str, float]:
         "bridge/seconds": seconds,
         "bridge/gb_per_s": moved / 1e9 / max(seconds, 1e-9),
     }
-
-
-def check_engine_parameters(parameters: Mapping[str, Tensor], slices: Sequence[Slice], dtype: torch.dtype) -> None:
-    """Refuse to write in place what the mapping does not describe exactly: it would stay stale, or hold garbage.
-
-    Raises:
-        InputError: an engine parameter that no slice covers, one that is not there, or one of another dtype.
-    """
-    covered: dict[str, int] = defaultdict(int)
-    for piece in slices:
-        covered[piece.local_name] += num_elements(piece.local_box)
-    mend = "set rollout.weight_update=reload, which goes through the engine's own loader"
-    for name in sorted(set(parameters) | set(covered)):
-        # The engine pads the vocabulary, so that a rank's rows may hold no token at all.
-        is_vocabulary = name.endswith(("embed_tokens.weight", "lm_head.weight"))
-        if name not in parameters or (name not in covered and not is_vocabulary):
-            where = "the engine" if name not in parameters else "the mapping of this model family"
-            raise InputError(f"rollout.weight_update=live cannot write {name}, which {where} does not have: {mend}")
-        tensor = parameters[name]
-        if tensor.dtype != dtype:
-            raise InputError(
-                f"rollout.weight_update=live cannot write {name}, which the engine holds as {tensor.dtype}: {mend}"
-            )
-        if covered[name] != tensor.numel() and not is_vocabulary:
-            raise InputError(
-                f"rollout.weight_update=live cannot write {name}: the engine has {tensor.numel()} elements and the "
-                f"mapping {covered[name]}: {mend}"
-            )
-
-
-def export_huggingface(session: Session, trainer: MegatronEngine) -> Path:
-    """Write the actor's weights as a Hugging Face directory that transformers and vLLM load; collective.
-
-    An export that an earlier run of the same output directory left is replaced.
-    """
-    trainer.policy.refuse_replaced("an export")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    sources = [trainer.series_of(r) for r in range(world_size)]
-    plan = compile_plan(sources, [full_series(session.shape) if r == 0 else [] for r in range(world_size)])
-    bucket_bytes = session.config.bridge.bucket_bytes
-    transfer = Transfer(plan, rank, world_size, None, bucket_bytes, session.device)
-    dtype = DTYPES[session.config.model.dtype]
-
-    def read(local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> Tensor:
-        return trainer.policy.local(local_name, local_box).to(dtype)
-
-    stream = transfer.stream(read, list(hf_tensors(session.shape)), dtype)
-    try:
-        if rank == 0:
-            _write_export(session, stream, dtype)
-    finally:
-        for _ in stream:  # every rank must come to the end of the stream, or the others would wait for it
-            pass
-    return session.export_dir
-
-
-def _write_export(session: Session, stream: Iterator[tuple[str, Tensor]], dtype: torch.dtype) -> None:
-    """Write the whole directory beside an earlier export, then put it in its place."""
-    final = session.export_dir
-    fresh, replaced = final.with_name(f".{final.name}.new"), final.with_name(f".{final.name}.replaced")
-    for leftover in (fresh, replaced):
-        shutil.rmtree(leftover, ignore_errors=True)
-    with HFWriter(fresh, session.shape, dtype, MAX_SHARD_BYTES, source_dir=session.config.model.path) as writer:
-        for name, tensor in stream:
-            writer.write(name, tensor)
-    if final.exists():
-        final.rename(replaced)
-    fresh.rename(final)
-    shutil.rmtree(replaced, ignore_errors=True)

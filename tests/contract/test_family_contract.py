@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from mega_rl.bridge.engine_layout import full_slices, vllm_slices
+from mega_rl.bridge.engine_parameters import difference
 from mega_rl.bridge.families import ROLES, hf_tensors, roles
 from mega_rl.bridge.huggingface import HFReader, HFWriter
 from mega_rl.bridge.plan import compile_plan
 from mega_rl.bridge.shape import FAMILIES, ModelShape, read_model_shape
 from mega_rl.bridge.slices import Slice, indices, whole_box
 from mega_rl.bridge.trainer_layout import megatron_slices, padded_vocab_size
-from mega_rl.stages.weights import check_engine_parameters
 from mega_rl.types import InputError
 from tests import launch
 from tests.contract import families
@@ -158,18 +158,29 @@ def test_an_engine_that_holds_its_weights_otherwise(models: Path) -> None:
         held = sizes.setdefault(piece.local_name, [0] * len(piece.local_box))
         sizes[piece.local_name] = [max(n, end) for n, (_, end) in zip(held, piece.local_box, strict=True)]
     parameters = {name: torch.empty(size, dtype=torch.bfloat16) for name, size in sizes.items()}
-    check_engine_parameters(parameters, slices, torch.bfloat16)
+    assert difference(parameters, slices, torch.bfloat16) is None
     stacked = "model.layers.3.mlp.experts.routed_experts.w13_weight"
     packed = torch.empty(8, 32, 24, dtype=torch.bfloat16)
     missing = {name: parameter for name, parameter in parameters.items() if name != stacked}
+    transposed = parameters[stacked].transpose(1, 2).contiguous()  # as many elements
+    head = "lm_head.weight"
+    narrow = torch.empty(len(parameters[head]), 8, dtype=torch.bfloat16)
+    few = parameters[head][:-1]
+    half = [piece for piece in slices if not piece.hf_name.endswith("experts.3.up_proj.weight")]
+    assert "w13_weight, of which the mapping" in str(difference(parameters, half, torch.bfloat16))
+    padded = torch.empty(len(parameters[head]) + 64, parameters[head].shape[1], dtype=torch.bfloat16)
+    assert difference({**parameters, head: padded}, slices, torch.bfloat16) is None
     for words, odd, dtype in (
-        ("elements", {**parameters, stacked: packed}, torch.bfloat16),
+        (f"{stacked}: the engine holds it as", {**parameters, stacked: packed}, torch.bfloat16),
+        (f"{stacked}: the engine holds it as", {**parameters, stacked: transposed}, torch.bfloat16),
+        (f"{stacked}: the engine holds it as", {**parameters, stacked: transposed.flatten()}, torch.bfloat16),
+        (f"{head}: the engine holds it as", {**parameters, head: narrow}, torch.bfloat16),
+        (f"{head}: the engine holds it as", {**parameters, head: few}, torch.bfloat16),
         ("the engine does not have", missing, torch.bfloat16),
         ("mapping of this model family does not have", {**parameters, "extra": packed}, torch.bfloat16),
         ("holds as torch.bfloat16", parameters, torch.float32),
     ):
-        with pytest.raises(InputError, match=f"rollout.weight_update=live.*{words}.*reload"):
-            check_engine_parameters(odd, slices, dtype)
+        assert words in str(difference(odd, slices, dtype))
 
 
 @pytest.mark.parametrize(

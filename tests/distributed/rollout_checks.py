@@ -275,6 +275,8 @@ def single(directory: Path) -> None:
         check(f"{family}_reload_again", takes_weights, packed, twin, 2, 29)
         if family == "qwen2":
             check("live_equals_fresh_engine", equals_fresh_engine, live, model, directory)
+            live.use_loader()
+            check("live_then_reload", takes_weights, live, model, 3, 31)
             check("reload_equals_fresh_engine", equals_fresh_engine, packed, twin, directory)
             check("incomplete_reload", incomplete_reload, packed, twin)
 
@@ -310,6 +312,8 @@ def families(directory: Path) -> None:
         check(f"{family}_live_writes", takes_live_writes, live, model, path, 1, 0)
         packed = start(path, weight_update="reload")
         check(f"{family}_reload", takes_weights, packed, tiny_model(family, tied=False), 1, 23)
+        live.use_loader()
+        check(f"{family}_live_then_reload", takes_weights, live, model, 2, 31)
 
 
 @dataclasses.dataclass

@@ -35,8 +35,9 @@ from mega_rl.rollout.noise import AqnNoise
 from mega_rl.rollout.vllm_engine import VLLMEngine
 from mega_rl.stages import building
 from mega_rl.stages.behaviour import behaviour_policy
+from mega_rl.stages.export import export_huggingface
 from mega_rl.stages.session import Session
-from mega_rl.stages.weights import WeightSync, export_huggingface
+from mega_rl.stages.weights import WeightSync
 from tests.distributed import rollout_support, tiny_models
 from tests.distributed.engine_support import build_engine, groups, loss_of, pack_for_rank, run_config
 from tests.distributed.layouts import AQN_CASES as CASES

@@ -150,6 +150,30 @@ def sample_finds_it_in_time() -> None:
     expect(said[0], TENSOR, VICTIM)
 
 
+def failing_reads() -> None:
+    """Where one rank cannot read its weights, or its engine's, nobody waits for it, and the next proof is sound."""
+    sync = Sync()
+    sync.move()
+    weights, engine, empty = sync.weights, sync.engine, {}
+    sync.weights = empty if sync.rank == VICTIM else weights
+    expect_failure(sync, "hashing the trainer's weights")
+    sync.weights, sync.engine = weights, empty if sync.rank == VICTIM else engine
+    expect_failure(sync, "hashing the engine's weights")
+    sync.engine = engine
+    assert sync.refusal() == ""
+
+
+def expect_failure(sync: Sync, what: str) -> None:
+    try:
+        sync.proof.check(sync.read, sync.rank, colocated(sync.engine, sync.rank), 1)
+    except KeyError:
+        assert sync.rank == VICTIM
+    except RuntimeError as error:
+        assert sync.rank != VICTIM and f"{what} failed on rank {VICTIM}" in str(error), error
+    else:
+        raise AssertionError("no error")
+
+
 CHECKS: tuple[Callable[[], None], ...] = (
     clean,
     flipped_byte,
@@ -159,6 +183,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     stale_bucket,
     trainer_copies_differ,
     sample_finds_it_in_time,
+    failing_reads,
 )
 
 

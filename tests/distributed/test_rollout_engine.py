@@ -21,13 +21,14 @@ SINGLE = [f"{family}_{name}" for family in FAMILIES for name in (*PER_FAMILY, "r
     "bad_input",
     "live_equals_fresh_engine",
     "reload_equals_fresh_engine",
+    "live_then_reload",
     "incomplete_reload",
 ]
 TENSOR = [f"{family}_{name}" for family in FAMILIES for name in PER_FAMILY] + ["qwen2_reload"]
 LATER = [
     f"{family}_{name}"
     for family in ("mistral", "qwen2_moe", "qwen3_moe")
-    for name in ("layout", "live_writes", "reload")
+    for name in ("layout", "live_writes", "reload", "live_then_reload")
 ]
 REPLICAS = ["everywhere", "equals_hf", "fewer_prompts_than_replicas", "failure_is_everybodys"]
 LAUNCHES = {  # name -> ranks, arguments of the script

@@ -159,7 +159,7 @@ def test_what_a_run_cannot_compare_is_said(first_step: Run) -> None:
 @pytest.mark.parametrize(
     ("verify", "update", "part"),
     [
-        ("off", "live", "run again with bridge.verify=all"),
+        ("off", "auto", "run again with bridge.verify=all"),
         ("off", "reload", "run again with rollout.weight_update=live bridge.verify=all"),
         ("all", "live", "found every weight of the engine equal"),
     ],

@@ -1,0 +1,74 @@
+"""``rollout.weight_update``: what decides between writing in place and the engine's own loader, and what is said."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mega_rl.bridge.engine_layout import vllm_series
+from mega_rl.bridge.series import slices_of
+from mega_rl.bridge.shape import ModelShape
+from mega_rl.rollout.vllm_engine import VLLMEngine
+from mega_rl.stages.weights import WeightSync
+from mega_rl.types import InputError
+from tests.distributed.test_bridge_execute import SHAPE, local_parameters
+
+ODD = "model.layers.0.mlp.down_proj.weight"
+
+
+class Engine(VLLMEngine):
+    """The live parameters of one, and no vLLM behind them."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        self.live = local_parameters(slices_of(vllm_series(shape, 1, 0)), None, torch.bfloat16)
+        self._loaded, self._is_live = None, True
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return self.live
+
+
+def choose(engine: Engine, weight_update: str, verify: str, monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> bool:
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    sync = WeightSync.__new__(WeightSync)
+    sync.rollout, sync.dtype = engine, torch.bfloat16
+    rollout, bridge = SimpleNamespace(weight_update=weight_update), SimpleNamespace(verify=verify)
+    session = SimpleNamespace(config=SimpleNamespace(rollout=rollout, bridge=bridge), say=lines.append)
+    return sync._choose_way(session, [vllm_series(SHAPE, 1, 0)])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("weight_update", ["auto", "live"])
+def test_an_engine_as_the_mapping_says_is_written_in_place(weight_update, monkeypatch) -> None:
+    lines: list[str] = []
+    engine = Engine(SHAPE)
+    assert choose(engine, weight_update, "all", monkeypatch, lines) and engine._is_live and lines == []
+
+
+def test_a_transposed_weight_goes_through_the_loader_and_says_so(monkeypatch) -> None:
+    lines: list[str] = []
+    engine = Engine(SHAPE)
+    engine.live[ODD] = engine.live[ODD].t().contiguous()
+    assert not choose(engine, "auto", "off", monkeypatch, lines) and not engine._is_live
+    (line,) = lines
+    assert "own loader" in line and ODD in line and str(list(engine.live[ODD].shape)) in line
+
+
+@pytest.mark.parametrize(
+    ("weight_update", "verify", "words"),
+    [
+        ("live", "off", "rollout.weight_update=live cannot write .*down_proj.*rollout.weight_update=reload"),
+        ("auto", "sample", "bridge.verify=sample can prove only .*down_proj.*bridge.verify=off"),
+    ],
+)
+def test_what_was_asked_for_and_cannot_be_is_refused(weight_update, verify, words, monkeypatch) -> None:
+    engine = Engine(SHAPE)
+    engine.live[ODD] = engine.live[ODD].t().contiguous()
+    with pytest.raises(InputError, match=words):
+        choose(engine, weight_update, verify, monkeypatch, [])
+    assert engine._is_live
+
+
+def test_reload_asks_the_engine_nothing(monkeypatch) -> None:
+    assert not choose(None, "reload", "off", monkeypatch, [])  # type: ignore[arg-type]
