@@ -238,7 +238,7 @@ def test_uncovered_elements_are_named() -> None:
         compile_plan([[source], []], [[], [wanted]])
 
 
-@pytest.mark.parametrize("room", [7, 100])
+@pytest.mark.parametrize("room", [30, 300])
 def test_a_small_room_is_kept(room: int) -> None:
     sources, destinations = trainer(2, 2, 1), [full_slices(SHAPE), *engines(1, 3)]
     check_plan(compile_plan(sources, destinations), sources, destinations, room)
