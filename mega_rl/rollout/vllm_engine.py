@@ -77,11 +77,11 @@ class VLLMEngine:
     def submit(self, requests: Sequence[Request]) -> None:
         assert self._loaded is None, "generation inside a weight update"
         self.check(requests)
-        for request in requests:
-            self._num_submitted += 1
-            self._under_way[self._num_submitted] = request
-            prompt = {"type": "token", "prompt_token_ids": list(request.prompt.token_ids)}
-            with preserved_generators(self._device_type):
+        with preserved_generators(self._device_type):
+            for request in requests:
+                self._num_submitted += 1
+                self._under_way[self._num_submitted] = request
+                prompt = {"type": "token", "prompt_token_ids": list(request.prompt.token_ids)}
                 self._llm.llm_engine.add_request(str(self._num_submitted), prompt, self._sampling_params(request))
 
     def step(self) -> list[Completion]:
@@ -167,8 +167,10 @@ class VLLMEngine:
 
     def _sampling_params(self, request: Request) -> Any:
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
         return SamplingParams(
+            output_kind=RequestOutputKind.FINAL_ONLY,  # else every step would hand over all that is there so far
             temperature=request.temperature,
             seed=None if request.greedy else request.seed,
             max_tokens=request.max_tokens,
