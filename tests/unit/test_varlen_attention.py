@@ -129,8 +129,11 @@ def inputs(lengths_q: list[int], lengths_k: list[int], num_heads: int, num_kv_he
 
 @pytest.mark.usefixtures("fused")
 @pytest.mark.parametrize("own", [CpuPlatform(), NpuPlatform()], ids=["sdpa", "npu_stand_in"])
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (6, 2)])
+@pytest.mark.parametrize(
+    ("causal", "num_heads", "num_kv_heads"),
+    [(True, 2, 2), (True, 6, 2), (False, 4, 2)],
+    ids=["causal", "causal_grouped", "full_grouped"],
+)
 @pytest.mark.parametrize("pack", PACKS)
 def test_equals_each_sequence_written_out(
     own: Platform, causal: bool, num_heads: int, num_kv_heads: int, pack: str
