@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
+
+from mega_rl.platform.attention import VarlenPacking
 
 
 @dataclass(frozen=True)
@@ -56,3 +59,8 @@ class Platform(Protocol):
 
     def set_rng_state(self, state: Mapping[str, Any]) -> None:
         """Put ``rng_state`` back."""
+
+    def packed_attention(
+        self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, packing: VarlenPacking, *, softmax_scale: float, causal: bool
+    ) -> Tensor:
+        """``platform.varlen_attention`` by this platform's kernel, its arguments checked: [T, H, D of the values]."""

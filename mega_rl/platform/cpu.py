@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mega_rl.platform import cpu_accelerator
+from mega_rl.platform.attention import VarlenPacking, sdpa_attention
 from mega_rl.platform.base import MemoryStats
 from mega_rl.platform.host import host_peak_bytes, reset_host_peak
 
@@ -51,3 +53,8 @@ class CpuPlatform:
 
     def set_rng_state(self, state: Mapping[str, Any]) -> None:
         torch.set_rng_state(state["torch"])
+
+    def packed_attention(
+        self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, packing: VarlenPacking, *, softmax_scale: float, causal: bool
+    ) -> Tensor:
+        return sdpa_attention(q_THD, k_SKD, v_SKD, packing, softmax_scale=softmax_scale, causal=causal)

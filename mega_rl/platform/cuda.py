@@ -1,14 +1,29 @@
-"""The CUDA platform."""
+"""The CUDA platform: the one place that imports flash_attn."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from mega_rl.platform.attention import VarlenPacking, sdpa_attention
 from mega_rl.platform.base import MemoryStats
 from mega_rl.platform.host import host_peak_bytes, reset_host_peak
+
+FLASH_MAX_WIDTH = 256  # of a head
+
+
+@functools.cache
+def _flash_attention() -> Callable[..., Tensor] | None:
+    """None where flash_attn is not installed; one that is installed but does not load raises."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return None
+    return importlib.import_module("flash_attn").flash_attn_varlen_func
 
 
 class CudaPlatform:
@@ -54,3 +69,23 @@ class CudaPlatform:
     def set_rng_state(self, state: Mapping[str, Any]) -> None:
         torch.set_rng_state(state["torch"])
         torch.cuda.set_rng_state(state["device"])
+
+    def packed_attention(
+        self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, packing: VarlenPacking, *, softmax_scale: float, causal: bool
+    ) -> Tensor:
+        flash, width = _flash_attention(), q_THD.shape[-1]
+        is_half = q_THD.dtype in (torch.float16, torch.bfloat16)
+        if flash is None or not is_half or v_SKD.shape[-1] != width or width > FLASH_MAX_WIDTH:
+            return sdpa_attention(q_THD, k_SKD, v_SKD, packing, softmax_scale=softmax_scale, causal=causal)
+        return flash(
+            q_THD,
+            k_SKD,
+            v_SKD,
+            packing.cu_seqlens_q,
+            packing.cu_seqlens_k,
+            packing.max_seqlen_q,
+            packing.max_seqlen_k,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )

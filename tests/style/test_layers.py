@@ -26,6 +26,7 @@ HOMES = {
     "vllm": "mega_rl/rollout/",
     "vllm_ascend": "mega_rl/rollout/",
     "ray": "mega_rl/rollout/",
+    "flash_attn": "mega_rl/platform/cuda.py",
     "torch_npu": "mega_rl/platform/npu.py",
     "mindspeed": "mega_rl/platform/npu.py",
 }

@@ -1,4 +1,4 @@
-"""Packed attention against each sequence by itself, and the batching of sequences by length.
+"""Packed attention of a layer against each sequence by itself.
 
 Letters: T packed tokens, L one sequence's, H query heads, K key/value heads, D head width.
 """
@@ -9,13 +9,11 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from mega_rl.megatron.attention import MAX_PADDING, PackedAttention, PackedSequences, length_groups, packed_sequences
+from mega_rl.megatron.attention import PackedAttention, PackedSequences, packed_sequences
 
 D = 8
 RAGGED = [7, 19, 1, 30, 41, 3, 12, 1, 12, 5, 50, 9]
@@ -103,47 +101,3 @@ def test_dropout_and_other_masks_are_refused() -> None:
         PackedAttention(config, 1, AttnMaskType.no_mask, "self")
     with pytest.raises(AssertionError):
         PackedAttention(config, 1, AttnMaskType.causal, "self", attention_dropout=0.1)
-
-
-lengths_strategy = st.one_of(
-    st.lists(st.integers(1, 300), min_size=1, max_size=60),
-    st.lists(st.integers(1, 6), min_size=1, max_size=200),
-)
-
-
-@settings(max_examples=150, deadline=None)
-@given(lengths_strategy)
-def test_groups_cover_every_position_once_with_little_padding(lengths: list[int]) -> None:
-    groups = length_groups(lengths)
-    covered = torch.cat([group.query_indices_BQ[group.valid_BQ] for group in groups])
-    assert covered.sort().values.tolist() == list(range(sum(lengths)))
-    rows = [row[valid] for g in groups for row, valid in zip(g.query_indices_BQ, g.valid_BQ, strict=True)]
-    spans = sorted((int(row[0]), int(row[-1]) + 1) for row in rows)
-    assert spans == list(pairwise(borders(lengths))), "a row is one whole sequence"
-    assert all(torch.equal(row, torch.arange(int(row[0]), int(row[-1]) + 1)) for row in rows)
-    for group in groups:
-        assert group.is_padded == (not group.valid_BQ.all())
-        assert float((~group.valid_BQ).float().mean()) <= MAX_PADDING + 1e-6
-        # a padded position repeats a token of its own sequence and stands behind every valid one
-        assert (group.valid_BQ.int().diff(dim=1) <= 0).all()
-        starts = group.query_indices_BQ[:, :1]
-        assert ((group.query_indices_BQ - starts) < group.valid_BQ.sum(1, keepdim=True)).all()
-
-
-@pytest.mark.parametrize(
-    ("lengths", "num_groups"), [([1] * 1000, 1), ([17] * 8, 1), ([90, 100, 95, 88], 1), ([1, 100], 2)]
-)
-def test_similar_lengths_share_a_call(lengths: list[int], num_groups: int) -> None:
-    assert len(length_groups(lengths)) == num_groups
-
-
-@settings(max_examples=50, deadline=None)
-@given(lengths_strategy)
-def test_inverse_restores_the_order_of_the_pack(lengths: list[int]) -> None:
-    packing = packing_of(lengths)
-    if packing.separate_lengths:
-        assert packing.separate_lengths == tuple(lengths) and not packing.groups and packing.inverse_T is None
-        return
-    positions = torch.cat([group.query_indices_BQ[group.valid_BQ] for group in packing.groups])
-    assert packing.inverse_T is not None
-    assert torch.equal(positions[packing.inverse_T], torch.arange(sum(lengths)))
