@@ -179,6 +179,7 @@ def sdpa_attention(
     outputs = []
     for group in groups:
         # Padding stands at the end, so causality alone keeps it out of every real position.
-        out_BQHD = sdpa(*(x[group.indices_BQ] for x in (q_THD, k_SKD, v_SKD)), softmax_scale, causal)
+        q_BQHD, k_BPKD, v_BPKD = (x[group.indices_BQ] for x in (q_THD, k_SKD, v_SKD))
+        out_BQHD = sdpa(q_BQHD, k_BPKD, v_BPKD, softmax_scale, causal)
         outputs.append(out_BQHD[group.valid_BQ] if group.is_padded else out_BQHD.flatten(0, 1))
     return torch.cat(outputs)[inverse_T]
