@@ -59,7 +59,7 @@ def names_of(options: argparse.Namespace) -> list[str]:
 def print_table(names: Sequence[str], rows: Sequence[tuple[str, Difference | Throughput]]) -> None:
     table = Table(title=f"Against {names[0]}")
     for column in ("run", "metric", "steps", "baseline", "run", "error", "limit", ""):
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     for name, row in rows:
         verdict = "" if row.limit is None else ("pass" if row.passed else "FAIL")
         if isinstance(row, Difference):
