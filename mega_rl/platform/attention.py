@@ -179,6 +179,7 @@ def sdpa_attention(
     outputs = []
     for group in groups:
         # Padding stands at the end, so causality alone keeps it out of every real position.
-        out_BQHD = sdpa(*(x[group.indices_BQ] for x in (q_THD, k_SKD, v_SKD)), softmax_scale, causal)
+        indices_BQ = group.indices_BQ
+        out_BQHD = sdpa(q_THD[indices_BQ], k_SKD[indices_BQ], v_SKD[indices_BQ], softmax_scale, causal)
         outputs.append(out_BQHD[group.valid_BQ] if group.is_padded else out_BQHD.flatten(0, 1))
     return torch.cat(outputs)[inverse_T]
