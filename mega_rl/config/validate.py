@@ -343,10 +343,10 @@ def _rollout_and_algorithm(found: _Problems) -> None:
             f"rollout.replay is {rollout.replay!r}, which is no directory: give the rollouts directory of a run that "
             "had logging.dump_rollouts set, or null"
         )
-    if rollout.vllm.get("enable_expert_parallel") and rollout.weight_update == "live":
+    if rollout.vllm.get("enable_expert_parallel") and rollout.weight_update != "reload":
         found.add(
-            "rollout.vllm.enable_expert_parallel is not supported with rollout.weight_update 'live': remove it, "
-            "and experts are cut by their width"
+            "rollout.vllm.enable_expert_parallel is not supported with rollout.weight_update "
+            f"{rollout.weight_update!r}: remove it, and experts are cut by their width, or set rollout.weight_update to reload"
         )
     verify = found.config.bridge.verify
     if verify != "off" and rollout.weight_update == "reload":
