@@ -346,7 +346,8 @@ def _rollout_and_algorithm(found: _Problems) -> None:
     if rollout.vllm.get("enable_expert_parallel") and rollout.weight_update != "reload":
         found.add(
             "rollout.vllm.enable_expert_parallel is not supported with rollout.weight_update "
-            f"{rollout.weight_update!r}: remove it, and experts are cut by their width, or set rollout.weight_update to reload"
+            f"{rollout.weight_update!r}: remove it, and experts are cut by their width, or set rollout.weight_update "
+            "to reload"
         )
     verify = found.config.bridge.verify
     if verify != "off" and rollout.weight_update == "reload":
