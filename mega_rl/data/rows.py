@@ -68,10 +68,11 @@ def _read_file(path: Path, key: str) -> list[Row]:
 
 
 def _read_parquet(path: Path, key: str) -> list[Row]:
+    path.open("rb").close()  # what the system refuses is the caller's to tell: the file need not be damaged
     try:
         records = pq.read_table(path).to_pylist()
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
-        cause = str(error).splitlines()[0]
+    except (pa.ArrowException, OSError) as error:  # pyarrow raises OSError too for content that it cannot decode
+        cause = next(iter(str(error).splitlines()), type(error).__name__)
         raise InputError(f"{key}: {path} is truncated or no parquet file ({cause}); write it again") from error
     return [Row(path, number, record) for number, record in enumerate(records, start=1)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,16 @@ PATTERN = "step_{:06d}.jsonl"
 
 
 def to_rows(group: Group) -> list[dict[str, Any]]:
-    """One row per response: the fields of ``Completion``, its prompt and its score, with plain values."""
+    """One row per response: the fields of ``Completion``, its prompt and its score, with plain values.
+
+    A score that is not known is None: JSON has no NaN.
+    """
     pairs = zip(group.completions, group.scores, strict=True)
-    return [dataclasses.asdict(completion) | {"score": dataclasses.asdict(score)} for completion, score in pairs]
+    return [dataclasses.asdict(completion) | {"score": _from_score(score)} for completion, score in pairs]
+
+
+def _from_score(score: Score) -> dict[str, Any]:
+    return dataclasses.asdict(score) | {"value": score.value if score.is_known else None}
 
 
 def to_completion(row: Mapping[str, Any]) -> Completion:
@@ -36,7 +44,8 @@ def to_group(rows: Iterable[Mapping[str, Any]]) -> Group:
 
 def _to_score(row: Mapping[str, Any]) -> Score:
     unknown = {name: UnknownReward(**why) for name, why in row["unknown"].items()}
-    return Score(row["value"], row["parts"], unknown)
+    value = math.nan if row["value"] is None else row["value"]
+    return Score(value, row["parts"], unknown)
 
 
 def write_step(directory: Path, step: int, rows: Iterable[Mapping[str, Any]], num_kept: int) -> Path:
@@ -46,7 +55,7 @@ def write_step(directory: Path, step: int, rows: Iterable[Mapping[str, Any]], nu
     fresh = path.with_name(f".{path.name}.new")
     with fresh.open("w", encoding="utf-8") as file:
         for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+            file.write(json.dumps(row, ensure_ascii=False, allow_nan=False, default=str) + "\n")
     fresh.replace(path)
     if num_kept > 0:
         for old in sorted(directory.glob("step_*.jsonl"))[:-num_kept]:

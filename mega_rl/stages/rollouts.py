@@ -90,10 +90,12 @@ def show(
         return
     differences = logprob_differences(session, actor, samples) if samples else []
     if session.is_main:
-        learnt = [{"advantage": s.advantage, "logprob_diff": d} for s, d in zip(samples, differences, strict=True)]
+        learnt = iter(
+            [{"advantage": s.advantage, "logprob_diff": d} for s, d in zip(samples, differences, strict=True)]
+        )
         others = {"advantage": None, "logprob_diff": None}
         rows = [
-            {"step": step, "outcome": outcome, **row, **(learnt.pop(0) if outcome == "learnt" else others)}
+            {"step": step, "outcome": outcome, **row, **(next(learnt) if outcome == "learnt" else others)}
             for outcome, groups in batch.by_outcome.items()
             for group in groups
             for row in to_rows(group)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pyarrow
 import pytest
 
+from mega_rl.data import rows
 from mega_rl.data.rows import atomic_path, read_rows, write_jsonl, write_parquet
 from mega_rl.types import InputError
 
@@ -88,3 +90,28 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> 
         raise KeyboardInterrupt
     assert path.read_text() == '{"a": 1}\n'
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    "error", [pyarrow.lib.ArrowTypeError(""), pyarrow.ArrowKeyError("no such column"), OSError("x")]
+)
+def test_whatever_arrow_raises_is_a_sentence(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_parquet(tmp_path / "a.parquet", RECORDS)
+
+    def read_table(path: Path) -> None:
+        raise error
+
+    monkeypatch.setattr(rows.pq, "read_table", read_table)
+    with pytest.raises(InputError, match=r"a.parquet is truncated or no parquet file \(.+\); write it again"):
+        read_rows([str(tmp_path / "a.parquet")], "data.train_files")
+
+
+def test_a_file_that_the_system_refuses_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_parquet(tmp_path / "a.parquet", RECORDS)
+
+    def refused(path: Path, mode: str) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(InputError, match=r"a.parquet cannot be read \(.*Permission denied\); check its permissions"):
+        read_rows([str(tmp_path / "a.parquet")], "data.train_files")

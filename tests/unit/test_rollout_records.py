@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from mega_rl.rollout.collect import Group
 from mega_rl.rollout.records import read_step, to_group, to_rows, write_step
 from mega_rl.rollout.replay import ReplayEngine
 from mega_rl.rollout.sampling import make_requests
-from mega_rl.types import Completion, InputError, Prompt, Score
+from mega_rl.types import Completion, InputError, Prompt, Score, UnknownReward
 
 PROMPT = Prompt(7, (3, 14, 4), "3+4=", "7", "arithmetic", {"level": 1, "names": ["a"]})
 
@@ -23,6 +25,16 @@ def group(version: int = 0, text: str = "7 \u4e03\u2028") -> Group:
 def test_a_group_survives_a_file_exactly(tmp_path: Path) -> None:
     write_step(tmp_path, 1, [{"step": 1, "advantage": 0.5, **row} for row in to_rows(group())], -1)
     assert to_group(read_step(tmp_path, 1)) == group()
+
+
+def test_an_unknown_score_is_null_in_the_file_and_unknown_again(tmp_path: Path) -> None:
+    why = UnknownReward("raised", "raised KeyError: 'x'")
+    unknown = Group(group().completions, (Score(math.nan, {"a": 1.0}, {"b": why}), group().scores[1]))
+    path = write_step(tmp_path, 1, to_rows(unknown), -1)
+    first, second = (json.loads(line, parse_constant=pytest.fail) for line in path.read_text().split("\n")[:2])
+    assert first["score"]["value"] is None and second["score"]["value"] == 0.1
+    scores = to_group(read_step(tmp_path, 1)).scores
+    assert not scores[0].is_known and scores[0].unknown == {"b": why} and scores[1] == unknown.scores[1]
 
 
 def test_only_the_newest_files_stay(tmp_path: Path) -> None:
