@@ -111,22 +111,26 @@ class OpenTensors:
 
     def _copied_by_kernel(self, source: OpenTensors, name: str, place: Place, part: Box) -> bool:
         itemsize = self.stored.dtypes[name].itemsize
-        origin = next((p for p in source.stored.places[name] if intersect(p.hf_box, part) == part), None)
-        read, written = (None if p is None else _span(p, part, itemsize) for p in (origin, place))
-        if origin is None or read is None or written is None:
-            return False
-        (start, num_bytes), (out_start, _), done = read, written, 0
-        while done < num_bytes:
-            files = source._handles[origin.file], self._handles[place.file]
-            try:
-                num_copied = os.copy_file_range(*files, num_bytes - done, start + done, out_start + done)
-            except OSError as error:
-                if done == 0 and error.errno in _NO_KERNEL_COPY:
+        copies: list[tuple[Place, tuple[int, int], tuple[int, int]]] = []
+        for origin in source.stored.places[name]:  # a tensor that was split by rows comes from several
+            piece = intersect(origin.hf_box, part)
+            if piece is not None:
+                read, written = _span(origin, piece, itemsize), _span(place, piece, itemsize)
+                if read is None or written is None:
                     return False
-                raise
-            if num_copied == 0:
-                raise source.truncated(origin.file, name)
-            done += num_copied
+                copies.append((origin, read, written))
+        for number, (origin, (start, num_bytes), (out_start, _)) in enumerate(copies):
+            files, done = (source._handles[origin.file], self._handles[place.file]), 0
+            while done < num_bytes:
+                try:
+                    num_copied = os.copy_file_range(*files, num_bytes - done, start + done, out_start + done)
+                except OSError as error:
+                    if number == done == 0 and error.errno in _NO_KERNEL_COPY:
+                        return False
+                    raise
+                if num_copied == 0:
+                    raise source.truncated(origin.file, name)
+                done += num_copied
         return True
 
     def truncated(self, file: str, name: str) -> InputError:
