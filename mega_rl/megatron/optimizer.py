@@ -86,7 +86,22 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """AdamW with decoupled decay; biases and norms, which are Megatron's one-dimensional parameters, do not decay."""
     adam.install()
+    _keep_padding_between_buckets(models)
     return get_megatron_optimizer(optimizer_config(config, dtype), list(models), use_gloo_process_groups=False)
+
+
+def _keep_padding_between_buckets(models: Sequence[DistributedDataParallel]) -> None:
+    """Else a checkpoint holds wrong optimizer state for every bucket but the first (megatron-core 0.16).
+
+    Megatron saves the state of a buffer without any bucket's padding, yet cuts parameters out of it at their places
+    with padding: they are shifted, and the last elements are lost. Only the last bucket's padding may go. There are
+    several buckets where gradients are sent in pieces, and where a pipeline has two copies of a tied embedding.
+    """
+    for model in models:
+        for buffer in (*model.buffers, *model.expert_parallel_buffers):
+            for bucket in buffer.buckets[:-1]:
+                bucket.numel_unpadded = bucket.grad_data.numel()
+            buffer.numel_unpadded = sum(bucket.numel_unpadded for bucket in buffer.buckets)
 
 
 def learning_rate_schedule(

@@ -59,7 +59,7 @@ AQN_CASES = (
 # family, the layout of a checkpoint, other layouts that it is resumed at
 RESHARDED = (
     ("qwen3", Case(2, pipeline=2, virtual_pipeline=2), (Case(2, context=2), Case(2, tensor=2, sequence=True))),
-    ("qwen2", Case(2, context=2), (Case(2, pipeline=2, virtual_pipeline=2),)),
+    ("qwen2", Case(2, pipeline=2), (Case(2, context=2), Case(2, pipeline=2, virtual_pipeline=2))),  # several buckets
     ("deepseek_v3", Case(2, expert=2), (Case(2, tensor=2, sequence=True, expert=2, expert_tensor=1), Case(2))),
     ("qwen3_moe", Case(2, expert_tensor=2), (Case(2, pipeline=2), Case(2, expert=2))),
 )
