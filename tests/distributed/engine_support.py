@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +27,11 @@ from tests.distributed.parity_reference import BETAS, CLIP, EPS, LR, WEIGHT_DECA
 
 @contextmanager
 def groups(case: Case) -> Iterator[ParallelLayout]:
-    """Megatron's process groups for one layout; the process may use another one afterwards."""
+    """Megatron's process groups for one layout; the process may use another one afterwards.
+
+    The groups are ended with it: each keeps a thread that wakes a hundred times a second, and after some layouts these
+    take more processor time than the tests.
+    """
     layout = ParallelLayout.create(
         dist.get_world_size(),
         case.tensor,
@@ -41,6 +46,9 @@ def groups(case: Case) -> Iterator[ParallelLayout]:
     yield layout
     dist.barrier()
     parallel_state.destroy_model_parallel()
+    for group in [g for g in dist.distributed_c10d._world.pg_map if g is not dist.group.WORLD]:
+        dist.destroy_process_group(group)
+    gc.collect()  # engines refer to groups in cycles
 
 
 def run_config(case: Case, objective: Objective, dtype: str = "float32") -> RunConfig:
