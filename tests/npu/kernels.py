@@ -18,16 +18,12 @@ import torch
 from torch.utils._pytree import tree_map
 
 NAMESPACES = ("aten", "npu", "c10d")
-# Kernels of torch_npu that only look at a tensor's form or its memory, and work as they are.
+# Kernels of torch_npu that only look at a tensor's form or its memory, and work as they are; so do all that make views.
 KEPT = {
     "aten::_has_compatible_shallow_copy_type",
     "aten::_local_scalar_dense",
     "aten::_pin_memory",
-    "aten::_reshape_alias",
     "aten::_resize_output_",
-    "aten::alias",
-    "aten::as_strided",
-    "aten::detach",
     "aten::empty.memory_format",
     "aten::empty_like",
     "aten::empty_strided",
@@ -42,9 +38,6 @@ KEPT = {
     "aten::set_.source_Storage",
     "aten::set_.source_Storage_storage_offset",
     "aten::set_.source_Tensor",
-    "aten::unfold",
-    "aten::view",
-    "aten::view.dtype",
 }
 
 counts: Counter[str] = Counter()  # operator, as "npu::npu_rms_norm" -> how often it ran since ``counts.clear()``
@@ -100,7 +93,7 @@ def _kernel(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
             if id(value) in originals:
                 return originals[id(value)]
             assert value.untyped_storage().data_ptr() not in memory or not value.numel(), (
-                f"{name} made a view: keep its kernel"
+                f"{name} made a view: it must keep its kernel"
             )
             result = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
             host_view(result).copy_(value)
@@ -132,11 +125,11 @@ def install(stand_ins: Mapping[str, Callable[..., Any]]) -> int:
                 continue
             base, _, overload = rest.partition(".")
             packet = getattr(getattr(torch.ops, namespace), base, None)
-            run = stand_ins.get(name) or getattr(packet, overload or "default", None)
-            if run is None:
+            operator = getattr(packet, overload or "default", None)
+            if operator is None or operator.is_view:
                 continue
             if namespace not in _libraries:
                 _libraries[namespace] = torch.library.Library(namespace, "IMPL")
-            _libraries[namespace].impl(rest, _kernel(name, run), "PrivateUse1", allow_override=True)
+            _libraries[namespace].impl(rest, _kernel(name, stand_ins.get(name, operator)), "PrivateUse1", allow_override=True)
             number += 1
     return number
