@@ -33,7 +33,7 @@ WEIGHTS = {"float32": 2e-6, "bfloat16": 2e-2}  # absolute; a weight's step is 1e
 # where one does not. The numbers are a layer's.
 PER_LAYER = {"npu::npu_fusion_attention": 1, "npu::npu_fusion_attention_grad": 1}
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # two launches, each with a limit of its own
 
 
 def on_npu(script: Path, *args: object, nproc: int, timeout: float = 280) -> Launched:
@@ -133,9 +133,7 @@ def test_supervised_run_is_that_of_the_cpu(tmp_path: Path) -> None:
         launch(TRAIN, *arguments, nproc=2).check()
         series[name] = [row for step, row in sorted(metrics_of(directory).items()) if step]
     assert len(series["npu"]) == 4
-    assert series["npu"][0].keys() - series["cpu"][0].keys() == {"memory/device_peak_bytes"}
+    assert series["npu"][-1]["memory/peak_device_gib"] > 0.0 and "memory/peak_device_gib" not in series["cpu"][-1]
     for own, expected in zip(series["npu"], series["cpu"], strict=True):
-        for key in ("loss", "grad_norm"):
-            names = [name for name in expected if name.split("/")[-1] == key]
-            assert names, (key, sorted(expected))
-            assert [own[name] for name in names] == pytest.approx([expected[name] for name in names], rel=FLOAT32)
+        for name in ("sft/loss", "sft/grad_norm"):
+            assert own[name] == pytest.approx(expected[name], rel=FLOAT32)
