@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mega_rl.platform import cpu_accelerator
+from mega_rl.platform import accelerator
 from mega_rl.platform.base import MemoryStats
 from mega_rl.platform.host import host_peak_bytes, reset_host_peak
 from mega_rl.platform.torch_operators import TorchOperators
@@ -28,7 +28,7 @@ class CpuPlatform:
         return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCHDYNAMO_DISABLE": "1"}
 
     def prepare(self) -> None:
-        cpu_accelerator.install()
+        accelerator.install("cpu", accelerator.HostDevice())
 
     def set_device(self, local_rank: int) -> torch.device:
         return torch.device("cpu")

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from mega_rl.platform import accelerator
 from mega_rl.platform.base import MemoryStats
 from mega_rl.platform.host import host_peak_bytes, reset_host_peak
 from mega_rl.platform.npu_operators import AscendOperators
 from mega_rl.platform.torch_operators import TorchOperators
-from mega_rl.types import InputError
 
 
 def _torch_npu() -> Any:
@@ -45,12 +45,10 @@ class NpuPlatform:
         }
 
     def prepare(self) -> None:
-        """Import MindSpeed's adaptor, which patches Megatron-core for Ascend as Megatron is imported."""
+        """Import MindSpeed's adaptor, which patches Megatron-core for Ascend; without it, answer Megatron ourselves."""
         if importlib.util.find_spec("mindspeed") is None:
-            raise InputError(
-                "platform.name=npu needs MindSpeed (branch core_r0.16.0), which is not installed: install it by its "
-                "own instructions, or choose platform.name=cpu"
-            )
+            accelerator.install("npu", _torch_npu())
+            return
         arguments, sys.argv = sys.argv, sys.argv[:1]  # the adaptor parses Megatron's arguments from the command line
         try:
             importlib.import_module("mindspeed.megatron_adaptor")

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-KERNELS: dict[str, Callable[..., Any]] = {}
+STAND_INS: dict[str, Callable[..., Any]] = {}  # "npu::name" -> what runs in its place
 NO_LIMIT = 2147483647
 HALVES = (torch.float16, torch.bfloat16)
 
 
-def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    KERNELS[function.__name__] = function
+def stand_in(function: Callable[..., Any]) -> Callable[..., Any]:
+    STAND_INS[f"npu::{function.__name__}"] = function
     return function
 
 
@@ -89,7 +89,7 @@ def _joined(layout: str, parts: list[Tensor]) -> Tensor:
     return torch.cat(parts) if layout == "TND" else torch.stack(parts)
 
 
-@kernel
+@stand_in
 def npu_fusion_attention(
     query: Tensor,
     key: Tensor,
@@ -128,7 +128,7 @@ def npu_fusion_attention(
     return output.to(query.dtype), *statistics, query.new_empty(0), 0, 0, 0
 
 
-@kernel
+@stand_in
 def npu_fusion_attention_grad(
     query: Tensor,
     key: Tensor,
@@ -184,7 +184,7 @@ def npu_fusion_attention_grad(
     return *gradients, query.new_empty(0), query.new_empty(0)
 
 
-@kernel
+@stand_in
 def npu_incre_flash_attention(
     query: Tensor,
     key: Tensor,
@@ -224,7 +224,7 @@ def npu_incre_flash_attention(
 # --- normalisation, activation, rotary embedding ---------------------------------------------------------------------
 
 
-@kernel
+@stand_in
 def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[Tensor, Tensor]:
     assert input.dtype == gamma.dtype and input.shape[-1:] == gamma.shape and 2 <= input.dim() <= 8
     wide = _wide(input)
@@ -232,7 +232,7 @@ def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[
     return (wide * rstd * _wide(gamma)).to(input.dtype), rstd
 
 
-@kernel
+@stand_in
 def npu_rms_norm_backward(dy: Tensor, input: Tensor, gamma: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     grad, normed = _wide(dy), _wide(input) * rstd
     to_normed = grad * _wide(gamma)
@@ -241,14 +241,14 @@ def npu_rms_norm_backward(dy: Tensor, input: Tensor, gamma: Tensor, rstd: Tensor
     return to_input.to(input.dtype), to_gamma.to(torch.promote_types(gamma.dtype, torch.float32))
 
 
-@kernel
+@stand_in
 def npu_swiglu(input: Tensor, dim: int = -1) -> Tensor:
     assert input.shape[dim] % 2 == 0 and input.dim() <= 8
     gate, up = _wide(input).chunk(2, dim)
     return (gate * gate.sigmoid() * up).to(input.dtype)
 
 
-@kernel
+@stand_in
 def npu_swiglu_backward(grad_output: Tensor, input: Tensor, dim: int = -1) -> Tensor:
     assert grad_output.dtype == input.dtype
     gate, up = _wide(input).chunk(2, dim)
@@ -265,7 +265,7 @@ def _check_rotary(input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str) -> No
     assert width % 2 == 0 and width < 896 and batch < 1000 and heads < 1000
 
 
-@kernel
+@stand_in
 def npu_rotary_mul(
     input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
 ) -> Tensor:
@@ -275,7 +275,7 @@ def npu_rotary_mul(
     return (_wide(input) * r1 + torch.cat((-second, first), -1) * r2).to(input.dtype)
 
 
-@kernel
+@stand_in
 def npu_rotary_mul_backward(
     grad: Tensor, input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half"
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -290,7 +290,7 @@ def npu_rotary_mul_backward(
 # --- experts ---------------------------------------------------------------------------------------------------------
 
 
-@kernel
+@stand_in
 def npu_grouped_matmul(
     x: Sequence[Tensor],
     weight: Sequence[Tensor],
@@ -316,7 +316,7 @@ def npu_grouped_matmul(
     scale_dtype: int | None = None,
     per_token_scale_dtype: int | None = None,
 ) -> list[Tensor]:
-    """``group_type`` 0: groups of rows, each with a matrix of its own; 2: each sums over its own part of the columns."""
+    """``group_type`` 0: groups of rows, a matrix for each; 2: each sums over its own part of the columns."""
     assert bias is scale is offset is per_token_scale is output_dtype is None and act_type == 0, "not used"
     assert split_item in (2, 3) and len(x) == 1 and x[0].dim() == 2, "one input and one result"
     assert group_list is not None and group_list.dtype == torch.int64 and group_list_type == 0
@@ -345,7 +345,7 @@ def _rows(routing_map: Tensor) -> tuple[Tensor, Tensor]:
     return tokens, tokens.argsort(stable=True)
 
 
-@kernel
+@stand_in
 def npu_moe_token_permute_with_routing_map(
     tokens: Tensor,
     routing_map: Tensor,
@@ -362,7 +362,7 @@ def npu_moe_token_permute_with_routing_map(
     return tokens[owners], tokens.new_empty(0), places.to(torch.int32)
 
 
-@kernel
+@stand_in
 def npu_moe_token_permute_with_routing_map_grad(
     permuted_token_out_grad: Tensor,
     probs_grad: Tensor | None,
@@ -377,7 +377,7 @@ def npu_moe_token_permute_with_routing_map_grad(
     return grouped.sum(1).to(permuted_token_out_grad.dtype), permuted_token_out_grad.new_empty(0)
 
 
-@kernel
+@stand_in
 def npu_moe_token_unpermute_with_routing_map(
     permuted_tokens: Tensor,
     sorted_indices: Tensor,
@@ -391,7 +391,7 @@ def npu_moe_token_unpermute_with_routing_map(
     return _npu_moe_token_unpermute_with_routing_map(permuted_tokens, sorted_indices, restore_shape, **arguments)[0]
 
 
-@kernel
+@stand_in
 def _npu_moe_token_unpermute_with_routing_map(
     permuted_tokens: Tensor,
     sorted_indices: Tensor,
@@ -409,7 +409,7 @@ def _npu_moe_token_unpermute_with_routing_map(
     return grouped.sum(1).to(permuted_tokens.dtype), nothing, nothing, permuted_tokens.new_empty(0)
 
 
-@kernel
+@stand_in
 def npu_moe_token_unpermute_with_routing_map_grad(
     unpermuted_tokens_grad: Tensor,
     out_index: Tensor,
@@ -430,7 +430,7 @@ def npu_moe_token_unpermute_with_routing_map_grad(
 # --- cross-entropy ---------------------------------------------------------------------------------------------------
 
 
-@kernel
+@stand_in
 def npu_cross_entropy_loss(
     input: Tensor,
     target: Tensor,
@@ -448,7 +448,7 @@ def npu_cross_entropy_loss(
     return -logprobs.gather(1, target[:, None])[:, 0], logprobs, nothing, nothing
 
 
-@kernel
+@stand_in
 def npu_cross_entropy_loss_backward(
     grad_loss: Tensor,
     log_prob: Tensor,
