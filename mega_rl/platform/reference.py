@@ -95,8 +95,9 @@ def rotary(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
 def grouped_matmul(x_ND: Tensor, weights_FD: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
     """The rows of every expert times its weight, transposed: [N, F]."""
     owners = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).tolist()
-    rows = [_wide(weights_FD[owner]) @ _wide(x) for x, owner in zip(x_ND, owners, strict=True)]
-    return torch.stack(rows) if rows else _wide(x_ND).new_zeros(0, weights_FD[0].shape[0])
+    if not owners:
+        return _wide(x_ND) @ _wide(weights_FD[0]).t()
+    return torch.stack([_wide(weights_FD[owner]) @ _wide(x) for x, owner in zip(x_ND, owners, strict=True)])
 
 
 def permute_tokens(x_TD: Tensor, is_routed_TE: Tensor) -> Tensor:

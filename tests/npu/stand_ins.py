@@ -463,5 +463,3 @@ def npu_cross_entropy_loss_backward(
 ) -> Tensor:
     assert weight is None and reduction == "none"
     return (log_prob.exp() - torch.nn.functional.one_hot(target, log_prob.shape[1])) * grad_loss[:, None]
-
-
