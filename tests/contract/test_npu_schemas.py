@@ -22,8 +22,7 @@ from mega_rl import platform
 from mega_rl.platform import npu_operators
 from mega_rl.platform.npu_operators import AscendOperators
 from tests.contract.npu_schemas import RECORDED, differences, read_files, read_schemas, recorded_schemas
-from tests.npu.recorder import Call, RecordingTorchNpu
-from tests.npu.stand_ins import STAND_INS
+from tests.npu.recorder import OPERATORS, Call, RecordingTorchNpu
 from tests.operator_cases import operator_cases, outcome
 
 VERSIONS = sorted(path.stem for path in RECORDED.glob("*.json"))
@@ -90,7 +89,7 @@ def test_every_call_fits(calls: list[Call], version: str) -> None:
 
 
 def test_the_calls_are_those_of_every_operator(calls: list[Call]) -> None:
-    names = {name.removeprefix("npu::") for name in STAND_INS}
+    names = {name.removeprefix("npu::") for name in OPERATORS}
     forward = {name for name in names if not name.startswith("_") and not name.endswith(("_grad", "_backward"))}
     assert {call.name for call in calls} == forward
 
@@ -120,10 +119,10 @@ def test_a_wrong_call_is_found(calls: list[Call], sentence: str, version: str) -
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("name", sorted(name.removeprefix("npu::") for name in STAND_INS))
+@pytest.mark.parametrize("name", sorted(name.removeprefix("npu::") for name in OPERATORS))
 def test_a_stand_in_has_the_arguments_of_its_operator(name: str, version: str) -> None:
     """Names, order, kinds and defaults: an argument that a call leaves out means the same in both."""
-    own = inspect.signature(STAND_INS[f"npu::{name}"]).parameters.values()
+    own = inspect.signature(OPERATORS[f"npu::{name}"]).parameters.values()
     arguments = arguments_of(version, name)
     assert [(p.name, p.kind is p.KEYWORD_ONLY) for p in own] == [(a.name, a.kwarg_only) for a in arguments]
     defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from tests.npu.stand_ins import STAND_INS
+from tests.npu.stand_ins import COMPOSED, STAND_INS
 
+OPERATORS = STAND_INS | COMPOSED
 WITHOUT_GRADIENT = {"npu_grouped_matmul", "npu_incre_flash_attention"}
 
 
@@ -28,12 +29,12 @@ class RecordingTorchNpu:
         self.calls: list[Call] = []
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        if f"npu::{name}" not in STAND_INS:
+        if f"npu::{name}" not in OPERATORS:
             raise AttributeError(name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self.calls.append(Call(name, args, kwargs))
             with torch.set_grad_enabled(torch.is_grad_enabled() and name not in WITHOUT_GRADIENT):
-                return STAND_INS[f"npu::{name}"](*args, **kwargs)
+                return OPERATORS[f"npu::{name}"](*args, **kwargs)
 
         return call

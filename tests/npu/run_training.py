@@ -7,9 +7,8 @@ weights of every rank after the last one, and how often each operator ran on dev
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from tests.distributed.engine_support import build_engine, groups, loss_of, pack
 from tests.distributed.layouts import Case
 from tests.distributed.parity_reference import OBJECTIVES, make_sequences
 
+FAMILIES = ("qwen2", "qwen3")
 NUM_STEPS = 4
 
 
@@ -72,10 +72,11 @@ def main() -> None:
     arguments = parser.parse_args()
     dist.init_process_group(platform.current().backend)
     case = Case(dist.get_world_size(), tensor=arguments.tensor, sequence=arguments.tensor > 1)
-    found: dict[tuple[str, str], Any] = {}
-    for family in ("qwen2", "qwen3"):
-        for objective, dtype in (("rl", "float32"), ("sft", "bfloat16")):
-            found[family, dtype] = train(case, family, objective, dtype, arguments.models / family)
+    found = {
+        (family, dtype): asdict(train(case, family, objective, dtype, arguments.models / family))
+        for family in FAMILIES
+        for objective, dtype in (("rl", "float32"), ("sft", "bfloat16"))
+    }
     if dist.get_rank() == 0:
         torch.save(found, arguments.out)
     dist.destroy_process_group()

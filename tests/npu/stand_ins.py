@@ -18,12 +18,18 @@ import torch
 from torch import Tensor
 
 STAND_INS: dict[str, Callable[..., Any]] = {}  # "npu::name" -> what runs in its place
+COMPOSED: dict[str, Callable[..., Any]] = {}  # those that torch_npu makes of other operators: no kernel to replace
 NO_LIMIT = 2147483647
 HALVES = (torch.float16, torch.bfloat16)
 
 
 def stand_in(function: Callable[..., Any]) -> Callable[..., Any]:
     STAND_INS[f"npu::{function.__name__}"] = function
+    return function
+
+
+def composed(function: Callable[..., Any]) -> Callable[..., Any]:
+    COMPOSED[f"npu::{function.__name__}"] = function
     return function
 
 
@@ -377,7 +383,7 @@ def npu_moe_token_permute_with_routing_map_grad(
     return grouped.sum(1).to(permuted_token_out_grad.dtype), permuted_token_out_grad.new_empty(0)
 
 
-@stand_in
+@composed
 def npu_moe_token_unpermute_with_routing_map(
     permuted_tokens: Tensor,
     sorted_indices: Tensor,
