@@ -20,7 +20,7 @@ from tests.distributed.engine_support import build_engine, groups, loss_of, pack
 from tests.distributed.layouts import Case
 from tests.distributed.parity_reference import OBJECTIVES, make_sequences
 
-FAMILIES = ("qwen2", "qwen3")
+FAMILIES = ("qwen2", "qwen3", "qwen3_moe")
 NUM_STEPS = 4
 
 

@@ -49,10 +49,8 @@ def _hidden(num_queries: int, num_keys: int, atten_mask: Tensor | None, sparse_m
     if sparse_mode in (0, 1):
         assert mask.shape == (num_queries, num_keys), "these modes take the whole mask"
         return mask
-    assert sparse_mode in (2, 3), f"sparse mode {sparse_mode} is not used"
-    assert torch.equal(mask, torch.ones(2048, 2048, dtype=torch.bool, device=mask.device).triu(1)), "the compressed one"
-    last = 0 if sparse_mode == 2 else num_keys - num_queries
-    return torch.ones(num_queries, num_keys, dtype=torch.bool, device=mask.device).triu(last + 1)
+    assert sparse_mode == 3, f"sparse mode {sparse_mode} is not used"
+    return torch.ones(num_queries, num_keys, dtype=torch.bool).triu(num_keys - num_queries + 1)
 
 
 def _sequences(layout: str, query: Tensor, key: Tensor, q_ends: Any, kv_ends: Any) -> Iterator[tuple[Any, Any]]:
@@ -69,10 +67,14 @@ def _sequences(layout: str, query: Tensor, key: Tensor, q_ends: Any, kv_ends: An
     yield from zip(*([slice(*pair) for pair in pairwise([0, *ends])] for ends in (q_ends, kv_ends)), strict=True)
 
 
-def _check_attention(query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str) -> None:
+def _check_attention(
+    query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, mask: Tensor | None, sparse_mode: int
+) -> None:
     assert query.dim() == len(input_layout) == key.dim() == value.dim() and query.dtype == key.dtype == value.dtype
     assert head_num == query.shape[-2] <= 256 and head_num % key.shape[-2] == 0
     assert value.shape[-1] <= query.shape[-1] == key.shape[-1] <= 768 and key.shape[:-1] == value.shape[:-1]
+    if sparse_mode == 3 and mask is not None:
+        assert torch.equal(mask.bool(), torch.ones(2048, 2048, dtype=torch.bool).triu(1)), "the compressed mask"
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, hidden: Tensor | None) -> Tensor:
@@ -124,13 +126,13 @@ def npu_fusion_attention(
 ) -> tuple[Any, ...]:
     assert pse is padding_mask is prefix is sink is dropout_mask is None and keep_prob == 1.0, "not used"
     assert pre_tockens == next_tockens == NO_LIMIT and inner_precise == 0 and softmax_layout == "", "not used"
-    _check_attention(query, key, value, head_num, input_layout)
+    _check_attention(query, key, value, head_num, input_layout, atten_mask, sparse_mode)
     parts = []
     for own, other in _sequences(input_layout, query, key, actual_seq_qlen, actual_seq_kvlen):
         q, k, v = query[own], key[other], value[other]
         parts.append(_attend(_scores(q, k, scale, _hidden(len(q), len(k), atten_mask, sparse_mode)), v))
     output, maximum, total = (_joined(input_layout, list(part)) for part in zip(*parts, strict=True))
-    statistics = (x[..., None].expand(*x.shape, 8) for x in (maximum, total))  # in blocks of 32 bytes
+    statistics = (x[..., None].repeat_interleave(8, -1) for x in (maximum, total))  # blocks of 32 bytes
     return output.to(query.dtype), *statistics, query.new_empty(0), 0, 0, 0
 
 
@@ -169,7 +171,7 @@ def npu_fusion_attention_grad(
 ) -> tuple[Any, ...]:
     """From the statistics of the forward pass, as a kernel does that does not keep the scores."""
     assert softmax_max is not None and softmax_sum is not None and attention_in is not None and keep_prob == 1.0
-    _check_attention(query, key, value, head_num, input_layout)
+    _check_attention(query, key, value, head_num, input_layout, atten_mask, sparse_mode)
     parts = []
     for own, other in _sequences(input_layout, query, key, actual_seq_qlen, actual_seq_kvlen):
         q, k, v, grad, out = query[own], key[other], value[other], _wide(dy[own]), _wide(attention_in[own])

@@ -29,9 +29,32 @@ EMULATED = HERE / "run_emulated.py"
 NUM_LAYERS = 2
 FLOAT32, BFLOAT16 = 2e-6, 2e-2  # relative, of losses, norms and log-probabilities
 WEIGHTS = {"float32": 2e-6, "bfloat16": 2e-2}  # absolute; a weight's step is 1e-3
-# Every one of these runs in each layer of a micro-batch, forward and backward: torch's own operators took their place
-# where one does not. The numbers are a layer's.
-PER_LAYER = {"npu::npu_fusion_attention": 1, "npu::npu_fusion_attention_grad": 1}
+# How often each runs in one layer of a micro-batch, forward and backward: where one runs less, torch's own operators
+# took its place. The norm behind the last layer comes on top.
+ATTENTION = {
+    "npu_fusion_attention": 1,
+    "npu_fusion_attention_grad": 1,
+    "npu_rotary_mul": 2,
+    "npu_rotary_mul_backward": 2,
+}
+NORMS = {"npu_rms_norm": 2, "npu_rms_norm_backward": 2}
+NORMS_OF_HEADS = {"npu_rms_norm": 4, "npu_rms_norm_backward": 4}
+MLP = {"npu_swiglu": 1, "npu_swiglu_backward": 1}
+EXPERTS = {
+    "npu_grouped_matmul": 6,  # two products, each with two gradients
+    "npu_swiglu": 2,  # once more for the gradient of the experts' weights
+    "npu_swiglu_backward": 1,
+    "npu_moe_token_permute_with_routing_map": 1,
+    "npu_moe_token_permute_with_routing_map_grad": 1,
+    "_npu_moe_token_unpermute_with_routing_map": 1,
+    "npu_moe_token_unpermute_with_routing_map_grad": 1,
+}
+PER_LAYER = {
+    "qwen2": ATTENTION | NORMS | MLP,
+    "qwen3": ATTENTION | NORMS_OF_HEADS | MLP,
+    "qwen3_moe": ATTENTION | NORMS_OF_HEADS | EXPERTS,
+}
+LAST_NORM = ("npu_rms_norm", "npu_rms_norm_backward")
 
 pytestmark = pytest.mark.slow
 
@@ -89,8 +112,9 @@ def test_figures_are_those_of_the_cpu(both: Both, family: str, dtype: str) -> No
 @pytest.mark.parametrize("family", run_training.FAMILIES)
 def test_fused_operators_ran(both: Both, family: str, report_operators: Callable[[str, Counter[str]], None]) -> None:
     figures = both.npu[family, "bfloat16"]
-    times = NUM_STEPS * NUM_LAYERS * figures.num_microbatches
-    expected = {name: count * times for name, count in PER_LAYER.items()}
+    times = NUM_STEPS * figures.num_microbatches
+    layers = {name: count * NUM_LAYERS for name, count in PER_LAYER[family].items()}
+    expected = {f"npu::{name}": (count + (name in LAST_NORM)) * times for name, count in layers.items()}
     assert {name: count for name, count in figures.operators.items() if name.startswith("npu::")} == expected
     assert figures.operators["aten::_fused_adamw_"] >= NUM_STEPS
     report_operators(

@@ -143,7 +143,7 @@ GOOD: dict[str, dict[str, Any]] = {
     },
     "unpermute_tokens": {
         "rows_ND": zeros(4, 8),
-        "order_N": torch.arange(4),
+        "order_N": torch.tensor([0, 1, 1, 0]),
         "is_routed_TE": torch.ones(2, 3, dtype=torch.bool),
     },
     "cross_entropy": {"logits_TV": zeros(2, 5), "target_ids_T": torch.tensor([0, 4])},
