@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from mega_rl.platform import cpu_accelerator
-from mega_rl.platform.attention import VarlenPacking, sdpa_attention
+from mega_rl.platform import accelerator
 from mega_rl.platform.base import MemoryStats
 from mega_rl.platform.host import host_peak_bytes, reset_host_peak
+from mega_rl.platform.torch_operators import TorchOperators
 
 
 class CpuPlatform:
@@ -19,6 +18,7 @@ class CpuPlatform:
     backend = "gloo"
     visible_devices_variable: str | None = None
     actor_options: Mapping[str, Any] = {"num_cpus": 1}
+    operators: TorchOperators = TorchOperators()
 
     def is_available(self) -> bool:
         return True
@@ -28,7 +28,7 @@ class CpuPlatform:
         return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCHDYNAMO_DISABLE": "1"}
 
     def prepare(self) -> None:
-        cpu_accelerator.install()
+        accelerator.install("cpu", accelerator.HostDevice())
 
     def set_device(self, local_rank: int) -> torch.device:
         return torch.device("cpu")
@@ -53,8 +53,3 @@ class CpuPlatform:
 
     def set_rng_state(self, state: Mapping[str, Any]) -> None:
         torch.set_rng_state(state["torch"])
-
-    def packed_attention(
-        self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, packing: VarlenPacking, *, softmax_scale: float, causal: bool
-    ) -> Tensor:
-        return sdpa_attention(q_THD, k_SKD, v_SKD, packing, softmax_scale=softmax_scale, causal=causal)
