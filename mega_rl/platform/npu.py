@@ -74,9 +74,8 @@ class NpuPlatform:
         missing = ascend_install.missing_library()
         if missing is not None:
             raise InputError(f"torch_npu is installed, but {missing}; or choose platform.name=cpu")
-        mask = ascend_devices.read_mask(os.environ)
         num_visible = _num_visible()
-        ascend_devices.check_visible(mask, num_visible)
+        ascend_devices.check_visible(ascend_devices.read_mask(os.environ), num_visible)
         if num_visible == 0:
             return "no device is usable here: see whether `npu-smi info` lists one, or choose cpu"
         return None
