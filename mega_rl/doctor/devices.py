@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mega_rl.doctor.finding import Answer, Check, Wanted, fail, ok, skip, warn
+from mega_rl.doctor.finding import CUDA, NPU, Answer, Check, Wanted, fail, ok, skip, warn
 from mega_rl.doctor.host import Host
 from mega_rl.doctor.smi import NVIDIA_DEVICES, NVIDIA_PROCESSES, Smi, parse_npu_smi, parse_nvidia_smi
 from mega_rl.platform import ascend_devices
@@ -13,7 +13,7 @@ from mega_rl.types import InputError
 GIB = 1 << 30
 MAX_USED_SHARE = 0.15  # of a device's memory; an idle 910B holds 5 % itself
 NODES = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")
-SMI = {"npu": "npu-smi info", "cuda": "nvidia-smi"}
+SMI = {NPU: "npu-smi info", CUDA: "nvidia-smi"}
 # What npu-smi says instead of a table -> what it means.
 REFUSALS = {
     "-8005": "the driver does not answer, or the devices belong to another container",
@@ -38,7 +38,7 @@ def device_nodes(host: Host, wanted: Wanted) -> Iterator[Answer]:
 
 def smi(host: Host, platform_name: str) -> Smi | Answer:
     """What the vendor's tool lists, or why it does not."""
-    if platform_name == "npu":
+    if platform_name == NPU:
         ran = host.run(("npu-smi", "info"))
         if ran is None:
             return fail(
@@ -80,7 +80,7 @@ def health(host: Host, wanted: Wanted) -> Iterator[Answer]:
     ill = [device for device in listed.devices if device.health != "OK"]
     for device in ill:
         name = f"device {device.index} ({device.name})"
-        mask = "ASCEND_RT_VISIBLE_DEVICES" if wanted.platform == "npu" else "the device mask"
+        mask = "ASCEND_RT_VISIBLE_DEVICES" if wanted.platform == NPU else "the device mask"
         yield fail(f"{name} says {device.health}", f"leave it out of {mask} and have it looked at: `{_detail(wanted)}`")
     if not ill:
         names = sorted({device.name for device in listed.devices})
@@ -88,7 +88,7 @@ def health(host: Host, wanted: Wanted) -> Iterator[Answer]:
 
 
 def _detail(wanted: Wanted) -> str:
-    return "npu-smi info -t health -i ID" if wanted.platform == "npu" else "nvidia-smi -q -d ECC"
+    return "npu-smi info -t health -i ID" if wanted.platform == NPU else "nvidia-smi -q -d ECC"
 
 
 def memory(host: Host, wanted: Wanted) -> Iterator[Answer]:
@@ -119,7 +119,7 @@ def memory(host: Host, wanted: Wanted) -> Iterator[Answer]:
 
 def _masked(host: Host, wanted: Wanted, listed: Smi) -> list:
     """The devices that this process would use; all where there is no mask, or one that `device mask` refuses."""
-    if wanted.platform != "npu":
+    if wanted.platform != NPU:
         return list(listed.devices)
     try:
         mask = ascend_devices.read_mask(host.environ)
@@ -129,7 +129,7 @@ def _masked(host: Host, wanted: Wanted, listed: Smi) -> list:
 
 
 def device_mask(host: Host, wanted: Wanted) -> Iterator[Answer]:
-    listed = smi(host, "npu")
+    listed = smi(host, NPU)
     num_on_host = None if isinstance(listed, Answer) else len(listed.devices)
     misnamed = ascend_devices.misnamed_masks(host.environ)
     for sentence in misnamed:
@@ -150,8 +150,8 @@ def device_mask(host: Host, wanted: Wanted) -> Iterator[Answer]:
 
 
 CHECKS = (
-    Check("device files", "devices", device_nodes, ("npu",)),
-    Check("device health", "devices", health, ("cuda", "npu")),
-    Check("device memory", "devices", memory, ("cuda", "npu")),
-    Check("device mask", "devices", device_mask, ("npu",)),
+    Check("device files", "devices", device_nodes, (NPU,)),
+    Check("device health", "devices", health, (CUDA, NPU)),
+    Check("device memory", "devices", memory, (CUDA, NPU)),
+    Check("device mask", "devices", device_mask, (NPU,)),
 )

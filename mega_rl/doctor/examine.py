@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mega_rl.doctor import devices, machine, software, trials, variables
-from mega_rl.doctor.finding import Answer, Check, Finding, Wanted, fail, skip
+from mega_rl.doctor.finding import CPU, CUDA, NPU, Answer, Check, Finding, Wanted, fail, skip
 from mega_rl.doctor.host import Host
 
 CHECKS: tuple[Check, ...] = (
@@ -20,8 +20,8 @@ CHECKS: tuple[Check, ...] = (
 def likely_platform(host: Host) -> str:
     """What the machine is meant to be, as far as it shows: also where that platform does not work yet."""
     if host.glob("/dev/davinci*") or "torch-npu" in host.packages or host.glob("/usr/local/Ascend"):
-        return "npu"
-    return "cuda" if host.glob("/dev/nvidia[0-9]*") else "cpu"
+        return NPU
+    return CUDA if host.glob("/dev/nvidia[0-9]*") else CPU
 
 
 def examine(host: Host, wanted: Wanted, checks: Sequence[Check] = CHECKS) -> Iterator[Finding]:

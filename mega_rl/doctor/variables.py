@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from mega_rl import platform
-from mega_rl.doctor.finding import Answer, Check, Wanted, fail, ok, skip, warn
+from mega_rl.doctor.finding import CPU, CUDA, NPU, Answer, Check, Wanted, fail, ok, skip, warn
 from mega_rl.doctor.host import Host
 
 # CANN's environment-variable reference (collective communication, 8.5 and 9.0) and what torch_npu reads besides.
@@ -31,9 +31,9 @@ ASCEND_VARIABLES = frozenset(_ASCEND.split())
 LIKENESS = 0.88  # from which an unknown name is taken for a slip; families other than HCCL's have many unlisted names
 # Families whose libraries are not loaded on a platform -> whoever sets them expected another one.
 FOREIGN = {
-    "cpu": ("HCCL_", "NCCL_"),
-    "cuda": ("HCCL_", "LCCL_"),
-    "npu": ("NCCL_", "PYTORCH_CUDA_ALLOC_CONF"),
+    CPU: ("HCCL_", "NCCL_"),
+    CUDA: ("HCCL_", "LCCL_"),
+    NPU: ("NCCL_", "PYTORCH_CUDA_ALLOC_CONF"),
 }
 
 
@@ -82,17 +82,17 @@ NO_SLEEP = "an engine that sleeps on the trainer's devices gives no memory back"
 Rule = tuple[tuple[str, ...], str, Callable[[str], bool], Callable[[str, str], Answer], str, str]
 VALUES: tuple[Rule, ...] = (
     (
-        ("npu",),
+        (NPU,),
         "VLLM_ASCEND_ENABLE_NZ",
         lambda value: value != "0",
         fail,
         "the engine would permute weights that are rewritten in place",
         "export VLLM_ASCEND_ENABLE_NZ=0",
     ),
-    (("npu",), "PYTORCH_NPU_ALLOC_CONF", _expandable, warn, NO_SLEEP, "unset it, or set rollout.placement=separate"),
-    (("cuda",), "PYTORCH_CUDA_ALLOC_CONF", _expandable, warn, NO_SLEEP, "unset it, or set rollout.placement=separate"),
+    ((NPU,), "PYTORCH_NPU_ALLOC_CONF", _expandable, warn, NO_SLEEP, "unset it, or set rollout.placement=separate"),
+    ((CUDA,), "PYTORCH_CUDA_ALLOC_CONF", _expandable, warn, NO_SLEEP, "unset it, or set rollout.placement=separate"),
     (
-        ("npu",),
+        (NPU,),
         "TORCH_DEVICE_BACKEND_AUTOLOAD",
         lambda value: value == "0",
         warn,
@@ -100,7 +100,7 @@ VALUES: tuple[Rule, ...] = (
         "unset TORCH_DEVICE_BACKEND_AUTOLOAD",
     ),
     (
-        ("npu",),
+        (NPU,),
         "HCCL_CONNECT_TIMEOUT",
         lambda value: not _is_count(value) or int(value) < 600,
         warn,
@@ -108,7 +108,7 @@ VALUES: tuple[Rule, ...] = (
         "export HCCL_CONNECT_TIMEOUT=1800",
     ),
     (
-        ("npu",),
+        (NPU,),
         "HCCL_BUFFSIZE",
         lambda value: not _is_count(value),
         fail,
@@ -116,7 +116,7 @@ VALUES: tuple[Rule, ...] = (
         "export HCCL_BUFFSIZE=256",
     ),
     (
-        ("npu",),
+        (NPU,),
         "TASK_QUEUE_ENABLE",
         lambda value: value not in ("1", "2"),
         warn,
@@ -124,7 +124,7 @@ VALUES: tuple[Rule, ...] = (
         "unset TASK_QUEUE_ENABLE",
     ),
     (
-        ("npu",),
+        (NPU,),
         "ASCEND_LAUNCH_BLOCKING",
         lambda value: value == "1",
         warn,
@@ -132,7 +132,7 @@ VALUES: tuple[Rule, ...] = (
         "unset ASCEND_LAUNCH_BLOCKING",
     ),
     (
-        ("npu",),
+        (NPU,),
         "ASCEND_GLOBAL_LOG_LEVEL",
         lambda value: value in ("0", "1"),
         warn,
@@ -140,7 +140,7 @@ VALUES: tuple[Rule, ...] = (
         "export ASCEND_GLOBAL_LOG_LEVEL=3",
     ),
     (
-        ("cuda", "npu"),
+        (CUDA, NPU),
         "CUDA_DEVICE_MAX_CONNECTIONS",
         lambda value: value != "1",
         warn,
@@ -148,7 +148,7 @@ VALUES: tuple[Rule, ...] = (
         "export CUDA_DEVICE_MAX_CONNECTIONS=1",
     ),
     (
-        ("cpu", "cuda", "npu"),
+        (CPU, CUDA, NPU),
         "OMP_NUM_THREADS",
         lambda value: not _is_count(value),
         warn,
