@@ -1,8 +1,8 @@
 """Versions of the software underneath: known-good combinations, what is installed, and pairs that are known to fail.
 
 Nothing is imported to find out: versions are read from the packages' metadata, CANN's from its installation files.
-Ascend's combination is the compatibility matrix of vLLM-Ascend 0.23.0, the CPU's is the one that the tests run with, and
-CUDA's are the ranges of setup.py.
+Ascend's combination is the compatibility matrix of vLLM-Ascend 0.23.0, the CPU's is the one that the tests run with,
+and CUDA's are the ranges of setup.py.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _failing(platform_name: str, versions: Versions) -> list[tuple[str, str]]:
         found.append(
             (
                 "torch_npu",
-                f"torch_npu {torch_npu} does not load with torch {torch}: install the two with equal first two numbers, "
+                f"torch_npu {torch_npu} does not load with torch {torch}: install the two with equal first numbers, "
                 "such as torch 2.10.0 and torch_npu 2.10.0.post4",
             )
         )
