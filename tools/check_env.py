@@ -12,7 +12,7 @@ import os
 import sys
 
 ENVIRON = dict(os.environ)  # what is examined
-# `import torch` loads torch_npu where that is installed, and fails with it where CANN is missing: a thing to report.
+# Else `import torch` imports torch_npu where that is installed, and fails with it where CANN is missing.
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 
 try:

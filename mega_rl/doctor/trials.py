@@ -8,11 +8,13 @@ from typing import Any
 from mega_rl.doctor.finding import CPU, CUDA, NPU, Answer, Check, Wanted, fail, ok, skip
 from mega_rl.doctor.host import Host, Ran
 from mega_rl.doctor.probes import read_reports
+from mega_rl.types import InputError
 
 TIMEOUT_S = 240.0  # the first call on an NPU compiles for a minute; a machine under load takes long to import
 # Of the largest value; half a unit in the last place of bfloat16 is 0.4 %.
 MATMUL_LIMITS = {"float32": 1e-5, "bfloat16": 1e-2}
 ATTENTION_LIMIT = 3e-2  # bfloat16 against float32; values are of order 1, and attention that is not causal differs by 1
+REFUSED = f"{InputError.__module__}.{InputError.__qualname__}: "  # how a traceback ends where a run refuses
 LOOK = {
     CPU: "reinstall by requirements/cpu.lock",
     CUDA: "compare torch's build with the driver (`torch build`, `driver`)",
@@ -22,7 +24,7 @@ LOOK = {
 
 def _broken(ran: Ran, what: str, wanted: Wanted) -> Answer:
     """A probe that did not get to its end."""
-    said = f"no answer in {TIMEOUT_S:.0f} s" if ran.is_late else ran.last_words
+    said = f"no answer in {TIMEOUT_S:.0f} s" if ran.is_late else ran.last_words.removeprefix(REFUSED)
     return fail(f"{what}: {said}", LOOK[wanted.platform])
 
 

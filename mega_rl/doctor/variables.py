@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from mega_rl import platform
 from mega_rl.doctor.finding import CPU, CUDA, NPU, Answer, Check, Wanted, fail, ok, skip, warn
 from mega_rl.doctor.host import Host
+from mega_rl.platform import ProcessRole, ascend_devices
+from mega_rl.types import InputError
 
 # CANN's environment-variable reference (collective communication, 8.5 and 9.0) and what torch_npu reads besides.
 _HCCL = """
@@ -77,26 +79,20 @@ def _expandable(value: str) -> bool:
     return re.search(r"expandable_segments\s*:\s*true", value, re.IGNORECASE) is not None
 
 
+# The usual processes of stage rl: trainer and engine in one, and an engine of its own.
+COLOCATED = ProcessRole(samples=True, engine_sleeps=True, replays_graphs=True)
+ENGINE_ALONE = ProcessRole(trains=False, samples=True, replays_graphs=True, may_share_device=True)
 NO_SLEEP = "an engine that sleeps on the trainer's devices gives no memory back"
 # (platforms, variable, whether a value is trouble, state, what is wrong, mend)
 Rule = tuple[tuple[str, ...], str, Callable[[str], bool], Callable[[str, str], Answer], str, str]
 VALUES: tuple[Rule, ...] = (
-    (
-        (NPU,),
-        "VLLM_ASCEND_ENABLE_NZ",
-        lambda value: value != "0",
-        fail,
-        "the engine would permute weights that are rewritten in place",
-        "export VLLM_ASCEND_ENABLE_NZ=0",
-    ),
-    ((NPU,), "PYTORCH_NPU_ALLOC_CONF", _expandable, warn, NO_SLEEP, "unset it, or set rollout.placement=separate"),
     ((CUDA,), "PYTORCH_CUDA_ALLOC_CONF", _expandable, warn, NO_SLEEP, "unset it, or set rollout.placement=separate"),
     (
         (NPU,),
         "TORCH_DEVICE_BACKEND_AUTOLOAD",
-        lambda value: value == "0",
+        lambda value: value == "1",
         warn,
-        "a process that imports torch alone sees no NPU",
+        "torch_npu is imported before its variables are set",
         "unset TORCH_DEVICE_BACKEND_AUTOLOAD",
     ),
     (
@@ -125,14 +121,6 @@ VALUES: tuple[Rule, ...] = (
     ),
     (
         (NPU,),
-        "ASCEND_LAUNCH_BLOCKING",
-        lambda value: value == "1",
-        warn,
-        "every operator waits for the device, which is for debugging",
-        "unset ASCEND_LAUNCH_BLOCKING",
-    ),
-    (
-        (NPU,),
         "ASCEND_GLOBAL_LOG_LEVEL",
         lambda value: value in ("0", "1"),
         warn,
@@ -158,8 +146,26 @@ VALUES: tuple[Rule, ...] = (
 )
 
 
+def refused(host: Host, wanted: Wanted) -> Iterator[Answer]:
+    """What a run itself would refuse or warn of, one variable at a time."""
+    for name in sorted(set(host.environ) - set(ascend_devices.NOT_MASKS)):  # those are said by `device mask`
+        sentences: list[str] = []
+        for role in (COLOCATED, ENGINE_ALONE):
+            try:
+                notes = platform.PLATFORMS[wanted.platform].check_environment(role, {name: host.environ[name]})
+                sentences += [f"warn: {note}" for note in notes]
+            except InputError as error:
+                sentences.append(f"fail: {error}")
+        if sentences:
+            found, _, mend = sentences[0].partition(": ")[2].rpartition(": ")
+            state = fail if all(s.startswith("fail") for s in sentences) and len(sentences) == 2 else warn
+            yield state(found, mend)
+
+
 def values(host: Host, wanted: Wanted) -> Iterator[Answer]:
-    trouble = False
+    answers = list(refused(host, wanted))
+    trouble = bool(answers)
+    yield from answers
     for platforms, name, is_wrong, state, why, mend in VALUES:
         if wanted.platform in platforms and name in host.environ and is_wrong(host.environ[name]):
             trouble = True
@@ -178,9 +184,13 @@ def values(host: Host, wanted: Wanted) -> Iterator[Answer]:
 
 def defaults(host: Host, wanted: Wanted) -> Iterator[Answer]:
     """What a run sets by itself is no trouble where it is missing; a user's own value wins, and is worth knowing."""
-    table = platform.PLATFORMS[wanted.platform].environment()
-    own = [f"{k}={host.environ[k]} (default {v})" for k, v in table.items() if host.environ.get(k, v) != v]
-    yield ok(f"a run sets {len(table)} defaults; yours differ in {', '.join(own) if own else 'none'}")
+    settings = platform.PLATFORMS[wanted.platform].environment(COLOCATED)
+    own = [
+        f"{setting.variable}={host.environ[setting.variable]} (default {setting.value})"
+        for setting in settings
+        if host.environ.get(setting.variable, setting.value) != setting.value
+    ]
+    yield ok(f"a run sets {len(settings)} defaults; yours differ in {', '.join(own) if own else 'none'}")
 
 
 def proxies(host: Host, wanted: Wanted) -> Iterator[Answer]:
