@@ -15,6 +15,7 @@ TIMEOUT_S = 240.0  # the first call on an NPU compiles for a minute; a machine u
 MATMUL_LIMITS = {"float32": 1e-5, "bfloat16": 1e-2}
 ATTENTION_LIMIT = 3e-2  # bfloat16 against float32; values are of order 1, and attention that is not causal differs by 1
 REFUSED = f"{InputError.__module__}.{InputError.__qualname__}: "  # how a traceback ends where a run refuses
+FIRST = "matrix product"
 LOOK = {
     CPU: "reinstall by requirements/cpu.lock",
     CUDA: "compare torch's build with the driver (`torch build`, `driver`)",
@@ -23,7 +24,9 @@ LOOK = {
 
 
 def _broken(ran: Ran, what: str, wanted: Wanted) -> Answer:
-    """A probe that did not get to its end."""
+    """A probe that did not get to its end; where a run would be refused, the first trial says why, the others skip."""
+    if ran.last_words.startswith(REFUSED) and what != FIRST:
+        return skip("a run is refused here: see `kernels`")
     said = f"no answer in {TIMEOUT_S:.0f} s" if ran.is_late else ran.last_words.removeprefix(REFUSED)
     return fail(f"{what}: {said}", LOOK[wanted.platform])
 
@@ -37,7 +40,7 @@ def kernels(host: Host, wanted: Wanted) -> Iterator[Answer]:
     """A matrix product and an attention call, in one process."""
     ran, figures = _figures(host, wanted, "kernels")
     if "matmul" not in figures:
-        yield _broken(ran, "matrix product", wanted)
+        yield _broken(ran, FIRST, wanted)
         return
     for dtype, limit in MATMUL_LIMITS.items():
         error = figures["matmul"][dtype]

@@ -7,13 +7,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from mega_rl.doctor.command import main
 from mega_rl.doctor.examine import CHECKS, examine, likely_platform, verdict
 from mega_rl.doctor.finding import Answer, Check, Finding, Wanted
 from mega_rl.doctor.host import Disk, Ran, ThisHost
 from mega_rl.doctor.machine import parse_ports
+from mega_rl.doctor.probes import kernels
 from mega_rl.doctor.smi import MIB, parse_npu_smi, parse_nvidia_smi
+from mega_rl.doctor.trials import ATTENTION_LIMIT
+from mega_rl.platform.attention import VarlenPacking, sdpa_attention
 from tests.launch import REPO, Launched, run
 from tests.recorded_hosts import (
     A3_26,
@@ -275,9 +279,28 @@ def test_trials_that_go_wrong(probe: str, ran: Ran, check: str, words: str) -> N
     assert len(found) == 1 and words in found[0].found and found[0].mend
 
 
+def test_a_refusal_is_said_once() -> None:
+    ran = Ran(1, "", "Traceback ...\nmega_rl.types.InputError: CANN is missing: install it\n")
+    found = [f for f in findings(HEALTHY.but(probes=dict.fromkeys(HEALTHY.probes, ran))) if f.area == "trials"]
+    assert [f.state for f in found] == ["fail", "skip", "skip", "skip"]
+    assert found[0].found == "matrix product: CANN is missing: install it"
+
+
 def test_one_device_cannot_hold_two_ranks() -> None:
     one = HEALTHY.but(probes={**HEALTHY.probes, "collective": reported(host=True, num_devices=1)})
     assert [f.state for f in of(findings(one), "collective")] == ["ok", "skip"]
+
+
+def test_attention_that_is_not_causal_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attend(q, k, v, ends_q, ends_k, *lengths, softmax_scale, causal):  # type: ignore[no-untyped-def]
+        packing = VarlenPacking(ends_q, ends_k, *lengths)
+        return sdpa_attention(q, k, v, packing, softmax_scale=softmax_scale, causal=causal and is_causal)
+
+    monkeypatch.setattr(kernels.platform, "varlen_attention", attend)
+    is_causal = True
+    assert kernels.attention_error(torch.device("cpu")) < ATTENTION_LIMIT / 2
+    is_causal = False
+    assert kernels.attention_error(torch.device("cpu")) > 10 * ATTENTION_LIMIT
 
 
 def test_a_check_that_raises_is_a_finding() -> None:
