@@ -78,11 +78,9 @@ def select(name: str = "auto", role: ProcessRole | None = None, mindspeed: MindS
     candidates = list(_KNOWN) if name == "auto" else [PLATFORMS[name]]
     for platform in candidates:
         notes = platform.check_environment(role, os.environ)
-        applied = environment.apply(platform.environment(role), os.environ)  # before the vendor's library is imported
-        reason = platform.absence()
+        reason, applied = _try(platform, role)
         if reason is None:
             break
-        environment.revert(applied, os.environ)
         if name != "auto":
             raise InputError(f"{source} is {name!r}, but {reason}")
     _selected, _mindspeed = platform, mindspeed
@@ -91,6 +89,18 @@ def select(name: str = "auto", role: ProcessRole | None = None, mindspeed: MindS
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # a pass over every new tensor that changes nothing
     return platform
+
+
+def _try(platform: Platform, role: ProcessRole) -> tuple[str | None, list[Applied]]:
+    """Why a platform cannot be used, and its environment, which stands only where it can."""
+    applied = environment.apply(platform.environment(role), os.environ)  # before the vendor's library is imported
+    reason: str | None = "it is broken"
+    try:
+        reason = platform.absence()
+    finally:
+        if reason is not None:
+            environment.revert(applied, os.environ)
+    return reason, applied
 
 
 def current() -> Platform:

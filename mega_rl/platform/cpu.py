@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.config.schema import MindSpeedConfig
-from mega_rl.platform import cpu_accelerator
+from mega_rl.platform import accelerator
 from mega_rl.platform.attention import VarlenPacking, sdpa_attention
 from mega_rl.platform.base import MemoryStats, ProcessRole, Setting
 from mega_rl.platform.host import host_peak_bytes, reset_host_peak
@@ -34,7 +34,7 @@ class CpuPlatform:
         return ()
 
     def prepare(self, mindspeed: MindSpeedConfig | None = None) -> Sequence[str]:
-        cpu_accelerator.install()
+        accelerator.install("cpu", accelerator.HostDevice())
         return ()
 
     def set_device(self, local_rank: int) -> torch.device:

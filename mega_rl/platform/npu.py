@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.config.schema import MindSpeedConfig
-from mega_rl.platform import ascend_devices, ascend_environment, ascend_install, versions
+from mega_rl.platform import accelerator, ascend_devices, ascend_environment, ascend_install, versions
 from mega_rl.platform import mindspeed as mindspeed_adaptor
 from mega_rl.platform.attention import VarlenPacking, once_per_tensor, read_borders
 from mega_rl.platform.base import MemoryStats, ProcessRole, Setting
@@ -74,9 +74,8 @@ class NpuPlatform:
         missing = ascend_install.missing_library()
         if missing is not None:
             raise InputError(f"torch_npu is installed, but {missing}; or choose platform.name=cpu")
-        mask = ascend_devices.read_mask(os.environ)
         num_visible = _num_visible()
-        ascend_devices.check_visible(mask, num_visible)
+        ascend_devices.check_visible(ascend_devices.read_mask(os.environ), num_visible)
         if num_visible == 0:
             return "no device is usable here: see whether `npu-smi info` lists one, or choose cpu"
         return None
@@ -88,7 +87,11 @@ class NpuPlatform:
         return ascend_environment.check(role, environ)
 
     def prepare(self, mindspeed: MindSpeedConfig | None = None) -> Sequence[str]:
-        return mindspeed_adaptor.enable(mindspeed or MindSpeedConfig())
+        settings = mindspeed or MindSpeedConfig()
+        if mindspeed_adaptor.is_used(settings):
+            return mindspeed_adaptor.enable(settings)
+        accelerator.install(self.name, _torch_npu())
+        return mindspeed_adaptor.without(settings)
 
     def set_device(self, local_rank: int) -> torch.device:
         ascend_devices.check_local_rank(local_rank, _num_visible(), ascend_devices.read_mask(os.environ))
