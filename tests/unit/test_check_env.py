@@ -137,7 +137,15 @@ def test_health_memory_and_processes_of_devices() -> None:
     masked = findings(
         HEALTHY.with_environ(ASCEND_RT_VISIBLE_DEVICES="0,1").but(commands={"npu-smi info": Ran(0, table)})
     )
-    assert troubles(masked) == [] and "leaves out 2 (OK), 3 (Alarm)" in of(masked, "device health")[0].found
+    small = a2_table(running={5: (4711, "python3.11", 100)})
+    assert (
+        "in use by pid 4711"
+        in of(findings(HEALTHY.but(commands={"npu-smi info": Ran(0, small)})), "device memory")[0].found
+    )
+    hidden = table.replace("4711", "No  ")
+    unnamed = of(findings(HEALTHY.but(commands={"npu-smi info": Ran(0, hidden)})), "device memory")[0]
+    assert unnamed.state == "warn" and "no process that is listed here" in unnamed.found  # it runs in another container
+    assert troubles(masked) == [] and "the mask leaves out 3 (Alarm)" in of(masked, "device health")[0].found
 
 
 @pytest.mark.parametrize(
@@ -167,6 +175,8 @@ def test_forms_of_npu_smi() -> None:
     assert [(p.device, p.pid) for p in a3.processes] == [(1, 632268)]
     (p310,) = parse_npu_smi(A310P).devices
     assert (p310.name, p310.used_bytes // MIB, p310.total_bytes // MIB) == ("310P3", 1397, 44280)
+    (a1,) = parse_npu_smi(a2_table(number=1).replace("0    / 0          3380", "2621 / 15171      9000")).devices
+    assert (a1.used_bytes // MIB, a1.total_bytes // MIB) == (9000, 65536)  # memory of both kinds: HBM counts
     without_chips = A3_26.replace("NPU     Chip ", "NPU ID       ").replace("| 0       1  ", "| 0          ")
     assert [p.device for p in parse_npu_smi(without_chips).processes] == [0]
     assert parse_npu_smi(REFUSED).devices == ()
