@@ -17,7 +17,7 @@ ROWS = (
     ("parallel",),
     ("data", "bridge"),
     ("megatron", "rollout"),
-    ("stages",),
+    ("stages", "doctor"),
     ("tools", "examples"),
 )
 ROW = {package: row for row, packages in enumerate(ROWS) for package in packages}
