@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
+import importlib.util
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from mega_rl.config.schema import RolloutConfig
@@ -102,3 +105,27 @@ def engine_arguments(
         "logprobs_mode": "processed_logprobs",  # after the temperature: the distribution that is really sampled from
         "worker_extension_cls": WORKER_EXTENSION,
     }
+
+
+def ascend_options() -> Collection[str]:
+    """What the installed vllm-ascend reads of ``additional_config``; it ignores every other name without a word."""
+    found = importlib.util.find_spec("vllm_ascend")
+    if found is None or found.origin is None:
+        return ()
+    return option_names(Path(found.origin).with_name("ascend_config.py").read_text(encoding="utf-8"))
+
+
+def option_names(source: str) -> Collection[str]:
+    """Names asked of ``additional_config`` in vllm-ascend's ``ascend_config.py``, which cannot be imported before an
+    engine has chosen its platform."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        called, arguments = ast.unparse(node.func), node.args
+        if called.endswith("_get_config_value") and arguments and ast.unparse(arguments[0]) == "additional_config":
+            arguments = arguments[1:]
+        elif called != "additional_config.get":
+            continue
+        names |= {str(a.value) for a in arguments[:1] if isinstance(a, ast.Constant)}
+    return names
