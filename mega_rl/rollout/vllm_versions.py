@@ -161,8 +161,9 @@ def transposed_weight(names: Iterable[str], device_type: str) -> str | None:
 def undo_wake_up(model: torch.nn.Module) -> None:
     """Give experts back the layout that they had before vllm-ascend's ``wake_up``, ahead of a reload.
 
-    ``wake_up`` of 0.23 shows the experts' weights as a loader wants them, as transposed views of the same memory. vLLM's
-    reload copies what it has processed into the tensors that it finds, which must be those that the engine works with.
+    ``wake_up`` of 0.23 shows the experts' weights as a loader wants them, as transposed views of the same memory.
+    vLLM's reload copies what it has processed into the tensors that it finds: they must be as the engine works with
+    them.
     """
     for name, parameter in model.named_parameters():
         if name.rpartition(".")[2] in EXPERT_WEIGHTS and not parameter.is_contiguous():
