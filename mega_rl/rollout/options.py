@@ -120,9 +120,7 @@ def additional_config(given: Any, known: Collection[str]) -> dict[str, Any]:
     field = "rollout.vllm.additional_config"
     options = {} if given is None else given
     if not isinstance(options, Mapping):
-        raise InputError(
-            f"{field} is {options!r}: give the options of vllm-ascend, such as {{enable_cpu_binding: true}}."
-        )
+        raise InputError(f"{field} is {options!r}: give vllm-ascend's options, such as {{enable_cpu_binding: true}}.")
     for name, value in options.items():
         if known and name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]

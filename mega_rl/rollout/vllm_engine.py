@@ -182,7 +182,7 @@ class VLLMEngine:
 
 def _construct(model_path: str, rollout: RolloutConfig, max_model_len: int, device_type: str, dtype: str) -> Any:
     """A ``vllm.LLM`` that leaves the process as it found it."""
-    external = dist.is_initialized() and dist.get_world_size() > 1
+    external = dist.is_initialized() and (dist.get_world_size() > 1 or os.environ.get("LOCAL_RANK", "0") != "0")
     with preserved_process(device_type):
         from vllm import LLM
         from vllm.distributed.parallel_state import get_tp_group
