@@ -7,8 +7,6 @@ from typing import Any
 
 from mega_rl.types import InputError
 
-ACCELERATORS = ("NPU", "GPU")  # Ray's names of resources
-
 
 def bundle(actor_options: Mapping[str, Any]) -> dict[str, float]:
     """What one worker takes of its node, by resource name, out of the options of its actor."""
@@ -32,14 +30,13 @@ def check_room(
         total, needed = sum(node.get(name, 0) for node in nodes), amount * num_workers
         if total >= needed:
             continue
-        others = {n: sum(node.get(n, 0) for node in nodes) for n in ACCELERATORS if n != name}
-        for other, offered in others.items():
-            if name in ACCELERATORS and not total and offered:
-                raise InputError(
-                    f"rollout.placement=separate asks Ray for {name}, of which this cluster has none, and it offers "
-                    f"{other}: {offered:g}, so that engines would wait for ever: start its nodes with "
-                    f"`ray start --resources='{{\"{name}\": 8}}'`{_instead(other)}."
-                )
+        gpus = sum(node.get("GPU", 0) for node in nodes)
+        if name == "NPU" and total == 0 and gpus:
+            raise InputError(
+                "rollout.placement=separate asks Ray for NPU, of which this cluster has none, and it offers GPU: "
+                f"{gpus:g}, so that engines would wait for ever: start its nodes with "
+                "`ray start --resources='{\"NPU\": 8}'`, not with --num-gpus."
+            )
         raise InputError(
             f"rollout.placement=separate needs {name}: {needed:g} ({wanted}), and the Ray cluster has {total:g}: lower "
             "one of the two, or add nodes."
@@ -53,8 +50,3 @@ def check_room(
             f"nodes of the Ray cluster have room for {room} such engines ({held}): lower rollout.tensor_parallel_size "
             "or rollout.num_engines, or add nodes."
         )
-
-
-def _instead(other: str) -> str:
-    """What the cluster was started with that no worker asks for."""
-    return ", not with --num-gpus" if other == "GPU" else ""

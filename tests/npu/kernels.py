@@ -130,8 +130,6 @@ def install(stand_ins: Mapping[str, Callable[..., Any]]) -> int:
                 continue
             if namespace not in _libraries:
                 _libraries[namespace] = torch.library.Library(namespace, "IMPL")
-            _libraries[namespace].impl(
-                rest, _kernel(name, stand_ins.get(name, operator)), "PrivateUse1", allow_override=True
-            )
+            _libraries[namespace].impl(rest, _kernel(name, stand_ins.get(name, operator)), "PrivateUse1", allow_override=True)
             number += 1
     return number
