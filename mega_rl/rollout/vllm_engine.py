@@ -152,6 +152,11 @@ class VLLMEngine:
         self._version = version
 
     def sleep(self) -> None:
+        """Weights wait in host memory, the cache of keys and values is dropped.
+
+        Level 2, which would drop the weights too, is not used: vllm-ascend 0.23 keeps rotary tables in the same memory
+        pool but not among the model's buffers, which alone would come back.
+        """
         if self._can_sleep:
             self._llm.sleep(level=1)
 

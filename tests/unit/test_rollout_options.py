@@ -75,6 +75,8 @@ def test_accelerator_arguments() -> None:
     found = arguments(RolloutConfig(vllm={"additional_config": {"other": 1}, "kv_cache_memory_bytes": 5}), "npu")
     assert found["additional_config"] == {"weight_nz_mode": 0, "other": 1}
     assert found["enable_sleep_mode"] is True and found["kv_cache_memory_bytes"] == 5
+    assert found["enforce_eager"] is False, "graphs are the default where there is a device"
+    assert arguments(RolloutConfig(vllm={"enforce_eager": True}), "npu")["enforce_eager"] is True
     assert "distributed_executor_backend" not in found
 
 
