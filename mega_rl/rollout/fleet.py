@@ -129,10 +129,11 @@ def place(ray: Any, size: int, actor_options: Mapping[str, Any]) -> list[Any]:
     group = ray.util.placement_group([worker] * size, strategy="STRICT_PACK")
     if not group.wait(PLACEMENT_TIMEOUT_S):
         ray.util.remove_placement_group(group)
+        free = ray.available_resources()
         raise InputError(
             f"rollout.placement=separate found no room for an engine of {size} processes with {worker} each on one "
-            f"node of the Ray cluster, of which {ray.available_resources()} is free: wait for its other users, lower "
-            "rollout.num_engines or rollout.tensor_parallel_size, or add nodes."
+            f"node of the Ray cluster, where { ({name: free.get(name, 0) for name in worker}) } is free: wait for its "
+            "other users, lower rollout.num_engines or rollout.tensor_parallel_size, or add nodes."
         )
     strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
     remote_class = ray.remote(EngineProcess)

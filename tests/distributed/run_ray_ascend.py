@@ -6,6 +6,7 @@ Started by ``test_ray_ascend.py``. Every check prints one line ``CHECK <name> 0 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -21,7 +22,7 @@ from mega_rl.rollout.ray_room import bundle, check_room
 from mega_rl.types import InputError
 from tests.distributed.rollout_checks import check
 
-PHYSICAL = ("4", "6")  # the mask of the node
+PHYSICAL = ("2", "4", "6", "7")  # the mask of the node
 OPTIONS = NpuPlatform.actor_options
 NEVER_S = 3  # long enough for a placement that is possible
 
@@ -44,32 +45,39 @@ def refused(num_engines: int, engine_size: int) -> str:
     raise AssertionError("accepted")
 
 
-def devices(actor_options: dict[str, Any]) -> list[tuple[str | None, int]]:
-    """The mask and the index of both workers of one engine, which then goes."""
-    workers = fleet.place(ray, 2, actor_options)
-    found = ray.get([worker.device.remote("npu") for worker in workers])
-    for worker in workers:
-        ray.kill(worker)
-    return sorted(found)
+def devices(actor_options: Mapping[str, Any]) -> list[tuple[str | None, int]]:
+    """The mask and the index of both workers of an engine, whose devices stay taken."""
+    return ray.get([worker.device.remote("npu") for worker in fleet.place(ray, 2, actor_options)])
 
 
-def ray_masks_each_worker() -> None:
-    """Each sees its own device alone, under the physical id that the node's mask has, and as device 0."""
-    assert devices(dict(OPTIONS)) == [(PHYSICAL[0], 0), (PHYSICAL[1], 0)]
-
-
-def physical_ids_are_mapped_by_the_mask() -> None:
-    """Where Ray is told to keep the node's mask, ids are physical and devices are found by their index."""
-    variables = {"env_vars": {RAY_KEEPS_MASK: "1"}}
-    assert devices({**OPTIONS, "runtime_env": variables}) == [(",".join(PHYSICAL), 0), (",".join(PHYSICAL), 1)]
+def each_worker_finds_its_own_device() -> None:
+    """Where Ray masks, a worker sees one device, under its physical id and as device 0; where it is told to keep the
+    node's mask, a worker finds its device by index: together the four workers have all four.
+    """
+    masked = devices(OPTIONS)
+    assert all(mask in PHYSICAL and index == 0 for mask, index in masked), masked
+    kept = devices({**OPTIONS, "runtime_env": {"env_vars": {RAY_KEEPS_MASK: "1"}}})
+    assert all(mask == ",".join(PHYSICAL) for mask, _ in kept), kept
+    taken = sorted([mask for mask, _ in masked] + [PHYSICAL[index] for _, index in kept])
+    assert taken == sorted(PHYSICAL), (masked, kept)
 
 
 def too_few_devices_are_counted() -> None:
     """At once, and rightly: Ray itself never places the engine."""
-    assert "needs NPU: 3 (rollout.num_engines 1 x" in refused(1, 3) and "has 2" in refused(1, 3)
-    group = ray.util.placement_group([bundle(OPTIONS)] * 3, strategy="STRICT_PACK")
+    assert "needs NPU: 5 (rollout.num_engines 1 x" in refused(1, 5) and "has 4" in refused(1, 5)
+    group = ray.util.placement_group([bundle(OPTIONS)] * 5, strategy="STRICT_PACK")
     assert not group.wait(NEVER_S)
     ray.util.remove_placement_group(group)
+
+
+def devices_in_use_are_waited_for_and_said() -> None:
+    fleet.PLACEMENT_TIMEOUT_S = NEVER_S
+    try:
+        fleet.place(ray, 2, OPTIONS)
+    except InputError as error:
+        assert "found no room for an engine of 2" in str(error) and "'NPU': 0" in str(error), error
+    else:
+        raise AssertionError("placed on devices that others have")
 
 
 def a_cluster_of_gpus_is_named() -> None:
@@ -94,8 +102,8 @@ def a_fleet_says_so_before_it_starts_anything() -> None:
 
 if __name__ == "__main__":
     os.environ[MASK] = ",".join(PHYSICAL)
-    start(num_cpus=4, num_gpus=0, resources={"NPU": 2})
-    for body in (ray_masks_each_worker, physical_ids_are_mapped_by_the_mask, too_few_devices_are_counted):
+    start(num_cpus=8, num_gpus=0, resources={"NPU": 4})
+    for body in (each_worker_finds_its_own_device, too_few_devices_are_counted, devices_in_use_are_waited_for_and_said):
         check(body.__name__, body)
     ray.shutdown()
     del os.environ[MASK]

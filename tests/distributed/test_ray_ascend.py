@@ -14,9 +14,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 SCRIPT = REPO / "tests" / "distributed" / "run_ray_ascend.py"
 CHECKS = (
-    "ray_masks_each_worker",
-    "physical_ids_are_mapped_by_the_mask",
+    "each_worker_finds_its_own_device",
     "too_few_devices_are_counted",
+    "devices_in_use_are_waited_for_and_said",
     "a_cluster_of_gpus_is_named",
     "a_fleet_says_so_before_it_starts_anything",
 )

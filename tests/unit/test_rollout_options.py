@@ -122,7 +122,7 @@ def test_environment_defaults_leave_the_users_values() -> None:
     assert environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     other: dict[str, str] = {}
     set_environment("npu", other)
-    assert other["VLLM_ASCEND_ENABLE_NZ"] == "0" and "TORCHDYNAMO_DISABLE" not in other
+    assert other["HF_HUB_OFFLINE"] == "1" and "TORCHDYNAMO_DISABLE" not in other
 
 
 def test_preserved_process_puts_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:

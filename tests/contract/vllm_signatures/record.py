@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mega_rl.config.schema import RolloutConfig
+from mega_rl.platform.ascend_environment import NZ
 from mega_rl.rollout import environment
 from mega_rl.rollout.options import engine_arguments, option_names
 from tests.contract.vllm_signatures.uses import ROLLOUT, WORKER, uses
@@ -55,7 +56,7 @@ def said() -> dict[str, Any]:
 
 def variables() -> list[str]:
     """vLLM's own environment variables among those that we set."""
-    names = {**environment._REQUIRED, **environment._DEFAULTS}
+    names = {**environment._REQUIRED, **environment._DEFAULTS, NZ: "0"}
     for of_device in environment._DEVICE_DEFAULTS.values():
         names |= of_device
     return [name for name in names if name.startswith("VLLM_")]
