@@ -89,7 +89,10 @@ def engine_arguments(
         defaults["gpu_memory_utilization"] = 0.4  # the trainer lives on the same device
     arguments = {name: value for name, value in defaults.items() if name in known} | dict(rollout.vllm)
     if device_type == "npu":
-        arguments["additional_config"] = additional_config(rollout.vllm.get("additional_config"), ascend_options())
+        options = additional_config(rollout.vllm.get("additional_config"), ascend_options())
+        # It would bind the threads of the process, which is the trainer's too and is bound by CPU_AFFINITY_CONF.
+        unbound = {"enable_cpu_binding": False} if is_colocated else {}
+        arguments["additional_config"] = unbound | options
     if on_cpu:
         arguments["kv_cache_memory_bytes"] = rollout.kv_cache_bytes
     if not is_colocated:

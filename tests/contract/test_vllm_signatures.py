@@ -149,7 +149,11 @@ def test_the_ascend_worker_takes_the_calls_of_its_vllm() -> None:
                 checked += 1
                 assert [p["name"] for p in of_ascend["parameters"]] == [p["name"] for p in entry["parameters"]], path
     assert checked >= 6
-    assert "weight_nz_mode" in recorded(ASCEND)["additional_config"]
+
+
+def test_vllm_ascend_reads_the_options_that_we_set() -> None:
+    ours = record.said()["additional_config"]
+    assert "weight_nz_mode" in ours and set(ours) <= set(recorded(ASCEND)["additional_config"])
 
 
 @pytest.mark.parametrize(("version", "expected"), [(OLDEST, {"is_checkpoint_format": False}), (NEWEST, {})])

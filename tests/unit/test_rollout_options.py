@@ -73,7 +73,7 @@ def test_a_default_gives_way() -> None:
 
 def test_accelerator_arguments() -> None:
     found = arguments(RolloutConfig(vllm={"additional_config": {"other": 1}, "kv_cache_memory_bytes": 5}), "npu")
-    assert found["additional_config"] == {"weight_nz_mode": 0, "other": 1}
+    assert found["additional_config"] == {"enable_cpu_binding": False, "weight_nz_mode": 0, "other": 1}
     assert found["enable_sleep_mode"] is True and found["kv_cache_memory_bytes"] == 5
     assert found["enforce_eager"] is False, "graphs are the default where there is a device"
     assert arguments(RolloutConfig(vllm={"enforce_eager": True}), "npu")["enforce_eager"] is True
@@ -110,6 +110,7 @@ class AscendConfig:
 def test_separate_engines_have_their_devices_to_themselves() -> None:
     found = arguments(RolloutConfig(placement="separate"), "npu")
     assert found["weight_transfer_config"] == {"backend": "mega_rl"}
+    assert found["additional_config"] == {"weight_nz_mode": 0}
     assert found["enable_sleep_mode"] is False and "gpu_memory_utilization" not in found
     assert "weight_transfer_config" not in arguments(RolloutConfig(), "npu")
 

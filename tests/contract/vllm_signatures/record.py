@@ -37,9 +37,9 @@ VALUES = {  # the lists of what may be said -> the engine argument that we say
 
 
 def said() -> dict[str, Any]:
-    """Every engine argument that we give on some device, with one of its values."""
+    """Every engine argument that we give on some device, with the value of a colocated engine on Ascend if any."""
     found: dict[str, Any] = {}
-    for device_type in ("cpu", "npu", "other"):
+    for device_type in ("npu", "cpu", "other"):
         for placement in ("colocated", "separate"):
             arguments = engine_arguments(
                 RolloutConfig(placement=placement),
@@ -50,7 +50,7 @@ def said() -> dict[str, Any]:
                 known=("enforce_eager", "disable_log_stats", "use_tqdm_on_load", "enable_sleep_mode"),
                 external=True,
             )
-            found |= arguments
+            found = arguments | found
     return found
 
 
