@@ -5,8 +5,8 @@
 For every case an engine is built and trained for one step. State is the size of its buffers and optimizer tensors on
 each rank, which the plan must meet exactly. Activations are the storages that live between the beginning of the forward
 pass and the end of the backward pass and were made in between, counted after every operator: "kept" at the moment when
-the loss of the first micro-batch is known (on the last pipeline stage), "peak" at the fullest moment. Shown is the rank
-that the plan misses most. Storage that an operator takes and gives back inside is not seen.
+the loss of the first micro-batch is known (without pipeline stages), "peak" at the fullest moment, "forward" at that of
+log-probabilities without gradients. Shown is the rank that the plan misses most. Storage that an operator takes and gives back inside is not seen.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from mega_rl.planning.state import TrainerState, stage_buffers, trainer_state
 from mega_rl.types import Microbatch, Sequence, TokenStats
 
 NUM_RANKS = 2
+ACTIVATIONS = ("kept", "peak", "forward")
 PEAK_TOLERANCE = 0.002  # relative: counting what lives takes long
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
@@ -245,14 +246,17 @@ def measure(case: Case, directory: Path) -> list[dict[str, dict[str, int]]]:
     with groups(config) as layout:
         engine = MegatronEngine(config, shape, layout, torch.device("cpu"), HFReader(config.model.path), 10)
         stage = layout.coordinates(rank).pipeline
-        live, kept = LiveBytes(), list[int]()
+        microbatches = make_microbatches(case, layout, shape.vocab_size)
+        live, forward, kept = LiveBytes(), LiveBytes(), list[int]()
 
         def loss(stats: TokenStats, microbatch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
             kept.append(live.now())
             return -(stats.logprobs * microbatch.loss_mask).sum() / microbatch.num_tokens, {}
 
         with live:
-            engine.forward_backward(make_microbatches(case, layout, shape.vocab_size), loss)
+            engine.forward_backward(microbatches, loss)
+        with forward:
+            engine.token_stats(microbatches)
         engine.optimizer_step()
         if rank == 0:
             print(case.name, file=sys.stderr, flush=True)
@@ -265,8 +269,8 @@ def measure(case: Case, directory: Path) -> list[dict[str, dict[str, int]]]:
             "planned": {name: getattr(state, name) for name in measured_state(engine)},
             "measured": measured_state(engine),
         }
-        own["planned"] |= {"peak": planned.training}
-        own["measured"] |= {"peak": live.peak}
+        own["planned"] |= {"peak": planned.training, "forward": planned.forward_only}
+        own["measured"] |= {"peak": live.peak, "forward": forward.peak}
         if kept and layout.pipeline == 1:
             own["planned"] |= {"kept": planned.kept}
             own["measured"] |= {"kept": kept[0]}
@@ -280,11 +284,11 @@ def error(rank: dict[str, dict[str, int]], name: str) -> float:
 
 def row(case: Case, ranks: list[dict[str, dict[str, int]]]) -> list[Any]:
     cells: list[Any] = [case.name]
-    states = [name for name in ranks[0]["measured"] if name not in ("kept", "peak")]
+    states = [name for name in ranks[0]["measured"] if name not in ACTIVATIONS]
     differing = [name for rank in ranks for name in states if rank["planned"][name] != rank["measured"][name]]
     total = sum(rank["measured"][name] for rank in ranks for name in states if name != "reference")
     cells += [f"{total / 2**20:.1f}", "equal" if not differing else f"{', '.join(differing)} differ"]
-    for name in ("kept", "peak"):
+    for name in ACTIVATIONS:
         if name not in ranks[0]["measured"]:
             cells += ["", "", ""]
             continue
@@ -312,7 +316,8 @@ def main() -> None:
         results = [(case, measure(case, directory)) for case in cases]
         dist.barrier()
     if dist.get_rank() == 0:
-        header = ["case", "state MiB", "plan", "kept MiB", "planned", "error", "peak MiB", "planned", "error"]
+        header = ["case", "state MiB", "plan"]
+        header += [title for name in ACTIVATIONS for title in (f"{name} MiB", "planned", "error")]
         figures = [{"case": case.name, **asdict(case), "ranks": ranks} for case, ranks in results]
         text = table(header, [row(case, ranks) for case, ranks in results])
         publish("Memory plan", text, "cpu", {"results": json.loads(json.dumps(figures))}, options.json)

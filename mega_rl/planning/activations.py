@@ -41,7 +41,9 @@ class Layer:
     experts: int  # of it: router, dispatch and experts
     shared: int  # of it: the expert that sees every token
     input: int  # its input alone, all that full recomputation keeps
-    backward: int  # what the backward pass takes besides at its fullest moment
+    forward: int  # what its forward pass takes besides at its fullest moment
+    backward: int  # what its backward pass takes besides
+    alone: int  # all that its forward pass takes without gradients
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,9 @@ class ActivationModel:
             experts=experts,
             shared=shared,
             input=hidden * self.item,
+            forward=2 * hidden * self.item + self._experts_forward(mixture),
             backward=2 * hidden * self.item + self._mlp_backward(mixture),
+            alone=3 * hidden * self.item + self._forward_alone(mixture),
         )
 
     def _norm(self, num_elements: int, rows: int) -> int:
@@ -179,6 +183,23 @@ class ActivationModel:
 
     # --- working memory ----------------------------------------------------------------------------------------------
 
+    def _experts_forward(self, mixture: Mixture | None) -> int:
+        """Tokens on their way to the experts, outputs one by one and together; the shared expert's, and its scaled."""
+        if mixture is None:
+            return 0
+        shared = 2 * self.cut if mixture.shared_ffn_size else 0
+        return (3 * self._pairs(mixture) + shared) * self.shape.hidden_size * self.item
+
+    def _forward_alone(self, mixture: Mixture | None) -> int:
+        """The fullest part of a layer without gradients, beside residual, input and output."""
+        shape, tokens, tensor = self.shape, self.local, self.layout.tensor
+        q, k = shape.q_size // tensor, shape.kv_size // tensor
+        attention = tokens * (2 * q + 3 * k + self.operators.attention_outputs * q) * self.item
+        if mixture:
+            return max(attention, self._experts_forward(mixture))
+        gate = tokens * shape.ffn_size // tensor * (3 + self.operators.swiglu_temporaries) * self.item
+        return max(attention, gate)
+
     def _mlp_backward(self, mixture: Mixture | None) -> int:
         """Gradients on the way through the MLP, the fullest part of a layer's backward pass."""
         hidden, more = self.shape.hidden_size, self.operators.swiglu_temporaries
@@ -193,10 +214,14 @@ class ActivationModel:
         through_down = self.local * (width + hidden) + hidden * width
         return max(through_gate, through_down) * self.item
 
+    @property
+    def _vocabulary_rows(self) -> int:
+        """Of this rank, with padding."""
+        return padded_vocab_size(self.shape.vocab_size, self.layout.tensor) // self.layout.tensor
+
     def _loss(self) -> tuple[int, int, int]:
         """Kept by the last norm and the loss; taken by the loss forward and backward."""
-        shape, item, tokens = self.shape, self.item, self.local
-        rows = padded_vocab_size(shape.vocab_size, self.layout.tensor) // self.layout.tensor
+        shape, item, tokens, rows = self.shape, self.item, self.local, self._vocabulary_rows
         hidden = tokens * shape.hidden_size
         kept = self._norm(self.cut * shape.hidden_size, self.cut)
         if self.config.parallel.sequence:
@@ -221,18 +246,21 @@ class ActivationModel:
         kept = [sum(self._kept(layers[shape.has_experts(i)], i - chunk.start) for i in chunk) for chunk in chunks]
         last = layers[shape.has_experts(chunks[-1][-1])]
         again = last.kept - self._kept(last, chunks[-1][-1] - chunks[-1].start)
-        boundary = self.cut * shape.hidden_size * self.item if layout.pipeline > 1 else 0  # sent to the next stage
+        message = self.cut * shape.hidden_size * self.item if layout.pipeline > 1 else 0  # from stage to stage
         rotary = (self.local + self.tokens.longest) * shape.head_dim * 4
-        each = boundary + rotary + self.local * TOKEN_BYTES
+        each = message + rotary + self.local * TOKEN_BYTES
         flights = self._flights(stage)
         kept_of_all = sum(count * (size + each) for count, size in zip(flights, kept, strict=True))
-        working = again + last.backward
-        forward_only = max(layer.kept for layer in layers.values())
+        working = message * (3 if layout.num_chunks > 1 else 0)  # interleaved stages expect and send several at a time
+        working += again + max(last.backward, last.forward if again else 0)
+        if shape.tied and layout.pipeline == 1:  # the output layer's gradient waits for the embedding's
+            working += self._vocabulary_rows * shape.hidden_size * self.item
+        forward_only = max(layer.alone for layer in layers.values())
         if stage == layout.pipeline - 1:
             of_loss, tiles, backward = self._loss()
             kept_of_all += of_loss
             working = max(working - of_loss, backward)
-            forward_only = max(forward_only, of_loss + tiles)
+            forward_only = max(forward_only, 2 * self.local * shape.hidden_size * self.item + tiles)
         share = sum(count * len(chunk) for count, chunk in zip(flights, chunks, strict=True))
         return Activations(share / sum(map(len, chunks)), kept_of_all, working, forward_only + each)
 
