@@ -6,7 +6,8 @@ For every case an engine is built and trained for one step. State is the size of
 each rank, which the plan must meet exactly. Activations are the storages that live between the beginning of the forward
 pass and the end of the backward pass and were made in between, counted after every operator: "kept" at the moment when
 the loss of the first micro-batch is known (without pipeline stages), "peak" at the fullest moment, "forward" at that of
-log-probabilities without gradients. Shown is the rank that the plan misses most. Storage that an operator takes and gives back inside is not seen.
+log-probabilities without gradients. Shown is the rank that the plan misses most. Storage that an operator takes and
+gives back inside is not seen.
 """
 
 from __future__ import annotations

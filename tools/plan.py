@@ -31,8 +31,7 @@ from mega_rl.planning.steps import RunLength, fullest_microbatches, run_length
 from mega_rl.types import InputError
 
 GIB = 1 << 30
-UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": GIB, "TiB": 1 << 40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B)")
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(i?)B")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -58,7 +57,8 @@ def size_in_bytes(option: str, text: str) -> int:
     match = SIZE.fullmatch(text.strip())
     if match is None:
         raise InputError(f"{option} is {text!r}: write a number with a unit, such as 64GiB or 80GB")
-    return int(float(match[1]) * UNITS[match[2]])
+    number, prefix, is_binary = match.groups()
+    return int(float(number) * (1024 if is_binary else 1000) ** ("KMGT".index(prefix) + 1))
 
 
 def machine_of(options: argparse.Namespace, config: RunConfig) -> Machine:
@@ -119,11 +119,11 @@ def engine_lines(plan: MemoryPlan) -> list[str]:
     if engine is None:
         return []
     lines = [
-        f"engine: {gib(engine.share)} GiB per device while awake: weights {gib(engine.weights)} (exact), working memory "
-        f"{gib(engine.working)} (estimate), key-value memory {gib(engine.cache)}",
+        f"engine: {gib(engine.share)} GiB per device while awake: weights {gib(engine.weights)} (exact), working "
+        f"memory {gib(engine.working)} (estimate), key-value memory {gib(engine.cache)}",
         f"        {engine.num_blocks:,} blocks, {engine.bytes_per_token:,} bytes per token and device: "
-        f"{engine.num_sequences:,} sequences of the greatest length at a time, {engine.sequences_per_engine:,} to sample "
-        f"per engine and step; {rollout.tensor_parallel_size} devices per engine",
+        f"{engine.num_sequences:,} sequences of the greatest length at a time, {engine.sequences_per_engine:,} to "
+        f"sample per engine and step; {rollout.tensor_parallel_size} devices per engine",
     ]
     if not engine.fits:
         lines.append("        TOO LITTLE for a single sequence: raise rollout.vllm.gpu_memory_utilization")
@@ -160,8 +160,10 @@ def verdict(plan: MemoryPlan) -> str:
     phase, rank, machine = plan.worst.fullest.name, plan.worst.rank, plan.machine
     where = f"rank {rank} in phase {phase}"
     if plan.excess_bytes > 0:
-        total = gib(machine.device_bytes)
-        return f"does not fit: {where} lacks {gib(plan.excess_bytes)} GiB of {total} GiB on {machine.num_devices} devices"
+        return (
+            f"does not fit: {where} lacks {gib(plan.excess_bytes)} GiB of {gib(machine.device_bytes)} GiB on "
+            f"{machine.num_devices} devices"
+        )
     if plan.engine is not None and not plan.engine.fits:
         return (
             "does not fit: the engine's share leaves no key-value memory for one sequence, raise "
@@ -228,8 +230,8 @@ def show(plan: MemoryPlan, shape: ModelShape, length: RunLength, changes: Sequen
     axes = ("tensor", "context", "data", "pipeline", "expert", "expert_tensor")
     sizes = ", ".join(f"{axis} {getattr(layout, axis)}" for axis in axes)
     console.print(
-        f"{shape.family}, {shape.num_layers} layers, on {machine.num_devices} devices of {gib(machine.device_bytes)} GiB "
-        f"({machine.platform}): {sizes}\n",
+        f"{shape.family}, {shape.num_layers} layers, on {machine.num_devices} devices of "
+        f"{gib(machine.device_bytes)} GiB ({machine.platform}): {sizes}\n",
         highlight=False,
     )
     console.print(phase_table(plan), weights_table(plan), highlight=False)
@@ -244,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     config = load_config(options.config, options.overrides)
     platform.check_name(config.platform.name)
-    validate(config, options.devices, has_files=False)
+    validate(config, has_files=False)
     machine = machine_of(options, config)
     shape = read_model_shape(config.model.path)
     plan = make_plan(config, shape, machine)

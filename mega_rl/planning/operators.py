@@ -1,7 +1,7 @@
 """What the operators of each platform keep for the backward pass, and what theirs takes while it runs.
 
-The counts are of the kernels that ``mega_rl.platform`` chooses. Those of the CPU are measured (``benchmarks/memory.py``);
-those of the accelerators follow from the signatures of their kernels.
+The counts are of the kernels that ``mega_rl.platform`` chooses. Those of the CPU are measured by
+``benchmarks/memory.py``; those of the accelerators follow from what their kernels' backward passes take.
 """
 
 from __future__ import annotations
