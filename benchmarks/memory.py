@@ -42,8 +42,8 @@ from mega_rl.megatron.policy import initialize_groups, parallel_state
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.activations import ActivationModel, Tokens
-from mega_rl.planning.operators import OPERATORS
 from mega_rl.planning.state import TrainerState, stage_buffers, trainer_state
+from mega_rl.platform.operator_memory import OPERATOR_MEMORY
 from mega_rl.types import Microbatch, Sequence, TokenStats
 
 NUM_RANKS = 2
@@ -262,7 +262,7 @@ def measure(case: Case, directory: Path) -> list[dict[str, dict[str, int]]]:
         if rank == 0:
             print(case.name, file=sys.stderr, flush=True)
         tokens = Tokens(sum(case.lengths), max(case.lengths), case.num_microbatches)
-        planned = ActivationModel(config, shape, layout, OPERATORS["cpu"], tokens).of_stage(stage)
+        planned = ActivationModel(config, shape, layout, OPERATOR_MEMORY["cpu"], tokens).of_stage(stage)
         state: TrainerState = trainer_state(
             config, layout, rank, stage_buffers(config, shape, layout, stage), has_reference=True
         )

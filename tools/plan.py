@@ -25,9 +25,9 @@ from mega_rl import platform
 from mega_rl.bridge.shape import ModelShape, read_model_shape
 from mega_rl.config import RunConfig, load_config, validate
 from mega_rl.planning.advice import Change, advise
-from mega_rl.planning.operators import OPERATORS
 from mega_rl.planning.plan import Item, Machine, MemoryPlan, Phase, make_plan, smallest_world
 from mega_rl.planning.steps import RunLength, fullest_microbatches, run_length
+from mega_rl.platform.operator_memory import OPERATOR_MEMORY
 from mega_rl.types import InputError
 
 GIB = 1 << 30
@@ -46,7 +46,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="of a device, for what is not counted: driver, communication buffers, fragmentation (default: 4GiB)",
     )
     parser.add_argument(
-        "--platform", choices=sorted(OPERATORS), help="default: platform.name, and npu where that is auto"
+        "--platform", choices=sorted(OPERATOR_MEMORY), help="default: platform.name, and npu where that is auto"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example parallel.tensor=4")
@@ -65,8 +65,8 @@ def machine_of(options: argparse.Namespace, config: RunConfig) -> Machine:
     name = options.platform or config.platform.name
     if name == "auto":
         name = os.environ.get(platform.VARIABLE, "npu")
-    if name not in OPERATORS:
-        raise InputError(f"platform.name is {name!r}: choose one of {', '.join(sorted(OPERATORS))}")
+    if name not in OPERATOR_MEMORY:
+        raise InputError(f"platform.name is {name!r}: choose one of {', '.join(sorted(OPERATOR_MEMORY))}")
     devices = smallest_world(config) if options.devices is None else options.devices
     if devices < 1:
         raise InputError(f"--devices is {devices}: give at least 1")

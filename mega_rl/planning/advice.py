@@ -1,6 +1,7 @@
 """What to change where a plan does not fit, in the order in which it costs least.
 
-Every saving is the difference of two plans. Each change is tried on top of those before it, and kept where the worst rank needs less memory with it.
+Every saving is the difference of two plans. Each change is tried on top of those before it, and kept where the worst
+rank needs less memory with it.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def _engine_share(plan: MemoryPlan) -> Iterator[Candidate]:
         return
     if "kv_cache_memory_bytes" in config.rollout.vllm:
         return
-    share = engine_share(config, machine.platform, machine.device_bytes)
+    share = engine_share(config)
     beside = max(
         phase.num_bytes - plan.engine.share
         for rank in plan.ranks
