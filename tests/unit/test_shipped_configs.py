@@ -22,6 +22,9 @@ from mega_rl.stages import building
 CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"
 SHIPPED = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yaml"))
 ON_CPU = {"grpo_gsm8k_cpu.yaml"} | {name for name in SHIPPED if name.startswith("quickstart")}
+# Recipes of one Ascend machine: the objective, the data, the model, and how many cards of which kind.
+ON_ASCEND = re.compile(r"(grpo|dapo|aqn)_(gsm8k|math)_(.+)_(8|16)x(910b|910c)\.yaml")
+DEVICES_PER_CARD = {"910b": 1, "910c": 2}
 
 
 EXPERTS = {
@@ -44,9 +47,11 @@ KEYS = [
 ]
 MODELS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "Qwen2.5-0.5B-Instruct": ("Qwen2", (24, 14, 2, 896, 4864, 151936), {"tie_word_embeddings": True}),
+    "Qwen2.5-1.5B-Instruct": ("Qwen2", (28, 12, 2, 1536, 8960, 151936), {"tie_word_embeddings": True}),
     "Qwen2.5-7B-Instruct": ("Qwen2", (28, 28, 4, 3584, 18944, 152064), {}),
     "Qwen2.5-32B": ("Qwen2", (64, 40, 8, 5120, 27648, 152064), {"max_position_embeddings": 131072}),
     "Qwen3-8B": ("Qwen3", (36, 32, 8, 4096, 12288, 151936), {"max_position_embeddings": 40960, "head_dim": 128}),
+    "Qwen3-8B-Base": ("Qwen3", (36, 32, 8, 4096, 12288, 151936), {"head_dim": 128}),
     "Qwen3-30B-A3B": ("Qwen3Moe", (48, 32, 4, 2048, 6144, 151936), {"max_position_embeddings": 40960, **EXPERTS}),
     "model": ("Qwen2", (2, 4, 2, 128, 384, 4096), {"max_position_embeddings": 1024}),
     "huggingface": ("Qwen2", (2, 4, 2, 128, 384, 20), {"max_position_embeddings": 2048}),
@@ -130,6 +135,40 @@ def test_recipes_of_every_kind_are_shipped() -> None:
     assert {"grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo"} <= on_cpu
     models = {Path(config.model.path).name for config in loaded.values()}
     assert {"Qwen2.5-7B-Instruct", "Qwen2.5-32B", "Qwen3-8B", "Qwen3-30B-A3B"} <= models
+
+
+def ascend_recipes() -> dict[str, re.Match[str]]:
+    found = {name: ON_ASCEND.fullmatch(name) for name in SHIPPED if "910" in name}
+    assert all(found.values()), f"named otherwise than the other recipes for Ascend: {found}"
+    return {name: match for name, match in found.items() if match}
+
+
+@pytest.mark.parametrize("name", ascend_recipes())
+def test_a_recipe_for_ascend_is_what_its_name_says(name: str) -> None:
+    match = ascend_recipes()[name]
+    algorithm, data, model, num_cards, kind = match.groups()
+    config = load_config(CONFIGS / name)
+    assert config.platform.name == "npu"
+    assert config.aqn.enabled == (algorithm == "aqn")
+    assert config.algorithm.name in (("grpo", "dapo") if algorithm == "aqn" else (algorithm,))
+    assert Path(config.data.train_files[0]).parent.name == data
+    assert Path(config.model.path).name.lower().replace("-", "_").startswith(model)
+    assert config.trainer.output_dir == f"runs/{Path(name).stem}"
+    head = (CONFIGS / name).read_text()
+    assert num_processes(name) == int(num_cards) * DEVICES_PER_CARD[kind]
+    per_node = re.search(r"--nproc-per-node (\d+)", head)
+    assert per_node is not None and int(per_node[1]) == 8 * DEVICES_PER_CARD[kind]  # a node has 8 cards
+
+
+def test_every_model_and_objective_has_recipes_for_ascend() -> None:
+    recipes = [match.groups() for match in ascend_recipes().values()]
+    models = {model for _, _, model, _, _ in recipes}
+    assert models == {"qwen2.5_0.5b", "qwen2.5_1.5b", "qwen2.5_7b", "qwen2.5_32b", "qwen3_8b", "qwen3_30b_a3b"}
+    for algorithm in ("grpo", "dapo", "aqn"):
+        assert len({recipe[2] for recipe in recipes if recipe[0] == algorithm}) >= 3, algorithm
+    assert {(num_cards, kind) for *_, num_cards, kind in recipes} == {
+        (num, kind) for num in ("8", "16") for kind in ("910b", "910c")
+    }
 
 
 def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
