@@ -314,7 +314,7 @@ def test_attention_that_is_not_causal_is_noticed(monkeypatch: pytest.MonkeyPatch
         packing = VarlenPacking(ends_q, ends_k, *lengths)
         return sdpa_attention(q, k, v, packing, softmax_scale=softmax_scale, causal=causal and is_causal)
 
-    monkeypatch.setattr(kernels.platform, "varlen_attention", attend)
+    monkeypatch.setattr(kernels.operators, "varlen_attention", attend)
     is_causal = True
     assert kernels.attention_error(torch.device("cpu")) < ATTENTION_LIMIT / 2
     is_causal = False
