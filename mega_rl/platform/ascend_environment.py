@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mega_rl.platform.ascend_devices import misnamed_masks
+from mega_rl.platform.ascend_devices import misnamed_masks, read_mask
 from mega_rl.platform.base import ProcessRole, Setting
 from mega_rl.types import InputError
 
@@ -63,8 +63,9 @@ def check(role: ProcessRole, environ: Mapping[str, str]) -> list[str]:
         environ: before or after ``settings`` were applied; they never conflict with themselves.
 
     Raises:
-        InputError: a user's value with which the run would fail or be wrong; all of them in one sentence each.
+        InputError: a malformed device mask, or values with which the run would fail or be wrong, a clause for each.
     """
+    read_mask(environ)
     refused = _conflicts(role, environ)
     if refused:
         raise InputError("; ".join(refused))
