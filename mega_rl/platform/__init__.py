@@ -2,24 +2,44 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Sequence
 
-from torch import Tensor
+import torch
+import torch.utils.deterministic
 
-from mega_rl.platform.attention import VarlenPacking, check_arguments
-from mega_rl.platform.base import MemoryStats, Platform
+from mega_rl.config.schema import MindSpeedConfig
+from mega_rl.platform import environment
+from mega_rl.platform.base import MemoryStats, Platform, ProcessRole, Setting
 from mega_rl.platform.cpu import CpuPlatform
 from mega_rl.platform.cuda import CudaPlatform
+from mega_rl.platform.environment import Applied
 from mega_rl.platform.npu import NpuPlatform
+from mega_rl.platform.roles import engine_role, trainer_role
 from mega_rl.types import InputError
 
-__all__ = ["MemoryStats", "Platform", "current", "select", "varlen_attention"]
+__all__ = [
+    "MemoryStats",
+    "Platform",
+    "ProcessRole",
+    "Setting",
+    "current",
+    "engine_role",
+    "environment_report",
+    "prepare",
+    "select",
+    "trainer_role",
+]
 
 VARIABLE = "MEGA_RL_PLATFORM"
 _KNOWN: tuple[Platform, ...] = (NpuPlatform(), CudaPlatform(), CpuPlatform())  # the first one present is the default
 PLATFORMS = {p.name: p for p in _KNOWN}
 
 _selected: Platform | None = None
+_applied: list[Applied] = []  # its environment
+_notes: list[str] = []
+_mindspeed: MindSpeedConfig | None = None
 
 
 def check_name(name: str, source: str = "platform.name") -> None:
@@ -28,31 +48,57 @@ def check_name(name: str, source: str = "platform.name") -> None:
         raise InputError(f"{source} is {name!r}: choose one of auto, {', '.join(PLATFORMS)}")
 
 
-def select(name: str = "auto") -> Platform:
-    """Fix the platform of this process and set its environment defaults.
+def select(name: str = "auto", role: ProcessRole | None = None, mindspeed: MindSpeedConfig | None = None) -> Platform:
+    """Fix the platform of this process, set its environment defaults and, where asked for, deterministic algorithms.
 
     Args:
         name: "cpu", "cuda", "npu", or "auto": the variable ``MEGA_RL_PLATFORM``, else the first one present.
+        role: what this process is for; None: it trains, and there is no engine.
+        mindspeed: what ``prepare`` is to do with MindSpeed; None: the defaults.
 
     Raises:
-        InputError: unknown name, a platform that is not there, or a second, different choice in one process.
+        InputError: unknown name, a platform that is not there or broken, a variable with which the run would fail, or a
+            second, different choice in one process.
     """
-    global _selected
+    global _selected, _mindspeed
     source = "platform.name"
     if name == "auto" and os.environ.get(VARIABLE):
         name, source = os.environ[VARIABLE], f"the environment variable {VARIABLE}"
-    if name == "auto":
-        name = _selected.name if _selected else next(p.name for p in PLATFORMS.values() if p.is_available())
     check_name(name, source)
-    platform = PLATFORMS[name]
-    if _selected is not None and _selected is not platform:
-        raise InputError(f"{source} is {name!r}, but this process already runs on {_selected.name!r}: start a new one")
-    if not platform.is_available():
-        raise InputError(f"{source} is {name!r}, but no such device is usable here: install its driver, or choose cpu")
-    for key, value in platform.environment().items():
-        os.environ.setdefault(key, value)
-    _selected = platform
+    if _selected is not None:
+        if name not in ("auto", _selected.name):
+            raise InputError(
+                f"{source} is {name!r}, but this process already runs on {_selected.name!r}: start a new one"
+            )
+        return _selected
+    role = role or ProcessRole()
+    candidates = list(_KNOWN) if name == "auto" else [PLATFORMS[name]]
+    for platform in candidates:
+        notes = platform.check_environment(role, os.environ)
+        reason, applied = _try(platform, role)
+        if reason is None:
+            break
+        if name != "auto":
+            raise InputError(f"{source} is {name!r}, but {reason}")
+    _selected, _mindspeed = platform, mindspeed
+    _applied[:], _notes[:] = applied, notes
+    if role.is_deterministic:
+        torch.use_deterministic_algorithms(True)
+        # A pass over every new tensor that changes nothing.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     return platform
+
+
+def _try(platform: Platform, role: ProcessRole) -> tuple[str | None, list[Applied]]:
+    """Why a platform cannot be used, and its environment, which stands only where it can."""
+    applied = environment.apply(platform.environment(role), os.environ)  # before the vendor's library is imported
+    reason: str | None = "it is broken"
+    try:
+        reason = platform.absence()
+    finally:
+        if reason is not None:
+            environment.revert(applied, os.environ)
+    return reason, applied
 
 
 def current() -> Platform:
@@ -60,35 +106,17 @@ def current() -> Platform:
     return _selected or select()
 
 
-def varlen_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    softmax_scale: float,
-    causal: bool,
-) -> Tensor:
-    """Attention within each of B packed sequences by the kernel of this process's platform, differentiable.
+def environment_report() -> list[str]:
+    """What ``select`` found and set in the environment, as lines for the log."""
+    title = f"platform {current().name}: environment (a value of your own wins)"
+    return [title, *environment.table(_applied), *(f"warning: {note}" for note in _notes)]
 
-    Args:
-        q: [T, H, D].
-        k, v: [S, K, D]; H is a multiple of K, and the values may have another width.
-        cu_seqlens_q, cu_seqlens_k: int32 [B + 1] on the device, where sequences begin, from 0 to T or S. They are read
-            once for all layers, so they must not be written to; one tensor may serve as both.
-        max_seqlen_q, max_seqlen_k: length of the longest sequence, or more.
-        softmax_scale: what the scores are multiplied by; usually ``D ** -0.5``.
-        causal: a query sees the keys up to its own position, the last query being at its sequence's last key.
+
+@functools.cache
+def prepare() -> Sequence[str]:
+    """Make this process ready for Megatron-core, once; before anything imports ``megatron``.
 
     Returns:
-        [T, H, D of the values].
-
-    Raises:
-        ValueError: arguments that do not describe packed sequences.
+        What was done to Megatron, as lines for the log.
     """
-    packing = VarlenPacking(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    check_arguments(q, k, v, packing, causal)
-    return current().packed_attention(q, k, v, packing, softmax_scale=softmax_scale, causal=causal)
+    return current().prepare(_mindspeed)
