@@ -6,7 +6,7 @@ it is imported.
 
 from mega_rl import platform
 
-platform.current().prepare()
+platform.prepare()
 
 from mega_rl.megatron import compat  # noqa: E402, F401  isort: skip  (before any module that imports Megatron)
 from mega_rl.megatron import fused  # noqa: E402

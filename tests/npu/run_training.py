@@ -7,6 +7,7 @@ weights of every rank after the last one, and how often each operator ran on dev
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -20,7 +21,6 @@ from tests.distributed.engine_support import build_engine, groups, loss_of, pack
 from tests.distributed.layouts import Case
 from tests.distributed.parity_reference import OBJECTIVES, make_sequences
 
-FAMILIES = ("qwen2", "qwen3", "qwen3_moe")
 NUM_STEPS = 4
 
 
@@ -60,7 +60,9 @@ def train(case: Case, family: str, objective_name: str, dtype: str, directory: P
             assert not step.skipped, step
             figures.norms.append(step.grad_norm)
         figures.operators = {name: count - before.get(name, 0) for name, count in operator_counts().items()}
-        figures.weights = gather_objects({name: p.detach().cpu() for name, p in engine.policy.parameters.items()})
+        figures.weights = gather_objects(
+            {name: p.detach().to("cpu", copy=True) for name, p in engine.policy.parameters.items()}
+        )
     return figures
 
 
@@ -68,13 +70,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", type=Path, required=True, help="a directory with one Hugging Face model per family")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--tensor", type=int, required=True)
+    parser.add_argument("--case", type=json.loads, required=True, help="JSON of the arguments of Case")
     arguments = parser.parse_args()
     dist.init_process_group(platform.current().backend)
-    case = Case(dist.get_world_size(), tensor=arguments.tensor, sequence=arguments.tensor > 1)
+    case = Case(**arguments.case)
     found = {
         (family, dtype): asdict(train(case, family, objective, dtype, arguments.models / family))
-        for family in FAMILIES
+        for family in case.families
         for objective, dtype in (("rl", "float32"), ("sft", "bfloat16"))
     }
     if dist.get_rank() == 0:
