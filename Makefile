@@ -6,6 +6,7 @@ SHELL := /bin/bash
 VENV ?= .venv
 QUICKSTART_DIR ?= runs/quickstart
 PYTEST_ARGS ?=
+NPU_PYTEST_ARGS ?=
 BIN = $(abspath $(VENV))/bin
 # Targets find the package of this clone, whether or not the environment has it installed.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
@@ -13,10 +14,10 @@ ifdef PYTHON
 export PYTHON
 endif
 
-.PHONY: help venv quickstart test lint format types tensorboard clean
+.PHONY: help venv quickstart test test-cpu test-npu lint format types tensorboard clean
 
 help: ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
 venv: ## build the environment in .venv (VENV=...), no work where it is up to date
 	@tools/bootstrap.sh "$(VENV)" $(BOOTSTRAP_ARGS)
@@ -24,8 +25,15 @@ venv: ## build the environment in .venv (VENV=...), no work where it is up to da
 quickstart: venv ## train a tiny model with GRPO from nothing, under 10 minutes on 2 cores
 	@VENV="$(abspath $(VENV))" QUICKSTART_DIR="$(QUICKSTART_DIR)" tools/quickstart.sh
 
-test: venv ## the whole suite
+test: $(if $(PYTEST_ARGS),,test-npu) test-cpu ## the whole suite: test-npu, then test-cpu; narrowed by PYTEST_ARGS, test-cpu alone
+
+test-cpu: venv ## all tests but those of device npu
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-npu: venv ## the tests of device npu, with the torch_npu wheel on pretended devices, in a process of its own
+	@tools/bootstrap.sh "$(VENV)" --npu-emulation
+	@MEGA_RL_NPU_EMULATION="$(abspath $(VENV))/npu_emulation" $(BIN)/python -m tests.npu.emulation \
+		$(BIN)/python -m pytest tests/npu $(NPU_PYTEST_ARGS)
 
 lint: venv ## ruff: rules and format
 	@$(BIN)/ruff check .

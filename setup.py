@@ -15,6 +15,7 @@ RUNTIME = [
     "torch>=2.10",
     "megatron-core>=0.16.1,<0.17",
     "psutil",  # megatron-core needs it without saying so: a checkpoint save hangs where it is missing
+    "packaging",
     "transformers>=5.5,<6",
     "tokenizers",
     "safetensors>=0.5",

@@ -25,6 +25,12 @@ settings.register_profile("mega_rl", deadline=None, suppress_health_check=[Healt
 settings.load_profile("mega_rl")
 
 
+def pytest_report_header() -> str | None:
+    if "NPU_STUB_DEVICES" in os.environ:
+        return None
+    return "tests/npu is not collected here: `make test-npu` runs it in a process that imports torch_npu"
+
+
 @pytest.fixture(scope="session")
 def gsm8k_dir() -> Path:
     """The directory with GSM8K's ``train.jsonl`` and ``test.jsonl``; skips where there is none."""

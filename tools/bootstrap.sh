@@ -2,11 +2,14 @@
 # Build the Python environment from requirements/*.lock; no work where it is already there.
 #
 #   tools/bootstrap.sh DIRECTORY [--dependencies-only]
+#   tools/bootstrap.sh DIRECTORY --npu-emulation
 #
 # The environment is complete when DIRECTORY/.mega_rl_complete holds the hash of the lock files, the Python version and
 # the clone where mega_rl is installed; that marker is written last, so an interrupted build is rebuilt.
 # With --dependencies-only mega_rl itself is left out, so that several clones can share the directory (they find the
 # package through PYTHONPATH).
+# With --npu-emulation, after one of the above, the torch_npu wheel of the emulated tests is installed too, in
+# DIRECTORY/npu_emulation/wheel: off the path of the environment, so that nothing else imports it.
 # PYTHON chooses the interpreter (3.11 or 3.12; default: python3.11, then python3.12, then python3).
 # Where packages come from is pip's own configuration (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, pip.conf).
 set -euo pipefail
@@ -15,9 +18,13 @@ say() { printf '[bootstrap] %s\n' "$*"; }
 die() { printf '[bootstrap] error: %s\n' "$*" >&2; exit 1; }
 
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-venv=${1:?usage: tools/bootstrap.sh DIRECTORY [--dependencies-only]}
+venv=${1:?usage: tools/bootstrap.sh DIRECTORY [--dependencies-only | --npu-emulation]}
 with_package=1
-[ "${2:-}" = "--dependencies-only" ] && with_package=0
+case "${2:-}" in
+"" | --npu-emulation) ;;
+--dependencies-only) with_package=0 ;;
+*) die "unknown argument $2" ;;
+esac
 
 fits() { command -v "$1" >/dev/null && "$1" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; }
 
@@ -44,6 +51,7 @@ system_packages() {
     has_library libnuma.so.1 || missing+=(libnuma1) # vLLM's CPU kernels link it
     command -v gcc >/dev/null || missing+=(gcc)
     command -v g++ >/dev/null || missing+=(g++)
+    command -v readelf >/dev/null && command -v nm >/dev/null || missing+=(binutils)
     "$python" -c 'import ensurepip, venv' 2>/dev/null ||
         missing+=("python$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')-venv")
     [ ${#missing[@]} -eq 0 ] && return
@@ -64,17 +72,40 @@ marker="$venv/.mega_rl_complete"
 
 complete() { [ -f "$marker" ] && [ "$(cat "$marker")" = "$want" ] && [ -x "$venv/bin/python" ]; }
 
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@" </dev/null; }
+
+# One builder at a time; the others wait and find it complete.
+lock() {
+    exec 9>"$1"
+    ! command -v flock >/dev/null || flock 9
+}
+
+npu_emulation() {
+    local home="$venv/npu_emulation" pin="$repo/requirements/npu_emulation.txt"
+    [ -f "$marker" ] || die "$venv is not complete: run tools/bootstrap.sh $venv first"
+    mkdir -p "$home"
+    lock "$home/wheel.lock"
+    if [ -d "$home/wheel" ] && cmp -s "$pin" "$home/installed.txt"; then
+        return
+    fi
+    say "torch_npu for the emulated tests"
+    rm -rf "$home/wheel" "$home/installed.txt"
+    pip install -q --no-deps --target "$home/wheel" -r "$pin"
+    cp "$pin" "$home/installed.txt"
+}
+
 system_packages
+if [ "${2:-}" = "--npu-emulation" ]; then
+    npu_emulation
+    exit 0
+fi
 if complete; then
     exit 0
 fi
 mkdir -p "$(dirname "$venv")"
-exec 9>"$venv.lock"
-if command -v flock >/dev/null; then
-    flock 9 # one builder at a time; the others find it complete
-    if complete; then
-        exit 0
-    fi
+lock "$venv.lock"
+if complete; then
+    exit 0
 fi
 if [ -e "$venv" ] && [ ! -f "$venv/pyvenv.cfg" ] && [ -n "$(ls -A "$venv")" ]; then
     die "$venv exists and is not a Python environment: move it away, or choose another directory"
@@ -84,7 +115,6 @@ started=$SECONDS
 say "building $venv with $("$python" --version)"
 rm -f "$marker"
 "$python" -m venv --clear "$venv"
-pip() { "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@" </dev/null; }
 say "torch"
 pip install -q -r "$repo/requirements/torch.lock" -c "$repo/requirements/cpu.lock"
 say "everything else, exact versions"

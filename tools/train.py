@@ -38,7 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(to_yaml(config))
         return
     # The platform is fixed before the stage is imported: Megatron-core looks for its device while it is imported.
-    platform.select(config.platform.name)
+    platform.select(config.platform.name, platform.trainer_role(config), config.platform.mindspeed)
+    if os.environ.get("RANK", "0") == "0":
+        print("\n".join(platform.environment_report()), flush=True)
     importlib.import_module(STAGES[config.trainer.stage]).run(config)
 
 

@@ -119,6 +119,7 @@ COMMON: dict[str, Rule] = {
     "logging.dump_rollouts": at_least(-1),
     "platform.name": text(),  # which names there are is the platform package's to say
     "platform.num_threads": nullable(at_least(1)),
+    "platform.mindspeed.mode": one_of("auto", "required", "off"),
 }
 
 _WHOLE = "since the trainer's log-probabilities are those of the whole vocabulary"

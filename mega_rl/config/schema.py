@@ -221,9 +221,21 @@ class LoggingConfig:
 
 
 @dataclass
+class MindSpeedConfig:
+    """MindSpeed's patches of Megatron-core; ``npu`` only."""
+
+    # auto: where it is installed | required: the run stops where it is not | off: torch_npu's operators alone
+    mode: str = "auto"
+    # MindSpeed's own argument names (dashes or underscores) and values, checked against the installed MindSpeed
+    features: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
 class PlatformConfig:
     name: str = "auto"  # auto | cpu | cuda | npu; the variable MEGA_RL_PLATFORM stands in for auto
     num_threads: int | None = None  # CPU threads per rank; null: cores / ranks on this host
+    deterministic: bool = False  # the same run on the same devices gives the same bits; slower
+    mindspeed: MindSpeedConfig = field(default_factory=MindSpeedConfig)
 
 
 @dataclass

@@ -41,6 +41,7 @@ def problems(config: RunConfig, world_size: int | None = None) -> list[str]:
     _memory(found)
     _lengths(found, shape)
     _trainer_layout(found, world_size, shape)
+    _mindspeed(found)
     if is_rl:
         _rewards(found)
         _rollout_and_algorithm(found)
@@ -184,6 +185,16 @@ def _memory(found: _Problems) -> None:
         mend = "false" if memory.optimizer_on_host else "float32"
         found.add(
             f"memory.{key} hides the float32 masters that aqn.enabled reads: set it to {mend}, or aqn.enabled to false"
+        )
+
+
+def _mindspeed(found: _Problems) -> None:
+    mindspeed = found.config.platform.mindspeed
+    if mindspeed.mode == "off" and mindspeed.features:
+        name = next(iter(mindspeed.features))
+        found.add(
+            f"platform.mindspeed.features has {name!r}, but platform.mindspeed.mode is 'off': set it to auto, or "
+            "remove the feature"
         )
 
 

@@ -6,6 +6,6 @@ it is imported.
 
 from mega_rl import platform
 
-platform.current().prepare()
+platform.prepare()
 
 from mega_rl.megatron import compat  # noqa: E402, F401  (before any module that imports Megatron)

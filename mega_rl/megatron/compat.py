@@ -1,7 +1,7 @@
-"""Mends inside Megatron-core 0.16, most for hosts without an accelerator, applied once as Megatron is imported.
+"""Mends inside Megatron-core 0.16, most for devices that are not CUDA's, applied once as Megatron is imported.
 
-The calls of torch itself are mended by the platform; these are Megatron's own functions. Each says what breaks without
-it.
+The calls of torch itself are answered by ``platform.accelerator``; these are Megatron's own functions. Each says what
+breaks without it. Where MindSpeed patches Megatron for Ascend it has its own for the first ones.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mega_rl import platform
+from mega_rl.platform import accelerator
 
 
 def _without_compile(load: Callable[[], Any]) -> Any:
@@ -36,12 +36,12 @@ def _import_megatron() -> None:
     import megatron.core.optimizer  # noqa: F401
 
 
-def _generator_states() -> None:
-    """The RNG tracker sets states through a lazy call that without an accelerator only queues: dropout would differ."""
+def _generator_states(own: Any) -> None:
+    """The RNG tracker sets states through a lazy call that without CUDA only queues: dropout would differ."""
     import megatron.core.tensor_parallel.random as random
 
-    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
-    random._get_cuda_rng_state = lambda device="", clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: own.set_rng_state(state)
+    random._get_cuda_rng_state = lambda device="", clone=False, graph_safe=False: own.get_rng_state()
     logging.getLogger(random.__name__).addFilter(
         lambda record: "CPU RNG state changed within GPU RNG context" not in record.getMessage()
     )
@@ -64,7 +64,10 @@ def _expert_split_sizes() -> None:
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+        if not torch.is_tensor(tensor):
+            return tensor
+        tensor = tensor.cpu()  # waits for the copy, so there is no stream to record
+        return tensor.numpy() if as_numpy else tensor
 
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = to_host
 
@@ -109,11 +112,11 @@ def spare_a_rank_alone() -> None:
 
 # Megatron 0.16 calls collectives by names that torch 2.13 has renamed, and torch says so on every rank.
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
-if platform.current().name == "cpu":
+if accelerator.installed() is not None:
     # That the fused kernels of TransformerEngine and apex are missing here is known, and said once per file and rank.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     _without_compile(_import_megatron)
-    _generator_states()
+    _generator_states(accelerator.installed())
     _expert_split_sizes()
     _unfused_swiglu()
 spare_a_rank_alone()

@@ -2,24 +2,47 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Sequence
 
+import torch
+import torch.utils.deterministic
 from torch import Tensor
 
+from mega_rl.config.schema import MindSpeedConfig
+from mega_rl.platform import environment
 from mega_rl.platform.attention import VarlenPacking, check_arguments
-from mega_rl.platform.base import MemoryStats, Platform
+from mega_rl.platform.base import MemoryStats, Platform, ProcessRole, Setting
 from mega_rl.platform.cpu import CpuPlatform
 from mega_rl.platform.cuda import CudaPlatform
+from mega_rl.platform.environment import Applied
 from mega_rl.platform.npu import NpuPlatform
+from mega_rl.platform.roles import engine_role, trainer_role
 from mega_rl.types import InputError
 
-__all__ = ["MemoryStats", "Platform", "current", "select", "varlen_attention"]
+__all__ = [
+    "MemoryStats",
+    "Platform",
+    "ProcessRole",
+    "Setting",
+    "current",
+    "engine_role",
+    "environment_report",
+    "prepare",
+    "select",
+    "trainer_role",
+    "varlen_attention",
+]
 
 VARIABLE = "MEGA_RL_PLATFORM"
 _KNOWN: tuple[Platform, ...] = (NpuPlatform(), CudaPlatform(), CpuPlatform())  # the first one present is the default
 PLATFORMS = {p.name: p for p in _KNOWN}
 
 _selected: Platform | None = None
+_applied: list[Applied] = []  # its environment
+_notes: list[str] = []
+_mindspeed: MindSpeedConfig | None = None
 
 
 def check_name(name: str, source: str = "platform.name") -> None:
@@ -28,36 +51,77 @@ def check_name(name: str, source: str = "platform.name") -> None:
         raise InputError(f"{source} is {name!r}: choose one of auto, {', '.join(PLATFORMS)}")
 
 
-def select(name: str = "auto") -> Platform:
-    """Fix the platform of this process and set its environment defaults.
+def select(name: str = "auto", role: ProcessRole | None = None, mindspeed: MindSpeedConfig | None = None) -> Platform:
+    """Fix the platform of this process, set its environment defaults and, where asked for, deterministic algorithms.
 
     Args:
         name: "cpu", "cuda", "npu", or "auto": the variable ``MEGA_RL_PLATFORM``, else the first one present.
+        role: what this process is for; None: it trains, and there is no engine.
+        mindspeed: what ``prepare`` is to do with MindSpeed; None: the defaults.
 
     Raises:
-        InputError: unknown name, a platform that is not there, or a second, different choice in one process.
+        InputError: unknown name, a platform that is not there or broken, a variable with which the run would fail, or a
+            second, different choice in one process.
     """
-    global _selected
+    global _selected, _mindspeed
     source = "platform.name"
     if name == "auto" and os.environ.get(VARIABLE):
         name, source = os.environ[VARIABLE], f"the environment variable {VARIABLE}"
-    if name == "auto":
-        name = _selected.name if _selected else next(p.name for p in PLATFORMS.values() if p.is_available())
     check_name(name, source)
-    platform = PLATFORMS[name]
-    if _selected is not None and _selected is not platform:
-        raise InputError(f"{source} is {name!r}, but this process already runs on {_selected.name!r}: start a new one")
-    if not platform.is_available():
-        raise InputError(f"{source} is {name!r}, but no such device is usable here: install its driver, or choose cpu")
-    for key, value in platform.environment().items():
-        os.environ.setdefault(key, value)
-    _selected = platform
+    if _selected is not None:
+        if name not in ("auto", _selected.name):
+            raise InputError(
+                f"{source} is {name!r}, but this process already runs on {_selected.name!r}: start a new one"
+            )
+        return _selected
+    role = role or ProcessRole()
+    candidates = list(_KNOWN) if name == "auto" else [PLATFORMS[name]]
+    for platform in candidates:
+        notes = platform.check_environment(role, os.environ)
+        reason, applied = _try(platform, role)
+        if reason is None:
+            break
+        if name != "auto":
+            raise InputError(f"{source} is {name!r}, but {reason}")
+    _selected, _mindspeed = platform, mindspeed
+    _applied[:], _notes[:] = applied, notes
+    if role.is_deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # a pass over every new tensor that changes nothing
     return platform
+
+
+def _try(platform: Platform, role: ProcessRole) -> tuple[str | None, list[Applied]]:
+    """Why a platform cannot be used, and its environment, which stands only where it can."""
+    applied = environment.apply(platform.environment(role), os.environ)  # before the vendor's library is imported
+    reason: str | None = "it is broken"
+    try:
+        reason = platform.absence()
+    finally:
+        if reason is not None:
+            environment.revert(applied, os.environ)
+    return reason, applied
 
 
 def current() -> Platform:
     """The platform of this process, chosen automatically where ``select`` was not called before."""
     return _selected or select()
+
+
+def environment_report() -> list[str]:
+    """What ``select`` found and set in the environment, as lines for the log."""
+    title = f"platform {current().name}: environment (a value of your own wins)"
+    return [title, *environment.table(_applied), *(f"warning: {note}" for note in _notes)]
+
+
+@functools.cache
+def prepare() -> Sequence[str]:
+    """Make this process ready for Megatron-core, once; before anything imports ``megatron``.
+
+    Returns:
+        What was done to Megatron, as lines for the log.
+    """
+    return current().prepare(_mindspeed)
 
 
 def varlen_attention(

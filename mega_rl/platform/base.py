@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from mega_rl.config.schema import MindSpeedConfig
 from mega_rl.platform.attention import VarlenPacking
 
 
@@ -16,9 +17,32 @@ from mega_rl.platform.attention import VarlenPacking
 class MemoryStats:
     """Memory of this rank, in bytes; device figures are 0 where there is no device of its own."""
 
-    device_peak_bytes: int
-    device_total_bytes: int
+    device_allocated_bytes: int  # in tensors, now
+    device_reserved_bytes: int  # held by torch's cache, tensors included, now
+    device_peak_bytes: int  # most in tensors since the last ``reset_peak_memory``
+    device_total_bytes: int  # of the device
     host_peak_bytes: int
+
+
+@dataclass(frozen=True)
+class ProcessRole:
+    """What a process is for, as far as its environment depends on it."""
+
+    trains: bool = True
+    samples: bool = False  # a rollout engine lives in it
+    engine_sleeps: bool = False  # that engine gives its memory back while the trainer works
+    replays_graphs: bool = False  # that engine captures graphs of its kernels
+    may_share_device: bool = False  # processes of the same run on the same host may have been given its device
+    is_deterministic: bool = False
+
+
+@dataclass(frozen=True)
+class Setting:
+    """An environment variable that a platform wants; a user's own value wins."""
+
+    variable: str
+    value: str
+    why: str
 
 
 class Platform(Protocol):
@@ -27,14 +51,32 @@ class Platform(Protocol):
     visible_devices_variable: str | None  # the environment variable that masks devices
     actor_options: Mapping[str, Any]  # what a Ray actor with one device of this platform asks for
 
-    def is_available(self) -> bool:
-        """Whether this machine has such a device and the software for it."""
+    def absence(self) -> str | None:
+        """Why this platform cannot be used here, with the mend; None where it can.
 
-    def environment(self) -> Mapping[str, str]:
-        """Environment defaults of the platform; a user's own value always wins."""
+        Raises:
+            InputError: it is installed and broken, so that choosing another one would hide a mistake.
+        """
 
-    def prepare(self) -> None:
-        """Make this process ready for Megatron-core; must run before anything imports ``megatron``."""
+    def environment(self, role: ProcessRole) -> Sequence[Setting]:
+        """Environment defaults of a process, to be set before anything of the platform is imported."""
+
+    def check_environment(self, role: ProcessRole, environ: Mapping[str, str]) -> Sequence[str]:
+        """Sentences about variables that do not do what they were set for.
+
+        Raises:
+            InputError: a value with which the run would fail or be wrong.
+        """
+
+    def prepare(self, mindspeed: MindSpeedConfig | None = None) -> Sequence[str]:
+        """Make this process ready for Megatron-core; must run before anything imports ``megatron``.
+
+        Returns:
+            What was done to Megatron, as lines for the log.
+
+        Raises:
+            InputError: software that is required is missing or does not fit.
+        """
 
     def set_device(self, local_rank: int) -> torch.device:
         """Bind this process to its device."""
@@ -46,7 +88,7 @@ class Platform(Protocol):
         """Give cached device memory back."""
 
     def memory(self) -> MemoryStats:
-        """Peak memory since the last ``reset_peak_memory``."""
+        """What is taken now, and the peaks since the last ``reset_peak_memory``."""
 
     def reset_peak_memory(self) -> bool:
         """Start a new peak on device and host; False where the host's stays that of the whole process."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mega_rl.platform import cpu_accelerator
+from mega_rl.config.schema import MindSpeedConfig
+from mega_rl.platform import accelerator
 from mega_rl.platform.attention import VarlenPacking, sdpa_attention
-from mega_rl.platform.base import MemoryStats
+from mega_rl.platform.base import MemoryStats, ProcessRole, Setting
 from mega_rl.platform.host import host_peak_bytes, reset_host_peak
 
 
@@ -20,15 +21,21 @@ class CpuPlatform:
     visible_devices_variable: str | None = None
     actor_options: Mapping[str, Any] = {"num_cpus": 1}
 
-    def is_available(self) -> bool:
-        return True
+    def absence(self) -> str | None:
+        return None
 
-    def environment(self) -> Mapping[str, str]:
-        # Megatron-core asserts the first for sequence parallelism, whatever the device is.
-        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    def environment(self, role: ProcessRole) -> Sequence[Setting]:
+        return (
+            Setting("CUDA_DEVICE_MAX_CONNECTIONS", "1", "Megatron-core asks for it under this name on every device"),
+            Setting("TORCHDYNAMO_DISABLE", "1", "nothing waits for a compiler"),
+        )
 
-    def prepare(self) -> None:
-        cpu_accelerator.install()
+    def check_environment(self, role: ProcessRole, environ: Mapping[str, str]) -> Sequence[str]:
+        return ()
+
+    def prepare(self, mindspeed: MindSpeedConfig | None = None) -> Sequence[str]:
+        accelerator.install("cpu", accelerator.HostDevice())
+        return ()
 
     def set_device(self, local_rank: int) -> torch.device:
         return torch.device("cpu")
@@ -40,7 +47,7 @@ class CpuPlatform:
         pass
 
     def memory(self) -> MemoryStats:
-        return MemoryStats(device_peak_bytes=0, device_total_bytes=0, host_peak_bytes=host_peak_bytes())
+        return MemoryStats(0, 0, 0, 0, host_peak_bytes())
 
     def reset_peak_memory(self) -> bool:
         return reset_host_peak()

@@ -5,17 +5,29 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mega_rl.config.schema import MindSpeedConfig
 from mega_rl.platform.attention import VarlenPacking, sdpa_attention
-from mega_rl.platform.base import MemoryStats
+from mega_rl.platform.base import MemoryStats, ProcessRole, Setting
 from mega_rl.platform.host import host_peak_bytes, reset_host_peak
+from mega_rl.types import InputError
 
 FLASH_MAX_WIDTH = 256  # of a head
+_ENVIRONMENT = (
+    Setting("CUDA_DEVICE_MAX_CONNECTIONS", "1", "Megatron-core's order of kernels and collectives relies on it"),
+    Setting("TORCH_NCCL_AVOID_RECORD_STREAMS", "1", "buffers of collectives are freed sooner"),
+)
+_WORKSPACE = Setting("CUBLAS_WORKSPACE_CONFIG", ":4096:8", "platform.deterministic: a fixed workspace for matmuls")
+_DETERMINISTIC = (
+    _WORKSPACE,
+    Setting("NCCL_ALGO", "^NVLS", "platform.deterministic: no reduction in the switch, whose order varies"),
+    Setting("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0", "platform.deterministic: TransformerEngine's kernels too"),
+)
 
 
 @functools.cache
@@ -32,14 +44,23 @@ class CudaPlatform:
     visible_devices_variable: str | None = "CUDA_VISIBLE_DEVICES"
     actor_options: Mapping[str, Any] = {"num_cpus": 1, "num_gpus": 1}
 
-    def is_available(self) -> bool:
-        return torch.cuda.is_available()
+    def absence(self) -> str | None:
+        return None if torch.cuda.is_available() else "no such device is usable here: install its driver, or choose cpu"
 
-    def environment(self) -> Mapping[str, str]:
-        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_NCCL_AVOID_RECORD_STREAMS": "1"}
+    def environment(self, role: ProcessRole) -> Sequence[Setting]:
+        return (*_ENVIRONMENT, *(_DETERMINISTIC if role.is_deterministic else ()))
 
-    def prepare(self) -> None:
-        pass
+    def check_environment(self, role: ProcessRole, environ: Mapping[str, str]) -> Sequence[str]:
+        workspace = environ.get(_WORKSPACE.variable, _WORKSPACE.value)
+        if role.is_deterministic and workspace not in (_WORKSPACE.value, ":16:8"):
+            raise InputError(
+                f"{_WORKSPACE.variable} is {workspace!r}, but platform.deterministic is true: unset it, or set "
+                "platform.deterministic to false"
+            )
+        return ()
+
+    def prepare(self, mindspeed: MindSpeedConfig | None = None) -> Sequence[str]:
+        return ()
 
     def set_device(self, local_rank: int) -> torch.device:
         device = torch.device("cuda", local_rank)
@@ -54,7 +75,8 @@ class CudaPlatform:
 
     def memory(self) -> MemoryStats:
         total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        return MemoryStats(torch.cuda.max_memory_allocated(), total, host_peak_bytes())
+        peak = torch.cuda.max_memory_allocated()
+        return MemoryStats(torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), peak, total, host_peak_bytes())
 
     def reset_peak_memory(self) -> bool:
         torch.cuda.reset_peak_memory_stats()

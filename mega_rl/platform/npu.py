@@ -1,19 +1,22 @@
-"""The Ascend platform: the one place that imports torch_npu and MindSpeed."""
+"""The Ascend platform: the one place that imports torch_npu."""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import importlib.util
-import sys
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mega_rl.config.schema import MindSpeedConfig
+from mega_rl.platform import accelerator, ascend_devices, ascend_environment, ascend_install, versions
+from mega_rl.platform import mindspeed as mindspeed_adaptor
 from mega_rl.platform.attention import VarlenPacking, once_per_tensor, read_borders
-from mega_rl.platform.base import MemoryStats
+from mega_rl.platform.base import MemoryStats, ProcessRole, Setting
 from mega_rl.platform.host import host_peak_bytes, reset_host_peak
 from mega_rl.types import InputError
 
@@ -21,9 +24,22 @@ FUSED_MAX_SEQUENCES = 1000  # of one npu_fusion_attention call in the layout TND
 FUSED_MAX_WIDTH = 768  # of a head
 
 
+@functools.cache
 def _torch_npu() -> Any:
-    """torch_npu, imported on first use: on other machines its import fails or takes over devices."""
-    return importlib.import_module("torch_npu").npu
+    """torch_npu, imported on first use: on other machines its import fails or takes over devices.
+
+    Raises:
+        InputError: it does not load.
+    """
+    try:
+        return importlib.import_module("torch_npu").npu
+    except Exception as error:  # noqa: BLE001 - it raises a bare Exception for what is amiss in the installation
+        raise InputError(f"torch_npu cannot be imported: {ascend_install.explain(str(error))}") from error
+
+
+def _num_visible() -> int:
+    npu = _torch_npu()
+    return npu.device_count() if npu.is_available() else 0
 
 
 @functools.cache
@@ -49,36 +65,37 @@ class NpuPlatform:
     visible_devices_variable: str | None = "ASCEND_RT_VISIBLE_DEVICES"
     actor_options: Mapping[str, Any] = {"num_cpus": 1, "resources": {"NPU": 1}}
 
-    def is_available(self) -> bool:
-        return importlib.util.find_spec("torch_npu") is not None and _torch_npu().is_available()
+    def absence(self) -> str | None:
+        if importlib.util.find_spec("torch_npu") is None:
+            return "torch_npu is not installed: install the one that belongs to your torch, or choose cpu"
+        refused = versions.refusals(self.name, versions.installed())
+        if refused:
+            raise InputError("; ".join(refused))
+        missing = ascend_install.missing_library()
+        if missing is not None:
+            raise InputError(f"torch_npu is installed, but {missing}; or choose platform.name=cpu")
+        num_visible = _num_visible()
+        ascend_devices.check_visible(ascend_devices.read_mask(os.environ), num_visible)
+        if num_visible == 0:
+            return "no device is usable here: see whether `npu-smi info` lists one, or choose cpu"
+        return None
 
-    def environment(self) -> Mapping[str, str]:
-        return {
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron-core asserts it under this name on Ascend too
-            "HCCL_CONNECT_TIMEOUT": "1800",  # seconds; the default of 120 is too short for colocated start-up
-            "HCCL_EXEC_TIMEOUT": "3600",
-            "HCCL_BUFFSIZE": "256",
-            "HCCL_OP_EXPANSION_MODE": "AIV",
-            "TASK_QUEUE_ENABLE": "2",
-            "CPU_AFFINITY_CONF": "1",
-            "VLLM_ASCEND_ENABLE_NZ": "0",  # weights are rewritten in place
-        }
+    def environment(self, role: ProcessRole) -> Sequence[Setting]:
+        return ascend_environment.settings(role)
 
-    def prepare(self) -> None:
-        """Import MindSpeed's adaptor, which patches Megatron-core for Ascend as Megatron is imported."""
-        if importlib.util.find_spec("mindspeed") is None:
-            raise InputError(
-                "platform.name=npu needs MindSpeed (branch core_r0.16.0), which is not installed: install it by its "
-                "own instructions, or choose platform.name=cpu"
-            )
-        arguments, sys.argv = sys.argv, sys.argv[:1]  # the adaptor parses Megatron's arguments from the command line
-        try:
-            importlib.import_module("mindspeed.megatron_adaptor")
-        finally:
-            sys.argv = arguments
+    def check_environment(self, role: ProcessRole, environ: Mapping[str, str]) -> Sequence[str]:
+        return ascend_environment.check(role, environ)
+
+    def prepare(self, mindspeed: MindSpeedConfig | None = None) -> Sequence[str]:
+        settings = mindspeed or MindSpeedConfig()
+        if mindspeed_adaptor.is_used(settings):
+            return mindspeed_adaptor.enable(settings)
+        accelerator.install(self.name, _torch_npu())
+        return mindspeed_adaptor.without(settings)
 
     def set_device(self, local_rank: int) -> torch.device:
-        _torch_npu().set_device(local_rank)  # a logical index within ASCEND_RT_VISIBLE_DEVICES
+        ascend_devices.check_local_rank(local_rank, _num_visible(), ascend_devices.read_mask(os.environ))
+        _torch_npu().set_device(local_rank)  # a logical id within the mask
         return torch.device("npu", local_rank)
 
     def synchronize(self) -> None:
@@ -90,7 +107,9 @@ class NpuPlatform:
     def memory(self) -> MemoryStats:
         npu = _torch_npu()
         total = npu.get_device_properties(npu.current_device()).total_memory
-        return MemoryStats(npu.max_memory_allocated(), total, host_peak_bytes())
+        return MemoryStats(
+            npu.memory_allocated(), npu.memory_reserved(), npu.max_memory_allocated(), total, host_peak_bytes()
+        )
 
     def reset_peak_memory(self) -> bool:
         _torch_npu().reset_peak_memory_stats()

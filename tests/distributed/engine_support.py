@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from mega_rl import platform
 from mega_rl.bridge.huggingface import HFReader
 from mega_rl.bridge.shape import read_model_shape
 from mega_rl.config.schema import RunConfig
@@ -59,9 +61,14 @@ def run_config(case: Case, objective: Objective, dtype: str = "float32") -> RunC
     return config
 
 
+def own_device() -> torch.device:
+    """Of this process on its platform."""
+    return platform.current().set_device(int(os.environ.get("LOCAL_RANK", "0")))
+
+
 def build_engine(config: RunConfig, layout: ParallelLayout, directory: Path, total_steps: int) -> MegatronEngine:
     shape, weights = read_model_shape(directory), HFReader(directory)
-    return MegatronEngine(config, shape, layout, torch.device("cpu"), weights, total_steps)
+    return MegatronEngine(config, shape, layout, own_device(), weights, total_steps)
 
 
 def optimizer_of(engine: MegatronEngine, parameter: torch.nn.Parameter) -> Any:
@@ -84,7 +91,7 @@ def pack_for_rank(case: Case, layout: ParallelLayout, sequences: list[Sequence])
     group = layout.pipeline if layout.num_chunks > 1 else 1
     plan = balance([s.loss_mask.numel() for s in sequences], layout.data, case.max_tokens, multiple=group)
     microbatches = [
-        pack(sequences, part, pad_to_multiple=4 * case.tensor, pad_token_id=0)
+        pack(sequences, part, pad_to_multiple=4 * case.tensor, pad_token_id=0).to(own_device())
         for part in plan[layout.coordinates(dist.get_rank()).data]
     ]
     assert any(len(m.cu_seqlens) - 1 > len(m.sequence_indices) for m in microbatches), "no tail: change the lengths"

@@ -17,7 +17,7 @@ ROWS = (
     ("parallel",),
     ("data", "bridge"),
     ("megatron", "rollout"),
-    ("stages",),
+    ("stages", "doctor"),
     ("tools", "examples"),
 )
 ROW = {package: row for row, packages in enumerate(ROWS) for package in packages}
@@ -28,7 +28,7 @@ HOMES = {
     "ray": "mega_rl/rollout/",
     "flash_attn": "mega_rl/platform/cuda.py",
     "torch_npu": "mega_rl/platform/npu.py",
-    "mindspeed": "mega_rl/platform/npu.py",
+    "mindspeed": "mega_rl/platform/mindspeed.py",
 }
 DEVICE_NAME = re.compile(r"(cuda|nccl)(:.*)?|.*CUDA_VISIBLE_DEVICES.*", re.DOTALL)
 

@@ -31,7 +31,7 @@ def test_the_key_comes_before_the_variable(name: str, env: dict[str, str], chose
     [
         ("tpu", {}, "platform.name is 'tpu': choose one of"),
         ("auto", {"MEGA_RL_PLATFORM": "gpu"}, "the environment variable MEGA_RL_PLATFORM is 'gpu': choose one of"),
-        ("npu", {}, "platform.name is 'npu', but no such device is usable here"),
+        ("npu", {}, "platform.name is 'npu', but torch_npu is not installed: install"),
     ],
 )
 def test_what_is_not_there_is_refused(name: str, env: dict[str, str], sentence: str) -> None:

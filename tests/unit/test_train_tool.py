@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
+from mega_rl import platform
 from mega_rl.config import load_config
 from mega_rl.data.synthetic import arithmetic_tokenizer
 from mega_rl.data.tiny_model import TinyModelSpec, write_tiny_model
@@ -95,9 +99,70 @@ def test_configuration_that_is_not_there(tmp_path: Path) -> None:
     assert f"configuration {tmp_path / 'gone.yaml'} cannot be read" in sentence
 
 
-def command(config: Path, *arguments: str) -> Launched:
+def pretend_torch_npu(folder: Path, version: str) -> Path:
+    """What an installed torch_npu looks like from outside; it is refused before it would be imported."""
+    (folder / "torch_npu").mkdir(parents=True)
+    (folder / "torch_npu" / "__init__.py").write_text("raise AssertionError('torch_npu was imported')\n")
+    metadata = folder / f"torch_npu-{version}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch-npu\nVersion: {version}\n")
+    return folder
+
+
+MATCHING = ".".join(torch.__version__.split(".")[:2]) + ".0"
+
+
+@pytest.mark.parametrize(
+    ("torch_npu", "variables", "overrides", "parts"),
+    [
+        (None, {}, (), ("platform.name is 'npu', but torch_npu is not installed: install",)),
+        ("1.11.0", {}, (), ("torch_npu 1.11.0 does not load with torch", "equal first numbers")),
+        (MATCHING, {}, (), ("CANN is missing (libascendcl.so is not found): install it, and source", "name=cpu")),
+        (None, {"ASCEND_RT_VISIBLE_DEVICES": "1, 2"}, (), ("'1, 2'", "joined by commas without blanks")),
+        (None, {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}, (), ("a sleeping engine", "enable_sleep_mode")),
+        (None, {"VLLM_ASCEND_ENABLE_NZ": "1"}, (), ("VLLM_ASCEND_ENABLE_NZ is '1'", "set it to 0")),
+        (None, {"HCCL_DETERMINISTIC": "false"}, ("platform.deterministic=true",), ("HCCL_DETERMINISTIC is 'false'",)),
+        (None, {}, ("platform.mindspeed.mode=maybe",), ("platform.mindspeed.mode is 'maybe'", "auto, required, off")),
+        (
+            None,
+            {},
+            ("platform.mindspeed.mode=off", "platform.mindspeed.features={moe_zero_memory: level0}"),
+            ("platform.mindspeed.features has 'moe_zero_memory'", "mode is 'off': set it to auto"),
+        ),
+    ],
+)
+def test_an_ascend_machine_that_is_not_ready(
+    config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    torch_npu: str | None,
+    variables: dict[str, str],
+    overrides: tuple[str, ...],
+    parts: tuple[str, ...],
+) -> None:
+    monkeypatch.setattr(platform, "_selected", None)
+    if torch_npu is not None:
+        monkeypatch.syspath_prepend(str(pretend_torch_npu(tmp_path / "packages", torch_npu)))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    sentence = refusal(config, "platform.name=npu", *overrides)
+    assert [part for part in parts if part not in sentence] == [], sentence
+    assert "\n" not in sentence and dict(os.environ) == before  # what was set on the way is taken back
+
+
+def test_a_missing_cann_ends_the_command_with_one_sentence(config: Path, tmp_path: Path) -> None:
+    packages = pretend_torch_npu(tmp_path / "packages", MATCHING)
+    path = os.pathsep.join(filter(None, (str(packages), os.environ.get("PYTHONPATH"))))
+    launched = command(config, "platform.name=auto", env={"PYTHONPATH": path, "MEGA_RL_PLATFORM": ""})
+    assert launched.returncode == 2
+    (line,) = launched.stdout.splitlines()
+    assert line.startswith("error: torch_npu is installed, but CANN is missing (libascendcl.so"), line
+
+
+def command(config: Path, *arguments: str, env: Mapping[str, str] | None = None) -> Launched:
     script = Path(train.__file__)
-    return run([sys.executable, str(script), "--config", str(config), *arguments], timeout=120)
+    return run([sys.executable, str(script), "--config", str(config), *arguments], timeout=120, env=env)
 
 
 def test_exit_status_and_one_sentence(config: Path) -> None:

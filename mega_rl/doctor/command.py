@@ -1,0 +1,118 @@
+"""The command line of ``tools/check_env.py``: arguments, the table, the JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from mega_rl.doctor.examine import examine, likely_platform, verdict
+from mega_rl.doctor.finding import STATES, Finding, Wanted
+from mega_rl.doctor.host import Host, ThisHost
+from mega_rl.doctor.machine import parse_ports
+from mega_rl.platform import VARIABLE, check_name
+from mega_rl.types import InputError
+
+SCHEMA = 1  # of the JSON; it rises when a field changes or goes
+COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
+
+
+def parse(description: str, arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--platform", default="auto", metavar="NAME", help="auto (what the machine shows), cpu, cuda, npu"
+    )
+    parser.add_argument("--quick", action="store_true", help="no trials: no kernels, collectives and imports")
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="how many nodes the run will have")
+    parser.add_argument("--output-dir", type=Path, default=Path("runs"), metavar="DIR", help="where the run will write")
+    parser.add_argument("--ports", metavar="LIST", help="ports that must be free, for example 29500,60000-60015")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument("--strict", action="store_true", help="a warning counts as a failure")
+    return parser.parse_args(arguments)
+
+
+def wanted(options: argparse.Namespace, host: Host) -> Wanted:
+    """
+    Raises:
+        InputError: an unknown platform, or ports that are none.
+    """
+    name, source = options.platform, "--platform"
+    if name == "auto" and host.environ.get(VARIABLE):
+        name, source = host.environ[VARIABLE], f"the environment variable {VARIABLE}"
+    check_name(name, source)
+    if options.nodes < 1:
+        raise InputError(f"--nodes is {options.nodes}: write how many nodes the run will have, 1 or more")
+    try:
+        ports = None if options.ports is None else parse_ports(options.ports)
+    except ValueError:
+        raise InputError(
+            f"--ports is {options.ports!r}: write ports from 1 to 65535, as in 29500,60000-60015"
+        ) from None
+    return Wanted(
+        platform=likely_platform(host) if name == "auto" else name,
+        num_nodes=options.nodes,
+        output_dir=options.output_dir,
+        ports=ports,
+        quick=options.quick,
+    )
+
+
+def print_table(findings: Iterable[Finding], wanted: Wanted) -> None:
+    table = Table(title=f"Environment for the {wanted.platform} platform", title_justify="left")
+    for column in ("area", "check", "state", "found", "mend"):
+        table.add_column(column, overflow="fold", min_width=5)
+    last_area = ""
+    for finding in findings:
+        if finding.area != last_area and last_area:
+            table.add_section()
+        area = "" if finding.area == last_area else finding.area
+        last_area = finding.area
+        state = Text(finding.state, COLOURS[finding.state])
+        table.add_row(
+            area, finding.check, state, Text(finding.found), Text(finding.mend)
+        )  # no markup in what was found
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(table)
+
+
+def counts(findings: Sequence[Finding]) -> dict[str, int]:
+    found = Counter(finding.state for finding in findings)
+    return {state: found[state] for state in STATES}
+
+
+def examined(options: argparse.Namespace, host: Host) -> int:
+    asked = wanted(options, host)
+    findings = []
+    for finding in examine(host, asked):
+        if not options.json and sys.stderr.isatty():
+            print(f"\r\033[K{finding.area}: {finding.check}", end="", file=sys.stderr, flush=True)
+        findings.append(finding)
+    result = verdict(findings)
+    if options.json:
+        rows = [asdict(finding) for finding in findings]
+        summary = {"schema": SCHEMA, "platform": asked.platform, "verdict": result, "counts": counts(findings)}
+        print(json.dumps({**summary, "findings": rows}, indent=2))
+    else:
+        if sys.stderr.isatty():
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+        print_table(findings, asked)
+        print(", ".join(f"{number} {state}" for state, number in counts(findings).items()))
+    return int(result == "fail" or (options.strict and result == "warn"))
+
+
+def main(description: str, environ: Mapping[str, str], arguments: Sequence[str] | None = None) -> int:
+    """The exit status."""
+    options = parse(description, arguments)
+    try:
+        return examined(options, ThisHost(environ))
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2

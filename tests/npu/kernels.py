@@ -1,0 +1,137 @@
+"""CPU kernels for device npu where the device is pretended: its memory is the host's, so a CPU tensor can share it.
+
+Every kernel that torch_npu registers for PrivateUse1 is replaced by one that runs the operator's CPU kernel, or for an
+operator of Ascend's own the given stand-in, on CPU tensors over the same memory. Autograd, allocation, views, streams
+and the allocator's statistics stay torch_npu's. Collectives (namespace c10d) are replaced too: they find CPU tensors
+and therefore take the CPU's backend, so with ``cpu:gloo,npu:hccl`` gloo carries what HCCL would; HCCL never runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+NAMESPACES = ("aten", "npu", "c10d")
+# Kernels of torch_npu that only look at a tensor's form or its memory, and work as they are; so do all that make views.
+KEPT = {
+    "aten::_has_compatible_shallow_copy_type",
+    "aten::_local_scalar_dense",
+    "aten::_pin_memory",
+    "aten::_resize_output_",
+    "aten::empty.memory_format",
+    "aten::empty_like",
+    "aten::empty_strided",
+    "aten::is_pinned",
+    "aten::lift_fresh",
+    "aten::new_empty",
+    "aten::new_empty_strided",
+    "aten::record_stream",
+    "aten::resize_",
+    "aten::resize_as_",
+    "aten::set_",
+    "aten::set_.source_Storage",
+    "aten::set_.source_Storage_storage_offset",
+    "aten::set_.source_Tensor",
+}
+
+counts: Counter[str] = Counter()  # operator, as "npu::npu_rms_norm" -> how often it ran since ``counts.clear()``
+_libraries: dict[str, torch.library.Library] = {}
+
+
+def host_view(tensor: torch.Tensor) -> torch.Tensor:
+    """A CPU tensor over the memory of a tensor of a pretended device, which it keeps alive."""
+    storage = tensor.untyped_storage()
+    if storage.nbytes() == 0:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    view = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    view.set_(whole.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    view._device_tensor = tensor  # type: ignore[attr-defined]
+    return view
+
+
+def _is_npu(device: object) -> bool:
+    return device is not None and torch.device(device).type == "npu"  # type: ignore[arg-type]
+
+
+def _kernel(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        counts[name] += 1
+        originals: dict[int, torch.Tensor] = {}  # id of what the operator is given -> what the caller gave
+        device = None
+
+        def to_host(value: Any) -> Any:
+            nonlocal device
+            if isinstance(value, torch.device):
+                return torch.device("cpu") if value.type == "npu" else value
+            if not isinstance(value, torch.Tensor):
+                return value
+            given = value
+            if value.device.type == "npu":
+                device = value.device
+                given = host_view(value)
+            originals[id(given)] = value
+            return given
+
+        host_args, host_kwargs = tree_map(to_host, (args, kwargs))
+        asked = kwargs.get("device")
+        if asked is not None and not _is_npu(asked):
+            device = None
+        elif device is None:
+            device = torch.device("npu", torch.npu.current_device())
+
+        def from_host(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or device is None:
+                return value
+            if id(value) in originals:
+                return originals[id(value)]
+            assert value.untyped_storage().data_ptr() not in memory or not value.numel(), (
+                f"{name} made a view: it must keep its kernel"
+            )
+            result = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+            host_view(result).copy_(value)
+            return result
+
+        memory = {tensor.untyped_storage().data_ptr() for tensor in originals.values()}
+        return tree_map(from_host, run(*host_args, **host_kwargs))
+
+    return kernel
+
+
+def install(stand_ins: Mapping[str, Callable[..., Any]]) -> int:
+    """Replace the kernels, once per process after ``import torch_npu``; returns how many.
+
+    Args:
+        stand_ins: "npu::name" -> what runs on CPU tensors in its place, with the operator's own arguments. Operators of
+            Ascend's own without one keep torch_npu's kernel, which raises.
+    """
+    assert not _libraries, "the kernels are installed already"
+    number = 0
+    known = torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1")
+    left = sorted(set(stand_ins) - set(known))
+    assert not left, f"torch_npu has no operators {', '.join(left)}"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a kernel is replaced is what is wanted
+        for name in known:
+            namespace, _, rest = name.partition("::")
+            if namespace not in NAMESPACES or name in KEPT or (namespace == "npu" and name not in stand_ins):
+                continue
+            base, _, overload = rest.partition(".")
+            packet = getattr(getattr(torch.ops, namespace), base, None)
+            operator = getattr(packet, overload or "default", None)
+            if operator is None or operator.is_view:
+                continue
+            if namespace not in _libraries:
+                _libraries[namespace] = torch.library.Library(namespace, "IMPL")
+            _libraries[namespace].impl(
+                rest, _kernel(name, stand_ins.get(name, operator)), "PrivateUse1", allow_override=True
+            )
+            number += 1
+    return number

@@ -1,0 +1,85 @@
+"""Started by torchrun on the CPU, or through ``run_emulated.py`` on device npu: the same training, written down.
+
+Rank 0 writes what is found of every family into ``--out``: token statistics, loss and gradient norm of every step, the
+weights of every rank after the last one, and how often each operator ran on device npu.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mega_rl import platform
+from mega_rl.parallel.collectives import gather_objects
+from tests.distributed import tiny_models
+from tests.distributed.engine_support import build_engine, groups, loss_of, pack_for_rank, run_config, total_loss
+from tests.distributed.layouts import Case
+from tests.distributed.parity_reference import OBJECTIVES, make_sequences
+
+NUM_STEPS = 4
+
+
+@dataclass
+class Figures:
+    """Of one family at one layout."""
+
+    logprobs: list[list[torch.Tensor]]  # rank -> micro-batch -> [T] under the starting weights
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    weights: list[dict[str, torch.Tensor]] = field(default_factory=list)  # rank -> local name -> after the last step
+    operators: dict[str, int] = field(default_factory=dict)  # of rank 0 in forward, backward and steps; {} on the CPU
+    num_microbatches: int = 0  # of rank 0, a step
+
+
+def operator_counts() -> dict[str, int]:
+    """Since the process began; {} on the CPU."""
+    if platform.current().name == "cpu":
+        return {}
+    from tests.npu import kernels
+
+    return dict(kernels.counts)
+
+
+def train(case: Case, family: str, objective_name: str, dtype: str, directory: Path) -> Figures:
+    objective = OBJECTIVES[objective_name]
+    with groups(case) as layout:
+        engine = build_engine(run_config(case, objective, dtype), layout, directory, NUM_STEPS)
+        sequences = make_sequences(objective, tiny_models.FAMILIES[family].vocab_size)
+        microbatches, loss_function = pack_for_rank(case, layout, sequences), loss_of(objective, sequences)
+        stats = engine.token_stats(microbatches)
+        figures = Figures(gather_objects([s.logprobs.cpu() for s in stats]), num_microbatches=len(microbatches))
+        before = operator_counts()
+        for _ in range(NUM_STEPS):
+            figures.losses.append(total_loss(layout, engine.forward_backward(microbatches, loss_function)))
+            step = engine.optimizer_step()
+            assert not step.skipped, step
+            figures.norms.append(step.grad_norm)
+        figures.operators = {name: count - before.get(name, 0) for name, count in operator_counts().items()}
+        figures.weights = gather_objects({name: p.detach().cpu() for name, p in engine.policy.parameters.items()})
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--models", type=Path, required=True, help="a directory with one Hugging Face model per family")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--tensor", type=int, required=True)
+    arguments = parser.parse_args()
+    dist.init_process_group(platform.current().backend)
+    case = Case(dist.get_world_size(), tensor=arguments.tensor, sequence=arguments.tensor > 1)
+    found: dict[tuple[str, str], Any] = {}
+    for family in ("qwen2", "qwen3"):
+        for objective, dtype in (("rl", "float32"), ("sft", "bfloat16")):
+            found[family, dtype] = train(case, family, objective, dtype, arguments.models / family)
+    if dist.get_rank() == 0:
+        torch.save(found, arguments.out)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
