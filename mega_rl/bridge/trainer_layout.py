@@ -9,6 +9,7 @@ from mega_rl.bridge.families import EMBEDDING, FINAL_NORM, LM_HEAD, layer_name
 from mega_rl.bridge.series import EXPERT, LAYER, Numbers, Series, numbered, slices_of
 from mega_rl.bridge.shape import ModelShape
 from mega_rl.bridge.slices import Slice, stack_rows, take_columns, whole
+from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.types import InputError
 
 
@@ -69,6 +70,39 @@ def megatron_series(
             last += _vocab_rows("output_layer.weight", EMBEDDING, *vocab)
         series += numbered(last)
     return series
+
+
+def rank_series(shape: ModelShape, layout: ParallelLayout, rank: int) -> list[Series]:
+    """What a rank of the layout holds, all of its model chunks."""
+    return [
+        replace(one, local_name=chunk_prefix(layout, chunk) + one.local_name)
+        for chunk in range(layout.num_chunks)
+        for one in chunk_series(shape, layout, rank, chunk)
+    ]
+
+
+def chunk_prefix(layout: ParallelLayout, chunk: int) -> str:
+    """What the local names of a model chunk begin with where a rank has several."""
+    return f"chunk{chunk}." if layout.num_chunks > 1 else ""
+
+
+def chunk_series(shape: ModelShape, layout: ParallelLayout, rank: int, chunk: int) -> list[Series]:
+    """What a rank of the layout holds of one of its model chunks; InputError where the layers do not divide."""
+    tp_rank, _, _, pp_rank = layout.coordinates(rank)
+    etp_rank, ep_rank, _, _ = layout.expert_coordinates(rank)
+    return megatron_series(
+        shape,
+        layout.tensor,
+        tp_rank,
+        layout.layers_of_chunk(shape.num_layers, pp_rank, chunk),
+        has_embedding=pp_rank == 0 and chunk == 0,
+        has_output=pp_rank == layout.pipeline - 1 and chunk == layout.num_chunks - 1,
+        padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tensor),
+        expert_parallel=layout.expert,
+        ep_rank=ep_rank,
+        expert_tensor_parallel=layout.expert_tensor,
+        etp_rank=etp_rank,
+    )
 
 
 def check_tensor_parallel(shape: ModelShape, tensor_parallel: int) -> None:

@@ -39,17 +39,21 @@ class ModelShape:
     num_experts: int | None = None  # of a layer; None: the model has none
 
 
-def inspect_model(path: str) -> tuple[list[str], ModelShape | None]:
-    """Problems of the directory ``model.path``, and the model's sizes where its config.json states them."""
+def inspect_model(path: str, has_files: bool = True) -> tuple[list[str], ModelShape | None]:
+    """Problems of the directory ``model.path``, and the model's sizes where its config.json states them.
+
+    Args:
+        has_files: tokenizer and weights must be there too.
+    """
     directory = Path(path)
     if not directory.is_dir():
         reason = "is a file" if directory.exists() else "does not exist"
         return [f"model.path is {path!r}, which {reason}: give a Hugging Face model directory"], None
     problems = []
-    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+    if has_files and not any((directory / name).is_file() for name in TOKENIZER_FILES):
         names = ", ".join(TOKENIZER_FILES)
         problems.append(f"model.path {path!r} has no tokenizer: put one of {names} there")
-    if not any(directory.glob("*.safetensors")):
+    if has_files and not any(directory.glob("*.safetensors")):
         problems.append(f"model.path {path!r} has no *.safetensors weights: save the model in that format")
     file = directory / "config.json"
     try:

@@ -15,27 +15,29 @@ from mega_rl.config.schema import RunConfig
 DATA_SUFFIXES = (".jsonl", ".parquet")
 
 
-def validate(config: RunConfig, world_size: int | None = None) -> None:
+def validate(config: RunConfig, world_size: int | None = None, has_files: bool = True) -> None:
     """Raises one InputError that lists every problem; see ``problems``."""
-    found = problems(config, world_size)
+    found = problems(config, world_size, has_files)
     if found:
         raise input_error("invalid configuration", found)
 
 
-def problems(config: RunConfig, world_size: int | None = None) -> list[str]:
+def problems(config: RunConfig, world_size: int | None = None, has_files: bool = True) -> list[str]:
     """Every problem as a sentence that names the field, its value and the mend; empty when the run can start.
 
     Args:
         config: read only; an ``sft`` run does not read rollout, bridge, algorithm, aqn and rewards: not checked.
         world_size: number of processes; None where it is not known (a dry run), which leaves out what depends on it.
+        has_files: false where a run is only planned: of model and data nothing but the model's config.json is asked for.
     """
     assert world_size is None or world_size >= 1
     found = _Problems(config)
     is_rl = config.trainer.stage != "sft"
     for field, rule in (COMMON | RL if is_rl else COMMON).items():
         found.check(field, rule)
-    shape = _model(found)
-    _data_files(found)
+    shape = _model(found, has_files)
+    if has_files:
+        _data_files(found)
     _trainer(found)
     _optimizer(found)
     _memory(found)
@@ -89,10 +91,10 @@ def _divisors(number: int) -> str:
     return ", ".join(listed if len(listed) <= 8 else [*listed[:8], "..."])
 
 
-def _model(found: _Problems) -> ModelShape | None:
+def _model(found: _Problems, has_files: bool) -> ModelShape | None:
     if not found.good("model.path"):
         return None
-    lines, shape = inspect_model(found.config.model.path)
+    lines, shape = inspect_model(found.config.model.path, has_files)
     found.lines.extend(lines)
     return shape
 

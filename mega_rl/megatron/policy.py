@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,7 @@ from mega_rl.bridge.huggingface import HFReader
 from mega_rl.bridge.series import Series, slices_of
 from mega_rl.bridge.shape import ModelShape
 from mega_rl.bridge.slices import Box, Slice
-from mega_rl.bridge.trainer_layout import megatron_series, padded_vocab_size
+from mega_rl.bridge.trainer_layout import chunk_prefix, rank_series
 from mega_rl.config.schema import RunConfig
 from mega_rl.megatron.context import LocalInput, in_pack_order, local_input
 from mega_rl.megatron.families import frozen_weights
@@ -101,20 +100,17 @@ class MegatronPolicy:
     def collect_parameters(self) -> None:
         """Look the parameters up again, by their names in ``slices_of``."""
         self.parameters = {
-            self._chunk_prefix(chunk) + name: parameter
+            chunk_prefix(self.layout, chunk) + name: parameter
             for chunk, model in enumerate(self.chunks)
             for name, parameter in model.named_parameters()
         }
         self.frozen = {
-            self._chunk_prefix(chunk) + name: weight
+            chunk_prefix(self.layout, chunk) + name: weight
             for chunk, model in enumerate(self.chunks)
             for name, weight in frozen_weights(model).items()
         }
 
     # --- weights -----------------------------------------------------------------------------------------------------
-
-    def _chunk_prefix(self, chunk: int) -> str:
-        return f"chunk{chunk}." if self.layout.num_chunks > 1 else ""
 
     def slices_of(self, rank: int) -> list[Slice]:
         """What any rank of the layout holds, as slices of the Hugging Face tensors."""
@@ -122,27 +118,7 @@ class MegatronPolicy:
 
     def series_of(self, rank: int) -> list[Series]:
         """The same by kinds of tensors, for plans."""
-        layout, shape = self.layout, self.shape
-        tp_rank, _, _, pp_rank = layout.coordinates(rank)
-        etp_rank, ep_rank, _, _ = layout.expert_coordinates(rank)
-        held: list[Series] = []
-        for chunk in range(layout.num_chunks):
-            series = megatron_series(
-                shape,
-                layout.tensor,
-                tp_rank,
-                layout.layers_of_chunk(shape.num_layers, pp_rank, chunk),
-                has_embedding=pp_rank == 0 and chunk == 0,
-                has_output=pp_rank == layout.pipeline - 1 and chunk == layout.num_chunks - 1,
-                padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tensor),
-                expert_parallel=layout.expert,
-                ep_rank=ep_rank,
-                expert_tensor_parallel=layout.expert_tensor,
-                etp_rank=etp_rank,
-            )
-            prefix = self._chunk_prefix(chunk)
-            held += [replace(one, local_name=prefix + one.local_name) for one in series]
-        return held
+        return rank_series(self.shape, self.layout, rank)
 
     def local(self, local_name: str, local_box: Box) -> Tensor:
         """A view of one box of one local weight."""

@@ -1,0 +1,31 @@
+"""What the operators of each platform keep for the backward pass, and what theirs takes while it runs.
+
+The counts are of the kernels that ``mega_rl.platform`` chooses. Those of the CPU are measured (``benchmarks/memory.py``);
+those of the accelerators follow from the signatures of their kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Operators:
+    """Of one platform."""
+
+    has_fused_norm: bool  # keeps its input and a number per row; else float32 copies of the input and of the normalised
+    attention_outputs: int  # copies of the attention's output: the kernel's own, and one where parts are put together
+    softmax_floats: int  # float32 numbers that attention keeps of every token and query head
+    swiglu_temporaries: int  # widths of the gate that SwiGLU's backward takes besides its results
+    tile_logits: int | None  # most float32 logits of one tile of the loss; None: trainer.logprob_chunk_tokens alone
+    tile_tokens: int | None
+
+
+OPERATORS = {
+    # torch's composite RMSNorm; SDPA one sequence at a time, its outputs put together afterwards
+    "cpu": Operators(False, 2, 1, 1, 512 * 1024, 512),
+    # torch's fused RMSNorm, flash attention over all sequences (output, log-sum-exp), Megatron's fused SwiGLU
+    "cuda": Operators(True, 1, 1, 0, None, None),
+    # npu_rms_norm, npu_fusion_attention (softmax maximum and sum, 8 equal numbers each), npu_swiglu
+    "npu": Operators(True, 1, 16, 0, None, None),
+}

@@ -1,0 +1,214 @@
+"""Weights, gradients and optimizer state of every rank, exactly as Megatron-core's buffers hold them.
+
+Parameters that are reduced together lie in one flat buffer, one for the experts and one for everything else of a model
+chunk. The distributed optimizer cuts the buffer, bucket by bucket, into equal shares of its data-parallel ranks
+(ZeRO, arXiv 1910.02054); who owns how much follows from where the parameters lie in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from mega_rl.bridge.series import Series, slices_of
+from mega_rl.bridge.shape import ModelShape
+from mega_rl.bridge.trainer_layout import chunk_series, padded_vocab_size
+from mega_rl.config.schema import RunConfig
+from mega_rl.parallel.layout import ParallelLayout
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+START_MULTIPLE = 64  # elements; a parameter begins at a multiple of it
+BUCKET_MULTIPLE = 128  # elements; a bucket ends at a multiple of it and of the ranks that share it
+MIN_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000  # elements, where gradients are reduced piece by piece
+# The order in which Megatron's modules register their parameters, by what their names in a layer begin with.
+ORDER = (
+    "input_layernorm",
+    "self_attention.linear_proj",
+    "self_attention.linear_q",  # linear_qkv, or latent attention's q_proj, q_down_proj and q_up_proj
+    "self_attention.linear_kv",
+    "self_attention.q_layernorm",
+    "self_attention.k",
+    "pre_mlp_layernorm",
+    "mlp.router",
+    "mlp.experts",
+    "mlp.shared_experts.gate_weight",
+    "mlp.shared_experts",
+    "mlp.linear",
+)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    name: str
+    kind: str  # embedding | output | attention | mlp | experts | norms and router
+    num_elements: int
+    is_shared_embedding: bool = False  # tied, with the other copy on another pipeline stage
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Parameters in the order of registration, and the ranks that share their optimizer state."""
+
+    parameters: tuple[Parameter, ...]
+    num_shares: int  # data-parallel ranks, context-parallel ones included
+    bucket_elements: int | None  # a bucket closes when it has so many; None: one bucket
+
+    @cached_property
+    def _placed(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Where parameters and buckets begin and end."""
+        places: list[tuple[int, int]] = []
+        buckets: list[tuple[int, int]] = []
+        first = end = 0
+
+        def close() -> int:
+            nonlocal first
+            buckets.append((first, _round_up(end, math.lcm(self.num_shares, BUCKET_MULTIPLE))))
+            first = buckets[-1][1]
+            return first
+
+        for parameter in reversed(self.parameters):  # as the backward pass comes to them
+            start = _round_up(end, START_MULTIPLE)
+            if parameter.is_shared_embedding and start > first:
+                end = start
+                start = close()
+            end = start + parameter.num_elements
+            places.append((start, end))
+            is_full = self.bucket_elements is not None and end - first >= self.bucket_elements
+            if is_full or parameter.is_shared_embedding:
+                end = close()
+        if end > first:
+            close()
+        return places, buckets
+
+    @property
+    def num_elements(self) -> int:
+        """With the padding between parameters and at the ends of buckets."""
+        return self._placed[1][-1][1] if self.parameters else 0
+
+    def owned(self, share: int) -> list[int]:
+        """Elements of every parameter piece whose optimizer state is in one rank's share."""
+        places, buckets = self._placed
+        pieces = []
+        for start, end in buckets:
+            size = (end - start) // self.num_shares
+            low, high = start + share * size, start + (share + 1) * size
+            pieces += [n for a, b in places if (n := min(b, high) - max(a, low)) > 0]
+        return pieces
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """Bytes of one rank that stay from step to step."""
+
+    weights: int  # of the actor, with the padding of its buffers
+    by_kind: dict[str, int]  # of the weights, without the padding
+    gradients: int  # float32
+    masters: int  # float32 copies of bfloat16 weights, this rank's share
+    moments: int  # Adam's two, this rank's share
+    reference: int  # weights of the frozen copy; 0 without one
+
+    @property
+    def optimizer(self) -> int:
+        return self.masters + self.moments
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _kind(name: str) -> str:
+    if name.startswith("embedding."):
+        return "embedding"
+    if name.startswith("output_layer."):
+        return "output layer"
+    if ".experts." in name:
+        return "experts"
+    if "norm" in name or "router" in name:
+        return "norms and router"
+    return "attention" if ".self_attention." in name else "mlp"
+
+
+def _place(name: str) -> tuple[int, int, int]:
+    """Sorts the parameters of a chunk by their registration; equal ones keep their order."""
+    if name.startswith("embedding."):
+        return 0, 0, 0
+    parts = name.split(".")
+    if parts[:2] != ["decoder", "layers"]:
+        return 2, int(name.startswith("output_layer.")), 0
+    inner = ".".join(parts[3:])
+    rank = next(i for i, start in enumerate(ORDER) if inner.startswith(start))
+    return 1, int(parts[2]), rank
+
+
+def chunk_parameters(shape: ModelShape, layout: ParallelLayout, stage: int, chunk: int) -> list[Parameter]:
+    """What every rank of a pipeline stage holds of one model chunk; tensor and expert ranks hold equal sizes.
+
+    The routers' score biases, which are no parameters, are not among them.
+    """
+    sizes = _sizes(chunk_series(shape, layout, layout.rank(0, 0, 0, stage), chunk))
+    rows = padded_vocab_size(shape.vocab_size, layout.tensor) // layout.tensor
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        if name in sizes:
+            sizes[name] = (rows, shape.hidden_size)
+    is_split = shape.tied and layout.pipeline > 1
+    return [
+        Parameter(
+            name,
+            _kind(name),
+            math.prod(sizes[name]),
+            is_shared_embedding=is_split and _kind(name) in ("embedding", "output layer"),
+        )
+        for name in sorted(sizes, key=_place)
+        if not name.endswith("router.expert_bias")
+    ]
+
+
+def _sizes(series: Iterable[Series]) -> dict[str, tuple[int, ...]]:
+    sizes: dict[str, tuple[int, ...]] = {}
+    for piece in slices_of(series):
+        ends = tuple(end for _, end in piece.local_box)
+        known = sizes.get(piece.local_name, ends)
+        sizes[piece.local_name] = tuple(max(pair) for pair in zip(known, ends, strict=True))
+    return sizes
+
+
+def stage_buffers(config: RunConfig, shape: ModelShape, layout: ParallelLayout, stage: int) -> list[Buffer]:
+    """The buffers of a pipeline stage: of each of its chunks the dense one, then the experts' where there are any."""
+    num_shares = layout.data * layout.context
+    buffers = []
+    for chunk in range(layout.num_chunks):
+        parameters = chunk_parameters(shape, layout, stage, chunk)
+        is_cut = config.parallel.overlap_grad_reduce and stage == 0 and chunk == 0
+        limit = max(MIN_BUCKET, BUCKET_PER_RANK * layout.data) if is_cut else None
+        for is_expert, shares in ((False, num_shares), (True, layout.expert_data)):
+            chosen = tuple(p for p in parameters if (p.kind == "experts") == is_expert)
+            if chosen:
+                buffers.append(Buffer(chosen, shares, limit))
+    return buffers
+
+
+def trainer_state(
+    config: RunConfig, layout: ParallelLayout, rank: int, buffers: list[Buffer], has_reference: bool
+) -> TrainerState:
+    """The state of one rank, from the buffers of its pipeline stage."""
+    at, experts_at = layout.coordinates(rank), layout.expert_coordinates(rank)
+    weight_bytes = ITEM_BYTES[config.model.dtype]
+    num_padded = sum(buffer.num_elements for buffer in buffers)
+    owned = 0
+    for buffer in buffers:
+        is_expert = buffer.parameters[0].kind == "experts"
+        share = experts_at.data if is_expert else at.context + layout.context * at.data
+        owned += sum(buffer.owned(share))
+    by_kind: dict[str, int] = {}
+    for parameter in (p for buffer in buffers for p in buffer.parameters):
+        by_kind[parameter.kind] = by_kind.get(parameter.kind, 0) + weight_bytes * parameter.num_elements
+    return TrainerState(
+        weights=weight_bytes * num_padded,
+        by_kind=by_kind,
+        gradients=4 * num_padded,
+        masters=4 * owned if config.model.dtype == "bfloat16" else 0,
+        moments=2 * ITEM_BYTES[config.memory.optimizer_state_dtype] * owned,
+        reference=sum(by_kind.values()) if has_reference else 0,
+    )

@@ -1,0 +1,61 @@
+"""How long a run is: rows, steps and tokens, as far as the files are here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from mega_rl.config.schema import RunConfig
+from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.parallel.schedule import balance
+from mega_rl.planning.activations import Tokens
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """None where the data files are not here."""
+
+    num_rows: int | None  # of the training files; rows that are too long are still among them
+    steps_per_epoch: int | None
+    total_steps: int | None
+    sequences_per_step: int
+    max_tokens_per_step: int  # all sequences at their greatest length
+
+
+def run_length(config: RunConfig) -> RunLength:
+    data, trainer = config.data, config.trainer
+    counts = [_count_rows(Path(name)) for name in data.train_files]
+    num_rows = sum(count for count in counts if count is not None) if counts and None not in counts else None
+    per_epoch = None if num_rows is None else num_rows // data.train_batch_size
+    total = trainer.total_steps
+    if total is None and per_epoch is not None and trainer.total_epochs is not None:
+        total = trainer.total_epochs * per_epoch
+    sequences = data.train_batch_size * (config.rollout.n if trainer.stage == "rl" else 1)
+    longest = data.max_prompt_length + data.max_response_length
+    return RunLength(num_rows, per_epoch, total, sequences, sequences * longest)
+
+
+def _count_rows(file: Path) -> int | None:
+    if not file.is_file():
+        return None
+    if file.suffix == ".parquet":
+        return int(pq.read_metadata(file).num_rows)
+    with file.open("rb") as lines:
+        return sum(1 for line in lines if line.strip())
+
+
+def fullest_microbatches(config: RunConfig, layout: ParallelLayout) -> Tokens:
+    """Of an optimizer step whose sequences all have their greatest length."""
+    data, is_rl = config.data, config.trainer.stage == "rl"
+    parts = config.algorithm.minibatches_per_step if is_rl else 1
+    num_sequences = data.train_batch_size * (config.rollout.n if is_rl else 1) // parts
+    longest = data.max_prompt_length + data.max_response_length - 1  # the last token predicts nothing
+    budget = config.trainer.max_tokens_per_microbatch
+    multiple = layout.pipeline if layout.num_chunks > 1 else 1
+    microbatches = balance([longest] * num_sequences, layout.data, budget, multiple)[0]
+    # Sequences of other lengths fill a micro-batch up to its limit.
+    fullest = min(budget, -(-num_sequences // layout.data) * longest)
+    unit = layout.tensor * 2 * layout.context
+    return Tokens(-(-fullest // unit) * unit, longest, len(microbatches))

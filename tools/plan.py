@@ -1,0 +1,269 @@
+"""Plan a run's memory before any device is touched: ``python tools/plan.py --config FILE [key=value ...]``.
+
+Asks for nothing but the configuration and the model's config.json. Shown is what lies on the fullest device in every
+phase of a step, the engine's key-value memory, what a weight sync moves, the host's memory, the length of the run, and,
+where it does not fit, what to change. See docs/plan.md.
+
+Exit status 0: it fits, 1: it does not (one sentence on stderr), 2: bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from mega_rl import platform
+from mega_rl.bridge.shape import ModelShape, read_model_shape
+from mega_rl.config import RunConfig, load_config, validate
+from mega_rl.planning.advice import Change, advise
+from mega_rl.planning.operators import OPERATORS
+from mega_rl.planning.plan import Item, Machine, MemoryPlan, Phase, make_plan, smallest_world
+from mega_rl.planning.steps import RunLength, fullest_microbatches, run_length
+from mega_rl.types import InputError
+
+GIB = 1 << 30
+UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": GIB, "TiB": 1 << 40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B)")
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, metavar="FILE", help="YAML file, see configs/")
+    parser.add_argument("--device-memory", default="64GiB", metavar="SIZE", help="of one device (default: 64GiB)")
+    parser.add_argument("--devices", type=int, metavar="N", help="of the trainer (default: the fewest it can start on)")
+    parser.add_argument(
+        "--reserve",
+        default="4GiB",
+        metavar="SIZE",
+        help="of a device, for what is not counted: driver, communication buffers, fragmentation (default: 4GiB)",
+    )
+    parser.add_argument(
+        "--platform", choices=sorted(OPERATORS), help="default: platform.name, and npu where that is auto"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example parallel.tensor=4")
+    return parser.parse_args(arguments)
+
+
+def size_in_bytes(option: str, text: str) -> int:
+    match = SIZE.fullmatch(text.strip())
+    if match is None:
+        raise InputError(f"{option} is {text!r}: write a number with a unit, such as 64GiB or 80GB")
+    return int(float(match[1]) * UNITS[match[2]])
+
+
+def machine_of(options: argparse.Namespace, config: RunConfig) -> Machine:
+    name = options.platform or config.platform.name
+    if name == "auto":
+        name = os.environ.get(platform.VARIABLE, "npu")
+    if name not in OPERATORS:
+        raise InputError(f"platform.name is {name!r}: choose one of {', '.join(sorted(OPERATORS))}")
+    devices = smallest_world(config) if options.devices is None else options.devices
+    if devices < 1:
+        raise InputError(f"--devices is {devices}: give at least 1")
+    total = size_in_bytes("--device-memory", options.device_memory)
+    reserve = size_in_bytes("--reserve", options.reserve)
+    if reserve >= total:
+        raise InputError(f"--reserve {options.reserve} leaves nothing of --device-memory {options.device_memory}")
+    return Machine(devices, total, reserve, name)
+
+
+def gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:,.2f}"
+
+
+def phase_table(plan: MemoryPlan) -> Table:
+    """One row per phase, each for the rank that is fullest in it."""
+    phases = [plan.worst_of(phase.name) for phase in plan.worst.phases]
+    names = list(dict.fromkeys(item.name for _, phase in phases for item in phase.items))
+    table = Table(title="Device memory, GiB, of the fullest rank in each phase of a step")
+    for column in ("phase", "rank", *names, "reserve", "sum", "of", ""):
+        table.add_column(column, justify="left" if column == "phase" else "right")
+    for rank, phase in phases:
+        sizes = {item.name: item.num_bytes for item in phase.items}
+        total = phase.num_bytes + plan.machine.reserve_bytes
+        verdict = "fits" if total <= plan.machine.device_bytes else "TOO MUCH"
+        cells = [gib(sizes[name]) if name in sizes else "" for name in names]
+        ends = [gib(plan.machine.reserve_bytes), gib(total), gib(plan.machine.device_bytes), verdict]
+        table.add_row(phase.name, str(rank.rank), *cells, *ends)
+    return table
+
+
+def weights_table(plan: MemoryPlan) -> Table:
+    """Trainer weights by kind, of the fullest rank of every pipeline stage."""
+    stages = {rank.stage: rank for rank in sorted(plan.ranks, key=lambda rank: rank.fullest.num_bytes)}
+    kinds = list(dict.fromkeys(kind for stage in sorted(stages) for kind in stages[stage].state.by_kind))
+    table = Table(title="Trainer, GiB, of the fullest rank of each pipeline stage (exact but for the activations)")
+    columns = ("stage", "rank", *kinds, "gradients", "masters", "moments", "activations kept", "of micro-batches")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for stage, rank in sorted(stages.items()):
+        state, activations = rank.state, rank.activations
+        sizes = [gib(state.by_kind.get(kind, 0)) for kind in kinds]
+        sizes += [gib(n) for n in (state.gradients, state.masters, state.moments, activations.kept)]
+        table.add_row(str(stage), str(rank.rank), *sizes, f"{activations.in_flight:g}")
+    return table
+
+
+def engine_lines(plan: MemoryPlan) -> list[str]:
+    engine, rollout = plan.engine, plan.config.rollout
+    if engine is None:
+        return []
+    lines = [
+        f"engine: {gib(engine.share)} GiB per device while awake: weights {gib(engine.weights)} (exact), working memory "
+        f"{gib(engine.working)} (estimate), key-value memory {gib(engine.cache)}",
+        f"        {engine.num_blocks:,} blocks, {engine.bytes_per_token:,} bytes per token and device: "
+        f"{engine.num_sequences:,} sequences of the greatest length at a time, {engine.sequences_per_engine:,} to sample "
+        f"per engine and step; {rollout.tensor_parallel_size} devices per engine",
+    ]
+    if not engine.fits:
+        lines.append("        TOO LITTLE for a single sequence: raise rollout.vllm.gpu_memory_utilization")
+    if plan.sync is not None:
+        sync = plan.sync
+        lines.append(
+            f"sync:   {gib(sync.local)} GiB copied within ranks, {gib(sync.sent)} sent, least possible "
+            f"{gib(sync.minimum)}; the busiest rank receives {gib(sync.largest_received)}; buffers "
+            f"{gib(sync.buffers)} per rank"
+        )
+    return lines
+
+
+def run_lines(plan: MemoryPlan, length: RunLength) -> list[str]:
+    tokens = fullest_microbatches(plan.config, plan.layout)
+    steps = "unknown (the data files are not here)" if length.total_steps is None else f"{length.total_steps:,}"
+    rows = "" if length.num_rows is None else f" of {length.num_rows:,} rows"
+    return [
+        f"run:    {steps} steps{rows}, {length.sequences_per_step:,} sequences and at most "
+        f"{length.max_tokens_per_step:,} tokens per step; micro-batches of at most {tokens.num_tokens:,} tokens, "
+        f"{tokens.num_microbatches} per rank and optimizer step",
+    ]
+
+
+def host_lines(plan: MemoryPlan) -> list[str]:
+    rank = max(plan.ranks, key=lambda rank: sum(item.num_bytes for item in rank.host))
+    total = sum(item.num_bytes for item in rank.host)
+    parts = ", ".join(f"{item.name} {gib(item.num_bytes)}" for item in rank.host) or "nothing besides its process"
+    return [f"host:   {gib(total)} GiB per rank ({parts}); {gib(8 * total)} for 8 ranks of one host"]
+
+
+def verdict(plan: MemoryPlan) -> str:
+    """One sentence."""
+    phase, rank, machine = plan.worst.fullest.name, plan.worst.rank, plan.machine
+    where = f"rank {rank} in phase {phase}"
+    if plan.excess_bytes > 0:
+        total = gib(machine.device_bytes)
+        return f"does not fit: {where} lacks {gib(plan.excess_bytes)} GiB of {total} GiB on {machine.num_devices} devices"
+    if plan.engine is not None and not plan.engine.fits:
+        return (
+            "does not fit: the engine's share leaves no key-value memory for one sequence, raise "
+            "rollout.vllm.gpu_memory_utilization"
+        )
+    return f"fits: {gib(-plan.excess_bytes)} GiB to spare at the fullest moment, {where}"
+
+
+def advice_table(changes: Sequence[Change]) -> Table:
+    table = Table(title="Advice, each on top of the ones before it")
+    for column in ("change", "saves GiB", "then lacking", "costs"):
+        table.add_column(column, justify="right" if "GiB" in column or "then" in column else "left", overflow="fold")
+    for change in changes:
+        lacking = "0, it fits" if change.plan.fits else gib(max(0, change.plan.excess_bytes))
+        table.add_row("\n".join(change.keys), gib(change.saved_bytes), lacking, change.cost)
+    return table
+
+
+def as_json(plan: MemoryPlan, length: RunLength, changes: Sequence[Change]) -> dict[str, Any]:
+    def items(listed: Sequence[Item]) -> list[dict[str, Any]]:
+        return [asdict(item) for item in listed]
+
+    def phase(one: Phase) -> dict[str, Any]:
+        return {"name": one.name, "num_bytes": one.num_bytes, "items": items(one.items)}
+
+    return {
+        "fits": plan.fits,
+        "verdict": verdict(plan),
+        "excess_bytes": plan.excess_bytes,
+        "worst_rank": plan.worst.rank,
+        "worst_phase": plan.worst.fullest.name,
+        "machine": asdict(plan.machine),
+        "layout": asdict(plan.layout),
+        "ranks": [
+            {
+                "rank": rank.rank,
+                "stage": rank.stage,
+                "state": asdict(rank.state),
+                "activations": asdict(rank.activations),
+                "phases": [phase(one) for one in rank.phases],
+                "host": items(rank.host),
+            }
+            for rank in plan.ranks
+        ],
+        "engine": plan.engine and asdict(plan.engine),
+        "sync": plan.sync and asdict(plan.sync),
+        "run": asdict(length),
+        "advice": [
+            {
+                "keys": list(change.keys),
+                "cost": change.cost,
+                "saved_bytes": change.saved_bytes,
+                "excess_bytes": change.plan.excess_bytes,
+                "fits": change.plan.fits,
+            }
+            for change in changes
+        ],
+    }
+
+
+def show(plan: MemoryPlan, shape: ModelShape, length: RunLength, changes: Sequence[Change]) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    machine, layout = plan.machine, plan.layout
+    axes = ("tensor", "context", "data", "pipeline", "expert", "expert_tensor")
+    sizes = ", ".join(f"{axis} {getattr(layout, axis)}" for axis in axes)
+    console.print(
+        f"{shape.family}, {shape.num_layers} layers, on {machine.num_devices} devices of {gib(machine.device_bytes)} GiB "
+        f"({machine.platform}): {sizes}\n",
+        highlight=False,
+    )
+    console.print(phase_table(plan), weights_table(plan), highlight=False)
+    for line in [*engine_lines(plan), *host_lines(plan), *run_lines(plan, length)]:
+        console.print(line, highlight=False, soft_wrap=True)
+    if changes:
+        console.print(advice_table(changes), highlight=False)
+    console.print(f"\n{verdict(plan)}", highlight=False, soft_wrap=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    config = load_config(options.config, options.overrides)
+    platform.check_name(config.platform.name)
+    validate(config, options.devices, has_files=False)
+    machine = machine_of(options, config)
+    shape = read_model_shape(config.model.path)
+    plan = make_plan(config, shape, machine)
+    changes = [] if plan.fits else advise(plan, shape)
+    length = run_length(config)
+    if options.json:
+        print(json.dumps(as_json(plan, length, changes), indent=2))
+    else:
+        show(plan, shape, length, changes)
+    if plan.fits:
+        return 0
+    mend = f"; it does with {' '.join(k for c in changes for k in c.keys)}" if changes and changes[-1].plan.fits else ""
+    print(f"error: {verdict(plan)}{mend}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
