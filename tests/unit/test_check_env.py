@@ -77,8 +77,8 @@ def test_a_host_without_cann() -> None:
     assert "libascendcl.so" in of(found, "kernels")[0].found
     not_sourced = HEALTHY.but(environ=environ, cann_version=None)
     assert of(findings(not_sourced), "CANN")[0].mend == "source /usr/local/Ascend/cann/set_env.sh"
-    gone = findings(HEALTHY.with_environ(ASCEND_HOME_PATH="/opt/cann"))
-    assert "ASCEND_HOME_PATH=/opt/cann, which is not there" in of(gone, "CANN")[0].found
+    gone = findings(HEALTHY.with_environ(ASCEND_HOME_PATH="/usr/local/Ascend/gone"))
+    assert "ASCEND_HOME_PATH=/usr/local/Ascend/gone, which is not there" in of(gone, "CANN")[0].found
     empty = findings(HEALTHY.without_files(f"{CANN}/lib64"))
     assert "no libascendcl.so" in of(empty, "CANN")[0].found
     assert of(findings(HEALTHY.without_files(f"{CANN}/opp")), "CANN")[1].state == "warn"
