@@ -22,6 +22,7 @@ from mega_rl.platform.roles import engine_role, trainer_role
 from mega_rl.types import InputError
 
 __all__ = [
+    "PLATFORMS",
     "MemoryStats",
     "Platform",
     "ProcessRole",

@@ -78,6 +78,17 @@ class Platform(Protocol):
             InputError: software that is required is missing or does not fit.
         """
 
+    def actor_device(self, assigned: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> int:
+        """What ``set_device`` takes in a Ray actor with ``actor_options``.
+
+        Args:
+            assigned: the ids of the devices that Ray gave to the actor, by resource name.
+            environ: of the actor.
+
+        Raises:
+            InputError: a device that the actor cannot see.
+        """
+
     def set_device(self, local_rank: int) -> torch.device:
         """Bind this process to its device."""
 

@@ -37,6 +37,9 @@ class CpuPlatform:
         accelerator.install("cpu", accelerator.HostDevice())
         return ()
 
+    def actor_device(self, assigned: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> int:
+        return 0
+
     def set_device(self, local_rank: int) -> torch.device:
         return torch.device("cpu")
 

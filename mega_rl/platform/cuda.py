@@ -62,6 +62,9 @@ class CudaPlatform:
     def prepare(self, mindspeed: MindSpeedConfig | None = None) -> Sequence[str]:
         return ()
 
+    def actor_device(self, assigned: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> int:
+        return 0  # Ray shows an actor its own device alone
+
     def set_device(self, local_rank: int) -> torch.device:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)

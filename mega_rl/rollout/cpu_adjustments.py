@@ -12,8 +12,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+
+from mega_rl.rollout.vllm_versions import plain_cpu_experts
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "mega_rl-"  # of shared-memory names
@@ -28,27 +28,21 @@ def cpu_adjustments(*, live_weights: bool, job: str) -> Iterator[None]:
     Args:
         live_weights: keep linear weights as plain tensors. By default they are packed and the visible parameter becomes
             empty, so that nothing could be written in place; generation is about 20 % slower without the packing.
-            Experts are never packed: vLLM 0.32 packs them at the first loading only, so that after a reload the kernel
-            would take plain weights for packed ones, silently.
+            Experts are never packed, see ``plain_cpu_experts``.
         job: a word of this launch alone. Ranks of one engine meet in shared memory whose name, under an external
             launcher, holds nothing but their rank numbers: two launches that start at the same time on one machine
             would join each other's memory.
     """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     group_name = _CPUSHMDistributed.make_group_name
-
-    def keep_experts(experts: Any, layer: Any) -> None:
-        experts.apply = _apply_experts
 
     def job_group_name(communicator: Any) -> str:
         return f"{PREFIX}{job}-{group_name(communicator).lstrip('/')}"
 
     with (
         mock.patch.object(torch.ops._C, "init_cpu_memory_env", lambda nodes: None, create=True),
-        plain_linear_weights() if live_weights else nullcontext(),
-        mock.patch.object(CPUUnquantizedExperts, "process_weights_after_loading", keep_experts),
+        plain_weights(live_weights),
         mock.patch.object(_CPUSHMDistributed, "make_group_name", staticmethod(job_group_name)),
     ):
         yield
@@ -58,8 +52,15 @@ def cpu_adjustments(*, live_weights: bool, job: str) -> Iterator[None]:
 
 
 @contextmanager
-def plain_linear_weights() -> Iterator[None]:
-    """Linear weights stay as they are loaded; an engine constructed so must be reloaded so, into the same tensors."""
+def plain_weights(live_weights: bool) -> Iterator[None]:
+    """Around the loading of weights: an engine constructed so must be reloaded so, into the same tensors."""
+    with plain_cpu_experts(), _plain_linear_weights() if live_weights else nullcontext():
+        yield
+
+
+@contextmanager
+def _plain_linear_weights() -> Iterator[None]:
+    """Linear weights stay as they are loaded."""
     from vllm.model_executor.layers import utils as layer_utils
 
     pack = layer_utils.dispatch_cpu_unquantized_gemm
@@ -72,23 +73,3 @@ def plain_linear_weights() -> Iterator[None]:
 
     with mock.patch.object(layer_utils, "dispatch_cpu_unquantized_gemm", keep):
         yield
-
-
-def _apply_experts(
-    output: Tensor,
-    hidden_states: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    apply_router_weight_on_input: bool = False,
-    **_: Any,
-) -> None:
-    """vLLM's ``apply`` on plain weights: w1 [E, gate and up rows, D], w2 [E, D, rows]; ids and weights [T, K]."""
-    assert not apply_router_weight_on_input, "no supported family weights the experts' inputs"
-    output.zero_()
-    for expert in topk_ids.unique().tolist():
-        tokens, places = torch.where(topk_ids == expert)
-        gate, up = F.linear(hidden_states[tokens], w1[expert]).chunk(2, dim=-1)
-        result = F.linear(F.silu(gate) * up, w2[expert])
-        output.index_add_(0, tokens, result * topk_weights[tokens, places, None].to(result.dtype))

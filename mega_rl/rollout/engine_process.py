@@ -28,6 +28,7 @@ class EngineSpec:
     max_model_len: int  # prompt and response together, tokens
     dtype: str  # of the model, where ``rollout.dtype`` is not set
     platform_name: str
+    is_deterministic: bool
     num_threads: int  # of torch, on the CPU
 
 
@@ -41,9 +42,15 @@ class EngineProcess:
     def process_id(self) -> int:
         return os.getpid()
 
+    def device(self, platform_name: str) -> tuple[str | None, int]:
+        """The mask of devices that this process was started with, and the index of its own device within."""
+        here = platform.PLATFORMS[platform_name]
+        mask = None if here.visible_devices_variable is None else os.environ.get(here.visible_devices_variable)
+        return mask, here.actor_device(_assigned(), os.environ)
+
     def open(self, spec: EngineSpec) -> MeetingPoint:
         """Where the workers of this engine, all on one node, meet; asked of the first one."""
-        backend = platform.select(spec.platform_name).backend
+        backend = _select(spec).backend
         point, self._store = open_meeting("127.0.0.1", backend, spec.rollout.tensor_parallel_size)
         return point
 
@@ -53,16 +60,17 @@ class EngineProcess:
         Raises:
             InputError: as ``VLLMEngine``.
         """
-        # A local Ray passes the environment of the trainer's rank 0 on. Ray masks devices: each process sees its own.
+        here = _select(spec)
+        _, index = self.device(spec.platform_name)
+        # A local Ray passes the environment of the trainer's rank 0 on.
         for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
             del os.environ[name]
         size = str(spec.rollout.tensor_parallel_size)
-        os.environ.update(RANK=str(tensor_rank), LOCAL_RANK="0", WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+        os.environ.update(RANK=str(tensor_rank), LOCAL_RANK=str(index), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
         os.environ.update(MASTER_ADDR=point.host, MASTER_PORT=str(point.port))
-        here = platform.select(spec.platform_name)
         torch.set_num_threads(spec.num_threads)
-        device = here.set_device(0)
-        if point.world_size > 1:
+        device = here.set_device(index)
+        if point.world_size > 1 or index > 0:  # an engine without a group takes the first device that it sees
             store = self._store or join_store(point)
             dist.init_process_group(
                 point.backend, store=store, rank=tensor_rank, world_size=point.world_size, timeout=COLLECTIVE_TIMEOUT
@@ -106,3 +114,14 @@ class EngineProcess:
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         return self.engine.generate(requests)
+
+
+def _select(spec: EngineSpec) -> platform.Platform:
+    return platform.select(spec.platform_name, platform.engine_role(spec.rollout, spec.is_deterministic))
+
+
+def _assigned() -> dict[str, list[str]]:
+    """The devices that Ray gave to this actor, by resource name."""
+    import ray
+
+    return ray.get_runtime_context().get_accelerator_ids()

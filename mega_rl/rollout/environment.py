@@ -20,8 +20,6 @@ _DEVICE_DEFAULTS = {
     # Without the first, the first log-probabilities wait 3 to 18 s for a compiler; with nobind the trainer's threads
     # stay where they are.
     "cpu": {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
-    # The NZ layout would permute weights that are written in place.
-    "npu": {"VLLM_ASCEND_ENABLE_NZ": "0"},
 }
 
 

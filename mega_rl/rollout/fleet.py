@@ -10,6 +10,7 @@ from typing import Any
 
 from mega_rl import platform
 from mega_rl.rollout.engine_process import EngineProcess, EngineSpec
+from mega_rl.rollout.ray_room import bundle, check_room
 from mega_rl.types import InputError
 
 PLACEMENT_TIMEOUT_S = 60
@@ -35,8 +36,10 @@ class Fleet:
         atexit.register(self._end)  # before Ray's own, which leaves the workers to find out for themselves
         self._process_ids: list[int] = []
         self._workers: list[Any] = []
+        options = platform.current().actor_options
+        check_room(_nodes(self._ray), bundle(options), num_engines, self.engine_size)
         for _ in range(num_engines):
-            self._workers += self._place()
+            self._workers += place(self._ray, self.engine_size, options)
         self._process_ids = self.call("process_id", [()] * self.num_workers, "starting")
         self.host = self._ray.util.get_node_ip_address()  # of this process
         points = self._ray.get([worker.open.remote(spec) for worker in self._workers[:: self.engine_size]])
@@ -119,25 +122,30 @@ class Fleet:
         process = f"process {self._process_ids[worker]}" if self._process_ids else "not yet started"
         return f"rollout engine {engine}, worker {part} ({process}),"
 
-    def _place(self) -> list[Any]:
-        """The actors of one engine, on one node."""
-        size = self.engine_size
-        options = dict(platform.current().actor_options)
-        amounts = {"CPU": options["num_cpus"], "GPU": options.get("num_gpus", 0), **options.get("resources", {})}
-        bundle = {name: amount for name, amount in amounts.items() if amount}
-        group = self._ray.util.placement_group([bundle] * size, strategy="STRICT_PACK")
-        if not group.wait(PLACEMENT_TIMEOUT_S):
-            raise InputError(
-                f"rollout.placement=separate found no room for an engine of {size} processes with {bundle} each on one "
-                f"node of the Ray cluster, which has {self._ray.cluster_resources()}: lower rollout.num_engines or "
-                "rollout.tensor_parallel_size, or add nodes."
-            )
-        strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-        remote_class = self._ray.remote(EngineProcess)
-        return [
-            remote_class.options(**options, scheduling_strategy=strategy(group, place)).remote()
-            for place in range(size)
-        ]
+
+def place(ray: Any, size: int, actor_options: Mapping[str, Any]) -> list[Any]:
+    """The actors of one engine of ``size`` workers, on one node."""
+    worker = bundle(actor_options)
+    group = ray.util.placement_group([worker] * size, strategy="STRICT_PACK")
+    if not group.wait(PLACEMENT_TIMEOUT_S):
+        ray.util.remove_placement_group(group)
+        free = ray.available_resources()
+        raise InputError(
+            f"rollout.placement=separate found no room for an engine of {size} processes with {worker} each on one "
+            f"node of the Ray cluster, where { ({name: free.get(name, 0) for name in worker}) } is free: wait for its "
+            "other users, lower rollout.num_engines or rollout.tensor_parallel_size, or add nodes."
+        )
+    strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+    remote_class = ray.remote(EngineProcess)
+    return [
+        remote_class.options(**actor_options, scheduling_strategy=strategy(group, part)).remote()
+        for part in range(size)
+    ]
+
+
+def _nodes(ray: Any) -> list[Mapping[str, float]]:
+    """The resources of every node that is alive."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 def _connected_ray(num_workers: int) -> Any:

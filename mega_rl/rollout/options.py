@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
+import importlib.util
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from mega_rl.config.schema import RolloutConfig
@@ -86,7 +89,10 @@ def engine_arguments(
         defaults["gpu_memory_utilization"] = 0.4  # the trainer lives on the same device
     arguments = {name: value for name, value in defaults.items() if name in known} | dict(rollout.vllm)
     if device_type == "npu":
-        arguments["additional_config"] = {"weight_nz_mode": 0, **arguments.get("additional_config", {})}
+        options = additional_config(rollout.vllm.get("additional_config"), ascend_options())
+        # It would bind the threads of the process, which is the trainer's too and is bound by CPU_AFFINITY_CONF.
+        unbound = {"enable_cpu_binding": False} if is_colocated else {}
+        arguments["additional_config"] = unbound | options
     if on_cpu:
         arguments["kv_cache_memory_bytes"] = rollout.kv_cache_bytes
     if not is_colocated:
@@ -102,3 +108,55 @@ def engine_arguments(
         "logprobs_mode": "processed_logprobs",  # after the temperature: the distribution that is really sampled from
         "worker_extension_cls": WORKER_EXTENSION,
     }
+
+
+def additional_config(given: Any, known: Collection[str]) -> dict[str, Any]:
+    """The options of vllm-ascend: ``rollout.vllm.additional_config``, without the NZ layout.
+
+    Args:
+        known: the names that the installed vllm-ascend reads; it ignores every other one without a word. Empty: not
+            known.
+
+    Raises:
+        InputError: names the option and what to write instead.
+    """
+    field = "rollout.vllm.additional_config"
+    options = {} if given is None else given
+    if not isinstance(options, Mapping):
+        raise InputError(f"{field} is {options!r}: give vllm-ascend's options, such as {{enable_cpu_binding: true}}.")
+    for name, value in options.items():
+        if known and name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            raise InputError(f"{field}.{name} is read by nothing in the installed vllm-ascend; the nearest is {near}.")
+        if name == "weight_nz_mode" and value != 0:
+            raise InputError(
+                f"{field}.weight_nz_mode is {value!r}, but weights are rewritten in place, which their NZ layout does "
+                "not allow: remove it, or set it to 0."
+            )
+    return {"weight_nz_mode": 0, **options}
+
+
+def ascend_options() -> Collection[str]:
+    """What the installed vllm-ascend reads of ``additional_config``; empty where there is none."""
+    found = importlib.util.find_spec("vllm_ascend")
+    if found is None or found.origin is None:
+        return ()
+    return option_names(Path(found.origin).with_name("ascend_config.py").read_text(encoding="utf-8"))
+
+
+def option_names(source: str) -> Collection[str]:
+    """The names asked of ``additional_config`` in the source of vllm-ascend's ``ascend_config.py``.
+
+    It is not imported: that would choose vLLM's platform before an engine's environment stands.
+    """
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        called, arguments = ast.unparse(node.func), node.args
+        if called.endswith("_get_config_value") and arguments and ast.unparse(arguments[0]) == "additional_config":
+            arguments = arguments[1:]
+        elif called != "additional_config.get":
+            continue
+        names |= {str(a.value) for a in arguments[:1] if isinstance(a, ast.Constant)}
+    return names

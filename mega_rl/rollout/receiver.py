@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -32,48 +31,27 @@ class Link:
 
 
 class Receiver:
-    """The methods that vLLM calls in a weight-transfer engine, of every version that is covered.
+    """One worker's end of every sync into its live fused parameters."""
 
-    vLLM's own base class, which ``weight_transfer.py`` mixes in behind this one, stores ``model`` in its constructor:
-    ``(config, parallel_config, model)`` in 0.23, ``(config, vllm_config, device, model)`` from 0.28 on. Weights are
-    written in place, so that nothing is left for a start and a finish to do; 0.23 does not ask for them.
-    """
+    def __init__(self, link: Link, parameters: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+        """Join the trainer's ranks; blocks until all of them have come.
 
-    model: torch.nn.Module
-    _link: Link | None = None
-    _transfer: Transfer | None = None
-
-    def init_transfer_engine(self, init_info: Any) -> None:
-        """Join the trainer's ranks; blocks until all of them have come. ``init_info.link`` is a ``Link``."""
-        assert self._transfer is None, "the group is joined once: rebuilding it exhausts an accelerator's resources"
-        self._link = init_info.link
-        device = next(self.model.parameters()).device
-        self._transfer = self._link.transfer(join_group(self._link.point, self._link.rank), device)
-
-    def start_weight_update(self) -> None:
-        """Nothing to prepare: the parameters stay live."""
+        Args:
+            parameters: the worker's live ones, by the engine's names.
+        """
+        self._link, self._parameters = link, parameters
+        device = next(iter(parameters().values())).device
+        self._transfer = link.transfer(join_group(link.point, link.rank), device)
 
     @torch.no_grad()
-    def receive_weights(self, update_info: Any, load_weights: Callable[..., None] | None = None) -> None:
-        """One sync into the live fused parameters; ``load_weights`` is what 0.23 passes besides, for whole tensors."""
-        assert self._link is not None and self._transfer is not None, "weights before the group was joined"
-        parameters = {name: parameter.data for name, parameter in self.model.named_parameters()}
+    def receive(self) -> None:
+        """One sync; the trainer's ranks run their part of it at the same time."""
+        parameters = self._parameters()
 
         def write(local_name: str, hf_name: str, hf_box: Box, local_box: Box, piece: torch.Tensor) -> None:
             parameters[local_name][indices(local_box)].copy_(piece)
 
         self._transfer.run(_read_nothing, write, self._link.dtype)
-
-    def finish_weight_update(self) -> None:
-        """Nothing to pack; the engine around the worker forgets its cached prefixes."""
-
-    def shutdown(self) -> None:
-        """The group goes with the process."""
-
-    @staticmethod
-    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """0.23 asks every class for it; the trainer sends by the plan instead."""
-        raise AssertionError("weights are sent shard to shard, never as a stream of whole tensors")
 
 
 def _read_nothing(local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> torch.Tensor:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from mega_rl.config.schema import RolloutConfig
 from mega_rl.rollout.environment import set_environment
 from mega_rl.rollout.options import TRANSFER_BACKEND
 from mega_rl.rollout.receiver import Link
 from mega_rl.rollout.vllm_engine import VLLMEngine
+from mega_rl.rollout.vllm_versions import start_arguments
 
 
 class ReceivingEngine(VLLMEngine):
@@ -34,12 +32,6 @@ class ReceivingEngine(VLLMEngine):
         self._llm.start_weight_update(**start_arguments(self._llm.start_weight_update))
         self._llm.update_weights({"update_info": {}})
         self._llm.finish_weight_update()
-
-
-def start_arguments(start_weight_update: Callable[..., None]) -> dict[str, Any]:
-    """What vLLM's ``start_weight_update`` must be told: 0.23 alone has to hear that its loader is not wanted."""
-    takes_format = "is_checkpoint_format" in inspect.signature(start_weight_update).parameters
-    return {"is_checkpoint_format": False} if takes_format else {}
 
 
 def _register() -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from mega_rl.bridge.shape import read_model_shape
 from mega_rl.config.schema import RolloutConfig
 from mega_rl.parallel.collectives import broadcast_object
-from mega_rl.rollout.cpu_adjustments import cpu_adjustments, plain_linear_weights
+from mega_rl.rollout.cpu_adjustments import cpu_adjustments, plain_weights
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.environment import preserved_generators, preserved_process, set_environment
 from mega_rl.rollout.options import engine_arguments
@@ -122,8 +122,7 @@ class VLLMEngine:
 
     def _as_constructed(self) -> AbstractContextManager[None]:
         """Around the loading of weights: they are packed, or not, as they were at first."""
-        is_plain = self._device_type == "cpu" and self._rollout.weight_update != "reload"
-        return plain_linear_weights() if is_plain else nullcontext()
+        return plain_weights(self._rollout.weight_update != "reload") if self._device_type == "cpu" else nullcontext()
 
     def begin_update(self) -> None:
         assert self._loaded is None, "a weight update inside another"
@@ -153,6 +152,11 @@ class VLLMEngine:
         self._version = version
 
     def sleep(self) -> None:
+        """Weights wait in host memory, the cache of keys and values is dropped.
+
+        Level 2, which would drop the weights too, is not used: vllm-ascend 0.23 keeps rotary tables in the same memory
+        pool but not among the model's buffers, which alone would come back.
+        """
         if self._can_sleep:
             self._llm.sleep(level=1)
 
@@ -183,7 +187,7 @@ class VLLMEngine:
 
 def _construct(model_path: str, rollout: RolloutConfig, max_model_len: int, device_type: str, dtype: str) -> Any:
     """A ``vllm.LLM`` that leaves the process as it found it."""
-    external = dist.is_initialized() and dist.get_world_size() > 1
+    external = dist.is_initialized() and (dist.get_world_size() > 1 or os.environ.get("LOCAL_RANK", "0") != "0")
     with preserved_process(device_type):
         from vllm import LLM
         from vllm.distributed.parallel_state import get_tp_group

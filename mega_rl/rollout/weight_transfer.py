@@ -1,4 +1,4 @@
-"""Our receiver at vLLM's weight-transfer extension point, in the shapes that its versions 0.23 and 0.28 to 0.32 have.
+"""Our receiver at vLLM's weight-transfer extension point.
 
 Imported by vLLM's worker alone, by the name under which ``register`` announces it.
 """
@@ -13,7 +13,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from mega_rl.rollout.receiver import Link, Receiver
+from mega_rl.rollout.receiver import Link
+from mega_rl.rollout.vllm_versions import TransferMethods
 
 
 @dataclass
@@ -26,6 +27,6 @@ class UpdateInfo(WeightTransferUpdateInfo):
     """Nothing: the plan says everything."""
 
 
-class ShardReceiver(Receiver, WeightTransferEngine):
+class ShardReceiver(TransferMethods, WeightTransferEngine):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo

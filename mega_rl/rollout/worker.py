@@ -9,19 +9,26 @@ import torch
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from mega_rl.rollout.vllm_versions import live_parameters, parameter_name, undo_wake_up
+
 
 class WeightReceiver:
     """Mixed into vLLM's worker class (``worker_extension_cls``): no method may share a name with the worker's own."""
 
     model_runner: Any
+    device: torch.device
 
     def receiver_parameters(self) -> dict[str, torch.Tensor]:
-        """This rank's parameters by engine name; a tied head appears once, under the name of the embedding."""
-        return {name: parameter.data for name, parameter in self.model_runner.get_model().named_parameters()}
+        """``live_parameters`` of this rank."""
+        return live_parameters(self.model_runner.get_model())
 
     def receiver_begin_reload(self) -> None:
         """Give every layer its unpacked parameters back, so that the loader can fill them."""
-        initialize_layerwise_reload(self.model_runner.get_model())
+        model = self.model_runner.get_model()
+        if self.device.type == "npu":
+            undo_wake_up(model)
+        with self.device:
+            initialize_layerwise_reload(model)
 
     @torch.no_grad()
     def receiver_load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
@@ -29,14 +36,16 @@ class WeightReceiver:
 
         All names where the model does not say: then nothing can be found missing.
         """
-        loaded = self.model_runner.get_model().load_weights(weights)
-        return set(self.receiver_parameters() if loaded is None else loaded)
+        with self.device:
+            loaded = self.model_runner.get_model().load_weights(weights)
+        return set(self.receiver_parameters()) if loaded is None else {parameter_name(name) for name in loaded}
 
     @torch.no_grad()
     def receiver_finish_reload(self) -> None:
         """Pack what the loader has filled."""
         model = self.model_runner.get_model()
-        finalize_layerwise_reload(model, self.model_runner.model_config)
+        with self.device:
+            finalize_layerwise_reload(model, self.model_runner.model_config)
         if current_platform.is_cpu():
             _repack_tied_head(model)
 

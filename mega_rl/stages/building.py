@@ -87,6 +87,7 @@ def rollout_engine(session: Session) -> RolloutEngine:
             max_model_len,
             config.model.dtype,
             platform.current().name,
+            config.platform.deterministic,
             torch.get_num_threads(),
         )
         return RemoteEngines(spec, config.rollout.num_engines)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -27,6 +27,7 @@ from mega_rl.rollout.engine import RolloutEngine
 from mega_rl.rollout.noise import AqnNoise, SyncNoise, noise_metrics
 from mega_rl.rollout.remote_engines import RemoteEngines
 from mega_rl.rollout.vllm_engine import VLLMEngine
+from mega_rl.rollout.vllm_versions import transposed_weight
 from mega_rl.stages.session import Session
 from mega_rl.types import InputError
 
@@ -108,13 +109,18 @@ class WeightSync:
         rollout, verify = session.config.rollout, session.config.bridge.verify
         if rollout.weight_update == "reload":
             return False
+
+        def obstacle(parameters: Mapping[str, Tensor], series: Sequence[Series]) -> str | None:
+            transposed = transposed_weight(parameters, session.device.type)
+            return transposed or difference(parameters, slices_of(series), self.dtype)
+
         found: list[str | None]
         if isinstance(self.rollout, RemoteEngines):
             workers = zip(self.rollout.parameter_shapes(), wanted, strict=True)
-            found = [difference(parameters, slices_of(series), self.dtype) for parameters, series in workers]
+            found = [obstacle(parameters, series) for parameters, series in workers]
         else:
             with together("matching the engine's parameters"):
-                own = difference(self.rollout.parameters(), slices_of(wanted[dist.get_rank()]), self.dtype)
+                own = obstacle(self.rollout.parameters(), wanted[dist.get_rank()])
             found = gather_objects(own)
         reason = next((words for words in found if words is not None), None)
         if reason is None:

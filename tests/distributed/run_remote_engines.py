@@ -51,7 +51,8 @@ class Trainer:
         self.slices = [megatron_slices(shape, size, rank, layers, True, True, vocab) for rank in range(size)]
         self.wanted = vllm_slices(shape, 1, 0)
         rollout = RolloutConfig(placement="separate", num_engines=NUM_ENGINES, kv_cache_bytes=1 << 24)
-        self.engines = RemoteEngines(EngineSpec(str(path), rollout, MAX_MODEL_LEN, "float32", "cpu", 1), NUM_ENGINES)
+        spec = EngineSpec(str(path), rollout, MAX_MODEL_LEN, "float32", "cpu", is_deterministic=False, num_threads=1)
+        self.engines = RemoteEngines(spec, NUM_ENGINES)
         arguments = (self.slices, [self.wanted], torch.float32, 1 << 16, torch.device("cpu"))
         self.transfer = self.engines.connect(*arguments)
 

@@ -12,7 +12,7 @@ import torch
 
 from mega_rl.config.schema import RolloutConfig
 from mega_rl.rollout.environment import preserved_process, set_environment
-from mega_rl.rollout.options import engine_arguments
+from mega_rl.rollout.options import additional_config, engine_arguments, option_names
 from mega_rl.types import InputError
 
 KNOWN = (
@@ -73,14 +73,44 @@ def test_a_default_gives_way() -> None:
 
 def test_accelerator_arguments() -> None:
     found = arguments(RolloutConfig(vllm={"additional_config": {"other": 1}, "kv_cache_memory_bytes": 5}), "npu")
-    assert found["additional_config"] == {"weight_nz_mode": 0, "other": 1}
+    assert found["additional_config"] == {"enable_cpu_binding": False, "weight_nz_mode": 0, "other": 1}
     assert found["enable_sleep_mode"] is True and found["kv_cache_memory_bytes"] == 5
+    assert found["enforce_eager"] is False, "graphs are the default where there is a device"
+    assert arguments(RolloutConfig(vllm={"enforce_eager": True}), "npu")["enforce_eager"] is True
     assert "distributed_executor_backend" not in found
+
+
+def test_a_typing_error_in_what_vllm_ascend_would_ignore_names_the_nearest() -> None:
+    known = ("weight_nz_mode", "enable_cpu_binding")
+    assert additional_config({"enable_cpu_binding": True}, known) == {"weight_nz_mode": 0, "enable_cpu_binding": True}
+    with pytest.raises(InputError, match=r"config\.enable_cpu_bindings is read by nothing .*enable_cpu_binding"):
+        additional_config({"enable_cpu_bindings": True}, known)
+    with pytest.raises(InputError, match=r"additional_config is \['a'\]: give vllm-ascend's options"):
+        additional_config(["a"], known)
+
+
+def test_a_layout_that_updates_in_place_would_scramble_is_refused() -> None:
+    assert additional_config({"weight_nz_mode": 0}, ()) == {"weight_nz_mode": 0}
+    with pytest.raises(InputError, match=r"rollout\.vllm\.additional_config\.weight_nz_mode is 2.*set it to 0"):
+        arguments(RolloutConfig(vllm={"additional_config": {"weight_nz_mode": 2}}), "npu")
+
+
+def test_options_of_vllm_ascend_are_read_from_its_source() -> None:
+    source = """
+class AscendConfig:
+    def __init__(self, vllm_config):
+        additional_config = vllm_config.additional_config or {}
+        self.a = additional_config.get("first", {}).get("inner")
+        self.b = self._get_config_value(additional_config, "second", "VARIABLE", 0)
+        self.c = other.get("third")
+"""
+    assert set(option_names(source)) == {"first", "second"}
 
 
 def test_separate_engines_have_their_devices_to_themselves() -> None:
     found = arguments(RolloutConfig(placement="separate"), "npu")
     assert found["weight_transfer_config"] == {"backend": "mega_rl"}
+    assert found["additional_config"] == {"weight_nz_mode": 0}
     assert found["enable_sleep_mode"] is False and "gpu_memory_utilization" not in found
     assert "weight_transfer_config" not in arguments(RolloutConfig(), "npu")
 
@@ -93,7 +123,7 @@ def test_environment_defaults_leave_the_users_values() -> None:
     assert environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     other: dict[str, str] = {}
     set_environment("npu", other)
-    assert other["VLLM_ASCEND_ENABLE_NZ"] == "0" and "TORCHDYNAMO_DISABLE" not in other
+    assert other["HF_HUB_OFFLINE"] == "1" and "TORCHDYNAMO_DISABLE" not in other
 
 
 def test_preserved_process_puts_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 import torch.distributed as dist
 
 from mega_rl.bridge.engine_layout import vllm_series
+from mega_rl.bridge.mixture import Mixture
 from mega_rl.bridge.series import slices_of
 from mega_rl.bridge.shape import ModelShape
 from mega_rl.rollout.vllm_engine import VLLMEngine
+from mega_rl.rollout.vllm_versions import undo_wake_up
 from mega_rl.stages.weights import WeightSync
 from mega_rl.types import InputError
 from tests.distributed.test_bridge_execute import SHAPE, local_parameters
@@ -30,13 +33,22 @@ class Engine(VLLMEngine):
         return self.live
 
 
-def choose(engine: Engine, weight_update: str, verify: str, monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> bool:
+def choose(
+    engine: Engine,
+    weight_update: str,
+    verify: str,
+    monkeypatch: pytest.MonkeyPatch,
+    lines: list[str],
+    shape: ModelShape = SHAPE,
+    device: str = "cpu",
+) -> bool:
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     sync = WeightSync.__new__(WeightSync)
     sync.rollout, sync.dtype = engine, torch.bfloat16
     rollout, bridge = SimpleNamespace(weight_update=weight_update), SimpleNamespace(verify=verify)
-    session = SimpleNamespace(config=SimpleNamespace(rollout=rollout, bridge=bridge), say=lines.append)
-    return sync._choose_way(session, [vllm_series(SHAPE, 1, 0)])  # type: ignore[arg-type]
+    config = SimpleNamespace(rollout=rollout, bridge=bridge)
+    session = SimpleNamespace(config=config, say=lines.append, device=SimpleNamespace(type=device))
+    return sync._choose_way(session, [vllm_series(shape, 1, 0)])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("weight_update", ["auto", "live"])
@@ -70,5 +82,36 @@ def test_what_was_asked_for_and_cannot_be_is_refused(weight_update, verify, word
     assert engine._is_live
 
 
+# The second weight of these experts is square: turned it has the shape that it had.
+SQUARE = replace(SHAPE, mixture=Mixture(frozenset(range(SHAPE.num_layers)), 4, 2, SHAPE.hidden_size, True))
+
+
+@pytest.mark.parametrize(("device", "shape", "is_live"), [("cpu", SQUARE, True), ("npu", SHAPE, True)])
+def test_only_experts_on_ascend_are_taken_for_transposed(device, shape, is_live, monkeypatch) -> None:
+    assert choose(Engine(shape), "auto", "off", monkeypatch, [], shape, device) == is_live
+
+
+def test_experts_on_ascend_go_through_the_loader_whatever_their_shapes(monkeypatch) -> None:
+    lines: list[str] = []
+    engine = Engine(SQUARE)
+    assert not choose(engine, "auto", "off", monkeypatch, lines, SQUARE, "npu") and not engine._is_live
+    (line,) = lines
+    assert "own loader" in line and "routed_experts.w13_weight" in line and "transposed on Ascend" in line
+    with pytest.raises(InputError, match=r"live cannot write .*w13_weight.*rollout\.weight_update=reload"):
+        choose(Engine(SQUARE), "live", "off", monkeypatch, [], SQUARE, "npu")
+
+
 def test_reload_asks_the_engine_nothing(monkeypatch) -> None:
     assert not choose(None, "reload", "off", monkeypatch, [])  # type: ignore[arg-type]
+
+
+def test_a_wake_up_of_ascend_is_undone_before_a_reload() -> None:
+    """As vllm-ascend 0.23 does it: the layer works on [E, hidden, rows] and wakes up with a transposed view of that."""
+    layer = torch.nn.Module()
+    layer.experts, layer.other = torch.nn.Module(), torch.nn.Linear(3, 5)
+    working = torch.arange(24.0).reshape(2, 3, 4)
+    layer.experts.w13_weight = torch.nn.Parameter(working.transpose(1, 2), requires_grad=False)
+    undo_wake_up(layer)
+    undo_wake_up(layer)  # what is as it should be stays
+    assert layer.experts.w13_weight.data_ptr() == working.data_ptr() and layer.experts.w13_weight.is_contiguous()
+    assert torch.equal(layer.experts.w13_weight, working) and layer.other.weight.shape == (5, 3)
