@@ -88,7 +88,8 @@ def select(name: str = "auto", role: ProcessRole | None = None, mindspeed: MindS
     _applied[:], _notes[:] = applied, notes
     if role.is_deterministic:
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # a pass over every new tensor that changes nothing
+        # A pass over every new tensor that changes nothing.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     return platform
 
 

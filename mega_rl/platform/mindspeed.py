@@ -217,7 +217,7 @@ def _without_lazy_aliases() -> Iterator[None]:
     aliases = {
         name: module
         for name, module in sys.modules.items()
-        if name.startswith("transformers.") and "__getattr__" in vars(module) and "__file__" not in vars(module)
+        if name.startswith("transformers.") and "__getattr__" in vars(module) and vars(module).get("__spec__") is None
     }
     for name in aliases:
         del sys.modules[name]

@@ -147,8 +147,8 @@ def open_session(config: RunConfig) -> Iterator[Session]:
     session = Session(
         config, device, layout, engine_layout, shape, weights, tokenizer, output_dir, resume, writer, timers
     )
-    for warning in warnings:
-        session.say(warning)
+    for line in [*platform.prepare(), *warnings]:
+        session.say(line)
     if config.memory.offload and not is_device(device):
         session.say(f"memory.offload does nothing on the {here.name} platform: its device memory is the host's")
     yield session

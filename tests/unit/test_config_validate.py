@@ -30,6 +30,7 @@ WITHOUT_RULE = {
     "rollout.ignore_eos", "rollout.vllm", "aqn.enabled", "aqn.include_router_norms", "aqn.seed",
     "rewards[].name", "rewards[].weight", "rewards[].options", "parallel.sequence",
     "parallel.overlap_grad_reduce", "parallel.overlap_param_gather",
+    "platform.deterministic", "platform.mindspeed.features",
     "memory.optimizer_on_host", "trainer.async_save",
     "trainer.val_before_train", "trainer.export_hf", "logging.progress", "logging.tensorboard", "logging.jsonl",
 }  # fmt: skip
@@ -186,6 +187,7 @@ BAD_VALUES = [
     ("logging.num_text_samples", -1),
     ("platform.name", ""),
     ("platform.num_threads", 0),
+    ("platform.mindspeed.mode", "maybe"),
     ("rewards", []),
     ("data.train_files", []),
     ("data.train_files", ["missing.jsonl"]),

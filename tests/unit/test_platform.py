@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 
 import pytest
 
-from tests.launch import Launched, run
+from mega_rl import platform
+from mega_rl.types import InputError
+from tests.launch import REPO, Launched, run
 
 SAFE = {"MEGA_RL_PLATFORM": ""}
 
@@ -47,6 +51,45 @@ def test_one_process_has_one_platform() -> None:
 def test_a_users_own_environment_wins() -> None:
     code = SELECT.format(name="cpu") + "; import os; print('kept', os.environ['CUDA_DEVICE_MAX_CONNECTIONS'])"
     assert "kept 7" in python(code, CUDA_DEVICE_MAX_CONNECTIONS="7").check().stdout
+
+
+def test_the_environment_is_shown_with_whose_value_it_is() -> None:
+    code = "from mega_rl import platform as p; p.select('cpu'); print(*p.environment_report(), sep='\\n')"
+    lines = python(code, CUDA_DEVICE_MAX_CONNECTIONS="7", TORCHDYNAMO_DISABLE="1").check().stdout.splitlines()
+    assert lines[0].startswith("platform cpu: environment")
+    assert lines[1].split()[:3] == ["CUDA_DEVICE_MAX_CONNECTIONS", "7", "yours"] and len(lines) == 3
+
+
+def test_torch_does_not_import_a_vendors_extension_by_itself() -> None:
+    code = "import mega_rl, os; print('autoload', os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'])"
+    for own, expected in ({"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}, "1"), ({}, "0"):
+        environment = {k: v for k, v in os.environ.items() if k != "TORCH_DEVICE_BACKEND_AUTOLOAD"} | own
+        done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=REPO, capture_output=True, text=True)
+        assert done.stdout.strip() == f"autoload {expected}", done.stderr
+
+
+def test_deterministic_algorithms_are_torchs_own_switch() -> None:
+    code = """
+import torch
+from mega_rl import platform as p
+assert not torch.are_deterministic_algorithms_enabled()
+p.select("cpu", p.ProcessRole(is_deterministic={wanted}))
+assert torch.are_deterministic_algorithms_enabled() is {wanted}
+assert torch.utils.deterministic.fill_uninitialized_memory is not {wanted}
+"""
+    for wanted in (True, False):
+        python(code.format(wanted=wanted)).check()
+
+
+def test_cudas_deterministic_variables_and_their_conflict() -> None:
+    cuda, exact = platform.PLATFORMS["cuda"], platform.ProcessRole(is_deterministic=True)
+    names = {setting.variable for setting in cuda.environment(exact)}
+    added = names - {setting.variable for setting in cuda.environment(platform.ProcessRole())}
+    assert added == {"CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NVTE_ALLOW_NONDETERMINISTIC_ALGO"}
+    assert not cuda.check_environment(exact, {"CUBLAS_WORKSPACE_CONFIG": ":16:8"})
+    assert not cuda.check_environment(platform.ProcessRole(), {"CUBLAS_WORKSPACE_CONFIG": ":0:0"})
+    with pytest.raises(InputError, match="CUBLAS_WORKSPACE_CONFIG is ':0:0', but platform.deterministic is true"):
+        cuda.check_environment(exact, {"CUBLAS_WORKSPACE_CONFIG": ":0:0"})
 
 
 def test_generator_states_round_trip_and_no_device_is_pretended() -> None:
