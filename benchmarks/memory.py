@@ -6,7 +6,8 @@ For every case an engine is built and trained for one step. State is the size of
 each rank, which the plan must meet exactly. Activations are the storages that live between the beginning of the forward
 pass and the end of the backward pass and were made in between, counted after every operator: "kept" at the moment when
 the loss of the first micro-batch is known (without pipeline stages), "peak" at the fullest moment, "forward" at that of
-log-probabilities without gradients. Shown is the rank that the plan misses most. Storage that an operator takes and gives back inside is not seen.
+log-probabilities without gradients. Shown is the rank that the plan misses most. Storage that an operator takes and
+gives back inside is not seen.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from mega_rl.megatron.policy import initialize_groups, parallel_state
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.activations import ActivationModel, Tokens
-from mega_rl.planning.operators import OPERATORS
 from mega_rl.planning.state import TrainerState, stage_buffers, trainer_state
+from mega_rl.platform.operator_memory import OPERATOR_MEMORY
 from mega_rl.types import Microbatch, Sequence, TokenStats
 
 NUM_RANKS = 2
@@ -261,7 +262,7 @@ def measure(case: Case, directory: Path) -> list[dict[str, dict[str, int]]]:
         if rank == 0:
             print(case.name, file=sys.stderr, flush=True)
         tokens = Tokens(sum(case.lengths), max(case.lengths), case.num_microbatches)
-        planned = ActivationModel(config, shape, layout, OPERATORS["cpu"], tokens).of_stage(stage)
+        planned = ActivationModel(config, shape, layout, OPERATOR_MEMORY["cpu"], tokens).of_stage(stage)
         state: TrainerState = trainer_state(
             config, layout, rank, stage_buffers(config, shape, layout, stage), has_reference=True
         )

@@ -25,14 +25,13 @@ from mega_rl import platform
 from mega_rl.bridge.shape import ModelShape, read_model_shape
 from mega_rl.config import RunConfig, load_config, validate
 from mega_rl.planning.advice import Change, advise
-from mega_rl.planning.operators import OPERATORS
 from mega_rl.planning.plan import Item, Machine, MemoryPlan, Phase, make_plan, smallest_world
 from mega_rl.planning.steps import RunLength, fullest_microbatches, run_length
+from mega_rl.platform.operator_memory import OPERATOR_MEMORY
 from mega_rl.types import InputError
 
 GIB = 1 << 30
-UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": GIB, "TiB": 1 << 40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B)")
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(i?)B")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -47,7 +46,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="of a device, for what is not counted: driver, communication buffers, fragmentation (default: 4GiB)",
     )
     parser.add_argument(
-        "--platform", choices=sorted(OPERATORS), help="default: platform.name, and npu where that is auto"
+        "--platform", choices=sorted(OPERATOR_MEMORY), help="default: platform.name, and npu where that is auto"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example parallel.tensor=4")
@@ -58,15 +57,16 @@ def size_in_bytes(option: str, text: str) -> int:
     match = SIZE.fullmatch(text.strip())
     if match is None:
         raise InputError(f"{option} is {text!r}: write a number with a unit, such as 64GiB or 80GB")
-    return int(float(match[1]) * UNITS[match[2]])
+    number, prefix, is_binary = match.groups()
+    return int(float(number) * (1024 if is_binary else 1000) ** ("KMGT".index(prefix) + 1))
 
 
 def machine_of(options: argparse.Namespace, config: RunConfig) -> Machine:
     name = options.platform or config.platform.name
     if name == "auto":
         name = os.environ.get(platform.VARIABLE, "npu")
-    if name not in OPERATORS:
-        raise InputError(f"platform.name is {name!r}: choose one of {', '.join(sorted(OPERATORS))}")
+    if name not in OPERATOR_MEMORY:
+        raise InputError(f"platform.name is {name!r}: choose one of {', '.join(sorted(OPERATOR_MEMORY))}")
     devices = smallest_world(config) if options.devices is None else options.devices
     if devices < 1:
         raise InputError(f"--devices is {devices}: give at least 1")
@@ -119,11 +119,11 @@ def engine_lines(plan: MemoryPlan) -> list[str]:
     if engine is None:
         return []
     lines = [
-        f"engine: {gib(engine.share)} GiB per device while awake: weights {gib(engine.weights)} (exact), working memory "
-        f"{gib(engine.working)} (estimate), key-value memory {gib(engine.cache)}",
+        f"engine: {gib(engine.share)} GiB per device while awake: weights {gib(engine.weights)} (exact), working "
+        f"memory {gib(engine.working)} (estimate), key-value memory {gib(engine.cache)}",
         f"        {engine.num_blocks:,} blocks, {engine.bytes_per_token:,} bytes per token and device: "
-        f"{engine.num_sequences:,} sequences of the greatest length at a time, {engine.sequences_per_engine:,} to sample "
-        f"per engine and step; {rollout.tensor_parallel_size} devices per engine",
+        f"{engine.num_sequences:,} sequences of the greatest length at a time, {engine.sequences_per_engine:,} to "
+        f"sample per engine and step; {rollout.tensor_parallel_size} devices per engine",
     ]
     if not engine.fits:
         lines.append("        TOO LITTLE for a single sequence: raise rollout.vllm.gpu_memory_utilization")
@@ -160,8 +160,10 @@ def verdict(plan: MemoryPlan) -> str:
     phase, rank, machine = plan.worst.fullest.name, plan.worst.rank, plan.machine
     where = f"rank {rank} in phase {phase}"
     if plan.excess_bytes > 0:
-        total = gib(machine.device_bytes)
-        return f"does not fit: {where} lacks {gib(plan.excess_bytes)} GiB of {total} GiB on {machine.num_devices} devices"
+        return (
+            f"does not fit: {where} lacks {gib(plan.excess_bytes)} GiB of {gib(machine.device_bytes)} GiB on "
+            f"{machine.num_devices} devices"
+        )
     if plan.engine is not None and not plan.engine.fits:
         return (
             "does not fit: the engine's share leaves no key-value memory for one sequence, raise "
@@ -228,8 +230,8 @@ def show(plan: MemoryPlan, shape: ModelShape, length: RunLength, changes: Sequen
     axes = ("tensor", "context", "data", "pipeline", "expert", "expert_tensor")
     sizes = ", ".join(f"{axis} {getattr(layout, axis)}" for axis in axes)
     console.print(
-        f"{shape.family}, {shape.num_layers} layers, on {machine.num_devices} devices of {gib(machine.device_bytes)} GiB "
-        f"({machine.platform}): {sizes}\n",
+        f"{shape.family}, {shape.num_layers} layers, on {machine.num_devices} devices of "
+        f"{gib(machine.device_bytes)} GiB ({machine.platform}): {sizes}\n",
         highlight=False,
     )
     console.print(phase_table(plan), weights_table(plan), highlight=False)
@@ -244,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     config = load_config(options.config, options.overrides)
     platform.check_name(config.platform.name)
-    validate(config, options.devices, has_files=False)
+    validate(config, has_files=False)
     machine = machine_of(options, config)
     shape = read_model_shape(config.model.path)
     plan = make_plan(config, shape, machine)

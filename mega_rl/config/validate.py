@@ -28,7 +28,7 @@ def problems(config: RunConfig, world_size: int | None = None, has_files: bool =
     Args:
         config: read only; an ``sft`` run does not read rollout, bridge, algorithm, aqn and rewards: not checked.
         world_size: number of processes; None where it is not known (a dry run), which leaves out what depends on it.
-        has_files: false where a run is only planned: of model and data nothing but the model's config.json is asked for.
+        has_files: false where a run is only planned: nothing but the model's config.json is asked for.
     """
     assert world_size is None or world_size >= 1
     found = _Problems(config)

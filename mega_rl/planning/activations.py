@@ -16,8 +16,8 @@ from mega_rl.bridge.shape import ModelShape
 from mega_rl.bridge.trainer_layout import padded_vocab_size
 from mega_rl.config.schema import RunConfig
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.planning.operators import Operators
 from mega_rl.planning.state import ITEM_BYTES
+from mega_rl.platform.operator_memory import OperatorMemory
 
 TOKEN_BYTES = 64  # of ids, positions, masks, advantages and log-probabilities of one packed token
 
@@ -69,7 +69,7 @@ class ActivationModel:
     """
 
     def __init__(
-        self, config: RunConfig, shape: ModelShape, layout: ParallelLayout, operators: Operators, tokens: Tokens
+        self, config: RunConfig, shape: ModelShape, layout: ParallelLayout, operators: OperatorMemory, tokens: Tokens
     ) -> None:
         self.config, self.shape, self.layout, self.operators, self.tokens = config, shape, layout, operators, tokens
         self.item = ITEM_BYTES[config.model.dtype]

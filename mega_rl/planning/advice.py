@@ -1,6 +1,7 @@
-"""What to change where a plan does not fit, in the order in which it costs least; every saving is another plan's figure.
+"""What to change where a plan does not fit, in the order in which it costs least.
 
-Each change is tried on top of those before it, and kept where the worst rank needs less memory with it.
+Every saving is the difference of two plans. Each change is tried on top of those before it, and kept where the worst
+rank needs less memory with it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mega_rl.bridge.shape import ModelShape
-from mega_rl.config.schema import RunConfig
 from mega_rl.planning.engine import engine_share
 from mega_rl.planning.plan import Machine, MemoryPlan, make_plan
 from mega_rl.types import InputError
@@ -98,7 +98,7 @@ def _engine_share(plan: MemoryPlan) -> Iterator[Candidate]:
         return
     if "kv_cache_memory_bytes" in config.rollout.vllm:
         return
-    share = engine_share(config, machine.platform, machine.device_bytes)
+    share = engine_share(config)
     beside = max(
         phase.num_bytes - plan.engine.share
         for rank in plan.ranks

@@ -9,9 +9,9 @@ from mega_rl.bridge.shape import ModelShape
 from mega_rl.bridge.slices import num_elements
 from mega_rl.config.schema import RunConfig
 from mega_rl.planning.state import ITEM_BYTES
+from mega_rl.platform.operator_memory import OPERATOR_MEMORY
 
 # vLLM's own defaults, where rollout.vllm does not say otherwise.
-BLOCK_TOKENS = {"cpu": 128, "cuda": 16, "npu": 128}
 BATCHED_TOKENS = 8192  # max_num_batched_tokens
 NUM_SEQUENCES = 256  # max_num_seqs
 SEPARATE_SHARE = 0.9  # gpu_memory_utilization of an engine that has its devices to itself
@@ -38,7 +38,7 @@ class EngineMemory:
         return self.num_sequences >= 1
 
 
-def engine_share(config: RunConfig, platform: str, device_bytes: int) -> float:
+def engine_share(config: RunConfig) -> float:
     """``gpu_memory_utilization`` as the engine gets it."""
     default = COLOCATED_SHARE if config.rollout.placement == "colocated" else SEPARATE_SHARE
     return float(config.rollout.vllm.get("gpu_memory_utilization", default))
@@ -68,12 +68,12 @@ def engine_memory(
     working = _working(config, shape, item)
     given = rollout.kv_cache_bytes if platform == "cpu" else options.get("kv_cache_memory_bytes")
     if given is None:
-        share = int(engine_share(config, platform, device_bytes) * device_bytes)
+        share = int(engine_share(config) * device_bytes)
         cache = max(0, share - weights - working)
     else:
         cache = int(given)
         share = weights + working + cache
-    block_tokens = int(options.get("block_size", BLOCK_TOKENS[platform]))
+    block_tokens = int(options.get("block_size", OPERATOR_MEMORY[platform].engine_block_tokens))
     num_blocks = cache // (bytes_per_token * block_tokens)
     longest = config.data.max_prompt_length + config.data.max_response_length
     return EngineMemory(

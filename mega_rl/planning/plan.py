@@ -19,9 +19,9 @@ from mega_rl.config.validate import validate
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
 from mega_rl.planning.activations import ActivationModel, Activations
 from mega_rl.planning.engine import EngineMemory, engine_memory
-from mega_rl.planning.operators import OPERATORS
 from mega_rl.planning.state import ITEM_BYTES, TrainerState, stage_buffers, trainer_state
 from mega_rl.planning.steps import fullest_microbatches
+from mega_rl.platform.operator_memory import OPERATOR_MEMORY
 
 # How sure a figure is.
 EXACT, MODEL, ESTIMATE = "exact", "model", "estimate"
@@ -34,7 +34,7 @@ class Machine:
     num_devices: int
     device_bytes: int  # memory of one device
     reserve_bytes: int  # of it, for what is not counted: driver, communication buffers, fragmentation
-    platform: str  # cpu | cuda | npu
+    platform: str  # its name
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def _ranks(
 ) -> tuple[RankMemory, ...]:
     has_reference = config.trainer.stage == "rl" and config.algorithm.kl_coefficient != 0
     tokens = fullest_microbatches(config, layout)
-    model = ActivationModel(config, shape, layout, OPERATORS[machine.platform], tokens)
+    model = ActivationModel(config, shape, layout, OPERATOR_MEMORY[machine.platform], tokens)
     buffers = [stage_buffers(config, shape, layout, stage) for stage in range(layout.pipeline)]
     activations = [model.of_stage(stage) for stage in range(layout.pipeline)]
     ranks = []

@@ -16,7 +16,7 @@ ROWS = (
     ("platform", "algorithms", "rewards"),
     ("parallel",),
     ("data", "bridge"),
-    ("megatron", "rollout"),
+    ("megatron", "rollout", "planning"),
     ("stages", "doctor"),
     ("tools", "examples"),
 )

@@ -10,7 +10,7 @@ import pytest
 from mega_rl.config.schema import RunConfig
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.activations import ActivationModel, Activations, Tokens
-from mega_rl.planning.operators import OPERATORS
+from mega_rl.platform.operator_memory import OPERATOR_MEMORY
 from tests.unit.test_plan_state import shape_of
 
 TOKENS = Tokens(num_tokens=16384, longest=2048, num_microbatches=8)
@@ -28,7 +28,7 @@ def planned(
     for name, value in keys.items():
         setattr(config.memory, name, value)
     layout = ParallelLayout.create(16, **sizes, virtual_pipeline=chunks)
-    return ActivationModel(config, shape_of(model), layout, OPERATORS[platform], tokens).of_stage(stage)
+    return ActivationModel(config, shape_of(model), layout, OPERATOR_MEMORY[platform], tokens).of_stage(stage)
 
 
 def test_one_layer_by_hand() -> None:
@@ -81,7 +81,7 @@ def test_interleaved_stages_keep_more() -> None:
 
 
 def test_kernels_differ_in_what_they_keep() -> None:
-    kept = {name: planned(platform=name).kept for name in OPERATORS}
+    kept = {name: planned(platform=name).kept for name in OPERATOR_MEMORY}
     assert kept["cuda"] < kept["npu"] < kept["cpu"]
     more = 28 * 16384 * 28 * 15 * 4  # layers, tokens, heads: 15 more float32 numbers of the softmax
     assert kept["npu"] - kept["cuda"] == more

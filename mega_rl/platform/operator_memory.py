@@ -1,7 +1,7 @@
-"""What the operators of each platform keep for the backward pass, and what theirs takes while it runs.
+"""What each platform's operators keep for the backward pass, and what theirs takes while it runs: for memory plans.
 
-The counts are of the kernels that ``mega_rl.platform`` chooses. Those of the CPU are measured (``benchmarks/memory.py``);
-those of the accelerators follow from the signatures of their kernels.
+The counts are of the kernels that this package chooses. Those of the CPU are measured by ``benchmarks/memory.py``;
+those of the accelerators follow from what their kernels' backward passes are given.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Operators:
+class OperatorMemory:
     """Of one platform."""
 
     has_fused_norm: bool  # keeps its input and a number per row; else float32 copies of the input and of the normalised
@@ -19,13 +19,14 @@ class Operators:
     swiglu_temporaries: int  # widths of the gate that SwiGLU's backward takes besides its results
     tile_logits: int | None  # most float32 logits of one tile of the loss; None: trainer.logprob_chunk_tokens alone
     tile_tokens: int | None
+    engine_block_tokens: int  # of one block of the rollout engine's key-value memory, vLLM's default
 
 
-OPERATORS = {
+OPERATOR_MEMORY = {
     # torch's composite RMSNorm; SDPA one sequence at a time, its outputs put together afterwards
-    "cpu": Operators(False, 2, 1, 1, 512 * 1024, 512),
+    "cpu": OperatorMemory(False, 2, 1, 1, 512 * 1024, 512, 128),
     # torch's fused RMSNorm, flash attention over all sequences (output, log-sum-exp), Megatron's fused SwiGLU
-    "cuda": Operators(True, 1, 1, 0, None, None),
+    "cuda": OperatorMemory(True, 1, 1, 0, None, None, 16),
     # npu_rms_norm, npu_fusion_attention (softmax maximum and sum, 8 equal numbers each), npu_swiglu
-    "npu": Operators(True, 1, 16, 0, None, None),
+    "npu": OperatorMemory(True, 1, 16, 0, None, None, 128),
 }
