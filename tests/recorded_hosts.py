@@ -169,6 +169,7 @@ MACHINE_FILES = {
         "Inter-|   Receive       |  Transmit\n face |bytes packets |bytes packets\n"
         "    lo: 1 1 1 1\n  eth0: 1 1 1 1\nenp189s0f0: 1 1 1 1\n"
     ),
+    "/proc/net/if_inet6": "fe800000000000000000000000fc00ff 02 40 20 80     eth0\n",
     "/proc/net/fib_trie": (
         "Main:\n     |-- 10.0.0.0\n        /24 link UNICAST\n     |-- 10.0.0.7\n        /32 host LOCAL\n"
     ),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from mega_rl.doctor.finding import CUDA, NPU, Answer, Check, Wanted, fail, ok, skip, warn
 from mega_rl.doctor.host import Host
-from mega_rl.doctor.smi import NVIDIA_DEVICES, NVIDIA_PROCESSES, Smi, parse_npu_smi, parse_nvidia_smi
-from mega_rl.platform import ascend_devices
+from mega_rl.doctor.smi import NVIDIA_DEVICES, NVIDIA_PROCESSES, Device, Smi, parse_npu_smi, parse_nvidia_smi
+from mega_rl.platform import PLATFORMS, ascend_devices
 from mega_rl.types import InputError
 
 GIB = 1 << 30
@@ -77,14 +78,17 @@ def health(host: Host, wanted: Wanted) -> Iterator[Answer]:
     if isinstance(listed, Answer):
         yield listed
         return
-    ill = [device for device in listed.devices if device.health != "OK"]
+    mine = _masked(host, wanted, listed)
+    ill = [device for device in mine if device.health != "OK"]
     for device in ill:
         name = f"device {device.index} ({device.name})"
-        mask = "ASCEND_RT_VISIBLE_DEVICES" if wanted.platform == NPU else "the device mask"
+        mask = PLATFORMS[wanted.platform].visible_devices_variable
         yield fail(f"{name} says {device.health}", f"leave it out of {mask} and have it looked at: `{_detail(wanted)}`")
     if not ill:
-        names = sorted({device.name for device in listed.devices})
-        yield ok(f"{len(listed.devices)} x {', '.join(names)}, all healthy")
+        names = sorted({device.name for device in mine})
+        others = [f"{d.index} ({d.health})" for d in listed.devices if d not in mine and d.health != "OK"]
+        left_out = f"; the mask leaves out {', '.join(others)}" if others else ""
+        yield ok(f"{len(mine)} x {', '.join(names)}, all healthy{left_out}")
 
 
 def _detail(wanted: Wanted) -> str:
@@ -117,14 +121,10 @@ def memory(host: Host, wanted: Wanted) -> Iterator[Answer]:
         yield skip("the mask leaves no device: see `device mask`")
 
 
-def _masked(host: Host, wanted: Wanted, listed: Smi) -> list:
-    """The devices that this process would use; all where there is no mask, or one that `device mask` refuses."""
-    if wanted.platform != NPU:
-        return list(listed.devices)
-    try:
-        mask = ascend_devices.read_mask(host.environ)
-    except InputError:
-        mask = None
+def _masked(host: Host, wanted: Wanted, listed: Smi) -> list[Device]:
+    """The devices that a run would use: all where there is no mask of plain numbers."""
+    text = host.environ.get(PLATFORMS[wanted.platform].visible_devices_variable or "", "")
+    mask = [int(part) for part in text.split(",")] if re.fullmatch(r"\d+(,\d+)*", text) else None
     return [device for device in listed.devices if mask is None or device.index in mask]
 
 

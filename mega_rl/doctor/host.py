@@ -47,6 +47,7 @@ class Ran:
 class Disk:
     total_bytes: int
     free_bytes: int  # to this user
+    is_writable: bool = True
 
 
 class Host(Protocol):
@@ -78,7 +79,7 @@ class Host(Protocol):
         """Whether a TCP port is free on every interface."""
 
     def run(self, command: Sequence[str], timeout_s: float = 30.0) -> Ran | None:
-        """Run a command that changes nothing; None where there is no such program."""
+        """Run a command that changes nothing, once; None where there is no such program."""
 
     def probe(self, name: str, platform_name: str, timeout_s: float) -> Ran:
         """Run ``mega_rl.doctor.probes.NAME`` in a process of its own, on that platform."""
@@ -94,6 +95,7 @@ class ThisHost:
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     python: tuple[int, int] = sys.version_info[:2]
     machine: str = platform.machine()
+    _ran: dict[tuple[str, ...], Ran | None] = field(default_factory=dict)  # some tools take seconds to answer
 
     @cached_property
     def cann_version(self) -> str | None:
@@ -132,7 +134,7 @@ class ThisHost:
             usage = shutil.disk_usage(place)
         except OSError:
             return None
-        return Disk(usage.total, usage.free)
+        return Disk(usage.total, usage.free, os.access(place, os.W_OK))
 
     def can_bind(self, port: int) -> bool:
         with socket.socket() as listener:
@@ -144,7 +146,10 @@ class ThisHost:
         return True
 
     def run(self, command: Sequence[str], timeout_s: float = 30.0) -> Ran | None:
-        return _run(command, timeout_s, self.environ) if shutil.which(command[0]) else None
+        if tuple(command) not in self._ran:
+            is_there = shutil.which(command[0]) is not None
+            self._ran[tuple(command)] = _run(command, timeout_s, self.environ) if is_there else None
+        return self._ran[tuple(command)]
 
     def probe(self, name: str, platform_name: str, timeout_s: float) -> Ran:
         path = os.pathsep.join(p for p in (str(REPOSITORY), self.environ.get("PYTHONPATH", "")) if p)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -87,6 +88,9 @@ def disk(host: Host, wanted: Wanted) -> Iterator[Answer]:
         found = host.disk(path)
         if found is None:
             yield fail(f"{path} cannot be looked at", f"set {key} to a directory that you may write to")
+            continue
+        if not found.is_writable:
+            yield fail(f"{path} cannot be written to", f"set {key} to a directory that you may write to")
             continue
         sentence = f"{path}: {found.free_bytes / GIB:.1f} of {found.total_bytes / GIB:.0f} GiB free"
         if found.free_bytes < MIN_DISK_BYTES:
@@ -186,8 +190,10 @@ def _interfaces(host: Host) -> list[str]:
 
 
 def _addresses(host: Host) -> set[str]:
-    """The host's own IPv4 addresses; the routing table lists each before "/32 host LOCAL"."""
-    return set(re.findall(r"\|-- (\S+)\n\s+/32 host LOCAL", host.read("/proc/net/fib_trie") or ""))
+    """The host's own addresses; the IPv4 routing table lists each before "/32 host LOCAL"."""
+    found = set(re.findall(r"\|-- (\S+)\n\s+/32 host LOCAL", host.read("/proc/net/fib_trie") or ""))
+    version_6 = re.findall(r"^([0-9a-f]{32})\b", host.read("/proc/net/if_inet6") or "", re.MULTILINE)
+    return found | {str(ipaddress.IPv6Address(int(digits, 16))) for digits in version_6}
 
 
 SOCKET_NAMES = {
@@ -249,6 +255,8 @@ def device_network(host: Host, wanted: Wanted) -> Iterator[Answer]:
     addresses = re.findall(r"^address_(\d+)=(\S+)", host.read("/etc/hccn.conf") or "", re.MULTILINE)
     if addresses:
         yield ok(f"/etc/hccn.conf gives {len(addresses)} devices an address")
+        if wanted.num_nodes > 1:
+            yield from _links(host, [index for index, _ in addresses])
     elif wanted.num_nodes == 1:
         yield skip("one node: the devices' own network cards are not needed")
     else:
@@ -256,6 +264,15 @@ def device_network(host: Host, wanted: Wanted) -> Iterator[Answer]:
             "/etc/hccn.conf gives no device an address, so devices of two nodes cannot reach each other over RoCE",
             "hccn_tool -i ID -ip -s address A netmask M on the host, and mount /etc/hccn.conf into the container",
         )
+
+
+def _links(host: Host, indices: Sequence[str]) -> Iterator[Answer]:
+    """Whether the devices' network cards have a link, as far as hccn_tool is there to say so."""
+    said = {index: host.run(("hccn_tool", "-i", index, "-link", "-g")) for index in indices}
+    down = [index for index, ran in said.items() if ran is not None and "DOWN" in ran.output.upper()]
+    if down:
+        mend = "have their cables and switch ports looked at, or leave them out of ASCEND_RT_VISIBLE_DEVICES"
+        yield fail(f"no link on the network cards of devices {', '.join(down)}", mend)
 
 
 CHECKS = (

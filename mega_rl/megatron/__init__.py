@@ -8,4 +8,7 @@ from mega_rl import platform
 
 platform.prepare()
 
-from mega_rl.megatron import compat  # noqa: E402, F401  (before any module that imports Megatron)
+from mega_rl.megatron import compat  # noqa: E402, F401  isort: skip  (before any module that imports Megatron)
+from mega_rl.megatron import fused  # noqa: E402
+
+fused.install()

@@ -20,8 +20,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from mega_rl import platform
-from mega_rl.platform.attention import sdpa
+from mega_rl.platform import operators
 
 
 @dataclass(frozen=True)
@@ -149,7 +148,7 @@ class PackedAttention(MegatronModule):
             return self._context_parallel(query, key, value, packed_seq_params).flatten(1)
         borders, longest = packed_seq_params.cu_seqlens, packed_seq_params.max_seqlen_q
         assert borders is not None
-        output_THD = platform.varlen_attention(
+        output_THD = operators.varlen_attention(
             query, key, value, borders, borders, longest, longest, softmax_scale=self.scale, causal=True
         )
         return output_THD.flatten(1)
@@ -165,5 +164,8 @@ class PackedAttention(MegatronModule):
         outputs = []
         for group in packing.zigzag:
             q, k, v = query[group.query_indices_BQ], key[group.key_indices_BS], value[group.key_indices_BS]
-            outputs.append(sdpa(q, k, v, self.scale, causal=True, is_visible_QP=group.is_visible_QS).flatten(0, 1))
+            output_BQHD = operators.dense_attention(
+                q, k, v, softmax_scale=self.scale, is_visible_QP=group.is_visible_QS
+            )
+            outputs.append(output_BQHD.flatten(0, 1))
         return torch.cat(outputs)[packing.inverse_T]

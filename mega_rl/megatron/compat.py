@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mega_rl.platform import accelerator
@@ -72,28 +71,6 @@ def _expert_split_sizes() -> None:
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = to_host
 
 
-def swiglu_gradient(grad: Tensor, gate_and_up: Tensor) -> Tensor:
-    """d loss / d [gate, up] for ``silu(gate) * up`` in three passes, [T, F] and [T, 2 F] -> [T, 2 F].
-
-    Megatron's own takes a dozen passes, which it leaves to a compiler to fuse.
-    """
-    dtype = torch.promote_types(grad.dtype, gate_and_up.dtype)
-    gate, up = gate_and_up.to(dtype).chunk(2, -1)
-    gradient = torch.empty(gate_and_up.shape, dtype=dtype, device=grad.device)
-    to_gate, to_up = gradient.chunk(2, -1)
-    torch.mul(grad, F.silu(gate), out=to_up)
-    torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=to_gate)
-    return gradient
-
-
-def _unfused_swiglu() -> None:
-    import megatron.core.fusions.fused_bias_swiglu as fused_bias_swiglu
-
-    for name, function in list(vars(fused_bias_swiglu).items()):  # where Megatron was imported before this package
-        setattr(fused_bias_swiglu, name, getattr(function, "_torchdynamo_orig_callable", function))
-    fused_bias_swiglu.swiglu_back = swiglu_gradient
-
-
 def spare_a_rank_alone() -> None:
     """Without data parallelism the gradient and weight buffers would be copied onto themselves at every step."""
     import megatron.core.distributed.param_and_grad_buffer as buffers
@@ -118,6 +95,5 @@ if accelerator.installed() is not None:
     _without_compile(_import_megatron)
     _generator_states(accelerator.installed())
     _expert_split_sizes()
-    _unfused_swiglu()
 spare_a_rank_alone()
 _without_transformer_engine()

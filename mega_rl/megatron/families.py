@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
@@ -27,6 +26,8 @@ from mega_rl.bridge.shape import ModelShape
 from mega_rl.bridge.trainer_layout import check_experts, check_tensor_parallel
 from mega_rl.config.schema import ParallelConfig
 from mega_rl.megatron.attention import PackedAttention, PackedSequences
+from mega_rl.megatron.fused import use_in_mlp
+from mega_rl.platform import operators
 from mega_rl.types import InputError
 
 
@@ -41,7 +42,7 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return operators.rms_norm(x, self.weight, self.eps)
 
 
 class _TokenTable(torch.nn.Module):
@@ -173,6 +174,7 @@ def _layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpe
     )
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    use_in_mlp(layer.mlp)
     attention = layer.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.multi_latent_attention:

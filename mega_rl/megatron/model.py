@@ -136,7 +136,8 @@ def transformer_config(
         perform_initialization=True,
         use_cpu_initialization=False,
         masked_softmax_fusion=False,
-        bias_activation_fusion=True,  # SwiGLU keeps its input alone for the backward pass; needs torch only
+        bias_activation_fusion=False,
+        use_te_activation_func=True,  # not TransformerEngine's: that of the layer spec
         bias_dropout_fusion=False,
         gradient_accumulation_fusion=False,
         apply_rope_fusion=False,

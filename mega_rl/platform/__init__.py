@@ -8,11 +8,9 @@ from collections.abc import Sequence
 
 import torch
 import torch.utils.deterministic
-from torch import Tensor
 
 from mega_rl.config.schema import MindSpeedConfig
 from mega_rl.platform import environment
-from mega_rl.platform.attention import VarlenPacking, check_arguments
 from mega_rl.platform.base import MemoryStats, Platform, ProcessRole, Setting
 from mega_rl.platform.cpu import CpuPlatform
 from mega_rl.platform.cuda import CudaPlatform
@@ -33,7 +31,6 @@ __all__ = [
     "prepare",
     "select",
     "trainer_role",
-    "varlen_attention",
 ]
 
 VARIABLE = "MEGA_RL_PLATFORM"
@@ -124,37 +121,3 @@ def prepare() -> Sequence[str]:
         What was done to Megatron, as lines for the log.
     """
     return current().prepare(_mindspeed)
-
-
-def varlen_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    softmax_scale: float,
-    causal: bool,
-) -> Tensor:
-    """Attention within each of B packed sequences by the kernel of this process's platform, differentiable.
-
-    Args:
-        q: [T, H, D].
-        k, v: [S, K, D]; H is a multiple of K, and the values may have another width.
-        cu_seqlens_q, cu_seqlens_k: int32 [B + 1] on the device, where sequences begin, from 0 to T or S. They are read
-            once for all layers, so they must not be written to; one tensor may serve as both.
-        max_seqlen_q, max_seqlen_k: length of the longest sequence, or more.
-        softmax_scale: what the scores are multiplied by; usually ``D ** -0.5``.
-        causal: a query sees the keys up to its own position, the last query being at its sequence's last key.
-
-    Returns:
-        [T, H, D of the values].
-
-    Raises:
-        ValueError: arguments that do not describe packed sequences.
-    """
-    packing = VarlenPacking(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    check_arguments(q, k, v, packing, causal)
-    return current().packed_attention(q, k, v, packing, softmax_scale=softmax_scale, causal=causal)

@@ -78,20 +78,28 @@ class VarlenPacking:
         return read_borders(self.cu_seqlens_k)
 
 
+def check_heads(q: Tensor, k: Tensor, v: Tensor, dims: str) -> None:
+    """ValueError where widths, heads or dtypes do not fit; ``dims`` names the dimensions, heads and width last."""
+    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    if any(x.dim() != dims.count(",") + 1 for x in (q, k, v)):
+        raise ValueError(f"attention takes {dims}: {shapes}")
+    if k.shape[:-1] != v.shape[:-1] or q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"keys and values need equal tokens and heads, queries and keys equal width: {shapes}")
+    if q.shape[-2] % k.shape[-2] != 0:
+        raise ValueError(f"the query heads must be a multiple of the key heads: {shapes}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v need one dtype: {q.dtype}, {k.dtype}, {v.dtype}")
+
+
 def check_arguments(q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, packing: VarlenPacking, causal: bool) -> None:
     """ValueError for what a fused kernel would take and answer with numbers of no meaning."""
-    shapes = f"q {list(q_THD.shape)}, k {list(k_SKD.shape)}, v {list(v_SKD.shape)}"
-    if any(x.dim() != 3 for x in (q_THD, k_SKD, v_SKD)):
-        raise ValueError(f"attention takes [tokens, heads, width]: {shapes}")
-    if k_SKD.shape[:2] != v_SKD.shape[:2] or q_THD.shape[2] != k_SKD.shape[2]:
-        raise ValueError(f"keys and values need equal tokens and heads, queries and keys equal width: {shapes}")
-    if q_THD.shape[1] % k_SKD.shape[1] != 0:
-        raise ValueError(f"the query heads must be a multiple of the key heads: {shapes}")
-    if not q_THD.dtype == k_SKD.dtype == v_SKD.dtype:
-        raise ValueError(f"q, k and v need one dtype: {q_THD.dtype}, {k_SKD.dtype}, {v_SKD.dtype}")
+    check_heads(q_THD, k_SKD, v_SKD, dims="[tokens, heads, width]")
     queries, keys = packing.borders_q, packing.borders_k
     if (queries.positions[-1], keys.positions[-1]) != (q_THD.shape[0], k_SKD.shape[0]):
-        raise ValueError(f"cu_seqlens end at {queries.positions[-1]} queries, {keys.positions[-1]} keys: {shapes}")
+        raise ValueError(
+            f"cu_seqlens end at {queries.positions[-1]} queries, {keys.positions[-1]} keys, of "
+            f"{q_THD.shape[0]} and {k_SKD.shape[0]}"
+        )
     if packing.max_seqlen_q < queries.longest or packing.max_seqlen_k < keys.longest:
         raise ValueError(f"max_seqlen is less than the longest sequence, {queries.longest} and {keys.longest} tokens")
     if len(queries.lengths) != len(keys.lengths):
@@ -168,7 +176,7 @@ def sdpa(
 def sdpa_attention(
     q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, packing: VarlenPacking, *, softmax_scale: float, causal: bool
 ) -> Tensor:
-    """``Platform.packed_attention`` through torch's SDPA, on any device."""
+    """Attention over packed sequences through torch's SDPA, on any device."""
     queries, keys = packing.borders_q, packing.borders_k
     is_short = len(q_THD) < MIN_SEPARATE_LENGTH * len(queries.lengths)
     if not (is_short and causal and queries.positions == keys.positions):

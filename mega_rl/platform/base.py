@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from mega_rl.config.schema import MindSpeedConfig
-from mega_rl.platform.attention import VarlenPacking
+from mega_rl.platform.torch_operators import TorchOperators
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,7 @@ class Platform(Protocol):
     backend: str  # what torch.distributed.init_process_group is given; always able to move CPU tensors
     visible_devices_variable: str | None  # the environment variable that masks devices
     actor_options: Mapping[str, Any]  # what a Ray actor with one device of this platform asks for
+    operators: TorchOperators  # what ``platform.operators`` computes with
 
     def absence(self) -> str | None:
         """Why this platform cannot be used here, with the mend; None where it can.
@@ -112,8 +112,3 @@ class Platform(Protocol):
 
     def set_rng_state(self, state: Mapping[str, Any]) -> None:
         """Put ``rng_state`` back."""
-
-    def packed_attention(
-        self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, packing: VarlenPacking, *, softmax_scale: float, causal: bool
-    ) -> Tensor:
-        """``platform.varlen_attention`` by this platform's kernel, its arguments checked: [T, H, D of the values]."""

@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mega_rl.config.schema import MindSpeedConfig
 from mega_rl.platform import accelerator
-from mega_rl.platform.attention import VarlenPacking, sdpa_attention
 from mega_rl.platform.base import MemoryStats, ProcessRole, Setting
 from mega_rl.platform.host import host_peak_bytes, reset_host_peak
+from mega_rl.platform.torch_operators import TorchOperators
 
 
 class CpuPlatform:
@@ -20,6 +19,7 @@ class CpuPlatform:
     backend = "gloo"
     visible_devices_variable: str | None = None
     actor_options: Mapping[str, Any] = {"num_cpus": 1}
+    operators: TorchOperators = TorchOperators()
 
     def absence(self) -> str | None:
         return None
@@ -63,8 +63,3 @@ class CpuPlatform:
 
     def set_rng_state(self, state: Mapping[str, Any]) -> None:
         torch.set_rng_state(state["torch"])
-
-    def packed_attention(
-        self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, packing: VarlenPacking, *, softmax_scale: float, causal: bool
-    ) -> Tensor:
-        return sdpa_attention(q_THD, k_SKD, v_SKD, packing, softmax_scale=softmax_scale, causal=causal)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from mega_rl.config.schema import MindSpeedConfig
-from mega_rl.platform.attention import VarlenPacking, sdpa_attention
+from mega_rl.platform.attention import VarlenPacking
 from mega_rl.platform.base import MemoryStats, ProcessRole, Setting
 from mega_rl.platform.host import host_peak_bytes, reset_host_peak
+from mega_rl.platform.torch_operators import TorchOperators
 from mega_rl.types import InputError
 
 FLASH_MAX_WIDTH = 256  # of a head
@@ -38,11 +39,36 @@ def _flash_attention() -> Callable[..., Tensor] | None:
     return importlib.import_module("flash_attn").flash_attn_varlen_func
 
 
+class FlashOperators(TorchOperators):
+    """torch's operators, which have CUDA kernels, and flash_attn for packed sequences where it is installed."""
+
+    def varlen_attention(
+        self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, packing: VarlenPacking, *, softmax_scale: float, causal: bool
+    ) -> Tensor:
+        flash, width = _flash_attention(), q_THD.shape[-1]
+        is_half = q_THD.dtype in (torch.float16, torch.bfloat16)
+        if flash is None or not is_half or v_SKD.shape[-1] != width or width > FLASH_MAX_WIDTH:
+            return super().varlen_attention(q_THD, k_SKD, v_SKD, packing, softmax_scale=softmax_scale, causal=causal)
+        return flash(
+            q_THD,
+            k_SKD,
+            v_SKD,
+            packing.cu_seqlens_q,
+            packing.cu_seqlens_k,
+            packing.max_seqlen_q,
+            packing.max_seqlen_k,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+
+
 class CudaPlatform:
     name = "cuda"
     backend = "cpu:gloo,cuda:nccl"
     visible_devices_variable: str | None = "CUDA_VISIBLE_DEVICES"
     actor_options: Mapping[str, Any] = {"num_cpus": 1, "num_gpus": 1}
+    operators: TorchOperators = FlashOperators()
 
     def absence(self) -> str | None:
         return None if torch.cuda.is_available() else "no such device is usable here: install its driver, or choose cpu"
@@ -94,23 +120,3 @@ class CudaPlatform:
     def set_rng_state(self, state: Mapping[str, Any]) -> None:
         torch.set_rng_state(state["torch"])
         torch.cuda.set_rng_state(state["device"])
-
-    def packed_attention(
-        self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, packing: VarlenPacking, *, softmax_scale: float, causal: bool
-    ) -> Tensor:
-        flash, width = _flash_attention(), q_THD.shape[-1]
-        is_half = q_THD.dtype in (torch.float16, torch.bfloat16)
-        if flash is None or not is_half or v_SKD.shape[-1] != width or width > FLASH_MAX_WIDTH:
-            return sdpa_attention(q_THD, k_SKD, v_SKD, packing, softmax_scale=softmax_scale, causal=causal)
-        return flash(
-            q_THD,
-            k_SKD,
-            v_SKD,
-            packing.cu_seqlens_q,
-            packing.cu_seqlens_k,
-            packing.max_seqlen_q,
-            packing.max_seqlen_k,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )

@@ -114,7 +114,7 @@ def enable(config: MindSpeedConfig) -> list[str]:
     except Exception as error:  # noqa: BLE001 - a vendor's package under an unknown torch_npu raises what it likes
         raise _broken(error) from error
     command_line = check_features(given, manager)
-    _import_adaptor(command_line)
+    _import_adaptor(command_line, [name for name in given if name not in OPERATORS])
     patches = importlib.import_module("mindspeed.patch_utils").MindSpeedPatchesManager.patches_info
     _refuse_without_effect(given, manager)
     for name in ONLY_AT_IMPORT:
@@ -190,7 +190,7 @@ def _words(name: str, value: Any, action: argparse.Action | None) -> list[str]:
     return [option, str(value)]
 
 
-def _import_adaptor(words: Sequence[str]) -> None:
+def _import_adaptor(words: Sequence[str], features: Sequence[str]) -> None:
     """Import the module that patches as it is imported; it reads its arguments from the command line."""
     root, command_line = logging.getLogger(), sys.argv
     handlers, level = list(root.handlers), root.level
@@ -200,7 +200,7 @@ def _import_adaptor(words: Sequence[str]) -> None:
             warnings.simplefilter("ignore")
             importlib.import_module("mindspeed.megatron_adaptor")
     except Exception as error:  # noqa: BLE001 - see above
-        raise _broken(error) from error
+        raise _broken(error, features) from error
     finally:
         sys.argv = command_line
         root.handlers[:] = handlers  # it takes over the root logger
@@ -268,11 +268,9 @@ def report(given: Mapping[str, Any], patches: Mapping[str, Any]) -> list[str]:
     modules: dict[str, list[str]] = {}
     for name in sorted(patches):
         module = patches[name].orig_module_name
-        # A method's "module" ends with its class.
-        parts = [part for part in module.split(".")]
-        while len(parts) > 1 and parts[-1][:1].isupper():
-            parts.pop()
-        modules.setdefault(".".join(parts), []).append(name[len(".".join(parts)) + 1 :] or name)
+        while "." in module and module.rpartition(".")[2].lstrip("_")[:1].isupper():  # a method's ends with its class
+            module = module.rpartition(".")[0]
+        modules.setdefault(module, []).append(name.removeprefix(module + "."))
     version = versions.installed()["mindspeed"] or "of an unknown version"
     title = f"MindSpeed {version} replaced {len(patches)} functions; features: {', '.join(passed) or 'none asked for'}"
     return [title, *own, *(f"  {module}: {', '.join(names)}" for module, names in modules.items())]
@@ -283,17 +281,13 @@ def _given(features: Mapping[str, Any]) -> list[str]:
     return [name for name in features if name.lstrip("-").replace("-", "_") not in OPERATORS]
 
 
-def _broken(error: Exception) -> InputError:
+def _broken(error: Exception, features: Sequence[str] = ()) -> InputError:
     text = (str(error).splitlines() or [type(error).__name__])[0]
     if isinstance(error, ModuleNotFoundError) and error.name:
-        needs = (
-            "Megatron-LM, of which only Megatron-core is installed"
-            if error.name.startswith("megatron.")
-            else error.name
-        )
-        needs = "triton-ascend" if error.name.split(".")[0] == "triton" else needs
-        text = f"it needs {needs} ({text})"
+        root = error.name.split(".")[0]
+        needs = {"megatron": "Megatron-LM, of which only Megatron-core is installed", "triton": "triton-ascend"}
+        text = f"it needs {needs.get(root, root)} ({text})"
+    mend = f"remove {' or '.join(features)} from {KEY}, " if features else ""
     return InputError(
-        f"MindSpeed does not load: {text}; mend its installation, remove the feature that asks for it from {KEY}, or "
-        "set platform.mindspeed.mode to off"
+        f"MindSpeed does not load: {text}; {mend}mend its installation, or set platform.mindspeed.mode to off"
     )

@@ -1,4 +1,4 @@
-"""The Ascend platform: the one place that imports torch_npu."""
+"""The Ascend platform: with ``npu_operators`` the one place that imports torch_npu."""
 
 from __future__ import annotations
 
@@ -10,18 +10,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mega_rl.config.schema import MindSpeedConfig
 from mega_rl.platform import accelerator, ascend_devices, ascend_environment, ascend_install, versions
 from mega_rl.platform import mindspeed as mindspeed_adaptor
-from mega_rl.platform.attention import VarlenPacking, once_per_tensor, read_borders
 from mega_rl.platform.base import MemoryStats, ProcessRole, Setting
 from mega_rl.platform.host import host_peak_bytes, reset_host_peak
+from mega_rl.platform.npu_operators import AscendOperators
+from mega_rl.platform.torch_operators import TorchOperators
 from mega_rl.types import InputError
-
-FUSED_MAX_SEQUENCES = 1000  # of one npu_fusion_attention call in the layout TND
-FUSED_MAX_WIDTH = 768  # of a head
 
 
 @functools.cache
@@ -42,28 +39,12 @@ def _num_visible() -> int:
     return npu.device_count() if npu.is_available() else 0
 
 
-@functools.cache
-def _causal_mask(device: torch.device) -> Tensor:
-    """What sparse modes 2 to 4 take for sequences of any length; True is hidden."""
-    return torch.ones(2048, 2048, dtype=torch.bool).triu(1).to(device)
-
-
-@once_per_tensor
-def _fused_calls(cu_seqlens: Tensor) -> list[tuple[slice, list[int]]]:
-    """For each call the tokens it takes, and where its sequences end among them."""
-    positions = read_borders(cu_seqlens).positions
-    calls = []
-    for first in range(0, len(positions) - 1, FUSED_MAX_SEQUENCES):
-        start, *ends = positions[first : first + FUSED_MAX_SEQUENCES + 1]
-        calls.append((slice(start, ends[-1]), [end - start for end in ends]))
-    return calls
-
-
 class NpuPlatform:
     name = "npu"
     backend = "cpu:gloo,npu:hccl"
     visible_devices_variable: str | None = "ASCEND_RT_VISIBLE_DEVICES"
     actor_options: Mapping[str, Any] = {"num_cpus": 1, "resources": {"NPU": 1}}
+    operators: TorchOperators = AscendOperators()
 
     def absence(self) -> str | None:
         if importlib.util.find_spec("torch_npu") is None:
@@ -128,28 +109,3 @@ class NpuPlatform:
     def set_rng_state(self, state: Mapping[str, Any]) -> None:
         torch.set_rng_state(state["torch"])
         _torch_npu().set_rng_state(state["device"])
-
-    def packed_attention(
-        self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, packing: VarlenPacking, *, softmax_scale: float, causal: bool
-    ) -> Tensor:
-        if q_THD.shape[-1] > FUSED_MAX_WIDTH:
-            raise InputError(f"heads are {q_THD.shape[-1]} wide; attention on Ascend takes at most {FUSED_MAX_WIDTH}")
-        outputs = [
-            importlib.import_module("torch_npu").npu_fusion_attention(
-                q_THD[queries],
-                k_SKD[keys],
-                v_SKD[keys],
-                head_num=q_THD.shape[1],
-                input_layout="TND",
-                atten_mask=_causal_mask(q_THD.device) if causal else None,  # without one every key is seen
-                scale=softmax_scale,
-                keep_prob=1.0,
-                actual_seq_qlen=query_ends,
-                actual_seq_kvlen=key_ends,
-                sparse_mode=3 if causal else 0,  # 3: causal, aligned at the last query and the last key
-            )[0]
-            for (queries, query_ends), (keys, key_ends) in zip(
-                _fused_calls(packing.cu_seqlens_q), _fused_calls(packing.cu_seqlens_k), strict=True
-            )
-        ]
-        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]

@@ -87,7 +87,7 @@ def replicas_of(parameter: torch.nn.Parameter) -> dist.ProcessGroup:
 def local_state(engine: MegatronEngine) -> Tensors:
     """Weights and optimizer state of every local parameter, put together over the data-parallel ranks."""
     weights = engine.policy.parameters | engine.policy.frozen
-    state: Tensors = {"weight": {name: weight.detach().clone() for name, weight in weights.items()}}
+    state: Tensors = {"weight": {name: weight.detach().to("cpu", copy=True) for name, weight in weights.items()}}
     for kind in ("master", "exp_avg", "exp_avg_sq"):
         state[kind] = {}
         for name, parameter in engine.policy.parameters.items():

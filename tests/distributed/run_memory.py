@@ -25,7 +25,7 @@ from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.types import InputError
 from tests.distributed import tiny_models
-from tests.distributed.engine_support import build_engine, groups, loss_of, pack_for_rank, run_config
+from tests.distributed.engine_support import build_engine, groups, loss_of, own_device, pack_for_rank, run_config
 from tests.distributed.layouts import Case
 from tests.distributed.parity_reference import LR, OBJECTIVES, WEIGHT_DECAY, make_sequences
 
@@ -142,7 +142,7 @@ def reference(world: World) -> None:
     engine = world.engine(config)
     expected = engine.token_stats(world.microbatches)
     config.memory.offload = ["weights"]
-    policy = MegatronPolicy(config, engine.policy.shape, world.layout, torch.device("cpu"))
+    policy = MegatronPolicy(config, engine.policy.shape, world.layout, own_device())
     with torch.no_grad():
         for name, parameter in policy.parameters.items():
             parameter.copy_(engine.policy.parameters[name])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 
@@ -14,6 +14,29 @@ if emulation.is_active():
 else:  # with torch_npu imported, all other tests would see two devices
     COUNTS = Counter()
     collect_ignore_glob = ["test_*.py"]
+
+
+REPORTED: list[str] = []
+
+
+@pytest.fixture
+def report_operators() -> Callable[[str, Mapping[str, int]], None]:
+    """Has what ran shown at the end of the run: Ascend's own operators, collectives, and all others in one number."""
+
+    def report(title: str, counts: Mapping[str, int]) -> None:
+        own = [f"{name} {count}" for name, count in sorted(counts.items()) if not name.startswith("aten::") and count]
+        others = {name: count for name, count in counts.items() if name.startswith("aten::") and count}
+        own.append(f"{len(others)} operators of torch {sum(others.values())}")
+        REPORTED.append(f"{title}: {', '.join(own)}")
+
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if REPORTED:
+        terminalreporter.section("operators that ran on device npu")
+        for line in REPORTED:
+            terminalreporter.line(line)
 
 
 @pytest.fixture

@@ -61,7 +61,18 @@ def _is_npu(device: object) -> bool:
     return device is not None and torch.device(device).type == "npu"  # type: ignore[arg-type]
 
 
-def _kernel(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+def _host_generator(given: torch.Generator | None, device: torch.device) -> torch.Generator:
+    """A CPU generator that the device's generator determines, which moves on as a kernel of the device makes it.
+
+    The numbers are not those of a device; that they depend on its generator's seed and offset alone is the same.
+    """
+    own = given if given is not None else torch.npu.default_generators[device.index]
+    host = torch.Generator().manual_seed((own.initial_seed() * 1_000_003 + own.get_offset()) % 2**63)
+    own.set_offset(own.get_offset() + 4)
+    return host
+
+
+def _kernel(name: str, run: Callable[..., Any], is_random: bool) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         counts[name] += 1
         originals: dict[int, torch.Tensor] = {}  # id of what the operator is given -> what the caller gave
@@ -86,6 +97,9 @@ def _kernel(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
             device = None
         elif device is None:
             device = torch.device("npu", torch.npu.current_device())
+
+        if is_random and device is not None:
+            host_kwargs["generator"] = _host_generator(kwargs.get("generator"), device)
 
         def from_host(value: Any) -> Any:
             if not isinstance(value, torch.Tensor) or device is None:
@@ -128,10 +142,11 @@ def install(stand_ins: Mapping[str, Callable[..., Any]]) -> int:
             operator = getattr(packet, overload or "default", None)
             if operator is None or operator.is_view:
                 continue
+            is_random = any(argument.name == "generator" for argument in operator._schema.arguments)
             if namespace not in _libraries:
                 _libraries[namespace] = torch.library.Library(namespace, "IMPL")
             _libraries[namespace].impl(
-                rest, _kernel(name, stand_ins.get(name, operator)), "PrivateUse1", allow_override=True
+                rest, _kernel(name, stand_ins.get(name, operator), is_random), "PrivateUse1", allow_override=True
             )
             number += 1
     return number

@@ -7,9 +7,9 @@ weights of every rank after the last one, and how often each operator ran on dev
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, field
+import json
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,14 +68,15 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", type=Path, required=True, help="a directory with one Hugging Face model per family")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--tensor", type=int, required=True)
+    parser.add_argument("--case", type=json.loads, required=True, help="JSON of the arguments of Case")
     arguments = parser.parse_args()
     dist.init_process_group(platform.current().backend)
-    case = Case(dist.get_world_size(), tensor=arguments.tensor, sequence=arguments.tensor > 1)
-    found: dict[tuple[str, str], Any] = {}
-    for family in ("qwen2", "qwen3"):
-        for objective, dtype in (("rl", "float32"), ("sft", "bfloat16")):
-            found[family, dtype] = train(case, family, objective, dtype, arguments.models / family)
+    case = Case(**arguments.case)
+    found = {
+        (family, dtype): asdict(train(case, family, objective, dtype, arguments.models / family))
+        for family in case.families
+        for objective, dtype in (("rl", "float32"), ("sft", "bfloat16"))
+    }
     if dist.get_rank() == 0:
         torch.save(found, arguments.out)
     dist.destroy_process_group()

@@ -27,7 +27,7 @@ HOMES = {
     "vllm_ascend": "mega_rl/rollout/",
     "ray": "mega_rl/rollout/",
     "flash_attn": "mega_rl/platform/cuda.py",
-    "torch_npu": "mega_rl/platform/npu.py",
+    "torch_npu": "mega_rl/platform/npu",
     "mindspeed": "mega_rl/platform/mindspeed.py",
 }
 DEVICE_NAME = re.compile(r"(cuda|nccl)(:.*)?|.*CUDA_VISIBLE_DEVICES.*", re.DOTALL)

@@ -134,8 +134,18 @@ def test_health_memory_and_processes_of_devices() -> None:
     assert troubles(found) == [("device health", "fail"), ("device memory", "warn")]
     assert "device 3 (910B3) says Alarm" in of(found, "device health")[0].found
     assert "device 5: 52.1 of 64.0 GiB in use by pid 4711 python3.11" in of(found, "device memory")[0].found
-    masked = HEALTHY.with_environ(ASCEND_RT_VISIBLE_DEVICES="0,1").but(commands={"npu-smi info": Ran(0, table)})
-    assert of(findings(masked), "device memory")[0].state == "ok"  # another process on a device that is not ours
+    masked = findings(
+        HEALTHY.with_environ(ASCEND_RT_VISIBLE_DEVICES="0,1").but(commands={"npu-smi info": Ran(0, table)})
+    )
+    small = a2_table(running={5: (4711, "python3.11", 100)})
+    assert (
+        "in use by pid 4711"
+        in of(findings(HEALTHY.but(commands={"npu-smi info": Ran(0, small)})), "device memory")[0].found
+    )
+    hidden = table.replace("4711", "No  ")
+    unnamed = of(findings(HEALTHY.but(commands={"npu-smi info": Ran(0, hidden)})), "device memory")[0]
+    assert unnamed.state == "warn" and "no process that is listed here" in unnamed.found  # it runs in another container
+    assert troubles(masked) == [] and "the mask leaves out 3 (Alarm)" in of(masked, "device health")[0].found
 
 
 @pytest.mark.parametrize(
@@ -165,6 +175,8 @@ def test_forms_of_npu_smi() -> None:
     assert [(p.device, p.pid) for p in a3.processes] == [(1, 632268)]
     (p310,) = parse_npu_smi(A310P).devices
     assert (p310.name, p310.used_bytes // MIB, p310.total_bytes // MIB) == ("310P3", 1397, 44280)
+    (a1,) = parse_npu_smi(a2_table(number=1).replace("0    / 0          3380", "2621 / 15171      9000")).devices
+    assert (a1.used_bytes // MIB, a1.total_bytes // MIB) == (9000, 65536)  # memory of both kinds: HBM counts
     without_chips = A3_26.replace("NPU     Chip ", "NPU ID       ").replace("| 0       1  ", "| 0          ")
     assert [p.device for p in parse_npu_smi(without_chips).processes] == [0]
     assert parse_npu_smi(REFUSED).devices == ()
@@ -207,6 +219,7 @@ def test_forms_of_nvidia_smi() -> None:
         ({"GLOO_SOCKET_IFNAME": "enp"}, "network interfaces", "fail", "no interface"),
         ({"HCCL_IF_IP": "10.0.0.8"}, "network interfaces", "fail", "10.0.0.7"),
         ({"HCCL_IF_IP": "10.0.0.7"}, "network interfaces", "ok", "is this host's"),
+        ({"HCCL_IF_IP": "fe80::fc:ff"}, "network interfaces", "ok", "is this host's"),
         ({"OMP_NUM_THREADS": "500"}, "processors", "warn", "OMP_NUM_THREADS=128"),
         ({"HCCL_HOST_SOCKET_PORT_RANGE": "many"}, "ports", "fail", "no list of ports"),
     ],
@@ -218,7 +231,7 @@ def test_variables(variables: dict[str, str], check: str, state: str, words: str
 
 def test_the_machine_itself() -> None:
     small = HEALTHY.but(
-        disks={"runs": Disk(GIB, 1), "/dev/shm": Disk(64 << 20, 64 << 20)},
+        disks={"runs": Disk(GIB, 1), "/tmp": Disk(GIB, GIB, False), "/dev/shm": Disk(64 << 20, 64 << 20)},
         taken_ports=frozenset({29500, 60003, 60004}),
         files={
             **HEALTHY.files,
@@ -259,6 +272,11 @@ def test_many_nodes_need_a_card_and_locked_memory() -> None:
     files["/proc/self/limits"] = files["/proc/self/limits"].replace("unlimited", "8388608  ")
     found = findings(HEALTHY.but(files=files).with_environ(HCCL_SOCKET_IFNAME="enp"), num_nodes=2)
     assert troubles(found) == [("limits", "warn"), ("device network", "warn")]
+    links = {f"hccn_tool -i {i} -link -g": Ran(0, f"link status: {'DOWN' if i == 6 else 'UP'}\n") for i in range(8)}
+    found = findings(
+        HEALTHY.but(commands={**HEALTHY.commands, **links}).with_environ(HCCL_SOCKET_IFNAME="enp"), num_nodes=2
+    )
+    assert [f.found for f in found if f.state == "fail"] == ["no link on the network cards of devices 6"]
 
 
 @pytest.mark.parametrize(
@@ -296,7 +314,7 @@ def test_attention_that_is_not_causal_is_noticed(monkeypatch: pytest.MonkeyPatch
         packing = VarlenPacking(ends_q, ends_k, *lengths)
         return sdpa_attention(q, k, v, packing, softmax_scale=softmax_scale, causal=causal and is_causal)
 
-    monkeypatch.setattr(kernels.platform, "varlen_attention", attend)
+    monkeypatch.setattr(kernels.operators, "varlen_attention", attend)
     is_causal = True
     assert kernels.attention_error(torch.device("cpu")) < ATTENTION_LIMIT / 2
     is_causal = False

@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
+import types
+
+import megatron.core.models.common.embeddings.rope_utils as rope_utils
+import megatron.core.transformer.attention as attention
+import megatron.core.transformer.moe.moe_utils as moe_utils
+import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+import megatron.core.transformer.multi_latent_attention as multi_latent_attention_module
 import pytest
 import torch
-import torch.nn.functional as F
 from megatron.core.distributed import param_and_grad_buffer as buffers
 
-from mega_rl.megatron import compat
+from mega_rl.megatron import compat, fused
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
-def test_swiglu_gradient_is_autograds(dtype: torch.dtype, tolerance: float) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("multi_latent_attention", [False, True])
+def test_rotary_is_megatrons(dtype: torch.dtype, multi_latent_attention: bool) -> None:
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(5, 14, generator=generator).to(dtype).requires_grad_()
-    grad = torch.randn(5, 7, generator=generator).to(dtype)
-    gate, up = x.chunk(2, -1)
-    (F.silu(gate) * up).backward(grad)
-    own = compat.swiglu_gradient(grad, x.detach())
-    assert own.dtype == dtype and x.grad is not None
-    torch.testing.assert_close(own, x.grad, rtol=tolerance, atol=tolerance)
+    x = torch.randn(6, 3, 8, generator=generator).to(dtype)
+    angles = torch.rand(6, 1, 1, 4, generator=generator).repeat(1, 1, 1, 2)
+    config = types.SimpleNamespace(
+        multi_latent_attention=multi_latent_attention, rotary_interleaved=False, apply_rope_fusion=False
+    )
+    borders, alone = torch.tensor([0, 6]), types.SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    theirs = rope_utils.apply_rotary_pos_emb(x, angles, config, borders, cp_group=alone)
+    assert torch.equal(fused.apply_rotary(x, angles, config, borders, cp_group=alone), theirs)
+    assert attention.apply_rotary_pos_emb is multi_latent_attention_module.apply_rotary_pos_emb is fused.apply_rotary
 
 
-def test_swiglu_gradient_of_a_float32_gradient_stays_float32() -> None:
-    """Experts' outputs are weighted in float32 whatever the model computes in."""
-    x, grad = torch.randn(3, 8).bfloat16(), torch.randn(3, 4)
-    own = compat.swiglu_gradient(grad, x)
-    assert own.dtype == torch.float32
-    torch.testing.assert_close(own, compat.swiglu_gradient(grad, x.float()))
+def test_permutation_is_megatrons() -> None:
+    generator = torch.Generator().manual_seed(0)
+    routing_map = torch.rand(7, 5, generator=generator).argsort(1) < 2
+    x, probs = torch.randn(7, 4, generator=generator), torch.rand(7, 5, generator=generator)
+    arguments = {"fused": False, "drop_and_pad": False}
+    own = fused.permute(x, routing_map, probs=probs, num_out_tokens=14, **arguments)
+    theirs = moe_utils.permute(x, routing_map, probs=probs, num_out_tokens=14, **arguments)
+    assert all(torch.equal(a, b) for a, b in zip(own, theirs, strict=True))
+    arguments |= {"restore_shape": x.shape, "routing_map": routing_map}
+    assert torch.equal(fused.unpermute(own[0], own[2], **arguments), moe_utils.unpermute(own[0], own[2], **arguments))
+    assert (token_dispatcher.permute, token_dispatcher.unpermute) == (fused.permute, fused.unpermute)
 
 
 class _Group:

@@ -1,4 +1,4 @@
-"""Attention over packed sequences: each platform's way against float64 written out, and the arguments it refuses.
+"""Attention over packed sequences: each platform's way against the reference, and the arguments it refuses.
 
 Letters: T packed queries, S packed keys, H query heads, K key/value heads, D head width.
 """
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mega_rl import platform
-from mega_rl.platform import cuda, npu
+from mega_rl.platform import cuda, npu_operators, operators, reference
 from mega_rl.platform.attention import (
     MAX_PADDING,
     VarlenPacking,
@@ -26,11 +26,10 @@ from mega_rl.platform.attention import (
     length_groups,
     read_borders,
 )
-from mega_rl.platform.base import Platform
-from mega_rl.platform.cpu import CpuPlatform
-from mega_rl.platform.cuda import CudaPlatform
-from mega_rl.platform.npu import NpuPlatform
-from mega_rl.types import InputError
+from mega_rl.platform.cuda import FlashOperators
+from mega_rl.platform.npu_operators import AscendOperators
+from mega_rl.platform.torch_operators import TorchOperators
+from tests.npu.recorder import RecordingTorchNpu
 
 D = 8
 SCALE = 0.4  # no kernel's default
@@ -55,69 +54,11 @@ def packing_of(lengths_q: list[int], lengths_k: list[int]) -> VarlenPacking:
     return VarlenPacking(cu_seqlens_q, cu_seqlens_k, max(lengths_q), max(lengths_k))
 
 
-def written_out(q_QHD: Tensor, k_PKD: Tensor, v_PKD: Tensor, scale: float, hidden_QP: Tensor | None) -> Tensor:
-    """Softmax attention of one sequence: [Q, H, D]."""
-    repeats = q_QHD.shape[1] // k_PKD.shape[1]
-    k_PHD, v_PHD = (x.repeat_interleave(repeats, dim=1) for x in (k_PKD, v_PKD))
-    scores = torch.einsum("qhd,phd->hqp", q_QHD, k_PHD) * scale
-    scores = scores if hidden_QP is None else scores.masked_fill(hidden_QP, float("-inf"))
-    return torch.einsum("hqp,phd->qhd", scores.softmax(-1), v_PHD)
-
-
-def future(num_queries: int, num_keys: int) -> Tensor:
-    return torch.ones(num_queries, num_keys, dtype=torch.bool).triu(num_keys - num_queries + 1)
-
-
-class FusedAttention:
-    """Stands for ``torch_npu.npu_fusion_attention``, whose hardware is missing here: its documented meaning in torch.
-
-    The defaults are the operator's: scale 1.0, and without a mask every key is seen.
-    """
-
-    def __init__(self) -> None:
-        self.num_sequences: list[int] = []
-
-    def npu_fusion_attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        head_num: int,
-        input_layout: str,
-        *,
-        atten_mask: Tensor | None = None,
-        scale: float = 1.0,
-        keep_prob: float = 1.0,
-        actual_seq_qlen: Any = None,
-        actual_seq_kvlen: Any = None,
-        sparse_mode: int = 0,
-    ) -> tuple[Tensor, ...]:
-        assert input_layout == "TND" and head_num == query.shape[1] and keep_prob == 1.0 and query.shape[2] <= 768
-        for ends, tensor in ((actual_seq_qlen, query), (actual_seq_kvlen, key)):
-            assert type(ends) is list and all(type(end) is int for end in ends), "Python integers"
-            assert ends[0] > 0 and ends[-1] == len(tensor), "cumulative ends, without the 0 in front"
-        assert len(actual_seq_qlen) == len(actual_seq_kvlen) <= 1000
-        self.num_sequences.append(len(actual_seq_qlen))
-        if sparse_mode == 3:
-            assert atten_mask is not None and atten_mask.dtype == torch.bool
-            assert torch.equal(atten_mask, torch.ones(2048, 2048, dtype=torch.bool).triu(1))
-        else:
-            assert sparse_mode == 0 and atten_mask is None, "no other mode is used"
-        lengths_q, lengths_k = (
-            [b - a for a, b in pairwise([0, *ends])] for ends in (actual_seq_qlen, actual_seq_kvlen)
-        )
-        outputs = []
-        for q, k, v in zip(query.split(lengths_q), key.split(lengths_k), value.split(lengths_k), strict=True):
-            hidden = future(len(q), len(k)) if atten_mask is not None else None
-            outputs.append(written_out(q, k, v, scale, hidden))
-        return torch.cat(outputs), query.new_empty(0), query.new_empty(0), query.new_empty(0), 0, 0, 0
-
-
 @pytest.fixture
-def fused(monkeypatch: pytest.MonkeyPatch) -> FusedAttention:
-    stand_in = FusedAttention()
-    monkeypatch.setattr(npu.importlib, "import_module", lambda name: {"torch_npu": stand_in}[name])
-    return stand_in
+def fused(monkeypatch: pytest.MonkeyPatch) -> RecordingTorchNpu:
+    recorder = RecordingTorchNpu()
+    monkeypatch.setattr(npu_operators.importlib, "import_module", lambda name: {"torch_npu": recorder}[name])
+    return recorder
 
 
 def inputs(lengths_q: list[int], lengths_k: list[int], num_heads: int, num_kv_heads: int) -> list[Tensor]:
@@ -128,7 +69,7 @@ def inputs(lengths_q: list[int], lengths_k: list[int], num_heads: int, num_kv_he
 
 
 @pytest.mark.usefixtures("fused")
-@pytest.mark.parametrize("own", [CpuPlatform(), NpuPlatform()], ids=["sdpa", "npu_stand_in"])
+@pytest.mark.parametrize("own", [TorchOperators(), AscendOperators()], ids=["sdpa", "npu_stand_in"])
 @pytest.mark.parametrize(
     ("causal", "num_heads", "num_kv_heads"),
     [(True, 2, 2), (True, 6, 2), (False, 4, 2)],
@@ -136,18 +77,17 @@ def inputs(lengths_q: list[int], lengths_k: list[int], num_heads: int, num_kv_he
 )
 @pytest.mark.parametrize("pack", PACKS)
 def test_equals_each_sequence_written_out(
-    own: Platform, causal: bool, num_heads: int, num_kv_heads: int, pack: str
+    own: TorchOperators, causal: bool, num_heads: int, num_kv_heads: int, pack: str
 ) -> None:
     lengths_q, lengths_k = PACKS[pack]
     *qkv, upstream = inputs(lengths_q, lengths_k, num_heads, num_kv_heads)
     packing = packing_of(lengths_q, lengths_k)
     own_inputs = [x.clone().requires_grad_() for x in qkv]
     check_arguments(*own_inputs, packing, causal)
-    output = own.packed_attention(*own_inputs, packing, softmax_scale=SCALE, causal=causal)
+    output = own.varlen_attention(*own_inputs, packing, softmax_scale=SCALE, causal=causal)
     output.backward(upstream)
     exact_inputs = [x.double().requires_grad_() for x in qkv]
-    parts = zip(exact_inputs[0].split(lengths_q), *(x.split(lengths_k) for x in exact_inputs[1:]), strict=True)
-    exact = torch.cat([written_out(*p, SCALE, future(len(p[0]), len(p[1])) if causal else None) for p in parts])
+    exact = reference.varlen_attention(*exact_inputs, lengths_q, lengths_k, softmax_scale=SCALE, causal=causal)
     exact.backward(upstream.double())
     torch.testing.assert_close(output.double(), exact, atol=2e-6, rtol=1e-5)
     for a, b in zip(own_inputs, exact_inputs, strict=True):
@@ -159,24 +99,18 @@ def test_equals_each_sequence_written_out(
     ("num_sequences", "calls"), [(999, [999]), (1000, [1000]), (1001, [1000, 1]), (2003, [1000, 1000, 3])]
 )
 def test_the_fused_operator_gets_at_most_a_thousand_sequences(
-    fused: FusedAttention, num_sequences: int, calls: list[int]
+    fused: RecordingTorchNpu, num_sequences: int, calls: list[int]
 ) -> None:
     lengths = [1] * num_sequences
     *qkv, _ = inputs(lengths, lengths, 1, 1)
-    NpuPlatform().packed_attention(*qkv, packing_of(lengths, lengths), softmax_scale=SCALE, causal=True)
-    assert fused.num_sequences == calls
-
-
-def test_heads_too_wide_for_the_fused_operator_are_refused() -> None:
-    wide = torch.zeros(3, 1, 769)
-    with pytest.raises(InputError, match="769 wide"):
-        NpuPlatform().packed_attention(wide, wide, wide, packing_of([3], [3]), softmax_scale=SCALE, causal=True)
+    AscendOperators().varlen_attention(*qkv, packing_of(lengths, lengths), softmax_scale=SCALE, causal=True)
+    assert [len(call.kwargs["actual_seq_qlen"]) for call in fused.calls] == calls
 
 
 def test_layers_share_what_is_read_from_the_borders() -> None:
     packing = packing_of(RAGGED, RAGGED)
     assert packing.borders_q is packing.borders_k is read_borders(packing.cu_seqlens_q)
-    for read in (batched_calls, npu._fused_calls):
+    for read in (batched_calls, npu_operators._fused_calls):
         assert read(packing.cu_seqlens_q) is read(packing.cu_seqlens_q)
         assert read(borders(RAGGED)) is not read(packing.cu_seqlens_q), "another batch is read itself"
 
@@ -194,7 +128,7 @@ class TestFlashAttention:
         monkeypatch.setattr(cuda, "_flash_attention", lambda: flash)
         qk, v = torch.zeros(5, 2, width, dtype=dtype), torch.zeros(5, 2, value_width, dtype=dtype)
         self.packing = packing_of([2, 3], [2, 3])
-        CudaPlatform().packed_attention(qk, qk, v, self.packing, softmax_scale=SCALE, causal=True)
+        FlashOperators().varlen_attention(qk, qk, v, self.packing, softmax_scale=SCALE, causal=True)
         return calls
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -233,11 +167,12 @@ GOOD: dict[str, Any] = {
 
 
 def test_the_facade_asks_the_platform_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    def packed_attention(*args: Any, **kwargs: Any) -> Any:
+    def varlen_attention(*args: Any, **kwargs: Any) -> Any:
         return args, kwargs
 
-    monkeypatch.setattr(platform, "current", lambda: types.SimpleNamespace(packed_attention=packed_attention))
-    (q, k, v, packing), kwargs = platform.varlen_attention(**GOOD)
+    own = types.SimpleNamespace(varlen_attention=varlen_attention)
+    monkeypatch.setattr(platform, "current", lambda: types.SimpleNamespace(operators=own))
+    (q, k, v, packing), kwargs = operators.varlen_attention(**GOOD)
     assert q is GOOD["q"] and k is GOOD["k"] and v is GOOD["v"]
     assert packing == VarlenPacking(GOOD["cu_seqlens_q"], GOOD["cu_seqlens_k"], 3, 3)
     assert kwargs == {"softmax_scale": SCALE, "causal": True}
@@ -257,14 +192,14 @@ def test_the_facade_asks_the_platform_of_this_process(monkeypatch: pytest.Monkey
         ({"cu_seqlens_q": torch.tensor([0], dtype=torch.int32)}, "begin with 0"),
         ({"cu_seqlens_k": torch.tensor([0, 5, 2, 5], dtype=torch.int32)}, "rise by every sequence's length"),
         ({"cu_seqlens_k": torch.tensor([0, 2, 2, 5], dtype=torch.int32)}, "at least one token each"),
-        ({"cu_seqlens_q": borders([2, 2])}, "end at 4 queries, 5 keys"),
+        ({"cu_seqlens_q": borders([2, 2])}, "end at 4 queries, 5 keys, of 5 and 5"),
         ({"cu_seqlens_q": borders([2, 2, 1])}, "queries have 3 sequences, keys 2"),
         ({"max_seqlen_k": 2}, "less than the longest sequence, 3 and 3"),
         ({"cu_seqlens_k": borders([3, 2])}, "at least as many keys as queries"),
     ],
 )
 def test_wrong_arguments_are_refused(wrong: dict[str, Any], sentence: str) -> None:
-    check: Callable[..., Tensor] = platform.varlen_attention
+    check: Callable[..., Tensor] = operators.varlen_attention
     with pytest.raises(ValueError, match=sentence):
         check(**(GOOD | wrong))
 

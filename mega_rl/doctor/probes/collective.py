@@ -52,8 +52,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         store_file = Path(folder) / "store"
         other = subprocess.Popen([sys.executable, "-m", "mega_rl.doctor.probes.collective", str(store_file)])
-        join(0, store_file)
-        sys.exit(other.wait())
+        try:
+            join(0, store_file)
+            status = other.wait()
+        finally:
+            other.kill()  # where this rank failed; it would wait for it
+    sys.exit(status)
 
 
 if __name__ == "__main__":

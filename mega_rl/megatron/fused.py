@@ -1,0 +1,96 @@
+"""Megatron's operations that have fused kernels, done by ``platform.operators``.
+
+| operation | seam in Megatron |
+|---|---|
+| attention | ``core_attention`` of the layer spec (``PackedAttention``) |
+| RMSNorm | the norms of the layer spec (``families.RMSNorm``) |
+| SwiGLU | ``activation_func`` of the MLP's spec, which ``use_te_activation_func`` turns on |
+| experts | ``experts`` of the MoE spec (``GroupedExperts``) |
+| rotary | ``apply_rotary_pos_emb``, a name that two modules import: replaced there |
+| permutation | ``permute`` and ``unpermute``, names that the token dispatcher imports: replaced there |
+
+Letters: T tokens of this rank, H heads, D width, E experts of all ranks, N rows sorted by expert.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import megatron.core.transformer.attention as attention
+import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+import megatron.core.transformer.multi_latent_attention as multi_latent_attention
+import torch
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from mega_rl.platform import operators
+from mega_rl.platform.attention import once_per_tensor
+
+
+class GroupedExperts(SequentialMLP):
+    """Megatron's experts, their weights one by one as it holds them, multiplied together."""
+
+    def forward(
+        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
+    ) -> tuple[Tensor, None]:
+        """Rows [N, D] sorted by expert, how many each has, and their weights [N] -> [N, D]; there is no bias."""
+        rows = permuted_local_hidden_states
+        counts = [len(rows)] if len(self.local_experts) == 1 else tokens_per_expert.tolist()
+        first, second = ([getattr(x, name).weight for x in self.local_experts] for name in ("linear_fc1", "linear_fc2"))
+        hidden = operators.swiglu(operators.grouped_matmul(rows, first, counts), permuted_probs)
+        return operators.grouped_matmul(hidden, second, counts), None
+
+
+def use_in_mlp(spec: ModuleSpec) -> None:
+    """Let the MLP of a layer, or its experts, use the platform's operators."""
+    submodules = spec.submodules
+    if hasattr(submodules, "experts"):
+        submodules.experts.module = GroupedExperts
+        submodules = submodules.shared_experts.submodules
+    submodules.activation_func = operators.swiglu
+
+
+@once_per_tensor
+def _cosines_and_sines(angles_T11D: Tensor) -> tuple[Tensor, Tensor]:
+    return angles_T11D[:, 0, 0].cos(), angles_T11D[:, 0, 0].sin()
+
+
+def apply_rotary(
+    t: Tensor, freqs: Tensor, config: TransformerConfig, cu_seqlens: Tensor, mscale: float = 1.0, cp_group: Any = None
+) -> Tensor:
+    """``apply_rotary_pos_emb`` for packed [T, H, D] whose angles [T, 1, 1, D] are gathered per token beforehand."""
+    assert cu_seqlens is not None and mscale == 1.0 and not config.rotary_interleaved and freqs.shape[0] == t.shape[0]
+    if config.multi_latent_attention:  # whose pairs lie side by side
+        t = torch.cat((t[..., 0::2], t[..., 1::2]), dim=-1)
+    cos_TD, sin_TD = (table.to(t.dtype) for table in _cosines_and_sines(freqs))
+    return operators.rotary(t, cos_TD, sin_TD)
+
+
+def permute(
+    tokens: Tensor, routing_map: Tensor, probs: Tensor, num_out_tokens: int, fused: bool, drop_and_pad: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows [N, D] of the tokens [T, D] by the map [T, E], their weights [N] of ``probs`` [T, E], and their order."""
+    assert not fused and not drop_and_pad, "no tokens are dropped"
+    rows_ND, order_N = operators.permute_tokens(tokens, routing_map, num_out_tokens // max(1, len(tokens)))
+    return rows_ND, probs.t().masked_select(routing_map.t()), order_N
+
+
+def unpermute(
+    permuted_tokens: Tensor,
+    sorted_indices: Tensor,
+    restore_shape: torch.Size,
+    routing_map: Tensor,
+    fused: bool,
+    drop_and_pad: bool,
+) -> Tensor:
+    """The reverse of ``permute``; the weights have been applied by the experts."""
+    assert not fused and not drop_and_pad and restore_shape[0] == len(routing_map), "no tokens are dropped"
+    return operators.unpermute_tokens(permuted_tokens, sorted_indices, routing_map)
+
+
+def install() -> None:
+    """Replace the names for which Megatron's specs have no place."""
+    attention.apply_rotary_pos_emb = multi_latent_attention.apply_rotary_pos_emb = apply_rotary
+    token_dispatcher.permute, token_dispatcher.unpermute = permute, unpermute

@@ -1,0 +1,172 @@
+"""Started by torchrun through ``run_emulated.py`` on two ranks: what the actor keeps, moves and restores on device npu.
+
+Prints ``PASSED <check>`` on rank 0 for every check that held on all ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+
+from mega_rl import platform
+from mega_rl.bridge.engine_layout import vllm_series
+from mega_rl.bridge.execute import Transfer
+from mega_rl.bridge.families import hf_tensors
+from mega_rl.bridge.huggingface import HFReader
+from mega_rl.bridge.plan import compile_plan
+from mega_rl.bridge.proof import Proof, colocated
+from mega_rl.bridge.series import slices_of
+from mega_rl.bridge.slices import Box, indices
+from mega_rl.megatron import checkpoint
+from mega_rl.megatron.offload import PARTS
+from tests.distributed import run_memory, tiny_models
+from tests.distributed.engine_support import groups, own_device
+from tests.distributed.layouts import Case
+from tests.distributed.run_checkpoint import follow, local_state, save_now
+from tests.distributed.run_memory import World
+
+CASE = Case(2, tensor=2, sequence=True)
+
+
+def offload(world: World) -> None:
+    """A round trip to the host changes no bit, and meanwhile the device has the memory back."""
+    run_memory.offload(world)
+    config = world.config("bfloat16")
+    config.memory.offload = list(PARTS)
+    engine = world.engine(config)
+    world.backward(engine)
+    engine.optimizer_step()
+    num_parameters = sum(p.numel() for p in engine.policy.parameters.values())
+    before = torch.npu.memory_allocated()
+    engine.offload.to_host(*PARTS)
+    freed = before - torch.npu.memory_allocated()
+    assert freed >= (2 + 4 + 4 + 8) * num_parameters, (freed, num_parameters)  # weights, gradients, masters, moments
+    engine.offload.to_device()
+    assert torch.npu.memory_allocated() >= before
+
+
+def checkpoint_round_trip(world: World) -> None:
+    """A new engine goes on from a checkpoint with the same bits: weights, masters, moments, steps, generators."""
+    root = world.directory / "checkpoints"
+    engine = world.engine(world.config("bfloat16"))
+    follow(CASE, world.layout, engine, 2, "qwen2")
+    platform.current().seed(100 + dist.get_rank())
+    saved = save_now(root, 2, engine, keep=1)
+    draws = [torch.rand(4, device=own_device()), torch.rand(4).to(own_device())]
+    state, steps = local_state(engine), follow(CASE, world.layout, engine, 2, "qwen2")
+    end = local_state(engine)
+    resumed = world.engine(world.config("bfloat16"))
+    platform.current().seed(0)
+    assert checkpoint.load(saved, resumed)["step"] == 2
+    assert torch.equal(torch.rand(4, device=own_device()), draws[0]), "the device's generator"
+    assert torch.equal(torch.rand(4).to(own_device()), draws[1]), "the host's generator"
+    for kind, tensors in local_state(resumed).items():
+        run_memory.assert_equal(tensors, state[kind])
+    assert follow(CASE, world.layout, resumed, 2, "qwen2") == steps
+    for kind, tensors in local_state(resumed).items():
+        run_memory.assert_equal(tensors, end[kind])
+
+
+def generators(world: World) -> None:
+    """States go round, and Megatron's tracker draws from the device's generator, differently on tensor ranks."""
+    here, device = platform.current(), own_device()
+    here.seed(5)
+    state = here.rng_state()
+    first = torch.rand(3, device=device)
+    assert not torch.equal(torch.rand(3, device=device), first)
+    here.set_rng_state(state)
+    assert torch.equal(torch.rand(3, device=device), first)
+
+    def draws(seed: int) -> torch.Tensor:
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        with tensor_parallel.get_cuda_rng_tracker().fork():
+            return torch.rand(4, device=device)
+
+    own = draws(1)
+    assert torch.equal(draws(1), own) and not torch.equal(draws(2), own)
+    both = [torch.empty_like(own) for _ in range(2)]
+    dist.all_gather(both, own)
+    assert not torch.equal(*both)
+
+
+def memory(world: World) -> None:
+    """What is allocated and freed is seen by the platform, in bytes."""
+    here, device, size = platform.current(), own_device(), 32 << 20
+    here.reset_peak_memory()
+    before = here.memory()
+    block = torch.zeros(size, dtype=torch.uint8, device=device)
+    assert size <= here.memory().device_peak_bytes - before.device_peak_bytes < size + (1 << 20)
+    del block
+    here.empty_cache()
+    here.reset_peak_memory()
+    assert here.memory().device_peak_bytes - before.device_peak_bytes < 1 << 20
+    assert here.memory().device_total_bytes == 64 << 30
+
+
+def bridge(world: World) -> None:
+    """The shards of two trainer ranks become whole engine parameters on each, proved as a run proves them."""
+    engine, rank = world.engine(world.config()), dist.get_rank()
+    shape, device = engine.policy.shape, own_device()
+    sources = [engine.series_of(r) for r in range(2)]
+    wanted = [vllm_series(shape, 1, 0) for _ in range(2)]
+    sizes: dict[str, list[int]] = {}
+    for piece in slices_of(wanted[rank]):
+        ends = [end for _, end in piece.local_box]
+        sizes[piece.local_name] = [max(a, b) for a, b in zip(sizes.get(piece.local_name, ends), ends, strict=True)]
+    live = {name: torch.zeros(size, device=device) for name, size in sizes.items()}
+
+    def read(name: str, hf_name: str, hf_box: Box, box: Box) -> torch.Tensor:
+        return engine.policy.local(name, box)
+
+    def write(name: str, hf_name: str, hf_box: Box, box: Box, piece: torch.Tensor) -> None:
+        assert piece.device == device
+        live[name][indices(box)].copy_(piece)
+
+    transfer = Transfer(compile_plan(sources, wanted), rank, 2, None, 1 << 16, device)
+    ledger = transfer.run(read, write, torch.float32)
+    assert ledger.num_buckets > 1 and ledger.bytes_received == ledger.bytes_minimum > 0
+    held, needed = ([slices_of(series) for series in side] for side in (sources, wanted))
+    proof = Proof(hf_tensors(shape), held, needed, 1, is_sample=False, seed=0)
+    assert proof.check(read, rank, colocated(live, rank), version=1) == len(hf_tensors(shape))
+    reader = HFReader(world.directory)
+    for piece in slices_of(wanted[rank]):
+        expected = reader.read(piece.hf_name, piece.hf_box)
+        assert torch.equal(live[piece.local_name][indices(piece.local_box)].cpu(), expected), piece.hf_name
+
+
+CHECKS: tuple[Callable[[World], None], ...] = (
+    offload,
+    run_memory.reference,
+    run_memory.skipped,
+    checkpoint_round_trip,
+    generators,
+    memory,
+    bridge,
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dir", type=Path, required=True)
+    arguments = parser.parse_args()
+    dist.init_process_group(platform.current().backend)
+    if dist.get_rank() == 0:
+        tiny_models.make("qwen2").save_pretrained(arguments.dir)
+    dist.barrier()
+    with groups(CASE) as layout:
+        world = World(CASE, layout, arguments.dir)
+        for check in CHECKS:
+            check(world)
+            dist.barrier()
+            if dist.get_rank() == 0:
+                print(f"PASSED {check.__name__}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

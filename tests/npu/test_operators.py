@@ -1,0 +1,56 @@
+"""The operators of Ascend on device npu: torch_npu's own dispatch and gradients, over stand-ins of its kernels."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from mega_rl import platform
+from tests.contract.npu_schemas import OperatorSchema, recorded_schemas
+from tests.npu.stand_ins import COMPOSED, STAND_INS
+from tests.operator_cases import OperatorCase, compare, operator_cases
+
+ALL = [(dtype, case) for dtype in (torch.float32, torch.bfloat16) for case in operator_cases(dtype)]
+IDS = [f"{case.name}-{str(dtype).removeprefix('torch.')}" for dtype, case in ALL]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_npu() -> None:
+    assert platform.select("npu").name == "npu"
+
+
+@pytest.mark.parametrize(("dtype", "case"), ALL, ids=IDS)
+def test_npu_equals_the_reference(operator_counts: Counter[str], dtype: torch.dtype, case: OperatorCase) -> None:
+    largest = compare(case, dtype, "npu")
+    ran = {name.removeprefix("npu::"): n for name, n in operator_counts.items() if name.startswith("npu::")}
+    print(f"{case.name} {dtype}: largest difference {largest:.1e}, operators {ran}")
+    # the call of ``unpermute`` needs an order, which ``permute`` gives
+    extra = {"npu_moe_token_permute_with_routing_map"} if case.name == "unpermute" else set()
+    assert ran.keys() == set(case.npu_operators) | extra
+
+
+def test_fused_calls_are_as_many_as_needed(operator_counts: Counter[str]) -> None:
+    cases = {case.name: case for dtype, case in ALL if dtype == torch.float32}
+    compare(cases["varlen_more_than_a_call"], torch.float32, "npu")
+    compare(cases["grouped_matmul"], torch.float32, "npu")
+    assert operator_counts["npu::npu_fusion_attention"] == operator_counts["npu::npu_fusion_attention_grad"] == 2
+    assert operator_counts["npu::npu_grouped_matmul"] == 3, "the product and its two gradients"
+
+
+def test_every_stand_in_has_been_compared() -> None:
+    used = {f"npu::{name}" for _, case in ALL for name in case.npu_operators}
+    assert used == set(STAND_INS)
+
+
+def test_the_dispatcher_knows_the_schemas_of_the_record() -> None:
+    import torch_npu
+
+    recorded = recorded_schemas(torch_npu.__version__)
+    assert recorded.keys() == {name.removeprefix("npu::") for name in STAND_INS | COMPOSED}
+    for name, expected in recorded.items():
+        assert isinstance(expected, OperatorSchema)
+        own = torch._C.parse_schema(f"npu::{expected.schema}")
+        assert own == getattr(torch.ops.npu, name).default._schema, name
+        assert hasattr(torch_npu, name) == expected.is_function
