@@ -187,7 +187,7 @@ class VLLMEngine:
 
 def _construct(model_path: str, rollout: RolloutConfig, max_model_len: int, device_type: str, dtype: str) -> Any:
     """A ``vllm.LLM`` that leaves the process as it found it."""
-    external = dist.is_initialized() and (dist.get_world_size() > 1 or os.environ.get("LOCAL_RANK", "0") != "0")
+    external = _is_external()
     with preserved_process(device_type):
         from vllm import LLM
         from vllm.distributed.parallel_state import get_tp_group
@@ -223,6 +223,14 @@ def _construct(model_path: str, rollout: RolloutConfig, max_model_len: int, devi
         # Unused under an external launcher; its shared memory would be reported as leaked when the process ends.
         get_tp_group().mq_broadcaster = None
         return llm
+
+
+def _is_external() -> bool:
+    """Whether the engine must live in processes that a launcher started: with others, or not on the first device.
+
+    Only an external launcher's engine asks for ``LOCAL_RANK``; any other one takes the first device that it sees.
+    """
+    return dist.is_initialized() and (dist.get_world_size() > 1 or os.environ.get("LOCAL_RANK", "0") != "0")
 
 
 def _leave_groups_alone() -> None:

@@ -7,11 +7,12 @@ import os
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from mega_rl import platform
 from mega_rl.platform.cuda import CudaPlatform
 from mega_rl.platform.npu import NpuPlatform
-from mega_rl.rollout import fleet
+from mega_rl.rollout import fleet, vllm_engine
 from mega_rl.types import InputError
 
 
@@ -30,3 +31,16 @@ def test_engines_never_take_the_trainers_devices(device: Any, monkeypatch: pytes
     with pytest.raises(InputError, match=f"{device.visible_devices_variable}.*RAY_ADDRESS"):
         fleet._connected_ray(1)
     assert "RAY_ADDRESS" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("world_size", "local_rank", "expected"), [(0, "0", False), (1, "0", False), (1, "3", True), (2, "0", True)]
+)
+def test_an_engine_alone_finds_its_device_too(
+    world_size: int, local_rank: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray may show an actor every device of its node: then an engine of one process is not on the first one."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: world_size > 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: world_size)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert vllm_engine._is_external() == expected
