@@ -60,7 +60,9 @@ def train(case: Case, family: str, objective_name: str, dtype: str, directory: P
             assert not step.skipped, step
             figures.norms.append(step.grad_norm)
         figures.operators = {name: count - before.get(name, 0) for name, count in operator_counts().items()}
-        figures.weights = gather_objects({name: p.detach().cpu() for name, p in engine.policy.parameters.items()})
+        figures.weights = gather_objects(
+            {name: p.detach().to("cpu", copy=True) for name, p in engine.policy.parameters.items()}
+        )
     return figures
 
 

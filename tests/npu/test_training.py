@@ -62,8 +62,6 @@ PER_LAYER = {
 }
 LAST_NORM = ("npu_rms_norm", "npu_rms_norm_backward")
 
-TRAINED = [(layout, family) for layout, case in LAYOUTS.items() for family in case.families]
-
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # two launches, each with a limit of its own
 
 
@@ -81,6 +79,7 @@ def on_cpu(script: Path, *args: object, nproc: int, timeout: float = 280) -> Lau
 class Both:
     """(family, dtype) -> figures, of the same launch on the CPU and on device npu."""
 
+    layout: str
     cpu: dict[tuple[str, str], Figures]
     npu: dict[tuple[str, str], Figures]
 
@@ -94,7 +93,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=LAYOUTS)
 def both(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Both:
     """What the launches of one layout of ``LAYOUTS`` wrote."""
     case, directory, found = LAYOUTS[request.param], tmp_path_factory.mktemp(request.param), []
@@ -103,43 +102,39 @@ def both(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.
         arguments = ("--models", models, "--out", out, "--case", json.dumps(asdict(case)))
         launch(HERE / "run_training.py", *arguments, nproc=case.num_ranks).check()
         found.append({key: Figures(**values) for key, values in torch.load(out).items()})
-    return Both(*found)
+    return Both(request.param, *found)
 
 
 def largest_difference(own: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     return max(float((a.double() - b.double()).abs().max()) for a, b in zip(own, expected, strict=True))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("both", "family"), TRAINED, indirect=["both"])
-def test_figures_are_those_of_the_cpu(both: Both, family: str, dtype: str) -> None:
-    own, expected = both.npu[family, dtype], both.cpu[family, dtype]
-    tolerance = {"float32": FLOAT32, "bfloat16": BFLOAT16}[dtype]
-    assert len(own.losses) == len(own.norms) == NUM_STEPS
-    assert own.losses == pytest.approx(expected.losses, rel=tolerance)
-    assert own.norms == pytest.approx(expected.norms, rel=tolerance)
-    assert own.losses[-1] < own.losses[0] - 0.5, "the model learns"
-    for ours, theirs in zip(own.logprobs, expected.logprobs, strict=True):
-        assert largest_difference(ours, theirs) < 10 * tolerance
-    for ours, theirs in zip(own.weights, expected.weights, strict=True):
-        assert ours.keys() == theirs.keys()
-        assert largest_difference(list(ours.values()), list(theirs.values())) < WEIGHTS[dtype]
+def test_figures_are_those_of_the_cpu(both: Both) -> None:
+    assert both.npu.keys() == both.cpu.keys()
+    for (family, dtype), own in both.npu.items():
+        expected, where = both.cpu[family, dtype], f"{family} {dtype}"
+        tolerance = {"float32": FLOAT32, "bfloat16": BFLOAT16}[dtype]
+        assert len(own.losses) == len(own.norms) == NUM_STEPS, where
+        assert own.losses == pytest.approx(expected.losses, rel=tolerance), where
+        assert own.norms == pytest.approx(expected.norms, rel=tolerance), where
+        assert own.losses[-1] < own.losses[0] - 0.5, "the model learns"
+        for ours, theirs in zip(own.logprobs, expected.logprobs, strict=True):
+            assert largest_difference(ours, theirs) < 10 * tolerance, where
+        for ours, theirs in zip(own.weights, expected.weights, strict=True):
+            assert ours.keys() == theirs.keys(), where
+            assert largest_difference(list(ours.values()), list(theirs.values())) < WEIGHTS[dtype], where
 
 
-@pytest.mark.parametrize(("both", "family"), TRAINED, indirect=["both"])
-def test_fused_operators_ran(
-    both: Both, family: str, request: pytest.FixtureRequest, report_operators: Callable[[str, Mapping[str, int]], None]
-) -> None:
-    figures = both.npu[family, "bfloat16"]
-    times = NUM_STEPS * figures.num_microbatches
-    layers = {name: count * NUM_LAYERS for name, count in PER_LAYER[family].items()}
-    expected = {f"npu::{name}": (count + (name in LAST_NORM)) * times for name, count in layers.items()}
-    assert {name: count for name, count in figures.operators.items() if name.startswith("npu::")} == expected
-    assert figures.operators["aten::_fused_adamw_"] >= NUM_STEPS
-    report_operators(
-        f"{NUM_STEPS} steps of {request.node.callspec.id}, {figures.num_microbatches} micro-batches each",
-        figures.operators,
-    )
+def test_fused_operators_ran(both: Both, report_operators: Callable[[str, Mapping[str, int]], None]) -> None:
+    for (family, dtype), figures in both.npu.items():
+        times = NUM_STEPS * figures.num_microbatches
+        layers = {name: count * NUM_LAYERS for name, count in PER_LAYER[family].items()}
+        expected = {f"npu::{name}": (count + (name in LAST_NORM)) * times for name, count in layers.items()}
+        own = {name: count for name, count in figures.operators.items() if name.startswith("npu::") and count}
+        assert own == expected, f"{family} {dtype}"
+        assert figures.operators["aten::_fused_adamw_"] >= NUM_STEPS
+        what = f"{both.layout} {family} {dtype}, {NUM_STEPS} steps of {figures.num_microbatches} micro-batches"
+        report_operators(what, figures.operators)
 
 
 def test_state_is_kept_moved_and_restored(tmp_path: Path) -> None:
