@@ -20,7 +20,20 @@ from mega_rl.types import InputError
 SHARE_STEP = 0.05  # of gpu_memory_utilization
 MIN_SHARE = 0.1
 OFFLOAD = ("gradients", "optimizer", "weights")
+MIN_SEQUENCES = 2  # of the greatest length, that an engine should hold
+MIN_RESPONSE = 256  # tokens
+MIN_CHUNK = 256  # tokens
 MAX_DOUBLINGS = 6  # of devices
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A change to try."""
+
+    keys: dict[str, Any]  # of the configuration
+    num_devices: int
+    cost: str
+    is_last_resort: bool = False  # left out again wherever the other changes are enough
 
 
 @dataclass(frozen=True)
@@ -33,46 +46,70 @@ class Change:
     plan: MemoryPlan  # with it
 
 
-Candidate = tuple[dict[str, Any], int, str]  # keys to set, devices, what it costs
 Proposal = Callable[[MemoryPlan], Iterator[Candidate]]
 
 
 def advise(plan: MemoryPlan, shape: ModelShape) -> list[Change]:
     """Changes, each on top of the ones before it, until the plan fits or nothing is left to try."""
-    changes: list[Change] = []
-    for propose in PROPOSALS:
-        if plan.fits:
+    chosen: list[Candidate] = []
+    reached = plan
+    for candidate in (one for propose in PROPOSALS for one in propose(reached)):  # to what is reached by then
+        found = _try(reached, shape, candidate)
+        if found is not None and _is_better(found, reached):
+            is_repeated = chosen and chosen[-1].keys.keys() == candidate.keys.keys() != set()
+            chosen = [*(chosen[:-1] if is_repeated else chosen), candidate]
+            reached = found
+        if reached.fits:
             break
-        for keys, devices, cost in propose(plan):
-            found = _try(plan, shape, keys, devices)
-            if found is None or not _is_better(found, plan):
-                continue
-            saved = plan.excess_bytes - found.excess_bytes
-            shown = [f"--devices {devices}"] if devices != plan.machine.num_devices else []
-            shown += [f"{key}={_text(value)}" for key, value in keys.items()]
-            changes.append(Change(tuple(shown), cost, saved, found))
-            plan = found
-            if plan.fits:
-                break
+    if reached.fits:
+        chosen = _needed(plan, shape, chosen)
+    return _changes(plan, shape, chosen)
+
+
+def _needed(plan: MemoryPlan, shape: ModelShape, chosen: list[Candidate]) -> list[Candidate]:
+    """Without the changes that turn out not to be needed beside the others, last resorts first."""
+    for candidate in sorted(chosen, key=lambda one: not one.is_last_resort):
+        others = [one for one in chosen if one is not candidate]
+        changes = _changes(plan, shape, others)
+        if others and len(changes) == len(others) and changes[-1].plan.fits:
+            chosen = others
+    return chosen
+
+
+def _changes(plan: MemoryPlan, shape: ModelShape, chosen: list[Candidate]) -> list[Change]:
+    """What each of them saves on top of those before it; without any that does not go with the others."""
+    changes = []
+    for candidate in chosen:
+        found = _try(plan, shape, candidate)
+        if found is None:
+            continue
+        is_moved = candidate.num_devices != plan.machine.num_devices
+        shown = [f"--devices {candidate.num_devices}"] if is_moved else []
+        shown += [f"{key}={_text(value)}" for key, value in candidate.keys.items()]
+        changes.append(Change(tuple(shown), candidate.cost, plan.excess_bytes - found.excess_bytes, found))
+        plan = found
     return changes
 
 
 def _is_better(found: MemoryPlan, plan: MemoryPlan) -> bool:
+    """Whether less is lacking, without taking the engine's last sequence, or whether the engine gets its first."""
     has_room = found.engine is None or found.engine.fits
     lacked_room = plan.engine is not None and not plan.engine.fits
     return (found.excess_bytes < plan.excess_bytes and (has_room or lacked_room)) or (lacked_room and has_room)
 
 
 def _text(value: Any) -> str:
+    if value is None:
+        return "null"
     if isinstance(value, bool):
         return str(value).lower()
     return f"[{','.join(value)}]" if isinstance(value, list) else str(value)
 
 
-def _try(plan: MemoryPlan, shape: ModelShape, keys: dict[str, Any], devices: int) -> MemoryPlan | None:
+def _try(plan: MemoryPlan, shape: ModelShape, candidate: Candidate) -> MemoryPlan | None:
     """The plan with other keys; None where they do not go with the rest of the configuration."""
     config = copy.deepcopy(plan.config)
-    for key, value in keys.items():
+    for key, value in candidate.keys.items():
         *sections, name = key.split(".")
         target: Any = config
         for section in sections:
@@ -81,44 +118,38 @@ def _try(plan: MemoryPlan, shape: ModelShape, keys: dict[str, Any], devices: int
             target[name] = value
         else:
             setattr(target, name, value)
-    machine: Machine = replace(plan.machine, num_devices=devices)
+    machine: Machine = replace(plan.machine, num_devices=candidate.num_devices)
     try:
         return make_plan(config, shape, machine, with_sync=False)
     except InputError:
         return None
 
 
-# --- proposals, cheapest first ---------------------------------------------------------------------------------------
+# --- proposals, in their order ---------------------------------------------------------------------------------------
 
 
 def _engine_share(plan: MemoryPlan) -> Iterator[Candidate]:
-    """The largest share that leaves the trainer enough, or the least that holds one sequence."""
-    machine, config = plan.machine, plan.config
-    if plan.engine is None or config.rollout.placement != "colocated" or machine.platform == "cpu":
-        return
-    if "kv_cache_memory_bytes" in config.rollout.vllm:
+    """The largest share that leaves the trainer enough, or the least that holds a few sequences."""
+    machine, config, engine = plan.machine, plan.config, plan.engine
+    if engine is None or not engine.has_share or config.rollout.placement != "colocated":
         return
     share = engine_share(config)
     beside = max(
-        phase.num_bytes - plan.engine.share
+        phase.num_bytes - engine.share
         for rank in plan.ranks
         for phase in rank.phases
         if any(item.name == "engine" for item in phase.items)
     )
     room = (machine.device_bytes - machine.reserve_bytes - beside) / machine.device_bytes
-    least = (plan.engine.weights + plan.engine.working) / machine.device_bytes
-    wanted = math.floor(room / SHARE_STEP) * SHARE_STEP
-    if not plan.engine.fits:  # too little for a single sequence
-        longest = config.data.max_prompt_length + config.data.max_response_length
-        needed = least + 2 * longest * plan.engine.bytes_per_token / machine.device_bytes
-        wanted = math.ceil(needed / SHARE_STEP) * SHARE_STEP
-    for value in (wanted, math.ceil(least / SHARE_STEP) * SHARE_STEP):
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    least = engine.weights + engine.working + MIN_SEQUENCES * longest * engine.bytes_per_token
+    smallest = math.ceil(least / machine.device_bytes / SHARE_STEP) * SHARE_STEP
+    largest = math.floor(room / SHARE_STEP) * SHARE_STEP
+    for value in (largest, smallest) if engine.fits else (smallest,):
         if MIN_SHARE <= value < 1 and not math.isclose(value, share):
-            yield (
-                {"rollout.vllm.gpu_memory_utilization": round(value, 2)},
-                machine.num_devices,
-                "fewer sequences at a time" if value < share else "less memory for the trainer",
-            )
+            keys = {"rollout.vllm.gpu_memory_utilization": round(value, 2)}
+            cost = "fewer sequences at a time" if value < share else "less memory for the trainer"
+            yield Candidate(keys, machine.num_devices, cost)
 
 
 def _microbatch(plan: MemoryPlan) -> Iterator[Candidate]:
@@ -127,88 +158,87 @@ def _microbatch(plan: MemoryPlan) -> Iterator[Candidate]:
     while budget > longest:
         budget = max(longest, budget // 2)
         keys = {"trainer.max_tokens_per_microbatch": budget}
-        yield keys, plan.machine.num_devices, "smaller matrix products, more of them"
+        yield Candidate(keys, plan.machine.num_devices, "smaller matrix products, more of them")
 
 
 def _length(plan: MemoryPlan) -> Iterator[Candidate]:
-    data = plan.config.data
-    response = data.max_response_length // 2
-    while response >= 256:
-        longest = data.max_prompt_length + response
-        budget = min(plan.config.trainer.max_tokens_per_microbatch, longest)
+    data, response = plan.config.data, plan.config.data.max_response_length // 2
+    if response >= MIN_RESPONSE:
+        budget = min(plan.config.trainer.max_tokens_per_microbatch, data.max_prompt_length + response)
         keys = {"data.max_response_length": response, "trainer.max_tokens_per_microbatch": budget}
-        yield keys, plan.machine.num_devices, "shorter responses: changes what is learnt"
-        return
-
-
-def _recompute(plan: MemoryPlan) -> Iterator[Candidate]:
-    memory, devices = plan.config.memory, plan.machine.num_devices
-    if memory.recompute == "none":
-        yield {"memory.recompute": "selective"}, devices, "the MLPs' forward passes once more"
-    if memory.recompute != "full" or memory.recompute_num_layers is not None:
-        keys = {"memory.recompute": "full", "memory.recompute_modules": None, "memory.recompute_num_layers": None}
-        yield keys, devices, "every forward pass once more, about a third of the training time"
-
-
-def _offload(plan: MemoryPlan) -> Iterator[Candidate]:
-    memory = plan.config.memory
-    parts = list(memory.offload)
-    for part in OFFLOAD:
-        if part not in parts:
-            parts = [*parts, part]
-            yield {"memory.offload": parts}, plan.machine.num_devices, "copies over the host's bus at every step"
-
-
-def _loss_chunk(plan: MemoryPlan) -> Iterator[Candidate]:
-    chunk = plan.config.trainer.logprob_chunk_tokens
-    if chunk > 256:
-        keys = {"trainer.logprob_chunk_tokens": max(256, chunk // 4)}
-        yield keys, plan.machine.num_devices, "smaller tiles of the loss"
+        cost = "responses are cut: changes what is learnt"
+        yield Candidate(keys, plan.machine.num_devices, cost, is_last_resort=True)
 
 
 def _sequence_parallel(plan: MemoryPlan) -> Iterator[Candidate]:
     parallel = plan.config.parallel
     if parallel.tensor > 1 and not parallel.sequence:
-        yield {"parallel.sequence": True}, plan.machine.num_devices, "nothing: the same bytes are sent"
+        yield Candidate({"parallel.sequence": True}, plan.machine.num_devices, "nothing: as many bytes are sent")
+
+
+def _recompute(plan: MemoryPlan) -> Iterator[Candidate]:
+    memory, devices = plan.config.memory, plan.machine.num_devices
+    if memory.recompute == "none":
+        yield Candidate({"memory.recompute": "selective"}, devices, "the MLPs' forward passes a second time")
+    if memory.recompute != "full" or memory.recompute_num_layers is not None:
+        keys: dict[str, Any] = {"memory.recompute": "full"}
+        keys |= {"memory.recompute_modules": None} if memory.recompute_modules is not None else {}
+        keys |= {"memory.recompute_num_layers": None} if memory.recompute_num_layers is not None else {}
+        yield Candidate(keys, devices, "every forward pass a second time")
+
+
+def _offload(plan: MemoryPlan) -> Iterator[Candidate]:
+    parts = list(plan.config.memory.offload)
+    for part in OFFLOAD:
+        if part not in parts:
+            parts = [*parts, part]
+            keys = {"memory.offload": parts}
+            yield Candidate(keys, plan.machine.num_devices, "host memory, and copies at every step")
+
+
+def _loss_tiles(plan: MemoryPlan) -> Iterator[Candidate]:
+    chunk = plan.config.trainer.logprob_chunk_tokens
+    if chunk > MIN_CHUNK:
+        keys = {"trainer.logprob_chunk_tokens": max(MIN_CHUNK, chunk // 4)}
+        yield Candidate(keys, plan.machine.num_devices, "smaller tiles of the loss")
 
 
 def _layout(plan: MemoryPlan) -> Iterator[Candidate]:
     """Shards over more ranks of the same devices."""
     parallel, devices = plan.config.parallel, plan.machine.num_devices
     more = {"parallel.tensor": parallel.tensor * 2, "parallel.sequence": True}
-    yield more, devices, "more traffic between neighbours, half the data parallelism"
-    yield {"parallel.pipeline": parallel.pipeline * 2}, devices, "idle stages at both ends of a step"
+    yield Candidate(more, devices, "more traffic between neighbours, half the data parallelism")
+    yield Candidate({"parallel.pipeline": parallel.pipeline * 2}, devices, "stages idle at both ends of a step")
     experts: dict[str, Any] = {"parallel.expert": parallel.expert * 2}
     if parallel.expert_tensor is None and parallel.tensor > 1:
         experts["parallel.expert_tensor"] = 1
-    yield experts, devices, "more traffic between experts"
-    if plan.config.rollout.placement == "colocated":
+    yield Candidate(experts, devices, "more traffic between experts")
+    if plan.engine is not None and plan.config.rollout.placement == "colocated":
         size = plan.config.rollout.tensor_parallel_size * 2
-        yield {"rollout.tensor_parallel_size": size}, devices, "half as many engines"
+        yield Candidate({"rollout.tensor_parallel_size": size}, devices, "half as many engines")
     if parallel.context == 1:
-        yield {"parallel.context": 2}, devices, "keys and values gathered in every layer"
+        yield Candidate({"parallel.context": 2}, devices, "keys and values gathered in every layer")
 
 
 def _devices(plan: MemoryPlan) -> Iterator[Candidate]:
-    devices = plan.machine.num_devices
-    parallel = plan.config.parallel
+    devices, stages = plan.machine.num_devices, plan.config.parallel.pipeline
     for _ in range(MAX_DOUBLINGS):
         devices *= 2
-        yield {}, devices, "more devices"
-        yield {"parallel.pipeline": parallel.pipeline * 2}, devices, "more devices"
+        yield Candidate({}, devices, "more devices")
+        yield Candidate({"parallel.pipeline": stages * 2}, devices, "more devices")
 
 
 PROPOSALS: tuple[Proposal, ...] = (
     _engine_share,
-    _sequence_parallel,
     _microbatch,
+    _length,
+    _sequence_parallel,
     _recompute,
     _offload,
-    _loss_chunk,
+    _loss_tiles,
     _engine_share,
     _layout,
     _layout,
-    _length,
     _devices,
     _engine_share,
 )

@@ -24,6 +24,7 @@ class EngineMemory:
     """Bytes of one worker, and what its key-value memory holds."""
 
     share: int  # all that the engine takes of a device while it is awake
+    has_share: bool  # it is gpu_memory_utilization that says how much; else the key-value memory is given
     weights: int
     working: int  # estimate: activations of the largest batch, logits of all sequences
     cache: int  # key-value memory, what the share leaves
@@ -78,6 +79,7 @@ def engine_memory(
     longest = config.data.max_prompt_length + config.data.max_response_length
     return EngineMemory(
         share=share,
+        has_share=given is None,
         weights=weights,
         working=working,
         cache=cache,

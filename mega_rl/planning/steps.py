@@ -9,7 +9,6 @@ import pyarrow.parquet as pq
 
 from mega_rl.config.schema import RunConfig
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.parallel.schedule import balance
 from mega_rl.planning.activations import Tokens
 
 
@@ -54,8 +53,9 @@ def fullest_microbatches(config: RunConfig, layout: ParallelLayout) -> Tokens:
     longest = data.max_prompt_length + data.max_response_length - 1  # the last token predicts nothing
     budget = config.trainer.max_tokens_per_microbatch
     multiple = layout.pipeline if layout.num_chunks > 1 else 1
-    microbatches = balance([longest] * num_sequences, layout.data, budget, multiple)[0]
+    # What parallel.schedule.balance comes to for equal lengths.
+    num_microbatches = multiple * -(-num_sequences // (layout.data * multiple * (budget // longest)))
     # Sequences of other lengths fill a micro-batch up to its limit.
     fullest = min(budget, -(-num_sequences // layout.data) * longest)
     unit = layout.tensor * 2 * layout.context
-    return Tokens(-(-fullest // unit) * unit, longest, len(microbatches))
+    return Tokens(-(-fullest // unit) * unit, longest, num_microbatches)

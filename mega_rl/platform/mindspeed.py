@@ -12,6 +12,7 @@ import difflib
 import importlib
 import importlib.util
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +32,9 @@ OPERATORS = {
     "use_fused_rmsnorm": "norms run on npu_rms_norm",
     "use_fused_swiglu": "the activation runs on npu_swiglu",
     "use_fused_rotary_pos_emb": "rotary embeddings run on npu_rotary_mul",
+    "moe_permute_fusion": "tokens are sorted by npu_moe_token_permute",
+    "use_fused_moe_token_permute_and_unpermute": "tokens are sorted by npu_moe_token_permute",
+    "moe_grouped_gemm": "experts run on npu_grouped_matmul",
 }
 # What a key of mega_rl decides. The name, or what it begins with, -> that key.
 OWN_KEYS = {
@@ -46,12 +50,10 @@ OWN_KEYS = {
     "schedules_method": "parallel.pipeline",
     "recompute": "memory.recompute",
     "enable_recompute": "memory.recompute",
-    "swap_optimizer": "memory.offload, or memory.optimizer_on_host",
     "npu_deterministic": "platform.deterministic",
     "position_embedding_type": "model.path: the model says it",
     "multi_latent_attention": "model.path: the model says it",
     "n_shared_experts": "model.path: the model says it",
-    "moe_grouped_gemm": "model.path: experts run on grouped matmuls anyway",
     "tokenizer": "model.path",
     "optimization_level": "platform.mindspeed.mode",
     "ai_framework": "platform.mindspeed.mode",
@@ -59,6 +61,7 @@ OWN_KEYS = {
 }
 # Of Megatron, what this trainer has its own of: a feature that patches nothing else would do nothing.
 NOT_CALLED = (
+    "transformer_engine",
     "megatron.training",
     "megatron.legacy",
     "megatron.core.datasets",
@@ -70,6 +73,8 @@ NOT_CALLED = (
     "megatron.core.fusions",
     "torch.cuda.nvtx",
 )
+# What features ask of the rest of Megatron-LM's command line, where it is the same in every run of mega_rl.
+FACTS = ("--use-distributed-optimizer",)
 # Patches of torch that Megatron needs while it is imported, and that the engine in this process must not see.
 ONLY_AT_IMPORT = ("torch.compile", "torch.jit.script")
 
@@ -194,7 +199,7 @@ def _import_adaptor(words: Sequence[str], features: Sequence[str]) -> None:
     """Import the module that patches as it is imported; it reads its arguments from the command line."""
     root, command_line = logging.getLogger(), sys.argv
     handlers, level = list(root.handlers), root.level
-    sys.argv = [command_line[0] if command_line else "mega_rl", *words]
+    sys.argv = [command_line[0] if command_line else "mega_rl", *FACTS, *words]
     try:
         with _without_lazy_aliases(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -283,8 +288,9 @@ def _given(features: Mapping[str, Any]) -> list[str]:
 
 def _broken(error: Exception, features: Sequence[str] = ()) -> InputError:
     text = (str(error).splitlines() or [type(error).__name__])[0]
-    if isinstance(error, ModuleNotFoundError) and error.name:
-        root = error.name.split(".")[0]
+    missing = re.search(r"No module named '(\w+)", text)
+    if missing:
+        root = missing.group(1)
         needs = {"megatron": "Megatron-LM, of which only Megatron-core is installed", "triton": "triton-ascend"}
         text = f"it needs {needs.get(root, root)} ({text})"
     mend = f"remove {' or '.join(features)} from {KEY}, " if features else ""

@@ -9,7 +9,9 @@ import pytest
 
 from mega_rl.config.schema import RunConfig
 from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.parallel.schedule import balance
 from mega_rl.planning.activations import ActivationModel, Activations, Tokens
+from mega_rl.planning.steps import fullest_microbatches
 from mega_rl.platform.operator_memory import OPERATOR_MEMORY
 from tests.unit.test_plan_state import shape_of
 
@@ -92,3 +94,19 @@ def test_experts_are_counted_by_their_pairs() -> None:
     pairs = 16384 * 8  # token-expert pairs of a rank, wherever the experts are
     assert sparse > 48 * pairs * (2048 + 3 * 768) * 2
     assert planned("Qwen3-30B-A3B").kept == sparse
+
+
+@pytest.mark.parametrize(
+    ("prompts", "length", "budget", "chunks"), [(8, 100, 350, None), (7, 64, 64, None), (6, 50, 180, 2)]
+)
+def test_micro_batches_are_those_of_the_schedule(prompts: int, length: int, budget: int, chunks: int | None) -> None:
+    config = RunConfig()
+    config.data.train_batch_size, config.rollout.n, config.trainer.max_tokens_per_microbatch = prompts, 4, budget
+    config.data.max_prompt_length, config.data.max_response_length = 1, length  # as many positions predict
+    config.parallel.pipeline, config.parallel.virtual_pipeline = (2, chunks) if chunks else (1, None)
+    layout = ParallelLayout.create(6, pipeline=config.parallel.pipeline, virtual_pipeline=chunks)
+    multiple = layout.pipeline if chunks else 1
+    expected = balance([length] * prompts * 4, layout.data, budget, multiple)
+    tokens = fullest_microbatches(config, layout)
+    assert tokens.num_microbatches == len(expected[0]) and tokens.longest == length
+    assert max(len(part) for rank in expected for part in rank) * length <= tokens.num_tokens
