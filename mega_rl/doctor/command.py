@@ -65,8 +65,8 @@ def wanted(options: argparse.Namespace, host: Host) -> Wanted:
     )
 
 
-def print_table(findings: Iterable[Finding], wanted: Wanted) -> None:
-    table = Table(title=f"Environment for the {wanted.platform} platform", title_justify="left")
+def print_table(findings: Iterable[Finding], platform_name: str) -> None:
+    table = Table(title=f"Environment for the {platform_name} platform", title_justify="left")
     for column in ("area", "check", "state", "found", "mend"):
         table.add_column(column, overflow="fold", min_width=5)
     last_area = ""
@@ -76,9 +76,8 @@ def print_table(findings: Iterable[Finding], wanted: Wanted) -> None:
         area = "" if finding.area == last_area else finding.area
         last_area = finding.area
         state = Text(finding.state, COLOURS[finding.state])
-        table.add_row(
-            area, finding.check, state, Text(finding.found), Text(finding.mend)
-        )  # no markup in what was found
+        found, mend = Text(finding.found), Text(finding.mend)  # brackets in them are no markup
+        table.add_row(area, finding.check, state, found, mend)
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table)
 
@@ -103,7 +102,7 @@ def examined(options: argparse.Namespace, host: Host) -> int:
     else:
         if sys.stderr.isatty():
             print("\r\033[K", end="", file=sys.stderr, flush=True)
-        print_table(findings, asked)
+        print_table(findings, asked.platform)
         print(", ".join(f"{number} {state}" for state, number in counts(findings).items()))
     return int(result == "fail" or (options.strict and result == "warn"))
 

@@ -82,6 +82,7 @@ def _expandable(value: str) -> bool:
 # The usual processes of stage rl: trainer and engine in one, and an engine of its own.
 COLOCATED = ProcessRole(samples=True, engine_sleeps=True, replays_graphs=True)
 ENGINE_ALONE = ProcessRole(trains=False, samples=True, replays_graphs=True, may_share_device=True)
+ROLES = (COLOCATED, ENGINE_ALONE)
 NO_SLEEP = "an engine that sleeps on the trainer's devices gives no memory back"
 # (platforms, variable, whether a value is trouble, state, what is wrong, mend)
 Rule = tuple[tuple[str, ...], str, Callable[[str], bool], Callable[[str, str], Answer], str, str]
@@ -148,18 +149,18 @@ VALUES: tuple[Rule, ...] = (
 
 def refused(host: Host, wanted: Wanted) -> Iterator[Answer]:
     """What a run itself would refuse or warn of, one variable at a time."""
+    here = platform.PLATFORMS[wanted.platform]
     for name in sorted(set(host.environ) - set(ascend_devices.NOT_MASKS)):  # those are said by `device mask`
-        sentences: list[str] = []
-        for role in (COLOCATED, ENGINE_ALONE):
+        refusals: list[str] = []
+        notes: list[str] = []
+        for role in ROLES:
             try:
-                notes = platform.PLATFORMS[wanted.platform].check_environment(role, {name: host.environ[name]})
-                sentences += [f"warn: {note}" for note in notes]
+                notes += here.check_environment(role, {name: host.environ[name]})
             except InputError as error:
-                sentences.append(f"fail: {error}")
-        if sentences:
-            found, _, mend = sentences[0].partition(": ")[2].rpartition(": ")
-            state = fail if all(s.startswith("fail") for s in sentences) and len(sentences) == 2 else warn
-            yield state(found, mend)
+                refusals.append(str(error))
+        for sentence in (refusals + notes)[:1]:
+            found, _, mend = sentence.rpartition(": ")
+            yield fail(found, mend) if len(refusals) == len(ROLES) else warn(found, mend)
 
 
 def values(host: Host, wanted: Wanted) -> Iterator[Answer]:
