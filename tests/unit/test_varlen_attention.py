@@ -38,7 +38,6 @@ PACKS = {  # lengths of queries and of keys
     "ragged": (RAGGED, RAGGED),
     "one_token": ([1], [1]),
     "thousand_sequences": ([1, 2] * 500, [1, 2] * 500),
-    "more_than_one_fused_call": ([1] * 999 + [3] * 3, [1] * 999 + [3] * 3),
     "long_enough_for_calls_of_their_own": ([70, 130, 64], [70, 130, 64]),
     "more_keys_than_queries": ([3, 1, 20, 7], [3, 9, 33, 8]),
 }
