@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from pathlib import Path
 
 import pytest
 
 from mega_rl.config import RunConfig
+from mega_rl.platform import ascend_environment, versions
+from mega_rl.platform.base import ProcessRole
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = {name: (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("ascend.md", "ascend_zh.md")}
@@ -57,9 +60,15 @@ def test_files_and_links_exist(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_recipe_is_listed(page: str) -> None:
-    listed = re.findall(r"^\| `(\w+_[\w.]+x910[bc])` ", PAGES[page], re.MULTILINE)
-    assert sorted(listed) == sorted(path.stem for path in (ROOT / "configs").glob("*910*.yaml"))
+def test_every_recipe_is_listed_with_the_figures_of_its_head(page: str) -> None:
+    listed = {
+        name: figures
+        for name, *figures in re.findall(r"^\| `(\w+_[\w.]+)` \|.+\| (\d+) \| (\d+) \|$", PAGES[page], re.MULTILINE)
+    }
+    heads = {path.stem: path.read_text() for path in (ROOT / "configs").glob("*910*.yaml")}
+    assert listed.keys() == heads.keys()
+    for name, figures in listed.items():
+        assert figures == re.findall(r"(\d+)(?= of 61 GiB on a device| GiB of a node)", heads[name]), name
 
 
 def test_keys_of_the_configuration_exist() -> None:
@@ -82,10 +91,31 @@ def test_keys_of_the_configuration_exist() -> None:
                 break
 
 
-def test_versions_are_those_of_setup_py() -> None:
-    extra = re.search(r'"npu": \[(.+?)\]', (ROOT / "setup.py").read_text(), re.DOTALL)
-    assert extra is not None
-    table = PAGES["ascend.md"].split("## Versions")[1].split("##")[0]
-    for name, version in re.findall(r'"([\w-]+)==([^"]+)"', extra[1]):
-        row = next(line for line in table.splitlines() if re.search(rf"^\| [^|]*\b{name}\b", line))
-        assert version in row, name
+def table_row(page: str, section: str, name: str) -> str:
+    """The row of a section's first table whose first column has the name."""
+    table = PAGES[page].split(f"\n## {section}\n")[1].split("\n## ")[0]
+    return next(line for line in table.splitlines() if re.search(rf"^\|[^|]*\b{re.escape(name)}\b", line))
+
+
+@pytest.mark.parametrize(("page", "section"), zip(PAGES, ("Versions", "版本配套"), strict=True))
+def test_versions_are_the_known_good_ones(page: str, section: str) -> None:
+    names = {"python": "Python", "cann": "CANN", "mindspeed": "MindSpeed"}
+    for component in versions.COMBINATIONS["npu"]:
+        if component.name != "ray":
+            row = table_row(page, section, names.get(component.name, component.name))
+            assert any(version in row for version in component.known_good), component.name
+
+
+@pytest.mark.parametrize(("page", "section"), zip(PAGES, ("Environment variables", "环境变量"), strict=True))
+def test_every_variable_that_is_set_is_explained(page: str, section: str) -> None:
+    flags = [field.name for field in dataclasses.fields(ProcessRole)]
+    for values in itertools.product((False, True), repeat=len(flags)):
+        for setting in ascend_environment.settings(ProcessRole(**dict(zip(flags, values, strict=True)))):
+            row = table_row(page, section, setting.variable)
+            assert setting.value in row, setting
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_refused_variables_are_named(page: str) -> None:
+    for name in (ascend_environment.ALLOCATOR, ascend_environment.NZ, ascend_environment.BLOCKING):
+        assert f"`{name}" in PAGES[page]

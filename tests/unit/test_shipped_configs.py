@@ -17,6 +17,7 @@ from mega_rl.config import RunConfig, load_config, problems, to_yaml
 from mega_rl.config.algorithm import PRESETS
 from mega_rl.megatron.families import check_parallel
 from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.planning.plan import Machine, make_plan
 from mega_rl.stages import building
 
 CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"
@@ -25,6 +26,10 @@ ON_CPU = {"grpo_gsm8k_cpu.yaml"} | {name for name in SHIPPED if name.startswith(
 # Recipes of one Ascend machine: the objective, the data, the model, and how many cards of which kind.
 ON_ASCEND = re.compile(r"(grpo|dapo|aqn)_(gsm8k|math)_(.+)_(8|16)x(910b|910c)\.yaml")
 DEVICES_PER_CARD = {"910b": 1, "910c": 2}
+GIB = 1 << 30
+SIZED = re.compile(
+    r"^# tools/plan\.py: at most (\d+) of 61 GiB on a device, .+; (\d+) GiB of a node's host memory\.$", re.MULTILINE
+)
 
 
 EXPERTS = {
@@ -158,6 +163,20 @@ def test_a_recipe_for_ascend_is_what_its_name_says(name: str) -> None:
     assert num_processes(name) == int(num_cards) * DEVICES_PER_CARD[kind]
     per_node = re.search(r"--nproc-per-node (\d+)", head)
     assert per_node is not None and int(per_node[1]) == 8 * DEVICES_PER_CARD[kind]  # a node has 8 cards
+
+
+@pytest.mark.parametrize("name", ascend_recipes())
+def test_a_recipe_for_ascend_fits_as_its_head_says(name: str, tmp_path: Path) -> None:
+    config = load_here(name, tmp_path)
+    machine = Machine(num_processes(name), 61 * GIB, 4 * GIB, "npu")  # of the 64 GiB what torch can allocate
+    plan = make_plan(config, read_model_shape(config.model.path), machine, with_sync=False)
+    assert plan.fits
+    figures = SIZED.search((CONFIGS / name).read_text())
+    assert figures is not None
+    assert plan.worst.fullest.num_bytes / GIB == pytest.approx(int(figures[1]), abs=1)
+    ranks_per_node = 8 * DEVICES_PER_CARD[ascend_recipes()[name][5]]
+    host = max(sum(item.num_bytes for item in rank.host) for rank in plan.ranks) * ranks_per_node / GIB
+    assert host == pytest.approx(int(figures[2]), abs=10)
 
 
 def test_every_model_and_objective_has_recipes_for_ascend() -> None:
