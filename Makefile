@@ -10,6 +10,8 @@ NPU_PYTEST_ARGS ?=
 BIN = $(abspath $(VENV))/bin
 # Targets find the package of this clone, whether or not the environment has it installed.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+# Releases of torch_npu that test-npu has fetched; the contract tests read them where they are.
+export MEGA_RL_TORCH_NPU_WHEELS = $(abspath $(VENV))/npu_emulation/wheels
 ifdef PYTHON
 export PYTHON
 endif

@@ -9,7 +9,8 @@
 # With --dependencies-only mega_rl itself is left out, so that several clones can share the directory (they find the
 # package through PYTHONPATH).
 # With --npu-emulation, after one of the above, the torch_npu wheel of the emulated tests is installed too, in
-# DIRECTORY/npu_emulation/wheel: off the path of the environment, so that nothing else imports it.
+# DIRECTORY/npu_emulation/wheel: off the path of the environment, so that nothing else imports it. Beside it, in wheels,
+# lie the releases whose operator schemas our calls are held against; they are only read.
 # PYTHON chooses the interpreter (3.11 or 3.12; default: python3.11, then python3.12, then python3).
 # Where packages come from is pip's own configuration (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, pip.conf).
 set -euo pipefail
@@ -81,17 +82,21 @@ lock() {
 }
 
 npu_emulation() {
-    local home="$venv/npu_emulation" pin="$repo/requirements/npu_emulation.txt"
+    local home="$venv/npu_emulation" pin="$repo/requirements/npu_emulation.txt" read="$repo/requirements/npu_schemas.txt"
+    local wheel
     [ -f "$marker" ] || die "$venv is not complete: run tools/bootstrap.sh $venv first"
     mkdir -p "$home"
     lock "$home/wheel.lock"
-    if [ -d "$home/wheel" ] && cmp -s "$pin" "$home/installed.txt"; then
+    if cat "$pin" "$read" | cmp -s - "$home/installed.txt"; then
         return
     fi
     say "torch_npu for the emulated tests"
-    rm -rf "$home/wheel" "$home/installed.txt"
+    rm -rf "$home/wheel" "$home/wheels" "$home/installed.txt"
     pip install -q --no-deps --target "$home/wheel" -r "$pin"
-    cp "$pin" "$home/installed.txt"
+    grep -v '^#' "$read" | while read -r wheel; do # one at a time: they are versions of one package
+        pip download -q --no-deps --only-binary=:all: -d "$home/wheels" "$wheel"
+    done
+    cat "$pin" "$read" >"$home/installed.txt"
 }
 
 system_packages
