@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -21,20 +21,7 @@ from tests.distributed import tiny_models
 from tests.distributed.engine_support import build_engine, groups, loss_of, pack_for_rank, run_config, total_loss
 from tests.distributed.layouts import Case
 from tests.distributed.parity_reference import OBJECTIVES, make_sequences
-
-NUM_STEPS = 4
-
-
-@dataclass
-class Figures:
-    """Of one family at one layout."""
-
-    logprobs: list[list[torch.Tensor]]  # rank -> micro-batch -> [T] under the starting weights
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    weights: list[dict[str, torch.Tensor]] = field(default_factory=list)  # rank -> local name -> after the last step
-    operators: dict[str, int] = field(default_factory=dict)  # of rank 0 in forward, backward and steps; {} on the CPU
-    num_microbatches: int = 0  # of rank 0, a step
+from tests.npu.figures import NUM_STEPS, Figures
 
 
 def operator_counts() -> dict[str, int]:

@@ -22,7 +22,7 @@ from tests.distributed import tiny_models
 from tests.distributed.layouts import Case
 from tests.distributed.training import SFT, TRAIN, metrics_of
 from tests.launch import REPO, Launched, torchrun
-from tests.npu.run_training import NUM_STEPS, Figures
+from tests.npu.figures import NUM_STEPS, Figures
 
 HERE = Path(__file__).parent
 EMULATED = HERE / "run_emulated.py"
