@@ -111,11 +111,13 @@ class ActivationModel:
         if shape.latent:
             return self._latent_projections()
         q, k = shape.q_size // self.layout.tensor, shape.kv_size // self.layout.tensor
-        kept = 4 * tokens * shape.head_dim * item  # cosine and sine, for queries and for keys
+        kept = self._angles(shape.head_dim)
         if not (self._gathers_keys and not self._norms_keep_projection):
             kept += tokens * (q + 2 * k) * item  # one tensor, of which the values are a view
+        is_copied = shape.num_kv_heads > self.layout.tensor  # the queries of several groups, put side by side
+        if self.operators.keeps_rotated:
+            kept += tokens * item * (q + k if shape.qk_norm else q * is_copied)
         if shape.qk_norm:
-            is_copied = shape.num_kv_heads > self.layout.tensor  # the queries of several groups, put side by side
             rows = tokens * (q + k) // shape.head_dim
             if self.operators.has_fused_norm:
                 kept += tokens * q * item * is_copied + 4 * rows
@@ -123,6 +125,10 @@ class ActivationModel:
                 copies = 4 * (q + k) if item == 2 else 4 * q * is_copied  # bfloat16 is copied as float32
                 kept += tokens * (copies + 4 * (q + k)) + 4 * rows
         return kept
+
+    def _angles(self, width: int) -> int:
+        """Cosine and sine, for queries and for keys, where a layer has them in another dtype than float32."""
+        return 0 if self.item == 4 else 4 * self.local * width * self.item
 
     @property
     def _gathers_keys(self) -> bool:
@@ -157,7 +163,7 @@ class ActivationModel:
         kept = sum(self._norm(self.cut * width, self.cut) for width in narrow)
         kept += tokens * (latent.kv_rank + latent.rope_dim) * item
         heads = shape.num_heads // tensor
-        return kept + tokens * heads * (latent.nope_dim + latent.value_dim) * item + 4 * tokens * latent.rope_dim * item
+        return kept + tokens * heads * (latent.nope_dim + latent.value_dim) * item + self._angles(latent.rope_dim)
 
     def _gated(self, tokens: int, width: int) -> int:
         """Gate and up projection, and their product."""
@@ -172,10 +178,15 @@ class ActivationModel:
     def _experts(self, mixture: Mixture) -> int:
         pairs, rows = self._pairs(mixture), self.cut
         scores = 2 if mixture.scores == "sigmoid" or not mixture.normalize_weights else 1
-        router = rows * mixture.num_experts * (4 * scores + 4 + 2)  # scores; they and the choice by expert
+        router = rows * mixture.num_experts * (4 * scores + 1)  # scores, and which are chosen
         router += rows * mixture.experts_per_token * 24 + pairs * 12  # choice, weights, places
-        inputs = pairs * self.shape.hidden_size * self.item
-        return router + inputs + self._gated(pairs, mixture.ffn_size // self.layout.expert_tensor)
+        kept = pairs  # rows in, and, where they are kept, back on the rank that they came from
+        kept += pairs // self.layout.expert_tensor if self.operators.keeps_unpermuted else 0
+        return (
+            router
+            + kept * self.shape.hidden_size * self.item
+            + self._gated(pairs, mixture.ffn_size // self.layout.expert_tensor)
+        )
 
     def _shared(self, mixture: Mixture) -> int:
         gated = self._gated(self.local, mixture.shared_ffn_size // self.layout.tensor)
@@ -184,11 +195,11 @@ class ActivationModel:
     # --- working memory ----------------------------------------------------------------------------------------------
 
     def _experts_forward(self, mixture: Mixture | None) -> int:
-        """Tokens on their way to the experts, outputs one by one and together; the shared expert's, and its scaled."""
+        """Rows on their way to the experts and back, twice each; the shared expert's output, and its scaled."""
         if mixture is None:
             return 0
         shared = 2 * self.cut if mixture.shared_ffn_size else 0
-        return (3 * self._pairs(mixture) + shared) * self.shape.hidden_size * self.item
+        return (4 * self._pairs(mixture) + shared) * self.shape.hidden_size * self.item
 
     def _forward_alone(self, mixture: Mixture | None) -> int:
         """The fullest part of a layer without gradients, beside residual, input and output."""
@@ -196,7 +207,9 @@ class ActivationModel:
         q, k = shape.q_size // tensor, shape.kv_size // tensor
         attention = tokens * (2 * q + 3 * k + self.operators.attention_outputs * q) * self.item
         if mixture:
-            return max(attention, self._experts_forward(mixture))
+            between = 3 if self.layout.expert > 1 else 1  # more copies of the rows: sent, received, put together
+            rows = between * self._pairs(mixture) * shape.hidden_size * self.item
+            return max(attention, self._experts_forward(mixture) + rows)
         gate = tokens * shape.ffn_size // tensor * (3 + self.operators.swiglu_temporaries) * self.item
         return max(attention, gate)
 
@@ -206,9 +219,10 @@ class ActivationModel:
         if mixture:
             pairs = self._pairs(mixture)
             width = mixture.ffn_size // self.layout.expert_tensor
-            local_experts = mixture.num_experts // self.layout.expert
-            one = pairs // local_experts * width * (2 + more)
-            return (2 * pairs * hidden + one + 3 * width * hidden) * self.item
+            # The gradient of the weights makes the gate again in float32: itself, product, scaled gradient, gradient.
+            copied = 8 if self.item == 2 else 0
+            through_gate = pairs * width * (copied + 4 + 4 + 8 + 4 * more)
+            return max(through_gate, (2 * pairs + 3 * width) * hidden * self.item)
         width = self.shape.ffn_size // self.layout.tensor
         through_gate = self.local * width * (2 + more)  # the product itself is free by then
         through_down = self.local * (width + hidden) + hidden * width
@@ -247,7 +261,7 @@ class ActivationModel:
         last = layers[shape.has_experts(chunks[-1][-1])]
         again = last.kept - self._kept(last, chunks[-1][-1] - chunks[-1].start)
         message = self.cut * shape.hidden_size * self.item if layout.pipeline > 1 else 0  # from stage to stage
-        rotary = (self.local + self.tokens.longest) * shape.head_dim * 4
+        rotary = (self.local * (3 if self.item == 4 else 1) + self.tokens.longest) * shape.head_dim * 4
         each = message + rotary + self.local * TOKEN_BYTES
         flights = self._flights(stage)
         kept_of_all = sum(count * (size + each) for count, size in zip(flights, kept, strict=True))

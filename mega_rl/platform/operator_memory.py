@@ -16,6 +16,8 @@ class OperatorMemory:
     has_fused_norm: bool  # keeps its input and a number per row; else float32 copies of the input and of the normalised
     attention_outputs: int  # copies of the attention's output: the kernel's own, and one where parts are put together
     softmax_floats: int  # float32 numbers that attention keeps of every token and query head
+    keeps_rotated: bool  # rotation keeps what it rotates
+    keeps_unpermuted: bool  # so does the way back of tokens from their experts
     swiglu_temporaries: int  # widths of the gate that SwiGLU's backward takes besides its results
     tile_logits: int | None  # most float32 logits of one tile of the loss; None: trainer.logprob_chunk_tokens alone
     tile_tokens: int | None
@@ -23,10 +25,10 @@ class OperatorMemory:
 
 
 OPERATOR_MEMORY = {
-    # torch's composite RMSNorm; SDPA one sequence at a time, its outputs put together afterwards
-    "cpu": OperatorMemory(False, 2, 1, 1, 512 * 1024, 512, 128),
-    # torch's fused RMSNorm, flash attention over all sequences (output, log-sum-exp), Megatron's fused SwiGLU
-    "cuda": OperatorMemory(True, 1, 1, 0, None, None, 16),
-    # npu_rms_norm, npu_fusion_attention (softmax maximum and sum, 8 equal numbers each), npu_swiglu
-    "npu": OperatorMemory(True, 1, 16, 0, None, None, 128),
+    # torch's composite RMSNorm; SDPA one sequence at a time, its outputs put together afterwards; index_add
+    "cpu": OperatorMemory(False, 2, 1, False, True, 1, 512 * 1024, 512, 128),
+    # torch's fused RMSNorm; flash attention over all sequences keeps its output and log-sum-exp; index_add
+    "cuda": OperatorMemory(True, 1, 1, False, True, 1, None, None, 16),
+    # npu_rms_norm, npu_fusion_attention (softmax maximum and sum, 8 equal numbers each), npu_rotary_mul, npu_swiglu
+    "npu": OperatorMemory(True, 1, 16, True, False, 0, None, None, 128),
 }

@@ -9,7 +9,7 @@ import pytest
 
 from tests.launch import REPO, torchrun
 
-ACTIVATIONS = {"kept": 0.08, "peak": 0.15}  # largest relative error that is asked for
+ACTIVATIONS = {"kept": 0.08, "peak": 0.15, "forward": 0.25}  # largest relative error
 STATES = {"weights", "reference", "gradients", "masters", "moments"}
 
 

@@ -37,7 +37,7 @@ def test_one_layer_by_hand() -> None:
     """bfloat16, fused kernels: 2 norms, one qkv, rotation, attention's operands and result, SwiGLU."""
     t, d, q, k, f, heads = 16384, 3584, 3584, 512, 18944, 28
     norms = 2 * (2 * 2 * t * d + 4 * t)
-    attention = 2 * t * ((q + 2 * k) + 4 * 128 + (q + k) + q) + 4 * 16 * t * heads
+    attention = 2 * t * ((q + 2 * k) + q + 4 * 128 + (q + k) + q) + 4 * 16 * t * heads  # rotation keeps its queries
     layer = norms + attention + 2 * t * 3 * f
     one, two = (planned(recompute="full", recompute_num_layers=28 - n).kept for n in (1, 2))
     assert two - one == layer - 2 * t * d  # kept whole instead of its input alone
@@ -84,8 +84,8 @@ def test_interleaved_stages_keep_more() -> None:
 
 def test_kernels_differ_in_what_they_keep() -> None:
     kept = {name: planned(platform=name).kept for name in OPERATOR_MEMORY}
-    assert kept["cuda"] < kept["npu"] < kept["cpu"]
-    more = 28 * 16384 * 28 * 15 * 4  # layers, tokens, heads: 15 more float32 numbers of the softmax
+    assert kept["cuda"] < min(kept["npu"], kept["cpu"])
+    more = 28 * 16384 * (28 * 15 * 4 + 3584 * 2)  # 15 more float32 numbers of each head's softmax; queries as rotated
     assert kept["npu"] - kept["cuda"] == more
 
 

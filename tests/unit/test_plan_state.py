@@ -25,6 +25,7 @@ def buffer(*sizes: int, shares: int = 2, limit: int | None = None, shared: int |
         (buffer(10), 128),
         (buffer(10, 130), 256),  # 130 elements, then 10 from 192 on
         (buffer(10, 128, shares=3), 384),  # a bucket ends at a multiple of 3 * 128
+        (buffer(1, 1, 1), 256),  # at 0, 64 and 128
         (buffer(64, 64, 65), 256),
         (buffer(64, 64, 65, limit=100), 384),  # the last two fill a bucket of 192, which ends at 256
         (buffer(10, 20, shared=1), 256),  # a bucket of its own
