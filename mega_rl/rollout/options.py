@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from mega_rl.config.schema import RolloutConfig
 from mega_rl.types import InputError
 
 WORKER_EXTENSION = "mega_rl.rollout.worker.WeightReceiver"
+OPTIONS = "additional_config"  # vLLM's name of what it passes to the plug-in of a platform
 TRANSFER_BACKEND = "mega_rl"  # our name at vLLM's weight-transfer extension point
 
 # Engine arguments that follow from the rest of the configuration -> the key to set instead; "" where there is none.
@@ -141,22 +142,34 @@ def ascend_options() -> Collection[str]:
     found = importlib.util.find_spec("vllm_ascend")
     if found is None or found.origin is None:
         return ()
-    return option_names(Path(found.origin).with_name("ascend_config.py").read_text(encoding="utf-8"))
+    return option_names(Path(found.origin).parent)
 
 
-def option_names(source: str) -> Collection[str]:
-    """The names asked of ``additional_config`` in the source of vllm-ascend's ``ascend_config.py``.
+def option_names(folder: Path) -> Collection[str]:
+    """The names asked of ``additional_config`` in the sources of vllm-ascend.
 
     It is not imported: that would choose vLLM's platform before an engine's environment stands.
     """
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.Call):
-            continue
-        called, arguments = ast.unparse(node.func), node.args
-        if called.endswith("_get_config_value") and arguments and ast.unparse(arguments[0]) == "additional_config":
-            arguments = arguments[1:]
-        elif called != "additional_config.get":
-            continue
-        names |= {str(a.value) for a in arguments[:1] if isinstance(a, ast.Constant)}
-    return names
+    sources = (path.read_text(encoding="utf-8") for path in folder.rglob("*.py"))
+    return {name for source in sources if OPTIONS in source for name in _asked_for(ast.parse(source))}
+
+
+def _asked_for(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        asked: Sequence[ast.expr] = ()
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+            if node.func.attr == "get" and _is_options(node.func.value):
+                asked = node.args[:1]
+            elif _is_options(node.args[0]):  # a function of vllm-ascend that is given the options and a name
+                asked = node.args[1:2]
+        elif isinstance(node, ast.Compare) and _is_options(node.comparators[0]):  # name in options
+            asked = [node.left]
+        elif isinstance(node, ast.Subscript) and _is_options(node.value):
+            asked = [node.slice]
+        yield from (name.value for name in asked if isinstance(name, ast.Constant) and isinstance(name.value, str))
+
+
+def _is_options(node: ast.expr) -> bool:
+    return (isinstance(node, ast.Name) and node.id == OPTIONS) or (
+        isinstance(node, ast.Attribute) and node.attr == OPTIONS
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -95,16 +96,26 @@ def test_a_layout_that_updates_in_place_would_scramble_is_refused() -> None:
         arguments(RolloutConfig(vllm={"additional_config": {"weight_nz_mode": 2}}), "npu")
 
 
-def test_options_of_vllm_ascend_are_read_from_its_source() -> None:
-    source = """
-class AscendConfig:
-    def __init__(self, vllm_config):
-        additional_config = vllm_config.additional_config or {}
-        self.a = additional_config.get("first", {}).get("inner")
-        self.b = self._get_config_value(additional_config, "second", "VARIABLE", 0)
-        self.c = other.get("third")
+def test_options_of_vllm_ascend_are_read_from_its_sources(tmp_path: Path) -> None:
+    (tmp_path / "ascend_config.py").write_text(
+        """
+def read(self, vllm_config):
+    additional_config = vllm_config.additional_config or {}
+    self.a = additional_config.get("first", {}).get("inner")
+    self.b = self._get_config_value(additional_config, "second", "VARIABLE", 0)
+    self.c = other.get("not_one")
 """
-    assert set(option_names(source)) == {"first", "second"}
+    )
+    (tmp_path / "ops").mkdir()
+    (tmp_path / "ops" / "more.py").write_text(
+        """
+def f(config):
+    if "third" in config.additional_config:
+        return config.additional_config["fourth"]
+"""
+    )
+    (tmp_path / "broken_but_silent.py").write_text("nothing of it is parsed (")
+    assert set(option_names(tmp_path)) == {"first", "second", "third", "fourth"}
 
 
 def test_separate_engines_have_their_devices_to_themselves() -> None:

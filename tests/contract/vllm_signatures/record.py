@@ -90,7 +90,7 @@ def read(name: str, package: Package) -> dict[str, Any]:
     names = ascend_paths() if name == "vllm_ascend" else paths()
     record = {"version": package.version(name), "names": {path: package.describe(path) for path in names}}
     if name == "vllm_ascend":
-        record["additional_config"] = sorted(option_names(package.source("vllm_ascend.ascend_config") or ""))
+        record["additional_config"] = sorted(option_names(package.roots[0] / name))
     return record
 
 

@@ -167,10 +167,6 @@ class Package:
         assert isinstance(value, ast.Constant), f"{package} states no version"
         return str(value.value).partition("+")[0]
 
-    def source(self, module: str) -> str | None:
-        file = self._file(module)
-        return None if file is None else file.read_text(encoding="utf-8")
-
 
 def _text(node: ast.AST | None) -> str:
     return "" if node is None else ast.unparse(node)
