@@ -111,8 +111,12 @@ def enable(config: MindSpeedConfig) -> list[str]:
         Lines for the log: what mega_rl does itself, and every function that MindSpeed really replaced.
 
     Raises:
-        InputError: an unknown feature or value, one that would do nothing here, or a MindSpeed that does not load.
+        InputError: an unknown feature or value, one that would do nothing here, or a MindSpeed that does not load or is
+            made for another Megatron-core.
     """
+    refused = versions.refusals("npu", versions.installed())
+    if refused:
+        raise InputError("; ".join(refused))
     given = {name.lstrip("-").replace("-", "_"): value for name, value in config.features.items()}
     try:
         manager = importlib.import_module("mindspeed.features_manager").MindSpeedFeaturesManager

@@ -49,7 +49,8 @@ class NpuPlatform:
     def absence(self) -> str | None:
         if importlib.util.find_spec("torch_npu") is None:
             return "torch_npu is not installed: install the one that belongs to your torch, or choose cpu"
-        refused = versions.refusals(self.name, versions.installed())
+        found = versions.installed() | {"mindspeed": None}  # which is judged where it is used
+        refused = versions.refusals(self.name, found)
         if refused:
             raise InputError("; ".join(refused))
         missing = ascend_install.missing_library()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from mega_rl.platform.npu import NpuPlatform
 from mega_rl.types import InputError
 from tests.launch import Launched, run
+from tests.unit.test_platform_mindspeed import packages  # noqa: F401 - a fixture
 from tests.unit.test_train_tool import command, config  # noqa: F401 - a fixture
 
 MASK = "ASCEND_RT_VISIBLE_DEVICES"
@@ -38,6 +40,15 @@ def test_a_run_with_absent_devices_ends_with_one_sentence(config: Path) -> None:
     assert launched.returncode == 2
     errors = [line for line in launched.stdout.splitlines() if "ASCEND_HOME_PATH" not in line]  # torch_npu says that
     assert len(errors) == 1 and errors[0].startswith(f"error: {MASK} is '0,1,5', but of these 5 is not there"), errors
+
+
+def test_an_unknown_feature_of_mindspeed_ends_the_run_with_one_sentence(config: Path, packages: Path) -> None:  # noqa: F811
+    path = os.pathsep.join(filter(None, (str(packages), os.environ.get("PYTHONPATH"))))
+    overrides = ("platform.name=npu", "platform.mindspeed.features={bufer_pad: 8}")
+    launched = command(config, *overrides, env={"PYTHONPATH": path})
+    assert launched.returncode == 2 and "Traceback" not in launched.stdout
+    (error,) = [line for line in launched.stdout.splitlines() if line.startswith("error: ")]
+    assert "has 'bufer_pad', which the installed MindSpeed does not know; the nearest one is 'buffer_pad'" in error
 
 
 def test_a_process_is_bound_to_its_own_device_or_refused() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mega_rl.config.schema import MindSpeedConfig
-from mega_rl.platform import mindspeed
+from mega_rl.platform import mindspeed, versions
 from mega_rl.types import InputError
 from tests.launch import run
 
@@ -153,6 +153,13 @@ def test_without_mindspeed_the_mode_decides(monkeypatch: pytest.MonkeyPatch) -> 
         mindspeed.is_used(MindSpeedConfig(features={"reuse_fp32_param": True}))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     assert mindspeed.is_used(MindSpeedConfig()) and not mindspeed.is_used(MindSpeedConfig(mode="off"))
+
+
+def test_a_mindspeed_for_another_megatron_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = versions.installed() | {"mindspeed": "0.12.1", "megatron-core": "0.16.1"}
+    monkeypatch.setattr(versions, "installed", lambda: found)
+    with pytest.raises(InputError, match="MindSpeed 0.12.1 patches another Megatron-core .*mindspeed.mode to off"):
+        mindspeed.enable(MindSpeedConfig())
 
 
 ENABLE = """
