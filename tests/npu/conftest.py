@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
@@ -17,6 +18,15 @@ else:  # with torch_npu imported, all other tests would see two devices
 
 
 REPORTED: list[str] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_environment() -> Iterator[None]:
+    """What choosing a platform sets in the environment does not reach the processes of the next file."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture

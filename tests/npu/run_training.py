@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from mega_rl import platform
 from mega_rl.parallel.collectives import gather_objects
+from mega_rl.parallel.layout import ParallelLayout
 from tests.distributed import tiny_models
 from tests.distributed.engine_support import build_engine, groups, loss_of, pack_for_rank, run_config, total_loss
 from tests.distributed.layouts import Case
@@ -45,24 +46,22 @@ def operator_counts() -> dict[str, int]:
     return dict(kernels.counts)
 
 
-def train(case: Case, family: str, objective_name: str, dtype: str, directory: Path) -> Figures:
+def train(case: Case, layout: ParallelLayout, family: str, objective_name: str, dtype: str, directory: Path) -> Figures:
     objective = OBJECTIVES[objective_name]
-    with groups(case) as layout:
-        engine = build_engine(run_config(case, objective, dtype), layout, directory, NUM_STEPS)
-        sequences = make_sequences(objective, tiny_models.FAMILIES[family].vocab_size)
-        microbatches, loss_function = pack_for_rank(case, layout, sequences), loss_of(objective, sequences)
-        stats = engine.token_stats(microbatches)
-        figures = Figures(gather_objects([s.logprobs.cpu() for s in stats]), num_microbatches=len(microbatches))
-        before = operator_counts()
-        for _ in range(NUM_STEPS):
-            figures.losses.append(total_loss(layout, engine.forward_backward(microbatches, loss_function)))
-            step = engine.optimizer_step()
-            assert not step.skipped, step
-            figures.norms.append(step.grad_norm)
-        figures.operators = {name: count - before.get(name, 0) for name, count in operator_counts().items()}
-        figures.weights = gather_objects(
-            {name: p.detach().to("cpu", copy=True) for name, p in engine.policy.parameters.items()}
-        )
+    engine = build_engine(run_config(case, objective, dtype), layout, directory, NUM_STEPS)
+    sequences = make_sequences(objective, tiny_models.FAMILIES[family].vocab_size)
+    microbatches, loss_function = pack_for_rank(case, layout, sequences), loss_of(objective, sequences)
+    stats = engine.token_stats(microbatches)
+    figures = Figures(gather_objects([s.logprobs.cpu() for s in stats]), num_microbatches=len(microbatches))
+    before = operator_counts()
+    for _ in range(NUM_STEPS):
+        figures.losses.append(total_loss(layout, engine.forward_backward(microbatches, loss_function)))
+        step = engine.optimizer_step()
+        assert not step.skipped, step
+        figures.norms.append(step.grad_norm)
+    figures.operators = {name: count - before.get(name, 0) for name, count in operator_counts().items()}
+    own = {name: p.detach().to("cpu", copy=True) for name, p in engine.policy.parameters.items()}
+    figures.weights = gather_objects(own)
     return figures
 
 
@@ -74,11 +73,12 @@ def main() -> None:
     arguments = parser.parse_args()
     dist.init_process_group(platform.current().backend)
     case = Case(**arguments.case)
-    found = {
-        (family, dtype): asdict(train(case, family, objective, dtype, arguments.models / family))
-        for family in case.families
-        for objective, dtype in (("rl", "float32"), ("sft", "bfloat16"))
-    }
+    with groups(case) as layout:
+        found = {
+            (family, dtype): asdict(train(case, layout, family, objective, dtype, arguments.models / family))
+            for family in case.families
+            for objective, dtype in (("rl", "float32"), ("sft", "bfloat16"))
+        }
     if dist.get_rank() == 0:
         torch.save(found, arguments.out)
     dist.destroy_process_group()

@@ -74,7 +74,7 @@ def test_memory_is_what_is_allocated_cached_and_there() -> None:
     assert after.device_allocated_bytes == before.device_allocated_bytes
     assert after.device_reserved_bytes == during.device_reserved_bytes and after.device_peak_bytes >= size  # cached
     here.empty_cache()
-    assert here.memory().device_reserved_bytes <= during.device_reserved_bytes - size
+    assert here.memory().device_reserved_bytes < during.device_reserved_bytes
     here.reset_peak_memory()
     assert here.memory().device_peak_bytes == before.device_allocated_bytes
 

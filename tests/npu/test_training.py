@@ -62,14 +62,14 @@ PER_LAYER = {
 }
 LAST_NORM = ("npu_rms_norm", "npu_rms_norm_backward")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # two launches, each with a limit of its own
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1250)]  # two launches, each with a limit of its own
 
 
-def on_npu(script: Path, *args: object, nproc: int, timeout: float = 280) -> Launched:
+def on_npu(script: Path, *args: object, nproc: int, timeout: float = 600) -> Launched:
     return torchrun(EMULATED, script, *args, nproc=nproc, timeout=timeout, env={"MEGA_RL_PLATFORM": "npu"})
 
 
-def on_cpu(script: Path, *args: object, nproc: int, timeout: float = 280) -> Launched:
+def on_cpu(script: Path, *args: object, nproc: int, timeout: float = 600) -> Launched:
     """Without the wheel on its path, as on any machine."""
     variables = {"MEGA_RL_PLATFORM": "cpu", "PYTHONPATH": str(REPO)}
     return torchrun(script, *args, nproc=nproc, timeout=timeout, env=variables)
