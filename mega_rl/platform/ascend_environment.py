@@ -45,7 +45,7 @@ def settings(role: ProcessRole) -> list[Setting]:
         found.append(Setting(QUEUE, "2", "kernels are prepared and launched by a second thread"))
     if role.is_deterministic:
         found += _DETERMINISTIC
-    else:  # AIV's larger reductions have no deterministic form
+    elif not role.trains:  # CANN restricts AIV to inference, and its larger reductions have no deterministic form
         found.append(Setting("HCCL_OP_EXPANSION_MODE", "AIV", "collectives are driven by the vector cores"))
     if role.trains and not role.engine_sleeps:
         found.append(Setting(ALLOCATOR, "expandable_segments:True", "less fragmentation; no engine sleeps here"))
