@@ -176,7 +176,6 @@ def _phases(
 ) -> Iterator[Phase]:
     """In the order in which a step goes through them (``mega_rl/stages/rl.py``)."""
     optimizer = 0 if config.memory.optimizer_on_host else state.optimizer
-    masters = 0 if config.memory.optimizer_on_host else state.masters
     away = config.memory.offload
 
     def stays(part: str, size: int) -> int:
@@ -193,9 +192,6 @@ def _phases(
             Item("optimizer", stays("optimizer", optimizer), EXACT),
             resident_reference,
         ]
-        # Engines are built beside the whole trainer, before Adam has moments and before anything has left the device.
-        first = [weights, gradients, Item("optimizer", masters, EXACT), resident_reference, share]
-        yield _phase("start", first)
         buffers = Item("sync buffers", config.bridge.bucket_bytes, ESTIMATE)
         yield _phase("sync", [weights, *asleep, share, buffers])
         yield _phase("rollout", [Item("weights", stays("weights", state.weights), EXACT), *asleep, share])

@@ -14,7 +14,7 @@ from mega_rl.config import RunConfig
 from mega_rl.data.prompts import PromptDataset, PromptStream
 from mega_rl.data.stream import Stream
 from mega_rl.megatron.engine import MegatronEngine
-from mega_rl.megatron.offload import Reference, is_device
+from mega_rl.megatron.offload import PARTS, Reference, is_device
 from mega_rl.megatron.policy import MegatronPolicy
 from mega_rl.parallel.collectives import gather_objects, together
 from mega_rl.rewards.scorer import Scorer, build_scorer
@@ -74,7 +74,8 @@ def reference(session: Session) -> Reference | None:
     return Reference(policy, session.config.memory, is_device(session.device))
 
 
-def rollout_engine(session: Session) -> RolloutEngine:
+def rollout_engine(session: Session, actor: MegatronEngine) -> RolloutEngine:
+    """The engine, asleep where it can: while a colocated one is built the actor makes room for it."""
     config = session.config
     if config.rollout.replay is not None:
         session.say(f"rollout.replay: responses come from {config.rollout.replay}, there is no engine to validate with")
@@ -91,13 +92,17 @@ def rollout_engine(session: Session) -> RolloutEngine:
             torch.get_num_threads(),
         )
         return RemoteEngines(spec, config.rollout.num_engines)
-    return VLLMEngine(
+    actor.offload.to_host(*PARTS)  # an engine refuses to start where its share of the device is not free
+    engine = VLLMEngine(
         config.model.path,
         config.rollout,
         max_model_len=max_model_len,
         device_type=session.device.type,
         dtype=config.model.dtype,
     )
+    engine.sleep()
+    actor.offload.to_device()
+    return engine
 
 
 def weight_sync(session: Session, actor: MegatronEngine, engine: RolloutEngine, noise: AqnNoise) -> Sync:

@@ -30,7 +30,7 @@ def train(session: Session) -> None:
     held_out = building.validation_prompts(session)
     actor = building.actor(session, total_steps * config.algorithm.minibatches_per_step)
     reference = building.reference(session)
-    engine = building.rollout_engine(session)
+    engine = building.rollout_engine(session, actor)
     sync = building.weight_sync(session, actor, engine, noise)
     sampler = Sampler(session, prompts, engine, scorer)
     validator = Validator(session, held_out, sync, engine, scorer)

@@ -15,7 +15,7 @@ from tests.unit.test_shipped_configs import CONFIGS, MODELS, model_config
 
 REPO = CONFIGS.parent
 GIB = 1 << 30
-PHASES = ["start", "sync", "rollout", "log-probabilities", "training"]
+PHASES = ["sync", "rollout", "log-probabilities", "training"]
 
 
 def load_tool() -> ModuleType:
@@ -83,12 +83,10 @@ def test_7b_on_8_devices(models: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert status == 0 and figures["fits"] and figures["advice"] == []
     check(figures, 7.615, 4)
     assert figures["engine"]["num_sequences"] > 500 and figures["engine"]["bytes_per_token"] == 28 * 2 * 2 * 128 * 2
-    start, sync, rollout, logprobs, training = figures["ranks"][0]["phases"]
+    sync, rollout, logprobs, training = figures["ranks"][0]["phases"]
     assert items(rollout) == {"engine": 32 * GIB}  # all of the trainer is away
     assert items(sync).keys() == {"weights", "engine", "sync buffers"}
-    assert items(start).keys() == {"weights", "gradients", "optimizer", "engine"}
     assert "reference" in items(logprobs) and "reference" not in items(training)
-    assert items(training)["optimizer"] == 3 * items(start)["optimizer"]  # Adam's moments come with the first step
 
 
 def test_32b_on_16_devices_and_what_to_change(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,7 +120,7 @@ def test_235b_on_256_devices(models: Path, capsys: pytest.CaptureFixture[str]) -
     recipe = "gspo_math_qwen3_30b_a3b.yaml"
     status, figures, _ = plan(capsys, models, recipe, "Qwen3-235B-A22B", 256, *more)
     check(figures, 235.09, 64)
-    assert status == 1 and figures["worst_phase"] == "start" and figures["advice"][-1]["fits"]
+    assert status == 0 and figures["worst_phase"] in ("log-probabilities", "training")
 
 
 def test_supervised_training_has_one_phase(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
