@@ -119,14 +119,16 @@ class OpenTensors:
                 if read is None or written is None:
                     return False
                 copies.append((origin, read, written))
-        for number, (origin, (start, num_bytes), (out_start, _)) in enumerate(copies):
+        if sum(num_bytes for _, (_, num_bytes), _ in copies) != num_elements(part) * itemsize:
+            return False  # the read says what is missing
+        for origin, (start, num_bytes), (out_start, _) in copies:
             files, done = (source._handles[origin.file], self._handles[place.file]), 0
             while done < num_bytes:
                 try:
                     num_copied = os.copy_file_range(*files, num_bytes - done, start + done, out_start + done)
                 except OSError as error:
-                    if number == done == 0 and error.errno in _NO_KERNEL_COPY:
-                        return False
+                    if error.errno in _NO_KERNEL_COPY:
+                        return False  # written again by hand, what is there already too
                     raise
                 if num_copied == 0:
                     raise source.truncated(origin.file, name)

@@ -9,6 +9,7 @@ from mega_rl.bridge.families import EMBEDDING, FINAL_NORM, LM_HEAD, layer_name
 from mega_rl.bridge.series import EXPERT, LAYER, Numbers, Series, numbered, slices_of
 from mega_rl.bridge.shape import ModelShape
 from mega_rl.bridge.slices import Slice, stack_rows, take_columns, whole
+from mega_rl.config.schema import ParallelConfig
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.types import InputError
 
@@ -103,6 +104,17 @@ def chunk_series(shape: ModelShape, layout: ParallelLayout, rank: int, chunk: in
         expert_tensor_parallel=layout.expert_tensor,
         etp_rank=etp_rank,
     )
+
+
+def check_parallel(shape: ModelShape, parallel: ParallelConfig) -> None:
+    """InputError where a model of this shape cannot be trained at a layout."""
+    check_tensor_parallel(shape, parallel.tensor)
+    check_experts(shape, parallel.expert, parallel.expert_tensor or parallel.tensor)
+    if (shape.mixture or shape.latent) and parallel.tensor > 1 and not parallel.sequence:
+        raise InputError(
+            f"parallel.sequence: false, but with parallel.tensor {parallel.tensor} a model with experts trains under "
+            "sequence parallelism only; set it to true"
+        )
 
 
 def check_tensor_parallel(shape: ModelShape, tensor_parallel: int) -> None:

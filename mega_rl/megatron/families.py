@@ -23,12 +23,9 @@ from torch import Tensor
 from mega_rl.bridge.latent import LatentAttention
 from mega_rl.bridge.mixture import Mixture
 from mega_rl.bridge.shape import ModelShape
-from mega_rl.bridge.trainer_layout import check_experts, check_tensor_parallel
-from mega_rl.config.schema import ParallelConfig
 from mega_rl.megatron.attention import PackedAttention, PackedSequences
 from mega_rl.megatron.fused import use_in_mlp
 from mega_rl.platform import operators
-from mega_rl.types import InputError
 
 
 class RMSNorm(torch.nn.Module):
@@ -89,17 +86,6 @@ class LatentSelfAttention(MLASelfAttention):
         self.rotary_pos_emb.table_T11D = packed_seq_params.rotary_T11D
         return super().get_query_key_value_tensors(
             hidden_states, key_value_states, position_ids, packed_seq_params, **kwargs
-        )
-
-
-def check_parallel(shape: ModelShape, parallel: ParallelConfig) -> None:
-    """InputError where the family cannot be laid out so."""
-    check_tensor_parallel(shape, parallel.tensor)
-    check_experts(shape, parallel.expert, parallel.expert_tensor or parallel.tensor)
-    if (shape.mixture or shape.latent) and parallel.tensor > 1 and not parallel.sequence:
-        raise InputError(
-            f"parallel.sequence: false, but with parallel.tensor {parallel.tensor} a model with experts trains under "
-            "sequence parallelism only; set it to true"
         )
 
 

@@ -48,7 +48,8 @@ def check_supported(config: RunConfig, device: torch.device) -> None:
             "Megatron's CPU optimizer does not run there: set it to false"
         )
     needs_fused = memory.optimizer_on_host or memory.optimizer_state_dtype != "float32"
-    if needs_fused and importlib.util.find_spec("transformer_engine") is None:
+    found = importlib.util.find_spec("transformer_engine")
+    if needs_fused and (found is None or found.loader is None):  # MindSpeed puts an empty module in its place
         key = "optimizer_on_host" if memory.optimizer_on_host else "optimizer_state_dtype"
         mend = "false" if memory.optimizer_on_host else "float32"
         raise InputError(

@@ -190,7 +190,7 @@ def _recompute(plan: MemoryPlan) -> Iterator[Candidate]:
 def _offload(plan: MemoryPlan) -> Iterator[Candidate]:
     parts = list(plan.config.memory.offload)
     for part in OFFLOAD:
-        if part not in parts:
+        if part not in parts and plan.machine.platform != "cpu":
             parts = [*parts, part]
             keys = {"memory.offload": parts}
             yield Candidate(keys, plan.machine.num_devices, "host memory, and copies at every step")

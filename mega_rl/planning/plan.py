@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 import numpy as np
 
 from mega_rl.bridge.engine_layout import check_engine, vllm_series
-from mega_rl.bridge.families import full_series
+from mega_rl.bridge.families import full_series, hf_tensors
 from mega_rl.bridge.plan import compile_plan
 from mega_rl.bridge.series import Series
 from mega_rl.bridge.shape import ModelShape
-from mega_rl.bridge.trainer_layout import check_experts, check_tensor_parallel, rank_series
+from mega_rl.bridge.trainer_layout import check_parallel, rank_series
 from mega_rl.config.schema import RunConfig
 from mega_rl.config.validate import validate
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
@@ -140,8 +141,7 @@ def make_plan(config: RunConfig, shape: ModelShape, machine: Machine, with_sync:
         expert_tensor=parallel.expert_tensor,
         virtual_pipeline=parallel.virtual_pipeline,
     )
-    check_tensor_parallel(shape, parallel.tensor)
-    check_experts(shape, parallel.expert, parallel.expert_tensor or parallel.tensor)
+    check_parallel(shape, parallel)
     engine = sync = None
     if config.trainer.stage == "rl" and config.rollout.replay is None:
         check_engine(shape, config.rollout.tensor_parallel_size)
@@ -149,7 +149,7 @@ def make_plan(config: RunConfig, shape: ModelShape, machine: Machine, with_sync:
         size = config.rollout.tensor_parallel_size
         num_engines = EngineLayout(machine.num_devices, size).num_replicas if is_here else config.rollout.num_engines
         engine = engine_memory(config, shape, machine.platform, machine.device_bytes, num_engines)
-        sync = _sync_volume(config, shape, layout) if with_sync else None
+        sync = _sync_volume(config, shape, layout, machine.platform) if with_sync else None
     return MemoryPlan(config, machine, layout, engine, sync, _ranks(config, shape, machine, layout, engine))
 
 
@@ -165,18 +165,45 @@ def _ranks(
     for rank in range(layout.world_size):
         stage = layout.coordinates(rank).pipeline
         state = trainer_state(config, layout, rank, buffers[stage], has_reference)
-        phases = tuple(_phases(config, state, activations[stage], engine))
+        phases = tuple(_phases(config, shape, machine.platform, state, activations[stage], engine))
         host = tuple(_host(config, state, engine, machine.platform))
         ranks.append(RankMemory(rank, stage, state, activations[stage], phases, host))
     return tuple(ranks)
 
 
+def _sleeps(config: RunConfig, platform: str) -> bool:
+    """Whether a colocated engine gives its memory back while the trainer works."""
+    return platform != "cpu" and bool(config.rollout.vllm.get("enable_sleep_mode", True))
+
+
+def _reloads(config: RunConfig, shape: ModelShape, platform: str) -> bool:
+    """Whether every worker gets whole tensors for the engine's own loader: so it is for experts on Ascend."""
+    way = config.rollout.weight_update
+    return way == "reload" or (way == "auto" and platform == "npu" and shape.mixture is not None)
+
+
+def _sync_buffers(config: RunConfig, shape: ModelShape, platform: str) -> int:
+    """A bucket; vLLM's loader also keeps whole tensors until those of a layer are together."""
+    if not _reloads(config, shape, platform):
+        return config.bridge.bucket_bytes
+    of_layers: dict[str, int] = {}
+    for name, size in hf_tensors(shape).items():
+        layer = ".".join(name.split(".")[:3]) if ".layers." in name else name
+        of_layers[layer] = of_layers.get(layer, 0) + prod(size)
+    return config.bridge.bucket_bytes + max(of_layers.values()) * ITEM_BYTES[config.rollout.dtype or config.model.dtype]
+
+
 def _phases(
-    config: RunConfig, state: TrainerState, activations: Activations, engine: EngineMemory | None
+    config: RunConfig,
+    shape: ModelShape,
+    platform: str,
+    state: TrainerState,
+    activations: Activations,
+    engine: EngineMemory | None,
 ) -> Iterator[Phase]:
     """In the order in which a step goes through them (``mega_rl/stages/rl.py``)."""
     optimizer = 0 if config.memory.optimizer_on_host else state.optimizer
-    away = config.memory.offload
+    away = config.memory.offload if platform != "cpu" else []  # whose device memory is the host's
 
     def stays(part: str, size: int) -> int:
         return 0 if part in away else size
@@ -185,6 +212,7 @@ def _phases(
     gradients = Item("gradients", state.gradients, EXACT)
     resident_reference = Item("reference", stays("weights", state.reference), EXACT)
     is_rl = config.trainer.stage == "rl"
+    awake: list[Item] = []
     if engine is not None and config.rollout.placement == "colocated":
         share = Item("engine", engine.share, EXACT)
         asleep = [
@@ -192,13 +220,14 @@ def _phases(
             Item("optimizer", stays("optimizer", optimizer), EXACT),
             resident_reference,
         ]
-        buffers = Item("sync buffers", config.bridge.bucket_bytes, ESTIMATE)
+        awake = [] if _sleeps(config, platform) else [share]
+        buffers = Item("sync buffers", _sync_buffers(config, shape, platform), ESTIMATE)
         yield _phase("sync", [weights, *asleep, share, buffers])
         yield _phase("rollout", [Item("weights", stays("weights", state.weights), EXACT), *asleep, share])
     trainer = [weights, gradients, Item("optimizer", optimizer, EXACT)]
     if is_rl:
         forward = Item("activations", activations.forward_only, MODEL)
-        yield _phase("log-probabilities", [*trainer, reference, forward])
+        yield _phase("log-probabilities", [*trainer, reference, forward, *awake])
     yield _phase(
         "training",
         [
@@ -206,6 +235,7 @@ def _phases(
             resident_reference,
             Item("activations", activations.kept, MODEL),
             Item("working memory", activations.working, MODEL),
+            *awake,
         ],
     )
 
@@ -215,17 +245,17 @@ def _phase(name: str, items: list[Item]) -> Phase:
 
 
 def _host(config: RunConfig, state: TrainerState, engine: EngineMemory | None, platform: str) -> Iterator[Item]:
-    """What a rank takes of the host's memory, besides its process and its data."""
+    """What a rank takes of the host's memory, besides its process and its data; pinned blocks may be rounded up."""
     memory = config.memory
     if platform != "cpu":
         if "weights" in memory.offload:
-            yield Item("weights away", state.weights + state.reference, EXACT)
+            yield Item("weights away", state.weights + state.reference, ESTIMATE)
         if "optimizer" in memory.offload:
-            yield Item("optimizer away", state.optimizer, EXACT)
+            yield Item("optimizer away", state.optimizer, ESTIMATE)
         if memory.optimizer_on_host:
             yield Item("optimizer on host", state.optimizer + state.gradients, ESTIMATE)
-        if engine is not None and config.rollout.placement == "colocated":
-            yield Item("weights of the sleeping engine", engine.weights, EXACT)
+        if engine is not None and config.rollout.placement == "colocated" and _sleeps(config, platform):
+            yield Item("weights of the sleeping engine", engine.weights, ESTIMATE)
     if config.trainer.async_save:
         yield Item("checkpoint under way", state.weights + state.optimizer, ESTIMATE)
     if config.trainer.stage == "rl":
@@ -233,12 +263,12 @@ def _host(config: RunConfig, state: TrainerState, engine: EngineMemory | None, p
         yield Item("reward workers, at most", workers.num_workers * workers.memory_bytes, ESTIMATE)
 
 
-def _sync_volume(config: RunConfig, shape: ModelShape, layout: ParallelLayout) -> SyncVolume:
+def _sync_volume(config: RunConfig, shape: ModelShape, layout: ParallelLayout, platform: str) -> SyncVolume:
     """What moves from the trainer's shards to the engines' in one sync."""
     rollout, world_size = config.rollout, layout.world_size
     size = rollout.tensor_parallel_size
     sources: list[list[Series]] = [rank_series(shape, layout, rank) for rank in range(world_size)]
-    if rollout.weight_update == "reload":
+    if _reloads(config, shape, platform):
         wanted = [full_series(shape)] * world_size
     else:
         by_rank = [vllm_series(shape, size, rank) for rank in range(size)]

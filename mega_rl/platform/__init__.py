@@ -75,12 +75,16 @@ def select(name: str = "auto", role: ProcessRole | None = None, mindspeed: MindS
     role = role or ProcessRole()
     candidates = list(_KNOWN) if name == "auto" else [PLATFORMS[name]]
     for platform in candidates:
-        notes = platform.check_environment(role, os.environ)
         reason, applied = _try(platform, role)
         if reason is None:
             break
         if name != "auto":
             raise InputError(f"{source} is {name!r}, but {reason}")
+    try:
+        notes = platform.check_environment(role, os.environ)
+    except InputError:
+        environment.revert(applied, os.environ)
+        raise
     _selected, _mindspeed = platform, mindspeed
     _applied[:], _notes[:] = applied, notes
     if role.is_deterministic:

@@ -45,8 +45,6 @@ def settings(role: ProcessRole) -> list[Setting]:
         found.append(Setting(QUEUE, "2", "kernels are prepared and launched by a second thread"))
     if role.is_deterministic:
         found += _DETERMINISTIC
-    elif not role.trains:  # CANN restricts AIV to inference, and its larger reductions have no deterministic form
-        found.append(Setting("HCCL_OP_EXPANSION_MODE", "AIV", "collectives are driven by the vector cores"))
     if role.trains and not role.engine_sleeps:
         found.append(Setting(ALLOCATOR, "expandable_segments:True", "less fragmentation; no engine sleeps here"))
     if role.samples:
@@ -104,7 +102,8 @@ def _conflicts(role: ProcessRole, environ: Mapping[str, str]) -> list[str]:
     if role.is_deterministic:
         for setting in _DETERMINISTIC:
             own = environ.get(setting.variable, setting.value)
-            if own.lower() not in (setting.value, "strict"):
+            is_strict = setting.variable == "HCCL_DETERMINISTIC" and own.lower() == "strict"
+            if own.lower() != setting.value and not is_strict:
                 found.append(
                     f"{setting.variable} is {own!r}, but platform.deterministic is true: unset it, or set "
                     "platform.deterministic to false"

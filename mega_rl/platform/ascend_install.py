@@ -34,4 +34,9 @@ def explain(message: str) -> str:
         package = "NNAL" if library.startswith(("libatb", "libasdops")) else "CANN"
         what = {"NNAL": "source NNAL's set_env.sh too, such as /usr/local/Ascend/nnal/atb/set_env.sh"}
         return f"{package} is missing ({library} is not found): install it, and {what.get(package, SET_ENV)}"
+    if "undefined symbol" in message and "torch_npu" in message:
+        return (
+            f"torch_npu does not fit the installed torch or CANN ({message.splitlines()[0]}): install versions that "
+            "belong together, see docs/ascend.md"
+        )
     return f"CANN does not load ({message.splitlines()[0] if message else 'no reason given'}): {SET_ENV}"

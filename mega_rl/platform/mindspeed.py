@@ -32,8 +32,8 @@ OPERATORS = {
     "use_fused_rmsnorm": "norms run on npu_rms_norm",
     "use_fused_swiglu": "the activation runs on npu_swiglu",
     "use_fused_rotary_pos_emb": "rotary embeddings run on npu_rotary_mul",
-    "moe_permute_fusion": "tokens are sorted by npu_moe_token_permute",
-    "use_fused_moe_token_permute_and_unpermute": "tokens are sorted by npu_moe_token_permute",
+    "moe_permute_fusion": "tokens are sorted by npu_moe_token_permute_with_routing_map",
+    "use_fused_moe_token_permute_and_unpermute": "tokens are sorted by npu_moe_token_permute_with_routing_map",
     "moe_grouped_gemm": "experts run on npu_grouped_matmul",
 }
 # What a key of mega_rl decides. The name, or what it begins with, -> that key.

@@ -203,6 +203,8 @@ class AscendOperators(TorchOperators):
         return _torch_npu().npu_rms_norm(x, weight_D, epsilon=epsilon)[0]
 
     def swiglu(self, gate_and_up: Tensor) -> Tensor:
+        if gate_and_up.numel() == 0:  # an expert-parallel rank without tokens
+            return super().swiglu(gate_and_up)
         return _torch_npu().npu_swiglu(gate_and_up, dim=-1)
 
     def rotary(self, x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:

@@ -17,11 +17,11 @@ from mega_rl import platform
 from mega_rl.bridge.engine_layout import check_engine
 from mega_rl.bridge.huggingface import HFReader
 from mega_rl.bridge.shape import ModelShape, read_model_shape
+from mega_rl.bridge.trainer_layout import check_parallel
 from mega_rl.config import RunConfig, save_resolved
 from mega_rl.data.tokenizer import load_tokenizer
 from mega_rl.megatron import checkpoint
 from mega_rl.megatron.checkpoint import CheckpointWriter
-from mega_rl.megatron.families import check_parallel
 from mega_rl.megatron.offload import is_device
 from mega_rl.megatron.optimizer import check_supported
 from mega_rl.megatron.policy import initialize_groups

@@ -13,9 +13,9 @@ import pytest
 
 from mega_rl.bridge.engine_layout import check_engine
 from mega_rl.bridge.shape import read_model_shape
+from mega_rl.bridge.trainer_layout import check_parallel
 from mega_rl.config import RunConfig, load_config, problems, to_yaml
 from mega_rl.config.algorithm import PRESETS
-from mega_rl.megatron.families import check_parallel
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.plan import Machine, make_plan
 from mega_rl.stages import building
