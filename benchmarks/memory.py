@@ -38,7 +38,7 @@ from mega_rl.config.schema import RunConfig
 from mega_rl.data.packing import pack
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.optimizer import chained
-from mega_rl.megatron.policy import initialize_groups, parallel_state
+from mega_rl.megatron.policy import destroy_groups, initialize_groups
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.activations import ActivationModel, Tokens
@@ -187,20 +187,11 @@ def run_config(case: Case, directory: Path) -> RunConfig:
 @contextmanager
 def groups(config: RunConfig) -> Iterator[ParallelLayout]:
     """Megatron's process groups for one case; the process may use others afterwards."""
-    parallel = config.parallel
-    layout = ParallelLayout.create(
-        NUM_RANKS,
-        parallel.tensor,
-        parallel.pipeline,
-        context=parallel.context,
-        expert=parallel.expert,
-        expert_tensor=parallel.expert_tensor,
-        virtual_pipeline=parallel.virtual_pipeline,
-    )
+    layout = ParallelLayout.of(config.parallel, NUM_RANKS)
     initialize_groups(layout, seed=0)
     yield layout
     dist.barrier()
-    parallel_state.destroy_model_parallel()
+    destroy_groups()
 
 
 def make_microbatches(case: Case, layout: ParallelLayout, vocab_size: int) -> list[Microbatch]:

@@ -5,6 +5,7 @@ Letters: T packed tokens of a micro-batch.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -60,6 +61,18 @@ def initialize_groups(layout: ParallelLayout, seed: int) -> None:
             f"Megatron placed rank {rank} at (tensor, context, data, pipeline, expert_tensor, expert) {actual}, the "
             f"layout at {expected}"
         )
+
+
+def destroy_groups() -> None:
+    """End all process groups but the world's; the process may make others afterwards.
+
+    Left alone, each gloo group keeps a thread that wakes a hundred times a second: after some layouts these take more
+    processor time than the work.
+    """
+    parallel_state.destroy_model_parallel()
+    for group in [g for g in dist.distributed_c10d._world.pg_map if g is not dist.group.WORLD]:
+        dist.destroy_process_group(group)
+    gc.collect()  # engines refer to groups in cycles
 
 
 def token_count(microbatch: Microbatch) -> Tensor:

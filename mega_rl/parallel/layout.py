@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from mega_rl.config.schema import ParallelConfig
 from mega_rl.types import InputError
 
 
@@ -52,6 +53,19 @@ class ParallelLayout:
         assert self.num_chunks == 1 or self.pipeline > 1, self
         assert self.world_size == self.tensor * self.context * self.data * self.pipeline, self
         assert self.ranks_per_stage % (self.expert * self.expert_tensor) == 0, self
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig, world_size: int) -> ParallelLayout:
+        """The layout that a configuration asks for; InputError as in ``create``."""
+        return cls.create(
+            world_size,
+            parallel.tensor,
+            parallel.pipeline,
+            context=parallel.context,
+            expert=parallel.expert,
+            expert_tensor=parallel.expert_tensor,
+            virtual_pipeline=parallel.virtual_pipeline,
+        )
 
     @classmethod
     def create(

@@ -131,17 +131,8 @@ def make_plan(config: RunConfig, shape: ModelShape, machine: Machine, with_sync:
         InputError: the configuration, or the model at this layout, could not be trained.
     """
     validate(config, machine.num_devices, has_files=False)
-    parallel = config.parallel
-    layout = ParallelLayout.create(
-        machine.num_devices,
-        parallel.tensor,
-        parallel.pipeline,
-        context=parallel.context,
-        expert=parallel.expert,
-        expert_tensor=parallel.expert_tensor,
-        virtual_pipeline=parallel.virtual_pipeline,
-    )
-    check_parallel(shape, parallel)
+    layout = ParallelLayout.of(config.parallel, machine.num_devices)
+    check_parallel(shape, config.parallel)
     engine = sync = None
     if config.trainer.stage == "rl" and config.rollout.replay is None:
         check_engine(shape, config.rollout.tensor_parallel_size)

@@ -106,16 +106,7 @@ def open_session(config: RunConfig) -> Iterator[Session]:
         os.environ.setdefault(name, value)  # started without torchrun: one process
     dist.init_process_group(here.backend, timeout=COLLECTIVE_TIMEOUT)
     with together("opening the session"):
-        parallel = config.parallel
-        layout = ParallelLayout.create(
-            dist.get_world_size(),
-            parallel.tensor,
-            parallel.pipeline,
-            context=parallel.context,
-            expert=parallel.expert,
-            expert_tensor=parallel.expert_tensor,
-            virtual_pipeline=parallel.virtual_pipeline,
-        )
+        layout = ParallelLayout.of(config.parallel, dist.get_world_size())
         engine_size = config.rollout.tensor_parallel_size if config.trainer.stage == "rl" else 1
         if config.trainer.stage == "rl" and config.rollout.placement == "separate":
             engine_size = dist.get_world_size()  # all ranks together speak to the engines elsewhere

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from mega_rl import platform
 from mega_rl.bridge.huggingface import HFReader
@@ -19,7 +17,7 @@ from mega_rl.bridge.shape import read_model_shape
 from mega_rl.config.schema import RunConfig
 from mega_rl.data.packing import pack
 from mega_rl.megatron.engine import LossFunction, MegatronEngine
-from mega_rl.megatron.policy import initialize_groups
+from mega_rl.megatron.policy import destroy_groups, initialize_groups
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.parallel.schedule import balance
 from mega_rl.types import Microbatch, Sequence, TokenStats
@@ -29,11 +27,7 @@ from tests.distributed.parity_reference import BETAS, CLIP, EPS, LR, WEIGHT_DECA
 
 @contextmanager
 def groups(case: Case) -> Iterator[ParallelLayout]:
-    """Megatron's process groups for one layout; the process may use another one afterwards.
-
-    The groups are ended with it: each keeps a thread that wakes a hundred times a second, and after some layouts these
-    take more processor time than the tests.
-    """
+    """Megatron's process groups for one layout; the process may use another one afterwards."""
     layout = ParallelLayout.create(
         dist.get_world_size(),
         case.tensor,
@@ -47,10 +41,7 @@ def groups(case: Case) -> Iterator[ParallelLayout]:
     initialize_groups(layout, seed=1)
     yield layout
     dist.barrier()
-    parallel_state.destroy_model_parallel()
-    for group in [g for g in dist.distributed_c10d._world.pg_map if g is not dist.group.WORLD]:
-        dist.destroy_process_group(group)
-    gc.collect()  # engines refer to groups in cycles
+    destroy_groups()
 
 
 def run_config(case: Case, objective: Objective, dtype: str = "float32") -> RunConfig:

@@ -105,15 +105,7 @@ def test_a_shipped_config_is_valid_for_its_model_and_processes(name: str, tmp_pa
     # what the session checks when it opens
     shape, parallel = read_model_shape(config.model.path), config.parallel
     check_parallel(shape, parallel)
-    layout = ParallelLayout.create(
-        world_size,
-        parallel.tensor,
-        parallel.pipeline,
-        context=parallel.context,
-        expert=parallel.expert,
-        expert_tensor=parallel.expert_tensor,
-        virtual_pipeline=parallel.virtual_pipeline,
-    )
+    layout = ParallelLayout.of(parallel, world_size)
     assert layout.data >= 1
     if config.trainer.stage == "rl":
         check_engine(shape, config.rollout.tensor_parallel_size)
