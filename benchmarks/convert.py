@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from report import publish, table
 
-from mega_rl.bridge.families import hf_tensors
-from mega_rl.bridge.huggingface import metadata_files, plan_huggingface
-from mega_rl.bridge.shape import read_model_shape
-from mega_rl.bridge.stored import OpenTensors, row_blocks
+from mega_rl.bridge.files.huggingface import metadata_files, plan_huggingface
+from mega_rl.bridge.files.stored import OpenTensors, row_blocks
+from mega_rl.bridge.mapping.tensors import hf_tensors
+from mega_rl.models.shape import read_model_shape
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = {

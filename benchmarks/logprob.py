@@ -25,8 +25,8 @@ from report import publish, table
 from torch import Tensor
 
 from mega_rl import platform
+from mega_rl.errors import InputError
 from mega_rl.megatron.logprob import VocabularyShard, token_logprobs
-from mega_rl.types import InputError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WAYS = ("mega_rl", "plain")

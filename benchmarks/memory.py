@@ -32,18 +32,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mega_rl import platform
-from mega_rl.bridge.huggingface import HFReader
-from mega_rl.bridge.shape import read_model_shape
+from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.config.schema import RunConfig
 from mega_rl.data.packing import pack
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.optimizer import chained
 from mega_rl.megatron.policy import destroy_groups, initialize_groups
+from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.activations import ActivationModel, Tokens
 from mega_rl.planning.state import TrainerState, stage_buffers, trainer_state
-from mega_rl.platform.operator_memory import OPERATOR_MEMORY
+from mega_rl.platform.operators.memory import OPERATOR_MEMORY
 from mega_rl.types import Microbatch, Sequence, TokenStats
 
 NUM_RANKS = 2

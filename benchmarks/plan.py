@@ -20,14 +20,14 @@ from pathlib import Path
 import numpy as np
 from report import publish, table
 
-from mega_rl.bridge.buckets import schedule
-from mega_rl.bridge.engine_layout import vllm_series
-from mega_rl.bridge.mixture import Mixture
-from mega_rl.bridge.plan import compile_plan
+from mega_rl.bridge.mapping.megatron import megatron_series, padded_vocab_size
+from mega_rl.bridge.mapping.vllm import vllm_series
+from mega_rl.bridge.reshard.buckets import schedule
+from mega_rl.bridge.reshard.plan import compile_plan
 from mega_rl.bridge.series import Series
-from mega_rl.bridge.shape import ModelShape
-from mega_rl.bridge.trainer_layout import megatron_series, padded_vocab_size
 from mega_rl.config.schema import BridgeConfig
+from mega_rl.models.mixture import Mixture
+from mega_rl.models.shape import ModelShape
 
 CAPACITY = BridgeConfig().bucket_bytes // (2 * 2)  # elements of bfloat16; one of two exchanges that are under way
 ROUNDS = 3

@@ -29,15 +29,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from mega_rl import platform
-from mega_rl.bridge.huggingface import HFReader
-from mega_rl.bridge.shape import read_model_shape
+from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.config.schema import RunConfig
 from mega_rl.data.packing import pack
+from mega_rl.errors import InputError
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.policy import initialize_groups
+from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.parallel.schedule import balance
-from mega_rl.types import InputError, Microbatch, Sequence, TokenStats
+from mega_rl.types import Microbatch, Sequence, TokenStats
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OWN, PADDED, ALONE = "mega_rl", "transformers, padded", "transformers, one by one"

@@ -12,9 +12,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from mega_rl.bridge.shape import ModelShape
-from mega_rl.rollout.cpu_adjustments import cpu_adjustments
-from mega_rl.rollout.environment import preserved_process, set_environment
+from mega_rl.models.shape import ModelShape
+from mega_rl.rollout.vllm.cpu_adjustments import cpu_adjustments
+from mega_rl.rollout.vllm.environment import preserved_process, set_environment
 
 set_environment("cpu")  # before vLLM is imported
 

@@ -2,15 +2,15 @@
 
 Four processes, gloo, random bfloat16 weights of a Qwen3-like model. The ways, in turn, each timed on the slowest rank:
 
-- mega_rl: the plan carried out by ``mega_rl.bridge.execute.Transfer``.
+- mega_rl: the plan carried out by ``mega_rl.bridge.reshard.execute.Transfer``.
 - gather: the usual way. Each Hugging Face tensor is gathered over the tensor-parallel ranks, broadcast over the
   pipeline, and goes through the ``load_weights`` of vLLM's own model.
 - copy: each rank copies the bytes that its engine parameters need from memory that has been written to, whole
   parameters at a time: what the memory of this machine can do.
 
 All write into the same parameters, those of a live model of vLLM's classes (``vllm_model.py``). After mega_rl and
-gather every weight is proved (``mega_rl.bridge.proof``); the proof of mega_rl is timed. Memory is the peak resident
-set of the largest rank above what it held before the way began. CPU time is the sum over the ranks.
+gather every weight is proved (``mega_rl.bridge.reshard.proof``); the proof of mega_rl is timed. Memory is the peak
+resident set of the largest rank above what it held before the way began. CPU time is the sum over the ranks.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from report import publish, table
 from vllm_model import VLLMModel, write_config
 
 from mega_rl import platform
-from mega_rl.bridge.engine_layout import vllm_slices
-from mega_rl.bridge.execute import Transfer
-from mega_rl.bridge.families import hf_tensors
-from mega_rl.bridge.plan import compile_plan
-from mega_rl.bridge.proof import Proof, colocated
-from mega_rl.bridge.shape import ModelShape
+from mega_rl.bridge.mapping.megatron import megatron_slices, padded_vocab_size
+from mega_rl.bridge.mapping.tensors import hf_tensors
+from mega_rl.bridge.mapping.vllm import vllm_slices
+from mega_rl.bridge.reshard.execute import Transfer
+from mega_rl.bridge.reshard.plan import compile_plan
+from mega_rl.bridge.reshard.proof import Proof, colocated
 from mega_rl.bridge.slices import Box, Slice, indices
-from mega_rl.bridge.trainer_layout import megatron_slices, padded_vocab_size
+from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.collectives import broadcast_object, gather_objects
 
 WORLD_SIZE = 4

@@ -14,10 +14,6 @@ from typing import Any
 import torch
 
 
-class InputError(ValueError):
-    """Something that a user can mend: one sentence that names the field or the file, and the mend."""
-
-
 @dataclass(frozen=True)
 class Prompt:
     """One row of the prompt data set, ready to be sampled from.

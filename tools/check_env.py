@@ -1,6 +1,6 @@
 """What is wrong with this machine, before a run finds out: ``python tools/check_env.py [--quick] [--json]``.
 
-Every check is a row: its state (ok, warn, fail, skip), what was found, and how to mend it. Nothing on the machine is
+Every check is a row: its state (ok, warn, fail, skip), what was found, and how to fix it. Nothing on the machine is
 changed and no device is reset; the trials at the end start processes of their own, which ``--quick`` leaves out.
 
 Exit status 0: no check failed (with ``--strict``: nor warned), 1: something is wrong, 2: a wrong call.

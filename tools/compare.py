@@ -19,8 +19,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from mega_rl.errors import InputError
 from mega_rl.observe.compare import Difference, Run, Throughput, difference, read_run, series, throughput
-from mega_rl.types import InputError
 
 DEFAULT_METRICS = ("actor/loss=0.02", "reward/mean=0.04")
 

@@ -30,18 +30,18 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from mega_rl import platform
-from mega_rl.bridge.assembly import Assembly, FileImage, literal_file
-from mega_rl.bridge.checkpoint_files import MANIFEST, PROGRESS, WEIGHTS, damage, manifest, model_record
-from mega_rl.bridge.checkpoint_layout import layout_chunks, smallest_layout
-from mega_rl.bridge.convert import Advance, Transform, copy_tensors, digests
-from mega_rl.bridge.huggingface import HFReader, metadata_files, plan_huggingface
-from mega_rl.bridge.shape import ModelShape, read_model_shape
-from mega_rl.bridge.stored import Stored
-from mega_rl.bridge.torch_dist import INDEX, read_torch_dist
-from mega_rl.bridge.torch_dist_files import plan_torch_dist
-from mega_rl.bridge.trainer_layout import padded_vocab_size
+from mega_rl.bridge.files.assembly import Assembly, FileImage, literal_file
+from mega_rl.bridge.files.copy import Advance, Transform, copy_tensors, digests
+from mega_rl.bridge.files.huggingface import HFReader, metadata_files, plan_huggingface
+from mega_rl.bridge.files.manifest import MANIFEST, PROGRESS, WEIGHTS, damage, manifest, model_record
+from mega_rl.bridge.files.stored import Stored
+from mega_rl.bridge.files.torch_dist import INDEX, read_torch_dist
+from mega_rl.bridge.files.torch_dist_layout import layout_chunks, smallest_layout
+from mega_rl.bridge.files.torch_dist_write import plan_torch_dist
+from mega_rl.bridge.mapping.megatron import padded_vocab_size
+from mega_rl.errors import InputError
+from mega_rl.models.shape import ModelShape, read_model_shape
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.types import InputError
 
 HUGGINGFACE = "huggingface"  # config and tokenizer files in a converted checkpoint
 CERTIFICATE = "certificate.json"

@@ -22,13 +22,13 @@ from rich.console import Console
 from rich.table import Table
 
 from mega_rl import platform
-from mega_rl.bridge.shape import ModelShape, read_model_shape
 from mega_rl.config import RunConfig, load_config, validate
+from mega_rl.errors import InputError
+from mega_rl.models.shape import ModelShape, read_model_shape
 from mega_rl.planning.advice import Change, advise
-from mega_rl.planning.plan import Item, Machine, MemoryPlan, Phase, make_plan, smallest_world
+from mega_rl.planning.memory_plan import Item, Machine, MemoryPlan, Phase, make_plan, smallest_world
 from mega_rl.planning.steps import RunLength, fullest_microbatches, run_length
-from mega_rl.platform.operator_memory import OPERATOR_MEMORY
-from mega_rl.types import InputError
+from mega_rl.platform.operators.memory import OPERATOR_MEMORY
 
 GIB = 1 << 30
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(i?)B")
@@ -258,8 +258,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         show(plan, shape, length, changes)
     if plan.fits:
         return 0
-    mend = f"; it does with {' '.join(k for c in changes for k in c.keys)}" if changes and changes[-1].plan.fits else ""
-    print(f"error: {verdict(plan)}{mend}", file=sys.stderr)
+    fix = f"; it does with {' '.join(k for c in changes for k in c.keys)}" if changes and changes[-1].plan.fits else ""
+    print(f"error: {verdict(plan)}{fix}", file=sys.stderr)
     return 1
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from mega_rl.data.rows import Row, read_rows, write_jsonl, write_parquet
 from mega_rl.data.synthetic import ArithmeticSpec, arithmetic_data
-from mega_rl.types import InputError
+from mega_rl.errors import InputError
 
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 
@@ -33,7 +33,7 @@ def gsm8k_record(row: Row, split: str, index: int) -> dict[str, Any]:
         raise row.missing("`question` and `answer`, both text")
     _, marker, truth = answer.rpartition("####")
     if not marker or not truth.strip():
-        raise InputError(f"{row.where}: the answer does not end with '#### <number>'; mend that row")
+        raise InputError(f"{row.where}: the answer does not end with '#### <number>'; fix that row")
     return {
         "data_source": "openai/gsm8k",
         "prompt": [{"role": "user", "content": f"{question} {GSM8K_INSTRUCTION}"}],

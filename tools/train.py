@@ -1,6 +1,6 @@
 """Train: ``torchrun --nproc-per-node 8 tools/train.py --config FILE [key=value ...]``.
 
-Exit status 0 after a finished run, 2 for input that a user can mend (one sentence on stderr), 1 for anything else.
+Exit status 0 after a finished run, 2 for input that a user can fix (one sentence on stderr), 1 for anything else.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from mega_rl import platform
 from mega_rl.config import load_config, to_yaml, validate
-from mega_rl.types import InputError
+from mega_rl.errors import InputError
 
 STAGES = {"rl": "mega_rl.stages.rl", "sft": "mega_rl.stages.sft"}
 

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from mega_rl.bridge.families import hf_tensors
-from mega_rl.bridge.huggingface import HFReader
-from mega_rl.bridge.shape import read_model_shape
-from mega_rl.types import InputError
+from mega_rl.bridge.files.huggingface import HFReader
+from mega_rl.bridge.mapping.tensors import hf_tensors
+from mega_rl.errors import InputError
+from mega_rl.models.shape import read_model_shape
 
 
 def kinds(names: Iterable[str]) -> list[str]:

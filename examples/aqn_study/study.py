@@ -31,7 +31,7 @@ def run(base: Path, out: Path, arm: str, seed: int) -> dict[str, dict[int, float
     run_dir = out / f"{arm}_{seed}"
     if not (run_dir / "huggingface").exists():
         keys = [f"model.path={base}/sft/huggingface", f"data.train_files=[{base}/data/train.jsonl]", *ARMS[arm]]
-        keys += [f"data.val_files=[{base}/data/val.jsonl]", f"trainer.output_dir={run_dir}", "trainer.save_freq=-1"]
+        keys += [f"data.val_files=[{base}/data/val.jsonl]", f"trainer.output_dir={run_dir}", "checkpoint.save_freq=-1"]
         keys += [f"{key}={seed}" for key in ("trainer.seed", "data.seed", "aqn.seed")]
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         subprocess.run([*torchrun, "tools/train.py", "--config", "configs/quickstart.yaml", *keys], check=True)

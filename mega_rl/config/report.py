@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mega_rl.types import InputError
+from mega_rl.errors import InputError
 
 
 def input_error(where: str, problems: Sequence[str]) -> InputError:

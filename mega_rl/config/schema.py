@@ -32,14 +32,6 @@ class DataConfig:
 
 
 @dataclass
-class SamplingConfig:
-    """How validation samples; training samples with the keys of ``rollout`` itself."""
-
-    n: int = 1  # samples per prompt for the sampled figures; 0: greedy only
-    temperature: float = 1.0
-
-
-@dataclass
 class RolloutConfig:
     placement: str = "colocated"  # colocated: in the trainer's processes | separate: in others, started through Ray
     num_engines: int = 1  # separate only
@@ -58,7 +50,6 @@ class RolloutConfig:
     weight_update: str = "auto"
     replay: str | None = None  # directory of recorded rollouts that stand in for the engine; null: sample
     kv_cache_bytes: int = 268435456  # CPU engine only: KV memory per rank, bytes
-    validation: SamplingConfig = field(default_factory=SamplingConfig)
     vllm: dict[str, Any] = field(default_factory=dict)  # passed to vllm.LLM, checked against its argument names
 
 
@@ -199,15 +190,27 @@ class TrainerConfig:
     seed: int = 0
     max_tokens_per_microbatch: int = 16384
     max_skipped_steps: int = 5  # consecutive optimizer steps without a finite gradient that end the run; 0: never
-    val_before_train: bool = True
-    test_freq: int = -1  # steps between validations; -1: only at the end
+    logprob_chunk_tokens: int = 1024  # never more float32 logits at a time than this many tokens have
+    gates: GatesConfig = field(default_factory=GatesConfig)
+
+
+@dataclass
+class CheckpointConfig:
     save_freq: int = -1  # steps between checkpoints; -1: only at the end
     keep_checkpoints: int = 3  # newest ones kept; 0: all
     async_save: bool = False  # write checkpoints in the background; takes host memory for a copy of the state
     resume: str = "auto"  # auto: newest good checkpoint under output_dir | never | a checkpoint directory
     export_hf: bool = True  # write the final weights as a Hugging Face directory
-    logprob_chunk_tokens: int = 1024  # never more float32 logits at a time than this many tokens have
-    gates: GatesConfig = field(default_factory=GatesConfig)
+
+
+@dataclass
+class ValidationConfig:
+    """When held-out data is looked at, and how it is sampled; training samples with the keys of ``rollout``."""
+
+    test_freq: int = -1  # steps between validations; -1: only at the end
+    val_before_train: bool = True
+    n: int = 1  # samples per prompt for the sampled figures; 0: greedy only
+    temperature: float = 1.0
 
 
 @dataclass
@@ -252,5 +255,7 @@ class RunConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     platform: PlatformConfig = field(default_factory=PlatformConfig)

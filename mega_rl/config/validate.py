@@ -23,7 +23,7 @@ def validate(config: RunConfig, world_size: int | None = None, has_files: bool =
 
 
 def problems(config: RunConfig, world_size: int | None = None, has_files: bool = True) -> list[str]:
-    """Every problem as a sentence that names the field, its value and the mend; empty when the run can start.
+    """Every problem as a sentence that names the field, its value and the fix; empty when the run can start.
 
     Args:
         config: read only; an ``sft`` run does not read rollout, bridge, algorithm, aqn and rewards: not checked.
@@ -103,9 +103,11 @@ def _data_files(found: _Problems) -> None:
     data = found.config.data
     if not data.train_files:
         found.add("data.train_files is []: give at least one .jsonl or .parquet file")
-    if not data.val_files and found.config.trainer.test_freq > 0:
-        freq = found.config.trainer.test_freq
-        found.add(f"data.val_files is [] but trainer.test_freq is {freq}: give a file, or set trainer.test_freq to -1")
+    if not data.val_files and found.config.validation.test_freq > 0:
+        freq = found.config.validation.test_freq
+        found.add(
+            f"data.val_files is [] but validation.test_freq is {freq}: give a file, or set validation.test_freq to -1"
+        )
     for field, files in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
         for name in files:
             if not Path(name).is_file():
@@ -116,21 +118,27 @@ def _data_files(found: _Problems) -> None:
 
 
 def _trainer(found: _Problems) -> None:
-    trainer = found.config.trainer
+    trainer, checkpoint = found.config.trainer, found.config.checkpoint
     if (trainer.total_steps is None) == (trainer.total_epochs is None):
         values = f"trainer.total_steps is {_shown(trainer.total_steps)} and trainer.total_epochs is "
         found.add(f"{values}{_shown(trainer.total_epochs)}: set exactly one of them and leave the other null")
     export = Path(trainer.output_dir) / "huggingface"
-    if trainer.export_hf and found.good("model.path") and export.resolve() == Path(found.config.model.path).resolve():
+    if (
+        checkpoint.export_hf
+        and found.good("model.path")
+        and export.resolve() == Path(found.config.model.path).resolve()
+    ):
         found.add(
             f"model.path is {found.config.model.path!r}, where this run would write its own weights: set "
-            "trainer.output_dir to another directory, or trainer.export_hf to false"
+            "trainer.output_dir to another directory, or checkpoint.export_hf to false"
         )
     if found.good("trainer.output_dir") and Path(trainer.output_dir).is_file():
         found.add(f"trainer.output_dir is {trainer.output_dir!r}, which is a file: give a directory, new or existing")
-    known = trainer.resume in ("auto", "never")
-    if found.good("trainer.resume") and not known and not Path(trainer.resume).is_dir():
-        found.add(f"trainer.resume is {trainer.resume!r}: set it to auto, never or an existing checkpoint directory")
+    known = checkpoint.resume in ("auto", "never")
+    if found.good("checkpoint.resume") and not known and not Path(checkpoint.resume).is_dir():
+        found.add(
+            f"checkpoint.resume is {checkpoint.resume!r}: set it to auto, never or an existing checkpoint directory"
+        )
 
 
 def _optimizer(found: _Problems) -> None:
@@ -152,8 +160,8 @@ def _optimizer(found: _Problems) -> None:
         return
     decay = optimizer.decay_steps
     if (optimizer.schedule == "wsd") != (decay is not None):
-        mend = "give a number of steps" if optimizer.schedule == "wsd" else "leave it null, or use wsd"
-        found.add(f"optimizer.decay_steps is {_shown(decay)} with optimizer.schedule {optimizer.schedule!r}: {mend}")
+        fix = "give a number of steps" if optimizer.schedule == "wsd" else "leave it null, or use wsd"
+        found.add(f"optimizer.decay_steps is {_shown(decay)} with optimizer.schedule {optimizer.schedule!r}: {fix}")
     elif decay is not None and total is not None:
         room = total - optimizer.warmup_steps
         if room < decay:
@@ -169,8 +177,8 @@ def _memory(found: _Problems) -> None:
         ("memory.recompute_num_layers", memory.recompute_num_layers, "full"),
     ):
         if value is not None and memory.recompute != mode:
-            mend = f"leave it null, or set memory.recompute to {mode}"
-            found.add(f"{field} is {value!r} with memory.recompute {memory.recompute!r}: {mend}")
+            fix = f"leave it null, or set memory.recompute to {mode}"
+            found.add(f"{field} is {value!r} with memory.recompute {memory.recompute!r}: {fix}")
     if memory.recompute_modules == []:
         found.add("memory.recompute_modules is []: name at least one module, or leave it null")
     if memory.optimizer_on_host and "optimizer" in memory.offload:
@@ -184,9 +192,9 @@ def _memory(found: _Problems) -> None:
     has_noise = found.config.trainer.stage == "rl" and found.config.aqn.enabled
     if has_noise and (memory.optimizer_on_host or memory.optimizer_state_dtype != "float32"):
         key = "optimizer_on_host" if memory.optimizer_on_host else "optimizer_state_dtype"
-        mend = "false" if memory.optimizer_on_host else "float32"
+        fix = "false" if memory.optimizer_on_host else "float32"
         found.add(
-            f"memory.{key} hides the float32 masters that aqn.enabled reads: set it to {mend}, or aqn.enabled to false"
+            f"memory.{key} hides the float32 masters that aqn.enabled reads: set it to {fix}, or aqn.enabled to false"
         )
 
 
@@ -221,8 +229,8 @@ def _trainer_layout(found: _Problems, world_size: int | None, shape: ModelShape 
     ranks = parallel.tensor * parallel.context * parallel.pipeline
     if world_size is not None and world_size % ranks:
         product = " x ".join(f"parallel.{name} {getattr(parallel, name)}" for name in sizes[:3])
-        mend = f"start a multiple of {ranks} processes, or make the product one of {_divisors(world_size)}"
-        found.add(f"{product} = {ranks} does not divide the world size {world_size}: {mend}")
+        fix = f"start a multiple of {ranks} processes, or make the product one of {_divisors(world_size)}"
+        found.add(f"{product} = {ranks} does not divide the world size {world_size}: {fix}")
     elif world_size is not None:
         _expert_ranks(found, world_size // parallel.pipeline)
     if parallel.sequence and parallel.tensor == 1:
@@ -242,8 +250,8 @@ def _expert_ranks(found: _Problems, ranks_per_stage: int) -> None:
     expert_tensor = parallel.expert_tensor or parallel.tensor
     if ranks_per_stage % (parallel.expert * expert_tensor):
         product = f"parallel.expert {parallel.expert} x parallel.expert_tensor {expert_tensor}"
-        mend = f"make the product one of {_divisors(ranks_per_stage)}"
-        found.add(f"{product} does not divide the {ranks_per_stage} processes of a pipeline stage: {mend}")
+        fix = f"make the product one of {_divisors(ranks_per_stage)}"
+        found.add(f"{product} does not divide the {ranks_per_stage} processes of a pipeline stage: {fix}")
 
 
 def _sequence_lengths(found: _Problems) -> None:
@@ -252,8 +260,8 @@ def _sequence_lengths(found: _Problems) -> None:
     if context > 1 and found.good("data.max_prompt_length", "data.max_response_length"):
         longest = data.max_prompt_length + data.max_response_length
         if longest < 2 * context:
-            mend = f"set it to at most half of the longest sequence, {longest} tokens"
-            found.add(f"parallel.context is {context}: {mend}")
+            fix = f"set it to at most half of the longest sequence, {longest} tokens"
+            found.add(f"parallel.context is {context}: {fix}")
 
 
 def _model_layout(found: _Problems, shape: ModelShape) -> None:
@@ -266,13 +274,13 @@ def _model_layout(found: _Problems, shape: ModelShape) -> None:
         _divides(found, "parallel.pipeline", parallel.pipeline, "num_hidden_layers", shape.num_hidden_layers)
     elif shape.num_hidden_layers % (parallel.pipeline * parallel.virtual_pipeline):
         product = f"parallel.pipeline {parallel.pipeline} x parallel.virtual_pipeline {parallel.virtual_pipeline}"
-        mend = f"make the product a divisor of {shape.num_hidden_layers}"
-        found.add(f"{product} does not divide the model's num_hidden_layers: {mend}")
+        fix = f"make the product a divisor of {shape.num_hidden_layers}"
+        found.add(f"{product} does not divide the model's num_hidden_layers: {fix}")
     if shape.num_experts is not None:
         _divides(found, "parallel.expert", parallel.expert, "number of experts", shape.num_experts)
         if parallel.tensor > 1 and not parallel.sequence:
-            mend = f"set it to true, which experts need with parallel.tensor {parallel.tensor}"
-            found.add(f"parallel.sequence is False: {mend}")
+            fix = f"set it to true, which experts need with parallel.tensor {parallel.tensor}"
+            found.add(f"parallel.sequence is False: {fix}")
         return
     if parallel.expert > 1:
         found.add(f"parallel.expert is {parallel.expert}, but the model has no experts: set it to 1")
@@ -290,16 +298,16 @@ def _engine_layout(found: _Problems, world_size: int | None, shape: ModelShape |
     if not found.good(field):
         return
     if world_size is not None and found.config.rollout.placement == "colocated" and world_size % tensor:
-        mend = f"set it to one of {_divisors(world_size)}"
-        found.add(f"{field} is {tensor}, which does not divide the world size {world_size}: {mend}")
+        fix = f"set it to one of {_divisors(world_size)}"
+        found.add(f"{field} is {tensor}, which does not divide the world size {world_size}: {fix}")
     if shape is None:
         return
     for key in ("num_attention_heads", "intermediate_size"):
         _divides(found, field, tensor, key, getattr(shape, key))
     groups = shape.num_key_value_heads
     if groups % tensor and tensor % groups:  # the engine repeats key/value heads where it has more ranks than heads
-        mend = f"set it to a divisor or a multiple of the model's num_key_value_heads, {groups}"
-        found.add(f"{field} is {tensor}: {mend}")
+        fix = f"set it to a divisor or a multiple of the model's num_key_value_heads, {groups}"
+        found.add(f"{field} is {tensor}: {fix}")
 
 
 def _placement(found: _Problems) -> None:
@@ -392,8 +400,8 @@ def _aqn(found: _Problems) -> None:
     aqn = found.config.aqn
     decays = aqn.schedule != "constant"
     if decays and found.good("aqn.sigma_start", "aqn.sigma_end") and aqn.sigma_start < aqn.sigma_end:
-        mend = f"set it to at least aqn.sigma_end, {aqn.sigma_end}, for aqn.schedule {aqn.schedule!r}"
-        found.add(f"aqn.sigma_start is {aqn.sigma_start}: {mend}")
+        fix = f"set it to at least aqn.sigma_end, {aqn.sigma_end}, for aqn.schedule {aqn.schedule!r}"
+        found.add(f"aqn.sigma_start is {aqn.sigma_start}: {fix}")
     if aqn.enabled and aqn.old_logprobs == "decoupled" and found.config.algorithm.importance_cap is None:
         found.add(
             "algorithm.importance_cap is null, but aqn.old_logprobs 'decoupled' corrects with capped weights: "
@@ -412,13 +420,13 @@ def _aqn(found: _Problems) -> None:
 def _recompute_noisy(found: _Problems, engine_dtype: str) -> None:
     """The trainer must be able to hold what the engine held."""
     dtype, four_bits = found.config.model.dtype, found.config.rollout.simulated_quantization
-    mend = "or aqn.old_logprobs to decoupled or rollout"
+    fix = "or aqn.old_logprobs to decoupled or rollout"
     if dtype == "float32":
         why = "float32 weights are the optimizer's master weights, which must not get noise"
-        found.add(f"aqn.old_logprobs is 'recompute_noisy', but {why}: set model.dtype to bfloat16, {mend}")
+        found.add(f"aqn.old_logprobs is 'recompute_noisy', but {why}: set model.dtype to bfloat16, {fix}")
     elif engine_dtype != dtype:
         why = f"the trainer's {dtype} cannot hold the engine's {engine_dtype} norms"
-        found.add(f"aqn.old_logprobs is 'recompute_noisy', but {why}: set rollout.dtype to null, {mend}")
+        found.add(f"aqn.old_logprobs is 'recompute_noisy', but {why}: set rollout.dtype to null, {fix}")
     if four_bits is not None:
         why = f"the trainer does not recompute what rollout.simulated_quantization {four_bits!r} does"
-        found.add(f"aqn.old_logprobs is 'recompute_noisy', but {why}: set it to null, {mend}")
+        found.add(f"aqn.old_logprobs is 'recompute_noisy', but {why}: set it to null, {fix}")

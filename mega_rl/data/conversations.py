@@ -11,7 +11,8 @@ from mega_rl.config.schema import DataConfig
 from mega_rl.data.rows import Row, read_rows
 from mega_rl.data.stream import Stream, fingerprint
 from mega_rl.data.tokenizer import Message, apply_template, as_messages, encode, render_prompt, uses_chat_template
-from mega_rl.types import InputError, Sequence
+from mega_rl.errors import InputError
+from mega_rl.types import Sequence
 
 WANTED = "`messages`, or `prompt` with `response` or `answer`"
 

@@ -12,7 +12,8 @@ from mega_rl.config.schema import DataConfig
 from mega_rl.data.rows import Row, read_rows
 from mega_rl.data.stream import Stream, fingerprint
 from mega_rl.data.tokenizer import render_prompt
-from mega_rl.types import InputError, Prompt
+from mega_rl.errors import InputError
+from mega_rl.types import Prompt
 
 WANTED = "`prompt` with `reward_model.ground_truth` or `answer`"
 

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mega_rl.types import InputError
+from mega_rl.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,10 @@ def _read_jsonl(path: Path, key: str) -> list[Row]:
             try:
                 record = json.loads(line)
             except ValueError as error:  # bad JSON and bad UTF-8 alike
-                raise InputError(f"{key}: {path} line {number} is no JSON ({error}); mend that line") from error
+                raise InputError(f"{key}: {path} line {number} is no JSON ({error}); fix that line") from error
             if not isinstance(record, dict):
                 kind = type(record).__name__
-                raise InputError(f"{key}: {path} line {number} is a JSON {kind}, not an object; mend that line")
+                raise InputError(f"{key}: {path} line {number} is a JSON {kind}, not an object; fix that line")
             rows.append(Row(path, number, record))
     return rows
 

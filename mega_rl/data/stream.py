@@ -8,7 +8,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from mega_rl.types import InputError
+from mega_rl.errors import InputError
 
 Item = TypeVar("Item")
 ItemOut = TypeVar("ItemOut", covariant=True)

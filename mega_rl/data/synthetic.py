@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from mega_rl.data.stream import generator
-from mega_rl.types import InputError
+from mega_rl.errors import InputError
 
 ARITHMETIC_SOURCE = "arithmetic"
 ARITHMETIC_CHARACTERS = "0123456789+-*= "

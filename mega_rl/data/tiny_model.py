@@ -18,7 +18,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from mega_rl.types import InputError
+from mega_rl.errors import InputError
 
 FAMILIES: dict[str, type[PreTrainedConfig]] = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from mega_rl.types import InputError
+from mega_rl.errors import InputError
 
 Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": ...}
 
@@ -81,7 +81,7 @@ def apply_template(tokenizer: PreTrainedTokenizerBase, messages: list[Message], 
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
     except TemplateError as error:
-        raise InputError(f"the tokenizer's chat template refuses the messages ({error}); mend their roles") from error
+        raise InputError(f"the tokenizer's chat template refuses the messages ({error}); fix their roles") from error
     assert isinstance(text, str)
     return text
 

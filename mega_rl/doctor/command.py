@@ -18,8 +18,8 @@ from mega_rl.doctor.examine import examine, likely_platform, verdict
 from mega_rl.doctor.finding import STATES, Finding, Wanted
 from mega_rl.doctor.host import Host, ThisHost
 from mega_rl.doctor.machine import parse_ports
+from mega_rl.errors import InputError
 from mega_rl.platform import VARIABLE, check_name
-from mega_rl.types import InputError
 
 SCHEMA = 1  # of the JSON; it rises when a field changes or goes
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
@@ -67,7 +67,7 @@ def wanted(options: argparse.Namespace, host: Host) -> Wanted:
 
 def print_table(findings: Iterable[Finding], platform_name: str) -> None:
     table = Table(title=f"Environment for the {platform_name} platform", title_justify="left")
-    for column in ("area", "check", "state", "found", "mend"):
+    for column in ("area", "check", "state", "found", "fix"):
         table.add_column(column, overflow="fold", min_width=5)
     last_area = ""
     for finding in findings:
@@ -76,8 +76,8 @@ def print_table(findings: Iterable[Finding], platform_name: str) -> None:
         area = "" if finding.area == last_area else finding.area
         last_area = finding.area
         state = Text(finding.state, COLOURS[finding.state])
-        found, mend = Text(finding.found), Text(finding.mend)  # brackets in them are no markup
-        table.add_row(area, finding.check, state, found, mend)
+        found, fix = Text(finding.found), Text(finding.fix)  # brackets in them are no markup
+        table.add_row(area, finding.check, state, found, fix)
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table)
 

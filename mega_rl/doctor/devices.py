@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from mega_rl.doctor.finding import CUDA, NPU, Answer, Check, Wanted, fail, ok, skip, warn
 from mega_rl.doctor.host import Host
 from mega_rl.doctor.smi import NVIDIA_DEVICES, NVIDIA_PROCESSES, Device, Smi, parse_npu_smi, parse_nvidia_smi
-from mega_rl.platform import PLATFORMS, ascend_devices
-from mega_rl.types import InputError
+from mega_rl.errors import InputError
+from mega_rl.platform import PLATFORMS
+from mega_rl.platform.ascend import devices as ascend_devices
 
 GIB = 1 << 30
 MAX_USED_SHARE = 0.15  # of a device's memory; an idle 910B holds 5 % itself
@@ -68,7 +69,7 @@ def smi(host: Host, platform_name: str) -> Smi | Answer:
     if not found.devices:
         return fail(
             f"`{SMI[platform_name]}` lists no device: {ran.last_words}",
-            f"run `{SMI[platform_name]}` and mend what it says",
+            f"run `{SMI[platform_name]}` and fix what it says",
         )
     return found
 
@@ -133,15 +134,15 @@ def device_mask(host: Host, wanted: Wanted) -> Iterator[Answer]:
     num_on_host = None if isinstance(listed, Answer) else len(listed.devices)
     misnamed = ascend_devices.misnamed_masks(host.environ)
     for sentence in misnamed:
-        found, _, mend = sentence.rpartition(": ")
-        yield warn(found, mend)
+        found, _, fix = sentence.rpartition(": ")
+        yield warn(found, fix)
     try:
         mask = ascend_devices.read_mask(host.environ)
         if num_on_host is not None:
             ascend_devices.check_visible(mask, num_on_host, num_on_host)
     except InputError as error:
-        found, _, mend = str(error).rpartition(": ")
-        yield fail(found, mend)
+        found, _, fix = str(error).rpartition(": ")
+        yield fail(found, fix)
         return
     if mask is not None:
         yield ok(f"{ascend_devices.MASK}={','.join(map(str, mask))}")

@@ -28,7 +28,7 @@ def examine(host: Host, wanted: Wanted, checks: Sequence[Check] = CHECKS) -> Ite
     """Every check in turn, at least one finding each; one that raises becomes a finding itself."""
     for check in checks:
         for answer in _answers(check, host, wanted):
-            yield Finding(check.area, check.name, answer.state, answer.found, answer.mend)
+            yield Finding(check.area, check.name, answer.state, answer.found, answer.fix)
 
 
 def _answers(check: Check, host: Host, wanted: Wanted) -> Iterator[Answer]:

@@ -24,10 +24,10 @@ class Answer:
 
     state: str  # one of STATES
     found: str  # what was found; where the state is "skip", why there was nothing to look for
-    mend: str = ""  # a command or a key, wherever the state is "warn" or "fail"
+    fix: str = ""  # a command or a key, wherever the state is "warn" or "fail"
 
     def __post_init__(self) -> None:
-        assert self.state in STATES and bool(self.mend) == (self.state in ("warn", "fail")), self
+        assert self.state in STATES and bool(self.fix) == (self.state in ("warn", "fail")), self
 
 
 def ok(found: str) -> Answer:
@@ -38,12 +38,12 @@ def skip(why: str) -> Answer:
     return Answer("skip", why)
 
 
-def warn(found: str, mend: str) -> Answer:
-    return Answer("warn", found, mend)
+def warn(found: str, fix: str) -> Answer:
+    return Answer("warn", found, fix)
 
 
-def fail(found: str, mend: str) -> Answer:
-    return Answer("fail", found, mend)
+def fail(found: str, fix: str) -> Answer:
+    return Answer("fail", found, fix)
 
 
 @dataclass(frozen=True)
@@ -73,4 +73,4 @@ class Finding:
     check: str
     state: str
     found: str
-    mend: str
+    fix: str

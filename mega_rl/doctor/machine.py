@@ -96,22 +96,22 @@ def disk(host: Host, wanted: Wanted) -> Iterator[Answer]:
         if found.free_bytes < MIN_DISK_BYTES:
             yield fail(sentence, f"free some space, or set {key} to a larger disk")
         elif found.free_bytes < roomy:
-            yield warn(sentence, f"set {key} to a larger disk, or lower trainer.keep_checkpoints")
+            yield warn(sentence, f"set {key} to a larger disk, or lower checkpoint.keep_checkpoints")
         else:
             yield ok(sentence)
 
 
 def shared_memory(host: Host, wanted: Wanted) -> Iterator[Answer]:
     found = host.disk("/dev/shm")
-    mend = "docker run --shm-size=16g (or --ipc=host); on a host: mount -o remount,size=16G /dev/shm"
+    fix = "docker run --shm-size=16g (or --ipc=host); on a host: mount -o remount,size=16G /dev/shm"
     if found is None:
-        yield fail("there is no /dev/shm", mend)
+        yield fail("there is no /dev/shm", fix)
         return
     sentence = f"/dev/shm: {found.free_bytes / GIB:.2f} of {found.total_bytes / GIB:.2f} GiB free"
     if found.free_bytes < MIN_SHARED_BYTES:
-        yield fail(sentence, mend)
+        yield fail(sentence, fix)
     else:
-        yield warn(sentence, mend) if found.free_bytes < ROOMY_SHARED_BYTES else ok(sentence)
+        yield warn(sentence, fix) if found.free_bytes < ROOMY_SHARED_BYTES else ok(sentence)
 
 
 def limits(host: Host, wanted: Wanted) -> Iterator[Answer]:
@@ -128,8 +128,8 @@ def limits(host: Host, wanted: Wanted) -> Iterator[Answer]:
     if wanted.platform == CPU or wanted.num_nodes == 1:
         yield skip(f"locked memory ({locked}) matters to network cards between nodes only")
     elif locked != "unlimited":
-        mend = "ulimit -l unlimited (docker run --ulimit memlock=-1)"
-        yield warn(f"{locked} bytes of locked memory: RDMA between nodes registers more", mend)
+        fix = "ulimit -l unlimited (docker run --ulimit memlock=-1)"
+        yield warn(f"{locked} bytes of locked memory: RDMA between nodes registers more", fix)
     else:
         yield ok("locked memory is unlimited")
 
@@ -158,8 +158,8 @@ def host_memory(host: Host, wanted: Wanted) -> Iterator[Answer]:
     sentence = f"{available / GIB:.1f} of {total / GIB:.1f} GiB available"
     if bound < available:
         sentence += f", this container's limit is {bound / GIB:.1f} GiB"
-    mend = "end other processes, or give the container more (docker run --memory)"
-    yield warn(sentence, mend) if bound < MIN_MEMORY_BYTES else ok(sentence)
+    fix = "end other processes, or give the container more (docker run --memory)"
+    yield warn(sentence, fix) if bound < MIN_MEMORY_BYTES else ok(sentence)
 
 
 def processors(host: Host, wanted: Wanted) -> Iterator[Answer]:
@@ -237,8 +237,8 @@ def interfaces(host: Host, wanted: Wanted) -> Iterator[Answer]:
         if address in here:
             yield ok(f"HCCL_IF_IP={address} is this host's")
         else:
-            mend = "set it on every node to that node's own address, or unset it and set HCCL_SOCKET_IFNAME"
-            yield fail(f"HCCL_IF_IP={address} is no address of this host ({', '.join(sorted(here)) or 'none'})", mend)
+            fix = "set it on every node to that node's own address, or unset it and set HCCL_SOCKET_IFNAME"
+            yield fail(f"HCCL_IF_IP={address} is no address of this host ({', '.join(sorted(here)) or 'none'})", fix)
     if said:
         return
     if wanted.num_nodes > 1:
@@ -271,8 +271,8 @@ def _links(host: Host, indices: Sequence[str]) -> Iterator[Answer]:
     said = {index: host.run(("hccn_tool", "-i", index, "-link", "-g")) for index in indices}
     down = [index for index, ran in said.items() if ran is not None and "DOWN" in ran.output.upper()]
     if down:
-        mend = "have their cables and switch ports looked at, or leave them out of ASCEND_RT_VISIBLE_DEVICES"
-        yield fail(f"no link on the network cards of devices {', '.join(down)}", mend)
+        fix = "have their cables and switch ports looked at, or leave them out of ASCEND_RT_VISIBLE_DEVICES"
+        yield fail(f"no link on the network cards of devices {', '.join(down)}", fix)
 
 
 CHECKS = (

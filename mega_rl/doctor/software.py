@@ -71,8 +71,8 @@ def cann(host: Host, wanted: Wanted) -> Iterator[Answer]:
     if not homes:
         installed = any(host.glob(path) for path in SET_ENV)
         do = f"source {_set_env(host)}"
-        mend = do if installed else f"install CANN by {CANN_PAGE}, then {do}"
-        yield fail(f"{versions.CANN_VARIABLES[0]} is not set", mend)
+        fix = do if installed else f"install CANN by {CANN_PAGE}, then {do}"
+        yield fail(f"{versions.CANN_VARIABLES[0]} is not set", fix)
         return
     for name, home in homes.items():
         if not host.glob(home):
@@ -96,10 +96,8 @@ def nnal(host: Host, wanted: Wanted) -> Iterator[Answer]:
     home = host.environ.get("ATB_HOME_PATH")
     if not home:
         installed = host.glob(SET_ENV_NNAL)
-        mend = f"source {SET_ENV_NNAL}"
-        yield fail(
-            "ATB_HOME_PATH is not set", mend if installed else f"install NNAL of CANN's own version, then {mend}"
-        )
+        fix = f"source {SET_ENV_NNAL}"
+        yield fail("ATB_HOME_PATH is not set", fix if installed else f"install NNAL of CANN's own version, then {fix}")
     elif not host.glob(f"{home}/lib/libatb.so"):
         yield fail(f"ATB_HOME_PATH={home} has no lib/libatb.so", f"install NNAL there, then source {SET_ENV_NNAL}")
     else:
@@ -123,13 +121,13 @@ def known_versions(host: Host, wanted: Wanted) -> Iterator[Answer]:
         if row.state == "ok":
             yield ok(f"{name} {row.installed}")
         elif row.state == "untested":
-            yield warn(f"{name} {row.installed}; {known}", row.mend)
+            yield warn(f"{name} {row.installed}; {known}", row.fix)
         elif row.state == "missing":
-            yield fail(f"{name} is not installed; {known}", row.mend)
+            yield fail(f"{name} is not installed; {known}", row.fix)
         elif row.state == "absent":
             yield skip(f"{name} is not installed and not always needed; {known}")
         else:
-            yield fail(f"{name} {row.installed}; {known}", row.mend)
+            yield fail(f"{name} {row.installed}; {known}", row.fix)
 
 
 def torch_build(host: Host, wanted: Wanted) -> Iterator[Answer]:
@@ -142,8 +140,8 @@ def torch_build(host: Host, wanted: Wanted) -> Iterator[Answer]:
     cuda = found.group(1) if found else None
     build = f"torch {version}, built for {f'CUDA {cuda}' if cuda else 'CPU'}"
     if wanted.platform == NPU and cuda:
-        mend = f"pip install --force-reinstall --no-deps the CPU build of torch {version.split('+')[0]}"
-        yield fail(f"{build}: torch_npu refuses to be imported beside it", mend)
+        fix = f"pip install --force-reinstall --no-deps the CPU build of torch {version.split('+')[0]}"
+        yield fail(f"{build}: torch_npu refuses to be imported beside it", fix)
     elif wanted.platform == CUDA and not cuda:
         yield fail(f"{build}: it sees no GPU", "install torch's build for the driver's CUDA version")
     else:

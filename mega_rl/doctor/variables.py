@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from mega_rl import platform
 from mega_rl.doctor.finding import CPU, CUDA, NPU, Answer, Check, Wanted, fail, ok, skip, warn
 from mega_rl.doctor.host import Host
-from mega_rl.platform import ProcessRole, ascend_devices
-from mega_rl.types import InputError
+from mega_rl.errors import InputError
+from mega_rl.platform import ProcessRole
+from mega_rl.platform.ascend import devices as ascend_devices
 
 # CANN's environment-variable reference (collective communication, 8.5 and 9.0) and what torch_npu reads besides.
 _HCCL = """
@@ -84,7 +85,7 @@ COLOCATED = ProcessRole(samples=True, engine_sleeps=True, replays_graphs=True)
 ENGINE_ALONE = ProcessRole(trains=False, samples=True, replays_graphs=True, may_share_device=True)
 ROLES = (COLOCATED, ENGINE_ALONE)
 NO_SLEEP = "an engine that sleeps on the trainer's devices gives no memory back"
-# (platforms, variable, whether a value is trouble, state, what is wrong, mend)
+# (platforms, variable, whether a value is trouble, state, what is wrong, fix)
 Rule = tuple[tuple[str, ...], str, Callable[[str], bool], Callable[[str, str], Answer], str, str]
 VALUES: tuple[Rule, ...] = (
     ((CUDA,), "PYTORCH_CUDA_ALLOC_CONF", _expandable, warn, NO_SLEEP, "unset it, or set rollout.placement=separate"),
@@ -159,22 +160,22 @@ def refused(host: Host, wanted: Wanted) -> Iterator[Answer]:
             except InputError as error:
                 refusals.append(str(error))
         for sentence in (refusals + notes)[:1]:
-            found, _, mend = sentence.rpartition(": ")
-            yield fail(found, mend) if len(refusals) == len(ROLES) else warn(found, mend)
+            found, _, fix = sentence.rpartition(": ")
+            yield fail(found, fix) if len(refusals) == len(ROLES) else warn(found, fix)
 
 
 def values(host: Host, wanted: Wanted) -> Iterator[Answer]:
     answers = list(refused(host, wanted))
     trouble = bool(answers)
     yield from answers
-    for platforms, name, is_wrong, state, why, mend in VALUES:
+    for platforms, name, is_wrong, state, why, fix in VALUES:
         if wanted.platform in platforms and name in host.environ and is_wrong(host.environ[name]):
             trouble = True
-            yield state(f"{name}={host.environ[name]}: {why}", mend)
+            yield state(f"{name}={host.environ[name]}: {why}", fix)
     if host.environ.get("HCCL_WHITELIST_DISABLE") == "0" and not host.environ.get("HCCL_WHITELIST_FILE"):
         trouble = True
-        mend = "export HCCL_WHITELIST_DISABLE=1, or name the list in HCCL_WHITELIST_FILE"
-        yield fail("HCCL_WHITELIST_DISABLE=0 without a list: no host may connect", mend)
+        fix = "export HCCL_WHITELIST_DISABLE=1, or name the list in HCCL_WHITELIST_FILE"
+        yield fail("HCCL_WHITELIST_DISABLE=0 without a list: no host may connect", fix)
     for part in re.split(r"[:\s]+", host.environ.get("LD_PRELOAD", "")):
         if part and "/" in part and not host.glob(part):
             trouble = True

@@ -20,7 +20,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from mega_rl.platform import operators
+from mega_rl.platform.operators import dispatch as operators
 
 
 @dataclass(frozen=True)

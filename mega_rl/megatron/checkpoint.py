@@ -33,18 +33,18 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from torch.distributed.checkpoint import CheckpointException
 
 from mega_rl import platform
-from mega_rl.bridge.checkpoint_files import MANIFEST as MANIFEST
-from mega_rl.bridge.checkpoint_files import PROGRESS as PROGRESS
-from mega_rl.bridge.checkpoint_files import WEIGHTS as WEIGHTS
-from mega_rl.bridge.checkpoint_files import damage as damage
-from mega_rl.bridge.checkpoint_files import manifest, model_record
-from mega_rl.bridge.torch_dist_files import CONTENT
+from mega_rl.bridge.files.manifest import MANIFEST as MANIFEST
+from mega_rl.bridge.files.manifest import PROGRESS as PROGRESS
+from mega_rl.bridge.files.manifest import WEIGHTS as WEIGHTS
+from mega_rl.bridge.files.manifest import damage as damage
+from mega_rl.bridge.files.manifest import manifest, model_record
+from mega_rl.bridge.files.torch_dist_write import CONTENT
+from mega_rl.errors import InputError
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.model import PolicyModel
 from mega_rl.megatron.optimizer import own_hyperparameters
 from mega_rl.parallel.collectives import broadcast_object, gather_objects, together
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.types import InputError
 
 GENERATORS = "generators.pt"  # torch's random states of every rank
 SUPERSEDED = "superseded_"  # directories of checkpoints that a later run did not continue
@@ -115,7 +115,7 @@ def find(root: Path, resume: str) -> tuple[Path | None, list[str]]:
     if resume != "auto":
         problem = "there is no such directory" if not Path(resume).is_dir() else damage(Path(resume))
         if problem:
-            raise InputError(f"trainer.resume={resume} cannot be used: {problem}; name a whole checkpoint, or auto")
+            raise InputError(f"checkpoint.resume={resume} cannot be used: {problem}; name a whole checkpoint, or auto")
         return Path(resume), []
     passed_over: list[str] = []
     for directory in all_checkpoints(root):
@@ -126,7 +126,7 @@ def find(root: Path, resume: str) -> tuple[Path | None, list[str]]:
     if passed_over:
         raise InputError(
             f"no checkpoint under {root} is whole ({passed_over[0]}); restore one, or start again with "
-            "trainer.resume=never"
+            "checkpoint.resume=never"
         )
     return None, []
 
@@ -157,7 +157,7 @@ def check_layout(directory: Path, layout: ParallelLayout) -> None:
     if experts > 1 and layout.expert == 1:
         raise InputError(
             f"checkpoint {directory} was written with parallel.expert {experts}, and Megatron does not read its "
-            f"optimizer state with 1: set parallel.expert to {experts}, or trainer.resume to never"
+            f"optimizer state with 1: set parallel.expert to {experts}, or checkpoint.resume to never"
         )
 
 
@@ -308,7 +308,7 @@ def load(directory: Path, engine: MegatronEngine) -> dict[str, Any]:
         key = different[0]
         raise InputError(
             f"checkpoint {directory} is of another model: {key} is {progress['model'].get(key)!r} there and "
-            f"{own[key]!r} in model.path; choose the model it was trained from, or trainer.resume=never"
+            f"{own[key]!r} in model.path; choose the model it was trained from, or checkpoint.resume=never"
         )
     if progress.get("weights_only"):
         _load_weights(directory, engine)
@@ -342,7 +342,7 @@ def _read(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
 
 def _unreadable(directory: Path, error: BaseException) -> InputError:
     return InputError(
-        f"checkpoint {directory} cannot be read ({_last_line(error)}); use an older one, or trainer.resume=never"
+        f"checkpoint {directory} cannot be read ({_last_line(error)}); use an older one, or checkpoint.resume=never"
     )
 
 

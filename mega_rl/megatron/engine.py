@@ -10,10 +10,9 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from torch import Tensor
 
-from mega_rl.bridge.families import hf_tensors
-from mega_rl.bridge.huggingface import HFReader
+from mega_rl.bridge.files.huggingface import HFReader
+from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.series import Series
-from mega_rl.bridge.shape import ModelShape
 from mega_rl.bridge.slices import Slice
 from mega_rl.config.schema import RunConfig
 from mega_rl.megatron.offload import TrainerOffload, is_device
@@ -25,6 +24,7 @@ from mega_rl.megatron.optimizer import (
     owned_range,
 )
 from mega_rl.megatron.policy import MegatronPolicy
+from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.types import Microbatch, TokenStats
 

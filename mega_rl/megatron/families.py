@@ -20,12 +20,12 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from mega_rl.bridge.latent import LatentAttention
-from mega_rl.bridge.mixture import Mixture
-from mega_rl.bridge.shape import ModelShape
 from mega_rl.megatron.attention import PackedAttention, PackedSequences
 from mega_rl.megatron.fused import use_in_mlp
-from mega_rl.platform import operators
+from mega_rl.models.latent import LatentAttention
+from mega_rl.models.mixture import Mixture
+from mega_rl.models.shape import ModelShape
+from mega_rl.platform.operators import dispatch as operators
 
 
 class RMSNorm(torch.nn.Module):

@@ -25,8 +25,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from mega_rl.platform import operators
-from mega_rl.platform.attention import once_per_tensor
+from mega_rl.platform.operators import dispatch as operators
+from mega_rl.platform.operators.attention import once_per_tensor
 
 
 class GroupedExperts(SequentialMLP):

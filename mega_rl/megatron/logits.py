@@ -13,10 +13,10 @@ from megatron.core.dist_checkpointing.serialization import get_default_load_shar
 from torch import Tensor
 
 from mega_rl import platform
-from mega_rl.bridge.shape import ModelShape
 from mega_rl.config.schema import RunConfig
 from mega_rl.megatron.context import local_input
 from mega_rl.megatron.policy import MegatronPolicy, initialize_groups
+from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.types import Microbatch
 

@@ -21,13 +21,13 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from mega_rl.bridge.shape import ModelShape
-from mega_rl.bridge.trainer_layout import check_parallel, padded_vocab_size
+from mega_rl.bridge.mapping.megatron import check_parallel, padded_vocab_size
 from mega_rl.config.schema import MemoryConfig, ParallelConfig
 from mega_rl.megatron.attention import PackedSequences
 from mega_rl.megatron.families import config_class, family_settings, layer_specs
 from mega_rl.megatron.logprob import VocabularyShard, token_logprobs
 from mega_rl.megatron.recompute import recompute_settings
+from mega_rl.models.shape import ModelShape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

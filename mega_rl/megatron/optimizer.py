@@ -21,9 +21,9 @@ from torch import Tensor
 
 from mega_rl.bridge.slices import Slice
 from mega_rl.config.schema import RunConfig
+from mega_rl.errors import InputError
 from mega_rl.megatron import adam
 from mega_rl.parallel.collectives import gather_objects
-from mega_rl.types import InputError
 
 STYLES = {"constant": "constant", "cosine": "cosine", "linear": "linear", "wsd": "WSD"}  # ours -> Megatron's
 STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -51,10 +51,10 @@ def check_supported(config: RunConfig, device: torch.device) -> None:
     found = importlib.util.find_spec("transformer_engine")
     if needs_fused and (found is None or found.loader is None):  # MindSpeed puts an empty module in its place
         key = "optimizer_on_host" if memory.optimizer_on_host else "optimizer_state_dtype"
-        mend = "false" if memory.optimizer_on_host else "float32"
+        fix = "false" if memory.optimizer_on_host else "float32"
         raise InputError(
             f"memory.{key} is {getattr(memory, key)!r}, which Megatron's precision-aware optimizer does on "
-            f"TransformerEngine alone: install transformer_engine, or set it to {mend}"
+            f"TransformerEngine alone: install transformer_engine, or set it to {fix}"
         )
 
 

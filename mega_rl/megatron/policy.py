@@ -17,17 +17,18 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from mega_rl.bridge.huggingface import HFReader
+from mega_rl.bridge.files.huggingface import HFReader
+from mega_rl.bridge.mapping.megatron import chunk_prefix, rank_series
 from mega_rl.bridge.series import Series, slices_of
-from mega_rl.bridge.shape import ModelShape
 from mega_rl.bridge.slices import Box, Slice
-from mega_rl.bridge.trainer_layout import chunk_prefix, rank_series
 from mega_rl.config.schema import RunConfig
+from mega_rl.errors import InputError
 from mega_rl.megatron.context import LocalInput, in_pack_order, local_input
 from mega_rl.megatron.families import frozen_weights
 from mega_rl.megatron.model import PolicyModel, build_model
+from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.types import InputError, Microbatch, TokenStats
+from mega_rl.types import Microbatch, TokenStats
 
 
 def initialize_groups(layout: ParallelLayout, seed: int) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from mega_rl.bridge.shape import ModelShape
 from mega_rl.config.schema import MemoryConfig
-from mega_rl.types import InputError
+from mega_rl.errors import InputError
+from mega_rl.models.shape import ModelShape
 
 
 def recompute_settings(memory: MemoryConfig, shape: ModelShape) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mega_rl.errors import InputError
 from mega_rl.observe.observer import JSONL_FILE
 from mega_rl.observe.sinks import read_jsonl
-from mega_rl.types import InputError
 
 NUM_FIRST_STEPS = 4  # throughput is looked at in the first steps, start-up effects included, and in the others
 Run = Mapping[int, Mapping[str, float | None]]  # step -> metrics; None: not finite

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from torch.utils.tensorboard import SummaryWriter
 
-from mega_rl.types import InputError
+from mega_rl.errors import InputError
 
 
 class Sink(Protocol):
@@ -129,8 +129,8 @@ class WandbSink:
         try:
             wandb = importlib.import_module("wandb")
         except ModuleNotFoundError as error:
-            mend = "pip install wandb, or set logging.wandb_project to null"
-            raise InputError(f"logging.wandb_project is {project!r}, but wandb is not installed: {mend}") from error
+            fix = "pip install wandb, or set logging.wandb_project to null"
+            raise InputError(f"logging.wandb_project is {project!r}, but wandb is not installed: {fix}") from error
         id_file = output_dir / "wandb_run_id.txt"
         earlier = id_file.read_text(encoding="utf-8").strip() if first_step > 0 and id_file.exists() else None
         self._run = wandb.init(project=project, name=output_dir.name, dir=str(output_dir), id=earlier, resume="allow")

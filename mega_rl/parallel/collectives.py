@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mega_rl.types import InputError
+from mega_rl.errors import InputError
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

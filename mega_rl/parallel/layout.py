@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mega_rl.config.schema import ParallelConfig
-from mega_rl.types import InputError
+from mega_rl.errors import InputError
 
 
 class Coordinates(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from mega_rl.types import InputError
+from mega_rl.errors import InputError
 
 
 def balance(

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mega_rl.bridge.mixture import Mixture
-from mega_rl.bridge.shape import ModelShape
-from mega_rl.bridge.trainer_layout import padded_vocab_size
+from mega_rl.bridge.mapping.megatron import padded_vocab_size
 from mega_rl.config.schema import RunConfig
+from mega_rl.models.mixture import Mixture
+from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.state import ITEM_BYTES
-from mega_rl.platform.operator_memory import OperatorMemory
+from mega_rl.platform.operators.memory import OperatorMemory
 
 TOKEN_BYTES = 64  # of ids, positions, masks, advantages and log-probabilities of one packed token
 

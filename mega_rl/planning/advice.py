@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mega_rl.bridge.shape import ModelShape
+from mega_rl.errors import InputError
+from mega_rl.models.shape import ModelShape
 from mega_rl.planning.engine import engine_share
-from mega_rl.planning.plan import Machine, MemoryPlan, make_plan
-from mega_rl.types import InputError
+from mega_rl.planning.memory_plan import Machine, MemoryPlan, make_plan
 
 SHARE_STEP = 0.05  # of gpu_memory_utilization
 MIN_SHARE = 0.1

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mega_rl.bridge.engine_layout import engine_vocab_size, vllm_series
-from mega_rl.bridge.shape import ModelShape
+from mega_rl.bridge.mapping.vllm import engine_vocab_size, vllm_series
 from mega_rl.bridge.slices import num_elements
 from mega_rl.config.schema import RunConfig
+from mega_rl.models.shape import ModelShape
 from mega_rl.planning.state import ITEM_BYTES
-from mega_rl.platform.operator_memory import OPERATOR_MEMORY
+from mega_rl.platform.operators.memory import OPERATOR_MEMORY
 
 # vLLM's own defaults, where rollout.vllm does not say otherwise.
 BATCHED_TOKENS = 8192  # max_num_batched_tokens

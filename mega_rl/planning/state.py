@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from mega_rl.bridge.mapping.megatron import chunk_series, padded_vocab_size
 from mega_rl.bridge.series import Series, slices_of
-from mega_rl.bridge.shape import ModelShape
-from mega_rl.bridge.trainer_layout import chunk_series, padded_vocab_size
 from mega_rl.config.schema import RunConfig
+from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.layout import ParallelLayout
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}

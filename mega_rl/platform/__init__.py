@@ -10,6 +10,7 @@ import torch
 import torch.utils.deterministic
 
 from mega_rl.config.schema import MindSpeedConfig
+from mega_rl.errors import InputError
 from mega_rl.platform import environment
 from mega_rl.platform.base import MemoryStats, Platform, ProcessRole, Setting
 from mega_rl.platform.cpu import CpuPlatform
@@ -17,7 +18,6 @@ from mega_rl.platform.cuda import CudaPlatform
 from mega_rl.platform.environment import Applied
 from mega_rl.platform.npu import NpuPlatform
 from mega_rl.platform.roles import engine_role, trainer_role
-from mega_rl.types import InputError
 
 __all__ = [
     "PLATFORMS",

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from mega_rl.config.schema import MindSpeedConfig
-from mega_rl.platform.torch_operators import TorchOperators
+from mega_rl.platform.operators.torch_kernels import TorchOperators
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Platform(Protocol):
     operators: TorchOperators  # what ``platform.operators`` computes with
 
     def absence(self) -> str | None:
-        """Why this platform cannot be used here, with the mend; None where it can.
+        """Why this platform cannot be used here, with the fix; None where it can.
 
         Raises:
             InputError: it is installed and broken, so that choosing another one would hide a mistake.

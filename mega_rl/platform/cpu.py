@@ -11,7 +11,7 @@ from mega_rl.config.schema import MindSpeedConfig
 from mega_rl.platform import accelerator
 from mega_rl.platform.base import MemoryStats, ProcessRole, Setting
 from mega_rl.platform.host import host_peak_bytes, reset_host_peak
-from mega_rl.platform.torch_operators import TorchOperators
+from mega_rl.platform.operators.torch_kernels import TorchOperators
 
 
 class CpuPlatform:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from mega_rl.config.schema import MindSpeedConfig
-from mega_rl.platform.attention import VarlenPacking
+from mega_rl.errors import InputError
 from mega_rl.platform.base import MemoryStats, ProcessRole, Setting
 from mega_rl.platform.host import host_peak_bytes, reset_host_peak
-from mega_rl.platform.torch_operators import TorchOperators
-from mega_rl.types import InputError
+from mega_rl.platform.operators.attention import VarlenPacking
+from mega_rl.platform.operators.torch_kernels import TorchOperators
 
 FLASH_MAX_WIDTH = 256  # of a head
 _ENVIRONMENT = (

@@ -12,13 +12,16 @@ from typing import Any
 import torch
 
 from mega_rl.config.schema import MindSpeedConfig
-from mega_rl.platform import accelerator, ascend_devices, ascend_environment, ascend_install, versions
-from mega_rl.platform import mindspeed as mindspeed_adaptor
+from mega_rl.errors import InputError
+from mega_rl.platform import accelerator, versions
+from mega_rl.platform.ascend import devices as ascend_devices
+from mega_rl.platform.ascend import environment as ascend_environment
+from mega_rl.platform.ascend import install as ascend_install
+from mega_rl.platform.ascend import mindspeed as mindspeed_adaptor
 from mega_rl.platform.base import MemoryStats, ProcessRole, Setting
 from mega_rl.platform.host import host_peak_bytes, reset_host_peak
-from mega_rl.platform.npu_operators import AscendOperators
-from mega_rl.platform.torch_operators import TorchOperators
-from mega_rl.types import InputError
+from mega_rl.platform.operators.npu_kernels import AscendOperators
+from mega_rl.platform.operators.torch_kernels import TorchOperators
 
 
 @functools.cache

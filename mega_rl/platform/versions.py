@@ -44,7 +44,7 @@ class Component:
     name: str  # "python", "cann", or a key of DISTRIBUTIONS
     known_good: tuple[str, ...]
     is_required: bool
-    mend: str  # a sentence's end: how to come to a known-good version
+    fix: str  # a sentence's end: how to come to a known-good version
 
 
 _VENDOR = "follow the vendor's own instructions"
@@ -89,7 +89,7 @@ class Row:
     installed: str | None
     known_good: str
     state: str  # ok | untested (installed, in no known-good combination) | missing | absent (not needed) | fails
-    mend: str  # empty where there is nothing to do
+    fix: str  # empty where there is nothing to do
 
 
 def installed(environ: Mapping[str, str] = os.environ) -> dict[str, str | None]:
@@ -127,24 +127,24 @@ def table(platform_name: str, versions: Versions) -> list[Row]:
     for part in COMBINATIONS[platform_name]:
         version = versions.get(part.name)
         if part.name in failing:
-            state, mend = "fails", failing[part.name]
+            state, fix = "fails", failing[part.name]
         elif version is None:
-            state, mend = ("missing", part.mend) if part.is_required else ("absent", "")
+            state, fix = ("missing", part.fix) if part.is_required else ("absent", "")
         elif any(_begins_with(version, good) for good in part.known_good):
-            state, mend = "ok", ""
+            state, fix = "ok", ""
         else:
-            state, mend = "untested", part.mend
-        rows.append(Row(part.name, version, " or ".join(part.known_good), state, mend))
+            state, fix = "untested", part.fix
+        rows.append(Row(part.name, version, " or ".join(part.known_good), state, fix))
     return rows
 
 
 def refusals(platform_name: str, versions: Versions) -> list[str]:
-    """A sentence with the mend for every pair of versions that is known to fail together; empty where none is."""
+    """A sentence with the fix for every pair of versions that is known to fail together; empty where none is."""
     return [sentence for _, sentence in _failing(platform_name, versions)]
 
 
 def _failing(platform_name: str, versions: Versions) -> list[tuple[str, str]]:
-    """(component to change, sentence), the first of these has to be mended first."""
+    """(component to change, sentence), the first of these has to be fixed first."""
     found = []
     torch, torch_npu = versions.get("torch"), versions.get("torch_npu")
     vllm, vllm_ascend = versions.get("vllm"), versions.get("vllm-ascend")

@@ -20,7 +20,7 @@ ASYNC_MARGIN_S = 1.0  # a worker times its coroutines itself; past this, one of 
 
 
 class PoolError(ValueError):
-    """The rewards cannot be run: one sentence with the mend."""
+    """The rewards cannot be run: one sentence with the fix."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class WorkerPool:
             if work is None or slot.failed_starts >= MAX_FAILED_STARTS:
                 names = ", ".join(name for name, _ in self._setup.rewards)
                 raise PoolError(
-                    f"rewards: a worker process {failure.args[1]} while it loaded {names}; mend what the import of the "
+                    f"rewards: a worker process {failure.args[1]} while it loaded {names}; fix what the import of the "
                     "reward does, or raise reward_workers.memory_bytes"
                 )
         if job is not None and work is not None:

@@ -162,7 +162,7 @@ def _module(name: str, source: str) -> ModuleType:
     except BaseException as error:  # importing runs the user's code
         cause = f"{type(error).__name__}: {error}"
         raise ValueError(
-            f"rewards: {name} cannot be imported ({cause}); correct the name, or mend or install the module"
+            f"rewards: {name} cannot be imported ({cause}); correct the name, or fix or install the module"
         ) from error
 
 
@@ -179,7 +179,7 @@ def _module_of_file(name: str, path: Path) -> ModuleType:
     except BaseException as error:  # importing runs the user's code
         del sys.modules[spec.name]
         cause = f"{type(error).__name__}: {error}"
-        raise ValueError(f"rewards: {path} cannot be imported ({cause}); mend that file") from error
+        raise ValueError(f"rewards: {path} cannot be imported ({cause}); fix that file") from error
     return module
 
 

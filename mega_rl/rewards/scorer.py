@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mega_rl.config.schema import RewardConfig, RewardWorkersConfig
+from mega_rl.errors import InputError
 from mega_rl.rewards.pool import PoolError, WorkerPool
 from mega_rl.rewards.registry import BUILT_IN, part_name
 from mega_rl.rewards.worker import Answer, Sample, Setup
-from mega_rl.types import Completion, InputError, Score, UnknownReward
+from mega_rl.types import Completion, Score, UnknownReward
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mega_rl.errors import InputError
 from mega_rl.rollout.collect import Group
-from mega_rl.types import Completion, InputError, Prompt, Score, UnknownReward
+from mega_rl.types import Completion, Prompt, Score, UnknownReward
 
 PATTERN = "step_{:06d}.jsonl"
 

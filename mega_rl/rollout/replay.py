@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 
+from mega_rl.errors import InputError
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.records import read_step, to_completion
-from mega_rl.types import Completion, InputError
+from mega_rl.types import Completion
 
 
 class ReplayEngine:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from mega_rl.config import RunConfig
-from mega_rl.stages import building, learning, progress, rollouts
-from mega_rl.stages.batches import memory_metrics
-from mega_rl.stages.behaviour import behaviour_policy
-from mega_rl.stages.export import export_huggingface
-from mega_rl.stages.gates import gates_of
-from mega_rl.stages.sampler import Sampler
-from mega_rl.stages.scoring import RewardWatch
-from mega_rl.stages.session import Session, open_session
-from mega_rl.stages.validation import Validator
+from mega_rl.stages.parts import building, learning, progress, rollout_metrics
+from mega_rl.stages.parts.batch_builder import Sampler
+from mega_rl.stages.parts.batches import memory_metrics
+from mega_rl.stages.parts.behaviour import behaviour_policy
+from mega_rl.stages.parts.export import export_huggingface
+from mega_rl.stages.parts.gates import gates_of
+from mega_rl.stages.parts.scoring import RewardWatch
+from mega_rl.stages.parts.session import Session, open_session
+from mega_rl.stages.parts.validation import Validator
 
 
 def run(config: RunConfig) -> None:
@@ -40,7 +40,7 @@ def train(session: Session) -> None:
     validator.results |= state.validations
 
     with session.observer(state.step, total_steps) as observer:
-        if config.trainer.val_before_train and state.step == 0:
+        if config.validation.val_before_train and state.step == 0:
             observer.log(0, validator.validate(observer, step=0) | timers.collect())
 
         for step in range(state.step, total_steps):
@@ -53,22 +53,22 @@ def train(session: Session) -> None:
                 metrics |= batch.metrics
                 watch.check(batch.generated)
                 samples = learning.with_advantages(batch.learnt, config.algorithm.advantage)
-                rollouts.show(session, observer, actor, step + 1, batch, samples)
+                rollout_metrics.show(session, observer, actor, step + 1, batch, samples)
                 gates = gates_of(session, step, noise.sigma(step))
                 behaviour = behaviour_policy(session, actor, noise, step)
                 metrics |= learning.update(session, actor, reference, objective, samples, gates, behaviour)
-            metrics |= rollouts.sample_metrics(samples)
-            metrics |= rollouts.noise_metrics(config, noise, step, metrics)
+            metrics |= rollout_metrics.sample_metrics(samples)
+            metrics |= rollout_metrics.noise_metrics(config, noise, step, metrics)
 
             done = step + 1
-            if progress.is_due(done, config.trainer.test_freq, total_steps):
+            if progress.is_due(done, config.validation.test_freq, total_steps):
                 metrics |= validator.validate(observer, step=done)
             progress.save_if_due(session, actor, sampler, done, total_steps, validator.results)
             metrics |= {"data/epoch": done / prompts.steps_per_epoch, "rollout/weight_version": float(step)}
-            metrics |= rollouts.time_metrics(timers.collect(), samples) | memory_metrics(session)
+            metrics |= rollout_metrics.time_metrics(timers.collect(), samples) | memory_metrics(session)
             observer.log(done, metrics)
 
-    if config.trainer.export_hf:
+    if config.checkpoint.export_hf:
         export_huggingface(session, actor)
     validator.print_summary()
     progress.say_where(session)

@@ -10,11 +10,11 @@ from mega_rl.data.conversations import ConversationDataset
 from mega_rl.data.stream import Stream
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.parallel.collectives import together
-from mega_rl.stages import building, progress
-from mega_rl.stages.batches import denominators_of, memory_metrics, pack_for_rank, total_sums
-from mega_rl.stages.export import export_huggingface
-from mega_rl.stages.progress import warn_if_skipped
-from mega_rl.stages.session import Session, open_session
+from mega_rl.stages.parts import building, progress
+from mega_rl.stages.parts.batches import denominators_of, memory_metrics, pack_for_rank, total_sums
+from mega_rl.stages.parts.export import export_huggingface
+from mega_rl.stages.parts.progress import warn_if_skipped
+from mega_rl.stages.parts.session import Session, open_session
 from mega_rl.types import Sequence
 
 
@@ -39,7 +39,7 @@ def train(session: Session) -> None:
                 batch = stream.next_batch()
                 with timers("update"):
                     metrics = update(session, model, batch, is_followed=not weights_are_read(config, done, total_steps))
-            if held_out and progress.is_due(done, config.trainer.test_freq, total_steps):
+            if held_out and progress.is_due(done, config.validation.test_freq, total_steps):
                 with timers("validate"):
                     metrics["sft/val_loss"] = held_out_loss(session, model, held_out)
             progress.save_if_due(session, model, stream, done, total_steps, {})
@@ -48,7 +48,7 @@ def train(session: Session) -> None:
             metrics |= {"data/epoch": done / stream.steps_per_epoch} | seconds | memory_metrics(session)
             observer.log(done, metrics | {"throughput/tokens_per_s": num_tokens / max(seconds["time/step_s"], 1e-9)})
 
-    if config.trainer.export_hf:
+    if config.checkpoint.export_hf:
         export_huggingface(session, model)
     progress.say_where(session)
 
@@ -69,8 +69,9 @@ def conversations(session: Session) -> tuple[Stream[Sequence], list[Sequence]]:
 
 def weights_are_read(config: RunConfig, done: int, total_steps: int) -> bool:
     """Whether something else than the next step reads the weights that step ``done`` leaves."""
-    trainer = config.trainer
-    return any(progress.is_due(done, freq, total_steps) for freq in (trainer.test_freq, trainer.save_freq))
+    return any(
+        progress.is_due(done, freq, total_steps) for freq in (config.validation.test_freq, config.checkpoint.save_freq)
+    )
 
 
 def update(

@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mega_rl import platform
-from mega_rl.bridge.families import hf_tensors, roles
-from mega_rl.bridge.huggingface import HFReader
-from mega_rl.bridge.shape import read_model_shape
+from mega_rl.bridge.files.huggingface import HFReader
+from mega_rl.bridge.mapping.tensors import hf_tensors, roles
 from mega_rl.bridge.slices import indices
 from mega_rl.config.schema import RunConfig
 from mega_rl.data.packing import pack
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.policy import initialize_groups
+from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.types import Microbatch, Sequence, TokenStats

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from mega_rl.bridge.engine_layout import full_slices, vllm_slices
-from mega_rl.bridge.engine_parameters import difference
-from mega_rl.bridge.families import ROLES, hf_tensors, roles
-from mega_rl.bridge.huggingface import HFReader, HFWriter
-from mega_rl.bridge.plan import compile_plan
-from mega_rl.bridge.shape import FAMILIES, ModelShape, read_model_shape
+from mega_rl.bridge.files.huggingface import HFReader, HFWriter
+from mega_rl.bridge.mapping.live_check import difference
+from mega_rl.bridge.mapping.megatron import megatron_slices, padded_vocab_size
+from mega_rl.bridge.mapping.tensors import ROLES, hf_tensors, roles
+from mega_rl.bridge.mapping.vllm import full_slices, vllm_slices
+from mega_rl.bridge.reshard.plan import compile_plan
 from mega_rl.bridge.slices import Slice, indices, whole_box
-from mega_rl.bridge.trainer_layout import megatron_slices, padded_vocab_size
-from mega_rl.types import InputError
+from mega_rl.errors import InputError
+from mega_rl.models.shape import FAMILIES, ModelShape, read_model_shape
 from tests import launch
 from tests.contract import families
 

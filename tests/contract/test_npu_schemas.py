@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from mega_rl import platform
-from mega_rl.platform import npu_operators
-from mega_rl.platform.npu_operators import AscendOperators
+from mega_rl.platform.operators import npu_kernels as npu_operators
+from mega_rl.platform.operators.npu_kernels import AscendOperators
 from tests.contract.npu_schemas import RECORDED, differences, read_files, read_schemas, recorded_schemas
 from tests.npu.recorder import OPERATORS, Call, RecordingTorchNpu
 from tests.operator_cases import operator_cases, outcome

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from mega_rl.config.schema import RolloutConfig
-from mega_rl.rollout import receiving_engine, vllm_engine
-from mega_rl.rollout.receiver import Link
-from mega_rl.rollout.receiving_engine import ReceivingEngine
-from mega_rl.rollout.vllm_engine import VLLMEngine
+from mega_rl.rollout.remote.receiver import Link
+from mega_rl.rollout.vllm import engine as vllm_engine
+from mega_rl.rollout.vllm import receiving_engine
+from mega_rl.rollout.vllm.engine import VLLMEngine
+from mega_rl.rollout.vllm.receiving_engine import ReceivingEngine
 from tests.contract.test_vllm_signatures import NEWEST, OLDEST, names, signature
 
 PARAMETERS = {"model.norm.weight": torch.zeros(2)}

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.rollout import receiver, vllm_versions
-from mega_rl.rollout.vllm_versions import TransferMethods, parameter_name, start_arguments
+from mega_rl.rollout.remote import receiver
+from mega_rl.rollout.vllm import versions as vllm_versions
+from mega_rl.rollout.vllm.versions import TransferMethods, parameter_name, start_arguments
 from tests.contract.vllm_signatures import record
 from tests.contract.vllm_signatures.uses import WORKER, Call, Use, uses
 from tests.contract.vllm_signatures.wheel import Package

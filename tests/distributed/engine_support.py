@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from mega_rl import platform
-from mega_rl.bridge.huggingface import HFReader
-from mega_rl.bridge.shape import read_model_shape
+from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.config.schema import RunConfig
 from mega_rl.data.packing import pack
 from mega_rl.megatron.engine import LossFunction, MegatronEngine
 from mega_rl.megatron.policy import destroy_groups, initialize_groups
+from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.parallel.schedule import balance
 from mega_rl.types import Microbatch, Sequence, TokenStats

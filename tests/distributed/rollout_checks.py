@@ -22,17 +22,18 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from mega_rl.bridge.engine_layout import vllm_slices
-from mega_rl.bridge.shape import read_model_shape
+from mega_rl.bridge.mapping.vllm import vllm_slices
 from mega_rl.bridge.slices import extents, indices
 from mega_rl.config.schema import RolloutConfig
+from mega_rl.errors import InputError
+from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.collectives import broadcast_object, gather_objects
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.replicas import generate_everywhere
-from mega_rl.rollout.sampling import make_requests
-from mega_rl.rollout.vllm_engine import VLLMEngine
-from mega_rl.types import Completion, InputError, Prompt
+from mega_rl.rollout.requests import make_requests
+from mega_rl.rollout.vllm.engine import VLLMEngine
+from mega_rl.types import Completion, Prompt
 from tests.distributed.rollout_support import (
     EOS,
     hf_greedy,

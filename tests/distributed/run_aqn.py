@@ -18,26 +18,26 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from mega_rl import platform
-from mega_rl.bridge.engine_layout import vllm_slices
-from mega_rl.bridge.families import hf_tensors, roles
-from mega_rl.bridge.huggingface import HFReader
-from mega_rl.bridge.quantize import quantize_dequantize
-from mega_rl.bridge.shape import read_model_shape
+from mega_rl.bridge.files.huggingface import HFReader
+from mega_rl.bridge.mapping.tensors import hf_tensors, roles
+from mega_rl.bridge.mapping.vllm import vllm_slices
+from mega_rl.bridge.outgoing.noise import AqnNoise
+from mega_rl.bridge.outgoing.quantize import quantize_dequantize
 from mega_rl.bridge.slices import indices
 from mega_rl.config.schema import RunConfig
 from mega_rl.megatron.checkpoint import CheckpointWriter
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.policy import MegatronPolicy
+from mega_rl.models.shape import read_model_shape
 from mega_rl.observe.timers import Timers
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
-from mega_rl.rollout.noise import AqnNoise
-from mega_rl.rollout.vllm_engine import VLLMEngine
-from mega_rl.stages import building
-from mega_rl.stages.behaviour import behaviour_policy
-from mega_rl.stages.export import export_huggingface
-from mega_rl.stages.session import Session
-from mega_rl.stages.weights import WeightSync
+from mega_rl.rollout.vllm.engine import VLLMEngine
+from mega_rl.stages.parts import building
+from mega_rl.stages.parts.behaviour import behaviour_policy
+from mega_rl.stages.parts.export import export_huggingface
+from mega_rl.stages.parts.session import Session
+from mega_rl.stages.parts.weight_sync import WeightSync
 from tests.distributed import rollout_support, tiny_models
 from tests.distributed.engine_support import build_engine, groups, loss_of, pack_for_rank, run_config
 from tests.distributed.layouts import AQN_CASES as CASES

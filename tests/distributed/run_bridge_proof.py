@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from mega_rl.bridge.engine_layout import vllm_slices
-from mega_rl.bridge.execute import Transfer
-from mega_rl.bridge.families import hf_tensors
-from mega_rl.bridge.plan import compile_plan
-from mega_rl.bridge.proof import SAMPLE_SYNCS, Proof, colocated
+from mega_rl.bridge.mapping.tensors import hf_tensors
+from mega_rl.bridge.mapping.vllm import vllm_slices
+from mega_rl.bridge.reshard.execute import Transfer
+from mega_rl.bridge.reshard.plan import compile_plan
+from mega_rl.bridge.reshard.proof import SAMPLE_SYNCS, Proof, colocated
 from mega_rl.bridge.slices import Box, indices
 from tests.distributed.test_bridge_execute import SHAPE, local_parameters, random_model, trainer_slices
 

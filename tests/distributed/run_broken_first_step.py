@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from mega_rl.megatron.engine import MegatronEngine
-from mega_rl.stages import building
-from mega_rl.stages.weights import WeightSync
+from mega_rl.stages.parts import building
+from mega_rl.stages.parts.weight_sync import WeightSync
 from mega_rl.types import Microbatch, TokenStats
 from tools import train
 

@@ -19,14 +19,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from mega_rl import platform
-from mega_rl.bridge.families import hf_tensors
+from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.slices import indices
 from mega_rl.config.schema import RunConfig
+from mega_rl.errors import InputError
 from mega_rl.megatron import checkpoint
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.types import InputError
 from tests.distributed import tiny_models
 from tests.distributed.engine_support import (
     build_engine,

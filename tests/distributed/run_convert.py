@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from mega_rl import platform
-from mega_rl.bridge.huggingface import HFReader
+from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.megatron import checkpoint
 from mega_rl.megatron.engine import MegatronEngine
 from tests.contract import families

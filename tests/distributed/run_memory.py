@@ -17,13 +17,13 @@ from torch import Tensor
 from mega_rl import platform
 from mega_rl.bridge.slices import indices
 from mega_rl.config.schema import RunConfig
+from mega_rl.errors import InputError
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.offload import PARTS, Reference, TrainerOffload
 from mega_rl.megatron.optimizer import chained, check_supported, owned_range
 from mega_rl.megatron.policy import MegatronPolicy
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.types import InputError
 from tests.distributed import tiny_models
 from tests.distributed.engine_support import build_engine, groups, loss_of, own_device, pack_for_rank, run_config
 from tests.distributed.layouts import Case
@@ -223,7 +223,7 @@ def skipped(world: World) -> None:
 
 
 def refusals(world: World) -> None:
-    """Optimizers that this device does not have are refused with the key and the mend."""
+    """Optimizers that this device does not have are refused with the key and the fix."""
     for key, value in (("optimizer_on_host", True), ("optimizer_state_dtype", "bfloat16")):
         config = world.config()
         check_supported(config, torch.device("cpu"))

@@ -14,12 +14,12 @@ import ray.util.scheduling_strategies
 
 from mega_rl import platform
 from mega_rl.config.schema import RolloutConfig
-from mega_rl.platform.ascend_devices import MASK, RAY_KEEPS_MASK
+from mega_rl.errors import InputError
+from mega_rl.platform.ascend.devices import MASK, RAY_KEEPS_MASK
 from mega_rl.platform.cpu import CpuPlatform
 from mega_rl.platform.npu import NpuPlatform
-from mega_rl.rollout import fleet
-from mega_rl.rollout.ray_room import bundle, check_room
-from mega_rl.types import InputError
+from mega_rl.rollout.remote import placement as fleet
+from mega_rl.rollout.remote.ray_room import bundle, check_room
 from tests.distributed.rollout_checks import check
 
 PHYSICAL = ("2", "4", "6", "7")  # the mask of the node

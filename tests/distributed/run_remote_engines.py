@@ -18,18 +18,18 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from mega_rl import platform
-from mega_rl.bridge.engine_layout import vllm_slices
-from mega_rl.bridge.execute import Ledger
-from mega_rl.bridge.families import hf_tensors
-from mega_rl.bridge.proof import Proof
-from mega_rl.bridge.shape import read_model_shape
+from mega_rl.bridge.mapping.megatron import megatron_slices, padded_vocab_size
+from mega_rl.bridge.mapping.tensors import hf_tensors
+from mega_rl.bridge.mapping.vllm import vllm_slices
+from mega_rl.bridge.reshard.execute import Ledger
+from mega_rl.bridge.reshard.proof import Proof
 from mega_rl.bridge.slices import Box, Slice, indices
-from mega_rl.bridge.trainer_layout import megatron_slices, padded_vocab_size
 from mega_rl.config.schema import RolloutConfig
+from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.collectives import together
-from mega_rl.rollout.engine_process import EngineProcess, EngineSpec
-from mega_rl.rollout.remote_engines import RemoteEngines
-from mega_rl.rollout.sampling import make_requests
+from mega_rl.rollout.remote.engine_process import EngineProcess, EngineSpec
+from mega_rl.rollout.remote.engines import RemoteEngines
+from mega_rl.rollout.requests import make_requests
 from mega_rl.types import Completion
 from tests.distributed.rollout_checks import LONG, MAX_MODEL_LEN, check
 from tests.distributed.rollout_support import hf_greedy, hf_weights, perturb, prompt, save, tiny_model

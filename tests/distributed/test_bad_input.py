@@ -55,8 +55,8 @@ def test_damaged_checkpoint_and_one_of_another_model(tiny_world: TinyWorld, sft_
     training.truncate(damaged / "megatron" / "__0_0.distcp")
     before = digests(output_dir / "checkpoints")
 
-    launched = training.train(tiny_world.sft, output_dir, f"trainer.resume={damaged}", timeout=HANG_S)
-    check_refusal(launched, f"trainer.resume={damaged}", "__0_0.distcp has", "name a whole checkpoint")
+    launched = training.train(tiny_world.sft, output_dir, f"checkpoint.resume={damaged}", timeout=HANG_S)
+    check_refusal(launched, f"checkpoint.resume={damaged}", "__0_0.distcp has", "name a whole checkpoint")
 
     other = tmp_path / "other_model"
     shutil.copytree(tiny_world.model, other)

@@ -15,13 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mega_rl.bridge.engine_layout import full_slices, vllm_slices
-from mega_rl.bridge.execute import Ledger, Transfer
-from mega_rl.bridge.families import hf_tensors
-from mega_rl.bridge.plan import compile_plan
-from mega_rl.bridge.shape import ModelShape
+from mega_rl.bridge.mapping.megatron import megatron_slices, padded_vocab_size
+from mega_rl.bridge.mapping.tensors import hf_tensors
+from mega_rl.bridge.mapping.vllm import full_slices, vllm_slices
+from mega_rl.bridge.reshard.execute import Ledger, Transfer
+from mega_rl.bridge.reshard.plan import compile_plan
 from mega_rl.bridge.slices import Box, Slice, indices
-from mega_rl.bridge.trainer_layout import megatron_slices, padded_vocab_size
+from mega_rl.models.shape import ModelShape
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 120

@@ -16,7 +16,7 @@ BROKEN = REPO / "tests" / "distributed" / "run_broken_first_step.py"
 
 def test_every_gate_stops_the_run_and_names_what_is_wrong(tiny_world: TinyWorld, tmp_path: Path) -> None:
     output_dir = tmp_path / "run"
-    overrides = ("bridge.verify=off", "trainer.val_before_train=false", f"trainer.output_dir={output_dir}")
+    overrides = ("bridge.verify=off", "validation.val_before_train=false", f"trainer.output_dir={output_dir}")
     launched = run(torchrun_command(BROKEN, "--config", tiny_world.rl, *overrides), timeout=200)
     assert launched.returncode != 0, launched.stdout
     text = launched.stdout

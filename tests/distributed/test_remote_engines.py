@@ -51,8 +51,8 @@ def test_whole_run(tiny_world: TinyWorld, tmp_path: Path) -> None:
     overrides = (
         "rollout.placement=separate",
         "trainer.total_steps=4",
-        "trainer.save_freq=-1",
-        "trainer.export_hf=false",
+        "checkpoint.save_freq=-1",
+        "checkpoint.export_hf=false",
         "aqn.num_stages=2",
     )
     launched = train(tiny_world.rl, tmp_path / "run", *overrides).check()

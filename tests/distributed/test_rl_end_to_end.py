@@ -174,7 +174,7 @@ def test_two_engines_of_one_rank(
     layout: tuple[str, ...], whole_run: Path, tiny_world: TinyWorld, tmp_path: Path
 ) -> None:
     """The same samples, rewards and noise as with one engine of two ranks, whatever the trainer's layout."""
-    overrides = ("rollout.tensor_parallel_size=1", "trainer.save_freq=-1", "trainer.export_hf=false", *layout)
+    overrides = ("rollout.tensor_parallel_size=1", "checkpoint.save_freq=-1", "checkpoint.export_hf=false", *layout)
     training.train(tiny_world.rl, tmp_path / "run", *overrides).check()
     metrics, expected = metrics_of(tmp_path / "run"), metrics_of(whole_run)
     assert list(metrics) == list(expected)
@@ -202,7 +202,7 @@ def test_dynamic_sampling_recorded_and_replayed(tiny_world: TinyWorld, tmp_path:
         *(f"{dynamic}.{setting}" for setting in ("enabled=true", "oversample=2", "budget=3", "metric=digits")),
         "rollout.n=3",
         "trainer.total_steps=4",
-        "trainer.export_hf=false",
+        "checkpoint.export_hf=false",
     )
     layout = ("rollout.tensor_parallel_size=1", "logging.dump_rollouts=3")
     first = tmp_path / "first"
@@ -227,7 +227,7 @@ def test_dynamic_sampling_recorded_and_replayed(tiny_world: TinyWorld, tmp_path:
     assert all(row["advantage"] is not None and row["logprob_diff"] >= 0 for row in learnt)
 
     second = tmp_path / "second"
-    resumed = (f"trainer.resume={training.checkpoint(first, 2)}", f"rollout.replay={first / 'rollouts'}")
+    resumed = (f"checkpoint.resume={training.checkpoint(first, 2)}", f"rollout.replay={first / 'rollouts'}")
     training.train(tiny_world.rl, second, *overrides, *resumed).check()
     for step, row in metrics_of(second).items():
         trained = {name: value for name, value in computed(row).items() if not name.startswith(ENGINE_ONLY)}

@@ -55,7 +55,7 @@ def run_of(tiny_world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> C
     def run(name: str) -> Path:
         nproc, layout = LAYOUTS[name]
         overrides = (f"model.path={model}", "model.dtype=bfloat16", f"trainer.total_steps={NUM_STEPS}")
-        more = ("trainer.test_freq=-1", "trainer.save_freq=-1", "trainer.max_tokens_per_microbatch=40")
+        more = ("validation.test_freq=-1", "checkpoint.save_freq=-1", "trainer.max_tokens_per_microbatch=40")
         train(tiny_world.sft, root / name, *overrides, *more, *layout, nproc=nproc).check()
         return root / name
 
@@ -82,7 +82,7 @@ def test_checkpoint_of_split_experts_is_refused_without_them(
     """In one sentence, before a model is built, and nothing is changed."""
     directory = run_of("experts")
     saved = directory / "checkpoints" / f"step_{NUM_STEPS:08d}"
-    overrides = (f"model.path={directory.parent / 'model'}", "model.dtype=bfloat16", f"trainer.resume={saved}")
+    overrides = (f"model.path={directory.parent / 'model'}", "model.dtype=bfloat16", f"checkpoint.resume={saved}")
     launched = train(tiny_world.sft, directory.parent / "refused", *overrides, *ALONE, nproc=0)
     assert launched.returncode != 0
     assert "was written with parallel.expert 2" in launched.stdout and "set parallel.expert to 2" in launched.stdout

@@ -43,7 +43,7 @@ data:
   train_batch_size: 4
   max_prompt_length: 8
   max_response_length: 5
-rollout: {{tensor_parallel_size: 2, n: 4, kv_cache_bytes: 16777216, validation: {{n: 2}}}}
+rollout: {{tensor_parallel_size: 2, n: 4, kv_cache_bytes: 16777216}}
 bridge: {{verify: all}}
 aqn: {{enabled: true, sigma_start: 0.2, sigma_end: 0.05, num_stages: 3}}
 rewards:
@@ -51,7 +51,9 @@ rewards:
   - {{name: '{reward}:digits', weight: 0.5}}
 optimizer: {{lr: 3.0e-4}}
 parallel: {{tensor: 2, sequence: true}}
-trainer: {{total_steps: 6, save_freq: 2, test_freq: 3}}
+trainer: {{total_steps: 6}}
+checkpoint: {{save_freq: 2}}
+validation: {{test_freq: 3, n: 2}}
 logging: {{num_text_samples: 8}}
 platform: {{name: cpu}}
 """
@@ -65,7 +67,9 @@ data:
   max_response_length: 5
 optimizer: {{lr: 3.0e-3, schedule: cosine, warmup_steps: 2}}
 parallel: {{tensor: 2, sequence: true}}
-trainer: {{stage: sft, total_steps: 8, save_freq: 2, test_freq: 4}}
+trainer: {{stage: sft, total_steps: 8}}
+checkpoint: {{save_freq: 2}}
+validation: {{test_freq: 4}}
 platform: {{name: cpu}}
 """
 REWARD = '''

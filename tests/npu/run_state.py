@@ -15,12 +15,12 @@ import torch.distributed as dist
 from megatron.core import tensor_parallel
 
 from mega_rl import platform
-from mega_rl.bridge.engine_layout import vllm_series
-from mega_rl.bridge.execute import Transfer
-from mega_rl.bridge.families import hf_tensors
-from mega_rl.bridge.huggingface import HFReader
-from mega_rl.bridge.plan import compile_plan
-from mega_rl.bridge.proof import Proof, colocated
+from mega_rl.bridge.files.huggingface import HFReader
+from mega_rl.bridge.mapping.tensors import hf_tensors
+from mega_rl.bridge.mapping.vllm import vllm_series
+from mega_rl.bridge.reshard.execute import Transfer
+from mega_rl.bridge.reshard.plan import compile_plan
+from mega_rl.bridge.reshard.proof import Proof, colocated
 from mega_rl.bridge.series import slices_of
 from mega_rl.bridge.slices import Box, indices
 from mega_rl.megatron import checkpoint

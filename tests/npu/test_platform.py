@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from mega_rl.errors import InputError
 from mega_rl.platform.npu import NpuPlatform
-from mega_rl.types import InputError
 from tests.launch import Launched, run
-from tests.unit.test_platform_mindspeed import packages  # noqa: F401 - a fixture
-from tests.unit.test_train_tool import command, config  # noqa: F401 - a fixture
+from tests.unit.platform.test_mindspeed import packages  # noqa: F401 - a fixture
+from tests.unit.tools.test_train import command, config  # noqa: F401 - a fixture
 
 MASK = "ASCEND_RT_VISIBLE_DEVICES"
 

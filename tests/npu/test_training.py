@@ -152,7 +152,12 @@ def test_state_is_kept_moved_and_restored(tmp_path: Path) -> None:
     ]
 
 
-SFT_OVERRIDES = ("trainer.total_steps=4", "trainer.save_freq=-1", "trainer.test_freq=-1", "optimizer.warmup_steps=1")
+SFT_OVERRIDES = (
+    "trainer.total_steps=4",
+    "checkpoint.save_freq=-1",
+    "validation.test_freq=-1",
+    "optimizer.warmup_steps=1",
+)
 
 
 def test_supervised_run_is_that_of_the_cpu(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 REPO = Path(__file__).resolve().parent.parent.parent
 ROWS = (
-    ("types",),
+    ("types", "errors"),
+    ("models",),
     ("config", "observe"),
     ("platform", "algorithms", "rewards"),
     ("parallel",),
@@ -23,12 +24,12 @@ ROWS = (
 ROW = {package: row for row, packages in enumerate(ROWS) for package in packages}
 HOMES = {
     "megatron": "mega_rl/megatron/",
-    "vllm": "mega_rl/rollout/",
-    "vllm_ascend": "mega_rl/rollout/",
-    "ray": "mega_rl/rollout/",
+    "vllm": "mega_rl/rollout/vllm/",
+    "vllm_ascend": "mega_rl/rollout/vllm/",
+    "ray": "mega_rl/rollout/remote/",
     "flash_attn": "mega_rl/platform/cuda.py",
-    "torch_npu": "mega_rl/platform/npu",
-    "mindspeed": "mega_rl/platform/mindspeed.py",
+    "torch_npu": ("mega_rl/platform/npu.py", "mega_rl/platform/operators/npu_kernels.py"),
+    "mindspeed": "mega_rl/platform/ascend/mindspeed.py",
 }
 DEVICE_NAME = re.compile(r"(cuda|nccl)(:.*)?|.*CUDA_VISIBLE_DEVICES.*", re.DOTALL)
 
@@ -150,7 +151,7 @@ def test_broken_rule_is_found(path: str, source: str, expected: str) -> None:
             "from mega_rl.bridge.rules import Rule\nfrom .plan import Plan\nfrom mega_rl.types import X",
         ),
         ("mega_rl/megatron/a.py", "from megatron.core import parallel_state"),
-        ("mega_rl/rollout/a.py", "def f():\n    from vllm import LLM"),
+        ("mega_rl/rollout/vllm/a.py", "def f():\n    from vllm import LLM"),
         ("mega_rl/platform/npu.py", "import importlib\nimportlib.import_module('torch_npu')"),
         ("mega_rl/platform/cuda.py", "torch.cuda.synchronize()\nbackend = 'nccl'"),
         (

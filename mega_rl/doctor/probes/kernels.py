@@ -6,7 +6,8 @@ import torch
 
 from mega_rl import platform
 from mega_rl.doctor.probes import report
-from mega_rl.platform import operators, reference
+from mega_rl.platform.operators import dispatch as operators
+from mega_rl.platform.operators import reference
 
 LENGTHS = (5, 128, 67)  # of the packed sequences, tokens
 NUM_HEADS, NUM_KEY_HEADS, WIDTH = 8, 2, 64

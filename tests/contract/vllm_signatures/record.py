@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from mega_rl.config.schema import RolloutConfig
-from mega_rl.platform.ascend_environment import NZ
-from mega_rl.rollout import environment
-from mega_rl.rollout.options import engine_arguments, option_names
+from mega_rl.platform.ascend.environment import NZ
+from mega_rl.rollout.vllm import environment
+from mega_rl.rollout.vllm.options import engine_arguments, option_names
 from tests.contract.vllm_signatures.uses import ROLLOUT, WORKER, uses
 from tests.contract.vllm_signatures.wheel import Package
 
@@ -64,7 +64,7 @@ def variables() -> list[str]:
 
 def extension_methods() -> list[str]:
     """The methods that our extension adds to vLLM's worker."""
-    tree = ast.parse((ROLLOUT / "worker.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROLLOUT / "vllm" / "worker_extension.py").read_text(encoding="utf-8"))
     return [n.name for c in tree.body if isinstance(c, ast.ClassDef) for n in c.body if isinstance(n, ast.FunctionDef)]
 
 

@@ -9,21 +9,21 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent.parent.parent
 ROLLOUT = REPO / "mega_rl" / "rollout"
-VERSIONS = "vllm_versions.py"  # alone may name what only some of the covered versions have
+VERSIONS = "vllm/versions.py"  # alone may name what only some of the covered versions have
 
 _OUTPUT, _ANSWER = "vllm.outputs.RequestOutput", "vllm.outputs.CompletionOutput"
 WORKER = "vllm.v1.worker.gpu_worker.Worker"
 # Expressions of our sources that hold something of vLLM's: what an assignment in another function hides.
 INSTANCES = {
-    ("vllm_engine.py", "self._llm"): "vllm.LLM",
-    ("vllm_engine.py", "self._llm.llm_engine"): "vllm.v1.engine.llm_engine.LLMEngine",
-    ("receiving_engine.py", "self._llm"): "vllm.LLM",
-    ("vllm_engine.py", "output"): _OUTPUT,
-    ("sampling.py", "output"): _OUTPUT,
-    ("sampling.py", "answer"): _ANSWER,
-    ("sampling.py", "row[token]"): "vllm.logprobs.Logprob",
-    ("worker.py", "self.model_runner"): f"{WORKER}.model_runner",
-    ("worker.py", "self.device"): f"{WORKER}.device",
+    ("vllm/engine.py", "self._llm"): "vllm.LLM",
+    ("vllm/engine.py", "self._llm.llm_engine"): "vllm.v1.engine.llm_engine.LLMEngine",
+    ("vllm/receiving_engine.py", "self._llm"): "vllm.LLM",
+    ("vllm/engine.py", "output"): _OUTPUT,
+    ("requests.py", "output"): _OUTPUT,
+    ("requests.py", "answer"): _ANSWER,
+    ("requests.py", "row[token]"): "vllm.logprobs.Logprob",
+    ("vllm/worker_extension.py", "self.model_runner"): f"{WORKER}.model_runner",
+    ("vllm/worker_extension.py", "self.device"): f"{WORKER}.device",
 }
 OTHERS = (f"{WORKER}.device", f"{WORKER}.model_runner.get_model()")  # torch's: what they have is not vLLM's to say
 
@@ -39,7 +39,7 @@ class Call:
 class Use:
     path: str  # dotted; "()" after a name stands for what calling it returns
     call: Call | None
-    where: str  # file:line
+    where: str  # file under mega_rl/rollout:line
 
     @property
     def is_optional(self) -> bool:
@@ -50,8 +50,8 @@ class Use:
 def uses() -> list[Use]:
     """Every use in ``mega_rl/rollout``, in the order of files and lines."""
     found = []
-    for path in sorted(ROLLOUT.glob("*.py")):
-        found += list(_File(path.name, ast.parse(path.read_text(encoding="utf-8"))).uses())
+    for path in sorted(ROLLOUT.rglob("*.py")):
+        found += list(_File(path.relative_to(ROLLOUT).as_posix(), ast.parse(path.read_text(encoding="utf-8"))).uses())
     return found
 
 

@@ -1,0 +1,294 @@
+"""Hugging Face directories: safetensors read box by box and written tensor by tensor, never a whole model in memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from mega_rl.bridge.files.assembly import FileImage, disk_error, fsync, literal_file
+from mega_rl.bridge.files.stored import Place, Stored
+from mega_rl.bridge.mapping.tensors import LM_HEAD, hf_tensors
+from mega_rl.bridge.slices import Box, indices, whole_box
+from mega_rl.errors import InputError
+from mega_rl.models.shape import ModelShape, read_config
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+COPIED_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+DTYPE_NAMES = {  # safetensors' spelling
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float64: "F64",
+}
+FLOAT_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+class HFReader:
+    """Reads boxes of the tensors of one model directory, sharded or single."""
+
+    def __init__(self, model_dir: str | Path) -> None:
+        """Opens every shard's header; InputError for missing, truncated or inconsistent files."""
+        self.model_dir = Path(model_dir)
+        self._files: dict[str, Any] = {}  # shard file -> open handle
+        self._file_of = self._locate()  # tensor -> shard file
+
+    def names(self) -> list[str]:
+        return list(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """The box of a tensor in the checkpoint's dtype; only its bytes are read."""
+        try:
+            return self._slice(name)[indices(box)]
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{self._path(name)}: cannot read {name} ({error}); copy the file again") from error
+
+    def check(self, shape: ModelShape) -> None:
+        """InputError unless the tensors are exactly those of the model, in shape and of a floating dtype."""
+        expected = hf_tensors(shape)
+        missing = [name for name in expected if name not in self._file_of]
+        if missing:
+            raise InputError(f"{self.model_dir}: missing tensors {_some(missing)}; copy the model again")
+        extra = [name for name in self._file_of if name not in expected and not _is_ignored(name, shape)]
+        if extra:
+            raise InputError(
+                f"{self.model_dir}: unexpected tensors {_some(extra)}; the weights do not belong to this config.json"
+            )
+        for name, size in expected.items():
+            if self.shape(name) != size:
+                raise InputError(
+                    f"{self._path(name)}: {name} has shape {list(self.shape(name))}, but config.json says {list(size)}"
+                )
+            dtype = self._slice(name).get_dtype()
+            if dtype not in FLOAT_DTYPES:
+                raise InputError(f"{self._path(name)}: {name} is {dtype}; give the unquantised model")
+
+    def stored(self, shape: ModelShape) -> Stored:
+        """Where the tensors of a checked model lie in its files."""
+        sizes, starts = hf_tensors(shape), {shard: self._starts(shard) for shard in self._files}
+        places = {}
+        for name, size in sizes.items():
+            shard = self._file_of[name]
+            places[name] = [Place(whole_box(size), shard, starts[shard][name], size, whole_box(size))]
+        dtypes = {name: FLOAT_DTYPES[self._slice(name).get_dtype()] for name in sizes}
+        return Stored(self.model_dir, sizes, dtypes, places)
+
+    def _starts(self, shard: str) -> dict[str, int]:
+        """Where each tensor's bytes begin in a shard whose header has been checked."""
+        with (self.model_dir / shard).open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+        return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
+
+    def _path(self, name: str) -> Path:
+        return self.model_dir / self._file_of[name]
+
+    def _slice(self, name: str) -> Any:
+        return self._files[self._file_of[name]].get_slice(name)
+
+    def _locate(self) -> dict[str, str]:
+        """Which shard holds each tensor; a single file goes before an index, as in transformers."""
+        if (self.model_dir / SINGLE_FILE).is_file():
+            return {name: SINGLE_FILE for name in self._open(SINGLE_FILE)}
+        index = self.model_dir / INDEX_FILE
+        if not index.is_file():
+            raise InputError(f"model.path: {self.model_dir} has neither {SINGLE_FILE} nor {INDEX_FILE}; add weights")
+        try:
+            file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            shards = sorted(set(file_of.values()))
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(f"{index} is not a safetensors index ({error}); copy the model again") from error
+        present = {shard: set(self._open(shard)) for shard in shards}
+        absent = [name for name, shard in file_of.items() if name not in present[shard]]
+        if absent:
+            raise InputError(f"{index} names tensors that its shards lack: {_some(absent)}; copy the model again")
+        return dict(file_of)
+
+    def _open(self, shard: str) -> list[str]:
+        path = self.model_dir / shard
+        if not path.is_file():
+            raise InputError(f"{path} is missing, but {INDEX_FILE} names it; copy the model again")
+        try:
+            self._files[shard] = safe_open(path, framework="pt", device="cpu")
+            return list(self._files[shard].keys())
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{path} is truncated or damaged ({error}); copy the file again") from error
+
+
+class HFWriter:
+    """Writes one model directory: tensors in any order, each straight to its place in its shard.
+
+    Everything goes to a temporary directory beside ``out_dir``, which gets its name at the end of the
+    ``with`` block, when all is on disk; an exception inside removes the temporary directory and leaves no ``out_dir``.
+
+    Example::
+
+        with HFWriter("out", shape, torch.bfloat16, 5 * 2**30, source_dir="model") as writer:
+            for name, tensor in tensors:
+                writer.write(name, tensor)
+    """
+
+    def __init__(
+        self,
+        out_dir: str | Path,
+        shape: ModelShape,
+        dtype: torch.dtype,
+        max_shard_bytes: int,
+        source_dir: str | Path,
+    ) -> None:
+        """``source_dir`` gives config, tokenizer and generation files; InputError where ``out_dir`` exists."""
+        self.out_dir, self.dtype = Path(out_dir), dtype
+        if self.out_dir.exists():
+            raise InputError(f"{self.out_dir} exists; choose another output directory or remove it")
+        self._partial = self.out_dir.parent / f".{self.out_dir.name}.partial"
+        self._stored, images = plan_huggingface(
+            self._partial, shape, dict.fromkeys(hf_tensors(shape), dtype), max_shard_bytes
+        )
+        images |= metadata_files(source_dir, dtype)
+        self._missing = set(self._stored.shapes)
+        try:
+            shutil.rmtree(self._partial, ignore_errors=True)  # left by a killed writer
+            for name, image in images.items():
+                image.create(self._partial / name)
+        except OSError as error:
+            shutil.rmtree(self._partial, ignore_errors=True)
+            raise disk_error(self.out_dir, error) from error
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Puts one whole tensor, of the writer's dtype, into its shard."""
+        size, (place,) = self._stored.shapes[name], self._stored.places[name]
+        assert tuple(tensor.shape) == size and tensor.dtype == self.dtype, (
+            f"{name}: {tuple(tensor.shape)} {tensor.dtype} instead of {size} {self.dtype}"
+        )
+        data = tensor.detach().to("cpu").contiguous().view(torch.uint8).flatten().numpy()
+        try:
+            with (self._partial / place.file).open("r+b") as file:
+                file.seek(place.offset)
+                file.write(data.data)
+        except OSError as error:
+            raise disk_error(self.out_dir, error) from error
+        self._missing.discard(name)
+
+    def _finish(self) -> None:
+        """Makes the directory durable and gives it its name; every tensor must have been written."""
+        assert not self._missing, f"not written: {_some(sorted(self._missing))}"
+        try:
+            for path in sorted(self._partial.iterdir()):
+                fsync(path)
+            fsync(self._partial)
+            os.rename(self._partial, self.out_dir)
+            fsync(self.out_dir.parent)
+        except OSError as error:
+            raise disk_error(self.out_dir, error) from error
+
+    def __enter__(self) -> HFWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            shutil.rmtree(self._partial, ignore_errors=True)
+
+
+def metadata_files(source_dir: str | Path, dtype: torch.dtype) -> dict[str, FileImage]:
+    """config.json, which names ``dtype``, and the tokenizer and generation files that ``source_dir`` has."""
+    config, source = read_config(source_dir), Path(source_dir)
+    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
+    config |= dict.fromkeys(keys, str(dtype).removeprefix("torch."))
+    files = {name: literal_file((source / name).read_bytes()) for name in COPIED_FILES if (source / name).is_file()}
+    return files | {"config.json": literal_file(json.dumps(config, indent=2) + "\n")}
+
+
+def plan_huggingface(
+    root: Path, shape: ModelShape, dtypes: Mapping[str, torch.dtype], max_shard_bytes: int
+) -> tuple[Stored, dict[str, FileImage]]:
+    """The safetensors files of a model under ``root`` without its weights, and the places of the weights in them."""
+    sizes = hf_tensors(shape)
+    num_bytes = {name: dtypes[name].itemsize * prod(size) for name, size in sizes.items()}
+    shards = _group(num_bytes, max_shard_bytes)
+    images: dict[str, FileImage] = {}
+    places: dict[str, list[Place]] = {}
+    for i, names in enumerate(shards):
+        single = len(shards) == 1
+        file_name = SINGLE_FILE if single else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        images[file_name], starts = _shard_image({name: sizes[name] for name in names}, dtypes)
+        for name, start in starts.items():
+            places[name] = [Place(whole_box(sizes[name]), file_name, start, sizes[name], whole_box(sizes[name]))]
+    if len(shards) > 1:
+        index = {
+            "metadata": {"total_size": sum(num_bytes.values())},
+            "weight_map": {name: place.file for name, (place,) in places.items()},
+        }
+        images[INDEX_FILE] = literal_file(json.dumps(index, indent=2) + "\n")
+    return Stored(root, sizes, dict(dtypes), places), images
+
+
+def _shard_image(
+    sizes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
+) -> tuple[FileImage, dict[str, int]]:
+    """A shard and the byte at which each tensor begins.
+
+    Format: https://github.com/huggingface/safetensors#format (header length, JSON header, data).
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    starts: dict[str, int] = {}
+    end = 0
+    for name, size in sizes.items():
+        starts[name], end = end, end + dtypes[name].itemsize * prod(size)
+        header[name] = {"dtype": DTYPE_NAMES[dtypes[name]], "shape": list(size), "data_offsets": [starts[name], end]}
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    data_start = 8 + len(encoded)
+    image = FileImage(data_start + end, ((0, struct.pack("<Q", len(encoded)) + encoded),))
+    return image, {name: data_start + start for name, start in starts.items()}
+
+
+def _group(num_bytes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]]:
+    """Names in order, in shards of at most ``max_shard_bytes``; a larger tensor has a shard of its own."""
+    shards: list[list[str]] = []
+    filled = 0
+    for name, size in num_bytes.items():
+        if not shards or filled + size > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards
+
+
+def _is_ignored(name: str, shape: ModelShape) -> bool:
+    """Tensors that some checkpoints carry and transformers does not load either."""
+    return name.endswith("rotary_emb.inv_freq") or (shape.tied and name == LM_HEAD)
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

@@ -1,0 +1,166 @@
+"""Megatron's distributed checkpoint of a model in integers: its global tensors, and the chunks a layout cuts them into.
+
+A global tensor is the same at every layout but for the padding of its vocabulary. Dense models stack their layers in
+one tensor per kind; with experts every layer has tensors of its own, in which its experts are stacked.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from mega_rl.bridge.mapping.megatron import megatron_slices, padded_vocab_size
+from mega_rl.bridge.mapping.tensors import EMBEDDING, LM_HEAD
+from mega_rl.bridge.slices import Box, Slice, carry_over, intersect, into_stack
+from mega_rl.models.shape import ModelShape
+from mega_rl.parallel.layout import ParallelLayout
+
+VOCABULARY = {EMBEDDING: "embedding.word_embeddings.weight", LM_HEAD: "output_layer.weight"}
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
+_EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(.+)$")
+_LINEAR = re.compile(r"\.linear_\w+\.weight$")
+# Megatron names the norms before grouped-query attention and before the MLP as TransformerEngine's fused layers do.
+_FUSED_NORMS = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a global tensor, and the rank that writes it."""
+
+    key: str
+    box: Box
+    rank: int
+
+
+def global_slices(shape: ModelShape) -> list[Slice]:
+    """Every element of the HF tensors and its place in Megatron's global tensors, each exactly once."""
+    slices = megatron_slices(shape, 1, 0, range(shape.num_layers), True, True, shape.vocab_size)
+    return [_global(shape, piece) for piece in slices]
+
+
+def global_shapes(slices: Iterable[Slice], padded_vocab: int) -> dict[str, tuple[int, ...]]:
+    """The shape of every global tensor; ``padded_vocab`` is the number of rows of embedding and output layer."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for piece in slices:
+        ends = tuple(end for _, end in piece.local_box)
+        known = shapes.get(piece.local_name, ends)
+        shapes[piece.local_name] = tuple(max(pair) for pair in zip(known, ends, strict=True))
+    for key in VOCABULARY.values():
+        if key in shapes:
+            shapes[key] = (padded_vocab, *shapes[key][1:])
+    return shapes
+
+
+def extra_state(key: str, shape: tuple[int, ...], box: Box) -> str | None:
+    """The name of the (empty) state that Megatron keeps beside a linear layer's weight and asks for in every load."""
+    if not _LINEAR.search(key):
+        return None
+    index, count = (box[0][0], shape[0]) if len(shape) == 3 else (0, 1)
+    return f"{key.removesuffix('weight')}_extra_state/shard_{index}_{count}"
+
+
+def smallest_layout(
+    tensor: int, pipeline: int, virtual_pipeline: int | None, expert: int, expert_tensor: int | None
+) -> ParallelLayout:
+    """The layout of these sizes with the fewest ranks; InputError where they do not fit each other."""
+    num_expert_ranks = expert * (expert_tensor or tensor)
+    per_stage = next(n for n in range(tensor, tensor * num_expert_ranks + 1, tensor) if n % num_expert_ranks == 0)
+    return ParallelLayout.create(
+        per_stage * pipeline,
+        tensor,
+        pipeline,
+        expert=expert,
+        expert_tensor=expert_tensor,
+        virtual_pipeline=virtual_pipeline,
+    )
+
+
+def layout_chunks(shape: ModelShape, layout: ParallelLayout) -> list[Chunk]:
+    """What the ranks hold of the global tensors, each element once, by the first rank that has it.
+
+    Raises:
+        InputError: the model cannot be laid out so.
+    """
+    by_hf_name: dict[str, list[Slice]] = defaultdict(list)
+    for piece in global_slices(shape):
+        by_hf_name[piece.hf_name].append(piece)
+    padded = padded_vocab_size(shape.vocab_size, layout.tensor)
+    chunks: dict[tuple[str, Box], Chunk] = {}
+    for rank in range(layout.world_size):
+        boxes: dict[str, list[Box]] = defaultdict(list)
+        for piece in _rank_slices(shape, layout, rank, padded):
+            if piece.hf_name in VOCABULARY:
+                continue
+            for whole in by_hf_name[piece.hf_name]:
+                part = intersect(whole.hf_box, piece.hf_box)
+                if part is not None:
+                    boxes[whole.local_name].append(carry_over(part, whole.hf_box, whole.local_box))
+        for key in _vocabulary_keys(shape, layout, rank):
+            rows = padded // layout.tensor
+            start = layout.coordinates(rank).tensor * rows
+            boxes[key].append(((start, start + rows), (0, shape.hidden_size)))
+        for key, parts in boxes.items():
+            for box in _merged(parts):
+                chunks.setdefault((key, box), Chunk(key, box, rank))
+    return list(chunks.values())
+
+
+def _rank_slices(shape: ModelShape, layout: ParallelLayout, rank: int, padded: int) -> list[Slice]:
+    at, experts_at = layout.coordinates(rank), layout.expert_coordinates(rank)
+    slices: list[Slice] = []
+    for chunk in range(layout.num_chunks):
+        slices += megatron_slices(
+            shape,
+            layout.tensor,
+            at.tensor,
+            layout.layers_of_chunk(shape.num_layers, at.pipeline, chunk),
+            has_embedding=False,
+            has_output=at.pipeline == layout.pipeline - 1 and chunk == layout.num_chunks - 1,
+            padded_vocab_size=padded,
+            expert_parallel=layout.expert,
+            ep_rank=experts_at.expert,
+            expert_tensor_parallel=layout.expert_tensor,
+            etp_rank=experts_at.tensor,
+        )
+    return slices
+
+
+def _vocabulary_keys(shape: ModelShape, layout: ParallelLayout, rank: int) -> list[str]:
+    """A tied output layer is the embedding, which the first stage writes."""
+    stage = layout.coordinates(rank).pipeline
+    keys = [VOCABULARY[EMBEDDING]] if stage == 0 else []
+    return keys + ([VOCABULARY[LM_HEAD]] if stage == layout.pipeline - 1 and not shape.tied else [])
+
+
+def _global(shape: ModelShape, piece: Slice) -> Slice:
+    layer = _LAYER.match(piece.local_name)
+    if layer is None:
+        return piece
+    number, name = int(layer[1]), layer[2]
+    if shape.latent is None:
+        name = _FUSED_NORMS.get(name, name)
+    if shape.mixture is None:
+        return into_stack(piece, f"decoder.layers.{name}", number)
+    expert = _EXPERT.match(name)
+    if expert:
+        return into_stack(piece, f"decoder.layers.{number}.mlp.experts.experts.{expert[2]}", int(expert[1]))
+    return replace(piece, local_name=f"decoder.layers.{number}.{name}")
+
+
+def _merged(boxes: list[Box]) -> list[Box]:
+    """The same elements in fewer boxes: those that lie one below the other, and are equally wide, become one."""
+    merged: list[Box] = []
+    for box in sorted(boxes):
+        row = next((dim for dim, (start, end) in enumerate(box) if end - start > 1), len(box) - 1)
+        last = merged[-1] if merged else None
+        is_below = last is not None and last[row][1] == box[row][0]
+        if last is not None and is_below and all(dim == row or last[dim] == box[dim] for dim in range(len(box))):
+            merged[-1] = (*box[:row], (last[row][0], box[row][1]), *box[row + 1 :])
+        else:
+            merged.append(box)
+    return merged

@@ -1,0 +1,262 @@
+"""What a Megatron rank holds of the HF tensors, in the parameter names of Megatron's local layer spec."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from mega_rl.bridge.mapping.tensors import EMBEDDING, FINAL_NORM, LM_HEAD, layer_name
+from mega_rl.bridge.series import EXPERT, LAYER, Numbers, Series, numbered, slices_of
+from mega_rl.bridge.slices import Slice, stack_rows, take_columns, whole
+from mega_rl.config.schema import ParallelConfig
+from mega_rl.errors import InputError
+from mega_rl.models.shape import ModelShape
+from mega_rl.parallel.layout import ParallelLayout
+
+
+def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
+    """The next multiple of the tensor-parallel size: rows of the whole padded embedding."""
+    return -(-vocab_size // tensor_parallel) * tensor_parallel
+
+
+def megatron_slices(*arguments: Any, **keywords: Any) -> list[Slice]:
+    """``megatron_series`` tensor by tensor: every HF element of a chunk exactly once."""
+    return slices_of(megatron_series(*arguments, **keywords))
+
+
+def megatron_series(
+    shape: ModelShape,
+    tensor_parallel: int,
+    tp_rank: int,
+    layers: range,
+    has_embedding: bool,
+    has_output: bool,
+    padded_vocab_size: int,
+    expert_parallel: int = 1,
+    ep_rank: int = 0,
+    expert_tensor_parallel: int = 1,
+    etp_rank: int = 0,
+) -> list[Series]:
+    """Every HF element that one rank's model chunk holds, each exactly once; vocabulary padding is in no series.
+
+    Experts are laid out by their own two axes, everything else, shared experts included, by the tensor-parallel one.
+
+    ``layers`` are the global indices of the chunk's layers; local names count from 0. A chunk with the output but
+    without the embedding keeps its own copy of tied embeddings as ``output_layer.weight``.
+    """
+    check_tensor_parallel(shape, tensor_parallel)
+    assert padded_vocab_size % tensor_parallel == 0 and padded_vocab_size >= shape.vocab_size
+    check_experts(shape, expert_parallel, expert_tensor_parallel)
+    experts = (expert_parallel, ep_rank, expert_tensor_parallel, etp_rank)
+    series: list[Series] = []
+    vocab = (shape, tensor_parallel, tp_rank, padded_vocab_size)
+    if has_embedding:
+        series += numbered(_vocab_rows("embedding.word_embeddings.weight", EMBEDDING, *vocab))
+    for alike in shape.like_layers(layers):
+        numbers = Numbers(alike, layers.start)
+        local = f"decoder.layers.{LAYER}"
+        series += numbered(_attention(shape, tensor_parallel, tp_rank, local), numbers)
+        if shape.has_experts(alike[0]):
+            series += numbered(_shared_part(shape, tensor_parallel, tp_rank, f"{local}.mlp"), numbers)
+            series += _experts(shape, *experts, f"{local}.mlp.experts.local_experts.{EXPERT}", numbers)
+        else:
+            names = f"{local}.mlp", layer_name(LAYER, "mlp")
+            mlp = gated_mlp(*names, shape.hidden_size, shape.ffn_size, tensor_parallel, tp_rank)
+            series += numbered(mlp, numbers)
+    if has_output:
+        last = [whole("decoder.final_layernorm.weight", FINAL_NORM, (shape.hidden_size,))]
+        if not shape.tied:
+            last += _vocab_rows("output_layer.weight", LM_HEAD, *vocab)
+        elif not has_embedding:
+            last += _vocab_rows("output_layer.weight", EMBEDDING, *vocab)
+        series += numbered(last)
+    return series
+
+
+def rank_series(shape: ModelShape, layout: ParallelLayout, rank: int) -> list[Series]:
+    """What a rank of the layout holds, all of its model chunks."""
+    return [
+        replace(one, local_name=chunk_prefix(layout, chunk) + one.local_name)
+        for chunk in range(layout.num_chunks)
+        for one in chunk_series(shape, layout, rank, chunk)
+    ]
+
+
+def chunk_prefix(layout: ParallelLayout, chunk: int) -> str:
+    """What the local names of a model chunk begin with where a rank has several."""
+    return f"chunk{chunk}." if layout.num_chunks > 1 else ""
+
+
+def chunk_series(shape: ModelShape, layout: ParallelLayout, rank: int, chunk: int) -> list[Series]:
+    """What a rank of the layout holds of one of its model chunks; InputError where the layers do not divide."""
+    tp_rank, _, _, pp_rank = layout.coordinates(rank)
+    etp_rank, ep_rank, _, _ = layout.expert_coordinates(rank)
+    return megatron_series(
+        shape,
+        layout.tensor,
+        tp_rank,
+        layout.layers_of_chunk(shape.num_layers, pp_rank, chunk),
+        has_embedding=pp_rank == 0 and chunk == 0,
+        has_output=pp_rank == layout.pipeline - 1 and chunk == layout.num_chunks - 1,
+        padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tensor),
+        expert_parallel=layout.expert,
+        ep_rank=ep_rank,
+        expert_tensor_parallel=layout.expert_tensor,
+        etp_rank=etp_rank,
+    )
+
+
+def check_parallel(shape: ModelShape, parallel: ParallelConfig) -> None:
+    """InputError where a model of this shape cannot be trained at a layout."""
+    check_tensor_parallel(shape, parallel.tensor)
+    check_experts(shape, parallel.expert, parallel.expert_tensor or parallel.tensor)
+    if (shape.mixture or shape.latent) and parallel.tensor > 1 and not parallel.sequence:
+        raise InputError(
+            f"parallel.sequence: false, but with parallel.tensor {parallel.tensor} a model with experts trains under "
+            "sequence parallelism only; set it to true"
+        )
+
+
+def check_tensor_parallel(shape: ModelShape, tensor_parallel: int) -> None:
+    """InputError where the size does not divide what it splits."""
+    sizes = [("num_attention_heads", shape.num_heads), ("num_key_value_heads", shape.num_kv_heads)]
+    if shape.has_dense_layers:
+        sizes.append(("intermediate_size", shape.ffn_size))
+    if shape.mixture and shape.mixture.shared_ffn_size:
+        sizes.append(("shared expert's width", shape.mixture.shared_ffn_size))
+    if shape.latent:
+        sizes.append(("kv_lora_rank + qk_rope_head_dim", shape.latent.kv_rank + shape.latent.rope_dim))
+        sizes.append(("q_lora_rank", shape.latent.q_rank or 0))
+    for name, size in sizes:
+        if size % tensor_parallel:
+            raise InputError(
+                f"parallel.tensor: {tensor_parallel} does not divide the model's {name} {size}; choose a divisor of it"
+            )
+
+
+def check_experts(shape: ModelShape, expert_parallel: int, expert_tensor_parallel: int) -> None:
+    """InputError where the experts cannot be laid out by these two sizes."""
+    if shape.mixture is None:
+        if expert_parallel > 1:
+            raise InputError(f"parallel.expert: {expert_parallel}, but the model has no experts; set it to 1")
+        return
+    for key, parallel, name, size in (
+        ("parallel.expert", expert_parallel, "number of experts", shape.mixture.num_experts),
+        ("parallel.expert_tensor", expert_tensor_parallel, "moe_intermediate_size", shape.mixture.ffn_size),
+    ):
+        if size % parallel:
+            raise InputError(f"{key}: {parallel} does not divide the model's {name} {size}; choose a divisor of it")
+
+
+def _vocab_rows(
+    local_name: str, hf_name: str, shape: ModelShape, tensor_parallel: int, tp_rank: int, padded: int
+) -> list[Slice]:
+    rows = padded // tensor_parallel
+    start, end = (min(i * rows, shape.vocab_size) for i in (tp_rank, tp_rank + 1))
+    return stack_rows(local_name, [(hf_name, start, end)], shape.hidden_size)
+
+
+def _attention(shape: ModelShape, tensor_parallel: int, tp_rank: int, local: str) -> list[Slice]:
+    """Attention and the layer's two norms."""
+
+    def hf(suffix: str) -> str:
+        return layer_name(LAYER, suffix)
+
+    hidden = shape.hidden_size
+    start, end = shard(shape.attention_size, tensor_parallel, tp_rank)
+    slices = [whole(f"{local}.input_layernorm.weight", hf("input_layernorm.weight"), (hidden,))]
+    project = _latent_qkv if shape.latent else _grouped_qkv
+    slices += project(shape, tensor_parallel, tp_rank, local)
+    if shape.qk_norm:
+        for part in ("q", "k"):
+            name = f"{local}.self_attention.{part}_layernorm.weight"
+            slices.append(whole(name, hf(f"self_attn.{part}_norm.weight"), (shape.head_dim,)))
+    proj = f"{local}.self_attention.linear_proj.weight"
+    slices.append(take_columns(proj, hf("self_attn.o_proj.weight"), hidden, start, end))
+    slices.append(whole(f"{local}.pre_mlp_layernorm.weight", hf("post_attention_layernorm.weight"), (hidden,)))
+    return slices
+
+
+def shard(size: int, parallel: int, rank: int) -> tuple[int, int]:
+    """Start and end of one rank's equal part."""
+    return rank * size // parallel, (rank + 1) * size // parallel
+
+
+def gated_mlp(local: str, hf: str, hidden: int, ffn: int, parallel: int, rank: int) -> list[Slice]:
+    """Megatron's fused order: the rank's gate rows, then its up rows; the down projection by columns."""
+    start, end = shard(ffn, parallel, rank)
+    fc1 = [(f"{hf}.{part}_proj.weight", start, end) for part in ("gate", "up")]
+    down = take_columns(f"{local}.linear_fc2.weight", f"{hf}.down_proj.weight", hidden, start, end)
+    return [*stack_rows(f"{local}.linear_fc1.weight", fc1, hidden), down]
+
+
+def _shared_part(shape: ModelShape, tensor_parallel: int, tp_rank: int, local: str) -> list[Slice]:
+    """What every token passes in a layer with experts: the router, and the shared expert where there is one."""
+    mixture, hidden, hf = shape.mixture, shape.hidden_size, layer_name(LAYER, "mlp")
+    assert mixture is not None
+    slices = [whole(f"{local}.router.weight", f"{hf}.gate.weight", (mixture.num_experts, hidden))]
+    if mixture.score_bias:
+        name = f"{hf}.gate.e_score_correction_bias"
+        slices.append(whole(f"{local}.router.expert_bias", name, (mixture.num_experts,)))
+    if mixture.shared_ffn_size:
+        names = f"{local}.shared_experts", f"{hf}.{mixture.shared_name}"
+        slices += gated_mlp(*names, hidden, mixture.shared_ffn_size, tensor_parallel, tp_rank)
+    if mixture.shared_gate:
+        gate = f"{local}.shared_experts.gate_weight"
+        slices.append(whole(gate, f"{hf}.shared_expert_gate.weight", (1, hidden)))
+    return slices
+
+
+def _experts(
+    shape: ModelShape, parallel: int, rank: int, tensor_parallel: int, tensor_rank: int, local: str, layers: Numbers
+) -> list[Series]:
+    """One rank's experts, which Megatron counts from 0 on every rank."""
+    mixture = shape.mixture
+    assert mixture is not None
+    hf = layer_name(LAYER, f"mlp.experts.{EXPERT}")
+    pieces = gated_mlp(local, hf, shape.hidden_size, mixture.ffn_size, tensor_parallel, tensor_rank)
+    first, last = shard(mixture.num_experts, parallel, rank)
+    return numbered(pieces, replace(layers, experts=range(first, last), first_expert=first))
+
+
+def _latent_qkv(shape: ModelShape, tensor_parallel: int, tp_rank: int, local: str) -> list[Slice]:
+    """The projections of latent attention are all cut by rows: the ones up by heads, the ones down anywhere."""
+    latent = shape.latent
+    assert latent is not None
+    rows = [("linear_kv_down_proj", "kv_a_proj_with_mqa", latent.kv_rank + latent.rope_dim, shape.hidden_size)]
+    rows.append(
+        ("linear_kv_up_proj", "kv_b_proj", shape.num_heads * (latent.nope_dim + latent.value_dim), latent.kv_rank)
+    )
+    norms = [("kv_layernorm", "kv_a_layernorm", latent.kv_rank)]
+    if latent.q_rank is None:
+        rows.append(("linear_q_proj", "q_proj", shape.q_size, shape.hidden_size))
+    else:
+        rows.append(("linear_q_down_proj", "q_a_proj", latent.q_rank, shape.hidden_size))
+        rows.append(("linear_q_up_proj", "q_b_proj", shape.q_size, latent.q_rank))
+        norms.append(("q_layernorm", "q_a_layernorm", latent.q_rank))
+    slices: list[Slice] = []
+    for name, hf, height, width in rows:
+        part = (layer_name(LAYER, f"self_attn.{hf}.weight"), *shard(height, tensor_parallel, tp_rank))
+        slices += stack_rows(f"{local}.self_attention.{name}.weight", [part], width)
+    for name, hf, size in norms:
+        slices.append(
+            whole(f"{local}.self_attention.{name}.weight", layer_name(LAYER, f"self_attn.{hf}.weight"), (size,))
+        )
+    return slices
+
+
+def _grouped_qkv(shape: ModelShape, tensor_parallel: int, tp_rank: int, local: str) -> list[Slice]:
+    """Megatron's fused order: for every key-value group its query heads, then its key, then its value."""
+    rows = {"q": shape.q_size // shape.num_kv_heads, "k": shape.head_dim, "v": shape.head_dim}  # of one group
+    first, last = (i * shape.num_kv_heads // tensor_parallel for i in (tp_rank, tp_rank + 1))
+    slices: list[Slice] = []
+    for kind, width in (("weight", shape.hidden_size), ("bias", None)):
+        if kind == "bias" and not shape.qkv_bias:
+            continue
+        parts = [
+            (layer_name(LAYER, f"self_attn.{part}_proj.{kind}"), group * rows[part], (group + 1) * rows[part])
+            for group in range(first, last)
+            for part in ("q", "k", "v")
+        ]
+        slices += stack_rows(f"{local}.self_attention.linear_qkv.{kind}", parts, width)
+    return slices

@@ -1,0 +1,283 @@
+"""Adaptive quantisation noise (AQN; QeRL, arXiv 2510.11696): keyed Gaussian noise on norms of the rollout policy.
+
+The noise is added to the outgoing weights only, from the trainer's float32 weights anew at every sync, so it never
+accumulates and nothing has to be undone. It depends on (seed, weight version, Hugging Face name) and on no layout.
+
+Targets are chosen by role. The bridge gives every Hugging Face tensor one role; those of norms are
+  - ``input_layernorm``: the norm before q/k/v,
+  - ``post_attention_layernorm``: the norm before gate/up of a dense MLP, whatever its Hugging Face name,
+  - ``router_norm``: the norm that feeds a mixture-of-experts router,
+  - ``q_norm``, ``k_norm``: the norms of queries and keys,
+  - ``latent_norm``: the norm of a compressed query or key/value (multi-head latent attention),
+  - ``output_norm``: a norm of what attention or MLP gives back to the residual stream (Gemma),
+  - ``final_layernorm``: the norm before the language-model head;
+any other role (``embedding``, ``linear``, ...) never gets noise.
+
+Letters in names: K stages of the schedule, Z the noise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import numpy
+import torch
+from torch import Tensor
+
+from mega_rl.bridge.slices import Box, extents, indices
+from mega_rl.config.schema import AqnConfig
+from mega_rl.errors import InputError
+
+ROUTER_NORM = "router_norm"
+DEFAULT_ROLES = ("input_layernorm", "post_attention_layernorm")
+NORM_ROLES = (*DEFAULT_ROLES, ROUTER_NORM, "q_norm", "k_norm", "latent_norm", "output_norm", "final_layernorm")
+HASH_BITS = 48  # a hash that a float64 metric holds exactly
+
+
+def stage_of(step: int, total_steps: int, num_stages: int) -> int:
+    """``min(step * K // total_steps, K - 1)``: the stage of a step, which counts from 0; stages are equally long."""
+    assert step >= 0 and total_steps >= 1 and num_stages >= 1, (step, total_steps, num_stages)
+    return min(step * num_stages // total_steps, num_stages - 1)
+
+
+def sigma_at(
+    schedule: str, step: int, total_steps: int, num_stages: int, sigma_start: float, sigma_end: float
+) -> float:
+    """The noise's standard deviation at a step; both bounds > 0. One stage is constant at ``sigma_start``.
+
+    Schedules, with s the stage and i = s - 1:
+      - ``exponential`` (QeRL's code): 0 in stage 0, then ``start * (end/start)^(i/(K-2))``; ends exactly at ``end``;
+      - ``exponential_eq8`` (the paper's equation 8): ``start * (end/start)^(s/(K-1))``, no stage without noise;
+      - ``exponential_alg1`` (its algorithm 1): 0 in stage 0, then ``start * (end/start)^(i/(K-1))``;
+      - ``linear``, ``cosine``: from ``start`` in stage 0 to ``end`` in the last one; ``constant``: ``start``.
+    """
+    assert sigma_start > 0 and sigma_end > 0, (sigma_start, sigma_end)
+    stage = stage_of(step, total_steps, num_stages)
+    last = num_stages - 1
+    if schedule == "constant" or last == 0:
+        return sigma_start
+    if schedule in ("exponential", "exponential_alg1") and stage == 0:
+        return 0.0
+    match schedule:
+        case "exponential":
+            return _geometric(sigma_start, sigma_end, stage - 1, last - 1)
+        case "exponential_eq8":
+            return _geometric(sigma_start, sigma_end, stage, last)
+        case "exponential_alg1":
+            return _geometric(sigma_start, sigma_end, stage - 1, last)
+        case "linear":
+            way = stage / last
+        case "cosine":
+            way = (1.0 - math.cos(math.pi * stage / last)) / 2.0
+        case _:
+            raise AssertionError(f"unknown schedule {schedule!r}")
+    return sigma_start * (1.0 - way) + sigma_end * way
+
+
+def draw(seed: int, weight_version: int, hf_name: str, full_shape: tuple[int, ...]) -> numpy.ndarray:
+    """Standard normal noise of ``full_shape``, float32, from a key of its own: no global generator is read or moved."""
+    generator = _generator(f"aqn-v1|{seed}|{weight_version}|{hf_name}")
+    return generator.standard_normal(full_shape, dtype=numpy.float32)
+
+
+@dataclass(frozen=True)
+class NoiseRecord:
+    """What one tensor, or a box of it, received in one sync."""
+
+    noise_hash: int  # of the whole tensor's noise, below 2^48; 0 where it got none
+    num_elements: int
+    num_changed: int  # elements whose cast value differs from that of the clean weight
+    square_sum: float  # of (noisy - clean) after the cast
+
+
+Records = Mapping[tuple[str, Box], NoiseRecord]  # (HF name, box) -> record
+
+
+class AqnNoise:
+    """The noise of one run: who gets it, how much at which step, and the noisy weights themselves.
+
+    Args:
+        config: the validated ``aqn`` section.
+        total_steps: the trainer's real number of steps.
+    """
+
+    def __init__(self, config: AqnConfig, total_steps: int) -> None:
+        assert config.rounding in ("nearest", "stochastic", "fp32"), config.rounding
+        self.config = config
+        self.total_steps = total_steps
+
+    def stage(self, step: int) -> int:
+        return stage_of(step, self.total_steps, self.config.num_stages)
+
+    def sigma(self, step: int) -> float:
+        """The standard deviation at a step, which counts from 0; 0.0 where AQN is off."""
+        config = self.config
+        if not config.enabled:
+            return 0.0
+        return sigma_at(
+            config.schedule, step, self.total_steps, config.num_stages, config.sigma_start, config.sigma_end
+        )
+
+    def targets(self, roles: Mapping[str, str]) -> tuple[str, ...]:
+        """The HF names that get noise, in the order of ``roles`` (HF name -> role, of the whole model).
+
+        Raises:
+            InputError: ``aqn.target_modules`` names something that is not a norm's role, or nothing is left to target.
+        """
+        config = self.config
+        for role in config.target_modules or ():
+            if role not in NORM_ROLES:
+                raise InputError(f"aqn.target_modules names {role!r}; choose among {', '.join(NORM_ROLES)}.")
+        if config.target_modules is None:
+            wanted = set(DEFAULT_ROLES)
+        else:
+            wanted = set(config.target_modules) or set(NORM_ROLES) - {ROUTER_NORM}
+        if config.include_router_norms:
+            wanted.add(ROUTER_NORM)
+        names = tuple(
+            name
+            for name, role in roles.items()
+            if role in wanted and not any(fnmatchcase(name, pattern) for pattern in config.exclude_patterns)
+        )
+        if not names:
+            present = sorted({role for role in roles.values() if role in NORM_ROLES})
+            raise InputError(
+                f"aqn.target_modules and aqn.exclude_patterns leave no tensor to add noise to; the model has norms of "
+                f"the roles {', '.join(present) or 'none'}: target one of them or set aqn.enabled to false."
+            )
+        return names
+
+    def for_sync(self, weight_version: int, sigma: float) -> SyncNoise:
+        """The noise of one sync, which keeps the figures for the metrics; sigma 0.0 for validation."""
+        return SyncNoise(self.config, weight_version, sigma)
+
+
+@dataclass(frozen=True)
+class _TensorNoise:
+    """What one tensor's noise is, whole: drawn once per sync, however many boxes are read of it."""
+
+    noise: Tensor  # [full shape] float32, sigma times a standard normal
+    rounding_bits: Tensor | None  # [full shape] int32 in [0, 2^16), for stochastic rounding
+    hash: int
+
+
+class SyncNoise:
+    """Adds one weight version's noise on one rank, and records what each tensor received.
+
+    Args:
+        config: the validated ``aqn`` section.
+        weight_version: number of the sync: part of every key.
+        sigma: >= 0; 0 gives the plain cast, bitwise, whatever the rounding.
+    """
+
+    def __init__(self, config: AqnConfig, weight_version: int, sigma: float) -> None:
+        self.config, self.weight_version, self.sigma = config, weight_version, sigma
+        self.records: dict[tuple[str, Box], NoiseRecord] = {}
+        self._drawn: dict[str, _TensorNoise] = {}
+
+    def apply(
+        self, hf_name: str, weight: Tensor, full_shape: tuple[int, ...], box: Box, out_dtype: torch.dtype
+    ) -> Tensor:
+        """``weight + sigma * Z``, added in float32 and cast once, as ``aqn.rounding`` says.
+
+        Args:
+            hf_name: the tensor's Hugging Face name: part of the noise's key.
+            weight: [extents of box] float32, on any device; not changed.
+            full_shape: of the whole HF tensor, which the noise is drawn for.
+            box: the part of it that ``weight`` is.
+            out_dtype: what the engine holds; with rounding fp32 the result stays float32.
+
+        Returns:
+            A new tensor [extents of box] on the weight's device.
+        """
+        assert weight.dtype == torch.float32 and tuple(weight.shape) == extents(box), (hf_name, weight.dtype, box)
+        clean = self._clean(weight, out_dtype)
+        own = self._tensor_noise(hf_name, full_shape) if self.sigma else None
+        noisy = clean if own is None else self._noisy(own, weight.detach(), box, out_dtype)
+        change = noisy.float() - clean.float()
+        self.records[hf_name, box] = NoiseRecord(
+            noise_hash=0 if own is None else own.hash,
+            num_elements=change.numel(),
+            num_changed=int((change != 0).sum()),
+            square_sum=float(change.square().sum()),
+        )
+        return noisy
+
+    def _clean(self, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
+        """The values that the engine holds without noise, a new tensor in the dtype that ``apply`` returns."""
+        cast = weight.detach().to(out_dtype, copy=True)
+        return cast.float() if self.config.rounding == "fp32" else cast
+
+    def _noisy(self, own: _TensorNoise, weight: Tensor, box: Box, out_dtype: torch.dtype) -> Tensor:
+        noisy = weight + own.noise[indices(box)].to(weight.device)
+        if self.config.rounding == "stochastic" and out_dtype != torch.float32:
+            assert own.rounding_bits is not None
+            return _round_stochastically(noisy, own.rounding_bits[indices(box)].to(weight.device), out_dtype)
+        return noisy if self.config.rounding == "fp32" else noisy.to(out_dtype)
+
+    def _tensor_noise(self, hf_name: str, full_shape: tuple[int, ...]) -> _TensorNoise:
+        if hf_name not in self._drawn:
+            seed, version = self.config.seed, self.weight_version
+            noise = draw(seed, version, hf_name, full_shape) * numpy.float32(self.sigma)
+            digest = hashlib.blake2b(hf_name.encode() + b"|" + noise.tobytes(), digest_size=HASH_BITS // 8).digest()
+            bits = None
+            if self.config.rounding == "stochastic":
+                generator = _generator(f"aqn-v1|{seed}|{version}|{hf_name}|rounding")
+                bits = torch.from_numpy(generator.integers(0, 1 << 16, size=full_shape, dtype=numpy.int32))
+            self._drawn[hf_name] = _TensorNoise(torch.from_numpy(noise), bits, int.from_bytes(digest, "little"))
+        return self._drawn[hf_name]
+
+
+def noise_metrics(records_of_ranks: Iterable[Records], num_targets: int) -> dict[str, float]:
+    """The ``aqn/*`` figures of one sync over all ranks, each tensor counted once however many ranks hold it.
+
+    ``num_targets`` is the number of tensors that were to get noise.
+
+    ``aqn/effective_sigma``: root mean square of what the cast left of the noise; ``aqn/changed_fraction``: of elements;
+    ``aqn/num_tensors``; ``aqn/noise_hash``: one integer below 2^48 for all names and values of the noise, exact as a
+    float and the same at every layout.
+
+    Raises:
+        RuntimeError: two ranks drew different noise for the same tensor, or a target got none.
+    """
+    boxes: dict[tuple[str, Box], NoiseRecord] = {}
+    hashes: dict[str, int] = {}
+    for records in records_of_ranks:
+        for (hf_name, box), record in records.items():
+            if hashes.setdefault(hf_name, record.noise_hash) != record.noise_hash:
+                raise RuntimeError(f"ranks drew different AQN noise for {hf_name}: seeds or weight versions differ")
+            boxes[hf_name, box] = record
+    if len(hashes) != num_targets:
+        raise RuntimeError(f"AQN noise went to {len(hashes)} tensors of {num_targets} targets")
+    # In a fixed order, so that the sum's last bit does not depend on which rank holds what.
+    ordered = [boxes[key] for key in sorted(boxes)]
+    num_elements = max(1, sum(record.num_elements for record in ordered))
+    return {
+        "aqn/effective_sigma": math.sqrt(sum(record.square_sum for record in ordered) / num_elements),
+        "aqn/changed_fraction": sum(record.num_changed for record in ordered) / num_elements,
+        "aqn/num_tensors": float(len(hashes)),
+        "aqn/noise_hash": float(sum(hashes.values()) % (1 << HASH_BITS)),
+    }
+
+
+def _geometric(start: float, end: float, i: int, last: int) -> float:
+    """``start * (end/start)^(i/last)``, exact at both ends; ``last`` 0 gives ``start``."""
+    if i == 0:
+        return start
+    return end if i == last else start * (end / start) ** (i / last)
+
+
+def _generator(key: str) -> numpy.random.Generator:
+    digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
+    return numpy.random.Generator(numpy.random.Philox(key=int.from_bytes(digest, "little")))
+
+
+def _round_stochastically(values: Tensor, bits: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """Float32 to bfloat16, up with the probability of the part cut off: add 16 random bits, then truncate."""
+    assert out_dtype == torch.bfloat16, f"stochastic rounding to {out_dtype}"
+    kept = (values.contiguous().view(torch.int32) + bits) & -65536
+    return kept.view(torch.float32).to(out_dtype)

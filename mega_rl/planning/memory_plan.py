@@ -1,0 +1,281 @@
+"""The memory of every rank in every phase of a step, from the configuration and the model's config.json alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import numpy as np
+
+from mega_rl.bridge.mapping.megatron import check_parallel, rank_series
+from mega_rl.bridge.mapping.tensors import full_series, hf_tensors
+from mega_rl.bridge.mapping.vllm import check_engine, vllm_series
+from mega_rl.bridge.reshard.plan import compile_plan
+from mega_rl.bridge.series import Series
+from mega_rl.config.schema import RunConfig
+from mega_rl.config.validate import validate
+from mega_rl.models.shape import ModelShape
+from mega_rl.parallel.layout import EngineLayout, ParallelLayout
+from mega_rl.planning.activations import ActivationModel, Activations
+from mega_rl.planning.engine import EngineMemory, engine_memory
+from mega_rl.planning.state import ITEM_BYTES, TrainerState, stage_buffers, trainer_state
+from mega_rl.planning.steps import fullest_microbatches
+from mega_rl.platform.operators.memory import OPERATOR_MEMORY
+
+# How sure a figure is.
+EXACT, MODEL, ESTIMATE = "exact", "model", "estimate"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run is planned for."""
+
+    num_devices: int
+    device_bytes: int  # memory of one device
+    reserve_bytes: int  # of it, for what is not counted: driver, communication buffers, fragmentation
+    platform: str  # its name
+
+
+@dataclass(frozen=True)
+class Item:
+    name: str
+    num_bytes: int
+    certainty: str  # EXACT | MODEL | ESTIMATE
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What lies on one device at the fullest moment of a phase."""
+
+    name: str
+    items: tuple[Item, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(item.num_bytes for item in self.items)
+
+
+@dataclass(frozen=True)
+class SyncVolume:
+    """Bytes of one weight sync."""
+
+    local: int  # copied within ranks, all ranks together
+    sent: int
+    minimum: int  # that no plan can go below
+    largest_received: int  # by one rank
+    buffers: int  # memory that a rank takes for it
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    rank: int
+    stage: int
+    state: TrainerState
+    activations: Activations
+    phases: tuple[Phase, ...]
+    host: tuple[Item, ...]
+
+    @property
+    def fullest(self) -> Phase:
+        return max(self.phases, key=lambda phase: phase.num_bytes)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    config: RunConfig
+    machine: Machine
+    layout: ParallelLayout
+    engine: EngineMemory | None  # None: no engine on any device
+    sync: SyncVolume | None
+    ranks: tuple[RankMemory, ...]
+
+    @cached_property
+    def worst(self) -> RankMemory:
+        return max(self.ranks, key=lambda rank: rank.fullest.num_bytes)
+
+    @property
+    def excess_bytes(self) -> int:
+        """What the worst rank lacks in its fullest phase; negative: what it has to spare."""
+        return self.worst.fullest.num_bytes + self.machine.reserve_bytes - self.machine.device_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.excess_bytes <= 0 and (self.engine is None or self.engine.fits)
+
+    def worst_of(self, phase: str) -> tuple[RankMemory, Phase]:
+        """The rank that is fullest in one phase, and what lies there."""
+        found = [(rank, one) for rank in self.ranks for one in rank.phases if one.name == phase]
+        return max(found, key=lambda pair: pair[1].num_bytes)
+
+
+def smallest_world(config: RunConfig) -> int:
+    """The fewest devices that a configuration can be started on."""
+    parallel, rollout = config.parallel, config.rollout
+    ranks = parallel.tensor * parallel.context * parallel.pipeline
+    experts = parallel.expert * (parallel.expert_tensor or parallel.tensor)
+    engine = rollout.tensor_parallel_size if config.trainer.stage == "rl" and rollout.placement == "colocated" else 1
+    limit = ranks * experts * engine
+    fitting = (n for n in range(ranks, limit + 1, ranks) if n // parallel.pipeline % experts == 0 and n % engine == 0)
+    return next(fitting)
+
+
+def make_plan(config: RunConfig, shape: ModelShape, machine: Machine, with_sync: bool = True) -> MemoryPlan:
+    """Plan a run.
+
+    Args:
+        with_sync: also compile the plan of the weight sync, which for hundreds of ranks takes seconds.
+
+    Raises:
+        InputError: the configuration, or the model at this layout, could not be trained.
+    """
+    validate(config, machine.num_devices, has_files=False)
+    layout = ParallelLayout.of(config.parallel, machine.num_devices)
+    check_parallel(shape, config.parallel)
+    engine = sync = None
+    if config.trainer.stage == "rl" and config.rollout.replay is None:
+        check_engine(shape, config.rollout.tensor_parallel_size)
+        is_here = config.rollout.placement == "colocated"
+        size = config.rollout.tensor_parallel_size
+        num_engines = EngineLayout(machine.num_devices, size).num_replicas if is_here else config.rollout.num_engines
+        engine = engine_memory(config, shape, machine.platform, machine.device_bytes, num_engines)
+        sync = _sync_volume(config, shape, layout, machine.platform) if with_sync else None
+    return MemoryPlan(config, machine, layout, engine, sync, _ranks(config, shape, machine, layout, engine))
+
+
+def _ranks(
+    config: RunConfig, shape: ModelShape, machine: Machine, layout: ParallelLayout, engine: EngineMemory | None
+) -> tuple[RankMemory, ...]:
+    has_reference = config.trainer.stage == "rl" and config.algorithm.kl_coefficient != 0
+    tokens = fullest_microbatches(config, layout)
+    model = ActivationModel(config, shape, layout, OPERATOR_MEMORY[machine.platform], tokens)
+    buffers = [stage_buffers(config, shape, layout, stage) for stage in range(layout.pipeline)]
+    activations = [model.of_stage(stage) for stage in range(layout.pipeline)]
+    ranks = []
+    for rank in range(layout.world_size):
+        stage = layout.coordinates(rank).pipeline
+        state = trainer_state(config, layout, rank, buffers[stage], has_reference)
+        phases = tuple(_phases(config, shape, machine.platform, state, activations[stage], engine))
+        host = tuple(_host(config, state, engine, machine.platform))
+        ranks.append(RankMemory(rank, stage, state, activations[stage], phases, host))
+    return tuple(ranks)
+
+
+def _sleeps(config: RunConfig, platform: str) -> bool:
+    """Whether a colocated engine gives its memory back while the trainer works."""
+    return platform != "cpu" and bool(config.rollout.vllm.get("enable_sleep_mode", True))
+
+
+def _reloads(config: RunConfig, shape: ModelShape, platform: str) -> bool:
+    """Whether every worker gets whole tensors for the engine's own loader: so it is for experts on Ascend."""
+    way = config.rollout.weight_update
+    return way == "reload" or (way == "auto" and platform == "npu" and shape.mixture is not None)
+
+
+def _sync_buffers(config: RunConfig, shape: ModelShape, platform: str) -> int:
+    """A bucket; vLLM's loader also keeps whole tensors until those of a layer are together."""
+    if not _reloads(config, shape, platform):
+        return config.bridge.bucket_bytes
+    of_layers: dict[str, int] = {}
+    for name, size in hf_tensors(shape).items():
+        layer = ".".join(name.split(".")[:3]) if ".layers." in name else name
+        of_layers[layer] = of_layers.get(layer, 0) + prod(size)
+    return config.bridge.bucket_bytes + max(of_layers.values()) * ITEM_BYTES[config.rollout.dtype or config.model.dtype]
+
+
+def _phases(
+    config: RunConfig,
+    shape: ModelShape,
+    platform: str,
+    state: TrainerState,
+    activations: Activations,
+    engine: EngineMemory | None,
+) -> Iterator[Phase]:
+    """In the order in which a step goes through them (``mega_rl/stages/rl.py``)."""
+    optimizer = 0 if config.memory.optimizer_on_host else state.optimizer
+    away = config.memory.offload if platform != "cpu" else []  # whose device memory is the host's
+
+    def stays(part: str, size: int) -> int:
+        return 0 if part in away else size
+
+    weights, reference = Item("weights", state.weights, EXACT), Item("reference", state.reference, EXACT)
+    gradients = Item("gradients", state.gradients, EXACT)
+    resident_reference = Item("reference", stays("weights", state.reference), EXACT)
+    is_rl = config.trainer.stage == "rl"
+    awake: list[Item] = []
+    if engine is not None and config.rollout.placement == "colocated":
+        share = Item("engine", engine.share, EXACT)
+        asleep = [
+            Item("gradients", stays("gradients", state.gradients), EXACT),
+            Item("optimizer", stays("optimizer", optimizer), EXACT),
+            resident_reference,
+        ]
+        awake = [] if _sleeps(config, platform) else [share]
+        buffers = Item("sync buffers", _sync_buffers(config, shape, platform), ESTIMATE)
+        yield _phase("sync", [weights, *asleep, share, buffers])
+        yield _phase("rollout", [Item("weights", stays("weights", state.weights), EXACT), *asleep, share])
+    trainer = [weights, gradients, Item("optimizer", optimizer, EXACT)]
+    if is_rl:
+        forward = Item("activations", activations.forward_only, MODEL)
+        yield _phase("log-probabilities", [*trainer, reference, forward, *awake])
+    yield _phase(
+        "training",
+        [
+            *trainer,
+            resident_reference,
+            Item("activations", activations.kept, MODEL),
+            Item("working memory", activations.working, MODEL),
+            *awake,
+        ],
+    )
+
+
+def _phase(name: str, items: list[Item]) -> Phase:
+    return Phase(name, tuple(item for item in items if item.num_bytes))
+
+
+def _host(config: RunConfig, state: TrainerState, engine: EngineMemory | None, platform: str) -> Iterator[Item]:
+    """What a rank takes of the host's memory, besides its process and its data; pinned blocks may be rounded up."""
+    memory = config.memory
+    if platform != "cpu":
+        if "weights" in memory.offload:
+            yield Item("weights away", state.weights + state.reference, ESTIMATE)
+        if "optimizer" in memory.offload:
+            yield Item("optimizer away", state.optimizer, ESTIMATE)
+        if memory.optimizer_on_host:
+            yield Item("optimizer on host", state.optimizer + state.gradients, ESTIMATE)
+        if engine is not None and config.rollout.placement == "colocated" and _sleeps(config, platform):
+            yield Item("weights of the sleeping engine", engine.weights, ESTIMATE)
+    if config.checkpoint.async_save:
+        yield Item("checkpoint under way", state.weights + state.optimizer, ESTIMATE)
+    if config.trainer.stage == "rl":
+        workers = config.reward_workers
+        yield Item("reward workers, at most", workers.num_workers * workers.memory_bytes, ESTIMATE)
+
+
+def _sync_volume(config: RunConfig, shape: ModelShape, layout: ParallelLayout, platform: str) -> SyncVolume:
+    """What moves from the trainer's shards to the engines' in one sync."""
+    rollout, world_size = config.rollout, layout.world_size
+    size = rollout.tensor_parallel_size
+    sources: list[list[Series]] = [rank_series(shape, layout, rank) for rank in range(world_size)]
+    if _reloads(config, shape, platform):
+        wanted = [full_series(shape)] * world_size
+    else:
+        by_rank = [vllm_series(shape, size, rank) for rank in range(size)]
+        num_workers = world_size if rollout.placement == "colocated" else rollout.num_engines * size
+        wanted = [by_rank[rank % size] for rank in range(num_workers)]
+        if rollout.placement == "separate":  # trainer ranks first, then the engines' workers
+            sources, wanted = sources + [[]] * num_workers, [[]] * world_size + wanted
+    plan = compile_plan(sources, wanted)
+    item = ITEM_BYTES[rollout.dtype or config.model.dtype]
+    volume = plan.volume()
+    received = plan.traffic.sum(0) - np.diag(plan.traffic)
+    exchanged = received + plan.traffic.sum(1) - np.diag(plan.traffic)
+    return SyncVolume(
+        local=volume.local * item,
+        sent=volume.sent * item,
+        minimum=volume.minimum * item,
+        largest_received=int(received.max()) * item,
+        buffers=min(config.bridge.bucket_bytes, int(exchanged.max()) * item),
+    )

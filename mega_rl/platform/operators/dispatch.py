@@ -1,0 +1,242 @@
+"""The operators that have fused kernels, one name each: checked here, computed by the platform of this process.
+
+Wrong arguments raise ValueError. A fused kernel may take them and answer with numbers of no meaning, so every platform
+refuses the same ones; what only one platform cannot do is refused by it, as InputError. ``platform.reference`` writes
+out what each operator computes. Letters as in ``torch_operators``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mega_rl import platform
+from mega_rl.platform.operators.attention import VarlenPacking, check_arguments, check_heads
+from mega_rl.platform.operators.torch_kernels import TorchOperators
+
+
+def _own() -> TorchOperators:
+    return platform.current().operators
+
+
+def _shapes(**tensors: Tensor) -> str:
+    return ", ".join(f"{name} {list(x.shape)} {str(x.dtype).removeprefix('torch.')}" for name, x in tensors.items())
+
+
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    softmax_scale: float,
+    causal: bool,
+) -> Tensor:
+    """Attention within each of B packed sequences, in flash-attention's terms, differentiable.
+
+    Args:
+        q: [T, H, D].
+        k, v: [S, K, D]; H is a multiple of K, and the values may have another width.
+        cu_seqlens_q, cu_seqlens_k: int32 [B + 1] on the device, where sequences begin, from 0 to T or S. They are read
+            once for all layers, so they must not be written to; one tensor may serve as both.
+        max_seqlen_q, max_seqlen_k: length of the longest sequence, or more.
+        softmax_scale: what the scores are multiplied by; usually ``D ** -0.5``.
+        causal: a query sees the keys up to its own position, the last query being at its sequence's last key.
+
+    Returns:
+        [T, H, D of the values].
+    """
+    packing = VarlenPacking(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    check_arguments(q, k, v, packing, causal)
+    return _own().varlen_attention(q, k, v, packing, softmax_scale=softmax_scale, causal=causal)
+
+
+def dense_attention(
+    q_BQHD: Tensor,
+    k_BPKD: Tensor,
+    v_BPKD: Tensor,
+    *,
+    softmax_scale: float,
+    causal: bool = False,
+    is_visible_QP: Tensor | None = None,
+) -> Tensor:
+    """Attention of sequences of equal length, differentiable: [B, Q, H, D of the values].
+
+    Args:
+        causal: as in ``varlen_attention``.
+        is_visible_QP: bool, the keys that each query sees, at least one; in place of ``causal``.
+    """
+    check_heads(q_BQHD, k_BPKD, v_BPKD, dims="[sequences, positions, heads, width]")
+    if q_BQHD.shape[0] != k_BPKD.shape[0]:
+        raise ValueError(f"queries and keys need equal numbers of sequences: {_shapes(q=q_BQHD, k=k_BPKD)}")
+    num_queries, num_keys = q_BQHD.shape[1], k_BPKD.shape[1]
+    if causal and num_queries > num_keys:
+        raise ValueError(f"causal attention needs at least as many keys as queries, not {num_keys} and {num_queries}")
+    if causal and is_visible_QP is not None:
+        raise ValueError("a mask replaces causality: give one of causal and is_visible_QP")
+    if is_visible_QP is not None and (
+        is_visible_QP.dtype != torch.bool or is_visible_QP.shape != (num_queries, num_keys)
+    ):
+        raise ValueError(f"is_visible_QP must be bool [{num_queries}, {num_keys}]: {_shapes(mask=is_visible_QP)}")
+    return _own().dense_attention(
+        q_BQHD, k_BPKD, v_BPKD, softmax_scale=softmax_scale, causal=causal, is_visible_QP=is_visible_QP
+    )
+
+
+def decode_attention(
+    q_BHD: Tensor, k_BPKD: Tensor, v_BPKD: Tensor, kv_lengths: Sequence[int], *, softmax_scale: float
+) -> Tensor:
+    """Attention of one new query for each sequence to the keys it has so far, without gradient: [B, H, D].
+
+    Args:
+        k_BPKD, v_BPKD: of all positions there is room for.
+        kv_lengths: how many keys each sequence has, B numbers from 1 to P; not cumulative.
+    """
+    if q_BHD.dim() != 3:
+        raise ValueError(
+            f"decode attention takes one query for each sequence, [sequences, heads, width]: {q_BHD.shape}"
+        )
+    check_heads(q_BHD[:, None], k_BPKD, v_BPKD, dims="[sequences, positions, heads, width]")
+    if any(x.requires_grad for x in (q_BHD, k_BPKD, v_BPKD)) and torch.is_grad_enabled():
+        raise ValueError("decode attention has no gradient: call it under torch.no_grad(), or use dense_attention")
+    if not len(kv_lengths) == q_BHD.shape[0] == k_BPKD.shape[0]:
+        raise ValueError(f"one key length for each sequence, not {len(kv_lengths)}: {_shapes(q=q_BHD, k=k_BPKD)}")
+    if any(not 1 <= length <= k_BPKD.shape[1] for length in kv_lengths):
+        raise ValueError(f"key lengths must lie in 1 to {k_BPKD.shape[1]}, one for each sequence and not cumulative")
+    return _own().decode_attention(q_BHD, k_BPKD, v_BPKD, kv_lengths, softmax_scale=softmax_scale)
+
+
+def rms_norm(x: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
+    """``x / sqrt(mean(x^2) + epsilon) * weight`` along the last dimension, in the dtype of both."""
+    if x.dim() < 2 or weight_D.shape != x.shape[-1:] or weight_D.dtype != x.dtype:
+        raise ValueError(f"rms_norm takes [..., D] and a weight [D] of the same dtype: {_shapes(x=x, weight=weight_D)}")
+    if epsilon <= 0:
+        raise ValueError(f"rms_norm needs an epsilon above 0, not {epsilon}")
+    return _own().rms_norm(x, weight_D, epsilon)
+
+
+class _WeightedSwiglu(torch.autograd.Function):
+    """Keeps the input and the weights alone, and computes the product again for the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_and_up: Tensor, weights_T: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_and_up, weights_T)
+        return (_own().swiglu(gate_and_up) * weights_T[:, None]).to(gate_and_up.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (grad,), (gate_and_up, weights_T) = gradients, ctx.saved_tensors
+        # Routers give their weights in float32 whatever the model computes in; so is the gradient, up to its last step.
+        dtype = torch.promote_types(grad.dtype, weights_T.dtype)
+        with torch.enable_grad():
+            wide = gate_and_up.to(dtype).detach().requires_grad_()
+            product = _own().swiglu(wide)
+        (to_input,) = torch.autograd.grad(product, wide, grad.to(dtype) * weights_T[:, None])
+        to_weights_T = (product.detach() * grad).sum(-1)
+        return to_input.to(gate_and_up.dtype), to_weights_T.to(weights_T.dtype)
+
+
+def swiglu(gate_and_up: Tensor, weights_T: Tensor | None = None) -> Tensor:
+    """``silu(gate) * up``, times the weight of each row where given: [..., 2 F] -> [..., F].
+
+    Args:
+        gate_and_up: the gate first; [T, 2 F] with weights.
+        weights_T: of any float dtype; the result keeps the input's.
+    """
+    if gate_and_up.shape[-1] % 2:
+        raise ValueError(f"swiglu takes a gate and as wide an input beside it: {_shapes(x=gate_and_up)}")
+    if weights_T is None:
+        return _own().swiglu(gate_and_up)
+    if gate_and_up.dim() != 2 or weights_T.shape != gate_and_up.shape[:1]:
+        raise ValueError(f"swiglu takes one weight for each row: {_shapes(x=gate_and_up, weights=weights_T)}")
+    return _WeightedSwiglu.apply(gate_and_up, weights_T)
+
+
+def rotary(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    """Rotary embedding of every head, the first half of its width paired with the second: [T, H, D].
+
+    Args:
+        cos_TD, sin_TD: of every token's angles, each half of them repeated; in the dtype of x, without gradient.
+    """
+    if x_THD.dim() != 3 or x_THD.shape[2] % 2:
+        raise ValueError(f"rotary takes [tokens, heads, an even width]: {_shapes(x=x_THD)}")
+    expected = (x_THD.shape[0], x_THD.shape[2])
+    if any(table.shape != expected or table.dtype != x_THD.dtype for table in (cos_TD, sin_TD)):
+        raise ValueError(f"rotary takes tables {list(expected)} like x: {_shapes(x=x_THD, cos=cos_TD, sin=sin_TD)}")
+    if cos_TD.requires_grad or sin_TD.requires_grad:
+        raise ValueError("rotary has no gradient for its angles")
+    return _own().rotary(x_THD, cos_TD, sin_TD)
+
+
+def grouped_matmul(x_ND: Tensor, weights_FD: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+    """The first ``counts[0]`` rows times the first weight transposed, the next by the second, ...: [N, F].
+
+    Args:
+        weights_FD: of E experts, as linear layers hold them.
+        counts: rows of every expert, E numbers that add up to N; some may be 0.
+    """
+    if not weights_FD or len(counts) != len(weights_FD):
+        raise ValueError(f"one count for each weight, not {len(counts)} for {len(weights_FD)}")
+    first = weights_FD[0]
+    if x_ND.dim() != 2 or first.dim() != 2 or x_ND.shape[1] != first.shape[1] or x_ND.dtype != first.dtype:
+        raise ValueError(f"grouped_matmul takes [N, D], weights [F, D] of its dtype: {_shapes(x=x_ND, weight=first)}")
+    if any(weight.shape != first.shape or weight.dtype != first.dtype for weight in weights_FD):
+        raise ValueError("the weights of grouped_matmul need one shape and dtype")
+    if min(counts) < 0 or sum(counts) != x_ND.shape[0]:
+        raise ValueError(f"counts must be 0 or more and add up to {x_ND.shape[0]} rows: {list(counts)}")
+    return _own().grouped_matmul(x_ND, weights_FD, counts)
+
+
+def permute_tokens(x_TD: Tensor, is_routed_TE: Tensor, experts_per_token: int) -> tuple[Tensor, Tensor]:
+    """Copies of the tokens sorted by expert, and their order for ``unpermute_tokens`` of the same platform.
+
+    Args:
+        is_routed_TE: bool, ``experts_per_token`` of every row are True.
+
+    Returns:
+        [N, D], by expert and then by token, N being ``T * experts_per_token``; and an integer tensor [N].
+    """
+    _check_routing(x_TD, is_routed_TE)
+    if not 1 <= experts_per_token <= is_routed_TE.shape[1]:
+        raise ValueError(f"{experts_per_token} experts for every token, of {is_routed_TE.shape[1]}")
+    if is_routed_TE.device.type == "cpu" and not bool((is_routed_TE.sum(1) == experts_per_token).all()):
+        raise ValueError(f"every row of the routing map must hold {experts_per_token} experts")  # elsewhere: a wait
+    return _own().permute_tokens(x_TD, is_routed_TE, experts_per_token)
+
+
+def unpermute_tokens(rows_ND: Tensor, order_N: Tensor, is_routed_TE: Tensor) -> Tensor:
+    """The sum of every token's rows, as ``permute_tokens`` sorted them: [T, D]."""
+    if rows_ND.dim() != 2 or order_N.shape != rows_ND.shape[:1] or is_routed_TE.dim() != 2:
+        raise ValueError(f"unpermute_tokens takes [N, D] and an order [N]: {_shapes(rows=rows_ND, order=order_N)}")
+    num_tokens = is_routed_TE.shape[0]
+    if num_tokens == 0 or rows_ND.shape[0] % num_tokens:
+        raise ValueError(f"{rows_ND.shape[0]} rows are no whole number for each of {num_tokens} tokens")
+    return _own().unpermute_tokens(rows_ND, order_N, is_routed_TE)
+
+
+def _check_routing(x_TD: Tensor, is_routed_TE: Tensor) -> None:
+    if x_TD.dim() != 2 or is_routed_TE.dim() != 2 or is_routed_TE.dtype != torch.bool:
+        raise ValueError(f"tokens are [T, D], their routing bool [T, E]: {_shapes(x=x_TD, routing=is_routed_TE)}")
+    if x_TD.shape[0] != is_routed_TE.shape[0]:
+        raise ValueError(f"one row of the routing map for each token: {_shapes(x=x_TD, routing=is_routed_TE)}")
+
+
+def cross_entropy(logits_TV: Tensor, target_ids_T: Tensor) -> Tensor:
+    """Negative log-probability of every target, computed in float32: [T], nats.
+
+    It keeps [T, V] float32 for the gradient. Training does not: see ``megatron.logprob``, which also has the entropy
+    and takes a vocabulary that is split between ranks.
+    """
+    if logits_TV.dim() != 2 or target_ids_T.shape != logits_TV.shape[:1] or target_ids_T.dtype != torch.int64:
+        raise ValueError(
+            f"cross_entropy takes [T, V] and int64 targets [T]: {_shapes(logits=logits_TV, targets=target_ids_T)}"
+        )
+    if target_ids_T.numel() and not 0 <= int(target_ids_T.min()) <= int(target_ids_T.max()) < logits_TV.shape[1]:
+        raise ValueError(f"targets must lie in 0 to {logits_TV.shape[1] - 1}")
+    return _own().cross_entropy(logits_TV, target_ids_T)

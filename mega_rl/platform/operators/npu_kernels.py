@@ -1,0 +1,240 @@
+"""The operators by torch_npu's fused kernels.
+
+Their shape functions accept wrong layouts, head counts and rotary modes, and answer with numbers of no meaning: what
+``platform.operators`` does not check for every platform is checked here. Limits are those of the operators'
+documentation, for the 910B and 910C. Letters as in ``torch_operators``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mega_rl.errors import InputError
+from mega_rl.platform.operators.attention import VarlenPacking, once_per_tensor, read_borders
+from mega_rl.platform.operators.torch_kernels import TorchOperators
+
+MAX_SEQUENCES = 1000  # of one npu_fusion_attention call in the layout TND
+MAX_HEADS = 256
+MAX_WIDTH = 768  # of a head
+MAX_DECODE_WIDTH = 512
+MAX_DECODE_HEAD_RATIO = 64
+MAX_ROTARY_WIDTH = 894
+MAX_ROTARY_HEADS = 999
+MAX_WEIGHTS = 128  # in a list; one stacked tensor may hold more
+MAX_LOSSES = 200_000  # tokens of one npu_cross_entropy_loss call
+ROWS, REDUCED_ROWS = 0, 2  # group_type: experts own rows of the result, or rows that the product sums over
+ONE_RESULT = 3  # split_item
+CUMULATIVE = 0  # group_list_type: ends, not lengths
+MASK_IS_COMPLETE, CAUSAL_AT_THE_END = 1, 3  # sparse_mode
+
+
+def _torch_npu() -> Any:
+    """torch_npu, imported on first use: on other machines its import fails or takes over devices."""
+    return importlib.import_module("torch_npu")
+
+
+@functools.cache
+def _causal_mask(device: torch.device) -> Tensor:
+    """What sparse modes 2 to 4 take for sequences of any length; True is hidden."""
+    return torch.ones(2048, 2048, dtype=torch.bool).triu(1).to(device)
+
+
+@once_per_tensor
+def _fused_calls(cu_seqlens: Tensor) -> list[tuple[slice, list[int]]]:
+    """For each call the tokens it takes, and where its sequences end among them."""
+    positions = read_borders(cu_seqlens).positions
+    calls = []
+    for first in range(0, len(positions) - 1, MAX_SEQUENCES):
+        start, *ends = positions[first : first + MAX_SEQUENCES + 1]
+        calls.append((slice(start, ends[-1]), [end - start for end in ends]))
+    return calls
+
+
+def _check_heads(q: Tensor, v: Tensor) -> None:
+    num_heads, width = q.shape[-2:]
+    if width > MAX_WIDTH:
+        raise InputError(f"heads are {width} wide; attention on Ascend takes at most {MAX_WIDTH}")
+    if v.shape[-1] > width:
+        raise InputError(f"values are {v.shape[-1]} wide; attention on Ascend takes at most the queries' {width}")
+    if num_heads > MAX_HEADS:
+        raise InputError(f"attention on Ascend takes at most {MAX_HEADS} heads, not {num_heads}")
+
+
+@functools.lru_cache(maxsize=8)
+def _group_ends(counts: tuple[int, ...], device: torch.device) -> Tensor:
+    """int64 [E] on the device; both products of a layer and their gradients share it."""
+    return torch.tensor(list(accumulate(counts)), device=device)
+
+
+def _as_list(weights_FD: Sequence[Tensor], is_transposed: bool) -> list[Tensor]:
+    """Weights as the operator takes them: matrices one by one, without a copy, where it can."""
+    if weights_FD[0].dtype != torch.float32 and len(weights_FD) <= MAX_WEIGHTS:
+        return [weight_FD.t() for weight_FD in weights_FD] if is_transposed else list(weights_FD)
+    weights_EFD = torch.stack(list(weights_FD))
+    return [weights_EFD.transpose(1, 2) if is_transposed else weights_EFD]
+
+
+class _GroupedMatmul(torch.autograd.Function):
+    """npu_grouped_matmul has no gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, counts: tuple[int, ...], *weights_FD: Tensor) -> Tensor:
+        ctx.save_for_backward(x_ND, *weights_FD)
+        ctx.counts = counts
+        if len(x_ND) == 0:
+            return x_ND.new_zeros(0, weights_FD[0].shape[0])
+        return _product(x_ND, _as_list(weights_FD, is_transposed=True), counts, ROWS)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_NF,), (x_ND, *weights_FD) = gradients, ctx.saved_tensors
+        if len(x_ND) == 0:
+            return torch.zeros_like(x_ND), None, *(torch.zeros_like(weight_FD) for weight_FD in weights_FD)
+        grad_x_ND = None
+        if ctx.needs_input_grad[0]:
+            grad_x_ND = _product(grad_NF, _as_list(weights_FD, is_transposed=False), ctx.counts, ROWS)
+        if not any(ctx.needs_input_grad[2:]):
+            return grad_x_ND, None, *(None for _ in weights_FD)
+        parts_EFD = _product(grad_NF.t(), [x_ND], ctx.counts, REDUCED_ROWS)
+        # Nothing says what the kernel writes for an expert without rows.
+        grads = (part if count else torch.zeros_like(part) for part, count in zip(parts_EFD, ctx.counts, strict=True))
+        return grad_x_ND, None, *grads
+
+
+def _product(left: Tensor, right: list[Tensor], counts: tuple[int, ...], group_type: int) -> Tensor:
+    return _torch_npu().npu_grouped_matmul(
+        [left],
+        right,
+        group_list=_group_ends(counts, left.device),
+        split_item=ONE_RESULT,
+        group_type=group_type,
+        group_list_type=CUMULATIVE,
+    )[0]
+
+
+class AscendOperators(TorchOperators):
+    def varlen_attention(
+        self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, packing: VarlenPacking, *, softmax_scale: float, causal: bool
+    ) -> Tensor:
+        _check_heads(q_THD, v_SKD)
+        outputs = [
+            _torch_npu().npu_fusion_attention(
+                q_THD[queries],
+                k_SKD[keys],
+                v_SKD[keys],
+                head_num=q_THD.shape[1],
+                input_layout="TND",
+                atten_mask=_causal_mask(q_THD.device) if causal else None,  # without one every key is seen
+                scale=softmax_scale,  # its default is 1
+                keep_prob=1.0,
+                actual_seq_qlen=query_ends,
+                actual_seq_kvlen=key_ends,
+                sparse_mode=CAUSAL_AT_THE_END if causal else 0,
+            )[0]
+            for (queries, query_ends), (keys, key_ends) in zip(
+                _fused_calls(packing.cu_seqlens_q), _fused_calls(packing.cu_seqlens_k), strict=True
+            )
+        ]
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+    def dense_attention(
+        self,
+        q_BQHD: Tensor,
+        k_BPKD: Tensor,
+        v_BPKD: Tensor,
+        *,
+        softmax_scale: float,
+        causal: bool,
+        is_visible_QP: Tensor | None,
+    ) -> Tensor:
+        _check_heads(q_BQHD, v_BPKD)
+        mask, mode = None, 0
+        if causal:
+            mask, mode = _causal_mask(q_BQHD.device), CAUSAL_AT_THE_END
+        elif is_visible_QP is not None:
+            mask, mode = ~is_visible_QP, MASK_IS_COMPLETE
+        return _torch_npu().npu_fusion_attention(
+            q_BQHD,
+            k_BPKD,
+            v_BPKD,
+            head_num=q_BQHD.shape[2],
+            input_layout="BSND",
+            atten_mask=mask,
+            scale=softmax_scale,
+            keep_prob=1.0,
+            sparse_mode=mode,
+        )[0]
+
+    def decode_attention(
+        self, q_BHD: Tensor, k_BPKD: Tensor, v_BPKD: Tensor, kv_lengths: Sequence[int], *, softmax_scale: float
+    ) -> Tensor:
+        (num_heads, width), num_kv_heads = q_BHD.shape[1:], k_BPKD.shape[2]
+        if q_BHD.dtype not in (torch.float16, torch.bfloat16):
+            raise InputError(f"decode attention on Ascend takes float16 or bfloat16, not {q_BHD.dtype}")
+        if k_BPKD.shape != v_BPKD.shape or width > MAX_DECODE_WIDTH:
+            raise InputError(
+                f"decode attention on Ascend takes keys and values of one width, at most {MAX_DECODE_WIDTH}, not "
+                f"{width} and {v_BPKD.shape[3]}"
+            )
+        if num_heads > MAX_HEADS or num_heads > MAX_DECODE_HEAD_RATIO * num_kv_heads:
+            raise InputError(
+                f"decode attention on Ascend takes at most {MAX_HEADS} heads, {MAX_DECODE_HEAD_RATIO} for each key "
+                f"head, not {num_heads} and {num_kv_heads}"
+            )
+        return _torch_npu().npu_incre_flash_attention(
+            q_BHD[:, None],
+            k_BPKD,
+            v_BPKD,
+            actual_seq_lengths=list(kv_lengths),  # of every sequence, not cumulative
+            num_heads=num_heads,
+            scale_value=softmax_scale,  # its default is 1
+            input_layout="BSND",
+            num_key_value_heads=num_kv_heads,
+        )[:, 0]
+
+    def rms_norm(self, x: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
+        return _torch_npu().npu_rms_norm(x, weight_D, epsilon=epsilon)[0]
+
+    def swiglu(self, gate_and_up: Tensor) -> Tensor:
+        if gate_and_up.numel() == 0:  # an expert-parallel rank without tokens
+            return super().swiglu(gate_and_up)
+        return _torch_npu().npu_swiglu(gate_and_up, dim=-1)
+
+    def rotary(self, x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+        _, num_heads, width = x_THD.shape
+        if width > MAX_ROTARY_WIDTH or num_heads > MAX_ROTARY_HEADS:
+            raise InputError(
+                f"rotary embedding on Ascend takes at most {MAX_ROTARY_HEADS} heads of width {MAX_ROTARY_WIDTH}, not "
+                f"{num_heads} of {width}"
+            )
+        cos_1T1D, sin_1T1D = cos_TD[None, :, None], sin_TD[None, :, None]
+        return _torch_npu().npu_rotary_mul(x_THD[None], cos_1T1D, sin_1T1D, rotary_mode="half")[0]
+
+    def grouped_matmul(self, x_ND: Tensor, weights_FD: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+        return _GroupedMatmul.apply(x_ND, tuple(counts), *weights_FD)
+
+    def permute_tokens(self, x_TD: Tensor, is_routed_TE: Tensor, experts_per_token: int) -> tuple[Tensor, Tensor]:
+        """The order here is the row of every token's first, second, ... expert."""
+        num_rows = len(x_TD) * experts_per_token
+        rows_ND, _, order_N = _torch_npu().npu_moe_token_permute_with_routing_map(
+            x_TD, is_routed_TE, num_out_tokens=num_rows, drop_and_pad=False
+        )
+        return rows_ND, order_N
+
+    def unpermute_tokens(self, rows_ND: Tensor, order_N: Tensor, is_routed_TE: Tensor) -> Tensor:
+        return _torch_npu().npu_moe_token_unpermute_with_routing_map(
+            rows_ND, order_N, [is_routed_TE.shape[0], rows_ND.shape[1]], routing_map=is_routed_TE, drop_and_pad=False
+        )
+
+    def cross_entropy(self, logits_TV: Tensor, target_ids_T: Tensor) -> Tensor:
+        parts = zip(logits_TV.split(MAX_LOSSES), target_ids_T.split(MAX_LOSSES), strict=True)
+        # With reduction "mean" the operator has a gradient for its own defaults only; "none" has one.
+        losses = [_torch_npu().npu_cross_entropy_loss(x.float(), ids, reduction="none")[0] for x, ids in parts]
+        return torch.cat(losses)

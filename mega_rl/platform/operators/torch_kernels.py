@@ -1,0 +1,94 @@
+"""Every operator of ``platform.operators`` in torch's own: what the CPU uses, and the others where they have no kernel.
+
+Letters: T rows (tokens), B sequences, Q and P positions of queries and keys, H query heads, K key/value heads, D width,
+F width of a gate, E experts, N rows sorted by expert, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mega_rl.platform.operators.attention import VarlenPacking, sdpa, sdpa_attention
+
+
+class _Swiglu(torch.autograd.Function):
+    """``silu(gate) * up`` that keeps its input alone, with a gradient in three passes."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_and_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_and_up)
+        gate, up = gate_and_up.chunk(2, -1)
+        return F.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (grad,), (gate_and_up,) = gradients, ctx.saved_tensors
+        gate, up = gate_and_up.chunk(2, -1)
+        gradient = torch.empty_like(gate_and_up, memory_format=torch.contiguous_format)
+        to_gate, to_up = gradient.chunk(2, -1)
+        torch.mul(grad, F.silu(gate), out=to_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=to_gate)
+        return gradient
+
+
+class TorchOperators:
+    """The arguments have been checked by ``platform.operators``, whose docstrings say what each operator means."""
+
+    def varlen_attention(
+        self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, packing: VarlenPacking, *, softmax_scale: float, causal: bool
+    ) -> Tensor:
+        return sdpa_attention(q_THD, k_SKD, v_SKD, packing, softmax_scale=softmax_scale, causal=causal)
+
+    def dense_attention(
+        self,
+        q_BQHD: Tensor,
+        k_BPKD: Tensor,
+        v_BPKD: Tensor,
+        *,
+        softmax_scale: float,
+        causal: bool,
+        is_visible_QP: Tensor | None,
+    ) -> Tensor:
+        return sdpa(q_BQHD, k_BPKD, v_BPKD, softmax_scale, causal, is_visible_QP)
+
+    def decode_attention(
+        self, q_BHD: Tensor, k_BPKD: Tensor, v_BPKD: Tensor, kv_lengths: Sequence[int], *, softmax_scale: float
+    ) -> Tensor:
+        lengths_B1 = torch.tensor(kv_lengths, device=q_BHD.device)[:, None]
+        is_visible_BP = torch.arange(k_BPKD.shape[1], device=q_BHD.device) < lengths_B1
+        out_B1HD = sdpa(q_BHD[:, None], k_BPKD, v_BPKD, softmax_scale, False, is_visible_BP[:, None, None])
+        return out_B1HD[:, 0]
+
+    def rms_norm(self, x: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
+        return F.rms_norm(x, weight_D.shape, weight_D, epsilon)
+
+    def swiglu(self, gate_and_up: Tensor) -> Tensor:
+        return _Swiglu.apply(gate_and_up)
+
+    def rotary(self, x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+        first, second = x_THD.chunk(2, -1)
+        rotated_THD = torch.cat((-second, first), dim=-1)
+        return x_THD * cos_TD[:, None] + rotated_THD * sin_TD[:, None]
+
+    def grouped_matmul(self, x_ND: Tensor, weights_FD: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+        parts = zip(x_ND.split(list(counts)), weights_FD, strict=True)
+        return torch.cat([F.linear(part_ND, weight_FD) for part_ND, weight_FD in parts])
+
+    def permute_tokens(self, x_TD: Tensor, is_routed_TE: Tensor, experts_per_token: int) -> tuple[Tensor, Tensor]:
+        """The order here is the token of every row."""
+        num_tokens, num_experts = is_routed_TE.shape
+        tokens_ET = torch.arange(num_tokens, device=x_TD.device).expand(num_experts, -1)
+        order_N = tokens_ET.masked_select(is_routed_TE.t())
+        return x_TD.index_select(0, order_N), order_N
+
+    def unpermute_tokens(self, rows_ND: Tensor, order_N: Tensor, is_routed_TE: Tensor) -> Tensor:
+        sums_TD = rows_ND.new_zeros(is_routed_TE.shape[0], rows_ND.shape[1])
+        return sums_TD.index_add(0, order_N, rows_ND)
+
+    def cross_entropy(self, logits_TV: Tensor, target_ids_T: Tensor) -> Tensor:
+        return F.cross_entropy(logits_TV.float(), target_ids_T, reduction="none")

@@ -1,0 +1,127 @@
+"""What runs in a process of its own: one worker of a rollout engine, driven by the trainer's rank 0."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mega_rl import platform
+from mega_rl.config.schema import RolloutConfig
+from mega_rl.parallel.joint_group import COLLECTIVE_TIMEOUT, MeetingPoint, join_store, open_meeting
+from mega_rl.rollout.engine import Request
+from mega_rl.rollout.remote.receiver import Link
+from mega_rl.rollout.vllm.receiving_engine import ReceivingEngine
+from mega_rl.types import Completion
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What every worker of every engine is started with."""
+
+    model_path: str  # absolute
+    rollout: RolloutConfig
+    max_model_len: int  # prompt and response together, tokens
+    dtype: str  # of the model, where ``rollout.dtype`` is not set
+    platform_name: str
+    is_deterministic: bool
+    num_threads: int  # of torch, on the CPU
+
+
+class EngineProcess:
+    """One tensor-parallel worker: the workers of an engine are given the same calls in the same order."""
+
+    def __init__(self) -> None:
+        self._store: dist.TCPStore | None = None
+        self._engine: ReceivingEngine | None = None
+
+    def process_id(self) -> int:
+        return os.getpid()
+
+    def device(self, platform_name: str) -> tuple[str | None, int]:
+        """The mask of devices that this process was started with, and the index of its own device within."""
+        here = platform.PLATFORMS[platform_name]
+        mask = None if here.visible_devices_variable is None else os.environ.get(here.visible_devices_variable)
+        return mask, here.actor_device(_assigned(), os.environ)
+
+    def open(self, spec: EngineSpec) -> MeetingPoint:
+        """Where the workers of this engine, all on one node, meet; asked of the first one."""
+        backend = _select(spec).backend
+        point, self._store = open_meeting("127.0.0.1", backend, spec.rollout.tensor_parallel_size)
+        return point
+
+    def start(self, spec: EngineSpec, tensor_rank: int, point: MeetingPoint) -> None:
+        """Build the engine; returns when it can sample.
+
+        Raises:
+            InputError: as ``VLLMEngine``.
+        """
+        here = _select(spec)
+        _, index = self.device(spec.platform_name)
+        # A local Ray passes the environment of the trainer's rank 0 on.
+        for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
+            del os.environ[name]
+        size = str(spec.rollout.tensor_parallel_size)
+        os.environ.update(RANK=str(tensor_rank), LOCAL_RANK=str(index), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+        os.environ.update(MASTER_ADDR=point.host, MASTER_PORT=str(point.port))
+        torch.set_num_threads(spec.num_threads)
+        device = here.set_device(index)
+        if point.world_size > 1 or index > 0:  # an engine without a group takes the first device that it sees
+            store = self._store or join_store(point)
+            dist.init_process_group(
+                point.backend, store=store, rank=tensor_rank, world_size=point.world_size, timeout=COLLECTIVE_TIMEOUT
+            )
+        self._engine = ReceivingEngine(
+            spec.model_path,
+            spec.rollout,
+            max_model_len=spec.max_model_len,
+            device_type=device.type,
+            dtype=spec.dtype,
+        )
+
+    @property
+    def engine(self) -> ReceivingEngine:
+        assert self._engine is not None, "a call before start"
+        return self._engine
+
+    def inspect(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """``function(live parameters, *arguments)``."""
+        return function(self.engine.parameters(), *arguments)
+
+    def connect(self, link: Link) -> None:
+        self.engine.connect(link)
+
+    def receive(self) -> None:
+        self.engine.begin_update()
+        self.engine.receive()
+
+    def finish_update(self, version: int) -> None:
+        self.engine.finish_update(version)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.engine.submit(requests)
+
+    def advance(self) -> list[Completion]:
+        """Sample on until a response ends, if any is under way."""
+        while self.engine.num_unfinished:
+            if ended := self.engine.step():
+                return ended
+        return []
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        return self.engine.generate(requests)
+
+
+def _select(spec: EngineSpec) -> platform.Platform:
+    return platform.select(spec.platform_name, platform.engine_role(spec.rollout, spec.is_deterministic))
+
+
+def _assigned() -> dict[str, list[str]]:
+    """The devices that Ray gave to this actor, by resource name."""
+    import ray
+
+    return ray.get_runtime_context().get_accelerator_ids()

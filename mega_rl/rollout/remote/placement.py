@@ -1,0 +1,175 @@
+"""Engine processes as Ray actors, in the hands of one process: the trainer's rank 0."""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mega_rl import platform
+from mega_rl.errors import InputError
+from mega_rl.rollout.remote.engine_process import EngineProcess, EngineSpec
+from mega_rl.rollout.remote.ray_room import bundle, check_room
+
+PLACEMENT_TIMEOUT_S = 60
+DEATH_NOTICE_S = 10.0  # that Ray is given to notice which process is gone, where a transfer has failed
+OBJECT_STORE_BYTES = 1 << 27  # of a Ray that is started here: it carries requests and completions, never weights
+
+
+class Fleet:
+    """``num_engines`` engines of ``tensor_parallel_size`` workers each; workers are numbered engine by engine.
+
+    The workers end with the process that made them.
+    """
+
+    def __init__(self, spec: EngineSpec, num_engines: int) -> None:
+        """Starts every engine, and returns when all of them can sample.
+
+        Raises:
+            InputError: no Ray, no room in its cluster, or what an engine refuses.
+        """
+        self.num_engines = num_engines
+        self.engine_size = spec.rollout.tensor_parallel_size
+        self._ray = _connected_ray(self.num_workers)
+        atexit.register(self._end)  # before Ray's own, which leaves the workers to find out for themselves
+        self._process_ids: list[int] = []
+        self._workers: list[Any] = []
+        options = platform.current().actor_options
+        check_room(_nodes(self._ray), bundle(options), num_engines, self.engine_size)
+        for _ in range(num_engines):
+            self._workers += place(self._ray, self.engine_size, options)
+        self._process_ids = self.call("process_id", [()] * self.num_workers, "starting")
+        self.host = self._ray.util.get_node_ip_address()  # of this process
+        points = self._ray.get([worker.open.remote(spec) for worker in self._workers[:: self.engine_size]])
+        starts = [(spec, i % self.engine_size, points[i // self.engine_size]) for i in range(self.num_workers)]
+        self.call("start", starts, "starting")
+
+    @property
+    def num_workers(self) -> int:
+        return self.num_engines * self.engine_size
+
+    def call(self, method: str, arguments: Sequence[tuple[Any, ...]], doing: str) -> list[Any]:
+        """Call a method of every worker, and wait; ``arguments[i]`` are the i-th worker's."""
+        return self.results(self.submit(method, arguments), doing)
+
+    def submit(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """The same without waiting; one call per worker, for ``results``."""
+        pairs = zip(self._workers, arguments, strict=True)
+        return [getattr(worker, method).remote(*of_worker) for worker, of_worker in pairs]
+
+    def submit_to(self, engine: int, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of all workers of one engine, without waiting."""
+        first = engine * self.engine_size
+        return [
+            getattr(worker, method).remote(*arguments) for worker in self._workers[first : first + self.engine_size]
+        ]
+
+    def first_done(self, calls: Mapping[int, Sequence[Any]]) -> int:
+        """Waits for the first worker of any of these engines; returns the engine."""
+        engines = {of_workers[0]: engine for engine, of_workers in calls.items()}
+        (done, *_), _ = self._ray.wait(list(engines))
+        return engines[done]
+
+    def results(
+        self, calls: Sequence[Any], doing: str, timeout_s: float | None = None, first_worker: int = 0
+    ) -> list[Any]:
+        """What every worker answered; the first failure is raised at once, whatever the other workers are doing.
+
+        Args:
+            doing: what the workers are asked for, in words.
+            first_worker: whose call is the first one.
+            timeout_s: stop waiting, and return the answers that are there; None: never.
+
+        Raises:
+            InputError: a worker raised one.
+            RuntimeError: a worker failed otherwise, or its process is gone.
+        """
+        pending, finished = list(calls), []
+        while pending:
+            done, pending = self._ray.wait(pending, timeout=timeout_s)
+            if not done:
+                break
+            finished += done
+            self._raise_failure(done[0], first_worker + calls.index(done[0]), doing)
+        return self._ray.get([call for call in calls if call in finished])
+
+    def raise_death(self, doing: str) -> None:
+        """RuntimeError where a worker's process is gone; one that is busy counts as alive."""
+        self.results(self.submit("process_id", [()] * self.num_workers), doing, DEATH_NOTICE_S)
+
+    def _end(self) -> None:
+        for worker in self._workers:
+            self._ray.kill(worker)
+        self._ray.shutdown()
+
+    def _raise_failure(self, call: Any, worker: int, doing: str) -> None:
+        try:
+            self._ray.get(call)
+        except self._ray.exceptions.RayActorError:
+            raise RuntimeError(
+                f"{self._name(worker)} died while {doing}; start the run again, and it goes on from its newest "
+                "checkpoint (if memory ran out, lower rollout.kv_cache_bytes or rollout.vllm.gpu_memory_utilization)"
+            ) from None
+        except self._ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, InputError):
+                raise error.cause from None
+            raise RuntimeError(f"{self._name(worker)} failed while {doing}: {error.cause}") from error
+
+    def _name(self, worker: int) -> str:
+        engine, part = divmod(worker, self.engine_size)
+        process = f"process {self._process_ids[worker]}" if self._process_ids else "not yet started"
+        return f"rollout engine {engine}, worker {part} ({process}),"
+
+
+def place(ray: Any, size: int, actor_options: Mapping[str, Any]) -> list[Any]:
+    """The actors of one engine of ``size`` workers, on one node."""
+    worker = bundle(actor_options)
+    group = ray.util.placement_group([worker] * size, strategy="STRICT_PACK")
+    if not group.wait(PLACEMENT_TIMEOUT_S):
+        ray.util.remove_placement_group(group)
+        free = ray.available_resources()
+        raise InputError(
+            f"rollout.placement=separate found no room for an engine of {size} processes with {worker} each on one "
+            f"node of the Ray cluster, where { ({name: free.get(name, 0) for name in worker}) } is free: wait for its "
+            "other users, lower rollout.num_engines or rollout.tensor_parallel_size, or add nodes."
+        )
+    strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+    remote_class = ray.remote(EngineProcess)
+    return [
+        remote_class.options(**actor_options, scheduling_strategy=strategy(group, part)).remote()
+        for part in range(size)
+    ]
+
+
+def _nodes(ray: Any) -> list[Mapping[str, float]]:
+    """The resources of every node that is alive."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def _connected_ray(num_workers: int) -> Any:
+    """The ray module, connected to the cluster of ``RAY_ADDRESS``, or on a CPU to one that is started here."""
+    if importlib.util.find_spec("ray") is None:
+        raise InputError(
+            "rollout.placement=separate needs Ray, which is not installed: install mega_rl[separate], or set "
+            "rollout.placement=colocated."
+        )
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+    import ray.util.scheduling_strategies
+
+    if not ray.is_initialized():
+        here = platform.current()
+        quiet = {"log_to_driver": False, "logging_level": "ERROR"}
+        if os.environ.get("RAY_ADDRESS"):
+            ray.init(**quiet)
+        elif here.visible_devices_variable is None:
+            ray.init(num_cpus=num_workers, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet)
+        else:  # a Ray started here would hand out the trainer's own devices
+            raise InputError(
+                "rollout.placement=separate needs a Ray cluster that knows the engines' devices and not the trainer's: "
+                f"run `ray start --head` with {here.visible_devices_variable} naming the engines' devices, and set "
+                "RAY_ADDRESS=auto."
+            )
+    return ray

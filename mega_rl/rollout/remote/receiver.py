@@ -1,0 +1,58 @@
+"""The receiving end of a weight sync between processes: what an engine worker does, without a line of vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from mega_rl.bridge.reshard.execute import Transfer
+from mega_rl.bridge.reshard.plan import Layout, compile_plan
+from mega_rl.bridge.slices import Box, indices
+from mega_rl.parallel.joint_group import MeetingPoint, join_group
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a worker must know to receive: the trainer compiles the same plan from the same layouts."""
+
+    point: MeetingPoint
+    rank: int  # of this worker in the joint group
+    sources: Layout  # [ranks of the joint group]; the workers' are empty
+    destinations: Layout  # [ranks of the joint group]; the trainer ranks' are empty
+    dtype: torch.dtype  # of the engine's parameters
+    bucket_bytes: int
+
+    def transfer(self, group: torch.distributed.ProcessGroup, device: torch.device) -> Transfer:
+        """This rank's part in the plan over the joint group."""
+        plan = compile_plan(self.sources, self.destinations)
+        return Transfer(plan, self.rank, self.point.world_size, group, self.bucket_bytes, device)
+
+
+class Receiver:
+    """One worker's end of every sync into its live fused parameters."""
+
+    def __init__(self, link: Link, parameters: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+        """Join the trainer's ranks; blocks until all of them have come.
+
+        Args:
+            parameters: the worker's live ones, by the engine's names.
+        """
+        self._link, self._parameters = link, parameters
+        device = next(iter(parameters().values())).device
+        self._transfer = link.transfer(join_group(link.point, link.rank), device)
+
+    @torch.no_grad()
+    def receive(self) -> None:
+        """One sync; the trainer's ranks run their part of it at the same time."""
+        parameters = self._parameters()
+
+        def write(local_name: str, hf_name: str, hf_box: Box, local_box: Box, piece: torch.Tensor) -> None:
+            parameters[local_name][indices(local_box)].copy_(piece)
+
+        self._transfer.run(_read_nothing, write, self._link.dtype)
+
+
+def _read_nothing(local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> torch.Tensor:
+    raise AssertionError(f"a worker is no source, and the plan makes it send {hf_name}")

@@ -1,0 +1,255 @@
+"""vLLM inside the trainer's own processes.
+
+vLLM is imported when an engine is constructed: its environment must stand before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mega_rl.config.schema import RolloutConfig
+from mega_rl.errors import InputError
+from mega_rl.models.shape import read_model_shape
+from mega_rl.parallel.collectives import broadcast_object
+from mega_rl.rollout.engine import Request
+from mega_rl.rollout.requests import check_length, to_completion
+from mega_rl.rollout.vllm.cpu_adjustments import cpu_adjustments, plain_weights
+from mega_rl.rollout.vllm.environment import preserved_generators, preserved_process, set_environment
+from mega_rl.rollout.vllm.options import engine_arguments
+from mega_rl.types import Completion
+
+
+class VLLMEngine:
+    """A ``RolloutEngine``: vLLM in process, ``rollout.tensor_parallel_size`` consecutive ranks to one engine.
+
+    Construction is collective: every rank of the default group constructs, after the trainer's groups exist.
+
+    Raises:
+        InputError: options of ``rollout`` that vLLM does not know or does not accept.
+    """
+
+    def __init__(
+        self, model_path: str | Path, rollout: RolloutConfig, *, max_model_len: int, device_type: str, dtype: str
+    ) -> None:
+        """
+        Args:
+            model_path: Hugging Face directory with tokenizer and starting weights.
+            max_model_len: longest prompt and response together, tokens.
+            device_type: torch's name of the platform's device.
+            dtype: of the model, where ``rollout.dtype`` is not set.
+        """
+        set_environment(device_type)
+        if rollout.weight_update not in ("auto", "live", "reload"):
+            raise InputError(f"rollout.weight_update={rollout.weight_update} is unknown: use auto, live or reload.")
+        self._rollout = rollout
+        self._is_live = rollout.weight_update != "reload"
+        self._max_model_len = max_model_len
+        self._device_type = device_type
+        self._version = 0
+        self._under_way: dict[int, Request] = {}  # by number of submission
+        self._num_submitted = 0
+        self._loaded: set[str] | None = None  # names loaded by the update under way; None outside of one
+        self._llm = _construct(str(model_path), rollout, max_model_len, device_type, dtype)
+        self._names = frozenset(self._call("receiver_parameters"))
+        self._can_sleep = bool(self._llm.llm_engine.vllm_config.model_config.enable_sleep_mode)
+
+    @property
+    def weight_version(self) -> int:
+        return self._version
+
+    def check(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            check_length(request, self._max_model_len)
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._under_way)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        assert self._loaded is None, "generation inside a weight update"
+        self.check(requests)
+        with preserved_generators(self._device_type):
+            for request in requests:
+                self._num_submitted += 1
+                self._under_way[self._num_submitted] = request
+                prompt = {"type": "token", "prompt_token_ids": list(request.prompt.token_ids)}
+                self._llm.llm_engine.add_request(str(self._num_submitted), prompt, self._sampling_params(request))
+
+    def step(self) -> list[Completion]:
+        return [completion for _, completion in self._step()]
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        assert not self._under_way, "generation while other responses are under way"
+        self.submit(requests)
+        done: list[tuple[int, Completion]] = []
+        while self._under_way:
+            done += self._step()
+        return [completion for _, completion in sorted(done, key=itemgetter(0))]
+
+    def _step(self) -> list[tuple[int, Completion]]:
+        """The responses that one step of the engine ends, with their numbers of submission, ascending."""
+        if not self._under_way:
+            return []
+        with preserved_generators(self._device_type):
+            outputs = self._llm.llm_engine.step()
+        finished = {int(output.request_id): output for output in outputs if output.finished}
+        return [
+            (number, to_completion(self._under_way.pop(number), finished[number], self._version))
+            for number in sorted(finished)
+        ]
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        if not self._is_live:
+            raise InputError(
+                "rollout.weight_update=reload keeps the engine's weights packed: set rollout.weight_update=live to "
+                "read or write them in place."
+            )
+        return self._call("receiver_parameters")
+
+    def use_loader(self) -> None:
+        """From here on as with ``rollout.weight_update=reload``: whole tensors, and no ``parameters``."""
+        assert self._loaded is None, "another way inside a weight update"
+        self._is_live = False
+
+    def _as_constructed(self) -> AbstractContextManager[None]:
+        """Around the loading of weights: they are packed, or not, as they were at first."""
+        return plain_weights(self._rollout.weight_update != "reload") if self._device_type == "cpu" else nullcontext()
+
+    def begin_update(self) -> None:
+        assert self._loaded is None, "a weight update inside another"
+        assert not self._under_way, "a weight update while responses are under way"
+        self._loaded = set()
+        if not self._is_live:
+            self._call("receiver_begin_reload")
+
+    def load_hf_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        assert self._loaded is not None, "weights outside of an update"
+        with self._as_constructed():
+            self._loaded |= self._call("receiver_load", weights)
+
+    def finish_update(self, version: int) -> None:
+        assert self._loaded is not None, "the end of an update that has not begun"
+        loaded, self._loaded = self._loaded, None
+        if not self._is_live:
+            with self._as_constructed():
+                self._call("receiver_finish_reload")
+            if missing := sorted(self._names - loaded):
+                raise RuntimeError(
+                    f"The reload to version {version} left out {len(missing)} weights of the engine, the first is "
+                    f"{missing[0]}."
+                )
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError(f"The engine kept prefixes computed before weight version {version}.")
+        self._version = version
+
+    def sleep(self) -> None:
+        """Weights wait in host memory, the cache of keys and values is dropped.
+
+        Level 2, which would drop the weights too, is not used: vllm-ascend 0.23 keeps rotary tables in the same memory
+        pool but not among the model's buffers, which alone would come back.
+        """
+        if self._can_sleep:
+            self._llm.sleep(level=1)
+
+    def wake_up(self) -> None:
+        if self._can_sleep:
+            self._llm.wake_up()
+
+    def _call(self, method: str, *args: Any) -> Any:
+        """Call a method of ``WeightReceiver`` in this rank's worker; it lives here, so tensors pass by reference."""
+        (result,) = self._llm.collective_rpc(method, args=args)
+        return result
+
+    def _sampling_params(self, request: Request) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            output_kind=RequestOutputKind.FINAL_ONLY,  # else every step would hand over all that is there so far
+            temperature=request.temperature,
+            seed=None if request.greedy else request.seed,
+            max_tokens=request.max_tokens,
+            stop=list(self._rollout.stop) or None,
+            stop_token_ids=list(self._rollout.stop_token_ids) or None,
+            ignore_eos=self._rollout.ignore_eos,
+            logprobs=0,  # the sampled token's alone
+        )
+
+
+def _construct(model_path: str, rollout: RolloutConfig, max_model_len: int, device_type: str, dtype: str) -> Any:
+    """A ``vllm.LLM`` that leaves the process as it found it."""
+    external = _is_external()
+    with preserved_process(device_type):
+        from vllm import LLM
+        from vllm.distributed.parallel_state import get_tp_group
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine import core
+
+        # An engine that is dropped, or whose construction fails, would destroy the trainer's process groups with it.
+        core.cleanup_dist_env_and_memory = _leave_groups_alone
+        arguments = engine_arguments(
+            rollout,
+            model_path=model_path,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            device_type=device_type,
+            known=[field.name for field in dataclasses.fields(EngineArgs)],
+            external=external,
+        )
+        if external:  # vLLM reads them where a launcher other than torchrun may not have set them
+            os.environ.setdefault("RANK", str(dist.get_rank()))
+            os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
+        adjustments: AbstractContextManager[None] = nullcontext()
+        if device_type == "cpu":
+            _check_head_size(model_path)
+            job = broadcast_object(uuid.uuid4().hex[:12])
+            adjustments = cpu_adjustments(live_weights=rollout.weight_update != "reload", job=job)
+        try:
+            with adjustments:
+                llm = LLM(**arguments)
+        except ValueError as error:
+            raise InputError(
+                f"vLLM does not accept the rollout settings for model.path={model_path}: {_first_words(error)}"
+            ) from error
+        # Unused under an external launcher; its shared memory would be reported as leaked when the process ends.
+        get_tp_group().mq_broadcaster = None
+        return llm
+
+
+def _is_external() -> bool:
+    """Whether the engine must live in processes that a launcher started: with others, or not on the first device.
+
+    Only an external launcher's engine asks for ``LOCAL_RANK``; any other one takes the first device that it sees.
+    """
+    return dist.is_initialized() and (dist.get_world_size() > 1 or os.environ.get("LOCAL_RANK", "0") != "0")
+
+
+def _leave_groups_alone() -> None:
+    """Stands for vLLM's clean-up of torch.distributed: the groups are the trainer's."""
+
+
+def _check_head_size(model_path: str) -> None:
+    """InputError for heads that the engine's CPU attention cannot take: vLLM itself fails in its first generation."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    head_dim, supported = read_model_shape(model_path).head_dim, CPUAttentionBackend.get_supported_head_sizes()
+    if head_dim not in supported:
+        raise InputError(
+            f"model.path={model_path} has attention heads of {head_dim} channels, and vLLM on a CPU takes "
+            f"{', '.join(map(str, supported))}: choose another model, or another platform.name."
+        )
+
+
+def _first_words(error: ValueError) -> str:
+    """What went wrong, on one line and without the end of a validation report that repeats every input."""
+    return " ".join(str(error).split("[type=")[0].split())[:400]

@@ -1,0 +1,175 @@
+"""The arguments of vLLM's constructor: ours, the user's (``rollout.vllm``), and defaults that the user may change."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mega_rl.config.schema import RolloutConfig
+from mega_rl.errors import InputError
+
+WORKER_EXTENSION = "mega_rl.rollout.vllm.worker_extension.WeightReceiver"
+OPTIONS = "additional_config"  # vLLM's name of what it passes to the plug-in of a platform
+TRANSFER_BACKEND = "mega_rl"  # our name at vLLM's weight-transfer extension point
+
+# Engine arguments that follow from the rest of the configuration -> the key to set instead; "" where there is none.
+_OWNED = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "dtype": "rollout.dtype",
+    "seed": "trainer.seed",
+    "max_model_len": "data.max_prompt_length and data.max_response_length",
+    "tensor_parallel_size": "rollout.tensor_parallel_size",
+    "logprobs_mode": "",
+    "skip_tokenizer_init": "",
+    "pipeline_parallel_size": "",
+    "data_parallel_size": "",
+    "distributed_executor_backend": "",
+    "worker_cls": "",
+    "worker_extension_cls": "",
+    "weight_transfer_config": "",
+}
+_OWNED_ON_CPU = {"kv_cache_memory_bytes": "rollout.kv_cache_bytes", "enable_sleep_mode": ""}
+
+
+def check_options(options: Mapping[str, Any], known: Collection[str], device_type: str) -> None:
+    """Refuse options of ``rollout.vllm`` that the engine does not know, or that mega_rl sets itself.
+
+    Args:
+        known: the names of vLLM's engine arguments.
+
+    Raises:
+        InputError: names the option and what to write instead.
+    """
+    owned = {**_OWNED, **_OWNED_ON_CPU} if device_type == "cpu" else _OWNED
+    for name in options:
+        if name in owned:
+            fix = f"set {owned[name]} instead" if owned[name] else "remove it"
+            raise InputError(f"rollout.vllm.{name} is set by mega_rl itself: {fix}.")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            raise InputError(
+                f"rollout.vllm.{name} is not an argument of the installed vLLM; the nearest one is rollout.vllm.{near}."
+            )
+
+
+def engine_arguments(
+    rollout: RolloutConfig,
+    *,
+    model_path: str,
+    dtype: str,
+    max_model_len: int,
+    device_type: str,
+    known: Collection[str],
+    external: bool,
+) -> dict[str, Any]:
+    """Everything that ``vllm.LLM`` is given.
+
+    Args:
+        dtype: of the model, where ``rollout.dtype`` does not say otherwise.
+        max_model_len: prompt and response together, tokens.
+        known: the names of the installed vLLM's engine arguments.
+        external: several processes started by a launcher, so that engine ranks live in them.
+
+    Raises:
+        InputError: as ``check_options``.
+    """
+    check_options(rollout.vllm, known, device_type)
+    on_cpu, is_colocated = device_type == "cpu", rollout.placement == "colocated"
+    defaults: dict[str, Any] = {
+        "enforce_eager": on_cpu,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "enable_sleep_mode": is_colocated and not on_cpu,
+    }
+    if is_colocated and not on_cpu:
+        defaults["gpu_memory_utilization"] = 0.4  # the trainer lives on the same device
+    arguments = {name: value for name, value in defaults.items() if name in known} | dict(rollout.vllm)
+    if device_type == "npu":
+        options = additional_config(rollout.vllm.get("additional_config"), ascend_options())
+        # It would bind the threads of the process, which is the trainer's too and is bound by CPU_AFFINITY_CONF.
+        unbound = {"enable_cpu_binding": False} if is_colocated else {}
+        arguments["additional_config"] = unbound | options
+    if on_cpu:
+        arguments["kv_cache_memory_bytes"] = rollout.kv_cache_bytes
+    if not is_colocated:
+        arguments["weight_transfer_config"] = {"backend": TRANSFER_BACKEND}
+    if external:
+        arguments["distributed_executor_backend"] = "external_launcher"
+    return arguments | {
+        "model": model_path,
+        "dtype": rollout.dtype or dtype,
+        "max_model_len": max_model_len,
+        "tensor_parallel_size": rollout.tensor_parallel_size,
+        "seed": 0,  # every request brings its own
+        "logprobs_mode": "processed_logprobs",  # after the temperature: the distribution that is really sampled from
+        "worker_extension_cls": WORKER_EXTENSION,
+    }
+
+
+def additional_config(given: Any, known: Collection[str]) -> dict[str, Any]:
+    """The options of vllm-ascend: ``rollout.vllm.additional_config``, without the NZ layout.
+
+    Args:
+        known: the names that the installed vllm-ascend reads; it ignores every other one without a word. Empty: not
+            known.
+
+    Raises:
+        InputError: names the option and what to write instead.
+    """
+    field = "rollout.vllm.additional_config"
+    options = {} if given is None else given
+    if not isinstance(options, Mapping):
+        raise InputError(f"{field} is {options!r}: give vllm-ascend's options, such as {{enable_cpu_binding: true}}.")
+    for name, value in options.items():
+        if known and name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            raise InputError(f"{field}.{name} is read by nothing in the installed vllm-ascend; the nearest is {near}.")
+        if name == "weight_nz_mode" and value != 0:
+            raise InputError(
+                f"{field}.weight_nz_mode is {value!r}, but weights are rewritten in place, which their NZ layout does "
+                "not allow: remove it, or set it to 0."
+            )
+    return {"weight_nz_mode": 0, **options}
+
+
+def ascend_options() -> Collection[str]:
+    """What the installed vllm-ascend reads of ``additional_config``; empty where there is none."""
+    found = importlib.util.find_spec("vllm_ascend")
+    if found is None or found.origin is None:
+        return ()
+    return option_names(Path(found.origin).parent)
+
+
+def option_names(folder: Path) -> Collection[str]:
+    """The names asked of ``additional_config`` in the sources of vllm-ascend.
+
+    It is not imported: that would choose vLLM's platform before an engine's environment stands.
+    """
+    sources = (path.read_text(encoding="utf-8") for path in folder.rglob("*.py"))
+    return {name for source in sources if OPTIONS in source for name in _asked_for(ast.parse(source))}
+
+
+def _asked_for(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        asked: Sequence[ast.expr] = ()
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+            if node.func.attr == "get" and _is_options(node.func.value):
+                asked = node.args[:1]
+            elif _is_options(node.args[0]):  # a function of vllm-ascend that is given the options and a name
+                asked = node.args[1:2]
+        elif isinstance(node, ast.Compare) and _is_options(node.comparators[0]):  # name in options
+            asked = [node.left]
+        elif isinstance(node, ast.Subscript) and _is_options(node.value):
+            asked = [node.slice]
+        yield from (name.value for name in asked if isinstance(name, ast.Constant) and isinstance(name.value, str))
+
+
+def _is_options(node: ast.expr) -> bool:
+    return (isinstance(node, ast.Name) and node.id == OPTIONS) or (
+        isinstance(node, ast.Attribute) and node.attr == OPTIONS
+    )

@@ -1,0 +1,41 @@
+"""vLLM in a process of its own, whose weights come from the trainer's processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mega_rl.config.schema import RolloutConfig
+from mega_rl.rollout.remote.receiver import Link
+from mega_rl.rollout.vllm.engine import VLLMEngine
+from mega_rl.rollout.vllm.environment import set_environment
+from mega_rl.rollout.vllm.options import TRANSFER_BACKEND
+from mega_rl.rollout.vllm.versions import start_arguments
+
+
+class ReceivingEngine(VLLMEngine):
+    """A ``VLLMEngine`` that takes an update with ``receive``, through vLLM's own start, update and finish."""
+
+    def __init__(
+        self, model_path: str | Path, rollout: RolloutConfig, *, max_model_len: int, device_type: str, dtype: str
+    ) -> None:
+        set_environment(device_type)
+        _register()
+        super().__init__(model_path, rollout, max_model_len=max_model_len, device_type=device_type, dtype=dtype)
+
+    def connect(self, link: Link) -> None:
+        """Join the trainer's ranks in one group; blocks until all of them have come."""
+        self._llm.init_weight_transfer_engine({"init_info": {"link": link}})
+
+    def receive(self) -> None:
+        """Take one sync, between ``begin_update`` and ``finish_update``; the trainer's ranks run their part of it."""
+        assert self._loaded is not None, "weights outside of an update"
+        self._llm.start_weight_update(**start_arguments(self._llm.start_weight_update))
+        self._llm.update_weights({"update_info": {}})
+        self._llm.finish_weight_update()
+
+
+def _register() -> None:
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as factory
+
+    if TRANSFER_BACKEND not in factory._registry:  # a second registration under one name is an error
+        factory.register_engine(TRANSFER_BACKEND, "mega_rl.rollout.vllm.weight_transfer", "ShardReceiver")

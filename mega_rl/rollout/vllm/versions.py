@@ -1,0 +1,171 @@
+"""What differs between the versions of vLLM that are covered: 0.23, also under vllm-ascend 0.23, and 0.28 to 0.32.
+
+Each difference is read off the installed vLLM itself. ``tests/contract`` holds the recorded signatures of both ends and
+checks every branch against them. vLLM is imported inside the functions that need it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mega_rl.rollout.remote.receiver import Receiver
+
+EXPERT_WEIGHTS = ("w13_weight", "w2_weight")
+
+
+def parameter_name(name: str) -> str:
+    """An engine's parameter under the name that 0.32 has for it: until then experts held their weights themselves."""
+    path, _, last = name.rpartition(".")
+    if last in EXPERT_WEIGHTS and path.endswith(".experts"):
+        return f"{path}.routed_experts.{last}"
+    return name
+
+
+def live_parameters(model: torch.nn.Module) -> dict[str, Tensor]:
+    """A worker's parameters by engine name; a tied head appears once, under the name of the embedding."""
+    return {parameter_name(name): parameter.data for name, parameter in model.named_parameters()}
+
+
+def start_arguments(start_weight_update: Callable[..., None]) -> dict[str, Any]:
+    """What vLLM's ``start_weight_update`` must be told: 0.23 alone has to hear that its loader is not wanted."""
+    takes_format = "is_checkpoint_format" in inspect.signature(start_weight_update).parameters
+    return {"is_checkpoint_format": False} if takes_format else {}
+
+
+class TransferMethods:
+    """The methods that vLLM calls in a weight-transfer engine, of every version that is covered.
+
+    vLLM's own base class, which ``weight_transfer.py`` mixes in behind this one, stores ``model`` in its constructor:
+    ``(config, parallel_config, model)`` in 0.23, ``(config, vllm_config, device, model)`` from 0.28 on. Weights are
+    written in place, so that nothing is left for a start and a finish to do; 0.23 does not ask for them.
+    """
+
+    model: torch.nn.Module
+    _receiver: Receiver | None = None
+
+    def init_transfer_engine(self, init_info: Any) -> None:
+        """Join the trainer's ranks; blocks until all of them have come. ``init_info.link`` is a ``Link``."""
+        assert self._receiver is None, "the group is joined once: rebuilding it exhausts an accelerator's resources"
+        self._receiver = Receiver(init_info.link, partial(live_parameters, self.model))
+
+    def start_weight_update(self) -> None:
+        """Nothing to prepare: the parameters stay live."""
+
+    def receive_weights(self, update_info: Any, load_weights: Callable[..., None] | None = None) -> None:
+        """One sync into the live parameters; ``load_weights`` is what 0.23 passes besides, for whole tensors."""
+        assert self._receiver is not None, "weights before the group was joined"
+        self._receiver.receive()
+
+    def finish_weight_update(self) -> None:
+        """Nothing to pack; the engine around the worker forgets its cached prefixes."""
+
+    def shutdown(self) -> None:
+        """The group goes with the process."""
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """0.23 asks every class for it; the trainer sends by the plan instead."""
+        raise AssertionError("weights are sent shard to shard, never as a stream of whole tensors")
+
+
+@contextmanager
+def plain_cpu_experts() -> Iterator[None]:
+    """Experts on a CPU work on their weights as they are loaded: around an engine's construction and every reload.
+
+    Their packing would hide the weights from updates in place. What is more, 0.32 packs at the first loading only, so
+    that after a reload its kernel would take plain weights for packed ones, silently.
+    """
+    from vllm.model_executor.layers import utils as layer_utils
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    if hasattr(cpu_moe, "CPUUnquantizedExperts"):
+        with mock.patch.object(cpu_moe.CPUUnquantizedExperts, "process_weights_after_loading", _keep_experts):
+            yield
+        return
+    from vllm.model_executor.layers.fused_moe import cpu_fused_moe
+
+    with (
+        mock.patch.object(cpu_fused_moe.CPUFusedMOE, "__init__", _keep_experts_023),
+        mock.patch.object(layer_utils, "check_cpu_sgl_kernel", lambda *_: False),
+    ):
+        yield
+
+
+def _keep_experts(experts: Any, layer: Any) -> None:
+    experts.apply = _apply_experts
+
+
+def _keep_experts_023(experts: Any, layer: Any) -> None:
+    experts.forward_method = _apply_experts_023
+
+
+def _apply_experts_023(
+    layer: Any,
+    hidden_states: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: Any,
+    num_experts: int,
+    weights_inputs: bool,
+) -> Tensor:
+    output, weights = torch.empty_like(hidden_states), (layer.w13_weight, layer.w2_weight)
+    _apply_experts(output, hidden_states, *weights, topk_weights, topk_ids, weights_inputs)
+    return output
+
+
+def _apply_experts(
+    output: Tensor,
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    apply_router_weight_on_input: bool = False,
+    **_: Any,
+) -> None:
+    """0.32's ``apply`` on plain weights: w1 [E, gate and up rows, D], w2 [E, D, rows]; ids and weights [T, K]."""
+    assert not apply_router_weight_on_input, "no supported family weights the experts' inputs"
+    output.zero_()
+    for expert in topk_ids.unique().tolist():
+        tokens, places = torch.where(topk_ids == expert)
+        gate, up = F.linear(hidden_states[tokens], w1[expert]).chunk(2, dim=-1)
+        result = F.linear(F.silu(gate) * up, w2[expert])
+        output.index_add_(0, tokens, result * topk_weights[tokens, places, None].to(result.dtype))
+
+
+def transposed_weight(names: Iterable[str], device_type: str) -> str | None:
+    """The first parameter that the engine holds transposed, whatever its shape says; None where there is none.
+
+    vllm-ascend turns experts' weights into [expert, hidden, rows] once they are loaded, and where the two widths are
+    equal no shape shows it.
+
+    Returns:
+        Words that name the parameter, to follow "cannot write".
+    """
+    if device_type != "npu":
+        return None
+    experts = sorted(name for name in names if name.rpartition(".")[2] in EXPERT_WEIGHTS)
+    return f"{experts[0]}, which the engine holds transposed on Ascend" if experts else None
+
+
+@torch.no_grad()
+def undo_wake_up(model: torch.nn.Module) -> None:
+    """Give experts back the layout that they had before vllm-ascend's ``wake_up``, ahead of a reload.
+
+    ``wake_up`` of 0.23 shows the experts' weights as a loader wants them, as transposed views of the same memory.
+    vLLM's reload copies what it has processed into the tensors that it finds: they must be as the engine works with
+    them.
+    """
+    for name, parameter in model.named_parameters():
+        if name.rpartition(".")[2] in EXPERT_WEIGHTS and not parameter.is_contiguous():
+            parameter.data = parameter.data.transpose(1, 2)
+            assert parameter.is_contiguous(), f"{name} is no transposed view"

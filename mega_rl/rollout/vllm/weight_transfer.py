@@ -1,0 +1,32 @@
+"""Our receiver at vLLM's weight-transfer extension point.
+
+Imported by vLLM's worker alone, by the name under which ``register`` announces it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from mega_rl.rollout.remote.receiver import Link
+from mega_rl.rollout.vllm.versions import TransferMethods
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    link: Link
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """Nothing: the plan says everything."""
+
+
+class ShardReceiver(TransferMethods, WeightTransferEngine):
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo

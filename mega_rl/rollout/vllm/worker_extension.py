@@ -1,0 +1,64 @@
+"""What vLLM's worker learns from us: to show its live parameters, and to take new weights through its own loader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
+
+from mega_rl.rollout.vllm.versions import live_parameters, parameter_name, undo_wake_up
+
+
+class WeightReceiver:
+    """Mixed into vLLM's worker class (``worker_extension_cls``): no method may share a name with the worker's own."""
+
+    model_runner: Any
+    device: torch.device
+
+    def receiver_parameters(self) -> dict[str, torch.Tensor]:
+        """``live_parameters`` of this rank."""
+        return live_parameters(self.model_runner.get_model())
+
+    def receiver_begin_reload(self) -> None:
+        """Give every layer its unpacked parameters back, so that the loader can fill them."""
+        model = self.model_runner.get_model()
+        if self.device.type == "npu":
+            undo_wake_up(model)
+        with self.device:
+            initialize_layerwise_reload(model)
+
+    @torch.no_grad()
+    def receiver_load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load Hugging Face tensors; returns the engine's names of the parameters that they touched.
+
+        All names where the model does not say: then nothing can be found missing.
+        """
+        with self.device:
+            loaded = self.model_runner.get_model().load_weights(weights)
+        return set(self.receiver_parameters()) if loaded is None else {parameter_name(name) for name in loaded}
+
+    @torch.no_grad()
+    def receiver_finish_reload(self) -> None:
+        """Pack what the loader has filled."""
+        model = self.model_runner.get_model()
+        with self.device:
+            finalize_layerwise_reload(model, self.model_runner.model_config)
+        if current_platform.is_cpu():
+            _repack_tied_head(model)
+
+
+def _repack_tied_head(model: torch.nn.Module) -> None:
+    """Pack a tied head from the embedding's new weight.
+
+    The loader fills the embedding only: a head that shares its weight would keep the old packed copy, silently (seen
+    in vLLM 0.28 to 0.32).
+    """
+    head = getattr(model, "lm_head", None)
+    embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
+    if head is None or embedding is None or not hasattr(head, "cpu_linear"):
+        return
+    if head.weight.data_ptr() == embedding.weight.data_ptr():
+        head.quant_method.process_weights_after_loading(head)

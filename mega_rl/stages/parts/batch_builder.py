@@ -1,0 +1,158 @@
+"""What one step learns from: prompts drawn, responses sampled and scored, groups without a signal replaced."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from mega_rl.data.prompts import PromptStream
+from mega_rl.rewards.scorer import Scorer
+from mega_rl.rollout.collect import Group, Rule
+from mega_rl.rollout.engine import Request, RolloutEngine
+from mega_rl.rollout.records import to_group, to_rows
+from mega_rl.rollout.replicas import EngineTeam, StoreCounter, collect_everywhere, shared_store
+from mega_rl.rollout.requests import make_requests
+from mega_rl.stages.parts import building
+from mega_rl.stages.parts.session import Session
+from mega_rl.types import Completion, Prompt, Score
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The groups of one step."""
+
+    learnt: list[Group]  # that the step learns from: carried ones first, then in the order of their prompts
+    carried: list[Group]  # kept ones above ``data.train_batch_size``: the next step's first
+    dropped: list[Group]  # whose samples all have one reward
+    metrics: Mapping[str, float]
+
+    @property
+    def generated(self) -> list[Group]:
+        """Everything that the step sampled or took over."""
+        return [group for groups in self.by_outcome.values() for group in groups]
+
+    @property
+    def by_outcome(self) -> dict[str, list[Group]]:
+        return {"learnt": self.learnt, "carried": self.carried, "dropped": self.dropped}
+
+
+class Sampler:
+    """Turns the prompt stream into scored groups; the same on every rank, whatever the engines' layout.
+
+    With ``algorithm.dynamic_sampling`` (DAPO, arXiv 2503.14476, section 3.2) a group whose samples all have one reward
+    teaches nothing and is replaced by the next prompt's, while other groups are still being sampled. A step that used
+    up its budget learns from the groups that it has.
+    """
+
+    def __init__(self, session: Session, stream: PromptStream, engine: RolloutEngine, scorer: Scorer) -> None:
+        self._session, self._stream, self._engine, self._scorer = session, stream, engine, scorer
+        self._team, self._store = EngineTeam(session.engine_layout), shared_store()
+        # One thread for the whole run: workers that a scorer starts in it end with it.
+        self._scoring = ThreadPoolExecutor(max_workers=1)
+        self._carried: list[Group] = []
+        self._reward_seconds = 0.0
+
+    def sample(self, step: int) -> Batch:
+        """The groups of one step; collective."""
+        carried, rule = self._carried, self._rule()
+        self._reward_seconds = 0.0  # beside the sampling
+        prompts = _Tickets(self._stream, one_by_one=self._settings.enabled)
+
+        def draw(ticket: int) -> list[Request]:
+            return make_requests([prompts[ticket]], step=step, **building.sampling(self._session.config))
+
+        found = collect_everywhere(
+            self._engine,
+            self._session.engine_layout,
+            self._team,
+            rule,
+            draw,
+            self._start_scoring,
+            StoreCounter(self._store, f"dropped/{step}"),
+        )
+        prompts.finish(len(found))
+        self._session.timers.add("reward", self._reward_seconds)
+        dropped = [group for group in found if not rule.is_kept(group)]
+        kept = carried + [group for group in found if rule.is_kept(group)]
+        wanted = self._session.config.data.train_batch_size
+        self._carried = kept[wanted:]
+        is_short = self._settings.enabled and len(kept) < wanted
+        figures = {
+            "generated": len(found),
+            "dropped": len(dropped),
+            "kept": len(kept[:wanted]),
+            "carried_in": len(carried),
+            "carried_out": len(self._carried),
+            "budget_exhausted": float(is_short),
+        }
+        metrics = {f"rollout/groups_{name}": float(value) for name, value in figures.items()}
+        return Batch(kept[:wanted], self._carried, dropped, metrics)
+
+    def _start_scoring(self, completions: list[Completion]) -> Future[list[Score]]:
+        return self._scoring.submit(self._score, completions)
+
+    def _score(self, completions: list[Completion]) -> list[Score]:
+        start = time.perf_counter()
+        scores = self._scorer.score(completions)
+        self._reward_seconds += time.perf_counter() - start
+        return scores
+
+    @property
+    def _settings(self) -> Any:
+        return self._session.config.algorithm.dynamic_sampling
+
+    def _rule(self) -> Rule:
+        settings, size = self._settings, self._session.config.data.train_batch_size
+        if not settings.enabled:
+            return Rule(size, size, size, is_kept=lambda group: True)
+        missing = max(0, size - len(self._carried))
+        initial = max(0, math.ceil(settings.oversample * size) - len(self._carried)) if missing else 0
+        budget = min(math.ceil(settings.budget * size), len(self._stream.dataset))  # no prompt twice in a step
+        return Rule(missing, min(initial, budget), budget, is_kept=self._has_signal)
+
+    def _has_signal(self, group: Group) -> bool:
+        """Whether the samples of known reward differ in it, or in the part of it that ``metric`` names."""
+        metric = self._settings.metric
+        known = [score for score in group.scores if score.is_known]
+        return len({score.value if metric is None else score.parts[metric] for score in known}) > 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next step goes on: plain values."""
+        return {"stream": self._stream.state_dict(), "carried": [to_rows(group) for group in self._carried]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state`` was taken; raises InputError where it is of other data."""
+        self._stream.load_state_dict(state["stream"])
+        self._carried = [to_group(rows) for rows in state["carried"]]
+
+
+class _Tickets:
+    """Prompts by ticket: of one whole batch, or one by one, each at most once; the stream moves on with them."""
+
+    def __init__(self, stream: PromptStream, one_by_one: bool) -> None:
+        self._stream = stream
+        self._drawn: list[Prompt] = []
+        self._source = self._one_by_one() if one_by_one else iter(stream.next_batch())
+
+    def __getitem__(self, ticket: int) -> Prompt:
+        while len(self._drawn) <= ticket:
+            self._drawn.append(next(self._source))
+        return self._drawn[ticket]
+
+    def finish(self, num_drawn: int) -> None:
+        """Leave the stream behind the last ticket that any engine drew."""
+        if num_drawn:
+            self[num_drawn - 1]
+        assert len(self._drawn) == num_drawn, "this rank drew a ticket that nobody sampled"
+
+    def _one_by_one(self) -> Iterator[Prompt]:
+        seen: set[int] = set()
+        while True:
+            prompt = self._stream.next_item()
+            if prompt.index not in seen:
+                seen.add(prompt.index)
+                yield prompt

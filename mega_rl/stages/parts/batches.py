@@ -1,0 +1,72 @@
+"""Sequences to packed micro-batches of this data-parallel rank, and metric sums back from all of them.
+
+Letters: T packed tokens of a micro-batch, L predictions of one sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from mega_rl import platform
+from mega_rl.algorithms.objective import MAX_SUFFIX
+from mega_rl.algorithms.reduce import Denominators
+from mega_rl.data.packing import pack
+from mega_rl.observe.timers import GIB
+from mega_rl.parallel.collectives import gather_objects
+from mega_rl.parallel.schedule import balance
+from mega_rl.stages.parts.session import Session
+from mega_rl.types import Microbatch, Sequence
+
+
+def pack_for_rank(session: Session, sequences: list[Sequence]) -> list[Microbatch]:
+    """This data-parallel rank's share of a global list of sequences; every rank gets equally many micro-batches."""
+    lengths = [sequence.loss_mask.numel() for sequence in sequences]
+    layout = session.layout
+    # An interleaved pipeline goes round in groups of as many micro-batches as it has stages.
+    group = layout.pipeline if layout.num_chunks > 1 else 1
+    plan = balance(lengths, layout.data, session.config.trainer.max_tokens_per_microbatch, multiple=group)
+    multiple = layout.tensor if session.config.parallel.sequence else 1
+    pad_token_id = int(session.tokenizer.pad_token_id or 0)
+    return [pack(sequences, indices, multiple, pad_token_id) for indices in plan[session.data_rank]]
+
+
+def denominators_of(sequences: list[Sequence], max_response_tokens: int) -> Denominators:
+    """What the losses of one optimizer step are divided by, over all ranks."""
+    num_tokens = int(sum(float(sequence.loss_mask.sum()) for sequence in sequences))
+    return Denominators(num_tokens=num_tokens, num_sequences=len(sequences), max_response_tokens=max_response_tokens)
+
+
+def total_sums(session: Session, reports: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+    """Metric sums over all micro-batches and data-parallel ranks, on every rank; names in ``_max`` take the maximum."""
+    own: dict[str, float] = {}
+    if session.layout.is_counted(dist.get_rank()):
+        for report in reports:
+            _merge(own, {name: float(value) for name, value in report.items()})
+    total: dict[str, float] = {}
+    for part in gather_objects(own):
+        _merge(total, part)
+    return total
+
+
+def _merge(total: dict[str, float], part: Mapping[str, float]) -> None:
+    for name, value in part.items():
+        before = total.get(name)
+        if before is None:
+            total[name] = value
+        else:
+            total[name] = max(before, value) if name.endswith(MAX_SUFFIX) else before + value
+
+
+def memory_metrics(session: Session) -> dict[str, float]:
+    """Peak memory of the largest rank, in the run and in every phase of the step. Collective."""
+    stats = platform.current().memory()
+    here = {"host": stats.host_peak_bytes, "device": stats.device_peak_bytes}
+    own = {f"memory/peak_{place}_gib": peak / GIB for place, peak in here.items()}
+    total: dict[str, float] = {}
+    for part in gather_objects(own | session.timers.collect_peaks()):
+        for name, value in part.items():
+            total[name] = max(value, total.get(name, 0.0))
+    return total

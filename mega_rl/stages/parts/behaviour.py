@@ -1,0 +1,36 @@
+"""The trainer as the policy that sampled: the noisy norms of one sync, for ``aqn.old_logprobs: recompute_noisy``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from mega_rl.bridge.mapping.tensors import hf_tensors, roles
+from mega_rl.bridge.outgoing.noise import AqnNoise
+from mega_rl.bridge.slices import whole_box
+from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.megatron.model import DTYPES
+from mega_rl.stages.parts.session import Session
+
+
+@contextmanager
+def behaviour_policy(session: Session, actor: MegatronEngine, noise: AqnNoise, step: int) -> Iterator[None]:
+    """The actor with the norms that its engines got at ``step``, the very same values; collective.
+
+    Does nothing where ``aqn.old_logprobs`` is not ``recompute_noisy``, or the step has no noise. The optimizer must not
+    have stepped since the sync.
+
+    Raises:
+        InputError: the model's weights are their own masters.
+    """
+    sigma, settings = noise.sigma(step), session.config.aqn
+    if not sigma or settings.old_logprobs != "recompute_noisy":
+        yield
+        return
+    sync, shapes = noise.for_sync(step, sigma), hf_tensors(session.shape)
+    noisy = {
+        name: sync.apply(name, master, shapes[name], whole_box(shapes[name]), DTYPES[session.config.model.dtype])
+        for name, master in actor.master_weights(noise.targets(roles(session.shape))).items()
+    }
+    with actor.policy.replaced(noisy):
+        yield

@@ -1,0 +1,144 @@
+"""What is done with a rollout batch besides learning from it: its metrics, and showing it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from mega_rl.bridge.outgoing.noise import AqnNoise
+from mega_rl.config import RunConfig
+from mega_rl.data.packing import sequence_from_sample, unpack
+from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.observe.metrics import Metrics
+from mega_rl.observe.observer import Observer
+from mega_rl.parallel.collectives import gather_objects
+from mega_rl.rollout.records import to_rows, write_step
+from mega_rl.stages.parts.batch_builder import Batch
+from mega_rl.stages.parts.batches import pack_for_rank
+from mega_rl.stages.parts.scoring import unknown_metrics
+from mega_rl.stages.parts.session import Session
+from mega_rl.types import Completion, Sample, Score
+
+ROLLOUTS = "rollouts"  # under the output directory
+
+
+def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Rewards, lengths and the sampling policy's entropy of one batch (no collective: every rank has all samples)."""
+    if not samples:
+        return {}
+    lengths = [len(sample.completion.token_ids) for sample in samples]
+    logprobs = [logprob for sample in samples for logprob in sample.completion.logprobs]
+    return _reward_metrics(samples) | {
+        "response_length/mean": sum(lengths) / len(lengths),
+        "response_length/max": float(max(lengths)),
+        "response_length/min": float(min(lengths)),
+        "response_length/clip_fraction": sum(s.completion.finish_reason == "length" for s in samples) / len(samples),
+        "prompt_length/mean": sum(len(s.completion.prompt.token_ids) for s in samples) / len(samples),
+        # -log p of the sampled tokens estimates the entropy of the policy that sampled them
+        "rollout/entropy": -sum(logprobs) / max(1, len(logprobs)),
+    }
+
+
+def _reward_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Over the samples whose score is known, and how many are not."""
+    metrics = unknown_metrics([sample.score for sample in samples])
+    known = [sample for sample in samples if sample.score.is_known]
+    if not known:
+        return metrics
+    rewards = [sample.score.value for sample in known]
+    mean = sum(rewards) / len(rewards)
+    groups: dict[tuple[int, int], set[float]] = defaultdict(set)
+    parts: dict[str, list[float]] = defaultdict(list)
+    for sample in known:
+        completion = sample.completion
+        groups[completion.weight_version, completion.prompt.index].add(sample.score.value)
+        for name, value in sample.score.parts.items():
+            parts[name].append(value)
+    metrics |= {
+        "reward/mean": mean,
+        "reward/std": (sum((r - mean) ** 2 for r in rewards) / max(1, len(rewards) - 1)) ** 0.5,
+        "reward/max": max(rewards),
+        "reward/min": min(rewards),
+        "reward/groups_equal_fraction": sum(len(values) == 1 for values in groups.values()) / len(groups),
+    }
+    if len(parts) > 1:
+        metrics |= {f"reward/{name}": sum(values) / len(values) for name, values in parts.items()}
+    return metrics
+
+
+def readable(completion: Completion, score: Score) -> str:
+    """What the dashboard's text panel shows of one answer."""
+    return (
+        f"prompt: {completion.prompt.text}\nresponse: {completion.text}\n"
+        f"expected: {completion.prompt.ground_truth}\nscore: {score.value:g}, ended by {completion.finish_reason}"
+    )
+
+
+def show(
+    session: Session, observer: Observer, actor: MegatronEngine, step: int, batch: Batch, samples: Sequence[Sample]
+) -> None:
+    """A few samples of the step on the dashboard and, with ``logging.dump_rollouts``, all of them in a file.
+
+    Collective. A row of the file is what ``records.to_rows`` says, with ``step``, ``outcome`` (learnt, carried,
+    dropped), ``advantage`` and ``logprob_diff``, the mean |trainer - engine| over the response's tokens in nats before
+    the update; both are null where the step does not learn from the sample.
+    """
+    logging = session.config.logging
+    for number, sample in enumerate(samples[: logging.num_text_samples]):
+        observer.text(step, f"rollout/{number}", readable(sample.completion, sample.score))
+    if logging.dump_rollouts == 0:
+        return
+    differences = logprob_differences(session, actor, samples) if samples else []
+    if session.is_main:
+        learnt = iter(
+            [{"advantage": s.advantage, "logprob_diff": d} for s, d in zip(samples, differences, strict=True)]
+        )
+        others = {"advantage": None, "logprob_diff": None}
+        rows = [
+            {"step": step, "outcome": outcome, **row, **(next(learnt) if outcome == "learnt" else others)}
+            for outcome, groups in batch.by_outcome.items()
+            for group in groups
+            for row in to_rows(group)
+        ]
+        write_step(session.output_dir / ROLLOUTS, step, rows, logging.dump_rollouts)
+
+
+def logprob_differences(session: Session, actor: MegatronEngine, samples: Sequence[Sample]) -> list[float]:
+    """Mean |trainer - engine| over each response's tokens, nats, under the present weights. Collective."""
+    sequences = [sequence_from_sample(sample) for sample in samples]
+    microbatches = pack_for_rank(session, sequences)
+    own: dict[int, float] = {}
+    for microbatch, stats in zip(microbatches, actor.token_stats(microbatches), strict=True):
+        assert microbatch.rollout_logprobs is not None, "samples have the engine's log-probabilities"
+        difference_T = (stats.logprobs - microbatch.rollout_logprobs).abs() * microbatch.loss_mask
+        for index, values in zip(microbatch.sequence_indices, unpack(difference_T, microbatch), strict=True):
+            own[index] = float(values.sum()) / max(1.0, float(sequences[index].loss_mask.sum()))
+    found: dict[int, float] = {}
+    for part in gather_objects(own):
+        found |= part
+    return [found[index] for index in range(len(samples))]
+
+
+def noise_metrics(config: RunConfig, noise: AqnNoise, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Where the noise schedule stands, and how far the noise moved the sampling policy."""
+    if not config.aqn.enabled:
+        return {}
+    figures = {"aqn/sigma": noise.sigma(step), "aqn/stage": float(noise.stage(step))}
+    if "rollout/kl" in metrics:
+        # E over the noisy policy of log(noisy / clean): the KL from the noisy to the clean policy
+        figures["aqn/kl_clean_noisy"] = metrics["rollout/kl"]
+    return figures
+
+
+def time_metrics(seconds: Mapping[str, float], samples: Sequence[Sample]) -> dict[str, float]:
+    """Phase times of the slowest rank, and the rates that follow from them. Collective."""
+    own = Metrics()
+    for name, value in seconds.items():
+        own.add(name, value)
+    slowest = Metrics().merge(gather_objects(own)).result()
+    num_sampled = sum(len(sample.completion.token_ids) for sample in samples)
+    num_tokens = num_sampled + sum(len(sample.completion.prompt.token_ids) for sample in samples)
+    return slowest | {
+        "throughput/tokens_per_s": num_tokens / max(slowest["time/step_s"], 1e-9),
+        "rollout/tokens_per_s": num_sampled / max(slowest["time/generate_s"], 1e-9),
+    }

@@ -1,0 +1,86 @@
+"""Scores of completions on all ranks, and what is done about rewards that have no value."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+
+from mega_rl.errors import InputError
+from mega_rl.parallel.collectives import gather_objects, together
+from mega_rl.parallel.schedule import split_even
+from mega_rl.rewards.scorer import Scorer
+from mega_rl.rollout.collect import Group
+from mega_rl.types import Completion, Score
+
+MAX_UNKNOWN_STEPS = 5  # in a row
+MAX_SAMPLES_TOLD = 20  # per line
+
+
+def score_everywhere(scorer: Scorer, completions: list[Completion]) -> list[Score]:
+    """Each rank scores its part; every rank gets all scores, in the order of the completions. Collective.
+
+    Raises:
+        InputError: on every rank, where reward workers of one can no longer load the rewards.
+    """
+    part = split_even(len(completions), dist.get_world_size())[dist.get_rank()]
+    scores: list[Score] = []
+    with together("scoring"):
+        scores = scorer.score([completions[i] for i in part])
+    return [score for scores_of_rank in gather_objects(scores) for score in scores_of_rank]
+
+
+def unknown_metrics(scores: Sequence[Score]) -> dict[str, float]:
+    """How many samples have no score, and how many values are unknown by cause; nothing where all are known."""
+    causes = Counter(unknown.cause for score in scores for unknown in score.unknown.values())
+    if not causes:
+        return {}
+    counts = {f"reward/num_unknown/{cause}": float(count) for cause, count in causes.items()}
+    return {"reward/num_unknown": float(sum(not score.is_known for score in scores))} | counts
+
+
+class RewardWatch:
+    """Tells of unknown rewards, and ends a run in which nothing is known for `MAX_UNKNOWN_STEPS` steps in a row."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._steps_in_a_row = 0
+
+    def tell(self, completions: Sequence[Completion], scores: Sequence[Score]) -> None:
+        """One line per reward and cause, with the samples and what happened to the first one."""
+        found: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
+        for completion, score in zip(completions, scores, strict=True):
+            prompt = completion.prompt
+            sample = f"{prompt.data_source} prompt {prompt.index} sample {completion.sample_index}"
+            for name, unknown in score.unknown.items():
+                found[name, unknown.cause].append((sample, unknown.detail))
+        for (name, cause), samples in found.items():
+            listed = ", ".join(sample for sample, _ in samples[:MAX_SAMPLES_TOLD])
+            rest = len(samples) - MAX_SAMPLES_TOLD
+            more = f" and {rest} more" if rest > 0 else ""
+            self._say(
+                f"warning: the reward {name} is unknown ({cause}) for {len(samples)} of {len(scores)} samples: "
+                f"{listed}{more}; on the first of them it {samples[0][1]}"
+            )
+
+    def check(self, groups: Sequence[Group]) -> None:
+        """The same for a training step, whose groups are those of all ranks.
+
+        Raises:
+            InputError: no score has been known for `MAX_UNKNOWN_STEPS` steps.
+        """
+        completions = [completion for group in groups for completion in group.completions]
+        scores = [score for group in groups for score in group.scores]
+        self.tell(completions, scores)
+        if not scores or any(score.is_known for score in scores):
+            self._steps_in_a_row = 0
+            return
+        self._steps_in_a_row += 1
+        if self._steps_in_a_row >= MAX_UNKNOWN_STEPS:
+            name, unknown = next(iter(scores[0].unknown.items()))
+            raise InputError(
+                f"no reward has been known for {MAX_UNKNOWN_STEPS} steps in a row: fix the reward {name}, which "
+                f"{unknown.detail}"
+            )
+        self._say("warning: no reward of this step is known, so nothing is learnt from it")

@@ -1,0 +1,149 @@
+"""What every stage needs before its loop: processes, platform, layout, tokenizer, output directory, observer."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from mega_rl import platform
+from mega_rl.bridge.files.huggingface import HFReader
+from mega_rl.bridge.mapping.megatron import check_parallel
+from mega_rl.bridge.mapping.vllm import check_engine
+from mega_rl.config import RunConfig, save_resolved
+from mega_rl.data.tokenizer import load_tokenizer
+from mega_rl.megatron import checkpoint
+from mega_rl.megatron.checkpoint import CheckpointWriter
+from mega_rl.megatron.offload import is_device
+from mega_rl.megatron.optimizer import check_supported
+from mega_rl.megatron.policy import initialize_groups
+from mega_rl.models.shape import ModelShape, read_model_shape
+from mega_rl.observe.observer import Observer
+from mega_rl.observe.timers import Timers
+from mega_rl.parallel.collectives import broadcast_object, together
+from mega_rl.parallel.layout import EngineLayout, ParallelLayout
+
+CHECKPOINTS = "checkpoints"  # under the output directory
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class Session:
+    """One running stage on this rank."""
+
+    config: RunConfig
+    device: torch.device
+    layout: ParallelLayout
+    engine_layout: EngineLayout
+    shape: ModelShape
+    weights: HFReader  # of model.path, checked against the shape
+    tokenizer: PreTrainedTokenizerBase
+    output_dir: Path
+    checkpoint: Path | None  # to resume from
+    checkpoints: CheckpointWriter
+    timers: Timers
+
+    @property
+    def is_main(self) -> bool:
+        return dist.get_rank() == 0
+
+    @property
+    def data_rank(self) -> int:
+        return self.layout.coordinates(dist.get_rank()).data
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.layout.coordinates(dist.get_rank()).pipeline == self.layout.pipeline - 1
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        return self.output_dir / CHECKPOINTS
+
+    @property
+    def export_dir(self) -> Path:
+        return self.output_dir / "huggingface"
+
+    def observer(self, steps_done: int, total_steps: int) -> Observer:
+        """What this run logs to; rows of an earlier run that will be logged again are dropped."""
+        first = steps_done + 1 if steps_done else 0
+        return Observer.create(self.config.logging, self.output_dir, self.is_main, first, total_steps)
+
+    def say(self, sentence: str) -> None:
+        if self.is_main:
+            print(sentence, flush=True)
+
+
+def take_peaks() -> dict[str, int]:
+    """Peak memory of this rank since the last call, in bytes, of the places where a new peak can be started."""
+    here = platform.current()
+    stats = here.memory()
+    is_host_measured = here.reset_peak_memory()
+    peaks = {"host": stats.host_peak_bytes} if is_host_measured else {}
+    return peaks | ({"device": stats.device_peak_bytes} if stats.device_total_bytes else {})
+
+
+@contextmanager
+def open_session(config: RunConfig) -> Iterator[Session]:
+    """Join the process group, check what is on disk, and clean up afterwards.
+
+    Raises:
+        InputError: on every rank, for anything on any rank that a user can fix.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    here = platform.current()
+    if config.platform.num_threads or here.name == "cpu":
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        torch.set_num_threads(config.platform.num_threads or max(1, len(os.sched_getaffinity(0)) // ranks_here))
+    device = here.set_device(local_rank)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        os.environ.setdefault(name, value)  # started without torchrun: one process
+    dist.init_process_group(here.backend, timeout=COLLECTIVE_TIMEOUT)
+    with together("opening the session"):
+        layout = ParallelLayout.of(config.parallel, dist.get_world_size())
+        engine_size = config.rollout.tensor_parallel_size if config.trainer.stage == "rl" else 1
+        if config.trainer.stage == "rl" and config.rollout.placement == "separate":
+            engine_size = dist.get_world_size()  # all ranks together speak to the engines elsewhere
+        engine_layout = EngineLayout(dist.get_world_size(), engine_size)
+        shape = read_model_shape(config.model.path)
+        check_parallel(shape, config.parallel)
+        if config.trainer.stage == "rl":
+            check_engine(shape, config.rollout.tensor_parallel_size)
+        weights = HFReader(config.model.path)
+        weights.check(shape)
+        tokenizer = load_tokenizer(config.model.path)
+        check_supported(config, device)
+    initialize_groups(layout, config.trainer.seed)
+    here.seed(config.trainer.seed)
+    output_dir = Path(config.trainer.output_dir)
+    found: tuple[Path | None, list[str]] = (None, [])
+    with together("preparing the output directory"):
+        if dist.get_rank() == 0:
+            found = checkpoint.find(output_dir / CHECKPOINTS, config.checkpoint.resume)
+            if found[0] is not None:
+                checkpoint.check_layout(found[0], layout)
+            checkpoint.set_aside(output_dir / CHECKPOINTS, after=found[0])
+            output_dir.mkdir(parents=True, exist_ok=True)
+            save_resolved(config, output_dir / "config.yaml")
+    resume, warnings = broadcast_object(found)
+    settings = config.checkpoint
+    writer = CheckpointWriter(output_dir / CHECKPOINTS, settings.keep_checkpoints, settings.async_save)
+    timers = Timers(memory=take_peaks)
+    session = Session(
+        config, device, layout, engine_layout, shape, weights, tokenizer, output_dir, resume, writer, timers
+    )
+    for line in [*platform.prepare(), *warnings]:
+        session.say(line)
+    if config.memory.offload and not is_device(device):
+        session.say(f"memory.offload does nothing on the {here.name} platform: its device memory is the host's")
+    yield session
+    session.checkpoints.finish()
+    # After an exception the other ranks may be anywhere: the process ends without these two collectives.
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,219 @@
+"""Loading a configuration: types, overrides, the alias, and every problem named at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mega_rl.config import RunConfig, load_config, save_resolved, to_yaml
+from mega_rl.config.schema import RewardConfig
+from mega_rl.errors import InputError
+
+MINIMAL = "model:\n  path: models/tiny\n"
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def write_file(text: str) -> Path:
+        file = tmp_path / "run.yaml"
+        file.write_text(text)
+        return file
+
+    return write_file
+
+
+def message(file: Path, *overrides: str) -> str:
+    with pytest.raises(InputError) as raised:
+        load_config(file, overrides)
+    return str(raised.value)
+
+
+def test_a_minimal_file_gets_the_defaults_as_dataclasses(write):
+    config = load_config(write(MINIMAL))
+    assert isinstance(config, RunConfig)
+    expected = RunConfig()
+    expected.model.path = "models/tiny"
+    assert config == expected
+
+
+def test_values_of_every_kind(write):
+    config = load_config(
+        write(
+            MINIMAL + "data: {train_files: [a.jsonl, b.parquet], system_prompt: null, shuffle: no}\n"
+            "bridge: {verify: off}\n"
+            "rollout: {stop: ['#'], vllm: {enforce_eager: true, nested: {x: [1]}}}\n"
+            "optimizer: {lr: 5e-7, clip_grad: 1}\n"
+            "rewards:\n- name: math\n  options: {anything: 1}\n- {name: length, weight: 2}\n"
+            "logging:\n"  # an empty section, all its keys commented out
+        )
+    )
+    assert config.data.train_files == ["a.jsonl", "b.parquet"]
+    assert config.data.shuffle is False
+    assert config.bridge.verify == "off"  # YAML 1.1 would make it False
+    assert config.rollout.vllm == {"enforce_eager": True, "nested": {"x": [1]}}
+    assert config.optimizer.lr == 5e-7
+    assert isinstance(config.optimizer.clip_grad, float)
+    assert config.rewards == [RewardConfig("math", 1.0, {"anything": 1}), RewardConfig("length", 2.0)]
+    assert config.logging.jsonl is True
+
+
+def test_overrides_of_every_kind(write):
+    file = write(MINIMAL + "rewards: [{name: a, weight: 3}, {name: b}]\nrollout: {vllm: {x: 1}}\n")
+    config = load_config(
+        file,
+        [
+            "model.path=a=b",
+            "data.val_files=[c.jsonl, d.jsonl]",
+            "trainer.total_steps=7",
+            "algorithm.importance_cap=null",
+            "optimizer.lr=1e-3",
+            "rewards[0].weight=0.5",
+            "rewards.1.options.deep.er=4",
+            "rollout.vllm.y=two",
+            "parallel.sequence=true",
+            "trainer.total_steps=8",
+        ],
+    )
+    assert config.model.path == "a=b"
+    assert config.data.val_files == ["c.jsonl", "d.jsonl"]
+    assert config.trainer.total_steps == 8  # the last one counts
+    assert config.algorithm.importance_cap is None
+    assert config.optimizer.lr == 1e-3
+    assert config.rewards == [RewardConfig("a", 0.5), RewardConfig("b", 1.0, {"deep": {"er": 4}})]
+    assert config.rollout.vllm == {"x": 1, "y": "two"}
+    assert config.parallel.sequence is True
+
+
+def test_interpolation(write):
+    file = write(MINIMAL + "data: {train_files: [a.jsonl], val_files: '${data.train_files}'}\n")
+    assert load_config(file).data.val_files == ["a.jsonl"]
+    assert "data.val_files" in message(write(MINIMAL + "data: {val_files: '${data.nowhere}'}\n"))
+
+
+@pytest.mark.parametrize(
+    ("override", "named", "nearest"),
+    [
+        ("rollout.temprature=1", "rollout.temprature", "rollout.temperature"),
+        ("rolout.n=2", "rolout", "rollout"),
+        ("temperature=1", "temperature", "rollout.temperature"),
+        ("rewards=[{name: a, wieght: 2}]", "rewards[0].wieght", "rewards[0].weight"),
+        ("validation.m=1", "validation.m", "n, temperature"),
+        ("trainer.noise_injection.sigma_strat=1", "trainer.noise_injection.sigma_strat", "sigma_start"),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_nearest_one(write, override, named, nearest):
+    text = message(write(MINIMAL), override)
+    assert f"unknown key {named}:" in text
+    assert nearest in text.split(f"unknown key {named}:")[1]
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("rollout.n=many", ("rollout.n is 'many'", "a whole number (int)")),
+        ("rollout.n=2.5", ("rollout.n is 2.5", "int")),
+        ("rollout.n=true", ("rollout.n is True", "int")),
+        ("optimizer.lr=fast", ("optimizer.lr is 'fast'", "a number (float)")),
+        ("parallel.sequence=2", ("parallel.sequence is 2", "true or false")),
+        ("trainer.output_dir=", ("trainer.output_dir is null", "a string")),
+        ("checkpoint.resume=false", ("checkpoint.resume is False", "a string")),
+        ("data.val_files=a.jsonl", ("data.val_files is 'a.jsonl'", "a list")),
+        ("rollout.stop_token_ids=[1, x]", ("rollout.stop_token_ids[1] is 'x'", "int")),
+        ("aqn=1", ("aqn is 1", "a section of keys")),
+        ("rollout.vllm=[1]", ("rollout.vllm is [1]", "a section of keys")),
+        ("rewards={name: a}", ("rewards is", "a list")),
+        ("trainer.noise_injection.num_stages=x", ("(given as trainer.noise_injection.num_stages)", "'x'")),
+    ],
+)
+def test_a_wrong_type_names_field_value_and_type(write, override, parts):
+    text = message(write(MINIMAL), override)
+    assert "\n" not in text
+    for part in parts:
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("foo", "override 'foo' is malformed"),
+        ("=3", "malformed"),
+        ("rollout.n=[1", "no readable value"),
+        ("rewards[0].weight=1", "rewards has 0 entries"),
+        ("model.path.deeper=1", "model.path is 'models/tiny' and has no keys below it"),
+    ],
+)
+def test_a_bad_override_is_one_sentence(write, override, part):
+    text = message(write(MINIMAL + "rewards: []\n"), override)
+    assert part in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        (b"model: [1", "not valid YAML"),
+        (b"model: {path: a}\nmodel: {path: b}\n", "'model' stands twice at line 2"),
+        (b"- a\n", "no sections of keys"),
+        (b"\xff\xfe\x00", "not UTF-8"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_one_sentence(tmp_path, content, part):
+    file = tmp_path / "bad.yaml"
+    file.write_bytes(content)
+    text = message(file)
+    assert part in text and str(file) in text
+    assert "\n" not in text
+
+
+def test_a_missing_file(tmp_path):
+    text = message(tmp_path / "no.yaml")
+    assert "no.yaml" in text and "no such file" in text and "\n" not in text
+
+
+def test_all_problems_are_reported_at_once_and_numbered(write):
+    file = write("rolout: {n: 3}\nrewards: [{weight: 1}, {name: x, wait: 1}]\noptimizer: {lr: x}\n")
+    lines = message(file, "nonsense", "trainer.total_steps=[]").splitlines()
+    assert "7 problems" in lines[0]
+    assert [line.split(".")[0].strip() for line in lines[1:]] == list("1234567")
+    for part in ("rolout", "model.path is not set", "rewards[0].name is not set", "rewards[1].wait", "optimizer.lr"):
+        assert sum(part in line for line in lines) == 1, part
+
+
+class TestNoiseAlias:
+    ALIAS = (
+        MINIMAL + "trainer:\n  total_steps: 3\n  noise_injection: {enabled: true, sigma_start: 0.02, num_stages: 4}\n"
+    )
+
+    def test_it_is_moved_to_aqn(self, write):
+        config = load_config(write(self.ALIAS + "aqn: {num_stages: 4, seed: 9}\n"))
+        assert (config.aqn.enabled, config.aqn.sigma_start, config.aqn.num_stages) == (True, 0.02, 4)
+        assert (config.aqn.sigma_end, config.aqn.seed, config.trainer.total_steps) == (0.0005, 9, 3)
+
+    @pytest.mark.parametrize("spelling", ["aqn", "trainer.noise_injection"])
+    def test_an_override_in_either_spelling_beats_the_file(self, write, spelling):
+        assert load_config(write(self.ALIAS), [f"{spelling}.sigma_start=0.03"]).aqn.sigma_start == 0.03
+
+    def test_two_values_are_an_error(self, write):
+        text = message(write(self.ALIAS + "aqn: {num_stages: 5}\n"))
+        assert "aqn.num_stages is 5" in text and "trainer.noise_injection.num_stages is 4" in text
+        both = ["aqn.seed=1", "trainer.noise_injection.seed=2"]
+        assert "give one of the two" in message(write(MINIMAL), *both)
+
+    def test_it_must_be_a_section(self, write):
+        assert "trainer.noise_injection is 3" in message(write(MINIMAL), "trainer.noise_injection=3")
+
+
+def test_the_resolved_file_loads_to_the_same_configuration(write, tmp_path):
+    file = write(
+        MINIMAL + "bridge: {verify: off}\n"
+        "rollout: {stop: ['1e-6', 'yes', '7', '\\${x}', \"a\\nb\"], vllm: {a: '1e3'}}\n"
+        "rewards: [{name: a, options: {b: [1, {c: null}]}}]\noptimizer: {lr: 1e-7}\n"
+    )
+    config = load_config(file)
+    assert config.rollout.stop == ["1e-6", "yes", "7", "${x}", "a\nb"]
+    target = tmp_path / "new" / "resolved.yaml"
+    save_resolved(config, target)
+    assert target.read_text() == to_yaml(config)
+    assert load_config(target) == config
+    assert [p.name for p in target.parent.iterdir()] == ["resolved.yaml"]  # no temporary file is left

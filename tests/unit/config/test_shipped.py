@@ -1,0 +1,222 @@
+"""Every configuration that the repository ships loads, and is valid for its model and the processes that it names."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mega_rl.bridge.mapping.megatron import check_parallel
+from mega_rl.bridge.mapping.vllm import check_engine
+from mega_rl.config import RunConfig, load_config, problems, to_yaml
+from mega_rl.config.algorithm import PRESETS
+from mega_rl.models.shape import read_model_shape
+from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.planning.memory_plan import Machine, make_plan
+from mega_rl.stages.parts import building
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+SHIPPED = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yaml"))
+ON_CPU = {"grpo_gsm8k_cpu.yaml"} | {name for name in SHIPPED if name.startswith("quickstart")}
+# Recipes of one Ascend machine: the objective, the data, the model, and how many cards of which kind.
+ON_ASCEND = re.compile(r"(grpo|dapo|aqn)_(gsm8k|math)_(.+)_(8|16)x(910b|910c)\.yaml")
+DEVICES_PER_CARD = {"910b": 1, "910c": 2}
+GIB = 1 << 30
+SIZED = re.compile(
+    r"^# tools/plan\.py: at most (\d+) of 61 GiB on a device, .+; (\d+) GiB of a node's host memory\.$", re.MULTILINE
+)
+
+
+EXPERTS = {
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "head_dim": 128,
+}
+# What the models' own config.json say, by the last part of model.path; tiny ones as tools/make_tiny_model.py does.
+KEYS = [
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+]
+MODELS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
+    "Qwen2.5-0.5B-Instruct": ("Qwen2", (24, 14, 2, 896, 4864, 151936), {"tie_word_embeddings": True}),
+    "Qwen2.5-1.5B-Instruct": ("Qwen2", (28, 12, 2, 1536, 8960, 151936), {"tie_word_embeddings": True}),
+    "Qwen2.5-7B-Instruct": ("Qwen2", (28, 28, 4, 3584, 18944, 152064), {}),
+    "Qwen2.5-32B": ("Qwen2", (64, 40, 8, 5120, 27648, 152064), {"max_position_embeddings": 131072}),
+    "Qwen3-8B": ("Qwen3", (36, 32, 8, 4096, 12288, 151936), {"max_position_embeddings": 40960, "head_dim": 128}),
+    "Qwen3-8B-Base": ("Qwen3", (36, 32, 8, 4096, 12288, 151936), {"head_dim": 128}),
+    "Qwen3-30B-A3B": ("Qwen3Moe", (48, 32, 4, 2048, 6144, 151936), {"max_position_embeddings": 40960, **EXPERTS}),
+    "model": ("Qwen2", (2, 4, 2, 128, 384, 4096), {"max_position_embeddings": 1024}),
+    "huggingface": ("Qwen2", (2, 4, 2, 128, 384, 20), {"max_position_embeddings": 2048}),
+}
+
+
+def model_config(model: str) -> dict[str, Any]:
+    family, sizes, more = MODELS[model]
+    plain = {"architectures": [f"{family}ForCausalLM"], "hidden_act": "silu", "max_position_embeddings": 32768}
+    return plain | dict(zip(KEYS, sizes, strict=True)) | more
+
+
+def num_processes(name: str) -> int:
+    """As the command in the head of the file starts them; those of `make quickstart` are 2."""
+    head = (CONFIGS / name).read_text()
+    per_node = re.search(r"--nproc-per-node (\d+)", head)
+    if per_node is None:
+        assert name in ("quickstart.yaml", "quickstart_sft.yaml"), f"{name} does not say how it is started"
+        return 2
+    nodes = re.search(r"--nnodes (\d+)", head)
+    return int(per_node[1]) * (int(nodes[1]) if nodes else 1)
+
+
+def load_here(name: str, directory: Path) -> RunConfig:
+    """The shipped file with its model and data under ``directory``, as far as validation looks."""
+    config = load_config(CONFIGS / name)
+    model = directory / Path(config.model.path).name
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(model_config(model.name)))
+    for file in (model / "tokenizer.json", model / "model.safetensors"):
+        file.write_text("")
+    config.model.path = str(model)
+    for files in (config.data.train_files, config.data.val_files):
+        for index, file in enumerate(files):
+            files[index] = str(directory / f"{index}{Path(file).suffix}")
+            Path(files[index]).write_text("")
+    return config
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_config_is_valid_for_its_model_and_processes(name: str, tmp_path: Path) -> None:
+    world_size = num_processes(name)
+    assert world_size == 2 if name in ON_CPU else 8 <= world_size <= 64
+    config = load_here(name, tmp_path)
+    assert problems(config, world_size) == []
+    # what the session checks when it opens
+    shape, parallel = read_model_shape(config.model.path), config.parallel
+    check_parallel(shape, parallel)
+    layout = ParallelLayout.of(parallel, world_size)
+    assert layout.data >= 1
+    if config.trainer.stage == "rl":
+        check_engine(shape, config.rollout.tensor_parallel_size)
+        building.objective(config)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_config_names_its_file(name: str) -> None:
+    """The command in the head is that of this very file."""
+    named = re.findall(r"--config configs/(\S+)", (CONFIGS / name).read_text())
+    assert named == ([name] if name not in ("quickstart.yaml", "quickstart_sft.yaml") else [])
+
+
+def test_a_layout_that_does_not_fit_its_model_is_found(tmp_path: Path) -> None:
+    config = load_here("dapo_math_qwen2.5_32b.yaml", tmp_path)
+    config.parallel.pipeline, config.parallel.tensor = 3, 16
+    found = "\n".join(problems(config, 32))
+    assert "num_hidden_layers" in found and "num_key_value_heads" in found
+
+
+def test_recipes_of_every_kind_are_shipped() -> None:
+    loaded = {name: load_config(CONFIGS / name) for name in SHIPPED}
+    on_cpu = {loaded[name].algorithm.name for name in ON_CPU}
+    assert {"grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo"} <= on_cpu
+    models = {Path(config.model.path).name for config in loaded.values()}
+    assert {"Qwen2.5-7B-Instruct", "Qwen2.5-32B", "Qwen3-8B", "Qwen3-30B-A3B"} <= models
+
+
+def ascend_recipes() -> dict[str, re.Match[str]]:
+    found = {name: ON_ASCEND.fullmatch(name) for name in SHIPPED if "910" in name}
+    assert all(found.values()), f"named otherwise than the other recipes for Ascend: {found}"
+    return {name: match for name, match in found.items() if match}
+
+
+@pytest.mark.parametrize("name", ascend_recipes())
+def test_a_recipe_for_ascend_is_what_its_name_says(name: str) -> None:
+    match = ascend_recipes()[name]
+    algorithm, data, model, num_cards, kind = match.groups()
+    config = load_config(CONFIGS / name)
+    assert config.platform.name == "npu"
+    assert config.aqn.enabled == (algorithm == "aqn")
+    assert config.algorithm.name in (("grpo", "dapo") if algorithm == "aqn" else (algorithm,))
+    assert Path(config.data.train_files[0]).parent.name == data
+    assert Path(config.model.path).name.lower().replace("-", "_").startswith(model)
+    assert config.trainer.output_dir == f"runs/{Path(name).stem}"
+    head = (CONFIGS / name).read_text()
+    assert num_processes(name) == int(num_cards) * DEVICES_PER_CARD[kind]
+    per_node = re.search(r"--nproc-per-node (\d+)", head)
+    assert per_node is not None and int(per_node[1]) == 8 * DEVICES_PER_CARD[kind]  # a node has 8 cards
+
+
+@pytest.mark.parametrize("name", ascend_recipes())
+def test_a_recipe_for_ascend_fits_as_its_head_says(name: str, tmp_path: Path) -> None:
+    config = load_here(name, tmp_path)
+    machine = Machine(num_processes(name), 61 * GIB, 4 * GIB, "npu")  # of the 64 GiB what torch can allocate
+    plan = make_plan(config, read_model_shape(config.model.path), machine, with_sync=False)
+    assert plan.fits
+    figures = SIZED.search((CONFIGS / name).read_text())
+    assert figures is not None
+    assert plan.worst.fullest.num_bytes / GIB == pytest.approx(int(figures[1]), abs=1)
+    ranks_per_node = 8 * DEVICES_PER_CARD[ascend_recipes()[name][5]]
+    host = max(sum(item.num_bytes for item in rank.host) for rank in plan.ranks) * ranks_per_node / GIB
+    assert host == pytest.approx(int(figures[2]), abs=10)
+
+
+def test_every_model_and_objective_has_recipes_for_ascend() -> None:
+    recipes = [match.groups() for match in ascend_recipes().values()]
+    models = {model for _, _, model, _, _ in recipes}
+    assert models == {"qwen2.5_0.5b", "qwen2.5_1.5b", "qwen2.5_7b", "qwen2.5_32b", "qwen3_8b", "qwen3_30b_a3b"}
+    for algorithm in ("grpo", "dapo", "aqn"):
+        assert len({recipe[2] for recipe in recipes if recipe[0] == algorithm}) >= 3, algorithm
+    assert {(num_cards, kind) for *_, num_cards, kind in recipes} == {
+        (num, kind) for num in ("8", "16") for kind in ("910b", "910c")
+    }
+
+
+def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Keys of sections within as ``outer.inner``."""
+    found: dict[str, Any] = {}
+    for key, value in section.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return found
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_name_sets_what_the_user_does_not(name: str, tmp_path: Path) -> None:
+    file, named = tmp_path / "own.yaml", f"algorithm.name={name}"
+
+    def algorithm(*overrides: str) -> dict[str, Any]:
+        return flat(asdict(load_config(file, overrides).algorithm))
+
+    file.write_text("model: {path: x}\n")
+    plain, preset = algorithm(), flat(PRESETS[name])
+    assert algorithm(named) == plain | {"name": name} | preset
+    for key, value in preset.items():  # given in the file or on the command line: kept, even where it is grpo's
+        assert value != plain[key], f"{key} of {name} says what the schema says"
+        assert algorithm(named, f"algorithm.{key}={plain[key]}") == plain | preset | {"name": name, key: plain[key]}
+    for key in preset:
+        tree: dict[str, Any] = {"name": name}
+        inner = tree
+        *outer, last = key.split(".")
+        for part in outer:
+            inner = inner.setdefault(part, {})
+        inner[last] = plain[key]
+        file.write_text(json.dumps({"model": {"path": "x"}, "algorithm": tree}))
+        assert algorithm() == plain | preset | {"name": name, key: plain[key]}
+
+
+def test_the_resolved_config_says_what_a_name_set(tmp_path: Path) -> None:
+    config = load_config(CONFIGS / "quickstart_gspo.yaml")
+    text = to_yaml(config)
+    assert "clip_ratio_high: 0.0004" in text and "loss_reduction: sequence_mean" in text
+    (tmp_path / "resolved.yaml").write_text(text)
+    assert load_config(tmp_path / "resolved.yaml") == config

@@ -1,0 +1,449 @@
+"""Validation: a good configuration has no problems, and each bad value is named with its fix."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mega_rl.config import RunConfig, problems, validate
+from mega_rl.config.rules import COMMON, RL
+from mega_rl.config.schema import RewardConfig
+from mega_rl.config.typed import leaf_names
+from mega_rl.errors import InputError
+
+MODEL = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 6,
+    "intermediate_size": 64,
+    "max_position_embeddings": 2048,
+}
+# Their type says all, or conditions in validate.py check them.
+WITHOUT_RULE = {
+    "algorithm.dynamic_sampling.enabled",
+    "data.train_files", "data.val_files", "data.filter_overlong_prompts", "data.shuffle", "data.system_prompt",
+    "rollout.ignore_eos", "rollout.vllm", "aqn.enabled", "aqn.include_router_norms", "aqn.seed",
+    "rewards[].name", "rewards[].weight", "rewards[].options", "parallel.sequence",
+    "parallel.overlap_grad_reduce", "parallel.overlap_param_gather",
+    "platform.deterministic", "platform.mindspeed.features",
+    "memory.optimizer_on_host", "checkpoint.async_save",
+    "validation.val_before_train", "checkpoint.export_hf", "logging.progress", "logging.tensorboard", "logging.jsonl",
+}  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(MODEL))
+    (model / "tokenizer.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"")
+    train = tmp_path / "train.jsonl"
+    train.write_text("")
+    good = RunConfig()
+    good.model.path = str(model)
+    good.data.train_files = [str(train)]
+    good.rewards = [RewardConfig(name="math")]
+    good.trainer.total_steps = 10
+    good.trainer.output_dir = str(tmp_path / "out")
+    return good
+
+
+def set_value(config: RunConfig, field: str, value: Any) -> None:
+    *path, last = field.split(".")
+    node: Any = config
+    for part in path:
+        node = getattr(node, part)
+    assert hasattr(node, last), field
+    setattr(node, last, value)
+
+
+def with_model(config: RunConfig, **changes: Any) -> None:
+    (Path(config.model.path) / "config.json").write_text(json.dumps(MODEL | changes))
+
+
+def test_a_good_configuration_has_no_problems_and_is_not_changed(config):
+    before = copy.deepcopy(config)
+    for world_size in (None, 1, 2, 7):
+        assert problems(config, world_size) == []
+        validate(config, world_size)
+    assert config == before
+
+
+def test_every_key_of_the_schema_is_checked():
+    assert set(leaf_names()) == set(COMMON) | set(RL) | WITHOUT_RULE
+
+
+BAD_VALUES = [
+    ("model.dtype", "bf16"),
+    ("data.max_prompt_length", 0),
+    ("data.train_batch_size", 0),
+    ("data.seed", -1),
+    ("data.chat_template", "maybe"),
+    ("data.max_val_samples", 0),
+    ("rollout.placement", "elsewhere"),
+    ("rollout.num_engines", 0),
+    ("rollout.tensor_parallel_size", 0),
+    ("rollout.dtype", "int4"),
+    ("rollout.n", 1),
+    ("rollout.temperature", 0.0),
+    ("rollout.top_p", 0.9),
+    ("rollout.top_k", 40),
+    ("rollout.min_p", 0.05),
+    ("rollout.vllm", {"override_generation_config": {"top_p": 0.9}}),
+    ("rollout.vllm", {"logits_processors": ["package:Processor"]}),
+    ("rollout.vllm", {"enable_expert_parallel": True}),
+    ("rollout.stop", [""]),
+    ("rollout.stop_token_ids", [-1]),
+    ("rollout.weight_update", "dead"),
+    ("bridge.bucket_bytes", 0),
+    ("bridge.verify", "some"),
+    ("rollout.kv_cache_bytes", 0),
+    ("validation.n", -1),
+    ("validation.temperature", -1.0),
+    ("algorithm.name", "gpro"),
+    ("algorithm.advantage", "gae"),
+    ("algorithm.objective", "gpso"),
+    ("algorithm.clip_ratio_low", 0.0),
+    ("algorithm.clip_ratio_low", 1.0),  # ppo has a lower bound
+    ("algorithm.clip_ratio_low", 1.5),
+    ("algorithm.clip_ratio_high", 0.0),
+    ("algorithm.dual_clip", 1.0),
+    ("algorithm.loss_reduction", "mean"),
+    ("algorithm.kl_coefficient", -0.1),
+    ("algorithm.kl_estimator", "k4"),
+    ("algorithm.kl_in", "both"),
+    ("algorithm.entropy_coefficient", float("nan")),
+    ("algorithm.importance_cap", 0.0),
+    ("algorithm.importance_correction", "cut"),
+    ("algorithm.importance_level", "batch"),
+    ("algorithm.importance_floor", -0.5),
+    ("algorithm.importance_floor", 0.5),  # nothing is masked
+    ("algorithm.minibatches_per_step", 3),
+    ("aqn.sigma_start", 0.0),
+    ("aqn.sigma_start", 1e-5),
+    ("aqn.sigma_end", -1.0),
+    ("aqn.num_stages", 0),
+    ("aqn.schedule", "exp"),
+    ("aqn.target_modules", [""]),
+    ("aqn.rounding", "up"),
+    ("aqn.old_logprobs", "recompute"),
+    ("optimizer.lr", -1.0),
+    ("optimizer.lr", float("inf")),
+    ("optimizer.min_lr", 1.0),
+    ("optimizer.schedule", "step"),
+    ("optimizer.warmup_steps", 11),
+    ("optimizer.weight_decay", -1.0),
+    ("optimizer.beta1", 1.0),
+    ("optimizer.beta2", -0.5),
+    ("optimizer.eps", 0.0),
+    ("optimizer.clip_grad", -1.0),
+    ("optimizer.schedule", "wsd"),
+    ("optimizer.decay_steps", 3),
+    ("optimizer.decay_steps", 0),
+    ("memory.recompute", "some"),
+    ("memory.recompute_modules", ["attention"]),
+    ("memory.recompute_modules", ["mlp"]),
+    ("memory.recompute_num_layers", 2),
+    ("memory.recompute_num_layers", 0),
+    ("memory.offload", ["everything"]),
+    ("memory.optimizer_state_dtype", "int8"),
+    ("trainer.max_skipped_steps", -1),
+    ("parallel.tensor", 0),
+    ("parallel.pipeline", -2),
+    ("parallel.virtual_pipeline", 1),
+    ("parallel.virtual_pipeline", 2),  # there is one stage to go round
+    ("parallel.context", 0),
+    ("parallel.expert", 0),
+    ("parallel.expert", 2),  # a model without experts
+    ("parallel.expert_tensor", 0),
+    ("parallel.expert_tensor", 1),  # a model without experts
+    ("parallel.overlap_param_gather", True),  # not without the other overlap
+    ("parallel.sequence", True),
+    ("trainer.stage", "dpo"),
+    ("trainer.output_dir", ""),
+    ("trainer.total_steps", 0),
+    ("trainer.total_steps", None),
+    ("trainer.total_epochs", 1),
+    ("trainer.seed", 2**32),
+    ("trainer.max_tokens_per_microbatch", 1535),
+    ("trainer.gates.disabled", ["ratios"]),
+    ("trainer.gates.reference", -1.0),
+    ("trainer.gates.ppo_kl", -1e-9),
+    ("trainer.gates.ratio", float("nan")),
+    ("trainer.gates.engine", 0.0),
+    ("validation.test_freq", 0),
+    ("validation.test_freq", 5),
+    ("checkpoint.save_freq", -2),
+    ("checkpoint.keep_checkpoints", -1),
+    ("checkpoint.resume", "sometimes"),
+    ("trainer.logprob_chunk_tokens", 0),
+    ("logging.wandb_project", " "),
+    ("logging.num_text_samples", -1),
+    ("platform.name", ""),
+    ("platform.num_threads", 0),
+    ("platform.mindspeed.mode", "maybe"),
+    ("rewards", []),
+    ("data.train_files", []),
+    ("data.train_files", ["missing.jsonl"]),
+    ("data.val_files", ["."]),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), BAD_VALUES)
+def test_one_bad_value_is_one_sentence_naming_it_with_its_fix(config, field, value):
+    set_value(config, field, value)
+    found = problems(config, 2)
+    assert len(found) == 1, found
+    assert field in found[0] and ": " in found[0] and "\n" not in found[0]
+
+
+def test_all_problems_come_at_once_and_numbered(config):
+    for field, value in (("rollout.n", 0), ("optimizer.lr", -1.0), ("trainer.total_steps", None), ("model.path", "no")):
+        set_value(config, field, value)
+    with pytest.raises(InputError) as raised:
+        validate(config, 1)
+    lines = str(raised.value).splitlines()
+    assert "4 problems" in lines[0]
+    assert [line.strip()[0] for line in lines[1:]] == list("1234")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "engine", "world_size", "part"),
+    [
+        (
+            2,
+            1,
+            1,
+            3,
+            "parallel.tensor 2 x parallel.context 1 x parallel.pipeline 1 = 2 does not divide the world size 3",
+        ),
+        (2, 3, 1, 4, "start a multiple of 6 processes"),
+        (1, 1, 2, 3, "which does not divide the world size 3: set it to one of 1, 3"),
+        (4, 1, 1, 4, "which does not divide the model's num_key_value_heads: set it to a divisor of 2"),
+        (1, 4, 1, 4, "parallel.pipeline is 4, which does not divide the model's num_hidden_layers"),
+        (1, 1, 8, 8, "rollout.tensor_parallel_size is 8, which does not divide the model's num_attention_heads"),
+    ],
+)
+def test_layouts_that_do_not_fit(config, tensor, pipeline, engine, world_size, part):
+    config.parallel.tensor, config.parallel.pipeline = tensor, pipeline
+    config.rollout.tensor_parallel_size = engine
+    found = problems(config, world_size)
+    assert len(found) == 1 and part in found[0], found
+
+
+def test_layouts_that_fit(config):
+    config.parallel.tensor, config.parallel.pipeline, config.parallel.sequence = 2, 3, True
+    config.rollout.tensor_parallel_size = 4  # more ranks than the two key/value heads: the engine repeats them
+    assert problems(config, 12) == []
+    config.rollout.tensor_parallel_size = 3
+    assert len(problems(config, None)) == 3  # attention heads, MLP, key/value heads; no world size, no layout
+
+
+def test_separate_engines_are_bound_neither_to_the_ranks_nor_to_their_memory(config):
+    config.rollout.num_engines = 3
+    (line,) = problems(config)
+    assert "rollout.num_engines is 3" in line and "rollout.placement" in line
+    config.rollout.placement, config.rollout.tensor_parallel_size = "separate", 2
+    assert problems(config, 3) == []
+    config.rollout.weight_update, config.memory.offload = "reload", ["weights"]
+    first, second = problems(config, 3)
+    assert "rollout.weight_update" in first and "memory.offload" in second
+
+
+LAYOUT_PROBLEMS = [
+    ({"pipeline": 3, "virtual_pipeline": 4}, 3, "parallel.pipeline 3 x parallel.virtual_pipeline 4 does not divide"),
+    ({"context": 2}, 3, "parallel.context 2 x parallel.pipeline 1 = 2 does not divide the world size 3"),
+    ({"tensor": 2, "sequence": True, "expert": 4}, 4, "parallel.expert_tensor 2 does not divide the 4 processes of"),
+    ({"expert": 3}, 3, "parallel.expert is 3, which does not divide the model's number of experts"),
+    ({"tensor": 2, "expert": 2}, 4, "parallel.sequence is False: set it to true"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "world_size", "part"), LAYOUT_PROBLEMS)
+def test_every_axis_is_checked_against_the_model_and_the_world(config, sizes, world_size, part):
+    with_model(config, num_experts=8)
+    for axis, size in sizes.items():
+        setattr(config.parallel, axis, size)
+    found = problems(config, world_size)
+    assert len(found) == 1 and part in found[0], found
+
+
+def test_a_sequence_has_a_token_for_every_part(config):
+    config.parallel.context, config.data.max_prompt_length, config.data.max_response_length = 4, 4, 3
+    (line,) = problems(config, 4)
+    assert line == "parallel.context is 4: set it to at most half of the longest sequence, 7 tokens"
+
+
+def test_a_layout_of_all_axes_fits(config):
+    with_model(config, num_experts=8)
+    parallel = config.parallel
+    parallel.tensor, parallel.pipeline, parallel.virtual_pipeline, parallel.context = 2, 3, 2, 2
+    parallel.expert, parallel.expert_tensor, parallel.sequence = 4, 1, True
+    parallel.overlap_grad_reduce = parallel.overlap_param_gather = True
+    assert problems(config, 12) == []
+
+
+def test_heads_of_the_trainer(config):
+    with_model(config, num_key_value_heads=None)  # then it is the number of attention heads
+    config.parallel.tensor = 4
+    assert problems(config, 4) == []
+    with_model(config, num_attention_heads=6, num_key_value_heads=6)
+    assert any("num_attention_heads" in line for line in problems(config, 4))
+
+
+def test_lengths_against_the_model(config):
+    config.data.max_prompt_length = 1025
+    (line,) = problems(config)
+    assert "2049 tokens" in line and "2048" in line
+
+
+class TestModelDirectory:
+    @pytest.mark.parametrize(
+        ("content", "part"),
+        [
+            (b"{", "is not valid JSON"),
+            (b"\xff", "is not valid JSON"),
+            (b"[]", "is not a JSON object"),
+            (json.dumps(MODEL | {"architectures": ["GPT2LMHeadModel"]}).encode(), "GPT2LMHeadModel"),
+            (json.dumps(MODEL | {"architectures": None}).encode(), "architectures None"),
+            (json.dumps(MODEL | {"num_hidden_layers": "six"}).encode(), "num_hidden_layers 'six'"),
+            (json.dumps(MODEL | {"num_key_value_heads": 0}).encode(), "num_key_value_heads 0"),
+        ],
+    )
+    def test_config_json(self, config, content, part):
+        file = Path(config.model.path) / "config.json"
+        file.write_bytes(content)
+        (line,) = problems(config)
+        assert part in line and str(file) in line and "model.path" in line
+
+    @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+    def test_a_missing_file(self, config, name):
+        (Path(config.model.path) / name).unlink()
+        (line,) = problems(config)
+        assert name.removeprefix("model") in line and "model.path" in line
+
+    def test_no_directory(self, config):
+        config.model.path = config.data.train_files[0]
+        assert "is a file" in problems(config)[0]
+
+
+@pytest.mark.parametrize(
+    ("reward", "part"),
+    [
+        (RewardConfig(name=""), "rewards[1].name is ''"),
+        (RewardConfig(name="math"), "stands twice"),
+        (RewardConfig(name="no/such.py:score"), "no/such.py is not a file"),
+        (RewardConfig(name="package:"), "package.module:function"),
+        (RewardConfig(name="x", weight=float("nan")), "rewards[1].weight is nan"),
+    ],
+)
+def test_rewards(config, reward, part):
+    config.rewards.append(reward)
+    (line,) = problems(config)
+    assert part in line
+
+
+def test_a_reward_in_a_file_or_a_module(config, tmp_path):
+    (tmp_path / "mine.py").write_text("")
+    config.rewards = [RewardConfig(name=f"{tmp_path}/mine.py:score"), RewardConfig(name="package.module:score")]
+    assert problems(config) == []
+
+
+def test_an_unknown_data_format(config, tmp_path):
+    (tmp_path / "a.csv").write_text("")
+    config.data.val_files = [str(tmp_path / "a.csv")]
+    (line,) = problems(config)
+    assert "data.val_files" in line and ".parquet" in line
+
+
+def test_decoupled_noise_needs_the_cap(config):
+    config.algorithm.importance_cap = None
+    assert problems(config) == []
+    config.aqn.enabled = True
+    (line,) = problems(config)
+    assert "algorithm.importance_cap" in line and "aqn.old_logprobs" in line
+
+
+def test_the_stable_phase_of_wsd_is_what_warm_up_and_decay_leave(config):
+    config.optimizer.schedule, config.optimizer.warmup_steps, config.optimizer.decay_steps = "wsd", 2, 8
+    assert problems(config) == []
+    config.optimizer.decay_steps = 9
+    (line,) = problems(config)
+    assert "optimizer.decay_steps is 9" in line and "at most the 8" in line
+
+
+@pytest.mark.parametrize(("key", "value"), [("optimizer_on_host", True), ("optimizer_state_dtype", "bfloat16")])
+def test_noise_reads_the_masters(config, key, value):
+    setattr(config.memory, key, value)
+    assert problems(config) == []
+    config.aqn.enabled = True
+    (line,) = problems(config)
+    assert f"memory.{key}" in line and "aqn.enabled" in line
+
+
+def test_recompute_keys_go_together(config):
+    config.memory.recompute, config.memory.recompute_modules = "selective", ["core_attn", "mlp"]
+    assert problems(config) == []
+    config.memory.recompute_modules = []
+    assert len(problems(config)) == 1
+    config.memory.recompute, config.memory.recompute_modules = "full", None
+    config.memory.recompute_num_layers = 2
+    assert problems(config) == []
+
+
+def test_an_optimizer_on_the_host_is_not_offloaded(config):
+    config.memory.offload = ["weights", "gradients", "optimizer"]
+    assert problems(config) == []
+    config.memory.optimizer_on_host = True
+    assert len(problems(config)) == 1
+    config.memory.optimizer_on_host, config.trainer.stage = False, "sft"
+    (line,) = problems(config)
+    assert "memory.offload" in line and "engine" in line
+
+
+def test_unrounded_noise_needs_a_float32_engine(config):
+    config.aqn.enabled, config.aqn.rounding = True, "fp32"
+    config.model.dtype = "float32"
+    assert problems(config) == []
+    config.rollout.dtype = "bfloat16"
+    (line,) = problems(config)
+    assert "aqn.rounding" in line and "rollout.dtype" in line
+
+
+def test_recomputed_noise_needs_a_trainer_that_can_hold_it(config):
+    config.aqn.enabled, config.aqn.old_logprobs = True, "recompute_noisy"
+    assert problems(config) == []
+    config.rollout.dtype = "float32"
+    (line,) = problems(config)
+    assert "aqn.old_logprobs" in line and "rollout.dtype" in line
+    config.rollout.dtype, config.model.dtype = None, "float32"
+    (line,) = problems(config)
+    assert "aqn.old_logprobs" in line and "model.dtype" in line
+    config.model.dtype, config.rollout.simulated_quantization = "bfloat16", "mxfp4"
+    (line,) = problems(config)
+    assert "aqn.old_logprobs" in line and "rollout.simulated_quantization" in line
+
+
+@pytest.mark.parametrize("verify", ["sample", "all"])
+def test_verifying_needs_live_weights(config, verify):
+    config.bridge.verify = verify
+    assert problems(config) == []
+    config.rollout.weight_update = "reload"
+    (line,) = problems(config)
+    assert "bridge.verify" in line and "rollout.weight_update" in line
+
+
+def test_supervised_runs_do_not_look_at_rl_sections(config):
+    config.rewards, config.rollout.n, config.algorithm.name, config.aqn.num_stages = [], 0, "?", 0
+    config.rollout.tensor_parallel_size = 5
+    assert len(problems(config, 2)) >= 5
+    config.trainer.stage = "sft"
+    assert problems(config, 2) == []
+    config.optimizer.beta1 = 2.0
+    assert len(problems(config, 2)) == 1

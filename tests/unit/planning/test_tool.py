@@ -1,0 +1,193 @@
+"""tools/plan.py on the shipped recipes, with nothing but each model's config.json."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from mega_rl.errors import InputError
+from tests.unit.config.test_shipped import CONFIGS, MODELS, model_config
+
+REPO = CONFIGS.parent
+GIB = 1 << 30
+PHASES = ["sync", "rollout", "log-probabilities", "training"]
+
+
+def load_tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("plan_tool", REPO / "tools" / "plan.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+TOOL = load_tool()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models")
+    configs = {name: model_config(name) for name in MODELS}
+    configs["Qwen3-235B-A22B"] = model_config("Qwen3-30B-A3B") | {
+        "num_hidden_layers": 94,
+        "num_attention_heads": 64,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+    }
+    for name, config in configs.items():
+        (directory / name).mkdir()
+        (directory / name / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def plan(
+    capsys: pytest.CaptureFixture[str], models: Path, recipe: str, model: str, devices: int, *more: str
+) -> tuple[int, dict[str, Any], str]:
+    """Exit status, the figures, and what stands on stderr."""
+    options = ["--config", str(CONFIGS / recipe), "--devices", str(devices), "--json", f"model.path={models / model}"]
+    status = TOOL.main([*options, *more])
+    output = capsys.readouterr()
+    return status, json.loads(output.out), output.err
+
+
+def items(phase: dict[str, Any]) -> dict[str, int]:
+    return {item["name"]: item["num_bytes"] for item in phase["items"]}
+
+
+def check(figures: dict[str, Any], num_parameters: float, weight_shards: int) -> None:
+    """What holds of every plan; ``num_parameters`` in 10^9."""
+    assert [phase["name"] for phase in figures["ranks"][0]["phases"]] == PHASES
+    for rank in figures["ranks"]:
+        assert all(phase["num_bytes"] == sum(items(phase).values()) for phase in rank["phases"])
+    worst = max(phase["num_bytes"] for rank in figures["ranks"] for phase in rank["phases"])
+    machine = figures["machine"]
+    assert figures["excess_bytes"] == worst + machine["reserve_bytes"] - machine["device_bytes"]
+    trained = sum(rank["state"]["masters"] for rank in figures["ranks"]) / 4e9
+    # Every element has one master, but for what tensor-parallel ranks hold alike (norms, routers).
+    assert num_parameters <= trained < 1.02 * num_parameters
+    held = max(rank["state"]["weights"] for rank in figures["ranks"]) / 2e9
+    assert 0.9 < held * weight_shards / num_parameters < 1.4
+    sync = figures["sync"]
+    assert sync["sent"] == sync["minimum"] and sync["local"] > 0
+
+
+def test_7b_on_8_devices(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = "grpo_gsm8k_qwen2.5_7b.yaml"
+    status, figures, _ = plan(capsys, models, recipe, "Qwen2.5-7B-Instruct", 8)
+    assert status == 0 and figures["fits"] and figures["advice"] == []
+    check(figures, 7.615, 4)
+    assert figures["engine"]["num_sequences"] > 500 and figures["engine"]["bytes_per_token"] == 28 * 2 * 2 * 128 * 2
+    sync, rollout, logprobs, training = figures["ranks"][0]["phases"]
+    assert items(rollout) == {"engine": 32 * GIB}  # all of the trainer is away
+    assert items(sync).keys() == {"weights", "engine", "sync buffers"}
+    assert "reference" in items(logprobs) and "reference" not in items(training)
+
+
+def test_32b_on_16_devices_and_what_to_change(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = ("parallel.context=1", "memory.offload=[]", "trainer.max_tokens_per_microbatch=49152")
+    recipe = "dapo_math_qwen2.5_32b.yaml"
+    status, figures, error = plan(capsys, models, recipe, "Qwen2.5-32B", 16, *more)
+    check(figures, 32.76, 16)
+    assert status == 1 and not figures["fits"] and error.startswith("error: does not fit: rank ")
+    advice = figures["advice"]
+    assert advice[-1]["fits"] and all(change["saved_bytes"] > 0 for change in advice)
+    # The savings are what lies between the plan and the changed one, and the changes are what a user can type.
+    saved = sum(change["saved_bytes"] for change in advice)
+    assert figures["excess_bytes"] - saved == advice[-1]["excess_bytes"] <= 0
+    keys = [key for change in advice for key in change["keys"] if not key.startswith("--")]
+    assert all(key in error for key in keys)
+    status, after, _ = plan(capsys, models, recipe, "Qwen2.5-32B", 16, *more, *keys)
+    assert status == 0 and after["excess_bytes"] == advice[-1]["excess_bytes"]
+
+
+def test_30b_with_experts_on_16_devices(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, figures, _ = plan(capsys, models, "gspo_math_qwen3_30b_a3b.yaml", "Qwen3-30B-A3B", 16)
+    assert status == 0
+    check(figures, 30.53, 16)
+    stages = {rank["stage"]: rank["activations"]["in_flight"] for rank in figures["ranks"]}
+    assert stages == {0: 2, 1: 1}
+
+
+@pytest.mark.slow
+def test_235b_on_256_devices(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = ("parallel.context=1", "parallel.expert=32", "rollout.tensor_parallel_size=16")
+    recipe = "gspo_math_qwen3_30b_a3b.yaml"
+    status, figures, _ = plan(capsys, models, recipe, "Qwen3-235B-A22B", 256, *more)
+    check(figures, 235.09, 64)
+    assert status == 0 and figures["worst_phase"] == "sync"
+
+
+def test_an_engine_that_stays_awake_is_there_in_training(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe, model = "grpo_gsm8k_qwen2.5_7b.yaml", "Qwen2.5-7B-Instruct"
+    _, awake, _ = plan(capsys, models, recipe, model, 8, "rollout.vllm.enable_sleep_mode=false")
+    for phase in awake["ranks"][0]["phases"]:
+        assert items(phase)["engine"] == 32 * GIB, phase["name"]
+    _, on_host, _ = plan(capsys, models, recipe, model, 8, "--platform", "cpu")
+    sync, rollout, *_ = on_host["ranks"][0]["phases"]  # nothing leaves a device that is the host
+    assert items(rollout).keys() >= {"engine", "weights", "gradients", "optimizer"}
+
+
+def test_experts_on_ascend_are_reloaded(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe, model = "gspo_math_qwen3_30b_a3b.yaml", "Qwen3-30B-A3B"
+    received = {}
+    for name in ("npu", "cuda"):
+        _, figures, _ = plan(capsys, models, recipe, model, 16, "--platform", name)
+        received[name] = figures["sync"]["largest_received"]
+        buffers = items(figures["ranks"][0]["phases"][0])["sync buffers"]
+        assert (buffers > 1 << 30) == (name == "npu")  # the loader keeps a layer's experts until all are there
+    assert received["npu"] > 2 * received["cuda"]
+
+
+def test_supervised_training_has_one_phase(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ("trainer.stage=sft", "memory.offload=[]")
+    status, figures, _ = plan(capsys, models, "grpo_gsm8k_qwen2.5_7b.yaml", "Qwen2.5-7B-Instruct", 8, *keys)
+    assert status == 0 and figures["engine"] is None and figures["sync"] is None
+    assert [phase["name"] for phase in figures["ranks"][0]["phases"]] == ["training"]
+
+
+def test_engine_without_room_for_a_sequence(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ("rollout.vllm.gpu_memory_utilization=0.12",)
+    status, figures, error = plan(capsys, models, "grpo_gsm8k_qwen2.5_7b.yaml", "Qwen2.5-7B-Instruct", 8, *keys)
+    assert status == 1 and figures["excess_bytes"] < 0 and "no key-value memory" in error
+    (change,) = figures["advice"]
+    assert change["fits"] and change["keys"][0].startswith("rollout.vllm.gpu_memory_utilization=")
+
+
+def test_tables(models: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    rows = tmp_path / "train.jsonl"
+    rows.write_text("{}\n" * 600)
+    recipe, model = str(CONFIGS / "grpo_gsm8k_qwen2.5_7b.yaml"), models / "Qwen2.5-7B-Instruct"
+    keys = [f"model.path={model}", f"data.train_files=[{rows}]", "parallel.tensor=2", "--device-memory", "32GB"]
+    assert TOOL.main(["--config", recipe, *keys]) == 1
+    output = capsys.readouterr()
+    assert all(phase in output.out for phase in PHASES) and "TOO MUCH" in output.out and "Advice" in output.out
+    assert "on 2 devices of 29.80 GiB" in output.out  # the fewest that the layout and the engine can start on
+    assert "run:    30 steps of 600 rows" in output.out  # 15 epochs of 2 full batches
+    assert output.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--device-memory", "64"], "--device-memory is '64'"),
+        (["--devices", "0"], "--devices is 0"),
+        (["--devices", "6"], "does not divide the world size 6"),
+        (["--reserve", "64GiB"], "leaves nothing"),
+        (["parallel.tensor=3"], "parallel.tensor is 3"),
+        (["rollout.tensor_parallel_size=3"], "rollout.tensor_parallel_size"),
+        (["model.path=nowhere"], "model.path is 'nowhere'"),
+        (["platform.name=gpu"], "platform.name is 'gpu'"),
+        (["trainer.max_tokens_per_microbatch=100"], "trainer.max_tokens_per_microbatch is 100"),
+    ],
+)
+def test_bad_input_is_a_sentence(models: Path, arguments: list[str], expected: str) -> None:
+    options = ["--config", str(CONFIGS / "grpo_gsm8k_qwen2.5_7b.yaml"), f"model.path={models / 'Qwen2.5-7B-Instruct'}"]
+    with pytest.raises(InputError) as caught:
+        TOOL.main([*options, *arguments])
+    assert expected in str(caught.value)

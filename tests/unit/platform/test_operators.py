@@ -1,0 +1,232 @@
+"""The operators of the CPU, and those of Ascend over stand-ins of its kernels, against the references; refusals."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mega_rl import platform
+from mega_rl.errors import InputError
+from mega_rl.platform.operators import dispatch as operators
+from mega_rl.platform.operators import npu_kernels as npu_operators
+from mega_rl.platform.operators import reference
+from mega_rl.platform.operators.npu_kernels import AscendOperators
+from mega_rl.platform.operators.torch_kernels import TorchOperators
+from tests.npu.recorder import RecordingTorchNpu
+from tests.operator_cases import OperatorCase, compare, operator_cases, outcome
+
+ALL = [(dtype, case) for dtype in (torch.float32, torch.bfloat16) for case in operator_cases(dtype)]
+IDS = [f"{case.name}-{str(dtype).removeprefix('torch.')}" for dtype, case in ALL]
+OPERATORS = [name for name in vars(TorchOperators) if not name.startswith("_")]
+
+
+@pytest.fixture
+def on_ascend(monkeypatch: pytest.MonkeyPatch) -> RecordingTorchNpu:
+    recorder = RecordingTorchNpu()
+    monkeypatch.setattr(npu_operators.importlib, "import_module", lambda name: {"torch_npu": recorder}[name])
+    monkeypatch.setattr(platform, "current", lambda: types.SimpleNamespace(operators=AscendOperators()))
+    return recorder
+
+
+@pytest.mark.parametrize(("dtype", "case"), ALL, ids=IDS)
+def test_cpu_equals_the_reference(dtype: torch.dtype, case: OperatorCase) -> None:
+    compare(case, dtype)
+
+
+@pytest.mark.parametrize(("dtype", "case"), ALL, ids=IDS)
+def test_ascend_equals_the_reference(on_ascend: RecordingTorchNpu, dtype: torch.dtype, case: OperatorCase) -> None:
+    compare(case, dtype)
+    own = [name for name in case.npu_operators if not name.endswith(("_grad", "_backward"))]
+    assert {call.name for call in on_ascend.calls} >= {name.removeprefix("_") for name in own}
+
+
+def test_every_operator_has_a_case_and_a_kernel_of_ascend() -> None:
+    names = {name.rsplit("_attention")[0] for name in OPERATORS}
+    cases = " ".join(case.name for _, case in ALL)
+    assert all(name.removesuffix("_tokens") in cases for name in names), names
+    assert {name for name in vars(AscendOperators) if not name.startswith("_")} == set(OPERATORS)
+    assert all(callable(getattr(operators, name)) for name in OPERATORS), "one public name each"
+
+
+@pytest.mark.parametrize(("dtype", "case"), ALL, ids=IDS)
+def test_the_result_has_the_dtype_of_the_input(dtype: torch.dtype, case: OperatorCase) -> None:
+    with torch.no_grad():
+        expected = torch.float32 if case.name == "cross_entropy" else dtype
+        assert case.own(case.inputs).dtype == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_references_are_torchs_own_operators(dtype: torch.dtype) -> None:
+    """They are written out here, so they are held against implementations that are not ours."""
+    cases = {case.name: case.inputs for case in operator_cases(dtype)}
+    close = {"atol": 1e-5, "rtol": 1e-5}
+    x = {name: x.float() for name, x in cases["rms_norm"].items()}
+    theirs = F.rms_norm(x["x"], x["weight"].shape, x["weight"], 1e-5)
+    torch.testing.assert_close(reference.rms_norm(x["x"], x["weight"], 1e-5), theirs, **close)
+    logits, ids = cases["cross_entropy"]["logits"].float(), cases["cross_entropy"]["ids"]
+    theirs = F.cross_entropy(logits, ids, reduction="none")
+    torch.testing.assert_close(reference.cross_entropy(logits, ids), theirs, **close)
+    q, k, v = (cases["dense_mask"][name].float().transpose(1, 2) for name in "qkv")
+    mask = cases["dense_mask"]["mask"]
+    theirs = F.scaled_dot_product_attention(q, k, v, mask, scale=0.3, enable_gqa=True).transpose(1, 2)
+    x = cases["dense_mask"]
+    ours = reference.dense_attention(x["q"], x["k"], x["v"], softmax_scale=0.3, is_visible_QP=mask)
+    torch.testing.assert_close(ours, theirs, **close)
+
+
+def test_the_weighted_gradient_is_float32_to_its_last_step() -> None:
+    """Experts' outputs are weighted in float32 whatever the model computes in."""
+    (case,) = (case for case in operator_cases(torch.bfloat16) if case.name == "swiglu_weighted")
+    own = outcome(case.own, case)
+    expected = outcome(case.expected, case)
+    rounded = {name: g.to(case.inputs[name].dtype).double() for name, g in expected.gradients.items()}
+    torch.testing.assert_close(own.gradients["x"], rounded["x"], atol=1e-3, rtol=8e-3)  # one rounding of 8 bits
+
+
+def test_experts_of_a_list_are_given_one_by_one_where_the_operator_takes_it(on_ascend: RecordingTorchNpu) -> None:
+    """Stacking them would copy every weight at every call."""
+
+    def shapes(dtype: torch.dtype, num_experts: int) -> list[list[list[int]]]:
+        on_ascend.calls.clear()
+        weights = [torch.zeros(3, 2, dtype=dtype) for _ in range(num_experts)]
+        operators.grouped_matmul(torch.zeros(num_experts, 2, dtype=dtype), weights, [1] * num_experts)
+        return [[list(weight.shape) for weight in call.args[1]] for call in on_ascend.calls]
+
+    assert shapes(torch.bfloat16, 128) == [[[2, 3]] * 128]
+    assert shapes(torch.bfloat16, 129) == [[[129, 2, 3]]]
+    assert shapes(torch.float32, 4) == [[[4, 2, 3]]], "float32 is taken as single tensors only"
+
+
+def test_frozen_experts_cost_no_gradient(on_ascend: RecordingTorchNpu) -> None:
+    x, weights = torch.ones(3, 2, requires_grad=True), [torch.ones(4, 2), torch.ones(4, 2)]
+    operators.grouped_matmul(x, weights, [1, 2]).sum().backward()
+    assert len(on_ascend.calls) == 2 and torch.equal(x.grad, torch.full((3, 2), 4.0))
+
+
+def test_losses_beyond_one_call_are_split(on_ascend: RecordingTorchNpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(npu_operators, "MAX_LOSSES", 2)
+    logits, ids = torch.randn(5, 7), torch.tensor([1, 2, 3, 4, 5])
+    own = operators.cross_entropy(logits, ids)
+    torch.testing.assert_close(own, reference.cross_entropy(logits, ids))
+    assert [len(call.args[0]) for call in on_ascend.calls] == [2, 2, 1]
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=dtype)
+
+
+GOOD: dict[str, dict[str, Any]] = {
+    "dense_attention": {
+        "q_BQHD": zeros(2, 3, 4, 8),
+        "k_BPKD": zeros(2, 5, 2, 8),
+        "v_BPKD": zeros(2, 5, 2, 8),
+        "softmax_scale": 1.0,
+    },
+    "decode_attention": {
+        "q_BHD": zeros(2, 4, 8),
+        "k_BPKD": zeros(2, 5, 2, 8),
+        "v_BPKD": zeros(2, 5, 2, 8),
+        "kv_lengths": [1, 5],
+        "softmax_scale": 1.0,
+    },
+    "rms_norm": {"x": zeros(3, 8), "weight_D": zeros(8), "epsilon": 1e-6},
+    "swiglu": {"gate_and_up": zeros(3, 8), "weights_T": zeros(3)},
+    "rotary": {"x_THD": zeros(3, 2, 8), "cos_TD": zeros(3, 8), "sin_TD": zeros(3, 8)},
+    "grouped_matmul": {"x_ND": zeros(3, 8), "weights_FD": [zeros(4, 8), zeros(4, 8)], "counts": [1, 2]},
+    "permute_tokens": {
+        "x_TD": zeros(2, 8),
+        "is_routed_TE": torch.tensor([[True, False, True], [False, True, True]]),
+        "experts_per_token": 2,
+    },
+    "unpermute_tokens": {
+        "rows_ND": zeros(4, 8),
+        "order_N": torch.tensor([0, 1, 1, 0]),
+        "is_routed_TE": torch.ones(2, 3, dtype=torch.bool),
+    },
+    "cross_entropy": {"logits_TV": zeros(2, 5), "target_ids_T": torch.tensor([0, 4])},
+}
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("dense_attention", {"q_BQHD": zeros(6, 4, 8)}, r"takes \[sequences, positions, heads, width\]"),
+    ("dense_attention", {"q_BQHD": zeros(2, 3, 3, 8)}, "multiple of the key heads"),
+    ("dense_attention", {"q_BQHD": zeros(1, 3, 4, 8)}, "equal numbers of sequences"),
+    ("dense_attention", {"q_BQHD": zeros(2, 6, 4, 8), "causal": True}, "at least as many keys"),
+    ("dense_attention", {"causal": True, "is_visible_QP": torch.ones(3, 5).bool()}, "a mask replaces causality"),
+    ("dense_attention", {"is_visible_QP": torch.ones(5, 3).bool()}, r"bool \[3, 5\]"),
+    ("dense_attention", {"is_visible_QP": torch.ones(3, 5)}, r"bool \[3, 5\]"),
+    ("decode_attention", {"q_BHD": zeros(2, 1, 4, 8)}, "takes one query"),
+    ("decode_attention", {"kv_lengths": [1, 6]}, "not cumulative"),
+    ("decode_attention", {"kv_lengths": [0, 5]}, "not cumulative"),
+    ("decode_attention", {"kv_lengths": [5]}, "one key length for each sequence"),
+    ("decode_attention", {"q_BHD": zeros(2, 4, 8).requires_grad_()}, "has no gradient"),
+    ("rms_norm", {"weight_D": zeros(7)}, r"a weight \[D\]"),
+    ("rms_norm", {"weight_D": zeros(8, dtype=torch.bfloat16)}, "of the same dtype"),
+    ("rms_norm", {"epsilon": 0.0}, "epsilon above 0"),
+    ("swiglu", {"gate_and_up": zeros(3, 7)}, "as wide an input"),
+    ("swiglu", {"weights_T": zeros(2)}, "one weight for each row"),
+    ("rotary", {"x_THD": zeros(1, 3, 2, 8)}, r"takes \[tokens, heads"),
+    ("rotary", {"x_THD": zeros(3, 2, 7)}, "an even width"),
+    ("rotary", {"cos_TD": zeros(3, 4)}, r"tables \[3, 8\]"),
+    ("rotary", {"sin_TD": zeros(3, 8, dtype=torch.bfloat16)}, r"tables \[3, 8\] like x"),
+    ("rotary", {"cos_TD": zeros(3, 8).requires_grad_()}, "no gradient for its angles"),
+    ("grouped_matmul", {"counts": [1, 1]}, "add up to 3 rows"),
+    ("grouped_matmul", {"counts": [4, -1]}, "0 or more"),
+    ("grouped_matmul", {"counts": [3]}, "one count for each weight"),
+    ("grouped_matmul", {"weights_FD": [], "counts": []}, "one count for each weight"),
+    ("grouped_matmul", {"weights_FD": [zeros(4, 8), zeros(3, 8)]}, "one shape and dtype"),
+    ("grouped_matmul", {"weights_FD": [zeros(8, 4), zeros(8, 4)]}, "weights .F, D. of its dtype"),
+    ("permute_tokens", {"experts_per_token": 1}, "must hold 1 experts"),
+    ("permute_tokens", {"experts_per_token": 4}, "4 experts for every token, of 3"),
+    ("permute_tokens", {"is_routed_TE": zeros(2, 3)}, "their routing bool"),
+    ("permute_tokens", {"x_TD": zeros(3, 8)}, "one row of the routing map for each token"),
+    ("unpermute_tokens", {"order_N": torch.arange(3)}, r"an order \[N\]"),
+    ("unpermute_tokens", {"is_routed_TE": torch.ones(3, 3).bool()}, "no whole number"),
+    ("cross_entropy", {"target_ids_T": torch.tensor([0, 5])}, "lie in 0 to 4"),
+    ("cross_entropy", {"target_ids_T": torch.tensor([0.0, 1.0])}, "int64 targets"),
+]
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_right_arguments_are_taken(name: str) -> None:
+    getattr(operators, name)(**GOOD[name])
+
+
+@pytest.mark.parametrize(("name", "wrong", "sentence"), WRONG, ids=[f"{n}-{next(iter(w))}-{s}" for n, w, s in WRONG])
+def test_wrong_arguments_are_refused(name: str, wrong: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        getattr(operators, name)(**(GOOD[name] | wrong))
+
+
+def _attend(num_heads: int, width: int, value_width: int) -> None:
+    q, v = zeros(1, 1, num_heads, width), zeros(1, 1, num_heads, value_width)
+    operators.dense_attention(q, q, v, softmax_scale=1.0)
+
+
+def _decode(dtype: torch.dtype, num_heads: int, num_kv_heads: int, width: int) -> None:
+    k = zeros(1, 1, num_kv_heads, width, dtype=dtype)
+    operators.decode_attention(zeros(1, num_heads, width, dtype=dtype), k, k, [1], softmax_scale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: _attend(1, 769, 8), "769 wide"),
+        (lambda: _attend(1, 8, 16), "values are 16 wide"),
+        (lambda: _attend(257, 8, 8), "at most 256 heads"),
+        (lambda: _decode(torch.float32, 2, 1, 8), "float16 or bfloat16"),
+        (lambda: _decode(torch.float16, 2, 1, 513), "at most 512"),
+        (lambda: _decode(torch.float16, 65, 1, 8), "64 for each key head"),
+        (lambda: operators.rotary(zeros(1, 1, 896), zeros(1, 896), zeros(1, 896)), "width 894"),
+        (lambda: operators.rotary(zeros(1, 1000, 2), zeros(1, 2), zeros(1, 2)), "at most 999 heads"),
+    ],
+)
+def test_limits_of_ascend_are_refused_there(
+    on_ascend: RecordingTorchNpu, call: Callable[[], None], sentence: str
+) -> None:
+    with pytest.raises(InputError, match=sentence):
+        call()
+    assert on_ascend.calls == []

@@ -1,0 +1,121 @@
+"""Finding rewards, binding their options, and the one sentence for everything that can be wrong at the start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mega_rl.config.schema import RewardConfig, RewardWorkersConfig
+from mega_rl.errors import InputError
+from mega_rl.rewards.registry import bind
+from mega_rl.rewards.scorer import build_scorer
+from mega_rl.types import Completion, Prompt
+
+REWARDS_FILE = """
+import numpy
+from typing import Literal
+def length(data_source, solution_str, ground_truth, extra_info): return len(solution_str)
+def nan(data_source, solution_str, ground_truth, extra_info): return float("nan")
+def narrow(*, data_source, solution_str, ground_truth, extra_info): return numpy.float32(0.5)
+def anything(**given): return given["factor"] * (given["ground_truth"] == "t")
+def batch_of_three(data_sources, solution_strs, ground_truths): return [0.0]
+async def waits(data_source, solution_str, ground_truth, extra_info, num_response_tokens, sure: bool = True): return 1
+def three(data_source, solution_str, ground_truth): return 0.0
+def levels(data_source, solution_str, ground_truth, extra_info, level: Literal["low", "high"] = "low"):
+    return float(level == "high")
+number = 3
+"""
+
+
+@pytest.fixture(scope="module")
+def rewards_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rewards") / "my_rewards.py"
+    path.write_text(REWARDS_FILE)
+    return path
+
+
+def completion(text: str = "abc") -> Completion:
+    return Completion(Prompt(7, (1,), "?", "t", "src"), 2, (1,), (0.0,), text, "stop", 0)
+
+
+def value_of(name: str, **options: Any) -> float:
+    reward = bind(name, options)
+    return reward.function(**reward.arguments([("src", "abc", "t", {}, 1)]))
+
+
+def test_weighted_sum_parts_and_what_is_unknown(rewards_file: Path) -> None:
+    rewards = [
+        RewardConfig(f"{rewards_file}:length", weight=0.5),
+        RewardConfig("format_regex", weight=-1.0, options={"pattern": "b", "score": 0.25}),
+    ]
+    one = RewardWorkersConfig(num_workers=1)
+    scorer = build_scorer(rewards, one)
+    scores = scorer.score([completion("abc"), completion("xx")])
+    scorer.close()
+    assert [(score.value, score.parts) for score in scores] == [
+        (1.25, {"length": 3.0, "format_regex": 0.25}),
+        (1.0, {"length": 2.0, "format_regex": 0.0}),
+    ]
+    # A weight of 0 does not make an unknown reward known: it would hide that it fails.
+    scorer = build_scorer([*rewards, RewardConfig(f"{rewards_file}:nan", weight=0.0)], one)
+    (score,) = scorer.score([completion("abc")])
+    scorer.close()
+    assert not score.is_known and score.parts == {"length": 3.0, "format_regex": 0.25}
+    assert {name: unknown.cause for name, unknown in score.unknown.items()} == {"nan": "not_a_number"}
+
+
+def test_names_of_all_three_kinds(rewards_file: Path) -> None:
+    assert value_of("exact_match") == 0.0
+    assert value_of("mega_rl.rewards.math:exact_match") == 0.0
+    assert value_of(f"{rewards_file}:narrow") == np.float32(0.5)
+    assert value_of(f"{rewards_file}:anything", factor=3) == 3.0
+    assert value_of(f"{rewards_file}:levels", level="high") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("exact_mach", {}, r"'exact_mach' is not a built-in reward \(did you mean exact_match\?\)"),
+        ("exact_match", {"case_sensitve": True}, r"no option 'case_sensitve' \(did you mean case_sensitive\?\)"),
+        ("exact_match", {"solution_str": "x"}, "solution_str of exact_match is an argument of every reward"),
+        ("gsm8k", {"method": "loose"}, "method of gsm8k is 'loose'; choose from strict, flexible"),
+        ("format_regex", {}, "format_regex needs the option pattern"),
+        ("FILE:lenght", {}, r"has no function 'lenght' \(did you mean length\?\)"),
+        ("FILE:number", {}, "has no function 'number'"),
+        ("FILE:length", {"x": 1}, "no option 'x'; it has none"),
+        ("FILE:levels", {"level": "mid"}, "is 'mid'; choose from low, high"),
+        ("FILE:batch_of_three", {}, "does not take extra_infos"),
+        ("FILE:waits", {"num_response_tokens": 3}, "num_response_tokens of FILE:waits is an argument of every reward"),
+        ("FILE:waits", {"sure": 1}, "sure of FILE:waits is 1; give a value of type bool"),
+        ("FILE:three", {}, "does not take extra_info"),
+        ("absent.py:f", {}, "absent.py, which is no file"),
+        ("no_such_package.rewards:f", {}, "cannot be imported .*ModuleNotFoundError"),
+    ],
+)
+def test_configuration_errors(rewards_file: Path, name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("FILE", str(rewards_file))):
+        bind(name.replace("FILE", str(rewards_file)), options)
+
+
+def test_what_a_worker_refuses_is_an_input_error(rewards_file: Path) -> None:
+    with pytest.raises(InputError, match="has no function 'lenght'"):
+        build_scorer([RewardConfig(f"{rewards_file}:lenght")])
+
+
+def test_a_list_without_rewards_or_with_a_name_twice_or_a_wrong_weight() -> None:
+    with pytest.raises(InputError, match="rewards is empty"):
+        build_scorer([])
+    with pytest.raises(InputError, match="lists gsm8k twice"):
+        build_scorer([RewardConfig("gsm8k"), RewardConfig("gsm8k", options={"method": "flexible"})])
+    with pytest.raises(InputError, match="weight of gsm8k is nan"):
+        build_scorer([RewardConfig("gsm8k", weight=float("nan"))])
+
+
+def test_a_file_that_does_not_import(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("1 / 0\n")
+    with pytest.raises(ValueError, match="broken.py cannot be imported .ZeroDivisionError"):
+        bind(f"{broken}:f", {})

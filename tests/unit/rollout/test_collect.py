@@ -1,0 +1,184 @@
+"""Dynamic sampling: which groups a step comes to, whatever the engines' number and speed."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mega_rl.parallel.schedule import split_even
+from mega_rl.rollout.collect import Decision, Group, Rule, collect
+from mega_rl.rollout.engine import Request
+from mega_rl.rollout.requests import make_requests
+from mega_rl.types import Completion, Prompt, Score
+
+NUM_SAMPLES = 3
+
+
+class Engine:
+    """Ends submitted requests in a random order, at most ``pace`` in a step."""
+
+    weight_version = 0
+
+    def __init__(self, seed: int, pace: int) -> None:
+        self.random, self.pace = random.Random(seed), pace
+        self.under_way: list[Request] = []
+        self.submitted: list[int] = []  # prompts
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self.under_way)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.submitted.append(requests[0].prompt.index)
+        self.under_way += requests
+
+    def step(self) -> list[Completion]:
+        self.random.shuffle(self.under_way)
+        ended, self.under_way = self.under_way[: self.pace], self.under_way[self.pace :]
+        return [Completion(r.prompt, r.sample_index, (1,), (0.0,), "", "stop", 0) for r in ended]
+
+
+class Alone:
+    is_leader = True
+
+    def share(self, value: list[Decision]) -> list[Decision]:
+        return value
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.value, self.lock = 0, threading.Lock()
+
+    def next(self) -> int:
+        with self.lock:
+            self.value += 1
+            return self.value
+
+
+def has_signal(group: Group) -> bool:
+    return len({score.value for score in group.scores}) > 1
+
+
+def draw(ticket: int) -> list[Request]:
+    prompt = Prompt(100 + ticket, (1,), "", "", "test")
+    return make_requests([prompt], n=NUM_SAMPLES, step=0, seed=0, max_tokens=4, temperature=1.0)
+
+
+SCORING = ThreadPoolExecutor(2)
+
+
+def beside(score: Callable[[list[Completion]], list[Score]]) -> Callable[[list[Completion]], Future[list[Score]]]:
+    return lambda completions: SCORING.submit(score, completions)
+
+
+def scoring(is_mixed: Callable[[int], bool]) -> Callable[[list[Completion]], Future[list[Score]]]:
+    def score(completions: list[Completion]) -> list[Score]:
+        assert [c.sample_index for c in completions] == list(range(NUM_SAMPLES))
+        mixed = is_mixed(completions[0].prompt.index - 100)
+        return [Score(float(mixed and c.sample_index == 0)) for c in completions]
+
+    return beside(score)
+
+
+def run(engines: list[Engine], rule: Rule, is_mixed: Callable[[int], bool]) -> dict[int, Group]:
+    """What all engines come to together, each in a thread of its own."""
+    counter, parts = Counter(), split_even(rule.num_initial, len(engines))
+    with ThreadPoolExecutor(len(engines)) as threads:
+        jobs = [
+            threads.submit(collect, engine, draw, part, rule, scoring(is_mixed), counter, Alone())  # type: ignore[arg-type]
+            for engine, part in zip(engines, parts, strict=True)
+        ]
+        found = [job.result(timeout=60) for job in jobs]
+    assert sum(map(len, found)) == len({ticket for part in found for ticket in part}), "a ticket was drawn twice"
+    return {ticket: group for part in found for ticket, group in part.items()}
+
+
+def tickets_needed(rule: Rule, is_mixed: Callable[[int], bool]) -> int:
+    """The definition: the fewest first tickets, at least the initial ones, that hold enough groups; or the budget."""
+    drawn, kept = 0, 0
+    while drawn < rule.budget and (drawn < rule.num_initial or kept < rule.num_groups):
+        kept += is_mixed(drawn)
+        drawn += 1
+    return drawn
+
+
+@given(
+    mixed=st.lists(st.booleans(), min_size=60, max_size=60),
+    wanted=st.integers(0, 6),
+    more=st.integers(0, 4),
+    budget=st.integers(10, 60),
+    engines=st.lists(st.tuples(st.integers(0, 99), st.integers(1, 5)), min_size=1, max_size=3),
+)
+def test_the_tickets_drawn_do_not_depend_on_the_engines(
+    mixed: list[bool], wanted: int, more: int, budget: int, engines: list[tuple[int, int]]
+) -> None:
+    rule = Rule(wanted, wanted + more if wanted else 0, budget, has_signal)
+    found = run([Engine(*settings) for settings in engines], rule, mixed.__getitem__)
+    assert sorted(found) == list(range(tickets_needed(rule, mixed.__getitem__)))
+    for ticket, group in found.items():
+        assert [c.prompt.index for c in group.completions] == [100 + ticket] * NUM_SAMPLES
+        assert has_signal(group) == mixed[ticket]
+
+
+@pytest.mark.parametrize("reward", [0.0, 1.0])
+def test_equal_rewards_end_with_the_budget(reward: float) -> None:
+    rule = Rule(4, 4, 40, has_signal)
+    engines = [Engine(0, 2), Engine(1, 2)]
+    counter = Counter()
+    with ThreadPoolExecutor(2) as threads:
+        jobs = [
+            threads.submit(collect, e, draw, part, rule, beside(lambda cs: [Score(reward)] * len(cs)), counter, Alone())  # type: ignore[arg-type]
+            for e, part in zip(engines, split_even(4, 2), strict=True)
+        ]
+        found = [ticket for job in jobs for ticket in job.result(timeout=60)]
+    assert sorted(found) == list(range(40)) and counter.value == 40
+
+
+def test_one_mixed_group_in_fifty_is_found() -> None:
+    rule = Rule(3, 3, 1000, has_signal)
+    found = run([Engine(3, 4)], rule, lambda ticket: ticket % 50 == 49)
+    assert len(found) == 150 and sum(map(has_signal, found.values())) == 3
+
+
+class HeldOpen(Engine):
+    """Ends the groups of the first two tickets, and the others only when two more have been submitted."""
+
+    num_waits = 0
+
+    def step(self) -> list[Completion]:
+        first = [r for r in self.under_way if r.prompt.index < 102]
+        if not first and len(self.submitted) < 6:
+            self.num_waits += 1
+            assert self.num_waits < 60_000, "nothing was drawn while other groups were under way"
+            time.sleep(0.001)
+            return []
+        ended = first or self.under_way
+        self.under_way = [r for r in self.under_way if r not in ended]
+        return [Completion(r.prompt, r.sample_index, (1,), (0.0,), "", "stop", 0) for r in ended]
+
+
+def test_a_replacement_starts_while_other_groups_are_under_way() -> None:
+    engine = HeldOpen(0, 1)
+    found = run([engine], Rule(4, 4, 40, has_signal), lambda ticket: ticket > 1)
+    assert sorted(found) == [0, 1, 2, 3, 4, 5]
+    assert engine.submitted == [100, 101, 102, 103, 104, 105]
+
+
+def test_what_scoring_raises_arrives() -> None:
+    def score(completions: list[Completion]) -> list[Score]:
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        collect(Engine(0, 1), draw, [0, 1], Rule(2, 2, 2, has_signal), beside(score), Counter(), Alone())  # type: ignore[arg-type]
+
+
+def test_without_a_rule_nothing_is_replaced() -> None:
+    found = run([Engine(0, 3), Engine(1, 1)], Rule(5, 5, 5, lambda group: True), lambda ticket: False)
+    assert sorted(found) == [0, 1, 2, 3, 4]

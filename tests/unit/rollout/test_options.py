@@ -1,0 +1,153 @@
+"""Options of ``rollout.vllm``, and the environment that vLLM is started in."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mega_rl.config.schema import RolloutConfig
+from mega_rl.errors import InputError
+from mega_rl.rollout.vllm.environment import preserved_process, set_environment
+from mega_rl.rollout.vllm.options import additional_config, engine_arguments, option_names
+
+KNOWN = (
+    "model",
+    "max_num_seqs",
+    "enforce_eager",
+    "enable_sleep_mode",
+    "additional_config",
+    "tensor_parallel_size",
+    "kv_cache_memory_bytes",
+    "gpu_memory_utilization",
+)
+
+
+def arguments(rollout: RolloutConfig, device_type: str = "cpu", external: bool = False) -> dict[str, Any]:
+    return engine_arguments(
+        rollout,
+        model_path="model",
+        dtype="bfloat16",
+        max_model_len=64,
+        device_type=device_type,
+        known=KNOWN,
+        external=external,
+    )
+
+
+def test_unknown_option_names_the_nearest() -> None:
+    with pytest.raises(InputError, match=r"rollout\.vllm\.max_num_seq is not .* rollout\.vllm\.max_num_seqs"):
+        arguments(RolloutConfig(vllm={"max_num_seq": 4}))
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("model", "model.path"),
+        ("tensor_parallel_size", "rollout.tensor_parallel_size"),
+        ("kv_cache_memory_bytes", "rollout.kv_cache_bytes"),
+        ("worker_extension_cls", "remove it"),
+    ],
+)
+def test_owned_option_names_the_key_to_set(name: str, key: str) -> None:
+    with pytest.raises(InputError, match=rf"rollout\.vllm\.{name} is set by mega_rl itself: .*{key}"):
+        arguments(RolloutConfig(vllm={name: 1}))
+
+
+def test_cpu_arguments() -> None:
+    found = arguments(RolloutConfig(kv_cache_bytes=123, vllm={"max_num_seqs": 7}), external=True)
+    assert found["max_num_seqs"] == 7 and found["kv_cache_memory_bytes"] == 123
+    assert found["enforce_eager"] is True and found["enable_sleep_mode"] is False
+    assert found["dtype"] == "bfloat16" and found["distributed_executor_backend"] == "external_launcher"
+    assert found["logprobs_mode"] == "processed_logprobs"
+
+
+def test_a_default_gives_way() -> None:
+    assert arguments(RolloutConfig(vllm={"enforce_eager": False}))["enforce_eager"] is False
+    assert arguments(RolloutConfig(dtype="float32"))["dtype"] == "float32"
+
+
+def test_accelerator_arguments() -> None:
+    found = arguments(RolloutConfig(vllm={"additional_config": {"other": 1}, "kv_cache_memory_bytes": 5}), "npu")
+    assert found["additional_config"] == {"enable_cpu_binding": False, "weight_nz_mode": 0, "other": 1}
+    assert found["enable_sleep_mode"] is True and found["kv_cache_memory_bytes"] == 5
+    assert found["enforce_eager"] is False, "graphs are the default where there is a device"
+    assert arguments(RolloutConfig(vllm={"enforce_eager": True}), "npu")["enforce_eager"] is True
+    assert "distributed_executor_backend" not in found
+
+
+def test_a_typing_error_in_what_vllm_ascend_would_ignore_names_the_nearest() -> None:
+    known = ("weight_nz_mode", "enable_cpu_binding")
+    assert additional_config({"enable_cpu_binding": True}, known) == {"weight_nz_mode": 0, "enable_cpu_binding": True}
+    with pytest.raises(InputError, match=r"config\.enable_cpu_bindings is read by nothing .*enable_cpu_binding"):
+        additional_config({"enable_cpu_bindings": True}, known)
+    with pytest.raises(InputError, match=r"additional_config is \['a'\]: give vllm-ascend's options"):
+        additional_config(["a"], known)
+
+
+def test_a_layout_that_updates_in_place_would_scramble_is_refused() -> None:
+    assert additional_config({"weight_nz_mode": 0}, ()) == {"weight_nz_mode": 0}
+    with pytest.raises(InputError, match=r"rollout\.vllm\.additional_config\.weight_nz_mode is 2.*set it to 0"):
+        arguments(RolloutConfig(vllm={"additional_config": {"weight_nz_mode": 2}}), "npu")
+
+
+def test_options_of_vllm_ascend_are_read_from_its_sources(tmp_path: Path) -> None:
+    (tmp_path / "ascend_config.py").write_text(
+        """
+def read(self, vllm_config):
+    additional_config = vllm_config.additional_config or {}
+    self.a = additional_config.get("first", {}).get("inner")
+    self.b = self._get_config_value(additional_config, "second", "VARIABLE", 0)
+    self.c = other.get("not_one")
+"""
+    )
+    (tmp_path / "ops").mkdir()
+    (tmp_path / "ops" / "more.py").write_text(
+        """
+def f(config):
+    if "third" in config.additional_config:
+        return config.additional_config["fourth"]
+"""
+    )
+    (tmp_path / "broken_but_silent.py").write_text("nothing of it is parsed (")
+    assert set(option_names(tmp_path)) == {"first", "second", "third", "fourth"}
+
+
+def test_separate_engines_have_their_devices_to_themselves() -> None:
+    found = arguments(RolloutConfig(placement="separate"), "npu")
+    assert found["weight_transfer_config"] == {"backend": "mega_rl"}
+    assert found["additional_config"] == {"weight_nz_mode": 0}
+    assert found["enable_sleep_mode"] is False and "gpu_memory_utilization" not in found
+    assert "weight_transfer_config" not in arguments(RolloutConfig(), "npu")
+
+
+def test_environment_defaults_leave_the_users_values() -> None:
+    environ = {"VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    set_environment("cpu", environ)
+    assert environ["VLLM_LOGGING_LEVEL"] == "DEBUG" and environ["HF_HUB_OFFLINE"] == "1"
+    assert environ["VLLM_CPU_OMP_THREADS_BIND"] == "nobind" and environ["TORCHDYNAMO_DISABLE"] == "1"
+    assert environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    other: dict[str, str] = {}
+    set_environment("npu", other)
+    assert other["HF_HUB_OFFLINE"] == "1" and "TORCHDYNAMO_DISABLE" not in other
+
+
+def test_preserved_process_puts_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    before = (random.getstate(), str(np.random.get_state()), torch.get_rng_state(), torch.set_num_threads)
+    with pytest.raises(KeyError), preserved_process("cpu"):
+        random.seed(1)
+        np.random.seed(1)
+        torch.manual_seed(1)
+        torch.set_num_threads = None  # type: ignore[assignment]
+        os.environ.update(LOCAL_WORLD_SIZE="1", LD_PRELOAD="nothing.so", VLLM_KEPT="1")
+        raise KeyError
+    monkeypatch.delenv("VLLM_KEPT")
+    assert os.environ["LOCAL_WORLD_SIZE"] == "4" and os.environ.get("LD_PRELOAD") != "nothing.so"
+    assert random.getstate() == before[0] and str(np.random.get_state()) == before[1]
+    assert torch.equal(torch.get_rng_state(), before[2]) and torch.set_num_threads is before[3]

@@ -1,0 +1,68 @@
+"""Rollouts as rows, and a run served from them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from mega_rl.errors import InputError
+from mega_rl.rollout.collect import Group
+from mega_rl.rollout.records import read_step, to_group, to_rows, write_step
+from mega_rl.rollout.replay import ReplayEngine
+from mega_rl.rollout.requests import make_requests
+from mega_rl.types import Completion, Prompt, Score, UnknownReward
+
+PROMPT = Prompt(7, (3, 14, 4), "3+4=", "7", "arithmetic", {"level": 1, "names": ["a"]})
+
+
+def group(version: int = 0, text: str = "7 \u4e03\u2028") -> Group:
+    completions = [Completion(PROMPT, i, (5, i), (-0.1 - i / 3, -1e-17 * i), text, "stop", version) for i in range(2)]
+    return Group(tuple(completions), (Score(1.0, {"exact_match": 1.0}), Score(0.1, {"exact_match": 0.1})))
+
+
+def test_a_group_survives_a_file_exactly(tmp_path: Path) -> None:
+    write_step(tmp_path, 1, [{"step": 1, "advantage": 0.5, **row} for row in to_rows(group())], -1)
+    assert to_group(read_step(tmp_path, 1)) == group()
+
+
+def test_an_unknown_score_is_null_in_the_file_and_unknown_again(tmp_path: Path) -> None:
+    why = UnknownReward("raised", "raised KeyError: 'x'")
+    unknown = Group(group().completions, (Score(math.nan, {"a": 1.0}, {"b": why}), group().scores[1]))
+    path = write_step(tmp_path, 1, to_rows(unknown), -1)
+    first, second = (json.loads(line, parse_constant=pytest.fail) for line in path.read_text().split("\n")[:2])
+    assert first["score"]["value"] is None and second["score"]["value"] == 0.1
+    scores = to_group(read_step(tmp_path, 1)).scores
+    assert not scores[0].is_known and scores[0].unknown == {"b": why} and scores[1] == unknown.scores[1]
+
+
+def test_only_the_newest_files_stay(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        write_step(tmp_path, step, to_rows(group()), 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000004.jsonl", "step_000005.jsonl"]
+
+
+def test_replay_answers_what_was_recorded(tmp_path: Path) -> None:
+    older = group(version=2, text="old")  # carried over from an earlier step: not sampled in this one
+    write_step(tmp_path, 4, to_rows(older) + to_rows(group(version=3)), -1)
+    engine = ReplayEngine(tmp_path)
+    engine.finish_update(3)
+    requests = make_requests([PROMPT], n=2, step=3, seed=0, max_tokens=4, temperature=1.0)
+    assert tuple(engine.generate(requests)) == group(version=3).completions
+    assert engine.weight_version == 3 and engine.num_unfinished == 0
+    with pytest.raises(InputError, match="sample 2 of prompt 7 at step 4"):
+        engine.check(make_requests([PROMPT], n=3, step=3, seed=0, max_tokens=4, temperature=1.0))
+    changed = Prompt(7, (9,), "other", "7", "arithmetic")
+    with pytest.raises(InputError, match="prompt 7"):
+        engine.check(make_requests([changed], n=1, step=3, seed=0, max_tokens=4, temperature=1.0))
+
+
+def test_bad_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="has no step_000001.jsonl"):
+        ReplayEngine(tmp_path).finish_update(0)
+    path = write_step(tmp_path, 1, to_rows(group()), -1)
+    path.write_text(path.read_text() + '{"cut": ', encoding="utf-8")
+    with pytest.raises(InputError, match=r"step_000001.jsonl:3 is not a recorded rollout"):
+        read_step(tmp_path, 1)

@@ -1,0 +1,73 @@
+"""Seeds, requests, and completions out of the engine's answers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from mega_rl.rollout.engine import Request
+from mega_rl.rollout.requests import make_requests, sample_seed, to_completion
+from mega_rl.types import Prompt
+
+
+def prompt(index: int) -> Prompt:
+    return Prompt(index, (1, 2, 3), "1+2", "3", "arithmetic")
+
+
+def answer(**changes: object) -> SimpleNamespace:
+    rows = [{5: SimpleNamespace(logprob=-0.5)}, {7: SimpleNamespace(logprob=-1.25), 9: SimpleNamespace(logprob=-0.1)}]
+    fields = {"token_ids": [5, 7], "logprobs": rows, "text": "ab", "finish_reason": "stop", **changes}
+    return SimpleNamespace(outputs=[SimpleNamespace(**fields)])
+
+
+def test_seed_is_stable() -> None:
+    assert sample_seed(0, 0, 0, 0) == 3534985023247476039
+    assert sample_seed(1, 2, 3, 4) == 2463371502700119778
+
+
+def test_every_coordinate_changes_the_seed_and_they_do_not_mix() -> None:
+    seeds = {sample_seed(a, b, c, d) for a in range(4) for b in range(4) for c in range(12) for d in range(12)}
+    assert len(seeds) == 4 * 4 * 12 * 12
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert sample_seed(0, 1, 11, 1) != sample_seed(0, 11, 1, 1)
+
+
+def test_requests_are_in_order_and_do_not_depend_on_the_batch() -> None:
+    requests = make_requests([prompt(4), prompt(2)], n=3, step=7, seed=1, max_tokens=20, temperature=0.8)
+    assert [(r.prompt.index, r.sample_index) for r in requests] == [(4, 0), (4, 1), (4, 2), (2, 0), (2, 1), (2, 2)]
+    assert requests[3:] == make_requests([prompt(2)], n=3, step=7, seed=1, max_tokens=20, temperature=0.8)
+    assert requests[1].seed == sample_seed(1, 7, 4, 1)
+    assert (requests[0].max_tokens, requests[0].temperature, requests[0].greedy) == (20, 0.8, False)
+
+
+def test_temperature_zero_is_greedy() -> None:
+    (request,) = make_requests([prompt(0)], n=1, step=0, seed=0, max_tokens=1, temperature=0.0)
+    assert request.greedy
+
+
+def test_completion() -> None:
+    completion = to_completion(Request(prompt(3), 2, 0, 8), answer(), weight_version=6)
+    assert (completion.prompt.index, completion.sample_index, completion.weight_version) == (3, 2, 6)
+    assert completion.token_ids == (5, 7) and completion.logprobs == (-0.5, -1.25)
+    assert (completion.text, completion.finish_reason) == ("ab", "stop")
+
+
+@pytest.mark.parametrize("changes", [{"finish_reason": "abort"}, {"finish_reason": None}])
+def test_unfinished_answers_are_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(RuntimeError, match="prompt 3, sample 2"):
+        to_completion(Request(prompt(3), 2, 0, 8), answer(**changes), weight_version=0)
+
+
+def test_broken_weights_are_named() -> None:
+    rows = [{5: SimpleNamespace(logprob=float("nan"))}, {7: SimpleNamespace(logprob=-1.0)}]
+    with pytest.raises(RuntimeError, match="weights of version 4"):
+        to_completion(Request(prompt(3), 2, 0, 8), answer(logprobs=rows), weight_version=4)
+
+
+def test_the_package_does_not_import_vllm() -> None:
+    modules = "mega_rl.rollout.vllm.engine, mega_rl.rollout.replicas, mega_rl.rollout.requests"
+    code = f"import sys, {modules}; sys.exit('vllm' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

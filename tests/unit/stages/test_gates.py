@@ -1,0 +1,179 @@
+"""The gates of the first step: what they measure, when they stop a run, and what they say."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mega_rl.config import RunConfig
+from mega_rl.stages.parts import gates
+from mega_rl.stages.parts.gates import Difference, GateFailure, Gates, difference, gates_of, merged
+from mega_rl.types import Completion, Microbatch, Prompt, Sample, Score, TokenStats
+
+LOGPROBS = torch.tensor(
+    [-9.0, -1.0, -2.0, -3.0, -4.0, -5.0]
+)  # one sequence of 4 positions, one of 2; 1, 2 and 2 learnt
+
+
+def microbatch(**fields: Tensor) -> Microbatch:
+    zeros = torch.zeros(6, dtype=torch.int64)
+    return Microbatch(
+        token_ids=zeros,
+        target_ids=zeros,
+        position_ids=zeros,
+        loss_mask=torch.tensor([0.0, 0.0, 1.0, 1.0, 1.0, 0.0]),
+        cu_seqlens=torch.tensor([0, 4, 6], dtype=torch.int32),
+        max_seqlen=4,
+        sequence_indices=(1, 0),
+        **fields,
+    )
+
+
+def moved(place: int, by: float) -> Tensor:
+    return torch.where(torch.arange(6) == place, LOGPROBS + by, LOGPROBS)
+
+
+def sample(prompt_index: int, sample_index: int, token_ids: tuple[int, ...]) -> Sample:
+    prompt = Prompt(prompt_index, (1,), "", "", "s")
+    completion = Completion(prompt, sample_index, token_ids, (-0.5,) * len(token_ids), "", "stop", 0)
+    return Sample(completion, Score(1.0), 0.0)
+
+
+SAMPLES = [sample(40, 0, (7,)), sample(50, 3, (8, 9))]  # of the sequences 0 and 1
+
+
+def test_the_worst_token_is_found_in_its_sequence() -> None:
+    found = difference(LOGPROBS, moved(3, -0.5), microbatch())
+    assert found == Difference(0.5, 0.5, 3, sequence=1, position=1, values=(-3.0, -3.5))
+    assert difference(LOGPROBS, moved(4, 0.25), microbatch()) == Difference(0.25, 0.25, 3, 0, 0, (-4.0, -3.75))
+    assert difference(LOGPROBS, moved(1, 9.0), microbatch()) == Difference(0.0, 0.0, 3, 1, 0, (-2.0, -2.0))
+    broken = difference(LOGPROBS, moved(3, float("nan")), microbatch())
+    assert broken is not None and broken.largest == float("inf") and broken.position == 1
+    assert difference(LOGPROBS, LOGPROBS, microbatch().replace(loss_mask=torch.zeros(6))) is None
+    both = merged([found, None, difference(LOGPROBS, moved(4, 0.75), microbatch())])
+    assert both is not None and (both.largest, both.total, both.num_tokens, both.sequence) == (0.75, 1.25, 6, 0)
+
+
+class Run:
+    """One first step with stand-ins for the session and the actor."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(gates.dist, "get_rank", lambda: 0)
+        self.config = RunConfig()
+        self.config.model.dtype = "float32"
+        self.said: list[str] = []
+        self.recomputed = self.reference = self.engine = self.updated = LOGPROBS
+        self.ratio_mean = self.ratio_max = 1.0
+        self.sigma = 0.0
+
+    def check(self) -> dict[str, float]:
+        layout = SimpleNamespace(is_counted=lambda rank: True)
+        session: Any = SimpleNamespace(config=self.config, layout=layout, say=self.said.append)
+        actor: Any = SimpleNamespace(token_stats=lambda batches: [TokenStats(self.recomputed, LOGPROBS)])
+        found = gates_of(session, 0, self.sigma)
+        assert found is not None
+        given = [microbatch(reference_logprobs=self.reference, rollout_logprobs=self.engine)]
+        (ready,) = found.recompute(actor, given)
+        assert ready.old_logprobs is self.recomputed
+        loss = found.watched(lambda stats, batch: (stats.logprobs.sum(), {"kl": torch.ones([])}))
+        assert loss(TokenStats(self.updated, LOGPROBS), ready)[1] == {"kl": torch.ones([])}
+        return found.check(self.ratio_mean, self.ratio_max, SAMPLES, lambda: "decoder.norm.weight")
+
+
+@pytest.fixture
+def first_step(monkeypatch: pytest.MonkeyPatch) -> Run:
+    return Run(monkeypatch)
+
+
+def test_a_good_first_step_passes_and_is_logged(first_step: Run) -> None:
+    first_step.engine = LOGPROBS + 1e-5
+    metrics = first_step.check()
+    assert metrics == {"gate/reference": 0, "gate/ppo_kl": 0, "gate/ratio": 0, "gate/engine": pytest.approx(1e-5, 0.1)}
+    (line,) = first_step.said
+    assert line.startswith("first step agrees: reference 0, ") and "not checked" not in line
+
+
+FAILURES = [
+    (
+        "reference",
+        {"reference": moved(3, 1e-6)},
+        ["prompt 50, sample 3, response token 1 (id 9)", "decoder.norm.weight"],
+    ),
+    ("ppo_kl", {"updated": moved(4, 1e-6)}, ["prompt 40, sample 0, response token 0 (id 7)", "memory.recompute"]),
+    ("ratio", {"ratio_max": 1.0 + 1e-6}, ["distance of the ratio from 1 is 1e-06"]),
+    ("ratio", {"ratio_mean": 1.0 - 1e-6}, ["distance of the ratio from 1 is 1e-06"]),
+    ("ratio", {"ratio_mean": float("nan")}, ["is nan"]),
+    ("engine", {"engine": moved(2, 0.3)}, ["is 0.1,", "response token 0 (id 8): trainer -2, engine -1.7"]),
+    ("engine", {"engine": moved(2, float("nan"))}, ["is inf"]),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "parts"), FAILURES)
+def test_each_failure_stops_the_run_unless_it_is_disabled(
+    first_step: Run, name: str, changes: dict[str, Any], parts: list[str]
+) -> None:
+    for field, value in changes.items():
+        setattr(first_step, field, value)
+    with pytest.raises(GateFailure) as raised:
+        first_step.check()
+    text = str(raised.value)
+    assert f"\n  {name}: " in text and f"trainer.gates.disabled=[{name}]" in text
+    assert [part for part in parts if part not in text] == [], text
+    assert text.count("to go on regardless") == 1, "only what is wrong is reported"
+    first_step.config.trainer.gates.disabled = [name]
+    metrics = first_step.check()
+    assert metrics[f"gate/{name}"] != 0  # still measured
+    assert f"{name} disabled" in first_step.said[-1]
+
+
+def test_tolerances_go_by_type_and_can_be_set(first_step: Run) -> None:
+    first_step.engine = LOGPROBS + 0.02
+    first_step.reference = LOGPROBS + 0.02
+    with pytest.raises(GateFailure) as raised:
+        first_step.check()
+    assert "gates.reference allows 0\n" in str(raised.value) and "gates.engine allows 0.0001\n" in str(raised.value)
+    first_step.config.rollout.dtype = "bfloat16"
+    first_step.config.trainer.gates.reference = 0.1
+    first_step.check()
+    first_step.config.trainer.gates.engine = 0.01
+    with pytest.raises(GateFailure, match="engine"):
+        first_step.check()
+
+
+def test_what_a_run_cannot_compare_is_said(first_step: Run) -> None:
+    first_step.sigma, first_step.engine = 0.1, LOGPROBS + 1.0
+    assert "gate/engine" not in first_step.check()
+    assert "engine not checked (it samples with noise)" in first_step.said[-1]
+    first_step.sigma, first_step.engine = 0.0, LOGPROBS
+    first_step.config.algorithm.kl_coefficient = 0.0
+    first_step.config.aqn.enabled, first_step.config.aqn.old_logprobs = True, "rollout"
+    first_step.ratio_max = 1.01
+    assert first_step.check().keys() == {"gate/ppo_kl", "gate/engine"}
+
+
+@pytest.mark.parametrize(
+    ("verify", "update", "part"),
+    [
+        ("off", "auto", "run again with bridge.verify=all"),
+        ("off", "reload", "run again with rollout.weight_update=live bridge.verify=all"),
+        ("all", "live", "found every weight of the engine equal"),
+    ],
+)
+def test_the_report_says_how_to_find_the_tensor(first_step: Run, verify: str, update: str, part: str) -> None:
+    first_step.config.bridge.verify, first_step.config.rollout.weight_update = verify, update
+    first_step.engine = LOGPROBS + 1.0
+    with pytest.raises(GateFailure, match=part):
+        first_step.check()
+
+
+def test_only_the_first_step_of_a_run_has_gates() -> None:
+    session: Any = SimpleNamespace(config=RunConfig())
+    assert gates_of(session, 1, 0.0) is None and isinstance(gates_of(session, 0, 0.0), Gates)
+    assert {f.name for f in dataclasses.fields(RunConfig().trainer.gates)} - {"disabled"} == set(
+        gates.tolerances(RunConfig())
+    )

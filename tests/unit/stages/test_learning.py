@@ -1,0 +1,177 @@
+"""From scored completions to optimizer steps, with stand-ins for the session and the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from itertools import groupby
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from mega_rl.config import RunConfig
+from mega_rl.config.algorithm import PRESETS
+from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.rollout.collect import Group
+from mega_rl.stages.parts import building, gates, learning
+from mega_rl.stages.parts.gates import GateFailure, gates_of
+from mega_rl.types import Completion, Microbatch, Prompt, Score, TokenStats
+
+NAN = float("nan")
+REWARDS = {0: [1.0, 0.0, NAN, 0.5], 1: [0.0, 0.0, 1.0, NAN], 2: [NAN, NAN, NAN, 1.0]}  # prompt -> its samples'
+LENGTHS = {0: [3, 1, 4, 2], 1: [5, 2, 2, 3], 2: [1, 1, 1, 3]}
+
+
+def logprobs_of(microbatch: Microbatch, shift: float) -> torch.Tensor:
+    """A policy by hand: something of every token and its place."""
+    return -1.0 - 0.1 * (microbatch.target_ids % 7) - 0.03 * microbatch.position_ids + shift * microbatch.position_ids
+
+
+class Actor:
+    """Counts what it is asked for; ``off`` moves the policy's forward pass without gradients."""
+
+    def __init__(self, off: float = 0.0) -> None:
+        self.off, self.num_steps = off, 0
+        self.batches: list[list[Microbatch]] = []
+        self.step = SimpleNamespace(skipped=SimpleNamespace(total=0, in_a_row=0))
+        self.policy = None
+
+    def token_stats(self, microbatches: Sequence[Microbatch]) -> list[TokenStats]:
+        return [TokenStats(logprobs_of(m, 0.0) + self.off, torch.ones(m.num_tokens)) for m in microbatches]
+
+    def forward_backward(self, microbatches: list[Microbatch], loss_function: Any) -> list[dict[str, torch.Tensor]]:
+        self.batches.append(microbatches)
+        reports = []
+        for microbatch in microbatches:
+            logprobs = logprobs_of(microbatch, 0.0).requires_grad_()
+            loss, sums = loss_function(TokenStats(logprobs, torch.ones(microbatch.num_tokens)), microbatch)
+            reports.append({"loss": loss.detach(), **sums})
+        return reports
+
+    def optimizer_step(self, is_followed: bool) -> Any:
+        self.num_steps += 1
+        return SimpleNamespace(skipped=False, grad_norm=1.0, lr=0.1, bad_parameter=None)
+
+
+class Reference:
+    def token_stats(self, microbatches: Sequence[Microbatch]) -> list[TokenStats]:
+        return [TokenStats(logprobs_of(m, 0.01), torch.ones(m.num_tokens)) for m in microbatches]
+
+
+def completions_and_scores() -> tuple[list[Completion], list[Score]]:
+    completions, scores = [], []
+    for index, rewards in REWARDS.items():
+        prompt = Prompt(index, (1, 2, 3), "", "", "s")
+        for i, (reward, length) in enumerate(zip(rewards, LENGTHS[index], strict=True)):
+            token_ids = tuple(range(4 + i, 4 + i + length))
+            completions.append(Completion(prompt, i, token_ids, (-1.5,) * length, "", "stop", 0))
+            scores.append(Score(reward))
+    return completions, scores
+
+
+class Learning:
+    """One rollout batch through ``with_advantages`` and ``update``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for module in (gates, learning):
+            monkeypatch.setattr(module.dist, "get_rank", lambda: 0)
+        self.config = RunConfig()
+        self.config.data.max_response_length = 8
+        self.said: list[str] = []
+        self.session: Any = SimpleNamespace(
+            config=self.config,
+            layout=ParallelLayout.create(1, 1, 1),
+            data_rank=0,
+            is_last_stage=True,
+            tokenizer=SimpleNamespace(pad_token_id=0),
+            timers=lambda name: nullcontext(),
+            say=self.said.append,
+        )
+
+    def run(self, actor: Any, is_first: bool = False, scores: list[Score] | None = None) -> dict[str, float]:
+        completions, given = completions_and_scores()
+        pairs = list(zip(completions, scores or given, strict=True))
+        groups = [
+            Group(tuple(c for c, _ in found), tuple(s for _, s in found))
+            for _, found in ((key, list(part)) for key, part in groupby(pairs, key=lambda pair: pair[0].prompt.index))
+        ]
+        samples = learning.with_advantages(groups, self.config.algorithm.advantage)
+        reference: Any = Reference() if self.config.algorithm.kl_coefficient else None
+        first = gates_of(self.session, 0, 0.0) if is_first else None
+        return learning.update(self.session, actor, reference, building.objective(self.config), samples, first)
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Learning:
+    return Learning(monkeypatch)
+
+
+def learnt(values: Any, microbatches: list[Microbatch]) -> list[float]:
+    return [v for m, value in zip(microbatches, values, strict=True) for v in value[m.loss_mask != 0].tolist()]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_learns_and_leaves_unknown_samples_out(world: Learning, name: str) -> None:
+    for key, value in PRESETS[name].items():
+        setattr(world.config.algorithm, key, value)
+    actor = Actor()
+    metrics = world.run(actor)
+    (batch,) = actor.batches
+    num_known = [n for p, rs in REWARDS.items() for r, n in zip(rs, LENGTHS[p], strict=True) if r == r]
+    assert sum(len(m.sequence_indices) for m in batch) == len(num_known) == 7
+    assert sum(int(m.loss_mask.sum()) for m in batch) == sum(num_known)
+    assert actor.num_steps == 1 and all(value == value for value in metrics.values())
+    assert (metrics["actor/ratio_mean"], metrics["actor/ppo_kl"]) == (1.0, 0.0)
+
+
+def test_the_kl_in_the_reward_and_whitening_by_numpy(world: Learning) -> None:
+    algorithm = world.config.algorithm
+    algorithm.advantage, algorithm.kl_in, algorithm.kl_estimator = "reinforce_pp", "reward", "k1"
+    algorithm.kl_coefficient, algorithm.minibatches_per_step = 0.5, 2
+    actor = Actor()
+    world.run(actor)
+    batches = [m for batch in actor.batches for m in batch]
+    assert len(actor.batches) == 2
+    expected = []
+    for prompt, rewards in REWARDS.items():
+        for reward, length in zip(rewards, LENGTHS[prompt], strict=True):
+            if reward == reward:
+                k1 = numpy.array([-0.01 * position for position in range(2, 2 + length)])  # logp_old - logp_ref
+                expected += [reward - 0.5 * k1[t:].sum() for t in range(length)]
+    values = numpy.array(expected)
+    whitened = (values - values.mean()) / values.std(ddof=1)
+    got = learnt([m.advantages for m in batches], batches)
+    assert sorted(got) == pytest.approx(sorted(whitened.tolist()), rel=1e-4)
+    assert numpy.mean(got) == pytest.approx(0.0, abs=1e-6) and numpy.std(got, ddof=1) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_a_step_without_a_known_reward_learns_nothing_and_says_so(world: Learning) -> None:
+    actor = Actor()
+    assert world.run(actor, scores=[Score(NAN)] * 12) == {}
+    assert actor.num_steps == 0 and "learns nothing" in world.said[0]
+    metrics = world.run(actor, scores=[Score(1.0)] + [Score(NAN)] * 11)
+    assert actor.num_steps == 1 and metrics["actor/pg_loss"] == 0.0
+
+
+def test_more_minibatches_than_known_samples(world: Learning) -> None:
+    world.config.algorithm.minibatches_per_step = 4
+    actor = Actor()
+    world.run(actor, scores=[Score(1.0), Score(0.0)] + [Score(NAN)] * 10)
+    assert actor.num_steps == 2
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+def test_gates_stop_the_first_step_before_the_weights_change(world: Learning, num_minibatches: int) -> None:
+    world.config.algorithm.minibatches_per_step, world.config.algorithm.kl_coefficient = num_minibatches, 0.0
+    world.config.trainer.gates.engine = 10.0
+    metrics = world.run(good := Actor(), is_first=True)
+    assert good.num_steps == num_minibatches
+    assert metrics["gate/ppo_kl"] == metrics["gate/ratio"] == 0.0 and metrics["gate/engine"] > 0.1
+    assert "gate/reference" not in metrics and "reference not checked (the run has none)" in world.said[0]
+    with pytest.raises(GateFailure, match=r"ppo_kl: [^\n]* 0\.001"):
+        world.run(bad := Actor(off=1e-3), is_first=True)
+    assert bad.num_steps == 0
+    assert not any(name.startswith("gate/") for name in world.run(Actor()))

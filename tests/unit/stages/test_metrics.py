@@ -1,0 +1,123 @@
+"""The plain arithmetic of the stages: metrics out of samples, and when something is due."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from mega_rl.bridge.outgoing.noise import AqnNoise
+from mega_rl.config import RunConfig
+from mega_rl.errors import InputError
+from mega_rl.observe.metrics import match
+from mega_rl.rollout.collect import Group
+from mega_rl.stages.parts import learning, rollout_metrics, scoring
+from mega_rl.stages.parts.progress import is_due
+from mega_rl.stages.parts.validation import Validator
+from mega_rl.types import Completion, Prompt, Sample, Score, UnknownReward
+
+
+def sample(prompt_index: int, reward: float, length: int = 2, finish: str = "stop", **parts: float) -> Sample:
+    prompt = Prompt(prompt_index, (1, 2, 3), "", "", "s")
+    completion = Completion(prompt, 0, (5,) * length, (-0.5,) * length, "", finish, 0)
+    return Sample(completion, Score(reward, parts), 0.0)
+
+
+def test_sample_metrics_by_hand() -> None:
+    samples = [sample(0, 1.0), sample(0, 0.0, 4, "length"), sample(1, 1.0), sample(1, 1.0)]
+    metrics = rollout_metrics.sample_metrics(samples)
+    assert metrics["reward/mean"] == 0.75 and metrics["reward/std"] == pytest.approx(0.5)
+    assert (metrics["reward/min"], metrics["reward/max"]) == (0.0, 1.0)
+    assert metrics["reward/groups_equal_fraction"] == 0.5
+    assert metrics["response_length/mean"] == 2.5 and metrics["response_length/clip_fraction"] == 0.25
+    assert metrics["rollout/entropy"] == pytest.approx(0.5)
+    assert "reward/a" not in metrics
+
+
+def test_the_parts_of_a_sum_of_rewards_are_shown() -> None:
+    metrics = rollout_metrics.sample_metrics([sample(0, 1.5, a=1.0, b=0.5), sample(0, 0.5, a=0.0, b=0.5)])
+    assert metrics["reward/a"] == 0.5 and metrics["reward/b"] == 0.5
+
+
+def test_advantages_go_by_group_even_where_two_have_the_same_prompt() -> None:
+    groups = []
+    for rewards in ((1.0, 0.0), (0.0, 0.0)):
+        samples = [sample(7, reward) for reward in rewards]
+        groups.append(Group(tuple(s.completion for s in samples), tuple(s.score for s in samples)))
+    values = [s.advantage for s in learning.with_advantages(groups, "grpo")]
+    assert values[0] == pytest.approx(0.5 / (0.5**0.5 + 1e-6)) and values[1] == -values[0]
+    assert values[2:] == [0.0, 0.0] and learning.with_advantages([], "grpo") == []
+
+
+def unknown(prompt_index: int, cause: str = "raised") -> Sample:
+    known = sample(prompt_index, 0.0)
+    score = Score(math.nan, {"a": 1.0}, {"b": UnknownReward(cause, "raised KeyError: 'x'")})
+    return Sample(known.completion, score, 0.0)
+
+
+def test_unknown_samples_are_counted_and_left_out() -> None:
+    samples = [sample(0, 1.0, a=1.0, b=0.0), unknown(0), sample(1, 0.5, a=0.5, b=0.0), unknown(1, "timed_out")]
+    metrics = rollout_metrics.sample_metrics(samples)
+    assert metrics["reward/num_unknown"] == 2.0
+    assert metrics["reward/num_unknown/raised"] == metrics["reward/num_unknown/timed_out"] == 1.0
+    assert (metrics["reward/mean"], metrics["reward/min"], metrics["reward/a"]) == (0.75, 0.5, 0.75)
+    assert "reward/num_unknown" not in rollout_metrics.sample_metrics(samples[::2])
+    for name in metrics:
+        match(name)  # is declared
+    none_known = rollout_metrics.sample_metrics([unknown(0)])
+    assert none_known["reward/num_unknown"] == 1.0 and "reward/mean" not in none_known
+
+
+def test_unknown_rewards_are_told_by_sample_and_end_the_run_when_nothing_else_comes() -> None:
+    said: list[str] = []
+    watch = scoring.RewardWatch(said.append)
+    bad, good = unknown(7), sample(7, 1.0)
+
+    def step(*samples: Sample) -> None:
+        watch.check([Group(tuple(s.completion for s in samples), tuple(s.score for s in samples))])
+
+    step(good, bad)
+    assert said == [
+        "warning: the reward b is unknown (raised) for 1 of 2 samples: s prompt 7 sample 0; "
+        "on the first of them it raised KeyError: 'x'"
+    ]
+    for _ in range(scoring.MAX_UNKNOWN_STEPS - 1):
+        step(bad)
+    assert said[-1] == "warning: no reward of this step is known, so nothing is learnt from it"
+    step(good)  # counts anew from here
+    for _ in range(scoring.MAX_UNKNOWN_STEPS - 1):
+        step(bad)
+    with pytest.raises(InputError, match="for 5 steps in a row: fix the reward b, which raised KeyError"):
+        step(bad)
+
+
+def test_validation_leaves_unknown_scores_out() -> None:
+    samples = [sample(0, 1.0), unknown(0), unknown(1), sample(2, 0.0), sample(2, 1.0)]
+    completions, scores = [s.completion for s in samples], [s.score for s in samples]
+    metrics = Validator._metrics(completions[:3], scores[:3], completions, scores)
+    assert metrics["val-core/s/greedy/acc"] == 1.0
+    assert (metrics["val-core/s/acc/mean@1"], metrics["val-core/s/acc/best@2"]) == (2 / 3, 1.0)
+
+
+def test_minibatches_average_and_maxima_stay_maxima() -> None:
+    totals: dict[str, float] = {}
+    learning._accumulate(totals, {"loss": 1.0, "kl": 6.0, "ratio_max": 1.5}, num_tokens=3, num_parts=2)
+    learning._accumulate(totals, {"loss": 2.0, "kl": 5.0, "ratio_max": 1.25}, num_tokens=5, num_parts=2)
+    assert totals == {"actor/loss": 1.5, "actor/kl": 1.5, "actor/ratio_max": 1.5}
+
+
+def test_noise_metrics_are_there_only_with_noise() -> None:
+    config = RunConfig()
+    noise = AqnNoise(config.aqn, 10)
+    assert rollout_metrics.noise_metrics(config, noise, 5, {"rollout/kl": 0.1}) == {}
+    config.aqn.enabled = True
+    assert rollout_metrics.noise_metrics(config, noise, 9, {"rollout/kl": 0.1}) == {
+        "aqn/sigma": 0.0005,
+        "aqn/stage": 9.0,
+        "aqn/kl_clean_noisy": 0.1,
+    }
+
+
+@pytest.mark.parametrize(("step", "frequency", "due"), [(10, -1, True), (4, 2, True), (5, 2, False), (5, -1, False)])
+def test_what_is_due(step: int, frequency: int, due: bool) -> None:
+    assert is_due(step, frequency, total_steps=10) is due

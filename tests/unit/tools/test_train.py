@@ -1,0 +1,181 @@
+"""The command line of ``tools/train.py``: what it refuses before anything heavy starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from mega_rl import platform
+from mega_rl.config import load_config
+from mega_rl.data.synthetic import arithmetic_tokenizer
+from mega_rl.data.tiny_model import TinyModelSpec, write_tiny_model
+from mega_rl.errors import InputError
+from tests.launch import Launched, run
+from tools import train
+
+CONFIG = """
+model: {{path: {model}}}
+data: {{train_files: [{data}], max_prompt_length: 8, max_response_length: 8}}
+rewards: [{{name: exact_match}}]
+trainer: {{output_dir: {output_dir}, total_steps: 1}}
+platform: {{name: cpu}}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    spec = TinyModelSpec(hidden_size=16, num_layers=3, num_heads=4, num_kv_heads=1, ffn=8)
+    model = write_tiny_model(tmp_path / "model", spec, arithmetic_tokenizer())
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    file = tmp_path / "run.yaml"
+    file.write_text(CONFIG.format(model=model, data=data, output_dir=tmp_path / "run"))
+    return file
+
+
+@pytest.fixture(autouse=True)
+def world_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+
+def refusal(config: Path, *overrides: str) -> str:
+    """What ``main`` says; the run has left nothing behind."""
+    with pytest.raises(InputError) as caught:
+        train.main(["--config", str(config), *overrides])
+    assert not (config.parent / "run").exists()
+    return str(caught.value)
+
+
+def change_model(config: Path, **values: object) -> None:
+    file = config.parent / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        (
+            "model.path=nowhere/model",
+            ("model.path is 'nowhere/model'", "does not exist", "Hugging Face model directory"),
+        ),
+        ("parallel.tensor=2", ("parallel.tensor is 2", "num_key_value_heads", "divisor of 1")),
+        ("parallel.pipeline=3", ("= 3 does not divide the world size 2", "start a multiple of 3")),
+        ("rollout.tensor_parallel_size=4", ("rollout.tensor_parallel_size is 4", "world size 2", "one of 1, 2")),
+        ("optimizer.warmup=1", ("unknown key optimizer.warmup", "did you mean optimizer.warmup_steps?")),
+        ("rollot.n=4", ("unknown key rollot", "did you mean rollout?")),
+        ("optimizer.lr=fast", ("optimizer.lr", "'fast'")),
+        ("data.train_files=[gone.jsonl]", ("data.train_files", "'gone.jsonl'", "does not exist")),
+        ("checkpoint.resume=runs/gone", ("checkpoint.resume is 'runs/gone'", "checkpoint directory")),
+        ("platform.name=abacus", ("platform.name is 'abacus'", "cpu")),
+    ],
+)
+def test_a_bad_value(config: Path, override: str, parts: tuple[str, ...]) -> None:
+    sentence = refusal(config, override)
+    assert [part for part in parts if part not in sentence] == [], sentence
+    assert "\n" not in sentence
+
+
+def test_malformed_model_config(config: Path) -> None:
+    file = config.parent / "model" / "config.json"
+    file.write_text(file.read_text()[:-20])
+    sentence = refusal(config)
+    assert f"{file} (of model.path) is not valid JSON" in sentence and "copy the model again" in sentence
+
+
+def test_unknown_architecture(config: Path) -> None:
+    change_model(config, architectures=["MambaForCausalLM"])
+    sentence = refusal(config)
+    assert "MambaForCausalLM" in sentence and "choose a model of " in sentence and "Qwen2ForCausalLM" in sentence
+
+
+def test_configuration_that_is_not_there(tmp_path: Path) -> None:
+    sentence = refusal(tmp_path / "gone.yaml")
+    assert f"configuration {tmp_path / 'gone.yaml'} cannot be read" in sentence
+
+
+def pretend_torch_npu(folder: Path, version: str) -> Path:
+    """What an installed torch_npu looks like from outside; it is refused before it would be imported."""
+    (folder / "torch_npu").mkdir(parents=True)
+    (folder / "torch_npu" / "__init__.py").write_text("raise AssertionError('torch_npu was imported')\n")
+    metadata = folder / f"torch_npu-{version}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch-npu\nVersion: {version}\n")
+    return folder
+
+
+MATCHING = ".".join(torch.__version__.split(".")[:2]) + ".0"
+
+
+@pytest.mark.parametrize(
+    ("torch_npu", "variables", "overrides", "parts"),
+    [
+        (None, {}, (), ("platform.name is 'npu', but torch_npu is not installed: install",)),
+        ("1.11.0", {}, (), ("torch_npu 1.11.0 does not load with torch", "equal first numbers")),
+        (MATCHING, {}, (), ("CANN is missing (libascendcl.so is not found): install it, and source", "name=cpu")),
+        (None, {"ASCEND_RT_VISIBLE_DEVICES": "1, 2"}, (), ("'1, 2'", "joined by commas without blanks")),
+        (None, {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}, (), ("a sleeping engine", "enable_sleep_mode")),
+        (None, {"VLLM_ASCEND_ENABLE_NZ": "1"}, (), ("VLLM_ASCEND_ENABLE_NZ is '1'", "set it to 0")),
+        (None, {"HCCL_DETERMINISTIC": "false"}, ("platform.deterministic=true",), ("HCCL_DETERMINISTIC is 'false'",)),
+        (None, {}, ("platform.mindspeed.mode=maybe",), ("platform.mindspeed.mode is 'maybe'", "auto, required, off")),
+        (
+            None,
+            {},
+            ("platform.mindspeed.mode=off", "platform.mindspeed.features={moe_zero_memory: level0}"),
+            ("platform.mindspeed.features has 'moe_zero_memory'", "mode is 'off': set it to auto"),
+        ),
+    ],
+)
+def test_an_ascend_machine_that_is_not_ready(
+    config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    torch_npu: str | None,
+    variables: dict[str, str],
+    overrides: tuple[str, ...],
+    parts: tuple[str, ...],
+) -> None:
+    monkeypatch.setattr(platform, "_selected", None)
+    if torch_npu is not None:
+        monkeypatch.syspath_prepend(str(pretend_torch_npu(tmp_path / "packages", torch_npu)))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    sentence = refusal(config, "platform.name=npu", *overrides)
+    assert [part for part in parts if part not in sentence] == [], sentence
+    assert "\n" not in sentence and dict(os.environ) == before  # what was set on the way is taken back
+
+
+def test_a_missing_cann_ends_the_command_with_one_sentence(config: Path, tmp_path: Path) -> None:
+    packages = pretend_torch_npu(tmp_path / "packages", MATCHING)
+    path = os.pathsep.join(filter(None, (str(packages), os.environ.get("PYTHONPATH"))))
+    launched = command(config, "platform.name=auto", env={"PYTHONPATH": path, "MEGA_RL_PLATFORM": ""})
+    assert launched.returncode == 2
+    (line,) = launched.stdout.splitlines()
+    assert line.startswith("error: torch_npu is installed, but CANN is missing (libascendcl.so"), line
+
+
+def command(config: Path, *arguments: str, env: Mapping[str, str] | None = None) -> Launched:
+    script = Path(train.__file__)
+    return run([sys.executable, str(script), "--config", str(config), *arguments], timeout=120, env=env)
+
+
+def test_exit_status_and_one_sentence(config: Path) -> None:
+    launched = command(config, "optimizer.lr=-1")
+    assert launched.returncode == 2
+    lines = launched.stdout.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), launched.stdout
+    assert "optimizer.lr is -1" in lines[0], lines[0]
+
+
+def test_dry_run_prints_a_configuration_that_loads_again(config: Path, tmp_path: Path) -> None:
+    launched = command(config, "--dry-run", "optimizer.lr=3e-4").check()
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(launched.stdout)
+    assert load_config(printed) == load_config(config, ["optimizer.lr=3e-4"])
+    assert not (tmp_path / "run").exists()
