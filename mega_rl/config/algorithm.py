@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
-from mega_rl.config.schema import RunConfig
+from mega_rl.config.schema import GroupBaseline, RunConfig
 
 # What a name sets where the user does not: differences from the schema's defaults, which are GRPO's.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -44,9 +45,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kl_coefficient": 0.0,
     },
 }
-GROUP_BASELINES = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
 # Engine options that change the distribution that tokens are drawn from.
-RESHAPING_OPTIONS = ("logits_processors", "override_generation_config")
+RESHAPING_OPTIONS = ("logits_processors", "override_generation_config", "top_p", "top_k", "min_p")
 
 
 def apply_preset(tree: MutableMapping[Any, Any]) -> None:
@@ -69,7 +69,7 @@ def _is_section(preset: dict[str, Any], key: str, given: dict[str, Any]) -> bool
 def algorithm_problems(config: RunConfig, is_good: Callable[..., bool]) -> Iterator[str]:
     """Sentences on keys of ``algorithm`` that do not go together; ``is_good(*fields)``: each is valid by itself."""
     algorithm, rollout = config.algorithm, config.rollout
-    if is_good("rollout.n") and algorithm.advantage in GROUP_BASELINES and rollout.n < 2:
+    if is_good("rollout.n") and algorithm.advantage in typing.get_args(GroupBaseline) and rollout.n < 2:
         yield (
             f"rollout.n is {rollout.n}: set it to at least 2, since algorithm.advantage {algorithm.advantage!r} "
             "compares the samples of one prompt, or set algorithm.advantage to reinforce_pp"

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from mega_rl.config.algorithm import apply_preset
 from mega_rl.config.report import input_error
 from mega_rl.config.schema import AqnConfig, RunConfig
-from mega_rl.config.typed import Checker, unknown_key
+from mega_rl.config.typed import Checker, build, unknown_key
 from mega_rl.config.yaml_text import parse_yaml
 from mega_rl.errors import InputError
 
@@ -42,16 +42,28 @@ def load_config(file: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     _apply_overrides(tree, overrides, problems, spellings)
     _move_alias(tree, problems, spellings)
     apply_preset(tree)
-    checked = Checker(problems, spellings).section(RunConfig, tree)
+    checked = Checker(problems, spellings, has_interpolations=True).section(RunConfig, tree)
     if problems:
         raise input_error(where, problems)
+    resolved = _resolved(checked, where)
+    values = Checker(problems, spellings, has_interpolations=False).section(RunConfig, resolved)
+    if problems:
+        raise input_error(where, problems)
+    config = build(RunConfig, values)
+    assert isinstance(config, RunConfig)
+    return config
+
+
+def _resolved(tree: dict[str, Any], where: str) -> dict[str, Any]:
+    """The tree over the defaults, with every ``${other.key}`` replaced by its value."""
     try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), checked))
+        whole = OmegaConf.merge(OmegaConf.create(dataclasses.asdict(RunConfig())), tree)
+        resolved = OmegaConf.to_container(whole, resolve=True)
     except OmegaConfBaseException as error:
         name = f"{error.full_key}: " if error.full_key else ""
         raise input_error(where, [f"{name}{str(error).splitlines()[0]}"]) from error
-    assert isinstance(config, RunConfig)
-    return config
+    assert isinstance(resolved, dict)
+    return {str(key): value for key, value in resolved.items()}
 
 
 def _read(file: Path) -> dict[str, Any]:

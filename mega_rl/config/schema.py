@@ -1,11 +1,25 @@
-"""The whole configuration as typed dataclasses: every key, its default and its meaning stand here and nowhere else."""
+"""The whole configuration as typed dataclasses: every key, its default and its meaning stand here and nowhere else.
+
+A key that takes one of a few words has a ``Literal`` type, which is the only list of them: the loader and ``validate``
+read it, and a test holds every table that is looked up by such a word against it. ``null`` is ``None`` in YAML. Within
+a section the keys that most runs set come first.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from omegaconf import MISSING
+
+Dtype = Literal["float32", "bfloat16"]
+OffloadPart = Literal["weights", "gradients", "optimizer"]
+# Advantages that compare the samples of one prompt with each other, so that rollout.n must be at least 2.
+GroupBaseline = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"]
+
+# The share of a device's memory that vLLM may take while the trainer lives on the same device, unless
+# rollout.vllm.gpu_memory_utilization says otherwise.
+COLOCATED_MEMORY_SHARE = 0.4
 
 
 @dataclass
@@ -13,7 +27,7 @@ class ModelConfig:
     """The policy; the reference model is a frozen copy of its starting weights."""
 
     path: str = MISSING  # Hugging Face directory: config.json, tokenizer, safetensors
-    dtype: str = "bfloat16"  # float32 | bfloat16: what the trainer computes in (master weights are float32)
+    dtype: Dtype = "bfloat16"  # what the trainer computes in; the optimizer's master weights are float32
 
 
 @dataclass
@@ -23,101 +37,111 @@ class DataConfig:
     max_prompt_length: int = 512  # tokens
     max_response_length: int = 1024  # tokens
     train_batch_size: int = 128  # prompts (rl) or conversations (sft) per step
-    filter_overlong_prompts: bool = True  # false: an overlong prompt is an error
+    filter_overlong_prompts: bool = True  # leave out prompts over max_prompt_length; false: such a prompt is an error
     shuffle: bool = True
     seed: int = 0  # of the order of the training data
-    chat_template: str = "auto"  # auto: apply where the tokenizer has one | always | never
-    system_prompt: str | None = None
-    max_val_samples: int | None = None  # the first rows of the validation set
+    chat_template: Literal["auto", "always", "never"] = "auto"  # auto: apply it if the tokenizer has one
+    system_prompt: str | None = None  # system message of prompts that have none; null: leave them as they are
+    max_val_samples: int | None = None  # use only this many rows of the validation data, from its start; null: all
 
 
 @dataclass
 class RolloutConfig:
-    placement: str = "colocated"  # colocated: in the trainer's processes | separate: in others, started through Ray
-    num_engines: int = 1  # separate only
-    tensor_parallel_size: int = 1  # consecutive ranks form one engine; separate: processes of one engine
-    dtype: str | None = None  # null: as the model
+    """How vLLM samples the responses that are trained on."""
+
     n: int = 8  # samples per prompt
     temperature: float = 1.0
-    top_p: float = 1.0  # these three cut the distribution, which the trainer does not follow: 1, -1, 0 are accepted
-    top_k: int = -1
-    min_p: float = 0.0
+    tensor_parallel_size: int = 1  # processes that share one engine's weights; colocated: consecutive trainer ranks
+    dtype: Dtype | None = None  # of the engine's weights and activations; null: as model.dtype
+    placement: Literal["colocated", "separate"] = "colocated"  # in the trainer's processes, or in others through Ray
+    num_engines: int = 1  # placement separate only; colocated engines are as many as the ranks allow
     stop: list[str] = field(default_factory=list)  # strings that end a response, besides the end-of-sequence token
     stop_token_ids: list[int] = field(default_factory=list)
-    ignore_eos: bool = False
-    simulated_quantization: str | None = None  # nvfp4 | mxfp4: what four bits leave of the linear weights; null: off
-    # live: written in place into the engine's parameters | reload: through its loader | auto: live where it can be
-    weight_update: str = "auto"
-    replay: str | None = None  # directory of recorded rollouts that stand in for the engine; null: sample
-    kv_cache_bytes: int = 268435456  # CPU engine only: KV memory per rank, bytes
-    vllm: dict[str, Any] = field(default_factory=dict)  # passed to vllm.LLM, checked against its argument names
+    ignore_eos: bool = False  # sample on after the end-of-sequence token
+    # live: write new weights into the engine's parameters in place | reload: send whole tensors through vLLM's loader |
+    # auto: live if every engine parameter can be written in place, else reload
+    weight_update: Literal["auto", "live", "reload"] = "auto"
+    # Sample from linear weights rounded to this 4-bit format; null: off.
+    simulated_quantization: Literal["nvfp4", "mxfp4"] | None = None
+    replay: str | None = None  # directory of recorded rollouts, which are learnt from instead of sampling; null: sample
+    kv_cache_bytes: int = 268435456  # CPU only: bytes of key/value cache per rank
+    vllm: dict[str, Any] = field(default_factory=dict)  # more arguments of vllm.LLM, checked against their names
 
 
 @dataclass
 class BridgeConfig:
     """How weights move from the trainer to the engines."""
 
-    bucket_bytes: int = 268435456  # extra memory per rank that a sync may take, bytes
-    # After every sync compare hashes of the live engine weights with the trainer's, not with weight_update=reload:
-    # off | sample: a part of the tensors, every one of them within 16 syncs | all
-    verify: str = "off"
+    bucket_bytes: int = 268435456  # extra memory per rank that a weight sync may take, bytes
+    # After every sync, compare hashes of the engine's live weights with the trainer's: of all tensors, or of a sample
+    # that comes round to every tensor within 16 syncs. Not possible with rollout.weight_update=reload.
+    verify: Literal["off", "sample", "all"] = "off"
 
 
 @dataclass
 class DynamicSamplingConfig:
-    """Groups whose samples all have one reward teach nothing: replace them while others are still being sampled."""
+    """Leave out groups (the samples of one prompt) whose rewards are all equal, and sample other prompts instead."""
 
     enabled: bool = False
-    oversample: float = 1.0  # prompts that a step starts with, times data.train_batch_size; what is too much is carried
-    budget: float = 10.0  # prompts that a step may draw, times data.train_batch_size; then it learns from what there is
-    metric: str | None = None  # the part of the reward that must differ within a group; null: the whole reward
+    oversample: float = 1.0  # a step starts this x data.train_batch_size prompts; surplus groups wait for the next step
+    budget: float = 10.0  # a step draws at most this x data.train_batch_size prompts, then learns from what it has
+    metric: str | None = None  # the reward (by name) that must differ within a group; null: the weighted sum of all
 
 
 @dataclass
 class AlgorithmConfig:
     """The objective; ``docs/algorithms.md`` has the formulas. The defaults are GRPO's."""
 
-    name: str = "grpo"  # sets the keys that are not given: see PRESETS in config/algorithm.py
-    advantage: str = "grpo"  # grpo | dr_grpo | rloo | reinforce_pp | reinforce_pp_baseline
-    objective: str = "ppo"  # ppo | gspo | cispo
-    clip_ratio_low: float = 0.2
-    clip_ratio_high: float = 0.2
-    dual_clip: float | None = None  # c of the dual clip, > 1; null: off
-    loss_reduction: str = "token_mean"  # token_mean | sequence_mean | sequence_mean_token_sum_norm
-    kl_coefficient: float = 0.001  # 0 needs no reference model
-    kl_estimator: str = "k3"  # k1 | k2 | k3 (k3 is the "low-variance KL")
-    kl_in: str = "loss"  # loss | reward: a term of the loss, or a cost of each token that its advantage carries
-    entropy_coefficient: float = 0.0
-    importance_cap: float | None = 2.0  # largest weight against the engine's log-probabilities; null: no correction
-    importance_correction: str = "truncate"  # truncate (weights above the cap) | mask (weights outside the bounds)
-    importance_level: str = "token"  # token | sequence: the ratio of one token, or the product over the response
-    importance_floor: float = 0.0  # mask: smallest weight that is kept
+    # A preset: it sets those of the following keys that the configuration does not give. See config/algorithm.py.
+    name: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "dapo", "gspo", "cispo"] = "grpo"
+    advantage: Literal[GroupBaseline, "reinforce_pp"] = "grpo"
+    objective: Literal["ppo", "gspo", "cispo"] = "ppo"
+    loss_reduction: Literal["token_mean", "sequence_mean", "sequence_mean_token_sum_norm"] = "token_mean"
+    clip_ratio_low: float = 0.2  # the ratio of new to old probability is clipped at 1 - clip_ratio_low
+    clip_ratio_high: float = 0.2  # and at 1 + clip_ratio_high
+    kl_coefficient: float = 0.001  # weight of the KL from the reference model; 0: there is no reference model
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # k3 is the "low-variance KL"
+    kl_in: Literal["loss", "reward"] = "loss"  # a term of the loss, or a cost per token that lowers its advantage
+    entropy_coefficient: float = 0.0  # weight of the entropy bonus
     minibatches_per_step: int = 1  # optimizer steps per rollout batch
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
+    # Rarely set. dual_clip: the loss of a token with negative advantage A is at most -dual_clip * A; > 1; null: off.
+    dual_clip: float | None = None
+    # Importance weights correct for the engine's probabilities, which differ a little from the trainer's.
+    importance_cap: float | None = 2.0  # largest weight; null: no correction
+    importance_correction: Literal["truncate", "mask"] = "truncate"  # lower weights to the cap, or drop such tokens
+    importance_level: Literal["token", "sequence"] = "token"  # weigh each token, or each response by its product
+    importance_floor: float = 0.0  # smallest weight that importance_correction=mask keeps
 
 
 @dataclass
 class AqnConfig:
-    """Adaptive quantisation noise on the rollout policy's norm weights (QeRL, arXiv 2510.11696)."""
+    """Adaptive quantisation noise on the norm weights of the policy that samples (QeRL, arXiv 2510.11696)."""
 
     enabled: bool = False
-    sigma_start: float = 0.05
-    sigma_end: float = 0.0005
-    num_stages: int = 10
-    schedule: str = "exponential"  # exponential | exponential_eq8 | exponential_alg1 | linear | cosine | constant
+    sigma_start: float = 0.05  # standard deviation of the noise in the first noisy stage
+    sigma_end: float = 0.0005  # and in the last stage
+    num_stages: int = 10  # equal parts of the run, each with one standard deviation
+    # How sigma falls from stage to stage. exponential is QeRL's code; _eq8 and _alg1 are two readings of its paper.
+    schedule: Literal["exponential", "exponential_eq8", "exponential_alg1", "linear", "cosine", "constant"] = (
+        "exponential"
+    )
+    # Which probabilities pi_old is (docs/aqn.md). decoupled: the trainer's without noise | rollout: the engine's, with
+    # noise | recompute_noisy: the trainer's with the same noise | none: as decoupled, but without importance weights
+    old_logprobs: Literal["decoupled", "rollout", "recompute_noisy", "none"] = "decoupled"
+    # Rarely set.
     target_modules: list[str] | None = None  # null: the norms before q/k/v and before gate/up; []: every norm
-    exclude_patterns: list[str] = field(default_factory=list)
-    include_router_norms: bool = False
+    exclude_patterns: list[str] = field(default_factory=list)  # shell patterns of Hugging Face names without noise
+    include_router_norms: bool = False  # also the norms that feed a mixture-of-experts router
     seed: int = 1234
-    rounding: str = "nearest"  # nearest | stochastic | fp32
-    old_logprobs: str = "decoupled"  # decoupled | rollout | recompute_noisy | none
+    rounding: Literal["nearest", "stochastic", "fp32"] = "nearest"  # to the engine's dtype; fp32: keep float32
 
 
 @dataclass
 class RewardConfig:
     name: str = MISSING  # a built-in reward, or "package.module:function", or "path/to/file.py:function"
     weight: float = 1.0
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the reward
 
 
 @dataclass
@@ -125,82 +149,98 @@ class RewardWorkersConfig:
     """The processes, per rank, that rewards run in."""
 
     num_workers: int = 2
-    timeout_s: float = 30.0  # of one reward on one sample; past it the sample is unknown
-    memory_bytes: int = 4294967296  # data memory of one worker
+    timeout_s: float = 30.0  # for one reward of one sample; when it is over, the sample's reward is unknown
+    memory_bytes: int = 4294967296  # data memory that one worker may take
 
 
 @dataclass
 class OptimizerConfig:
+    """AdamW and its learning rate."""
+
     lr: float = 1e-6
     min_lr: float = 0.0
-    schedule: str = "constant"  # constant | cosine | linear | wsd, after the warm-up
+    schedule: Literal["constant", "cosine", "linear", "wsd"] = "constant"  # after the warm-up; wsd needs decay_steps
     warmup_steps: int = 0  # optimizer steps
-    decay_steps: int | None = None  # wsd: the last optimizer steps, over which lr falls to min_lr
+    decay_steps: int | None = None  # wsd only: the last optimizer steps of the run, over which lr falls to min_lr
     weight_decay: float = 0.01  # not on norms and biases
+    clip_grad: float = 1.0  # largest global gradient norm; 0: off
+    # Rarely set.
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
-    clip_grad: float = 1.0  # global gradient norm; 0: off
 
 
 @dataclass
 class ParallelConfig:
     """The trainer's layout, one key per axis; data parallelism is what the world size leaves."""
 
-    tensor: int = 1
-    pipeline: int = 1
+    tensor: int = 1  # ranks that share every layer's weights
+    pipeline: int = 1  # ranks that each hold some of the layers
     virtual_pipeline: int | None = None  # interleaved pipeline: model chunks per rank; null: off
     context: int = 1  # ranks that share the tokens of every sequence
-    expert: int = 1  # ranks that share out the experts of a layer
-    expert_tensor: int | None = None  # ranks that share one expert; null: as tensor
+    expert: int = 1  # ranks that divide the experts of a layer among them
+    expert_tensor: int | None = None  # ranks that share the weights of one expert; null: as tensor
     sequence: bool = False  # sequence parallelism over the tensor-parallel ranks
-    overlap_grad_reduce: bool = False  # gradients are summed over data-parallel ranks while the backward pass runs
-    overlap_param_gather: bool = False  # updated weights are collected while the next forward pass runs
+    overlap_grad_reduce: bool = False  # sum gradients over data-parallel ranks while the backward pass still runs
+    overlap_param_gather: bool = False  # collect updated weights while the next forward pass already runs
 
 
 @dataclass
 class MemoryConfig:
     """What the trainer gives up to need less device memory; nothing here changes a result."""
 
-    recompute: str = "none"  # none | selective (modules) | full (layers): activations computed again in the backward
-    recompute_modules: list[str] | None = None  # selective: core_attn, mlp, moe, ...; null: mlp, or moe where it is one
-    recompute_num_layers: int | None = None  # full: of every pipeline stage, the first ones; null: all
-    offload: list[str] = field(default_factory=list)  # while the engine samples: weights, gradients, optimizer
-    optimizer_on_host: bool = False  # AdamW itself and its state on the host (needs TransformerEngine)
-    optimizer_state_dtype: str = "float32"  # float32 | bfloat16 (needs TransformerEngine): of Adam's two moments
+    # Activations to drop and compute again in the backward pass: those of modules (selective) or of whole layers.
+    recompute: Literal["none", "selective", "full"] = "none"
+    # selective only; what can be computed again by itself in a decoder layer (Megatron's layernorm and moe_act need
+    # TransformerEngine); null: mlp and moe, as far as the model has them
+    recompute_modules: list[Literal["core_attn", "mlp", "moe", "shared_experts"]] | None = None
+    recompute_num_layers: int | None = None  # full only: the first so many layers of every pipeline stage; null: all
+    # What moves to host memory while a colocated engine samples.
+    offload: list[OffloadPart] = field(default_factory=list)
+    optimizer_on_host: bool = False  # keep and compute AdamW on the host (needs TransformerEngine)
+    optimizer_state_dtype: Dtype = "float32"  # of Adam's two moments; bfloat16 needs TransformerEngine
 
 
 @dataclass
 class GatesConfig:
-    """What must hold in the first step of a run, or it stops with a report; nats per token."""
+    """Checks of a run's first step, which stops with a report if one fails; in nats per token unless said otherwise.
 
-    disabled: list[str] = field(default_factory=list)  # reference | ppo_kl | ratio | engine
-    reference: float = 0.0  # largest |policy - reference| of a token: they are the same weights
+    In the first step policy, reference and engine have the same weights, so their log-probabilities must agree.
+    """
+
+    # Gates that are measured and reported but do not stop the run.
+    disabled: list[Literal["reference", "ppo_kl", "ratio", "engine"]] = field(default_factory=list)
+    reference: float = 0.0  # largest |policy - reference| of a token
     ppo_kl: float = 0.0  # largest |pi_old - policy| of a token: the same weights, computed twice
-    ratio: float = 0.0  # largest distance from 1 of the objective's mean and greatest ratio
-    engine: float | None = None  # mean |trainer - engine|; null: 1e-4 where both are float32, else 5e-2
+    ratio: float = 0.0  # largest distance from 1 of the mean and of the largest probability ratio; no unit
+    engine: float | None = None  # mean |trainer - engine|; null: 1e-4 if both compute in float32, else 5e-2
 
 
 @dataclass
 class TrainerConfig:
-    stage: str = "rl"  # rl | sft
+    """What is run, how long, and where it writes."""
+
+    stage: Literal["rl", "sft"] = "rl"  # reinforcement learning, or supervised fine-tuning
     output_dir: str = "runs/default"
-    total_steps: int | None = None  # one of total_steps and total_epochs
+    total_steps: int | None = None  # give one of total_steps and total_epochs
     total_epochs: int | None = None
-    seed: int = 0
-    max_tokens_per_microbatch: int = 16384
-    max_skipped_steps: int = 5  # consecutive optimizer steps without a finite gradient that end the run; 0: never
-    logprob_chunk_tokens: int = 1024  # never more float32 logits at a time than this many tokens have
+    seed: int = 0  # of the model's initialisation and of sampling
+    max_tokens_per_microbatch: int = 16384  # of one forward pass, all its sequences together
+    # Rarely set.
+    max_skipped_steps: int = 5  # this many optimizer steps in a row without a finite gradient end the run; 0: never
+    logprob_chunk_tokens: int = 1024  # tokens per chunk when computing log-probabilities; bounds the float32 logits
     gates: GatesConfig = field(default_factory=GatesConfig)
 
 
 @dataclass
 class CheckpointConfig:
+    """When the state of a run is written, and where a run begins."""
+
     save_freq: int = -1  # steps between checkpoints; -1: only at the end
-    keep_checkpoints: int = 3  # newest ones kept; 0: all
+    keep_checkpoints: int = 3  # the newest ones are kept, older ones deleted; 0: keep all
     async_save: bool = False  # write checkpoints in the background; takes host memory for a copy of the state
-    resume: str = "auto"  # auto: newest good checkpoint under output_dir | never | a checkpoint directory
-    export_hf: bool = True  # write the final weights as a Hugging Face directory
+    resume: str = "auto"  # auto: from the newest complete checkpoint under output_dir | never | a checkpoint directory
+    export_hf: bool = True  # at the end, write the weights as a Hugging Face directory too
 
 
 @dataclass
@@ -209,40 +249,43 @@ class ValidationConfig:
 
     test_freq: int = -1  # steps between validations; -1: only at the end
     val_before_train: bool = True
-    n: int = 1  # samples per prompt for the sampled figures; 0: greedy only
-    temperature: float = 1.0
+    n: int = 1  # samples per prompt for the metrics over samples; 0: only the greedy response
+    temperature: float = 1.0  # of those samples
 
 
 @dataclass
 class LoggingConfig:
-    progress: bool = True  # progress bar where the console is a terminal
+    progress: bool = True  # progress bar, if the console is a terminal
     tensorboard: bool = True
-    jsonl: bool = True
+    jsonl: bool = True  # metrics.jsonl in output_dir
     wandb_project: str | None = None  # null: off
     num_text_samples: int = 4  # completions shown per step and per validation
-    dump_rollouts: int = 0  # newest steps whose rollouts are kept as rollouts/step_N.jsonl; -1: all; 0: none
+    dump_rollouts: int = 0  # keep rollouts/step_N.jsonl of this many newest steps; -1: of all steps; 0: of none
 
 
 @dataclass
 class MindSpeedConfig:
     """MindSpeed's patches of Megatron-core; ``npu`` only."""
 
-    # auto: where it is installed | required: the run stops where it is not | off: torch_npu's operators alone
-    mode: str = "auto"
+    # auto: use MindSpeed if it is installed | required: stop if it is not | off: use only torch_npu's operators
+    mode: Literal["auto", "required", "off"] = "auto"
     # MindSpeed's own argument names (dashes or underscores) and values, checked against the installed MindSpeed
     features: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class PlatformConfig:
-    name: str = "auto"  # auto | cpu | cuda | npu; the variable MEGA_RL_PLATFORM stands in for auto
-    num_threads: int | None = None  # CPU threads per rank; null: cores / ranks on this host
+    # cpu, cuda or npu; auto: what the environment variable MEGA_RL_PLATFORM says, else the first that is present
+    name: str = "auto"
+    num_threads: int | None = None  # CPU threads per rank; null: this host's cores / its ranks
     deterministic: bool = False  # the same run on the same devices gives the same bits; slower
     mindspeed: MindSpeedConfig = field(default_factory=MindSpeedConfig)
 
 
 @dataclass
 class RunConfig:
+    """All sections. A run of stage sft does not read rollout, bridge, algorithm, aqn, rewards and reward_workers."""
+
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)

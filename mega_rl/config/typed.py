@@ -1,4 +1,8 @@
-"""Comparing a plain tree of values with the schema: unknown keys, missing keys and wrong types, all of them at once."""
+"""Comparing a plain tree of values with the schema: unknown keys, missing keys and wrong types, all of them at once.
+
+Which words a ``Literal`` type takes is not asked here but in ``rules``, so that ``validate`` names a wrong word
+together with every other wrong value.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +11,37 @@ import difflib
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from omegaconf import MISSING
 
+from mega_rl.config.old_keys import is_old_section, old_key_answer
 from mega_rl.config.schema import RunConfig
+from mega_rl.config.yaml_text import parse_yaml
 
 _WORDS = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
 _NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 
 
 class Checker:
-    """Walks a tree beside the dataclasses; ``problems`` grows, and what the walk returns holds valid values only."""
+    """Walks a tree beside the dataclasses; ``problems`` grows, and what the walk returns holds valid values only.
 
-    def __init__(self, problems: list[str], spellings: Mapping[str, str]) -> None:
-        self.problems = problems
-        self.spellings = spellings  # dotted key -> the alias under which the user gave it
+    Args:
+        problems: sentences, to which the walk adds.
+        spellings: dotted key -> the alias under which the user gave it.
+        has_interpolations: whether the tree may still hold ``${other.key}``, which has no type yet. If not, text in the
+            place of a number is what an interpolation such as ``${oc.env:NAME}`` gave, and is read as YAML.
+    """
+
+    def __init__(self, problems: list[str], spellings: Mapping[str, str], has_interpolations: bool) -> None:
+        self.problems, self.spellings, self.has_interpolations = problems, spellings, has_interpolations
 
     def section(self, schema: Any, tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
         """The valid entries of ``tree`` under ``schema``, a dataclass; an empty section (null) means its defaults."""
         hints = typing.get_type_hints(schema)
-        for key in tree:
+        for key, given in tree.items():
             if key not in hints:
-                self.problems.append(unknown_key(f"{prefix}{key}", schema, prefix))
+                self._unknown(f"{prefix}{key}", given, schema, prefix)
         checked: dict[str, Any] = {}
         for field in dataclasses.fields(schema):
             name, hint = f"{prefix}{field.name}", hints[field.name]
@@ -43,15 +55,21 @@ class Checker:
             checked[field.name] = self.value(hint, given, name)
         return checked
 
+    def _unknown(self, name: str, given: Any, schema: Any, prefix: str) -> None:
+        if isinstance(given, Mapping) and given and is_old_section(name):
+            for key, value in given.items():
+                self._unknown(f"{name}.{key}", value, schema, prefix)
+        else:
+            self.problems.append(old_key_answer(name) or unknown_key(name, schema, prefix))
+
     def value(self, hint: Any, given: Any, name: str) -> Any:
         """``given`` as the type ``hint``; a value of the wrong type is reported and returned as it is."""
-        if isinstance(given, str) and "${" in given:
-            return given  # an interpolation has its type only after OmegaConf resolved it
-        if isinstance(hint, types.UnionType):
+        if self.has_interpolations and isinstance(given, str) and "${" in given:
+            return given
+        if is_nullable(hint):
             if given is None:
                 return None
-            inner = next(arg for arg in typing.get_args(hint) if arg is not type(None))
-            return self.value(inner, given, name)
+            return self.value(not_null(hint), given, name)
         if dataclasses.is_dataclass(hint):
             return self.section(hint, given, f"{name}.") if self._is(dict, given, name, "a section of keys") else given
         if typing.get_origin(hint) is list:
@@ -62,9 +80,11 @@ class Checker:
         if typing.get_origin(hint) is dict:
             self._is(dict, given, name, "a section of keys")
             return given
-        return self._scalar(hint, given, name)
+        return self._scalar(str if typing.get_origin(hint) is Literal else hint, given, name)
 
     def _scalar(self, hint: Any, given: Any, name: str) -> Any:
+        if not self.has_interpolations and isinstance(given, str) and hint is not str:
+            given = parse_yaml(given)
         number = isinstance(given, int | float) and not isinstance(given, bool)
         if hint is bool and isinstance(given, str) and given.lower() in _WORDS:
             return _WORDS[given.lower()]
@@ -93,20 +113,49 @@ def unknown_key(name: str, schema: Any, prefix: str) -> str:
     siblings = [field.name for field in dataclasses.fields(schema)]
     near = [prefix + match for match in difflib.get_close_matches(last, siblings, n=1)]
     if not near:
-        elsewhere = {leaf.rpartition(".")[2]: leaf for leaf in reversed(list(leaf_names()))}
+        elsewhere = {leaf.rpartition(".")[2]: leaf for leaf in reversed(leaf_names())}
         near = [elsewhere[match] for match in difflib.get_close_matches(last, list(elsewhere), n=1, cutoff=0.75)]
     if near:
         return f"unknown key {name}: did you mean {near[0]}?"
     return f"unknown key {name}: valid keys here are {', '.join(siblings)}"
 
 
-def leaf_names(schema: Any = RunConfig, prefix: str = "") -> Iterator[str]:
-    """The dotted names of all keys of the schema; those of a list of sections begin with ``rewards[].``."""
+def is_nullable(hint: Any) -> bool:
+    return typing.get_origin(hint) in (types.UnionType, typing.Union)
+
+
+def not_null(hint: Any) -> Any:
+    """``X`` of the type ``X | None``."""
+    return next(arg for arg in typing.get_args(hint) if arg is not type(None))
+
+
+def leaves(schema: Any = RunConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted name and type of every key of the schema; the names of a list of sections begin with ``rewards[].``."""
     for key, hint in typing.get_type_hints(schema).items():
         inner = next((arg for arg in typing.get_args(hint) if dataclasses.is_dataclass(arg)), None)
         if dataclasses.is_dataclass(hint):
-            yield from leaf_names(hint, f"{prefix}{key}.")
+            yield from leaves(hint, f"{prefix}{key}.")
         elif inner is not None:
-            yield from leaf_names(inner, f"{prefix}{key}[].")
+            yield from leaves(inner, f"{prefix}{key}[].")
         else:
-            yield prefix + key
+            yield prefix + key, hint
+
+
+def leaf_names() -> list[str]:
+    """The dotted names of all keys of the schema."""
+    return [name for name, _ in leaves()]
+
+
+def build(schema: Any, values: Mapping[str, Any]) -> Any:
+    """The dataclass of a tree that a ``Checker`` returned; keys that are left out have their defaults."""
+    hints = typing.get_type_hints(schema)
+    return schema(**{key: _built(hints[key], value) for key, value in values.items()})
+
+
+def _built(hint: Any, value: Any) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return build(hint, value)
+    if typing.get_origin(hint) is list:
+        (inner,) = typing.get_args(hint)
+        return [_built(inner, item) for item in value]
+    return value

@@ -9,7 +9,7 @@ from typing import Any
 from mega_rl.config.algorithm import algorithm_problems, sampling_problems
 from mega_rl.config.model_files import ModelShape, inspect_model
 from mega_rl.config.report import input_error
-from mega_rl.config.rules import COMMON, RL, Rule, any_number, text
+from mega_rl.config.rules import Rule, any_number, rules, text
 from mega_rl.config.schema import RunConfig
 
 DATA_SUFFIXES = (".jsonl", ".parquet")
@@ -33,7 +33,7 @@ def problems(config: RunConfig, world_size: int | None = None, has_files: bool =
     assert world_size is None or world_size >= 1
     found = _Problems(config)
     is_rl = config.trainer.stage != "sft"
-    for field, rule in (COMMON | RL if is_rl else COMMON).items():
+    for field, rule in rules(is_rl).items():
         found.check(field, rule)
     shape = _model(found, has_files)
     if has_files:
@@ -71,7 +71,8 @@ class _Problems:
         value = self.get(field)
         if not rule.holds(value):
             self.bad.add(field)
-            near = difflib.get_close_matches(str(value), rule.names, n=1)
+            wrong = [item for item in (value if isinstance(value, list) else [value]) if item not in rule.names]
+            near = [match for item in wrong for match in difflib.get_close_matches(str(item), rule.names, n=1)]
             guess = f" (did you mean {near[0]}?)" if near else ""
             self.lines.append(f"{field} is {_shown(value)}: set it to {rule.expected}{guess}")
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mega_rl.config.schema import OffloadPart
 from mega_rl.errors import InputError
 from mega_rl.models.shape import ModelShape
 from mega_rl.planning.engine import engine_share
@@ -19,7 +20,7 @@ from mega_rl.planning.memory_plan import Machine, MemoryPlan, make_plan
 
 SHARE_STEP = 0.05  # of gpu_memory_utilization
 MIN_SHARE = 0.1
-OFFLOAD = ("gradients", "optimizer", "weights")
+OFFLOAD: tuple[OffloadPart, ...] = ("gradients", "optimizer", "weights")
 MIN_SEQUENCES = 2  # of the greatest length, that an engine should hold
 MIN_RESPONSE = 256  # tokens
 MIN_CHUNK = 256  # tokens

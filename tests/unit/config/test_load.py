@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from mega_rl.config import RunConfig, load_config, save_resolved, to_yaml
+from mega_rl.config.old_keys import REMOVED, RENAMED
 from mega_rl.config.schema import RewardConfig
+from mega_rl.config.typed import leaf_names
 from mega_rl.errors import InputError
 
 MINIMAL = "model:\n  path: models/tiny\n"
@@ -88,6 +90,8 @@ def test_overrides_of_every_kind(write):
 def test_interpolation(write):
     file = write(MINIMAL + "data: {train_files: [a.jsonl], val_files: '${data.train_files}'}\n")
     assert load_config(file).data.val_files == ["a.jsonl"]
+    assert load_config(file, ["validation.n=${rollout.n}"]).validation.n == 8  # of a default too
+    assert "expected a whole number" in message(file, "validation.n=${model.path}")
     assert "data.val_files" in message(write(MINIMAL + "data: {val_files: '${data.nowhere}'}\n"))
 
 
@@ -106,6 +110,54 @@ def test_an_unknown_key_is_named_with_the_nearest_one(write, override, named, ne
     text = message(write(MINIMAL), override)
     assert f"unknown key {named}:" in text
     assert nearest in text.split(f"unknown key {named}:")[1]
+
+
+def test_a_value_of_the_environment_has_the_type_of_its_key(write, monkeypatch):
+    keys = ("optimizer.lr", "trainer.total_steps", "data.shuffle", "logging.wandb_project", "rollout.dtype")
+    overrides = [f"{key}=${{oc.env:MEGA_RL_TEST_{number}}}" for number, key in enumerate(keys)]
+    for number, value in enumerate(("1e-3", "7", "false", "8", "float32")):
+        monkeypatch.setenv(f"MEGA_RL_TEST_{number}", value)
+    config = load_config(write(MINIMAL), overrides)
+    assert (config.optimizer.lr, config.trainer.total_steps, config.data.shuffle) == (1e-3, 7, False)
+    assert (config.logging.wandb_project, config.rollout.dtype) == ("8", "float32")
+    monkeypatch.setenv("MEGA_RL_TEST_1", "seven")
+    assert "trainer.total_steps is 'seven'" in message(write(MINIMAL), *overrides)
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_an_old_key_is_answered_with_the_new_one(write, old, new):
+    assert old not in leaf_names() and new in leaf_names()
+    assert new.rpartition(".")[2] == old.rpartition(".")[2], "a key keeps its last word"
+    assert message(write(MINIMAL), f"{old}=1").endswith(f": {old} is now {new}: rename it")
+
+
+@pytest.mark.parametrize("old", REMOVED)
+def test_a_key_that_is_gone_is_answered_with_the_reason(write, old):
+    assert old not in leaf_names()
+    text = message(write(MINIMAL), f"{old}=1")
+    assert text.endswith(
+        f": there is no key {old}, since the trainer's log-probabilities are those of the whole vocabulary: remove it"
+    )
+
+
+def test_old_keys_of_a_file_come_with_all_other_problems(write):
+    file = write(
+        MINIMAL + "trainer: {save_freq: 5, resume: auto}\nrolout: {n: 3}\n"
+        "rollout: {top_k: 40, validation: {n: 4, temperature: 0.7, wrong: 1}}\n"
+    )
+    lines = message(file, "trainer.test_freq=3").splitlines()
+    assert "8 problems" in lines[0]
+    for part in (
+        "trainer.save_freq is now checkpoint.save_freq: rename it",
+        "trainer.resume is now checkpoint.resume: rename it",
+        "trainer.test_freq is now validation.test_freq: rename it",
+        "rollout.validation.n is now validation.n: rename it",
+        "rollout.validation.temperature is now validation.temperature: rename it",
+        "unknown key rollout.validation.wrong",
+        "there is no key rollout.top_k",
+        "unknown key rolout",
+    ):
+        assert sum(part in line for line in lines) == 1, part
 
 
 @pytest.mark.parametrize(

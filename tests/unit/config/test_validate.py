@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from mega_rl.config import RunConfig, problems, validate
-from mega_rl.config.rules import COMMON, RL
+from mega_rl.config.rules import RULES, rule_of_type, rules
 from mega_rl.config.schema import RewardConfig
-from mega_rl.config.typed import leaf_names
+from mega_rl.config.typed import leaf_names, leaves
 from mega_rl.errors import InputError
 
 MODEL = {
@@ -76,7 +76,43 @@ def test_a_good_configuration_has_no_problems_and_is_not_changed(config):
 
 
 def test_every_key_of_the_schema_is_checked():
-    assert set(leaf_names()) == set(COMMON) | set(RL) | WITHOUT_RULE
+    assert set(leaf_names()) == set(rules(is_rl=True)) | WITHOUT_RULE
+    assert not set(rules(is_rl=True)) & WITHOUT_RULE
+    assert set(RULES) <= set(leaf_names()), "rules of keys that there are not"
+    assert not [name for name, hint in leaves() if rule_of_type(hint) and name in RULES], "the type says it"
+
+
+def test_a_supervised_run_has_the_rules_of_what_it_reads():
+    left_out = set(rules(is_rl=True)) - set(rules(is_rl=False))
+    sections = {"rollout", "bridge", "algorithm", "aqn", "reward_workers"}
+    assert {name.partition(".")[0] for name in left_out} == sections | {"trainer", "validation"}
+    assert not {name for name in rules(is_rl=False) if name.partition(".")[0] in sections}
+    others = {name for name in left_out if name.partition(".")[0] not in sections}
+    gates = {f"trainer.gates.{name}" for name in ("disabled", "reference", "ppo_kl", "ratio", "engine")}
+    assert others == gates | {"validation.n", "validation.temperature"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        ("rollout.placement", "colocate", "set it to one of colocated, separate (did you mean colocated?)"),
+        ("rollout.placement", "x", "set it to one of colocated, separate"),
+        ("rollout.dtype", "float16", "set it to null or one of float32, bfloat16 (did you mean bfloat16?)"),
+        (
+            "memory.offload",
+            ["gradients", "weight"],
+            "set it to a list in which each entry is one of weights, gradients, optimizer (did you mean weights?)",
+        ),
+        (
+            "trainer.gates.disabled",
+            ["x"],
+            "set it to a list in which each entry is one of reference, ppo_kl, ratio, engine",
+        ),
+    ],
+)
+def test_a_word_that_is_no_choice_is_answered_with_the_choices(config, field, value, sentence):
+    set_value(config, field, value)
+    assert problems(config) == [f"{field} is {value!r}: {sentence}"]
 
 
 BAD_VALUES = [
@@ -92,9 +128,9 @@ BAD_VALUES = [
     ("rollout.dtype", "int4"),
     ("rollout.n", 1),
     ("rollout.temperature", 0.0),
-    ("rollout.top_p", 0.9),
-    ("rollout.top_k", 40),
-    ("rollout.min_p", 0.05),
+    ("rollout.vllm", {"top_p": 0.9}),
+    ("rollout.vllm", {"top_k": 40}),
+    ("rollout.vllm", {"min_p": 0.05}),
     ("rollout.vllm", {"override_generation_config": {"top_p": 0.9}}),
     ("rollout.vllm", {"logits_processors": ["package:Processor"]}),
     ("rollout.vllm", {"enable_expert_parallel": True}),
