@@ -192,43 +192,6 @@ def npu_fusion_attention_grad(
     return *gradients, query.new_empty(0), query.new_empty(0)
 
 
-@stand_in
-def npu_incre_flash_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    padding_mask: Tensor | None = None,
-    atten_mask: Tensor | None = None,
-    pse_shift: Tensor | None = None,
-    actual_seq_lengths: Sequence[int] | None = None,
-    antiquant_scale: Tensor | None = None,
-    antiquant_offset: Tensor | None = None,
-    block_table: Tensor | None = None,
-    dequant_scale1: Tensor | None = None,
-    quant_scale1: Tensor | None = None,
-    dequant_scale2: Tensor | None = None,
-    quant_scale2: Tensor | None = None,
-    quant_offset2: Tensor | None = None,
-    kv_padding_size: Tensor | None = None,
-    num_heads: int = 1,
-    scale_value: float = 1.0,
-    input_layout: str = "BSH",
-    num_key_value_heads: int = 0,
-    block_size: int = 0,
-    inner_precise: int = 1,
-) -> Tensor:
-    assert atten_mask is pse_shift is block_table is kv_padding_size is None and input_layout == "BSND", "not used"
-    assert query.dtype in HALVES and query.dim() == 4 and query.shape[1] == 1 and key.shape == value.shape
-    assert num_heads == query.shape[2] and num_key_value_heads == key.shape[2] and num_heads % num_key_value_heads == 0
-    assert actual_seq_lengths is not None and len(actual_seq_lengths) == len(query) == len(key)
-    assert all(1 <= length <= key.shape[1] for length in actual_seq_lengths), "of each sequence, not cumulative"
-    outputs = []
-    for q, k, v, length in zip(query, key, value, actual_seq_lengths, strict=True):
-        outputs.append(_attend(_scores(q, k[:length], scale_value, None), v[:length])[0])
-    return torch.stack(outputs).to(query.dtype)
-
-
 # --- normalisation, activation, rotary embedding ---------------------------------------------------------------------
 
 
@@ -433,41 +396,3 @@ def npu_moe_token_unpermute_with_routing_map_grad(
     gradient = unpermuted_tokens_grad.new_empty(len(out_index), restore_shape[1])
     gradient[out_index.long()] = unpermuted_tokens_grad.repeat_interleave(per_token, 0)
     return gradient, unpermuted_tokens_grad.new_empty(0)
-
-
-# --- cross-entropy ---------------------------------------------------------------------------------------------------
-
-
-@stand_in
-def npu_cross_entropy_loss(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    reduction: str = "mean",
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    lse_square_scale_for_zloss: float = 0.0,
-    return_zloss: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    assert weight is None and reduction == "none" and label_smoothing == 0.0 and not return_zloss, "not used"
-    assert input.dim() == 2 and target.dtype == torch.int64 and 0 < len(input) <= 200_000
-    logprobs = input - input.logsumexp(-1, keepdim=True)
-    nothing = input.new_empty(0)
-    return -logprobs.gather(1, target[:, None])[:, 0], logprobs, nothing, nothing
-
-
-@stand_in
-def npu_cross_entropy_loss_backward(
-    grad_loss: Tensor,
-    log_prob: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    grad_zloss: Tensor | None = None,
-    lse_for_zloss: Tensor | None = None,
-    reduction: str = "mean",
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    lse_square_scale_for_zloss: float = 0.0,
-) -> Tensor:
-    assert weight is None and reduction == "none"
-    return (log_prob.exp() - torch.nn.functional.one_hot(target, log_prob.shape[1])) * grad_loss[:, None]

@@ -89,29 +89,6 @@ def dense_attention(
     )
 
 
-def decode_attention(
-    q_BHD: Tensor, k_BPKD: Tensor, v_BPKD: Tensor, kv_lengths: Sequence[int], *, softmax_scale: float
-) -> Tensor:
-    """Attention of one new query for each sequence to the keys it has so far, without gradient: [B, H, D].
-
-    Args:
-        k_BPKD, v_BPKD: of all positions there is room for.
-        kv_lengths: how many keys each sequence has, B numbers from 1 to P; not cumulative.
-    """
-    if q_BHD.dim() != 3:
-        raise ValueError(
-            f"decode attention takes one query for each sequence, [sequences, heads, width]: {q_BHD.shape}"
-        )
-    check_heads(q_BHD[:, None], k_BPKD, v_BPKD, dims="[sequences, positions, heads, width]")
-    if any(x.requires_grad for x in (q_BHD, k_BPKD, v_BPKD)) and torch.is_grad_enabled():
-        raise ValueError("decode attention has no gradient: call it under torch.no_grad(), or use dense_attention")
-    if not len(kv_lengths) == q_BHD.shape[0] == k_BPKD.shape[0]:
-        raise ValueError(f"one key length for each sequence, not {len(kv_lengths)}: {_shapes(q=q_BHD, k=k_BPKD)}")
-    if any(not 1 <= length <= k_BPKD.shape[1] for length in kv_lengths):
-        raise ValueError(f"key lengths must lie in 1 to {k_BPKD.shape[1]}, one for each sequence and not cumulative")
-    return _own().decode_attention(q_BHD, k_BPKD, v_BPKD, kv_lengths, softmax_scale=softmax_scale)
-
-
 def rms_norm(x: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
     """``x / sqrt(mean(x^2) + epsilon) * weight`` along the last dimension, in the dtype of both."""
     if x.dim() < 2 or weight_D.shape != x.shape[-1:] or weight_D.dtype != x.dtype:
@@ -225,18 +202,3 @@ def _check_routing(x_TD: Tensor, is_routed_TE: Tensor) -> None:
         raise ValueError(f"tokens are [T, D], their routing bool [T, E]: {_shapes(x=x_TD, routing=is_routed_TE)}")
     if x_TD.shape[0] != is_routed_TE.shape[0]:
         raise ValueError(f"one row of the routing map for each token: {_shapes(x=x_TD, routing=is_routed_TE)}")
-
-
-def cross_entropy(logits_TV: Tensor, target_ids_T: Tensor) -> Tensor:
-    """Negative log-probability of every target, computed in float32: [T], nats.
-
-    It keeps [T, V] float32 for the gradient. Training does not: see ``megatron.logprob``, which also has the entropy
-    and takes a vocabulary that is split between ranks.
-    """
-    if logits_TV.dim() != 2 or target_ids_T.shape != logits_TV.shape[:1] or target_ids_T.dtype != torch.int64:
-        raise ValueError(
-            f"cross_entropy takes [T, V] and int64 targets [T]: {_shapes(logits=logits_TV, targets=target_ids_T)}"
-        )
-    if target_ids_T.numel() and not 0 <= int(target_ids_T.min()) <= int(target_ids_T.max()) < logits_TV.shape[1]:
-        raise ValueError(f"targets must lie in 0 to {logits_TV.shape[1] - 1}")
-    return _own().cross_entropy(logits_TV, target_ids_T)

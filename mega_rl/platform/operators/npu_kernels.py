@@ -23,12 +23,9 @@ from mega_rl.platform.operators.torch_kernels import TorchOperators
 MAX_SEQUENCES = 1000  # of one npu_fusion_attention call in the layout TND
 MAX_HEADS = 256
 MAX_WIDTH = 768  # of a head
-MAX_DECODE_WIDTH = 512
-MAX_DECODE_HEAD_RATIO = 64
 MAX_ROTARY_WIDTH = 894
 MAX_ROTARY_HEADS = 999
 MAX_WEIGHTS = 128  # in a list; one stacked tensor may hold more
-MAX_LOSSES = 200_000  # tokens of one npu_cross_entropy_loss call
 ROWS, REDUCED_ROWS = 0, 2  # group_type: experts own rows of the result, or rows that the product sums over
 ONE_RESULT = 3  # split_item
 CUMULATIVE = 0  # group_list_type: ends, not lengths
@@ -172,33 +169,6 @@ class AscendOperators(TorchOperators):
             sparse_mode=mode,
         )[0]
 
-    def decode_attention(
-        self, q_BHD: Tensor, k_BPKD: Tensor, v_BPKD: Tensor, kv_lengths: Sequence[int], *, softmax_scale: float
-    ) -> Tensor:
-        (num_heads, width), num_kv_heads = q_BHD.shape[1:], k_BPKD.shape[2]
-        if q_BHD.dtype not in (torch.float16, torch.bfloat16):
-            raise InputError(f"decode attention on Ascend takes float16 or bfloat16, not {q_BHD.dtype}")
-        if k_BPKD.shape != v_BPKD.shape or width > MAX_DECODE_WIDTH:
-            raise InputError(
-                f"decode attention on Ascend takes keys and values of one width, at most {MAX_DECODE_WIDTH}, not "
-                f"{width} and {v_BPKD.shape[3]}"
-            )
-        if num_heads > MAX_HEADS or num_heads > MAX_DECODE_HEAD_RATIO * num_kv_heads:
-            raise InputError(
-                f"decode attention on Ascend takes at most {MAX_HEADS} heads, {MAX_DECODE_HEAD_RATIO} for each key "
-                f"head, not {num_heads} and {num_kv_heads}"
-            )
-        return _torch_npu().npu_incre_flash_attention(
-            q_BHD[:, None],
-            k_BPKD,
-            v_BPKD,
-            actual_seq_lengths=list(kv_lengths),  # of every sequence, not cumulative
-            num_heads=num_heads,
-            scale_value=softmax_scale,  # its default is 1
-            input_layout="BSND",
-            num_key_value_heads=num_kv_heads,
-        )[:, 0]
-
     def rms_norm(self, x: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
         return _torch_npu().npu_rms_norm(x, weight_D, epsilon=epsilon)[0]
 
@@ -232,9 +202,3 @@ class AscendOperators(TorchOperators):
         return _torch_npu().npu_moe_token_unpermute_with_routing_map(
             rows_ND, order_N, [is_routed_TE.shape[0], rows_ND.shape[1]], routing_map=is_routed_TE, drop_and_pad=False
         )
-
-    def cross_entropy(self, logits_TV: Tensor, target_ids_T: Tensor) -> Tensor:
-        parts = zip(logits_TV.split(MAX_LOSSES), target_ids_T.split(MAX_LOSSES), strict=True)
-        # With reduction "mean" the operator has a gradient for its own defaults only; "none" has one.
-        losses = [_torch_npu().npu_cross_entropy_loss(x.float(), ids, reduction="none")[0] for x, ids in parts]
-        return torch.cat(losses)

@@ -63,14 +63,6 @@ def dense_attention(
     )
 
 
-def decode_attention(
-    q_BHD: Tensor, k_BPKD: Tensor, v_BPKD: Tensor, kv_lengths: Sequence[int], *, softmax_scale: float
-) -> Tensor:
-    """One query for each sequence, which sees the first ``kv_lengths`` keys: [B, H, D]."""
-    parts = zip(q_BHD, k_BPKD, v_BPKD, kv_lengths, strict=True)
-    return torch.stack([attention(q[None], k[:n], v[:n], softmax_scale=softmax_scale)[0] for q, k, v, n in parts])
-
-
 def rms_norm(x: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
     """``x / sqrt(mean(x^2) + epsilon) * weight``. Source: arXiv 1910.07467, equation 4."""
     x = _wide(x)
@@ -112,11 +104,3 @@ def unpermute_tokens(rows_ND: Tensor, is_routed_TE: Tensor) -> Tensor:
     rows = _wide(rows_ND)
     sums = [rows[[n for n, owner in enumerate(tokens) if owner == t]].sum(0) for t in range(len(is_routed_TE))]
     return torch.stack(sums)
-
-
-def cross_entropy(logits_TV: Tensor, target_ids_T: Tensor) -> Tensor:
-    """``log(sum(exp(logits))) - logit of the target``: [T], nats."""
-    logits_TV = _wide(logits_TV)
-    maximum_T = logits_TV.detach().amax(-1)
-    log_z_T = maximum_T + (logits_TV - maximum_T[:, None]).exp().sum(-1).log()
-    return log_z_T - logits_TV.gather(1, target_ids_T[:, None])[:, 0]

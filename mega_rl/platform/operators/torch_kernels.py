@@ -56,14 +56,6 @@ class TorchOperators:
     ) -> Tensor:
         return sdpa(q_BQHD, k_BPKD, v_BPKD, softmax_scale, causal, is_visible_QP)
 
-    def decode_attention(
-        self, q_BHD: Tensor, k_BPKD: Tensor, v_BPKD: Tensor, kv_lengths: Sequence[int], *, softmax_scale: float
-    ) -> Tensor:
-        lengths_B1 = torch.tensor(kv_lengths, device=q_BHD.device)[:, None]
-        is_visible_BP = torch.arange(k_BPKD.shape[1], device=q_BHD.device) < lengths_B1
-        out_B1HD = sdpa(q_BHD[:, None], k_BPKD, v_BPKD, softmax_scale, False, is_visible_BP[:, None, None])
-        return out_B1HD[:, 0]
-
     def rms_norm(self, x: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
         return F.rms_norm(x, weight_D.shape, weight_D, epsilon)
 
@@ -89,6 +81,3 @@ class TorchOperators:
     def unpermute_tokens(self, rows_ND: Tensor, order_N: Tensor, is_routed_TE: Tensor) -> Tensor:
         sums_TD = rows_ND.new_zeros(is_routed_TE.shape[0], rows_ND.shape[1])
         return sums_TD.index_add(0, order_N, rows_ND)
-
-    def cross_entropy(self, logits_TV: Tensor, target_ids_T: Tensor) -> Tensor:
-        return F.cross_entropy(logits_TV.float(), target_ids_T, reduction="none")

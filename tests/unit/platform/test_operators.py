@@ -56,8 +56,7 @@ def test_every_operator_has_a_case_and_a_kernel_of_ascend() -> None:
 @pytest.mark.parametrize(("dtype", "case"), ALL, ids=IDS)
 def test_the_result_has_the_dtype_of_the_input(dtype: torch.dtype, case: OperatorCase) -> None:
     with torch.no_grad():
-        expected = torch.float32 if case.name == "cross_entropy" else dtype
-        assert case.own(case.inputs).dtype == expected
+        assert case.own(case.inputs).dtype == dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -68,9 +67,6 @@ def test_the_references_are_torchs_own_operators(dtype: torch.dtype) -> None:
     x = {name: x.float() for name, x in cases["rms_norm"].items()}
     theirs = F.rms_norm(x["x"], x["weight"].shape, x["weight"], 1e-5)
     torch.testing.assert_close(reference.rms_norm(x["x"], x["weight"], 1e-5), theirs, **close)
-    logits, ids = cases["cross_entropy"]["logits"].float(), cases["cross_entropy"]["ids"]
-    theirs = F.cross_entropy(logits, ids, reduction="none")
-    torch.testing.assert_close(reference.cross_entropy(logits, ids), theirs, **close)
     q, k, v = (cases["dense_mask"][name].float().transpose(1, 2) for name in "qkv")
     mask = cases["dense_mask"]["mask"]
     theirs = F.scaled_dot_product_attention(q, k, v, mask, scale=0.3, enable_gqa=True).transpose(1, 2)
@@ -108,14 +104,6 @@ def test_frozen_experts_cost_no_gradient(on_ascend: RecordingTorchNpu) -> None:
     assert len(on_ascend.calls) == 2 and torch.equal(x.grad, torch.full((3, 2), 4.0))
 
 
-def test_losses_beyond_one_call_are_split(on_ascend: RecordingTorchNpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(npu_operators, "MAX_LOSSES", 2)
-    logits, ids = torch.randn(5, 7), torch.tensor([1, 2, 3, 4, 5])
-    own = operators.cross_entropy(logits, ids)
-    torch.testing.assert_close(own, reference.cross_entropy(logits, ids))
-    assert [len(call.args[0]) for call in on_ascend.calls] == [2, 2, 1]
-
-
 def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.zeros(*shape, dtype=dtype)
 
@@ -125,13 +113,6 @@ GOOD: dict[str, dict[str, Any]] = {
         "q_BQHD": zeros(2, 3, 4, 8),
         "k_BPKD": zeros(2, 5, 2, 8),
         "v_BPKD": zeros(2, 5, 2, 8),
-        "softmax_scale": 1.0,
-    },
-    "decode_attention": {
-        "q_BHD": zeros(2, 4, 8),
-        "k_BPKD": zeros(2, 5, 2, 8),
-        "v_BPKD": zeros(2, 5, 2, 8),
-        "kv_lengths": [1, 5],
         "softmax_scale": 1.0,
     },
     "rms_norm": {"x": zeros(3, 8), "weight_D": zeros(8), "epsilon": 1e-6},
@@ -148,7 +129,6 @@ GOOD: dict[str, dict[str, Any]] = {
         "order_N": torch.tensor([0, 1, 1, 0]),
         "is_routed_TE": torch.ones(2, 3, dtype=torch.bool),
     },
-    "cross_entropy": {"logits_TV": zeros(2, 5), "target_ids_T": torch.tensor([0, 4])},
 }
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("dense_attention", {"q_BQHD": zeros(6, 4, 8)}, r"takes \[sequences, positions, heads, width\]"),
@@ -158,11 +138,6 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("dense_attention", {"causal": True, "is_visible_QP": torch.ones(3, 5).bool()}, "a mask replaces causality"),
     ("dense_attention", {"is_visible_QP": torch.ones(5, 3).bool()}, r"bool \[3, 5\]"),
     ("dense_attention", {"is_visible_QP": torch.ones(3, 5)}, r"bool \[3, 5\]"),
-    ("decode_attention", {"q_BHD": zeros(2, 1, 4, 8)}, "takes one query"),
-    ("decode_attention", {"kv_lengths": [1, 6]}, "not cumulative"),
-    ("decode_attention", {"kv_lengths": [0, 5]}, "not cumulative"),
-    ("decode_attention", {"kv_lengths": [5]}, "one key length for each sequence"),
-    ("decode_attention", {"q_BHD": zeros(2, 4, 8).requires_grad_()}, "has no gradient"),
     ("rms_norm", {"weight_D": zeros(7)}, r"a weight \[D\]"),
     ("rms_norm", {"weight_D": zeros(8, dtype=torch.bfloat16)}, "of the same dtype"),
     ("rms_norm", {"epsilon": 0.0}, "epsilon above 0"),
@@ -185,8 +160,6 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("permute_tokens", {"x_TD": zeros(3, 8)}, "one row of the routing map for each token"),
     ("unpermute_tokens", {"order_N": torch.arange(3)}, r"an order \[N\]"),
     ("unpermute_tokens", {"is_routed_TE": torch.ones(3, 3).bool()}, "no whole number"),
-    ("cross_entropy", {"target_ids_T": torch.tensor([0, 5])}, "lie in 0 to 4"),
-    ("cross_entropy", {"target_ids_T": torch.tensor([0.0, 1.0])}, "int64 targets"),
 ]
 
 
@@ -206,20 +179,12 @@ def _attend(num_heads: int, width: int, value_width: int) -> None:
     operators.dense_attention(q, q, v, softmax_scale=1.0)
 
 
-def _decode(dtype: torch.dtype, num_heads: int, num_kv_heads: int, width: int) -> None:
-    k = zeros(1, 1, num_kv_heads, width, dtype=dtype)
-    operators.decode_attention(zeros(1, num_heads, width, dtype=dtype), k, k, [1], softmax_scale=1.0)
-
-
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
         (lambda: _attend(1, 769, 8), "769 wide"),
         (lambda: _attend(1, 8, 16), "values are 16 wide"),
         (lambda: _attend(257, 8, 8), "at most 256 heads"),
-        (lambda: _decode(torch.float32, 2, 1, 8), "float16 or bfloat16"),
-        (lambda: _decode(torch.float16, 2, 1, 513), "at most 512"),
-        (lambda: _decode(torch.float16, 65, 1, 8), "64 for each key head"),
         (lambda: operators.rotary(zeros(1, 1, 896), zeros(1, 896), zeros(1, 896)), "width 894"),
         (lambda: operators.rotary(zeros(1, 1000, 2), zeros(1, 2), zeros(1, 2)), "at most 999 heads"),
     ],
