@@ -44,7 +44,7 @@ from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.activations import ActivationModel, Tokens
 from mega_rl.planning.state import TrainerState, stage_buffers, trainer_state
 from mega_rl.platform.operators.memory import OPERATOR_MEMORY
-from mega_rl.types import Microbatch, Sequence, TokenStats
+from mega_rl.types import Figures, Microbatch, Sequence, TokenStats
 
 NUM_RANKS = 2
 ACTIVATIONS = ("kept", "peak", "forward")
@@ -241,9 +241,9 @@ def measure(case: Case, directory: Path) -> list[dict[str, dict[str, int]]]:
         microbatches = make_microbatches(case, layout, shape.vocab_size)
         live, forward, kept = LiveBytes(), LiveBytes(), list[int]()
 
-        def loss(stats: TokenStats, microbatch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
+        def loss(stats: TokenStats, microbatch: Microbatch) -> tuple[Tensor, Figures]:
             kept.append(live.now())
-            return -(stats.logprobs * microbatch.loss_mask).sum() / microbatch.num_tokens, {}
+            return -(stats.logprobs * microbatch.loss_mask).sum() / microbatch.num_tokens, Figures()
 
         with live:
             engine.forward_backward(microbatches, loss)

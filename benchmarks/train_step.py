@@ -38,7 +38,7 @@ from mega_rl.megatron.policy import initialize_groups
 from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.parallel.schedule import balance
-from mega_rl.types import Microbatch, Sequence, TokenStats
+from mega_rl.types import Figures, Microbatch, Sequence, TokenStats
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OWN, PADDED, ALONE = "mega_rl", "transformers, padded", "transformers, one by one"
@@ -106,12 +106,12 @@ class Own:
         self.engine = MegatronEngine(config, read_model_shape(directory), layout, device, HFReader(directory), 1000)
 
     def step(self) -> float:
-        def loss(stats: TokenStats, microbatch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
-            return -(stats.logprobs * microbatch.loss_mask).sum() / self.num_tokens, {}
+        def loss(stats: TokenStats, microbatch: Microbatch) -> tuple[Tensor, Figures]:
+            return -(stats.logprobs * microbatch.loss_mask).sum() / self.num_tokens, Figures()
 
         reports = self.engine.forward_backward(self.microbatches, loss)
         self.engine.optimizer_step()
-        return sum(float(report["loss"]) for report in reports)
+        return sum(float(report.sums["loss"]) for report in reports)
 
 
 class Transformers:

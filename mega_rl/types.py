@@ -120,3 +120,14 @@ class TokenStats:
 
     logprobs: torch.Tensor  # [T] float32, nats, of target_ids after the sampling temperature
     entropy: torch.Tensor  # [T] float32, nats
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What an objective measured on the learnt tokens of one micro-batch, by name, detached.
+
+    Over micro-batches and data-parallel ranks the sums are added and the largest of the maxima is taken.
+    """
+
+    sums: Mapping[str, torch.Tensor] = field(default_factory=dict)  # [] each
+    maxima: Mapping[str, torch.Tensor] = field(default_factory=dict)  # [] each, never negative

@@ -9,6 +9,7 @@ micro-batch; B its sequences.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -64,14 +65,22 @@ def reinforce_pp_baseline_advantages(rewards_N: Tensor, groups_N: Tensor) -> Ten
     return _centre(rewards_N, groups_N)[0]
 
 
-ADVANTAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "grpo": grpo_advantages,
-    "dr_grpo": dr_grpo_advantages,
-    "rloo": rloo_advantages,
-    "reinforce_pp": reinforce_pp_advantages,
-    "reinforce_pp_baseline": reinforce_pp_baseline_advantages,
+@dataclass(frozen=True)
+class Advantage:
+    """One value of ``algorithm.advantage``."""
+
+    function: Callable[[Tensor, Tensor], Tensor]  # rewards [N], groups [N] -> [N]
+    is_group_baseline: bool  # compares the samples of one prompt, so that there must be at least two
+    is_whitened: bool  # `whiten` comes after it
+
+
+ADVANTAGES = {
+    "grpo": Advantage(grpo_advantages, is_group_baseline=True, is_whitened=False),
+    "dr_grpo": Advantage(dr_grpo_advantages, is_group_baseline=True, is_whitened=False),
+    "rloo": Advantage(rloo_advantages, is_group_baseline=True, is_whitened=False),
+    "reinforce_pp": Advantage(reinforce_pp_advantages, is_group_baseline=False, is_whitened=True),
+    "reinforce_pp_baseline": Advantage(reinforce_pp_baseline_advantages, is_group_baseline=True, is_whitened=True),
 }
-WHITENED = frozenset({"reinforce_pp", "reinforce_pp_baseline"})  # `whiten` comes after them
 
 
 def with_penalty_to_go(

@@ -1,14 +1,15 @@
 """The objectives that the trainer is given as callables: per-token terms put together, then reduced once.
 
-An objective returns its share of the loss (already divided by a global denominator, see `reduce`) and metrics of the
-micro-batch: detached sums over learnt tokens, for the caller to add over micro-batches and data-parallel ranks and to
-divide by the global number of learnt tokens. A metric whose name ends in ``_max`` is combined by the maximum instead.
+An objective returns its share of the loss (already divided by a global denominator, see `reduce`) and `Figures` of the
+micro-batch: sums over learnt tokens, for the caller to add over micro-batches and data-parallel ranks and to divide by
+the global number of learnt tokens, and maxima. ``observe.metrics`` says under which names they are logged.
 
 Letters in names: T packed tokens of a micro-batch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,10 +19,7 @@ from mega_rl.algorithms.correction import CORRECTIONS, LOG_WEIGHTS
 from mega_rl.algorithms.kl import KL_ESTIMATORS
 from mega_rl.algorithms.policy_loss import cispo_loss, gspo_loss, ppo_clip_loss
 from mega_rl.algorithms.reduce import REDUCTIONS, Denominators, masked_sum, token_mean
-from mega_rl.types import Microbatch, TokenStats
-
-OBJECTIVES = ("ppo", "gspo", "cispo")
-MAX_SUFFIX = "_max"  # ends the name of a metric that is combined by the maximum, not the sum; none of them is negative
+from mega_rl.types import Figures, Microbatch, TokenStats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +30,7 @@ class PolicyObjective:
     were sampled by the engine (log-probabilities ``rollout``) and not by pi_old.
     """
 
-    objective: str = "ppo"  # one of OBJECTIVES
+    objective: str = "ppo"  # a key of OBJECTIVES
     clip_low: float  # distance of the lower ratio bound from 1
     clip_high: float  # distance of the upper ratio bound from 1
     dual_clip: float | None  # c > 1, ppo only; None: off
@@ -53,22 +51,20 @@ class PolicyObjective:
         assert self.importance_level in LOG_WEIGHTS, self.importance_level
         assert self.reduction in REDUCTIONS, self.reduction
 
-    def __call__(
-        self, stats: TokenStats, microbatch: Microbatch, denominators: Denominators
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss [] with gradient, and detached metrics [] that are sums over the learnt tokens.
+    def __call__(self, stats: TokenStats, microbatch: Microbatch, denominators: Denominators) -> tuple[Tensor, Figures]:
+        """Loss [] with gradient, and figures of the learnt tokens.
 
-        The micro-batch must carry ``advantages``; where its ``old_logprobs`` are None the step is on-policy and pi_old
-        is the policy itself. Metrics: ``pg_loss`` (with its importance weight), ``entropy``, ``ratio``, ``ppo_kl``
-        (``logp_old - logp``), ``clip_fraction``, ``dual_clip_fraction``, ``ratio_max``; ``kl`` where the micro-batch
-        carries reference_logprobs; ``importance_weight``, ``importance_bounded`` (1 where a bound decides the weight),
-        ``rollout_kl`` (``logp_rollout - logp``), ``rollout_logprob_abs_diff`` and its maximum where it carries
-        rollout_logprobs.
+        The micro-batch must carry ``advantages``; if its ``old_logprobs`` are None the step is on-policy and pi_old is
+        the policy itself. Sums: ``pg_loss`` (with its importance weight), ``entropy``, ``ratio``, ``ppo_kl``
+        (``logp_old - logp``), ``clip_fraction``, ``dual_clip_fraction``; ``kl`` if the micro-batch carries
+        reference_logprobs; ``importance_weight``, ``importance_bounded`` (1 for a token whose weight a bound decides),
+        ``rollout_kl`` (``logp_rollout - logp``) and ``rollout_logprob_abs_diff`` if it carries rollout_logprobs.
+        Maxima: ``ratio``, and ``rollout_logprob_abs_diff`` if there is one.
         """
         logprobs_T, mask_T = stats.logprobs, microbatch.loss_mask
         assert microbatch.advantages is not None, "a policy objective needs advantages"
         old_logprobs_T = logprobs_T.detach() if microbatch.old_logprobs is None else microbatch.old_logprobs
-        pg_loss_T, figures = self._policy_loss(logprobs_T, old_logprobs_T, microbatch.advantages, microbatch)
+        pg_loss_T, figures = OBJECTIVES[self.objective](self, logprobs_T, old_logprobs_T, microbatch)
         maxima = {"ratio": figures["ratio"]}
 
         weights_T, mismatch = self._importance(logprobs_T.detach(), old_logprobs_T, microbatch)
@@ -90,23 +86,10 @@ class PolicyObjective:
             loss_T = loss_T - self.entropy_coefficient * stats.entropy
 
         figures |= {"pg_loss": pg_loss_T, "entropy": stats.entropy}
-        metrics = {name: masked_sum(values_T.detach(), mask_T) for name, values_T in figures.items()}
-        for name, values_T in maxima.items():
-            metrics[name + MAX_SUFFIX] = torch.where(mask_T != 0, values_T.detach(), 0.0).amax()
+        sums = {name: masked_sum(values_T.detach(), mask_T) for name, values_T in figures.items()}
+        largest = {name: torch.where(mask_T != 0, x_T.detach(), 0.0).amax() for name, x_T in maxima.items()}
         loss = REDUCTIONS[self.reduction](loss_T, mask_T, microbatch.cu_seqlens, denominators)
-        return loss, metrics
-
-    def _policy_loss(
-        self, logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, microbatch: Microbatch
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        bounds = (self.clip_low, self.clip_high)
-        match self.objective:
-            case "gspo":
-                mask_T, cu_seqlens = microbatch.loss_mask, microbatch.cu_seqlens
-                return gspo_loss(logprobs_T, old_logprobs_T, advantages_T, mask_T, cu_seqlens, *bounds)
-            case "cispo":
-                return cispo_loss(logprobs_T, old_logprobs_T, advantages_T, *bounds)
-        return ppo_clip_loss(logprobs_T, old_logprobs_T, advantages_T, *bounds, self.dual_clip)
+        return loss, Figures(sums, largest)
 
     def _importance(
         self, logprobs_T: Tensor, old_logprobs_T: Tensor, microbatch: Microbatch
@@ -127,15 +110,44 @@ class PolicyObjective:
         return weights_T, figures | {"importance_weight": weights_T, "importance_bounded": is_bounded_T.to(weights_T)}
 
 
+PolicyLoss = Callable[[PolicyObjective, Tensor, Tensor, Microbatch], tuple[Tensor, dict[str, Tensor]]]
+
+
+def _ppo(
+    settings: PolicyObjective, logprobs_T: Tensor, old_logprobs_T: Tensor, microbatch: Microbatch
+) -> tuple[Tensor, dict[str, Tensor]]:
+    assert microbatch.advantages is not None
+    bounds = (settings.clip_low, settings.clip_high)
+    return ppo_clip_loss(logprobs_T, old_logprobs_T, microbatch.advantages, *bounds, settings.dual_clip)
+
+
+def _gspo(
+    settings: PolicyObjective, logprobs_T: Tensor, old_logprobs_T: Tensor, microbatch: Microbatch
+) -> tuple[Tensor, dict[str, Tensor]]:
+    assert microbatch.advantages is not None
+    packing, bounds = (microbatch.loss_mask, microbatch.cu_seqlens), (settings.clip_low, settings.clip_high)
+    return gspo_loss(logprobs_T, old_logprobs_T, microbatch.advantages, *packing, *bounds)
+
+
+def _cispo(
+    settings: PolicyObjective, logprobs_T: Tensor, old_logprobs_T: Tensor, microbatch: Microbatch
+) -> tuple[Tensor, dict[str, Tensor]]:
+    assert microbatch.advantages is not None
+    bounds = (settings.clip_low, settings.clip_high)
+    return cispo_loss(logprobs_T, old_logprobs_T, microbatch.advantages, *bounds)
+
+
+# The values of algorithm.objective: the loss of each token [T] and its figures, from the micro-batch's advantages.
+OBJECTIVES: dict[str, PolicyLoss] = {"ppo": _ppo, "gspo": _gspo, "cispo": _cispo}
+
+
 @dataclass(frozen=True)
 class SftObjective:
     """Cross entropy, averaged over the learnt tokens of the global batch."""
 
-    def __call__(
-        self, stats: TokenStats, microbatch: Microbatch, denominators: Denominators
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss [] with gradient, and detached sums [] over the learnt tokens: ``nll`` and ``entropy``, both nats."""
+    def __call__(self, stats: TokenStats, microbatch: Microbatch, denominators: Denominators) -> tuple[Tensor, Figures]:
+        """Loss [] with gradient, and sums over the learnt tokens: ``nll`` and ``entropy``, both nats."""
         nll_T, mask_T = -stats.logprobs, microbatch.loss_mask
         loss = token_mean(nll_T, mask_T, microbatch.cu_seqlens, denominators)
-        metrics = {"nll": nll_T.detach(), "entropy": stats.entropy.detach()}
-        return loss, {name: masked_sum(values_T, mask_T) for name, values_T in metrics.items()}
+        values = {"nll": nll_T.detach(), "entropy": stats.entropy.detach()}
+        return loss, Figures({name: masked_sum(values_T, mask_T) for name, values_T in values.items()})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -26,9 +26,9 @@ from mega_rl.megatron.optimizer import (
 from mega_rl.megatron.policy import MegatronPolicy
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.types import Microbatch, TokenStats
+from mega_rl.types import Figures, Microbatch, TokenStats
 
-LossFunction = Callable[[TokenStats, Microbatch], tuple[Tensor, Mapping[str, Tensor]]]
+LossFunction = Callable[[TokenStats, Microbatch], tuple[Tensor, Figures]]
 
 
 class MegatronEngine:
@@ -96,26 +96,25 @@ class MegatronEngine:
         """Log-probabilities and entropy under the present weights, no gradient; as ``MegatronPolicy.token_stats``."""
         return self.policy.token_stats(microbatches)
 
-    def forward_backward(
-        self, microbatches: Sequence[Microbatch], loss_function: LossFunction
-    ) -> list[dict[str, Tensor]]:
+    def forward_backward(self, microbatches: Sequence[Microbatch], loss_function: LossFunction) -> list[Figures]:
         """Accumulate the gradients of all micro-batches and reduce them over the data-parallel ranks.
 
         Args:
             microbatches: this data-parallel rank's; every rank has the same number.
-            loss_function: (statistics, micro-batch) -> (loss, sums for the metrics); the loss is already divided by the
-                global denominators, so that the total gradient is a plain sum.
+            loss_function: (statistics, micro-batch) -> (loss, figures for the metrics); the loss is already divided by
+                the global denominators, so that the total gradient is a plain sum.
 
         Returns:
-            The sums of each micro-batch, on the last pipeline stage; an empty list elsewhere.
+            The figures of each micro-batch, the loss as one of the sums, on the last pipeline stage; elsewhere an
+            empty list.
         """
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-        def on_output(microbatch: Microbatch, stats: TokenStats) -> tuple[Tensor, dict[str, Tensor]]:
-            loss, sums = loss_function(stats, microbatch)
-            return loss, {"loss": loss.detach(), **sums}
+        def on_output(microbatch: Microbatch, stats: TokenStats) -> tuple[Tensor, Figures]:
+            loss, figures = loss_function(stats, microbatch)
+            return loss, Figures({"loss": loss.detach(), **figures.sums}, figures.maxima)
 
         return self.policy.schedule(self.wrapped, microbatches, on_output, forward_only=False)
 

@@ -115,6 +115,24 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("sft/lr", "1", "learning rate of the step", "last"),
 )
 
+# What a policy's objective measures (`types.Figures`) -> the metric that is its mean over the learnt tokens.
+MEANS = {
+    "loss": "actor/loss",
+    "pg_loss": "actor/pg_loss",
+    "kl": "actor/kl",
+    "entropy": "actor/entropy",
+    "ratio": "actor/ratio_mean",
+    "clip_fraction": "actor/clip_fraction",
+    "dual_clip_fraction": "actor/dual_clip_fraction",
+    "ppo_kl": "actor/ppo_kl",
+    "importance_weight": "actor/importance_weight",
+    "importance_bounded": "actor/importance_bounded_fraction",
+    "rollout_kl": "rollout/kl",
+    "rollout_logprob_abs_diff": "rollout/logprob_diff_mean",
+}
+# And the metric that is its maximum.
+MAXIMA = {"ratio": "actor/ratio_max", "rollout_logprob_abs_diff": "rollout/logprob_diff_max"}
+
 _EXACT = {spec.name: spec for spec in METRICS if "*" not in spec.name}
 _PATTERNS = [
     (re.compile("(.+)".join(re.escape(part) for part in spec.name.split("*"))), spec)

@@ -11,11 +11,11 @@ from mega_rl.data.stream import Stream
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.parallel.collectives import together
 from mega_rl.stages.parts import building, progress
-from mega_rl.stages.parts.batches import denominators_of, memory_metrics, pack_for_rank, total_sums
+from mega_rl.stages.parts.batches import denominators_of, memory_metrics, pack_for_rank, totals_of
 from mega_rl.stages.parts.export import export_huggingface
 from mega_rl.stages.parts.progress import warn_if_skipped
 from mega_rl.stages.parts.session import Session, open_session
-from mega_rl.types import Sequence
+from mega_rl.types import Figures, Sequence
 
 
 def run(config: RunConfig) -> None:
@@ -82,9 +82,8 @@ def update(
     reports = model.forward_backward(pack_for_rank(session, batch), partial(SftObjective(), denominators=denominators))
     step = model.optimizer_step(is_followed)
     warn_if_skipped(session, model, step)
-    sums = total_sums(session, reports)
     return {
-        "sft/loss": sums["loss"],
+        "sft/loss": totals_of(session, reports).sums["loss"],
         "sft/tokens": float(denominators.num_tokens),
         "sft/grad_norm": step.grad_norm,
         "sft/lr": step.lr,
@@ -97,10 +96,10 @@ def held_out_loss(session: Session, model: MegatronEngine, sequences: list[Seque
     microbatches = pack_for_rank(session, sequences)
     stats = model.token_stats(microbatches)
     reports = [
-        {"nll": -(s.logprobs * m.loss_mask).sum(), "tokens": m.loss_mask.sum()}
+        Figures({"nll": -(s.logprobs * m.loss_mask).sum(), "tokens": m.loss_mask.sum()})
         for s, m in zip(stats, microbatches, strict=True)
     ]
     if not session.is_last_stage:  # every pipeline stage was given the statistics; count them once
         reports = []
-    sums = total_sums(session, reports)
+    sums = totals_of(session, reports).sums
     return sums["nll"] / sums["tokens"]

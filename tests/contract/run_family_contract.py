@@ -25,7 +25,7 @@ from mega_rl.megatron.policy import initialize_groups
 from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.types import Microbatch, Sequence, TokenStats
+from mega_rl.types import Figures, Microbatch, Sequence, TokenStats
 from tests.contract import families
 
 LENGTHS = (7, 19, 3, 12, 1, 22)
@@ -54,9 +54,9 @@ def reference(family: str, sequences: list[Sequence]) -> tuple[Tensor, Tensor, d
     return torch.cat(logprobs).detach(), torch.cat(entropies).detach(), families.as_saved(gradients)
 
 
-def loss_function(stats: TokenStats, m: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
+def loss_function(stats: TokenStats, m: Microbatch) -> tuple[Tensor, Figures]:
     assert m.advantages is not None
-    return objective(stats.logprobs, stats.entropy, m.advantages, m.loss_mask), {}
+    return objective(stats.logprobs, stats.entropy, m.advantages, m.loss_mask), Figures()
 
 
 def error(own: Tensor, expected: Tensor) -> float:

@@ -20,7 +20,7 @@ from mega_rl.megatron.policy import destroy_groups, initialize_groups
 from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.parallel.schedule import balance
-from mega_rl.types import Microbatch, Sequence, TokenStats
+from mega_rl.types import Figures, Microbatch, Sequence, TokenStats
 from tests.distributed.layouts import Case
 from tests.distributed.parity_reference import BETAS, CLIP, EPS, LR, WEIGHT_DECAY, Objective, num_learnt
 
@@ -100,16 +100,17 @@ def pack_for_rank(case: Case, layout: ParallelLayout, sequences: list[Sequence])
 def loss_of(objective: Objective, sequences: list[Sequence]) -> LossFunction:
     num_tokens = num_learnt(sequences)
 
-    def loss_function(stats: TokenStats, microbatch: Microbatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss_function(stats: TokenStats, microbatch: Microbatch) -> tuple[torch.Tensor, Figures]:
         assert microbatch.advantages is not None
-        return objective(stats.logprobs, stats.entropy, microbatch.advantages, microbatch.loss_mask, num_tokens), {}
+        advantages, mask = microbatch.advantages, microbatch.loss_mask
+        return objective(stats.logprobs, stats.entropy, advantages, mask, num_tokens), Figures()
 
     return loss_function
 
 
-def total_loss(layout: ParallelLayout, reports: list[dict[str, torch.Tensor]]) -> float:
+def total_loss(layout: ParallelLayout, reports: list[Figures]) -> float:
     """The loss of one step over all micro-batches and data-parallel ranks, on every rank."""
     is_counted = layout.is_counted(dist.get_rank())
-    total = torch.tensor(sum(float(r["loss"]) for r in reports) if is_counted else 0.0, dtype=torch.float64)
+    total = torch.tensor(sum(float(r.sums["loss"]) for r in reports) if is_counted else 0.0, dtype=torch.float64)
     dist.all_reduce(total)
     return float(total)

@@ -120,8 +120,8 @@ def check_skipped_step(engine: MegatronEngine, ms: list[Microbatch], loss_functi
     is_last = parallel_state.get_data_parallel_rank() == parallel_state.get_data_parallel_world_size() - 1
 
     def broken(stats: Any, m: Microbatch) -> Any:
-        loss, sums = loss_function(stats, m)
-        return loss * (float("inf") if is_last else 1.0), sums
+        loss, figures = loss_function(stats, m)
+        return loss * (float("inf") if is_last else 1.0), figures
 
     before = {name: p.detach().clone() for name, p in engine.policy.parameters.items()}
     engine.forward_backward(ms, broken)

@@ -24,6 +24,7 @@ from mega_rl.megatron.optimizer import chained, check_supported, owned_range
 from mega_rl.megatron.policy import MegatronPolicy
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.types import Figures
 from tests.distributed import tiny_models
 from tests.distributed.engine_support import build_engine, groups, loss_of, own_device, pack_for_rank, run_config
 from tests.distributed.layouts import Case
@@ -55,7 +56,7 @@ class World:
     def engine(self, config: RunConfig) -> MegatronEngine:
         return build_engine(config, self.layout, self.directory, 10)
 
-    def backward(self, engine: MegatronEngine) -> list[dict[str, Tensor]]:
+    def backward(self, engine: MegatronEngine) -> list[Figures]:
         return engine.forward_backward(self.microbatches, self.loss_function)
 
 
@@ -83,7 +84,7 @@ def recompute(world: World) -> None:
         config.memory.recompute_num_layers = layers
         engine, calls = world.engine(config), []
         engine.policy.chunks[0].decoder.layers[0].mlp.linear_fc1.register_forward_hook(lambda *_: calls.append(1))
-        losses = [float(report["loss"]) for report in world.backward(engine)]
+        losses = [float(report.sums["loss"]) for report in world.backward(engine)]
         return losses, {n: p.main_grad.clone() for n, p in engine.policy.parameters.items()}, len(calls)
 
     losses, gradients, num_calls = run("none", None, None)
@@ -157,7 +158,7 @@ def decay(world: World) -> None:
     """With a gradient of zero a step is the decay alone: of matrices, never of norms and biases."""
     engine = world.engine(world.config())
     before = {name: p.detach().clone() for name, p in engine.policy.parameters.items()}
-    engine.forward_backward(world.microbatches, lambda stats, m: (stats.logprobs.sum() * 0.0, {}))
+    engine.forward_backward(world.microbatches, lambda stats, m: (stats.logprobs.sum() * 0.0, Figures()))
     stats = engine.optimizer_step()
     assert not stats.skipped and stats.grad_norm == 0.0 and stats.lr == LR
     spared = set()

@@ -5,20 +5,18 @@ Letters: T packed tokens of a micro-batch, L predictions of one sequence.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-import torch
 import torch.distributed as dist
 
 from mega_rl import platform
-from mega_rl.algorithms.objective import MAX_SUFFIX
 from mega_rl.algorithms.reduce import Denominators
 from mega_rl.data.packing import pack
 from mega_rl.observe.timers import GIB
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.schedule import balance
 from mega_rl.stages.parts.session import Session
-from mega_rl.types import Microbatch, Sequence
+from mega_rl.types import Figures, Microbatch, Sequence
 
 
 def pack_for_rank(session: Session, sequences: list[Sequence]) -> list[Microbatch]:
@@ -39,25 +37,29 @@ def denominators_of(sequences: list[Sequence], max_response_tokens: int) -> Deno
     return Denominators(num_tokens=num_tokens, num_sequences=len(sequences), max_response_tokens=max_response_tokens)
 
 
-def total_sums(session: Session, reports: list[dict[str, torch.Tensor]]) -> dict[str, float]:
-    """Metric sums over all micro-batches and data-parallel ranks, on every rank; names in ``_max`` take the maximum."""
-    own: dict[str, float] = {}
+@dataclass(frozen=True)
+class Totals:
+    """`Figures` of several micro-batches as one: sums added up, maxima the largest."""
+
+    sums: dict[str, float] = field(default_factory=dict)
+    maxima: dict[str, float] = field(default_factory=dict)
+
+    def include(self, part: Figures | Totals) -> None:
+        for name, value in part.sums.items():
+            self.sums[name] = self.sums[name] + float(value) if name in self.sums else float(value)
+        for name, value in part.maxima.items():
+            self.maxima[name] = max(self.maxima.get(name, float(value)), float(value))
+
+
+def totals_of(session: Session, reports: list[Figures]) -> Totals:
+    """The figures over all micro-batches and data-parallel ranks, on every rank. Collective."""
+    own, total = Totals(), Totals()
     if session.layout.is_counted(dist.get_rank()):
         for report in reports:
-            _merge(own, {name: float(value) for name, value in report.items()})
-    total: dict[str, float] = {}
+            own.include(report)
     for part in gather_objects(own):
-        _merge(total, part)
+        total.include(part)
     return total
-
-
-def _merge(total: dict[str, float], part: Mapping[str, float]) -> None:
-    for name, value in part.items():
-        before = total.get(name)
-        if before is None:
-            total[name] = value
-        else:
-            total[name] = max(before, value) if name.endswith(MAX_SUFFIX) else before + value
 
 
 def memory_metrics(session: Session) -> dict[str, float]:

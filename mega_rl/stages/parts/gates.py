@@ -17,7 +17,7 @@ from mega_rl.config import RunConfig
 from mega_rl.megatron.engine import LossFunction, MegatronEngine
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.stages.parts.session import Session
-from mega_rl.types import Microbatch, Sample, TokenStats
+from mega_rl.types import Figures, Microbatch, Sample, TokenStats
 
 ENGINE_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}  # nats, mean over tokens, of the coarser of the two types
 
@@ -98,11 +98,10 @@ class Gates:
     def watched(self, loss_function: LossFunction) -> LossFunction:
         """The same loss, which also compares the update's own forward pass with the recomputed one."""
 
-        def compare(stats: TokenStats, microbatch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
+        def compare(stats: TokenStats, microbatch: Microbatch) -> tuple[Tensor, Figures]:
             recomputed_T = self.logprobs[microbatch.sequence_indices]
             self.found["ppo_kl"].append(difference(recomputed_T, stats.logprobs, microbatch))
-            loss, sums = loss_function(stats, microbatch)
-            return loss, dict(sums)
+            return loss_function(stats, microbatch)
 
         return compare
 

@@ -10,37 +10,22 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from mega_rl.algorithms.advantage import ADVANTAGES, WHITENED, power_sums, whiten, with_penalty_to_go
+from mega_rl.algorithms.advantage import ADVANTAGES, power_sums, whiten, with_penalty_to_go
 from mega_rl.algorithms.kl import KL_ESTIMATORS
 from mega_rl.algorithms.objective import PolicyObjective
 from mega_rl.config import RunConfig
 from mega_rl.data.packing import sequence_from_sample
 from mega_rl.megatron.engine import LossFunction, MegatronEngine
 from mega_rl.megatron.offload import Reference
+from mega_rl.observe.metrics import MAXIMA, MEANS
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.schedule import split_even
 from mega_rl.rollout.collect import Group
-from mega_rl.stages.parts.batches import denominators_of, pack_for_rank, total_sums
+from mega_rl.stages.parts.batches import Totals, denominators_of, pack_for_rank, totals_of
 from mega_rl.stages.parts.gates import Gates
 from mega_rl.stages.parts.progress import warn_if_skipped
 from mega_rl.stages.parts.session import Session
 from mega_rl.types import Microbatch, Sample
-
-METRIC_NAMES = {  # the objective's sums over learnt tokens -> what they are logged as
-    "pg_loss": "actor/pg_loss",
-    "kl": "actor/kl",
-    "entropy": "actor/entropy",
-    "ratio": "actor/ratio_mean",
-    "ratio_max": "actor/ratio_max",
-    "clip_fraction": "actor/clip_fraction",
-    "dual_clip_fraction": "actor/dual_clip_fraction",
-    "ppo_kl": "actor/ppo_kl",
-    "importance_weight": "actor/importance_weight",
-    "importance_bounded": "actor/importance_bounded_fraction",
-    "rollout_kl": "rollout/kl",
-    "rollout_logprob_abs_diff": "rollout/logprob_diff_mean",
-    "rollout_logprob_abs_diff_max": "rollout/logprob_diff_max",
-}
 
 
 def with_advantages(groups: SequenceOf[Group], advantage: str) -> list[Sample]:
@@ -51,7 +36,7 @@ def with_advantages(groups: SequenceOf[Group], advantage: str) -> list[Sample]:
     pairs = [(c, s) for group in groups for c, s in zip(group.completions, group.scores, strict=True)]
     rewards = torch.tensor([score.value for _, score in pairs], dtype=torch.float64)
     numbers = torch.tensor([number for number, group in enumerate(groups) for _ in group.completions])
-    advantages = ADVANTAGES[advantage](rewards, numbers).tolist() if pairs else []
+    advantages = ADVANTAGES[advantage].function(rewards, numbers).tolist() if pairs else []
     return [Sample(c, s, a) for (c, s), a in zip(pairs, advantages, strict=True)]
 
 
@@ -95,15 +80,15 @@ def update(
             first = gates if part is parts[0] else None
             if first is not None:
                 minibatch, loss = first.recompute(actor, minibatch), first.watched(loss)
-            sums = total_sums(session, actor.forward_backward(minibatch, loss))
+            found = totals_of(session, actor.forward_backward(minibatch, loss))
             if first is not None:
-                ratio_mean = sums["ratio"] / denominators.num_tokens
+                ratio_mean = found.sums["ratio"] / denominators.num_tokens
                 differing = partial(_differing, reference, actor)
-                totals |= first.check(ratio_mean, sums["ratio_max"], [samples[i] for i in part], differing)
+                totals |= first.check(ratio_mean, found.maxima["ratio"], [samples[i] for i in part], differing)
             step = actor.optimizer_step(is_followed=part is not parts[-1])
             warn_if_skipped(session, actor, step)
             num_skipped += step.skipped
-            _accumulate(totals, sums, denominators.num_tokens, len(parts))
+            _accumulate(totals, found, denominators.num_tokens, len(parts))
             totals["actor/grad_norm"] = totals.get("actor/grad_norm", 0.0) + step.grad_norm / len(parts)
             totals["actor/lr"] = step.lr
     skipped = {"actor/skipped_steps": num_skipped, "actor/skipped_steps_total": actor.step.skipped.total}
@@ -136,7 +121,7 @@ def _shaped(session: Session, minibatches: list[list[Microbatch]]) -> list[list[
     algorithm = session.config.algorithm
     if _is_kl_in_reward(session.config):
         minibatches = [[_less_kl_to_go(session.config, m) for m in minibatch] for minibatch in minibatches]
-    if algorithm.advantage not in WHITENED:
+    if not ADVANTAGES[algorithm.advantage].is_whitened:
         return minibatches
     everything = [m for minibatch in minibatches for m in minibatch]
     count, total, _ = _power_sums(session, everything, centre=0.0)
@@ -178,13 +163,12 @@ def _differing(reference: Reference | None, actor: MegatronEngine) -> str | None
     return next((name for name in found if name is not None), None)
 
 
-def _accumulate(totals: dict[str, float], sums: dict[str, float], num_tokens: int, num_parts: int) -> None:
+def _accumulate(metrics: dict[str, float], found: Totals, num_tokens: int, num_parts: int) -> None:
     """Add one minibatch: token sums become token means, averaged over the minibatches; maxima stay maxima."""
-    for name, value in sums.items():
-        if name == "loss":
-            totals["actor/loss"] = totals.get("actor/loss", 0.0) + value / num_parts
-        elif name.endswith("_max"):
-            totals[METRIC_NAMES[name]] = max(totals.get(METRIC_NAMES[name], value), value)
-        else:
-            metric = METRIC_NAMES[name]
-            totals[metric] = totals.get(metric, 0.0) + value / num_tokens / num_parts
+    for figure, value in found.sums.items():
+        metric = MEANS[figure]
+        share = value if figure == "loss" else value / num_tokens  # the loss is divided already
+        metrics[metric] = metrics.get(metric, 0.0) + share / num_parts
+    for figure, value in found.maxima.items():
+        metric = MAXIMA[figure]
+        metrics[metric] = max(metrics.get(metric, value), value)

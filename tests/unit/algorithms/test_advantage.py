@@ -64,8 +64,8 @@ def test_an_unknown_reward_has_no_part_in_its_group() -> None:
     assert rloo_advantages(rewards, groups).tolist() == [1.0, 0.0, -1.0, 0.0, 0.0]
     assert dr_grpo_advantages(rewards, groups).tolist() == [0.5, 0.0, -0.5, 0.0, 0.0]
     assert reinforce_pp_advantages(rewards, groups).tolist() == [1.0, 0.0, 0.0, 0.0, 5.0]
-    for function in ADVANTAGES.values():
-        assert function(torch.full((3,), NAN), torch.tensor([1, 1, 2])).tolist() == [0.0, 0.0, 0.0]
+    for advantage in ADVANTAGES.values():
+        assert advantage.function(torch.full((3,), NAN), torch.tensor([1, 1, 2])).tolist() == [0.0, 0.0, 0.0]
 
 
 @given(
@@ -74,8 +74,8 @@ def test_an_unknown_reward_has_no_part_in_its_group() -> None:
 @settings(max_examples=60, deadline=None)
 def test_equal_the_reference_in_any_order_of_the_batch(batch: list[tuple[float, int]]) -> None:
     rewards, groups = [r for r, _ in batch], [g for _, g in batch]
-    for name, function in ADVANTAGES.items():
-        got = function(torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups)).numpy()
+    for name, advantage in ADVANTAGES.items():
+        got = advantage.function(torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups)).numpy()
         numpy.testing.assert_allclose(got, reference(name, rewards, groups), rtol=1e-9, atol=1e-12)
 
 
@@ -83,7 +83,7 @@ def test_equal_the_reference_in_any_order_of_the_batch(batch: list[tuple[float, 
 @pytest.mark.parametrize("size", [1, 3, 5, 7])
 @pytest.mark.parametrize("value", [0.1, 0.7, 1 / 3, 1e6 + 0.1])
 def test_a_group_of_equal_rewards_gives_exactly_zero(name: str, size: int, value: float) -> None:
-    advantages = ADVANTAGES[name](torch.full((size,), value), torch.zeros(size, dtype=torch.int64))
+    advantages = ADVANTAGES[name].function(torch.full((size,), value), torch.zeros(size, dtype=torch.int64))
     assert advantages.tolist() == [0.0] * size
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from mega_rl.algorithms.advantage import power_sums, whiten, with_penalty_to_go
 from mega_rl.algorithms.correction import CORRECTIONS, LOG_WEIGHTS
 from mega_rl.algorithms.kl import KL_ESTIMATORS
-from mega_rl.algorithms.objective import MAX_SUFFIX, OBJECTIVES, PolicyObjective, SftObjective
+from mega_rl.algorithms.objective import OBJECTIVES, PolicyObjective, SftObjective
 from mega_rl.algorithms.reduce import REDUCTIONS, Denominators, sequence_mean
 from mega_rl.types import Microbatch, TokenStats
 
@@ -109,12 +109,13 @@ def run(
     losses: list[Tensor] = []
     metrics: dict[str, float] = {}
     for members, tail in zip(split, tails, strict=True):
-        loss, sums = objective(*batch.microbatch(members, tail), batch.denominators)
+        loss, figures = objective(*batch.microbatch(members, tail), batch.denominators)
         losses.append(loss)
-        for name, value in sums.items():
-            assert not value.requires_grad and value.ndim == 0
-            before = metrics.get(name, 0.0)
-            metrics[name] = max(before, value.item()) if name.endswith(MAX_SUFFIX) else before + value.item()
+        assert all(not x.requires_grad and x.ndim == 0 for x in (*figures.sums.values(), *figures.maxima.values()))
+        for name, value in figures.sums.items():
+            metrics[name] = metrics.get(name, 0.0) + value.item()
+        for name, value in figures.maxima.items():
+            metrics[f"{name}_max"] = max(metrics.get(f"{name}_max", 0.0), value.item())
     leaves = [leaf for leaf_of in batch.leaves for leaf in leaf_of.values()]
     total = torch.stack(losses).sum()
     gradients = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
@@ -256,13 +257,14 @@ def test_on_policy_step_has_ratio_one_and_the_policy_gradient(objective: str) ->
     batch = make_batch([6, 4], seed=1)
     stats, microbatch = batch.microbatch([0, 1], tail=2)
     num_tokens = batch.denominators.num_tokens
-    loss, sums = replace(PLAIN, objective=objective)(stats, microbatch.replace(old_logprobs=None), batch.denominators)
+    on_policy = microbatch.replace(old_logprobs=None)
+    loss, figures = replace(PLAIN, objective=objective)(stats, on_policy, batch.denominators)
     (gradient,) = torch.autograd.grad(loss, stats.logprobs)
     mask = microbatch.loss_mask
     assert microbatch.advantages is not None
     torch.testing.assert_close(gradient, -microbatch.advantages * mask / num_tokens, rtol=1e-12, atol=0)
-    assert sums["ratio"].item() == num_tokens and sums["ratio_max"].item() == 1.0
-    assert sums["ppo_kl"].item() == 0.0 and sums["clip_fraction"].item() == 0.0
+    assert figures.sums["ratio"].item() == num_tokens and figures.maxima["ratio"].item() == 1.0
+    assert figures.sums["ppo_kl"].item() == 0.0 and figures.sums["clip_fraction"].item() == 0.0
 
 
 def test_metrics_by_hand() -> None:
@@ -282,13 +284,14 @@ def test_metrics_by_hand() -> None:
         reference_logprobs=vector([9.0, half, half]),
     )
     stats = TokenStats(logprobs=vector([9.0, half, half], requires_grad=True), entropy=vector([9.0, 0.25, 0.5]))
-    _, sums = replace(PLAIN, importance_cap=1.75)(stats, microbatch, Denominators(2, 1, 4))
-    assert {name: value.item() for name, value in sums.items()} == pytest.approx(
+    _, figures = replace(PLAIN, importance_cap=1.75)(stats, microbatch, Denominators(2, 1, 4))
+    maxima = {name: value.item() for name, value in figures.maxima.items()}
+    assert maxima == pytest.approx({"ratio": 2.0, "rollout_logprob_abs_diff": 0.0}, abs=1e-6)
+    assert {name: value.item() for name, value in figures.sums.items()} == pytest.approx(
         {
             "pg_loss": 1.75 * -0.5 + 0.5 * 2.0,  # ratios 0.5 (good) and 2 (bad), neither clipped; weights 1.75 and 0.5
             "entropy": 0.75,
             "ratio": 2.5,
-            "ratio_max": 2.0,
             "ppo_kl": -half + half,
             "clip_fraction": 0.0,
             "dual_clip_fraction": 0.0,
@@ -297,7 +300,6 @@ def test_metrics_by_hand() -> None:
             "importance_bounded": 1.0,
             "rollout_kl": 0.0,
             "rollout_logprob_abs_diff": 0.0,
-            "rollout_logprob_abs_diff_max": 0.0,
         },
         abs=1e-6,
     )
@@ -332,7 +334,7 @@ def test_the_difference_from_the_engine_is_the_trainers_own_whatever_pi_old_is()
     batch = make_batch([6, 4], seed=2)
     stats, microbatch = batch.microbatch([0, 1], tail=0)
     assert microbatch.rollout_logprobs is not None
-    _, sums = PLAIN(stats, microbatch.replace(old_logprobs=microbatch.rollout_logprobs), batch.denominators)
+    _, figures = PLAIN(stats, microbatch.replace(old_logprobs=microbatch.rollout_logprobs), batch.denominators)
     difference = (microbatch.rollout_logprobs - stats.logprobs.detach())[microbatch.loss_mask != 0]
-    assert sums["rollout_kl"].item() == pytest.approx(difference.sum().item())
-    assert sums["rollout_logprob_abs_diff_max"].item() == pytest.approx(difference.abs().max().item()) != 0.0
+    assert figures.sums["rollout_kl"].item() == pytest.approx(difference.sum().item())
+    assert figures.maxima["rollout_logprob_abs_diff"].item() == pytest.approx(difference.abs().max().item()) != 0.0

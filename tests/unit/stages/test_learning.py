@@ -18,7 +18,7 @@ from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.rollout.collect import Group
 from mega_rl.stages.parts import building, gates, learning
 from mega_rl.stages.parts.gates import GateFailure, gates_of
-from mega_rl.types import Completion, Microbatch, Prompt, Score, TokenStats
+from mega_rl.types import Completion, Figures, Microbatch, Prompt, Score, TokenStats
 
 NAN = float("nan")
 REWARDS = {0: [1.0, 0.0, NAN, 0.5], 1: [0.0, 0.0, 1.0, NAN], 2: [NAN, NAN, NAN, 1.0]}  # prompt -> its samples'
@@ -42,13 +42,13 @@ class Actor:
     def token_stats(self, microbatches: Sequence[Microbatch]) -> list[TokenStats]:
         return [TokenStats(logprobs_of(m, 0.0) + self.off, torch.ones(m.num_tokens)) for m in microbatches]
 
-    def forward_backward(self, microbatches: list[Microbatch], loss_function: Any) -> list[dict[str, torch.Tensor]]:
+    def forward_backward(self, microbatches: list[Microbatch], loss_function: Any) -> list[Figures]:
         self.batches.append(microbatches)
         reports = []
         for microbatch in microbatches:
             logprobs = logprobs_of(microbatch, 0.0).requires_grad_()
-            loss, sums = loss_function(TokenStats(logprobs, torch.ones(microbatch.num_tokens)), microbatch)
-            reports.append({"loss": loss.detach(), **sums})
+            loss, figures = loss_function(TokenStats(logprobs, torch.ones(microbatch.num_tokens)), microbatch)
+            reports.append(Figures({"loss": loss.detach(), **figures.sums}, figures.maxima))
         return reports
 
     def optimizer_step(self, is_followed: bool) -> Any:

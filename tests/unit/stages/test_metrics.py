@@ -12,6 +12,7 @@ from mega_rl.errors import InputError
 from mega_rl.observe.metrics import match
 from mega_rl.rollout.collect import Group
 from mega_rl.stages.parts import learning, rollout_metrics, scoring
+from mega_rl.stages.parts.batches import Totals
 from mega_rl.stages.parts.progress import is_due
 from mega_rl.stages.parts.validation import Validator
 from mega_rl.types import Completion, Prompt, Sample, Score, UnknownReward
@@ -101,8 +102,8 @@ def test_validation_leaves_unknown_scores_out() -> None:
 
 def test_minibatches_average_and_maxima_stay_maxima() -> None:
     totals: dict[str, float] = {}
-    learning._accumulate(totals, {"loss": 1.0, "kl": 6.0, "ratio_max": 1.5}, num_tokens=3, num_parts=2)
-    learning._accumulate(totals, {"loss": 2.0, "kl": 5.0, "ratio_max": 1.25}, num_tokens=5, num_parts=2)
+    learning._accumulate(totals, Totals({"loss": 1.0, "kl": 6.0}, {"ratio": 1.5}), num_tokens=3, num_parts=2)
+    learning._accumulate(totals, Totals({"loss": 2.0, "kl": 5.0}, {"ratio": 1.25}), num_tokens=5, num_parts=2)
     assert totals == {"actor/loss": 1.5, "actor/kl": 1.5, "actor/ratio_max": 1.5}
 
 
