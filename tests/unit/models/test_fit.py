@@ -90,8 +90,8 @@ def test_layouts_that_fit(shape: ModelShape | None, sizes: dict[str, Any], world
             {"tensor": 2, "expert": 4, "pipeline": 2},
             8,
             [
-                "parallel.expert 4 x parallel.expert_tensor 2 does not divide the 4 processes of a pipeline stage: make "
-                "the product one of 1, 2, 4"
+                "parallel.expert 4 x parallel.expert_tensor 2 does not divide the 4 processes of a pipeline stage: "
+                "make the product one of 1, 2, 4"
             ],
         ),
         (
