@@ -39,7 +39,9 @@ from mega_rl.bridge.files.torch_dist import INDEX, read_torch_dist
 from mega_rl.bridge.files.torch_dist_layout import layout_chunks, smallest_layout
 from mega_rl.bridge.files.torch_dist_write import plan_torch_dist
 from mega_rl.bridge.mapping.megatron import padded_vocab_size
-from mega_rl.errors import InputError
+from mega_rl.config.schema import ParallelConfig
+from mega_rl.errors import InputError, input_error
+from mega_rl.models.fit import trainer_problems
 from mega_rl.models.shape import ModelShape, read_model_shape
 from mega_rl.parallel.layout import ParallelLayout
 
@@ -108,7 +110,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def open_huggingface(model: Path) -> Source:
-    shape, reader = read_model_shape(model), HFReader(model)
+    shape, reader = read_model_shape(model, key="--model"), HFReader(model)
     reader.check(shape)
     tensors = reader.stored(shape)
     return Source(shape, tensors, model, [model / file for file in tensors.files()])
@@ -124,7 +126,7 @@ def open_checkpoint(checkpoint: Path, model: Path | None) -> Source:
     metadata_dir = model or checkpoint / HUGGINGFACE
     if not metadata_dir.is_dir():
         raise InputError(f"--model: {checkpoint} has no {HUGGINGFACE} directory; name the model it was trained from")
-    shape = read_model_shape(metadata_dir)
+    shape = read_model_shape(metadata_dir, key="--model" if model else "--checkpoint")
     if is_ours:
         _check_model(checkpoint, shape, metadata_dir)
     tensors = read_torch_dist(checkpoint / WEIGHTS if is_ours else checkpoint, shape)
@@ -139,6 +141,22 @@ def _check_model(checkpoint: Path, shape: ModelShape, metadata_dir: Path) -> Non
                 f"{checkpoint} is of another model: {key} is {saved.get(key)!r} there and {value!r} in "
                 f"{metadata_dir / 'config.json'}; name the model it was trained from with --model"
             )
+
+
+def layout_for(shape: ModelShape, options: argparse.Namespace) -> ParallelLayout:
+    """The smallest layout of the given sizes; InputError if the model cannot be cut so."""
+    sizes = ParallelConfig(
+        tensor=options.tp,
+        pipeline=options.pp,
+        virtual_pipeline=options.vpp,
+        expert=options.ep,
+        expert_tensor=options.etp,
+        sequence=options.tp > 1,  # how a run is to set it does not matter to the files
+    )
+    found = trainer_problems(shape, sizes, world_size=None)
+    if found:
+        raise input_error("the layout of --tp, --pp, --vpp, --ep and --etp", found)
+    return smallest_layout(options.tp, options.pp, options.vpp, options.ep, options.etp)
 
 
 def plan_checkpoint(source: Source, dtypes: dict[str, torch.dtype], layout: ParallelLayout) -> Target:
@@ -208,8 +226,7 @@ def convert(options: argparse.Namespace) -> None:
     if options.command == "megatron-to-hf":
         target = plan_export(source, dtypes, int(options.max_shard_gib * GIB))
     else:
-        layout = smallest_layout(options.tp, options.pp, options.vpp, options.ep, options.etp)
-        target = plan_checkpoint(source, dtypes, layout)
+        target = plan_checkpoint(source, dtypes, layout_for(source.shape, options))
     # The seam for adapters: a merge is a Transform of the stream of Hugging Face blocks, whatever the two sides are.
     transform: Transform | None = None
     with Assembly(options.out, identity(options, source), target.images) as assembly:

@@ -12,11 +12,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mega_rl.config.algorithm import apply_preset
-from mega_rl.config.report import input_error
 from mega_rl.config.schema import AqnConfig, RunConfig
 from mega_rl.config.typed import Checker, build, unknown_key
 from mega_rl.config.yaml_text import parse_yaml
-from mega_rl.errors import InputError
+from mega_rl.errors import InputError, input_error
 
 ALIAS = "trainer.noise_injection"  # where the verl NPU guide writes what is ``aqn`` here
 _AQN_KEYS = frozenset(field.name for field in dataclasses.fields(AqnConfig))

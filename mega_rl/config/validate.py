@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from mega_rl.config.algorithm import algorithm_problems, sampling_problems
-from mega_rl.config.model_files import ModelShape, inspect_model
-from mega_rl.config.report import input_error
+from mega_rl.config.model import model_problems
 from mega_rl.config.rules import Rule, any_number, rules, text
 from mega_rl.config.schema import RunConfig
+from mega_rl.errors import input_error
+from mega_rl.models.files import tokenizer_problem, weights_problem
 
 DATA_SUFFIXES = (".jsonl", ".parquet")
 
@@ -27,28 +28,27 @@ def problems(config: RunConfig, world_size: int | None = None, has_files: bool =
 
     Args:
         config: read only; an ``sft`` run does not read rollout, bridge, algorithm, aqn and rewards: not checked.
-        world_size: number of processes; None where it is not known (a dry run), which leaves out what depends on it.
-        has_files: false where a run is only planned: nothing but the model's config.json is asked for.
+        world_size: number of processes; None if it is not known (a dry run), which leaves out what depends on it.
+        has_files: false if a run is only planned: nothing but the model's config.json is asked for.
     """
     assert world_size is None or world_size >= 1
     found = _Problems(config)
     is_rl = config.trainer.stage != "sft"
     for field, rule in rules(is_rl).items():
         found.check(field, rule)
-    shape = _model(found, has_files)
+    found.lines += model_problems(config, world_size, found.good)[1]
     if has_files:
+        _model_files(found)
         _data_files(found)
     _trainer(found)
     _optimizer(found)
     _memory(found)
-    _lengths(found, shape)
-    _trainer_layout(found, world_size, shape)
+    _overlap(found)
     _mindspeed(found)
     if is_rl:
         _rewards(found)
         _rollout_and_algorithm(found)
         _aqn(found)
-        _engine_layout(found, world_size, shape)
         _placement(found)
     return found.lines
 
@@ -87,17 +87,10 @@ def _shown(value: Any) -> str:
     return "null" if value is None else repr(value)
 
 
-def _divisors(number: int) -> str:
-    listed = [str(d) for d in range(1, number + 1) if number % d == 0]
-    return ", ".join(listed if len(listed) <= 8 else [*listed[:8], "..."])
-
-
-def _model(found: _Problems, has_files: bool) -> ModelShape | None:
-    if not found.good("model.path"):
-        return None
-    lines, shape = inspect_model(found.config.model.path, has_files)
-    found.lines.extend(lines)
-    return shape
+def _model_files(found: _Problems) -> None:
+    path = found.config.model.path
+    if found.good("model.path") and Path(path).is_dir():
+        found.lines += [line for line in (tokenizer_problem(path), weights_problem(path)) if line is not None]
 
 
 def _data_files(found: _Problems) -> None:
@@ -199,6 +192,12 @@ def _memory(found: _Problems) -> None:
         )
 
 
+def _overlap(found: _Problems) -> None:
+    parallel = found.config.parallel
+    if parallel.overlap_param_gather and not parallel.overlap_grad_reduce:
+        found.add("parallel.overlap_param_gather is True: set it to false, or parallel.overlap_grad_reduce to true too")
+
+
 def _mindspeed(found: _Problems) -> None:
     mindspeed = found.config.platform.mindspeed
     if mindspeed.mode == "off" and mindspeed.features:
@@ -207,108 +206,6 @@ def _mindspeed(found: _Problems) -> None:
             f"platform.mindspeed.features has {name!r}, but platform.mindspeed.mode is 'off': set it to auto, or "
             "remove the feature"
         )
-
-
-def _lengths(found: _Problems, shape: ModelShape | None) -> None:
-    data, budget = found.config.data, found.config.trainer.max_tokens_per_microbatch
-    if not found.good("data.max_prompt_length", "data.max_response_length"):
-        return
-    longest = data.max_prompt_length + data.max_response_length
-    lengths = f"data.max_prompt_length {data.max_prompt_length} + data.max_response_length {data.max_response_length}"
-    limit = shape.max_position_embeddings if shape else None
-    if limit is not None and longest > limit:
-        found.add(f"{lengths} is {longest} tokens: make the sum at most the model's max_position_embeddings, {limit}")
-    if found.good("trainer.max_tokens_per_microbatch") and budget < longest:
-        found.add(f"trainer.max_tokens_per_microbatch is {budget}: set it to at least the longest sequence, {longest}")
-
-
-def _trainer_layout(found: _Problems, world_size: int | None, shape: ModelShape | None) -> None:
-    parallel = found.config.parallel
-    sizes = ("tensor", "context", "pipeline", "virtual_pipeline", "expert", "expert_tensor")
-    if not found.good(*(f"parallel.{name}" for name in sizes)):
-        return
-    ranks = parallel.tensor * parallel.context * parallel.pipeline
-    if world_size is not None and world_size % ranks:
-        product = " x ".join(f"parallel.{name} {getattr(parallel, name)}" for name in sizes[:3])
-        fix = f"start a multiple of {ranks} processes, or make the product one of {_divisors(world_size)}"
-        found.add(f"{product} = {ranks} does not divide the world size {world_size}: {fix}")
-    elif world_size is not None:
-        _expert_ranks(found, world_size // parallel.pipeline)
-    if parallel.sequence and parallel.tensor == 1:
-        found.add("parallel.sequence is True: set it to false, or parallel.tensor to more than 1")
-    if parallel.virtual_pipeline is not None and parallel.pipeline == 1:
-        chunks = parallel.virtual_pipeline
-        found.add(f"parallel.virtual_pipeline is {chunks}: set it to null, or parallel.pipeline to more than 1")
-    if parallel.overlap_param_gather and not parallel.overlap_grad_reduce:
-        found.add("parallel.overlap_param_gather is True: set it to false, or parallel.overlap_grad_reduce to true too")
-    _sequence_lengths(found)
-    if shape is not None:
-        _model_layout(found, shape)
-
-
-def _expert_ranks(found: _Problems, ranks_per_stage: int) -> None:
-    parallel = found.config.parallel
-    expert_tensor = parallel.expert_tensor or parallel.tensor
-    if ranks_per_stage % (parallel.expert * expert_tensor):
-        product = f"parallel.expert {parallel.expert} x parallel.expert_tensor {expert_tensor}"
-        fix = f"make the product one of {_divisors(ranks_per_stage)}"
-        found.add(f"{product} does not divide the {ranks_per_stage} processes of a pipeline stage: {fix}")
-
-
-def _sequence_lengths(found: _Problems) -> None:
-    """Each sequence is cut into two parts per context-parallel rank."""
-    data, context = found.config.data, found.config.parallel.context
-    if context > 1 and found.good("data.max_prompt_length", "data.max_response_length"):
-        longest = data.max_prompt_length + data.max_response_length
-        if longest < 2 * context:
-            fix = f"set it to at most half of the longest sequence, {longest} tokens"
-            found.add(f"parallel.context is {context}: {fix}")
-
-
-def _model_layout(found: _Problems, shape: ModelShape) -> None:
-    parallel = found.config.parallel
-    for key in ("num_attention_heads", "num_key_value_heads"):
-        _divides(found, "parallel.tensor", parallel.tensor, key, getattr(shape, key))
-    if shape.num_experts is None:  # else the width of dense layers, which there may be none of
-        _divides(found, "parallel.tensor", parallel.tensor, "intermediate_size", shape.intermediate_size)
-    if parallel.virtual_pipeline is None:
-        _divides(found, "parallel.pipeline", parallel.pipeline, "num_hidden_layers", shape.num_hidden_layers)
-    elif shape.num_hidden_layers % (parallel.pipeline * parallel.virtual_pipeline):
-        product = f"parallel.pipeline {parallel.pipeline} x parallel.virtual_pipeline {parallel.virtual_pipeline}"
-        fix = f"make the product a divisor of {shape.num_hidden_layers}"
-        found.add(f"{product} does not divide the model's num_hidden_layers: {fix}")
-    if shape.num_experts is not None:
-        _divides(found, "parallel.expert", parallel.expert, "number of experts", shape.num_experts)
-        if parallel.tensor > 1 and not parallel.sequence:
-            fix = f"set it to true, which experts need with parallel.tensor {parallel.tensor}"
-            found.add(f"parallel.sequence is False: {fix}")
-        return
-    if parallel.expert > 1:
-        found.add(f"parallel.expert is {parallel.expert}, but the model has no experts: set it to 1")
-    if parallel.expert_tensor is not None:
-        found.add(f"parallel.expert_tensor is {parallel.expert_tensor}, but the model has no experts: set it to null")
-
-
-def _divides(found: _Problems, field: str, value: int, key: str, size: int | None) -> None:
-    if size is not None and size % value:
-        found.add(f"{field} is {value}, which does not divide the model's {key}: set it to a divisor of {size}")
-
-
-def _engine_layout(found: _Problems, world_size: int | None, shape: ModelShape | None) -> None:
-    field, tensor = "rollout.tensor_parallel_size", found.config.rollout.tensor_parallel_size
-    if not found.good(field):
-        return
-    if world_size is not None and found.config.rollout.placement == "colocated" and world_size % tensor:
-        fix = f"set it to one of {_divisors(world_size)}"
-        found.add(f"{field} is {tensor}, which does not divide the world size {world_size}: {fix}")
-    if shape is None:
-        return
-    for key in ("num_attention_heads", "intermediate_size"):
-        _divides(found, field, tensor, key, getattr(shape, key))
-    groups = shape.num_key_value_heads
-    if groups % tensor and tensor % groups:  # the engine repeats key/value heads where it has more ranks than heads
-        fix = f"set it to a divisor or a multiple of the model's num_key_value_heads, {groups}"
-        found.add(f"{field} is {tensor}: {fix}")
 
 
 def _placement(found: _Problems) -> None:

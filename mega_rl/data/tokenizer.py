@@ -10,10 +10,9 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mega_rl.errors import InputError
+from mega_rl.models.files import tokenizer_problem
 
 Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": ...}
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
 def load_tokenizer(model_path: str) -> PreTrainedTokenizerBase:
@@ -28,8 +27,9 @@ def load_tokenizer(model_path: str) -> PreTrainedTokenizerBase:
     if not directory.is_dir():
         raise InputError(f"model.path: {model_path} is no directory; give a downloaded Hugging Face model directory")
     # Without this check transformers builds an empty tokenizer from config.json alone.
-    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
-        raise InputError(f"model.path: {model_path} has no tokenizer.json; copy the tokenizer files of the model there")
+    problem = tokenizer_problem(directory)
+    if problem is not None:
+        raise InputError(problem)
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
     except Exception as error:  # the tokenizers library raises bare Exception for a malformed tokenizer.json

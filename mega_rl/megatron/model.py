@@ -21,12 +21,13 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from mega_rl.bridge.mapping.megatron import check_parallel, padded_vocab_size
+from mega_rl.bridge.mapping.megatron import padded_vocab_size
 from mega_rl.config.schema import MemoryConfig, ParallelConfig
 from mega_rl.megatron.attention import PackedSequences
 from mega_rl.megatron.families import config_class, family_settings, layer_specs
 from mega_rl.megatron.logprob import VocabularyShard, token_logprobs
 from mega_rl.megatron.recompute import recompute_settings
+from mega_rl.models.fit import trainer_problems
 from mega_rl.models.shape import ModelShape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -92,12 +93,9 @@ def inverse_frequencies(shape: ModelShape) -> Tensor:
 def transformer_config(
     shape: ModelShape, parallel: ParallelConfig, dtype: torch.dtype, recompute: dict[str, Any]
 ) -> TransformerConfig:
-    """Megatron's configuration of one model; the fused kernels that need TransformerEngine or apex are off.
-
-    Raises:
-        InputError: the family cannot be laid out so.
-    """
-    check_parallel(shape, parallel)
+    """Megatron's configuration of one model; the fused kernels that need TransformerEngine or apex are off."""
+    misfits = trainer_problems(shape, parallel, world_size=None)
+    assert not misfits, misfits
     settings: dict[str, Any] = dict(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,

@@ -2,29 +2,72 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from mega_rl.errors import InputError
+PLACEHOLDER = 1  # what a reading returns for a value that is bad; no shape is made of it
 
 
-def positive_integer(config: Mapping[str, Any], key: str, where: str) -> int:
-    """The value of ``key``; InputError, in which ``where`` names the file, unless it is an integer >= 1."""
-    value = config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InputError(f"{where}: {key} is {value!r}; it must be a positive integer")
-    return value
+class ConfigValues:
+    """The values of one config.json; whatever is wrong with them is collected as sentences in ``problems``.
 
+    Reading goes on after a bad value, so that a user sees all of them at once. A condition between several values asks
+    ``good`` first, or it would complain about placeholders.
+    """
 
-def positive_number(config: Mapping[str, Any], key: str, default: float, where: str) -> float:
-    """The value of ``key`` or the default; InputError unless it is a number > 0."""
-    value = config.get(key, default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-        raise InputError(f"{where}: {key} is {value!r}; it must be a positive number")
-    return float(value)
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        """``where`` names the file in the sentences."""
+        self.values = values
+        self.where = where
+        self.problems: list[str] = []
+        self._bad: set[str] = set()
 
+    def get(self, key: str, default: Any = None) -> Any:
+        """The unchecked value of ``key``; the default if the file has none."""
+        return self.values.get(key, default)
 
-def refuse_unless(config: Mapping[str, Any], key: str, supported: Any, where: str) -> None:
-    """InputError where ``key`` is there and not the one value that is supported."""
-    if config.get(key, supported) != supported:
-        raise InputError(f"{where}: {key} is {config[key]!r}; only {supported!r} is supported")
+    def good(self, *keys: str) -> bool:
+        """Whether none of these keys has been complained about so far."""
+        return self._bad.isdisjoint(keys)
+
+    def add(self, sentence: str, *keys: str) -> None:
+        """A problem of these keys."""
+        self.problems.append(f"{self.where}: {sentence}")
+        self._bad.update(keys)
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """The value of ``key`` or the default: an integer >= 1."""
+        value = self.get(key, default)
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+            return value
+        self.add(f"{key} is {value!r}; it must be a positive integer", key)
+        return PLACEHOLDER
+
+    def number(self, key: str, default: float) -> float:
+        """The value of ``key`` or the default: a finite number > 0."""
+        value = self.get(key, default)
+        if isinstance(value, int | float) and not isinstance(value, bool) and value > 0 and math.isfinite(value):
+            return float(value)
+        self.add(f"{key} is {value!r}; it must be a positive number", key)
+        return PLACEHOLDER
+
+    def flag(self, key: str) -> bool:
+        """The value of ``key``, false if there is none."""
+        value = self.get(key)
+        if value is not None and not isinstance(value, bool):
+            self.add(f"{key} is {value!r}; it must be true or false", key)
+        return bool(value)
+
+    def section(self, key: str) -> Mapping[str, Any]:
+        """The JSON object at ``key``, empty if there is none."""
+        value = self.get(key) or {}
+        if isinstance(value, Mapping):
+            return value
+        self.add(f"{key} is {value!r}; it must be a JSON object or null", key)
+        return {}
+
+    def require(self, key: str, supported: Any) -> None:
+        """Complains if ``key`` is there and not the one value that is supported."""
+        if self.get(key, supported) != supported:
+            self.add(f"{key} is {self.get(key)!r}; only {supported!r} is supported", key)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from mega_rl.models.config_values import positive_integer, refuse_unless
+from mega_rl.models.config_values import ConfigValues
 
 DEFAULT_Q_RANK = 1536  # transformers'; only an explicit null leaves queries whole
 LATENT_NORM_EPS = 1e-6  # transformers' latent norms have it whatever rms_norm_eps says
@@ -27,18 +25,18 @@ class LatentAttention:
         return self.nope_dim + self.rope_dim
 
 
-def read_latent(config: Mapping[str, Any], where: str) -> LatentAttention:
-    """InputError for what is malformed or unsupported."""
-    refuse_unless(config, "rope_interleave", True, where)
-    refuse_unless(config, "rms_norm_eps", LATENT_NORM_EPS, where)
-    if config.get("num_key_value_heads") is not None:
-        heads = positive_integer(config, "num_attention_heads", where)
-        refuse_unless(config, "num_key_value_heads", heads, where)
-    queries = {"q_lora_rank": DEFAULT_Q_RANK, **config}
+def read_latent(config: ConfigValues) -> LatentAttention:
+    """What is malformed or unsupported is in ``config.problems`` afterwards."""
+    config.require("rope_interleave", True)
+    config.require("rms_norm_eps", LATENT_NORM_EPS)
+    heads = config.get("num_attention_heads")
+    if config.get("num_key_value_heads") is not None and config.good("num_attention_heads", "num_key_value_heads"):
+        config.require("num_key_value_heads", heads)
+    has_whole_queries = config.get("q_lora_rank", DEFAULT_Q_RANK) is None
     return LatentAttention(
-        q_rank=None if queries["q_lora_rank"] is None else positive_integer(queries, "q_lora_rank", where),
-        kv_rank=positive_integer(config, "kv_lora_rank", where),
-        nope_dim=positive_integer(config, "qk_nope_head_dim", where),
-        rope_dim=positive_integer(config, "qk_rope_head_dim", where),
-        value_dim=positive_integer(config, "v_head_dim", where),
+        q_rank=None if has_whole_queries else config.integer("q_lora_rank", DEFAULT_Q_RANK),
+        kv_rank=config.integer("kv_lora_rank"),
+        nope_dim=config.integer("qk_nope_head_dim"),
+        rope_dim=config.integer("qk_rope_head_dim"),
+        value_dim=config.integer("v_head_dim"),
     )

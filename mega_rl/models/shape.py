@@ -1,16 +1,20 @@
-"""What the bridge and the trainer need to know of a model, read from its Hugging Face config.json."""
+"""What the bridge and the trainer need to know of a model, read from its Hugging Face config.json.
+
+The only reader of that file: a dry run, a run, the planner and the converter refuse the same models with the same
+sentences.
+"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mega_rl.errors import InputError
-from mega_rl.models.config_values import positive_integer, positive_number, refuse_unless
+from mega_rl.errors import InputError, input_error
+from mega_rl.models.config_values import ConfigValues
+from mega_rl.models.files import CONFIG_FILE, read_config
 from mega_rl.models.latent import LatentAttention, read_latent
 from mega_rl.models.mixture import Mixture, read_deepseek_mixture, read_qwen_mixture
 
@@ -23,13 +27,14 @@ class Family:
     qkv_bias: bool = False
     qk_norm: bool = False
     free_head_dim: bool = True  # false: head_dim is always hidden_size / num_attention_heads
-    default_head_dim: int | None = None  # where config.json has none; None: hidden_size / num_attention_heads
+    default_head_dim: int | None = None  # if config.json has none; None: hidden_size / num_attention_heads
     # How a sliding window is switched on: by_layer (use_sliding_window, from max_window_layers on) | all_layers
-    # (use_sliding_window) | always (sliding_window alone).
+    # (use_sliding_window) | always (sliding_window itself).
     window: str = "by_layer"
-    default_window: int | None = None  # tokens, where config.json has no sliding_window
-    mixture: Callable[[Mapping[str, Any], str], Mixture] | None = None  # reads the experts; None: all layers are dense
-    latent: Callable[[Mapping[str, Any], str], LatentAttention] | None = None  # None: grouped-query attention
+    default_window: int | None = None  # tokens, if config.json has no sliding_window
+    mixture: Callable[[ConfigValues], Mixture] | None = None  # reads the experts; None: all layers are dense
+    latent: Callable[[ConfigValues], LatentAttention] | None = None  # None: grouped-query attention
+    decoder: str = "model"  # what the checkpoint's names of the decoder's tensors begin with
 
 
 FAMILIES: dict[str, Family] = {
@@ -45,6 +50,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "DeepseekV3ForCausalLM": Family("deepseek_v3", mixture=read_deepseek_mixture, latent=read_latent),
 }
+BY_NAME = {family.name: family for family in FAMILIES.values()}
 LLAMA3_ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
@@ -70,11 +76,16 @@ class ModelShape:
     mixture: Mixture | None = None  # None: every layer is dense
     latent: LatentAttention | None = None  # None: grouped-query attention; else head_dim is that of queries and keys
 
+    @property
+    def decoder(self) -> str:
+        """What the checkpoint's names of the decoder's tensors begin with; the same for all models of a family."""
+        return BY_NAME[self.family].decoder
+
     def has_experts(self, layer: int) -> bool:
         return self.mixture is not None and layer in self.mixture.layers
 
     def like_layers(self, layers: Sequence[int]) -> list[tuple[int, ...]]:
-        """The layers without experts and those with, where there are any: layers of one kind have the same tensors."""
+        """The layers without experts and those with, if there are any: layers of one kind have the same tensors."""
         kinds = (tuple(i for i in layers if self.has_experts(i) == has_experts) for has_experts in (False, True))
         return [kind for kind in kinds if kind]
 
@@ -96,77 +107,85 @@ class ModelShape:
         return self.num_kv_heads * self.head_dim
 
 
-def read_model_shape(model_dir: str | Path) -> ModelShape:
-    """The shape that ``model_dir/config.json`` describes; InputError for what is missing, malformed or unsupported."""
-    return parse_config(read_config(model_dir), str(Path(model_dir) / "config.json"))
+def inspect_model(model_dir: str | Path, key: str = "model.path") -> tuple[ModelShape | None, list[str]]:
+    """The shape that ``model_dir/config.json`` describes, or None and a sentence for everything wrong with the file.
 
-
-def read_config(model_dir: str | Path) -> dict[str, Any]:
-    """The parsed ``model_dir/config.json``; InputError where it is missing or malformed."""
-    path = Path(model_dir) / "config.json"
-    if not Path(model_dir).is_dir():
-        raise InputError(f"model.path: {model_dir} is not a directory; give a Hugging Face model directory")
-    if not path.is_file():
-        raise InputError(f"model.path: {path} is missing; give a directory with a Hugging Face config.json")
+    Args:
+        key: who named the directory, a key of the configuration or an option, for the sentences.
+    """
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"model.path: {path} is not valid JSON ({error}); copy the model again") from error
-    if not isinstance(config, dict):
-        raise InputError(f"model.path: {path} holds no JSON object; copy the model again")
-    return config
+        config = read_config(model_dir, key)
+    except InputError as error:
+        return None, [str(error)]
+    return inspect_config(config, f"{Path(model_dir) / CONFIG_FILE} (of {key})")
+
+
+def read_model_shape(model_dir: str | Path, key: str = "model.path") -> ModelShape:
+    """As ``inspect_model``; InputError with all the sentences instead of None."""
+    return _shape_or_error(*inspect_model(model_dir, key))
 
 
 def parse_config(config: Mapping[str, Any], where: str) -> ModelShape:
-    """As ``read_model_shape`` from the parsed JSON; ``where`` names it in messages."""
-    family = _family(config, where)
-    _refuse_unsupported(config, family, where)
-    hidden, heads = (
-        positive_integer(config, "hidden_size", where),
-        positive_integer(config, "num_attention_heads", where),
-    )
-    kv_heads = (
-        heads if config.get("num_key_value_heads") is None else positive_integer(config, "num_key_value_heads", where)
-    )
-    if heads % kv_heads:
-        raise InputError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    theta, scaling = _rope(config, where)
-    latent = family.latent(config, where) if family.latent else None
-    return ModelShape(
+    """As ``read_model_shape`` from the parsed JSON; ``where`` names it in the sentences."""
+    return _shape_or_error(*inspect_config(config, where))
+
+
+def _shape_or_error(shape: ModelShape | None, problems: list[str]) -> ModelShape:
+    if shape is None:
+        raise input_error("unusable model", problems)
+    return shape
+
+
+def inspect_config(config: Mapping[str, Any], where: str) -> tuple[ModelShape | None, list[str]]:
+    """As ``inspect_model`` from the parsed JSON; ``where`` names it in the sentences."""
+    values = ConfigValues(config, where)
+    family = _family(values)
+    if family is None:  # nothing is known of its other keys
+        return None, values.problems
+    _unsupported(values, family)
+    heads, kv_heads = _heads(values)
+    num_layers, hidden = values.integer("num_hidden_layers"), values.integer("hidden_size")
+    positions = values.integer("max_position_embeddings")
+    _window(values, family)
+    theta, scaling = _rope(values)
+    latent = family.latent(values) if family.latent else None
+    shape = ModelShape(
         family=family.name,
-        num_layers=positive_integer(config, "num_hidden_layers", where),
+        num_layers=num_layers,
         hidden_size=hidden,
-        ffn_size=positive_integer(config, "intermediate_size", where),
+        ffn_size=values.integer("intermediate_size"),
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=latent.key_dim if latent else _head_dim(config, family, hidden, heads, where),
-        vocab_size=positive_integer(config, "vocab_size", where),
-        tied=bool(config.get("tie_word_embeddings", False)),
+        head_dim=latent.key_dim if latent else _head_dim(values, family, hidden, heads),
+        vocab_size=values.integer("vocab_size"),
+        tied=values.flag("tie_word_embeddings"),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
-        norm_eps=positive_number(config, "rms_norm_eps", 1e-6, where),
+        norm_eps=values.number("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
-        max_position_embeddings=positive_integer(config, "max_position_embeddings", where),
-        mixture=family.mixture(config, where) if family.mixture else None,
+        max_position_embeddings=positions,
+        mixture=family.mixture(values) if family.mixture else None,
         latent=latent,
     )
+    return (None if values.problems else shape), values.problems
 
 
-def _family(config: Mapping[str, Any], where: str) -> Family:
-    names = config.get("architectures") or []
-    architecture = names[0] if isinstance(names, list) and names else None
-    if architecture not in FAMILIES:
-        raise InputError(
-            f"{where}: architectures is {architecture or 'missing'}; supported are {', '.join(sorted(FAMILIES))}"
-        )
-    return FAMILIES[architecture]
+def _family(config: ConfigValues) -> Family | None:
+    """By the first architecture, the only one that transformers and vLLM look at too."""
+    names = config.get("architectures")
+    first = names[0] if isinstance(names, list) and names else None
+    if isinstance(first, str) and first in FAMILIES:
+        return FAMILIES[first]
+    supported = ", ".join(sorted(FAMILIES))
+    config.add(f"architectures is {names!r}, of which the first counts: choose a model of {supported}")
+    return None
 
 
-def _refuse_unsupported(config: Mapping[str, Any], family: Family, where: str) -> None:
-    refuse_unless(config, "hidden_act", "silu", where)
+def _unsupported(config: ConfigValues, family: Family) -> None:
+    config.require("hidden_act", "silu")
     if family.qkv_bias:
-        refuse_unless(config, "qkv_bias", True, where)
+        config.require("qkv_bias", True)
     for key, fix in (
         ("attention_bias", "a bias on the attention output is not supported"),
         ("mlp_bias", "a bias in the MLP is not supported"),
@@ -174,61 +193,91 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family, where: str) -
         ("output_router_logits", "no stage trains with the routers' auxiliary loss that it asks for; set it to false"),
     ):
         if config.get(key):
-            raise InputError(f"{where}: {key} is {config[key]!r}; {fix}")
-    if _has_window(config, family):
-        raise InputError(
-            f"{where}: a sliding attention window is in use; only full attention is supported, so where no sequence is "
-            "longer than the window, switch it off in a copy of the file"
+            config.add(f"{key} is {config.get(key)!r}; {fix}", key)
+
+
+def _heads(config: ConfigValues) -> tuple[int, int]:
+    """Of the queries, and of keys and values: as many if the file does not say."""
+    heads = config.integer("num_attention_heads")
+    if config.get("num_key_value_heads") is None:
+        return heads, heads
+    kv_heads = config.integer("num_key_value_heads")
+    if config.good("num_attention_heads", "num_key_value_heads") and heads % kv_heads:
+        config.add(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    return heads, kv_heads
+
+
+def _window(config: ConfigValues, family: Family) -> None:
+    """Complains if a layer attends to fewer tokens than the model takes."""
+    kinds = config.get("layer_types")
+    if kinds is not None and not isinstance(kinds, list):
+        config.add(f"layer_types is {kinds!r}; it must be a list of kinds of attention", "layer_types")
+    elif _has_window(config, family) if kinds is None else any(kind != "full_attention" for kind in kinds):
+        config.add(
+            "a sliding attention window is in use; only full attention is supported, so if no sequence is longer than "
+            "the window, switch it off in a copy of the file"
         )
 
 
-def _has_window(config: Mapping[str, Any], family: Family) -> bool:
-    """Whether a layer attends to fewer tokens than the model takes."""
-    layer_types = config.get("layer_types")
-    if layer_types is not None:
-        return any(kind != "full_attention" for kind in layer_types)
-    window = config.get("sliding_window", family.default_window)
-    if family.window == "always":
-        return window is not None and window < config.get("max_position_embeddings", 0)
-    if not config.get("use_sliding_window") or window is None:
+def _has_window(config: ConfigValues, family: Family) -> bool:
+    keys = ("sliding_window", "max_window_layers", "num_hidden_layers", "max_position_embeddings")
+    if family.window != "always" and not config.get("use_sliding_window"):
         return False
-    first = (config.get("max_window_layers") or 0) if family.window == "by_layer" else 0
-    return bool(first < config.get("num_hidden_layers", 0))
+    if config.get("sliding_window", family.default_window) is None:
+        return False
+    window = config.integer("sliding_window", family.default_window)
+    first = config.get("max_window_layers") or 0
+    if not isinstance(first, int):
+        config.add(f"max_window_layers is {first!r}; it must be a number of layers", "max_window_layers")
+    if not config.good(*keys):
+        return False
+    if family.window == "always":
+        return window < int(config.get("max_position_embeddings"))
+    return family.window == "all_layers" or first < int(config.get("num_hidden_layers"))
 
 
-def _head_dim(config: Mapping[str, Any], family: Family, hidden: int, heads: int, where: str) -> int:
+def _head_dim(config: ConfigValues, family: Family, hidden: int, heads: int) -> int:
+    is_known = config.good("hidden_size", "num_attention_heads")
     if config.get("head_dim") is not None:
-        head_dim = positive_integer(config, "head_dim", where)
-        if not family.free_head_dim and head_dim * heads != hidden:
-            raise InputError(
-                f"{where}: head_dim {head_dim} x num_attention_heads {heads} is not hidden_size {hidden}, "
-                f"which {family.name} needs"
+        head_dim = config.integer("head_dim")
+        if not family.free_head_dim and is_known and config.good("head_dim") and head_dim * heads != hidden:
+            config.add(
+                f"head_dim {head_dim} x num_attention_heads {heads} is not hidden_size {hidden}, which {family.name} "
+                "needs"
             )
         return head_dim
     if family.default_head_dim is not None:
         return family.default_head_dim
-    if hidden % heads:
-        raise InputError(f"{where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    if is_known and hidden % heads:
+        config.add(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
     return hidden // heads
 
 
-def _rope(config: Mapping[str, Any], where: str) -> tuple[float, dict[str, Any] | None]:
+def _rope(config: ConfigValues) -> tuple[float, dict[str, Any] | None]:
     """theta and scaling, from rope_parameters (transformers 5) or rope_theta and rope_scaling (transformers 4)."""
-    merged = {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {})}
-    merged.update(config.get("rope_parameters") or {})
-    theta = merged.get("rope_theta")
-    theta = 10000.0 if theta is None else positive_number(merged, "rope_theta", 0.0, where)
-    kind = merged.get("rope_type", merged.get("type", "default"))
-    for source in (config, merged):
-        if source.get("partial_rotary_factor") not in (None, 1, 1.0):
-            raise InputError(f"{where}: partial_rotary_factor is not 1; only full rotary embedding is supported")
+    given = {"rope_theta": config.get("rope_theta"), **config.section("rope_scaling")}
+    given |= config.section("rope_parameters")
+    rope = ConfigValues(given, config.where)
+    theta = 10000.0 if rope.get("rope_theta") is None else rope.number("rope_theta", 0.0)
+    scaling = _rope_scaling(rope)
+    if any(source.get("partial_rotary_factor") not in (None, 1) for source in (config, rope)):
+        rope.add("partial_rotary_factor is not 1; only full rotary embedding is supported")
+    config.problems += rope.problems
+    return theta, scaling
+
+
+def _rope_scaling(rope: ConfigValues) -> dict[str, Any] | None:
+    """None for plain rotary embedding."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
-        return theta, None
+        return None
     if kind != "llama3":
-        raise InputError(f"{where}: rope type {kind!r} is not supported; supported are default and llama3")
-    missing = [key for key in LLAMA3_ROPE_KEYS if key not in merged]
+        rope.add(f"rope type {kind!r} is not supported; supported are default and llama3")
+        return None
+    missing = [key for key in LLAMA3_ROPE_KEYS if key not in rope.values]
     if missing:
-        raise InputError(f"{where}: rope type llama3 lacks {', '.join(missing)}")
+        rope.add(f"rope type llama3 lacks {', '.join(missing)}")
+        return None
     for key in LLAMA3_ROPE_KEYS:
-        positive_number(merged, key, 0.0, where)
-    return theta, {"rope_type": "llama3", **{key: merged[key] for key in LLAMA3_ROPE_KEYS}}
+        rope.number(key, 0.0)
+    return {"rope_type": "llama3", **{key: rope.get(key) for key in LLAMA3_ROPE_KEYS}}

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mega_rl.config.schema import ParallelConfig
-from mega_rl.errors import InputError
 
 
 class Coordinates(NamedTuple):
@@ -56,7 +55,7 @@ class ParallelLayout:
 
     @classmethod
     def of(cls, parallel: ParallelConfig, world_size: int) -> ParallelLayout:
-        """The layout that a configuration asks for; InputError as in ``create``."""
+        """The layout that a configuration asks for; whether it fits, ``models.fit.trainer_problems`` has answered."""
         return cls.create(
             world_size,
             parallel.tensor,
@@ -84,41 +83,17 @@ class ParallelLayout:
         Args:
             expert_tensor: None: as ``tensor`` (for models without experts that means nothing).
             virtual_pipeline: model chunks per rank; None: one.
-
-        Raises:
-            InputError: the sizes do not fit the world or each other.
         """
-        sizes = {"tensor": tensor, "pipeline": pipeline, "context": context, "expert": expert}
-        sizes |= {"expert_tensor": expert_tensor or tensor, "virtual_pipeline": virtual_pipeline or 1}
-        for name, size in sizes.items():
-            if size < 1:
-                raise InputError(f"parallel.{name} is {size}; set it to 1 or more.")
-        ranks = tensor * context * pipeline
-        if world_size < 1 or world_size % ranks:
-            raise InputError(
-                f"parallel.tensor * parallel.context * parallel.pipeline = {tensor} * {context} * {pipeline} = {ranks} "
-                f"does not divide the {world_size} processes started; change these keys or torchrun's --nproc-per-node."
-            )
-        per_stage = world_size // pipeline
-        if per_stage % (sizes["expert"] * sizes["expert_tensor"]):
-            raise InputError(
-                f"parallel.expert * parallel.expert_tensor = {expert} * {sizes['expert_tensor']} does not divide the "
-                f"{per_stage} processes of a pipeline stage; change one of these keys."
-            )
-        if sizes["virtual_pipeline"] > 1 and pipeline == 1:
-            raise InputError(
-                f"parallel.virtual_pipeline is {virtual_pipeline}, which needs stages to go round; set it to null, or "
-                "parallel.pipeline to 2 or more."
-            )
+        assert min(tensor, context, pipeline) >= 1, (tensor, context, pipeline)
         return cls(
             world_size,
             tensor,
             pipeline,
-            data=world_size // ranks,
+            data=world_size // (tensor * context * pipeline),
             context=context,
             expert=expert,
-            expert_tensor=sizes["expert_tensor"],
-            num_chunks=sizes["virtual_pipeline"],
+            expert_tensor=expert_tensor or tensor,
+            num_chunks=virtual_pipeline or 1,
         )
 
     @property
@@ -183,13 +158,7 @@ class ParallelLayout:
         The stages hold consecutive layers; with several chunks per rank the stages are gone through once per chunk.
         """
         assert 0 <= pipeline_rank < self.pipeline and 0 <= chunk < self.num_chunks, (pipeline_rank, chunk, self)
-        if num_layers % (self.pipeline * self.num_chunks):
-            names, sizes = "parallel.pipeline", str(self.pipeline)
-            if self.num_chunks > 1:
-                names, sizes = f"{names} * parallel.virtual_pipeline", f"{self.pipeline} * {self.num_chunks}"
-            raise InputError(
-                f"{names} = {sizes} does not divide the model's {num_layers} layers; choose a divisor of {num_layers}."
-            )
+        assert num_layers % (self.pipeline * self.num_chunks) == 0, (num_layers, self)
         per_chunk = num_layers // (self.pipeline * self.num_chunks)
         first = (chunk * self.pipeline + pipeline_rank) * per_chunk
         return range(first, first + per_chunk)
@@ -204,11 +173,7 @@ class EngineLayout:
 
     def __post_init__(self) -> None:
         size = self.tensor_parallel_size
-        if size < 1 or self.world_size < 1 or self.world_size % size:
-            raise InputError(
-                f"rollout.tensor_parallel_size = {size} does not divide the {self.world_size} processes started; "
-                "set it to a divisor."
-            )
+        assert size >= 1 and self.world_size >= 1 and self.world_size % size == 0, self
 
     @property
     def num_replicas(self) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mega_rl.bridge.mapping.vllm import engine_vocab_size, vllm_series
+from mega_rl.bridge.mapping.vllm import vllm_series
 from mega_rl.bridge.slices import num_elements
 from mega_rl.config.schema import RunConfig
+from mega_rl.models.fit import engine_vocab_size
 from mega_rl.models.shape import ModelShape
 from mega_rl.planning.state import ITEM_BYTES
 from mega_rl.platform.operators.memory import OPERATOR_MEMORY

@@ -9,9 +9,9 @@ from math import prod
 
 import numpy as np
 
-from mega_rl.bridge.mapping.megatron import check_parallel, rank_series
+from mega_rl.bridge.mapping.megatron import rank_series
 from mega_rl.bridge.mapping.tensors import full_series, hf_tensors
-from mega_rl.bridge.mapping.vllm import check_engine, vllm_series
+from mega_rl.bridge.mapping.vllm import vllm_series
 from mega_rl.bridge.reshard.plan import compile_plan
 from mega_rl.bridge.series import Series
 from mega_rl.config.schema import RunConfig
@@ -128,14 +128,12 @@ def make_plan(config: RunConfig, shape: ModelShape, machine: Machine, with_sync:
         with_sync: also compile the plan of the weight sync, which for hundreds of ranks takes seconds.
 
     Raises:
-        InputError: the configuration, or the model at this layout, could not be trained.
+        InputError: the configuration, or its model at this layout, could not be trained.
     """
     validate(config, machine.num_devices, has_files=False)
     layout = ParallelLayout.of(config.parallel, machine.num_devices)
-    check_parallel(shape, config.parallel)
     engine = sync = None
     if config.trainer.stage == "rl" and config.rollout.replay is None:
-        check_engine(shape, config.rollout.tensor_parallel_size)
         is_here = config.rollout.placement == "colocated"
         size = config.rollout.tensor_parallel_size
         num_engines = EngineLayout(machine.num_devices, size).num_replicas if is_here else config.rollout.num_engines

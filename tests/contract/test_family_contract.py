@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from mega_rl.bridge.mapping.vllm import full_slices, vllm_slices
 from mega_rl.bridge.reshard.plan import compile_plan
 from mega_rl.bridge.slices import Slice, indices, whole_box
 from mega_rl.errors import InputError
+from mega_rl.models.fit import engine_problems, expert_problems, tensor_problems
 from mega_rl.models.shape import FAMILIES, ModelShape, read_model_shape
 from tests import launch
 from tests.contract import families
@@ -147,8 +149,11 @@ def test_engine_slices_are_exact_both_ways(family: str, tp: int, models: Path) -
 
 
 def test_a_family_that_the_engine_writer_does_not_know(models: Path) -> None:
-    with pytest.raises(InputError, match="trainer.stage.*deepseek_v3.*sft"):
-        vllm_slices(read_model_shape(models / "deepseek_v3"), 1, 0)
+    shape = read_model_shape(models / "deepseek_v3")
+    (line,) = engine_problems(shape, 1)
+    assert re.search("trainer.stage.*deepseek_v3.*sft", line)
+    with pytest.raises(AssertionError, match="trainer.stage.*deepseek_v3.*sft"):
+        vllm_slices(shape, 1, 0)
 
 
 def test_an_engine_that_holds_its_weights_otherwise(models: Path) -> None:
@@ -186,16 +191,23 @@ def test_an_engine_that_holds_its_weights_otherwise(models: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "sizes", "words"),
     [
-        ("qwen3", (1, 2, 1), "parallel.expert: 2, but the model has no experts"),
-        ("qwen3_moe", (1, 3, 1), "parallel.expert: 3 does not divide the model's number of experts 8"),
-        ("qwen3_moe", (1, 1, 5), "parallel.expert_tensor: 5 does not divide the model's moe_intermediate_size 24"),
-        ("deepseek_v3", (3, 1, 1), "parallel.tensor: 3 does not divide"),
+        ("qwen3", (1, 2, 1), "parallel.expert is 2, but the model has no experts"),
+        ("qwen3_moe", (1, 3, 1), "parallel.expert is 3, which does not divide the model's number of experts: .* 8"),
+        (
+            "qwen3_moe",
+            (1, 1, 5),
+            "parallel.expert_tensor is 5, which does not divide the model's moe_intermediate_size: .* 24",
+        ),
+        ("deepseek_v3", (3, 1, 1), "parallel.tensor is 3, which does not divide"),
     ],
 )
 def test_layouts_that_do_not_divide(family: str, sizes: tuple[int, int, int], words: str, models: Path) -> None:
     tp, ep, etp = sizes
-    with pytest.raises(InputError, match=words):
-        megatron_slices(read_model_shape(models / family), tp, 0, range(1), True, False, 12 * 11, ep, 0, etp, 0)
+    shape = read_model_shape(models / family)
+    found = [*tensor_problems(shape, tp), *expert_problems(shape, ep, etp if shape.mixture else None, tp)]
+    assert re.search(words, "\n".join(found))  # what a user is told, before the layout is asked for
+    with pytest.raises(AssertionError, match=words):
+        megatron_slices(shape, tp, 0, range(1), True, False, 12 * 11, ep, 0, etp, 0)
 
 
 @pytest.mark.parametrize(

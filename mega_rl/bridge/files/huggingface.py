@@ -20,10 +20,9 @@ from mega_rl.bridge.files.stored import Place, Stored
 from mega_rl.bridge.mapping.tensors import LM_HEAD, hf_tensors
 from mega_rl.bridge.slices import Box, indices, whole_box
 from mega_rl.errors import InputError
-from mega_rl.models.shape import ModelShape, read_config
+from mega_rl.models.files import INDEX_FILE, SINGLE_FILE, read_config, weights_problem
+from mega_rl.models.shape import ModelShape
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 COPIED_FILES = (
     "generation_config.json",
     "tokenizer.json",
@@ -115,8 +114,9 @@ class HFReader:
         if (self.model_dir / SINGLE_FILE).is_file():
             return {name: SINGLE_FILE for name in self._open(SINGLE_FILE)}
         index = self.model_dir / INDEX_FILE
-        if not index.is_file():
-            raise InputError(f"model.path: {self.model_dir} has neither {SINGLE_FILE} nor {INDEX_FILE}; add weights")
+        problem = weights_problem(self.model_dir)
+        if problem is not None:
+            raise InputError(problem)
         try:
             file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             shards = sorted(set(file_of.values()))

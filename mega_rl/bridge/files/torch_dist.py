@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from mega_rl.bridge.files.stored import Place, Stored
-from mega_rl.bridge.files.torch_dist_layout import VOCABULARY, global_shapes, global_slices
+from mega_rl.bridge.files.torch_dist_layout import EMBEDDING_KEY, OUTPUT_KEY, global_shapes, global_slices
 from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.slices import Box, Slice, carry_over, extents, intersect, whole_box
 from mega_rl.errors import InputError
@@ -108,7 +108,7 @@ def _check(
         if key not in tensors:
             raise InputError(f"{path}: tensor {key} is missing; the checkpoint is not whole, or of another model")
         found = tuple(tensors[key].size)
-        is_padded = key in VOCABULARY.values() and found[1:] == size[1:] and found[0] >= size[0]
+        is_padded = key in (EMBEDDING_KEY, OUTPUT_KEY) and found[1:] == size[1:] and found[0] >= size[0]
         if found != size and not is_padded:
             raise InputError(f"{path}: {key} has shape {list(found)}, but config.json says {list(size)}")
         if tensors[key].properties.dtype not in FLOATS:

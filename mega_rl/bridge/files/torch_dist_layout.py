@@ -12,12 +12,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from mega_rl.bridge.mapping.megatron import megatron_slices, padded_vocab_size
-from mega_rl.bridge.mapping.tensors import EMBEDDING, LM_HEAD
+from mega_rl.bridge.mapping.tensors import LM_HEAD, embedding_name
 from mega_rl.bridge.slices import Box, Slice, carry_over, intersect, into_stack
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.layout import ParallelLayout
 
-VOCABULARY = {EMBEDDING: "embedding.word_embeddings.weight", LM_HEAD: "output_layer.weight"}
+EMBEDDING_KEY, OUTPUT_KEY = "embedding.word_embeddings.weight", "output_layer.weight"  # whose rows are padded
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(.+)$")
 _LINEAR = re.compile(r"\.linear_\w+\.weight$")
@@ -50,7 +50,7 @@ def global_shapes(slices: Iterable[Slice], padded_vocab: int) -> dict[str, tuple
         ends = tuple(end for _, end in piece.local_box)
         known = shapes.get(piece.local_name, ends)
         shapes[piece.local_name] = tuple(max(pair) for pair in zip(known, ends, strict=True))
-    for key in VOCABULARY.values():
+    for key in (EMBEDDING_KEY, OUTPUT_KEY):
         if key in shapes:
             shapes[key] = (padded_vocab, *shapes[key][1:])
     return shapes
@@ -67,7 +67,7 @@ def extra_state(key: str, shape: tuple[int, ...], box: Box) -> str | None:
 def smallest_layout(
     tensor: int, pipeline: int, virtual_pipeline: int | None, expert: int, expert_tensor: int | None
 ) -> ParallelLayout:
-    """The layout of these sizes with the fewest ranks; InputError where they do not fit each other."""
+    """The layout of these sizes with the fewest ranks."""
     num_expert_ranks = expert * (expert_tensor or tensor)
     per_stage = next(n for n in range(tensor, tensor * num_expert_ranks + 1, tensor) if n % num_expert_ranks == 0)
     return ParallelLayout.create(
@@ -81,11 +81,7 @@ def smallest_layout(
 
 
 def layout_chunks(shape: ModelShape, layout: ParallelLayout) -> list[Chunk]:
-    """What the ranks hold of the global tensors, each element once, by the first rank that has it.
-
-    Raises:
-        InputError: the model cannot be laid out so.
-    """
+    """What the ranks hold of the global tensors, each element once, by the first rank that has it."""
     by_hf_name: dict[str, list[Slice]] = defaultdict(list)
     for piece in global_slices(shape):
         by_hf_name[piece.hf_name].append(piece)
@@ -94,7 +90,7 @@ def layout_chunks(shape: ModelShape, layout: ParallelLayout) -> list[Chunk]:
     for rank in range(layout.world_size):
         boxes: dict[str, list[Box]] = defaultdict(list)
         for piece in _rank_slices(shape, layout, rank, padded):
-            if piece.hf_name in VOCABULARY:
+            if piece.hf_name in (embedding_name(shape), LM_HEAD):
                 continue
             for whole in by_hf_name[piece.hf_name]:
                 part = intersect(whole.hf_box, piece.hf_box)
@@ -133,8 +129,8 @@ def _rank_slices(shape: ModelShape, layout: ParallelLayout, rank: int, padded: i
 def _vocabulary_keys(shape: ModelShape, layout: ParallelLayout, rank: int) -> list[str]:
     """A tied output layer is the embedding, which the first stage writes."""
     stage = layout.coordinates(rank).pipeline
-    keys = [VOCABULARY[EMBEDDING]] if stage == 0 else []
-    return keys + ([VOCABULARY[LM_HEAD]] if stage == layout.pipeline - 1 and not shape.tied else [])
+    keys = [EMBEDDING_KEY] if stage == 0 else []
+    return keys + ([OUTPUT_KEY] if stage == layout.pipeline - 1 and not shape.tied else [])
 
 
 def _global(shape: ModelShape, piece: Slice) -> Slice:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from mega_rl.bridge.mapping.tensors import EMBEDDING, FINAL_NORM, LM_HEAD, layer_name
+from mega_rl.bridge.mapping.tensors import LM_HEAD, embedding_name, final_norm_name, layer_name
 from mega_rl.bridge.series import EXPERT, LAYER, Numbers, Series, numbered, slices_of
 from mega_rl.bridge.slices import Slice, stack_rows, take_columns, whole
-from mega_rl.config.schema import ParallelConfig
-from mega_rl.errors import InputError
+from mega_rl.models.fit import expert_problems, tensor_problems
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.layout import ParallelLayout
 
@@ -44,14 +43,16 @@ def megatron_series(
     ``layers`` are the global indices of the chunk's layers; local names count from 0. A chunk with the output but
     without the embedding keeps its own copy of tied embeddings as ``output_layer.weight``.
     """
-    check_tensor_parallel(shape, tensor_parallel)
+    misfits = tensor_problems(shape, tensor_parallel)
+    assert not misfits, misfits
+    misfits = expert_problems(shape, expert_parallel, expert_tensor_parallel if shape.mixture else None, 1)
+    assert not misfits, misfits
     assert padded_vocab_size % tensor_parallel == 0 and padded_vocab_size >= shape.vocab_size
-    check_experts(shape, expert_parallel, expert_tensor_parallel)
     experts = (expert_parallel, ep_rank, expert_tensor_parallel, etp_rank)
     series: list[Series] = []
     vocab = (shape, tensor_parallel, tp_rank, padded_vocab_size)
     if has_embedding:
-        series += numbered(_vocab_rows("embedding.word_embeddings.weight", EMBEDDING, *vocab))
+        series += numbered(_vocab_rows("embedding.word_embeddings.weight", embedding_name(shape), *vocab))
     for alike in shape.like_layers(layers):
         numbers = Numbers(alike, layers.start)
         local = f"decoder.layers.{LAYER}"
@@ -60,15 +61,15 @@ def megatron_series(
             series += numbered(_shared_part(shape, tensor_parallel, tp_rank, f"{local}.mlp"), numbers)
             series += _experts(shape, *experts, f"{local}.mlp.experts.local_experts.{EXPERT}", numbers)
         else:
-            names = f"{local}.mlp", layer_name(LAYER, "mlp")
+            names = f"{local}.mlp", layer_name(shape, LAYER, "mlp")
             mlp = gated_mlp(*names, shape.hidden_size, shape.ffn_size, tensor_parallel, tp_rank)
             series += numbered(mlp, numbers)
     if has_output:
-        last = [whole("decoder.final_layernorm.weight", FINAL_NORM, (shape.hidden_size,))]
+        last = [whole("decoder.final_layernorm.weight", final_norm_name(shape), (shape.hidden_size,))]
         if not shape.tied:
             last += _vocab_rows("output_layer.weight", LM_HEAD, *vocab)
         elif not has_embedding:
-            last += _vocab_rows("output_layer.weight", EMBEDDING, *vocab)
+            last += _vocab_rows("output_layer.weight", embedding_name(shape), *vocab)
         series += numbered(last)
     return series
 
@@ -88,7 +89,7 @@ def chunk_prefix(layout: ParallelLayout, chunk: int) -> str:
 
 
 def chunk_series(shape: ModelShape, layout: ParallelLayout, rank: int, chunk: int) -> list[Series]:
-    """What a rank of the layout holds of one of its model chunks; InputError where the layers do not divide."""
+    """What a rank of the layout holds of one of its model chunks."""
     tp_rank, _, _, pp_rank = layout.coordinates(rank)
     etp_rank, ep_rank, _, _ = layout.expert_coordinates(rank)
     return megatron_series(
@@ -106,48 +107,6 @@ def chunk_series(shape: ModelShape, layout: ParallelLayout, rank: int, chunk: in
     )
 
 
-def check_parallel(shape: ModelShape, parallel: ParallelConfig) -> None:
-    """InputError where a model of this shape cannot be trained at a layout."""
-    check_tensor_parallel(shape, parallel.tensor)
-    check_experts(shape, parallel.expert, parallel.expert_tensor or parallel.tensor)
-    if (shape.mixture or shape.latent) and parallel.tensor > 1 and not parallel.sequence:
-        raise InputError(
-            f"parallel.sequence: false, but with parallel.tensor {parallel.tensor} a model with experts trains under "
-            "sequence parallelism only; set it to true"
-        )
-
-
-def check_tensor_parallel(shape: ModelShape, tensor_parallel: int) -> None:
-    """InputError where the size does not divide what it splits."""
-    sizes = [("num_attention_heads", shape.num_heads), ("num_key_value_heads", shape.num_kv_heads)]
-    if shape.has_dense_layers:
-        sizes.append(("intermediate_size", shape.ffn_size))
-    if shape.mixture and shape.mixture.shared_ffn_size:
-        sizes.append(("shared expert's width", shape.mixture.shared_ffn_size))
-    if shape.latent:
-        sizes.append(("kv_lora_rank + qk_rope_head_dim", shape.latent.kv_rank + shape.latent.rope_dim))
-        sizes.append(("q_lora_rank", shape.latent.q_rank or 0))
-    for name, size in sizes:
-        if size % tensor_parallel:
-            raise InputError(
-                f"parallel.tensor: {tensor_parallel} does not divide the model's {name} {size}; choose a divisor of it"
-            )
-
-
-def check_experts(shape: ModelShape, expert_parallel: int, expert_tensor_parallel: int) -> None:
-    """InputError where the experts cannot be laid out by these two sizes."""
-    if shape.mixture is None:
-        if expert_parallel > 1:
-            raise InputError(f"parallel.expert: {expert_parallel}, but the model has no experts; set it to 1")
-        return
-    for key, parallel, name, size in (
-        ("parallel.expert", expert_parallel, "number of experts", shape.mixture.num_experts),
-        ("parallel.expert_tensor", expert_tensor_parallel, "moe_intermediate_size", shape.mixture.ffn_size),
-    ):
-        if size % parallel:
-            raise InputError(f"{key}: {parallel} does not divide the model's {name} {size}; choose a divisor of it")
-
-
 def _vocab_rows(
     local_name: str, hf_name: str, shape: ModelShape, tensor_parallel: int, tp_rank: int, padded: int
 ) -> list[Slice]:
@@ -160,7 +119,7 @@ def _attention(shape: ModelShape, tensor_parallel: int, tp_rank: int, local: str
     """Attention and the layer's two norms."""
 
     def hf(suffix: str) -> str:
-        return layer_name(LAYER, suffix)
+        return layer_name(shape, LAYER, suffix)
 
     hidden = shape.hidden_size
     start, end = shard(shape.attention_size, tensor_parallel, tp_rank)
@@ -192,7 +151,7 @@ def gated_mlp(local: str, hf: str, hidden: int, ffn: int, parallel: int, rank: i
 
 def _shared_part(shape: ModelShape, tensor_parallel: int, tp_rank: int, local: str) -> list[Slice]:
     """What every token passes in a layer with experts: the router, and the shared expert where there is one."""
-    mixture, hidden, hf = shape.mixture, shape.hidden_size, layer_name(LAYER, "mlp")
+    mixture, hidden, hf = shape.mixture, shape.hidden_size, layer_name(shape, LAYER, "mlp")
     assert mixture is not None
     slices = [whole(f"{local}.router.weight", f"{hf}.gate.weight", (mixture.num_experts, hidden))]
     if mixture.score_bias:
@@ -213,7 +172,7 @@ def _experts(
     """One rank's experts, which Megatron counts from 0 on every rank."""
     mixture = shape.mixture
     assert mixture is not None
-    hf = layer_name(LAYER, f"mlp.experts.{EXPERT}")
+    hf = layer_name(shape, LAYER, f"mlp.experts.{EXPERT}")
     pieces = gated_mlp(local, hf, shape.hidden_size, mixture.ffn_size, tensor_parallel, tensor_rank)
     first, last = shard(mixture.num_experts, parallel, rank)
     return numbered(pieces, replace(layers, experts=range(first, last), first_expert=first))
@@ -236,11 +195,11 @@ def _latent_qkv(shape: ModelShape, tensor_parallel: int, tp_rank: int, local: st
         norms.append(("q_layernorm", "q_a_layernorm", latent.q_rank))
     slices: list[Slice] = []
     for name, hf, height, width in rows:
-        part = (layer_name(LAYER, f"self_attn.{hf}.weight"), *shard(height, tensor_parallel, tp_rank))
+        part = (layer_name(shape, LAYER, f"self_attn.{hf}.weight"), *shard(height, tensor_parallel, tp_rank))
         slices += stack_rows(f"{local}.self_attention.{name}.weight", [part], width)
     for name, hf, size in norms:
         slices.append(
-            whole(f"{local}.self_attention.{name}.weight", layer_name(LAYER, f"self_attn.{hf}.weight"), (size,))
+            whole(f"{local}.self_attention.{name}.weight", layer_name(shape, LAYER, f"self_attn.{hf}.weight"), (size,))
         )
     return slices
 
@@ -254,7 +213,7 @@ def _grouped_qkv(shape: ModelShape, tensor_parallel: int, tp_rank: int, local: s
         if kind == "bias" and not shape.qkv_bias:
             continue
         parts = [
-            (layer_name(LAYER, f"self_attn.{part}_proj.{kind}"), group * rows[part], (group + 1) * rows[part])
+            (layer_name(shape, LAYER, f"self_attn.{part}_proj.{kind}"), group * rows[part], (group + 1) * rows[part])
             for group in range(first, last)
             for part in ("q", "k", "v")
         ]

@@ -15,8 +15,6 @@ from mega_rl.bridge.series import LAYER, Numbers, Series, numbered
 from mega_rl.bridge.slices import whole
 from mega_rl.models.shape import ModelShape
 
-EMBEDDING = "model.embed_tokens.weight"
-FINAL_NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
 ROLES = (
     "embedding",
@@ -102,8 +100,16 @@ def roles(shape: ModelShape) -> dict[str, str]:
     return {name: role for name, _, role in _tensors(shape)}
 
 
-def layer_name(layer: int | str, suffix: str) -> str:
-    return f"model.layers.{layer}.{suffix}"
+def embedding_name(shape: ModelShape) -> str:
+    return f"{shape.decoder}.embed_tokens.weight"
+
+
+def layer_name(shape: ModelShape, layer: int | str, suffix: str) -> str:
+    return f"{shape.decoder}.layers.{layer}.{suffix}"
+
+
+def final_norm_name(shape: ModelShape) -> str:
+    return f"{shape.decoder}.norm.weight"
 
 
 def _sizes(shape: ModelShape) -> dict[str, int]:
@@ -157,14 +163,14 @@ def _kinds(shape: ModelShape, has_experts: bool) -> list[tuple[str, tuple[int, .
 
 def _tensors(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...], str]]:
     kinds = {has_experts: _kinds(shape, has_experts) for has_experts in map(shape.has_experts, range(shape.num_layers))}
-    yield EMBEDDING, (shape.vocab_size, shape.hidden_size), "embedding"
+    yield embedding_name(shape), (shape.vocab_size, shape.hidden_size), "embedding"
     for layer in range(shape.num_layers):
         for is_of_expert, group in groupby(kinds[shape.has_experts(layer)], lambda kind: EXPERT_NUMBER in kind[0]):
             together = list(group)
             for expert in range(shape.mixture.num_experts if is_of_expert and shape.mixture else 1):
                 for suffix, size, role in together:
-                    yield layer_name(layer, suffix.replace(EXPERT_NUMBER, str(expert))), size, role
-    yield FINAL_NORM, (shape.hidden_size,), "final_layernorm"
+                    yield layer_name(shape, layer, suffix.replace(EXPERT_NUMBER, str(expert))), size, role
+    yield final_norm_name(shape), (shape.hidden_size,), "final_layernorm"
     if not shape.tied:
         yield LM_HEAD, (shape.vocab_size, shape.hidden_size), "lm_head"
 
@@ -172,11 +178,12 @@ def _tensors(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...], str]]:
 def full_series(shape: ModelShape) -> list[Series]:
     """Every tensor of the checkpoint whole, under its own name."""
     vocab = (shape.vocab_size, shape.hidden_size)
-    series = numbered([whole(EMBEDDING, EMBEDDING, vocab)])
+    embedding, final_norm = embedding_name(shape), final_norm_name(shape)
+    series = numbered([whole(embedding, embedding, vocab)])
     for layers in shape.like_layers(range(shape.num_layers)):
         for suffix, size, _ in _kinds(shape, shape.has_experts(layers[0])):
             experts = range(shape.mixture.num_experts) if shape.mixture and EXPERT_NUMBER in suffix else (0,)
-            name = layer_name(LAYER, suffix)
+            name = layer_name(shape, LAYER, suffix)
             series += numbered([whole(name, name, size)], Numbers(layers, experts=experts))
     heads = [] if shape.tied else [whole(LM_HEAD, LM_HEAD, vocab)]
-    return series + numbered([whole(FINAL_NORM, FINAL_NORM, (shape.hidden_size,)), *heads])
+    return series + numbered([whole(final_norm, final_norm, (shape.hidden_size,)), *heads])

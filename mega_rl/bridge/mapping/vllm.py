@@ -12,13 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mega_rl.bridge.mapping.tensors import EMBEDDING, FINAL_NORM, LM_HEAD, full_series, layer_name
+from mega_rl.bridge.mapping.tensors import LM_HEAD, embedding_name, final_norm_name, full_series, layer_name
 from mega_rl.bridge.series import EXPERT, LAYER, Numbers, Series, numbered, slices_of
 from mega_rl.bridge.slices import Slice, stack_rows, take_columns, whole
-from mega_rl.errors import InputError
+from mega_rl.models.fit import engine_problems, engine_vocab_size
 from mega_rl.models.shape import ModelShape
-
-VOCAB_PADDING = 64  # rows; vLLM's DEFAULT_VOCAB_PADDING_SIZE
 
 
 def full_slices(shape: ModelShape) -> list[Slice]:
@@ -38,54 +36,25 @@ def vllm_series(shape: ModelShape, tensor_parallel: int, tp_rank: int, expert_pa
     embedding's parameter and has no series. Experts are cut by their width; with ``expert_parallel`` (vLLM's
     ``enable_expert_parallel``, an engine without data parallelism of its own) every worker has some experts whole:
     consecutive ones, one more for each of the first workers where they do not divide (``determine_expert_map``).
-
-    Raises:
-        InputError: sizes that do not divide, or a family whose engine parameters are not known here.
     """
-    check_engine(shape, tensor_parallel, expert_parallel)
-    series = numbered(_vocab_rows(EMBEDDING, shape, tensor_parallel, tp_rank))
+    misfits = engine_problems(shape, tensor_parallel, has_whole_experts=expert_parallel)
+    assert not misfits, misfits
+    series = numbered(_vocab_rows(embedding_name(shape), shape, tensor_parallel, tp_rank))
     for layers in shape.like_layers(range(shape.num_layers)):
         numbers = Numbers(layers)
         series += numbered(_attention(shape, tensor_parallel, tp_rank), numbers)
         if shape.has_experts(layers[0]):
-            series += numbered(_shared_part(shape, tensor_parallel, tp_rank, layer_name(LAYER, "mlp")), numbers)
+            series += numbered(_shared_part(shape, tensor_parallel, tp_rank, layer_name(shape, LAYER, "mlp")), numbers)
             series += _experts(shape, tensor_parallel, tp_rank, expert_parallel, layers)
         else:
-            mlp = _gated_mlp(layer_name(LAYER, "mlp"), shape.hidden_size, shape.ffn_size, tensor_parallel, tp_rank)
+            mlp = _gated_mlp(
+                layer_name(shape, LAYER, "mlp"), shape.hidden_size, shape.ffn_size, tensor_parallel, tp_rank
+            )
             series += numbered(mlp, numbers)
-    last = [whole(FINAL_NORM, FINAL_NORM, (shape.hidden_size,))]
+    last = [whole(final_norm_name(shape), final_norm_name(shape), (shape.hidden_size,))]
     if not shape.tied:
         last += _vocab_rows(LM_HEAD, shape, tensor_parallel, tp_rank)
     return series + numbered(last)
-
-
-def engine_vocab_size(shape: ModelShape) -> int:
-    """Rows of vLLM's padded embedding over all workers."""
-    return -(-shape.vocab_size // VOCAB_PADDING) * VOCAB_PADDING
-
-
-def check_engine(shape: ModelShape, tensor_parallel: int, expert_parallel: bool = False) -> None:
-    """InputError where an engine of this size could not be given the model's weights."""
-    if shape.latent:
-        raise InputError(
-            f"trainer.stage: rl does not take a {shape.family} model, whose latent attention the engine keeps in "
-            "weights of its own; train it with sft"
-        )
-    field = f"rollout.tensor_parallel_size: {tensor_parallel}"
-    sizes = [("num_attention_heads", shape.num_heads), ("padded vocabulary", engine_vocab_size(shape))]
-    if shape.has_dense_layers:
-        sizes.append(("intermediate_size", shape.ffn_size))
-    if shape.mixture:
-        sizes += [] if expert_parallel else [("moe_intermediate_size", shape.mixture.ffn_size)]
-        sizes += [("shared_expert_intermediate_size", shape.mixture.shared_ffn_size)]
-    for name, size in sizes:
-        if size % tensor_parallel:
-            raise InputError(f"{field} does not divide the model's {name} {size}; choose a divisor of it")
-    if shape.num_kv_heads % tensor_parallel and tensor_parallel % shape.num_kv_heads:
-        raise InputError(
-            f"{field} neither divides nor is a multiple of the model's num_key_value_heads {shape.num_kv_heads}; "
-            "choose one that does"
-        )
 
 
 def _vocab_rows(name: str, shape: ModelShape, tensor_parallel: int, tp_rank: int) -> list[Slice]:
@@ -98,7 +67,7 @@ def _attention(shape: ModelShape, tensor_parallel: int, tp_rank: int) -> list[Sl
     """Attention and the layer's two norms."""
 
     def name(suffix: str) -> str:
-        return layer_name(LAYER, suffix)
+        return layer_name(shape, LAYER, suffix)
 
     hidden = shape.hidden_size
     q_start, q_end = (i * shape.q_size // tensor_parallel for i in (tp_rank, tp_rank + 1))
@@ -143,8 +112,10 @@ def _experts(
     experts, cut = range(mixture.num_experts), (tensor_parallel, tp_rank)
     if expert_parallel:
         experts, cut = engine_experts(mixture.num_experts, tensor_parallel, tp_rank), (1, 0)
-    *gate_up, down = _gated_mlp(layer_name(LAYER, f"mlp.experts.{EXPERT}"), shape.hidden_size, mixture.ffn_size, *cut)
-    stacked = layer_name(LAYER, "mlp.experts.routed_experts")
+    *gate_up, down = _gated_mlp(
+        layer_name(shape, LAYER, f"mlp.experts.{EXPERT}"), shape.hidden_size, mixture.ffn_size, *cut
+    )
+    stacked = layer_name(shape, LAYER, "mlp.experts.routed_experts")
     pieces = [replace(piece, local_name=f"{stacked}.w13_weight") for piece in gate_up]
     pieces.append(replace(down, local_name=f"{stacked}.w2_weight"))
     return numbered(pieces, Numbers(layers, experts=experts, first_expert=experts.start), is_stacked=True)
@@ -168,6 +139,8 @@ def _qkv(shape: ModelShape, tensor_parallel: int, tp_rank: int) -> list[Slice]:
     slices: list[Slice] = []
     for kind, width in (("weight", shape.hidden_size), ("bias", None)):
         if kind == "weight" or shape.qkv_bias:
-            parts = [(layer_name(LAYER, f"self_attn.{part}_proj.{kind}"), *ranges[part]) for part in ("q", "k", "v")]
-            slices += stack_rows(layer_name(LAYER, f"self_attn.qkv_proj.{kind}"), parts, width)
+            parts = [
+                (layer_name(shape, LAYER, f"self_attn.{part}_proj.{kind}"), *ranges[part]) for part in ("q", "k", "v")
+            ]
+            slices += stack_rows(layer_name(shape, LAYER, f"self_attn.qkv_proj.{kind}"), parts, width)
     return slices

@@ -15,16 +15,15 @@ from transformers import PreTrainedTokenizerBase
 
 from mega_rl import platform
 from mega_rl.bridge.files.huggingface import HFReader
-from mega_rl.bridge.mapping.megatron import check_parallel
-from mega_rl.bridge.mapping.vllm import check_engine
 from mega_rl.config import RunConfig, save_resolved
+from mega_rl.config.model import check_model
 from mega_rl.data.tokenizer import load_tokenizer
 from mega_rl.megatron import checkpoint
 from mega_rl.megatron.checkpoint import CheckpointWriter
 from mega_rl.megatron.offload import is_device
 from mega_rl.megatron.optimizer import check_supported
 from mega_rl.megatron.policy import initialize_groups
-from mega_rl.models.shape import ModelShape, read_model_shape
+from mega_rl.models.shape import ModelShape
 from mega_rl.observe.observer import Observer
 from mega_rl.observe.timers import Timers
 from mega_rl.parallel.collectives import broadcast_object, together
@@ -106,15 +105,12 @@ def open_session(config: RunConfig) -> Iterator[Session]:
         os.environ.setdefault(name, value)  # started without torchrun: one process
     dist.init_process_group(here.backend, timeout=COLLECTIVE_TIMEOUT)
     with together("opening the session"):
+        shape = check_model(config, dist.get_world_size())
         layout = ParallelLayout.of(config.parallel, dist.get_world_size())
         engine_size = config.rollout.tensor_parallel_size if config.trainer.stage == "rl" else 1
         if config.trainer.stage == "rl" and config.rollout.placement == "separate":
             engine_size = dist.get_world_size()  # all ranks together speak to the engines elsewhere
         engine_layout = EngineLayout(dist.get_world_size(), engine_size)
-        shape = read_model_shape(config.model.path)
-        check_parallel(shape, config.parallel)
-        if config.trainer.stage == "rl":
-            check_engine(shape, config.rollout.tensor_parallel_size)
         weights = HFReader(config.model.path)
         weights.check(shape)
         tokenizer = load_tokenizer(config.model.path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,9 +10,9 @@ import torch
 
 from mega_rl.bridge.mapping.megatron import megatron_slices, padded_vocab_size
 from mega_rl.bridge.mapping.tensors import hf_tensors
-from mega_rl.bridge.mapping.vllm import engine_experts, engine_vocab_size, full_slices, vllm_slices
+from mega_rl.bridge.mapping.vllm import engine_experts, full_slices, vllm_slices
 from mega_rl.bridge.slices import Slice, flat_range, indices, num_elements, subtract, whole_box
-from mega_rl.errors import InputError
+from mega_rl.models.fit import engine_problems, engine_vocab_size, tensor_problems
 from mega_rl.models.mixture import Mixture
 from mega_rl.models.shape import ModelShape
 
@@ -205,20 +206,29 @@ def test_full_slices_are_the_model() -> None:
 @pytest.mark.parametrize(
     ("shape", "tp", "words"),
     [
-        (model_shape(), 3, "parallel.tensor: 3 .*num_attention_heads"),
-        (model_shape(kv_heads=2), 4, "parallel.tensor: 4 .*num_key_value_heads"),
+        (model_shape(), 3, "parallel.tensor is 3.*num_attention_heads"),
+        (model_shape(kv_heads=2), 4, "parallel.tensor is 4.*num_key_value_heads"),
     ],
 )
 def test_megatron_sizes_that_do_not_divide(shape: ModelShape, tp: int, words: str) -> None:
-    with pytest.raises(InputError, match=words):
+    assert re.search(
+        words, "\n".join(tensor_problems(shape, tp))
+    )  # what a user is told, before the layout is asked for
+    with pytest.raises(AssertionError, match=words):
         megatron_slices(shape, tp, 0, range(1), True, True, 80 * tp)
 
 
-def test_vllm_sizes_that_do_not_divide() -> None:
-    with pytest.raises(InputError, match="rollout.tensor_parallel_size: 3 .*num_attention_heads"):
-        vllm_slices(model_shape(), 3, 0)
-    with pytest.raises(InputError, match="rollout.tensor_parallel_size: 4 .*num_key_value_heads"):
-        vllm_slices(model_shape(kv_heads=6), 4, 0)
+@pytest.mark.parametrize(
+    ("shape", "tp", "words"),
+    [
+        (model_shape(), 3, "rollout.tensor_parallel_size is 3.*num_attention_heads"),
+        (model_shape(kv_heads=6), 4, "rollout.tensor_parallel_size is 4.*num_key_value_heads"),
+    ],
+)
+def test_vllm_sizes_that_do_not_divide(shape: ModelShape, tp: int, words: str) -> None:
+    assert re.search(words, "\n".join(engine_problems(shape, tp)))
+    with pytest.raises(AssertionError, match=words):
+        vllm_slices(shape, tp, 0)
 
 
 def test_boxes_are_cut_by_element_number_and_subtracted_without_overlap() -> None:

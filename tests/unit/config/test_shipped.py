@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from mega_rl.bridge.mapping.megatron import check_parallel
-from mega_rl.bridge.mapping.vllm import check_engine
 from mega_rl.config import RunConfig, load_config, problems, to_yaml
 from mega_rl.config.algorithm import PRESETS
+from mega_rl.config.model import check_model
 from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.memory_plan import Machine, make_plan
@@ -103,12 +102,10 @@ def test_a_shipped_config_is_valid_for_its_model_and_processes(name: str, tmp_pa
     config = load_here(name, tmp_path)
     assert problems(config, world_size) == []
     # what the session checks when it opens
-    shape, parallel = read_model_shape(config.model.path), config.parallel
-    check_parallel(shape, parallel)
-    layout = ParallelLayout.of(parallel, world_size)
+    check_model(config, world_size)
+    layout = ParallelLayout.of(config.parallel, world_size)
     assert layout.data >= 1
     if config.trainer.stage == "rl":
-        check_engine(shape, config.rollout.tensor_parallel_size)
         building.objective(config)
 
 

@@ -20,8 +20,16 @@ MODEL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "num_hidden_layers": 6,
+    "hidden_size": 16,
     "intermediate_size": 64,
     "max_position_embeddings": 2048,
+    "vocab_size": 100,
+}
+EXPERTS = {  # with 8 of them
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
 }
 # Their type says all, or conditions in validate.py check them.
 WITHOUT_RULE = {
@@ -278,7 +286,9 @@ def test_layouts_that_fit(config):
     config.rollout.tensor_parallel_size = 4  # more ranks than the two key/value heads: the engine repeats them
     assert problems(config, 12) == []
     config.rollout.tensor_parallel_size = 3
-    assert len(problems(config, None)) == 3  # attention heads, MLP, key/value heads; no world size, no layout
+    names = ("num_attention_heads", "padded vocabulary", "intermediate_size", "num_key_value_heads")
+    found = problems(config, None)  # no world size, so nothing of it
+    assert len(found) == len(names) and all(name in line for name, line in zip(names, found, strict=True)), found
 
 
 def test_separate_engines_are_bound_neither_to_the_ranks_nor_to_their_memory(config):
@@ -303,7 +313,7 @@ LAYOUT_PROBLEMS = [
 
 @pytest.mark.parametrize(("sizes", "world_size", "part"), LAYOUT_PROBLEMS)
 def test_every_axis_is_checked_against_the_model_and_the_world(config, sizes, world_size, part):
-    with_model(config, num_experts=8)
+    with_model(config, **EXPERTS)
     for axis, size in sizes.items():
         setattr(config.parallel, axis, size)
     found = problems(config, world_size)
@@ -317,7 +327,7 @@ def test_a_sequence_has_a_token_for_every_part(config):
 
 
 def test_a_layout_of_all_axes_fits(config):
-    with_model(config, num_experts=8)
+    with_model(config, **EXPERTS)
     parallel = config.parallel
     parallel.tensor, parallel.pipeline, parallel.virtual_pipeline, parallel.context = 2, 3, 2, 2
     parallel.expert, parallel.expert_tensor, parallel.sequence = 4, 1, True
@@ -329,7 +339,7 @@ def test_heads_of_the_trainer(config):
     with_model(config, num_key_value_heads=None)  # then it is the number of attention heads
     config.parallel.tensor = 4
     assert problems(config, 4) == []
-    with_model(config, num_attention_heads=6, num_key_value_heads=6)
+    with_model(config, num_attention_heads=6, num_key_value_heads=6, hidden_size=24)
     assert any("num_attention_heads" in line for line in problems(config, 4))
 
 
@@ -347,9 +357,9 @@ class TestModelDirectory:
             (b"\xff", "is not valid JSON"),
             (b"[]", "is not a JSON object"),
             (json.dumps(MODEL | {"architectures": ["GPT2LMHeadModel"]}).encode(), "GPT2LMHeadModel"),
-            (json.dumps(MODEL | {"architectures": None}).encode(), "architectures None"),
-            (json.dumps(MODEL | {"num_hidden_layers": "six"}).encode(), "num_hidden_layers 'six'"),
-            (json.dumps(MODEL | {"num_key_value_heads": 0}).encode(), "num_key_value_heads 0"),
+            (json.dumps(MODEL | {"architectures": None}).encode(), "architectures is None"),
+            (json.dumps(MODEL | {"num_hidden_layers": "six"}).encode(), "num_hidden_layers is 'six'"),
+            (json.dumps(MODEL | {"num_key_value_heads": 0}).encode(), "num_key_value_heads is 0"),
         ],
     )
     def test_config_json(self, config, content, part):

@@ -10,7 +10,8 @@ import pytest
 
 from mega_rl.bridge.mapping.tensors import ROLES, hf_tensors, roles
 from mega_rl.errors import InputError
-from mega_rl.models.latent import read_latent
+from mega_rl.models.config_values import ConfigValues
+from mega_rl.models.latent import LatentAttention, read_latent
 from mega_rl.models.shape import ModelShape, parse_config, read_model_shape
 
 LLAMA3 = {
@@ -69,7 +70,7 @@ def test_fields_of_the_families() -> None:
     ("changes", "words"),
     [
         ({"architectures": ["BertModel"]}, "BertModel.*LlamaForCausalLM, .*Qwen2ForCausalLM, .*Qwen3ForCausalLM"),
-        ({"architectures": None}, "missing"),
+        ({"architectures": None}, "architectures is None"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
@@ -96,9 +97,16 @@ def test_unsupported_configs_are_refused_by_name(changes: dict[str, Any], words:
 def test_queries_are_compressed_unless_the_file_says_null() -> None:
     ranks = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     latent = {"num_attention_heads": 4, **dict.fromkeys(ranks, 8)}
-    assert read_latent(latent, "here").q_rank == 1536  # transformers' default
-    assert read_latent({**latent, "q_lora_rank": None}, "here").q_rank is None
-    assert read_latent({**latent, "q_lora_rank": 20}, "here").q_rank == 20
+
+    def read(**changes: Any) -> LatentAttention:
+        values = ConfigValues({**latent, **changes}, "here")
+        found = read_latent(values)
+        assert values.problems == []
+        return found
+
+    assert read().q_rank == 1536  # transformers' default
+    assert read(q_lora_rank=None).q_rank is None
+    assert read(q_lora_rank=20).q_rank == 20
 
 
 def test_an_unused_sliding_window_is_accepted() -> None:
@@ -107,15 +115,15 @@ def test_an_unused_sliding_window_is_accepted() -> None:
 
 
 def test_reading_directories(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="not a directory"):
+    with pytest.raises(InputError, match="model.path.*does not exist"):
         read_model_shape(tmp_path / "nowhere")
-    with pytest.raises(InputError, match="config.json is missing"):
+    with pytest.raises(InputError, match="has no config.json"):
         read_model_shape(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(InputError, match="not valid JSON"):
         read_model_shape(tmp_path)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(InputError, match="no JSON object"):
+    with pytest.raises(InputError, match="not a JSON object"):
         read_model_shape(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config()))
     assert read_model_shape(tmp_path) == parse_config(config(), "c")

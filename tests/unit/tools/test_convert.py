@@ -319,10 +319,10 @@ def family(directory: Path) -> None:
         (edit(lambda t: t.update({LAYER: t[LAYER].int()})), (), ("model.safetensors", LAYER, "is I32")),
         (edit(lambda t: t.update({LAYER: t[LAYER][1:]})), (), ("model.safetensors", LAYER, "has shape [47, 32]")),
         (edit(lambda t: t.update({LAYER: t[LAYER].half()})), (), (LAYER, "torch.float16", "--dtype")),
-        (family, (), ("config.json", "GPT2LMHeadModel", "supported are")),
-        (None, ("--tp", "3"), ("does not divide",)),
+        (family, (), ("config.json (of --model)", "GPT2LMHeadModel", "choose a model of")),
+        (None, ("--tp", "8"), ("--tp", "parallel.tensor is 8", "does not divide the model's num_key_value_heads")),
         (None, ("--ep", "2"), ("no experts",)),
-        (None, ("--pp", "3"), ("does not divide the model's 4 layers",)),
+        (None, ("--pp", "3"), ("does not divide the model's num_hidden_layers", "a divisor of 4")),
     ],
 )  # fmt: skip
 def test_bad_models(

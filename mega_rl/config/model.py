@@ -1,0 +1,45 @@
+"""What of a configuration depends on the model or the number of processes: the same answer before and in a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mega_rl.config.schema import RunConfig
+from mega_rl.errors import input_error
+from mega_rl.models.fit import engine_problems, length_problems, trainer_problems
+from mega_rl.models.shape import ModelShape, inspect_model
+
+SIZES = ("tensor", "context", "pipeline", "virtual_pipeline", "expert", "expert_tensor")  # of the parallel section
+
+
+def check_model(config: RunConfig, world_size: int) -> ModelShape:
+    """The model of a valid configuration; InputError with every sentence of ``model_problems``."""
+    shape, found = model_problems(config, world_size)
+    if shape is None or found:
+        raise input_error("invalid configuration", found)
+    return shape
+
+
+def model_problems(
+    config: RunConfig, world_size: int | None, is_good: Callable[..., bool] = lambda *fields: True
+) -> tuple[ModelShape | None, list[str]]:
+    """The model's shape, or None if its config.json is not usable; and every misfit of model, layout and lengths.
+
+    Args:
+        world_size: number of processes; None if it is not known, which leaves out what depends on it.
+        is_good: whether fields, by their names, have a value that is possible by itself; what depends on one that has
+            not is left out.
+    """
+    shape, found = inspect_model(config.model.path) if is_good("model.path") else (None, [])
+    data, parallel, rollout = config.data, config.parallel, config.rollout
+    if is_good("data.max_prompt_length", "data.max_response_length"):
+        budget = config.trainer.max_tokens_per_microbatch if is_good("trainer.max_tokens_per_microbatch") else None
+        context = parallel.context if is_good("parallel.context") else None
+        found += length_problems(shape, data.max_prompt_length, data.max_response_length, budget, context)
+    if is_good(*(f"parallel.{name}" for name in SIZES)):
+        found += trainer_problems(shape, parallel, world_size)
+    if config.trainer.stage != "sft" and is_good("rollout.tensor_parallel_size"):
+        shared_world = world_size if rollout.placement == "colocated" else None
+        has_whole_experts = bool(rollout.vllm.get("enable_expert_parallel"))
+        found += engine_problems(shape, rollout.tensor_parallel_size, shared_world, has_whole_experts)
+    return shape, found
