@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mega_rl.data.packing import pack, sequence_from_sample, unpack
-from mega_rl.types import Completion, Prompt, Sample, Score, Sequence
+from mega_rl.types import Prompt, Sample, Score, Sequence, Trajectory
 
 PAD = 99
 tokens = st.lists(st.integers(0, 50), min_size=1, max_size=9)
@@ -17,7 +17,8 @@ tokens = st.lists(st.integers(0, 50), min_size=1, max_size=9)
 def sample_of(prompt_ids: list[int], response_ids: list[int], advantage: float) -> Sample:
     logprobs = tuple(-0.5 - position for position in range(len(response_ids)))
     prompt = Prompt(0, tuple(prompt_ids), "", "", "s")
-    return Sample(Completion(prompt, 0, tuple(response_ids), logprobs, "", "stop", 0), Score(0.0), advantage)
+    trajectory = Trajectory.single_turn(prompt, 0, response_ids, logprobs, "", "stop", 0)
+    return Sample(trajectory, Score(0.0), advantage)
 
 
 @given(tokens, tokens)

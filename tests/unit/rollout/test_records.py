@@ -9,18 +9,19 @@ from pathlib import Path
 import pytest
 
 from mega_rl.errors import InputError
-from mega_rl.rollout.collect import Group
+from mega_rl.rollout.collect import PromptGroup
 from mega_rl.rollout.records import read_step, to_group, to_rows, write_step
 from mega_rl.rollout.replay import ReplayEngine
 from mega_rl.rollout.requests import make_requests
-from mega_rl.types import Completion, Prompt, Score, UnknownReward
+from mega_rl.types import Prompt, Score, Trajectory, UnknownReward
 
 PROMPT = Prompt(7, (3, 14, 4), "3+4=", "7", "arithmetic", {"level": 1, "names": ["a"]})
 
 
-def group(version: int = 0, text: str = "7 \u4e03\u2028") -> Group:
-    completions = [Completion(PROMPT, i, (5, i), (-0.1 - i / 3, -1e-17 * i), text, "stop", version) for i in range(2)]
-    return Group(tuple(completions), (Score(1.0, {"exact_match": 1.0}), Score(0.1, {"exact_match": 0.1})))
+def group(version: int = 0, text: str = "7 \u4e03\u2028") -> PromptGroup:
+    logprobs = [(-0.1 - i / 3, -1e-17 * i) for i in range(2)]
+    trajectories = [Trajectory.single_turn(PROMPT, i, (5, i), logprobs[i], text, "stop", version) for i in range(2)]
+    return PromptGroup(tuple(trajectories), (Score(1.0, {"exact_match": 1.0}), Score(0.1, {"exact_match": 0.1})))
 
 
 def test_a_group_survives_a_file_exactly(tmp_path: Path) -> None:
@@ -30,7 +31,7 @@ def test_a_group_survives_a_file_exactly(tmp_path: Path) -> None:
 
 def test_an_unknown_score_is_null_in_the_file_and_unknown_again(tmp_path: Path) -> None:
     why = UnknownReward("raised", "raised KeyError: 'x'")
-    unknown = Group(group().completions, (Score(math.nan, {"a": 1.0}, {"b": why}), group().scores[1]))
+    unknown = PromptGroup(group().trajectories, (Score(math.nan, {"a": 1.0}, {"b": why}), group().scores[1]))
     path = write_step(tmp_path, 1, to_rows(unknown), -1)
     first, second = (json.loads(line, parse_constant=pytest.fail) for line in path.read_text().split("\n")[:2])
     assert first["score"]["value"] is None and second["score"]["value"] == 0.1
@@ -50,7 +51,7 @@ def test_replay_answers_what_was_recorded(tmp_path: Path) -> None:
     engine = ReplayEngine(tmp_path)
     engine.finish_update(3)
     requests = make_requests([PROMPT], n=2, step=3, seed=0, max_tokens=4, temperature=1.0)
-    assert tuple(engine.generate(requests)) == group(version=3).completions
+    assert tuple(engine.generate(requests)) == group(version=3).trajectories
     assert engine.weight_version == 3 and engine.num_unfinished == 0
     with pytest.raises(InputError, match="sample 2 of prompt 7 at step 4"):
         engine.check(make_requests([PROMPT], n=3, step=3, seed=0, max_tokens=4, temperature=1.0))
