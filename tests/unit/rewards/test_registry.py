@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,9 @@ import pytest
 from mega_rl.config.schema import RewardConfig, RewardWorkersConfig
 from mega_rl.errors import InputError
 from mega_rl.rewards.registry import bind
-from mega_rl.rewards.scorer import build_scorer
+from mega_rl.rewards.scorer import Scorer, WeightedReward, build_scorer
 from mega_rl.types import Prompt, Trajectory
+from tests.trajectories import two_turns
 
 REWARDS_FILE = """
 import numpy
@@ -44,6 +46,18 @@ def trajectory(text: str = "abc") -> Trajectory:
 def value_of(name: str, **options: Any) -> float:
     reward = bind(name, options)
     return reward.function(**reward.arguments([("src", "abc", "t", {}, 1)]))
+
+
+def test_workers_are_sent_a_text_and_how_many_tokens_were_sampled() -> None:
+    sent: list[Any] = []
+
+    def run(samples: list[Any]) -> list[list[float]]:
+        sent.extend(samples)
+        return [[1.0] * len(samples)]
+
+    pool: Any = SimpleNamespace(run=run)
+    Scorer([WeightedReward("a", 1.0)], pool).score([two_turns(), trajectory("abc")])
+    assert sent == [("arithmetic", "call 7", "7", {}, 5), ("src", "abc", "t", {}, 1)]
 
 
 def test_weighted_sum_parts_and_what_is_unknown(rewards_file: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,8 @@ from mega_rl.rollout.collect import PromptGroup
 from mega_rl.rollout.records import read_step, to_group, to_rows, write_step
 from mega_rl.rollout.replay import ReplayEngine
 from mega_rl.rollout.requests import make_requests
-from mega_rl.types import Prompt, Score, Trajectory, UnknownReward
+from mega_rl.types import Prompt, Score, Span, Trajectory, UnknownReward
+from tests.trajectories import two_turns
 
 PROMPT = Prompt(7, (3, 14, 4), "3+4=", "7", "arithmetic", {"level": 1, "names": ["a"]})
 
@@ -27,6 +29,34 @@ def group(version: int = 0, text: str = "7 \u4e03\u2028") -> PromptGroup:
 def test_a_group_survives_a_file_exactly(tmp_path: Path) -> None:
     write_step(tmp_path, 1, [{"step": 1, "advantage": 0.5, **row} for row in to_rows(group())], -1)
     assert to_group(read_step(tmp_path, 1)) == group()
+
+
+def test_a_file_of_an_earlier_release_comes_out_byte_for_byte(tmp_path: Path) -> None:
+    """Two rows that a release with tuples of Python's numbers wrote; its log-probabilities were float32 values too."""
+    prompt = (
+        '{"index": 7, "token_ids": [3, 14, 4], "text": "3+4=", "ground_truth": "7", "data_source": "arithmetic", '
+        '"extra_info": {"level": 1, "names": ["a"]}}'
+    )
+    text = (
+        f'{{"prompt": {prompt}, "sample_index": 0, "token_ids": [5, 96, 2], "logprobs": [-6.494584083557129, '
+        '-4.060962677001953, -3.7864389419555664], "text": "7 \u4e03\u2028", "finish_reason": "stop", '
+        '"weight_version": 3, "score": {"value": 1.0, "parts": {"exact_match": 1.0}, "unknown": {}}}\n'
+        f'{{"prompt": {prompt}, "sample_index": 1, "token_ids": [8], "logprobs": [-1.1920928244535389e-07], '
+        '"text": "", "finish_reason": "length", "weight_version": 3, "score": {"value": null, "parts": {}, "unknown": '
+        '{"exact_match": {"cause": "raised", "detail": "raised KeyError: \'x\'"}}}}\n'
+    )
+    (tmp_path / "step_000001.jsonl").write_text(text, encoding="utf-8")
+    path = write_step(tmp_path, 2, to_rows(to_group(read_step(tmp_path, 1))), -1)
+    assert path.read_text(encoding="utf-8") == text
+
+
+def test_several_turns_and_versions_survive_a_file_in_keys_of_their_own(tmp_path: Path) -> None:
+    trajectories = (*group().trajectories, two_turns(), two_turns((Span(3, 1), Span(8, 4))))
+    longer = PromptGroup(trajectories, (Score(1.0),) * 4)
+    assert to_group(read_step(write_step(tmp_path, 1, to_rows(longer), -1).parent, 1)) == longer
+    first, *_, last = to_rows(longer)
+    assert set(last) - set(first) == {"loss_mask", "spans", "turns"} and last["weight_version"] == 4
+    assert (last["token_ids"], last["loss_mask"]) == ([50, 51, 90, 91, 52, 53, 2], [1, 1, 0, 0, 1, 1, 1])
 
 
 def test_an_unknown_score_is_null_in_the_file_and_unknown_again(tmp_path: Path) -> None:
@@ -66,4 +96,13 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     path = write_step(tmp_path, 1, to_rows(group()), -1)
     path.write_text(path.read_text() + '{"cut": ', encoding="utf-8")
     with pytest.raises(InputError, match=r"step_000001.jsonl:3 is not a recorded rollout"):
+        read_step(tmp_path, 1)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"logprobs": [-0.5]}, {"token_ids": [5, 2**40]}, {"loss_mask": [0, 1], "spans": [], "turns": []}]
+)
+def test_a_row_that_contradicts_itself_is_named(tmp_path: Path, changes: dict[str, Any]) -> None:
+    write_step(tmp_path, 1, [{**row, **changes} for row in to_rows(group())], -1)
+    with pytest.raises(InputError, match=r"step_000001.jsonl:1 is not a recorded rollout"):
         read_step(tmp_path, 1)
