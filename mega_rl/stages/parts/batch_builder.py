@@ -22,7 +22,6 @@ from mega_rl.rollout.engine import Request, RolloutEngine
 from mega_rl.rollout.records import to_group, to_rows
 from mega_rl.rollout.replicas import collect_everywhere, engine_ranks, shared_store
 from mega_rl.rollout.requests import make_requests
-from mega_rl.stages.parts import building
 from mega_rl.types import Prompt, Score, Trajectory
 
 
@@ -74,12 +73,19 @@ class BatchBuilder:
 
     def build(self, step: int) -> Batch:
         """The groups of one step; collective."""
-        carried, quota = self._carried, self._quota()
+        config, carried, quota = self._config, self._carried, self._quota()
         self._reward_seconds = 0.0  # beside the sampling
         prompts = _Tickets(self._stream, one_by_one=self._settings.enabled)
 
         def draw(ticket: int) -> list[Request]:
-            return make_requests([prompts[ticket]], step=step, **building.sampling(self._config))
+            return make_requests(
+                [prompts[ticket]],
+                n=config.rollout.n,
+                step=step,
+                seed=config.trainer.seed,
+                max_tokens=config.data.max_response_length,
+                temperature=config.rollout.temperature,
+            )
 
         of_step = Round(step, quota, draw, self._start_scoring, self._store, self._is_leader, self._ranks)
         found = collect_everywhere(self._engine, self._layout, of_step)
@@ -87,7 +93,7 @@ class BatchBuilder:
         self._timers.add("reward", self._reward_seconds)
         dropped = [group for group in found if not quota.is_kept(group)]
         kept = carried + [group for group in found if quota.is_kept(group)]
-        wanted = self._config.data.train_batch_size
+        wanted = config.data.train_batch_size
         self._carried = kept[wanted:]
         is_short = self._settings.enabled and len(kept) < wanted
         figures = {
