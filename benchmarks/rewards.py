@@ -18,7 +18,7 @@ from report import publish, table
 
 from mega_rl.config.schema import RewardConfig, RewardWorkersConfig
 from mega_rl.rewards.scorer import build_scorer
-from mega_rl.types import Completion, Prompt
+from mega_rl.types import Prompt, Trajectory
 
 NUM_WORDS = 300
 REWARDS: dict[str, dict[str, Any]] = {
@@ -40,34 +40,34 @@ def main() -> None:
     arguments = parser.parse_args()
     if "math_verify" in arguments.rewards and importlib.util.find_spec("math_verify") is None:
         parser.error("math_verify needs the math-verify package")
-    completions = [synthetic(index) for index in range(arguments.num_responses)]
+    trajectories = [synthetic(index) for index in range(arguments.num_responses)]
     if arguments.data:
-        completions += [gsm8k(index, json.loads(line)) for index, line in enumerate(arguments.data.open())]
-    rows = [measure(name, completions, arguments.num_workers) for name in arguments.rewards]
+        trajectories += [gsm8k(index, json.loads(line)) for index, line in enumerate(arguments.data.open())]
+    rows = [measure(name, trajectories, arguments.num_workers) for name in arguments.rewards]
     header = ("reward", "responses", "workers' start, s", "grading, s", "responses/s", "mean reward")
     results = {"header": header, "rows": rows}
     publish("Rewards", table(header, rows), f"{arguments.num_workers} reward workers", results, arguments.json)
 
 
-def synthetic(index: int) -> Completion:
+def synthetic(index: int) -> Trajectory:
     words = " ".join(f"step{(index + i) % 97}" for i in range(NUM_WORDS))
     given = index % 50 if index % 2 else 1234
-    return completion(index, f"{words}\nAnswer: {given}\n\\boxed{{{given}}}\n#### {given}", str(index % 50))
+    return trajectory(index, f"{words}\nAnswer: {given}\n\\boxed{{{given}}}\n#### {given}", str(index % 50))
 
 
-def gsm8k(index: int, row: dict[str, str]) -> Completion:
-    return completion(index, row["answer"], row["answer"].rpartition("####")[2].strip())
+def gsm8k(index: int, row: dict[str, str]) -> Trajectory:
+    return trajectory(index, row["answer"], row["answer"].rpartition("####")[2].strip())
 
 
-def completion(index: int, text: str, truth: str) -> Completion:
-    return Completion(Prompt(index, (1,), "?", truth, "benchmark"), 0, (1,), (0.0,), text, "stop", 0)
+def trajectory(index: int, text: str, truth: str) -> Trajectory:
+    return Trajectory.single_turn(Prompt(index, (1,), "?", truth, "benchmark"), 0, (1,), (0.0,), text, "stop", 0)
 
 
-def measure(name: str, completions: list[Completion], num_workers: int) -> list[Any]:
+def measure(name: str, trajectories: list[Trajectory], num_workers: int) -> list[Any]:
     start = time.perf_counter()
     scorer = build_scorer([RewardConfig(name, options=REWARDS[name])], RewardWorkersConfig(num_workers=num_workers))
     ready = time.perf_counter()
-    scores = scorer.score(completions)
+    scores = scorer.score(trajectories)
     done = time.perf_counter()
     scorer.close()
     unknown = [score for score in scores if not score.is_known]

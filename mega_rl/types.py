@@ -1,6 +1,7 @@
 """The records that pass between the stages of training: frozen, typed, a shape and a unit on every field.
 
-Letters in shapes: B sequences, G samples per prompt, T packed tokens of a micro-batch, R tokens of one response.
+Letters in shapes: B sequences, G samples per prompt, T packed tokens of a micro-batch, L tokens of one trajectory, R
+tokens of one response.
 """
 
 from __future__ import annotations
@@ -8,10 +9,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+
+PROMPT, ASSISTANT = "prompt", "assistant"  # roles of a trajectory's turns
 
 
 @dataclass(frozen=True)
@@ -30,21 +37,139 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Completion:
-    """One sampled response to a prompt."""
+class Span:
+    """The sampled tokens from ``start`` to the next span's start come from the weights of one sync."""
+
+    start: int  # index into the trajectory's tokens; it may lie inside a turn, if weights changed under way
+    version: int  # of the sync that brought those weights
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Tokens ``start`` to ``stop`` (not included) of a trajectory, and who wrote them."""
+
+    role: str  # PROMPT, ASSISTANT, or that of the message that answered the assistant, such as "tool" or "user"
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectory:
+    """What became of one sample of a prompt: every token, which of them were sampled, and by which weights.
+
+    The arrays take 9 bytes a token and become read-only here. ``text`` is what the engine made of the sampled tokens;
+    it never stands in for them. Two trajectories are equal if all their fields are; they have no hash.
+
+    Example: a prompt of 2 tokens and a response of 2, sampled with the weights of sync 5, is
+    ``Trajectory.single_turn(prompt, 0, [9, 2], [-0.7, -0.1], "b", "stop", 5)``: ``token_ids`` [4, 7, 9, 2],
+    ``loss_mask`` [F, F, T, T], ``logprobs`` [0, 0, -0.7, -0.1], ``spans`` (Span(2, 5),), ``turns``
+    (Turn("prompt", 0, 2), Turn("assistant", 2, 4)).
+    """
 
     prompt: Prompt
     sample_index: int  # 0 .. G-1 within the prompt's group
-    token_ids: tuple[int, ...]  # [R], the end-of-sequence token included where it was sampled
-    logprobs: tuple[float, ...]  # [R], nats, of the sampled tokens under the engine's (possibly noisy) policy
-    text: str  # detokenised without special tokens
-    finish_reason: str  # "stop" or "length"
-    weight_version: int  # the sync whose weights sampled it
+    token_ids: npt.NDArray[np.int32]  # [L]: the prompt's, then all that followed, end-of-sequence tokens included
+    loss_mask: npt.NDArray[np.bool_]  # [L]: True on sampled tokens only
+    logprobs: npt.NDArray[np.float32]  # [L]: nats, under the engine's (possibly noisy) policy; 0 outside the mask
+    spans: tuple[Span, ...]  # ascending; the first begins at the first sampled token
+    turns: tuple[Turn, ...]  # side by side over all tokens; the first is the prompt
+    text: str  # of the sampled tokens, without special tokens
+    finish_reason: str  # "stop" or "length": why the last response ended
+
+    def __post_init__(self) -> None:
+        length, num_prompt = len(self.token_ids), len(self.prompt.token_ids)
+        for array, dtype in ((self.token_ids, np.int32), (self.loss_mask, np.bool_), (self.logprobs, np.float32)):
+            assert array.dtype == dtype and array.shape == (length,), (array.dtype, array.shape, dtype, length)
+        assert np.array_equal(self.token_ids[:num_prompt], self.prompt.token_ids), "the prompt's tokens come first"
+        assert not self.logprobs[~self.loss_mask].any(), "only sampled tokens have a log-probability"
+        first_sampled = int(self.loss_mask.argmax()) if self.loss_mask.any() else length
+        assert self.spans and self.spans[0].start == first_sampled, "the first span begins at the first sampled token"
+        assert all(a.start < b.start < length and a.version < b.version for a, b in pairwise(self.spans)), self.spans
+        assert self.turns and self.turns[0] == Turn(PROMPT, 0, num_prompt), "the first turn is the prompt"
+        assert all(a.stop == b.start <= b.stop for a, b in pairwise(self.turns)), self.turns
+        assert self.turns[-1].stop == length, "the turns cover all tokens"
+        others = (turn for turn in self.turns if turn.role != ASSISTANT)
+        assert not any(self.loss_mask[turn.start : turn.stop].any() for turn in others), "only the assistant is sampled"
+        self._make_read_only()
+
+    @classmethod
+    def single_turn(
+        cls,
+        prompt: Prompt,
+        sample_index: int,
+        response_ids: SequenceOf[int],
+        logprobs: SequenceOf[float],
+        text: str,
+        finish_reason: str,
+        version: int,
+    ) -> Trajectory:
+        """A prompt and one response [R] to it, sampled with the weights of one sync.
+
+        Args:
+            logprobs: [R], nats.
+            version: of the sync.
+        """
+        assert len(logprobs) == len(response_ids), "one log-probability per response token"
+        num_prompt, length = len(prompt.token_ids), len(prompt.token_ids) + len(response_ids)
+        loss_mask, padded = np.zeros(length, np.bool_), np.zeros(length, np.float32)
+        loss_mask[num_prompt:], padded[num_prompt:] = True, logprobs
+        return cls(
+            prompt,
+            sample_index,
+            token_ids=np.array([*prompt.token_ids, *response_ids], np.int32),
+            loss_mask=loss_mask,
+            logprobs=padded,
+            spans=(Span(num_prompt, version),),
+            turns=(Turn(PROMPT, 0, num_prompt), Turn(ASSISTANT, num_prompt, length)),
+            text=text,
+            finish_reason=finish_reason,
+        )
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the policy sampled."""
+        return int(self.loss_mask.sum())
+
+    @property
+    def sampled_ids(self) -> npt.NDArray[np.int32]:
+        """[num_sampled]: the sampled tokens in their order; with one turn, the response."""
+        return self.token_ids[self.loss_mask]
+
+    @property
+    def sampled_logprobs(self) -> npt.NDArray[np.float32]:
+        """[num_sampled]: nats, of ``sampled_ids``."""
+        return self.logprobs[self.loss_mask]
+
+    @property
+    def newest_version(self) -> int:
+        """The sync whose weights sampled the last tokens; with one span, all of them."""
+        return self.spans[-1].version
+
+    @property
+    def is_single_turn(self) -> bool:
+        """Whether it is what ``single_turn`` makes: one response, all of it sampled with the weights of one sync."""
+        num_after_prompt = len(self.token_ids) - len(self.prompt.token_ids)
+        return len(self.turns) == 2 and len(self.spans) == 1 and self.num_sampled == num_after_prompt
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Trajectory):
+            return NotImplemented
+        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self))
+        return all(np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b for a, b in pairs)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Out of a pickle: with arrays of its own, since those may lie in shared memory of the sender (Ray's store)."""
+        self.__dict__.update({k: v.copy() if isinstance(v, np.ndarray) else v for k, v in state.items()})
+        self._make_read_only()
+
+    def _make_read_only(self) -> None:
+        for array in (self.token_ids, self.loss_mask, self.logprobs):
+            array.flags.writeable = False
 
 
 @dataclass(frozen=True)
 class UnknownReward:
-    """Why a reward has no value for one completion."""
+    """Why a reward has no value for one trajectory."""
 
     cause: str  # one of mega_rl.rewards.worker.CAUSES
     detail: str  # completes "the reward ..."
@@ -52,7 +177,7 @@ class UnknownReward:
 
 @dataclass(frozen=True)
 class Score:
-    """The reward of one completion."""
+    """The reward of one trajectory."""
 
     value: float  # the weighted sum of the parts; NaN where one of them is unknown
     parts: Mapping[str, float] = field(default_factory=dict)  # reward name -> its own value before weighting
@@ -65,11 +190,11 @@ class Score:
 
 @dataclass(frozen=True)
 class Sample:
-    """A completion with its reward and advantage: what the trainer learns from."""
+    """A trajectory with its reward and advantage: what the trainer learns from."""
 
-    completion: Completion
+    trajectory: Trajectory
     score: Score
-    advantage: float  # the same for every token of the response
+    advantage: float  # the same for every sampled token
 
 
 @dataclass(frozen=True)

@@ -5,29 +5,27 @@ Letters in shapes: L positions of one sequence (one less than its tokens), T pac
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from mega_rl.types import Microbatch, Sample, Sequence
 
 
 def sequence_from_sample(sample: Sample) -> Sequence:
-    """Prompt and response as one training sequence.
+    """A trajectory as one training sequence.
 
     Position t predicts token t + 1, so the first response token is predicted at the last prompt position. The loss
-    mask is 1 exactly where a response token is predicted; advantages and the engine's log-probabilities stand there
+    mask is 1 exactly where a sampled token is predicted; advantages and the engine's log-probabilities stand there
     and are 0 elsewhere.
     """
-    completion = sample.completion
-    prompt_ids, response_ids = completion.prompt.token_ids, completion.token_ids
-    assert prompt_ids, "a response needs a prompt token that predicts its first one"
-    assert len(completion.logprobs) == len(response_ids), "one log-probability per response token"
-    num_context = len(prompt_ids) - 1  # positions that predict prompt tokens
-    loss_mask = torch.cat([torch.zeros(num_context), torch.ones(len(response_ids))])
+    trajectory = sample.trajectory
+    assert trajectory.prompt.token_ids, "a response needs a prompt token that predicts its first one"
+    loss_mask = torch.from_numpy(trajectory.loss_mask[1:].astype(np.float32))
     return Sequence(
-        token_ids=torch.tensor(prompt_ids + response_ids, dtype=torch.int64),
+        token_ids=torch.from_numpy(trajectory.token_ids.astype(np.int64)),
         loss_mask=loss_mask,
         advantages=loss_mask * sample.advantage,
-        rollout_logprobs=torch.cat([torch.zeros(num_context), torch.tensor(completion.logprobs, dtype=torch.float32)]),
+        rollout_logprobs=torch.from_numpy(trajectory.logprobs[1:].copy()),
     )
 
 

@@ -1,4 +1,4 @@
-"""From the ``rewards`` of a configuration to scores of completions."""
+"""From the ``rewards`` of a configuration to scores of trajectories."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mega_rl.errors import InputError
 from mega_rl.rewards.pool import PoolError, WorkerPool
 from mega_rl.rewards.registry import BUILT_IN, part_name
 from mega_rl.rewards.worker import Answer, Sample, Setup
-from mega_rl.types import Completion, Score, UnknownReward
+from mega_rl.types import Score, Trajectory, UnknownReward
 
 
 @dataclass(frozen=True)
@@ -21,23 +21,23 @@ class WeightedReward:
 
 
 class Scorer:
-    """Scores completions by the weighted sum of rewards that run in worker processes of its own."""
+    """Scores trajectories by the weighted sum of rewards that run in worker processes of its own."""
 
     def __init__(self, rewards: list[WeightedReward], pool: WorkerPool) -> None:
         self.rewards = rewards
         self.pool = pool
 
-    def score(self, completions: Sequence[Completion]) -> list[Score]:
-        """One score per completion, in order; a completion of which any reward is unknown scores NaN.
+    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+        """One score per trajectory, in order; a trajectory of which any reward is unknown scores NaN.
 
         Raises:
             InputError: the workers can no longer load the rewards.
         """
         try:
-            answers = self.pool.run([_sample(completion) for completion in completions])
+            answers = self.pool.run([_sample(trajectory) for trajectory in trajectories])
         except PoolError as error:
             raise InputError(str(error)) from error
-        return [self._score([of_reward[i] for of_reward in answers]) for i in range(len(completions))]
+        return [self._score([of_reward[i] for of_reward in answers]) for i in range(len(trajectories))]
 
     def _score(self, answers: list[Answer]) -> Score:
         parts: dict[str, float] = {}
@@ -79,12 +79,12 @@ def build_scorer(rewards: Sequence[RewardConfig], workers: RewardWorkersConfig |
         raise InputError(str(error)) from error
 
 
-def _sample(completion: Completion) -> Sample:
-    prompt = completion.prompt
+def _sample(trajectory: Trajectory) -> Sample:
+    prompt = trajectory.prompt
     return (
         prompt.data_source,
-        completion.text,
+        trajectory.text,
         prompt.ground_truth,
         dict(prompt.extra_info),
-        len(completion.token_ids),
+        trajectory.num_sampled,
     )

@@ -12,65 +12,72 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import Protocol
 
+import torch.distributed as dist
+
+from mega_rl.parallel.collectives import broadcast_object
 from mega_rl.rollout.engine import Request, RolloutEngine
-from mega_rl.types import Completion, Score
-
-Draw = Callable[[int], Sequence[Request]]  # ticket -> the requests of its group, for one prompt that no other has
-ScoreGroup = Callable[[list[Completion]], Future[list[Score]]]  # starts the scoring of a group
+from mega_rl.types import Score, Trajectory
 
 
 @dataclass(frozen=True)
-class Group:
-    """All responses to one prompt, by sample number, and their scores."""
+class PromptGroup:
+    """All trajectories of one prompt, by sample number, and their scores."""
 
-    completions: tuple[Completion, ...]
+    trajectories: tuple[Trajectory, ...]
     scores: tuple[Score, ...]
 
 
 @dataclass(frozen=True)
-class Rule:
+class Quota:
     """What one step wants; tickets count from 0 in every step."""
 
     num_groups: int
     num_initial: int
     budget: int  # tickets that may be drawn at most
-    is_kept: Callable[[Group], bool]
+    is_kept: Callable[[PromptGroup], bool]
 
     def __post_init__(self) -> None:
         assert 0 <= self.num_initial <= self.budget and self.num_groups >= 0, self
 
     def replacement(self, num_dropped: int) -> int | None:
-        """The ticket that the ``num_dropped``-th dropped group (1, 2, ...) of the step makes necessary, if any."""
+        """The replacement ticket to draw after the ``num_dropped``-th drop (1, 2, ...) of the step, or None."""
         ticket = self.num_groups + num_dropped - 1
         return ticket if self.num_initial <= ticket < self.budget else None
 
 
-class Counter(Protocol):
-    """A number that all engines count on."""
-
-    def next(self) -> int:
-        """1 for the first caller of all, 2 for the second, and so on."""
-
-
-class Team(Protocol):
-    """The ranks of one engine: they make the same calls, and the leader tells the others what only it knows."""
-
-    @property
-    def is_leader(self) -> bool: ...
-
-    def share(self, value: list[Decision]) -> list[Decision]:
-        """The leader's value on every rank of the engine; collective among them."""
-
-
 @dataclass(frozen=True)
 class Decision:
-    """What the leader decided of a group: scores, and the ticket to draw instead of it."""
+    """What an engine's leader decided of a group: scores, and the ticket to draw instead of it."""
 
     ticket: int
     scores: tuple[Score, ...]
     replacement: int | None
+
+
+@dataclass(frozen=True)
+class Round:
+    """The collection of one step, as one rank of one engine takes part in it.
+
+    The ranks of an engine make the same calls; its leader scores and decides, and tells the others. The engines share
+    nothing but the number of groups that they dropped, so none of them waits for another.
+    """
+
+    step: int
+    quota: Quota
+    draw: Callable[[int], Sequence[Request]]  # ticket -> the requests of its group, for one prompt that no other has
+    score: Callable[[list[Trajectory]], Future[list[Score]]]  # starts the scoring of a group; the leader's call only
+    store: dist.Store  # of all engines: holds the step's number of dropped groups
+    is_leader: bool = True
+    ranks: dist.ProcessGroup | None = None  # of this engine, if it has several
+
+    def replacement(self) -> int | None:
+        """The ticket to draw instead of a group that was dropped just now, if any; counts the drop."""
+        return self.quota.replacement(self.store.add(f"dropped/{self.step}", 1))
+
+    def share(self, decisions: list[Decision]) -> list[Decision]:
+        """The leader's decisions on every rank of the engine; collective among them."""
+        return decisions if self.ranks is None else broadcast_object(decisions, self.ranks)
 
 
 @dataclass
@@ -79,7 +86,7 @@ class _UnderWay:
 
     sizes: dict[int, int] = field(default_factory=dict)  # ticket -> responses wanted
     tickets: dict[int, int] = field(default_factory=dict)  # prompt index -> ticket
-    responses: dict[int, list[Completion]] = field(default_factory=dict)  # ticket -> ended so far
+    ended: dict[int, list[Trajectory]] = field(default_factory=dict)  # ticket -> ended so far
 
     def __bool__(self) -> bool:
         return bool(self.sizes)
@@ -87,34 +94,34 @@ class _UnderWay:
     def add(self, ticket: int, requests: Sequence[Request]) -> None:
         (index,) = {request.prompt.index for request in requests}
         assert index not in self.tickets, f"prompt {index} is under way twice"
-        self.tickets[index], self.sizes[ticket], self.responses[ticket] = ticket, len(requests), []
+        self.tickets[index], self.sizes[ticket], self.ended[ticket] = ticket, len(requests), []
 
-    def complete(self, ended: Sequence[Completion]) -> Iterator[int]:
-        """Takes ended responses in; yields the tickets of the groups that they complete."""
-        for completion in ended:
-            ticket = self.tickets[completion.prompt.index]
-            self.responses[ticket].append(completion)
-            if len(self.responses[ticket]) == self.sizes[ticket]:
-                self.responses[ticket].sort(key=lambda c: c.sample_index)
+    def complete(self, trajectories: Sequence[Trajectory]) -> Iterator[int]:
+        """Takes ended trajectories in; yields the tickets of the groups that they complete."""
+        for trajectory in trajectories:
+            ticket = self.tickets[trajectory.prompt.index]
+            self.ended[ticket].append(trajectory)
+            if len(self.ended[ticket]) == self.sizes[ticket]:
+                self.ended[ticket].sort(key=lambda t: t.sample_index)
                 yield ticket
 
-    def remove(self, ticket: int) -> list[Completion]:
-        completions = self.responses.pop(ticket)
-        del self.sizes[ticket], self.tickets[completions[0].prompt.index]
-        return completions
+    def remove(self, ticket: int) -> list[Trajectory]:
+        trajectories = self.ended.pop(ticket)
+        del self.sizes[ticket], self.tickets[trajectories[0].prompt.index]
+        return trajectories
 
 
 class _Scoring:
     """Groups that are scored beside the sampling, on the leader."""
 
-    def __init__(self, score: ScoreGroup, rule: Rule, dropped: Counter) -> None:
-        self._score, self._rule, self._dropped = score, rule, dropped
+    def __init__(self, of_step: Round) -> None:
+        self._round = of_step
         self._futures: dict[int, Future[list[Score]]] = {}  # in the order of submission
-        self._completions: dict[int, tuple[Completion, ...]] = {}
+        self._trajectories: dict[int, tuple[Trajectory, ...]] = {}
 
-    def submit(self, ticket: int, completions: list[Completion]) -> None:
-        self._completions[ticket] = tuple(completions)
-        self._futures[ticket] = self._score(completions)
+    def submit(self, ticket: int, trajectories: list[Trajectory]) -> None:
+        self._trajectories[ticket] = tuple(trajectories)
+        self._futures[ticket] = self._round.score(trajectories)
 
     def decide(self, wait_for_one: bool) -> list[Decision]:
         """What can be said of the groups scored since the last call.
@@ -126,45 +133,41 @@ class _Scoring:
         decisions = []
         for ticket in [t for t, future in self._futures.items() if future.done()]:
             scores = tuple(self._futures.pop(ticket).result())
-            kept = self._rule.is_kept(Group(self._completions.pop(ticket), scores))
-            replacement = None if kept else self._rule.replacement(self._dropped.next())
-            decisions.append(Decision(ticket, scores, replacement))
+            is_kept = self._round.quota.is_kept(PromptGroup(self._trajectories.pop(ticket), scores))
+            decisions.append(Decision(ticket, scores, None if is_kept else self._round.replacement()))
         return decisions
 
 
-def collect(
-    engine: RolloutEngine, draw: Draw, own: Sequence[int], rule: Rule, score: ScoreGroup, dropped: Counter, team: Team
-) -> dict[int, Group]:
+def collect(engine: RolloutEngine, of_step: Round, own: Sequence[int]) -> dict[int, PromptGroup]:
     """Sample and score this engine's tickets and those that it draws instead of dropped groups: ticket -> group.
 
     Every rank of the engine calls it with the same arguments; dropped groups are in the result too.
 
     Args:
-        own: this engine's part of ``range(rule.num_initial)``.
-        dropped: counts the dropped groups of the step over all engines.
+        own: this engine's part of ``range(num_initial)`` of the quota.
     """
     under_way, groups = _UnderWay(), {}
 
     def start(ticket: int) -> None:
-        requests = draw(ticket)
+        requests = of_step.draw(ticket)
         under_way.add(ticket, requests)
         engine.submit(requests)
 
     for ticket in own:
         start(ticket)
-    scoring = _Scoring(score, rule, dropped)
+    scoring = _Scoring(of_step)
     num_unscored = 0
     while under_way:
         for ticket in under_way.complete(engine.step()):
             num_unscored += 1
-            if team.is_leader:
-                scoring.submit(ticket, under_way.responses[ticket])
+            if of_step.is_leader:
+                scoring.submit(ticket, under_way.ended[ticket])
         if not num_unscored:
             continue
         is_idle = engine.num_unfinished == 0
-        for decision in team.share(scoring.decide(wait_for_one=is_idle) if team.is_leader else []):
+        for decision in of_step.share(scoring.decide(wait_for_one=is_idle) if of_step.is_leader else []):
             num_unscored -= 1
-            groups[decision.ticket] = Group(tuple(under_way.remove(decision.ticket)), decision.scores)
+            groups[decision.ticket] = PromptGroup(tuple(under_way.remove(decision.ticket)), decision.scores)
             if decision.replacement is not None:
                 start(decision.replacement)
     return groups

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from mega_rl.types import Completion, Prompt
+from mega_rl.types import Prompt, Trajectory
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class RolloutEngine(Protocol):
     def weight_version(self) -> int:
         """The version given to the latest ``finish_update``; 0 for the weights that the engine started with."""
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """One completion per request, in the order of the requests; no requests give an empty list.
+    def generate(self, requests: Sequence[Request]) -> list[Trajectory]:
+        """One trajectory per request, in the order of the requests; no requests give an empty list.
 
         Raises:
             InputError: a prompt that leaves no room for its response within the engine's length.
@@ -57,7 +57,7 @@ class RolloutEngine(Protocol):
             InputError: a prompt that leaves no room for its response within the engine's length.
         """
 
-    def step(self) -> list[Completion]:
+    def step(self) -> list[Trajectory]:
         """Sample on, a token or so per response; returns the responses that this ended, in the order of submission.
 
         Which call ends a response may depend on the engine; what the response is does not.
@@ -65,7 +65,7 @@ class RolloutEngine(Protocol):
 
     @property
     def num_unfinished(self) -> int:
-        """Submitted requests whose completion ``step`` has not yet returned."""
+        """Submitted requests whose trajectory ``step`` has not yet returned."""
 
     def check(self, requests: Sequence[Request]) -> None:
         """Refuse requests that ``submit`` would refuse, without any collective.

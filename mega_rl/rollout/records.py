@@ -9,38 +9,71 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mega_rl.errors import InputError
-from mega_rl.rollout.collect import Group
-from mega_rl.types import Completion, Prompt, Score, UnknownReward
+from mega_rl.rollout.collect import PromptGroup
+from mega_rl.types import Prompt, Score, Span, Trajectory, Turn, UnknownReward
 
 PATTERN = "step_{:06d}.jsonl"
 
 
-def to_rows(group: Group) -> list[dict[str, Any]]:
-    """One row per response: the fields of ``Completion``, its prompt and its score, with plain values.
+def to_rows(group: PromptGroup) -> list[dict[str, Any]]:
+    """One row per trajectory, with plain values: its prompt, what followed the prompt, and its score.
 
-    A score that is not known is None: JSON has no NaN.
+    ``token_ids`` and ``logprobs`` are those of the tokens after the prompt, ``weight_version`` is the newest one. Only
+    a trajectory of several turns or spans has the keys ``loss_mask`` (0 or 1, for the same tokens), ``spans`` and
+    ``turns`` (whose indices count from the prompt's first token). A score that is not known is None: JSON has no NaN.
     """
-    pairs = zip(group.completions, group.scores, strict=True)
-    return [dataclasses.asdict(completion) | {"score": _from_score(score)} for completion, score in pairs]
+    pairs = zip(group.trajectories, group.scores, strict=True)
+    return [_from_trajectory(trajectory) | {"score": _from_score(score)} for trajectory, score in pairs]
+
+
+def _from_trajectory(trajectory: Trajectory) -> dict[str, Any]:
+    after_prompt = slice(len(trajectory.prompt.token_ids), None)
+    row = {
+        "prompt": dataclasses.asdict(trajectory.prompt),
+        "sample_index": trajectory.sample_index,
+        "token_ids": trajectory.token_ids[after_prompt].tolist(),
+        "logprobs": trajectory.logprobs[after_prompt].tolist(),
+        "text": trajectory.text,
+        "finish_reason": trajectory.finish_reason,
+        "weight_version": trajectory.newest_version,
+    }
+    if trajectory.is_single_turn:
+        return row
+    return row | {
+        "loss_mask": trajectory.loss_mask[after_prompt].astype(int).tolist(),
+        "spans": [dataclasses.asdict(span) for span in trajectory.spans],
+        "turns": [dataclasses.asdict(turn) for turn in trajectory.turns],
+    }
 
 
 def _from_score(score: Score) -> dict[str, Any]:
     return dataclasses.asdict(score) | {"value": score.value if score.is_known else None}
 
 
-def to_completion(row: Mapping[str, Any]) -> Completion:
-    """The completion of a row; fields that it does not have (advantage, ...) are left aside."""
-    known = {field.name: row[field.name] for field in dataclasses.fields(Completion)}
-    prompt = dict(known["prompt"], token_ids=tuple(known["prompt"]["token_ids"]))
-    sequences = {name: tuple(known[name]) for name in ("token_ids", "logprobs")}
-    return Completion(**{**known, **sequences, "prompt": Prompt(**prompt)})
+def trajectory_of_row(row: Mapping[str, Any]) -> Trajectory:
+    """The trajectory of a row; fields that it does not have (advantage, ...) are left aside."""
+    prompt = Prompt(**dict(row["prompt"], token_ids=tuple(row["prompt"]["token_ids"])))
+    values = [row[key] for key in ("token_ids", "logprobs", "text", "finish_reason", "weight_version")]
+    single = Trajectory.single_turn(prompt, row["sample_index"], *values)
+    if "loss_mask" not in row:
+        return single
+    return dataclasses.replace(
+        single,
+        loss_mask=np.array([0] * len(prompt.token_ids) + row["loss_mask"], np.bool_),
+        spans=tuple(Span(**span) for span in row["spans"]),
+        turns=tuple(Turn(**turn) for turn in row["turns"]),
+    )
 
 
-def to_group(rows: Iterable[Mapping[str, Any]]) -> Group:
+def to_group(rows: Iterable[Mapping[str, Any]]) -> PromptGroup:
     """The inverse of ``to_rows``."""
     listed = list(rows)
-    return Group(tuple(to_completion(row) for row in listed), tuple(_to_score(row["score"]) for row in listed))
+    return PromptGroup(
+        tuple(trajectory_of_row(row) for row in listed), tuple(_to_score(row["score"]) for row in listed)
+    )
 
 
 def _to_score(row: Mapping[str, Any]) -> Score:
@@ -81,8 +114,8 @@ def read_step(directory: Path, step: int) -> list[dict[str, Any]]:
     for number, line in enumerate(path.read_text(encoding="utf-8").removesuffix("\n").split("\n"), start=1):
         try:
             row = json.loads(line)
-            to_completion(row)
-        except (ValueError, KeyError, TypeError) as error:
+            trajectory_of_row(row)
+        except (ValueError, KeyError, TypeError, OverflowError, AssertionError) as error:
             raise InputError(
                 f"{path}:{number} is not a recorded rollout ({type(error).__name__}: {error}); record the step again"
             ) from error

@@ -9,8 +9,8 @@ import torch
 
 from mega_rl.errors import InputError
 from mega_rl.rollout.engine import Request
-from mega_rl.rollout.records import read_step, to_completion
-from mega_rl.types import Completion
+from mega_rl.rollout.records import read_step, trajectory_of_row
+from mega_rl.types import Trajectory
 
 
 class ReplayEngine:
@@ -24,7 +24,7 @@ class ReplayEngine:
         """``directory``: holds one file per step, as ``logging.dump_rollouts`` writes them."""
         self._directory = directory
         self._version = 0
-        self._recorded: dict[tuple[int, int], Completion] = {}  # (prompt, sample) -> response, of the present version
+        self._recorded: dict[tuple[int, int], Trajectory] = {}  # (prompt, sample) -> response, of the present version
         self._under_way: list[Request] = []
 
     @property
@@ -43,15 +43,15 @@ class ReplayEngine:
         self.check(requests)
         self._under_way += requests
 
-    def step(self) -> list[Completion]:
+    def step(self) -> list[Trajectory]:
         ended, self._under_way = [self._find(request) for request in self._under_way], []
         return ended
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+    def generate(self, requests: Sequence[Request]) -> list[Trajectory]:
         self.submit(requests)
         return self.step()
 
-    def _find(self, request: Request) -> Completion:
+    def _find(self, request: Request) -> Trajectory:
         key = request.prompt.index, request.sample_index
         found = self._recorded.get(key)
         if found is None or found.prompt.token_ids != request.prompt.token_ids:
@@ -78,7 +78,7 @@ class ReplayEngine:
             InputError: they were not recorded.
         """
         rows = [row for row in read_step(self._directory, version + 1) if row["weight_version"] == version]
-        self._recorded = {(c.prompt.index, c.sample_index): c for c in map(to_completion, rows)}
+        self._recorded = {(t.prompt.index, t.sample_index): t for t in map(trajectory_of_row, rows)}
         self._version = version
 
     def sleep(self) -> None:

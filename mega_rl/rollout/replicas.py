@@ -11,9 +11,9 @@ import torch.distributed as dist
 from mega_rl.parallel.collectives import broadcast_object, gather_objects, together
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.parallel.schedule import split_even
-from mega_rl.rollout.collect import Counter, Decision, Draw, Group, Rule, ScoreGroup, collect
+from mega_rl.rollout.collect import PromptGroup, Round, collect
 from mega_rl.rollout.engine import Request, RolloutEngine
-from mega_rl.types import Completion
+from mega_rl.types import Trajectory
 
 
 def split_requests(requests: Sequence[Request], num_replicas: int) -> list[list[Request]]:
@@ -35,8 +35,8 @@ def generate_everywhere(
     layout: EngineLayout,
     requests: Sequence[Request],
     group: dist.ProcessGroup | None = None,
-) -> list[Completion]:
-    """Sample all requests over all engines; every rank gets every completion, in the order of the requests.
+) -> list[Trajectory]:
+    """Sample all requests over all engines; every rank gets every trajectory, in the order of the requests.
 
     Collective: every rank calls it with the same requests.
 
@@ -53,37 +53,20 @@ def generate_everywhere(
     # exception ends this process, which makes torchrun end theirs.
     with together("checking the requests", group):
         engine.check(mine)
-    completions = engine.generate(mine)
-    # the other tensor-parallel ranks of a replica hold the same completions
-    gathered = gather_objects(completions if layout.tensor_rank(rank) == 0 else [], group)
-    return [completion for part in gathered for completion in part]
+    trajectories = engine.generate(mine)
+    # the other tensor-parallel ranks of a replica hold the same trajectories
+    gathered = gather_objects(trajectories if layout.tensor_rank(rank) == 0 else [], group)
+    return [trajectory for part in gathered for trajectory in part]
 
 
-class EngineTeam:
-    """The ranks of one colocated engine, see ``collect.Team``. Construction is collective over all ranks."""
-
-    def __init__(self, layout: EngineLayout) -> None:
-        rank = dist.get_rank()
-        self.is_leader = layout.tensor_rank(rank) == 0
-        self._group: dist.ProcessGroup | None = None
-        if layout.tensor_parallel_size > 1:
-            self._group, _ = dist.new_subgroups_by_enumeration(
-                [list(layout.replica_ranks(replica)) for replica in range(layout.num_replicas)], backend="gloo"
-            )
-
-    def share(self, value: list[Decision]) -> list[Decision]:
-        """The leader's value on every rank of the engine; collective among them."""
-        return value if self._group is None else broadcast_object(value, self._group)
-
-
-class StoreCounter:
-    """Counts over all ranks without a collective, see ``collect.Counter``."""
-
-    def __init__(self, store: dist.Store, name: str) -> None:
-        self._store, self._name = store, name
-
-    def next(self) -> int:
-        return self._store.add(self._name, 1)
+def engine_ranks(layout: EngineLayout) -> dist.ProcessGroup | None:
+    """The ranks of this rank's engine, able to move Python objects; None if they are one. Collective over all ranks."""
+    if layout.tensor_parallel_size == 1:
+        return None
+    group, _ = dist.new_subgroups_by_enumeration(
+        [list(layout.replica_ranks(replica)) for replica in range(layout.num_replicas)], backend="gloo"
+    )
+    return group
 
 
 def shared_store() -> dist.Store:
@@ -94,28 +77,20 @@ def shared_store() -> dist.Store:
     return server or dist.TCPStore(host, port, is_master=False)
 
 
-def collect_everywhere(
-    engine: RolloutEngine,
-    layout: EngineLayout,
-    team: EngineTeam,
-    rule: Rule,
-    draw: Draw,
-    score: ScoreGroup,
-    dropped: Counter,
-) -> list[Group]:
-    """Sample and score over all engines as ``rule`` says; every rank gets every drawn group, in the order of tickets.
+def collect_everywhere(engine: RolloutEngine, layout: EngineLayout, of_step: Round) -> list[PromptGroup]:
+    """Sample and score a round over all engines; every rank gets every drawn group, in the order of tickets.
 
-    Collective: every rank calls it with the same arguments.
+    Collective: every rank calls it with the same quota and the same prompts behind the tickets.
 
     Raises:
         InputError: on every rank, if a prompt of the first tickets does not fit the engine of one of them.
     """
-    own = split_even(rule.num_initial, layout.num_replicas)[layout.replica(dist.get_rank())]
+    own = split_even(of_step.quota.num_initial, layout.num_replicas)[layout.replica(dist.get_rank())]
     with together("checking the requests"):
-        engine.check([request for ticket in own for request in draw(ticket)])
-    groups = collect(engine, draw, own, rule, score, dropped, team)
-    gathered: dict[int, Group] = {}
-    for part in gather_objects(groups if team.is_leader else {}):
+        engine.check([request for ticket in own for request in of_step.draw(ticket)])
+    groups = collect(engine, of_step, own)
+    gathered: dict[int, PromptGroup] = {}
+    for part in gather_objects(groups if of_step.is_leader else {}):
         gathered |= part
     assert sorted(gathered) == list(range(len(gathered))), "tickets are drawn without a gap"
     return [gathered[ticket] for ticket in range(len(gathered))]

@@ -1,4 +1,4 @@
-"""Requests out of prompts, and completions out of what the engine returns. Knows no engine."""
+"""Requests out of prompts, and trajectories out of what the engine returns. Knows no engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from mega_rl.errors import InputError
 from mega_rl.rollout.engine import Request
-from mega_rl.types import Completion, Prompt
+from mega_rl.types import Prompt, Trajectory
 
 
 def sample_seed(run_seed: int, step: int, prompt_index: int, sample_index: int) -> int:
@@ -50,22 +50,25 @@ def check_length(request: Request, max_model_len: int) -> None:
         )
 
 
-def to_completion(request: Request, output: Any, weight_version: int) -> Completion:
-    """One completion out of vLLM's ``RequestOutput`` (or its like) with one output and ``logprobs=0``.
+def trajectory_of_output(request: Request, output: Any, version: int) -> Trajectory:
+    """One trajectory out of vLLM's ``RequestOutput`` (or its like) with one output and ``logprobs=0``.
+
+    Args:
+        version: of the weights that sampled it.
 
     Raises:
         RuntimeError: the engine gave up on the request, or its log-probabilities are not finite (broken weights).
     """
     (answer,) = output.outputs
-    token_ids = tuple(int(token) for token in answer.token_ids)
     where = f"prompt {request.prompt.index}, sample {request.sample_index}"
     if answer.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"The engine ended {where} with {answer.finish_reason!r} instead of 'stop' or 'length'.")
-    logprobs = tuple(float(row[token].logprob) for token, row in zip(token_ids, answer.logprobs, strict=True))
+    # float32 loses nothing: vLLM's log-probabilities are float32 values, handed out as Python's numbers
+    logprobs = [row[token].logprob for token, row in zip(answer.token_ids, answer.logprobs, strict=True)]
     if not all(math.isfinite(value) for value in logprobs):
         raise RuntimeError(
-            f"The engine's log-probabilities of {where} are not finite: weights of version {weight_version} are broken."
+            f"The engine's log-probabilities of {where} are not finite: weights of version {version} are broken."
         )
-    return Completion(
-        request.prompt, request.sample_index, token_ids, logprobs, answer.text, answer.finish_reason, weight_version
+    return Trajectory.single_turn(
+        request.prompt, request.sample_index, answer.token_ids, logprobs, answer.text, answer.finish_reason, version
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mega_rl.config import RunConfig
 from mega_rl.stages.parts import building, learning, progress, rollout_metrics
-from mega_rl.stages.parts.batch_builder import Sampler
+from mega_rl.stages.parts.batch_builder import BatchBuilder
 from mega_rl.stages.parts.batches import memory_metrics
 from mega_rl.stages.parts.behaviour import behaviour_policy
 from mega_rl.stages.parts.export import export_huggingface
@@ -32,11 +32,11 @@ def train(session: Session) -> None:
     reference = building.reference(session)
     engine = building.rollout_engine(session, actor)
     sync = building.weight_sync(session, actor, engine, noise)
-    sampler = Sampler(session, prompts, engine, scorer)
-    validator = Validator(session, held_out, sync, engine, scorer)
+    builder = BatchBuilder(config, session.engine_layout, timers, prompts, engine, scorer)
+    validator = Validator(config, session.engine_layout, timers, session.say, held_out, sync, engine, scorer)
     objective = building.objective(config)
     watch = RewardWatch(session.say)
-    state = progress.resume(session, actor, sampler)
+    state = progress.resume(session, actor, builder)
     validator.results |= state.validations
 
     with session.observer(state.step, total_steps) as observer:
@@ -48,7 +48,7 @@ def train(session: Session) -> None:
                 with timers("sync"):
                     metrics = sync.push(version=step, sigma=noise.sigma(step))
                 with timers("generate"):
-                    batch = sampler.sample(step)
+                    batch = builder.build(step)
                     sync.end_sampling()
                 metrics |= batch.metrics
                 watch.check(batch.generated)
@@ -58,12 +58,12 @@ def train(session: Session) -> None:
                 behaviour = behaviour_policy(session, actor, noise, step)
                 metrics |= learning.update(session, actor, reference, objective, samples, gates, behaviour)
             metrics |= rollout_metrics.sample_metrics(samples)
-            metrics |= rollout_metrics.noise_metrics(config, noise, step, metrics)
+            metrics |= rollout_metrics.schedule_metrics(config, noise, step, metrics)
 
             done = step + 1
             if progress.is_due(done, config.validation.test_freq, total_steps):
                 metrics |= validator.validate(observer, step=done)
-            progress.save_if_due(session, actor, sampler, done, total_steps, validator.results)
+            progress.save_if_due(session, actor, builder, done, total_steps, validator.results)
             metrics |= {"data/epoch": done / prompts.steps_per_epoch, "rollout/weight_version": float(step)}
             metrics |= rollout_metrics.time_metrics(timers.collect(), samples) | memory_metrics(session)
             observer.log(done, metrics)

@@ -15,7 +15,7 @@ from mega_rl.config.schema import RewardConfig, RewardWorkersConfig
 from mega_rl.rewards.registry import BUILT_IN, bind
 from mega_rl.rewards.sandbox import has_namespaces
 from mega_rl.rewards.scorer import Scorer, build_scorer
-from mega_rl.types import Completion, Prompt
+from mega_rl.types import Prompt, Trajectory
 
 ROOT = Path(__file__).parents[2]
 ODD_TEXTS = [
@@ -73,22 +73,22 @@ def scorer(case: Case) -> Iterator[Scorer]:
     built.close()
 
 
-def completion_of(case: Case, text: str) -> Completion:
+def trajectory_of(case: Case, text: str) -> Trajectory:
     prompt = Prompt(3, (1,), "?", case.truth, "some/source", {"index": 3})
     num_tokens = len(text.split())
-    return Completion(prompt, 0, (2,) * num_tokens, (-0.1,) * num_tokens, text, "stop", 0)
+    return Trajectory.single_turn(prompt, 0, (2,) * num_tokens, (-0.1,) * num_tokens, text, "stop", 0)
 
 
 def test_right_scores_higher_than_wrong_and_always_the_same(case: Case, scorer: Scorer) -> None:
-    completions = [completion_of(case, text) for text in (case.right, case.wrong)]
-    right, wrong = scorer.score(completions)
+    trajectories = [trajectory_of(case, text) for text in (case.right, case.wrong)]
+    right, wrong = scorer.score(trajectories)
     assert right.value > wrong.value
-    assert scorer.score(completions[::-1]) == [wrong, right]
+    assert scorer.score(trajectories[::-1]) == [wrong, right]
     assert right.parts == {case.name.rpartition(":")[2]: right.value}
 
 
 def test_odd_responses_get_a_finite_score(case: Case, scorer: Scorer) -> None:
-    scores = scorer.score([completion_of(case, text) for text in ODD_TEXTS])
+    scores = scorer.score([trajectory_of(case, text) for text in ODD_TEXTS])
     for text, score in zip(ODD_TEXTS, scores, strict=True):
         assert isinstance(score.value, float) and math.isfinite(score.value), (text[:20], score)
 

@@ -33,9 +33,10 @@ from mega_rl.rollout.engine import Request
 from mega_rl.rollout.replicas import generate_everywhere
 from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.vllm.engine import VLLMEngine
-from mega_rl.types import Completion, Prompt
+from mega_rl.types import Prompt, Trajectory
 from tests.distributed.rollout_support import (
     EOS,
+    answer_of,
     hf_greedy,
     hf_logprobs,
     hf_weights,
@@ -55,7 +56,7 @@ def start(path: Path, *, max_model_len: int = MAX_MODEL_LEN, **keys: Any) -> VLL
     return VLLMEngine(path, rollout, max_model_len=max_model_len, device_type="cpu", dtype="float32")
 
 
-def sample(engine: VLLMEngine, prompts: list[Prompt], **keys: Any) -> list[Completion]:
+def sample(engine: VLLMEngine, prompts: list[Prompt], **keys: Any) -> list[Trajectory]:
     return engine.generate(make_requests(prompts, **{"n": 1, "step": 0, "seed": 0, "temperature": 1.0, **keys}))
 
 
@@ -72,13 +73,13 @@ def check(name: str, body: Callable[..., None], *args: object) -> None:
 def equals_hf(engine: VLLMEngine, model: PreTrainedModel) -> None:
     """Greedy tokens and sampled log-probabilities are Hugging Face's, for a short prompt and a long one."""
     prompts = [prompt(0, 5), prompt(1, LONG)]
-    for completion in sample(engine, prompts, max_tokens=12, temperature=0.0):
-        expected = hf_greedy(model, completion.prompt, 12)
-        assert completion.token_ids == expected, (completion.token_ids, expected)
+    for trajectory in sample(engine, prompts, max_tokens=12, temperature=0.0):
+        expected = hf_greedy(model, trajectory.prompt, 12)
+        assert answer_of(trajectory) == expected, (answer_of(trajectory), expected)
     temperature = 0.7
-    for completion in sample(engine, prompts, n=4, max_tokens=12, temperature=temperature):
-        expected_logprobs = hf_logprobs(model, completion.prompt, completion.token_ids, temperature)
-        difference = (torch.tensor(completion.logprobs) - expected_logprobs).abs().max().item()
+    for trajectory in sample(engine, prompts, n=4, max_tokens=12, temperature=temperature):
+        expected_logprobs = hf_logprobs(model, trajectory.prompt, answer_of(trajectory), temperature)
+        difference = (torch.from_numpy(trajectory.sampled_logprobs) - expected_logprobs).abs().max().item()
         assert difference < 1e-4, difference
 
 
@@ -127,20 +128,20 @@ def same_samples_in_any_batch(engine: VLLMEngine) -> None:
     """A response depends on its own seed alone: not on the batch, the order, or what was sampled before."""
     requests = make_requests([prompt(i, 4 + i) for i in range(5)], n=3, step=2, seed=1, max_tokens=10, temperature=1.0)
     together = engine.generate(requests)
-    assert len({completion.token_ids for completion in together}) == len(together), "samples repeat"
+    assert len({answer_of(trajectory) for trajectory in together}) == len(together), "samples repeat"
     alone = [engine.generate([request])[0] for request in reversed(requests)][::-1]
-    assert [c.token_ids for c in alone] == [c.token_ids for c in together]
+    assert [answer_of(t) for t in alone] == [answer_of(t) for t in together]
     assert [(c.prompt.index, c.sample_index) for c in together] == [(r.prompt.index, r.sample_index) for r in requests]
 
 
 def limits_are_per_request(engine: VLLMEngine) -> None:
     engine._rollout.ignore_eos = True
     requests = [Request(prompt(i, 6), 0, 5, max_tokens=limit) for i, limit in enumerate((1, 7, 3))]
-    completions = engine.generate(requests)
+    trajectories = engine.generate(requests)
     engine._rollout.ignore_eos = False
-    assert [len(c.token_ids) for c in completions] == [1, 7, 3]
-    assert [len(c.logprobs) for c in completions] == [1, 7, 3]
-    assert {c.finish_reason for c in completions} == {"length"}
+    assert [len(t.sampled_ids) for t in trajectories] == [1, 7, 3]
+    assert [len(t.sampled_logprobs) for t in trajectories] == [1, 7, 3]
+    assert {t.finish_reason for t in trajectories} == {"length"}
     assert engine.generate([]) == []
 
 
@@ -148,26 +149,25 @@ def stops(engine: VLLMEngine) -> None:
     """At the end-of-sequence token, at stop tokens and at stop strings."""
     requests = make_requests([prompt(i, 6) for i in range(4)], n=16, step=0, seed=3, max_tokens=40, temperature=1.5)
     sampled = engine.generate(requests)
-    ended = [c for c in sampled if c.finish_reason == "stop"]
+    ended = [t for t in sampled if t.finish_reason == "stop"]
     assert ended and len(ended) < len(sampled), f"{len(ended)} of {len(sampled)} ended"
-    assert all(c.token_ids.index(EOS) == len(c.token_ids) - 1 and "<eos>" not in c.text for c in ended)
-    assert all(EOS not in c.token_ids and len(c.token_ids) == 40 for c in sampled if c.finish_reason == "length")
+    assert all(answer_of(t).index(EOS) == t.num_sampled - 1 and "<eos>" not in t.text for t in ended)
+    assert all(EOS not in answer_of(t) and t.num_sampled == 40 for t in sampled if t.finish_reason == "length")
 
-    long = next(c for c in sampled if c.finish_reason == "length")
+    long = next(t for t in sampled if t.finish_reason == "length")
     request = requests[sampled.index(long)]
-    engine._rollout.stop_token_ids = [long.token_ids[5]]
+    answer = answer_of(long)
+    engine._rollout.stop_token_ids = [answer[5]]
     (cut,) = engine.generate([request])
     engine._rollout.stop_token_ids = []
-    end = long.token_ids.index(long.token_ids[5])
-    assert cut.finish_reason == "stop" and cut.token_ids == long.token_ids[: end + 1]
+    end = answer.index(answer[5])
+    assert cut.finish_reason == "stop" and answer_of(cut) == answer[: end + 1]
 
     engine._rollout.stop = [long.text[8:11]]
     (cut,) = engine.generate([request])
     engine._rollout.stop = []
     end = long.text.index(long.text[8:11])
-    assert cut.finish_reason == "stop" and cut.token_ids == long.token_ids[: end + 3] and cut.text == long.text[:end], (
-        cut
-    )
+    assert cut.finish_reason == "stop" and answer_of(cut) == answer[: end + 3] and cut.text == long.text[:end], cut
 
 
 def process_is_untouched(path: Path) -> None:
@@ -250,8 +250,10 @@ def equals_fresh_engine(engine: VLLMEngine, model: PreTrainedModel, directory: P
     """An engine that took new weights samples bit for bit what an engine started with them does."""
     fresh = start(save(model, directory / "fresh"), weight_update=engine._rollout.weight_update)
     requests = make_requests([prompt(0, 5), prompt(1, LONG)], n=3, step=4, seed=0, max_tokens=12, temperature=1.0)
-    mine, theirs = ([(c.token_ids, c.logprobs) for c in e.generate(requests)] for e in (engine, fresh))
-    assert mine == theirs
+    mine, theirs = (e.generate(requests) for e in (engine, fresh))
+    assert [answer_of(t) for t in mine] == [answer_of(t) for t in theirs]
+    pairs = zip(mine, theirs, strict=True)
+    assert all(np.array_equal(ours.logprobs, other.logprobs) for ours, other in pairs)
 
 
 def single(directory: Path) -> None:
@@ -328,7 +330,7 @@ class Failing:
         if self.fails:
             raise InputError("the engine of this rank has no room")
 
-    def generate(self, requests: list[Request]) -> list[Completion]:
+    def generate(self, requests: list[Request]) -> list[Trajectory]:
         return self.engine.generate(requests)
 
 
@@ -347,11 +349,11 @@ def replicas(directory: Path, tensor_parallel_size: int) -> None:
     def everywhere() -> None:
         shared = generate_everywhere(engine, layout, requests)
         alone = engine.generate(requests)  # every replica samples everything
-        assert [c.token_ids for c in shared] == [c.token_ids for c in alone]
-        assert [(c.prompt.index, c.sample_index) for c in shared] == [
+        assert [answer_of(t) for t in shared] == [answer_of(t) for t in alone]
+        assert [(t.prompt.index, t.sample_index) for t in shared] == [
             (r.prompt.index, r.sample_index) for r in requests
         ]
-        seen = gather_objects([(c.token_ids, c.logprobs) for c in shared])
+        seen = gather_objects(shared)
         assert all(other == seen[0] for other in seen)
 
     def fewer_prompts_than_replicas() -> None:

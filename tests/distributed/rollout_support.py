@@ -23,7 +23,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from mega_rl.types import Prompt
+from mega_rl.types import Prompt, Trajectory
 from tests.contract.families import EXPERTS, as_saved
 
 EOS = 0
@@ -108,6 +108,11 @@ def hf_greedy(model: PreTrainedModel, question: Prompt, num_tokens: int) -> tupl
 
 
 @torch.no_grad()
+def answer_of(trajectory: Trajectory) -> tuple[int, ...]:
+    """The sampled tokens as plain numbers, which can be compared and put into sets."""
+    return tuple(trajectory.sampled_ids.tolist())
+
+
 def hf_logprobs(model: PreTrainedModel, question: Prompt, answer: tuple[int, ...], temperature: float) -> torch.Tensor:
     """Log-probabilities of the answer's tokens after the temperature, nats: [R]."""
     ids = torch.tensor([question.token_ids + answer])

@@ -30,9 +30,9 @@ from mega_rl.parallel.collectives import together
 from mega_rl.rollout.remote.engine_process import EngineProcess, EngineSpec
 from mega_rl.rollout.remote.engines import RemoteEngines
 from mega_rl.rollout.requests import make_requests
-from mega_rl.types import Completion
+from mega_rl.types import Trajectory
 from tests.distributed.rollout_checks import LONG, MAX_MODEL_LEN, check
-from tests.distributed.rollout_support import hf_greedy, hf_weights, perturb, prompt, save, tiny_model
+from tests.distributed.rollout_support import answer_of, hf_greedy, hf_weights, perturb, prompt, save, tiny_model
 
 NUM_ENGINES = 2
 NUM_TOKENS = 12
@@ -78,7 +78,7 @@ class Trainer:
             if fleet is not None:
                 fleet._ray.get([w.__ray_call__.remote(replace_reset, keep) for w in fleet._workers])
 
-    def greedy(self) -> list[Completion]:
+    def greedy(self) -> list[Trajectory]:
         return self.engines.generate(
             make_requests(PROMPTS, n=1, step=0, seed=0, max_tokens=NUM_TOKENS, temperature=0.0)
         )
@@ -116,8 +116,9 @@ def flip_a_bit(parameters: dict[str, torch.Tensor], name: str, is_meant: bool) -
 
 
 def equals_hf(trainer: Trainer) -> None:
-    for completion in trainer.greedy():
-        assert completion.token_ids == hf_greedy(trainer.model, completion.prompt, NUM_TOKENS), completion.prompt.index
+    for trajectory in trainer.greedy():
+        expected = hf_greedy(trainer.model, trajectory.prompt, NUM_TOKENS)
+        assert answer_of(trajectory) == expected, trajectory.prompt.index
 
 
 def every_parameter_is_the_trainers(trainer: Trainer) -> None:
@@ -145,13 +146,13 @@ def bytes_are_the_minimum(trainer: Trainer) -> None:
 def output_follows_the_weights(trainer: Trainer) -> None:
     """Greedy answers are Hugging Face's before and after a sync, for a prompt whose prefix was cached before it."""
     equals_hf(trainer)
-    before = [completion.token_ids for completion in trainer.greedy()]
+    before = [answer_of(trajectory) for trajectory in trainer.greedy()]
     perturb(trainer.model, 4, 0.05)
     trainer.push(4)
     equals_hf(trainer)
     after = trainer.greedy()
-    assert all(new.token_ids != old for new, old in zip(after, before, strict=True)), "the same answers"
-    assert [completion.weight_version for completion in after] == [4, 4] and trainer.engines.weight_version == 4
+    assert all(answer_of(new) != old for new, old in zip(after, before, strict=True)), "the same answers"
+    assert [trajectory.newest_version for trajectory in after] == [4, 4] and trainer.engines.weight_version == 4
 
 
 def kept_prefixes_are_wrong(trainer: Trainer) -> None:
@@ -161,7 +162,7 @@ def kept_prefixes_are_wrong(trainer: Trainer) -> None:
     trainer.push(5)
     trainer.keep_prefixes(False)
     long = trainer.greedy()[1]
-    assert long.token_ids != hf_greedy(trainer.model, long.prompt, NUM_TOKENS)
+    assert answer_of(long) != hf_greedy(trainer.model, long.prompt, NUM_TOKENS)
     trainer.push(6)
     equals_hf(trainer)
 
@@ -185,13 +186,13 @@ def flipped_bit_is_found(trainer: Trainer) -> None:
 def responses_come_as_they_end(trainer: Trainer) -> None:
     """Submitted bit by bit, the responses are those of one batch, and an engine with less to do is done before."""
     requests = make_requests(PROMPTS, n=2, step=1, seed=3, max_tokens=NUM_TOKENS, temperature=1.0)
-    expected = {(c.prompt.index, c.sample_index): c.token_ids for c in trainer.engines.generate(requests)}
+    expected = {(t.prompt.index, t.sample_index): answer_of(t) for t in trainer.engines.generate(requests)}
     trainer.engines.submit(requests[:2])
     found = trainer.engines.step()
     trainer.engines.submit(requests[2:])
     while trainer.engines.num_unfinished:
         found += trainer.engines.step()
-    assert {(c.prompt.index, c.sample_index): c.token_ids for c in found} == expected and len(found) == 4
+    assert {(t.prompt.index, t.sample_index): answer_of(t) for t in found} == expected and len(found) == 4
 
 
 def dead_engine_is_named(trainer: Trainer) -> None:

@@ -16,7 +16,7 @@ from mega_rl.parallel.joint_group import COLLECTIVE_TIMEOUT, MeetingPoint, join_
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.remote.receiver import Link
 from mega_rl.rollout.vllm.receiving_engine import ReceivingEngine
-from mega_rl.types import Completion
+from mega_rl.types import Trajectory
 
 
 @dataclass(frozen=True)
@@ -105,14 +105,14 @@ class EngineProcess:
     def submit(self, requests: Sequence[Request]) -> None:
         self.engine.submit(requests)
 
-    def advance(self) -> list[Completion]:
+    def advance(self) -> list[Trajectory]:
         """Sample on until a response ends, if any is under way."""
         while self.engine.num_unfinished:
             if ended := self.engine.step():
                 return ended
         return []
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+    def generate(self, requests: Sequence[Request]) -> list[Trajectory]:
         return self.engine.generate(requests)
 
 

@@ -21,7 +21,7 @@ from mega_rl.rollout.remote.placement import Fleet
 from mega_rl.rollout.remote.receiver import Link
 from mega_rl.rollout.replicas import split_requests
 from mega_rl.rollout.requests import check_length
-from mega_rl.types import Completion
+from mega_rl.types import Trajectory
 
 
 class RemoteEngines:
@@ -66,9 +66,9 @@ class RemoteEngines:
                     self._loads[engine] += len(part)
                     self._fleet.submit_to(engine, "submit", part)
 
-    def step(self) -> list[Completion]:
+    def step(self) -> list[Trajectory]:
         """What the first engine ends that ends anything; the others sample on meanwhile."""
-        completions: list[Completion] = []
+        trajectories: list[Trajectory] = []
         with together("sampling"):
             if self._fleet is not None and self._num_unfinished:
                 for engine, load in enumerate(self._loads):
@@ -76,23 +76,23 @@ class RemoteEngines:
                         self._advancing[engine] = self._fleet.submit_to(engine, "advance")
                 engine = self._fleet.first_done(self._advancing)
                 calls, first_worker = self._advancing.pop(engine), engine * self._fleet.engine_size
-                completions = self._fleet.results(calls, "sampling", first_worker=first_worker)[0]
-                self._loads[engine] -= len(completions)
-        completions = broadcast_object(completions)
-        self._num_unfinished -= len(completions)
-        return completions
+                trajectories = self._fleet.results(calls, "sampling", first_worker=first_worker)[0]
+                self._loads[engine] -= len(trajectories)
+        trajectories = broadcast_object(trajectories)
+        self._num_unfinished -= len(trajectories)
+        return trajectories
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+    def generate(self, requests: Sequence[Request]) -> list[Trajectory]:
         self.check(requests)
-        completions: list[Completion] = []
+        trajectories: list[Trajectory] = []
         with together("sampling"):
             if self._fleet is not None:
                 size = self._fleet.engine_size
                 parts = split_requests(requests, self._fleet.num_engines)
                 arguments = [(parts[worker // size],) for worker in range(self.num_workers)]
                 answers = self._fleet.call("generate", arguments, "sampling")
-                completions = [completion for answer in answers[::size] for completion in answer]
-        return broadcast_object(completions)
+                trajectories = [trajectory for answer in answers[::size] for trajectory in answer]
+        return broadcast_object(trajectories)
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Empty: no parameter of these engines lies in this process."""

@@ -15,7 +15,7 @@ from mega_rl.rollout.remote.ray_room import bundle, check_room
 
 PLACEMENT_TIMEOUT_S = 60
 DEATH_NOTICE_S = 10.0  # that Ray is given to notice which process is gone, where a transfer has failed
-OBJECT_STORE_BYTES = 1 << 27  # of a Ray that is started here: it carries requests and completions, never weights
+OBJECT_STORE_BYTES = 1 << 27  # of a Ray that is started here: it carries requests and trajectories, never weights
 
 
 class Fleet:

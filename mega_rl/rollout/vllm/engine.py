@@ -22,11 +22,11 @@ from mega_rl.errors import InputError
 from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.collectives import broadcast_object
 from mega_rl.rollout.engine import Request
-from mega_rl.rollout.requests import check_length, to_completion
+from mega_rl.rollout.requests import check_length, trajectory_of_output
 from mega_rl.rollout.vllm.cpu_adjustments import cpu_adjustments, plain_weights
 from mega_rl.rollout.vllm.environment import preserved_generators, preserved_process, set_environment
 from mega_rl.rollout.vllm.options import engine_arguments
-from mega_rl.types import Completion
+from mega_rl.types import Trajectory
 
 
 class VLLMEngine:
@@ -85,18 +85,18 @@ class VLLMEngine:
                 prompt = {"type": "token", "prompt_token_ids": list(request.prompt.token_ids)}
                 self._llm.llm_engine.add_request(str(self._num_submitted), prompt, self._sampling_params(request))
 
-    def step(self) -> list[Completion]:
-        return [completion for _, completion in self._step()]
+    def step(self) -> list[Trajectory]:
+        return [trajectory for _, trajectory in self._step()]
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+    def generate(self, requests: Sequence[Request]) -> list[Trajectory]:
         assert not self._under_way, "generation while other responses are under way"
         self.submit(requests)
-        done: list[tuple[int, Completion]] = []
+        done: list[tuple[int, Trajectory]] = []
         while self._under_way:
             done += self._step()
-        return [completion for _, completion in sorted(done, key=itemgetter(0))]
+        return [trajectory for _, trajectory in sorted(done, key=itemgetter(0))]
 
-    def _step(self) -> list[tuple[int, Completion]]:
+    def _step(self) -> list[tuple[int, Trajectory]]:
         """The responses that one step of the engine ends, with their numbers of submission, ascending."""
         if not self._under_way:
             return []
@@ -104,7 +104,7 @@ class VLLMEngine:
             outputs = self._llm.llm_engine.step()
         finished = {int(output.request_id): output for output in outputs if output.finished}
         return [
-            (number, to_completion(self._under_way.pop(number), finished[number], self._version))
+            (number, trajectory_of_output(self._under_way.pop(number), finished[number], self._version))
             for number in sorted(finished)
         ]
 

@@ -9,38 +9,42 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
+
+from mega_rl.config import RunConfig
+from mega_rl.config.schema import DynamicSamplingConfig
 from mega_rl.data.prompts import PromptStream
+from mega_rl.observe.timers import Timers
+from mega_rl.parallel.layout import EngineLayout
 from mega_rl.rewards.scorer import Scorer
-from mega_rl.rollout.collect import Group, Rule
+from mega_rl.rollout.collect import PromptGroup, Quota, Round
 from mega_rl.rollout.engine import Request, RolloutEngine
 from mega_rl.rollout.records import to_group, to_rows
-from mega_rl.rollout.replicas import EngineTeam, StoreCounter, collect_everywhere, shared_store
+from mega_rl.rollout.replicas import collect_everywhere, engine_ranks, shared_store
 from mega_rl.rollout.requests import make_requests
-from mega_rl.stages.parts import building
-from mega_rl.stages.parts.session import Session
-from mega_rl.types import Completion, Prompt, Score
+from mega_rl.types import Prompt, Score, Trajectory
 
 
 @dataclass(frozen=True)
 class Batch:
     """The groups of one step."""
 
-    learnt: list[Group]  # that the step learns from: carried ones first, then in the order of their prompts
-    carried: list[Group]  # kept ones above ``data.train_batch_size``: the next step's first
-    dropped: list[Group]  # whose samples all have one reward
+    learnt: list[PromptGroup]  # that the step learns from: carried ones first, then in the order of their prompts
+    carried: list[PromptGroup]  # kept ones above ``data.train_batch_size``: the next step's first
+    dropped: list[PromptGroup]  # whose samples all have one reward
     metrics: Mapping[str, float]
 
     @property
-    def generated(self) -> list[Group]:
+    def generated(self) -> list[PromptGroup]:
         """Everything that the step sampled or took over."""
         return [group for groups in self.by_outcome.values() for group in groups]
 
     @property
-    def by_outcome(self) -> dict[str, list[Group]]:
+    def by_outcome(self) -> dict[str, list[PromptGroup]]:
         return {"learnt": self.learnt, "carried": self.carried, "dropped": self.dropped}
 
 
-class Sampler:
+class BatchBuilder:
     """Turns the prompt stream into scored groups; the same on every rank, whatever the engines' layout.
 
     With ``algorithm.dynamic_sampling`` (DAPO, arXiv 2503.14476, section 3.2) a group whose samples all have one reward
@@ -48,37 +52,48 @@ class Sampler:
     up its budget learns from the groups that it has.
     """
 
-    def __init__(self, session: Session, stream: PromptStream, engine: RolloutEngine, scorer: Scorer) -> None:
-        self._session, self._stream, self._engine, self._scorer = session, stream, engine, scorer
-        self._team, self._store = EngineTeam(session.engine_layout), shared_store()
+    def __init__(
+        self,
+        config: RunConfig,
+        layout: EngineLayout,
+        timers: Timers,
+        stream: PromptStream,
+        engine: RolloutEngine,
+        scorer: Scorer,
+    ) -> None:
+        """Collective over all ranks."""
+        self._config, self._layout, self._timers = config, layout, timers
+        self._stream, self._engine, self._scorer = stream, engine, scorer
+        self._is_leader = layout.tensor_rank(dist.get_rank()) == 0
+        self._ranks, self._store = engine_ranks(layout), shared_store()
         # One thread for the whole run: workers that a scorer starts in it end with it.
         self._scoring = ThreadPoolExecutor(max_workers=1)
-        self._carried: list[Group] = []
+        self._carried: list[PromptGroup] = []
         self._reward_seconds = 0.0
 
-    def sample(self, step: int) -> Batch:
+    def build(self, step: int) -> Batch:
         """The groups of one step; collective."""
-        carried, rule = self._carried, self._rule()
+        config, carried, quota = self._config, self._carried, self._quota()
         self._reward_seconds = 0.0  # beside the sampling
         prompts = _Tickets(self._stream, one_by_one=self._settings.enabled)
 
         def draw(ticket: int) -> list[Request]:
-            return make_requests([prompts[ticket]], step=step, **building.sampling(self._session.config))
+            return make_requests(
+                [prompts[ticket]],
+                n=config.rollout.n,
+                step=step,
+                seed=config.trainer.seed,
+                max_tokens=config.data.max_response_length,
+                temperature=config.rollout.temperature,
+            )
 
-        found = collect_everywhere(
-            self._engine,
-            self._session.engine_layout,
-            self._team,
-            rule,
-            draw,
-            self._start_scoring,
-            StoreCounter(self._store, f"dropped/{step}"),
-        )
+        of_step = Round(step, quota, draw, self._start_scoring, self._store, self._is_leader, self._ranks)
+        found = collect_everywhere(self._engine, self._layout, of_step)
         prompts.finish(len(found))
-        self._session.timers.add("reward", self._reward_seconds)
-        dropped = [group for group in found if not rule.is_kept(group)]
-        kept = carried + [group for group in found if rule.is_kept(group)]
-        wanted = self._session.config.data.train_batch_size
+        self._timers.add("reward", self._reward_seconds)
+        dropped = [group for group in found if not quota.is_kept(group)]
+        kept = carried + [group for group in found if quota.is_kept(group)]
+        wanted = config.data.train_batch_size
         self._carried = kept[wanted:]
         is_short = self._settings.enabled and len(kept) < wanted
         figures = {
@@ -92,29 +107,29 @@ class Sampler:
         metrics = {f"rollout/groups_{name}": float(value) for name, value in figures.items()}
         return Batch(kept[:wanted], self._carried, dropped, metrics)
 
-    def _start_scoring(self, completions: list[Completion]) -> Future[list[Score]]:
-        return self._scoring.submit(self._score, completions)
+    def _start_scoring(self, trajectories: list[Trajectory]) -> Future[list[Score]]:
+        return self._scoring.submit(self._score, trajectories)
 
-    def _score(self, completions: list[Completion]) -> list[Score]:
+    def _score(self, trajectories: list[Trajectory]) -> list[Score]:
         start = time.perf_counter()
-        scores = self._scorer.score(completions)
+        scores = self._scorer.score(trajectories)
         self._reward_seconds += time.perf_counter() - start
         return scores
 
     @property
-    def _settings(self) -> Any:
-        return self._session.config.algorithm.dynamic_sampling
+    def _settings(self) -> DynamicSamplingConfig:
+        return self._config.algorithm.dynamic_sampling
 
-    def _rule(self) -> Rule:
-        settings, size = self._settings, self._session.config.data.train_batch_size
+    def _quota(self) -> Quota:
+        settings, size = self._settings, self._config.data.train_batch_size
         if not settings.enabled:
-            return Rule(size, size, size, is_kept=lambda group: True)
+            return Quota(size, size, size, is_kept=lambda group: True)
         missing = max(0, size - len(self._carried))
         initial = max(0, math.ceil(settings.oversample * size) - len(self._carried)) if missing else 0
         budget = min(math.ceil(settings.budget * size), len(self._stream.dataset))  # no prompt twice in a step
-        return Rule(missing, min(initial, budget), budget, is_kept=self._has_signal)
+        return Quota(missing, min(initial, budget), budget, is_kept=self._has_signal)
 
-    def _has_signal(self, group: Group) -> bool:
+    def _has_signal(self, group: PromptGroup) -> bool:
         """Whether the samples of known reward differ in it, or in the part of it that ``metric`` names."""
         metric = self._settings.metric
         known = [score for score in group.scores if score.is_known]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -121,16 +120,6 @@ def noise(session: Session, total: int) -> AqnNoise:
 def scorer(session: Session) -> Scorer:
     with together("building the rewards"):
         return build_scorer(session.config.rewards, session.config.reward_workers)
-
-
-def sampling(config: RunConfig) -> dict[str, Any]:
-    """How training samples: the arguments of ``make_requests`` that never change."""
-    return {
-        "n": config.rollout.n,
-        "seed": config.trainer.seed,
-        "max_tokens": config.data.max_response_length,
-        "temperature": config.rollout.temperature,
-    }
 
 
 def objective(config: RunConfig) -> PolicyObjective:

@@ -226,10 +226,10 @@ def report(
     }[name]
     lines = [f"  {name}: {quantity} is {value:.3g}, and trainer.gates.{name} allows {tolerance:.3g}"]
     if worst is not None:
-        completion = samples[worst.sequence].completion
-        token = completion.token_ids[worst.position]
+        trajectory = samples[worst.sequence].trajectory
+        token = trajectory.sampled_ids[worst.position]
         lines.append(
-            f"    worst token: prompt {completion.prompt.index}, sample {completion.sample_index}, response token "
+            f"    worst token: prompt {trajectory.prompt.index}, sample {trajectory.sample_index}, response token "
             f"{worst.position} (id {token}): {first} {worst.values[0]:.6g}, {second} {worst.values[1]:.6g}"
         )
     return [*lines, f"    {hint}", f"    to go on regardless: trainer.gates.disabled=[{name}]"]

@@ -1,4 +1,4 @@
-"""From scored completions to changed weights."""
+"""From scored trajectories to changed weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mega_rl.megatron.offload import Reference
 from mega_rl.observe.metrics import MAXIMA, MEANS
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.schedule import split_even
-from mega_rl.rollout.collect import Group
+from mega_rl.rollout.collect import PromptGroup
 from mega_rl.stages.parts.batches import Totals, denominators_of, pack_for_rank, totals_of
 from mega_rl.stages.parts.gates import Gates
 from mega_rl.stages.parts.progress import warn_if_skipped
@@ -28,16 +28,16 @@ from mega_rl.stages.parts.session import Session
 from mega_rl.types import Microbatch, Sample
 
 
-def with_advantages(groups: SequenceOf[Group], advantage: str) -> list[Sample]:
+def with_advantages(groups: SequenceOf[PromptGroup], advantage: str) -> list[Sample]:
     """Samples in the order of the groups.
 
     A score that is NaN is unknown: its sample has advantage 0 and no part in its group, and ``update`` leaves it out.
     """
-    pairs = [(c, s) for group in groups for c, s in zip(group.completions, group.scores, strict=True)]
+    pairs = [(t, s) for group in groups for t, s in zip(group.trajectories, group.scores, strict=True)]
     rewards = torch.tensor([score.value for _, score in pairs], dtype=torch.float64)
-    numbers = torch.tensor([number for number, group in enumerate(groups) for _ in group.completions])
+    numbers = torch.tensor([number for number, group in enumerate(groups) for _ in group.trajectories])
     advantages = ADVANTAGES[advantage].function(rewards, numbers).tolist() if pairs else []
-    return [Sample(c, s, a) for (c, s), a in zip(pairs, advantages, strict=True)]
+    return [Sample(t, s, a) for (t, s), a in zip(pairs, advantages, strict=True)]
 
 
 def update(

@@ -17,7 +17,7 @@ from mega_rl.stages.parts.batch_builder import Batch
 from mega_rl.stages.parts.batches import pack_for_rank
 from mega_rl.stages.parts.scoring import unknown_metrics
 from mega_rl.stages.parts.session import Session
-from mega_rl.types import Completion, Sample, Score
+from mega_rl.types import Sample, Score, Trajectory
 
 ROLLOUTS = "rollouts"  # under the output directory
 
@@ -26,14 +26,14 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Rewards, lengths and the sampling policy's entropy of one batch (no collective: every rank has all samples)."""
     if not samples:
         return {}
-    lengths = [len(sample.completion.token_ids) for sample in samples]
-    logprobs = [logprob for sample in samples for logprob in sample.completion.logprobs]
+    lengths = [sample.trajectory.num_sampled for sample in samples]
+    logprobs = [logprob for sample in samples for logprob in sample.trajectory.sampled_logprobs.tolist()]
     return _reward_metrics(samples) | {
         "response_length/mean": sum(lengths) / len(lengths),
         "response_length/max": float(max(lengths)),
         "response_length/min": float(min(lengths)),
-        "response_length/clip_fraction": sum(s.completion.finish_reason == "length" for s in samples) / len(samples),
-        "prompt_length/mean": sum(len(s.completion.prompt.token_ids) for s in samples) / len(samples),
+        "response_length/clip_fraction": sum(s.trajectory.finish_reason == "length" for s in samples) / len(samples),
+        "prompt_length/mean": sum(len(s.trajectory.prompt.token_ids) for s in samples) / len(samples),
         # -log p of the sampled tokens estimates the entropy of the policy that sampled them
         "rollout/entropy": -sum(logprobs) / max(1, len(logprobs)),
     }
@@ -50,8 +50,8 @@ def _reward_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     groups: dict[tuple[int, int], set[float]] = defaultdict(set)
     parts: dict[str, list[float]] = defaultdict(list)
     for sample in known:
-        completion = sample.completion
-        groups[completion.weight_version, completion.prompt.index].add(sample.score.value)
+        trajectory = sample.trajectory
+        groups[trajectory.newest_version, trajectory.prompt.index].add(sample.score.value)
         for name, value in sample.score.parts.items():
             parts[name].append(value)
     metrics |= {
@@ -66,11 +66,11 @@ def _reward_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     return metrics
 
 
-def readable(completion: Completion, score: Score) -> str:
+def readable(trajectory: Trajectory, score: Score) -> str:
     """What the dashboard's text panel shows of one answer."""
     return (
-        f"prompt: {completion.prompt.text}\nresponse: {completion.text}\n"
-        f"expected: {completion.prompt.ground_truth}\nscore: {score.value:g}, ended by {completion.finish_reason}"
+        f"prompt: {trajectory.prompt.text}\nresponse: {trajectory.text}\n"
+        f"expected: {trajectory.prompt.ground_truth}\nscore: {score.value:g}, ended by {trajectory.finish_reason}"
     )
 
 
@@ -85,7 +85,7 @@ def show(
     """
     logging = session.config.logging
     for number, sample in enumerate(samples[: logging.num_text_samples]):
-        observer.text(step, f"rollout/{number}", readable(sample.completion, sample.score))
+        observer.text(step, f"rollout/{number}", readable(sample.trajectory, sample.score))
     if logging.dump_rollouts == 0:
         return
     differences = logprob_differences(session, actor, samples) if samples else []
@@ -119,7 +119,7 @@ def logprob_differences(session: Session, actor: MegatronEngine, samples: Sequen
     return [found[index] for index in range(len(samples))]
 
 
-def noise_metrics(config: RunConfig, noise: AqnNoise, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+def schedule_metrics(config: RunConfig, noise: AqnNoise, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
     """Where the noise schedule stands, and how far the noise moved the sampling policy."""
     if not config.aqn.enabled:
         return {}
@@ -136,8 +136,8 @@ def time_metrics(seconds: Mapping[str, float], samples: Sequence[Sample]) -> dic
     for name, value in seconds.items():
         own.add(name, value)
     slowest = Metrics().merge(gather_objects(own)).result()
-    num_sampled = sum(len(sample.completion.token_ids) for sample in samples)
-    num_tokens = num_sampled + sum(len(sample.completion.prompt.token_ids) for sample in samples)
+    num_sampled = sum(sample.trajectory.num_sampled for sample in samples)
+    num_tokens = num_sampled + sum(len(sample.trajectory.prompt.token_ids) for sample in samples)
     return slowest | {
         "throughput/tokens_per_s": num_tokens / max(slowest["time/step_s"], 1e-9),
         "rollout/tokens_per_s": num_sampled / max(slowest["time/generate_s"], 1e-9),

@@ -1,4 +1,4 @@
-"""Scores of completions on all ranks, and what is done about rewards that have no value."""
+"""Scores of trajectories on all ranks, and what is done about rewards that have no value."""
 
 from __future__ import annotations
 
@@ -11,23 +11,26 @@ from mega_rl.errors import InputError
 from mega_rl.parallel.collectives import gather_objects, together
 from mega_rl.parallel.schedule import split_even
 from mega_rl.rewards.scorer import Scorer
-from mega_rl.rollout.collect import Group
-from mega_rl.types import Completion, Score
+from mega_rl.rollout.collect import PromptGroup
+from mega_rl.types import Score, Trajectory
 
 MAX_UNKNOWN_STEPS = 5  # in a row
 MAX_SAMPLES_TOLD = 20  # per line
 
 
-def score_everywhere(scorer: Scorer, completions: list[Completion]) -> list[Score]:
-    """Each rank scores its part; every rank gets all scores, in the order of the completions. Collective.
+def score_everywhere(scorer: Scorer, trajectories: list[Trajectory]) -> list[Score]:
+    """Each rank scores its part; every rank gets all scores, in the order of the trajectories. Collective.
+
+    A single process needs no process group.
 
     Raises:
         InputError: on every rank, where reward workers of one can no longer load the rewards.
     """
-    part = split_even(len(completions), dist.get_world_size())[dist.get_rank()]
+    world_size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    part = split_even(len(trajectories), world_size)[rank]
     scores: list[Score] = []
     with together("scoring"):
-        scores = scorer.score([completions[i] for i in part])
+        scores = scorer.score([trajectories[i] for i in part])
     return [score for scores_of_rank in gather_objects(scores) for score in scores_of_rank]
 
 
@@ -47,12 +50,12 @@ class RewardWatch:
         self._say = say
         self._steps_in_a_row = 0
 
-    def tell(self, completions: Sequence[Completion], scores: Sequence[Score]) -> None:
+    def tell(self, trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> None:
         """One line per reward and cause, with the samples and what happened to the first one."""
         found: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
-        for completion, score in zip(completions, scores, strict=True):
-            prompt = completion.prompt
-            sample = f"{prompt.data_source} prompt {prompt.index} sample {completion.sample_index}"
+        for trajectory, score in zip(trajectories, scores, strict=True):
+            prompt = trajectory.prompt
+            sample = f"{prompt.data_source} prompt {prompt.index} sample {trajectory.sample_index}"
             for name, unknown in score.unknown.items():
                 found[name, unknown.cause].append((sample, unknown.detail))
         for (name, cause), samples in found.items():
@@ -64,15 +67,15 @@ class RewardWatch:
                 f"{listed}{more}; on the first of them it {samples[0][1]}"
             )
 
-    def check(self, groups: Sequence[Group]) -> None:
+    def check(self, groups: Sequence[PromptGroup]) -> None:
         """The same for a training step, whose groups are those of all ranks.
 
         Raises:
             InputError: no score has been known for `MAX_UNKNOWN_STEPS` steps.
         """
-        completions = [completion for group in groups for completion in group.completions]
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         scores = [score for group in groups for score in group.scores]
-        self.tell(completions, scores)
+        self.tell(trajectories, scores)
         if not scores or any(score.is_known for score in scores):
             self._steps_in_a_row = 0
             return

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mega_rl.data.packing import pack, sequence_from_sample, unpack
-from mega_rl.types import Completion, Prompt, Sample, Score, Sequence
+from mega_rl.types import Prompt, Sample, Score, Sequence, Span, Trajectory
+from tests.trajectories import two_turns
 
 PAD = 99
 tokens = st.lists(st.integers(0, 50), min_size=1, max_size=9)
@@ -17,7 +18,8 @@ tokens = st.lists(st.integers(0, 50), min_size=1, max_size=9)
 def sample_of(prompt_ids: list[int], response_ids: list[int], advantage: float) -> Sample:
     logprobs = tuple(-0.5 - position for position in range(len(response_ids)))
     prompt = Prompt(0, tuple(prompt_ids), "", "", "s")
-    return Sample(Completion(prompt, 0, tuple(response_ids), logprobs, "", "stop", 0), Score(0.0), advantage)
+    trajectory = Trajectory.single_turn(prompt, 0, response_ids, logprobs, "", "stop", 0)
+    return Sample(trajectory, Score(0.0), advantage)
 
 
 @given(tokens, tokens)
@@ -32,6 +34,21 @@ def test_a_sample_is_learnt_from_on_its_response_alone(prompt_ids: list[int], re
     assert sequence.advantages.tolist() == [-1.5 * mask for mask in sequence.loss_mask.tolist()]
     assert sequence.rollout_logprobs[is_learnt].tolist() == [-0.5 - position for position in range(len(response_ids))]
     assert not sequence.rollout_logprobs[~is_learnt].any()
+
+
+@pytest.mark.parametrize("spans", [(Span(3, 1),), (Span(3, 1), Span(8, 4))])  # also inside of a turn
+def test_of_several_turns_only_the_sampled_tokens_are_learnt_from(spans: tuple[Span, ...]) -> None:
+    sequence = sequence_from_sample(Sample(two_turns(spans), Score(0.0), advantage=2.0))
+    packed = pack([sequence_from_sample(sample_of([1, 2], [3], 1.0)), sequence], [1], 1, PAD)
+    assert packed.advantages is not None and packed.rollout_logprobs is not None
+    assert packed.token_ids.tolist() == [3, 14, 4, 50, 51, 90, 91, 52, 53]
+    assert packed.target_ids.tolist() == [14, 4, 50, 51, 90, 91, 52, 53, 2]
+    assert packed.loss_mask.tolist() == [0, 0, 1, 1, 0, 0, 1, 1, 1]
+    assert packed.advantages.tolist() == [0, 0, 2, 2, 0, 0, 2, 2, 2]
+    expected = torch.tensor([0, 0, -0.1, -0.2, 0, 0, -0.3, -0.4, -0.5])
+    assert packed.rollout_logprobs.equal(expected)
+    dtypes = [t.dtype for t in (packed.token_ids, packed.loss_mask, packed.advantages, packed.rollout_logprobs)]
+    assert dtypes == [torch.int64, torch.float32, torch.float32, torch.float32]
 
 
 @st.composite

@@ -11,7 +11,7 @@ import pytest
 from mega_rl.config.schema import RewardConfig
 from mega_rl.rewards.math import boxed, dapo_math, exact_match, gsm8k, last_boxed, parse_number
 from mega_rl.rewards.scorer import build_scorer
-from mega_rl.types import Completion, Prompt
+from mega_rl.types import Prompt, Trajectory
 
 
 @pytest.mark.parametrize(
@@ -88,8 +88,8 @@ def test_every_gsm8k_test_solution_earns_1_and_its_neighbour_0(gsm8k_dir: Path, 
     for index, row in enumerate(rows):
         truth = row["answer"].rpartition("####")[2].strip()
         prompt = Prompt(index, (1,), row["question"], truth, "openai/gsm8k")
-        right.append(Completion(prompt, 0, (1,), (0.0,), row["answer"], "stop", 0))
-        wrong.append(Completion(prompt, 1, (1,), (0.0,), row["answer"] + "1", "stop", 0))
+        right.append(Trajectory.single_turn(prompt, 0, (1,), (0.0,), row["answer"], "stop", 0))
+        wrong.append(Trajectory.single_turn(prompt, 1, (1,), (0.0,), row["answer"] + "1", "stop", 0))
     assert {score.value for score in scorer.score(right)} == {1.0}
     assert {score.value for score in scorer.score(wrong)} == {0.0}
     scorer.close()

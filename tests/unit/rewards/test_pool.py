@@ -15,7 +15,7 @@ import pytest
 from mega_rl.config.schema import RewardConfig, RewardWorkersConfig
 from mega_rl.errors import InputError
 from mega_rl.rewards.scorer import Scorer, build_scorer
-from mega_rl.types import Completion, Prompt, Score
+from mega_rl.types import Prompt, Score, Trajectory
 
 HOSTILE = """
 import asyncio, ctypes, os, re, signal, subprocess, sys, threading, time
@@ -124,12 +124,13 @@ def scorer(hostile: str) -> Iterator[Scorer]:
     built.close()
 
 
-def completion(text: str, index: int = 0, num_tokens: int = 1) -> Completion:
-    return Completion(Prompt(index, (1,), "?", "t", "src"), 2, (1,) * num_tokens, (0.0,), text, "stop", 0)
+def trajectory(text: str, index: int = 0, num_tokens: int = 1) -> Trajectory:
+    prompt, ids, logprobs = Prompt(index, (1,), "?", "t", "src"), (1,) * num_tokens, (0.0,) * num_tokens
+    return Trajectory.single_turn(prompt, 2, ids, logprobs, text, "stop", 0)
 
 
 def score(scorer: Scorer, *texts: str) -> list[Score]:
-    return scorer.score([completion(text, index) for index, text in enumerate(texts)])
+    return scorer.score([trajectory(text, index) for index, text in enumerate(texts)])
 
 
 def causes(scores: list[Score]) -> list[str | None]:
@@ -177,12 +178,12 @@ def test_workers_keep_out_of_the_process_group_and_leave_no_files(hostile: str) 
 def test_values_do_not_depend_on_the_number_of_workers(hostile: str) -> None:
     names = ("harm", "harm_batch", "harm_async", "num_tokens", "hash_order")
     texts = ["5", "raise", "nan", "die", *map(str, range(30))]
-    completions = [completion(text, index, num_tokens=index + 1) for index, text in enumerate(texts)]
+    trajectories = [trajectory(text, index, num_tokens=index + 1) for index, text in enumerate(texts)]
     found = []
     for num_workers in (1, 3):
         workers = RewardWorkersConfig(num_workers=num_workers, timeout_s=60.0)
         scorer = build_scorer([RewardConfig(f"{hostile}:{name}") for name in names], workers)
-        found.append([(s.parts, s.unknown) for s in scorer.score(completions)])
+        found.append([(s.parts, s.unknown) for s in scorer.score(trajectories)])
         scorer.close()
     assert found[0] == found[1]
     assert [parts["num_tokens"] for parts, _ in found[0]] == [float(i + 1) for i in range(len(texts))]
@@ -235,11 +236,11 @@ def test_workers_die_with_the_trainer(hostile: str) -> None:
 import os, signal, threading
 from mega_rl.config.schema import RewardConfig, RewardWorkersConfig
 from mega_rl.rewards.scorer import build_scorer
-from tests.unit.rewards.test_pool import completion
+from tests.unit.rewards.test_pool import trajectory
 scorer = build_scorer([RewardConfig({(hostile + ":harm")!r})], RewardWorkersConfig(num_workers=2, timeout_s=600.0))
 print(*scorer.pool.worker_pids(), flush=True)
 threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
-scorer.score([completion("hang_in_c")])
+scorer.score([trajectory("hang_in_c")])
 """
     ended = subprocess.run((sys.executable, "-c", program), stdout=subprocess.PIPE, text=True, timeout=120)
     assert ended.returncode == -9

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,9 @@ import pytest
 from mega_rl.config.schema import RewardConfig, RewardWorkersConfig
 from mega_rl.errors import InputError
 from mega_rl.rewards.registry import bind
-from mega_rl.rewards.scorer import build_scorer
-from mega_rl.types import Completion, Prompt
+from mega_rl.rewards.scorer import Scorer, WeightedReward, build_scorer
+from mega_rl.types import Prompt, Trajectory
+from tests.trajectories import two_turns
 
 REWARDS_FILE = """
 import numpy
@@ -37,13 +39,25 @@ def rewards_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def completion(text: str = "abc") -> Completion:
-    return Completion(Prompt(7, (1,), "?", "t", "src"), 2, (1,), (0.0,), text, "stop", 0)
+def trajectory(text: str = "abc") -> Trajectory:
+    return Trajectory.single_turn(Prompt(7, (1,), "?", "t", "src"), 2, (1,), (0.0,), text, "stop", 0)
 
 
 def value_of(name: str, **options: Any) -> float:
     reward = bind(name, options)
     return reward.function(**reward.arguments([("src", "abc", "t", {}, 1)]))
+
+
+def test_workers_are_sent_a_text_and_how_many_tokens_were_sampled() -> None:
+    sent: list[Any] = []
+
+    def run(samples: list[Any]) -> list[list[float]]:
+        sent.extend(samples)
+        return [[1.0] * len(samples)]
+
+    pool: Any = SimpleNamespace(run=run)
+    Scorer([WeightedReward("a", 1.0)], pool).score([two_turns(), trajectory("abc")])
+    assert sent == [("arithmetic", "call 7", "7", {}, 5), ("src", "abc", "t", {}, 1)]
 
 
 def test_weighted_sum_parts_and_what_is_unknown(rewards_file: Path) -> None:
@@ -53,7 +67,7 @@ def test_weighted_sum_parts_and_what_is_unknown(rewards_file: Path) -> None:
     ]
     one = RewardWorkersConfig(num_workers=1)
     scorer = build_scorer(rewards, one)
-    scores = scorer.score([completion("abc"), completion("xx")])
+    scores = scorer.score([trajectory("abc"), trajectory("xx")])
     scorer.close()
     assert [(score.value, score.parts) for score in scores] == [
         (1.25, {"length": 3.0, "format_regex": 0.25}),
@@ -61,7 +75,7 @@ def test_weighted_sum_parts_and_what_is_unknown(rewards_file: Path) -> None:
     ]
     # A weight of 0 does not make an unknown reward known: it would hide that it fails.
     scorer = build_scorer([*rewards, RewardConfig(f"{rewards_file}:nan", weight=0.0)], one)
-    (score,) = scorer.score([completion("abc")])
+    (score,) = scorer.score([trajectory("abc")])
     scorer.close()
     assert not score.is_known and score.parts == {"length": 3.0, "format_regex": 0.25}
     assert {name: unknown.cause for name, unknown in score.unknown.items()} == {"nan": "not_a_number"}

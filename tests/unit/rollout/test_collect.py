@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,12 +10,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import HashStore
 
 from mega_rl.parallel.schedule import split_even
-from mega_rl.rollout.collect import Decision, Group, Rule, collect
+from mega_rl.rollout.collect import PromptGroup, Quota, Round, collect
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.requests import make_requests
-from mega_rl.types import Completion, Prompt, Score
+from mega_rl.types import Prompt, Score, Trajectory
 
 NUM_SAMPLES = 3
 
@@ -39,30 +39,13 @@ class Engine:
         self.submitted.append(requests[0].prompt.index)
         self.under_way += requests
 
-    def step(self) -> list[Completion]:
+    def step(self) -> list[Trajectory]:
         self.random.shuffle(self.under_way)
         ended, self.under_way = self.under_way[: self.pace], self.under_way[self.pace :]
-        return [Completion(r.prompt, r.sample_index, (1,), (0.0,), "", "stop", 0) for r in ended]
+        return [Trajectory.single_turn(r.prompt, r.sample_index, [1], [0.0], "", "stop", 0) for r in ended]
 
 
-class Alone:
-    is_leader = True
-
-    def share(self, value: list[Decision]) -> list[Decision]:
-        return value
-
-
-class Counter:
-    def __init__(self) -> None:
-        self.value, self.lock = 0, threading.Lock()
-
-    def next(self) -> int:
-        with self.lock:
-            self.value += 1
-            return self.value
-
-
-def has_signal(group: Group) -> bool:
+def has_signal(group: PromptGroup) -> bool:
     return len({score.value for score in group.scores}) > 1
 
 
@@ -74,25 +57,26 @@ def draw(ticket: int) -> list[Request]:
 SCORING = ThreadPoolExecutor(2)
 
 
-def beside(score: Callable[[list[Completion]], list[Score]]) -> Callable[[list[Completion]], Future[list[Score]]]:
-    return lambda completions: SCORING.submit(score, completions)
+def beside(score: Callable[[list[Trajectory]], list[Score]]) -> Callable[[list[Trajectory]], Future[list[Score]]]:
+    return lambda trajectories: SCORING.submit(score, trajectories)
 
 
-def scoring(is_mixed: Callable[[int], bool]) -> Callable[[list[Completion]], Future[list[Score]]]:
-    def score(completions: list[Completion]) -> list[Score]:
-        assert [c.sample_index for c in completions] == list(range(NUM_SAMPLES))
-        mixed = is_mixed(completions[0].prompt.index - 100)
-        return [Score(float(mixed and c.sample_index == 0)) for c in completions]
+def scoring(is_mixed: Callable[[int], bool]) -> Callable[[list[Trajectory]], Future[list[Score]]]:
+    def score(trajectories: list[Trajectory]) -> list[Score]:
+        assert [t.sample_index for t in trajectories] == list(range(NUM_SAMPLES))
+        mixed = is_mixed(trajectories[0].prompt.index - 100)
+        return [Score(float(mixed and t.sample_index == 0)) for t in trajectories]
 
     return beside(score)
 
 
-def run(engines: list[Engine], rule: Rule, is_mixed: Callable[[int], bool]) -> dict[int, Group]:
+def run(engines: list[Engine], quota: Quota, is_mixed: Callable[[int], bool]) -> dict[int, PromptGroup]:
     """What all engines come to together, each in a thread of its own."""
-    counter, parts = Counter(), split_even(rule.num_initial, len(engines))
+    of_step = Round(0, quota, draw, scoring(is_mixed), HashStore())
+    parts = split_even(quota.num_initial, len(engines))
     with ThreadPoolExecutor(len(engines)) as threads:
         jobs = [
-            threads.submit(collect, engine, draw, part, rule, scoring(is_mixed), counter, Alone())  # type: ignore[arg-type]
+            threads.submit(collect, engine, of_step, part)  # type: ignore[arg-type]
             for engine, part in zip(engines, parts, strict=True)
         ]
         found = [job.result(timeout=60) for job in jobs]
@@ -100,10 +84,10 @@ def run(engines: list[Engine], rule: Rule, is_mixed: Callable[[int], bool]) -> d
     return {ticket: group for part in found for ticket, group in part.items()}
 
 
-def tickets_needed(rule: Rule, is_mixed: Callable[[int], bool]) -> int:
+def tickets_needed(quota: Quota, is_mixed: Callable[[int], bool]) -> int:
     """The definition: the fewest first tickets, at least the initial ones, that hold enough groups; or the budget."""
     drawn, kept = 0, 0
-    while drawn < rule.budget and (drawn < rule.num_initial or kept < rule.num_groups):
+    while drawn < quota.budget and (drawn < quota.num_initial or kept < quota.num_groups):
         kept += is_mixed(drawn)
         drawn += 1
     return drawn
@@ -119,31 +103,32 @@ def tickets_needed(rule: Rule, is_mixed: Callable[[int], bool]) -> int:
 def test_the_tickets_drawn_do_not_depend_on_the_engines(
     mixed: list[bool], wanted: int, more: int, budget: int, engines: list[tuple[int, int]]
 ) -> None:
-    rule = Rule(wanted, wanted + more if wanted else 0, budget, has_signal)
-    found = run([Engine(*settings) for settings in engines], rule, mixed.__getitem__)
-    assert sorted(found) == list(range(tickets_needed(rule, mixed.__getitem__)))
+    quota = Quota(wanted, wanted + more if wanted else 0, budget, has_signal)
+    found = run([Engine(*settings) for settings in engines], quota, mixed.__getitem__)
+    assert sorted(found) == list(range(tickets_needed(quota, mixed.__getitem__)))
     for ticket, group in found.items():
-        assert [c.prompt.index for c in group.completions] == [100 + ticket] * NUM_SAMPLES
+        assert [t.prompt.index for t in group.trajectories] == [100 + ticket] * NUM_SAMPLES
         assert has_signal(group) == mixed[ticket]
 
 
 @pytest.mark.parametrize("reward", [0.0, 1.0])
 def test_equal_rewards_end_with_the_budget(reward: float) -> None:
-    rule = Rule(4, 4, 40, has_signal)
+    quota = Quota(4, 4, 40, has_signal)
     engines = [Engine(0, 2), Engine(1, 2)]
-    counter = Counter()
+    store = HashStore()
+    of_step = Round(5, quota, draw, beside(lambda ts: [Score(reward)] * len(ts)), store)
     with ThreadPoolExecutor(2) as threads:
         jobs = [
-            threads.submit(collect, e, draw, part, rule, beside(lambda cs: [Score(reward)] * len(cs)), counter, Alone())  # type: ignore[arg-type]
+            threads.submit(collect, e, of_step, part)  # type: ignore[arg-type]
             for e, part in zip(engines, split_even(4, 2), strict=True)
         ]
         found = [ticket for job in jobs for ticket in job.result(timeout=60)]
-    assert sorted(found) == list(range(40)) and counter.value == 40
+    assert sorted(found) == list(range(40)) and store.add("dropped/5", 0) == 40
 
 
 def test_one_mixed_group_in_fifty_is_found() -> None:
-    rule = Rule(3, 3, 1000, has_signal)
-    found = run([Engine(3, 4)], rule, lambda ticket: ticket % 50 == 49)
+    quota = Quota(3, 3, 1000, has_signal)
+    found = run([Engine(3, 4)], quota, lambda ticket: ticket % 50 == 49)
     assert len(found) == 150 and sum(map(has_signal, found.values())) == 3
 
 
@@ -152,7 +137,7 @@ class HeldOpen(Engine):
 
     num_waits = 0
 
-    def step(self) -> list[Completion]:
+    def step(self) -> list[Trajectory]:
         first = [r for r in self.under_way if r.prompt.index < 102]
         if not first and len(self.submitted) < 6:
             self.num_waits += 1
@@ -161,24 +146,24 @@ class HeldOpen(Engine):
             return []
         ended = first or self.under_way
         self.under_way = [r for r in self.under_way if r not in ended]
-        return [Completion(r.prompt, r.sample_index, (1,), (0.0,), "", "stop", 0) for r in ended]
+        return [Trajectory.single_turn(r.prompt, r.sample_index, [1], [0.0], "", "stop", 0) for r in ended]
 
 
 def test_a_replacement_starts_while_other_groups_are_under_way() -> None:
     engine = HeldOpen(0, 1)
-    found = run([engine], Rule(4, 4, 40, has_signal), lambda ticket: ticket > 1)
+    found = run([engine], Quota(4, 4, 40, has_signal), lambda ticket: ticket > 1)
     assert sorted(found) == [0, 1, 2, 3, 4, 5]
     assert engine.submitted == [100, 101, 102, 103, 104, 105]
 
 
 def test_what_scoring_raises_arrives() -> None:
-    def score(completions: list[Completion]) -> list[Score]:
+    def score(trajectories: list[Trajectory]) -> list[Score]:
         raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken"):
-        collect(Engine(0, 1), draw, [0, 1], Rule(2, 2, 2, has_signal), beside(score), Counter(), Alone())  # type: ignore[arg-type]
+        collect(Engine(0, 1), Round(0, Quota(2, 2, 2, has_signal), draw, beside(score), HashStore()), [0, 1])  # type: ignore[arg-type]
 
 
-def test_without_a_rule_nothing_is_replaced() -> None:
-    found = run([Engine(0, 3), Engine(1, 1)], Rule(5, 5, 5, lambda group: True), lambda ticket: False)
+def test_a_quota_that_keeps_all_replaces_nothing_is_replaced() -> None:
+    found = run([Engine(0, 3), Engine(1, 1)], Quota(5, 5, 5, lambda group: True), lambda ticket: False)
     assert sorted(found) == [0, 1, 2, 3, 4]

@@ -5,22 +5,25 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mega_rl.errors import InputError
-from mega_rl.rollout.collect import Group
+from mega_rl.rollout.collect import PromptGroup
 from mega_rl.rollout.records import read_step, to_group, to_rows, write_step
 from mega_rl.rollout.replay import ReplayEngine
 from mega_rl.rollout.requests import make_requests
-from mega_rl.types import Completion, Prompt, Score, UnknownReward
+from mega_rl.types import Prompt, Score, Span, Trajectory, UnknownReward
+from tests.trajectories import two_turns
 
 PROMPT = Prompt(7, (3, 14, 4), "3+4=", "7", "arithmetic", {"level": 1, "names": ["a"]})
 
 
-def group(version: int = 0, text: str = "7 \u4e03\u2028") -> Group:
-    completions = [Completion(PROMPT, i, (5, i), (-0.1 - i / 3, -1e-17 * i), text, "stop", version) for i in range(2)]
-    return Group(tuple(completions), (Score(1.0, {"exact_match": 1.0}), Score(0.1, {"exact_match": 0.1})))
+def group(version: int = 0, text: str = "7 \u4e03\u2028") -> PromptGroup:
+    logprobs = [(-0.1 - i / 3, -1e-17 * i) for i in range(2)]
+    trajectories = [Trajectory.single_turn(PROMPT, i, (5, i), logprobs[i], text, "stop", version) for i in range(2)]
+    return PromptGroup(tuple(trajectories), (Score(1.0, {"exact_match": 1.0}), Score(0.1, {"exact_match": 0.1})))
 
 
 def test_a_group_survives_a_file_exactly(tmp_path: Path) -> None:
@@ -28,9 +31,37 @@ def test_a_group_survives_a_file_exactly(tmp_path: Path) -> None:
     assert to_group(read_step(tmp_path, 1)) == group()
 
 
+def test_a_file_of_an_earlier_release_comes_out_byte_for_byte(tmp_path: Path) -> None:
+    """Two rows that a release with tuples of Python's numbers wrote; its log-probabilities were float32 values too."""
+    prompt = (
+        '{"index": 7, "token_ids": [3, 14, 4], "text": "3+4=", "ground_truth": "7", "data_source": "arithmetic", '
+        '"extra_info": {"level": 1, "names": ["a"]}}'
+    )
+    text = (
+        f'{{"prompt": {prompt}, "sample_index": 0, "token_ids": [5, 96, 2], "logprobs": [-6.494584083557129, '
+        '-4.060962677001953, -3.7864389419555664], "text": "7 \u4e03\u2028", "finish_reason": "stop", '
+        '"weight_version": 3, "score": {"value": 1.0, "parts": {"exact_match": 1.0}, "unknown": {}}}\n'
+        f'{{"prompt": {prompt}, "sample_index": 1, "token_ids": [8], "logprobs": [-1.1920928244535389e-07], '
+        '"text": "", "finish_reason": "length", "weight_version": 3, "score": {"value": null, "parts": {}, "unknown": '
+        '{"exact_match": {"cause": "raised", "detail": "raised KeyError: \'x\'"}}}}\n'
+    )
+    (tmp_path / "step_000001.jsonl").write_text(text, encoding="utf-8")
+    path = write_step(tmp_path, 2, to_rows(to_group(read_step(tmp_path, 1))), -1)
+    assert path.read_text(encoding="utf-8") == text
+
+
+def test_several_turns_and_versions_survive_a_file_in_keys_of_their_own(tmp_path: Path) -> None:
+    trajectories = (*group().trajectories, two_turns(), two_turns((Span(3, 1), Span(8, 4))))
+    longer = PromptGroup(trajectories, (Score(1.0),) * 4)
+    assert to_group(read_step(write_step(tmp_path, 1, to_rows(longer), -1).parent, 1)) == longer
+    first, *_, last = to_rows(longer)
+    assert set(last) - set(first) == {"loss_mask", "spans", "turns"} and last["weight_version"] == 4
+    assert (last["token_ids"], last["loss_mask"]) == ([50, 51, 90, 91, 52, 53, 2], [1, 1, 0, 0, 1, 1, 1])
+
+
 def test_an_unknown_score_is_null_in_the_file_and_unknown_again(tmp_path: Path) -> None:
     why = UnknownReward("raised", "raised KeyError: 'x'")
-    unknown = Group(group().completions, (Score(math.nan, {"a": 1.0}, {"b": why}), group().scores[1]))
+    unknown = PromptGroup(group().trajectories, (Score(math.nan, {"a": 1.0}, {"b": why}), group().scores[1]))
     path = write_step(tmp_path, 1, to_rows(unknown), -1)
     first, second = (json.loads(line, parse_constant=pytest.fail) for line in path.read_text().split("\n")[:2])
     assert first["score"]["value"] is None and second["score"]["value"] == 0.1
@@ -50,7 +81,7 @@ def test_replay_answers_what_was_recorded(tmp_path: Path) -> None:
     engine = ReplayEngine(tmp_path)
     engine.finish_update(3)
     requests = make_requests([PROMPT], n=2, step=3, seed=0, max_tokens=4, temperature=1.0)
-    assert tuple(engine.generate(requests)) == group(version=3).completions
+    assert tuple(engine.generate(requests)) == group(version=3).trajectories
     assert engine.weight_version == 3 and engine.num_unfinished == 0
     with pytest.raises(InputError, match="sample 2 of prompt 7 at step 4"):
         engine.check(make_requests([PROMPT], n=3, step=3, seed=0, max_tokens=4, temperature=1.0))
@@ -65,4 +96,13 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     path = write_step(tmp_path, 1, to_rows(group()), -1)
     path.write_text(path.read_text() + '{"cut": ', encoding="utf-8")
     with pytest.raises(InputError, match=r"step_000001.jsonl:3 is not a recorded rollout"):
+        read_step(tmp_path, 1)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"logprobs": [-0.5]}, {"token_ids": [5, 2**40]}, {"loss_mask": [0, 1], "spans": [], "turns": []}]
+)
+def test_a_row_that_contradicts_itself_is_named(tmp_path: Path, changes: dict[str, Any]) -> None:
+    write_step(tmp_path, 1, [{**row, **changes} for row in to_rows(group())], -1)
+    with pytest.raises(InputError, match=r"step_000001.jsonl:1 is not a recorded rollout"):
         read_step(tmp_path, 1)

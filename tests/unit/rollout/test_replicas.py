@@ -13,7 +13,7 @@ from mega_rl.parallel.layout import EngineLayout
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.replicas import generate_everywhere, split_requests
 from mega_rl.rollout.requests import make_requests
-from mega_rl.types import Completion, Prompt
+from mega_rl.types import Prompt, Trajectory
 
 
 def requests_for(num_prompts: int, n: int) -> list[Request]:
@@ -32,7 +32,7 @@ def test_parts_are_contiguous_whole_prompts_and_balanced(num_prompts: int, n: in
 
 
 class Echo:
-    """Answers a request with its seed; refuses more than ``limit`` requests."""
+    """Answers a request with the end of its seed; refuses more than ``limit`` requests."""
 
     weight_version = 0
 
@@ -43,14 +43,16 @@ class Echo:
         if len(requests) > self.limit:
             raise InputError("too many")
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        return [Completion(r.prompt, r.sample_index, (r.seed,), (0.0,), "", "stop", 0) for r in requests]
+    def generate(self, requests: Sequence[Request]) -> list[Trajectory]:
+        return [
+            Trajectory.single_turn(r.prompt, r.sample_index, [r.seed % 1000], [0.0], "", "stop", 0) for r in requests
+        ]
 
 
 def test_one_process_needs_no_group() -> None:
     requests = requests_for(3, 2)
-    completions = generate_everywhere(Echo(), EngineLayout(1, 1), requests)  # type: ignore[arg-type]
-    assert [c.token_ids for c in completions] == [(r.seed,) for r in requests]
+    trajectories = generate_everywhere(Echo(), EngineLayout(1, 1), requests)  # type: ignore[arg-type]
+    assert [t.sampled_ids.tolist() for t in trajectories] == [[r.seed % 1000] for r in requests]
 
 
 def test_the_engines_own_error_arrives() -> None:

@@ -1,4 +1,4 @@
-"""Seeds, requests, and completions out of the engine's answers."""
+"""Seeds, requests, and trajectories out of the engine's answers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from mega_rl.rollout.engine import Request
-from mega_rl.rollout.requests import make_requests, sample_seed, to_completion
-from mega_rl.types import Prompt
+from mega_rl.rollout.requests import make_requests, sample_seed, trajectory_of_output
+from mega_rl.types import Prompt, Span
 
 
 def prompt(index: int) -> Prompt:
@@ -48,23 +48,23 @@ def test_temperature_zero_is_greedy() -> None:
     assert request.greedy
 
 
-def test_completion() -> None:
-    completion = to_completion(Request(prompt(3), 2, 0, 8), answer(), weight_version=6)
-    assert (completion.prompt.index, completion.sample_index, completion.weight_version) == (3, 2, 6)
-    assert completion.token_ids == (5, 7) and completion.logprobs == (-0.5, -1.25)
-    assert (completion.text, completion.finish_reason) == ("ab", "stop")
+def test_trajectory() -> None:
+    trajectory = trajectory_of_output(Request(prompt(3), 2, 0, 8), answer(), version=6)
+    assert (trajectory.prompt.index, trajectory.sample_index, trajectory.spans) == (3, 2, (Span(3, 6),))
+    assert trajectory.token_ids.tolist() == [1, 2, 3, 5, 7] and trajectory.logprobs.tolist() == [0, 0, 0, -0.5, -1.25]
+    assert (trajectory.text, trajectory.finish_reason) == ("ab", "stop")
 
 
 @pytest.mark.parametrize("changes", [{"finish_reason": "abort"}, {"finish_reason": None}])
 def test_unfinished_answers_are_refused(changes: dict[str, object]) -> None:
     with pytest.raises(RuntimeError, match="prompt 3, sample 2"):
-        to_completion(Request(prompt(3), 2, 0, 8), answer(**changes), weight_version=0)
+        trajectory_of_output(Request(prompt(3), 2, 0, 8), answer(**changes), version=0)
 
 
 def test_broken_weights_are_named() -> None:
     rows = [{5: SimpleNamespace(logprob=float("nan"))}, {7: SimpleNamespace(logprob=-1.0)}]
     with pytest.raises(RuntimeError, match="weights of version 4"):
-        to_completion(Request(prompt(3), 2, 0, 8), answer(logprobs=rows), weight_version=4)
+        trajectory_of_output(Request(prompt(3), 2, 0, 8), answer(logprobs=rows), version=4)
 
 
 def test_the_package_does_not_import_vllm() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from mega_rl.config import RunConfig
 from mega_rl.stages.parts import gates
 from mega_rl.stages.parts.gates import Difference, GateFailure, Gates, difference, gates_of, merged
-from mega_rl.types import Completion, Microbatch, Prompt, Sample, Score, TokenStats
+from mega_rl.types import Microbatch, Prompt, Sample, Score, TokenStats, Trajectory
 
 LOGPROBS = torch.tensor(
     [-9.0, -1.0, -2.0, -3.0, -4.0, -5.0]
@@ -40,8 +40,8 @@ def moved(place: int, by: float) -> Tensor:
 
 def sample(prompt_index: int, sample_index: int, token_ids: tuple[int, ...]) -> Sample:
     prompt = Prompt(prompt_index, (1,), "", "", "s")
-    completion = Completion(prompt, sample_index, token_ids, (-0.5,) * len(token_ids), "", "stop", 0)
-    return Sample(completion, Score(1.0), 0.0)
+    logprobs = (-0.5,) * len(token_ids)
+    return Sample(Trajectory.single_turn(prompt, sample_index, token_ids, logprobs, "", "stop", 0), Score(1.0), 0.0)
 
 
 SAMPLES = [sample(40, 0, (7,)), sample(50, 3, (8, 9))]  # of the sequences 0 and 1

@@ -1,4 +1,4 @@
-"""From scored completions to optimizer steps, with stand-ins for the session and the engine."""
+"""From scored trajectories to optimizer steps, with stand-ins for the session and the engine."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import torch
 from mega_rl.config import RunConfig
 from mega_rl.config.algorithm import PRESETS
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.rollout.collect import Group
+from mega_rl.rollout.collect import PromptGroup
 from mega_rl.stages.parts import building, gates, learning
 from mega_rl.stages.parts.gates import GateFailure, gates_of
-from mega_rl.types import Completion, Figures, Microbatch, Prompt, Score, TokenStats
+from mega_rl.types import Figures, Microbatch, Prompt, Score, TokenStats, Trajectory
 
 NAN = float("nan")
 REWARDS = {0: [1.0, 0.0, NAN, 0.5], 1: [0.0, 0.0, 1.0, NAN], 2: [NAN, NAN, NAN, 1.0]}  # prompt -> its samples'
@@ -61,15 +61,15 @@ class Reference:
         return [TokenStats(logprobs_of(m, 0.01), torch.ones(m.num_tokens)) for m in microbatches]
 
 
-def completions_and_scores() -> tuple[list[Completion], list[Score]]:
-    completions, scores = [], []
+def trajectories_and_scores() -> tuple[list[Trajectory], list[Score]]:
+    trajectories, scores = [], []
     for index, rewards in REWARDS.items():
         prompt = Prompt(index, (1, 2, 3), "", "", "s")
         for i, (reward, length) in enumerate(zip(rewards, LENGTHS[index], strict=True)):
             token_ids = tuple(range(4 + i, 4 + i + length))
-            completions.append(Completion(prompt, i, token_ids, (-1.5,) * length, "", "stop", 0))
+            trajectories.append(Trajectory.single_turn(prompt, i, token_ids, (-1.5,) * length, "", "stop", 0))
             scores.append(Score(reward))
-    return completions, scores
+    return trajectories, scores
 
 
 class Learning:
@@ -92,10 +92,10 @@ class Learning:
         )
 
     def run(self, actor: Any, is_first: bool = False, scores: list[Score] | None = None) -> dict[str, float]:
-        completions, given = completions_and_scores()
-        pairs = list(zip(completions, scores or given, strict=True))
+        trajectories, given = trajectories_and_scores()
+        pairs = list(zip(trajectories, scores or given, strict=True))
         groups = [
-            Group(tuple(c for c, _ in found), tuple(s for _, s in found))
+            PromptGroup(tuple(t for t, _ in found), tuple(s for _, s in found))
             for _, found in ((key, list(part)) for key, part in groupby(pairs, key=lambda pair: pair[0].prompt.index))
         ]
         samples = learning.with_advantages(groups, self.config.algorithm.advantage)

@@ -10,18 +10,18 @@ from mega_rl.bridge.outgoing.noise import AqnNoise
 from mega_rl.config import RunConfig
 from mega_rl.errors import InputError
 from mega_rl.observe.metrics import match
-from mega_rl.rollout.collect import Group
+from mega_rl.rollout.collect import PromptGroup
 from mega_rl.stages.parts import learning, rollout_metrics, scoring
 from mega_rl.stages.parts.batches import Totals
 from mega_rl.stages.parts.progress import is_due
-from mega_rl.stages.parts.validation import Validator
-from mega_rl.types import Completion, Prompt, Sample, Score, UnknownReward
+from mega_rl.stages.parts.validation import Row, evaluation_metrics
+from mega_rl.types import Prompt, Sample, Score, Trajectory, UnknownReward
 
 
 def sample(prompt_index: int, reward: float, length: int = 2, finish: str = "stop", **parts: float) -> Sample:
     prompt = Prompt(prompt_index, (1, 2, 3), "", "", "s")
-    completion = Completion(prompt, 0, (5,) * length, (-0.5,) * length, "", finish, 0)
-    return Sample(completion, Score(reward, parts), 0.0)
+    trajectory = Trajectory.single_turn(prompt, 0, (5,) * length, (-0.5,) * length, "", finish, 0)
+    return Sample(trajectory, Score(reward, parts), 0.0)
 
 
 def test_sample_metrics_by_hand() -> None:
@@ -44,7 +44,7 @@ def test_advantages_go_by_group_even_where_two_have_the_same_prompt() -> None:
     groups = []
     for rewards in ((1.0, 0.0), (0.0, 0.0)):
         samples = [sample(7, reward) for reward in rewards]
-        groups.append(Group(tuple(s.completion for s in samples), tuple(s.score for s in samples)))
+        groups.append(PromptGroup(tuple(s.trajectory for s in samples), tuple(s.score for s in samples)))
     values = [s.advantage for s in learning.with_advantages(groups, "grpo")]
     assert values[0] == pytest.approx(0.5 / (0.5**0.5 + 1e-6)) and values[1] == -values[0]
     assert values[2:] == [0.0, 0.0] and learning.with_advantages([], "grpo") == []
@@ -53,7 +53,7 @@ def test_advantages_go_by_group_even_where_two_have_the_same_prompt() -> None:
 def unknown(prompt_index: int, cause: str = "raised") -> Sample:
     known = sample(prompt_index, 0.0)
     score = Score(math.nan, {"a": 1.0}, {"b": UnknownReward(cause, "raised KeyError: 'x'")})
-    return Sample(known.completion, score, 0.0)
+    return Sample(known.trajectory, score, 0.0)
 
 
 def test_unknown_samples_are_counted_and_left_out() -> None:
@@ -75,7 +75,7 @@ def test_unknown_rewards_are_told_by_sample_and_end_the_run_when_nothing_else_co
     bad, good = unknown(7), sample(7, 1.0)
 
     def step(*samples: Sample) -> None:
-        watch.check([Group(tuple(s.completion for s in samples), tuple(s.score for s in samples))])
+        watch.check([PromptGroup(tuple(s.trajectory for s in samples), tuple(s.score for s in samples))])
 
     step(good, bad)
     assert said == [
@@ -94,8 +94,8 @@ def test_unknown_rewards_are_told_by_sample_and_end_the_run_when_nothing_else_co
 
 def test_validation_leaves_unknown_scores_out() -> None:
     samples = [sample(0, 1.0), unknown(0), unknown(1), sample(2, 0.0), sample(2, 1.0)]
-    completions, scores = [s.completion for s in samples], [s.score for s in samples]
-    metrics = Validator._metrics(completions[:3], scores[:3], completions, scores)
+    greedy, sampled = ([Row(s.trajectory, s.score, is_greedy) for s in samples] for is_greedy in (True, False))
+    metrics = evaluation_metrics(greedy[:3] + sampled)
     assert metrics["val-core/s/greedy/acc"] == 1.0
     assert (metrics["val-core/s/acc/mean@1"], metrics["val-core/s/acc/best@2"]) == (2 / 3, 1.0)
 
@@ -107,12 +107,12 @@ def test_minibatches_average_and_maxima_stay_maxima() -> None:
     assert totals == {"actor/loss": 1.5, "actor/kl": 1.5, "actor/ratio_max": 1.5}
 
 
-def test_noise_metrics_are_there_only_with_noise() -> None:
+def test_schedule_metrics_are_there_only_with_noise() -> None:
     config = RunConfig()
     noise = AqnNoise(config.aqn, 10)
-    assert rollout_metrics.noise_metrics(config, noise, 5, {"rollout/kl": 0.1}) == {}
+    assert rollout_metrics.schedule_metrics(config, noise, 5, {"rollout/kl": 0.1}) == {}
     config.aqn.enabled = True
-    assert rollout_metrics.noise_metrics(config, noise, 9, {"rollout/kl": 0.1}) == {
+    assert rollout_metrics.schedule_metrics(config, noise, 9, {"rollout/kl": 0.1}) == {
         "aqn/sigma": 0.0005,
         "aqn/stage": 9.0,
         "aqn/kl_clean_noisy": 0.1,
