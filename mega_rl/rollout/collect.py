@@ -14,7 +14,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from mega_rl.rollout.engine import Request, RolloutEngine
+from mega_rl.rollout.engine import Request, Sampler
 from mega_rl.types import Completion, Score
 
 Draw = Callable[[int], Sequence[Request]]  # ticket -> the requests of its group, for one prompt that no other has
@@ -133,7 +133,7 @@ class _Scoring:
 
 
 def collect(
-    engine: RolloutEngine, draw: Draw, own: Sequence[int], rule: Rule, score: ScoreGroup, dropped: Counter, team: Team
+    engine: Sampler, draw: Draw, own: Sequence[int], rule: Rule, score: ScoreGroup, dropped: Counter, team: Team
 ) -> dict[int, Group]:
     """Sample and score this engine's tickets and those that it draws instead of dropped groups: ticket -> group.
 

@@ -12,7 +12,7 @@ from mega_rl.parallel.collectives import broadcast_object, gather_objects, toget
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.parallel.schedule import split_even
 from mega_rl.rollout.collect import Counter, Decision, Draw, Group, Rule, ScoreGroup, collect
-from mega_rl.rollout.engine import Request, RolloutEngine
+from mega_rl.rollout.engine import Request, Sampler
 from mega_rl.types import Completion
 
 
@@ -31,7 +31,7 @@ def split_requests(requests: Sequence[Request], num_replicas: int) -> list[list[
 
 
 def generate_everywhere(
-    engine: RolloutEngine,
+    engine: Sampler,
     layout: EngineLayout,
     requests: Sequence[Request],
     group: dist.ProcessGroup | None = None,
@@ -95,7 +95,7 @@ def shared_store() -> dist.Store:
 
 
 def collect_everywhere(
-    engine: RolloutEngine,
+    engine: Sampler,
     layout: EngineLayout,
     team: EngineTeam,
     rule: Rule,

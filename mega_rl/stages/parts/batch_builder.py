@@ -12,7 +12,8 @@ from typing import Any
 from mega_rl.data.prompts import PromptStream
 from mega_rl.rewards.scorer import Scorer
 from mega_rl.rollout.collect import Group, Rule
-from mega_rl.rollout.engine import Request, RolloutEngine
+from mega_rl.rollout.engine import Request
+from mega_rl.rollout.engine import Sampler as ResponseSampler
 from mega_rl.rollout.records import to_group, to_rows
 from mega_rl.rollout.replicas import EngineTeam, StoreCounter, collect_everywhere, shared_store
 from mega_rl.rollout.requests import make_requests
@@ -48,7 +49,7 @@ class Sampler:
     up its budget learns from the groups that it has.
     """
 
-    def __init__(self, session: Session, stream: PromptStream, engine: RolloutEngine, scorer: Scorer) -> None:
+    def __init__(self, session: Session, stream: PromptStream, engine: ResponseSampler, scorer: Scorer) -> None:
         self._session, self._stream, self._engine, self._scorer = session, stream, engine, scorer
         self._team, self._store = EngineTeam(session.engine_layout), shared_store()
         # One thread for the whole run: workers that a scorer starts in it end with it.

@@ -8,7 +8,7 @@ from mega_rl.data.prompts import PromptDataset
 from mega_rl.observe.console import before_after_table
 from mega_rl.observe.observer import Observer
 from mega_rl.rewards.scorer import Scorer
-from mega_rl.rollout.engine import RolloutEngine
+from mega_rl.rollout.engine import Sampler
 from mega_rl.rollout.replicas import generate_everywhere
 from mega_rl.rollout.requests import make_requests
 from mega_rl.stages.parts.progress import Validations
@@ -31,7 +31,7 @@ class Validator:
     """
 
     def __init__(
-        self, session: Session, held_out: PromptDataset | None, sync: Sync, engine: RolloutEngine, scorer: Scorer
+        self, session: Session, held_out: PromptDataset | None, sync: Sync, engine: Sampler, scorer: Scorer
     ) -> None:
         self.session, self.dataset, self.sync, self.engine, self.scorer = session, held_out, sync, engine, scorer
         self.results: Validations = {}
@@ -42,7 +42,7 @@ class Validator:
             return {}
         settings = self.session.config.validation
         with self.session.timers("validate"):
-            self.sync.push(version=step, sigma=0.0, is_validation=True)
+            self.sync.push(version=step, is_validation=True)
             greedy, greedy_scores = self._sample(n=1, temperature=0.0)
             sampled, sampled_scores = self._sample(n=settings.n, temperature=settings.temperature)
             self.sync.end_sampling()
