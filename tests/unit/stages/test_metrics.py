@@ -14,6 +14,7 @@ from mega_rl.rollout.collect import Group
 from mega_rl.stages.parts import learning, rollout_metrics, scoring
 from mega_rl.stages.parts.progress import is_due
 from mega_rl.stages.parts.validation import Validator
+from mega_rl.stages.parts.weight_sync import Pushed
 from mega_rl.types import Completion, Prompt, Sample, Score, UnknownReward
 
 
@@ -109,9 +110,9 @@ def test_minibatches_average_and_maxima_stay_maxima() -> None:
 def test_noise_metrics_are_there_only_with_noise() -> None:
     config = RunConfig()
     noise = AqnNoise(config.aqn, 10)
-    assert rollout_metrics.noise_metrics(config, noise, 5, {"rollout/kl": 0.1}) == {}
+    assert rollout_metrics.noise_metrics(config, noise, Pushed(5, 0.0), {"rollout/kl": 0.1}) == {}
     config.aqn.enabled = True
-    assert rollout_metrics.noise_metrics(config, noise, 9, {"rollout/kl": 0.1}) == {
+    assert rollout_metrics.noise_metrics(config, noise, Pushed(9, 0.0005), {"rollout/kl": 0.1}) == {
         "aqn/sigma": 0.0005,
         "aqn/stage": 9.0,
         "aqn/kl_clean_noisy": 0.1,
