@@ -69,7 +69,7 @@ class WeightSink(Protocol):
             read: gives this rank's part of what is sent, of the engines' dtype.
 
         Returns:
-            What this rank moved; None where that is not counted.
+            What this rank moved; None if that is not counted.
 
         Raises:
             RuntimeError: on every rank, an update that did not reach the whole engine.
@@ -112,7 +112,7 @@ class ColocatedEngine(Protocol):
         """Put the new weights to work as ``version``."""
 
     def sleep(self) -> None:
-        """Give device memory back until ``wake_up``; does nothing where the platform cannot."""
+        """Give device memory back until ``wake_up``; does nothing if the platform cannot."""
 
     def wake_up(self) -> None:
         """Take the memory again."""
@@ -140,7 +140,7 @@ class InPlaceSink:
         return vllm_series(self._weights.shape, engines.tensor_parallel_size, engines.tensor_rank(rank))
 
     def obstacle(self) -> str | None:
-        """What cannot be written on any rank, in words that follow "cannot write"; None where all can. Collective."""
+        """What cannot be written on any rank, in words that follow "cannot write"; None if all can be. Collective."""
         wanted = slices_of(self._wanted(dist.get_rank()))
         with together("matching the engine's parameters"):
             parameters = self._engine.parameters()
@@ -221,13 +221,13 @@ def colocated_sink(
     """The sink that ``rollout.weight_update`` asks for; collective.
 
     ``live`` writes in place, ``reload`` goes through the loader; ``auto`` is live for engines whose parameters are
-    exactly as the mapping of the model family says, and says why where they are not.
+    exactly as the mapping of the model family says, and says why if they are not.
 
     Args:
         verify: ``bridge.verify``.
 
     Raises:
-        InputError: on every rank, where writing in place is asked for, or needed, and the engine cannot be written to.
+        InputError: on every rank, if writing in place is asked for, or needed, and the engine cannot be written to.
     """
     if weight_update == "reload":
         return LoaderSink(engine, weights, engines.world_size)
@@ -247,7 +247,7 @@ def colocated_sink(
 
 
 def refused_live(reason: str) -> InputError:
-    """What is said where ``rollout.weight_update=live`` is asked for; ``reason`` is a sink's obstacle."""
+    """What is said if ``rollout.weight_update=live`` is asked for; ``reason`` is a sink's obstacle."""
     return InputError(
         f"rollout.weight_update=live cannot write {reason}: set rollout.weight_update=reload, which goes "
         "through the engine's own loader"

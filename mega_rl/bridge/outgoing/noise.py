@@ -267,7 +267,7 @@ class AqnTransform:
         self.targets = frozenset(noise.targets(roles))
 
     def for_sync(self, read: Read, version: int) -> Changed:
-        """``read`` with the noise of this version; ``read`` itself where the schedule's sigma is 0. Collective."""
+        """``read`` with the noise of this version; ``read`` itself if the schedule's sigma is 0. Collective."""
         sigma = self.noise.sigma(version)
         if not sigma:
             return Changed(read)

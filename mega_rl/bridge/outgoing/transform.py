@@ -73,7 +73,7 @@ class Outgoing:
 
 
 def fold(transforms: Iterable[Transform], read: Read, version: int) -> Outgoing:
-    """``read`` through every transform, the first one innermost; collective where one of them is."""
+    """``read`` through every transform, the first one innermost; collective if one of them is."""
     changes = []
     for transform in transforms:
         changes.append(transform.for_sync(read, version))

@@ -33,7 +33,7 @@ class RemoteSink:
     def __init__(self, engines: RemoteEngines, weights: Weights) -> None:
         self._engines, self._weights = engines, weights
         self._transfer: Transfer | None = None
-        self._under_way: list[Any] = []  # what the workers are doing during a transfer; on rank 0 alone
+        self._under_way: list[Any] = []  # what the workers are doing during a transfer; on rank 0 only
 
     @property
     def weight_version(self) -> int:
@@ -53,7 +53,7 @@ class RemoteSink:
         return [vllm_series(shape, size, worker % size) for worker in range(self._engines.num_workers)]
 
     def obstacle(self) -> str | None:
-        """What cannot be written in any worker, in words that follow "cannot write"; None where all can. Collective."""
+        """What cannot be written in any worker, in words that follow "cannot write"; None if all can be. Collective."""
         shapes = self.inspect(_without_contents, self._same())
         for parameters, wanted in zip(shapes, self.layout(), strict=True):
             transposed = transposed_weight(parameters, self._weights.device.type)
@@ -134,7 +134,7 @@ def remote_sink(engines: RemoteEngines, weights: Weights, weight_update: str) ->
         weight_update: ``rollout.weight_update``: live or auto.
 
     Raises:
-        InputError: on every rank, where the engines' parameters differ from the mapping of the model family.
+        InputError: on every rank, if the engines' parameters differ from the mapping of the model family.
     """
     sink = RemoteSink(engines, weights)
     reason = sink.obstacle()

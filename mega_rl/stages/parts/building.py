@@ -85,7 +85,7 @@ def reference(session: Session) -> Reference | None:
 
 
 def engine_and_sync(session: Session, actor: MegatronEngine, noise: AqnNoise) -> tuple[Sampler, Sync]:
-    """What samples, asleep where it can, and how it comes to the actor's weights; collective."""
+    """What samples, asleep if it can be, and how it comes to the actor's weights; collective."""
     config = session.config
     if config.rollout.replay is not None:
         session.say(f"rollout.replay: responses come from {config.rollout.replay}, there is no engine to validate with")
@@ -123,9 +123,9 @@ def remote_engines(session: Session) -> RemoteEngines:
 
 
 def colocated_engine(session: Session, actor: MegatronEngine) -> VLLMEngine:
-    """The engine in this process, asleep where it can: while it is built the actor makes room for it."""
+    """The engine in this process, asleep if it can be: while it is built the actor makes room for it."""
     config = session.config
-    actor.offload.to_host(*PARTS)  # an engine refuses to start where its share of the device is not free
+    actor.offload.to_host(*PARTS)  # an engine refuses to start if its share of the device is not free
     engine = VLLMEngine(
         config.model.path,
         config.rollout,
@@ -159,7 +159,7 @@ def weight_sync(session: Session, actor: MegatronEngine, sink: WeightSink, noise
 
 
 def proof(config: RunConfig, shape: ModelShape, sources: Sequence[Sequence[Series]], sink: WeightSink) -> Proof | None:
-    """What ``bridge.verify`` asks for; None where it is off, or the engines hold nothing to compare."""
+    """What ``bridge.verify`` asks for; None if it is off, or the engines hold nothing to compare."""
     if config.bridge.verify == "off" or sink.inspect is None:
         return None
     held, needed = ([slices_of(series) for series in side] for side in (sources, sink.layout()))
