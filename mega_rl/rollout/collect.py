@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from mega_rl.parallel.collectives import broadcast_object
-from mega_rl.rollout.engine import Request, RolloutEngine
+from mega_rl.rollout.engine import Request, Sampler
 from mega_rl.types import Score, Trajectory
 
 
@@ -138,7 +138,7 @@ class _Scoring:
         return decisions
 
 
-def collect(engine: RolloutEngine, of_step: Round, own: Sequence[int]) -> dict[int, PromptGroup]:
+def collect(engine: Sampler, of_step: Round, own: Sequence[int]) -> dict[int, PromptGroup]:
     """Sample and score this engine's tickets and those that it draws instead of dropped groups: ticket -> group.
 
     Every rank of the engine calls it with the same arguments; dropped groups are in the result too.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-
-import torch
 
 from mega_rl.errors import InputError
 from mega_rl.rollout.engine import Request
@@ -14,7 +12,7 @@ from mega_rl.types import Trajectory
 
 
 class ReplayEngine:
-    """A ``RolloutEngine`` that answers with what a run recorded at the same step; weights do not reach it.
+    """A ``Sampler`` that answers with what a run recorded at the same step; it has no weights.
 
     Every response is the recorded one, so a run with the same configuration repeats the training of the recorded run
     bit for bit; rewards are computed again.
@@ -62,17 +60,8 @@ class ReplayEngine:
             )
         return found
 
-    def parameters(self) -> dict[str, torch.Tensor]:
-        raise AssertionError("a replay holds no weights")
-
-    def begin_update(self) -> None:
-        """Nothing to make ready."""
-
-    def load_hf_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        raise AssertionError("a replay holds no weights")
-
-    def finish_update(self, version: int) -> None:
-        """Turn to the rollouts that were sampled with the weights of ``version``.
+    def turn_to(self, version: int) -> None:
+        """Answer from now on with the rollouts that were sampled with the weights of ``version``.
 
         Raises:
             InputError: they were not recorded.
@@ -80,9 +69,3 @@ class ReplayEngine:
         rows = [row for row in read_step(self._directory, version + 1) if row["weight_version"] == version]
         self._recorded = {(t.prompt.index, t.sample_index): t for t in map(trajectory_of_row, rows)}
         self._version = version
-
-    def sleep(self) -> None:
-        """There is no memory to give back."""
-
-    def wake_up(self) -> None:
-        """There is no memory to take."""

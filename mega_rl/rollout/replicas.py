@@ -12,7 +12,7 @@ from mega_rl.parallel.collectives import broadcast_object, gather_objects, toget
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.parallel.schedule import split_even
 from mega_rl.rollout.collect import PromptGroup, Round, collect
-from mega_rl.rollout.engine import Request, RolloutEngine
+from mega_rl.rollout.engine import Request, Sampler
 from mega_rl.types import Trajectory
 
 
@@ -31,7 +31,7 @@ def split_requests(requests: Sequence[Request], num_replicas: int) -> list[list[
 
 
 def generate_everywhere(
-    engine: RolloutEngine,
+    engine: Sampler,
     layout: EngineLayout,
     requests: Sequence[Request],
     group: dist.ProcessGroup | None = None,
@@ -77,7 +77,7 @@ def shared_store() -> dist.Store:
     return server or dist.TCPStore(host, port, is_master=False)
 
 
-def collect_everywhere(engine: RolloutEngine, layout: EngineLayout, of_step: Round) -> list[PromptGroup]:
+def collect_everywhere(engine: Sampler, layout: EngineLayout, of_step: Round) -> list[PromptGroup]:
     """Sample and score a round over all engines; every rank gets every drawn group, in the order of tickets.
 
     Collective: every rank calls it with the same quota and the same prompts behind the tickets.

@@ -30,8 +30,7 @@ def train(session: Session) -> None:
     held_out = building.validation_prompts(session)
     actor = building.actor(session, total_steps * config.algorithm.minibatches_per_step)
     reference = building.reference(session)
-    engine = building.rollout_engine(session, actor)
-    sync = building.weight_sync(session, actor, engine, noise)
+    engine, sync = building.engine_and_sync(session, actor, noise)
     builder = BatchBuilder(config, session.engine_layout, timers, prompts, engine, scorer)
     validator = Validator(config, session.engine_layout, timers, session.say, held_out, sync, engine, scorer)
     objective = building.objective(config)
@@ -46,25 +45,25 @@ def train(session: Session) -> None:
         for step in range(state.step, total_steps):
             with timers("step"):
                 with timers("sync"):
-                    metrics = sync.push(version=step, sigma=noise.sigma(step))
+                    pushed = sync.push(version=step)
                 with timers("generate"):
                     batch = builder.build(step)
                     sync.end_sampling()
-                metrics |= batch.metrics
+                metrics = {**pushed.metrics, **batch.metrics}
                 watch.check(batch.generated)
                 samples = learning.with_advantages(batch.learnt, config.algorithm.advantage)
                 rollout_metrics.show(session, observer, actor, step + 1, batch, samples)
-                gates = gates_of(session, step, noise.sigma(step))
-                behaviour = behaviour_policy(session, actor, noise, step)
+                gates = gates_of(session, step, pushed.sigma)
+                behaviour = behaviour_policy(session, actor, noise, pushed)
                 metrics |= learning.update(session, actor, reference, objective, samples, gates, behaviour)
             metrics |= rollout_metrics.sample_metrics(samples)
-            metrics |= rollout_metrics.schedule_metrics(config, noise, step, metrics)
+            metrics |= rollout_metrics.schedule_metrics(config, noise, pushed, metrics)
 
             done = step + 1
             if progress.is_due(done, config.validation.test_freq, total_steps):
                 metrics |= validator.validate(observer, step=done)
             progress.save_if_due(session, actor, builder, done, total_steps, validator.results)
-            metrics |= {"data/epoch": done / prompts.steps_per_epoch, "rollout/weight_version": float(step)}
+            metrics |= {"data/epoch": done / prompts.steps_per_epoch, "rollout/weight_version": float(pushed.version)}
             metrics |= rollout_metrics.time_metrics(timers.collect(), samples) | memory_metrics(session)
             observer.log(done, metrics)
 

@@ -27,11 +27,13 @@ from mega_rl.bridge.slices import indices
 from mega_rl.config.schema import RunConfig
 from mega_rl.megatron.checkpoint import CheckpointWriter
 from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.megatron.model import DTYPES
 from mega_rl.megatron.policy import MegatronPolicy
 from mega_rl.models.shape import read_model_shape
 from mega_rl.observe.timers import Timers
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
+from mega_rl.rollout.sinks import InPlaceSink, LoaderSink, Weights
 from mega_rl.rollout.vllm.engine import VLLMEngine
 from mega_rl.stages.parts import building
 from mega_rl.stages.parts.behaviour import behaviour_policy
@@ -57,6 +59,7 @@ class Collector:
         self.tensors: dict[str, torch.Tensor] = {}
         self.weight_version = 0
 
+    def use_loader(self) -> None: ...
     def wake_up(self) -> None: ...
     def sleep(self) -> None: ...
     def begin_update(self) -> None:
@@ -67,6 +70,13 @@ class Collector:
 
     def finish_update(self, version: int) -> None:
         self.weight_version = version
+
+
+def new_sync(session: Session, engine: MegatronEngine, collector: Collector, noise: AqnNoise) -> WeightSync:
+    config = session.config
+    weights = Weights(session.shape, DTYPES[config.model.dtype], config.bridge.bucket_bytes, session.device)
+    sink = LoaderSink(collector, weights, dist.get_world_size())  # type: ignore[arg-type]
+    return building.weight_sync(session, engine, sink, noise)
 
 
 def new_session(config: RunConfig, layout: ParallelLayout, model_dir: Path, engine_size: int, out: Path) -> Session:
@@ -137,12 +147,18 @@ def stream_is_the_specified_one(case: Case, layout: ParallelLayout, family: str,
     model_dir, is_mixture = root / family, family == "qwen3_moe"
     clean = clean_tensors(model_dir)
     config = aqn_config(case, four_bits="nvfp4")
+    config.aqn.num_stages, config.aqn.sigma_start, config.aqn.sigma_end = 2, SIGMA, SIGMA  # 0 in the first stage
     session = new_session(config, layout, model_dir, 1, root)
     engine = build_engine(config, layout, model_dir, 4)
     noise, collector = building.noise(session, total=10), Collector()
-    sync = WeightSync(session, engine, collector, noise)  # type: ignore[arg-type]
+    sync = new_sync(session, engine, collector, noise)
     before, generator_state = state_of(engine), torch.get_rng_state()
-    metrics = sync.push(version=7, sigma=SIGMA)
+    pushed = sync.push(version=3)  # a stage without noise: four bits only
+    assert sha256(collector.tensors) == sha256(expected_tensors(clean, 3, 0.0, "nvfp4", is_mixture))
+    assert (pushed.version, pushed.sigma) == (3, 0.0) and not [name for name in pushed.metrics if "aqn" in name]
+    pushed = sync.push(version=7)
+    metrics = pushed.metrics
+    assert (pushed.version, pushed.sigma) == (7, SIGMA)
     expected = expected_tensors(clean, 7, SIGMA, "nvfp4", is_mixture)
     assert sha256(collector.tensors) == sha256(expected), [
         n for n in expected if not torch.equal(expected[n], collector.tensors[n])
@@ -152,9 +168,8 @@ def stream_is_the_specified_one(case: Case, layout: ParallelLayout, family: str,
     assert len(noisy) == (4 if is_mixture else 8)
     hashes = gather_objects(metrics["aqn/noise_hash"])
     assert len(set(hashes)) == 1 and collector.weight_version == 7
-    sync.push(version=8, sigma=0.0)  # a stage without noise: four bits alone
-    assert sha256(collector.tensors) == sha256(expected_tensors(clean, 8, 0.0, "nvfp4", is_mixture))
-    sync.push(version=9, sigma=0.0, is_validation=True)
+    exact = sync.push(version=9, is_validation=True)
+    assert (exact.version, exact.sigma) == (9, 0.0) and not [name for name in exact.metrics if "aqn" in name]
     assert sha256(collector.tensors) == sha256(clean)
     is_unchanged(before, state_of(engine))
     assert torch.equal(torch.get_rng_state(), generator_state)
@@ -166,7 +181,7 @@ def cut_blocks_are_refused(layout: ParallelLayout, root: Path) -> None:
     session = new_session(config, layout, root / "qwen3", 1, root)
     engine = build_engine(config, layout, root / "qwen3", 4)
     try:
-        WeightSync(session, engine, Collector(), building.noise(session, 10))  # type: ignore[arg-type]
+        new_sync(session, engine, Collector(), building.noise(session, 10))
     except ValueError as error:
         assert "columns 0 to 48 of model.layers.0.mlp.down_proj" in str(error), error
     else:
@@ -184,12 +199,12 @@ def train(root: Path, layout: ParallelLayout, is_noisy: bool) -> tuple[dict[str,
     reference = MegatronPolicy(config, session.shape, layout, session.device)
     reference.load_huggingface(session.weights)
     noise, sequences = AqnNoise(config.aqn, total_steps=10), make_sequences(OBJECTIVES["rl"], 250)
-    sync = WeightSync(session, engine, Collector(), noise) if is_noisy else None  # type: ignore[arg-type]
+    sync = new_sync(session, engine, Collector(), noise) if is_noisy else None
     microbatches = pack_for_rank(BLOCKS, layout, sequences)
     for step in range(2):
         if sync is not None:
-            sync.push(version=step, sigma=noise.sigma(step))
-            with behaviour_policy(session, engine, noise, step):
+            pushed = sync.push(version=step)
+            with behaviour_policy(session, engine, noise, pushed):
                 engine.token_stats(microbatches)
         engine.forward_backward(microbatches, loss_of(OBJECTIVES["rl"], sequences))
         engine.optimizer_step()
@@ -216,7 +231,7 @@ def behaviour_is_recomputed(layout: ParallelLayout, root: Path) -> None:
     session = new_session(config, layout, root / "qwen3", 1, root / "behaviour")
     engine = build_engine(config, layout, root / "qwen3", 4)
     noise, collector = AqnNoise(config.aqn, total_steps=10), Collector()
-    sync = WeightSync(session, engine, collector, noise)  # type: ignore[arg-type]
+    sync = new_sync(session, engine, collector, noise)
     sequences = make_sequences(OBJECTIVES["rl"], 250)
     microbatches = pack_for_rank(BLOCKS, layout, sequences)
     engine.forward_backward(microbatches, loss_of(OBJECTIVES["rl"], sequences))
@@ -225,18 +240,18 @@ def behaviour_is_recomputed(layout: ParallelLayout, root: Path) -> None:
     local = engine.policy.parameters["decoder.layers.1.input_layernorm.weight"]
     master = engine.master_weights([name])[name]
     assert not torch.equal(master, local.float()) and torch.equal(master.bfloat16(), local)
-    sync.push(version=3, sigma=noise.sigma(3))
+    pushed = sync.push(version=3)
     sent = (master + noise_of(name, master.numel(), 3, 0.2)).bfloat16()
     assert torch.equal(collector.tensors[name], sent)
     before, clean = state_of(engine), engine.token_stats(microbatches)
-    with suppress(KeyError), behaviour_policy(session, engine, noise, 3):
+    with suppress(KeyError), behaviour_policy(session, engine, noise, pushed):
         assert torch.equal(local, sent)
         noisy = engine.token_stats(microbatches)
         for forbidden in (
             engine.optimizer_step,
             lambda: session.checkpoints.save(1, engine, {}),
             lambda: export_huggingface(session, engine),
-            lambda: sync.push(version=4, sigma=0.0),
+            lambda: sync.push(version=4),
         ):
             refuses(forbidden)
         raise KeyError("the old values come back whatever happens")
@@ -276,11 +291,16 @@ class Live:
         self.config = aqn_config(BLOCKS, four_bits="nvfp4")
         self.config.rollout.weight_update, self.config.rollout.tensor_parallel_size = "live", 2
         self.config.bridge.verify = "all"
+        aqn = self.config.aqn  # two stages of five steps
+        aqn.schedule, aqn.num_stages, aqn.sigma_start, aqn.sigma_end = "linear", 2, 0.2, 0.1
         self.session = new_session(self.config, layout, self.path, 2, root)
         self.trainer = build_engine(self.config, layout, self.path, 4)
         self.engine: VLLMEngine = start(self.path, tensor_parallel_size=2)
         self.noise = building.noise(self.session, 10)
-        self.sync = WeightSync(self.session, self.trainer, self.engine, self.noise)
+        weights = Weights(self.session.shape, torch.float32, self.config.bridge.bucket_bytes, self.session.device)
+        sink = InPlaceSink(self.engine, weights, self.session.engine_layout)
+        assert sink.obstacle() is None
+        self.sync = building.weight_sync(self.session, self.trainer, sink, self.noise)
         self.clean = clean_tensors(self.path)
 
     def holds(self, expected: dict[str, torch.Tensor]) -> None:
@@ -294,27 +314,27 @@ class Live:
         """Every worker holds w + Z and four bits of the rest, samples with them, and forgot what it had cached."""
         model = AutoModelForCausalLM.from_pretrained(self.path).eval()
         equals_hf(self.engine, model)  # fills the prefix cache
-        self.sync.push(version=3, sigma=0.2)
+        assert self.sync.push(version=3).sigma == 0.2
         expected = expected_tensors(self.clean, 3, 0.2, "nvfp4", is_mixture=False)
         self.holds(expected)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(expected[name])
         equals_hf(self.engine, model)
-        self.sync.push(version=4, sigma=0.0, is_validation=True)
+        self.sync.push(version=4, is_validation=True)
         self.holds(self.clean)
 
     def hundred_syncs(self) -> None:
         """At constant sigma the spread around the trained weights stays sigma, whatever came before."""
-        self.sync.quantization = self.sync.proof = None
+        self.sync.transforms, self.sync.proof = self.sync.transforms[:1], None  # the noise
         targets = [n for n, role in roles(self.session.shape).items() if role.endswith("layernorm") and "layers" in n]
         live = self.engine.parameters()
         spreads = []
         for version in range(10, 110):
-            self.sync.push(version=version, sigma=0.1)
+            assert self.sync.push(version=version).sigma == 0.1
             spreads.append(float(torch.cat([live[name] - self.clean[name] for name in targets]).std()))
         assert len(targets) == 4 and max(abs(s / 0.1 - 1) for s in spreads) < 0.2, spreads  # 512 channels: 3 %
-        self.sync.push(version=110, sigma=0.0, is_validation=True)
+        self.sync.push(version=110, is_validation=True)
         self.holds(self.clean)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.stages.parts import building
-from mega_rl.stages.parts.weight_sync import WeightSync
+from mega_rl.stages.parts.weight_sync import Pushed, WeightSync
 from mega_rl.types import Microbatch, TokenStats
 from tools import train
 
@@ -36,11 +36,16 @@ def break_reference() -> None:
 def break_engine() -> None:
     push = WeightSync.push
 
-    def broken(self: WeightSync, version: int, sigma: float) -> dict[str, float]:
-        metrics = push(self, version, sigma)
+    def enlarge(parameters: dict[str, torch.Tensor]) -> list[int]:
+        parameters["model.embed_tokens.weight"][3:9] *= 1.5
+        return []
+
+    def broken(self: WeightSync, version: int) -> Pushed:
+        pushed = push(self, version)
+        assert self.sink.inspect is not None
         with torch.no_grad():
-            self.rollout.parameters()["model.embed_tokens.weight"][3:9] *= 1.5
-        return metrics
+            self.sink.inspect(enlarge, [()] * len(self.sink.layout()))
+        return pushed
 
     WeightSync.push = broken  # type: ignore[method-assign]
 

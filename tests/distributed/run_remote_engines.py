@@ -29,7 +29,9 @@ from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.collectives import together
 from mega_rl.rollout.remote.engine_process import EngineProcess, EngineSpec
 from mega_rl.rollout.remote.engines import RemoteEngines
+from mega_rl.rollout.remote.sink import RemoteSink
 from mega_rl.rollout.requests import make_requests
+from mega_rl.rollout.sinks import Weights
 from mega_rl.types import Trajectory
 from tests.distributed.rollout_checks import LONG, MAX_MODEL_LEN, check
 from tests.distributed.rollout_support import answer_of, hf_greedy, hf_weights, perturb, prompt, save, tiny_model
@@ -53,28 +55,26 @@ class Trainer:
         rollout = RolloutConfig(placement="separate", num_engines=NUM_ENGINES, kv_cache_bytes=1 << 24)
         spec = EngineSpec(str(path), rollout, MAX_MODEL_LEN, "float32", "cpu", is_deterministic=False, num_threads=1)
         self.engines = RemoteEngines(spec, NUM_ENGINES)
-        arguments = (self.slices, [self.wanted], torch.float32, 1 << 16, torch.device("cpu"))
-        self.transfer = self.engines.connect(*arguments)
+        self.sink = RemoteSink(self.engines, Weights(shape, torch.float32, 1 << 16, torch.device("cpu")))
+        assert self.sink.obstacle() is None
+        self.sink.connect(self.slices)
 
     def read(self, local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> torch.Tensor:
         return self.shards[local_name][indices(local_box)]
 
     def run(self) -> Ledger:
         """This rank's part of a sync of the model's present weights."""
-        full = dict(hf_weights(self.model))
-        self.shards = place(self.slices[self.rank], full)
-        return self.transfer.run(self.read, no_write, torch.float32)
+        self.shards = place(self.slices[self.rank], dict(hf_weights(self.model)))
+        return self.sink._send(self.read)
 
     def push(self, version: int) -> Ledger:
-        self.engines.begin_update()
-        ledger = self.run()
-        self.engines.finish_update(version)
-        return ledger
+        self.shards = place(self.slices[self.rank], dict(hf_weights(self.model)))
+        return self.sink.update(self.read, version)
 
     def keep_prefixes(self, keep: bool) -> None:
         """Make the reset of the engines' prefix caches do nothing, or work again; collective."""
         with together("reaching into the engines"):
-            fleet = self.engines._fleet
+            fleet = self.engines.fleet
             if fleet is not None:
                 fleet._ray.get([w.__ray_call__.remote(replace_reset, keep) for w in fleet._workers])
 
@@ -93,10 +93,6 @@ def place(slices: list[Slice], full: dict[str, torch.Tensor]) -> dict[str, torch
     for piece in slices:
         local[piece.local_name][indices(piece.local_box)] = full[piece.hf_name][indices(piece.hf_box)]
     return local
-
-
-def no_write(local_name: str, hf_name: str, hf_box: Box, local_box: Box, piece: torch.Tensor) -> None:
-    raise AssertionError(f"a trainer rank was sent {hf_name}")
 
 
 def copies(parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -127,7 +123,7 @@ def every_parameter_is_the_trainers(trainer: Trainer) -> None:
         perturb(trainer.model, version, 0.05)
         trainer.push(version)
         full = dict(hf_weights(trainer.model))
-        for live in trainer.engines.inspect(copies, [()] * NUM_ENGINES):
+        for live in trainer.sink.inspect(copies, [()] * NUM_ENGINES):
             assert live.keys() == {piece.local_name for piece in trainer.wanted}
             for piece in trainer.wanted:
                 ours = full[piece.hf_name][indices(piece.hf_box)]
@@ -171,10 +167,10 @@ def flipped_bit_is_found(trainer: Trainer) -> None:
     """The proof passes, and after one bit of one engine has changed it names tensor and engine on every rank."""
     wanted = [trainer.wanted] * NUM_ENGINES
     proof = Proof(hf_tensors(trainer.shape), trainer.slices, wanted, engine_size=1, is_sample=False, seed=0)
-    assert proof.check(trainer.read, trainer.rank, trainer.engines.inspect, version=6) > 10
-    trainer.engines.inspect(flip_a_bit, [("model.norm.weight", worker == 1) for worker in range(NUM_ENGINES)])
+    assert proof.check(trainer.read, trainer.rank, trainer.sink.inspect, version=6) > 10
+    trainer.sink.inspect(flip_a_bit, [("model.norm.weight", worker == 1) for worker in range(NUM_ENGINES)])
     try:
-        proof.check(trainer.read, trainer.rank, trainer.engines.inspect, version=6)
+        proof.check(trainer.read, trainer.rank, trainer.sink.inspect, version=6)
     except RuntimeError as error:
         assert "the engine on rank 1 holds another model.norm.weight" in str(error), error
     else:
@@ -197,13 +193,13 @@ def responses_come_as_they_end(trainer: Trainer) -> None:
 
 def dead_engine_is_named(trainer: Trainer) -> None:
     """An engine that is killed while a sync goes on ends the sync, and every later call, on both ranks; none hangs."""
-    trainer.engines.begin_update()
+    trainer.sink._begin()
     with together("killing"):
-        if trainer.engines._fleet is not None:
-            victim = trainer.engines._fleet._process_ids[1]
+        if trainer.engines.fleet is not None:
+            victim = trainer.engines.fleet._process_ids[1]
             os.kill(victim, signal.SIGKILL)
     begin = time.monotonic()
-    for action in (trainer.run, trainer.greedy, trainer.engines.begin_update):
+    for action in (trainer.run, trainer.greedy, trainer.sink._begin):
         try:
             action()
         except RuntimeError as error:

@@ -175,7 +175,9 @@ def test_one_process_needs_no_group() -> None:
     sources, destinations = trainer_slices(1, 1), [vllm_slices(SHAPE, 1, 0)]
     model = random_model(torch.float32)
     mine, engine = (local_parameters(s[0], m, torch.float32) for s, m in ((sources, model), (destinations, None)))
-    transfer = Transfer(compile_plan(sources, destinations), 0, 1, None, 100)
+    waits: list[int] = []  # elements written before each wait for the device
+    count = lambda: waits.append(sum(int((t != 0).sum()) for t in engine.values()))  # noqa: E731
+    transfer = Transfer(compile_plan(sources, destinations), 0, 1, None, 100, synchronize=count)
 
     def read(name: str, hf_name: str, hf_box: Box, box: Box) -> torch.Tensor:
         return mine[name][indices(box)]
@@ -185,6 +187,7 @@ def test_one_process_needs_no_group() -> None:
 
     ledger = transfer.run(read, write, torch.float32)
     assert (ledger.num_buckets, ledger.bytes_sent, ledger.bytes_received) == (0, 0, 0)
+    assert waits == [0, sum(tensor.numel() for tensor in model.values())], "not at both ends"
     for name, tensor in local_parameters(destinations[0], model, torch.float32).items():
         assert torch.equal(engine[name], tensor), name
 

@@ -129,7 +129,8 @@ def bridge(world: World) -> None:
         assert piece.device == device
         live[name][indices(box)].copy_(piece)
 
-    transfer = Transfer(compile_plan(sources, wanted), rank, 2, None, 1 << 16, device)
+    plan, synchronize = compile_plan(sources, wanted), platform.current().synchronize
+    transfer = Transfer(plan, rank, 2, None, 1 << 16, device, synchronize)
     ledger = transfer.run(read, write, torch.float32)
     assert ledger.num_buckets > 1 and ledger.bytes_received == ledger.bytes_minimum > 0
     held, needed = ([slices_of(series) for series in side] for side in (sources, wanted))

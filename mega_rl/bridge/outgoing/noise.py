@@ -20,14 +20,17 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 
 import numpy
 import torch
 from torch import Tensor
 
+from mega_rl.bridge.outgoing.transform import Changed
+from mega_rl.bridge.reshard.execute import Read
 from mega_rl.bridge.slices import Box, extents, indices
 from mega_rl.config.schema import AqnConfig
 from mega_rl.errors import InputError
@@ -152,7 +155,7 @@ class AqnNoise:
         return names
 
     def for_sync(self, weight_version: int, sigma: float) -> SyncNoise:
-        """The noise of one sync, which keeps the figures for the metrics; sigma 0.0 for validation."""
+        """The noise of one sync, which keeps the figures for the metrics."""
         return SyncNoise(self.config, weight_version, sigma)
 
 
@@ -230,6 +233,52 @@ class SyncNoise:
                 bits = torch.from_numpy(generator.integers(0, 1 << 16, size=full_shape, dtype=numpy.int32))
             self._drawn[hf_name] = _TensorNoise(torch.from_numpy(noise), bits, int.from_bytes(digest, "little"))
         return self._drawn[hf_name]
+
+
+Masters = Callable[[Iterable[str]], Mapping[str, Tensor]]  # HF names -> whole float32 weights held here; collective
+
+
+class AqnTransform:
+    """The ``Transform`` that sends noisy norms: their masters with the version's noise, cast once.
+
+    It reads the masters of its targets itself, since noise is added before the cast; what earlier transforms do to a
+    target is not seen. Everything else passes through.
+
+    Args:
+        noise: of the run; ``noise.config.enabled``.
+        shapes: HF name -> full shape, of the whole model.
+        roles: HF name -> role, of the whole model.
+        masters: asked for the targets at every sync that has noise.
+        dtype: what the engine holds.
+
+    Raises:
+        InputError: as ``AqnNoise.targets``.
+    """
+
+    def __init__(
+        self,
+        noise: AqnNoise,
+        shapes: Mapping[str, tuple[int, ...]],
+        roles: Mapping[str, str],
+        masters: Masters,
+        dtype: torch.dtype,
+    ) -> None:
+        self.noise, self.shapes, self.masters, self.dtype = noise, shapes, masters, dtype
+        self.targets = frozenset(noise.targets(roles))
+
+    def for_sync(self, read: Read, version: int) -> Changed:
+        """``read`` with the noise of this version; ``read`` itself if the schedule's sigma is 0. Collective."""
+        sigma = self.noise.sigma(version)
+        if not sigma:
+            return Changed(read)
+        masters, noise = self.masters(self.targets), self.noise.for_sync(version, sigma)
+
+        def noisy(local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> Tensor:
+            if hf_name not in masters:
+                return read(local_name, hf_name, hf_box, local_box)
+            return noise.apply(hf_name, masters[hf_name][indices(hf_box)], self.shapes[hf_name], hf_box, self.dtype)
+
+        return Changed(noisy, sigma, noise.records, partial(noise_metrics, num_targets=len(self.targets)))
 
 
 def noise_metrics(records_of_ranks: Iterable[Records], num_targets: int) -> dict[str, float]:

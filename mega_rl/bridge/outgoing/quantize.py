@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mega_rl.bridge.outgoing.transform import Changed
 from mega_rl.bridge.reshard.execute import Read
 from mega_rl.bridge.slices import Box, Slice
 from mega_rl.errors import InputError
@@ -89,7 +90,7 @@ def quantize_dequantize(weight: Tensor, format_name: str, tensor_amax: float) ->
 
 
 class SimulatedQuantization:
-    """Quantises what a reader gives of the linear weights.
+    """The ``Transform`` that quantises what a reader gives of the linear weights.
 
     Args:
         format_name: a key of ``FORMATS``.
@@ -128,7 +129,7 @@ class SimulatedQuantization:
                 f"{piece.hf_name} ({width} columns); lower parallel.tensor or parallel.expert_tensor"
             )
 
-    def reader(self, read: Read) -> Read:
+    def for_sync(self, read: Read, version: int) -> Changed:
         """``read`` with the linear weights quantised, for the weights as they are now; collective.
 
         Asks ``read`` for whole blocks around what is wanted, and for every own slice once to find the largest
@@ -145,7 +146,7 @@ class SimulatedQuantization:
             values = quantize_dequantize(clean, self.format_name, largest[hf_name])
             return values[:, before : before + end - start].to(clean.dtype)
 
-        return quantized
+        return Changed(quantized)
 
     def _largest(self, read: Read) -> dict[str, float]:
         """HF name -> largest magnitude of the whole tensor, over all ranks."""

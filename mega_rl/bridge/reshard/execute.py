@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from mega_rl import platform
 from mega_rl.bridge.reshard.buckets import Bucket, Schedule, schedule
 from mega_rl.bridge.reshard.plan import Plan
 from mega_rl.bridge.reshard.runs import Move
@@ -18,6 +17,19 @@ from mega_rl.bridge.slices import Box, extents, indices, num_elements
 
 Read = Callable[[str, str, Box, Box], torch.Tensor]  # (local_name, hf_name, hf_box, local_box) -> [extents of the box]
 Write = Callable[[str, str, Box, Box, torch.Tensor], None]  # the same of the destination, and the piece
+
+
+def write_into(parameters: Mapping[str, torch.Tensor]) -> Write:
+    """A ``Write`` that copies every piece to its place in these parameters, by local name."""
+
+    def write(local_name: str, hf_name: str, hf_box: Box, local_box: Box, piece: torch.Tensor) -> None:
+        parameters[local_name][indices(local_box)].copy_(piece)
+
+    return write
+
+
+def _do_not_wait() -> None:
+    """Stands for a device that never works behind the host's back."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +62,18 @@ class Transfer:
         group: dist.ProcessGroup | None,
         bucket_bytes: int,
         device: torch.device | str = "cpu",
+        synchronize: Callable[[], None] = _do_not_wait,
     ) -> None:
-        """``rank`` is this process in the plan and in the group; ``device`` is where the buffers of the group lie.
-
-        The send and receive buffers of the two exchanges that are under way at a time take at most ``bucket_bytes``.
+        """
+        Args:
+            rank: this process in the plan and in the group.
+            bucket_bytes: limit for the send and receive buffers of the two exchanges that are under way at a time.
+            device: where the buffers of the group lie.
+            synchronize: waits for that device; ``run`` calls it at both ends. A CPU needs none.
         """
         assert world_size == plan.num_ranks, f"the plan is for {plan.num_ranks} ranks, the group has {world_size}"
         self.plan, self.rank, self.world_size, self.group = plan, rank, world_size, group
-        self.bucket_bytes, self.device = bucket_bytes, torch.device(device)
+        self.bucket_bytes, self.device, self._synchronize = bucket_bytes, torch.device(device), synchronize
         self._volume = plan.volume(rank)
         self._schedules: dict[int, Schedule] = {}  # element size -> of the whole plan
 
@@ -67,14 +83,13 @@ class Transfer:
         ``read`` returns tensors of ``dtype``: a cast or noise is applied once, by the source. The tensor that ``write``
         gets is valid only during the call.
         """
-        here = platform.current()
-        here.synchronize()
+        self._synchronize()
         start = time.perf_counter()
         if dtype.itemsize not in self._schedules:
             self._schedules[dtype.itemsize] = self._schedule(self.plan, dtype.itemsize)
         whole = self._schedules[dtype.itemsize]
         clock = self._move(whole, read, write, dtype)
-        here.synchronize()
+        self._synchronize()
         v, size = self._volume, dtype.itemsize
         return Ledger(
             bytes_local=size * v.local,

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from mega_rl.bridge.reshard.execute import Transfer
+from mega_rl import platform
+from mega_rl.bridge.reshard.execute import Transfer, write_into
 from mega_rl.bridge.reshard.plan import Layout, compile_plan
-from mega_rl.bridge.slices import Box, indices
+from mega_rl.bridge.slices import Box
 from mega_rl.parallel.joint_group import MeetingPoint, join_group
 
 
@@ -27,7 +28,8 @@ class Link:
     def transfer(self, group: torch.distributed.ProcessGroup, device: torch.device) -> Transfer:
         """This rank's part in the plan over the joint group."""
         plan = compile_plan(self.sources, self.destinations)
-        return Transfer(plan, self.rank, self.point.world_size, group, self.bucket_bytes, device)
+        synchronize = platform.current().synchronize
+        return Transfer(plan, self.rank, self.point.world_size, group, self.bucket_bytes, device, synchronize)
 
 
 class Receiver:
@@ -46,12 +48,7 @@ class Receiver:
     @torch.no_grad()
     def receive(self) -> None:
         """One sync; the trainer's ranks run their part of it at the same time."""
-        parameters = self._parameters()
-
-        def write(local_name: str, hf_name: str, hf_box: Box, local_box: Box, piece: torch.Tensor) -> None:
-            parameters[local_name][indices(local_box)].copy_(piece)
-
-        self._transfer.run(_read_nothing, write, self._link.dtype)
+        self._transfer.run(_read_nothing, write_into(self._parameters()), self._link.dtype)
 
 
 def _read_nothing(local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> torch.Tensor:

@@ -26,11 +26,14 @@ from mega_rl.rollout.requests import check_length, trajectory_of_output
 from mega_rl.rollout.vllm.cpu_adjustments import cpu_adjustments, plain_weights
 from mega_rl.rollout.vllm.environment import preserved_generators, preserved_process, set_environment
 from mega_rl.rollout.vllm.options import engine_arguments
+from mega_rl.rollout.vllm.versions import transposed_weight
 from mega_rl.types import Trajectory
 
 
 class VLLMEngine:
-    """A ``RolloutEngine``: vLLM in process, ``rollout.tensor_parallel_size`` consecutive ranks to one engine.
+    """A ``Sampler`` and a ``ColocatedEngine`` for weight sinks: vLLM in process.
+
+    ``rollout.tensor_parallel_size`` consecutive ranks are one engine.
 
     Construction is collective: every rank of the default group constructs, after the trainer's groups exist.
 
@@ -109,12 +112,21 @@ class VLLMEngine:
         ]
 
     def parameters(self) -> dict[str, torch.Tensor]:
+        """This rank's live parameters by the engine's own (fused) names: writing into them changes the engine.
+
+        Raises:
+            InputError: the engine keeps its weights packed (``rollout.weight_update=reload``).
+        """
         if not self._is_live:
             raise InputError(
                 "rollout.weight_update=reload keeps the engine's weights packed: set rollout.weight_update=live to "
                 "read or write them in place."
             )
         return self._call("receiver_parameters")
+
+    def misplaced(self) -> str | None:
+        """A parameter that lies otherwise than its shape says, in words that follow "cannot write"; else None."""
+        return transposed_weight(self.parameters(), self._device_type)
 
     def use_loader(self) -> None:
         """From here on as with ``rollout.weight_update=reload``: whole tensors, and no ``parameters``."""
@@ -133,11 +145,21 @@ class VLLMEngine:
             self._call("receiver_begin_reload")
 
     def load_hf_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Load full Hugging Face tensors by name; any number of times within one update.
+
+        Once ``use_loader`` was called, or with ``rollout.weight_update=reload``, a tensor may be read as late as in
+        ``finish_update``: its memory must not be reused before.
+        """
         assert self._loaded is not None, "weights outside of an update"
         with self._as_constructed():
             self._loaded |= self._call("receiver_load", weights)
 
     def finish_update(self, version: int) -> None:
+        """Put the new weights to work as ``version``: pack what must be packed, forget every cached prefix.
+
+        Raises:
+            RuntimeError: a reload that left weights out, or prefixes that stay.
+        """
         assert self._loaded is not None, "the end of an update that has not begun"
         loaded, self._loaded = self._loaded, None
         if not self._is_live:

@@ -18,7 +18,7 @@ from mega_rl.observe.timers import Timers
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.rewards.scorer import Scorer
 from mega_rl.rollout.collect import PromptGroup, Quota, Round
-from mega_rl.rollout.engine import Request, RolloutEngine
+from mega_rl.rollout.engine import Request, Sampler
 from mega_rl.rollout.records import to_group, to_rows
 from mega_rl.rollout.replicas import collect_everywhere, engine_ranks, shared_store
 from mega_rl.rollout.requests import make_requests
@@ -58,7 +58,7 @@ class BatchBuilder:
         layout: EngineLayout,
         timers: Timers,
         stream: PromptStream,
-        engine: RolloutEngine,
+        engine: Sampler,
         scorer: Scorer,
     ) -> None:
         """Collective over all ranks."""

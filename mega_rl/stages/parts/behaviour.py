@@ -11,23 +11,23 @@ from mega_rl.bridge.slices import whole_box
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.model import DTYPES
 from mega_rl.stages.parts.session import Session
+from mega_rl.stages.parts.weight_sync import Pushed
 
 
 @contextmanager
-def behaviour_policy(session: Session, actor: MegatronEngine, noise: AqnNoise, step: int) -> Iterator[None]:
-    """The actor with the norms that its engines got at ``step``, the very same values; collective.
+def behaviour_policy(session: Session, actor: MegatronEngine, noise: AqnNoise, pushed: Pushed) -> Iterator[None]:
+    """The actor with the norms that its engines got in a sync, the very same values; collective.
 
-    Does nothing where ``aqn.old_logprobs`` is not ``recompute_noisy``, or the step has no noise. The optimizer must not
+    Does nothing if ``aqn.old_logprobs`` is not ``recompute_noisy``, or the sync had no noise. The optimizer must not
     have stepped since the sync.
 
     Raises:
         InputError: the model's weights are their own masters.
     """
-    sigma, settings = noise.sigma(step), session.config.aqn
-    if not sigma or settings.old_logprobs != "recompute_noisy":
+    if not pushed.sigma or session.config.aqn.old_logprobs != "recompute_noisy":
         yield
         return
-    sync, shapes = noise.for_sync(step, sigma), hf_tensors(session.shape)
+    sync, shapes = noise.for_sync(pushed.version, pushed.sigma), hf_tensors(session.shape)
     noisy = {
         name: sync.apply(name, master, shapes[name], whole_box(shapes[name]), DTYPES[session.config.model.dtype])
         for name, master in actor.master_weights(noise.targets(roles(session.shape))).items()

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from mega_rl import platform
 from mega_rl.algorithms.objective import PolicyObjective
-from mega_rl.bridge.mapping.tensors import roles
-from mega_rl.bridge.outgoing.noise import AqnNoise
+from mega_rl.bridge.mapping.tensors import hf_tensors, roles
+from mega_rl.bridge.outgoing.noise import AqnNoise, AqnTransform
+from mega_rl.bridge.outgoing.quantize import SimulatedQuantization
+from mega_rl.bridge.outgoing.transform import Transform
+from mega_rl.bridge.reshard.proof import Proof
+from mega_rl.bridge.series import Series, slices_of
 from mega_rl.config import RunConfig
 from mega_rl.data.prompts import PromptDataset, PromptStream
 from mega_rl.data.stream import Stream
 from mega_rl.errors import InputError
 from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.megatron.model import DTYPES
 from mega_rl.megatron.offload import PARTS, Reference, is_device
 from mega_rl.megatron.policy import MegatronPolicy
+from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.collectives import gather_objects, together
 from mega_rl.rewards.scorer import Scorer, build_scorer
-from mega_rl.rollout.engine import RolloutEngine
+from mega_rl.rollout.engine import Sampler
 from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.engines import RemoteEngines
+from mega_rl.rollout.remote.sink import remote_sink
 from mega_rl.rollout.replay import ReplayEngine
+from mega_rl.rollout.sinks import Weights, WeightSink, colocated_sink
 from mega_rl.rollout.vllm.engine import VLLMEngine
 from mega_rl.stages.parts.session import Session
-from mega_rl.stages.parts.weight_sync import Sync, Unsynced, WeightSync
+from mega_rl.stages.parts.weight_sync import RecordedSync, Sync, WeightSync
 
 
 def prompt_stream(session: Session) -> PromptStream:
@@ -73,29 +83,52 @@ def reference(session: Session) -> Reference | None:
     return Reference(policy, session.config.memory, is_device(session.device))
 
 
-def rollout_engine(session: Session, actor: MegatronEngine) -> RolloutEngine:
-    """The engine, asleep where it can: while a colocated one is built the actor makes room for it."""
+def engine_and_sync(session: Session, actor: MegatronEngine, noise: AqnNoise) -> tuple[Sampler, Sync]:
+    """What samples, asleep if it can be, and how it comes to the actor's weights; collective."""
     config = session.config
     if config.rollout.replay is not None:
         session.say(f"rollout.replay: responses come from {config.rollout.replay}, there is no engine to validate with")
-        return ReplayEngine(Path(config.rollout.replay))
-    max_model_len = config.data.max_prompt_length + config.data.max_response_length
+        records = ReplayEngine(Path(config.rollout.replay))
+        return records, RecordedSync(records, noise)
+    dtype, weight_update = DTYPES[config.rollout.dtype or config.model.dtype], config.rollout.weight_update
+    weights = Weights(session.shape, dtype, config.bridge.bucket_bytes, session.device)
     if config.rollout.placement == "separate":
-        spec = EngineSpec(
-            str(Path(config.model.path).resolve()),
-            config.rollout,
-            max_model_len,
-            config.model.dtype,
-            platform.current().name,
-            config.platform.deterministic,
-            torch.get_num_threads(),
-        )
-        return RemoteEngines(spec, config.rollout.num_engines)
-    actor.offload.to_host(*PARTS)  # an engine refuses to start where its share of the device is not free
+        engines = remote_engines(session)
+        return engines, weight_sync(session, actor, remote_sink(engines, weights, weight_update), noise)
+    engine = colocated_engine(session, actor)
+    sink = colocated_sink(
+        engine,
+        weights,
+        session.engine_layout,
+        weight_update=weight_update,
+        verify=config.bridge.verify,
+        say=session.say,
+    )
+    return engine, weight_sync(session, actor, sink, noise)
+
+
+def remote_engines(session: Session) -> RemoteEngines:
+    config = session.config
+    spec = EngineSpec(
+        str(Path(config.model.path).resolve()),
+        config.rollout,
+        config.data.max_prompt_length + config.data.max_response_length,
+        config.model.dtype,
+        platform.current().name,
+        config.platform.deterministic,
+        torch.get_num_threads(),
+    )
+    return RemoteEngines(spec, config.rollout.num_engines)
+
+
+def colocated_engine(session: Session, actor: MegatronEngine) -> VLLMEngine:
+    """The engine in this process, asleep if it can be: while it is built the actor makes room for it."""
+    config = session.config
+    actor.offload.to_host(*PARTS)  # an engine refuses to start if its share of the device is not free
     engine = VLLMEngine(
         config.model.path,
         config.rollout,
-        max_model_len=max_model_len,
+        max_model_len=config.data.max_prompt_length + config.data.max_response_length,
         device_type=session.device.type,
         dtype=config.model.dtype,
     )
@@ -104,8 +137,33 @@ def rollout_engine(session: Session, actor: MegatronEngine) -> RolloutEngine:
     return engine
 
 
-def weight_sync(session: Session, actor: MegatronEngine, engine: RolloutEngine, noise: AqnNoise) -> Sync:
-    return Unsynced(engine) if session.config.rollout.replay is not None else WeightSync(session, actor, engine, noise)
+def weight_sync(session: Session, actor: MegatronEngine, sink: WeightSink, noise: AqnNoise) -> WeightSync:
+    """The actor's way into the sink, with the outgoing transforms and the proof that the configuration asks for.
+
+    Raises:
+        InputError: simulated quantisation whose blocks the trainer's layout cuts.
+    """
+    config, shape = session.config, session.shape
+    dtype = DTYPES[config.rollout.dtype or config.model.dtype]
+    sources = [actor.series_of(rank) for rank in range(dist.get_world_size())]
+    transforms: list[Transform] = []
+    if config.aqn.enabled:
+        transforms.append(AqnTransform(noise, hf_tensors(shape), roles(shape), actor.master_weights, dtype))
+    if (four_bits := config.rollout.simulated_quantization) is not None:
+        held = [slices_of(series) for series in sources]
+        transforms.append(
+            SimulatedQuantization(four_bits, hf_tensors(shape), roles(shape), held, dist.get_rank(), session.device)
+        )
+    return WeightSync(actor, sources, sink, transforms, dtype, proof(config, shape, sources, sink))
+
+
+def proof(config: RunConfig, shape: ModelShape, sources: Sequence[Sequence[Series]], sink: WeightSink) -> Proof | None:
+    """What ``bridge.verify`` asks for; None if it is off, or the engines hold nothing to compare."""
+    if config.bridge.verify == "off" or sink.inspect is None:
+        return None
+    held, needed = ([slices_of(series) for series in side] for side in (sources, sink.layout()))
+    is_sample = config.bridge.verify == "sample"
+    return Proof(hf_tensors(shape), held, needed, config.rollout.tensor_parallel_size, is_sample, config.trainer.seed)
 
 
 def noise(session: Session, total: int) -> AqnNoise:

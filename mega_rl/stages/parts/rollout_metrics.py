@@ -17,6 +17,7 @@ from mega_rl.stages.parts.batch_builder import Batch
 from mega_rl.stages.parts.batches import pack_for_rank
 from mega_rl.stages.parts.scoring import unknown_metrics
 from mega_rl.stages.parts.session import Session
+from mega_rl.stages.parts.weight_sync import Pushed
 from mega_rl.types import Sample, Score, Trajectory
 
 ROLLOUTS = "rollouts"  # under the output directory
@@ -119,11 +120,13 @@ def logprob_differences(session: Session, actor: MegatronEngine, samples: Sequen
     return [found[index] for index in range(len(samples))]
 
 
-def schedule_metrics(config: RunConfig, noise: AqnNoise, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+def schedule_metrics(
+    config: RunConfig, noise: AqnNoise, pushed: Pushed, metrics: Mapping[str, float]
+) -> dict[str, float]:
     """Where the noise schedule stands, and how far the noise moved the sampling policy."""
     if not config.aqn.enabled:
         return {}
-    figures = {"aqn/sigma": noise.sigma(step), "aqn/stage": float(noise.stage(step))}
+    figures = {"aqn/sigma": pushed.sigma, "aqn/stage": float(noise.stage(pushed.version))}
     if "rollout/kl" in metrics:
         # E over the noisy policy of log(noisy / clean): the KL from the noisy to the clean policy
         figures["aqn/kl_clean_noisy"] = metrics["rollout/kl"]

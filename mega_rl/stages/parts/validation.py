@@ -15,7 +15,7 @@ from mega_rl.observe.observer import Observer
 from mega_rl.observe.timers import Timers
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.rewards.scorer import Scorer
-from mega_rl.rollout.engine import RolloutEngine
+from mega_rl.rollout.engine import Sampler
 from mega_rl.rollout.replicas import generate_everywhere
 from mega_rl.rollout.requests import make_requests
 from mega_rl.stages.parts.progress import Validations
@@ -48,7 +48,7 @@ class Row:
 
 
 def evaluate(
-    engine: RolloutEngine, scorer: Scorer, prompts: Sequence[Prompt], settings: EvaluationSettings
+    engine: Sampler, scorer: Scorer, prompts: Sequence[Prompt], settings: EvaluationSettings
 ) -> tuple[dict[str, float], list[Row]]:
     """Metrics of the engines' present weights, and the answers: all greedy ones, then all sampled ones. Collective.
 
@@ -104,7 +104,7 @@ class Validator:
         say: Callable[[str], None],
         held_out: PromptDataset | None,
         sync: Sync,
-        engine: RolloutEngine,
+        engine: Sampler,
         scorer: Scorer,
     ) -> None:
         settings = config.validation
@@ -121,7 +121,7 @@ class Validator:
         if self.dataset is None:
             return {}
         with self.timers("validate"):
-            self.sync.push(version=step, sigma=0.0, is_validation=True)
+            self.sync.push(version=step, is_validation=True)
             metrics, rows = evaluate(self.engine, self.scorer, self.dataset.prompts, self.settings)
             self.sync.end_sampling()
         greedy, sampled = ([row for row in rows if row.is_greedy is is_greedy] for is_greedy in (True, False))

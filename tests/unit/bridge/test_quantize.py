@@ -143,7 +143,7 @@ def test_every_piece_of_every_shard_is_that_of_the_whole(
     for rank in range(2):
         shapes, roles = {NAME: (6, 128), "n": (8,)}, {NAME: "linear", "n": "input_layernorm"}
         quantization = SimulatedQuantization(name, shapes, roles, sources, rank, torch.device("cpu"))
-        read = quantization.reader(reader_of(weight, 64 * rank, []))
+        read = quantization.for_sync(reader_of(weight, 64 * rank, []), 0).read
         ends = 64 * rank + 64
         pieces = [
             ((row, row + 1), (start, min(start + 7, ends))) for row in range(6) for start in range(ends - 64, ends, 7)
@@ -160,7 +160,8 @@ def test_what_is_not_linear_passes_through() -> None:
     sources = [[take_columns(name, name, 4, 0, 32) for name in roles]]
     quantization = SimulatedQuantization("mxfp4", shapes, roles, sources, 0, torch.device("cpu"))
     tensors = {name: weights(4, 32, seed) for seed, name in enumerate(roles)}
-    read = quantization.reader(lambda local_name, hf_name, hf_box, local_box: tensors[hf_name][indices(hf_box)])
+    clean = lambda local_name, hf_name, hf_box, local_box: tensors[hf_name][indices(hf_box)]  # noqa: E731
+    read = quantization.for_sync(clean, 0).read
     box = ((0, 4), (0, 32))
     changed = {name for name in roles if not torch.equal(read(name, name, box, box), tensors[name])}
     assert changed == {NAME}

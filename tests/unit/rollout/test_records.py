@@ -79,7 +79,7 @@ def test_replay_answers_what_was_recorded(tmp_path: Path) -> None:
     older = group(version=2, text="old")  # carried over from an earlier step: not sampled in this one
     write_step(tmp_path, 4, to_rows(older) + to_rows(group(version=3)), -1)
     engine = ReplayEngine(tmp_path)
-    engine.finish_update(3)
+    engine.turn_to(3)
     requests = make_requests([PROMPT], n=2, step=3, seed=0, max_tokens=4, temperature=1.0)
     assert tuple(engine.generate(requests)) == group(version=3).trajectories
     assert engine.weight_version == 3 and engine.num_unfinished == 0
@@ -92,7 +92,7 @@ def test_replay_answers_what_was_recorded(tmp_path: Path) -> None:
 
 def test_bad_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="has no step_000001.jsonl"):
-        ReplayEngine(tmp_path).finish_update(0)
+        ReplayEngine(tmp_path).turn_to(0)
     path = write_step(tmp_path, 1, to_rows(group()), -1)
     path.write_text(path.read_text() + '{"cut": ', encoding="utf-8")
     with pytest.raises(InputError, match=r"step_000001.jsonl:3 is not a recorded rollout"):

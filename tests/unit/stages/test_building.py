@@ -25,5 +25,5 @@ def test_the_actor_makes_room_while_the_engine_is_built(monkeypatch: pytest.Monk
     monkeypatch.setattr(building, "VLLMEngine", engine)
     session: Any = SimpleNamespace(config=RunConfig(), device=SimpleNamespace(type="cpu"))
     actor: Any = SimpleNamespace(offload=offload)
-    building.rollout_engine(session, actor)
+    building.colocated_engine(session, actor)
     assert done == [("to host", PARTS), "built", "asleep", "to device"]

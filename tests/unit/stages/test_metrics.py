@@ -15,6 +15,7 @@ from mega_rl.stages.parts import learning, rollout_metrics, scoring
 from mega_rl.stages.parts.batches import Totals
 from mega_rl.stages.parts.progress import is_due
 from mega_rl.stages.parts.validation import Row, evaluation_metrics
+from mega_rl.stages.parts.weight_sync import Pushed
 from mega_rl.types import Prompt, Sample, Score, Trajectory, UnknownReward
 
 
@@ -110,9 +111,9 @@ def test_minibatches_average_and_maxima_stay_maxima() -> None:
 def test_schedule_metrics_are_there_only_with_noise() -> None:
     config = RunConfig()
     noise = AqnNoise(config.aqn, 10)
-    assert rollout_metrics.schedule_metrics(config, noise, 5, {"rollout/kl": 0.1}) == {}
+    assert rollout_metrics.schedule_metrics(config, noise, Pushed(5, 0.0), {"rollout/kl": 0.1}) == {}
     config.aqn.enabled = True
-    assert rollout_metrics.schedule_metrics(config, noise, 9, {"rollout/kl": 0.1}) == {
+    assert rollout_metrics.schedule_metrics(config, noise, Pushed(9, 0.0005), {"rollout/kl": 0.1}) == {
         "aqn/sigma": 0.0005,
         "aqn/stage": 9.0,
         "aqn/kl_clean_noisy": 0.1,

@@ -1,0 +1,81 @@
+"""What changes the trainer's weights on their way to the engines, and nowhere else: transforms ``Read -> Read``.
+
+A sync reads what it sends through a ``Read``. A transform wraps that reader in another one, so that the trainer's own
+weights are never written to and nothing has to be undone. ``fold`` applies the transforms of a run in their order, each
+to what the one before it gives. Validation samples with the trained weights as they are: it folds no transforms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mega_rl.bridge.reshard.execute import Read
+
+
+def _no_metrics(records_of_ranks: Sequence[Any]) -> dict[str, float]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Changed:
+    """What one transform does in one sync."""
+
+    read: Read
+    sigma: float = 0.0  # standard deviation of the random noise that it adds; 0.0: none
+    record: Any = None  # what this rank notes while ``read`` is used, for the metrics; can be pickled
+    metrics: Callable[[Sequence[Any]], dict[str, float]] = _no_metrics  # of the records of all ranks, after the sync
+
+
+class Transform(Protocol):
+    """One kind of change, constructed once per run and the same on every rank.
+
+    How a LoRA merge is written: it is constructed with a callable that gives the whole factors A [r, columns] and B
+    [rows, r] of adapted weights, as ``AqnTransform`` is given the masters of norms. ``for_sync`` calls it, which may be
+    collective, and returns a reader that asks ``read`` for the box of the frozen weight and adds ``scale * B[rows] @
+    A[:, columns]`` of that box, in float32 and cast once. It stands first in the list: noise and quantisation then
+    change the merged weight.
+    """
+
+    def for_sync(self, read: Read, version: int) -> Changed:
+        """``read`` with this change, for the weights as they are now; collective.
+
+        Args:
+            read: gives tensors of the engine's dtype. The reader that is returned does too, and holds no collective.
+            version: of the weights that are sent; keys what is random.
+        """
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """What one sync sends: the trainer's reader with all changes in their order."""
+
+    read: Read
+    changes: tuple[Changed, ...]
+
+    @property
+    def sigma(self) -> float:
+        """Standard deviation of the noise on what is sent; 0.0: none."""
+        return max((change.sigma for change in self.changes), default=0.0)
+
+    @property
+    def records(self) -> list[Any]:
+        """What this rank noted, by transform; complete when the sync has read everything."""
+        return [change.record for change in self.changes]
+
+    def metrics(self, records_of_ranks: Sequence[Sequence[Any]]) -> dict[str, float]:
+        """The figures of all transforms; ``records_of_ranks`` are the ``records`` of every rank."""
+        found: dict[str, float] = {}
+        for change, records in zip(self.changes, zip(*records_of_ranks, strict=True), strict=True):
+            found |= change.metrics(records)
+        return found
+
+
+def fold(transforms: Iterable[Transform], read: Read, version: int) -> Outgoing:
+    """``read`` through every transform, the first one innermost; collective if one of them is."""
+    changes = []
+    for transform in transforms:
+        changes.append(transform.for_sync(read, version))
+        read = changes[-1].read
+    return Outgoing(read, tuple(changes))

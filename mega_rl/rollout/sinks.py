@@ -1,0 +1,254 @@
+"""Where a sync's weights go: the engine workers of a run and the way to write into them.
+
+A sink is chosen once, when the engines stand: here for engines in the trainer's processes, in ``remote/sink.py`` for
+engines in others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mega_rl import platform
+from mega_rl.bridge.mapping.live_check import difference
+from mega_rl.bridge.mapping.tensors import full_series, hf_tensors
+from mega_rl.bridge.mapping.vllm import vllm_series
+from mega_rl.bridge.reshard.execute import Ledger, Read, Transfer, write_into
+from mega_rl.bridge.reshard.plan import Layout, compile_plan
+from mega_rl.bridge.reshard.proof import Hashes, Inspect, colocated
+from mega_rl.bridge.series import Series, slices_of
+from mega_rl.errors import InputError
+from mega_rl.models.shape import ModelShape
+from mega_rl.parallel.collectives import gather_objects, together
+from mega_rl.parallel.layout import EngineLayout
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What every sync of a run sends."""
+
+    shape: ModelShape
+    dtype: torch.dtype  # that the engines hold, and the one that is sent
+    bucket_bytes: int  # limit for the buffers of a transfer
+    device: torch.device  # of this trainer rank
+
+
+class WeightSink(Protocol):
+    """All engine workers of a run as the destination of the trainer's weights; every method is collective.
+
+    ``connect`` comes once, before the first ``update``.
+    """
+
+    @property
+    def weight_version(self) -> int:
+        """The version of the latest ``update``; 0 for the weights that the engines started with."""
+
+    @property
+    def inspect(self) -> Inspect | None:
+        """Looks into the live parameters of all workers; None: they are not as the mapping says, to be compared."""
+
+    def layout(self) -> list[list[Series]]:
+        """What every worker is to be given, [worker] -> its series."""
+
+    def connect(self, sources: Layout) -> None:
+        """Plan all syncs to come.
+
+        Args:
+            sources: what every trainer rank holds.
+        """
+
+    def update(self, read: Read, version: int) -> Ledger | None:
+        """Wake the engines, give them the weights of ``version``, and make them forget every cached prefix.
+
+        Args:
+            read: gives this rank's part of what is sent, of the engines' dtype.
+
+        Returns:
+            What this rank moved; None if that is not counted.
+
+        Raises:
+            RuntimeError: on every rank, an update that did not reach the whole engine.
+        """
+
+    def make_room(self) -> None:
+        """Give the device memory that engines share with the trainer back, until the next ``update``."""
+
+
+class ColocatedEngine(Protocol):
+    """What the sinks of this file ask of an engine in this process.
+
+    An update is ``begin_update``, then writing into ``parameters()`` in place or ``load_hf_weights``, then
+    ``finish_update``.
+    """
+
+    @property
+    def weight_version(self) -> int:
+        """The version given to the latest ``finish_update``; 0 for the weights that the engine started with."""
+
+    def parameters(self) -> dict[str, Tensor]:
+        """This rank's live parameters by the engine's own (fused) names: writing into them changes the engine."""
+
+    def misplaced(self) -> str | None:
+        """A parameter that lies otherwise than its shape says, in words that follow "cannot write"; else None."""
+
+    def use_loader(self) -> None:
+        """From here on updates come through ``load_hf_weights``, and there are no ``parameters``."""
+
+    def begin_update(self) -> None:
+        """Make ready for new weights."""
+
+    def load_hf_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Load full Hugging Face tensors by name through the engine's own loader.
+
+        A tensor may be read as late as in ``finish_update``: its memory must not be reused before.
+        """
+
+    def finish_update(self, version: int) -> None:
+        """Put the new weights to work as ``version``."""
+
+    def sleep(self) -> None:
+        """Give device memory back until ``wake_up``; does nothing if the platform cannot."""
+
+    def wake_up(self) -> None:
+        """Take the memory again."""
+
+
+class InPlaceSink:
+    """Writes each shard of engines in the trainer's processes in place, every byte moved at most once."""
+
+    def __init__(self, engine: ColocatedEngine, weights: Weights, engines: EngineLayout) -> None:
+        self._engine, self._weights, self._engines = engine, weights, engines
+        self._transfer: Transfer | None = None
+
+    @property
+    def weight_version(self) -> int:
+        return self._engine.weight_version
+
+    def inspect(self, function: Callable[..., Hashes], arguments: Sequence[tuple[Any, ...]]) -> list[Hashes]:
+        return colocated(self._engine.parameters(), dist.get_rank())(function, arguments)
+
+    def layout(self) -> list[list[Series]]:
+        return [self._wanted(rank) for rank in range(self._engines.world_size)]
+
+    def _wanted(self, rank: int) -> list[Series]:
+        engines = self._engines
+        return vllm_series(self._weights.shape, engines.tensor_parallel_size, engines.tensor_rank(rank))
+
+    def obstacle(self) -> str | None:
+        """What cannot be written on any rank, in words that follow "cannot write"; None if all can be. Collective."""
+        wanted = slices_of(self._wanted(dist.get_rank()))
+        with together("matching the engine's parameters"):
+            parameters = self._engine.parameters()
+            own = self._engine.misplaced() or difference(parameters, wanted, self._weights.dtype)
+        return next((words for words in gather_objects(own) if words is not None), None)
+
+    def connect(self, sources: Layout) -> None:
+        self._transfer = colocated_transfer(sources, self.layout(), self._weights)
+
+    def update(self, read: Read, version: int) -> Ledger:
+        assert self._transfer is not None, "an update before connect"
+        self._engine.wake_up()
+        self._engine.begin_update()
+        write = write_into(self._engine.parameters())
+        with torch.no_grad():
+            ledger = self._transfer.run(read, write, self._weights.dtype)
+        self._engine.finish_update(version)
+        return ledger
+
+    def make_room(self) -> None:
+        self._engine.sleep()
+
+
+class LoaderSink:
+    """Gives whole Hugging Face tensors to the own loader of engines in the trainer's processes, which takes any."""
+
+    inspect = None
+
+    def __init__(self, engine: ColocatedEngine, weights: Weights, num_ranks: int) -> None:
+        self._engine, self._weights, self._num_ranks = engine, weights, num_ranks
+        self._transfer: Transfer | None = None
+        engine.use_loader()
+
+    @property
+    def weight_version(self) -> int:
+        return self._engine.weight_version
+
+    def layout(self) -> list[list[Series]]:
+        return [full_series(self._weights.shape)] * self._num_ranks
+
+    def connect(self, sources: Layout) -> None:
+        self._transfer = colocated_transfer(sources, self.layout(), self._weights)
+
+    def update(self, read: Read, version: int) -> None:
+        assert self._transfer is not None, "an update before connect"
+        self._engine.wake_up()
+        self._engine.begin_update()
+        names = list(hf_tensors(self._weights.shape))
+        self._engine.load_hf_weights(self._transfer.stream(read, names, self._weights.dtype))
+        self._engine.finish_update(version)
+
+    def make_room(self) -> None:
+        self._engine.sleep()
+
+
+def colocated_transfer(sources: Layout, wanted: Layout, weights: Weights) -> Transfer:
+    """This rank's part in the plan between trainer and engines of the same processes."""
+    return Transfer(
+        compile_plan(sources, wanted),
+        dist.get_rank(),
+        len(wanted),
+        None,
+        weights.bucket_bytes,
+        weights.device,
+        platform.current().synchronize,
+    )
+
+
+def colocated_sink(
+    engine: ColocatedEngine,
+    weights: Weights,
+    engines: EngineLayout,
+    *,
+    weight_update: str,
+    verify: str,
+    say: Callable[[str], None],
+) -> WeightSink:
+    """The sink that ``rollout.weight_update`` asks for; collective.
+
+    ``live`` writes in place, ``reload`` goes through the loader; ``auto`` is live for engines whose parameters are
+    exactly as the mapping of the model family says, and says why if they are not.
+
+    Args:
+        verify: ``bridge.verify``.
+
+    Raises:
+        InputError: on every rank, if writing in place is asked for, or needed, and the engine cannot be written to.
+    """
+    if weight_update == "reload":
+        return LoaderSink(engine, weights, engines.world_size)
+    live = InPlaceSink(engine, weights, engines)
+    reason = live.obstacle()
+    if reason is None:
+        return live
+    if weight_update == "live":
+        raise refused_live(reason)
+    if verify != "off":
+        raise InputError(
+            f"bridge.verify={verify} can prove only what is written in place, and rollout.weight_update=auto "
+            f"cannot write {reason}: set bridge.verify=off to go through the engine's own loader, without a proof"
+        )
+    say(f"rollout.weight_update: weights go through the engine's own loader, as live cannot write {reason}")
+    return LoaderSink(engine, weights, engines.world_size)
+
+
+def refused_live(reason: str) -> InputError:
+    """What is said if ``rollout.weight_update=live`` is asked for; ``reason`` is a sink's obstacle."""
+    return InputError(
+        f"rollout.weight_update=live cannot write {reason}: set rollout.weight_update=reload, which goes "
+        "through the engine's own loader"
+    )

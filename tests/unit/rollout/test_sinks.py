@@ -1,0 +1,309 @@
+"""Weight sinks: what every one must do, which one ``rollout.weight_update`` gets, and what is said."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mega_rl.bridge.mapping.megatron import megatron_slices
+from mega_rl.bridge.mapping.tensors import hf_tensors
+from mega_rl.bridge.mapping.vllm import vllm_series
+from mega_rl.bridge.reshard.proof import Proof
+from mega_rl.bridge.series import slices_of
+from mega_rl.bridge.slices import Box, indices
+from mega_rl.config.schema import RolloutConfig
+from mega_rl.errors import InputError
+from mega_rl.models.mixture import Mixture
+from mega_rl.models.shape import ModelShape
+from mega_rl.parallel.joint_group import MeetingPoint, join_store
+from mega_rl.parallel.layout import EngineLayout
+from mega_rl.rollout.remote import receiver, sink
+from mega_rl.rollout.remote.receiver import Link, Receiver
+from mega_rl.rollout.remote.sink import RemoteSink, remote_sink
+from mega_rl.rollout.sinks import InPlaceSink, LoaderSink, Weights, WeightSink, colocated_sink
+from mega_rl.rollout.vllm.engine import VLLMEngine
+from mega_rl.rollout.vllm.versions import undo_wake_up
+from tests.distributed.test_bridge_execute import SHAPE, local_parameters, random_model
+
+ODD = "model.layers.0.mlp.down_proj.weight"
+DTYPE = torch.bfloat16
+ENGINES = EngineLayout(world_size=1, tensor_parallel_size=1)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A default group of this process only."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def weights(shape: ModelShape = SHAPE, device: str = "cpu") -> Weights:
+    return Weights(shape, DTYPE, 1 << 12, torch.device(device))
+
+
+class Engine(VLLMEngine):
+    """The live parameters of one, and no vLLM behind them."""
+
+    def __init__(self, shape: ModelShape = SHAPE, device_type: str = "npu") -> None:
+        self.live = local_parameters(slices_of(vllm_series(shape, 1, 0)), None, DTYPE)
+        self.loaded: dict[str, torch.Tensor] = {}
+        self.is_awake = True
+        self._rollout, self._device_type, self._is_live, self._can_sleep = RolloutConfig(), device_type, True, True
+        self._loaded, self._under_way, self._version = None, {}, 0
+        self._names = frozenset(self.live)
+        self._llm = SimpleNamespace(
+            reset_prefix_cache=lambda: True,
+            sleep=lambda level: setattr(self, "is_awake", False),
+            wake_up=lambda: setattr(self, "is_awake", True),
+        )
+
+    def _call(self, method: str, *args: Any) -> Any:
+        assert self.is_awake, f"{method} of an engine that sleeps"
+        if method == "receiver_load":
+            self.loaded |= {name: tensor.clone() for name, tensor in args[0]}
+            return self._names
+        return self.live
+
+
+class Worker:
+    """The methods of ``EngineProcess`` that a sink calls, in a thread of this process."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        self.live = local_parameters(slices_of(vllm_series(shape, 1, 0)), None, DTYPE)
+        self.version = 0
+
+    def process_id(self) -> int:
+        return 0
+
+    def connect(self, link: Link) -> None:
+        self.receiver = Receiver(link, lambda: self.live)
+
+    def receive(self) -> None:
+        self.receiver.receive()
+
+    def finish_update(self, version: int) -> None:
+        self.version = version
+
+    def inspect(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(self.live, *arguments)
+
+
+class Threads:
+    """Stands for ``Fleet``: its workers are threads, which really exchange bytes with the trainer's rank."""
+
+    host = "127.0.0.1"
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self.workers, self._pool = workers, ThreadPoolExecutor(len(workers))
+
+    def submit(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Future[Any]]:
+        pairs = zip(self.workers, arguments, strict=True)
+        return [self._pool.submit(getattr(worker, method), *of_worker) for worker, of_worker in pairs]
+
+    def results(self, calls: Sequence[Future[Any]], doing: str) -> list[Any]:
+        return [call.result() for call in calls]
+
+    def call(self, method: str, arguments: Sequence[tuple[Any, ...]], doing: str) -> list[Any]:
+        return self.results(self.submit(method, arguments), doing)
+
+
+def elsewhere(workers: Sequence[Worker]) -> Any:
+    """What a sink needs of ``RemoteEngines``."""
+    return SimpleNamespace(fleet=Threads(workers), num_workers=len(workers), engine_size=1, weight_version=0)
+
+
+def join(point: MeetingPoint, rank: int, store: Any = None) -> Any:
+    """``join_group`` for several ranks of one process: torch keeps no table of these groups."""
+    store, kind = store or join_store(point), dist.ProcessGroup.BackendType.GLOO
+    group = dist.ProcessGroup(store, rank, point.world_size)
+    group._set_default_backend(kind)
+    gloo = dist.ProcessGroupGloo(store, rank, point.world_size, datetime.timedelta(minutes=2))
+    group._register_backend(torch.device("cpu"), kind, gloo)
+    return group
+
+
+@dataclass
+class Case:
+    sink: WeightSink
+    held: Callable[[], list[dict[str, torch.Tensor]]]  # what every worker holds
+    is_loader: bool = False
+    engine: Engine | None = None  # that shares memory with the trainer
+
+
+@pytest.fixture(params=["in_place", "loader", "remote"])
+def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, one_rank: None) -> Case:
+    if request.param == "remote":
+        monkeypatch.setattr(sink, "join_group", join)
+        monkeypatch.setattr(receiver, "join_group", join)
+        workers = [Worker(SHAPE), Worker(SHAPE)]
+        return Case(RemoteSink(elsewhere(workers), weights()), lambda: [worker.live for worker in workers])
+    engine = Engine()
+    if request.param == "loader":
+        return Case(LoaderSink(engine, weights(), 1), lambda: [engine.loaded], is_loader=True, engine=engine)
+    return Case(InPlaceSink(engine, weights(), ENGINES), lambda: [engine.live], engine=engine)
+
+
+class Trainer:
+    """One rank that holds all of a model."""
+
+    def __init__(self) -> None:
+        self.slices = megatron_slices(SHAPE, 1, 0, range(SHAPE.num_layers), True, True, SHAPE.vocab_size)
+        self.model = random_model(DTYPE)
+
+    def read(self, local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> torch.Tensor:
+        return self.model[hf_name][indices(hf_box)]
+
+
+def test_an_update_reaches_every_weight_of_every_worker(case: Case) -> None:
+    trainer = Trainer()
+    case.sink.connect([trainer.slices])
+    assert case.sink.weight_version == 0
+    for version in (4, 5):
+        trainer.model = {name: tensor + version for name, tensor in trainer.model.items()}
+        ledger = case.sink.update(trainer.read, version)
+        assert case.sink.weight_version == version
+        layout = case.sink.layout()
+        assert len(layout) == len(case.held())
+        for series, held in zip(layout, case.held(), strict=True):
+            for piece in slices_of(series):
+                expected = trainer.model[piece.hf_name][indices(piece.hf_box)]
+                assert torch.equal(held[piece.local_name][indices(piece.local_box)].view_as(expected), expected), piece
+        num_bytes = DTYPE.itemsize * sum(tensor.numel() for tensor in trainer.model.values()) * len(layout)
+        assert case.is_loader == (ledger is None)
+        assert ledger is None or ledger.bytes_local + ledger.bytes_sent == num_bytes
+
+
+def test_what_was_written_can_be_proved_or_is_not_to_be_seen(case: Case) -> None:
+    trainer = Trainer()
+    case.sink.connect([trainer.slices])
+    case.sink.update(trainer.read, 1)
+    if case.sink.inspect is None:
+        assert case.is_loader
+        return
+    needed = [slices_of(series) for series in case.sink.layout()]
+    proof = Proof(hf_tensors(SHAPE), [trainer.slices], needed, engine_size=1, is_sample=False, seed=0)
+    assert proof.check(trainer.read, 0, case.sink.inspect, 1) == len(hf_tensors(SHAPE))
+    case.held()[-1]["model.norm.weight"][3] += 1
+    with pytest.raises(RuntimeError, match="holds another model.norm.weight than the trainer"):
+        proof.check(trainer.read, 0, case.sink.inspect, 1)
+
+
+def test_engines_that_share_the_device_make_room_and_wake_for_the_next_update(case: Case) -> None:
+    trainer = Trainer()
+    case.sink.connect([trainer.slices])
+    case.sink.make_room()
+    assert case.engine is None or not case.engine.is_awake
+    case.sink.update(trainer.read, 1)
+    assert case.engine is None or case.engine.is_awake
+
+
+def choose(
+    engine: Engine, weight_update: str, verify: str, lines: list[str], shape: ModelShape = SHAPE
+) -> type[WeightSink]:
+    chosen = colocated_sink(
+        engine, weights(shape), ENGINES, weight_update=weight_update, verify=verify, say=lines.append
+    )
+    return type(chosen)
+
+
+@pytest.mark.parametrize("weight_update", ["auto", "live"])
+def test_an_engine_as_the_mapping_says_is_written_in_place(weight_update: str, one_rank: None) -> None:
+    lines: list[str] = []
+    engine = Engine()
+    assert choose(engine, weight_update, "all", lines) is InPlaceSink and engine._is_live and lines == []
+
+
+def test_a_transposed_weight_goes_through_the_loader_and_says_so(one_rank: None) -> None:
+    lines: list[str] = []
+    engine = Engine()
+    engine.live[ODD] = engine.live[ODD].t().contiguous()
+    assert choose(engine, "auto", "off", lines) is LoaderSink and not engine._is_live
+    (line,) = lines
+    assert "own loader" in line and ODD in line and str(list(engine.live[ODD].shape)) in line
+
+
+@pytest.mark.parametrize(
+    ("weight_update", "verify", "words"),
+    [
+        ("live", "off", "rollout.weight_update=live cannot write .*down_proj.*rollout.weight_update=reload"),
+        ("auto", "sample", "bridge.verify=sample can prove only .*down_proj.*bridge.verify=off"),
+    ],
+)
+def test_what_was_asked_for_and_cannot_be_is_refused(
+    weight_update: str, verify: str, words: str, one_rank: None
+) -> None:
+    engine = Engine()
+    engine.live[ODD] = engine.live[ODD].t().contiguous()
+    with pytest.raises(InputError, match=words):
+        choose(engine, weight_update, verify, [])
+    assert engine._is_live
+
+
+@pytest.mark.parametrize(
+    ("weight_update", "words"),
+    [
+        ("live", "rollout.weight_update=live cannot write .*down_proj.*rollout.weight_update=reload"),
+        ("auto", "rollout.placement=separate cannot write .*down_proj.*rollout.placement=colocated"),
+    ],
+)
+def test_engines_elsewhere_that_cannot_be_written_to_are_refused(
+    weight_update: str, words: str, one_rank: None
+) -> None:
+    workers = [Worker(SHAPE), Worker(SHAPE)]
+    assert isinstance(remote_sink(elsewhere(workers), weights(), weight_update), RemoteSink)
+    workers[1].live[ODD] = workers[1].live[ODD].t().contiguous()
+    with pytest.raises(InputError, match=words):
+        remote_sink(elsewhere(workers), weights(), weight_update)
+
+
+# The second weight of these experts is square: turned it has the shape that it had.
+SQUARE = replace(SHAPE, mixture=Mixture(frozenset(range(SHAPE.num_layers)), 4, 2, SHAPE.hidden_size, True))
+
+
+@pytest.mark.parametrize(("device", "shape"), [("cpu", SQUARE), ("npu", SHAPE)])
+def test_only_experts_on_ascend_are_taken_for_transposed(device: str, shape: ModelShape, one_rank: None) -> None:
+    assert choose(Engine(shape, device), "auto", "off", [], shape) is InPlaceSink
+
+
+def test_experts_on_ascend_go_through_the_loader_whatever_their_shapes(one_rank: None) -> None:
+    lines: list[str] = []
+    engine = Engine(SQUARE)
+    assert choose(engine, "auto", "off", lines, SQUARE) is LoaderSink and not engine._is_live
+    (line,) = lines
+    assert "own loader" in line and "routed_experts.w13_weight" in line and "transposed on Ascend" in line
+    with pytest.raises(InputError, match=r"live cannot write .*w13_weight.*rollout\.weight_update=reload"):
+        choose(Engine(SQUARE), "live", "off", [], SQUARE)
+
+
+def test_experts_on_ascend_elsewhere_are_refused(one_rank: None) -> None:
+    for device, refuses in (("cpu", False), ("npu", True)):
+        found = SimpleNamespace(dtype=DTYPE, shape=SQUARE, device=SimpleNamespace(type=device))
+        reason = RemoteSink(elsewhere([Worker(SQUARE)]), found).obstacle()  # type: ignore[arg-type]
+        assert (reason is not None and "transposed on Ascend" in reason) == refuses, (device, reason)
+
+
+def test_reload_asks_the_engine_nothing() -> None:
+    engine = Engine()
+    engine.is_awake = False  # any question would be answered with an error
+    assert choose(engine, "reload", "off", []) is LoaderSink and not engine._is_live
+
+
+def test_a_wake_up_of_ascend_is_undone_before_a_reload() -> None:
+    """As vllm-ascend 0.23 does it: the layer works on [E, hidden, rows] and wakes up with a transposed view of that."""
+    layer = torch.nn.Module()
+    layer.experts, layer.other = torch.nn.Module(), torch.nn.Linear(3, 5)
+    working = torch.arange(24.0).reshape(2, 3, 4)
+    layer.experts.w13_weight = torch.nn.Parameter(working.transpose(1, 2), requires_grad=False)
+    undo_wake_up(layer)
+    undo_wake_up(layer)  # what is as it should be stays
+    assert layer.experts.w13_weight.data_ptr() == working.data_ptr() and layer.experts.w13_weight.is_contiguous()
+    assert torch.equal(layer.experts.w13_weight, working) and layer.other.weight.shape == (5, 3)
