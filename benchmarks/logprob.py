@@ -27,8 +27,8 @@ from torch import Tensor
 from mega_rl import platform
 from mega_rl.errors import InputError
 from mega_rl.megatron.logprob import VocabularyShard, token_logprobs
+from mega_rl.types import DTYPES
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WAYS = ("mega_rl", "plain")
 GIB = 2**30
 PLAIN_COPIES = 4.0  # float32 [T, V] tensors: the plain way holds three at its peak, and others need memory too

@@ -38,13 +38,14 @@ from mega_rl.data.packing import pack
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.optimizer import chained
 from mega_rl.megatron.policy import destroy_groups, initialize_groups
+from mega_rl.megatron.spec import TrainerSpec
 from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.activations import ActivationModel, Tokens
 from mega_rl.planning.state import TrainerState, stage_buffers, trainer_state
 from mega_rl.platform.operators.memory import OPERATOR_MEMORY
-from mega_rl.types import Figures, Microbatch, Sequence, TokenStats
+from mega_rl.types import DTYPES, Figures, Microbatch, Sequence, TokenStats
 
 NUM_RANKS = 2
 ACTIVATIONS = ("kept", "peak", "forward")
@@ -236,7 +237,9 @@ def measure(case: Case, directory: Path) -> list[dict[str, dict[str, int]]]:
     shape = read_model_shape(config.model.path)
     rank = dist.get_rank()
     with groups(config) as layout:
-        engine = MegatronEngine(config, shape, layout, torch.device("cpu"), HFReader(config.model.path), 10)
+        spec = TrainerSpec(DTYPES[config.model.dtype], config.parallel, config.memory, 1.0, chunk_tokens=1024)
+        weights = HFReader(config.model.path)
+        engine = MegatronEngine(spec, config.optimizer, shape, layout, torch.device("cpu"), weights, 10, 0)
         stage = layout.coordinates(rank).pipeline
         microbatches = make_microbatches(case, layout, shape.vocab_size)
         live, forward, kept = LiveBytes(), LiveBytes(), list[int]()

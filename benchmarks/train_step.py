@@ -30,17 +30,17 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from mega_rl import platform
 from mega_rl.bridge.files.huggingface import HFReader
-from mega_rl.config.schema import RunConfig
+from mega_rl.config.schema import MemoryConfig, OptimizerConfig, ParallelConfig
 from mega_rl.data.packing import pack
 from mega_rl.errors import InputError
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.policy import initialize_groups
+from mega_rl.megatron.spec import TrainerSpec
 from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.parallel.schedule import balance
-from mega_rl.types import Figures, Microbatch, Sequence, TokenStats
+from mega_rl.types import DTYPES, Figures, Microbatch, Sequence, TokenStats
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OWN, PADDED, ALONE = "mega_rl", "transformers, padded", "transformers, one by one"
 LR, BETAS, WEIGHT_DECAY, CLIP = 1e-4, (0.9, 0.95), 0.01, 1.0
 GIB = 2**30
@@ -94,16 +94,14 @@ class Own:
     """``MegatronEngine`` on packed micro-batches."""
 
     def __init__(self, directory: Path, case: Case, sequences: list[Sequence], layout: ParallelLayout) -> None:
-        config = RunConfig()
-        config.model.path, config.model.dtype = str(directory), case.dtype
-        config.trainer.stage = "sft"
-        config.optimizer.lr, config.optimizer.weight_decay, config.optimizer.clip_grad = LR, WEIGHT_DECAY, CLIP
-        config.optimizer.beta1, config.optimizer.beta2 = BETAS
+        spec = TrainerSpec(DTYPES[case.dtype], ParallelConfig(), MemoryConfig(), temperature=1.0, chunk_tokens=1024)
+        optimizer = OptimizerConfig(lr=LR, weight_decay=WEIGHT_DECAY, clip_grad=CLIP, beta1=BETAS[0], beta2=BETAS[1])
         device = platform.current().set_device(0)
         parts = balance([s.loss_mask.numel() for s in sequences], 1, case.max_tokens)[0]
         self.microbatches = [pack(sequences, part, pad_to_multiple=1, pad_token_id=0) for part in parts]
         self.num_tokens = sum(m.num_tokens for m in self.microbatches)
-        self.engine = MegatronEngine(config, read_model_shape(directory), layout, device, HFReader(directory), 1000)
+        shape, weights = read_model_shape(directory), HFReader(directory)
+        self.engine = MegatronEngine(spec, optimizer, shape, layout, device, weights, 1000, max_skipped_steps=0)
 
     def step(self) -> float:
         def loss(stats: TokenStats, microbatch: Microbatch) -> tuple[Tensor, Figures]:

@@ -18,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+# What a model may be computed in: its name in the configuration -> torch's type.
+DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PROMPT, ASSISTANT = "prompt", "assistant"  # roles of a trajectory's turns
 
 

@@ -44,10 +44,11 @@ from mega_rl.errors import InputError, input_error
 from mega_rl.models.fit import trainer_problems
 from mega_rl.models.shape import ModelShape, read_model_shape
 from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.types import DTYPES
 
 HUGGINGFACE = "huggingface"  # config and tokenizer files in a converted checkpoint
 CERTIFICATE = "certificate.json"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FILE_DTYPES = {**DTYPES, "float16": torch.float16}
 LOGITS = "mega_rl.megatron.logits"  # imported once the platform is fixed
 LOGITS_TOLERANCE = 1e-4  # float32, relative to the largest logit
 MIB, GIB = 1 << 20, 1 << 30
@@ -94,7 +95,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     to_huggingface.add_argument("--max-shard-gib", type=float, default=5.0, help="of a safetensors file (default 5)")
     for command in (to_megatron, to_huggingface, reshard):
         command.add_argument("--out", type=Path, required=True, help="directory to make")
-        command.add_argument("--dtype", choices=sorted(DTYPES), help="default: every tensor keeps its own")
+        command.add_argument("--dtype", choices=sorted(FILE_DTYPES), help="default: every tensor keeps its own")
         command.add_argument("--bucket-mib", type=int, default=4, help="bytes moved at a time, MiB (default 4)")
         command.add_argument("--verify", action="store_true", help=f"read all back and write {CERTIFICATE}")
         command.add_argument("--no-logits", action="store_true", help="--verify without running the model")
@@ -221,7 +222,7 @@ def convert(options: argparse.Namespace) -> None:
     begin, bucket_bytes = time.monotonic(), options.bucket_mib * MIB
     is_import = options.command == "hf-to-megatron"
     source = open_huggingface(options.model) if is_import else open_checkpoint(options.checkpoint, options.model)
-    chosen = DTYPES.get(options.dtype)
+    chosen = FILE_DTYPES.get(options.dtype)
     dtypes = {name: chosen or dtype for name, dtype in source.tensors.dtypes.items()}
     if options.command == "megatron-to-hf":
         target = plan_export(source, dtypes, int(options.max_shard_gib * GIB))

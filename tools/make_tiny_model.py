@@ -21,8 +21,9 @@ from transformers.utils import logging
 
 from mega_rl.data.rows import read_rows
 from mega_rl.data.synthetic import arithmetic_tokenizer, bpe_tokenizer
-from mega_rl.data.tiny_model import DTYPES, FAMILIES, TinyModelSpec, write_tiny_model
+from mega_rl.data.tiny_model import FAMILIES, TinyModelSpec, write_tiny_model
 from mega_rl.errors import InputError
+from mega_rl.types import DTYPES
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 
 from mega_rl import platform
-from mega_rl.config import load_config, to_yaml, validate
+from mega_rl.config import load_config, samples, to_yaml, validate
 from mega_rl.errors import InputError
 
 STAGES = {"rl": "mega_rl.stages.rl", "sft": "mega_rl.stages.sft"}
@@ -38,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(to_yaml(config))
         return
     # The platform is fixed before the stage is imported: Megatron-core looks for its device while it is imported.
-    platform.select(config.platform.name, platform.trainer_role(config), config.platform.mindspeed)
+    role = platform.trainer_role(config.rollout if samples(config) else None, config.platform.deterministic)
+    platform.select(config.platform.name, role, config.platform.mindspeed)
     if os.environ.get("RANK", "0") == "0":
         print("\n".join(platform.environment_report()), flush=True)
     importlib.import_module(STAGES[config.trainer.stage]).run(config)

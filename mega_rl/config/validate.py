@@ -10,6 +10,7 @@ from mega_rl.config.algorithm import algorithm_problems, sampling_problems
 from mega_rl.config.model import model_problems
 from mega_rl.config.rules import Rule, any_number, rules, text
 from mega_rl.config.schema import RunConfig
+from mega_rl.config.stage import samples
 from mega_rl.errors import input_error
 from mega_rl.models.files import tokenizer_problem, weights_problem
 
@@ -33,8 +34,8 @@ def problems(config: RunConfig, world_size: int | None = None, has_files: bool =
     """
     assert world_size is None or world_size >= 1
     found = _Problems(config)
-    is_rl = config.trainer.stage != "sft"
-    for field, rule in rules(is_rl).items():
+    is_sampled = samples(config)
+    for field, rule in rules(is_sampled).items():
         found.check(field, rule)
     found.lines += model_problems(config, world_size, found.good)[1]
     if has_files:
@@ -45,7 +46,7 @@ def problems(config: RunConfig, world_size: int | None = None, has_files: bool =
     _memory(found)
     _overlap(found)
     _mindspeed(found)
-    if is_rl:
+    if is_sampled:
         _rewards(found)
         _rollout_and_algorithm(found)
         _aqn(found)
@@ -139,7 +140,7 @@ def _optimizer(found: _Problems) -> None:
     optimizer, trainer = found.config.optimizer, found.config.trainer
     if found.good("optimizer.lr", "optimizer.min_lr") and optimizer.min_lr > optimizer.lr:
         found.add(f"optimizer.min_lr is {optimizer.min_lr}: set it to at most optimizer.lr, {optimizer.lr}")
-    updates = found.config.algorithm.minibatches_per_step if trainer.stage == "rl" else 1
+    updates = found.config.algorithm.minibatches_per_step if samples(found.config) else 1
     total = None if trainer.total_steps is None else trainer.total_steps * updates
     if (
         total is not None
@@ -179,11 +180,11 @@ def _memory(found: _Problems) -> None:
         found.add(
             "memory.offload has 'optimizer', which memory.optimizer_on_host keeps on the host: remove one of them"
         )
-    if memory.offload and found.config.trainer.stage != "rl":
+    if memory.offload and not samples(found.config):
         found.add(
             f"memory.offload is {memory.offload}, but only an rl run has an engine to make room for: set it to []"
         )
-    has_noise = found.config.trainer.stage == "rl" and found.config.aqn.enabled
+    has_noise = samples(found.config) and found.config.aqn.enabled
     if has_noise and (memory.optimizer_on_host or memory.optimizer_state_dtype != "float32"):
         key = "optimizer_on_host" if memory.optimizer_on_host else "optimizer_state_dtype"
         fix = "false" if memory.optimizer_on_host else "float32"

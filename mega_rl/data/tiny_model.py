@@ -19,9 +19,9 @@ from transformers import (
 )
 
 from mega_rl.errors import InputError
+from mega_rl.types import DTYPES
 
 FAMILIES: dict[str, type[PreTrainedConfig]] = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)

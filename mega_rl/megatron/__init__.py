@@ -1,14 +1,9 @@
 """The training engine on Megatron-core: the only package that imports ``megatron.*``.
 
-Importing it makes the process ready first (platform patches, MindSpeed), because Megatron-core looks for its device as
-it is imported.
+Importing any module of it boots first, since those modules import Megatron-core at their top. A caller could not do it
+for them: by the time a function of its own runs, its imports are done.
 """
 
-from mega_rl import platform
+from mega_rl.megatron import boot
 
-platform.prepare()
-
-from mega_rl.megatron import compat  # noqa: E402, F401  isort: skip  (before any module that imports Megatron)
-from mega_rl.megatron import fused  # noqa: E402
-
-fused.install()
+boot.boot()

@@ -226,7 +226,7 @@ class CheckpointWriter:
             {
                 **progress,
                 "step": step,
-                "skipped_steps": engine.step.skipped.state_dict(),
+                "skipped_steps": engine.stepper.skipped.state_dict(),
                 "model": model_record(engine.policy.shape),
                 "world_size": dist.get_world_size(),
                 "expert_parallel": engine.policy.layout.expert,
@@ -325,7 +325,7 @@ def load(directory: Path, engine: MegatronEngine) -> dict[str, Any]:
     with own_hyperparameters(engine.optimizer):
         engine.optimizer.load_state_dict(loaded["optimizer"])
     engine.lr_schedule.load_state_dict(loaded["lr_schedule"])
-    engine.step.skipped.load_state_dict(progress["skipped_steps"])
+    engine.stepper.skipped.load_state_dict(progress["skipped_steps"])
     if len(generators) == dist.get_world_size():  # with other ranks there is no state that is theirs
         platform.current().set_rng_state(generators[dist.get_rank()])
     return progress
@@ -351,8 +351,6 @@ def _load_weights(directory: Path, engine: MegatronEngine) -> None:
     loaded = _read(directory, state)
     for name, chunk in _named_chunks(engine).items():
         chunk.load_state_dict(loaded[name])
-    for (
-        weight
-    ) in engine.policy.frozen.values():  # float32, but with values of the model's dtype, as the engine has them
-        weight.copy_(weight.to(engine.policy.chunks[0].config.params_dtype))
+    for weight in engine.policy.frozen.values():
+        weight.copy_(weight.to(engine.policy.spec.dtype))  # a float32 tensor, but rounded as the engine has it
     engine.optimizer.reload_model_params()

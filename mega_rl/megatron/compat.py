@@ -1,4 +1,4 @@
-"""Mends inside Megatron-core 0.16, most for devices that are not CUDA's, applied once as Megatron is imported.
+"""Fixes inside Megatron-core 0.16, most for devices that are not CUDA's, applied once as Megatron is imported.
 
 The calls of torch itself are answered by ``platform.accelerator``; these are Megatron's own functions. Each says what
 breaks without it. Where MindSpeed patches Megatron for Ascend it has its own for the first ones.
@@ -87,13 +87,15 @@ def spare_a_rank_alone() -> None:
     buffers.dist_reduce_scatter_func = unless_alone(buffers.dist_reduce_scatter_func)
 
 
-# Megatron 0.16 calls collectives by names that torch 2.13 has renamed, and torch says so on every rank.
-warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
-if accelerator.installed() is not None:
-    # That the fused kernels of TransformerEngine and apex are missing here is known, and said once per file and rank.
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
-    _without_compile(_import_megatron)
-    _generator_states(accelerator.installed())
-    _expert_split_sizes()
-spare_a_rank_alone()
-_without_transformer_engine()
+def apply() -> None:
+    """Put all of them in place; before any other module imports Megatron."""
+    # Megatron 0.16 calls collectives by names that torch 2.13 has renamed, and torch says so on every rank.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
+    if accelerator.installed() is not None:
+        # Megatron says once per file and rank that the fused kernels of TransformerEngine and apex are missing.
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+        _without_compile(_import_megatron)
+        _generator_states(accelerator.installed())
+        _expert_split_sizes()
+    spare_a_rank_alone()
+    _without_transformer_engine()

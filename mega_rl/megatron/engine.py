@@ -10,12 +10,13 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from torch import Tensor
 
+from mega_rl import platform
 from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.series import Series
 from mega_rl.bridge.slices import Slice
-from mega_rl.config.schema import RunConfig
-from mega_rl.megatron.offload import TrainerOffload, is_device
+from mega_rl.config.schema import OptimizerConfig
+from mega_rl.megatron.offload import TrainerOffload
 from mega_rl.megatron.optimizer import (
     OptimizerStats,
     OptimizerStep,
@@ -24,6 +25,7 @@ from mega_rl.megatron.optimizer import (
     owned_range,
 )
 from mega_rl.megatron.policy import MegatronPolicy
+from mega_rl.megatron.spec import TrainerSpec
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.types import Figures, Microbatch, TokenStats
@@ -35,26 +37,30 @@ class MegatronEngine:
     """The actor: forward, backward, optimizer step.
 
     Args:
-        config: the run's configuration.
+        spec: what the model is built for.
+        optimizer: AdamW's settings and its learning-rate schedule.
         shape: the model's shape.
-        layout: the trainer's layout.
+        layout: the trainer's layout, that of ``spec.parallel``.
         device: where weights and gradients live.
         weights: where the starting weights come from.
         total_optimizer_steps: the length of the learning-rate schedule.
+        max_skipped_steps: consecutive steps without a finite gradient that end the run; 0: never.
     """
 
     def __init__(
         self,
-        config: RunConfig,
+        spec: TrainerSpec,
+        optimizer: OptimizerConfig,
         shape: ModelShape,
         layout: ParallelLayout,
         device: torch.device,
         weights: HFReader,
         total_optimizer_steps: int,
+        max_skipped_steps: int,
     ) -> None:
-        self.policy = MegatronPolicy(config, shape, layout, device)
+        self.policy = MegatronPolicy(spec, shape, layout, device)
         self.policy.load_huggingface(weights)
-        chunks, overlap = self.policy.chunks, config.parallel
+        chunks, overlap = self.policy.chunks, spec.parallel
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=True,
@@ -71,20 +77,20 @@ class MegatronEngine:
         if overlap.overlap_grad_reduce:
             contexts = [chunk.no_sync for chunk in self.wrapped]
             model_config.no_sync_func = contexts if len(contexts) > 1 else contexts[0]
-        self.optimizer = build_optimizer(config, model_config.params_dtype, self.wrapped)
+        self.optimizer = build_optimizer(optimizer, spec, self.wrapped)
         model_config.grad_scale_func = self.optimizer.scale_loss
-        self.lr_schedule = learning_rate_schedule(self.optimizer, config, total_optimizer_steps)
+        self.lr_schedule = learning_rate_schedule(self.optimizer, optimizer, total_optimizer_steps)
         # The wrapper moves parameters into one buffer; the names stay, the tensors' storage does not.
         self.policy.collect_parameters()
         self.gathers_late = overlap.overlap_param_gather
-        self.step = OptimizerStep(
+        self.stepper = OptimizerStep(
             self.optimizer,
             self.policy.parameters,
             self.slices_of(dist.get_rank()),
             hf_tensors(shape),
-            config.trainer.max_skipped_steps,
+            max_skipped_steps,
         )
-        self.offload = TrainerOffload(config.memory, self.wrapped, self.optimizer, is_device(device))
+        self.offload = TrainerOffload(spec.memory, self.wrapped, self.optimizer, platform.current().has_own_memory)
 
     def slices_of(self, rank: int) -> list[Slice]:
         return self.policy.slices_of(rank)
@@ -118,18 +124,18 @@ class MegatronEngine:
 
         return self.policy.schedule(self.wrapped, microbatches, on_output, forward_only=False)
 
-    def optimizer_step(self, is_followed: bool = False) -> OptimizerStats:
+    def optimizer_step(self, next_is_forward_backward: bool = False) -> OptimizerStats:
         """Clip the global gradient norm and step; a gradient that is not finite skips the step.
 
         Args:
-            is_followed: the next use of the weights is ``forward_backward``. With ``parallel.overlap_param_gather`` it
-                then collects them from the data-parallel ranks as it goes; before that a rank holds new values of its
-                own share alone.
+            next_is_forward_backward: ``forward_backward`` is the next to use the weights. With
+                ``parallel.overlap_param_gather`` it then collects them from the data-parallel ranks as it goes; until
+                then a rank holds new values only of its own share.
         """
         self.policy.refuse_replaced("an optimizer step")
         self.lr_schedule.step(1)
-        stats = self.step(lr=max(float(group["lr"]) for group in self.optimizer.param_groups))
-        if self.gathers_late and not is_followed:
+        stats = self.stepper(lr=max(float(group["lr"]) for group in self.optimizer.param_groups))
+        if self.gathers_late and not next_is_forward_backward:
             for chunk in self.wrapped:
                 chunk.start_param_sync(force_sync=True)
         return stats

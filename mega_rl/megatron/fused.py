@@ -3,7 +3,7 @@
 | operation | seam in Megatron |
 |---|---|
 | attention | ``core_attention`` of the layer spec (``PackedAttention``) |
-| RMSNorm | the norms of the layer spec (``families.RMSNorm``) |
+| RMSNorm | the norms of the layer spec (``layers.RMSNorm``) |
 | SwiGLU | ``activation_func`` of the MLP's spec, which ``use_te_activation_func`` turns on |
 | experts | ``experts`` of the MoE spec (``GroupedExperts``) |
 | rotary | ``apply_rotary_pos_emb``, a name that two modules import: replaced there |

@@ -13,9 +13,10 @@ from megatron.core.dist_checkpointing.serialization import get_default_load_shar
 from torch import Tensor
 
 from mega_rl import platform
-from mega_rl.config.schema import RunConfig
+from mega_rl.config.schema import MemoryConfig, ParallelConfig
 from mega_rl.megatron.context import local_input
 from mega_rl.megatron.policy import MegatronPolicy, initialize_groups
+from mega_rl.megatron.spec import TrainerSpec
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.types import Microbatch
@@ -66,9 +67,8 @@ def _megatron_logits(shape: ModelShape, weights_dir: Path, token_ids_T: Tensor) 
     try:
         layout = ParallelLayout.create(1)
         initialize_groups(layout, seed=0)
-        config = RunConfig()
-        config.trainer.stage, config.model.dtype = "sft", "float32"
-        policy = MegatronPolicy(config, shape, layout, device)
+        spec = TrainerSpec(torch.float32, ParallelConfig(), MemoryConfig(), temperature=1.0, chunk_tokens=NUM_TOKENS)
+        policy = MegatronPolicy(spec, shape, layout, device)
         (model,) = policy.chunks
         strategy = get_default_load_sharded_strategy(str(weights_dir))
         state = {"model": model.sharded_state_dict()}

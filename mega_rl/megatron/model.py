@@ -14,38 +14,35 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mega_rl.bridge.mapping.megatron import padded_vocab_size
-from mega_rl.config.schema import MemoryConfig, ParallelConfig
+from mega_rl.config.schema import ParallelConfig
+from mega_rl.megatron import fused
 from mega_rl.megatron.attention import PackedSequences
-from mega_rl.megatron.families import config_class, family_settings, layer_specs
-from mega_rl.megatron.logprob import VocabularyShard, token_logprobs
+from mega_rl.megatron.families import config_class, family_settings
+from mega_rl.megatron.heads import HEADS, Output
+from mega_rl.megatron.layers import layer_specs
 from mega_rl.megatron.recompute import recompute_settings
+from mega_rl.megatron.spec import TrainerSpec
 from mega_rl.models.fit import trainer_problems
 from mega_rl.models.shape import ModelShape
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class PolicyModel(GPTModel):
     """GPTModel on packed sequences.
 
-    With labels its last stage returns ``[2, T]``, their log-probabilities and the entropy; without, this rank's logits
-    ``[1, T, V]`` as GPTModel does.
+    With labels its last stage returns what the head makes of them, for ``head: vocabulary`` their log-probabilities and
+    the entropy ``[2, T]``; without labels this rank's logits ``[1, T, V]`` as GPTModel does.
     """
 
-    def __init__(self, *args: Any, inverse_frequencies: Tensor, vocabulary: VocabularyShard, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, inverse_frequencies: Tensor, head: Output, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.inverse_frequencies = inverse_frequencies
         if not self.config.multi_latent_attention:  # whose layers make queries and keys themselves
             self.rotary_pos_emb.inv_freq = inverse_frequencies
-        self.vocabulary = vocabulary
+        self.head = head
 
     def _preprocess(self, *args: Any, position_ids: Tensor, packed_seq_params: PackedSequences, **kwargs: Any) -> tuple:
         outputs = super()._preprocess(*args, position_ids=position_ids, packed_seq_params=packed_seq_params, **kwargs)
@@ -60,13 +57,7 @@ class PolicyModel(GPTModel):
     def _postprocess(self, hidden_states: Tensor, *args: Any, labels: Tensor | None, **kwargs: Any) -> Tensor:
         if not self.post_process or labels is None:
             return super()._postprocess(hidden_states, *args, labels=labels, **kwargs)
-        if self.config.sequence_parallel:
-            hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True)
-        else:
-            hidden_states = copy_to_tensor_model_parallel_region(hidden_states)
-        shared = self.share_embeddings_and_output_weights
-        weight_VD = self.shared_embedding_or_output_weight() if shared else self.output_layer.weight
-        return torch.stack(token_logprobs(hidden_states[:, 0], weight_VD, labels[0], self.vocabulary))
+        return self.head(self, hidden_states, labels[0])
 
 
 def inverse_frequencies(shape: ModelShape) -> Tensor:
@@ -90,10 +81,9 @@ def inverse_frequencies(shape: ModelShape) -> Tensor:
     return torch.where(is_medium, smoothed, scaled)
 
 
-def transformer_config(
-    shape: ModelShape, parallel: ParallelConfig, dtype: torch.dtype, recompute: dict[str, Any]
-) -> TransformerConfig:
+def transformer_config(spec: TrainerSpec, shape: ModelShape) -> TransformerConfig:
     """Megatron's configuration of one model; the fused kernels that need TransformerEngine or apex are off."""
+    parallel, dtype = spec.parallel, spec.dtype
     misfits = trainer_problems(shape, parallel, world_size=None)
     assert not misfits, misfits
     settings: dict[str, Any] = dict(
@@ -130,7 +120,7 @@ def transformer_config(
         calculate_per_token_loss=True,  # gradients are plain sums; the loss carries its global denominator
         deallocate_pipeline_outputs=False,  # silently wrong gradients over gloo with overlapped sends
         # Weights always come from a file, but Megatron marks its tensor-parallel ones only where it initialises them:
-        # without the mark the gradient norm counts the first rank's shards alone.
+        # without the mark the gradient norm counts the first rank's shards only.
         perform_initialization=True,
         use_cpu_initialization=False,
         masked_softmax_fusion=False,
@@ -141,7 +131,7 @@ def transformer_config(
         apply_rope_fusion=False,
         persist_layer_norm=False,
     )
-    return config_class(shape)(**(settings | family_settings(shape) | recompute))
+    return config_class(shape)(**(settings | family_settings(shape) | recompute_settings(spec.memory, shape)))
 
 
 def process_groups(parallel: ParallelConfig) -> ProcessGroupCollection:
@@ -166,37 +156,21 @@ def mark_experts(model: torch.nn.Module) -> None:
             parameter.allreduce = False  # type: ignore[attr-defined]
 
 
-def build_model(
-    shape: ModelShape,
-    parallel: ParallelConfig,
-    memory: MemoryConfig,
-    dtype: str,
-    device: torch.device,
-    temperature: float,
-    chunk_tokens: int,
-) -> list[PolicyModel]:
+def build_model(spec: TrainerSpec, shape: ModelShape, device: torch.device) -> list[PolicyModel]:
     """This rank's chunks of the model, their weights not yet filled except padding rows, which are zero.
 
     There is one chunk, or ``parallel.virtual_pipeline`` of them.
     """
-    config = transformer_config(shape, parallel, DTYPES[dtype], recompute_settings(memory, shape))
-    tensor_group = parallel_state.get_tensor_model_parallel_group()
-    rows = padded_vocab_size(shape.vocab_size, parallel.tensor) // parallel.tensor
-    start = rows * parallel_state.get_tensor_model_parallel_rank()
-    vocabulary = VocabularyShard(
-        group=tensor_group,
-        start=start,
-        num_valid=max(0, min(rows, shape.vocab_size - start)),
-        temperature=temperature,
-        chunk_tokens=chunk_tokens,
-    )
+    fused.install()
+    config, parallel = transformer_config(spec, shape), spec.parallel
+    head = HEADS[spec.head](spec, shape)
     groups = process_groups(parallel)
     chunks = []
     for chunk in [None] if parallel.virtual_pipeline is None else range(parallel.virtual_pipeline):
         model = PolicyModel(
             config=config,
             transformer_layer_spec=layer_specs(config, shape, chunk),
-            vocab_size=rows * parallel.tensor,
+            vocab_size=padded_vocab_size(shape.vocab_size, parallel.tensor),
             max_sequence_length=shape.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
@@ -205,7 +179,7 @@ def build_model(
             position_embedding_type="rope",
             rotary_base=int(shape.rope_theta),
             inverse_frequencies=inverse_frequencies(shape).to(device),
-            vocabulary=vocabulary,
+            head=head,
             pg_collection=groups,
             vp_stage=chunk,
         ).to(device)

@@ -19,15 +19,8 @@ from torch import Tensor
 from mega_rl import platform
 from mega_rl.config.schema import MemoryConfig
 from mega_rl.megatron.optimizer import chained
-from mega_rl.megatron.policy import MegatronPolicy
-from mega_rl.types import Microbatch, TokenStats
 
 PARTS = ("weights", "gradients", "optimizer")
-
-
-def is_device(device: torch.device) -> bool:
-    """Whether moving to the host frees anything: on the CPU platform host and device are one."""
-    return device.type != "cpu"
 
 
 class HostStorages:
@@ -62,7 +55,7 @@ class HostStorages:
 
     def _host_copy(self, storage: torch.UntypedStorage) -> Tensor:
         spare = self._spare[storage.nbytes()]
-        pinned = is_device(storage.device)
+        pinned = platform.current().has_own_memory
         copy = spare.pop() if spare else torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
         return copy.copy_(_bytes_of(storage), non_blocking=True)
 
@@ -136,34 +129,3 @@ class TrainerOffload:
             for tensor in tensors:
                 if tensor.device == device and tensor.untyped_storage().data_ptr() not in weights:
                     yield tensor
-
-
-class Reference:
-    """A frozen policy; with weights among the offloaded parts they are on the device only while they are used."""
-
-    def __init__(self, policy: MegatronPolicy, settings: MemoryConfig, is_active: bool) -> None:
-        self._policy = policy
-        self._is_moved = is_active and "weights" in settings.offload
-        self._storages = HostStorages()
-        self._leave()
-
-    def token_stats(self, microbatches: Sequence[Microbatch]) -> list[TokenStats]:
-        """As ``MegatronPolicy.token_stats``."""
-        self._storages.to_device()
-        stats = self._policy.token_stats(microbatches)
-        self._leave()
-        return stats
-
-    @torch.no_grad()
-    def differing(self, policy: MegatronPolicy) -> str | None:
-        """The first of this rank's weights, by Megatron's name, in which the reference differs from ``policy``."""
-        self._storages.to_device()
-        own, other = self._policy.parameters, policy.parameters
-        names = [name for name in own if not torch.equal(own[name], other[name])]
-        self._leave()
-        return names[0] if names else None
-
-    def _leave(self) -> None:
-        if self._is_moved:
-            self._storages.to_host(self._policy.parameters.values())
-            platform.current().empty_cache()

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -20,13 +21,14 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from torch import Tensor
 
 from mega_rl.bridge.slices import Slice
-from mega_rl.config.schema import RunConfig
+from mega_rl.config.schema import MemoryConfig, OptimizerConfig
 from mega_rl.errors import InputError
 from mega_rl.megatron import adam
+from mega_rl.megatron.spec import TrainerSpec
 from mega_rl.parallel.collectives import gather_objects
+from mega_rl.types import DTYPES
 
 STYLES = {"constant": "constant", "cosine": "cosine", "linear": "linear", "wsd": "WSD"}  # ours -> Megatron's
-STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,8 @@ class OptimizerStats:
     bad_parameter: str | None = None  # of a skipped step: the first parameter whose gradient is not finite
 
 
-def check_supported(config: RunConfig, device: torch.device) -> None:
+def check_supported(memory: MemoryConfig, device: torch.device) -> None:
     """Raises InputError where an optimizer is asked for that this device does not have, before anything is built."""
-    memory = config.memory
     if memory.optimizer_on_host and device.type == "cpu":
         raise InputError(
             "memory.optimizer_on_host is true, but on the CPU platform the optimizer is on the host anyway and "
@@ -58,10 +59,10 @@ def check_supported(config: RunConfig, device: torch.device) -> None:
         )
 
 
-def optimizer_config(config: RunConfig, dtype: torch.dtype) -> OptimizerConfig:
-    settings, memory = config.optimizer, config.memory
-    state_dtype = STATE_DTYPES[memory.optimizer_state_dtype]
-    return OptimizerConfig(
+def optimizer_config(settings: OptimizerConfig, spec: TrainerSpec) -> MegatronOptimizerConfig:
+    memory = spec.memory
+    state_dtype = DTYPES[memory.optimizer_state_dtype]
+    return MegatronOptimizerConfig(
         optimizer="adam",
         lr=settings.lr,
         min_lr=settings.min_lr,
@@ -70,8 +71,8 @@ def optimizer_config(config: RunConfig, dtype: torch.dtype) -> OptimizerConfig:
         adam_beta2=settings.beta2,
         adam_eps=settings.eps,
         clip_grad=settings.clip_grad,
-        bf16=dtype == torch.bfloat16,
-        params_dtype=dtype,
+        bf16=spec.dtype == torch.bfloat16,
+        params_dtype=spec.dtype,
         use_distributed_optimizer=True,
         optimizer_cpu_offload=memory.optimizer_on_host,
         optimizer_offload_fraction=1.0 if memory.optimizer_on_host else 0.0,
@@ -83,12 +84,12 @@ def optimizer_config(config: RunConfig, dtype: torch.dtype) -> OptimizerConfig:
 
 
 def build_optimizer(
-    config: RunConfig, dtype: torch.dtype, models: Sequence[DistributedDataParallel]
+    settings: OptimizerConfig, spec: TrainerSpec, models: Sequence[DistributedDataParallel]
 ) -> MegatronOptimizer:
     """AdamW with decoupled decay; biases and norms, which are Megatron's one-dimensional parameters, do not decay."""
     adam.install()
     _keep_padding_between_buckets(models)
-    return get_megatron_optimizer(optimizer_config(config, dtype), list(models), use_gloo_process_groups=False)
+    return get_megatron_optimizer(optimizer_config(settings, spec), list(models), use_gloo_process_groups=False)
 
 
 def _keep_padding_between_buckets(models: Sequence[DistributedDataParallel]) -> None:
@@ -106,7 +107,7 @@ def _keep_padding_between_buckets(models: Sequence[DistributedDataParallel]) -> 
 
 
 def learning_rate_schedule(
-    optimizer: MegatronOptimizer, config: RunConfig, total_steps: int
+    optimizer: MegatronOptimizer, settings: OptimizerConfig, total_steps: int
 ) -> OptimizerParamScheduler:
     """Warm-up from 0, then one of the schedules over ``total_steps`` optimizer steps; step k has number k, from 1.
 
@@ -116,7 +117,6 @@ def learning_rate_schedule(
     Raises:
         InputError: warm-up and decay overlap; where the run is counted in epochs, only now is its length known.
     """
-    settings = config.optimizer
     if settings.warmup_steps + (settings.decay_steps or 0) > total_steps:
         raise InputError(
             f"optimizer.warmup_steps {settings.warmup_steps} and optimizer.decay_steps {settings.decay_steps} are "

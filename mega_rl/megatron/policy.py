@@ -21,11 +21,11 @@ from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.bridge.mapping.megatron import chunk_prefix, rank_series
 from mega_rl.bridge.series import Series, slices_of
 from mega_rl.bridge.slices import Box, Slice
-from mega_rl.config.schema import RunConfig
 from mega_rl.errors import InputError
 from mega_rl.megatron.context import LocalInput, in_pack_order, local_input
-from mega_rl.megatron.families import frozen_weights
+from mega_rl.megatron.layers import frozen_weights
 from mega_rl.megatron.model import PolicyModel, build_model
+from mega_rl.megatron.spec import TrainerSpec
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.types import Microbatch, TokenStats
@@ -67,8 +67,8 @@ def initialize_groups(layout: ParallelLayout, seed: int) -> None:
 def destroy_groups() -> None:
     """End all process groups but the world's; the process may make others afterwards.
 
-    Left alone, each gloo group keeps a thread that wakes a hundred times a second: after some layouts these take more
-    processor time than the work.
+    As long as it exists, each gloo group keeps a thread that wakes a hundred times a second: after some layouts these
+    take more processor time than the work.
     """
     parallel_state.destroy_model_parallel()
     for group in [g for g in dist.distributed_c10d._world.pg_map if g is not dist.group.WORLD]:
@@ -88,24 +88,15 @@ class MegatronPolicy:
     """This rank's part of one model.
 
     Args:
-        config: the run's configuration; ``model.dtype``, ``parallel``, ``rollout.temperature`` matter here.
+        spec: what the model is built for.
         shape: the model's shape.
-        layout: the trainer's layout, whose groups ``initialize_groups`` has made.
+        layout: the trainer's layout, that of ``spec.parallel``, whose groups ``initialize_groups`` has made.
         device: where the weights live.
     """
 
-    def __init__(self, config: RunConfig, shape: ModelShape, layout: ParallelLayout, device: torch.device) -> None:
-        self.shape, self.layout, self.device = shape, layout, device
-        temperature = config.rollout.temperature if config.trainer.stage == "rl" else 1.0
-        self.chunks: list[PolicyModel] = build_model(
-            shape,
-            config.parallel,
-            config.memory,
-            config.model.dtype,
-            device,
-            temperature,
-            config.trainer.logprob_chunk_tokens,
-        )
+    def __init__(self, spec: TrainerSpec, shape: ModelShape, layout: ParallelLayout, device: torch.device) -> None:
+        self.spec, self.shape, self.layout, self.device = spec, shape, layout, device
+        self.chunks: list[PolicyModel] = build_model(spec, shape, device)
         self.parameters: dict[str, torch.nn.Parameter] = {}
         self.is_replaced = False  # inside of ``replaced``
         self.frozen: dict[str, Tensor] = {}  # weights of the model that are no parameters: no gradient reaches them
@@ -182,11 +173,10 @@ class MegatronPolicy:
     @torch.no_grad()
     def load_huggingface(self, reader: HFReader) -> None:
         """Fill every parameter from a Hugging Face directory, reading only this rank's slices of each file."""
-        dtype = self.chunks[0].config.params_dtype
         for piece in self._own_slices():
             weight = reader.read(piece.hf_name, piece.hf_box)
             # Frozen weights are float32 whatever the model is, but are exported and sent to the engine in its dtype.
-            self.local(piece.local_name, piece.local_box).copy_(weight.to(dtype))
+            self.local(piece.local_name, piece.local_box).copy_(weight.to(self.spec.dtype))
 
     # --- forward -----------------------------------------------------------------------------------------------------
 

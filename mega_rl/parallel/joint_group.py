@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from mega_rl.parallel.collectives import COLLECTIVE_TIMEOUT
+
 JOIN_TIMEOUT = datetime.timedelta(minutes=5)
-COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 NAME = "mega_rl_weights"
 
 

@@ -16,8 +16,8 @@ from mega_rl.config.schema import RunConfig
 from mega_rl.models.mixture import Mixture
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.planning.state import ITEM_BYTES
 from mega_rl.platform.operators.memory import OperatorMemory
+from mega_rl.types import DTYPES
 
 TOKEN_BYTES = 64  # of ids, positions, masks, advantages and log-probabilities of one packed token
 
@@ -72,7 +72,7 @@ class ActivationModel:
         self, config: RunConfig, shape: ModelShape, layout: ParallelLayout, operators: OperatorMemory, tokens: Tokens
     ) -> None:
         self.config, self.shape, self.layout, self.operators, self.tokens = config, shape, layout, operators, tokens
-        self.item = ITEM_BYTES[config.model.dtype]
+        self.item = DTYPES[config.model.dtype].itemsize
         self.local = -(-tokens.num_tokens // layout.context)  # T
         self.cut = self.local // layout.tensor if config.parallel.sequence else self.local  # S
 

@@ -9,8 +9,8 @@ from mega_rl.bridge.slices import num_elements
 from mega_rl.config.schema import RunConfig
 from mega_rl.models.fit import engine_vocab_size
 from mega_rl.models.shape import ModelShape
-from mega_rl.planning.state import ITEM_BYTES
 from mega_rl.platform.operators.memory import OPERATOR_MEMORY
+from mega_rl.types import DTYPES
 
 # vLLM's own defaults, where rollout.vllm does not say otherwise.
 BATCHED_TOKENS = 8192  # max_num_batched_tokens
@@ -54,7 +54,7 @@ def engine_weight_bytes(config: RunConfig, shape: ModelShape) -> int:
     elements = sum(num_elements(s.hf_box) * len(s.layers) * len(s.experts) for s in series)
     rows = engine_vocab_size(shape) // tensor
     padding = (rows - min(rows, shape.vocab_size)) * shape.hidden_size * (1 if shape.tied else 2)
-    return (elements + padding) * ITEM_BYTES[config.rollout.dtype or config.model.dtype]
+    return (elements + padding) * DTYPES[config.rollout.dtype or config.model.dtype].itemsize
 
 
 def engine_memory(
@@ -62,7 +62,7 @@ def engine_memory(
 ) -> EngineMemory:
     """One worker of an engine on a device of so many bytes."""
     rollout, options = config.rollout, config.rollout.vllm
-    item = ITEM_BYTES[rollout.dtype or config.model.dtype]
+    item = DTYPES[rollout.dtype or config.model.dtype].itemsize
     tensor = rollout.tensor_parallel_size
     weights = engine_weight_bytes(config, shape)
     cache_item = CACHE_BYTES.get(str(options.get("kv_cache_dtype", "auto"))) or item

@@ -15,14 +15,16 @@ from mega_rl.bridge.mapping.vllm import vllm_series
 from mega_rl.bridge.reshard.plan import compile_plan
 from mega_rl.bridge.series import Series
 from mega_rl.config.schema import RunConfig
+from mega_rl.config.stage import samples
 from mega_rl.config.validate import validate
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
 from mega_rl.planning.activations import ActivationModel, Activations
 from mega_rl.planning.engine import EngineMemory, engine_memory
-from mega_rl.planning.state import ITEM_BYTES, TrainerState, stage_buffers, trainer_state
+from mega_rl.planning.state import TrainerState, stage_buffers, trainer_state
 from mega_rl.planning.steps import fullest_microbatches
 from mega_rl.platform.operators.memory import OPERATOR_MEMORY
+from mega_rl.types import DTYPES
 
 # How sure a figure is.
 EXACT, MODEL, ESTIMATE = "exact", "model", "estimate"
@@ -115,7 +117,7 @@ def smallest_world(config: RunConfig) -> int:
     parallel, rollout = config.parallel, config.rollout
     ranks = parallel.tensor * parallel.context * parallel.pipeline
     experts = parallel.expert * (parallel.expert_tensor or parallel.tensor)
-    engine = rollout.tensor_parallel_size if config.trainer.stage == "rl" and rollout.placement == "colocated" else 1
+    engine = rollout.tensor_parallel_size if samples(config) and rollout.placement == "colocated" else 1
     limit = ranks * experts * engine
     fitting = (n for n in range(ranks, limit + 1, ranks) if n // parallel.pipeline % experts == 0 and n % engine == 0)
     return next(fitting)
@@ -133,7 +135,7 @@ def make_plan(config: RunConfig, shape: ModelShape, machine: Machine, with_sync:
     validate(config, machine.num_devices, has_files=False)
     layout = ParallelLayout.of(config.parallel, machine.num_devices)
     engine = sync = None
-    if config.trainer.stage == "rl" and config.rollout.replay is None:
+    if samples(config) and config.rollout.replay is None:
         is_here = config.rollout.placement == "colocated"
         size = config.rollout.tensor_parallel_size
         num_engines = EngineLayout(machine.num_devices, size).num_replicas if is_here else config.rollout.num_engines
@@ -145,7 +147,7 @@ def make_plan(config: RunConfig, shape: ModelShape, machine: Machine, with_sync:
 def _ranks(
     config: RunConfig, shape: ModelShape, machine: Machine, layout: ParallelLayout, engine: EngineMemory | None
 ) -> tuple[RankMemory, ...]:
-    has_reference = config.trainer.stage == "rl" and config.algorithm.kl_coefficient != 0
+    has_reference = samples(config) and config.algorithm.kl_coefficient != 0
     tokens = fullest_microbatches(config, layout)
     model = ActivationModel(config, shape, layout, OPERATOR_MEMORY[machine.platform], tokens)
     buffers = [stage_buffers(config, shape, layout, stage) for stage in range(layout.pipeline)]
@@ -179,7 +181,8 @@ def _sync_buffers(config: RunConfig, shape: ModelShape, platform: str) -> int:
     for name, size in hf_tensors(shape).items():
         layer = ".".join(name.split(".")[:3]) if ".layers." in name else name
         of_layers[layer] = of_layers.get(layer, 0) + prod(size)
-    return config.bridge.bucket_bytes + max(of_layers.values()) * ITEM_BYTES[config.rollout.dtype or config.model.dtype]
+    item = DTYPES[config.rollout.dtype or config.model.dtype].itemsize
+    return config.bridge.bucket_bytes + max(of_layers.values()) * item
 
 
 def _phases(
@@ -200,7 +203,6 @@ def _phases(
     weights, reference = Item("weights", state.weights, EXACT), Item("reference", state.reference, EXACT)
     gradients = Item("gradients", state.gradients, EXACT)
     resident_reference = Item("reference", stays("weights", state.reference), EXACT)
-    is_rl = config.trainer.stage == "rl"
     awake: list[Item] = []
     if engine is not None and config.rollout.placement == "colocated":
         share = Item("engine", engine.share, EXACT)
@@ -214,7 +216,7 @@ def _phases(
         yield _phase("sync", [weights, *asleep, share, buffers])
         yield _phase("rollout", [Item("weights", stays("weights", state.weights), EXACT), *asleep, share])
     trainer = [weights, gradients, Item("optimizer", optimizer, EXACT)]
-    if is_rl:
+    if samples(config):
         forward = Item("activations", activations.forward_only, MODEL)
         yield _phase("log-probabilities", [*trainer, reference, forward, *awake])
     yield _phase(
@@ -247,7 +249,7 @@ def _host(config: RunConfig, state: TrainerState, engine: EngineMemory | None, p
             yield Item("weights of the sleeping engine", engine.weights, ESTIMATE)
     if config.checkpoint.async_save:
         yield Item("checkpoint under way", state.weights + state.optimizer, ESTIMATE)
-    if config.trainer.stage == "rl":
+    if samples(config):
         workers = config.reward_workers
         yield Item("reward workers, at most", workers.num_workers * workers.memory_bytes, ESTIMATE)
 
@@ -266,7 +268,7 @@ def _sync_volume(config: RunConfig, shape: ModelShape, layout: ParallelLayout, p
         if rollout.placement == "separate":  # trainer ranks first, then the engines' workers
             sources, wanted = sources + [[]] * num_workers, [[]] * world_size + wanted
     plan = compile_plan(sources, wanted)
-    item = ITEM_BYTES[rollout.dtype or config.model.dtype]
+    item = DTYPES[rollout.dtype or config.model.dtype].itemsize
     volume = plan.volume()
     received = plan.traffic.sum(0) - np.diag(plan.traffic)
     exchanged = received + plan.traffic.sum(1) - np.diag(plan.traffic)

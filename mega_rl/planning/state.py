@@ -17,8 +17,8 @@ from mega_rl.bridge.series import Series, slices_of
 from mega_rl.config.schema import RunConfig
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.types import DTYPES
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 START_MULTIPLE = 64  # elements; a parameter begins at a multiple of it
 BUCKET_MULTIPLE = 128  # elements; a bucket ends at a multiple of it and of the ranks that share it
 MIN_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000  # elements, where gradients are reduced piece by piece
@@ -194,7 +194,7 @@ def trainer_state(
 ) -> TrainerState:
     """The state of one rank, from the buffers of its pipeline stage."""
     at, experts_at = layout.coordinates(rank), layout.expert_coordinates(rank)
-    weight_bytes = ITEM_BYTES[config.model.dtype]
+    weight_bytes = DTYPES[config.model.dtype].itemsize
     num_padded = sum(buffer.num_elements for buffer in buffers)
     owned = 0
     for buffer in buffers:
@@ -209,6 +209,6 @@ def trainer_state(
         by_kind=by_kind,
         gradients=4 * num_padded,
         masters=4 * owned if config.model.dtype == "bfloat16" else 0,
-        moments=2 * ITEM_BYTES[config.memory.optimizer_state_dtype] * owned,
+        moments=2 * DTYPES[config.memory.optimizer_state_dtype].itemsize * owned,
         reference=sum(by_kind.values()) if has_reference else 0,
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from mega_rl.config.schema import RunConfig
+from mega_rl.config.stage import samples
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.activations import Tokens
 
@@ -31,7 +32,7 @@ def run_length(config: RunConfig) -> RunLength:
     total = trainer.total_steps
     if total is None and per_epoch is not None and trainer.total_epochs is not None:
         total = trainer.total_epochs * per_epoch
-    sequences = data.train_batch_size * (config.rollout.n if trainer.stage == "rl" else 1)
+    sequences = data.train_batch_size * (config.rollout.n if samples(config) else 1)
     longest = data.max_prompt_length + data.max_response_length
     return RunLength(num_rows, per_epoch, total, sequences, sequences * longest)
 
@@ -47,9 +48,9 @@ def _count_rows(file: Path) -> int | None:
 
 def fullest_microbatches(config: RunConfig, layout: ParallelLayout) -> Tokens:
     """Of an optimizer step whose sequences all have their greatest length."""
-    data, is_rl = config.data, config.trainer.stage == "rl"
-    parts = config.algorithm.minibatches_per_step if is_rl else 1
-    num_sequences = data.train_batch_size * (config.rollout.n if is_rl else 1) // parts
+    data, is_sampled = config.data, samples(config)
+    parts = config.algorithm.minibatches_per_step if is_sampled else 1
+    num_sequences = data.train_batch_size * (config.rollout.n if is_sampled else 1) // parts
     longest = data.max_prompt_length + data.max_response_length - 1  # the last token predicts nothing
     budget = config.trainer.max_tokens_per_microbatch
     multiple = layout.pipeline if layout.num_chunks > 1 else 1

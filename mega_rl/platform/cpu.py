@@ -17,6 +17,7 @@ from mega_rl.platform.operators.torch_kernels import TorchOperators
 class CpuPlatform:
     name = "cpu"
     backend = "gloo"
+    has_own_memory = False
     visible_devices_variable: str | None = None
     actor_options: Mapping[str, Any] = {"num_cpus": 1}
     operators: TorchOperators = TorchOperators()

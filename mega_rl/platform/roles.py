@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from mega_rl.config.schema import RolloutConfig, RunConfig
+from mega_rl.config.schema import RolloutConfig
 from mega_rl.platform.base import ProcessRole
 
 
-def trainer_role(config: RunConfig) -> ProcessRole:
-    """The role of torchrun's processes: they train, and hold the engines unless those live elsewhere."""
-    is_deterministic = config.platform.deterministic
-    if config.trainer.stage != "rl" or config.rollout.replay is not None:
+def trainer_role(rollout: RolloutConfig | None, is_deterministic: bool) -> ProcessRole:
+    """The role of torchrun's processes: they train, and hold the engines unless those live elsewhere.
+
+    Args:
+        rollout: None for a stage that does not sample.
+    """
+    if rollout is None or rollout.replay is not None:
         return ProcessRole(is_deterministic=is_deterministic)
-    if config.rollout.placement == "separate":
+    if rollout.placement == "separate":
         return ProcessRole(may_share_device=True, is_deterministic=is_deterministic)
     return ProcessRole(
         samples=True,
-        engine_sleeps=_sleeps(config.rollout, by_default=True),
-        replays_graphs=_replays_graphs(config.rollout),
+        engine_sleeps=_sleeps(rollout, by_default=True),
+        replays_graphs=_replays_graphs(rollout),
         is_deterministic=is_deterministic,
     )
 

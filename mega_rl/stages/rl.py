@@ -9,6 +9,7 @@ from mega_rl.stages.parts.batches import memory_metrics
 from mega_rl.stages.parts.behaviour import behaviour_policy
 from mega_rl.stages.parts.export import export_huggingface
 from mega_rl.stages.parts.gates import gates_of
+from mega_rl.stages.parts.progress import Progress
 from mega_rl.stages.parts.scoring import RewardWatch
 from mega_rl.stages.parts.session import Session, open_session
 from mega_rl.stages.parts.validation import Validator
@@ -21,7 +22,7 @@ def run(config: RunConfig) -> None:
 
 
 def train(session: Session) -> None:
-    config, timers = session.config, session.timers
+    config, timers, save_freq = session.config, session.timers, session.config.checkpoint.save_freq
     # What can refuse the configuration comes first, what takes long to build after it.
     prompts = building.prompt_stream(session)
     total_steps = building.total_steps(config, prompts.steps_per_epoch)
@@ -33,9 +34,9 @@ def train(session: Session) -> None:
     engine, sync = building.engine_and_sync(session, actor, noise)
     builder = BatchBuilder(config, session.engine_layout, timers, prompts, engine, scorer)
     validator = Validator(config, session.engine_layout, timers, session.say, held_out, sync, engine, scorer)
-    objective = building.objective(config)
+    learner = building.learner(session, actor, reference)
     watch = RewardWatch(session.say)
-    state = progress.resume(session, actor, builder)
+    state = progress.resume(session.checkpoint, actor, builder, session.say)
     validator.results |= state.validations
 
     with session.observer(state.step, total_steps) as observer:
@@ -52,22 +53,25 @@ def train(session: Session) -> None:
                 metrics = {**pushed.metrics, **batch.metrics}
                 watch.check(batch.generated)
                 samples = learning.with_advantages(batch.learnt, config.algorithm.advantage)
-                rollout_metrics.show(session, observer, actor, step + 1, batch, samples)
-                gates = gates_of(session, step, pushed.sigma)
-                behaviour = behaviour_policy(session, actor, noise, pushed)
-                metrics |= learning.update(session, actor, reference, objective, samples, gates, behaviour)
+                rollout_metrics.show(
+                    config.logging, session.output_dir, session.share, observer, actor, step + 1, batch, samples
+                )
+                gates = gates_of(config, session.share.is_counted, session.say, step, pushed.sigma)
+                behaviour = behaviour_policy(actor, noise, pushed)
+                metrics |= learner.update(samples, gates, behaviour)
             metrics |= rollout_metrics.sample_metrics(samples)
             metrics |= rollout_metrics.schedule_metrics(config, noise, pushed, metrics)
 
             done = step + 1
             if progress.is_due(done, config.validation.test_freq, total_steps):
                 metrics |= validator.validate(observer, step=done)
-            progress.save_if_due(session, actor, builder, done, total_steps, validator.results)
+            reached = Progress(done, validator.results)
+            progress.save_if_due(session.checkpoints, save_freq, timers, actor, builder, reached, total_steps)
             metrics |= {"data/epoch": done / prompts.steps_per_epoch, "rollout/weight_version": float(pushed.version)}
-            metrics |= rollout_metrics.time_metrics(timers.collect(), samples) | memory_metrics(session)
+            metrics |= rollout_metrics.time_metrics(timers.collect(), samples) | memory_metrics(timers)
             observer.log(done, metrics)
 
     if config.checkpoint.export_hf:
-        export_huggingface(session, actor)
+        export_huggingface(actor, session.export_dir, config.model.path, config.bridge.bucket_bytes)
     validator.print_summary()
-    progress.say_where(session)
+    session.say_where()

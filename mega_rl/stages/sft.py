@@ -13,7 +13,7 @@ from mega_rl.parallel.collectives import together
 from mega_rl.stages.parts import building, progress
 from mega_rl.stages.parts.batches import denominators_of, memory_metrics, pack_for_rank, totals_of
 from mega_rl.stages.parts.export import export_huggingface
-from mega_rl.stages.parts.progress import warn_if_skipped
+from mega_rl.stages.parts.progress import Progress, warn_if_skipped
 from mega_rl.stages.parts.session import Session, open_session
 from mega_rl.types import Figures, Sequence
 
@@ -25,12 +25,12 @@ def run(config: RunConfig) -> None:
 
 
 def train(session: Session) -> None:
-    config, timers = session.config, session.timers
+    config, timers, save_freq = session.config, session.timers, session.config.checkpoint.save_freq
     with together("reading the conversations"):
         stream, held_out = conversations(session)
     total_steps = building.total_steps(config, stream.steps_per_epoch)
     model = building.actor(session, total_steps)
-    state = progress.resume(session, model, stream)
+    state = progress.resume(session.checkpoint, model, stream, session.say)
 
     with session.observer(state.step, total_steps) as observer:
         for step in range(state.step, total_steps):
@@ -38,19 +38,19 @@ def train(session: Session) -> None:
             with timers("step"):
                 batch = stream.next_batch()
                 with timers("update"):
-                    metrics = update(session, model, batch, is_followed=not weights_are_read(config, done, total_steps))
+                    metrics = update(session, model, batch, is_read=weights_are_read(config, done, total_steps))
             if held_out and progress.is_due(done, config.validation.test_freq, total_steps):
                 with timers("validate"):
                     metrics["sft/val_loss"] = held_out_loss(session, model, held_out)
-            progress.save_if_due(session, model, stream, done, total_steps, {})
+            progress.save_if_due(session.checkpoints, save_freq, timers, model, stream, Progress(done), total_steps)
             seconds = timers.collect()
             num_tokens = sum(sequence.loss_mask.numel() for sequence in batch)
-            metrics |= {"data/epoch": done / stream.steps_per_epoch} | seconds | memory_metrics(session)
+            metrics |= {"data/epoch": done / stream.steps_per_epoch} | seconds | memory_metrics(timers)
             observer.log(done, metrics | {"throughput/tokens_per_s": num_tokens / max(seconds["time/step_s"], 1e-9)})
 
     if config.checkpoint.export_hf:
-        export_huggingface(session, model)
-    progress.say_where(session)
+        export_huggingface(model, session.export_dir, config.model.path, config.bridge.bucket_bytes)
+    session.say_where()
 
 
 def conversations(session: Session) -> tuple[Stream[Sequence], list[Sequence]]:
@@ -74,32 +74,32 @@ def weights_are_read(config: RunConfig, done: int, total_steps: int) -> bool:
     )
 
 
-def update(
-    session: Session, model: MegatronEngine, batch: list[Sequence], is_followed: bool = False
-) -> dict[str, float]:
-    """One optimizer step, directly before another where it ``is_followed``; returns its metrics. Collective."""
+def update(session: Session, model: MegatronEngine, batch: list[Sequence], is_read: bool) -> dict[str, float]:
+    """One optimizer step; returns its metrics. ``is_read``: not only the next step reads the weights. Collective."""
     denominators = denominators_of(batch, session.config.data.max_response_length)
-    reports = model.forward_backward(pack_for_rank(session, batch), partial(SftObjective(), denominators=denominators))
-    step = model.optimizer_step(is_followed)
-    warn_if_skipped(session, model, step)
+    reports = model.forward_backward(
+        pack_for_rank(session.share, batch), partial(SftObjective(), denominators=denominators)
+    )
+    step = model.optimizer_step(next_is_forward_backward=not is_read)
+    warn_if_skipped(session.say, model, step)
     return {
-        "sft/loss": totals_of(session, reports).sums["loss"],
+        "sft/loss": totals_of(session.share, reports).sums["loss"],
         "sft/tokens": float(denominators.num_tokens),
         "sft/grad_norm": step.grad_norm,
         "sft/lr": step.lr,
-        "sft/skipped_steps_total": float(model.step.skipped.total),
+        "sft/skipped_steps_total": float(model.stepper.skipped.total),
     }
 
 
 def held_out_loss(session: Session, model: MegatronEngine, sequences: list[Sequence]) -> float:
     """Mean negative log-likelihood per learnt token, in nats. Collective."""
-    microbatches = pack_for_rank(session, sequences)
+    microbatches = pack_for_rank(session.share, sequences)
     stats = model.token_stats(microbatches)
     reports = [
         Figures({"nll": -(s.logprobs * m.loss_mask).sum(), "tokens": m.loss_mask.sum()})
         for s, m in zip(stats, microbatches, strict=True)
     ]
-    if not session.is_last_stage:  # every pipeline stage was given the statistics; count them once
+    if not session.share.is_last_stage:  # every pipeline stage was given the statistics; count them once
         reports = []
-    sums = totals_of(session, reports).sums
+    sums = totals_of(session.share, reports).sums
     return sums["nll"] / sums["tokens"]

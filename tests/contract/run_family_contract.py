@@ -18,10 +18,11 @@ from mega_rl import platform
 from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.bridge.mapping.tensors import hf_tensors, roles
 from mega_rl.bridge.slices import indices
-from mega_rl.config.schema import RunConfig
+from mega_rl.config.schema import MemoryConfig, OptimizerConfig, ParallelConfig
 from mega_rl.data.packing import pack
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.policy import initialize_groups
+from mega_rl.megatron.spec import TrainerSpec
 from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import ParallelLayout
@@ -63,12 +64,14 @@ def error(own: Tensor, expected: Tensor) -> float:
     return float((own - expected).abs().max() / expected.abs().max().clamp_min(1e-3))
 
 
-def check(family: str, directory: Path, config: RunConfig, layout: ParallelLayout) -> dict[str, float]:
+def check(family: str, directory: Path, parallel: ParallelConfig, layout: ParallelLayout) -> dict[str, float]:
     sequences = make_sequences()
     logprobs, entropy, gradients = reference(family, sequences)
     shape = read_model_shape(directory)
-    engine = MegatronEngine(config, shape, layout, torch.device("cpu"), HFReader(directory), 1)
-    multiple = 4 * config.parallel.tensor
+    spec = TrainerSpec(torch.float32, parallel, MemoryConfig(), temperature=1.0, chunk_tokens=16)
+    device, weights = torch.device("cpu"), HFReader(directory)
+    engine = MegatronEngine(spec, OptimizerConfig(), shape, layout, device, weights, 1, max_skipped_steps=0)
+    multiple = 4 * parallel.tensor
     m = pack(sequences, list(range(len(sequences))), pad_to_multiple=multiple, pad_token_id=0)
     figures = dict.fromkeys(("logprobs", "entropy", "gradients"), 0.0)
     (stats,) = engine.token_stats([m])
@@ -101,21 +104,17 @@ def main() -> None:
     parser.add_argument("--family", nargs="*", default=list(families.FAMILIES))
     arguments = parser.parse_args()
     dist.init_process_group(platform.current().backend)
-    config = RunConfig()
-    config.trainer.stage, config.model.dtype, config.trainer.logprob_chunk_tokens = "sft", "float32", 16
-    config.parallel.tensor, config.parallel.sequence = arguments.tensor, arguments.tensor > 1
-    config.parallel.expert, config.parallel.expert_tensor = arguments.expert, arguments.tensor // arguments.expert
-    layout = ParallelLayout.create(
-        dist.get_world_size(),
-        config.parallel.tensor,
-        1,
+    parallel = ParallelConfig(
+        tensor=arguments.tensor,
+        sequence=arguments.tensor > 1,
         expert=arguments.expert,
-        expert_tensor=config.parallel.expert_tensor,
+        expert_tensor=arguments.tensor // arguments.expert,
     )
+    layout = ParallelLayout.of(parallel, dist.get_world_size())
     initialize_groups(layout, seed=1)
     figures = {}
     for family in arguments.family:
-        parts = gather_objects(check(family, arguments.directory / family, config, layout))
+        parts = gather_objects(check(family, arguments.directory / family, parallel, layout))
         figures[family] = {name: max(part[name] for part in parts) for name in parts[0]}
     if dist.get_rank() == 0:
         print("CONTRACT", json.dumps(figures), flush=True)

@@ -20,6 +20,7 @@ from mega_rl.megatron.policy import destroy_groups, initialize_groups
 from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.parallel.schedule import balance
+from mega_rl.stages.parts.building import trainer_spec
 from mega_rl.types import Figures, Microbatch, Sequence, TokenStats
 from tests.distributed.layouts import Case
 from tests.distributed.parity_reference import BETAS, CLIP, EPS, LR, WEIGHT_DECAY, Objective, num_learnt
@@ -67,7 +68,16 @@ def own_device() -> torch.device:
 
 def build_engine(config: RunConfig, layout: ParallelLayout, directory: Path, total_steps: int) -> MegatronEngine:
     shape, weights = read_model_shape(directory), HFReader(directory)
-    return MegatronEngine(config, shape, layout, own_device(), weights, total_steps)
+    return MegatronEngine(
+        trainer_spec(config),
+        config.optimizer,
+        shape,
+        layout,
+        own_device(),
+        weights,
+        total_steps,
+        config.trainer.max_skipped_steps,
+    )
 
 
 def optimizer_of(engine: MegatronEngine, parameter: torch.nn.Parameter) -> Any:

@@ -196,7 +196,7 @@ def train(root: Path, layout: ParallelLayout, is_noisy: bool) -> tuple[dict[str,
     config.aqn.schedule = "constant"
     session = new_session(config, layout, root / "qwen3", 1, out)
     engine = build_engine(config, layout, root / "qwen3", 4)
-    reference = MegatronPolicy(config, session.shape, layout, session.device)
+    reference = MegatronPolicy(engine.policy.spec, session.shape, layout, session.device)
     reference.load_huggingface(session.weights)
     noise, sequences = AqnNoise(config.aqn, total_steps=10), make_sequences(OBJECTIVES["rl"], 250)
     sync = new_sync(session, engine, Collector(), noise) if is_noisy else None
@@ -204,12 +204,12 @@ def train(root: Path, layout: ParallelLayout, is_noisy: bool) -> tuple[dict[str,
     for step in range(2):
         if sync is not None:
             pushed = sync.push(version=step)
-            with behaviour_policy(session, engine, noise, pushed):
+            with behaviour_policy(engine, noise, pushed):
                 engine.token_stats(microbatches)
         engine.forward_backward(microbatches, loss_of(OBJECTIVES["rl"], sequences))
         engine.optimizer_step()
     session.checkpoints.save(2, engine, {})
-    export_huggingface(session, engine)
+    export_huggingface(engine, session.export_dir, config.model.path, config.bridge.bucket_bytes)
     dist.barrier()
     # An index that names the directory, and the manifest with its digest.
     left = {name: hash for name, hash in digests(out).items() if not name.endswith((".metadata", "manifest.json"))}
@@ -244,13 +244,13 @@ def behaviour_is_recomputed(layout: ParallelLayout, root: Path) -> None:
     sent = (master + noise_of(name, master.numel(), 3, 0.2)).bfloat16()
     assert torch.equal(collector.tensors[name], sent)
     before, clean = state_of(engine), engine.token_stats(microbatches)
-    with suppress(KeyError), behaviour_policy(session, engine, noise, pushed):
+    with suppress(KeyError), behaviour_policy(engine, noise, pushed):
         assert torch.equal(local, sent)
         noisy = engine.token_stats(microbatches)
         for forbidden in (
             engine.optimizer_step,
             lambda: session.checkpoints.save(1, engine, {}),
-            lambda: export_huggingface(session, engine),
+            lambda: export_huggingface(engine, session.export_dir, config.model.path, config.bridge.bucket_bytes),
             lambda: sync.push(version=4),
         ):
             refuses(forbidden)

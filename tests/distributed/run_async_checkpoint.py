@@ -77,7 +77,7 @@ def names(root: Path) -> list[str]:
 def loaded(run: Run, directory: Path) -> dict[str, Tensor]:
     engine = run.make()
     assert checkpoint.load(directory, engine)["note"] == directory.name
-    assert engine.step.skipped == run.engine.step.skipped
+    assert engine.stepper.skipped == run.engine.stepper.skipped
     return state_of(engine)
 
 
@@ -134,7 +134,7 @@ def resume(run: Run) -> None:
     directory, warnings = checkpoint.find(run.root / "cut", "auto")
     assert directory is not None and directory.name == "step_00000003" and warnings == [], (directory, warnings)
     assert checkpoint.load(directory, run.engine)["step"] == 3
-    assert run.engine.step.skipped.state_dict() == {"total": 1, "in_a_row": 0}
+    assert run.engine.stepper.skipped.state_dict() == {"total": 1, "in_a_row": 0}
     assert run.engine.lr_schedule.num_steps == 3
     expected = torch.load(run.root / AFTER)
     loss = run.step()

@@ -142,7 +142,7 @@ def check(case: Case, layout: ParallelLayout, family: str, objective_name: str, 
         reports = engine.forward_backward(microbatches, loss_function)
         errors.note("loss", abs(total_loss(layout, reports) - step.loss) / abs(step.loss))
         compare_gradients(engine, step.gradients, errors)
-        stats = engine.optimizer_step(is_followed=index + 1 < len(reference.steps))
+        stats = engine.optimizer_step(next_is_forward_backward=index + 1 < len(reference.steps))
         assert not stats.skipped
         errors.note("norm", abs(stats.grad_norm - step.norm) / step.norm)
     for name, expected in local_tensors(engine, reference.weights).items():

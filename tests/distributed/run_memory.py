@@ -19,9 +19,10 @@ from mega_rl.bridge.slices import indices
 from mega_rl.config.schema import RunConfig
 from mega_rl.errors import InputError
 from mega_rl.megatron.engine import MegatronEngine
-from mega_rl.megatron.offload import PARTS, Reference, TrainerOffload
+from mega_rl.megatron.offload import PARTS, TrainerOffload
 from mega_rl.megatron.optimizer import chained, check_supported, owned_range
 from mega_rl.megatron.policy import MegatronPolicy
+from mega_rl.megatron.reference import Reference
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.types import Figures
@@ -143,7 +144,7 @@ def reference(world: World) -> None:
     engine = world.engine(config)
     expected = engine.token_stats(world.microbatches)
     config.memory.offload = ["weights"]
-    policy = MegatronPolicy(config, engine.policy.shape, world.layout, own_device())
+    policy = MegatronPolicy(engine.policy.spec, engine.policy.shape, world.layout, own_device())
     with torch.no_grad():
         for name, parameter in policy.parameters.items():
             parameter.copy_(engine.policy.parameters[name])
@@ -201,11 +202,11 @@ def skipped(world: World) -> None:
         poison(engine, "model.norm.weight", value, 0 if count == 1 else 1)  # a later one
         stats = engine.optimizer_step()
         assert stats.skipped and stats.bad_parameter == name, stats
-        assert engine.step.skipped.state_dict() == {"total": count, "in_a_row": count}
+        assert engine.stepper.skipped.state_dict() == {"total": count, "in_a_row": count}
         assert_equal(state_of(engine), before)
     world.backward(engine)
     assert not engine.optimizer_step().skipped
-    assert engine.step.skipped.state_dict() == {"total": 2, "in_a_row": 0}
+    assert engine.stepper.skipped.state_dict() == {"total": 2, "in_a_row": 0}
     assert gather_objects(stats.bad_parameter) == [bad[-1][0]] * 2
     for _ in range(2):
         world.backward(engine)
@@ -227,10 +228,10 @@ def refusals(world: World) -> None:
     """Optimizers that this device does not have are refused with the key and the fix."""
     for key, value in (("optimizer_on_host", True), ("optimizer_state_dtype", "bfloat16")):
         config = world.config()
-        check_supported(config, torch.device("cpu"))
+        check_supported(config.memory, torch.device("cpu"))
         setattr(config.memory, key, value)
         try:
-            check_supported(config, torch.device("cpu"))
+            check_supported(config.memory, torch.device("cpu"))
         except InputError as error:
             assert f"memory.{key}" in str(error), error
         else:

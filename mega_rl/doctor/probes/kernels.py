@@ -8,10 +8,10 @@ from mega_rl import platform
 from mega_rl.doctor.probes import report
 from mega_rl.platform.operators import dispatch as operators
 from mega_rl.platform.operators import reference
+from mega_rl.types import DTYPES
 
 LENGTHS = (5, 128, 67)  # of the packed sequences, tokens
 NUM_HEADS, NUM_KEY_HEADS, WIDTH = 8, 2, 64
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def matmul_error(device: torch.device, dtype: torch.dtype) -> float:

@@ -7,28 +7,45 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch.distributed as dist
-
 from mega_rl import platform
 from mega_rl.algorithms.reduce import Denominators
 from mega_rl.data.packing import pack
-from mega_rl.observe.timers import GIB
+from mega_rl.observe.timers import GIB, Timers
 from mega_rl.parallel.collectives import gather_objects
+from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.parallel.schedule import balance
-from mega_rl.stages.parts.session import Session
 from mega_rl.types import Figures, Microbatch, Sequence
 
 
-def pack_for_rank(session: Session, sequences: list[Sequence]) -> list[Microbatch]:
+@dataclass(frozen=True)
+class BatchShare:
+    """This rank's share of every batch: which sequences, packed how, and whether its sums count."""
+
+    layout: ParallelLayout
+    rank: int
+    max_tokens: int  # of a micro-batch
+    pad_multiple: int  # the number of tokens of a micro-batch is padded to a multiple of it
+    pad_token_id: int
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether a sum over ranks takes this one: of all that hold the same sequences, one per pipeline stage."""
+        return self.layout.is_counted(self.rank)
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.layout.coordinates(self.rank).pipeline == self.layout.pipeline - 1
+
+
+def pack_for_rank(share: BatchShare, sequences: list[Sequence]) -> list[Microbatch]:
     """This data-parallel rank's share of a global list of sequences; every rank gets equally many micro-batches."""
     lengths = [sequence.loss_mask.numel() for sequence in sequences]
-    layout = session.layout
+    layout = share.layout
     # An interleaved pipeline goes round in groups of as many micro-batches as it has stages.
     group = layout.pipeline if layout.num_chunks > 1 else 1
-    plan = balance(lengths, layout.data, session.config.trainer.max_tokens_per_microbatch, multiple=group)
-    multiple = layout.tensor if session.config.parallel.sequence else 1
-    pad_token_id = int(session.tokenizer.pad_token_id or 0)
-    return [pack(sequences, indices, multiple, pad_token_id) for indices in plan[session.data_rank]]
+    plan = balance(lengths, layout.data, share.max_tokens, multiple=group)
+    own = plan[layout.coordinates(share.rank).data]
+    return [pack(sequences, indices, share.pad_multiple, share.pad_token_id) for indices in own]
 
 
 def denominators_of(sequences: list[Sequence], max_response_tokens: int) -> Denominators:
@@ -51,10 +68,10 @@ class Totals:
             self.maxima[name] = max(self.maxima.get(name, float(value)), float(value))
 
 
-def totals_of(session: Session, reports: list[Figures]) -> Totals:
+def totals_of(share: BatchShare, reports: list[Figures]) -> Totals:
     """The figures over all micro-batches and data-parallel ranks, on every rank. Collective."""
     own, total = Totals(), Totals()
-    if session.layout.is_counted(dist.get_rank()):
+    if share.is_counted:
         for report in reports:
             own.include(report)
     for part in gather_objects(own):
@@ -62,13 +79,13 @@ def totals_of(session: Session, reports: list[Figures]) -> Totals:
     return total
 
 
-def memory_metrics(session: Session) -> dict[str, float]:
+def memory_metrics(timers: Timers) -> dict[str, float]:
     """Peak memory of the largest rank, in the run and in every phase of the step. Collective."""
     stats = platform.current().memory()
     here = {"host": stats.host_peak_bytes, "device": stats.device_peak_bytes}
     own = {f"memory/peak_{place}_gib": peak / GIB for place, peak in here.items()}
     total: dict[str, float] = {}
-    for part in gather_objects(own | session.timers.collect_peaks()):
+    for part in gather_objects(own | timers.collect_peaks()):
         for name, value in part.items():
             total[name] = max(value, total.get(name, 0.0))
     return total

@@ -9,13 +9,11 @@ from mega_rl.bridge.mapping.tensors import hf_tensors, roles
 from mega_rl.bridge.outgoing.noise import AqnNoise
 from mega_rl.bridge.slices import whole_box
 from mega_rl.megatron.engine import MegatronEngine
-from mega_rl.megatron.model import DTYPES
-from mega_rl.stages.parts.session import Session
 from mega_rl.stages.parts.weight_sync import Pushed
 
 
 @contextmanager
-def behaviour_policy(session: Session, actor: MegatronEngine, noise: AqnNoise, pushed: Pushed) -> Iterator[None]:
+def behaviour_policy(actor: MegatronEngine, noise: AqnNoise, pushed: Pushed) -> Iterator[None]:
     """The actor with the norms that its engines got in a sync, the very same values; collective.
 
     Does nothing if ``aqn.old_logprobs`` is not ``recompute_noisy``, or the sync had no noise. The optimizer must not
@@ -24,13 +22,14 @@ def behaviour_policy(session: Session, actor: MegatronEngine, noise: AqnNoise, p
     Raises:
         InputError: the model's weights are their own masters.
     """
-    if not pushed.sigma or session.config.aqn.old_logprobs != "recompute_noisy":
+    policy = actor.policy
+    if not pushed.sigma or noise.config.old_logprobs != "recompute_noisy":
         yield
         return
-    sync, shapes = noise.for_sync(pushed.version, pushed.sigma), hf_tensors(session.shape)
+    sync, shapes = noise.for_sync(pushed.version, pushed.sigma), hf_tensors(policy.shape)
     noisy = {
-        name: sync.apply(name, master, shapes[name], whole_box(shapes[name]), DTYPES[session.config.model.dtype])
-        for name, master in actor.master_weights(noise.targets(roles(session.shape))).items()
+        name: sync.apply(name, master, shapes[name], whole_box(shapes[name]), policy.spec.dtype)
+        for name, master in actor.master_weights(noise.targets(roles(policy.shape))).items()
     }
-    with actor.policy.replaced(noisy):
+    with policy.replaced(noisy):
         yield

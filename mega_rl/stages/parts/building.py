@@ -16,14 +16,15 @@ from mega_rl.bridge.outgoing.quantize import SimulatedQuantization
 from mega_rl.bridge.outgoing.transform import Transform
 from mega_rl.bridge.reshard.proof import Proof
 from mega_rl.bridge.series import Series, slices_of
-from mega_rl.config import RunConfig
+from mega_rl.config import RunConfig, samples
 from mega_rl.data.prompts import PromptDataset, PromptStream
 from mega_rl.data.stream import Stream
 from mega_rl.errors import InputError
 from mega_rl.megatron.engine import MegatronEngine
-from mega_rl.megatron.model import DTYPES
-from mega_rl.megatron.offload import PARTS, Reference, is_device
+from mega_rl.megatron.offload import PARTS
 from mega_rl.megatron.policy import MegatronPolicy
+from mega_rl.megatron.reference import Reference
+from mega_rl.megatron.spec import TrainerSpec
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.collectives import gather_objects, together
 from mega_rl.rewards.scorer import Scorer, build_scorer
@@ -34,8 +35,10 @@ from mega_rl.rollout.remote.sink import remote_sink
 from mega_rl.rollout.replay import ReplayEngine
 from mega_rl.rollout.sinks import Weights, WeightSink, colocated_sink
 from mega_rl.rollout.vllm.engine import VLLMEngine
+from mega_rl.stages.parts.learning import Learner
 from mega_rl.stages.parts.session import Session
 from mega_rl.stages.parts.weight_sync import RecordedSync, Sync, WeightSync
+from mega_rl.types import DTYPES
 
 
 def prompt_stream(session: Session) -> PromptStream:
@@ -66,9 +69,28 @@ def total_steps(config: RunConfig, steps_per_epoch: int) -> int:
     return trainer.total_epochs * steps_per_epoch
 
 
+def trainer_spec(config: RunConfig) -> TrainerSpec:
+    """The trainer's models; a stage that samples computes the log-probabilities at the temperature it samples at."""
+    return TrainerSpec(
+        dtype=DTYPES[config.model.dtype],
+        parallel=config.parallel,
+        memory=config.memory,
+        temperature=config.rollout.temperature if samples(config) else 1.0,
+        chunk_tokens=config.trainer.logprob_chunk_tokens,
+    )
+
+
 def actor(session: Session, num_optimizer_steps: int) -> MegatronEngine:
+    config = session.config
     return MegatronEngine(
-        session.config, session.shape, session.layout, session.device, session.weights, num_optimizer_steps
+        trainer_spec(config),
+        config.optimizer,
+        session.shape,
+        session.layout,
+        session.device,
+        session.weights,
+        num_optimizer_steps,
+        config.trainer.max_skipped_steps,
     )
 
 
@@ -76,11 +98,11 @@ def reference(session: Session) -> Reference | None:
     """A frozen copy of the starting weights, where the objective needs one."""
     if session.config.algorithm.kl_coefficient == 0:
         return None
-    policy = MegatronPolicy(session.config, session.shape, session.layout, session.device)
+    policy = MegatronPolicy(trainer_spec(session.config), session.shape, session.layout, session.device)
     for chunk in policy.chunks:
         chunk.requires_grad_(False)
     policy.load_huggingface(session.weights)
-    return Reference(policy, session.config.memory, is_device(session.device))
+    return Reference(policy, session.config.memory, platform.current().has_own_memory)
 
 
 def engine_and_sync(session: Session, actor: MegatronEngine, noise: AqnNoise) -> tuple[Sampler, Sync]:
@@ -178,6 +200,11 @@ def noise(session: Session, total: int) -> AqnNoise:
 def scorer(session: Session) -> Scorer:
     with together("building the rewards"):
         return build_scorer(session.config.rewards, session.config.reward_workers)
+
+
+def learner(session: Session, actor: MegatronEngine, reference: Reference | None) -> Learner:
+    config = session.config
+    return Learner(config, session.share, session.timers, session.say, actor, reference, objective(config))
 
 
 def objective(config: RunConfig) -> PolicyObjective:

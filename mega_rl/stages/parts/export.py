@@ -16,45 +16,46 @@ from mega_rl.bridge.reshard.execute import Transfer
 from mega_rl.bridge.reshard.plan import compile_plan
 from mega_rl.bridge.slices import Box
 from mega_rl.megatron.engine import MegatronEngine
-from mega_rl.megatron.model import DTYPES
-from mega_rl.stages.parts.session import Session
+from mega_rl.models.shape import ModelShape
 
 MAX_SHARD_BYTES = 5 << 30  # of an exported safetensors file
 
 
-def export_huggingface(session: Session, trainer: MegatronEngine) -> Path:
+def export_huggingface(trainer: MegatronEngine, target: Path, source_dir: str | Path, bucket_bytes: int) -> None:
     """Write the actor's weights as a Hugging Face directory that transformers and vLLM load; collective.
 
-    An export that an earlier run of the same output directory left is replaced.
+    Args:
+        target: what an earlier run left there is replaced.
+        source_dir: the model that training started from, whose other files (tokenizer, ...) are copied.
+        bucket_bytes: extra memory per rank that the transfer to rank 0 may take.
     """
-    trainer.policy.refuse_replaced("an export")
+    policy, dtype = trainer.policy, trainer.policy.spec.dtype
+    policy.refuse_replaced("an export")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     sources = [trainer.series_of(r) for r in range(world_size)]
-    plan = compile_plan(sources, [full_series(session.shape) if r == 0 else [] for r in range(world_size)])
-    bucket_bytes = session.config.bridge.bucket_bytes
-    transfer = Transfer(plan, rank, world_size, None, bucket_bytes, session.device)
-    dtype = DTYPES[session.config.model.dtype]
+    plan = compile_plan(sources, [full_series(policy.shape) if r == 0 else [] for r in range(world_size)])
+    transfer = Transfer(plan, rank, world_size, None, bucket_bytes, policy.device)
 
     def read(local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> Tensor:
-        return trainer.policy.local(local_name, local_box).to(dtype)
+        return policy.local(local_name, local_box).to(dtype)
 
-    stream = transfer.stream(read, list(hf_tensors(session.shape)), dtype)
+    stream = transfer.stream(read, list(hf_tensors(policy.shape)), dtype)
     try:
         if rank == 0:
-            _write_export(session, stream, dtype)
+            _write(stream, policy.shape, dtype, target, source_dir)
     finally:
         for _ in stream:  # every rank must come to the end of the stream, or the others would wait for it
             pass
-    return session.export_dir
 
 
-def _write_export(session: Session, stream: Iterator[tuple[str, Tensor]], dtype: torch.dtype) -> None:
+def _write(
+    stream: Iterator[tuple[str, Tensor]], shape: ModelShape, dtype: torch.dtype, final: Path, source_dir: str | Path
+) -> None:
     """Write the whole directory beside an earlier export, then put it in its place."""
-    final = session.export_dir
     fresh, replaced = final.with_name(f".{final.name}.new"), final.with_name(f".{final.name}.replaced")
     for leftover in (fresh, replaced):
         shutil.rmtree(leftover, ignore_errors=True)
-    with HFWriter(fresh, session.shape, dtype, MAX_SHARD_BYTES, source_dir=session.config.model.path) as writer:
+    with HFWriter(fresh, shape, dtype, MAX_SHARD_BYTES, source_dir=source_dir) as writer:
         for name, tensor in stream:
             writer.write(name, tensor)
     if final.exists():

@@ -10,13 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mega_rl.config import RunConfig
 from mega_rl.megatron.engine import LossFunction, MegatronEngine
 from mega_rl.parallel.collectives import gather_objects
-from mega_rl.stages.parts.session import Session
 from mega_rl.types import Figures, Microbatch, Sample, TokenStats
 
 ENGINE_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}  # nats, mean over tokens, of the coarser of the two types
@@ -73,12 +71,19 @@ class Gates:
     """The checks of one run's first optimizer step.
 
     ``recompute`` comes before the update, ``watched`` wraps its loss, ``check`` stops the run or returns metrics.
+
+    Args:
+        config: says what is compared, how closely, and where to look for the cause of a difference.
+        is_counted: whether this rank's differences are among those of all ranks: others hold the same sequences.
+        say: tells the user.
+        sigma: of the noise on the engine's weights.
     """
 
-    def __init__(self, session: Session, sigma: float) -> None:
-        self.session, self.settings = session, session.config.trainer.gates
-        self.tolerances = tolerances(session.config)
-        self.left_out = reasons_to_leave_out(session.config, sigma)
+    def __init__(self, config: RunConfig, is_counted: bool, say: Callable[[str], None], sigma: float) -> None:
+        self.config, self.settings = config, config.trainer.gates
+        self.is_counted, self.say = is_counted, say
+        self.tolerances = tolerances(config)
+        self.left_out = reasons_to_leave_out(config, sigma)
         self.logprobs: dict[tuple[int, ...], Tensor] = {}  # sequence_indices of a micro-batch -> recomputed [T]
         self.found: dict[str, list[Difference | None]] = {"reference": [], "ppo_kl": [], "engine": []}
 
@@ -122,8 +127,7 @@ class Gates:
         Raises:
             GateFailure: on every rank, where a gate that is not disabled does not hold.
         """
-        is_counted = self.session.layout.is_counted(dist.get_rank())
-        own = {name: merged(parts) if is_counted else None for name, parts in self.found.items()}
+        own = {name: merged(parts) if self.is_counted else None for name, parts in self.found.items()}
         parts = gather_objects(own)
         worst = {name: merged(part[name] for part in parts) for name in self.found}
         values = {name: found.largest for name, found in worst.items() if found is not None}
@@ -140,7 +144,7 @@ class Gates:
         ]
         tensor = differing() if "reference" in failed else None
         if any(failed):
-            hints = hints_of(self.session.config, tensor)
+            hints = hints_of(self.config, tensor)
             lines = [
                 line
                 for name in failed
@@ -154,17 +158,12 @@ class Gates:
         held = ", ".join(f"{n} {v:.2g}" for n, v in values.items() if n not in self.settings.disabled)
         notes = [f"{name} not checked ({reason})" for name, reason in self.left_out.items()]
         notes += [f"{name} disabled ({values[name]:.2g})" for name in self.settings.disabled if name in values]
-        self.session.say("; ".join([f"first step agrees: {held}", *notes]))
+        self.say("; ".join([f"first step agrees: {held}", *notes]))
 
 
-def gates_of(session: Session, step: int, sigma: float) -> Gates | None:
-    """The gates of the step that begins: those of a run's first one, else None.
-
-    Args:
-        step: finished steps.
-        sigma: of the noise on the engine's weights.
-    """
-    return Gates(session, sigma) if step == 0 else None
+def gates_of(config: RunConfig, is_counted: bool, say: Callable[[str], None], step: int, sigma: float) -> Gates | None:
+    """The gates of the step that begins after ``step`` finished ones: those of a run's first one, else None."""
+    return Gates(config, is_counted, say, sigma) if step == 0 else None
 
 
 def tolerances(config: RunConfig) -> dict[str, float]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from mega_rl.megatron import checkpoint
+from mega_rl.megatron.checkpoint import CheckpointWriter
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.optimizer import OptimizerStats
+from mega_rl.observe.timers import Timers
 from mega_rl.parallel.collectives import together
-from mega_rl.stages.parts.session import Session
 
 Validations = dict[str, dict[str, float]]  # "first" and "last" -> validation metrics
 
@@ -25,7 +27,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Progress:
-    """What a run starts from."""
+    """How far a run is."""
 
     step: int = 0  # finished steps
     validations: Validations = field(default_factory=dict)
@@ -36,55 +38,45 @@ def is_due(step: int, frequency: int, total_steps: int) -> bool:
     return step == total_steps or (frequency > 0 and step % frequency == 0)
 
 
-def resume(session: Session, actor: MegatronEngine, source: Source) -> Progress:
-    """Restore the session's checkpoint, where it has one. Collective."""
-    if session.checkpoint is None:
+def resume(directory: Path | None, actor: MegatronEngine, source: Source, say: Callable[[str], None]) -> Progress:
+    """Restore a checkpoint, if there is one to resume from; returns where the run starts. Collective."""
+    if directory is None:
         return Progress()
-    saved = checkpoint.load(session.checkpoint, actor)
+    saved = checkpoint.load(directory, actor)
     if saved.get("weights_only"):
-        session.say(f"starting from the weights of {session.checkpoint}, which has no optimizer state")
+        say(f"starting from the weights of {directory}, which has no optimizer state")
         return Progress()
     with together("resuming the data"):
         source.load_state_dict(saved["data"])
-    session.say(f"resuming after step {saved['step']} from {session.checkpoint}")
+    say(f"resuming after step {saved['step']} from {directory}")
     return Progress(step=saved["step"], validations=saved["validations"])
 
 
 def save_if_due(
-    session: Session,
+    writer: CheckpointWriter,
+    frequency: int,
+    timers: Timers,
     actor: MegatronEngine,
     source: Source,
-    step: int,
+    progress: Progress,
     total_steps: int,
-    validations: Validations,
 ) -> None:
-    """Write the checkpoint after ``step`` steps where it is time for one, and complete one under way. Collective."""
-    if not is_due(step, session.config.checkpoint.save_freq, total_steps):
-        session.checkpoints.poll()
+    """Write a checkpoint of ``progress`` if it is time for one, else complete one under way. Collective."""
+    if not is_due(progress.step, frequency, total_steps):
+        writer.poll()
         return
-    with session.timers("save"):
-        content = {"data": source.state_dict(), "validations": validations}
-        session.checkpoints.save(step, actor, content)
-        if step == total_steps:
-            session.checkpoints.finish()
+    with timers("save"):
+        content = {"data": source.state_dict(), "validations": progress.validations}
+        writer.save(progress.step, actor, content)
+        if progress.step == total_steps:
+            writer.finish()
 
 
-def warn_if_skipped(session: Session, actor: MegatronEngine, stats: OptimizerStats) -> None:
+def warn_if_skipped(say: Callable[[str], None], actor: MegatronEngine, stats: OptimizerStats) -> None:
     """Tell of an optimizer step that changed nothing."""
     if stats.skipped:
-        skipped = actor.step.skipped
-        session.say(
+        skipped = actor.stepper.skipped
+        say(
             f"warning: optimizer step skipped, the gradient of {stats.bad_parameter} is not finite "
             f"({skipped.in_a_row} in a row, {skipped.total} in all)"
         )
-
-
-def say_where(session: Session) -> None:
-    """Tell where checkpoint, weights and dashboard are."""
-    newest = checkpoint.all_checkpoints(session.checkpoints_dir)
-    if newest:
-        session.say(f"checkpoint: {newest[0]}")
-    if session.config.checkpoint.export_hf:
-        session.say(f"Hugging Face weights: {session.export_dir}")
-    if session.config.logging.tensorboard:
-        session.say(f"dashboard: tensorboard --logdir {session.output_dir}")

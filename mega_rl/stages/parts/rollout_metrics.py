@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from mega_rl.bridge.outgoing.noise import AqnNoise
 from mega_rl.config import RunConfig
+from mega_rl.config.schema import LoggingConfig
 from mega_rl.data.packing import sequence_from_sample, unpack
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.observe.metrics import Metrics
@@ -14,9 +16,8 @@ from mega_rl.observe.observer import Observer
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.rollout.records import to_rows, write_step
 from mega_rl.stages.parts.batch_builder import Batch
-from mega_rl.stages.parts.batches import pack_for_rank
+from mega_rl.stages.parts.batches import BatchShare, pack_for_rank
 from mega_rl.stages.parts.scoring import unknown_metrics
-from mega_rl.stages.parts.session import Session
 from mega_rl.stages.parts.weight_sync import Pushed
 from mega_rl.types import Sample, Score, Trajectory
 
@@ -76,7 +77,14 @@ def readable(trajectory: Trajectory, score: Score) -> str:
 
 
 def show(
-    session: Session, observer: Observer, actor: MegatronEngine, step: int, batch: Batch, samples: Sequence[Sample]
+    logging: LoggingConfig,
+    output_dir: Path,
+    share: BatchShare,
+    observer: Observer,
+    actor: MegatronEngine,
+    step: int,
+    batch: Batch,
+    samples: Sequence[Sample],
 ) -> None:
     """A few samples of the step on the dashboard and, with ``logging.dump_rollouts``, all of them in a file.
 
@@ -84,13 +92,12 @@ def show(
     dropped), ``advantage`` and ``logprob_diff``, the mean |trainer - engine| over the response's tokens in nats before
     the update; both are null where the step does not learn from the sample.
     """
-    logging = session.config.logging
     for number, sample in enumerate(samples[: logging.num_text_samples]):
         observer.text(step, f"rollout/{number}", readable(sample.trajectory, sample.score))
     if logging.dump_rollouts == 0:
         return
-    differences = logprob_differences(session, actor, samples) if samples else []
-    if session.is_main:
+    differences = logprob_differences(share, actor, samples) if samples else []
+    if share.rank == 0:
         learnt = iter(
             [{"advantage": s.advantage, "logprob_diff": d} for s, d in zip(samples, differences, strict=True)]
         )
@@ -101,13 +108,13 @@ def show(
             for group in groups
             for row in to_rows(group)
         ]
-        write_step(session.output_dir / ROLLOUTS, step, rows, logging.dump_rollouts)
+        write_step(output_dir / ROLLOUTS, step, rows, logging.dump_rollouts)
 
 
-def logprob_differences(session: Session, actor: MegatronEngine, samples: Sequence[Sample]) -> list[float]:
+def logprob_differences(share: BatchShare, actor: MegatronEngine, samples: Sequence[Sample]) -> list[float]:
     """Mean |trainer - engine| over each response's tokens, nats, under the present weights. Collective."""
     sequences = [sequence_from_sample(sample) for sample in samples]
-    microbatches = pack_for_rank(session, sequences)
+    microbatches = pack_for_rank(share, sequences)
     own: dict[int, float] = {}
     for microbatch, stats in zip(microbatches, actor.token_stats(microbatches), strict=True):
         assert microbatch.rollout_logprobs is not None, "samples have the engine's log-probabilities"

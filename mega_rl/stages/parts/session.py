@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -15,22 +15,21 @@ from transformers import PreTrainedTokenizerBase
 
 from mega_rl import platform
 from mega_rl.bridge.files.huggingface import HFReader
-from mega_rl.config import RunConfig, save_resolved
+from mega_rl.config import RunConfig, samples, save_resolved
 from mega_rl.config.model import check_model
 from mega_rl.data.tokenizer import load_tokenizer
 from mega_rl.megatron import checkpoint
 from mega_rl.megatron.checkpoint import CheckpointWriter
-from mega_rl.megatron.offload import is_device
 from mega_rl.megatron.optimizer import check_supported
 from mega_rl.megatron.policy import initialize_groups
 from mega_rl.models.shape import ModelShape
 from mega_rl.observe.observer import Observer
 from mega_rl.observe.timers import Timers
-from mega_rl.parallel.collectives import broadcast_object, together
+from mega_rl.parallel.collectives import COLLECTIVE_TIMEOUT, broadcast_object, together
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
+from mega_rl.stages.parts.batches import BatchShare
 
 CHECKPOINTS = "checkpoints"  # under the output directory
-COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
@@ -53,17 +52,17 @@ class Session:
     def is_main(self) -> bool:
         return dist.get_rank() == 0
 
-    @property
-    def data_rank(self) -> int:
-        return self.layout.coordinates(dist.get_rank()).data
-
-    @property
-    def is_last_stage(self) -> bool:
-        return self.layout.coordinates(dist.get_rank()).pipeline == self.layout.pipeline - 1
-
-    @property
-    def checkpoints_dir(self) -> Path:
-        return self.output_dir / CHECKPOINTS
+    @cached_property
+    def share(self) -> BatchShare:
+        """Of every batch, on this rank."""
+        config = self.config
+        return BatchShare(
+            self.layout,
+            dist.get_rank(),
+            max_tokens=config.trainer.max_tokens_per_microbatch,
+            pad_multiple=self.layout.tensor if config.parallel.sequence else 1,
+            pad_token_id=int(self.tokenizer.pad_token_id or 0),
+        )
 
     @property
     def export_dir(self) -> Path:
@@ -77,6 +76,16 @@ class Session:
     def say(self, sentence: str) -> None:
         if self.is_main:
             print(sentence, flush=True)
+
+    def say_where(self) -> None:
+        """Tell where checkpoint, weights and dashboard are."""
+        newest = checkpoint.all_checkpoints(self.output_dir / CHECKPOINTS)
+        if newest:
+            self.say(f"checkpoint: {newest[0]}")
+        if self.config.checkpoint.export_hf:
+            self.say(f"Hugging Face weights: {self.export_dir}")
+        if self.config.logging.tensorboard:
+            self.say(f"dashboard: tensorboard --logdir {self.output_dir}")
 
 
 def take_peaks() -> dict[str, int]:
@@ -107,14 +116,14 @@ def open_session(config: RunConfig) -> Iterator[Session]:
     with together("opening the session"):
         shape = check_model(config, dist.get_world_size())
         layout = ParallelLayout.of(config.parallel, dist.get_world_size())
-        engine_size = config.rollout.tensor_parallel_size if config.trainer.stage == "rl" else 1
-        if config.trainer.stage == "rl" and config.rollout.placement == "separate":
+        engine_size = config.rollout.tensor_parallel_size if samples(config) else 1
+        if samples(config) and config.rollout.placement == "separate":
             engine_size = dist.get_world_size()  # all ranks together speak to the engines elsewhere
         engine_layout = EngineLayout(dist.get_world_size(), engine_size)
         weights = HFReader(config.model.path)
         weights.check(shape)
         tokenizer = load_tokenizer(config.model.path)
-        check_supported(config, device)
+        check_supported(config.memory, device)
     initialize_groups(layout, config.trainer.seed)
     here.seed(config.trainer.seed)
     output_dir = Path(config.trainer.output_dir)
@@ -136,7 +145,7 @@ def open_session(config: RunConfig) -> Iterator[Session]:
     )
     for line in [*platform.prepare(), *warnings]:
         session.say(line)
-    if config.memory.offload and not is_device(device):
+    if config.memory.offload and not here.has_own_memory:
         session.say(f"memory.offload does nothing on the {here.name} platform: its device memory is the host's")
     yield session
     session.checkpoints.finish()

@@ -19,6 +19,7 @@ from mega_rl.megatron import compat, fused
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("multi_latent_attention", [False, True])
 def test_rotary_is_megatrons(dtype: torch.dtype, multi_latent_attention: bool) -> None:
+    fused.install()
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(6, 3, 8, generator=generator).to(dtype)
     angles = torch.rand(6, 1, 1, 4, generator=generator).repeat(1, 1, 1, 2)

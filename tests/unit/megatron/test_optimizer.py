@@ -8,24 +8,20 @@ from typing import Any
 
 import pytest
 
-from mega_rl.config import RunConfig
+from mega_rl.config.schema import OptimizerConfig
 from mega_rl.errors import InputError
 from mega_rl.megatron.optimizer import SkippedSteps, learning_rate_schedule, own_hyperparameters
 
 
-def config(schedule: str, **settings: Any) -> RunConfig:
-    made = RunConfig()
-    made.optimizer.lr, made.optimizer.min_lr, made.optimizer.schedule = 1.0, 0.2, schedule
-    for key, value in settings.items():
-        setattr(made.optimizer, key, value)
-    return made
+def config(schedule: str, **settings: Any) -> OptimizerConfig:
+    return OptimizerConfig(**{"lr": 1.0, "min_lr": 0.2, "schedule": schedule, **settings})
 
 
 def one_group() -> Any:
     return SimpleNamespace(param_groups=[{"wd_mult": 1.0}])
 
 
-def table(made: RunConfig, total_steps: int) -> list[float]:
+def table(made: OptimizerConfig, total_steps: int) -> list[float]:
     """The learning rates of steps 1, 2, ..."""
     optimizer = one_group()
     schedule = learning_rate_schedule(optimizer, made, total_steps)

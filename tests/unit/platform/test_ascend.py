@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.config.schema import RolloutConfig, RunConfig
+from mega_rl.config.schema import RolloutConfig
 from mega_rl.errors import InputError
 from mega_rl.platform import environment, versions
 from mega_rl.platform.ascend import devices as ascend_devices
@@ -172,28 +172,20 @@ def test_a_users_value_wins_is_shown_as_such_and_survives_a_revert() -> None:
     assert environ == {"B": "mine"}
 
 
-def run_config(**changes: object) -> RunConfig:
-    config = RunConfig()
-    for field, value in changes.items():
-        section, name = field.split("__")
-        setattr(getattr(config, section), name, value)
-    return config
-
-
 @pytest.mark.parametrize(
-    ("config", "role"),
+    ("rollout", "role"),
     [
-        (run_config(), SLEEPING),
-        (run_config(trainer__stage="sft"), ProcessRole()),
-        (run_config(rollout__replay="there"), ProcessRole()),
-        (run_config(rollout__placement="separate"), ProcessRole(may_share_device=True)),
-        (run_config(rollout__vllm={"enable_sleep_mode": False}), replace(SLEEPING, engine_sleeps=False)),
-        (run_config(rollout__vllm={"enforce_eager": True}), replace(SLEEPING, replays_graphs=False)),
-        (run_config(trainer__stage="sft", platform__deterministic=True), ProcessRole(is_deterministic=True)),
+        (RolloutConfig(), SLEEPING),
+        (None, ProcessRole()),  # a stage that does not sample
+        (RolloutConfig(replay="there"), ProcessRole()),
+        (RolloutConfig(placement="separate"), ProcessRole(may_share_device=True)),
+        (RolloutConfig(vllm={"enable_sleep_mode": False}), replace(SLEEPING, engine_sleeps=False)),
+        (RolloutConfig(vllm={"enforce_eager": True}), replace(SLEEPING, replays_graphs=False)),
     ],
 )
-def test_a_trainers_role_follows_from_the_configuration(config: RunConfig, role: ProcessRole) -> None:
-    assert trainer_role(config) == role
+def test_a_trainers_role_follows_from_the_configuration(rollout: RolloutConfig | None, role: ProcessRole) -> None:
+    assert trainer_role(rollout, is_deterministic=False) == role
+    assert trainer_role(rollout, is_deterministic=True) == replace(role, is_deterministic=True)
 
 
 def test_an_engine_of_its_own_does_not_sleep() -> None:

@@ -60,10 +60,9 @@ def test_the_worst_token_is_found_in_its_sequence() -> None:
 
 
 class Run:
-    """One first step with stand-ins for the session and the actor."""
+    """One first step with a stand-in for the actor."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(gates.dist, "get_rank", lambda: 0)
+    def __init__(self) -> None:
         self.config = RunConfig()
         self.config.model.dtype = "float32"
         self.said: list[str] = []
@@ -72,10 +71,8 @@ class Run:
         self.sigma = 0.0
 
     def check(self) -> dict[str, float]:
-        layout = SimpleNamespace(is_counted=lambda rank: True)
-        session: Any = SimpleNamespace(config=self.config, layout=layout, say=self.said.append)
         actor: Any = SimpleNamespace(token_stats=lambda batches: [TokenStats(self.recomputed, LOGPROBS)])
-        found = gates_of(session, 0, self.sigma)
+        found = gates_of(self.config, is_counted=True, say=self.said.append, step=0, sigma=self.sigma)
         assert found is not None
         given = [microbatch(reference_logprobs=self.reference, rollout_logprobs=self.engine)]
         (ready,) = found.recompute(actor, given)
@@ -86,8 +83,8 @@ class Run:
 
 
 @pytest.fixture
-def first_step(monkeypatch: pytest.MonkeyPatch) -> Run:
-    return Run(monkeypatch)
+def first_step() -> Run:
+    return Run()
 
 
 def test_a_good_first_step_passes_and_is_logged(first_step: Run) -> None:
@@ -172,8 +169,8 @@ def test_the_report_says_how_to_find_the_tensor(first_step: Run, verify: str, up
 
 
 def test_only_the_first_step_of_a_run_has_gates() -> None:
-    session: Any = SimpleNamespace(config=RunConfig())
-    assert gates_of(session, 1, 0.0) is None and isinstance(gates_of(session, 0, 0.0), Gates)
+    parts: Any = {"config": RunConfig(), "is_counted": True, "say": print, "sigma": 0.0}
+    assert gates_of(step=1, **parts) is None and isinstance(gates_of(step=0, **parts), Gates)
     assert {f.name for f in dataclasses.fields(RunConfig().trainer.gates)} - {"disabled"} == set(
         gates.tolerances(RunConfig())
     )

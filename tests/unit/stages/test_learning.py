@@ -1,9 +1,8 @@
-"""From scored trajectories to optimizer steps, with stand-ins for the session and the engine."""
+"""From scored trajectories to optimizer steps, with a stand-in for the engine."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +13,13 @@ import torch
 
 from mega_rl.config import RunConfig
 from mega_rl.config.algorithm import PRESETS
+from mega_rl.observe.timers import Timers
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.rollout.collect import PromptGroup
-from mega_rl.stages.parts import building, gates, learning
+from mega_rl.stages.parts import building, learning
+from mega_rl.stages.parts.batches import BatchShare
 from mega_rl.stages.parts.gates import GateFailure, gates_of
+from mega_rl.stages.parts.learning import Learner
 from mega_rl.types import Figures, Microbatch, Prompt, Score, TokenStats, Trajectory
 
 NAN = float("nan")
@@ -36,7 +38,7 @@ class Actor:
     def __init__(self, off: float = 0.0) -> None:
         self.off, self.num_steps = off, 0
         self.batches: list[list[Microbatch]] = []
-        self.step = SimpleNamespace(skipped=SimpleNamespace(total=0, in_a_row=0))
+        self.stepper = SimpleNamespace(skipped=SimpleNamespace(total=0, in_a_row=0))
         self.policy = None
 
     def token_stats(self, microbatches: Sequence[Microbatch]) -> list[TokenStats]:
@@ -51,7 +53,7 @@ class Actor:
             reports.append(Figures({"loss": loss.detach(), **figures.sums}, figures.maxima))
         return reports
 
-    def optimizer_step(self, is_followed: bool) -> Any:
+    def optimizer_step(self, next_is_forward_backward: bool) -> Any:
         self.num_steps += 1
         return SimpleNamespace(skipped=False, grad_norm=1.0, lr=0.1, bad_parameter=None)
 
@@ -73,23 +75,13 @@ def trajectories_and_scores() -> tuple[list[Trajectory], list[Score]]:
 
 
 class Learning:
-    """One rollout batch through ``with_advantages`` and ``update``."""
+    """One rollout batch through ``with_advantages`` and ``Learner.update``."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for module in (gates, learning):
-            monkeypatch.setattr(module.dist, "get_rank", lambda: 0)
+    def __init__(self) -> None:
         self.config = RunConfig()
         self.config.data.max_response_length = 8
         self.said: list[str] = []
-        self.session: Any = SimpleNamespace(
-            config=self.config,
-            layout=ParallelLayout.create(1, 1, 1),
-            data_rank=0,
-            is_last_stage=True,
-            tokenizer=SimpleNamespace(pad_token_id=0),
-            timers=lambda name: nullcontext(),
-            say=self.said.append,
-        )
+        self.share = BatchShare(ParallelLayout.create(1, 1, 1), 0, max_tokens=16384, pad_multiple=1, pad_token_id=0)
 
     def run(self, actor: Any, is_first: bool = False, scores: list[Score] | None = None) -> dict[str, float]:
         trajectories, given = trajectories_and_scores()
@@ -100,13 +92,15 @@ class Learning:
         ]
         samples = learning.with_advantages(groups, self.config.algorithm.advantage)
         reference: Any = Reference() if self.config.algorithm.kl_coefficient else None
-        first = gates_of(self.session, 0, 0.0) if is_first else None
-        return learning.update(self.session, actor, reference, building.objective(self.config), samples, first)
+        first = gates_of(self.config, True, self.said.append, step=0, sigma=0.0) if is_first else None
+        objective = building.objective(self.config)
+        learner = Learner(self.config, self.share, Timers(), self.said.append, actor, reference, objective)
+        return learner.update(samples, first)
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Learning:
-    return Learning(monkeypatch)
+def world() -> Learning:
+    return Learning()
 
 
 def learnt(values: Any, microbatches: list[Microbatch]) -> list[float]:

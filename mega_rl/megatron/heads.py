@@ -1,0 +1,52 @@
+"""What the last pipeline stage makes of the hidden states and the targets: one entry of ``HEADS`` for each head.
+
+Letters: T packed tokens, D hidden width, V vocabulary rows of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor
+
+from mega_rl.bridge.mapping.megatron import padded_vocab_size
+from mega_rl.megatron.logprob import VocabularyShard, token_logprobs
+from mega_rl.megatron.spec import Head, TrainerSpec
+from mega_rl.models.shape import ModelShape
+
+Output = Callable[[GPTModel, Tensor, Tensor], Tensor]  # (model, hidden states [T, 1, D], targets [T]) -> output
+
+
+def vocabulary_head(spec: TrainerSpec, shape: ModelShape) -> Output:
+    """Log-probabilities of the targets and the entropy, ``[2, T]``."""
+    rows = padded_vocab_size(shape.vocab_size, spec.parallel.tensor) // spec.parallel.tensor
+    start = rows * parallel_state.get_tensor_model_parallel_rank()
+    shard = VocabularyShard(
+        group=parallel_state.get_tensor_model_parallel_group(),
+        start=start,
+        num_valid=max(0, min(rows, shape.vocab_size - start)),
+        temperature=spec.temperature,
+        chunk_tokens=spec.chunk_tokens,
+    )
+    return partial(_token_statistics, shard)
+
+
+def _token_statistics(shard: VocabularyShard, model: GPTModel, hidden_T1D: Tensor, target_ids_T: Tensor) -> Tensor:
+    if model.config.sequence_parallel:
+        hidden_T1D = gather_from_sequence_parallel_region(hidden_T1D, tensor_parallel_output_grad=True)
+    else:
+        hidden_T1D = copy_to_tensor_model_parallel_region(hidden_T1D)
+    shared = model.share_embeddings_and_output_weights
+    weight_VD = model.shared_embedding_or_output_weight() if shared else model.output_layer.weight
+    return torch.stack(token_logprobs(hidden_T1D[:, 0], weight_VD, target_ids_T, shard))
+
+
+HEADS: Mapping[Head, Callable[[TrainerSpec, ModelShape], Output]] = {"vocabulary": vocabulary_head}

@@ -1,0 +1,123 @@
+"""The modules that the layers of a model are made of, and which layer gets which.
+
+Letters: T packed tokens, D width of the rotary part of a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
+
+from mega_rl.megatron.attention import PackedAttention, PackedSequences
+from mega_rl.megatron.fused import use_in_mlp
+from mega_rl.models.shape import ModelShape
+from mega_rl.platform.operators import dispatch as operators
+
+
+class RMSNorm(torch.nn.Module):
+    """RMSNorm for the local spec: Megatron's own wrapper refuses sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # Megatron sums the gradients of marked parameters over the tensor-parallel ranks.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return operators.rms_norm(x, self.weight, self.eps)
+
+
+class _TokenTable(torch.nn.Module):
+    """Stands for Megatron's rotary module: the table is the micro-batch's own, one row per token."""
+
+    table_T11D: Tensor
+
+    def get_rotary_seq_len(self, *_: Any) -> int:
+        return self.table_T11D.shape[0]
+
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        return self.table_T11D
+
+
+class LatentSelfAttention(MLASelfAttention):
+    """Megatron's latent attention on packed sequences whose positions restart."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.rotary_pos_emb = _TokenTable()
+        if self.config.tensor_model_parallel_size > 1:
+            self.linear_kv_down_proj.register_forward_hook(self._gather)
+
+    def _gather(self, _: torch.nn.Module, __: Any, outputs: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        """Whole compressed keys and values from this rank's rows of the projection.
+
+        Megatron 0.16 gathers them too, but leaves the gradient of the rotary part, which every rank uses for its own
+        heads only, as one rank's.
+        """
+        gathered = gather_from_tensor_model_parallel_region(outputs[0])
+        # Cut along the sequence, Megatron gathers the rotary part again and sums its gradient there.
+        return scatter_to_sequence_parallel_region(gathered), outputs[1]
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        assert packed_seq_params is not None and packed_seq_params.rotary_T11D is not None, "every batch is packed"
+        # Set for every call: recomputation may run several micro-batches' layers in any order.
+        self.rotary_pos_emb.table_T11D = packed_seq_params.rotary_T11D
+        return super().get_query_key_value_tensors(
+            hidden_states, key_value_states, position_ids, packed_seq_params, **kwargs
+        )
+
+
+def layer_specs(config: TransformerConfig, shape: ModelShape, chunk: int | None = None) -> TransformerBlockSubmodules:
+    """The layers of one model chunk; ``chunk`` counts those of an interleaved pipeline and is None without one."""
+    first = get_transformer_layer_offset(config, vp_stage=chunk)
+    last = first + get_num_layers_to_build(config, vp_stage=chunk)
+    dense = _layer_spec(config, num_experts=None)
+    sparse = _layer_spec(config, num_experts=config.num_moe_experts) if shape.mixture else dense
+    layers = [sparse if shape.has_experts(layer) else dense for layer in range(first, last)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def _layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+    spec: ModuleSpec = get_gpt_layer_local_spec(
+        num_experts=num_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        normalization="RMSNorm",
+    )
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    use_in_mlp(layer.mlp)
+    attention = layer.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.multi_latent_attention:
+        layer.self_attention.module = LatentSelfAttention
+        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+    elif config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return spec
+
+
+def frozen_weights(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Weights of the model that are no parameters: the routers' score biases, which no gradient ever reaches."""
+    return {name: buffer for name, buffer in model.named_buffers() if name.endswith("router.expert_bias")}

@@ -1,0 +1,44 @@
+"""The reference of the KL penalty: the policy as it was before training, frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mega_rl import platform
+from mega_rl.config.schema import MemoryConfig
+from mega_rl.megatron.offload import HostStorages
+from mega_rl.megatron.policy import MegatronPolicy
+from mega_rl.types import Microbatch, TokenStats
+
+
+class Reference:
+    """A frozen policy; with weights among the offloaded parts they are on the device only while they are used."""
+
+    def __init__(self, policy: MegatronPolicy, settings: MemoryConfig, is_active: bool) -> None:
+        self._policy = policy
+        self._is_moved = is_active and "weights" in settings.offload
+        self._storages = HostStorages()
+        self._leave()
+
+    def token_stats(self, microbatches: Sequence[Microbatch]) -> list[TokenStats]:
+        """As ``MegatronPolicy.token_stats``."""
+        self._storages.to_device()
+        stats = self._policy.token_stats(microbatches)
+        self._leave()
+        return stats
+
+    @torch.no_grad()
+    def differing(self, policy: MegatronPolicy) -> str | None:
+        """The first of this rank's weights, by Megatron's name, in which the reference differs from ``policy``."""
+        self._storages.to_device()
+        own, other = self._policy.parameters, policy.parameters
+        names = [name for name in own if not torch.equal(own[name], other[name])]
+        self._leave()
+        return names[0] if names else None
+
+    def _leave(self) -> None:
+        if self._is_moved:
+            self._storages.to_host(self._policy.parameters.values())
+            platform.current().empty_cache()
