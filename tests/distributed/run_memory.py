@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -238,7 +239,28 @@ def refusals(world: World) -> None:
             raise AssertionError(f"memory.{key} was accepted")
 
 
-CHECKS: tuple[Callable[[World], None], ...] = (recompute, offload, reference, decay, skipped, refusals)
+def two_models(world: World) -> None:
+    """Models of another type, temperature and learning rate live beside each other in one process."""
+    first = world.engine(world.config())
+    config = world.config("bfloat16")
+    config.optimizer.lr = 7 * LR
+    second = world.engine(config)
+    assert {p.dtype for p in first.policy.parameters.values()} == {torch.float32}
+    assert {p.dtype for p in second.policy.parameters.values()} == {torch.bfloat16}
+    cold_spec = replace(first.policy.spec, temperature=0.25)
+    cold = MegatronPolicy(cold_spec, first.policy.shape, world.layout, own_device())
+    for name, parameter in cold.parameters.items():
+        parameter.detach().copy_(first.policy.parameters[name])
+    before, colder = first.token_stats(world.microbatches), cold.token_stats(world.microbatches)
+    assert all(bool((b.entropy < a.entropy).all()) for a, b in zip(before, colder, strict=True))
+    rates = []
+    for engine in (first, second):
+        world.backward(engine)
+        rates.append(engine.optimizer_step().lr)
+    assert rates == [LR, 7 * LR], rates
+
+
+CHECKS: tuple[Callable[[World], None], ...] = (recompute, offload, reference, decay, skipped, refusals, two_models)
 
 
 def main() -> None:

@@ -43,6 +43,14 @@ def test_what_is_not_there_is_refused(name: str, env: dict[str, str], sentence: 
     assert launched.returncode != 0 and sentence in launched.stdout
 
 
+def test_only_the_cpus_memory_is_the_hosts() -> None:
+    assert {name: p.has_own_memory for name, p in platform.PLATFORMS.items()} == {
+        "npu": True,
+        "cuda": True,
+        "cpu": False,
+    }
+
+
 def test_one_process_has_one_platform() -> None:
     code = "from mega_rl import platform as p; assert p.select('cpu') is p.select('auto') is p.current()"
     python(code).check()
