@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mega_rl.config.schema import RunConfig
+from mega_rl.config.stage import samples
 from mega_rl.errors import input_error
 from mega_rl.models.fit import engine_problems, length_problems, trainer_problems
 from mega_rl.models.shape import ModelShape, inspect_model
@@ -38,7 +39,7 @@ def model_problems(
         found += length_problems(shape, data.max_prompt_length, data.max_response_length, budget, context)
     if is_good(*(f"parallel.{name}" for name in SIZES)):
         found += trainer_problems(shape, parallel, world_size)
-    if config.trainer.stage != "sft" and is_good("rollout.tensor_parallel_size"):
+    if samples(config) and is_good("rollout.tensor_parallel_size"):
         shared_world = world_size if rollout.placement == "colocated" else None
         has_whole_experts = bool(rollout.vllm.get("enable_expert_parallel"))
         found += engine_problems(shape, rollout.tensor_parallel_size, shared_world, has_whole_experts)

@@ -27,7 +27,6 @@ from mega_rl.bridge.slices import indices
 from mega_rl.config.schema import RunConfig
 from mega_rl.megatron.checkpoint import CheckpointWriter
 from mega_rl.megatron.engine import MegatronEngine
-from mega_rl.megatron.model import DTYPES
 from mega_rl.megatron.policy import MegatronPolicy
 from mega_rl.models.shape import read_model_shape
 from mega_rl.observe.timers import Timers
@@ -40,6 +39,7 @@ from mega_rl.stages.parts.behaviour import behaviour_policy
 from mega_rl.stages.parts.export import export_huggingface
 from mega_rl.stages.parts.session import Session
 from mega_rl.stages.parts.weight_sync import WeightSync
+from mega_rl.types import DTYPES
 from tests.distributed import rollout_support, tiny_models
 from tests.distributed.engine_support import build_engine, groups, loss_of, pack_for_rank, run_config
 from tests.distributed.layouts import AQN_CASES as CASES

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.stages.parts.batches import BatchShare, pack_for_rank, total_sums
-from mega_rl.types import Sequence
+from mega_rl.stages.parts.batches import BatchShare, pack_for_rank, totals_of
+from mega_rl.types import Figures, Sequence
 
 LAYOUT = ParallelLayout.create(8, 2, 2)  # tensor 2, pipeline 2, data 2
 
@@ -41,10 +41,11 @@ def test_one_rank_of_each_replica_and_stage_is_counted() -> None:
     assert [share(rank).is_last_stage for rank in range(8)] == [LAYOUT.coordinates(r).pipeline == 1 for r in range(8)]
 
 
-def test_sums_of_ranks_that_are_not_counted_are_left_out() -> None:
+def test_figures_of_ranks_that_are_not_counted_are_left_out() -> None:
     reports = [
-        {"loss": torch.tensor(2.0), "ratio_max": torch.tensor(5.0)},
-        {"loss": torch.tensor(1.0), "ratio_max": torch.tensor(3.0)},
+        Figures({"loss": torch.tensor(loss)}, {"ratio": torch.tensor(r)}) for loss, r in ((2.0, 5.0), (1.0, 3.0))
     ]
-    assert total_sums(share(0), reports) == {"loss": 3.0, "ratio_max": 5.0}
-    assert total_sums(share(1), reports) == {}
+    found = totals_of(share(0), reports)
+    assert (found.sums, found.maxima) == ({"loss": 3.0}, {"ratio": 5.0})
+    found = totals_of(share(1), reports)
+    assert (found.sums, found.maxima) == ({}, {})
