@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mega_rl.rollout.remote.receiver import Receiver
+from mega_rl.rollout.receiver import Receiver
 
 EXPERT_WEIGHTS = ("w13_weight", "w2_weight")
 

@@ -13,7 +13,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from mega_rl.rollout.remote.receiver import Link
+from mega_rl.rollout.receiver import Link
 from mega_rl.rollout.vllm.versions import TransferMethods
 
 
