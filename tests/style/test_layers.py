@@ -248,8 +248,8 @@ def module_name(path: str) -> str:
 def import_graph(sources: Mapping[str, str]) -> dict[str, set[str]]:
     """For every module, those that Python runs before it, given the modules' source texts by path.
 
-    An import of ``a.b.c`` runs the packages ``a`` and ``a.b`` first. Left out are packages in which the importing module
-    lies itself: they are being run already.
+    An import of ``a.b.c`` runs the packages ``a`` and ``a.b`` first. Packages in which the importing module itself lies
+    are left out: they are being run already.
     """
     files = {module_name(path): path for path in sources}
     graph: dict[str, set[str]] = {}
