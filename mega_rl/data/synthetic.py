@@ -3,7 +3,7 @@
 The arithmetic data set is additions such as ``07+25=`` with the answer ``32``, numbers padded to equal width. Its
 supervised part writes the sum in several styles, and only a stated fraction of the responses in the one that the
 reward accepts: a model warmed up on it can add, but seldom answers as asked, so that its samples differ in reward.
-That is where reinforcement learning starts from in earnest, too.
+Reinforcement learning in earnest starts from such a state, too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CHATML_TEMPLATE = (
 
 
 PLAIN_STYLE = "{sum}"
-OTHER_STYLES = ("={sum}", "+{sum}")  # equally frequent where the style is not the plain one
+OTHER_STYLES = ("={sum}", "+{sum}")  # equally frequent when the style is not the plain one
 
 
 @dataclass(frozen=True)

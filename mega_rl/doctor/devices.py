@@ -123,7 +123,7 @@ def memory(host: Host, wanted: Wanted) -> Iterator[Answer]:
 
 
 def _masked(host: Host, wanted: Wanted, listed: Smi) -> list[Device]:
-    """The devices that a run would use: all where there is no mask of plain numbers."""
+    """The devices that a run would use: all if there is no mask of plain numbers."""
     text = host.environ.get(PLATFORMS[wanted.platform].visible_devices_variable or "", "")
     mask = [int(part) for part in text.split(",")] if re.fullmatch(r"\d+(,\d+)*", text) else None
     return [device for device in listed.devices if mask is None or device.index in mask]

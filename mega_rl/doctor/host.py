@@ -28,7 +28,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 class Ran:
     """What a command left behind."""
 
-    returncode: int  # 124 where it was ended at its time limit
+    returncode: int  # 124 if it was ended at its time limit
     output: str  # stdout
     errors: str = ""  # stderr
 
@@ -64,7 +64,7 @@ class Host(Protocol):
         """Of the toolkit that the environment points at."""
 
     def read(self, path: str) -> str | None:
-        """The text of a file; None where it is not there or not readable."""
+        """The text of a file; None if it is not there or not readable."""
 
     def package_file(self, package: str, path: str) -> str | None:
         """The text of a file of an installed distribution, without importing it."""
@@ -79,7 +79,7 @@ class Host(Protocol):
         """Whether a TCP port is free on every interface."""
 
     def run(self, command: Sequence[str], timeout_s: float = 30.0) -> Ran | None:
-        """Run a command that changes nothing, once; None where there is no such program."""
+        """Run a command that changes nothing, once; None if there is no such program."""
 
     def probe(self, name: str, platform_name: str, timeout_s: float) -> Ran:
         """Run ``mega_rl.doctor.probes.NAME`` in a process of its own, on that platform."""

@@ -1,6 +1,6 @@
 """What ``npu-smi info`` and ``nvidia-smi`` print, as records.
 
-npu-smi's table has two lines per chip. Known forms: 24.1 and 25.x on Atlas A2 (the second line holds the chip alone),
+npu-smi's table has two lines per chip. Known forms: 24.1 and 25.x on Atlas A2 (the second line holds only the chip),
 on Atlas A3 (chip and physical id), 26.0 (wider, the process table with a fifth column), 310P (no HBM column), 950 (the
 process table without a chip).
 """

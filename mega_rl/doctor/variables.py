@@ -185,7 +185,7 @@ def values(host: Host, wanted: Wanted) -> Iterator[Answer]:
 
 
 def defaults(host: Host, wanted: Wanted) -> Iterator[Answer]:
-    """What a run sets by itself is no trouble where it is missing; a user's own value wins, and is worth knowing."""
+    """What a run sets by itself is no trouble if it is missing; a user's own value wins, and is worth knowing."""
     settings = platform.PLATFORMS[wanted.platform].environment(COLOCATED)
     own = [
         f"{setting.variable}={host.environ[setting.variable]} (default {setting.value})"

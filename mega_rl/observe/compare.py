@@ -37,7 +37,7 @@ class Throughput:
     """Speed of a run in terms of the baseline's: 2.0 is twice as fast."""
 
     first_steps: float  # ratio of the means over the first four training steps
-    steady: float  # ratio of the medians over all later ones; NaN where there are none
+    steady: float  # ratio of the medians over all later ones; NaN if there are none
     limit: float | None  # least steady ratio
 
     @property
@@ -89,7 +89,7 @@ def difference(baseline: Run, other: Run, metric: str, limit: float | None) -> D
 
 
 def throughput(baseline: Run, other: Run, metric: str, limit: float | None) -> Throughput:
-    """Ratio of the rates; raises InputError where a run did not log them."""
+    """Ratio of the rates; raises InputError if a run did not log them."""
     rates = []
     for run in (baseline, other):
         values = [_number(value) for step, value in sorted(series(run, metric).items()) if step > 0]

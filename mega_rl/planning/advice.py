@@ -1,6 +1,6 @@
-"""What to change where a plan does not fit, in the order in which it costs least.
+"""What to change if a plan does not fit, in the order in which it costs least.
 
-Every saving is the difference of two plans. Each change is tried on top of those before it, and kept where the worst
+Every saving is the difference of two plans. Each change is tried on top of those before it, and kept if the worst
 rank needs less memory with it.
 """
 
@@ -108,7 +108,7 @@ def _text(value: Any) -> str:
 
 
 def _try(plan: MemoryPlan, shape: ModelShape, candidate: Candidate) -> MemoryPlan | None:
-    """The plan with other keys; None where they do not go with the rest of the configuration."""
+    """The plan with other keys; None if they do not go with the rest of the configuration."""
     config = copy.deepcopy(plan.config)
     for key, value in candidate.keys.items():
         *sections, name = key.split(".")

@@ -12,7 +12,7 @@ from mega_rl.models.shape import ModelShape
 from mega_rl.planning.state import ITEM_BYTES
 from mega_rl.platform.operators.memory import OPERATOR_MEMORY
 
-# vLLM's own defaults, where rollout.vllm does not say otherwise.
+# vLLM's own defaults, which count if rollout.vllm does not say otherwise.
 BATCHED_TOKENS = 8192  # max_num_batched_tokens
 NUM_SEQUENCES = 256  # max_num_seqs
 SEPARATE_SHARE = 0.9  # gpu_memory_utilization of an engine that has its devices to itself

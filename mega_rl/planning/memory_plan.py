@@ -1,4 +1,4 @@
-"""The memory of every rank in every phase of a step, from the configuration and the model's config.json alone."""
+"""The memory of every rank in every phase of a step, from nothing but the configuration and config.json."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from mega_rl.parallel.layout import ParallelLayout
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 START_MULTIPLE = 64  # elements; a parameter begins at a multiple of it
 BUCKET_MULTIPLE = 128  # elements; a bucket ends at a multiple of it and of the ranks that share it
-MIN_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000  # elements, where gradients are reduced piece by piece
+MIN_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000  # elements, when gradients are reduced piece by piece
 # The order in which Megatron's modules register their parameters, by what their names in a layer begin with.
 ORDER = (
     "input_layernorm",
@@ -175,7 +175,7 @@ def _sizes(series: Iterable[Series]) -> dict[str, tuple[int, ...]]:
 
 
 def stage_buffers(config: RunConfig, shape: ModelShape, layout: ParallelLayout, stage: int) -> list[Buffer]:
-    """The buffers of a pipeline stage: of each of its chunks the dense one, then the experts' where there are any."""
+    """The buffers of a pipeline stage: of each of its chunks the dense one, then the experts' if there are any."""
     num_shares = layout.data * layout.context
     buffers = []
     for chunk in range(layout.num_chunks):

@@ -14,7 +14,7 @@ from mega_rl.planning.activations import Tokens
 
 @dataclass(frozen=True)
 class RunLength:
-    """None where the data files are not here."""
+    """None if the data files are not here."""
 
     num_rows: int | None  # of the training files; rows that are too long are still among them
     steps_per_epoch: int | None

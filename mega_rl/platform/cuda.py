@@ -33,14 +33,14 @@ _DETERMINISTIC = (
 
 @functools.cache
 def _flash_attention() -> Callable[..., Tensor] | None:
-    """None where flash_attn is not installed; one that is installed but does not load raises."""
+    """None if flash_attn is not installed; one that is installed but does not load raises."""
     if importlib.util.find_spec("flash_attn") is None:
         return None
     return importlib.import_module("flash_attn").flash_attn_varlen_func
 
 
 class FlashOperators(TorchOperators):
-    """torch's operators, which have CUDA kernels, and flash_attn for packed sequences where it is installed."""
+    """torch's operators, which have CUDA kernels, and flash_attn for packed sequences if it is installed."""
 
     def varlen_attention(
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, packing: VarlenPacking, *, softmax_scale: float, causal: bool
@@ -89,7 +89,7 @@ class CudaPlatform:
         return ()
 
     def actor_device(self, assigned: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> int:
-        return 0  # Ray shows an actor its own device alone
+        return 0  # Ray shows an actor only its own device
 
     def set_device(self, local_rank: int) -> torch.device:
         device = torch.device("cuda", local_rank)

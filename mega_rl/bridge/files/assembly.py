@@ -181,6 +181,6 @@ class Assembly:
 
 
 def _boot_id() -> str:
-    """Changes with every start of the machine; empty where the system does not tell."""
+    """Changes with every start of the machine; empty if the system does not tell."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text().strip() if path.is_file() else ""

@@ -37,7 +37,7 @@ class Ledger:
     """What one rank moved in one run, and where its time went.
 
     The device is waited for at both ends of the run, so that ``seconds`` is true everywhere. Between them it is not, or
-    nothing would overlap: where it works behind the host's back, its time counts where the host waits for it next.
+    nothing would overlap: if the device works behind the host's back, its time counts when the host waits for it next.
     """
 
     bytes_local: int  # copied within this rank

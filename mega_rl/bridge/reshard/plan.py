@@ -51,7 +51,7 @@ class Volume:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Every destination element written exactly once, from the rank itself where it holds it, else from one owner."""
+    """Every destination element written exactly once, from the rank itself if it holds it, else from one owner."""
 
     num_ranks: int
     flows: tuple[Flow, ...]
@@ -102,7 +102,7 @@ class Plan:
             yield Run(numbers, box, src, source, dst, user, start, end)
 
     def select(self, hf_names: Sequence[str]) -> Plan:
-        """The plan for these tensors alone, each in flows of its own; its ``minimum`` stays that of all."""
+        """The plan for only these tensors, each in flows of its own; its ``minimum`` stays that of all."""
         found = (flow.restrict(place) for name in hf_names for flow, place in self._flows_by_tensor[_tensor(name)])
         return Plan(self.num_ranks, tuple(flow for flow in found if flow), self.minimum)
 
@@ -140,7 +140,7 @@ def _tensor(hf_name: str) -> tuple[str, Number]:
 def compile_plan(sources: Layout, destinations: Layout) -> Plan:
     """The plan from ``sources[rank]`` to ``destinations[rank]``; the same on every rank that compiles it.
 
-    Raises ValueError that names tensor, box and rank where no source holds an element that a destination wants.
+    Raises ValueError that names tensor, box and rank if no source holds an element that a destination wants.
     """
     assert len(sources) == len(destinations), "one list of slices per rank on both sides"
     num_ranks = len(sources)

@@ -82,7 +82,7 @@ def piece_hash(piece: Tensor, hf_box: Box, salt: int) -> Tensor:
         table = table.contiguous()
     digits = table.view(torch.int16)
     per_element = piece.element_size() // 2
-    # Vectors have keys of their own by column alone: their row key is row 0's.
+    # Vectors have keys of their own only by column: their row key is row 0's.
     row_keys = _on(piece.device, salt, 0, *rows)
     column_keys = _on(piece.device, salt, 1, columns[0] * per_element, columns[1] * per_element)
     step = max(1, CHUNK_DIGITS // max(1, digits.shape[1]))

@@ -18,7 +18,7 @@ from tests.style.test_layers import ROOMS
 PAGES = sorted(path for path in REPO.glob("docs/*.md") if not path.stem.endswith("_zh"))
 PAIRS = [*PAGES, REPO / "README.md"]
 TEXTS = sorted([*REPO.glob("*.md"), *REPO.glob("docs/*.md"), *REPO.glob("examples/*/README.md")])
-OTHER_SPELLINGS = {"trainer.noise_injection"}  # keys that are read and are not fields
+OTHER_SPELLINGS = {"trainer.noise_injection", "rollout.validation"}  # read beside the fields, or named as what was
 BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 
 
@@ -110,6 +110,21 @@ def test_links_and_keys_are_real(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert broken_links(path, text) == []
     assert unknown_keys(text) == []
+
+
+def test_new_places_in_the_changelog_are_real() -> None:
+    text = (REPO / "CHANGELOG.md").read_text(encoding="utf-8")
+    moved = re.findall(r"^ *\| (`mega_rl[^|]*) \| `(mega_rl[^`|]*)` \|$", text, re.MULTILINE)
+    assert moved
+    for _, now in moved:
+        stem, _, last = now.rpartition(".")
+        for name in last.strip("{}").split(","):
+            module = REPO / stem.replace(".", "/")
+            inside = module.with_suffix(".py")
+            assert (module / f"{name}.py").exists() or f"class {name}" in inside.read_text(encoding="utf-8"), (
+                stem,
+                name,
+            )
 
 
 @pytest.mark.parametrize("suffix", ["", "_zh"])
