@@ -46,7 +46,7 @@ class ArithmeticSpec:
     num_train: int = 2000  # prompts
     num_val: int = 128  # prompts whose operand pairs, in either order, are not in train
     num_sft: int = 20000  # prompt and response rows over the train pairs
-    plain_fraction: float = 0.2  # of the sft rows, on average: in the style that the reward accepts
+    plain_fraction: float = 0.2  # share of the sft rows, on average, in the style that the reward accepts
     seed: int = 0
 
 

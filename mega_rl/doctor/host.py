@@ -46,7 +46,7 @@ class Ran:
 @dataclass(frozen=True)
 class Disk:
     total_bytes: int
-    free_bytes: int  # to this user
+    free_bytes: int  # bytes that this user may still write
     is_writable: bool = True
 
 
@@ -61,7 +61,7 @@ class Host(Protocol):
 
     @property
     def cann_version(self) -> str | None:
-        """Of the toolkit that the environment points at."""
+        """The version of the toolkit that the environment points at."""
 
     def read(self, path: str) -> str | None:
         """The text of a file; None if it is not there or not readable."""
@@ -73,7 +73,7 @@ class Host(Protocol):
         """Existing paths, sorted."""
 
     def disk(self, path: str) -> Disk | None:
-        """Of the file system that holds ``path`` or its nearest existing parent."""
+        """The space of the file system that holds ``path`` or its nearest existing parent."""
 
     def can_bind(self, port: int) -> bool:
         """Whether a TCP port is free on every interface."""
@@ -162,7 +162,7 @@ class ThisHost:
 
 
 def _run(command: Sequence[str], timeout_s: float, environ: Mapping[str, str]) -> Ran:
-    """In a session of its own, so that a late command takes its children with it."""
+    """Run a command in a session of its own, so that a late command takes its children with it."""
     process = subprocess.Popen(
         list(command),
         env=dict(environ),

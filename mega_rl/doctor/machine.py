@@ -42,7 +42,7 @@ def _joined(ports: Sequence[int]) -> str:
 
 
 def _hccl_ports(host: Host) -> tuple[tuple[int, ...], str]:
-    """Those of the host that HCCL takes, and the variable that moves them."""
+    """The ports of the host that HCCL takes, and the variable that moves them."""
     text = host.environ.get("HCCL_HOST_SOCKET_PORT_RANGE", "")
     if text == "auto":
         return (), "HCCL_HOST_SOCKET_PORT_RANGE"

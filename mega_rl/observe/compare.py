@@ -18,10 +18,10 @@ Run = Mapping[int, Mapping[str, float | None]]  # step -> metrics; None: not fin
 
 @dataclass(frozen=True)
 class Difference:
-    """One metric of a run beside the same of the baseline."""
+    """One metric of a run beside the same metric of the baseline."""
 
     metric: str
-    num_steps: int  # that both runs have
+    num_steps: int  # steps that both runs have
     baseline_mean: float
     mean: float
     relative_error: float  # sum of |a - b| over sum of |a|, over the steps; a: baseline

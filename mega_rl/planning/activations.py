@@ -19,7 +19,7 @@ from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.state import ITEM_BYTES
 from mega_rl.platform.operators.memory import OperatorMemory
 
-TOKEN_BYTES = 64  # of ids, positions, masks, advantages and log-probabilities of one packed token
+TOKEN_BYTES = 64  # bytes of ids, positions, masks, advantages and log-probabilities of one packed token
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Activations:
     """Activation bytes on one rank while micro-batches are processed in sequence."""
 
     in_flight: float  # micro-batches, in shares of this rank's layers, whose forward pass waits for its backward
-    kept: int  # of all in flight
+    kept: int  # bytes of all micro-batches in flight
     working: int  # most that a backward pass takes besides
     forward_only: int  # most that a forward pass without gradients takes
 
@@ -230,7 +230,7 @@ class ActivationModel:
 
     @property
     def _vocabulary_rows(self) -> int:
-        """Of this rank, with padding."""
+        """Rows of the embedding on this rank, with padding."""
         return padded_vocab_size(self.shape.vocab_size, self.layout.tensor) // self.layout.tensor
 
     def _loss(self) -> tuple[int, int, int]:
@@ -253,7 +253,7 @@ class ActivationModel:
     # --- a rank ------------------------------------------------------------------------------------------------------
 
     def of_stage(self, stage: int) -> Activations:
-        """Of the ranks of one pipeline stage."""
+        """The activations of the ranks of one pipeline stage."""
         layout, shape = self.layout, self.shape
         chunks = [layout.layers_of_chunk(shape.num_layers, stage, chunk) for chunk in range(layout.num_chunks)]
         layers = {has_experts: self.layer(has_experts) for has_experts in (False, True) if self._has(has_experts)}
@@ -282,7 +282,7 @@ class ActivationModel:
         return self.shape.mixture is not None if has_experts else self.shape.has_dense_layers
 
     def _kept(self, layer: Layer, place: int) -> int:
-        """Of one layer, by its place in its model chunk."""
+        """Bytes that one layer keeps, by its place in its model chunk."""
         memory = self.config.memory
         if memory.recompute == "full":
             is_recomputed = memory.recompute_num_layers is None or place < memory.recompute_num_layers

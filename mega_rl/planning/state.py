@@ -84,7 +84,7 @@ class Buffer:
 
     @property
     def num_elements(self) -> int:
-        """With the padding between parameters and at the ends of buckets."""
+        """Elements with the padding between parameters and at the ends of buckets."""
         return self._placed[1][-1][1] if self.parameters else 0
 
     def owned(self, share: int) -> list[int]:
@@ -102,8 +102,8 @@ class Buffer:
 class TrainerState:
     """Bytes of one rank that stay from step to step."""
 
-    weights: int  # of the actor, with the padding of its buffers
-    by_kind: dict[str, int]  # of the weights, without the padding
+    weights: int  # bytes of the actor's, with the padding of its buffers
+    by_kind: dict[str, int]  # bytes of the weights, without the padding
     gradients: int  # float32
     masters: int  # float32 copies of bfloat16 weights, this rank's share
     moments: int  # Adam's two, this rank's share

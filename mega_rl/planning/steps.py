@@ -16,7 +16,7 @@ from mega_rl.planning.activations import Tokens
 class RunLength:
     """None if the data files are not here."""
 
-    num_rows: int | None  # of the training files; rows that are too long are still among them
+    num_rows: int | None  # rows of the training files; those that are too long are still among them
     steps_per_epoch: int | None
     total_steps: int | None
     sequences_per_step: int
@@ -46,7 +46,7 @@ def _count_rows(file: Path) -> int | None:
 
 
 def fullest_microbatches(config: RunConfig, layout: ParallelLayout) -> Tokens:
-    """Of an optimizer step whose sequences all have their greatest length."""
+    """Micro-batches of an optimizer step whose sequences all have their greatest length."""
     data, is_rl = config.data, config.trainer.stage == "rl"
     parts = config.algorithm.minibatches_per_step if is_rl else 1
     num_sequences = data.train_batch_size * (config.rollout.n if is_rl else 1) // parts

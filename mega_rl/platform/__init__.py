@@ -75,7 +75,7 @@ def select(name: str = "auto", role: ProcessRole | None = None, mindspeed: MindS
     role = role or ProcessRole()
     candidates = list(_KNOWN) if name == "auto" else [PLATFORMS[name]]
     for platform in candidates:
-        if name != "auto":  # of a platform that is only tried, variables matter once it is known to be there
+        if name != "auto":  # if a platform is only tried, its variables matter once it is known to be there
             platform.check_environment(role, os.environ)
         reason, applied = _try(platform, role)
         if reason is None:

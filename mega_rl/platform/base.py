@@ -16,10 +16,10 @@ from mega_rl.platform.operators.torch_kernels import TorchOperators
 class MemoryStats:
     """Memory of this rank, in bytes; device figures are 0 if there is no device of its own."""
 
-    device_allocated_bytes: int  # in tensors, now
+    device_allocated_bytes: int  # bytes in tensors now
     device_reserved_bytes: int  # held by torch's cache, tensors included, now
     device_peak_bytes: int  # most in tensors since the last ``reset_peak_memory``
-    device_total_bytes: int  # of the device
+    device_total_bytes: int  # what the device has
     host_peak_bytes: int
 
 

@@ -18,7 +18,7 @@ from mega_rl.platform.host import host_peak_bytes, reset_host_peak
 from mega_rl.platform.operators.attention import VarlenPacking
 from mega_rl.platform.operators.torch_kernels import TorchOperators
 
-FLASH_MAX_WIDTH = 256  # of a head
+FLASH_MAX_WIDTH = 256  # widest head that flash-attention takes
 _ENVIRONMENT = (
     Setting("CUDA_DEVICE_MAX_CONNECTIONS", "1", "Megatron-core's order of kernels and collectives relies on it"),
     Setting("TORCH_NCCL_AVOID_RECORD_STREAMS", "1", "buffers of collectives are freed sooner"),

@@ -14,7 +14,7 @@ from typing import Any
 
 from mega_rl.errors import InputError
 
-JOB = ".job.json"  # in the unfinished directory: whose it is, and how far
+JOB = ".job.json"  # a file of the unfinished directory: which job it belongs to, and how far that job is
 LOCK = ".lock"
 
 

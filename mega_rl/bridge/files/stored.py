@@ -18,7 +18,8 @@ from torch import Tensor
 from mega_rl.bridge.slices import Box, carry_over, extents, indices, intersect, num_elements, whole_box
 from mega_rl.errors import InputError
 
-_NO_KERNEL_COPY = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL)  # of this kernel or these file systems
+# The errors with which this kernel or these file systems refuse to copy by themselves.
+_NO_KERNEL_COPY = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL)
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ class Bucket(NamedTuple):
         return (move for stream in self.schedule.sends.values() for move in stream.moves(self.part))
 
     def receives(self) -> Iterator[Move]:
-        """As ``sends``, by source rank."""
+        """The received pieces, as in ``sends``, by source rank."""
         return (move for stream in self.schedule.receives.values() for move in stream.moves(self.part))
 
     def send_sizes(self) -> dict[int, int]:

@@ -68,7 +68,7 @@ class Plan:
 
     @cached_property
     def _shares(self) -> np.ndarray:
-        """Those of all flows, one below the other."""
+        """The shares of all flows, one below the other."""
         return np.concatenate([np.empty((0, 4), dtype=np.int64), *[flow.shares for flow in self.flows]])
 
     @cached_property
@@ -86,12 +86,12 @@ class Plan:
 
     @cached_property
     def moves(self) -> tuple[Move, ...]:
-        """Those of all ranks: for small plans. A rank needs only those of its ``runs_of``."""
+        """The moves of all ranks, for small plans. A rank needs only the moves of its ``runs_of``."""
         everything = np.arange(len(self._shares))
         return tuple(move for run in self._runs(everything) for move in run.moves())
 
     def runs_of(self, rank: int) -> Iterator[Run]:
-        """Those in which the rank takes part; those of a pair of ranks come in one order on both."""
+        """The runs in which the rank takes part; the runs of a pair of ranks come in the same order on both."""
         return self._runs(np.flatnonzero((self._ends == rank).any(axis=1)))
 
     def _runs(self, which: np.ndarray) -> Iterator[Run]:

@@ -30,12 +30,12 @@ from mega_rl.bridge.slices import Box, Slice, carry_over, extents, indices, inte
 from mega_rl.parallel.collectives import gather_objects, together
 
 SAMPLE_SYNCS = 16  # `bridge.verify=sample` comes round to every tensor within so many syncs
-CHUNK_DIGITS = 1 << 18  # of a piece at a time: its products stay in the processor's cache
+CHUNK_DIGITS = 1 << 18  # digits of a piece that are hashed at a time: their products stay in the processor's cache
 
-Hashes = list[int]  # of a rank's cells, in their order
+Hashes = list[int]  # the hashes of a rank's cells, in the order of the cells
 # Calls function(live parameters, *arguments[worker]) in every engine worker; all answers, on every rank.
 Inspect = Callable[[Callable[..., Hashes], Sequence[tuple[Any, ...]]], list[Hashes]]
-Sizes = Mapping[str, tuple[int, ...]]  # of the HF tensors
+Sizes = Mapping[str, tuple[int, ...]]  # the sizes of the HF tensors
 
 
 def distinct_boxes(slices: Iterable[Slice]) -> dict[str, list[Box]]:

@@ -9,7 +9,7 @@ from mega_rl.doctor.probes import report
 from mega_rl.platform.operators import dispatch as operators
 from mega_rl.platform.operators import reference
 
-LENGTHS = (5, 128, 67)  # of the packed sequences, tokens
+LENGTHS = (5, 128, 67)  # tokens of the packed sequences
 NUM_HEADS, NUM_KEY_HEADS, WIDTH = 8, 2, 64
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -212,7 +212,7 @@ def _import_adaptor(words: Sequence[str], features: Sequence[str]) -> None:
         raise _broken(error, features) from error
     finally:
         sys.argv = command_line
-        root.handlers[:] = handlers  # it takes over the root logger
+        root.handlers[:] = handlers  # MindSpeed takes over the root logger
         root.setLevel(level)
 
 
