@@ -151,6 +151,16 @@ def test_every_inner_room_has_its_rule() -> None:
     )
 
 
+def test_every_room_needs_what_it_is_allowed() -> None:
+    used: dict[str, set[str]] = {name: set() for name in ROOMS}
+    for path in source_files():
+        here = room(module_name(path))
+        for _, module, _ in imports(ast.parse((REPO / path).read_text(encoding="utf-8")), path):
+            if here in ROOMS and module.startswith("mega_rl."):
+                used[here].add(room(module))
+    assert {name: set(allowed) - used[name] for name, allowed in ROOMS.items()} == {name: set() for name in ROOMS}
+
+
 @pytest.mark.parametrize(
     ("path", "source", "expected"),
     [
