@@ -25,8 +25,8 @@ def grpo_advantages(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
     included, gives exactly 0.
 
     Args:
-        rewards_N: [N] floating, any unit; NaN where unknown.
-        groups_N: [N] int64, equal where two completions answer the same prompt; need not be contiguous.
+        rewards_N: [N] floating, any unit; NaN if unknown.
+        groups_N: [N] int64, equal if two completions answer the same prompt; need not be contiguous.
 
     Returns:
         [N] in the dtype of the rewards.

@@ -26,7 +26,7 @@ def k2(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
 def k3(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
     """``exp(-k1) + k1 - 1`` [T], nats: unbiased, never negative, of low variance.
 
-    ``expm1`` keeps the digits that ``exp(-k1) - 1`` loses where policy and reference nearly agree.
+    ``expm1`` keeps the digits that ``exp(-k1) - 1`` loses when policy and reference nearly agree.
     """
     difference_T = k1(logprobs_T, reference_logprobs_T).clamp_min(-MAX_EXPONENT)
     return (torch.expm1(-difference_T) + difference_T).clamp_min(0.0)

@@ -14,7 +14,7 @@ from itertools import groupby
 from mega_rl.bridge.slices import Box, Slice, carry_over
 
 LAYER, EXPERT = "{layer}", "{expert}"  # stand for the numbers in the names of a series
-Number = tuple[int, int]  # the layer and the expert of a tensor; 0 where its name has none
+Number = tuple[int, int]  # the layer and the expert of a tensor; 0 if its name has none
 
 _NUMBERED = re.compile(r"(?P<layers>\.layers\.)(?P<layer>\d+)|(?P<experts>\.experts\.)(?P<expert>\d+)")
 
@@ -62,7 +62,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Numbers:
-    """The numbers of a series; see there."""
+    """The layer and expert numbers of a series, as in ``Series``."""
 
     layers: Sequence[int] = (0,)
     first_layer: int = 0

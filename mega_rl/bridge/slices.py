@@ -46,7 +46,7 @@ def indices(box: Box) -> tuple[slice, ...]:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The elements in both boxes, or None where there are none."""
+    """The elements in both boxes, or None if there are none."""
     box = tuple((max(a0, b0), min(a1, b1)) for (a0, a1), (b0, b1) in zip(a, b, strict=True))
     return box if all(start < end for start, end in box) else None
 

@@ -1,4 +1,4 @@
-"""Supervised data: conversations as training sequences whose loss is on the responses alone."""
+"""Supervised data: conversations as training sequences whose loss is only on the responses."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ConversationDataset:
             max_samples: take the first rows only, before filtering.
 
         Raises:
-            InputError: unreadable files, rows without the needed fields, overlong ones where they are not
+            InputError: unreadable files, rows without the needed fields, overlong ones if they are not
                 filtered, or nothing left.
         """
         limit = data.max_prompt_length + data.max_response_length

@@ -50,7 +50,7 @@ class PromptDataset:
             max_samples: take the first rows only, before filtering; ``data.max_val_samples`` for validation.
 
         Raises:
-            InputError: unreadable files, rows without the needed fields, overlong prompts where they are not
+            InputError: unreadable files, rows without the needed fields, overlong prompts if they are not
                 filtered, or nothing left.
         """
         prompts: list[Prompt] = []

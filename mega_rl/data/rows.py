@@ -29,7 +29,7 @@ class Row:
         return f"{self.file} {'row' if self.file.suffix == '.parquet' else 'line'} {self.number}"
 
     def get(self, name: str) -> Any:
-        """The value of a field; None where it is absent or null."""
+        """The value of a field; None if it is absent or null."""
         return self.fields.get(name)
 
     def missing(self, wanted: str) -> InputError:

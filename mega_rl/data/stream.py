@@ -1,4 +1,4 @@
-"""Batches of a data set in an order that depends on (seed, epoch) alone, and that a checkpoint can resume."""
+"""Batches of a data set in an order that depends only on (seed, epoch), and that a checkpoint can resume."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def fingerprint(parts: list[bytes]) -> str:
 
 
 def generator(*key: int | str) -> np.random.Generator:
-    """Random numbers that depend on the key alone: the same on every rank, machine and process."""
+    """Random numbers that depend only on the key: the same on every rank, machine and process."""
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
 
@@ -87,7 +87,7 @@ class Stream(Generic[Item]):
         return [self.dataset[int(position)] for position in positions]
 
     def next_item(self) -> Item:
-        """The next one alone; an epoch that is taken so is taken to its last item."""
+        """The next item by itself; an epoch that is taken item by item is taken to its last one."""
         if self._position == len(self.dataset):
             self._move_to(self._epoch + 1, 0)
         self._position += 1

@@ -3,7 +3,7 @@
 The arithmetic data set is additions such as ``07+25=`` with the answer ``32``, numbers padded to equal width. Its
 supervised part writes the sum in several styles, and only a stated fraction of the responses in the one that the
 reward accepts: a model warmed up on it can add, but seldom answers as asked, so that its samples differ in reward.
-That is where reinforcement learning starts from in earnest, too.
+Reinforcement learning in earnest starts from such a state, too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CHATML_TEMPLATE = (
 
 
 PLAIN_STYLE = "{sum}"
-OTHER_STYLES = ("={sum}", "+{sum}")  # equally frequent where the style is not the plain one
+OTHER_STYLES = ("={sum}", "+{sum}")  # equally frequent when the style is not the plain one
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ArithmeticSpec:
     num_train: int = 2000  # prompts
     num_val: int = 128  # prompts whose operand pairs, in either order, are not in train
     num_sft: int = 20000  # prompt and response rows over the train pairs
-    plain_fraction: float = 0.2  # of the sft rows, on average: in the style that the reward accepts
+    plain_fraction: float = 0.2  # share of the sft rows, on average, in the style that the reward accepts
     seed: int = 0
 
 

@@ -16,7 +16,7 @@ Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content":
 
 
 def load_tokenizer(model_path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hugging Face directory, with a padding token (the end-of-sequence one where it has none).
+    """The tokenizer of a Hugging Face directory, with a padding token (the end-of-sequence one if it has none).
 
     Never downloads.
 
@@ -26,7 +26,7 @@ def load_tokenizer(model_path: str) -> PreTrainedTokenizerBase:
     directory = Path(model_path)
     if not directory.is_dir():
         raise InputError(f"model.path: {model_path} is no directory; give a downloaded Hugging Face model directory")
-    # Without this check transformers builds an empty tokenizer from config.json alone.
+    # Without this check transformers builds an empty tokenizer from nothing but config.json.
     problem = tokenizer_problem(directory)
     if problem is not None:
         raise InputError(problem)
@@ -58,7 +58,7 @@ def uses_chat_template(tokenizer: PreTrainedTokenizerBase, mode: str) -> bool:
 
 
 def as_messages(prompt: Any, system_prompt: str | None) -> list[Message]:
-    """A string or a list of chat messages as messages, led by the system prompt where they bring none.
+    """A string or a list of chat messages as messages, led by the system prompt if they bring none.
 
     Raises:
         InputError: neither a string nor a non-empty list of ``{"role": str, "content": str}``.
@@ -104,7 +104,7 @@ def render_prompt(
 
     With the chat template, a string is one user message and the text ends with the generation prompt; the template
     writes all special tokens itself. Without, the contents are joined by newlines and the tokenizer adds its
-    begin-of-sequence token where it has one.
+    begin-of-sequence token if it has one.
 
     Args:
         chat_template: auto | always | never.

@@ -21,7 +21,7 @@ from mega_rl.doctor.machine import parse_ports
 from mega_rl.errors import InputError
 from mega_rl.platform import VARIABLE, check_name
 
-SCHEMA = 1  # of the JSON; it rises when a field changes or goes
+SCHEMA = 1  # version of the JSON; it rises when a field changes or goes
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
 
 

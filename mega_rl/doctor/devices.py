@@ -13,7 +13,7 @@ from mega_rl.platform import PLATFORMS
 from mega_rl.platform.ascend import devices as ascend_devices
 
 GIB = 1 << 30
-MAX_USED_SHARE = 0.15  # of a device's memory; an idle 910B holds 5 % itself
+MAX_USED_SHARE = 0.15  # share of a device's memory that may be taken; an idle 910B holds 5 % itself
 NODES = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")
 SMI = {NPU: "npu-smi info", CUDA: "nvidia-smi"}
 # What npu-smi says instead of a table -> what it means.
@@ -123,7 +123,7 @@ def memory(host: Host, wanted: Wanted) -> Iterator[Answer]:
 
 
 def _masked(host: Host, wanted: Wanted, listed: Smi) -> list[Device]:
-    """The devices that a run would use: all where there is no mask of plain numbers."""
+    """The devices that a run would use: all if there is no mask of plain numbers."""
     text = host.environ.get(PLATFORMS[wanted.platform].visible_devices_variable or "", "")
     mask = [int(part) for part in text.split(",")] if re.fullmatch(r"\d+(,\d+)*", text) else None
     return [device for device in listed.devices if mask is None or device.index in mask]

@@ -18,7 +18,7 @@ CHECKS: tuple[Check, ...] = (
 
 
 def likely_platform(host: Host) -> str:
-    """What the machine is meant to be, as far as it shows: also where that platform does not work yet."""
+    """What the machine is meant to be, as far as it shows: also if that platform does not work yet."""
     if host.glob("/dev/davinci*") or "torch-npu" in host.packages or host.glob("/usr/local/Ascend"):
         return NPU
     return CUDA if host.glob("/dev/nvidia[0-9]*") else CPU

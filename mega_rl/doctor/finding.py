@@ -23,7 +23,7 @@ class Answer:
     """
 
     state: str  # one of STATES
-    found: str  # what was found; where the state is "skip", why there was nothing to look for
+    found: str  # what was found; if the state is "skip", why there was nothing to look for
     fix: str = ""  # a command or a key, wherever the state is "warn" or "fail"
 
     def __post_init__(self) -> None:

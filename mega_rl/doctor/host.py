@@ -28,7 +28,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 class Ran:
     """What a command left behind."""
 
-    returncode: int  # 124 where it was ended at its time limit
+    returncode: int  # 124 if it was ended at its time limit
     output: str  # stdout
     errors: str = ""  # stderr
 
@@ -46,7 +46,7 @@ class Ran:
 @dataclass(frozen=True)
 class Disk:
     total_bytes: int
-    free_bytes: int  # to this user
+    free_bytes: int  # bytes that this user may still write
     is_writable: bool = True
 
 
@@ -61,10 +61,10 @@ class Host(Protocol):
 
     @property
     def cann_version(self) -> str | None:
-        """Of the toolkit that the environment points at."""
+        """The version of the toolkit that the environment points at."""
 
     def read(self, path: str) -> str | None:
-        """The text of a file; None where it is not there or not readable."""
+        """The text of a file; None if it is not there or not readable."""
 
     def package_file(self, package: str, path: str) -> str | None:
         """The text of a file of an installed distribution, without importing it."""
@@ -73,13 +73,13 @@ class Host(Protocol):
         """Existing paths, sorted."""
 
     def disk(self, path: str) -> Disk | None:
-        """Of the file system that holds ``path`` or its nearest existing parent."""
+        """The space of the file system that holds ``path`` or its nearest existing parent."""
 
     def can_bind(self, port: int) -> bool:
         """Whether a TCP port is free on every interface."""
 
     def run(self, command: Sequence[str], timeout_s: float = 30.0) -> Ran | None:
-        """Run a command that changes nothing, once; None where there is no such program."""
+        """Run a command that changes nothing, once; None if there is no such program."""
 
     def probe(self, name: str, platform_name: str, timeout_s: float) -> Ran:
         """Run ``mega_rl.doctor.probes.NAME`` in a process of its own, on that platform."""
@@ -162,7 +162,7 @@ class ThisHost:
 
 
 def _run(command: Sequence[str], timeout_s: float, environ: Mapping[str, str]) -> Ran:
-    """In a session of its own, so that a late command takes its children with it."""
+    """Run a command in a session of its own, so that a late command takes its children with it."""
     process = subprocess.Popen(
         list(command),
         env=dict(environ),

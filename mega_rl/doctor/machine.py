@@ -20,7 +20,7 @@ MIN_MEMORY_BYTES = 4 * GIB
 MASTER_PORT = 29500  # torchrun's
 HCCL_BASE_PORT = 60000
 HCCL_NUM_PORTS = 16
-_NO_LIMIT_BYTES = 1 << 60  # cgroup v1 writes a number where it means none
+_NO_LIMIT_BYTES = 1 << 60  # cgroup v1 writes a number when it means no limit
 
 
 def parse_ports(text: str) -> tuple[int, ...]:
@@ -42,7 +42,7 @@ def _joined(ports: Sequence[int]) -> str:
 
 
 def _hccl_ports(host: Host) -> tuple[tuple[int, ...], str]:
-    """Those of the host that HCCL takes, and the variable that moves them."""
+    """The ports of the host that HCCL takes, and the variable that moves them."""
     text = host.environ.get("HCCL_HOST_SOCKET_PORT_RANGE", "")
     if text == "auto":
         return (), "HCCL_HOST_SOCKET_PORT_RANGE"

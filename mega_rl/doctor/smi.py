@@ -1,6 +1,6 @@
 """What ``npu-smi info`` and ``nvidia-smi`` print, as records.
 
-npu-smi's table has two lines per chip. Known forms: 24.1 and 25.x on Atlas A2 (the second line holds the chip alone),
+npu-smi's table has two lines per chip. Known forms: 24.1 and 25.x on Atlas A2 (the second line holds only the chip),
 on Atlas A3 (chip and physical id), 26.0 (wider, the process table with a fifth column), 310P (no HBM column), 950 (the
 process table without a chip).
 """
@@ -36,7 +36,7 @@ class Device:
 class Smi:
     """Every device of the machine, or of the container, and what runs on them."""
 
-    version: str  # of the driver
+    version: str  # the driver's
     devices: tuple[Device, ...]
     processes: tuple[Process, ...]
 
@@ -52,7 +52,7 @@ def parse_npu_smi(text: str) -> Smi:
     devices: list[Device] = []
     index_of: dict[tuple[str, ...], int] = {}  # (NPU, chip) -> index
     processes: list[Process] = []
-    first: list[str] | None = None  # of the two lines of a chip
+    first: list[str] | None = None  # the first of the two lines of a chip
     in_processes = False
     for row in rows:
         in_processes = in_processes or row[0].startswith("NPU") and any("Process id" in cell for cell in row)

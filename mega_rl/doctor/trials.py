@@ -14,7 +14,7 @@ TIMEOUT_S = 240.0  # the first call on an NPU compiles for a minute; a machine u
 # Of the largest value; half a unit in the last place of bfloat16 is 0.4 %.
 MATMUL_LIMITS = {"float32": 1e-5, "bfloat16": 1e-2}
 ATTENTION_LIMIT = 3e-2  # bfloat16 against float32; values are of order 1, and attention that is not causal differs by 1
-REFUSED = f"{InputError.__module__}.{InputError.__qualname__}: "  # how a traceback ends where a run refuses
+REFUSED = f"{InputError.__module__}.{InputError.__qualname__}: "  # how a traceback ends if a run refuses
 FIRST = "matrix product"
 LOOK = {
     CPU: "reinstall by requirements/cpu.lock",
@@ -24,7 +24,7 @@ LOOK = {
 
 
 def _broken(ran: Ran, what: str, wanted: Wanted) -> Answer:
-    """A probe that did not get to its end; where a run would be refused, the first trial says why, the others skip."""
+    """A probe that did not get to its end; if a run would be refused, the first trial says why, the others skip."""
     if ran.last_words.startswith(REFUSED) and what != FIRST:
         return skip("a run is refused here: see `kernels`")
     said = f"no answer in {TIMEOUT_S:.0f} s" if ran.is_late else ran.last_words.removeprefix(REFUSED)

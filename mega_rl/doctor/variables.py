@@ -31,7 +31,7 @@ ATB_LLM_LCOC_ENABLE ATB_MATMUL_SHUFFLE_K_ENABLE COMBINED_ENABLE CPU_AFFINITY_CON
 MULTI_STREAM_MEMORY_REUSE PYTORCH_NPU_ALLOC_CONF TASK_QUEUE_ENABLE
 """
 ASCEND_VARIABLES = frozenset(_ASCEND.split())
-LIKENESS = 0.88  # from which an unknown name is taken for a slip; families other than HCCL's have many unlisted names
+LIKENESS = 0.88  # how like a known name a slip must be; families other than HCCL's have many unlisted names
 # Families whose libraries are not loaded on a platform -> whoever sets them expected another one.
 FOREIGN = {
     CPU: ("HCCL_", "NCCL_"),
@@ -151,7 +151,7 @@ VALUES: tuple[Rule, ...] = (
 def refused(host: Host, wanted: Wanted) -> Iterator[Answer]:
     """What a run itself would refuse or warn of, one variable at a time."""
     here = platform.PLATFORMS[wanted.platform]
-    for name in sorted(set(host.environ) - set(ascend_devices.NOT_MASKS)):  # those are said by `device mask`
+    for name in sorted(set(host.environ) - set(ascend_devices.NOT_MASKS)):  # the check `device mask` speaks of those
         refusals: list[str] = []
         notes: list[str] = []
         for role in ROLES:
@@ -185,7 +185,7 @@ def values(host: Host, wanted: Wanted) -> Iterator[Answer]:
 
 
 def defaults(host: Host, wanted: Wanted) -> Iterator[Answer]:
-    """What a run sets by itself is no trouble where it is missing; a user's own value wins, and is worth knowing."""
+    """What a run sets by itself is no trouble if it is missing; a user's own value wins, and is worth knowing."""
     settings = platform.PLATFORMS[wanted.platform].environment(COLOCATED)
     own = [
         f"{setting.variable}={host.environ[setting.variable]} (default {setting.value})"

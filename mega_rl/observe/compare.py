@@ -18,10 +18,10 @@ Run = Mapping[int, Mapping[str, float | None]]  # step -> metrics; None: not fin
 
 @dataclass(frozen=True)
 class Difference:
-    """One metric of a run beside the same of the baseline."""
+    """One metric of a run beside the same metric of the baseline."""
 
     metric: str
-    num_steps: int  # that both runs have
+    num_steps: int  # steps that both runs have
     baseline_mean: float
     mean: float
     relative_error: float  # sum of |a - b| over sum of |a|, over the steps; a: baseline
@@ -37,7 +37,7 @@ class Throughput:
     """Speed of a run in terms of the baseline's: 2.0 is twice as fast."""
 
     first_steps: float  # ratio of the means over the first four training steps
-    steady: float  # ratio of the medians over all later ones; NaN where there are none
+    steady: float  # ratio of the medians over all later ones; NaN if there are none
     limit: float | None  # least steady ratio
 
     @property
@@ -89,7 +89,7 @@ def difference(baseline: Run, other: Run, metric: str, limit: float | None) -> D
 
 
 def throughput(baseline: Run, other: Run, metric: str, limit: float | None) -> Throughput:
-    """Ratio of the rates; raises InputError where a run did not log them."""
+    """Ratio of the rates; raises InputError if a run did not log them."""
     rates = []
     for run in (baseline, other):
         values = [_number(value) for step, value in sorted(series(run, metric).items()) if step > 0]

@@ -1,4 +1,4 @@
-"""What a person sees: one line per step, a progress bar where there is a terminal, and small tables."""
+"""What a person sees: one line per step, a progress bar if there is a terminal, and small tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ORDER = {spec.name: position for position, spec in enumerate(CONSOLE_METRICS)}
 
 
 def format_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str | None:
-    """One line such as ``step  12/60 | reward 0.431 | loss +0.012 | 1.4 s``; None where nothing is worth a line.
+    """One line such as ``step  12/60 | reward 0.431 | loss +0.012 | 1.4 s``; None if nothing is worth a line.
 
     Metrics that are not finite are always named, those that the line usually leaves out too.
     """
@@ -36,13 +36,13 @@ def format_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> st
 
 
 class ConsoleSink:
-    """Lines on the console; a bar with the remaining time under them where it is a terminal."""
+    """Lines on the console; a bar with the remaining time under them if it is a terminal."""
 
     def __init__(self, total_steps: int, progress: bool, first_step: int = 0, console: Console | None = None) -> None:
         """
         Args:
             total_steps: of the whole run, for ``12/60``.
-            progress: show the bar, where the console is a terminal.
+            progress: show the bar if the console is a terminal.
             first_step: where a resumed run begins, so that the bar does not begin at 0.
         """
         self._console = console or Console(highlight=False)

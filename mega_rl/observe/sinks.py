@@ -53,7 +53,7 @@ class TensorBoardSink:
 class JsonlSink:
     """One JSON object per logged step: ``{"step": 3, "metrics": {...}, "nonfinite": ["actor/kl"]}``.
 
-    JSON has no NaN: such values are null, and ``nonfinite`` names them (the key is absent where there are none).
+    JSON has no NaN: such values are null, and ``nonfinite`` names them (the key is absent if there are none).
     A line is in the file once its ``log`` returned, so that a killed process loses no step.
     """
 

@@ -16,7 +16,7 @@ class Timers:
 
     With ``memory`` each phase also has its peaks, those of the phases within it included.
 
-    Accelerator work that was only queued is not waited for: synchronise inside the block where that matters.
+    Accelerator work that was only queued is not waited for: synchronise inside the block if that matters.
     """
 
     def __init__(

@@ -39,8 +39,8 @@ def together(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None
     The block must hold no collective of its own: a rank that failed would meet the others inside it.
 
     Raises:
-        InputError: the first failing rank's sentence, where that rank raised one.
-        RuntimeError: on the other ranks, where the failure is a fault of the program.
+        InputError: the first failing rank's sentence, if that rank raised one.
+        RuntimeError: on the other ranks, if the failure is a fault of the program.
     """
     failure: Exception | None = None
     try:

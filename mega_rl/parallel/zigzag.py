@@ -14,7 +14,7 @@ PADDING = -1  # stands for a position of the pack that no token of a sequence st
 
 
 def padded_lengths(lengths: Sequence[int], num_ranks: int, multiple: int) -> list[int]:
-    """The lengths rounded up to multiples of ``2 * num_ranks``, and the length of a tail where one is needed.
+    """The lengths rounded up to multiples of ``2 * num_ranks``, and the length of a tail if one is needed.
 
     The tail makes the tokens of every rank a multiple of ``multiple`` (tensor-parallel ranks with sequence
     parallelism).

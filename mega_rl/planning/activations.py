@@ -3,7 +3,7 @@
 Every term is a tensor that an operator keeps for its backward pass, as Megatron-core's layers and the classes of
 ``mega_rl.megatron`` call them (the way of counting of arXiv 2205.05198, section 4, for these models).
 
-Letters: T tokens of this rank, S of them where sequence parallelism cuts them further, D hidden width, F width of the
+Letters: T tokens of this rank, S of them if sequence parallelism cuts them further, D hidden width, F width of the
 gate of an MLP on this rank, Q and K widths of this rank's queries and keys, N token-expert pairs of this rank.
 """
 
@@ -19,7 +19,7 @@ from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.platform.operators.memory import OperatorMemory
 from mega_rl.types import DTYPES
 
-TOKEN_BYTES = 64  # of ids, positions, masks, advantages and log-probabilities of one packed token
+TOKEN_BYTES = 64  # bytes of ids, positions, masks, advantages and log-probabilities of one packed token
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Tokens:
 class Layer:
     """One decoder layer's share of a micro-batch."""
 
-    kept: int  # without recomputation
-    attention: int  # of it: the core of attention, memory.recompute_modules core_attn
-    mlp: int  # of it: the dense MLP
-    experts: int  # of it: router, dispatch and experts
-    shared: int  # of it: the expert that sees every token
-    input: int  # its input alone, all that full recomputation keeps
+    kept: int  # bytes for the backward pass, without recomputation
+    attention: int  # of ``kept``: the core of attention, memory.recompute_modules core_attn
+    mlp: int  # of ``kept``: the dense MLP
+    experts: int  # of ``kept``: router, dispatch and experts
+    shared: int  # of ``kept``: the expert that sees every token
+    input: int  # only its input, all that full recomputation keeps
     forward: int  # what its forward pass takes besides at its fullest moment
     backward: int  # what its backward pass takes besides
     alone: int  # all that its forward pass takes without gradients
@@ -48,10 +48,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class Activations:
-    """Of one rank in one micro-batch after another."""
+    """Activation bytes on one rank while micro-batches are processed in sequence."""
 
     in_flight: float  # micro-batches, in shares of this rank's layers, whose forward pass waits for its backward
-    kept: int  # of all in flight
+    kept: int  # bytes of all micro-batches in flight
     working: int  # most that a backward pass takes besides
     forward_only: int  # most that a forward pass without gradients takes
 
@@ -127,7 +127,7 @@ class ActivationModel:
         return kept
 
     def _angles(self, width: int) -> int:
-        """Cosine and sine, for queries and for keys, where a layer has them in another dtype than float32."""
+        """Cosine and sine, for queries and for keys, if a layer has them in another dtype than float32."""
         return 0 if self.item == 4 else 4 * self.local * width * self.item
 
     @property
@@ -172,7 +172,7 @@ class ActivationModel:
     # --- experts -----------------------------------------------------------------------------------------------------
 
     def _pairs(self, mixture: Mixture) -> int:
-        """Token-expert pairs of a rank where the experts are chosen equally often."""
+        """Token-expert pairs of a rank if the experts are chosen equally often."""
         return self.cut * mixture.experts_per_token * self.layout.expert_tensor
 
     def _experts(self, mixture: Mixture) -> int:
@@ -180,7 +180,7 @@ class ActivationModel:
         scores = 2 if mixture.scores == "sigmoid" or not mixture.normalize_weights else 1
         router = rows * mixture.num_experts * (4 * scores + 1)  # scores, and which are chosen
         router += rows * mixture.experts_per_token * 24 + pairs * 12  # choice, weights, places
-        kept = pairs  # rows in, and, where they are kept, back on the rank that they came from
+        kept = pairs  # rows in, and, if they are kept, back on the rank that they came from
         kept += pairs // self.layout.expert_tensor if self.operators.keeps_unpermuted else 0
         return (
             router
@@ -230,7 +230,7 @@ class ActivationModel:
 
     @property
     def _vocabulary_rows(self) -> int:
-        """Of this rank, with padding."""
+        """Rows of the embedding on this rank, with padding."""
         return padded_vocab_size(self.shape.vocab_size, self.layout.tensor) // self.layout.tensor
 
     def _loss(self) -> tuple[int, int, int]:
@@ -253,7 +253,7 @@ class ActivationModel:
     # --- a rank ------------------------------------------------------------------------------------------------------
 
     def of_stage(self, stage: int) -> Activations:
-        """Of the ranks of one pipeline stage."""
+        """The activations of the ranks of one pipeline stage."""
         layout, shape = self.layout, self.shape
         chunks = [layout.layers_of_chunk(shape.num_layers, stage, chunk) for chunk in range(layout.num_chunks)]
         layers = {has_experts: self.layer(has_experts) for has_experts in (False, True) if self._has(has_experts)}
@@ -282,7 +282,7 @@ class ActivationModel:
         return self.shape.mixture is not None if has_experts else self.shape.has_dense_layers
 
     def _kept(self, layer: Layer, place: int) -> int:
-        """Of one layer, by its place in its model chunk."""
+        """Bytes that one layer keeps, by its place in its model chunk."""
         memory = self.config.memory
         if memory.recompute == "full":
             is_recomputed = memory.recompute_num_layers is None or place < memory.recompute_num_layers

@@ -1,6 +1,6 @@
-"""What to change where a plan does not fit, in the order in which it costs least.
+"""What to change if a plan does not fit, in the order in which it costs least.
 
-Every saving is the difference of two plans. Each change is tried on top of those before it, and kept where the worst
+Every saving is the difference of two plans. Each change is tried on top of those before it, and kept if the worst
 rank needs less memory with it.
 """
 
@@ -18,20 +18,20 @@ from mega_rl.models.shape import ModelShape
 from mega_rl.planning.engine import engine_share
 from mega_rl.planning.memory_plan import Machine, MemoryPlan, make_plan
 
-SHARE_STEP = 0.05  # of gpu_memory_utilization
+SHARE_STEP = 0.05  # by which gpu_memory_utilization is lowered at a time
 MIN_SHARE = 0.1
 OFFLOAD: tuple[OffloadPart, ...] = ("gradients", "optimizer", "weights")
-MIN_SEQUENCES = 2  # of the greatest length, that an engine should hold
+MIN_SEQUENCES = 2  # sequences of the greatest length that an engine should hold
 MIN_RESPONSE = 256  # tokens
 MIN_CHUNK = 256  # tokens
-MAX_DOUBLINGS = 6  # of devices
+MAX_DOUBLINGS = 6  # of the number of devices
 
 
 @dataclass(frozen=True)
 class Candidate:
     """A change to try."""
 
-    keys: dict[str, Any]  # of the configuration
+    keys: dict[str, Any]  # configuration keys and their new values
     num_devices: int
     cost: str
     is_last_resort: bool = False  # left out again wherever the other changes are enough
@@ -43,8 +43,8 @@ class Change:
 
     keys: tuple[str, ...]  # overrides as ``tools/train.py`` takes them; or --devices
     cost: str
-    saved_bytes: int  # in the fullest phase of the worst rank, after the changes before it
-    plan: MemoryPlan  # with it
+    saved_bytes: int  # bytes saved in the fullest phase of the worst rank, after the changes before it
+    plan: MemoryPlan  # the plan with this change
 
 
 Proposal = Callable[[MemoryPlan], Iterator[Candidate]]
@@ -108,7 +108,7 @@ def _text(value: Any) -> str:
 
 
 def _try(plan: MemoryPlan, shape: ModelShape, candidate: Candidate) -> MemoryPlan | None:
-    """The plan with other keys; None where they do not go with the rest of the configuration."""
+    """The plan with other keys; None if they do not go with the rest of the configuration."""
     config = copy.deepcopy(plan.config)
     for key, value in candidate.keys.items():
         *sections, name = key.split(".")

@@ -12,7 +12,7 @@ from mega_rl.models.shape import ModelShape
 from mega_rl.platform.operators.memory import OPERATOR_MEMORY
 from mega_rl.types import DTYPES
 
-# vLLM's own defaults, where rollout.vllm does not say otherwise.
+# vLLM's own defaults, which count if rollout.vllm does not say otherwise.
 BATCHED_TOKENS = 8192  # max_num_batched_tokens
 NUM_SEQUENCES = 256  # max_num_seqs
 SEPARATE_SHARE = 0.9  # gpu_memory_utilization of an engine that has its devices to itself
@@ -25,14 +25,14 @@ class EngineMemory:
     """Bytes of one worker, and what its key-value memory holds."""
 
     share: int  # all that the engine takes of a device while it is awake
-    has_share: bool  # it is gpu_memory_utilization that says how much; else the key-value memory is given
+    has_share: bool  # gpu_memory_utilization says how much the engine takes; else the key-value memory is given
     weights: int
     working: int  # estimate: activations of the largest batch, logits of all sequences
     cache: int  # key-value memory, what the share leaves
     bytes_per_token: int
     num_blocks: int
-    num_sequences: int  # of the greatest length, at the same time
-    sequences_per_engine: int  # that a step asks of one engine
+    num_sequences: int  # sequences of the greatest length that fit at the same time
+    sequences_per_engine: int  # sequences that a step asks of one engine
 
     @property
     def fits(self) -> bool:
@@ -92,7 +92,7 @@ def engine_memory(
 
 
 def _working(config: RunConfig, shape: ModelShape, item: int) -> int:
-    """Of the largest forward pass: the widest layer's tensors, and float32 logits of every sequence, copied once."""
+    """Bytes of the largest forward pass: tensors of the widest layer, float32 logits of every sequence, copied once."""
     options, tensor = config.rollout.vllm, config.rollout.tensor_parallel_size
     tokens = int(options.get("max_num_batched_tokens", BATCHED_TOKENS))
     sequences = int(options.get("max_num_seqs", NUM_SEQUENCES))

@@ -1,4 +1,4 @@
-"""The memory of every rank in every phase of a step, from the configuration and the model's config.json alone."""
+"""The memory of every rank in every phase of a step, from nothing but the configuration and config.json."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Machine:
 
     num_devices: int
     device_bytes: int  # memory of one device
-    reserve_bytes: int  # of it, for what is not counted: driver, communication buffers, fragmentation
+    reserve_bytes: int  # part of ``device_bytes`` for what is not counted: driver, communication buffers, fragmentation
     platform: str  # its name
 
 
@@ -65,8 +65,8 @@ class SyncVolume:
 
     local: int  # copied within ranks, all ranks together
     sent: int
-    minimum: int  # that no plan can go below
-    largest_received: int  # by one rank
+    minimum: int  # bytes that no plan can go below
+    largest_received: int  # bytes that the busiest rank receives
     buffers: int  # memory that a rank takes for it
 
 
@@ -193,9 +193,9 @@ def _phases(
     activations: Activations,
     engine: EngineMemory | None,
 ) -> Iterator[Phase]:
-    """In the order in which a step goes through them (``mega_rl/stages/rl.py``)."""
+    """The phases in the order in which a step goes through them (``mega_rl/stages/rl.py``)."""
     optimizer = 0 if config.memory.optimizer_on_host else state.optimizer
-    away = config.memory.offload if platform != "cpu" else []  # whose device memory is the host's
+    away = config.memory.offload if platform != "cpu" else []  # on a CPU the device memory is the host's
 
     def stays(part: str, size: int) -> int:
         return 0 if part in away else size

@@ -21,7 +21,7 @@ from mega_rl.types import DTYPES
 
 START_MULTIPLE = 64  # elements; a parameter begins at a multiple of it
 BUCKET_MULTIPLE = 128  # elements; a bucket ends at a multiple of it and of the ranks that share it
-MIN_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000  # elements, where gradients are reduced piece by piece
+MIN_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000  # elements, when gradients are reduced piece by piece
 # The order in which Megatron's modules register their parameters, by what their names in a layer begin with.
 ORDER = (
     "input_layernorm",
@@ -84,7 +84,7 @@ class Buffer:
 
     @property
     def num_elements(self) -> int:
-        """With the padding between parameters and at the ends of buckets."""
+        """Elements with the padding between parameters and at the ends of buckets."""
         return self._placed[1][-1][1] if self.parameters else 0
 
     def owned(self, share: int) -> list[int]:
@@ -102,8 +102,8 @@ class Buffer:
 class TrainerState:
     """Bytes of one rank that stay from step to step."""
 
-    weights: int  # of the actor, with the padding of its buffers
-    by_kind: dict[str, int]  # of the weights, without the padding
+    weights: int  # bytes of the actor's, with the padding of its buffers
+    by_kind: dict[str, int]  # bytes of the weights, without the padding
     gradients: int  # float32
     masters: int  # float32 copies of bfloat16 weights, this rank's share
     moments: int  # Adam's two, this rank's share
@@ -175,7 +175,7 @@ def _sizes(series: Iterable[Series]) -> dict[str, tuple[int, ...]]:
 
 
 def stage_buffers(config: RunConfig, shape: ModelShape, layout: ParallelLayout, stage: int) -> list[Buffer]:
-    """The buffers of a pipeline stage: of each of its chunks the dense one, then the experts' where there are any."""
+    """The buffers of a pipeline stage: of each of its chunks the dense one, then the experts' if there are any."""
     num_shares = layout.data * layout.context
     buffers = []
     for chunk in range(layout.num_chunks):

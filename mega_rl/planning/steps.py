@@ -15,9 +15,9 @@ from mega_rl.planning.activations import Tokens
 
 @dataclass(frozen=True)
 class RunLength:
-    """None where the data files are not here."""
+    """None if the data files are not here."""
 
-    num_rows: int | None  # of the training files; rows that are too long are still among them
+    num_rows: int | None  # rows of the training files; those that are too long are still among them
     steps_per_epoch: int | None
     total_steps: int | None
     sequences_per_step: int
@@ -47,7 +47,7 @@ def _count_rows(file: Path) -> int | None:
 
 
 def fullest_microbatches(config: RunConfig, layout: ParallelLayout) -> Tokens:
-    """Of an optimizer step whose sequences all have their greatest length."""
+    """Micro-batches of an optimizer step whose sequences all have their greatest length."""
     data, is_sampled = config.data, samples(config)
     parts = config.algorithm.minibatches_per_step if is_sampled else 1
     num_sequences = data.train_batch_size * (config.rollout.n if is_sampled else 1) // parts

@@ -44,13 +44,13 @@ _mindspeed: MindSpeedConfig | None = None
 
 
 def check_name(name: str, source: str = "platform.name") -> None:
-    """InputError where ``name`` is neither a platform nor "auto"."""
+    """InputError if ``name`` is neither a platform nor "auto"."""
     if name != "auto" and name not in PLATFORMS:
         raise InputError(f"{source} is {name!r}: choose one of auto, {', '.join(PLATFORMS)}")
 
 
 def select(name: str = "auto", role: ProcessRole | None = None, mindspeed: MindSpeedConfig | None = None) -> Platform:
-    """Fix the platform of this process, set its environment defaults and, where asked for, deterministic algorithms.
+    """Fix the platform of this process, set its environment defaults and, if asked for, deterministic algorithms.
 
     Args:
         name: "cpu", "cuda", "npu", or "auto": the variable ``MEGA_RL_PLATFORM``, else the first one present.
@@ -75,7 +75,7 @@ def select(name: str = "auto", role: ProcessRole | None = None, mindspeed: MindS
     role = role or ProcessRole()
     candidates = list(_KNOWN) if name == "auto" else [PLATFORMS[name]]
     for platform in candidates:
-        if name != "auto":  # of a platform that is only tried, variables matter once it is known to be there
+        if name != "auto":  # if a platform is only tried, its variables matter once it is known to be there
             platform.check_environment(role, os.environ)
         reason, applied = _try(platform, role)
         if reason is None:
@@ -97,7 +97,7 @@ def select(name: str = "auto", role: ProcessRole | None = None, mindspeed: MindS
 
 
 def _try(platform: Platform, role: ProcessRole) -> tuple[str | None, list[Applied]]:
-    """Why a platform cannot be used, and its environment, which stands only where it can."""
+    """Why a platform cannot be used, and its environment, which stands only if it can."""
     applied = environment.apply(platform.environment(role), os.environ)  # before the vendor's library is imported
     reason: str | None = "it is broken"
     try:
@@ -109,7 +109,7 @@ def _try(platform: Platform, role: ProcessRole) -> tuple[str | None, list[Applie
 
 
 def current() -> Platform:
-    """The platform of this process, chosen automatically where ``select`` was not called before."""
+    """The platform of this process, chosen automatically if ``select`` was not called before."""
     return _selected or select()
 
 

@@ -101,7 +101,7 @@ def current_device() -> torch.device:
 
 
 def _own_device(device: Any) -> Any:
-    """What this process has where "cuda" is asked for; any other device as it is."""
+    """What this process has when "cuda" is asked for; any other device as it is."""
     return current_device() if str(device).startswith("cuda") else device
 
 
@@ -199,5 +199,5 @@ def install(device_type: str, module: Any) -> None:
 
 
 def installed() -> Any:
-    """The module that answers, or None where Megatron's own calls are left to the vendor: on CUDA, or to MindSpeed."""
+    """The module that answers, or None if Megatron's own calls are left to the vendor: on CUDA, or to MindSpeed."""
     return _installed[1] if _installed else None

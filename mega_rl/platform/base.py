@@ -14,12 +14,12 @@ from mega_rl.platform.operators.torch_kernels import TorchOperators
 
 @dataclass(frozen=True)
 class MemoryStats:
-    """Memory of this rank, in bytes; device figures are 0 where there is no device of its own."""
+    """Memory of this rank, in bytes; device figures are 0 if there is no device of its own."""
 
-    device_allocated_bytes: int  # in tensors, now
+    device_allocated_bytes: int  # bytes in tensors now
     device_reserved_bytes: int  # held by torch's cache, tensors included, now
     device_peak_bytes: int  # most in tensors since the last ``reset_peak_memory``
-    device_total_bytes: int  # of the device
+    device_total_bytes: int  # what the device has
     host_peak_bytes: int
 
 
@@ -53,7 +53,7 @@ class Platform(Protocol):
     operators: TorchOperators  # what ``platform.operators`` computes with
 
     def absence(self) -> str | None:
-        """Why this platform cannot be used here, with the fix; None where it can.
+        """Why this platform cannot be used here, with the fix; None if it can.
 
         Raises:
             InputError: it is installed and broken, so that choosing another one would hide a mistake.
@@ -103,7 +103,7 @@ class Platform(Protocol):
         """What is taken now, and the peaks since the last ``reset_peak_memory``."""
 
     def reset_peak_memory(self) -> bool:
-        """Start a new peak on device and host; False where the host's stays that of the whole process."""
+        """Start a new peak on device and host; False if the host's stays that of the whole process."""
 
     def seed(self, seed: int) -> None:
         """Seed torch's generators, the device's included."""

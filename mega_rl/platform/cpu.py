@@ -1,4 +1,4 @@
-"""The CPU platform: gloo, host memory, and what Megatron-core needs to run where there is no accelerator."""
+"""The CPU platform: gloo, host memory, and what Megatron-core needs to run if there is no accelerator."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from mega_rl.platform.host import host_peak_bytes, reset_host_peak
 from mega_rl.platform.operators.attention import VarlenPacking
 from mega_rl.platform.operators.torch_kernels import TorchOperators
 
-FLASH_MAX_WIDTH = 256  # of a head
+FLASH_MAX_WIDTH = 256  # widest head that flash-attention takes
 _ENVIRONMENT = (
     Setting("CUDA_DEVICE_MAX_CONNECTIONS", "1", "Megatron-core's order of kernels and collectives relies on it"),
     Setting("TORCH_NCCL_AVOID_RECORD_STREAMS", "1", "buffers of collectives are freed sooner"),
@@ -33,14 +33,14 @@ _DETERMINISTIC = (
 
 @functools.cache
 def _flash_attention() -> Callable[..., Tensor] | None:
-    """None where flash_attn is not installed; one that is installed but does not load raises."""
+    """None if flash_attn is not installed; one that is installed but does not load raises."""
     if importlib.util.find_spec("flash_attn") is None:
         return None
     return importlib.import_module("flash_attn").flash_attn_varlen_func
 
 
 class FlashOperators(TorchOperators):
-    """torch's operators, which have CUDA kernels, and flash_attn for packed sequences where it is installed."""
+    """torch's operators, which have CUDA kernels, and flash_attn for packed sequences if it is installed."""
 
     def varlen_attention(
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, packing: VarlenPacking, *, softmax_scale: float, causal: bool
@@ -90,7 +90,7 @@ class CudaPlatform:
         return ()
 
     def actor_device(self, assigned: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> int:
-        return 0  # Ray shows an actor its own device alone
+        return 0  # Ray shows an actor only its own device
 
     def set_device(self, local_rank: int) -> torch.device:
         device = torch.device("cuda", local_rank)

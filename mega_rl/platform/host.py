@@ -26,7 +26,7 @@ def host_peak_bytes() -> int:
 
 
 def reset_host_peak() -> bool:
-    """Start a new peak; False where the system cannot (not Linux, or forbidden) and it stays that of the process."""
+    """Start a new peak; False if the system cannot (not Linux, or forbidden) and it stays that of the process."""
     try:
         _CLEAR.write_text("5")
     except OSError:

@@ -53,7 +53,7 @@ class NpuPlatform:
     def absence(self) -> str | None:
         if importlib.util.find_spec("torch_npu") is None:
             return "torch_npu is not installed: install the one that belongs to your torch, or choose cpu"
-        found = versions.installed() | {"mindspeed": None}  # which is judged where it is used
+        found = versions.installed() | {"mindspeed": None}  # which is judged when it is used
         refused = versions.refusals(self.name, found)
         if refused:
             raise InputError("; ".join(refused))

@@ -1,4 +1,4 @@
-"""What each process of a run is for, from the configuration alone."""
+"""What each process of a run is for, from nothing but the configuration."""
 
 from __future__ import annotations
 

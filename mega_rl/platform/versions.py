@@ -39,7 +39,7 @@ _CANN_VERSION = re.compile(r"^\s*(?:version|Version)\s*=\s*\[?([0-9][^\s\]]*)", 
 
 @dataclass(frozen=True)
 class Component:
-    """One row of a known-good combination; a version matches where its leading numbers are equal."""
+    """One row of a known-good combination; a version matches if its leading numbers are equal."""
 
     name: str  # "python", "cann", or a key of DISTRIBUTIONS
     known_good: tuple[str, ...]
@@ -89,7 +89,7 @@ class Row:
     installed: str | None
     known_good: str
     state: str  # ok | untested (installed, in no known-good combination) | missing | absent (not needed) | fails
-    fix: str  # empty where there is nothing to do
+    fix: str  # empty if there is nothing to do
 
 
 def installed(environ: Mapping[str, str] = os.environ) -> dict[str, str | None]:
@@ -105,9 +105,9 @@ def installed(environ: Mapping[str, str] = os.environ) -> dict[str, str | None]:
 
 
 def cann_version(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The version of the CANN toolkit that the environment points at; None where it points at none.
+    """The version of the CANN toolkit that the environment points at; None if it points at none.
 
-    "unknown" where there is one that does not say: its layout differs between releases.
+    "unknown" if there is one that does not say: its layout differs between releases.
     """
     for home in [Path(environ[name]) for name in CANN_VARIABLES if environ.get(name)]:
         if not home.is_dir():
@@ -139,7 +139,7 @@ def table(platform_name: str, versions: Versions) -> list[Row]:
 
 
 def refusals(platform_name: str, versions: Versions) -> list[str]:
-    """A sentence with the fix for every pair of versions that is known to fail together; empty where none is."""
+    """A sentence with the fix for every pair of versions that is known to fail together; empty if none is."""
     return [sentence for _, sentence in _failing(platform_name, versions)]
 
 

@@ -29,14 +29,14 @@ def code_tests(
         ground_truth: JSON, either ``{"inputs": ["1 2", ...], "outputs": ["3", ...]}``: what the program reads from
             standard input and must print, whitespace at the ends of lines aside; or ``{"asserts": ["assert f(1) == 2",
             ...]}``: statements that run after the code, in the same interpreter.
-        score: all gives 1 where every test passes, else 0; fraction gives the share that passes.
+        score: all gives 1 if every test passes, else 0; fraction gives the share that passes.
         timeout_s: per test. All tests of a sample must end within ``reward_workers.timeout_s``.
         memory_bytes: address space of each process of the program.
         isolation: limits is for systems without unprivileged namespaces, and leaves the program its network.
 
     Raises:
         ValueError: a ground truth that is not in one of the two forms.
-        OSError: no namespaces, where they are asked for.
+        OSError: no namespaces, if they are asked for.
     """
     tests = _tests(ground_truth)
     blocks = CODE_BLOCK.findall(solution_str)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any, Literal
 
-# A minus is a sign only where it does not stand between two numbers; commas belong to a number only between thousands.
+# A minus is a sign only if it does not stand between two numbers; commas belong to a number only between thousands.
 NUMBER = r"(?:(?<![0-9)])-)?\$?(?:(?<=\$)-)?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 ANY_NUMBER = re.compile(NUMBER)
 # Behind the marker, the whole number or nothing: "#### 1,2" is not an answer of 1.
@@ -15,7 +15,7 @@ MARKED_NUMBER = re.compile(r"####[ \t]*(" + NUMBER + r"(?:/[0-9]+)?)(?![.,/]?[0-
 PLAIN_NUMBER = re.compile(r"([-+]?)([0-9]*\.?[0-9]+)(?:\s*/\s*([0-9]+))?")
 THOUSANDS_COMMA = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
 MAX_NUMBER_LENGTH = 400  # characters; Python refuses integers of more than 4,300 digits
-# Numeric ones alone, and no mixed numbers: 1\frac{1}{2} must not read as 11/2, nor \frac{a+b}{c} as a+b/c.
+# Only numeric ones, and no mixed numbers: 1\frac{1}{2} must not read as 11/2, nor \frac{a+b}{c} as a+b/c.
 LATEX_FRACTION = re.compile(r"(?<![0-9])\\[dt]?frac(?:\{(-?[0-9]+)\}\{([0-9]+)\}|([0-9])([0-9]))")
 LATEX_WORDS = re.compile(r"\\(?:text|mathrm|mathbf|mbox)\{([^{}]*)\}")
 ANSWER_LINE = re.compile(r"answer[ \t]*:[ \t]*([^\n]+)", re.IGNORECASE)
@@ -30,7 +30,7 @@ def exact_match(
     extra_info: Mapping[str, Any],
     case_sensitive: bool = True,
 ) -> float:
-    """1 where the whole response, stripped of surrounding whitespace, is the ground truth, else 0."""
+    """1 if the whole response, stripped of surrounding whitespace, is the ground truth, else 0."""
     response, truth = solution_str.strip(), ground_truth.strip()
     if not case_sensitive:
         response, truth = response.casefold(), truth.casefold()

@@ -65,7 +65,7 @@ class WorkerProcess:
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def send(self, message: Any) -> None:
-        """Raises WorkerFailure where the worker does not read."""
+        """Raises WorkerFailure if the worker does not read."""
         data = pickle.dumps(message)
         self._channel.settimeout(SEND_TIMEOUT_S)
         try:
@@ -127,7 +127,7 @@ class WorkerProcess:
 def _kill_tree(worker: psutil.Process) -> None:
     """Kill all descendants, then the worker: stopped, it starts no more of them and adopts the orphans among them."""
     worker.suspend()
-    for _ in range(MAX_KILL_ROUNDS):  # more than one where they multiply
+    for _ in range(MAX_KILL_ROUNDS):  # more than one if they multiply
         running = [child for child in worker.children(recursive=True) if _is_running(child)]
         if not running:
             break

@@ -2,7 +2,7 @@
 
 A reward is a callable ``(data_source, solution_str, ground_truth, extra_info) -> float`` of one sample, or
 ``(data_sources, solution_strs, ground_truths, extra_infos) -> list[float]`` of several; either may be ``async``. It is
-called with these as keywords and its configured options beside them, and gets ``num_response_tokens`` where it names
+called with these as keywords and its configured options beside them, and gets ``num_response_tokens`` if it names
 that parameter (a list, of several samples). It is named as a built-in, as ``package.module:function`` or as
 ``path/to/file.py:function``.
 """
@@ -64,7 +64,7 @@ class BoundReward:
         """The keywords of one call.
 
         Args:
-            samples: data source, response, ground truth, extra info and number of response tokens of each; one alone
+            samples: data source, response, ground truth, extra info and number of response tokens of each; a single one
                 for a function that takes one.
         """
         names = (*(BATCH_CONTRACT if self.is_batch else CONTRACT), NUM_RESPONSE_TOKENS)

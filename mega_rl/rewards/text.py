@@ -15,7 +15,7 @@ def format_regex(
     pattern: str,
     score: float = 1.0,
 ) -> float:
-    """``score`` where the pattern is found in the response, else 0.
+    """``score`` if the pattern is found in the response, else 0.
 
     Args:
         pattern: a Python regular expression, searched with ``.`` matching newlines; anchor it with ``^`` and ``$`` to

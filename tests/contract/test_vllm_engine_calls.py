@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mega_rl.config.schema import RolloutConfig
-from mega_rl.rollout.remote.receiver import Link
+from mega_rl.rollout.receiver import Link
 from mega_rl.rollout.vllm import engine as vllm_engine
 from mega_rl.rollout.vllm import receiving_engine
 from mega_rl.rollout.vllm.engine import VLLMEngine

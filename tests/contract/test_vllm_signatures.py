@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.rollout.remote import receiver
+from mega_rl.rollout import receiver
 from mega_rl.rollout.vllm import versions as vllm_versions
 from mega_rl.rollout.vllm.versions import TransferMethods, parameter_name, start_arguments
 from tests.contract.vllm_signatures import record

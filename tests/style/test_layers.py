@@ -1,10 +1,13 @@
-"""Who may import whom, where vendor libraries live, and that device names stay inside ``mega_rl/platform``."""
+"""Who may import whom, where vendor libraries live, and that device names stay inside ``mega_rl/platform``.
+
+``ROWS``, ``ROOMS`` and ``HOMES`` are the rules; test_contributing.py holds the tables of CONTRIBUTING.md equal to them.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -22,14 +25,34 @@ ROWS = (
     ("tools", "examples"),
 )
 ROW = {package: row for row, packages in enumerate(ROWS) for package in packages}
-HOMES = {
-    "megatron": "mega_rl/megatron/",
-    "vllm": "mega_rl/rollout/vllm/",
-    "vllm_ascend": "mega_rl/rollout/vllm/",
-    "ray": "mega_rl/rollout/remote/",
-    "flash_attn": "mega_rl/platform/cuda.py",
+# A room inside a package, and the other rooms of that package that it may import. The package's own name stands for the
+# modules that lie directly in it.
+ROOMS: dict[str, tuple[str, ...]] = {
+    "platform": ("platform.operators", "platform.ascend"),
+    "platform.operators": ("platform",),
+    "platform.ascend": ("platform",),
+    "bridge": (),
+    "bridge.mapping": ("bridge",),
+    "bridge.reshard": ("bridge",),
+    "bridge.outgoing": ("bridge", "bridge.reshard"),
+    "bridge.files": ("bridge", "bridge.mapping"),
+    "rollout": (),
+    "rollout.vllm": ("rollout",),
+    "rollout.remote": ("rollout", "rollout.vllm"),
+    "stages": ("stages.parts",),
+    "stages.parts": (),
+    "doctor": ("doctor.probes",),
+    "doctor.probes": (),
+}
+# A vendor library, and the folders and files that may import it.
+HOMES: dict[str, tuple[str, ...]] = {
+    "megatron": ("mega_rl/megatron/",),
+    "vllm": ("mega_rl/rollout/vllm/",),
+    "vllm_ascend": ("mega_rl/rollout/vllm/",),
+    "ray": ("mega_rl/rollout/remote/",),
+    "flash_attn": ("mega_rl/platform/cuda.py",),
     "torch_npu": ("mega_rl/platform/npu.py", "mega_rl/platform/operators/npu_kernels.py"),
-    "mindspeed": "mega_rl/platform/ascend/mindspeed.py",
+    "mindspeed": ("mega_rl/platform/ascend/mindspeed.py",),
 }
 DEVICE_NAME = re.compile(r"(cuda|nccl)(:.*)?|.*CUDA_VISIBLE_DEVICES.*", re.DOTALL)
 
@@ -52,18 +75,29 @@ def imports(tree: ast.AST, path: str, inside: bool = False) -> Iterator[tuple[in
         yield from imports(node, path, inside or function)
 
 
+def room(module: str) -> str:
+    """The room of ``ROOMS`` in which a module of ours lies, or its package where that has no rooms."""
+    package, *rest = module.removeprefix("mega_rl.").split(".")
+    inner = f"{package}.{rest[0]}" if rest else package
+    return inner if inner in ROOMS else package
+
+
 def import_faults(tree: ast.AST, path: str) -> Iterator[str]:
     parts = path.removesuffix(".py").split("/")
     package = parts[1] if parts[0] == "mega_rl" and len(parts) > 1 else parts[0]
+    here = room(".".join(parts))
     for line, module, inside in imports(tree, path):
         root, _, rest = module.partition(".")
         if root in HOMES and not path.startswith(HOMES[root]):
-            yield f"{path}:{line}: {root} may be imported only in {HOMES[root]}"
+            yield f"{path}:{line}: {root} may be imported only in {' and '.join(HOMES[root])}"
         if root != "mega_rl":
             continue
         target = rest.split(".")[0]
         if inside:
             yield f"{path}:{line}: {module} is imported inside a function"
+        there = room(module)
+        if target == package and there not in (here, *ROOMS.get(here, ())):
+            yield f"{path}:{line}: {here} may not import {there}"
         if package == "__init__" or (target != package and ROW.get(target, -1) >= ROW[package]):
             yield f"{path}:{line}: {package} (row {ROW.get(package)}) may not import {target} (row {ROW.get(target)})"
 
@@ -108,6 +142,25 @@ def test_every_package_has_a_row() -> None:
     assert packages - {"__init__"} <= set(ROW)
 
 
+def test_every_inner_room_has_its_rule() -> None:
+    inner = {p.parent.relative_to(REPO / "mega_rl") for p in (REPO / "mega_rl").glob("*/*/__init__.py")}
+    names = {".".join(folder.parts) for folder in inner}
+    assert names | {name.split(".")[0] for name in names} == set(ROOMS)
+    assert all(
+        allowed in ROOMS and allowed.split(".")[0] == name.split(".")[0] for name in ROOMS for allowed in ROOMS[name]
+    )
+
+
+def test_every_room_needs_what_it_is_allowed() -> None:
+    used: dict[str, set[str]] = {name: set() for name in ROOMS}
+    for path in source_files():
+        here = room(module_name(path))
+        for _, module, _ in imports(ast.parse((REPO / path).read_text(encoding="utf-8")), path):
+            if here in ROOMS and module.startswith("mega_rl."):
+                used[here].add(room(module))
+    assert {name: set(allowed) - used[name] for name, allowed in ROOMS.items()} == {name: set() for name in ROOMS}
+
+
 @pytest.mark.parametrize(
     ("path", "source", "expected"),
     [
@@ -118,6 +171,27 @@ def test_every_package_has_a_row() -> None:
         ("mega_rl/megatron/a.py", "from mega_rl.rollout.engine import Engine", "may not import rollout"),
         ("mega_rl/data/a.py", "from mega_rl.bridge import plan", "may not import bridge"),
         ("mega_rl/__init__.py", "from mega_rl.types import Prompt", "may not import types"),
+        ("mega_rl/bridge/mapping/a.py", "from mega_rl.bridge.files.stored import S", "may not import bridge.files"),
+        ("mega_rl/bridge/mapping/a.py", "from ..reshard import plan", "bridge.mapping may not import bridge.reshard"),
+        ("mega_rl/bridge/reshard/a.py", "import mega_rl.bridge.files.copy", "may not import bridge.files"),
+        ("mega_rl/bridge/reshard/a.py", "from mega_rl.bridge import outgoing", "may not import bridge.outgoing"),
+        ("mega_rl/bridge/reshard/a.py", "from mega_rl.bridge.mapping import vllm", "may not import bridge.mapping"),
+        ("mega_rl/bridge/outgoing/a.py", "from mega_rl.bridge.files import copy", "may not import bridge.files"),
+        ("mega_rl/bridge/files/a.py", "from mega_rl.bridge.outgoing import noise", "may not import bridge.outgoing"),
+        (
+            "mega_rl/bridge/slices.py",
+            "from mega_rl.bridge.mapping import tensors",
+            "bridge may not import bridge.mapping",
+        ),
+        ("mega_rl/bridge/__init__.py", "from .reshard.plan import Plan", "bridge may not import bridge.reshard"),
+        ("mega_rl/rollout/a.py", "from mega_rl.rollout.vllm.engine import E", "rollout may not import rollout.vllm"),
+        ("mega_rl/rollout/a.py", "from .remote import engines", "rollout may not import rollout.remote"),
+        ("mega_rl/rollout/vllm/a.py", "from mega_rl.rollout.remote import r", "may not import rollout.remote"),
+        ("mega_rl/platform/operators/a.py", "from mega_rl.platform.ascend import d", "may not import platform.ascend"),
+        ("mega_rl/platform/ascend/a.py", "from ..operators import dispatch", "may not import platform.operators"),
+        ("mega_rl/stages/parts/a.py", "from mega_rl.stages import rl", "stages.parts may not import stages"),
+        ("mega_rl/stages/parts/a.py", "from mega_rl.stages.sft import train", "stages.parts may not import stages"),
+        ("mega_rl/doctor/probes/a.py", "from mega_rl.doctor import host", "doctor.probes may not import doctor"),
         ("mega_rl/stages/a.py", "import ray", "ray may be"),
         ("mega_rl/stages/a.py", "def f():\n    from mega_rl.types import Prompt", "inside a function"),
         ("mega_rl/stages/a.py", "def f():\n    import_module('mega_rl.types')", "inside a function"),
@@ -159,7 +233,99 @@ def test_broken_rule_is_found(path: str, source: str, expected: str) -> None:
             '"""Like "cuda".\n\ntorch.cuda.x"""\n\ndef f():\n    "cuda"\n    # torch.cuda.synchronize()',
         ),
         ("mega_rl/platform/a.py", "from mega_rl.types import InputError"),
+        (
+            "mega_rl/bridge/files/a.py",
+            "from mega_rl.bridge.mapping import tensors\nfrom mega_rl.bridge.slices import Box",
+        ),
+        (
+            "mega_rl/rollout/remote/a.py",
+            "from mega_rl.rollout.vllm.engine import E\nfrom mega_rl.rollout.engine import E",
+        ),
+        ("mega_rl/stages/a.py", "from mega_rl.stages.parts.session import Session"),
+        ("mega_rl/stages/parts/a.py", "from mega_rl.stages.parts import session\nfrom .batches import Batches"),
+        ("mega_rl/megatron/a.py", "from mega_rl.bridge.files.stored import S"),
     ],
 )
 def test_kept_rule_is_accepted(path: str, source: str) -> None:
     assert faults(path, source) == []
+
+
+def module_name(path: str) -> str:
+    """The dotted name of a source file of ours; a package's ``__init__`` has the package's."""
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def import_graph(sources: Mapping[str, str]) -> dict[str, set[str]]:
+    """For every module, those that Python runs before it, given the modules' source texts by path.
+
+    An import of ``a.b.c`` runs the packages ``a`` and ``a.b`` first. Packages in which the importing module itself lies
+    are left out: they are being run already.
+    """
+    files = {module_name(path): path for path in sources}
+    graph: dict[str, set[str]] = {}
+    for module, path in files.items():
+        around = {module.rsplit(".", depth)[0] for depth in range(1, module.count(".") + 1)}
+        graph[module] = set()
+        for _, target, _ in imports(ast.parse(sources[path], path), path):
+            while target and target not in files:  # the last name may be a function or a class
+                target = target.rpartition(".")[0]
+            parents = {target.rsplit(".", depth)[0] for depth in range(1, target.count(".") + 1)}
+            graph[module] |= ({target} | (parents - around)) & files.keys() - {module}
+    return graph
+
+
+def circle(graph: Mapping[str, set[str]]) -> list[str]:
+    """One circle of imports, its first module at both ends, or an empty list."""
+    finished: set[str] = set()
+
+    def search(module: str, way: list[str]) -> list[str]:
+        if module in way:
+            return [*way[way.index(module) :], module]
+        for target in sorted(graph[module] - finished):
+            if found := search(target, [*way, module]):
+                return found
+        finished.add(module)
+        return []
+
+    return next((found for module in sorted(graph) if (found := search(module, []))), [])
+
+
+def test_there_is_no_circle_of_imports() -> None:
+    sources = {path: (REPO / path).read_text(encoding="utf-8") for path in source_files()}
+    assert circle(import_graph(sources)) == []
+
+
+@pytest.mark.parametrize(
+    ("sources", "expected"),
+    [
+        (
+            {"mega_rl/a/b.py": "from mega_rl.a import c", "mega_rl/a/c.py": "from . import b"},
+            ["mega_rl.a.b", "mega_rl.a.c", "mega_rl.a.b"],
+        ),
+        (  # a package's __init__ and a module inside it
+            {"mega_rl/a/__init__.py": "from mega_rl.a.b import X", "mega_rl/a/b.py": "from mega_rl.a import Y"},
+            ["mega_rl.a", "mega_rl.a.b", "mega_rl.a"],
+        ),
+        (  # through the __init__ of an inner room, which nobody names
+            {
+                "mega_rl/a/__init__.py": "from mega_rl.a.cpu import CPU",
+                "mega_rl/a/cpu.py": "from mega_rl.a.inner.kernels import f",
+                "mega_rl/a/inner/__init__.py": "from mega_rl import a",
+                "mega_rl/a/inner/kernels.py": "",
+            },
+            ["mega_rl.a", "mega_rl.a.cpu", "mega_rl.a.inner", "mega_rl.a"],
+        ),
+        (
+            {
+                "mega_rl/a/__init__.py": "from mega_rl.a.cpu import CPU",
+                "mega_rl/a/cpu.py": "from mega_rl.a.inner.kernels import f",
+                "mega_rl/a/inner/__init__.py": "",
+                "mega_rl/a/inner/kernels.py": "",
+                "mega_rl/a/inner/dispatch.py": "from mega_rl import a",
+            },
+            [],
+        ),
+    ],
+)
+def test_a_circle_of_imports_is_found(sources: dict[str, str], expected: list[str]) -> None:
+    assert circle(import_graph(sources)) == expected

@@ -1,7 +1,8 @@
-"""What no tracked file may hold: paths of one machine, package index addresses, grab-bag modules, very long files."""
+"""What no tracked file may be or hold: paths of one machine, package indexes, grab-bag modules, great length."""
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).resolve().parent.parent.parent
-MAX_LINES = 450
+MAX_LINES = 424
+MAX_FUNCTION_LINES = 60
 FORBIDDEN = {
     "a path of one machine": re.compile(r"(?<![\w.}$/~-])/(work|root|home|opt|mnt|srv|tmp|Users)/\w"),
     "a package index address": re.compile(r"pypi\.org|pythonhosted\.org|download\.pytorch\.org|file:/{3}"),
@@ -47,6 +49,19 @@ def length_faults(path: str, text: str) -> list[str]:
     return [f"{path}: {lines} lines, at most {MAX_LINES}"] if too_long else []
 
 
+def function_faults(path: str, text: str) -> list[str]:
+    """Functions of mega_rl that are too long, from ``def`` to the last line."""
+    if not path.startswith("mega_rl/") or not path.endswith(".py"):
+        return []
+    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    lengths = {(node.name, node.lineno): (node.end_lineno or node.lineno) - node.lineno + 1 for node in functions}
+    return [
+        f"{path}:{line}: {name} has {length} lines, at most {MAX_FUNCTION_LINES}"
+        for (name, line), length in lengths.items()
+        if length > MAX_FUNCTION_LINES
+    ]
+
+
 def test_tree_keeps_the_rules() -> None:
     faults = []
     for path in tracked_files():
@@ -55,7 +70,7 @@ def test_tree_keeps_the_rules() -> None:
             text = (REPO / path).read_text(encoding="utf-8")
         except UnicodeDecodeError:
             continue  # an image
-        faults += content_faults(path, text) + length_faults(path, text)
+        faults += content_faults(path, text) + length_faults(path, text) + function_faults(path, text)
     assert faults == []
 
 
@@ -84,3 +99,13 @@ def test_grab_bag_and_length_are_found() -> None:
     assert not name_faults("mega_rl/data/packing.py")
     assert length_faults("mega_rl/a.py", "\n" * (MAX_LINES + 1))
     assert not length_faults("mega_rl/a.py", "\n" * MAX_LINES) and not length_faults("LICENSE", "\n" * 9999)
+
+
+def test_long_function_is_found() -> None:
+    body = "    x = 1\n" * (MAX_FUNCTION_LINES - 1)
+    assert not function_faults("mega_rl/a.py", f"def f():\n{body}")
+    assert function_faults("mega_rl/a.py", f"def f():\n{body}    y = 2\n")
+    assert function_faults(
+        "mega_rl/a.py", f"class C:\n    async def f(self):\n{body.replace('    ', '        ')}        y = 2\n"
+    )
+    assert not function_faults("tests/a.py", f"def f():\n{body}    y = 2\n")

@@ -14,7 +14,7 @@ from typing import Any
 
 from mega_rl.errors import InputError
 
-JOB = ".job.json"  # in the unfinished directory: whose it is, and how far
+JOB = ".job.json"  # a file of the unfinished directory: which job it belongs to, and how far that job is
 LOCK = ".lock"
 
 
@@ -181,6 +181,6 @@ class Assembly:
 
 
 def _boot_id() -> str:
-    """Changes with every start of the machine; empty where the system does not tell."""
+    """Changes with every start of the machine; empty if the system does not tell."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text().strip() if path.is_file() else ""

@@ -16,7 +16,7 @@ from mega_rl.bridge.slices import Box, num_elements
 # (tensor, box of whole rows, values) -> values of the same shape and dtype
 Transform = Callable[[str, Box, Tensor], Tensor]
 Advance = Callable[[int], None]  # is told of every number of finished bytes
-NUM_THREADS = 2  # that compute digests
+NUM_THREADS = 2  # threads that compute digests
 RECORDED_BLOCKS = 32  # a killed conversion repeats at most so many
 
 

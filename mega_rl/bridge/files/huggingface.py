@@ -160,7 +160,7 @@ class HFWriter:
         max_shard_bytes: int,
         source_dir: str | Path,
     ) -> None:
-        """``source_dir`` gives config, tokenizer and generation files; InputError where ``out_dir`` exists."""
+        """``source_dir`` gives config, tokenizer and generation files; InputError if ``out_dir`` exists."""
         self.out_dir, self.dtype = Path(out_dir), dtype
         if self.out_dir.exists():
             raise InputError(f"{self.out_dir} exists; choose another output directory or remove it")

@@ -50,7 +50,7 @@ def damage(directory: Path) -> str | None:
 
 
 def digest(path: Path) -> str:
-    """Of the first and the last MiB: cheap for files of any size, and sees what a crash or a bad copy does to them."""
+    """The hash of the first and the last MiB: cheap at any size, and sees what a crash or a bad copy does to a file."""
     with path.open("rb") as file:
         head = file.read(DIGESTED_BYTES)
         file.seek(max(len(head), path.stat().st_size - DIGESTED_BYTES))

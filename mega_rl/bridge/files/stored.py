@@ -18,7 +18,8 @@ from torch import Tensor
 from mega_rl.bridge.slices import Box, carry_over, extents, indices, intersect, num_elements, whole_box
 from mega_rl.errors import InputError
 
-_NO_KERNEL_COPY = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL)  # of this kernel or these file systems
+# The errors with which this kernel or these file systems refuse to copy by themselves.
+_NO_KERNEL_COPY = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class Place:
     file: str  # relative to the root of the files
     offset: int  # bytes
     shape: tuple[int, ...]
-    box: Box  # as hf_box, with a dimension more in front where the array stacks tensors
+    box: Box  # as hf_box, with a dimension more in front if the array stacks tensors
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class OpenTensors:
         self._stack.close()
 
     def read(self, name: str, box: Box) -> Tensor:
-        """The box, contiguous, in the stored dtype; InputError where a file ends too early or cannot be read."""
+        """The box, contiguous, in the stored dtype; InputError if a file ends too early or cannot be read."""
         out = torch.empty(extents(box), dtype=self.stored.dtypes[name])
         num_read = 0
         for place, part, target in self._parts(name, box, out):
@@ -87,7 +88,7 @@ class OpenTensors:
         return out
 
     def write(self, name: str, box: Box, values: Tensor) -> None:
-        """Puts the box, in the stored dtype, to its places; OSError where that fails."""
+        """Puts the box, in the stored dtype, to its places; OSError if that fails."""
         num_written = 0
         for place, part, piece in self._parts(name, box, values):
             self._write_array(place, part, piece)
@@ -172,7 +173,7 @@ class OpenTensors:
 
 
 def row_blocks(shape: Sequence[int], itemsize: int, max_bytes: int) -> Iterator[Box]:
-    """A tensor in blocks of whole rows of at most ``max_bytes``, or of one row where that is longer."""
+    """A tensor in blocks of whole rows of at most ``max_bytes``, or of one row if that is longer."""
     rows = max(1, max_bytes // (itemsize * prod(shape[1:])))
     for start in range(0, shape[0], rows):
         yield ((start, min(start + rows, shape[0])), *whole_box(shape[1:]))
@@ -193,7 +194,7 @@ def _runs(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _span(place: Place, part: Box, itemsize: int) -> tuple[int, int] | None:
-    """First byte and number of bytes of a part of a place, or None where it is not one run."""
+    """First byte and number of bytes of a part of a place, or None if it is not one run."""
     box = carry_over(part, place.hf_box, place.box)
     runs = list(islice(_runs(box, place.shape), 2))
     return (place.offset + runs[0][0] * itemsize, runs[0][1] * itemsize) if len(runs) == 1 else None

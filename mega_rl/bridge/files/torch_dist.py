@@ -1,4 +1,4 @@
-"""Megatron's ``torch_dist`` checkpoint format on files alone: no process group, no Megatron, no model.
+"""Megatron's ``torch_dist`` checkpoint format, from nothing but files: no process group, no Megatron, no model.
 
 A checkpoint is a pickled index (``.metadata``: global tensors, their chunks, and which bytes of which file hold each)
 and data files in which every chunk is a small zip archive as ``torch.save`` writes it. Format:

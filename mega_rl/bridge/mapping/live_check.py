@@ -13,7 +13,7 @@ VOCABULARY = ("embed_tokens.weight", "lm_head.weight")  # ends of the names of p
 
 
 def difference(parameters: Mapping[str, Tensor], slices: Iterable[Slice], dtype: torch.dtype) -> str | None:
-    """The first thing that keeps an update from being written in place; None where the slices describe all exactly.
+    """The first thing that keeps an update from being written in place; None if the slices describe all exactly.
 
     Names, dtypes and full shapes are compared: a transposed weight has as many elements as the other. What shapes
     cannot show is a transposed weight that is square.

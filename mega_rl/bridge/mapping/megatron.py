@@ -84,7 +84,7 @@ def rank_series(shape: ModelShape, layout: ParallelLayout, rank: int) -> list[Se
 
 
 def chunk_prefix(layout: ParallelLayout, chunk: int) -> str:
-    """What the local names of a model chunk begin with where a rank has several."""
+    """What the local names of a model chunk begin with if a rank has several."""
     return f"chunk{chunk}." if layout.num_chunks > 1 else ""
 
 
@@ -150,7 +150,7 @@ def gated_mlp(local: str, hf: str, hidden: int, ffn: int, parallel: int, rank: i
 
 
 def _shared_part(shape: ModelShape, tensor_parallel: int, tp_rank: int, local: str) -> list[Slice]:
-    """What every token passes in a layer with experts: the router, and the shared expert where there is one."""
+    """What every token passes in a layer with experts: the router, and the shared expert if there is one."""
     mixture, hidden, hf = shape.mixture, shape.hidden_size, layer_name(shape, LAYER, "mlp")
     assert mixture is not None
     slices = [whole(f"{local}.router.weight", f"{hf}.gate.weight", (mixture.num_experts, hidden))]

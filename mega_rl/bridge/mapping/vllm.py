@@ -32,10 +32,10 @@ def vllm_slices(shape: ModelShape, tensor_parallel: int, tp_rank: int, expert_pa
 def vllm_series(shape: ModelShape, tensor_parallel: int, tp_rank: int, expert_parallel: bool = False) -> list[Series]:
     """Every HF element in one vLLM worker's parameters; vocabulary padding is in no series.
 
-    Key-value heads are replicated where there are fewer of them than workers. A tied output layer shares the
+    Key-value heads are replicated if there are fewer of them than workers. A tied output layer shares the
     embedding's parameter and has no series. Experts are cut by their width; with ``expert_parallel`` (vLLM's
     ``enable_expert_parallel``, an engine without data parallelism of its own) every worker has some experts whole:
-    consecutive ones, one more for each of the first workers where they do not divide (``determine_expert_map``).
+    consecutive ones, one more for each of the first workers if they do not divide (``determine_expert_map``).
     """
     misfits = engine_problems(shape, tensor_parallel, has_whole_experts=expert_parallel)
     assert not misfits, misfits
@@ -90,7 +90,7 @@ def _gated_mlp(mlp: str, hidden: int, ffn: int, tensor_parallel: int, tp_rank: i
 
 
 def _shared_part(shape: ModelShape, tensor_parallel: int, tp_rank: int, mlp: str) -> list[Slice]:
-    """What every token passes in a layer with experts: the router, and the shared expert where there is one."""
+    """What every token passes in a layer with experts: the router, and the shared expert if there is one."""
     mixture, hidden = shape.mixture, shape.hidden_size
     assert mixture is not None
     router, gate = f"{mlp}.gate.weight", f"{mlp}.shared_expert_gate.weight"

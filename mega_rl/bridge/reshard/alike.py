@@ -12,7 +12,7 @@ Holder = tuple[int, Series]  # a rank and what it holds or wants
 
 
 class Group(NamedTuple):
-    """Tensors of one kind with their holders; each series holds all tensors of the group, and others perhaps."""
+    """Tensors of one kind with their holders; each series holds all tensors of the group, and perhaps others."""
 
     numbers: tuple[Number, ...]
     sources: tuple[Holder, ...]
@@ -68,5 +68,5 @@ def _same_bits(number_sets: Iterable[Iterable[int]]) -> dict[int, list[int]]:
 
 
 def _positions(bits: int) -> list[int]:
-    """Of the bits that are 1, in ascending order."""
+    """The positions of the bits that are 1, in ascending order."""
     return [i for i, digit in enumerate(reversed(bin(bits))) if digit == "1"]

@@ -39,9 +39,9 @@ def assign(needs: Sequence[Need], num_ranks: int) -> list[Shares]:
     """For every need, the rows that each owner sends to each destination.
 
     Needs with the fewest owners come first and of those the ones with the widest rows, for rows are never cut here;
-    each raises its least loaded owners to one level, as water fills a vessel. Where the owners of two needs overlap
-    and neither are all of the other's, as those of experts and of attention, the first choice is not yet the best:
-    every need is taken back and given out anew, a fixed number of rounds.
+    each raises its least loaded owners to one level, as water fills a vessel. One such pass is not optimal if the
+    owners of two needs overlap only partly, as those of experts and of attention do. So ``NUM_ROUNDS`` passes are made,
+    and each takes back what the one before it assigned.
     """
     row_elements = [need.row_elements for need in needs]
     ranks = [[rank for rank, _ in need.owners] for need in needs]

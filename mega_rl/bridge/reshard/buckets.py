@@ -22,7 +22,7 @@ class Stream:
     def __init__(self, runs: Sequence[Run], num_parts: int, slack: int) -> None:
         """Parts are of equal size but for ``slack`` elements: a cut moves back so far to the start of a tensor or row.
 
-        Cuts follow from the runs alone, so that both ranks have the same.
+        Cuts follow from nothing but the runs, so that both ranks have the same.
         """
         self._runs = runs
         ends = np.cumsum([run.num_elements for run in runs])
@@ -75,7 +75,7 @@ class Bucket(NamedTuple):
         return (move for stream in self.schedule.sends.values() for move in stream.moves(self.part))
 
     def receives(self) -> Iterator[Move]:
-        """As ``sends``, by source rank."""
+        """The received pieces, as in ``sends``, by source rank."""
         return (move for stream in self.schedule.receives.values() for move in stream.moves(self.part))
 
     def send_sizes(self) -> dict[int, int]:
@@ -91,7 +91,7 @@ def schedule(plan: Plan, rank: int, capacity: int) -> Schedule:
     """One rank's part of exchanges in which no rank sends and receives more than ``capacity`` elements together.
 
     Every exchange carries an equal part of what each pair of ranks has to say to each other, so that all ranks work in
-    all of them. Their number follows from the plan alone, so nobody negotiates.
+    all of them. Their number follows from nothing but the plan, so nobody negotiates.
 
     Raises:
         ValueError: a capacity below one element for every pair of ranks that meet in one rank.

@@ -16,7 +16,7 @@ from mega_rl.bridge.reshard.runs import Move
 from mega_rl.bridge.slices import Box, extents, indices, num_elements
 
 Read = Callable[[str, str, Box, Box], torch.Tensor]  # (local_name, hf_name, hf_box, local_box) -> [extents of the box]
-Write = Callable[[str, str, Box, Box, torch.Tensor], None]  # the same of the destination, and the piece
+Write = Callable[[str, str, Box, Box, torch.Tensor], None]  # the same names and boxes of the destination, and the piece
 
 
 def write_into(parameters: Mapping[str, torch.Tensor]) -> Write:
@@ -37,7 +37,7 @@ class Ledger:
     """What one rank moved in one run, and where its time went.
 
     The device is waited for at both ends of the run, so that ``seconds`` is true everywhere. Between them it is not, or
-    nothing would overlap: where it works behind the host's back, its time counts where the host waits for it next.
+    nothing would overlap: if the device works behind the host's back, its time counts when the host waits for it next.
     """
 
     bytes_local: int  # copied within this rank
@@ -75,7 +75,7 @@ class Transfer:
         self.plan, self.rank, self.world_size, self.group = plan, rank, world_size, group
         self.bucket_bytes, self.device, self._synchronize = bucket_bytes, torch.device(device), synchronize
         self._volume = plan.volume(rank)
-        self._schedules: dict[int, Schedule] = {}  # element size -> of the whole plan
+        self._schedules: dict[int, Schedule] = {}  # element size -> the schedule of the whole plan
 
     def run(self, read: Read, write: Write, dtype: torch.dtype) -> Ledger:
         """Moves every piece of the plan; collective.

@@ -51,7 +51,7 @@ class Volume:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Every destination element written exactly once, from the rank itself where it holds it, else from one owner."""
+    """Every destination element written exactly once, from the rank itself if it holds it, else from one owner."""
 
     num_ranks: int
     flows: tuple[Flow, ...]
@@ -68,7 +68,7 @@ class Plan:
 
     @cached_property
     def _shares(self) -> np.ndarray:
-        """Those of all flows, one below the other."""
+        """The shares of all flows, one below the other."""
         return np.concatenate([np.empty((0, 4), dtype=np.int64), *[flow.shares for flow in self.flows]])
 
     @cached_property
@@ -86,12 +86,12 @@ class Plan:
 
     @cached_property
     def moves(self) -> tuple[Move, ...]:
-        """Those of all ranks: for small plans. A rank needs only those of its ``runs_of``."""
+        """The moves of all ranks, for small plans. A rank needs only the moves of its ``runs_of``."""
         everything = np.arange(len(self._shares))
         return tuple(move for run in self._runs(everything) for move in run.moves())
 
     def runs_of(self, rank: int) -> Iterator[Run]:
-        """Those in which the rank takes part; those of a pair of ranks come in one order on both."""
+        """The runs in which the rank takes part; the runs of a pair of ranks come in the same order on both."""
         return self._runs(np.flatnonzero((self._ends == rank).any(axis=1)))
 
     def _runs(self, which: np.ndarray) -> Iterator[Run]:
@@ -102,7 +102,7 @@ class Plan:
             yield Run(numbers, box, src, source, dst, user, start, end)
 
     def select(self, hf_names: Sequence[str]) -> Plan:
-        """The plan for these tensors alone, each in flows of its own; its ``minimum`` stays that of all."""
+        """The plan for only these tensors, each in flows of its own; its ``minimum`` stays that of all."""
         found = (flow.restrict(place) for name in hf_names for flow, place in self._flows_by_tensor[_tensor(name)])
         return Plan(self.num_ranks, tuple(flow for flow in found if flow), self.minimum)
 
@@ -140,7 +140,7 @@ def _tensor(hf_name: str) -> tuple[str, Number]:
 def compile_plan(sources: Layout, destinations: Layout) -> Plan:
     """The plan from ``sources[rank]`` to ``destinations[rank]``; the same on every rank that compiles it.
 
-    Raises ValueError that names tensor, box and rank where no source holds an element that a destination wants.
+    Raises ValueError that names tensor, box and rank if no source holds an element that a destination wants.
     """
     assert len(sources) == len(destinations), "one list of slices per rank on both sides"
     num_ranks = len(sources)

@@ -30,12 +30,12 @@ from mega_rl.bridge.slices import Box, Slice, carry_over, extents, indices, inte
 from mega_rl.parallel.collectives import gather_objects, together
 
 SAMPLE_SYNCS = 16  # `bridge.verify=sample` comes round to every tensor within so many syncs
-CHUNK_DIGITS = 1 << 18  # of a piece at a time: its products stay in the processor's cache
+CHUNK_DIGITS = 1 << 18  # digits of a piece that are hashed at a time: their products stay in the processor's cache
 
-Hashes = list[int]  # of a rank's cells, in their order
+Hashes = list[int]  # the hashes of a rank's cells, in the order of the cells
 # Calls function(live parameters, *arguments[worker]) in every engine worker; all answers, on every rank.
 Inspect = Callable[[Callable[..., Hashes], Sequence[tuple[Any, ...]]], list[Hashes]]
-Sizes = Mapping[str, tuple[int, ...]]  # of the HF tensors
+Sizes = Mapping[str, tuple[int, ...]]  # the sizes of the HF tensors
 
 
 def distinct_boxes(slices: Iterable[Slice]) -> dict[str, list[Box]]:
@@ -82,7 +82,7 @@ def piece_hash(piece: Tensor, hf_box: Box, salt: int) -> Tensor:
         table = table.contiguous()
     digits = table.view(torch.int16)
     per_element = piece.element_size() // 2
-    # Vectors have keys of their own by column alone: their row key is row 0's.
+    # Vectors have keys of their own only by column: their row key is row 0's.
     row_keys = _on(piece.device, salt, 0, *rows)
     column_keys = _on(piece.device, salt, 1, columns[0] * per_element, columns[1] * per_element)
     step = max(1, CHUNK_DIGITS // max(1, digits.shape[1]))

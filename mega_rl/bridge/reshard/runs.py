@@ -40,7 +40,7 @@ class Run:
     ``start`` to ``end``.
     """
 
-    numbers: tuple[Number, ...]  # of the group's tensors
+    numbers: tuple[Number, ...]  # the numbers of the group's tensors
     hf_box: Box
     src_rank: int
     source: Series
@@ -71,7 +71,7 @@ class Run:
         return [hf_name_of(self.source.hf_name, n) for n in self.numbers[self.start // rows : -(-self.end // rows)]]
 
     def moves(self, start: int = 0, end: int | None = None) -> Iterator[Move]:
-        """Those of the run's elements number ``start`` to ``end``, or to its last, counted row by row."""
+        """The moves of the run's elements number ``start`` to ``end``, or to its last, counted row by row."""
         row, size = self.row_elements, self.piece_elements
         first = self.start * row + start
         last = self.end * row if end is None else self.start * row + end

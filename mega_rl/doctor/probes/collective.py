@@ -1,4 +1,4 @@
-"""Two ranks sum a vector, on the host and, where there are two devices, on the devices. Rank 0 starts rank 1."""
+"""Two ranks sum a vector, on the host and, if there are two devices, on the devices. Rank 0 starts rank 1."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def main() -> None:
             join(0, store_file)
             status = other.wait()
         finally:
-            other.kill()  # where this rank failed; it would wait for it
+            other.kill()  # if this rank failed, the other would wait for it
     sys.exit(status)
 
 

@@ -10,7 +10,7 @@ from mega_rl.platform.operators import dispatch as operators
 from mega_rl.platform.operators import reference
 from mega_rl.types import DTYPES
 
-LENGTHS = (5, 128, 67)  # of the packed sequences, tokens
+LENGTHS = (5, 128, 67)  # tokens of the packed sequences
 NUM_HEADS, NUM_KEY_HEADS, WIDTH = 8, 2, 64
 
 

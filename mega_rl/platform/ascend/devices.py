@@ -25,7 +25,7 @@ NOT_MASKS = {
 
 
 def read_mask(environ: Mapping[str, str]) -> tuple[int, ...] | None:
-    """The physical ids that this process may use, ascending; None where there is no mask.
+    """The physical ids that this process may use, ascending; None if there is no mask.
 
     Raises:
         InputError: a mask that CANN would read otherwise than it looks.
@@ -45,11 +45,11 @@ def read_mask(environ: Mapping[str, str]) -> tuple[int, ...] | None:
 
 
 def check_visible(mask: tuple[int, ...] | None, num_visible: int, num_on_host: int | None = None) -> None:
-    """InputError where the mask names devices that are not there.
+    """InputError if the mask names devices that are not there.
 
     Args:
         num_visible: devices that the runtime offers under this mask, of which it drops the absent ones.
-        num_on_host: devices of the host or container; None where it is not known.
+        num_on_host: devices of the host or container; None if it is not known.
     """
     if mask is None:
         return
@@ -65,7 +65,7 @@ def check_visible(mask: tuple[int, ...] | None, num_visible: int, num_on_host: i
 
 
 def check_local_rank(local_rank: int, num_visible: int, mask: tuple[int, ...] | None) -> None:
-    """InputError where torchrun started more processes on this host than they have devices."""
+    """InputError if torchrun started more processes on this host than they have devices."""
     if local_rank < num_visible:
         return
     devices = f"the {num_visible} of {MASK}={_joined(mask)}" if mask is not None else f"{num_visible} on this host"

@@ -13,7 +13,7 @@ SET_ENV = (
 
 
 def missing_library() -> str | None:
-    """What keeps CANN's runtime from loading, with the fix; None where it loads."""
+    """What keeps CANN's runtime from loading, with the fix; None if it loads."""
     try:
         ctypes.CDLL(RUNTIME)
     except OSError as error:

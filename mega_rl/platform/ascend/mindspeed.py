@@ -73,7 +73,7 @@ NOT_CALLED = (
     "megatron.core.fusions",
     "torch.cuda.nvtx",
 )
-# What features ask of the rest of Megatron-LM's command line, where it is the same in every run of mega_rl.
+# What features ask of the rest of Megatron-LM's command line, as far as every run of mega_rl answers it alike.
 FACTS = ("--use-distributed-optimizer",)
 # Patches of torch that Megatron needs while it is imported, and that the engine in this process must not see.
 ONLY_AT_IMPORT = ("torch.compile", "torch.jit.script")
@@ -99,7 +99,7 @@ def is_used(config: MindSpeedConfig) -> bool:
 
 
 def without(config: MindSpeedConfig) -> list[str]:
-    """What the log says where MindSpeed is not used."""
+    """What the log says if MindSpeed is not used."""
     reason = "is off" if config.mode == "off" else "is not installed"
     return [f"MindSpeed {reason}: Megatron-core runs unpatched, on mega_rl's own fused operators"]
 
@@ -212,7 +212,7 @@ def _import_adaptor(words: Sequence[str], features: Sequence[str]) -> None:
         raise _broken(error, features) from error
     finally:
         sys.argv = command_line
-        root.handlers[:] = handlers  # it takes over the root logger
+        root.handlers[:] = handlers  # MindSpeed takes over the root logger
         root.setLevel(level)
 
 

@@ -15,7 +15,7 @@ from mega_rl.config.schema import RolloutConfig
 from mega_rl.parallel.collectives import COLLECTIVE_TIMEOUT
 from mega_rl.parallel.joint_group import MeetingPoint, join_store, open_meeting
 from mega_rl.rollout.engine import Request
-from mega_rl.rollout.remote.receiver import Link
+from mega_rl.rollout.receiver import Link
 from mega_rl.rollout.vllm.receiving_engine import ReceivingEngine
 from mega_rl.types import Trajectory
 

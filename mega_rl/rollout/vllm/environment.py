@@ -26,7 +26,7 @@ _DEVICE_DEFAULTS = {
 def set_environment(device_type: str, environ: MutableMapping[str, str] = os.environ) -> None:
     """Set vLLM's variables for a device type ("cpu", "npu", ...); a value that the user has set stays.
 
-    Must run before vLLM is imported. ``VLLM_ENABLE_V1_MULTIPROCESSING`` alone is overwritten: the engine works in
+    Must run before vLLM is imported. Only ``VLLM_ENABLE_V1_MULTIPROCESSING`` is overwritten: the engine works in
     process only.
     """
     environ.update(_REQUIRED)

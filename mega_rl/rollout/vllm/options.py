@@ -91,7 +91,7 @@ def engine_arguments(
     arguments = {name: value for name, value in defaults.items() if name in known} | dict(rollout.vllm)
     if device_type == "npu":
         options = additional_config(rollout.vllm.get("additional_config"), ascend_options())
-        # It would bind the threads of the process, which is the trainer's too and is bound by CPU_AFFINITY_CONF.
+        # vllm-ascend's enable_cpu_binding would bind the trainer's threads too, which CPU_AFFINITY_CONF binds already.
         unbound = {"enable_cpu_binding": False} if is_colocated else {}
         arguments["additional_config"] = unbound | options
     if on_cpu:

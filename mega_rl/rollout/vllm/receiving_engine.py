@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mega_rl.config.schema import RolloutConfig
-from mega_rl.rollout.remote.receiver import Link
+from mega_rl.rollout.receiver import Link
 from mega_rl.rollout.vllm.engine import VLLMEngine
 from mega_rl.rollout.vllm.environment import set_environment
 from mega_rl.rollout.vllm.options import TRANSFER_BACKEND

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mega_rl.rollout.remote.receiver import Receiver
+from mega_rl.rollout.receiver import Receiver
 
 EXPERT_WEIGHTS = ("w13_weight", "w2_weight")
 
@@ -36,7 +36,7 @@ def live_parameters(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def start_arguments(start_weight_update: Callable[..., None]) -> dict[str, Any]:
-    """What vLLM's ``start_weight_update`` must be told: 0.23 alone has to hear that its loader is not wanted."""
+    """What vLLM's ``start_weight_update`` must be told: only 0.23 has to hear that its loader is not wanted."""
     takes_format = "is_checkpoint_format" in inspect.signature(start_weight_update).parameters
     return {"is_checkpoint_format": False} if takes_format else {}
 

@@ -1,6 +1,6 @@
 """Our receiver at vLLM's weight-transfer extension point.
 
-Imported by vLLM's worker alone, by the name under which ``register`` announces it.
+Imported only by vLLM's worker, by the name under which ``register`` announces it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from mega_rl.rollout.remote.receiver import Link
+from mega_rl.rollout.receiver import Link
 from mega_rl.rollout.vllm.versions import TransferMethods
 
 

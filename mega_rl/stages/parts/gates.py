@@ -88,7 +88,10 @@ class Gates:
         self.found: dict[str, list[Difference | None]] = {"reference": [], "ppo_kl": [], "engine": []}
 
     def recompute(self, actor: MegatronEngine, minibatch: list[Microbatch]) -> list[Microbatch]:
-        """Compute the policy's log-probabilities by themselves and compare them; they are pi_old where it is open."""
+        """Compute the policy's log-probabilities by themselves and compare them with the reference's and the engine's.
+
+        They are used as pi_old for micro-batches that have none yet.
+        """
         recomputed = []
         for microbatch, stats in zip(minibatch, actor.token_stats(minibatch), strict=True):
             self.logprobs[microbatch.sequence_indices] = stats.logprobs
