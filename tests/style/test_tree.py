@@ -1,4 +1,6 @@
-"""What no tracked file may hold: paths of one machine, package index addresses, grab-bag modules, very long files."""
+"""What no tracked file may hold: paths of one machine, package index addresses, grab-bag modules, very long files; and
+the place of a unit test.
+"""
 
 from __future__ import annotations
 
@@ -47,6 +49,21 @@ def length_faults(path: str, text: str) -> list[str]:
     return [f"{path}: {lines} lines, at most {MAX_LINES}"] if too_long else []
 
 
+def room_faults(path: str, text: str) -> list[str]:
+    """A module of ``tests/unit`` stands in the folder of the package that it imports, or of ``tools``."""
+    room, *inner = Path(path).relative_to("tests/unit").parts
+    if not inner:
+        return [f"{path}: every unit test stands in the folder of a package, or in tools"]
+    if room == "tools":  # the command lines, and everything else outside of the package
+        return []
+    if not (REPO / "mega_rl" / room).is_dir():
+        return [f"{path}: mega_rl has no package {room}"]
+    names = re.findall(
+        rf"^from mega_rl\.{room}\b|^from mega_rl import .*\b{room}\b|^import mega_rl\.{room}\b", text, re.M
+    )
+    return [] if names else [f"{path}: imports nothing of mega_rl.{room}, so it belongs elsewhere"]
+
+
 def test_tree_keeps_the_rules() -> None:
     faults = []
     for path in tracked_files():
@@ -56,6 +73,8 @@ def test_tree_keeps_the_rules() -> None:
         except UnicodeDecodeError:
             continue  # an image
         faults += content_faults(path, text) + length_faults(path, text)
+        if path.startswith("tests/unit/") and path.endswith(".py"):
+            faults += room_faults(path, text)
     assert faults == []
 
 
@@ -84,3 +103,11 @@ def test_grab_bag_and_length_are_found() -> None:
     assert not name_faults("mega_rl/data/packing.py")
     assert length_faults("mega_rl/a.py", "\n" * (MAX_LINES + 1))
     assert not length_faults("mega_rl/a.py", "\n" * MAX_LINES) and not length_faults("LICENSE", "\n" * 9999)
+
+
+def test_a_unit_test_in_the_wrong_room_is_found() -> None:
+    text = "from mega_rl.data.packing import pack\n"
+    assert not room_faults("tests/unit/data/test_a.py", text) and not room_faults("tests/unit/tools/test_a.py", "")
+    assert not room_faults("tests/unit/platform/test_a.py", "from mega_rl import errors, platform\n")
+    for path in ("tests/unit/test_a.py", "tests/unit/rollout/test_a.py", "tests/unit/sampling/test_a.py"):
+        assert room_faults(path, text), path
