@@ -12,19 +12,29 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache, wraps
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, TypeVar
 
 import psutil
 
+from tests import warm
+
 REPO = Path(__file__).resolve().parent.parent
 MARK = "MEGA_RL_TEST_LAUNCH"  # in the environment of everything a launch starts, however it detached itself
+R = TypeVar("R")
 VISIBLE_CHARACTERS = 20_000
 # Processes that are copies of one that has imported torch: a start costs 20 ms and not 2 s.
 COPIES = multiprocessing.get_context("forkserver")
 COPIES.set_forkserver_preload(["mega_rl", "torch"])
+# What the ranks of ``ranks`` find imported: the trainer, or the engine with it.
+TRAINER = ("transformers", "tests.distributed.engine_support", "tests.distributed.tiny_models", "mega_rl.stages.sft")
+ENGINE = (*TRAINER, "vllm", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "tests.distributed.rollout_checks")
+DEVICES = ("/dev/nvidiactl", "/dev/davinci_manager")  # of a machine with an accelerator
 
 
 @dataclass(frozen=True)
@@ -71,6 +81,25 @@ class Running:
             time.sleep(0.05)
 
 
+def once(launch: Callable[..., R]) -> Callable[..., R]:
+    """``functools.cache`` that remembers a failure too: what died for one test is not started again by the next."""
+    results: dict[tuple[object, ...], R | Exception] = {}
+
+    @wraps(launch)
+    def remembered(*args: Any) -> R:
+        if args not in results:
+            try:
+                results[args] = launch(*args)
+            except Exception as error:  # noqa: BLE001 - raised below, in this test and in the next
+                results[args] = error
+        result = results[args]
+        if isinstance(result, Exception):
+            raise result.with_traceback(None)
+        return result
+
+    return remembered
+
+
 def torchrun_command(script: str | Path, *args: object, nproc: int = 2) -> tuple[str, ...]:
     """The command line of ``torchrun`` for ``nproc`` processes of this machine on a port of their own."""
     launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(nproc))
@@ -95,6 +124,43 @@ def torchrun(
         Exit status and output. A failed run's output is also printed, so pytest shows it with whatever assertion fails.
     """
     return run(torchrun_command(script, *args, nproc=nproc), timeout=timeout, env=env)
+
+
+def ranks(
+    script: str | Path, *args: object, nproc: int = 2, timeout: float = 300.0, modules: tuple[str, ...] = TRAINER
+) -> Launched:
+    """``torchrun`` for a script of the tests, but that its ranks are copies of one process that has imported
+    ``modules``: the first launch of a session waits for the imports, the others do not.
+
+    Not for what a user starts, nor for scripts that start Ray. With an accelerator it is ``torchrun``.
+    """
+    if any(Path(device).exists() for device in DEVICES):
+        return torchrun(script, *args, nproc=nproc, timeout=timeout)
+    argv = (str(REPO / script), *map(str, args))
+    token, begin = uuid.uuid4().hex, time.monotonic()
+    server = _warm(modules)
+    with tempfile.TemporaryDirectory() as scratch:
+        output_file = Path(scratch) / "output.txt"
+        output_file.touch()
+        server.send(warm.Request(argv, nproc, _free_port(), _variables(None, token), str(output_file)))
+        pid = server.recv()
+        is_over = server.poll(timeout)
+        _kill_tree(pid, is_running=True, token=token)  # the launch, or whatever of its group is left
+        returncode, output = server.recv(), output_file.read_text(encoding="utf-8", errors="replace")
+    assert is_over, f"{' '.join(argv)} did not end in {timeout:.0f} s:\n{_tail(output)}"
+    launched = Launched(argv, returncode, output, time.monotonic() - begin)
+    if returncode != 0:
+        print(f"{' '.join(argv)} ended with {returncode}:\n{_tail(output)}")
+    return launched
+
+
+@cache
+def _warm(modules: tuple[str, ...]) -> Connection:
+    """To the process with these imports; it ends when this process does."""
+    here, there = COPIES.Pipe()
+    COPIES.Process(target=warm.serve, args=(there, modules), daemon=True).start()
+    there.close()
+    return here
 
 
 def run(command: tuple[str, ...] | list[str], timeout: float = 300.0, env: Mapping[str, str] | None = None) -> Launched:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract import families
-from tests.launch import REPO, run, torchrun
+from tests.launch import REPO, ranks, run
 
 pytestmark = pytest.mark.slow
 RELATIVE = 2e-5  # float32 logits, two implementations of four layers
@@ -30,7 +30,7 @@ def test_every_family_gets_its_certificates(tmp_path: Path) -> None:
 
 
 def test_the_trainer_starts_from_them_and_its_own_are_converted(tmp_path: Path) -> None:
-    launched = torchrun(REPO / "tests" / "distributed" / "run_convert.py", tmp_path).check()
+    launched = ranks(REPO / "tests" / "distributed" / "run_convert.py", tmp_path).check()
     done = [line for line in launched.stdout.splitlines() if line.startswith("CONVERTED ")]
     assert len(done) == NUM_CASES, done
 
