@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import runpy
@@ -156,10 +157,11 @@ def ranks(
 
 @cache
 def _warm(modules: tuple[str, ...]) -> Connection:
-    """To the process with these imports; it ends when this process does."""
+    """To the process with these imports, which ends with this connection."""
     here, there = COPIES.Pipe()
-    COPIES.Process(target=warm.serve, args=(there, modules), daemon=True).start()
+    COPIES.Process(target=warm.serve, args=(there, modules)).start()  # no daemon: a rank may have children
     there.close()
+    atexit.register(here.close)  # before multiprocessing waits for its children
     return here
 
 
