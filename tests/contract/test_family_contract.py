@@ -26,9 +26,8 @@ SCRIPT = Path(__file__).with_name("run_family_contract.py")
 RELATIVE = 2e-5  # float32, two implementations of four layers
 # (tensor, pipeline, expert, expert tensor) parallel sizes
 LAYOUTS = [(1, 1, 1, 1), (2, 1, 1, 2), (4, 2, 2, 2), (2, 4, 4, 1), (1, 2, 8, 1)]
-LIVE = [
-    name for name in families.CONTRACT.own if not name.startswith("deepseek")
-]  # the engine writer knows their engines
+# Of the families whose engines the engine writer knows.
+LIVE = [name for name in families.CONTRACT.own if not name.startswith("deepseek")]
 Tensors = dict[str, torch.Tensor]
 
 
