@@ -63,6 +63,11 @@ class Scale:
     def keys(self, name: str) -> dict[str, Any]:
         return {**self.common, **self.own[name]}
 
+    def config(self, name: str) -> dict[str, Any]:
+        """What a ``config.json`` must say."""
+        family = self.family(name)
+        return {"architectures": [ARCHITECTURES[family]], **OPTIONS[family], **self.keys(name)}
+
     def new_model(self, name: str, **changes: Any) -> transformers.PreTrainedModel:
         return new_model(self.family(name), {**self.keys(name), **changes})
 
