@@ -16,7 +16,7 @@ ifdef PYTHON
 export PYTHON
 endif
 
-.PHONY: help venv quickstart test test-cpu test-npu lint format types tensorboard clean
+.PHONY: help venv quickstart test test-fast test-cpu test-npu durations lint format types tensorboard clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -28,6 +28,12 @@ quickstart: venv ## train a tiny model with GRPO from nothing, under 10 minutes 
 	@VENV="$(abspath $(VENV))" QUICKSTART_DIR="$(QUICKSTART_DIR)" tools/quickstart.sh
 
 test: $(if $(PYTEST_ARGS),,test-npu) test-cpu ## the whole suite: test-npu, then test-cpu; narrowed by PYTEST_ARGS, test-cpu alone
+
+test-fast: venv ## unit, contract and style tests without those marked slow: under 3 minutes on 2 cores
+	@$(BIN)/python -m pytest tests/unit tests/contract tests/style -m "not slow" $(PYTEST_ARGS)
+
+durations: ## the whole suite, and the ten tests of each part that took longest
+	@$(MAKE) --no-print-directory test-npu test-cpu PYTEST_ARGS="--durations=10" NPU_PYTEST_ARGS="--durations=10"
 
 test-cpu: venv ## all tests but those of device npu
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -10,16 +13,29 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache, wraps
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, TypeVar
 
 import psutil
 
+from tests import warm
+
 REPO = Path(__file__).resolve().parent.parent
 MARK = "MEGA_RL_TEST_LAUNCH"  # in the environment of everything a launch starts, however it detached itself
+R = TypeVar("R")
 VISIBLE_CHARACTERS = 20_000
+# Processes that are copies of one that has imported torch: a start costs 20 ms and not 2 s.
+COPIES = multiprocessing.get_context("forkserver")
+COPIES.set_forkserver_preload(["mega_rl", "torch"])
+# What the ranks of ``ranks`` find imported: the trainer, or the engine with it.
+TRAINER = ("transformers", "tests.distributed.engine_support", "tests.distributed.tiny_models", "mega_rl.stages.sft")
+ENGINE = (*TRAINER, "vllm", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "tests.distributed.rollout_checks")
+DEVICES = ("/dev/nvidiactl", "/dev/davinci_manager")  # of a machine with an accelerator
 
 
 @dataclass(frozen=True)
@@ -66,6 +82,25 @@ class Running:
             time.sleep(0.05)
 
 
+def once(launch: Callable[..., R]) -> Callable[..., R]:
+    """``functools.cache`` that remembers a failure too: what died for one test is not started again by the next."""
+    results: dict[tuple[object, ...], R | Exception] = {}
+
+    @wraps(launch)
+    def remembered(*args: Any) -> R:
+        if args not in results:
+            try:
+                results[args] = launch(*args)
+            except Exception as error:  # noqa: BLE001 - raised below, in this test and in the next
+                results[args] = error
+        result = results[args]
+        if isinstance(result, Exception):
+            raise result.with_traceback(None)
+        return result
+
+    return remembered
+
+
 def torchrun_command(script: str | Path, *args: object, nproc: int = 2) -> tuple[str, ...]:
     """The command line of ``torchrun`` for ``nproc`` processes of this machine on a port of their own."""
     launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(nproc))
@@ -92,6 +127,44 @@ def torchrun(
     return run(torchrun_command(script, *args, nproc=nproc), timeout=timeout, env=env)
 
 
+def ranks(
+    script: str | Path, *args: object, nproc: int = 2, timeout: float = 300.0, modules: tuple[str, ...] = TRAINER
+) -> Launched:
+    """``torchrun`` for a script of the tests, but that its ranks are copies of one process that has imported
+    ``modules``: the first launch of a session waits for the imports, the others do not.
+
+    Not for what a user starts, nor for scripts that start Ray. With an accelerator it is ``torchrun``.
+    """
+    if any(Path(device).exists() for device in DEVICES):
+        return torchrun(script, *args, nproc=nproc, timeout=timeout)
+    argv = (str(REPO / script), *map(str, args))
+    token, begin = uuid.uuid4().hex, time.monotonic()
+    server = _warm(modules)
+    with tempfile.TemporaryDirectory() as scratch:
+        output_file = Path(scratch) / "output.txt"
+        output_file.touch()
+        server.send(warm.Request(argv, nproc, _free_port(), _variables(None, token), str(output_file)))
+        pid = server.recv()
+        is_over = server.poll(timeout)
+        _kill_tree(pid, is_running=True, token=token)  # the launch, or whatever of its group is left
+        returncode, output = server.recv(), output_file.read_text(encoding="utf-8", errors="replace")
+    assert is_over, f"{' '.join(argv)} did not end in {timeout:.0f} s:\n{_tail(output)}"
+    launched = Launched(argv, returncode, output, time.monotonic() - begin)
+    if returncode != 0:
+        print(f"{' '.join(argv)} ended with {returncode}:\n{_tail(output)}")
+    return launched
+
+
+@cache
+def _warm(modules: tuple[str, ...]) -> Connection:
+    """To the process with these imports, which ends with this connection."""
+    here, there = COPIES.Pipe()
+    COPIES.Process(target=warm.serve, args=(there, modules)).start()  # no daemon: a rank may have children
+    there.close()
+    atexit.register(here.close)  # before multiprocessing waits for its children
+    return here
+
+
 def run(command: tuple[str, ...] | list[str], timeout: float = 300.0, env: Mapping[str, str] | None = None) -> Launched:
     """``torchrun``'s promises for any command."""
     begin = time.monotonic()
@@ -103,19 +176,64 @@ def run(command: tuple[str, ...] | list[str], timeout: float = 300.0, env: Mappi
     return launched
 
 
+def run_copy(code: str | Path, *args: object, timeout: float = 120.0, env: Mapping[str, str] | None = None) -> Launched:
+    """``run`` for ``python -c CODE`` or ``python SCRIPT ARGUMENTS`` in a process of its own, a copy of one that has
+    imported torch and nothing else of ours; not for code that must begin before torch, and not for many ranks.
+    """
+    assert "PYTHONPATH" not in (env or {}), "a copy has read it already"
+    token, begin = uuid.uuid4().hex, time.monotonic()
+    argv = ("-c" if isinstance(code, str) else str(REPO / code), *map(str, args))
+    with tempfile.TemporaryDirectory() as scratch:
+        output_file = Path(scratch) / "output.txt"
+        output_file.touch()
+        process = COPIES.Process(target=_copy, args=(code, argv, output_file, _variables(env, token)))
+        process.start()
+        try:
+            process.join(timeout)
+            output = output_file.read_text(encoding="utf-8", errors="replace")
+            assert process.exitcode is not None, f"{' '.join(argv)} did not end in {timeout:.0f} s:\n{_tail(output)}"
+        finally:
+            _kill_tree(process.pid, is_running=process.is_alive(), token=token)
+            process.join(timeout=10)
+    launched = Launched((sys.executable, *argv), process.exitcode, output, time.monotonic() - begin)
+    if launched.returncode != 0:
+        print(f"{' '.join(argv)} ended with {launched.returncode}:\n{_tail(output)}")
+    return launched
+
+
+def _copy(code: str | Path, argv: tuple[str, ...], output_file: Path, variables: dict[str, str]) -> None:
+    """What the copy does: the interpreter's part for ``-c CODE`` or a script."""
+    os.setsid()
+    with output_file.open("wb") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.chdir(REPO)
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.argv[:] = argv
+    if isinstance(code, Path):
+        sys.path.insert(0, str((REPO / code).parent))
+        runpy.run_path(argv[0], run_name="__main__")
+    else:
+        exec(compile(code, "<code>", "exec"), {"__name__": "__main__"})
+
+
+def _variables(env: Mapping[str, str] | None, token: str) -> dict[str, str]:
+    path = os.pathsep.join(p for p in (str(REPO), os.environ.get("PYTHONPATH", "")) if p)
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **(env or {}), MARK: token}
+
+
 @contextmanager
 def started(command: tuple[str, ...] | list[str], env: Mapping[str, str] | None = None) -> Iterator[Running]:
     """Start ``command`` in the repository root, in a session of its own, and clear up its whole tree at the end."""
     token = uuid.uuid4().hex
-    path = os.pathsep.join(p for p in (str(REPO), os.environ.get("PYTHONPATH", "")) if p)
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **(env or {}), MARK: token}
     with tempfile.TemporaryDirectory() as scratch:
         output_file = Path(scratch) / "output.txt"
         with output_file.open("wb") as output:
             process = subprocess.Popen(
                 [str(part) for part in command],
                 cwd=REPO,
-                env=variables,
+                env=_variables(env, token),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -124,21 +242,21 @@ def started(command: tuple[str, ...] | list[str], env: Mapping[str, str] | None 
         try:
             yield Running(tuple(map(str, command)), process, output_file)
         finally:
-            _kill(process, token)
+            _kill_tree(process.pid, is_running=process.poll() is None, token=token)
+            process.wait(timeout=10)
 
 
-def _kill(process: subprocess.Popen[bytes], token: str) -> None:
+def _kill_tree(pid: int, *, is_running: bool, token: str) -> None:
     """Kill the process group and everything that carries the token: torchrun's ranks have sessions of their own."""
     victims = _marked(token)
-    if process.poll() is None:
+    if is_running:
         with suppress(psutil.NoSuchProcess):
-            victims += psutil.Process(process.pid).children(recursive=True)
+            victims += psutil.Process(pid).children(recursive=True)
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(pid, signal.SIGKILL)
     for victim in victims:
         with suppress(psutil.NoSuchProcess):
             victim.kill()
-    process.wait(timeout=10)
     deadline = time.monotonic() + 10
     while any(alive(victim.pid) for victim in victims) and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -9,19 +9,17 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
-    LlamaConfig,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen3Config,
 )
 
 from mega_rl.errors import InputError
 from mega_rl.types import DTYPES
 
-FAMILIES: dict[str, type[PreTrainedConfig]] = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
+FAMILIES = ("qwen2", "qwen3", "llama")  # by transformers' names of model types
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,8 @@ def tiny_config(spec: TinyModelSpec, tokenizer: PreTrainedTokenizerFast) -> PreT
         )
     if spec.num_heads % spec.num_kv_heads:
         raise InputError(f"--num-kv-heads {spec.num_kv_heads} does not divide --num-heads {spec.num_heads}")
-    return FAMILIES[spec.family](
+    return AutoConfig.for_model(
+        spec.family,
         vocab_size=len(tokenizer),
         hidden_size=spec.hidden_size,
         intermediate_size=spec.ffn,

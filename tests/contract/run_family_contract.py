@@ -27,14 +27,14 @@ from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.types import Figures, Microbatch, Sequence, TokenStats
-from tests.contract import families
+from tests import families
 
 LENGTHS = (7, 19, 3, 12, 1, 22)
 
 
 def make_sequences() -> list[Sequence]:
     generator = torch.Generator().manual_seed(1)
-    drawn = [torch.randint(0, families.COMMON["vocab_size"], (n + 1,), generator=generator) for n in LENGTHS]
+    drawn = [torch.randint(0, families.CONTRACT.common["vocab_size"], (n + 1,), generator=generator) for n in LENGTHS]
     return [Sequence(ids, torch.ones(len(ids) - 1), torch.randn(len(ids) - 1, generator=generator)) for ids in drawn]
 
 
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--tensor", type=int, default=1)
     parser.add_argument("--expert", type=int, default=1)
-    parser.add_argument("--family", nargs="*", default=list(families.FAMILIES))
+    parser.add_argument("--family", nargs="*", default=list(families.CONTRACT.own))
     arguments = parser.parse_args()
     dist.init_process_group(platform.current().backend)
     parallel = ParallelConfig(

@@ -26,11 +26,11 @@ from mega_rl.errors import InputError
 from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.stages.parts import session
-from tests.contract import families
+from tests import families
 from tests.launch import REPO, run
 
 DEFAULT_WINDOW = 4096  # tokens, Mistral's if the file has none
-LLAMA3 = families.LLAMA3
+LLAMA3 = families.llama3_rope(64)
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ LONG_RESPONSE = {"data.max_response_length": 120, "trainer.max_tokens_per_microb
 
 CASES: dict[str, Case] = {
     # --- every family as transformers writes it
-    **{name: Case(name, keys=SFT if name.startswith("deepseek") else {}) for name in families.FAMILIES},
+    **{name: Case(name, keys=SFT if name.startswith("deepseek") else {}) for name in families.CONTRACT.own},
     # --- the file
     "missing file": Case("qwen2", words=("has no config.json",), content=b""),
     "bad JSON": Case("qwen2", words=("is not valid JSON",), content=b'{"architectures": '),
@@ -227,8 +227,7 @@ class OpenedError(Exception):
 
 def configuration(case: Case, directory: Path) -> RunConfig:
     """A valid one but for the case, and its model's config.json."""
-    architecture, own = families.FAMILIES[case.family]
-    values = {"architectures": [f"{architecture}ForCausalLM"], **families.COMMON, **own, **case.changes}
+    values = {**families.CONTRACT.config(case.family), **case.changes}
     values = {key: value for key, value in values.items() if value is not ...}
     content = json.dumps(values).encode() if case.content is None else case.content
     model = directory / "model"

@@ -1,4 +1,4 @@
-"""What every model family must hold: a new one is one more entry of ``families.FAMILIES``."""
+"""What every model family must hold; see ``families.py`` for a new one."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from mega_rl.bridge.slices import Slice, indices, whole_box
 from mega_rl.errors import InputError
 from mega_rl.models.fit import engine_problems, expert_problems, tensor_problems
 from mega_rl.models.shape import FAMILIES, ModelShape, read_model_shape
-from tests import launch
-from tests.contract import families
+from tests import families, launch
 
 SCRIPT = Path(__file__).with_name("run_family_contract.py")
 RELATIVE = 2e-5  # float32, two implementations of four layers
 # (tensor, pipeline, expert, expert tensor) parallel sizes
 LAYOUTS = [(1, 1, 1, 1), (2, 1, 1, 2), (4, 2, 2, 2), (2, 4, 4, 1), (1, 2, 8, 1)]
-LIVE = [name for name in families.FAMILIES if not name.startswith("deepseek")]  # the engine writer knows their engines
+# Of the families whose engines the engine writer knows.
+LIVE = [name for name in families.CONTRACT.own if not name.startswith("deepseek")]
 Tensors = dict[str, torch.Tensor]
 
 
@@ -34,7 +34,7 @@ Tensors = dict[str, torch.Tensor]
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with every family's tiny model as transformers saves it."""
     directory = tmp_path_factory.mktemp("families")
-    for family in families.FAMILIES:
+    for family in families.CONTRACT.own:
         families.make(family).save_pretrained(directory / family)
     return directory
 
@@ -90,10 +90,10 @@ def to_hf(shape: ModelShape, parts: list[list[Slice]], locals_: list[Tensors]) -
 
 
 def test_every_architecture_is_here() -> None:
-    assert {f"{architecture}ForCausalLM" for architecture, _ in families.FAMILIES.values()} == set(FAMILIES)
+    assert {families.ARCHITECTURES[families.CONTRACT.family(name)] for name in families.CONTRACT.own} == set(FAMILIES)
 
 
-@pytest.mark.parametrize("family", families.FAMILIES)
+@pytest.mark.parametrize("family", families.CONTRACT.own)
 def test_names_shapes_and_roles_are_those_of_the_saved_checkpoint(family: str, models: Path, tmp_path: Path) -> None:
     shape, model = load(models / family)
     assert {name: tuple(tensor.shape) for name, tensor in model.items()} == hf_tensors(shape)
@@ -111,7 +111,7 @@ def test_names_shapes_and_roles_are_those_of_the_saved_checkpoint(family: str, m
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", families.FAMILIES)
+@pytest.mark.parametrize("family", families.CONTRACT.own)
 def test_trainer_slices_are_exact_both_ways(family: str, layout: tuple[int, int, int, int], models: Path) -> None:
     shape, model = load(models / family)
     if shape.mixture is None and layout[2] > 1:
@@ -249,7 +249,7 @@ def test_what_a_family_refuses(
 
 
 def run(models: Path, nproc: int, *arguments: object) -> dict[str, dict[str, float]]:
-    done = launch.torchrun(SCRIPT, models, *arguments, nproc=nproc, timeout=300).check()
+    done = launch.ranks(SCRIPT, models, *arguments, nproc=nproc, timeout=300).check()
     line = next(line for line in done.stdout.splitlines() if line.startswith("CONTRACT "))
     figures: dict[str, dict[str, float]] = json.loads(line.removeprefix("CONTRACT "))
     return figures
@@ -258,14 +258,14 @@ def run(models: Path, nproc: int, *arguments: object) -> dict[str, dict[str, flo
 @pytest.mark.slow
 def test_one_process_computes_what_transformers_does(models: Path) -> None:
     figures = run(models, 1)
-    assert set(figures) == set(families.FAMILIES)
+    assert set(figures) == set(families.CONTRACT.own)
     assert max(error for errors in figures.values() for error in errors.values()) < RELATIVE, figures
 
 
 @pytest.mark.slow
 def test_two_processes_compute_the_same(models: Path) -> None:
     """Tensor, sequence and expert parallelism together, for the families that dense ones say nothing of."""
-    names = [name for name in families.FAMILIES if name.endswith("_moe") or name.startswith("deepseek")]
+    names = [name for name in families.CONTRACT.own if name.endswith("_moe") or name.startswith("deepseek")]
     figures = run(models, 2, "--tensor", 2, "--expert", 2, "--family", *names)
     assert set(figures) == set(names)
     assert max(error for errors in figures.values() for error in errors.values()) < RELATIVE, figures

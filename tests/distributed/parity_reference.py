@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor
 
 from mega_rl.types import Sequence
+from tests.families import as_saved
 
 LENGTHS = (7, 19, 30, 41, 3, 12, 1, 12, 5, 50, 9)  # positions; the total is odd, so packs of a multiple have a tail
 # A gradient that is nothing but rounding must not become a step: eps stands well above it.
@@ -77,22 +78,6 @@ def _statistics(logits: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor
     return table.gather(1, ids[1:, None])[:, 0], -(table.exp() * table).sum(-1)
 
 
-def _one_tensor_per_expert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """By the names of a checkpoint: transformers keeps the experts of a layer in one tensor while it computes."""
-    separate: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        stem, _, kind = name.rpartition(".")
-        if kind == "gate_up_proj":
-            for expert, (gate, up) in enumerate(pair.chunk(2) for pair in tensor):
-                separate[f"{stem}.{expert}.gate_proj.weight"] = gate
-                separate[f"{stem}.{expert}.up_proj.weight"] = up
-        elif kind == "down_proj":
-            separate |= {f"{stem}.{expert}.down_proj.weight": down for expert, down in enumerate(tensor)}
-        else:
-            separate[name] = tensor
-    return separate
-
-
 def train(model: transformers.PreTrainedModel, sequences: list[Sequence], objective: Objective) -> Reference:
     """Train ``model`` on every sequence by itself, so without any padding or packing."""
     with torch.no_grad():
@@ -117,7 +102,7 @@ def train(model: transformers.PreTrainedModel, sequences: list[Sequence], object
         gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
         norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP))
         adamw.step()
-        weights = _one_tensor_per_expert({name: p.detach().clone() for name, p in model.named_parameters()})
+        weights = as_saved({name: p.detach().clone() for name, p in model.named_parameters()})
         first_weights = first_weights or weights
-        steps.append(Step(loss, norm, _one_tensor_per_expert(gradients)))
+        steps.append(Step(loss, norm, as_saved(gradients)))
     return Reference(logits, [a for a, _ in pairs], [b for _, b in pairs], steps, first_weights, weights)

@@ -6,66 +6,21 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from mega_rl.types import Prompt, Trajectory
-from tests.contract.families import EXPERTS, as_saved
+from tests.families import ENGINE, as_saved
 
 EOS = 0
 VOCAB = ["<eos>", "<unk>", *(chr(code) for code in range(32, 127))]  # 97 tokens: no multiple of what engines pad to
-FAMILIES = {
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),
-    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
-    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
-}
-OPTIONS = {
-    "mistral": {"sliding_window": None},
-    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 80},
-    "qwen3_moe": {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [0]},
-}
 
 
 def tiny_model(family: str, *, tied: bool, seed: int = 0) -> PreTrainedModel:
     """A random float32 model with peaked logits, its norms and biases random too."""
-    config_class, model_class = FAMILIES[family]
-    options = {
-        "vocab_size": len(VOCAB),
-        "hidden_size": 128,
-        "intermediate_size": 192,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": tied,
-        "eos_token_id": EOS,
-        "bos_token_id": None,
-        "pad_token_id": EOS,
-        "initializer_range": 0.08,
-        "dtype": "float32",
-    }
-    config = config_class(**{**options, **OPTIONS.get(family, {})})
+    tokens = {"vocab_size": len(VOCAB), "eos_token_id": EOS, "bos_token_id": None, "pad_token_id": EOS}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = model_class(config).eval()
+        model = ENGINE.new_model(family, **tokens, tie_word_embeddings=tied).eval()
     perturb(model, seed, 0.1)
     return model
 

@@ -38,7 +38,7 @@ class Run:
         self.layout, self.root = layout, root
         config = run_config(case, OBJECTIVE)
         config.optimizer.schedule = "linear"
-        self.sequences = make_sequences(OBJECTIVE, tiny_models.FAMILIES["qwen2"].vocab_size)
+        self.sequences = make_sequences(OBJECTIVE, tiny_models.vocab_size("qwen2"))
         self.microbatches = pack_for_rank(case, layout, self.sequences)
         self.make: Callable[[], MegatronEngine] = lambda: build_engine(config, layout, root / "model", 10)
         self.engine = self.make()

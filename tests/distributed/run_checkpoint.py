@@ -66,7 +66,7 @@ def follow(
     case: Case, layout: ParallelLayout, engine: MegatronEngine, num_steps: int, family: str = FAMILY
 ) -> list[dict[str, float]]:
     """The figures of the next optimizer steps."""
-    sequences = make_sequences(OBJECTIVE, tiny_models.FAMILIES[family].vocab_size)
+    sequences = make_sequences(OBJECTIVE, tiny_models.vocab_size(family))
     microbatches, loss_function = pack_for_rank(case, layout, sequences), loss_of(OBJECTIVE, sequences)
     figures = []
     for _ in range(num_steps):

@@ -17,7 +17,7 @@ from mega_rl import platform
 from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.megatron import checkpoint
 from mega_rl.megatron.engine import MegatronEngine
-from tests.contract import families
+from tests import families
 from tests.distributed.engine_support import build_engine, groups, optimizer_of, owned_span, run_config
 from tests.distributed.layouts import Case
 from tests.distributed.parity_reference import OBJECTIVES

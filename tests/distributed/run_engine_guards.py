@@ -86,7 +86,7 @@ def even_reference(family: str) -> tuple[list[Sequence], Reference]:
     """Micro-batches of the same size, four of them: a message that takes another one's place then fits there."""
     generator = torch.Generator().manual_seed(4)
     length = EVEN_TOKENS // 2 - 1  # two sequences and a tail of two tokens
-    ids = torch.randint(0, tiny_models.FAMILIES[family].vocab_size, (8, length + 1), generator=generator)
+    ids = torch.randint(0, tiny_models.vocab_size(family), (8, length + 1), generator=generator)
     sequences = [Sequence(row, torch.ones(length), torch.ones(length)) for row in ids]
     return sequences, train(tiny_models.make(family), sequences, OBJECTIVES["sft"])
 

@@ -55,7 +55,7 @@ class Errors:
 
 @functools.cache
 def reference_of(family: str, objective: str) -> tuple[list[Sequence], Reference]:
-    sequences = make_sequences(OBJECTIVES[objective], tiny_models.FAMILIES[family].vocab_size)
+    sequences = make_sequences(OBJECTIVES[objective], tiny_models.vocab_size(family))
     return sequences, train(tiny_models.make(family), sequences, OBJECTIVES[objective])
 
 

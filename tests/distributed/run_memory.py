@@ -48,7 +48,7 @@ class World:
 
     def __init__(self, case: Case, layout: ParallelLayout, directory: Path) -> None:
         self.case, self.layout, self.directory = case, layout, directory
-        sequences = make_sequences(OBJECTIVE, tiny_models.FAMILIES["qwen2"].vocab_size)
+        sequences = make_sequences(OBJECTIVE, tiny_models.vocab_size("qwen2"))
         self.microbatches = pack_for_rank(case, layout, sequences)
         self.loss_function = loss_of(OBJECTIVE, sequences)
 

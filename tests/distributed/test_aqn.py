@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from functools import cache
 
 import pytest
 
 from tests.distributed.layouts import AQN_CASES
-from tests.launch import REPO, torchrun
+from tests.launch import ENGINE, REPO, once, ranks
 
 SCRIPT = REPO / "tests" / "distributed" / "run_aqn.py"
 NUM_RANKS = 4
@@ -24,10 +23,10 @@ CHECKS = [f"stream_{case.name}" for case in AQN_CASES] + [
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
-@cache
+@once
 def verdicts() -> dict[str, list[str]]:
     """What every check said, on every rank."""
-    launched = torchrun(SCRIPT, nproc=NUM_RANKS, timeout=360)
+    launched = ranks(SCRIPT, nproc=NUM_RANKS, timeout=360, modules=ENGINE)
     found: dict[str, list[str]] = defaultdict(list)
     for line in launched.check().stdout.splitlines():
         if line.startswith("CHECK "):

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import REPO, started, torchrun, torchrun_command
+from tests.launch import REPO, ranks, started, torchrun_command
 
 SCRIPT = REPO / "tests" / "distributed" / "run_async_checkpoint.py"
 
 
 @pytest.mark.slow
 def test_an_asynchronous_save_equals_a_plain_one_and_keeps_the_newest(tmp_path: Path) -> None:
-    launched = torchrun(SCRIPT, "--part", "write", "--dir", tmp_path, nproc=2, timeout=200).check()
+    launched = ranks(SCRIPT, "--part", "write", "--dir", tmp_path, nproc=2, timeout=200).check()
     assert "PASSED write" in launched.stdout
 
 
@@ -23,5 +23,5 @@ def test_a_job_killed_amid_an_asynchronous_save_resumes_at_another_layout_from_t
         running.wait_for("HELD amid the save", timeout=200)
     found = sorted(path.name for path in (tmp_path / "cut").iterdir())
     assert found == [".step_00000004.incomplete", "step_00000003"]
-    launched = torchrun(SCRIPT, "--part", "resume", "--dir", tmp_path, nproc=1, timeout=200).check()
+    launched = ranks(SCRIPT, "--part", "resume", "--dir", tmp_path, nproc=1, timeout=200).check()
     assert "PASSED resume" in launched.stdout

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from tests.distributed.run_bridge_proof import CHECKS
-from tests.launch import REPO, torchrun
+from tests.launch import REPO, ranks
 
 SCRIPT = REPO / "tests" / "distributed" / "run_bridge_proof.py"
 
 
 def test_every_injected_fault_stops_the_run() -> None:
-    launched = torchrun(SCRIPT, nproc=4, timeout=200).check()
+    launched = ranks(SCRIPT, nproc=4, timeout=200).check()
     passed = [line for line in launched.stdout.splitlines() if line.startswith("CHECK ")]
     assert passed == [f"CHECK {check.__name__} ok" for check in CHECKS]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract import families
-from tests.launch import REPO, run, torchrun
+from tests import families
+from tests.launch import REPO, ranks, run
 
 pytestmark = pytest.mark.slow
 RELATIVE = 2e-5  # float32 logits, two implementations of four layers
@@ -25,12 +25,12 @@ def test_every_family_gets_its_certificates(tmp_path: Path) -> None:
     launched = run((sys.executable, str(script), str(tmp_path))).check()
     (line,) = [line for line in launched.stdout.splitlines() if line.startswith("CERTIFIED ")]
     errors = json.loads(line.removeprefix("CERTIFIED "))
-    assert list(errors) == list(families.FAMILIES)
+    assert list(errors) == list(families.CONTRACT.own)
     assert all(error < RELATIVE for pair in errors.values() for error in pair), errors
 
 
 def test_the_trainer_starts_from_them_and_its_own_are_converted(tmp_path: Path) -> None:
-    launched = torchrun(REPO / "tests" / "distributed" / "run_convert.py", tmp_path).check()
+    launched = ranks(REPO / "tests" / "distributed" / "run_convert.py", tmp_path).check()
     done = [line for line in launched.stdout.splitlines() if line.startswith("CONVERTED ")]
     assert len(done) == NUM_CASES, done
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
 
 from tests.distributed.layouts import GUARDS
-from tests.launch import REPO, torchrun
+from tests.launch import REPO, once, ranks
 
 SCRIPT = REPO / "tests" / "distributed" / "run_engine_guards.py"
 LIMIT = 1e-5  # of every figure with all guards
@@ -25,9 +24,9 @@ WRONG = {  # guard -> the figures that show that it is gone
 
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], list[str]]:
-    @cache
+    @once
     def launch() -> list[str]:
-        launched = torchrun(SCRIPT, "--dir", tmp_path_factory.mktemp("models"), nproc=2, timeout=280).check()
+        launched = ranks(SCRIPT, "--dir", tmp_path_factory.mktemp("models"), nproc=2, timeout=280).check()
         return launched.stdout.splitlines()
 
     return launch

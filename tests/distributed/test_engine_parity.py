@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import cache
 
 import pytest
 
 from tests.distributed.layouts import DENSE, LATENT, MIXTURE, Case
-from tests.launch import REPO, torchrun
+from tests.launch import REPO, once, ranks
 
 CASES = (
     Case(1, families=DENSE + MIXTURE),
@@ -59,11 +58,11 @@ Errors = dict[str, tuple[float, str]]  # figure -> (largest error over all ranks
 def errors_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[tuple[str, str, str], Errors]]:
     """Number of ranks -> (layout, family, objective) -> errors, from one launch each."""
 
-    @cache
+    @once
     def launch(num_ranks: int) -> dict[tuple[str, str, str], Errors]:
         cases = json.dumps([asdict(case) for case in CASES if case.num_ranks == num_ranks])
         directory = tmp_path_factory.mktemp("models")
-        launched = torchrun(SCRIPT, "--cases", cases, "--dir", directory, nproc=num_ranks, timeout=280).check()
+        launched = ranks(SCRIPT, "--cases", cases, "--dir", directory, nproc=num_ranks, timeout=280).check()
         lines = [json.loads(x.removeprefix("PARITY ")) for x in launched.stdout.splitlines() if x.startswith("PARITY ")]
         return {(line["layout"], line["family"], line["objective"]): line["errors"] for line in lines}
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 
 import pytest
 
-from tests.launch import REPO, Launched, torchrun
+from tests.launch import REPO, Launched, once, ranks
 
 SCRIPT = REPO / "tests" / "distributed" / "run_memory.py"
 
 
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Launched]:
-    @cache
+    @once
     def run() -> Launched:
-        return torchrun(SCRIPT, "--dir", tmp_path_factory.mktemp("model"), nproc=2, timeout=240)
+        return ranks(SCRIPT, "--dir", tmp_path_factory.mktemp("model"), nproc=2, timeout=240)
 
     return run
 

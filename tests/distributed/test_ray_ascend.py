@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from functools import cache
 
 import pytest
 
-from tests.launch import REPO, run
+from tests.launch import REPO, once, run
 
 pytest.importorskip("ray", reason="engines in other processes need Ray: install mega_rl[separate]")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -22,7 +21,7 @@ CHECKS = (
 )
 
 
-@cache
+@once
 def verdicts() -> dict[str, str]:
     launched = run([sys.executable, str(SCRIPT)], timeout=280)
     lines = [line for line in launched.check().stdout.splitlines() if line.startswith("CHECK ")]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.training import TinyWorld, metrics_of, train
-from tests.launch import REPO, torchrun
+from tests.launch import REPO, once, torchrun
 
 pytest.importorskip("ray", reason="engines in other processes need Ray: install mega_rl[separate]")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -26,7 +25,7 @@ CHECKS = (
 )
 
 
-@cache
+@once
 def verdicts(path: Path) -> dict[str, list[str]]:
     found: dict[str, list[str]] = defaultdict(list)
     for line in torchrun(SCRIPT, path, nproc=2, timeout=500).check().stdout.splitlines():

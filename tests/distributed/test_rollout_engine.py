@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from functools import cache
 
 import pytest
 
-from tests.launch import REPO, torchrun
+from tests.launch import ENGINE, REPO, once, ranks
 
 SCRIPT = REPO / "tests" / "distributed" / "rollout_checks.py"
 PER_FAMILY = ("layout", "equals_hf", "live_writes", "live_loader")
@@ -40,11 +39,11 @@ LAUNCHES = {  # name -> ranks, arguments of the script
 }
 
 
-@cache
+@once
 def verdicts(launch: str) -> dict[str, list[str]]:
     """What every check said, on every rank."""
     nproc, arguments = LAUNCHES[launch]
-    launched = torchrun(SCRIPT, *arguments, nproc=nproc, timeout=280)
+    launched = ranks(SCRIPT, *arguments, nproc=nproc, timeout=280, modules=ENGINE)
     found: dict[str, list[str]] = defaultdict(list)
     for line in launched.check().stdout.splitlines():
         if line.startswith("CHECK "):

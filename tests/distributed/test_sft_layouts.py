@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 import transformers
 
 from tests.distributed.training import TinyWorld, metrics_of, steps_saved, train
+from tests.launch import once
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 NUM_STEPS = 3
@@ -51,7 +51,7 @@ def run_of(tiny_world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> C
     root = tmp_path_factory.mktemp("sft_layouts")
     model = write_model(root / "model", tiny_world.model)
 
-    @cache
+    @once
     def run(name: str) -> Path:
         nproc, layout = LAYOUTS[name]
         overrides = (f"model.path={model}", "model.dtype=bfloat16", f"trainer.total_steps={NUM_STEPS}")

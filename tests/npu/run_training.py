@@ -36,7 +36,7 @@ def operator_counts() -> dict[str, int]:
 def train(case: Case, layout: ParallelLayout, family: str, objective_name: str, dtype: str, directory: Path) -> Figures:
     objective = OBJECTIVES[objective_name]
     engine = build_engine(run_config(case, objective, dtype), layout, directory, NUM_STEPS)
-    sequences = make_sequences(objective, tiny_models.FAMILIES[family].vocab_size)
+    sequences = make_sequences(objective, tiny_models.vocab_size(family))
     microbatches, loss_function = pack_for_rank(case, layout, sequences), loss_of(objective, sequences)
     stats = engine.token_stats(microbatches)
     figures = Figures(gather_objects([s.logprobs.cpu() for s in stats]), num_microbatches=len(microbatches))

@@ -1,4 +1,6 @@
-"""What no tracked file may be or hold: paths of one machine, package indexes, grab-bag modules, great length."""
+"""What no tracked file may be or hold (paths of one machine, package indexes, grab-bag modules, great length), and
+where a unit test stands.
+"""
 
 from __future__ import annotations
 
@@ -62,6 +64,20 @@ def function_faults(path: str, text: str) -> list[str]:
     ]
 
 
+def room_faults(path: str, text: str) -> list[str]:
+    """A module of ``tests/unit`` stands in the folder of the package that it imports, or of ``tools``."""
+    room, *inner = Path(path).relative_to("tests/unit").parts
+    if not inner:  # of a module that is in no package
+        is_module = (REPO / "mega_rl" / room.removeprefix("test_")).is_file()
+        return [] if is_module else [f"{path}: every unit test stands in the folder of a package, or in tools"]
+    if room == "tools":  # the command lines, and everything else outside of the package
+        return []
+    if not (REPO / "mega_rl" / room).is_dir():
+        return [f"{path}: mega_rl has no package {room}"]
+    imports = re.compile(rf"^(from|import) mega_rl(\.| import (.*\W)?){room}\b", re.MULTILINE)
+    return [] if imports.search(text) else [f"{path}: imports nothing of mega_rl.{room}, so it belongs elsewhere"]
+
+
 def test_tree_keeps_the_rules() -> None:
     faults = []
     for path in tracked_files():
@@ -71,6 +87,8 @@ def test_tree_keeps_the_rules() -> None:
         except UnicodeDecodeError:
             continue  # an image
         faults += content_faults(path, text) + length_faults(path, text) + function_faults(path, text)
+        if path.startswith("tests/unit/") and path.endswith(".py"):
+            faults += room_faults(path, text)
     assert faults == []
 
 
@@ -109,3 +127,12 @@ def test_long_function_is_found() -> None:
         "mega_rl/a.py", f"class C:\n    async def f(self):\n{body.replace('    ', '        ')}        y = 2\n"
     )
     assert not function_faults("tests/a.py", f"def f():\n{body}    y = 2\n")
+
+
+def test_a_unit_test_in_the_wrong_room_is_found() -> None:
+    text = "from mega_rl.data.packing import pack\n"
+    assert not room_faults("tests/unit/data/test_a.py", text) and not room_faults("tests/unit/tools/test_a.py", "")
+    assert not room_faults("tests/unit/test_types.py", "")
+    assert not room_faults("tests/unit/platform/test_a.py", "from mega_rl import errors, platform\n")
+    for path in ("tests/unit/test_a.py", "tests/unit/rollout/test_a.py", "tests/unit/sampling/test_a.py"):
+        assert room_faults(path, text), path

@@ -5,6 +5,7 @@ vLLM is imported inside, so that other platforms never load these parts.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -38,7 +39,10 @@ def cpu_adjustments(*, live_weights: bool, job: str) -> Iterator[None]:
     group_name = _CPUSHMDistributed.make_group_name
 
     def job_group_name(communicator: Any) -> str:
-        return f"{PREFIX}{job}-{group_name(communicator).lstrip('/')}"
+        # vLLM's worker sets the variable, and a model without an engine has no worker.
+        identifier = {"VLLM_DIST_IDENT": os.environ.get("VLLM_DIST_IDENT", job)}
+        with mock.patch.dict(os.environ, identifier):
+            return f"{PREFIX}{job}-{group_name(communicator).lstrip('/')}"
 
     with (
         mock.patch.object(torch.ops._C, "init_cpu_memory_env", lambda nodes: None, create=True),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,27 +16,14 @@ from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.slices import indices, whole_box
 from mega_rl.errors import InputError
 from mega_rl.models.shape import read_model_shape
+from tests.families import FILES
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 37,
-    "max_position_embeddings": 64,
-}
-FAMILIES = {
-    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {}),
-    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 16}),
-    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),
-}
+FAMILIES = tuple(FILES.own)
 
 
 def save_model(path: Path, family: str = "qwen2", tied: bool = False, shard: str = "1GB", seed: int = 0) -> Path:
     torch.manual_seed(seed)
-    config_class, model_class, extra = FAMILIES[family]
-    model = model_class(config_class(**SIZES, **extra, tie_word_embeddings=tied))
+    model = FILES.new_model(family, tie_word_embeddings=tied)
     model.save_pretrained(path, max_shard_size=shard)
     return path
 
@@ -65,7 +51,7 @@ def test_reader_gives_boxes_of_single_and_sharded_models(tmp_path: Path, shard: 
 
 @pytest.mark.parametrize("max_shard_bytes", [1 << 30, 20_000])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_written_loads_in_transformers(tmp_path: Path, family: str, tied: bool, max_shard_bytes: int) -> None:
     source = save_model(tmp_path / "source", family, tied)
     (source / "tokenizer_config.json").write_text('{"a": 1}')

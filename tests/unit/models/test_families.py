@@ -1,45 +1,41 @@
-"""The families of every test and of the tiny models are rows of the one table."""
+"""The families of the tests and of the tiny models are those of the table of families."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from mega_rl.bridge.mapping.tensors import LM_HEAD, hf_tensors
 from mega_rl.data import tiny_model
 from mega_rl.models import shape as shapes
 from mega_rl.models.fit import engine_problems
 from mega_rl.models.shape import BY_NAME, FAMILIES, ModelShape, parse_config
-from tests.contract import families
-from tests.distributed import layouts, rollout_support, tiny_models
-from tests.unit.bridge import test_huggingface
+from tests import families
+from tests.distributed import layouts
 
 
 def test_names_are_unique() -> None:
     assert len(BY_NAME) == len(FAMILIES)
 
 
-@pytest.mark.parametrize(
-    "classes",
-    [
-        {name: row.model_class for name, row in tiny_models.FAMILIES.items()},
-        {name: model_class for name, (_, model_class) in rollout_support.FAMILIES.items()},
-        {name: model_class for name, (_, model_class, _) in test_huggingface.FAMILIES.items()},
-        {name: AutoModelForCausalLM._model_mapping[config] for name, config in tiny_model.FAMILIES.items()},
-    ],
-    ids=["trainer", "engine", "files", "tiny"],
-)
-def test_tables_of_tests_name_families_as_the_table_does(classes: dict[str, type]) -> None:
-    for name, model_class in classes.items():
+def test_the_table_of_the_tests_has_every_family_and_no_other() -> None:
+    assert set(families.OPTIONS) == set(BY_NAME)
+    for scale in (families.CONTRACT, families.TRAINER, families.ENGINE, families.FILES):
+        assert {scale.family(name) for name in scale.own} <= set(BY_NAME)
+
+
+def test_tiny_models_name_families_as_the_table_does() -> None:
+    for name in tiny_model.FAMILIES:
+        model_class = AutoModelForCausalLM._model_mapping[type(AutoConfig.for_model(name))]
         assert FAMILIES[model_class.__name__].name == name
 
 
 def test_variants_of_the_contract_begin_with_their_family() -> None:
-    for name, (architecture, _) in families.FAMILIES.items():
-        assert name.startswith(FAMILIES[f"{architecture}ForCausalLM"].name)
-    assert set(BY_NAME) <= set(families.FAMILIES)
+    for name in families.CONTRACT.own:
+        assert name.startswith(families.CONTRACT.family(name))
+    assert set(BY_NAME) <= set(families.CONTRACT.own)
 
 
 def test_layouts_name_families_by_what_they_have() -> None:
@@ -53,14 +49,12 @@ def test_layouts_name_families_by_what_they_have() -> None:
 
 
 def shape_of(family: str) -> ModelShape:
-    architecture, changes = families.FAMILIES[family]
-    name = f"{architecture}ForCausalLM"
-    return parse_config({**families.COMMON, **changes, "architectures": [name]}, family)
+    return parse_config(families.CONTRACT.config(family), family)
 
 
 def test_engines_are_tested_with_every_family_that_they_take() -> None:
     taken = {name for name in BY_NAME if not engine_problems(shape_of(name), 1)}
-    assert taken == set(rollout_support.FAMILIES)
+    assert taken == set(families.ENGINE.own)
 
 
 @pytest.mark.parametrize("family", BY_NAME)

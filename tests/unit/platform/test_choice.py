@@ -10,13 +10,13 @@ import pytest
 
 from mega_rl import platform
 from mega_rl.errors import InputError
-from tests.launch import REPO, Launched, run
+from tests.launch import REPO, Launched, run_copy
 
 SAFE = {"MEGA_RL_PLATFORM": ""}
 
 
 def python(code: str, **env: str) -> Launched:
-    return run([sys.executable, "-c", code], timeout=120, env={**SAFE, **env})
+    return run_copy(code, env={**SAFE, **env})
 
 
 SELECT = "from mega_rl import platform; print('chosen', platform.select({name!r}).name)"

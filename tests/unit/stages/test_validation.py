@@ -11,6 +11,7 @@ from mega_rl.config import RunConfig
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.rollout.engine import Request
 from mega_rl.stages.parts.validation import EvaluationSettings, Validator, evaluate
+from mega_rl.stages.parts.weight_sync import Pushed
 from mega_rl.types import Prompt, Score, Trajectory, UnknownReward
 
 PROMPTS = [Prompt(i, (1, 2), f"{i}?", "", "a" if i < 2 else "b") for i in range(3)]
@@ -75,9 +76,9 @@ class Sync:
     def __init__(self) -> None:
         self.calls: list[Any] = []
 
-    def push(self, version: int, sigma: float, is_validation: bool = False) -> dict[str, float]:
-        self.calls.append((version, sigma, is_validation))
-        return {}
+    def push(self, version: int, is_validation: bool = False) -> Pushed:
+        self.calls.append((version, is_validation))
+        return Pushed(version, sigma=0.0)
 
     def end_sampling(self) -> None:
         self.calls.append("end")
@@ -93,7 +94,7 @@ def test_a_validation_is_an_evaluation_between_two_calls_of_the_sync() -> None:
     observer: Any = SimpleNamespace(text=lambda step, tag, text: shown.append((step, tag)))
     first = validator.validate(observer, step=0)
     second = validator.validate(observer, step=6)
-    assert sync.calls == [(0, 0.0, True), "end", (6, 0.0, True), "end"]
+    assert sync.calls == [(0, True), "end", (6, True), "end"]
     assert validator.results == {"first": first, "last": second} and first == second
     assert shown == [(step, f"validation/{index}") for step in (0, 6) for index in (0, 1)]
     assert len(said) == 4 and all("for 1 of 3 samples: a prompt 1 sample 0" in line for line in said)  # greedy, sampled

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import run
+from tests.launch import run, run_copy
 
 
 def tables(output: str) -> list[list[list[str]]]:
@@ -80,10 +80,10 @@ def test_plan_of_a_large_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("script", ["benchmarks/logprob.py", "benchmarks/train_step.py"])
 def test_help(script: str) -> None:
-    launched = run((sys.executable, script, "--help")).check()
+    launched = run_copy(Path(script), "--help").check()
     assert all(flag in launched.stdout for flag in ("--quick", "--json", "MEGA_RL_PLATFORM"))
 
 
 def test_too_large_a_case_is_refused() -> None:
-    launched = run((sys.executable, "benchmarks/logprob.py", "--tokens", str(10**9)))
+    launched = run_copy(Path("benchmarks/logprob.py"), "--tokens", 10**9)
     assert launched.returncode == 1 and "error: --tokens 1000000000" in launched.stdout

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from mega_rl.observe.compare import difference, throughput
-from tests.launch import REPO, Launched, run
+from tests.launch import Launched, run_copy
 
 LOSS = [1.0, -2.0, 4.0, 1.0, 2.0, 2.0]
 
@@ -27,7 +26,7 @@ def write(directory: Path, losses: Sequence[float | None], rate: float, reward: 
 
 
 def compare(*arguments: object) -> Launched:
-    return run((sys.executable, str(REPO / "tools" / "compare.py"), *map(str, arguments)))
+    return run_copy(Path("tools/compare.py"), *arguments)
 
 
 def test_figures_by_hand() -> None:

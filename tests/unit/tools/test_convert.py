@@ -25,7 +25,7 @@ from mega_rl.bridge.files.torch_dist_layout import global_shapes, global_slices,
 from mega_rl.bridge.mapping.megatron import padded_vocab_size
 from mega_rl.bridge.slices import intersect, num_elements
 from mega_rl.models.shape import read_model_shape
-from tests.contract import families
+from tests import families
 from tests.launch import REPO, run
 
 LAYOUTS = [(1, 1, None, 1, None), (2, 2, None, 1, None), (2, 2, 2, 1, None), (4, 1, None, 2, 2), (1, 4, None, 8, 1)]
@@ -159,11 +159,11 @@ def test_verify_sees_one_wrong_bit(tool: ModuleType, models: Path, tmp_path: Pat
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("family", families.FAMILIES)
+@pytest.mark.parametrize("family", families.CONTRACT.own)
 def test_chunks_cover_every_global_tensor_once(family: str, models: Path, tmp_path: Path) -> None:
     families.make(family).config.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    config["architectures"] = [f"{families.FAMILIES[family][0]}ForCausalLM"]
+    config["architectures"] = [families.ARCHITECTURES[families.CONTRACT.family(family)]]
     (tmp_path / "config.json").write_text(json.dumps(config))
     shape = read_model_shape(tmp_path)
     for tp, pp, vpp, ep, etp in LAYOUTS:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from mega_rl.data.conversations import ConversationDataset
 from mega_rl.data.prompts import PromptDataset
 from mega_rl.data.rows import read_rows
 from mega_rl.data.tokenizer import load_tokenizer
-from tests.launch import run
+from tests.launch import run_copy
 from tools import make_tiny_model, prepare_data
 
 TINY = ["--hidden-size", "16", "--num-layers", "1", "--num-heads", "2", "--num-kv-heads", "1", "--ffn", "8"]
@@ -127,4 +126,4 @@ def test_an_output_that_cannot_be_written(tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.parametrize("tool", ["prepare_data.py", "make_tiny_model.py"])
 def test_help(tool: str) -> None:
-    assert "usage" in run((sys.executable, f"tools/{tool}", "--help"), timeout=120).check().stdout
+    assert "usage" in run_copy(Path("tools") / tool, "--help").check().stdout

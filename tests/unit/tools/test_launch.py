@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import alive, run, started, torchrun
+from tests.launch import alive, once, ranks, run, run_copy, started, torchrun
 
 DETACHED_CHILD = """
 import subprocess, sys
@@ -53,3 +53,58 @@ def test_torchrun_starts_every_rank(tmp_path: Path) -> None:
     script.write_text("import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], flush=True)\n")
     result = torchrun(script, nproc=2, timeout=120).check()
     assert "rank 0 of 2" in result.stdout and "rank 1 of 2" in result.stdout
+
+
+def test_a_copy_is_a_process_of_its_own_with_arguments_and_variables(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys\nprint(__name__, sys.argv[1:], os.getpid(), os.environ['OWN'])\nsys.exit(4)\n")
+    results = [run_copy(script, 1, "two", env={"OWN": word}) for word in ("a", "b")]
+    assert [result.returncode for result in results] == [4, 4]
+    lines = [result.stdout.split() for result in results]
+    assert [(line[0], line[1:3], line[4]) for line in lines] == [("__main__", ["['1',", "'two']"], w) for w in "ab"]
+    assert len({line[3] for line in lines}) == 2
+    failed = run_copy("import torch; os = 1; raise KeyError('the reason')")
+    assert failed.returncode == 1 and "KeyError: 'the reason'" in failed.stdout
+
+
+def test_a_copy_has_the_promises_of_a_command() -> None:
+    result = run_copy(DETACHED_CHILD).check()
+    assert not alive(int(result.stdout.split()[1]))
+    with pytest.raises(AssertionError, match=r"did not end in 3 s(?s:.*)child \d+") as caught:
+        run_copy(DETACHED_CHILD + "import time; time.sleep(600)", timeout=3)
+    assert not alive(int(str(caught.value).split("child ")[-1]))
+
+
+@pytest.mark.slow
+def test_ranks_end_together_and_have_the_promises_of_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text(
+        "import os, sys\nimport torch.distributed as dist\ndist.init_process_group('gloo')\n"
+        "print('rank', dist.get_rank(), 'of', dist.get_world_size(), sys.argv[1:])\n"
+        "dist.barrier()\nif sys.argv[1] == 'fail' and dist.get_rank() == 1:\n    raise KeyError('the reason')\n"
+        "import time\nif sys.argv[1] != 'end':\n    time.sleep(600)\n"
+    )
+    for num_ranks in (2, 3):
+        result = ranks(script, "end", nproc=num_ranks, timeout=120).check()
+        assert all(f"rank {rank} of {num_ranks} ['end']" in result.stdout for rank in range(num_ranks))
+    failed = ranks(script, "fail", timeout=120)
+    assert failed.returncode == 1 and "KeyError: 'the reason'" in failed.stdout
+    with pytest.raises(AssertionError, match=r"did not end in 1 s"):
+        ranks(script, "hang", nproc=1, timeout=1)
+    ranks(script, "end", timeout=120).check()
+
+
+def test_a_launch_that_died_is_not_started_again() -> None:
+    starts = []
+
+    @once
+    def launch(name: str) -> str:
+        starts.append(name)
+        assert name != "dies", "the reason"
+        return name
+
+    assert [launch("lives"), launch("lives")] == ["lives"] * 2
+    for _ in range(2):
+        with pytest.raises(AssertionError, match="the reason"):
+            launch("dies")
+    assert starts == ["lives", "dies"]

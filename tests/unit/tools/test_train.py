@@ -16,7 +16,7 @@ from mega_rl.config import load_config
 from mega_rl.data.synthetic import arithmetic_tokenizer
 from mega_rl.data.tiny_model import TinyModelSpec, write_tiny_model
 from mega_rl.errors import InputError
-from tests.launch import Launched, run
+from tests.launch import Launched, run, run_copy
 from tools import train
 
 CONFIG = """
@@ -154,7 +154,8 @@ def test_an_ascend_machine_that_is_not_ready(
 def test_a_missing_cann_ends_the_command_with_one_sentence(config: Path, tmp_path: Path) -> None:
     packages = pretend_torch_npu(tmp_path / "packages", MATCHING)
     path = os.pathsep.join(filter(None, (str(packages), os.environ.get("PYTHONPATH"))))
-    launched = command(config, "platform.name=auto", env={"PYTHONPATH": path, "MEGA_RL_PLATFORM": ""})
+    arguments = ("--config", str(config), "platform.name=auto")
+    launched = run((sys.executable, train.__file__, *arguments), env={"PYTHONPATH": path, "MEGA_RL_PLATFORM": ""})
     assert launched.returncode == 2
     (line,) = launched.stdout.splitlines()
     assert line.startswith("error: torch_npu is installed, but CANN is missing (libascendcl.so"), line
@@ -162,7 +163,7 @@ def test_a_missing_cann_ends_the_command_with_one_sentence(config: Path, tmp_pat
 
 def command(config: Path, *arguments: str, env: Mapping[str, str] | None = None) -> Launched:
     script = Path(train.__file__)
-    return run([sys.executable, str(script), "--config", str(config), *arguments], timeout=120, env=env)
+    return run_copy(script, "--config", config, *arguments, env=env)
 
 
 def test_exit_status_and_one_sentence(config: Path) -> None:
