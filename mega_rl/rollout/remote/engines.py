@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from mega_rl.parallel.collectives import broadcast_object, together
 from mega_rl.rollout.engine import Request
-from mega_rl.rollout.receiver import Link
 from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.placement import Fleet
 from mega_rl.rollout.replicas import split_requests

@@ -18,8 +18,8 @@ from mega_rl.bridge.slices import Box
 from mega_rl.errors import InputError
 from mega_rl.parallel.collectives import broadcast_object, together
 from mega_rl.parallel.joint_group import join_group, open_meeting
+from mega_rl.rollout.receiver import Link
 from mega_rl.rollout.remote.engines import RemoteEngines
-from mega_rl.rollout.remote.receiver import Link
 from mega_rl.rollout.sinks import Weights, refused_live
 from mega_rl.rollout.vllm.versions import transposed_weight
 
