@@ -20,11 +20,11 @@ from mega_rl.config import RunConfig
 from mega_rl.config.algorithm import PRESETS
 from mega_rl.config.rules import rules
 from mega_rl.config.schema import GatesConfig, GroupBaseline
-from mega_rl.megatron import model, offload, optimizer, recompute
+from mega_rl.megatron import offload, optimizer, recompute
 from mega_rl.observe.metrics import MAXIMA, MEANS, match
-from mega_rl.planning import advice, state
+from mega_rl.planning import advice
 from mega_rl.stages.parts import gates
-from mega_rl.types import Microbatch, TokenStats
+from mega_rl.types import DTYPES, Microbatch, TokenStats
 from tools import train
 
 # Key -> the tables that are looked up by its word.
@@ -39,9 +39,9 @@ TABLES: dict[str, list[Iterable[str]]] = {
     "aqn.schedule": [SCHEDULES],
     "aqn.rounding": [ROUNDINGS],
     "rollout.simulated_quantization": [FORMATS],
-    "rollout.dtype": [state.ITEM_BYTES, gates.ENGINE_TOLERANCE],
-    "model.dtype": [model.DTYPES, state.ITEM_BYTES, gates.ENGINE_TOLERANCE],
-    "memory.optimizer_state_dtype": [optimizer.STATE_DTYPES],
+    "rollout.dtype": [DTYPES, gates.ENGINE_TOLERANCE],
+    "model.dtype": [DTYPES, gates.ENGINE_TOLERANCE],
+    "memory.optimizer_state_dtype": [DTYPES],
     "memory.recompute_modules": [recompute.MODULES],
     "memory.offload": [offload.PARTS, advice.OFFLOAD],
     "optimizer.schedule": [optimizer.STYLES],
