@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from mega_rl.config.schema import MemoryConfig
 from mega_rl.errors import InputError
 from mega_rl.models.shape import ModelShape
+
+# The values of memory.recompute_modules -> whether a model has such modules.
+MODULES: dict[str, Callable[[ModelShape], bool]] = {
+    "core_attn": lambda shape: True,
+    "mlp": lambda shape: any(not shape.has_experts(layer) for layer in range(shape.num_layers)),
+    "moe": lambda shape: shape.mixture is not None,
+    "shared_experts": lambda shape: shape.mixture is not None and shape.mixture.shared_ffn_size > 0,
+}
 
 
 def recompute_settings(memory: MemoryConfig, shape: ModelShape) -> dict[str, Any]:
@@ -24,7 +33,7 @@ def recompute_settings(memory: MemoryConfig, shape: ModelShape) -> dict[str, Any
             "recompute_method": "uniform" if layers is None else "block",
             "recompute_num_layers": layers or 1,
         }
-    present = _modules(shape)
+    present = [name for name, is_present in MODULES.items() if is_present(shape)]
     modules = memory.recompute_modules or [name for name in ("mlp", "moe") if name in present]
     for name in modules:
         if name not in present:
@@ -32,14 +41,3 @@ def recompute_settings(memory: MemoryConfig, shape: ModelShape) -> dict[str, Any
                 f"memory.recompute_modules has {name!r}, which this model does not have: choose of {', '.join(present)}"
             )
     return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
-
-
-def _modules(shape: ModelShape) -> list[str]:
-    has_dense = any(not shape.has_experts(layer) for layer in range(shape.num_layers))
-    found = {
-        "core_attn": True,
-        "mlp": has_dense,
-        "moe": shape.mixture is not None,
-        "shared_experts": shape.mixture is not None and shape.mixture.shared_ffn_size > 0,
-    }
-    return [name for name, is_present in found.items() if is_present]

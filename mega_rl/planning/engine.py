@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mega_rl.bridge.mapping.vllm import vllm_series
 from mega_rl.bridge.slices import num_elements
-from mega_rl.config.schema import RunConfig
+from mega_rl.config.schema import COLOCATED_MEMORY_SHARE, RunConfig
 from mega_rl.models.fit import engine_vocab_size
 from mega_rl.models.shape import ModelShape
 from mega_rl.platform.operators.memory import OPERATOR_MEMORY
@@ -16,7 +16,6 @@ from mega_rl.types import DTYPES
 BATCHED_TOKENS = 8192  # max_num_batched_tokens
 NUM_SEQUENCES = 256  # max_num_seqs
 SEPARATE_SHARE = 0.9  # gpu_memory_utilization of an engine that has its devices to itself
-COLOCATED_SHARE = 0.4  # mega_rl's default
 CACHE_BYTES = {"auto": None, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 
@@ -42,7 +41,7 @@ class EngineMemory:
 
 def engine_share(config: RunConfig) -> float:
     """``gpu_memory_utilization`` as the engine gets it."""
-    default = COLOCATED_SHARE if config.rollout.placement == "colocated" else SEPARATE_SHARE
+    default = COLOCATED_MEMORY_SHARE if config.rollout.placement == "colocated" else SEPARATE_SHARE
     return float(config.rollout.vllm.get("gpu_memory_utilization", default))
 
 

@@ -38,6 +38,7 @@ from mega_rl.errors import InputError
 ROUTER_NORM = "router_norm"
 DEFAULT_ROLES = ("input_layernorm", "post_attention_layernorm")
 NORM_ROLES = (*DEFAULT_ROLES, ROUTER_NORM, "q_norm", "k_norm", "latent_norm", "output_norm", "final_layernorm")
+ROUNDINGS = ("nearest", "stochastic", "fp32")
 HASH_BITS = 48  # a hash that a float64 metric holds exactly
 
 
@@ -59,26 +60,43 @@ def sigma_at(
       - ``linear``, ``cosine``: from ``start`` in stage 0 to ``end`` in the last one; ``constant``: ``start``.
     """
     assert sigma_start > 0 and sigma_end > 0, (sigma_start, sigma_end)
-    stage = stage_of(step, total_steps, num_stages)
-    last = num_stages - 1
-    if schedule == "constant" or last == 0:
-        return sigma_start
-    if schedule in ("exponential", "exponential_alg1") and stage == 0:
-        return 0.0
-    match schedule:
-        case "exponential":
-            return _geometric(sigma_start, sigma_end, stage - 1, last - 1)
-        case "exponential_eq8":
-            return _geometric(sigma_start, sigma_end, stage, last)
-        case "exponential_alg1":
-            return _geometric(sigma_start, sigma_end, stage - 1, last)
-        case "linear":
-            way = stage / last
-        case "cosine":
-            way = (1.0 - math.cos(math.pi * stage / last)) / 2.0
-        case _:
-            raise AssertionError(f"unknown schedule {schedule!r}")
-    return sigma_start * (1.0 - way) + sigma_end * way
+    stage, last = stage_of(step, total_steps, num_stages), num_stages - 1
+    return sigma_start if last == 0 else SCHEDULES[schedule](stage, last, sigma_start, sigma_end)
+
+
+def _exponential(stage: int, last: int, start: float, end: float) -> float:
+    return _geometric(start, end, stage - 1, last - 1) if stage else 0.0
+
+
+def _exponential_eq8(stage: int, last: int, start: float, end: float) -> float:
+    return _geometric(start, end, stage, last)
+
+
+def _exponential_alg1(stage: int, last: int, start: float, end: float) -> float:
+    return _geometric(start, end, stage - 1, last) if stage else 0.0
+
+
+def _linear(stage: int, last: int, start: float, end: float) -> float:
+    return _between(start, end, stage / last)
+
+
+def _cosine(stage: int, last: int, start: float, end: float) -> float:
+    return _between(start, end, (1.0 - math.cos(math.pi * stage / last)) / 2.0)
+
+
+def _constant(stage: int, last: int, start: float, end: float) -> float:
+    return start
+
+
+# (stage, the last stage >= 1, sigma in the first, sigma in the last) -> sigma.
+SCHEDULES: dict[str, Callable[[int, int, float, float], float]] = {
+    "exponential": _exponential,
+    "exponential_eq8": _exponential_eq8,
+    "exponential_alg1": _exponential_alg1,
+    "linear": _linear,
+    "cosine": _cosine,
+    "constant": _constant,
+}
 
 
 def draw(seed: int, weight_version: int, hf_name: str, full_shape: tuple[int, ...]) -> numpy.ndarray:
@@ -109,7 +127,7 @@ class AqnNoise:
     """
 
     def __init__(self, config: AqnConfig, total_steps: int) -> None:
-        assert config.rounding in ("nearest", "stochastic", "fp32"), config.rounding
+        assert config.rounding in ROUNDINGS, config.rounding
         self.config = config
         self.total_steps = total_steps
 
@@ -318,6 +336,11 @@ def _geometric(start: float, end: float, i: int, last: int) -> float:
     if i == 0:
         return start
     return end if i == last else start * (end / start) ** (i / last)
+
+
+def _between(start: float, end: float, way: float) -> float:
+    """``start`` at way 0, ``end`` at way 1."""
+    return start * (1.0 - way) + end * way
 
 
 def _generator(key: str) -> numpy.random.Generator:

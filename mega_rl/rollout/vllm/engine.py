@@ -52,8 +52,6 @@ class VLLMEngine:
             dtype: of the model, where ``rollout.dtype`` is not set.
         """
         set_environment(device_type)
-        if rollout.weight_update not in ("auto", "live", "reload"):
-            raise InputError(f"rollout.weight_update={rollout.weight_update} is unknown: use auto, live or reload.")
         self._rollout = rollout
         self._is_live = rollout.weight_update != "reload"
         self._max_model_len = max_model_len

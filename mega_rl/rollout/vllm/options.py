@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mega_rl.config.schema import RolloutConfig
+from mega_rl.config.schema import COLOCATED_MEMORY_SHARE, RolloutConfig
 from mega_rl.errors import InputError
 
 WORKER_EXTENSION = "mega_rl.rollout.vllm.worker_extension.WeightReceiver"
@@ -87,7 +87,7 @@ def engine_arguments(
         "enable_sleep_mode": is_colocated and not on_cpu,
     }
     if is_colocated and not on_cpu:
-        defaults["gpu_memory_utilization"] = 0.4  # the trainer lives on the same device
+        defaults["gpu_memory_utilization"] = COLOCATED_MEMORY_SHARE
     arguments = {name: value for name, value in defaults.items() if name in known} | dict(rollout.vllm)
     if device_type == "npu":
         options = additional_config(rollout.vllm.get("additional_config"), ascend_options())

@@ -1,6 +1,6 @@
 """What must hold in the first step of a run: policy, reference and engine are the same weights, computed three times.
 
-Names in the configuration: ``reference``, ``ppo_kl``, ``ratio``, ``engine`` (``trainer.gates``).
+Their names are those of ``trainer.gates``.
 Letters: T packed tokens of a micro-batch.
 """
 
@@ -18,6 +18,14 @@ from mega_rl.parallel.collectives import gather_objects
 from mega_rl.types import Figures, Microbatch, Sample, TokenStats
 
 ENGINE_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}  # nats, mean over tokens, of the coarser of the two types
+
+# What each gate measures, and the names of the two values that it compares, if it compares two.
+GATES = {
+    "reference": ("largest |policy - reference| of a token", "policy", "reference"),
+    "ppo_kl": ("largest |pi_old - policy| of a token", "recomputed", "update"),
+    "ratio": ("largest distance of the ratio from 1", "", ""),
+    "engine": ("mean |trainer - engine| per token", "trainer", "engine"),
+}
 
 
 class GateFailure(RuntimeError):
@@ -220,12 +228,7 @@ def report(
     name: str, value: float, tolerance: float, worst: Difference | None, samples: Sequence[Sample], hint: str
 ) -> list[str]:
     """Lines on one failed gate: the quantity, the worst token, where to look, and how to go on regardless."""
-    quantity, first, second = {
-        "reference": ("largest |policy - reference| of a token", "policy", "reference"),
-        "ppo_kl": ("largest |pi_old - policy| of a token", "recomputed", "update"),
-        "ratio": ("largest distance of the ratio from 1", "", ""),
-        "engine": ("mean |trainer - engine| per token", "trainer", "engine"),
-    }[name]
+    quantity, first, second = GATES[name]
     lines = [f"  {name}: {quantity} is {value:.3g}, and trainer.gates.{name} allows {tolerance:.3g}"]
     if worst is not None:
         trajectory = samples[worst.sequence].trajectory

@@ -187,6 +187,73 @@ def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
+# In these a recipe for another machine always differs from the one that it is a variant of.
+MACHINE = {"platform.name", "rollout.vllm.enforce_eager", "trainer.output_dir"}
+# Variant -> the other keys in which it differs from the file without the machine in its name.
+VARIANTS: dict[str, set[str]] = {
+    "grpo_gsm8k_qwen2.5_7b_8x910b.yaml": set(),
+    "grpo_gsm8k_qwen2.5_0.5b_8x910b.yaml": {
+        "algorithm.minibatches_per_step",
+        "checkpoint.async_save",
+        "validation.test_freq",
+    },
+    "dapo_math_qwen2.5_32b_16x910c.yaml": {
+        "algorithm.dual_clip",
+        "algorithm.minibatches_per_step",
+        "checkpoint.save_freq",
+        "data.train_batch_size",
+        "trainer.max_tokens_per_microbatch",
+        "trainer.total_epochs",
+        "trainer.total_steps",
+        "validation.test_freq",
+    },
+    "dapo_math_qwen2.5_32b_8x910c.yaml": {  # one node: short responses, few of them
+        "algorithm.minibatches_per_step",
+        "checkpoint.async_save",
+        "data.max_response_length",
+        "data.train_batch_size",
+        "optimizer.warmup_steps",
+        "optimizer.weight_decay",
+        "parallel.context",
+        "parallel.pipeline",
+        "rewards",
+        "rollout.n",
+        "rollout.vllm.gpu_memory_utilization",
+        "trainer.max_tokens_per_microbatch",
+        "trainer.total_steps",
+    },
+}
+
+
+def different_keys(name: str, other: str) -> set[str]:
+    first, second = (flat(asdict(load_config(CONFIGS / file))) for file in (name, other))
+    return {key for key in first | second if key not in first or key not in second or first[key] != second[key]}
+
+
+def plain_name(name: str) -> str:
+    """Without the machine: ``grpo_gsm8k_qwen2.5_7b_8x910b.yaml`` -> ``grpo_gsm8k_qwen2.5_7b.yaml``."""
+    return re.sub(r"_(8|16)x910[bc]\.yaml$", ".yaml", name)
+
+
+def test_a_variant_for_a_machine_differs_in_named_keys_only() -> None:
+    assert VARIANTS.keys() == {name for name in SHIPPED if plain_name(name) != name and plain_name(name) in SHIPPED}
+    for name, keys in VARIANTS.items():
+        assert different_keys(name, plain_name(name)) == MACHINE | keys, name
+
+
+QUICKSTARTS = sorted(ON_CPU - {"grpo_gsm8k_cpu.yaml", "quickstart.yaml", "quickstart_sft.yaml"})
+
+
+@pytest.mark.parametrize("name", QUICKSTARTS)
+def test_the_quickstarts_of_other_objectives_are_the_quickstart(name: str) -> None:
+    """They differ from it in what the objective is, in its rewards, and in the noise."""
+    found = different_keys(name, "quickstart.yaml")
+    noise = {"aqn.enabled", "aqn.sigma_start", "aqn.sigma_end"}
+    others = {key for key in found if not key.startswith("algorithm.")} - noise - {"trainer.output_dir"}
+    assert "algorithm.name" in found and "trainer.output_dir" in found
+    assert others == ({"rewards"} if name == "quickstart_dapo.yaml" else set())
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_name_sets_what_the_user_does_not(name: str, tmp_path: Path) -> None:
     file, named = tmp_path / "own.yaml", f"algorithm.name={name}"

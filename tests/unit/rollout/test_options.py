@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from mega_rl.config.schema import RolloutConfig
+from mega_rl.config.schema import RolloutConfig, RunConfig
 from mega_rl.errors import InputError
+from mega_rl.planning.engine import engine_share
 from mega_rl.rollout.vllm.environment import preserved_process, set_environment
 from mega_rl.rollout.vllm.options import additional_config, engine_arguments, option_names
 
@@ -79,6 +80,13 @@ def test_accelerator_arguments() -> None:
     assert found["enforce_eager"] is False, "graphs are the default where there is a device"
     assert arguments(RolloutConfig(vllm={"enforce_eager": True}), "npu")["enforce_eager"] is True
     assert "distributed_executor_backend" not in found
+
+
+def test_the_plan_knows_the_share_that_an_engine_gets() -> None:
+    config = RunConfig()
+    assert arguments(config.rollout, "cuda")["gpu_memory_utilization"] == engine_share(config)
+    config.rollout.vllm = {"gpu_memory_utilization": 0.7}
+    assert arguments(config.rollout, "cuda")["gpu_memory_utilization"] == engine_share(config) == 0.7
 
 
 def test_a_typing_error_in_what_vllm_ascend_would_ignore_names_the_nearest() -> None:
