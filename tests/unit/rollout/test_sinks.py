@@ -25,14 +25,9 @@ from mega_rl.models.mixture import Mixture
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.joint_group import MeetingPoint, join_store
 from mega_rl.parallel.layout import EngineLayout
-<<<<<<< HEAD
-from mega_rl.rollout.receiver import Link, Receiver
-from mega_rl.rollout.remote import receiver, sink
-=======
 from mega_rl.rollout import receiver
 from mega_rl.rollout.receiver import Link, Receiver
 from mega_rl.rollout.remote import sink
->>>>>>> h-words
 from mega_rl.rollout.remote.sink import RemoteSink, remote_sink
 from mega_rl.rollout.sinks import InPlaceSink, LoaderSink, Weights, WeightSink, colocated_sink
 from mega_rl.rollout.vllm.engine import VLLMEngine
