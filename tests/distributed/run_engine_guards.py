@@ -27,7 +27,13 @@ from tests.distributed import tiny_models
 from tests.distributed.engine_support import build_engine, groups, loss_of, pack_for_rank, run_config, total_loss
 from tests.distributed.layouts import EVEN_TOKENS, GUARDS, Case
 from tests.distributed.parity_reference import OBJECTIVES, Reference, train
-from tests.distributed.run_engine_parity import Errors, compare_gradients, reference_of
+from tests.distributed.run_engine_parity import (
+    Errors,
+    compare_gradients,
+    reference_of,
+    save_references,
+    sequences_of,
+)
 
 
 @contextmanager
@@ -93,7 +99,10 @@ def even_reference(family: str) -> tuple[list[Sequence], Reference]:
 
 def errors_of_a_step(case: Case, guard: str | None, directory: Path) -> dict[str, tuple[float, str]]:
     objective, (family,) = OBJECTIVES["sft"], case.families
-    sequences, reference = even_reference(family) if case.max_tokens == EVEN_TOKENS else reference_of(family, "sft")
+    if case.max_tokens == EVEN_TOKENS:
+        sequences, reference = even_reference(family)
+    else:
+        sequences, reference = sequences_of(family, "sft"), reference_of(family, "sft", directory)
     errors = Errors()
     with groups(case) as layout:
         engine = build_engine(run_config(case, objective), layout, directory / family, 1)
@@ -128,10 +137,7 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, required=True)
     arguments = parser.parse_args()
     dist.init_process_group(platform.current().backend)
-    if dist.get_rank() == 0:
-        for family in {family for case in GUARDS.values() for family in case.families}:
-            tiny_models.make(family).save_pretrained(arguments.dir / family)
-    dist.barrier()
+    save_references(sorted({family for case in GUARDS.values() for family in case.families}), arguments.dir)
     for name, case in GUARDS.items():
         for guard in (None, name):
             with AROUND[name]() if guard in AROUND else mock.patch.dict({}):

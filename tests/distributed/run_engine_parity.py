@@ -53,10 +53,25 @@ class Errors:
         return {name: max(part[name] for part in parts if name in part) for name in sorted(set().union(*parts))}
 
 
+def sequences_of(family: str, objective: str) -> list[Sequence]:
+    return make_sequences(OBJECTIVES[objective], tiny_models.vocab_size(family))
+
+
+def save_references(families: list[str], directory: Path) -> None:
+    """Every rank its share: models, and what transformers says of them."""
+    pairs = [(family, objective) for family in families for objective in OBJECTIVES]
+    for family, objective in pairs[dist.get_rank() :: dist.get_world_size()]:
+        reference = train(tiny_models.make(family), sequences_of(family, objective), OBJECTIVES[objective])
+        torch.save(reference, directory / f"{family}_{objective}.pt")
+    for family in families[dist.get_rank() :: dist.get_world_size()]:
+        tiny_models.make(family).save_pretrained(directory / family)
+    dist.barrier()
+
+
 @functools.cache
-def reference_of(family: str, objective: str) -> tuple[list[Sequence], Reference]:
-    sequences = make_sequences(OBJECTIVES[objective], tiny_models.vocab_size(family))
-    return sequences, train(tiny_models.make(family), sequences, OBJECTIVES[objective])
+def reference_of(family: str, objective: str, directory: Path) -> Reference:
+    reference: Reference = torch.load(directory / f"{family}_{objective}.pt", weights_only=False)
+    return reference
 
 
 def local_tensors(engine: MegatronEngine, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -132,7 +147,7 @@ def check_skipped_step(engine: MegatronEngine, ms: list[Microbatch], loss_functi
 
 def check(case: Case, layout: ParallelLayout, family: str, objective_name: str, directory: Path) -> None:
     objective = OBJECTIVES[objective_name]
-    sequences, reference = reference_of(family, objective_name)
+    sequences, reference = sequences_of(family, objective_name), reference_of(family, objective_name, directory)
     engine = build_engine(run_config(case, objective), layout, directory / family, NUM_STEPS)
     microbatches, errors = pack_for_rank(case, layout, sequences), Errors()
     compare_logits(engine, layout, microbatches[0], reference.logits, errors)
@@ -161,11 +176,9 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, required=True)
     arguments = parser.parse_args()
     dist.init_process_group(platform.current().backend)
-    if dist.get_rank() == 0:
-        for family in tiny_models.FAMILIES:
-            tiny_models.make(family).save_pretrained(arguments.dir / family)
-    dist.barrier()
-    for case in (Case(**keys) for keys in arguments.cases):
+    cases = [Case(**keys) for keys in arguments.cases]
+    save_references(sorted({family for case in cases for family in case.families}), arguments.dir)
+    for case in cases:
         with groups(case) as layout:
             for family in case.families:
                 for objective in OBJECTIVES:
