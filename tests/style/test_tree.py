@@ -17,6 +17,7 @@ MAX_FUNCTION_LINES = 60
 FORBIDDEN = {
     "a path of one machine": re.compile(r"(?<![\w.}$/~-])/(work|root|home|opt|mnt|srv|tmp|Users)/\w"),
     "a package index address": re.compile(r"pypi\.org|pythonhosted\.org|download\.pytorch\.org|file:/{3}"),
+    "a marker of a merge": re.compile(r"^(<{7}|>{7}) "),
     "a marker of unfinished work": re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X)\b"),
 }
 GRAB_BAGS = {"utils", "util", "helpers", "misc", "common"}
@@ -101,6 +102,8 @@ def test_tree_keeps_the_rules() -> None:
         "--index-url https://" + "pypi" + ".org/simple",
         "file:" + "///wheels",
         "# TO" + "DO later",
+        "<" * 7 + " HEAD",
+        "a\n" + ">" * 7 + " branch",
     ],
 )
 def test_forbidden_text_is_found(text: str) -> None:
