@@ -62,7 +62,7 @@ _UNREADABLE = (  # what reading a garbled checkpoint raises; torch's CheckpointE
 
 
 class _WriteResults:
-    """What the writer process of this rank reports, in a file that has no name.
+    """What the writer process of this rank reports, in a file that has no name and that no other rank has.
 
     Megatron's own channel is a manager process that imports the entry script again, which takes seconds and hangs
     scripts without a main guard; a pipe would fill up, since the writer's end is awaited before its report is read.
@@ -70,6 +70,7 @@ class _WriteResults:
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - open as long as the process
+        self.process_id = os.getpid()
 
     def put(self, results: Any) -> None:
         self._file.seek(0)
@@ -86,7 +87,11 @@ class _WriteResults:
         return pickle.loads(content)
 
 
-filesystem_async._results_queue = _WriteResults()
+def _own_write_results() -> None:
+    """Give Megatron the file of this process; ranks that are copies of one process would read each other's."""
+    present = filesystem_async._results_queue
+    if not isinstance(present, _WriteResults) or present.process_id != os.getpid():
+        filesystem_async._results_queue = _WriteResults()
 
 
 def directory_of(root: Path, step: int) -> Path:
@@ -206,6 +211,7 @@ class CheckpointWriter:
 
     def __init__(self, root: Path, keep: int, is_async: bool) -> None:
         self.root, self.keep = root, keep
+        _own_write_results()
         self._strategy = get_default_save_sharded_strategy("torch_dist", 1)
         self._calls = AsyncCallsQueue() if is_async else None
 

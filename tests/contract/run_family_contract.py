@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -68,6 +69,8 @@ def check(family: str, directory: Path, parallel: ParallelConfig, layout: Parall
     sequences = make_sequences()
     logprobs, entropy, gradients = reference(family, sequences)
     shape = read_model_shape(directory)
+    if shape.mixture is None:
+        parallel = replace(parallel, expert_tensor=None)
     spec = TrainerSpec(torch.float32, parallel, MemoryConfig(), temperature=1.0, chunk_tokens=16)
     device, weights = torch.device("cpu"), HFReader(directory)
     engine = MegatronEngine(spec, OptimizerConfig(), shape, layout, device, weights, 1, max_skipped_steps=0)

@@ -58,13 +58,14 @@ def sequences_of(family: str, objective: str) -> list[Sequence]:
 
 
 def save_references(families: list[str], directory: Path) -> None:
-    """Every rank its share: models, and what transformers says of them."""
+    """The models, and every rank its share of what transformers says of them."""
     pairs = [(family, objective) for family in families for objective in OBJECTIVES]
     for family, objective in pairs[dist.get_rank() :: dist.get_world_size()]:
         reference = train(tiny_models.make(family), sequences_of(family, objective), OBJECTIVES[objective])
         torch.save(reference, directory / f"{family}_{objective}.pt")
-    for family in families[dist.get_rank() :: dist.get_world_size()]:
-        tiny_models.make(family).save_pretrained(directory / family)
+    if dist.get_rank() == 0:  # transformers writes nothing on the others
+        for family in families:
+            tiny_models.make(family).save_pretrained(directory / family)
     dist.barrier()
 
 
