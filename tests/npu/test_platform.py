@@ -12,7 +12,7 @@ import torch
 
 from mega_rl.errors import InputError
 from mega_rl.platform.npu import NpuPlatform
-from tests.launch import Launched, run
+from tests.launch import REPO, Launched, run
 from tests.unit.platform.test_mindspeed import packages  # noqa: F401 - a fixture
 from tests.unit.tools.test_train import command, config  # noqa: F401 - a fixture
 
@@ -45,7 +45,8 @@ def test_a_run_with_absent_devices_ends_with_one_sentence(config: Path) -> None:
 def test_an_unknown_feature_of_mindspeed_ends_the_run_with_one_sentence(config: Path, packages: Path) -> None:  # noqa: F811
     path = os.pathsep.join(filter(None, (str(packages), os.environ.get("PYTHONPATH"))))
     overrides = ("platform.name=npu", "platform.mindspeed.features={bufer_pad: 8}")
-    launched = command(config, *overrides, env={"PYTHONPATH": path})
+    argv = (sys.executable, str(REPO / "tools" / "train.py"), "--config", str(config), *overrides)
+    launched = run(argv, env={"PYTHONPATH": path})
     assert launched.returncode == 2 and "Traceback" not in launched.stdout
     (error,) = [line for line in launched.stdout.splitlines() if line.startswith("error: ")]
     assert "has 'bufer_pad', which the installed MindSpeed does not know; the nearest one is 'buffer_pad'" in error
