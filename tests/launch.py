@@ -158,10 +158,19 @@ def ranks(
 @cache
 def _warm(modules: tuple[str, ...]) -> Connection:
     """To the process with these imports, which ends with this connection."""
-    here, there = COPIES.Pipe()
-    COPIES.Process(target=warm.serve, args=(there, modules)).start()  # no daemon: a rank may have children
+    here, there = multiprocessing.Pipe()
+    command = (sys.executable, "-m", "tests.warm", str(there.fileno()), *modules)
+    variables = _variables(None, uuid.uuid4().hex)
+    process = subprocess.Popen(
+        command, cwd=REPO, env=variables, stdin=subprocess.DEVNULL, pass_fds=(there.fileno(),), start_new_session=True
+    )
     there.close()
-    atexit.register(here.close)  # before multiprocessing waits for its children
+
+    def end() -> None:
+        here.close()
+        process.wait(timeout=60)
+
+    atexit.register(end)
     return here
 
 

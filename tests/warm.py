@@ -1,5 +1,7 @@
 """A process that has imported what the scripts of the distributed tests import, and starts their ranks as copies of it.
 
+``python -m tests.warm DESCRIPTOR MODULE ...``: the descriptor is its end of a connection, and it ends with the other.
+It is no child of ``multiprocessing``, which would leave its marks on the ranks: they have children of their own.
 Only on a CPU: a device does not survive the copying of its process.
 """
 
@@ -29,7 +31,7 @@ class Request:
     output: str  # an existing file, which takes what all ranks write
 
 
-def serve(requests: Connection, modules: tuple[str, ...]) -> None:
+def serve(requests: Connection, modules: list[str]) -> None:
     """Answer every request with the process id of the launch, a process group of its own, then with its exit status."""
     if "vllm" in modules:
         set_environment("cpu")  # before it is imported
@@ -85,3 +87,7 @@ def _run(request: Request, rank: int) -> None:
     sys.argv[:] = request.argv
     sys.path.insert(0, str(Path(request.argv[0]).parent))
     runpy.run_path(request.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])), sys.argv[2:])
