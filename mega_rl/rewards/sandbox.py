@@ -1,9 +1,9 @@
 """Runs one Python program that nobody vouches for, with limits. Imports no torch.
 
-What holds where: the wall-clock limit and the limits on CPU time, memory per process, file size and open files hold
-everywhere; with ``namespaces`` the program also has no network and no way to leave a process behind. The limit on the
-number of processes holds for users other than root. Nothing here keeps the program from reading files that this user
-can read, from writing to them elsewhere than in its directory, or from using a hole in the kernel: see docs/rewards.md.
+There are two levels of isolation. With namespaces the program is nobody, has no capability, and lives in user, mount,
+process, network, IPC and host-name namespaces of its own: it sees the system's programs and libraries read-only, its own
+processes, and a small private directory for temporary files. Without them (``limits``) it is a process of the trainer's
+user like any other, but for the limits on its resources: see docs/rewards.md for what that means.
 """
 
 from __future__ import annotations
@@ -15,40 +15,20 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
-CLONE_NEWUSER, CLONE_NEWNET, CLONE_NEWPID, CLONE_NEWIPC = 0x10000000, 0x40000000, 0x20000000, 0x08000000
-NAMESPACES = CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWPID | CLONE_NEWIPC
-NO_NAMESPACES_EXIT = 86  # of the launcher, which prints nothing of its own
+from mega_rl.rewards import launcher
+
 START_MARGIN_S = 0.5  # wall-clock time that is the launcher's, not the program's
 NUM_OPEN_FILES = 64
+# What of a tree of installed programs may be seen: not what else a project keeps beside them, such as data and output.
+INSTALLED = ("bin", "sbin", "lib", "lib32", "lib64", "libexec", "share", "pyvenv.cfg")
+LOADER = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives", "/etc/localtime")
 
-# The launcher: a bare interpreter that gives up what it may, then becomes the program. With namespaces the program is
-# the first process of one: when it ends, or when its launcher is killed, the kernel kills every other process in there.
-LAUNCHER = """
-import ctypes, os, resource, signal, sys
-cpu_s, memory_bytes, file_bytes, num_files, num_processes, namespaces = map(int, sys.argv[1:7])
-libc = ctypes.CDLL(None)
-libc.prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL
-libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS: set-user-id programs do not help
-if namespaces:
-    if libc.unshare(namespaces) != 0:
-        os._exit({no_namespaces})
-    child = os.fork()
-    if child:
-        status = os.waitpid(child, 0)[1]
-        os._exit(os.waitstatus_to_exitcode(status) & 255)
-    libc.prctl(1, 9, 0, 0, 0)
-for limit, value in (
-    (resource.RLIMIT_CPU, cpu_s), (resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_FSIZE, file_bytes),
-    (resource.RLIMIT_NOFILE, num_files), (resource.RLIMIT_NPROC, num_processes), (resource.RLIMIT_CORE, 0),
-):
-    hard = resource.getrlimit(limit)[1]
-    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    resource.setrlimit(limit, (value, value))
-signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-os.execv(sys.executable, [sys.executable, "-I", "-B", sys.argv[7]])
-""".replace("{no_namespaces}", str(NO_NAMESPACES_EXIT))
+
+class NotIsolatedError(OSError):
+    """The program was not run, because this system does not allow the isolation that was asked for: which step."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +38,9 @@ class Limits:
     timeout_s: float  # wall clock; CPU time is limited to the same, rounded up
     memory_bytes: int  # address space of each of its processes
     file_bytes: int = 1 << 24  # of each file it writes, standard output included
-    num_processes: int = 32  # not for root
-    namespaces: bool = True  # no network, no processes left
+    num_processes: int = 32  # per user of this system before Linux 5.14, per program since
+    temporary_bytes: int = 1 << 26  # of all its files together, with namespaces
+    namespaces: bool = True
 
 
 @dataclass(frozen=True)
@@ -74,42 +55,80 @@ def run_program(source: str, stdin: str, limits: Limits) -> Run:
     """Run a program in a temporary directory of its own, without environment, descriptors or terminal.
 
     Raises:
-        OSError: namespaces are asked for and this system does not allow them.
+        NotIsolatedError: namespaces are asked for and this system does not allow them, or this user is root and they
+            are not asked for.
     """
-    with tempfile.TemporaryDirectory(prefix="program_", ignore_cleanup_errors=True) as folder:
-        program, given, printed = (Path(folder, name) for name in ("program.py", "stdin", "stdout"))
-        program.write_text(source, encoding="utf-8", errors="replace")
-        given.write_text(stdin, encoding="utf-8", errors="replace")
-        cpu_s = int(limits.timeout_s) + 1
-        numbers = (cpu_s, limits.memory_bytes, limits.file_bytes, NUM_OPEN_FILES, limits.num_processes)
-        namespaces = NAMESPACES if limits.namespaces else 0
-        with given.open("rb") as stdin_file, printed.open("wb") as stdout_file:
-            launcher = subprocess.Popen(
-                (sys.executable, "-I", "-S", "-c", LAUNCHER, *map(str, (*numbers, namespaces)), str(program)),
-                cwd=folder,
+    if not limits.namespaces and os.geteuid() == 0:
+        raise NotIsolatedError("a program is not run as root without namespaces")
+    with contextlib.ExitStack() as stack:
+        if limits.namespaces:
+            folder = launcher.WORKING_DIRECTORY  # within: nothing of it is on this side
+        else:
+            folder = stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="program_", ignore_cleanup_errors=True)  # the program may damage it
+            )
+        # Files without a name: no other program finds them.
+        program, given, printed = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
+        for file, text in ((program, source), (given, stdin)):
+            file.write(text.encode(errors="replace"))
+            file.seek(0)
+        report_read, report_write = os.pipe()
+        stack.callback(os.close, report_read)
+        numbers = (int(limits.timeout_s) + 1, limits.memory_bytes, limits.file_bytes, limits.temporary_bytes)
+        numbers += (NUM_OPEN_FILES, limits.num_processes, int(limits.namespaces), program.fileno(), report_write)
+        try:
+            process = subprocess.Popen(
+                (sys.executable, "-I", "-S", launcher.__file__, *map(str, numbers), *_visible_paths()),
+                cwd=None if limits.namespaces else folder,
                 env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": folder, "TMPDIR": folder},
-                stdin=stdin_file,
-                stdout=stdout_file,
+                stdin=given,
+                stdout=printed,
                 stderr=subprocess.DEVNULL,
+                pass_fds=(program.fileno(), report_write),
                 start_new_session=True,
             )
-        exit_code: int | None = None
-        try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                exit_code = launcher.wait(limits.timeout_s + START_MARGIN_S)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(launcher.pid, signal.SIGKILL)
-            launcher.wait()
-        if limits.namespaces and exit_code == NO_NAMESPACES_EXIT:
-            raise OSError("this system allows no unprivileged namespaces")
-        with printed.open(encoding="utf-8", errors="replace") as file:
-            return Run(exit_code, file.read(limits.file_bytes))
+            os.close(report_write)
+        exit_code = _wait(process, limits.timeout_s + START_MARGIN_S)
+        os.set_blocking(report_read, False)
+        with contextlib.suppress(BlockingIOError):
+            if reason := os.read(report_read, 1000):
+                raise NotIsolatedError(reason.decode(errors="replace"))
+        printed.seek(0)
+        return Run(exit_code, printed.read(limits.file_bytes).decode(errors="replace"))
+
+
+def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
+    """The exit code, or None if it had to be ended; nothing of its process group is left."""
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(timeout_s)
+        return None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@cache
+def _visible_paths() -> tuple[str, ...]:
+    """Source and place of what a program sees: the system's programs and libraries, and this interpreter's."""
+    prefixes = ("/", "/usr", "/usr/local", sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parents[1]))
+    places = [os.path.join(prefix, name) for prefix in prefixes for name in INSTALLED]
+    found = {place: os.path.realpath(place) for place in (*places, *LOADER) if os.path.exists(place)}
+    found |= {source: source for source in found.values()}  # what links within them point to
+    return tuple(path for place, source in found.items() for path in (source, place))
+
+
+def obstacle() -> str | None:
+    """Why this system does not let a program be cut off from everything else; None if it does."""
+    try:
+        code = run_program("", "", Limits(timeout_s=30.0, memory_bytes=1 << 30)).exit_code
+    except OSError as error:
+        return str(error)
+    return None if code == 0 else f"{sys.executable} does not run in there, exit status {code}"
 
 
 def has_namespaces() -> bool:
-    """Whether this system lets a program be cut off from network and other processes."""
-    try:
-        return run_program("", "", Limits(timeout_s=30.0, memory_bytes=1 << 30)).exit_code == 0
-    except OSError:
-        return False
+    """Whether this system lets a program be cut off from everything else."""
+    return obstacle() is None
