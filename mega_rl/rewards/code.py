@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import secrets
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from mega_rl.rewards.sandbox import Limits, Run, has_namespaces, run_program
+from mega_rl.rewards.sandbox import Limits, Run, obstacle, run_program
 
 CODE_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
@@ -32,11 +33,12 @@ def code_tests(
         score: all gives 1 if every test passes, else 0; fraction gives the share that passes.
         timeout_s: per test. All tests of a sample must end within ``reward_workers.timeout_s``.
         memory_bytes: address space of each process of the program.
-        isolation: limits is for systems without unprivileged namespaces, and leaves the program its network.
+        isolation: limits is for systems without unprivileged namespaces, and leaves the program what the user of the
+            run may do: files, network, other processes of that user. It is refused to root.
 
     Raises:
         ValueError: a ground truth that is not in one of the two forms.
-        OSError: no namespaces, if they are asked for.
+        OSError: no namespaces, if they are asked for; root, if they are not.
     """
     tests = _tests(ground_truth)
     blocks = CODE_BLOCK.findall(solution_str)
@@ -93,10 +95,17 @@ def _check_code_tests(
 ) -> None:
     if timeout_s <= 0 or memory_bytes < 1 << 26:
         raise ValueError(f"timeout_s {timeout_s} must be above 0 and memory_bytes {memory_bytes} at least {1 << 26}")
-    if isolation == "namespaces" and not has_namespaces():
+    is_root = os.geteuid() == 0
+    if isolation == "limits" and is_root:
         raise ValueError(
-            "this system allows no unprivileged namespaces, so programs cannot be cut off from the network; allow "
-            "them, or set isolation to limits"
+            "isolation is limits and the run is root's, so programs could end the trainer, read its memory and change "
+            "the system; set it to namespaces, or run as another user"
+        )
+    if isolation == "namespaces" and (reason := obstacle()) is not None:
+        way = "run as another user than root and " if is_root else ""
+        raise ValueError(
+            f"this system allows no unprivileged namespaces ({reason}), so programs cannot be cut off from files, "
+            f"network and the trainer; allow them, or {way}set isolation to limits"
         )
 
 

@@ -1,7 +1,7 @@
 """Gives up all that a program nobody vouches for must not have, then becomes that program.
 
-A script that `sandbox.run_program` starts with a bare interpreter (``python -I -S launcher.py NUMBERS... PAIRS...``): it
-imports the standard library only, and nothing imports it but for its names.
+A script that `sandbox.run_program` starts with a bare interpreter (``python -I -S launcher.py NUMBERS... PAIRS...``);
+it imports the standard library only, and nothing imports it but for its names.
 
 With namespaces there are two processes: the outer one waits; the inner one is the first process of the program's own
 process namespace, so that when it ends, or when the outer one is killed, the kernel kills every other process in there.
@@ -9,6 +9,7 @@ process namespace, so that when it ends, or when the outer one is killed, the ke
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
@@ -18,7 +19,8 @@ import sys
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 NAMESPACES = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
+MS_BIND, MS_REC, MS_PRIVATE = 1 << 12, 1 << 14, 1 << 18
 MNT_DETACH = 2
 PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 1, 24, 38, 47, 4
 CAPABILITY_VERSION_3 = 0x20080522
@@ -157,10 +159,9 @@ def write(path: str, text: str) -> None:
 
 def see_only(pairs: list[tuple[str, str]], temporary_bytes: int) -> None:
     """A root directory that holds the pairs, read-only, a few devices, this namespace's processes and a small /tmp."""
-    try:  # of the new user namespace: the program makes none of its own, where kernels have had most of their holes
+    with contextlib.suppress(OSError):  # a container's settings are read-only
+        # Of the new user namespace: the program makes none of its own, where kernels have had most of their holes.
         write("/proc/sys/user/max_user_namespaces", "0")
-    except OSError:
-        pass
     check("sethostname", libc.sethostname(HOSTNAME, len(HOSTNAME)))
     mount(None, "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
@@ -208,7 +209,10 @@ def bind(source: str, place: str) -> None:
 def own_files() -> None:
     """What programs look up about their user and shared memory, without a word about the real ones."""
     os.makedirs("/etc", exist_ok=True)
-    for name, line in (("passwd", f"nobody:x:{NOBODY}:{NOBODY}::/tmp:/bin/false\n"), ("group", f"nogroup:x:{NOBODY}:\n")):
+    for name, line in (
+        ("passwd", f"nobody:x:{NOBODY}:{NOBODY}::/tmp:/bin/false\n"),
+        ("group", f"nogroup:x:{NOBODY}:\n"),
+    ):
         with open(f"/etc/{name}", "x") as file:
             file.write(line)
     os.makedirs("/tmp", exist_ok=True)
@@ -230,7 +234,7 @@ def read_only(place: str, flags: int) -> None:
 
 
 def mount_proc() -> None:
-    """Processes of this namespace only, without the kernel's settings; nothing if a container masks parts of its own."""
+    """This namespace's processes, without the kernel's settings; nothing if a container masks parts of its own."""
     for options in ("subset=pid", None):  # the first needs Linux 5.8
         try:
             return mount("proc", "/proc", "proc", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC, options)

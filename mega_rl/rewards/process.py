@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import pickle
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import psutil
 
+from mega_rl.rewards import memory
+from mega_rl.rewards.scratch import Scratch
 from mega_rl.rewards.worker import EXITED, GARBLED, HEADER, Progress
 
 # A fresh interpreter, never a fork of the trainer: no locks, devices or process groups of its are inherited.
-BOOT = "import sys; sys.path[:] = {path!r}; from mega_rl.rewards.worker import main; main({fd}, {parent}, {progress!r})"
+BOOT = "import sys; sys.path[:] = {path!r}; from mega_rl.rewards.worker import main; main({fd}, {parent}, {progress})"
 MAX_REPLY_BYTES = 1 << 20
 SEND_TIMEOUT_S = 60.0  # a worker that is idle reads at once
 MAX_KILL_ROUNDS = 100
 EXIT_WAIT_S = 1.0
+FORGED = "wrote to the channel between worker and trainer"
 
 
 class WorkerFailure(Exception):
@@ -38,21 +39,21 @@ class WorkerProcess:
     def __init__(self) -> None:
         self._channel, theirs = socket.socketpair()
         self._buffer = b""
-        self.scratch = tempfile.mkdtemp(prefix="mega_rl_reward_")  # its temporary files, removed with it
-        progress_path = Path(self.scratch, "progress")
-        progress_path.write_bytes(bytes(Progress.LAYOUT.size))
-        self.progress = Progress(str(progress_path))
-        boot = BOOT.format(path=sys.path, fd=theirs.fileno(), parent=os.getpid(), progress=str(progress_path))
+        self._scratch = Scratch()  # its temporary files, removed with it
+        self.scratch = self._scratch.path
+        shared = _sealed_memory(Progress.LAYOUT.size)
+        boot = BOOT.format(path=sys.path, fd=theirs.fileno(), parent=os.getpid(), progress=shared)
         # A fixed hash seed: values that follow the order of a set are the same in every worker.
         environment = os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "TMPDIR": self.scratch}
         with theirs:
             self._process = subprocess.Popen(
                 (sys.executable, "-c", boot),
                 env=environment,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), shared),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # a signal to the trainer's process group does not reach it, nor the reverse
             )
+        self.progress = Progress(shared)
 
     @property
     def pid(self) -> int:
@@ -94,12 +95,16 @@ class WorkerProcess:
             return None
         try:
             message = json.loads(line)
-        except ValueError as error:
-            raise WorkerFailure(GARBLED, "wrote to the channel between worker and trainer") from error
+        except (ValueError, RecursionError) as error:
+            raise WorkerFailure(GARBLED, FORGED) from error
         if rest or not isinstance(message, dict):
-            raise WorkerFailure(GARBLED, "wrote to the channel between worker and trainer")
+            raise WorkerFailure(GARBLED, FORGED)
         self._buffer = b""
         return message
+
+    def exceeds(self, limit_bytes: int) -> bool:
+        """Whether it or a descendant has more memory than that, shared memory included, see `memory.exceeds`."""
+        return memory.exceeds(self.pid, limit_bytes)
 
     def kill(self) -> None:
         """End the worker and every process that it started, sessions of their own included."""
@@ -108,8 +113,9 @@ class WorkerProcess:
             _kill_tree(psutil.Process(self._process.pid))
         with contextlib.suppress(ProcessLookupError):  # what an ended worker left in its group
             os.killpg(self._process.pid, signal.SIGKILL)
+        _kill_named(self.scratch)
         self._process.wait()
-        shutil.rmtree(self.scratch, ignore_errors=True)
+        self._scratch.remove()
 
     def _how_it_ended(self) -> str:
         deadline = time.monotonic() + EXIT_WAIT_S
@@ -135,6 +141,38 @@ def _kill_tree(worker: psutil.Process) -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
     worker.kill()
+
+
+def _kill_named(scratch: str) -> None:
+    """Kill what still has the worker's temporary directory in its environment.
+
+    A worker that ended by itself no longer adopts orphans, so that a process that left its session is in no tree.
+    """
+    entry = os.fsencode(f"TMPDIR={scratch}")
+    for _ in range(MAX_KILL_ROUNDS):
+        running = [pid for pid in psutil.pids() if _has_variable(pid, entry)]
+        if not running:
+            break
+        for pid in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _has_variable(pid: int, entry: bytes) -> bool:
+    """Whether a process was started with that variable, or with a directory in it; an ended one has none."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return any(own == entry or own.startswith(entry + b"/") for own in file.read().split(b"\0"))
+    except OSError:  # another user's, or it ended
+        return False
+
+
+def _sealed_memory(num_bytes: int) -> int:
+    """A descriptor of memory, zeros, whose size nobody can change any more."""
+    descriptor = os.memfd_create("mega_rl_progress", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, num_bytes)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return descriptor
 
 
 def _is_running(process: psutil.Process) -> bool:

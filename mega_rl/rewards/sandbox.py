@@ -1,9 +1,9 @@
 """Runs one Python program that nobody vouches for, with limits. Imports no torch.
 
 There are two levels of isolation. With namespaces the program is nobody, has no capability, and lives in user, mount,
-process, network, IPC and host-name namespaces of its own: it sees the system's programs and libraries read-only, its own
-processes, and a small private directory for temporary files. Without them (``limits``) it is a process of the trainer's
-user like any other, but for the limits on its resources: see docs/rewards.md for what that means.
+process, network, IPC and host-name namespaces of its own: it sees the system's programs and libraries read-only, its
+own processes, and a small private directory for temporary files. Without them (``limits``) it is a process of the
+trainer's user like any other, but for the limits on its resources: see docs/rewards.md for what that means.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 
 from mega_rl.rewards import launcher
+from mega_rl.rewards.scratch import remove_tree
 
 START_MARGIN_S = 0.5  # wall-clock time that is the launcher's, not the program's
 NUM_OPEN_FILES = 64
@@ -64,9 +65,8 @@ def run_program(source: str, stdin: str, limits: Limits) -> Run:
         if limits.namespaces:
             folder = launcher.WORKING_DIRECTORY  # within: nothing of it is on this side
         else:
-            folder = stack.enter_context(
-                tempfile.TemporaryDirectory(prefix="program_", ignore_cleanup_errors=True)  # the program may damage it
-            )
+            folder = tempfile.mkdtemp(prefix="program_")
+            stack.callback(remove_tree, folder)
         # Files without a name: no other program finds them.
         program, given, printed = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
         for file, text in ((program, source), (given, stdin)):
@@ -74,8 +74,8 @@ def run_program(source: str, stdin: str, limits: Limits) -> Run:
             file.seek(0)
         report_read, report_write = os.pipe()
         stack.callback(os.close, report_read)
-        numbers = (int(limits.timeout_s) + 1, limits.memory_bytes, limits.file_bytes, limits.temporary_bytes)
-        numbers += (NUM_OPEN_FILES, limits.num_processes, int(limits.namespaces), program.fileno(), report_write)
+        numbers = [int(limits.timeout_s) + 1, limits.memory_bytes, limits.file_bytes, limits.temporary_bytes]
+        numbers += [NUM_OPEN_FILES, limits.num_processes, int(limits.namespaces), program.fileno(), report_write]
         try:
             process = subprocess.Popen(
                 (sys.executable, "-I", "-S", launcher.__file__, *map(str, numbers), *_visible_paths()),

@@ -10,7 +10,7 @@ from mega_rl.config.schema import RewardConfig, RewardWorkersConfig
 from mega_rl.errors import InputError
 from mega_rl.rewards.pool import PoolError, WorkerPool
 from mega_rl.rewards.registry import BUILT_IN, part_name
-from mega_rl.rewards.worker import Answer, Sample, Setup
+from mega_rl.rewards.worker import MAX_VALUE, Answer, Sample, Setup
 from mega_rl.types import Score, Trajectory, UnknownReward
 
 
@@ -66,8 +66,10 @@ def build_scorer(rewards: Sequence[RewardConfig], workers: RewardWorkersConfig |
     if not rewards:
         raise InputError(f"rewards is empty: list at least one, such as {', '.join(BUILT_IN)}")
     for reward in rewards:
-        if not math.isfinite(reward.weight):
-            raise InputError(f"rewards: the weight of {reward.name} is {reward.weight}; give a finite number")
+        if not abs(reward.weight) <= MAX_VALUE:
+            raise InputError(
+                f"rewards: the weight of {reward.name} is {reward.weight}; give a finite number, up to {MAX_VALUE:g}"
+            )
     weighted = [WeightedReward(part_name(reward.name), reward.weight) for reward in rewards]
     names = [reward.name for reward in weighted]
     if twice := sorted({name for name in names if names.count(name) > 1}):

@@ -32,6 +32,7 @@ HEADER = struct.Struct("!Q")  # bytes of the pickled message that follows
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 MAX_DETAIL_LENGTH = 300  # characters
+MAX_VALUE = 1e30  # its square and sums of many of them are still numbers: a larger one would end its group's deviation
 
 # Why a value is not known; the metrics count by these.
 RAISED = "raised"
@@ -42,6 +43,9 @@ NOT_A_NUMBER = "not_a_number"
 LEFT_PROCESSES = "left_processes"
 GARBLED = "garbled"
 CAUSES = (RAISED, TIMED_OUT, EXITED, OUT_OF_MEMORY, NOT_A_NUMBER, LEFT_PROCESSES, GARBLED)
+
+SAMPLE, ASYNC, BATCH = "sample", "async", "batch"  # how a reward takes its samples
+KINDS = (SAMPLE, ASYNC, BATCH)
 
 Sample = tuple[str, str, str, Mapping[str, Any], int]  # see BoundReward.arguments
 T = TypeVar("T")
@@ -65,14 +69,19 @@ class Call:
 
 
 class Progress:
-    """Where a worker stands in its call: a page of memory that it shares with the pool, and so survives it."""
+    """Where a worker stands in its call: memory that it shares with the pool, and that so survives it.
+
+    The size of the memory is sealed: a mapped page that somebody could cut off would be the death of both.
+    """
 
     LAYOUT = struct.Struct("qd")  # position in the call, and when work on it began: CLOCK_MONOTONIC, seconds
 
-    def __init__(self, path: str) -> None:
-        """Map the file, which exists and holds at least the layout."""
-        with open(path, "r+b") as file:
-            self._page = mmap.mmap(file.fileno(), self.LAYOUT.size)
+    def __init__(self, descriptor: int) -> None:
+        """Map the sealed memory, and close the descriptor."""
+        try:
+            self._page = mmap.mmap(descriptor, self.LAYOUT.size)
+        finally:
+            os.close(descriptor)
 
     def begin(self, position: int) -> None:
         self.LAYOUT.pack_into(self._page, 0, position, time.monotonic())
@@ -86,10 +95,10 @@ class UnfitError(Exception):
     """The process must not serve another call: cause and detail."""
 
 
-def main(channel_fd: int, parent_pid: int, progress_path: str) -> None:
+def main(channel_fd: int, parent_pid: int, progress_fd: int) -> None:
     """Serve calls until the parent closes its end or dies."""
     isolate(parent_pid)
-    channel, progress = socket.socket(fileno=channel_fd), Progress(progress_path)
+    channel, progress = socket.socket(fileno=channel_fd), Progress(progress_fd)
     setup: Setup = _receive(channel)
     resource.setrlimit(resource.RLIMIT_DATA, (setup.memory_bytes, setup.memory_bytes))
     try:
@@ -97,7 +106,7 @@ def main(channel_fd: int, parent_pid: int, progress_path: str) -> None:
     except ValueError as error:
         _send(channel, {"refused": str(error)})
         return
-    kinds = ["batch" if r.is_batch else "async" if r.is_async else "sample" for r in rewards]
+    kinds = [BATCH if r.is_batch else ASYNC if r.is_async else SAMPLE for r in rewards]
     _send(channel, {"ready": kinds})
     gc.freeze()  # what is loaded now stays: collections need not look at it again
     while True:
@@ -199,9 +208,9 @@ def _call_one(reward: BoundReward, sample: Sample) -> Answer:
 
 def _checked(value: Any) -> Answer:
     try:
-        if isinstance(value, Real) and math.isfinite(value):
+        if isinstance(value, Real) and math.isfinite(value) and abs(float(value)) <= MAX_VALUE:
             return float(value)
-        return NOT_A_NUMBER, f"returned {value!r:.60}"
+        return NOT_A_NUMBER, f"returned {value!r:.60}"[:MAX_DETAIL_LENGTH]
     except BaseException as error:  # an object of the user's own
         return _failure(error)
 
@@ -212,7 +221,7 @@ def _failure(error: BaseException) -> Answer:
     try:
         return RAISED, f"raised {type(error).__name__}: {error}"[:MAX_DETAIL_LENGTH]
     except BaseException:  # its own __str__ raises
-        return RAISED, f"raised {type(error).__name__}"
+        return RAISED, f"raised {type(error).__name__}"[:MAX_DETAIL_LENGTH]
 
 
 def _has_children() -> bool:

@@ -1,0 +1,70 @@
+"""The temporary directory of a reward worker, and those that killed runs left behind. Imports no torch.
+
+The owner of a directory holds a lock on it for as long as it lives. The kernel gives the lock up when the owner ends,
+however that happens, so a directory that can be locked has no owner: no process number is trusted, which another
+process may have by then, or which means another process in another container.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import subprocess
+import tempfile
+
+PREFIX = "mega_rl_reward_scratch_"
+
+
+class Scratch:
+    """A directory of the temporary folder that this process owns until `remove`."""
+
+    def __init__(self) -> None:
+        while True:
+            self.path = tempfile.mkdtemp(prefix=PREFIX)
+            lock = _locked(self.path)
+            if lock is not None:
+                break  # else a `sweep` came between the two, and removes it
+        self._lock = lock
+
+    def remove(self) -> None:
+        remove_tree(self.path)
+        os.close(self._lock)
+
+
+def sweep() -> None:
+    """Remove the directories of this user in the temporary folder whose owners have ended."""
+    parent = tempfile.gettempdir()
+    for entry in os.scandir(parent):
+        with contextlib.suppress(OSError):  # another process removes it too
+            is_own = entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == os.geteuid()
+            if entry.name.startswith(PREFIX) and is_own:
+                lock = _locked(entry.path)
+                if lock is not None:
+                    remove_tree(entry.path)
+                    os.close(lock)
+
+
+def remove_tree(path: str) -> None:
+    """Remove a directory, as far as this user may, however deep a program nested others in it."""
+    try:
+        shutil.rmtree(path, ignore_errors=True)
+    except RecursionError:
+        subprocess.run(("rm", "-rf", "--", path), stderr=subprocess.DEVNULL, check=False)
+
+
+def _locked(path: str) -> int | None:
+    """A descriptor that holds the lock on a directory that is still there; None if it has an owner."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.stat(path), os.fstat(descriptor)):
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    os.close(descriptor)
+    return None
