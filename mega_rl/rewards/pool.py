@@ -129,6 +129,7 @@ class WorkerPool:
         waiting = [slot for slot in self._slots if not slot.is_idle]
         if not waiting:
             return
+        ended = [slot for slot in waiting if slot.worker.has_ended()]  # asked first: what it had sent is ready then
         with selectors.DefaultSelector() as selector:
             for slot in waiting:
                 selector.register(slot.worker, selectors.EVENT_READ, slot)
@@ -144,7 +145,9 @@ class WorkerPool:
         for slot in waiting:
             if slot.is_idle:
                 continue
-            if time.monotonic() >= self._deadline(slot):  # bytes that came in are no message yet
+            if slot in ended and slot not in ready:  # something else holds its end of the channel
+                self._fail(slot, work, slot.worker.failure())
+            elif time.monotonic() >= self._deadline(slot):  # bytes that came in are no message yet
                 detail = f"gave no value within {self._setup.timeout_s:g} s"
                 self._fail(slot, work, WorkerFailure(TIMED_OUT, detail))
             elif time.monotonic() >= slot.watched_at + WATCH_S:

@@ -72,7 +72,7 @@ class WorkerProcess:
         try:
             self._channel.sendall(HEADER.pack(len(data)) + data)
         except OSError as error:
-            raise WorkerFailure(EXITED, self._how_it_ended()) from error
+            raise self.failure() from error
 
     def receive(self) -> dict[str, Any] | None:
         """What came in: one whole message, or None while it is incomplete. Does not block.
@@ -88,7 +88,7 @@ class WorkerProcess:
         except OSError:
             part = b""
         if not part:
-            raise WorkerFailure(EXITED, self._how_it_ended())
+            raise self.failure()
         self._buffer += part
         line, end, rest = self._buffer.partition(b"\n")
         if not end and len(line) <= MAX_REPLY_BYTES:
@@ -116,6 +116,10 @@ class WorkerProcess:
         _kill_named(self.scratch)
         self._process.wait()
         self._scratch.remove()
+
+    def failure(self) -> WorkerFailure:
+        """Of a worker that ended or no longer listens."""
+        return WorkerFailure(EXITED, self._how_it_ended())
 
     def _how_it_ended(self) -> str:
         deadline = time.monotonic() + EXIT_WAIT_S

@@ -124,8 +124,8 @@ def scorer(hostile: str) -> Iterator[Scorer]:
     built.close()
 
 
-def trajectory(text: str, index: int = 0, num_tokens: int = 1) -> Trajectory:
-    prompt, ids, logprobs = Prompt(index, (1,), "?", "t", "src"), (1,) * num_tokens, (0.0,) * num_tokens
+def trajectory(text: str, index: int = 0, num_tokens: int = 1, truth: str = "t") -> Trajectory:
+    prompt, ids, logprobs = Prompt(index, (1,), "?", truth, "src"), (1,) * num_tokens, (0.0,) * num_tokens
     return Trajectory.single_turn(prompt, 2, ids, logprobs, text, "stop", 0)
 
 
