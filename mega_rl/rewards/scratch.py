@@ -35,15 +35,14 @@ class Scratch:
 
 def sweep() -> None:
     """Remove the directories of this user in the temporary folder whose owners have ended."""
-    parent = tempfile.gettempdir()
-    for entry in os.scandir(parent):
+    with os.scandir(tempfile.gettempdir()) as entries:
+        found = [entry for entry in entries if entry.name.startswith(PREFIX)]
+    for entry in found:
         with contextlib.suppress(OSError):  # another process removes it too
             is_own = entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == os.geteuid()
-            if entry.name.startswith(PREFIX) and is_own:
-                lock = _locked(entry.path)
-                if lock is not None:
-                    remove_tree(entry.path)
-                    os.close(lock)
+            if is_own and (lock := _locked(entry.path)) is not None:
+                remove_tree(entry.path)
+                os.close(lock)
 
 
 def remove_tree(path: str) -> None:

@@ -156,6 +156,34 @@ print(run_program(source, "", Limits(20.0, 1 << 30)).output, end="")
     assert ended.stdout == "/tmp nobody 8 1\n", ended.stderr
 
 
+@needs_enclosure()
+def test_what_is_mounted_deeper_is_read_only_too() -> None:
+    program = """
+import subprocess
+from mega_rl.rewards.sandbox import Limits, run_program
+subprocess.run(("mount", "-t", "tmpfs", "tmpfs", "/usr/local/share"), check=True)
+with open("/usr/local/share/there", "w") as file:
+    file.write("there")
+source = "print(open('/usr/local/share/there').read())\\nopen('/usr/local/share/there', 'w')\\nprint('written')"
+print(run_program(source, "", Limits(20.0, 1 << 29)))
+"""
+    ended = run_enclosed(program)
+    assert ended.stdout == "Run(exit_code=1, output='there\\n')\n", ended.stderr
+
+
+@needs_enclosure()
+def test_a_container_that_masks_its_processes_leaves_the_program_none() -> None:
+    program = """
+import subprocess
+from mega_rl.rewards.sandbox import Limits, run_program
+subprocess.run(("mount", "-t", "tmpfs", "-o", "ro", "tmpfs", "/proc/fs"), check=True)
+subprocess.run(("mount", "-o", "bind,ro", "/proc/sys", "/proc/sys"), check=True)
+print(run_program("import os; print(os.listdir('/proc'))", "", Limits(20.0, 1 << 29)))
+"""
+    ended = run_enclosed(program)
+    assert ended.stdout == "Run(exit_code=0, output='[]\\n')\n", ended.stderr
+
+
 def test_limits_are_refused_to_root_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     with pytest.raises(
