@@ -29,10 +29,10 @@ for name in filter(str.isdigit, os.listdir('/proc')):
     except OSError: pass
 """,
     "has the trainer's environment": "if 'API_KEY' in os.environ: through()",
-    "reads the training answers": "if 'answer' in open('/tmp/run/answers').read(): through()",
+    "reads the training answers": "if 'answer' in open(ANSWERS).read(): through()",
     "reads the passwords": "open('/etc/shadow').read(1); through()",
     "reads the source of the run": "open('REPO/mega_rl/rewards/sandbox.py').read(); through()",
-    "writes into the run": "open('/tmp/run/answers', 'a').write('x'); through()",
+    "writes into the run": "open(ANSWERS, 'a').write('x'); through()",
     "connects to the trainer": "s = socket.socket(socket.AF_UNIX); s.connect('\\0trainer'); through()",
     "mounts": "if libc.mount(b'tmpfs', b'/tmp', b'tmpfs', 0, None) == 0: through()",
     "sets the host name": "if libc.sethostname(b'owned', 5) == 0: through()",
@@ -48,7 +48,7 @@ if int(lines['CapBnd'], 16): through()
     "is root": "if 0 in os.getresuid() + os.getresgid(): through()",
     "makes namespaces": "if libc.unshare(0x10000000) == 0: through()",
     "fills the temporary directory": """
-for number in range(8): open(f'/tmp/{number}', 'wb').write(bytes(1 << 24))
+for number in range(8): open(f'{TEMPORARY}/{number}', 'wb').write(bytes(1 << 24))
 through()
 """,
     "changes a device": "os.chmod('/dev/null', 0o666); through()",
@@ -74,8 +74,10 @@ NOT_STOPPED_BY_LIMITS = {
     "fills the temporary directory",
     "sees other processes",
 }
-PRELUDE = """
+ANSWERS = str(Path("/tmp", "answers"))  # of the place where all of this happens
+PRELUDE = f"""
 import ctypes, os, socket
+ANSWERS, TEMPORARY = {ANSWERS!r}, '/tmp'
 libc = ctypes.CDLL(None, use_errno=True)
 def through(): print('THROUGH', flush=True)
 """
@@ -84,13 +86,13 @@ TRAINER = """
 import json, os, socket, sys
 from mega_rl.rewards.sandbox import Limits, run_program
 programs, namespaces = json.loads(sys.argv[1]), sys.argv[2] == "namespaces"
-os.mkdir("/tmp/run")
+answers = sys.argv[3]
 listener = socket.socket(socket.AF_UNIX)
 listener.bind("\\0trainer")
 listener.listen()
 through = []
 for name, program in programs.items():
-    with open("/tmp/run/answers", "w") as file:
+    with open(answers, "w") as file:
         file.write("the answer")
     trainer = os.fork()
     if trainer == 0:
@@ -101,7 +103,7 @@ for name, program in programs.items():
     if os.WIFSTOPPED(status):
         os.kill(trainer, 9)
         os.waitpid(trainer, 0)
-    if status != 0 or open("/tmp/run/answers").read() != "the answer":
+    if status != 0 or open(answers).read() != "the answer":
         through.append(name)
 print(json.dumps(through))
 """
@@ -109,7 +111,7 @@ print(json.dumps(through))
 
 def exploit(level: str) -> set[str]:
     programs = {name: PRELUDE + text.replace("REPO", str(REPO)) for name, text in EXPLOITS.items()}
-    ended = run_enclosed(TRAINER, json.dumps(programs), level, is_root=level == "namespaces")
+    ended = run_enclosed(TRAINER, json.dumps(programs), level, ANSWERS, is_root=level == "namespaces")
     assert ended.returncode == 0, ended.stderr
     return set(json.loads(ended.stdout))
 
@@ -245,11 +247,11 @@ def truncate(data_source, solution_str, ground_truth, extra_info):
 """
 )
 SCORING = """
-import sys
+import os, sys, tempfile
 from mega_rl.config.schema import RewardConfig, RewardWorkersConfig
 from mega_rl.rewards.scorer import build_scorer
 from tests.unit.rewards.test_pool import trajectory
-with open('/tmp/mine.py', 'w') as file:
+with open(os.path.join(tempfile.gettempdir(), 'mine.py'), 'w') as file:
     file.write(sys.argv[1])
 name, isolation, text = sys.argv[2:]
 options = dict(isolation=isolation, timeout_s=20.0) if name == 'code_tests' else {}
