@@ -74,7 +74,7 @@ NOT_STOPPED_BY_LIMITS = {
     "fills the temporary directory",
     "sees other processes",
 }
-ANSWERS = str(Path("/tmp", "answers"))  # of the place where all of this happens
+ANSWERS = str(Path("/tmp", "run", "answers"))  # of the place where all of this happens
 PRELUDE = f"""
 import ctypes, os, socket
 ANSWERS, TEMPORARY = {ANSWERS!r}, '/tmp'
@@ -87,6 +87,7 @@ import json, os, socket, sys
 from mega_rl.rewards.sandbox import Limits, run_program
 programs, namespaces = json.loads(sys.argv[1]), sys.argv[2] == "namespaces"
 answers = sys.argv[3]
+os.mkdir(os.path.dirname(answers))
 listener = socket.socket(socket.AF_UNIX)
 listener.bind("\\0trainer")
 listener.listen()
