@@ -25,11 +25,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.serialization import (
-    get_default_load_sharded_strategy,
-    get_default_save_sharded_strategy,
-)
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
 from mega_rl import platform
@@ -43,6 +41,7 @@ from mega_rl.errors import InputError
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.model import PolicyModel
 from mega_rl.megatron.optimizer import own_hyperparameters
+from mega_rl.megatron.reading import load_generators, load_sharded
 from mega_rl.parallel.collectives import broadcast_object, gather_objects, together
 from mega_rl.parallel.layout import ParallelLayout
 
@@ -321,11 +320,7 @@ def load(directory: Path, engine: MegatronEngine) -> dict[str, Any]:
         return progress
     check_layout(directory, engine.policy.layout)
     state, _ = _sharded_state(engine, is_loading=True)
-    loaded = _read(directory, state)
-    try:
-        generators = torch.load(directory / GENERATORS, weights_only=False)
-    except _UNREADABLE as error:
-        raise _unreadable(directory, error) from error
+    loaded, generators = read_state(directory, state)
     for name, chunk in _named_chunks(engine).items():
         chunk.load_state_dict(loaded[name])
     with own_hyperparameters(engine.optimizer):
@@ -337,19 +332,32 @@ def load(directory: Path, engine: MegatronEngine) -> dict[str, Any]:
     return progress
 
 
-def _read(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
+def read_state(directory: Path, state: dict[str, Any]) -> tuple[dict[str, Any], list[Mapping[str, Tensor]]]:
+    """What a checkpoint has for a sharded state, and the random states of its ranks. All ranks call it.
+
+    Raises:
+        InputError: a file is damaged, or would run code if it could.
+    """
+    loaded = _read(directory, state)
     try:
-        strategy = get_default_load_sharded_strategy(str(directory / WEIGHTS))
-        loaded: dict[str, Any] = dist_checkpointing.load(state, str(directory / WEIGHTS), sharded_strategy=strategy)
+        return loaded, load_generators(directory / GENERATORS)
     except _UNREADABLE as error:
         raise _unreadable(directory, error) from error
-    return loaded
+
+
+def _read(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return load_sharded(state, directory / WEIGHTS)
+    except _UNREADABLE as error:
+        raise _unreadable(directory, error) from error
 
 
 def _unreadable(directory: Path, error: BaseException) -> InputError:
-    return InputError(
-        f"checkpoint {directory} cannot be read ({_last_line(error)}); use an older one, or checkpoint.resume=never"
-    )
+    if isinstance(error, CheckpointException):  # of several ranks at once
+        error = next(iter(error.failures.values()))[0]
+    is_pickle = isinstance(error, UnpicklingError)  # torch's own words are a page on how to run it
+    reason = "a file is damaged, or holds more than tensors and plain values" if is_pickle else _last_line(error)
+    return InputError(f"checkpoint {directory} cannot be read ({reason}); use an older one, or checkpoint.resume=never")
 
 
 def _load_weights(directory: Path, engine: MegatronEngine) -> None:
