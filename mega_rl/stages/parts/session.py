@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mega_rl import platform
 from mega_rl.bridge.files.huggingface import HFReader
-from mega_rl.config import RunConfig, samples, save_resolved
+from mega_rl.config import RunConfig, samples
 from mega_rl.config.model import check_model
 from mega_rl.data.tokenizer import load_tokenizer
 from mega_rl.megatron import checkpoint
@@ -28,8 +28,7 @@ from mega_rl.observe.timers import Timers
 from mega_rl.parallel.collectives import COLLECTIVE_TIMEOUT, broadcast_object, together
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
 from mega_rl.stages.parts.batches import BatchShare
-
-CHECKPOINTS = "checkpoints"  # under the output directory
+from mega_rl.stages.parts.output import CHECKPOINTS, OutputLock, take_output
 
 
 @dataclass(frozen=True)
@@ -127,15 +126,12 @@ def open_session(config: RunConfig) -> Iterator[Session]:
     initialize_groups(layout, config.trainer.seed)
     here.seed(config.trainer.seed)
     output_dir = Path(config.trainer.output_dir)
+    lock: OutputLock | None = None  # of rank 0; held to the end of its process if the run fails
     found: tuple[Path | None, list[str]] = (None, [])
     with together("preparing the output directory"):
         if dist.get_rank() == 0:
-            found = checkpoint.find(output_dir / CHECKPOINTS, config.checkpoint.resume)
-            if found[0] is not None:
-                checkpoint.check_layout(found[0], layout)
-            checkpoint.set_aside(output_dir / CHECKPOINTS, after=found[0])
-            output_dir.mkdir(parents=True, exist_ok=True)
-            save_resolved(config, output_dir / "config.yaml")
+            lock, resume, warnings = take_output(config, layout)
+            found = resume, warnings
     resume, warnings = broadcast_object(found)
     settings = config.checkpoint
     writer = CheckpointWriter(output_dir / CHECKPOINTS, settings.keep_checkpoints, settings.async_save)
@@ -152,3 +148,5 @@ def open_session(config: RunConfig) -> Iterator[Session]:
     # After an exception the other ranks may be anywhere: the process ends without these two collectives.
     dist.barrier()
     dist.destroy_process_group()
+    if lock is not None:
+        lock.release()
