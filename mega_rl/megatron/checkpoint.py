@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
-import queue
 import re
 import shutil
-import tempfile
 from collections.abc import Mapping
 from functools import partial as partial_call
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
-import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
@@ -42,6 +38,7 @@ from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.model import PolicyModel
 from mega_rl.megatron.optimizer import own_hyperparameters
 from mega_rl.megatron.reading import load_generators, load_sharded
+from mega_rl.megatron.writers import prepare_writers, writers_end_with_us
 from mega_rl.parallel.collectives import broadcast_object, gather_objects, together
 from mega_rl.parallel.layout import ParallelLayout
 
@@ -58,39 +55,6 @@ _UNREADABLE = (  # what reading a garbled checkpoint raises; torch's CheckpointE
     CheckpointException,
     CheckpointingException,
 )
-
-
-class _WriteResults:
-    """What the writer process of this rank reports, in a file that has no name and that no other rank has.
-
-    Megatron's own channel is a manager process that imports the entry script again, which takes seconds and hangs
-    scripts without a main guard; a pipe would fill up, since the writer's end is awaited before its report is read.
-    """
-
-    def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - open as long as the process
-        self.process_id = os.getpid()
-
-    def put(self, results: Any) -> None:
-        self._file.seek(0)
-        self._file.truncate()
-        self._file.write(pickle.dumps(results))
-
-    def get_nowait(self) -> Any:
-        self._file.seek(0)
-        content = self._file.read()
-        if not content:
-            raise queue.Empty
-        self._file.seek(0)
-        self._file.truncate()
-        return pickle.loads(content)
-
-
-def _own_write_results() -> None:
-    """Give Megatron the file of this process; ranks that are copies of one process would read each other's."""
-    present = filesystem_async._results_queue
-    if not isinstance(present, _WriteResults) or present.process_id != os.getpid():
-        filesystem_async._results_queue = _WriteResults()
 
 
 def directory_of(root: Path, step: int) -> Path:
@@ -210,7 +174,7 @@ class CheckpointWriter:
 
     def __init__(self, root: Path, keep: int, is_async: bool) -> None:
         self.root, self.keep = root, keep
-        _own_write_results()
+        prepare_writers()
         self._strategy = get_default_save_sharded_strategy("torch_dist", 1)
         self._calls = AsyncCallsQueue() if is_async else None
 
@@ -247,13 +211,14 @@ class CheckpointWriter:
                 (partial / PROGRESS).write_text(content)
         state, metadata = _sharded_state(engine, is_loading=False)
         try:
-            request = dist_checkpointing.save(
-                state,
-                str(partial / WEIGHTS),
-                sharded_strategy=self._strategy,
-                content_metadata=metadata,
-                async_sharded_save=self._calls is not None,
-            )
+            with writers_end_with_us():
+                request = dist_checkpointing.save(
+                    state,
+                    str(partial / WEIGHTS),
+                    sharded_strategy=self._strategy,
+                    content_metadata=metadata,
+                    async_sharded_save=self._calls is not None,
+                )
         except (OSError, CheckpointException) as error:
             raise InputError(
                 f"the checkpoint of step {step} cannot be written under {self.root} ({_last_line(error)}); free the "
@@ -263,7 +228,8 @@ class CheckpointWriter:
             self._publish(partial, directory_of(self.root, step))
         else:
             request.add_finalize_fn(partial_call(self._publish, partial, directory_of(self.root, step)))
-            self._calls.schedule_async_request(request)
+            with writers_end_with_us():
+                self._calls.schedule_async_request(request)
 
     def poll(self) -> None:
         """Give the checkpoint under way its name if all ranks have written it. All ranks call it."""
