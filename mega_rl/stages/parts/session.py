@@ -29,6 +29,7 @@ from mega_rl.parallel.collectives import COLLECTIVE_TIMEOUT, broadcast_object, t
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
 from mega_rl.stages.parts.batches import BatchShare
 from mega_rl.stages.parts.output import CHECKPOINTS, OutputLock, take_output
+from mega_rl.stages.parts.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,17 @@ class Session:
     def export_dir(self) -> Path:
         return self.output_dir / "huggingface"
 
-    def observer(self, steps_done: int, total_steps: int) -> Observer:
-        """What this run logs to; rows of an earlier run that will be logged again are dropped."""
-        first = steps_done + 1 if steps_done else 0
-        return Observer.create(self.config.logging, self.output_dir, self.is_main, first, total_steps)
+    def observer(self, state: Progress, total_steps: int) -> Observer:
+        """What this run logs to; rows of an earlier run that will be logged again are dropped.
+
+        A run that was killed between a checkpoint and the row of its step gets that row now, without times.
+        """
+        first = state.step + 1 if state.step else 0
+        observer = Observer.create(self.config.logging, self.output_dir, self.is_main, first, total_steps)
+        own = (self.output_dir / CHECKPOINTS).resolve()
+        if state.metrics and self.checkpoint is not None and self.checkpoint.resolve().parent == own:
+            observer.log_if_missing(state.step, state.metrics)
+        return observer
 
     def say(self, sentence: str) -> None:
         if self.is_main:
