@@ -9,27 +9,21 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
-import queue
 import re
 import shutil
-import tempfile
 from collections.abc import Mapping
 from functools import partial as partial_call
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
-import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.serialization import (
-    get_default_load_sharded_strategy,
-    get_default_save_sharded_strategy,
-)
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
 from mega_rl import platform
@@ -43,6 +37,8 @@ from mega_rl.errors import InputError
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.model import PolicyModel
 from mega_rl.megatron.optimizer import own_hyperparameters
+from mega_rl.megatron.reading import load_generators, load_sharded
+from mega_rl.megatron.writers import prepare_writers, writers_end_with_us
 from mega_rl.parallel.collectives import broadcast_object, gather_objects, together
 from mega_rl.parallel.layout import ParallelLayout
 
@@ -59,39 +55,6 @@ _UNREADABLE = (  # what reading a garbled checkpoint raises; torch's CheckpointE
     CheckpointException,
     CheckpointingException,
 )
-
-
-class _WriteResults:
-    """What the writer process of this rank reports, in a file that has no name and that no other rank has.
-
-    Megatron's own channel is a manager process that imports the entry script again, which takes seconds and hangs
-    scripts without a main guard; a pipe would fill up, since the writer's end is awaited before its report is read.
-    """
-
-    def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - open as long as the process
-        self.process_id = os.getpid()
-
-    def put(self, results: Any) -> None:
-        self._file.seek(0)
-        self._file.truncate()
-        self._file.write(pickle.dumps(results))
-
-    def get_nowait(self) -> Any:
-        self._file.seek(0)
-        content = self._file.read()
-        if not content:
-            raise queue.Empty
-        self._file.seek(0)
-        self._file.truncate()
-        return pickle.loads(content)
-
-
-def _own_write_results() -> None:
-    """Give Megatron the file of this process; ranks that are copies of one process would read each other's."""
-    present = filesystem_async._results_queue
-    if not isinstance(present, _WriteResults) or present.process_id != os.getpid():
-        filesystem_async._results_queue = _WriteResults()
 
 
 def directory_of(root: Path, step: int) -> Path:
@@ -211,7 +174,7 @@ class CheckpointWriter:
 
     def __init__(self, root: Path, keep: int, is_async: bool) -> None:
         self.root, self.keep = root, keep
-        _own_write_results()
+        prepare_writers()
         self._strategy = get_default_save_sharded_strategy("torch_dist", 1)
         self._calls = AsyncCallsQueue() if is_async else None
 
@@ -248,13 +211,14 @@ class CheckpointWriter:
                 (partial / PROGRESS).write_text(content)
         state, metadata = _sharded_state(engine, is_loading=False)
         try:
-            request = dist_checkpointing.save(
-                state,
-                str(partial / WEIGHTS),
-                sharded_strategy=self._strategy,
-                content_metadata=metadata,
-                async_sharded_save=self._calls is not None,
-            )
+            with writers_end_with_us():
+                request = dist_checkpointing.save(
+                    state,
+                    str(partial / WEIGHTS),
+                    sharded_strategy=self._strategy,
+                    content_metadata=metadata,
+                    async_sharded_save=self._calls is not None,
+                )
         except (OSError, CheckpointException) as error:
             raise InputError(
                 f"the checkpoint of step {step} cannot be written under {self.root} ({_last_line(error)}); free the "
@@ -264,7 +228,8 @@ class CheckpointWriter:
             self._publish(partial, directory_of(self.root, step))
         else:
             request.add_finalize_fn(partial_call(self._publish, partial, directory_of(self.root, step)))
-            self._calls.schedule_async_request(request)
+            with writers_end_with_us():
+                self._calls.schedule_async_request(request)
 
     def poll(self) -> None:
         """Give the checkpoint under way its name if all ranks have written it. All ranks call it."""
@@ -321,11 +286,7 @@ def load(directory: Path, engine: MegatronEngine) -> dict[str, Any]:
         return progress
     check_layout(directory, engine.policy.layout)
     state, _ = _sharded_state(engine, is_loading=True)
-    loaded = _read(directory, state)
-    try:
-        generators = torch.load(directory / GENERATORS, weights_only=False)
-    except _UNREADABLE as error:
-        raise _unreadable(directory, error) from error
+    loaded, generators = read_state(directory, state)
     for name, chunk in _named_chunks(engine).items():
         chunk.load_state_dict(loaded[name])
     with own_hyperparameters(engine.optimizer):
@@ -337,19 +298,32 @@ def load(directory: Path, engine: MegatronEngine) -> dict[str, Any]:
     return progress
 
 
-def _read(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
+def read_state(directory: Path, state: dict[str, Any]) -> tuple[dict[str, Any], list[Mapping[str, Tensor]]]:
+    """What a checkpoint has for a sharded state, and the random states of its ranks. All ranks call it.
+
+    Raises:
+        InputError: a file is damaged, or would run code if it could.
+    """
+    loaded = _read(directory, state)
     try:
-        strategy = get_default_load_sharded_strategy(str(directory / WEIGHTS))
-        loaded: dict[str, Any] = dist_checkpointing.load(state, str(directory / WEIGHTS), sharded_strategy=strategy)
+        return loaded, load_generators(directory / GENERATORS)
     except _UNREADABLE as error:
         raise _unreadable(directory, error) from error
-    return loaded
+
+
+def _read(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return load_sharded(state, directory / WEIGHTS)
+    except _UNREADABLE as error:
+        raise _unreadable(directory, error) from error
 
 
 def _unreadable(directory: Path, error: BaseException) -> InputError:
-    return InputError(
-        f"checkpoint {directory} cannot be read ({_last_line(error)}); use an older one, or checkpoint.resume=never"
-    )
+    if isinstance(error, CheckpointException):  # of several ranks at once
+        error = next(iter(error.failures.values()))[0]
+    is_pickle = isinstance(error, UnpicklingError)  # torch's own words are a page on how to run it
+    reason = "a file is damaged, or holds more than tensors and plain values" if is_pickle else _last_line(error)
+    return InputError(f"checkpoint {directory} cannot be read ({reason}); use an older one, or checkpoint.resume=never")
 
 
 def _load_weights(directory: Path, engine: MegatronEngine) -> None:

@@ -8,14 +8,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
-from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+from megatron.core import parallel_state
 from torch import Tensor
 
 from mega_rl import platform
 from mega_rl.config.schema import MemoryConfig, ParallelConfig
 from mega_rl.megatron.context import local_input
 from mega_rl.megatron.policy import MegatronPolicy, initialize_groups
+from mega_rl.megatron.reading import load_sharded
 from mega_rl.megatron.spec import TrainerSpec
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.layout import ParallelLayout
@@ -70,9 +70,7 @@ def _megatron_logits(shape: ModelShape, weights_dir: Path, token_ids_T: Tensor) 
         spec = TrainerSpec(torch.float32, ParallelConfig(), MemoryConfig(), temperature=1.0, chunk_tokens=NUM_TOKENS)
         policy = MegatronPolicy(spec, shape, layout, device)
         (model,) = policy.chunks
-        strategy = get_default_load_sharded_strategy(str(weights_dir))
-        state = {"model": model.sharded_state_dict()}
-        model.load_state_dict(dist_checkpointing.load(state, str(weights_dir), sharded_strategy=strategy)["model"])
+        model.load_state_dict(load_sharded({"model": model.sharded_state_dict()}, weights_dir)["model"])
         length = len(token_ids_T)
         microbatch = Microbatch(
             token_ids=token_ids_T,

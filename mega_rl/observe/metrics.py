@@ -158,6 +158,10 @@ def match(name: str) -> tuple[MetricSpec, tuple[str, ...]]:
     raise KeyError(f"metric {name!r} is not declared: add it to METRICS in mega_rl/observe/metrics.py")
 
 
+def is_declared(name: str) -> bool:
+    return name in _EXACT or any(pattern.fullmatch(name) for pattern, _ in _PATTERNS)
+
+
 @dataclass(frozen=True)
 class _Tally:
     """What one metric has come to so far; ``weight`` counts only for means."""

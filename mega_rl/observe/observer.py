@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Protocol
 
 from mega_rl.observe.console import ConsoleSink
-from mega_rl.observe.metrics import match
+from mega_rl.observe.metrics import is_declared, match
 from mega_rl.observe.sinks import JsonlSink, Sink, TensorBoardSink, WandbSink
 
 TENSORBOARD_DIR = "tensorboard"
@@ -88,6 +88,15 @@ class Observer:
         values = {name: float(value) for name, value in metrics.items()}
         for sink in self._sinks:
             sink.log(step, values)
+
+    def log_if_missing(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Logs a step of an earlier run, unless its metrics are in ``metrics.jsonl``, which is written first.
+
+        Metrics that this version does not declare are left out.
+        """
+        last_steps = [sink.last_step for sink in self._sinks if isinstance(sink, JsonlSink)]
+        if last_steps and (last_steps[0] is None or last_steps[0] < step):
+            self.log(step, {name: value for name, value in metrics.items() if is_declared(name)})
 
     def text(self, step: int, tag: str, text: str) -> None:
         """Shows a longer text, such as a sampled completion."""

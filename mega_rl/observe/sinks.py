@@ -63,9 +63,11 @@ class JsonlSink:
         Raises:
             InputError: the earlier file is damaged elsewhere than in its last line.
         """
+        self.last_step: int | None = None  # of the rows that were kept
         if path.exists():
             rows = [row for row in read_jsonl(path) if row["step"] < first_step]
             _replace(path, "".join(_line(row) for row in rows))
+            self.last_step = max((row["step"] for row in rows), default=None)
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

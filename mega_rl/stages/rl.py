@@ -39,7 +39,7 @@ def train(session: Session) -> None:
     state = progress.resume(session.checkpoint, actor, builder, session.say)
     validator.results |= state.validations
 
-    with session.observer(state.step, total_steps) as observer:
+    with session.observer(state, total_steps) as observer:
         if config.validation.val_before_train and state.step == 0:
             observer.log(0, validator.validate(observer, step=0) | timers.collect())
 
@@ -65,9 +65,9 @@ def train(session: Session) -> None:
             done = step + 1
             if progress.is_due(done, config.validation.test_freq, total_steps):
                 metrics |= validator.validate(observer, step=done)
-            reached = Progress(done, validator.results)
-            progress.save_if_due(session.checkpoints, save_freq, timers, actor, builder, reached, total_steps)
             metrics |= {"data/epoch": done / prompts.steps_per_epoch, "rollout/weight_version": float(pushed.version)}
+            reached = Progress(done, validator.results, metrics)
+            progress.save_if_due(session.checkpoints, save_freq, timers, actor, builder, reached, total_steps)
             metrics |= rollout_metrics.time_metrics(timers.collect(), samples) | memory_metrics(timers)
             observer.log(done, metrics)
 

@@ -32,7 +32,7 @@ def train(session: Session) -> None:
     model = building.actor(session, total_steps)
     state = progress.resume(session.checkpoint, model, stream, session.say)
 
-    with session.observer(state.step, total_steps) as observer:
+    with session.observer(state, total_steps) as observer:
         for step in range(state.step, total_steps):
             done = step + 1
             with timers("step"):
@@ -42,10 +42,12 @@ def train(session: Session) -> None:
             if held_out and progress.is_due(done, config.validation.test_freq, total_steps):
                 with timers("validate"):
                     metrics["sft/val_loss"] = held_out_loss(session, model, held_out)
-            progress.save_if_due(session.checkpoints, save_freq, timers, model, stream, Progress(done), total_steps)
+            metrics["data/epoch"] = done / stream.steps_per_epoch
+            reached = Progress(done, metrics=metrics)
+            progress.save_if_due(session.checkpoints, save_freq, timers, model, stream, reached, total_steps)
             seconds = timers.collect()
             num_tokens = sum(sequence.loss_mask.numel() for sequence in batch)
-            metrics |= {"data/epoch": done / stream.steps_per_epoch} | seconds | memory_metrics(timers)
+            metrics |= seconds | memory_metrics(timers)
             observer.log(done, metrics | {"throughput/tokens_per_s": num_tokens / max(seconds["time/step_s"], 1e-9)})
 
     if config.checkpoint.export_hf:

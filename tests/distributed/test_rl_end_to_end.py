@@ -88,6 +88,7 @@ def test_files_of_the_run(whole: Launched, whole_run: Path, tiny_world: TinyWorl
     assert load_config(whole_run / "config.yaml") == given
     assert steps_saved(whole_run) == [2, 4, 6]
     assert {path.name for path in whole_run.iterdir()} == {
+        ".lock",
         "checkpoints",
         "config.yaml",
         "huggingface",

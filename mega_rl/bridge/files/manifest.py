@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from mega_rl.models.shape import ModelShape
 MANIFEST = "manifest.json"
 PROGRESS = "progress.json"  # step, data position, model: what is no tensor
 WEIGHTS = "megatron"
-DIGESTED_BYTES = 1 << 20
+VERSION = 2  # of the manifest: 1, without the field, digests only the ends of files
+END_BYTES = 1 << 20
+NUM_THREADS = 8
 
 
 def model_record(shape: ModelShape) -> dict[str, Any]:
@@ -24,34 +27,60 @@ def model_record(shape: ModelShape) -> dict[str, Any]:
 
 
 def manifest(root: Path, paths: Iterable[Path]) -> str:
-    """The text of the manifest for files under ``root``."""
-    files = {str(path.relative_to(root)): (path.stat().st_size, digest(path)) for path in paths}
-    return json.dumps({"files": files}, indent=1)
+    """The text of the manifest for files under ``root``, hashed side by side."""
+    names = [str(path.relative_to(root)) for path in paths]
+    digests = _side_by_side(digest, [root / name for name in names])
+    files = {name: ((root / name).stat().st_size, value) for name, value in zip(names, digests, strict=True)}
+    return json.dumps({"version": VERSION, "files": files}, indent=1)
 
 
 def damage(directory: Path) -> str | None:
-    """What is wrong with a checkpoint directory, or None for a whole one."""
+    """What is wrong with a checkpoint directory, or None for a whole one.
+
+    A manifest of an earlier version has digests of the ends of its files only, and is taken by these.
+    """
     try:
-        files = json.loads((directory / MANIFEST).read_text())["files"]
-        rows = [(name, size, expected) for name, (size, expected) in files.items()]
+        content = json.loads((directory / MANIFEST).read_text())
+        rows = [(name, size, expected) for name, (size, expected) in content["files"].items()]
+        version = content.get("version", 1)
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return f"{MANIFEST} is not readable"
-    for name, size, expected in rows:
+    if version not in (1, VERSION):
+        return f"{MANIFEST} is of version {version!r}, and this program reads up to {VERSION}"
+    if version == VERSION:
+        needed = [directory / PROGRESS, *sorted(p for p in (directory / WEIGHTS).rglob("*") if p.is_file())]
+        unlisted = [name for path in needed if (name := str(path.relative_to(directory))) not in content["files"]]
+        if unlisted:
+            return f"file {unlisted[0]} is not in {MANIFEST}"
+    for name, size, _ in rows:
         path = directory / name
         if not path.is_file():
             return f"file {name} is missing"
         if path.stat().st_size != size:
             return f"file {name} has {path.stat().st_size} bytes instead of {size}"
-        if digest(path) != expected:
+    found = _side_by_side(digest if version == VERSION else digest_of_ends, [directory / name for name, *_ in rows])
+    for (name, _, expected), value in zip(rows, found, strict=True):
+        if value != expected:
             return f"file {name} is not what was written"
     return None
 
 
 def digest(path: Path) -> str:
-    """The hash of the first and the last MiB: cheap at any size, and sees what a crash or a bad copy does to a file."""
+    """The hash of all bytes."""
     with path.open("rb") as file:
-        head = file.read(DIGESTED_BYTES)
-        file.seek(max(len(head), path.stat().st_size - DIGESTED_BYTES))
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def digest_of_ends(path: Path) -> str:
+    """The hash of the first and the last MiB, which is what manifests of version 1 hold."""
+    with path.open("rb") as file:
+        head = file.read(END_BYTES)
+        file.seek(max(len(head), path.stat().st_size - END_BYTES))
         return hashlib.blake2b(head + file.read(), digest_size=16).hexdigest()
+
+
+def _side_by_side(hash_of: Callable[[Path], str], paths: list[Path]) -> list[str]:
+    with ThreadPoolExecutor(NUM_THREADS) as threads:  # hashlib lets other threads run
+        return list(threads.map(hash_of, paths))

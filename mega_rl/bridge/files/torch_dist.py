@@ -35,6 +35,31 @@ from mega_rl.models.shape import ModelShape
 
 INDEX = ".metadata"
 MODEL_KEYS = ("embedding.", "decoder.", "output_layer.")  # what a model's weights begin with
+INDEX_CLASSES = {  # module -> what an index may name of it
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    # the plans of the ranks, which Megatron keeps in the index
+    "torch.distributed.checkpoint.planner": {
+        "SavePlan",
+        "WriteItem",
+        "WriteItemType",
+        "TensorWriteData",
+        "BytesIOWriteData",
+    },
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "collections": {"OrderedDict", "defaultdict"},
+    "builtins": {"set", "frozenset"},
+}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -44,7 +69,7 @@ def read_torch_dist(directory: Path, shape: ModelShape) -> Stored:
     Raises:
         InputError: a file is missing or truncated, or the weights are not exactly those of the model.
     """
-    index = _read_index(directory)
+    index = read_index(directory)
     slices = global_slices(shape)
     tensors = {
         key: entry
@@ -75,24 +100,36 @@ class _IndexUnpickler(pickle.Unpickler):
     """Reads the classes that an index is made of, and no others: unpickling runs whatever code a file names."""
 
     def find_class(self, module: str, name: str) -> Any:
-        is_plain = module in ("collections", "builtins") and name in ("OrderedDict", "defaultdict", "set", "frozenset")
-        is_torch = module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype))
+        # A name with a dot would reach through a class or a module into everything that it has imported.
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         is_path = module.startswith("pathlib") and name in ("Path", "PosixPath")
-        if module.startswith("torch.distributed.checkpoint.") or is_plain or is_torch or is_path:
-            return super().find_class(module, name)
-        if module == "torch.serialization" and name == "_get_layout":
+        if name in INDEX_CLASSES.get(module, ()) or is_dtype or is_path:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
-def _read_index(directory: Path) -> Metadata:
+def read_index(directory: Path) -> Metadata:
+    """The index of a checkpoint; no code that it names is run.
+
+    Raises:
+        InputError: it is missing or damaged, or names anything that no index is made of.
+    """
     path = directory / INDEX
     try:
         with path.open("rb") as file:
             index = _IndexUnpickler(file).load()
     except FileNotFoundError:
         raise InputError(f"{path} is missing; give a directory in Megatron's torch_dist format") from None
-    except (OSError, EOFError, ValueError, AttributeError, IndexError, KeyError, pickle.UnpicklingError) as error:
+    except (
+        OSError,
+        EOFError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        IndexError,
+        KeyError,
+        pickle.UnpicklingError,
+    ) as error:
         raise InputError(f"{path} is truncated or damaged ({error}); copy the checkpoint again") from error
     if not isinstance(index, Metadata):
         raise InputError(f"{path} holds no index of a checkpoint; copy the checkpoint again")

@@ -31,6 +31,7 @@ class Progress:
 
     step: int = 0  # finished steps
     validations: Validations = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the last step, as far as they are known at its save
 
 
 def is_due(step: int, frequency: int, total_steps: int) -> bool:
@@ -49,7 +50,7 @@ def resume(directory: Path | None, actor: MegatronEngine, source: Source, say: C
     with together("resuming the data"):
         source.load_state_dict(saved["data"])
     say(f"resuming after step {saved['step']} from {directory}")
-    return Progress(step=saved["step"], validations=saved["validations"])
+    return Progress(saved["step"], saved["validations"], saved.get("metrics", {}))  # not in checkpoints of before
 
 
 def save_if_due(
@@ -66,7 +67,8 @@ def save_if_due(
         writer.poll()
         return
     with timers("save"):
-        content = {"data": source.state_dict(), "validations": progress.validations}
+        metrics = {name: float(value) for name, value in progress.metrics.items()}
+        content = {"data": source.state_dict(), "validations": progress.validations, "metrics": metrics}
         writer.save(progress.step, actor, content)
         if progress.step == total_steps:
             writer.finish()

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mega_rl import platform
 from mega_rl.bridge.files.huggingface import HFReader
-from mega_rl.config import RunConfig, samples, save_resolved
+from mega_rl.config import RunConfig, samples
 from mega_rl.config.model import check_model
 from mega_rl.data.tokenizer import load_tokenizer
 from mega_rl.megatron import checkpoint
@@ -28,8 +28,8 @@ from mega_rl.observe.timers import Timers
 from mega_rl.parallel.collectives import COLLECTIVE_TIMEOUT, broadcast_object, together
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
 from mega_rl.stages.parts.batches import BatchShare
-
-CHECKPOINTS = "checkpoints"  # under the output directory
+from mega_rl.stages.parts.output import CHECKPOINTS, OutputLock, take_output
+from mega_rl.stages.parts.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,17 @@ class Session:
     def export_dir(self) -> Path:
         return self.output_dir / "huggingface"
 
-    def observer(self, steps_done: int, total_steps: int) -> Observer:
-        """What this run logs to; rows of an earlier run that will be logged again are dropped."""
-        first = steps_done + 1 if steps_done else 0
-        return Observer.create(self.config.logging, self.output_dir, self.is_main, first, total_steps)
+    def observer(self, state: Progress, total_steps: int) -> Observer:
+        """What this run logs to; rows of an earlier run that will be logged again are dropped.
+
+        A run that was killed between a checkpoint and the row of its step gets that row now, without times.
+        """
+        first = state.step + 1 if state.step else 0
+        observer = Observer.create(self.config.logging, self.output_dir, self.is_main, first, total_steps)
+        own = (self.output_dir / CHECKPOINTS).resolve()
+        if state.metrics and self.checkpoint is not None and self.checkpoint.resolve().parent == own:
+            observer.log_if_missing(state.step, state.metrics)
+        return observer
 
     def say(self, sentence: str) -> None:
         if self.is_main:
@@ -127,15 +134,12 @@ def open_session(config: RunConfig) -> Iterator[Session]:
     initialize_groups(layout, config.trainer.seed)
     here.seed(config.trainer.seed)
     output_dir = Path(config.trainer.output_dir)
+    lock: OutputLock | None = None  # of rank 0; held to the end of its process if the run fails
     found: tuple[Path | None, list[str]] = (None, [])
     with together("preparing the output directory"):
         if dist.get_rank() == 0:
-            found = checkpoint.find(output_dir / CHECKPOINTS, config.checkpoint.resume)
-            if found[0] is not None:
-                checkpoint.check_layout(found[0], layout)
-            checkpoint.set_aside(output_dir / CHECKPOINTS, after=found[0])
-            output_dir.mkdir(parents=True, exist_ok=True)
-            save_resolved(config, output_dir / "config.yaml")
+            lock, resume, warnings = take_output(config, layout)
+            found = resume, warnings
     resume, warnings = broadcast_object(found)
     settings = config.checkpoint
     writer = CheckpointWriter(output_dir / CHECKPOINTS, settings.keep_checkpoints, settings.async_save)
@@ -152,3 +156,5 @@ def open_session(config: RunConfig) -> Iterator[Session]:
     # After an exception the other ranks may be anywhere: the process ends without these two collectives.
     dist.barrier()
     dist.destroy_process_group()
+    if lock is not None:
+        lock.release()

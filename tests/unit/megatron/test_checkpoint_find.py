@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -22,8 +23,7 @@ def write(root: Path, step: int) -> Path:
     for name, content in contents.items():
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_bytes(content)
-    files = {name: (len(content), checkpoint_files.digest(directory / name)) for name, content in contents.items()}
-    (directory / MANIFEST).write_text(json.dumps({"files": files}))
+    (directory / MANIFEST).write_text(checkpoint_files.manifest(directory, [directory / name for name in contents]))
     return directory
 
 
@@ -43,6 +43,15 @@ DAMAGES = {
     "zeroed_manifest": (lambda d: (d / MANIFEST).write_bytes(bytes(50)), f"{MANIFEST} is not readable"),
     "manifest_of_nothing": (lambda d: (d / MANIFEST).write_text("{}"), f"{MANIFEST} is not readable"),
     "manifest_of_a_list": (lambda d: (d / MANIFEST).write_text("[]"), f"{MANIFEST} is not readable"),
+    "manifest_of_no_file": (
+        lambda d: (d / MANIFEST).write_text(json.dumps({"version": 2, "files": {}})),
+        f"file {PROGRESS} is not in {MANIFEST}",
+    ),
+    "unlisted_file": (
+        lambda d: (d / checkpoint.WEIGHTS / "__1_0.distcp").write_bytes(b""),
+        f"file {checkpoint.WEIGHTS}/__1_0.distcp is not in {MANIFEST}",
+    ),
+    "manifest_nested_without_end": (lambda d: (d / MANIFEST).write_text("[" * 100_000), f"{MANIFEST} is not readable"),
     "manifest_without_digests": (
         lambda d: (d / MANIFEST).write_text(json.dumps({"files": {SHARD: 10}})),
         f"{MANIFEST} is not readable",
@@ -122,17 +131,41 @@ def test_named_checkpoint(tmp_path: Path) -> None:
             find(tmp_path / "run", str(path))
 
 
-def test_ends_of_a_large_file_are_checked(tmp_path: Path) -> None:
-    """Its digest covers the first and the last part, whatever lies between."""
-    path = tmp_path / "large"
-    content = bytearray(3 * checkpoint_files.DIGESTED_BYTES)
-    path.write_bytes(content)
-    before = checkpoint_files.digest(path)
-    for position in (0, checkpoint_files.DIGESTED_BYTES - 1, -checkpoint_files.DIGESTED_BYTES, -1):
-        content[position] = 1
-        path.write_bytes(content)
-        assert checkpoint_files.digest(path) != before
-        content[position] = 0
+END = checkpoint_files.END_BYTES
+
+
+@pytest.mark.parametrize("position", [0, END - 1, END, 3 * END // 2, 2 * END - 1, -END, -1])
+def test_every_byte_of_a_large_file_is_checked(tmp_path: Path, position: int) -> None:
+    directory = write(tmp_path, 1)
+    content = bytearray(3 * END)
+    (directory / SHARD).write_bytes(content)
+    paths = [directory / SHARD, directory / PROGRESS]
+    (directory / MANIFEST).write_text(checkpoint_files.manifest(directory, paths))
+    assert damage(directory) is None
+    content[position] = 1
+    (directory / SHARD).write_bytes(content)
+    assert damage(directory) == f"file {SHARD} is not what was written"
+
+
+def test_a_manifest_of_before_is_taken_by_the_ends_of_files(tmp_path: Path) -> None:
+    """It has no version, and digests of the first and the last MiB of each file."""
+    directory = write(tmp_path, 1)
+    content = bytearray(3 * END)
+    (directory / SHARD).write_bytes(content)
+    hashed = hashlib.blake2b(bytes(2 * END), digest_size=16).hexdigest()
+    (directory / MANIFEST).write_text(json.dumps({"files": {SHARD: [3 * END, hashed]}}))
+    assert damage(directory) is None
+    for position in (0, END - 1, -END, -1):
+        changed = bytearray(content)
+        changed[position] = 1
+        (directory / SHARD).write_bytes(changed)
+        assert damage(directory) == f"file {SHARD} is not what was written"
+
+
+def test_a_manifest_of_later_is_refused(tmp_path: Path) -> None:
+    directory = write(tmp_path, 1)
+    (directory / MANIFEST).write_text(json.dumps({"version": 3, "files": {}}))
+    assert damage(directory) == f"{MANIFEST} is of version 3, and this program reads up to 2"
 
 
 def test_what_a_run_does_not_continue_is_set_aside(tmp_path: Path) -> None:
