@@ -15,6 +15,9 @@ from mega_rl.config.stage import samples
 from mega_rl.errors import input_error, shortened, shown
 from mega_rl.models.files import tokenizer_problem, weights_problem
 
+MANIFEST = "manifest.json"  # what every whole checkpoint of the trainer has
+RECORDED = "step_*.jsonl"  # the files of recorded rollouts
+MAX_NAME_BYTES = 255  # of one part of a path
 DATA_SUFFIXES = (".jsonl", ".parquet")
 
 
@@ -77,6 +80,9 @@ class _Problems:
             near = [match for item in wrong for match in difflib.get_close_matches(str(item), rule.names, n=1)]
             guess = f" (did you mean {near[0]}?)" if near else ""
             self.lines.append(f"{field} is {_shown(value)}: set it to {rule.expected}{guess}")
+        elif rule.names and isinstance(value, list) and len(set(value)) < len(value):
+            twice = next(item for item in value if value.count(item) > 1)
+            self.lines.append(f"{field} has {twice!r} twice: name it once")
 
     def add(self, line: str) -> None:
         self.lines.append(line)
@@ -125,14 +131,36 @@ def _trainer(found: _Problems) -> None:
             f"model.path is {shown(model)}, where this run would write its own weights: set "
             "trainer.output_dir to another directory, or checkpoint.export_hf to false"
         )
-    if found.good("trainer.output_dir") and os.path.isfile(trainer.output_dir):
-        found.add(f"trainer.output_dir is {trainer.output_dir!r}, which is a file: give a directory, new or existing")
+    if found.good("trainer.output_dir"):
+        reason = _obstacle(trainer.output_dir)
+        if reason is not None:
+            found.add(f"trainer.output_dir is {shown(trainer.output_dir)}, {reason}: give a directory, new or existing")
     known = checkpoint.resume in ("auto", "never")
-    if found.good("checkpoint.resume") and not known and not os.path.isdir(checkpoint.resume):
+    is_whole = os.path.isfile(os.path.join(checkpoint.resume, MANIFEST))
+    if found.good("checkpoint.resume") and not known and not is_whole:
         found.add(
             f"checkpoint.resume is {shown(checkpoint.resume)}: set it to auto, never or an existing checkpoint "
             "directory"
         )
+
+
+def _obstacle(path: str) -> str | None:
+    """Why no directory can be made at ``path``, or written to; None if one can."""
+    real = os.path.realpath(path)
+    if real.startswith(("/proc/", "/sys/")):
+        return "which is no place for files"
+    if os.path.lexists(path) and not os.path.isdir(path):
+        return "which is a file"
+    above = real
+    while not os.path.exists(above):
+        if len(os.fsencode(os.path.basename(above))) > MAX_NAME_BYTES:
+            return "whose name is too long"
+        above = os.path.dirname(above)
+    if not os.path.isdir(above):
+        return "which is below a file"
+    if not os.access(above, os.W_OK | os.X_OK):
+        return f"but {shortened(above)} cannot be written to"
+    return None
 
 
 def _optimizer(found: _Problems) -> None:
@@ -258,10 +286,10 @@ def _rollout_and_algorithm(found: _Problems) -> None:
     rollout, algorithm, data = found.config.rollout, found.config.algorithm, found.config.data
     found.lines.extend([*algorithm_problems(found.config, found.good), *sampling_problems(found.config)])
     _dynamic_sampling(found)
-    if rollout.replay is not None and not os.path.isdir(rollout.replay):
+    if rollout.replay is not None and not any(Path(rollout.replay).glob(RECORDED)):
         found.add(
-            f"rollout.replay is {shown(rollout.replay)}, which is no directory: give the rollouts directory of a run "
-            "that had logging.dump_rollouts set, or null"
+            f"rollout.replay is {shown(rollout.replay)}, which holds no recorded rollouts: give the rollouts directory "
+            "of a run that had logging.dump_rollouts set, or null"
         )
     if rollout.vllm.get("enable_expert_parallel") and rollout.weight_update != "reload":
         found.add(
