@@ -7,6 +7,7 @@ VENV ?= .venv
 QUICKSTART_DIR ?= runs/quickstart
 PYTEST_ARGS ?=
 NPU_PYTEST_ARGS ?=
+FUZZ_EXAMPLES ?= 10000
 BIN = $(abspath $(VENV))/bin
 # Targets find the package of this clone, whether or not the environment has it installed.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
@@ -16,7 +17,7 @@ ifdef PYTHON
 export PYTHON
 endif
 
-.PHONY: help venv quickstart test test-fast test-cpu test-npu durations lint format types tensorboard clean
+.PHONY: help venv quickstart test test-fast test-cpu test-npu fuzz durations lint format types tensorboard clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -31,6 +32,9 @@ test: $(if $(PYTEST_ARGS),,test-npu) test-cpu ## the whole suite: test-npu, then
 
 test-fast: venv ## unit, contract and style tests without those marked slow: under 3 minutes on 2 cores
 	@$(BIN)/python -m pytest tests/unit tests/contract tests/style -m "not slow" $(PYTEST_ARGS)
+
+fuzz: venv ## random configurations, overrides, data files and model directories: 10,000 cases each (FUZZ_EXAMPLES=...)
+	@MEGA_RL_FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(BIN)/python -m pytest $(wildcard tests/unit/*/test_fuzz.py) -o timeout=0 $(PYTEST_ARGS)
 
 durations: ## the whole suite, and the ten tests of each part that took longest
 	@$(MAKE) --no-print-directory test-npu test-cpu PYTEST_ARGS="--durations=10" NPU_PYTEST_ARGS="--durations=10"

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+MAX_SHOWN = 200  # characters of one value in a sentence
+MAX_LISTED = 100  # problems in one error
 
 
 class InputError(ValueError):
@@ -14,5 +18,19 @@ def input_error(where: str, problems: Sequence[str]) -> InputError:
     assert problems
     if len(problems) == 1:
         return InputError(f"{where}: {problems[0]}")
-    lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, start=1))
-    return InputError(f"{where}: {len(problems)} problems\n{lines}")
+    lines = [f"  {number}. {problem}" for number, problem in enumerate(problems[:MAX_LISTED], start=1)]
+    if len(problems) > MAX_LISTED:
+        lines.append(f"  and {len(problems) - MAX_LISTED} more")
+    return InputError("\n".join([f"{where}: {len(problems)} problems", *lines]))
+
+
+def shown(value: Any) -> str:
+    """``repr`` of a value for a sentence, on one line; the middle of a long one is left out."""
+    return shortened(repr(value))
+
+
+def shortened(text: str) -> str:
+    """A text for a sentence, on one line that can be printed; the middle of a long one is left out."""
+    half = MAX_SHOWN // 2
+    short = text if len(text) <= MAX_SHOWN else f"{text[:half]} ... {text[-half:]}"
+    return short if short.isprintable() else short.encode("unicode_escape").decode()

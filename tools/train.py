@@ -12,10 +12,14 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 
 from mega_rl import platform
 from mega_rl.config import load_config, samples, to_yaml, validate
-from mega_rl.errors import InputError
+from mega_rl.config.schema import RunConfig
+from mega_rl.errors import InputError, shown
+from mega_rl.rewards.scorer import build_scorer
+from mega_rl.rollout.vllm.options import check_options, installed_arguments
 
 STAGES = {"rl": "mega_rl.stages.rl", "sft": "mega_rl.stages.sft"}
 
@@ -32,9 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     config = load_config(options.config, options.overrides)
     platform.check_name(config.platform.name)
-    world_size = os.environ.get("WORLD_SIZE")
-    validate(config, None if options.dry_run and world_size is None else int(world_size or 1))
+    world_size = processes()
+    validate(config, world_size if options.dry_run else world_size or 1)
     if options.dry_run:
+        if samples(config):
+            check_sampling(config)
         print(to_yaml(config))
         return
     # The platform is fixed before the stage is imported: Megatron-core looks for its device while it is imported.
@@ -43,6 +49,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if os.environ.get("RANK", "0") == "0":
         print("\n".join(platform.environment_report()), flush=True)
     importlib.import_module(STAGES[config.trainer.stage]).run(config)
+
+
+def processes() -> int | None:
+    """What the launcher says in WORLD_SIZE; None without a launcher."""
+    given = os.environ.get("WORLD_SIZE")
+    if given is None:
+        return None
+    if not (given.isdecimal() and given.isascii() and 1 <= len(given) <= 7 and int(given) >= 1):
+        raise InputError(f"WORLD_SIZE is {shown(given)}: start with torchrun, which sets it to the number of processes")
+    return int(given)
+
+
+def check_sampling(config: RunConfig) -> None:
+    """What the engine and the reward workers of a run would refuse as they start; nothing heavy is started.
+
+    Raises:
+        InputError: an argument of vLLM that is not one or is ours, or a reward that cannot be used.
+    """
+    if config.rollout.replay is None:
+        check_options(config.rollout.vllm, installed_arguments(), config.platform.name)
+    build_scorer(config.rewards, replace(config.reward_workers, num_workers=1)).close()
 
 
 def fail(error: Exception) -> None:

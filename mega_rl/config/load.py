@@ -14,8 +14,8 @@ from omegaconf.errors import OmegaConfBaseException
 from mega_rl.config.algorithm import apply_preset
 from mega_rl.config.schema import AqnConfig, RunConfig
 from mega_rl.config.typed import Checker, build, unknown_key
-from mega_rl.config.yaml_text import parse_yaml
-from mega_rl.errors import InputError, input_error
+from mega_rl.config.yaml_text import MAX_CHARACTERS, MAX_DEPTH, parse_yaml
+from mega_rl.errors import InputError, input_error, shortened, shown
 
 ALIAS = "trainer.noise_injection"  # where the verl NPU guide writes what is ``aqn`` here
 _AQN_KEYS = frozenset(field.name for field in dataclasses.fields(AqnConfig))
@@ -60,14 +60,22 @@ def _resolved(tree: dict[str, Any], where: str) -> dict[str, Any]:
         resolved = OmegaConf.to_container(whole, resolve=True)
     except OmegaConfBaseException as error:
         name = f"{error.full_key}: " if error.full_key else ""
-        raise input_error(where, [f"{name}{str(error).splitlines()[0]}"]) from error
+        raise input_error(where, [f"{name}{_first_line(error)}"]) from error
+    except (RecursionError, ValueError, TypeError, LookupError, AttributeError) as error:  # OmegaConf's, now and then
+        cause = "it refers to itself" if isinstance(error, RecursionError) else _first_line(error)
+        raise input_error(where, [f"a value with ${{...}} cannot be resolved ({cause}): write it out"]) from error
     assert isinstance(resolved, dict)
     return {str(key): value for key, value in resolved.items()}
 
 
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 def _read(file: Path) -> dict[str, Any]:
     try:
-        tree = parse_yaml(file.read_text(encoding="utf-8"))
+        with file.open(encoding="utf-8") as text:
+            tree = parse_yaml(text.read(MAX_CHARACTERS + 1))
     except UnicodeDecodeError as error:
         raise InputError(f"configuration {file} is not UTF-8 text: give a YAML file") from error
     except OSError as error:
@@ -91,7 +99,7 @@ def _move_alias(tree: dict[str, Any], problems: list[str], spellings: dict[str, 
     if section is None:
         return
     if not isinstance(section, dict):
-        problems.append(f"{ALIAS} is {section!r} ({type(section).__name__}): expected a section of keys (dict)")
+        problems.append(f"{ALIAS} is {shown(section)} ({type(section).__name__}): expected a section of keys (dict)")
         return
     if tree.get("aqn") is None:
         tree["aqn"] = {}
@@ -110,7 +118,7 @@ def _move_alias(tree: dict[str, Any], problems: list[str], spellings: dict[str, 
 
 def _conflict(name: str, value: Any, alias_value: Any) -> str:
     alias = ALIAS + name.removeprefix("aqn")
-    return f"{name} is {value!r} but its other spelling {alias} is {alias_value!r}: give one of the two"
+    return f"{name} is {shown(value)} but its other spelling {alias} is {shown(alias_value)}: give one of the two"
 
 
 def _apply_overrides(
@@ -122,12 +130,16 @@ def _apply_overrides(
         name = name.strip()
         parts = [part for part in re.split(r"\.|\[|\]\.?", name) if part]
         if not equals or not parts:
-            problems.append(f"override {override!r} is malformed: write it as key=value")
+            problems.append(f"override {shown(override)} is malformed: write it as key=value")
+            continue
+        if len(parts) > MAX_DEPTH:
+            problems.append(f"override {shown(override)} has a key of more than {MAX_DEPTH} parts: shorten it")
             continue
         try:
             value = parse_yaml(text)
         except ValueError as error:
-            problems.append(f"override {override!r} has no readable value ({error}): quote it as in key='\"value\"'")
+            fix = "quote it as in key='\"value\"'"
+            problems.append(f"override {shown(override)} has no readable value ({error}): {fix}")
             continue
         through_alias = parts[:2] == ALIAS.split(".") and len(parts) > 2 and parts[2] in _AQN_KEYS
         if through_alias:
@@ -139,7 +151,7 @@ def _apply_overrides(
             problems.append(_conflict(dotted, given[dotted, False], given[dotted, True]))
         problem = _assign(tree, parts, value)
         if problem:
-            problems.append(f"override {override!r}: {problem}")
+            problems.append(f"override {shown(override)}: {problem}")
 
 
 def _assign(tree: dict[str, Any], parts: Sequence[str], value: Any) -> str | None:
@@ -148,14 +160,16 @@ def _assign(tree: dict[str, Any], parts: Sequence[str], value: Any) -> str | Non
     for depth, part in enumerate(parts):
         last = depth == len(parts) - 1
         if isinstance(node, list):
-            if not part.isdigit() or int(part) >= len(node):
-                listed = ".".join(parts[:depth])
-                return f"{listed} has {len(node)} entries and no entry {part}: give the whole list, {listed}=[...]"
-            key: Any = int(part)
+            listed = ".".join(parts[:depth])
+            places = {str(place): place for place in range(len(node))}
+            if part not in places:
+                wanted = f"has {len(node)} entries and no entry {shortened(part)}"
+                return f"{listed} {wanted}: give the whole list, {listed}=[...]"
+            key: Any = places[part]
         elif isinstance(node, dict):
             key = part
         else:
-            return f"{'.'.join(parts[:depth])} is {node!r} and has no keys below it: leave {part!r} out of the key"
+            return f"{'.'.join(parts[:depth])} is {shown(node)} and has no keys below it: leave {part!r} out of the key"
         if last:
             old = node[key] if isinstance(node, list) else node.get(key)
             node[key] = _merged(old, value)

@@ -43,4 +43,9 @@ def model_problems(
         shared_world = world_size if rollout.placement == "colocated" else None
         has_whole_experts = bool(rollout.vllm.get("enable_expert_parallel"))
         found += engine_problems(shape, rollout.tensor_parallel_size, shared_world, has_whole_experts)
+    if samples(config) and shape is not None and is_good("rollout.stop_token_ids"):
+        beyond = [token for token in rollout.stop_token_ids if token >= shape.vocab_size]
+        if beyond:
+            last = shape.vocab_size - 1
+            found.append(f"rollout.stop_token_ids has {beyond[0]}: give ids up to the vocabulary's last, {last}")
     return shape, found

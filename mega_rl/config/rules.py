@@ -7,12 +7,17 @@ free text) have none either; a test lists them.
 from __future__ import annotations
 
 import math
+import re
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from mega_rl.config.typed import is_nullable, leaves, not_null
+
+MANY = 2**31 - 1  # of steps, tokens, processes: beyond it a number is a slip
+MAX_MEMORY_BYTES = 1 << 50
+_PATTERN = re.compile(r"(?:[\w.*?-]|\[!?[\w.-]+\])+", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -30,12 +35,19 @@ def one_of(*names: str) -> Rule:
     return Rule(lambda value: value in names, ("one of " if len(names) > 1 else "") + ", ".join(names), names)
 
 
+def between(low: float, most: float) -> Rule:
+    return Rule(lambda value: _is_number(value) and low <= value <= most, f"a number >= {low} and <= {most}")
+
+
 def at_least(low: float) -> Rule:
     return Rule(lambda value: _is_number(value) and value >= low, f"a number >= {low}")
 
 
-def above(low: float) -> Rule:
-    return Rule(lambda value: _is_number(value) and value > low, f"a number > {low}")
+def above(low: float, most: float | None = None) -> Rule:
+    """``most`` None: without an end."""
+    end = "" if most is None else f" and <= {most}"
+    limit = math.inf if most is None else most
+    return Rule(lambda value: _is_number(value) and low < value <= limit, f"a number > {low}{end}")
 
 
 def fraction() -> Rule:
@@ -53,11 +65,17 @@ def seed() -> Rule:
 
 
 def step_interval() -> Rule:
-    return Rule(lambda value: value == -1 or (_is_number(value) and value >= 1), "-1 (only at the end) or steps >= 1")
+    expected = f"-1 (only at the end) or steps >= 1 and <= {MANY}"
+    return Rule(lambda value: value == -1 or (_is_number(value) and 1 <= value <= MANY), expected)
 
 
 def text() -> Rule:
     return Rule(lambda value: isinstance(value, str) and bool(value.strip()), "a string that is not empty")
+
+
+def name_pattern() -> Rule:
+    """A shell pattern that can match the name of a tensor."""
+    return Rule(lambda value: bool(_PATTERN.fullmatch(value)), "a shell pattern of a tensor's name, such as *.0.*")
 
 
 def list_of(rule: Rule) -> Rule:
@@ -84,73 +102,73 @@ def rule_of_type(hint: Any) -> Rule | None:
 
 RULES: dict[str, Rule] = {
     "model.path": text(),
-    "data.max_prompt_length": at_least(1),
-    "data.max_response_length": at_least(1),
-    "data.train_batch_size": at_least(1),
+    "data.max_prompt_length": between(1, MANY),
+    "data.max_response_length": between(1, MANY),
+    "data.train_batch_size": between(1, 1 << 18),
     "data.seed": seed(),
-    "data.max_val_samples": nullable(at_least(1)),
-    "bridge.bucket_bytes": at_least(1 << 16),
-    "optimizer.lr": at_least(0),
-    "optimizer.min_lr": at_least(0),
-    "optimizer.warmup_steps": at_least(0),
-    "optimizer.decay_steps": nullable(at_least(1)),
+    "data.max_val_samples": nullable(between(1, MANY)),
+    "bridge.bucket_bytes": between(1 << 16, MAX_MEMORY_BYTES),
+    "optimizer.lr": between(0, 100),
+    "optimizer.min_lr": between(0, 100),
+    "optimizer.warmup_steps": between(0, MANY),
+    "optimizer.decay_steps": nullable(between(1, MANY)),
     "optimizer.weight_decay": at_least(0),
     "optimizer.beta1": fraction(),
     "optimizer.beta2": fraction(),
     "optimizer.eps": above(0),
     "optimizer.clip_grad": at_least(0),
-    "parallel.tensor": at_least(1),
-    "parallel.pipeline": at_least(1),
-    "parallel.virtual_pipeline": nullable(at_least(2)),
-    "parallel.context": at_least(1),
-    "parallel.expert": at_least(1),
-    "parallel.expert_tensor": nullable(at_least(1)),
-    "memory.recompute_num_layers": nullable(at_least(1)),
+    "parallel.tensor": between(1, MANY),
+    "parallel.pipeline": between(1, MANY),
+    "parallel.virtual_pipeline": nullable(between(2, MANY)),
+    "parallel.context": between(1, MANY),
+    "parallel.expert": between(1, MANY),
+    "parallel.expert_tensor": nullable(between(1, MANY)),
+    "memory.recompute_num_layers": nullable(between(1, MANY)),
     "trainer.output_dir": text(),
-    "trainer.total_steps": nullable(at_least(1)),
-    "trainer.total_epochs": nullable(at_least(1)),
+    "trainer.total_steps": nullable(between(1, MANY)),
+    "trainer.total_epochs": nullable(between(1, MANY)),
     "trainer.seed": seed(),
-    "trainer.max_tokens_per_microbatch": at_least(1),
-    "trainer.max_skipped_steps": at_least(0),
+    "trainer.max_tokens_per_microbatch": between(1, MANY),
+    "trainer.max_skipped_steps": between(0, MANY),
     "validation.test_freq": step_interval(),
     "checkpoint.save_freq": step_interval(),
-    "checkpoint.keep_checkpoints": at_least(0),
+    "checkpoint.keep_checkpoints": between(0, MANY),
     "checkpoint.resume": text(),
-    "trainer.logprob_chunk_tokens": at_least(1),
+    "trainer.logprob_chunk_tokens": between(1, MANY),
     "logging.wandb_project": nullable(text()),
-    "logging.num_text_samples": at_least(0),
-    "logging.dump_rollouts": at_least(-1),
+    "logging.num_text_samples": between(0, MANY),
+    "logging.dump_rollouts": between(-1, MANY),
     "platform.name": text(),  # which names there are is the platform package's to say
-    "platform.num_threads": nullable(at_least(1)),
-    "rollout.num_engines": at_least(1),
-    "rollout.tensor_parallel_size": at_least(1),
-    "rollout.n": at_least(1),
-    "rollout.temperature": above(0),
+    "platform.num_threads": nullable(between(1, 4096)),
+    "rollout.num_engines": between(1, MANY),
+    "rollout.tensor_parallel_size": between(1, MANY),
+    "rollout.n": between(1, 1 << 16),
+    "rollout.temperature": above(0, 1000),
     "rollout.stop": list_of(Rule(bool, "a string that is not empty")),
     "rollout.stop_token_ids": list_of(at_least(0)),
     "rollout.replay": nullable(text()),
-    "rollout.kv_cache_bytes": at_least(1),
-    "validation.n": at_least(0),
-    "validation.temperature": above(0),
+    "rollout.kv_cache_bytes": between(1 << 20, MAX_MEMORY_BYTES),
+    "validation.n": between(0, 1 << 16),
+    "validation.temperature": above(0, 1000),
     "algorithm.clip_ratio_low": Rule(lambda v: _is_number(v) and 0 < v <= 1, "a number > 0 and <= 1"),
     "algorithm.clip_ratio_high": above(0),
     "algorithm.dual_clip": nullable(above(1)),
     "algorithm.kl_coefficient": at_least(0),
-    "algorithm.entropy_coefficient": any_number(),
+    "algorithm.entropy_coefficient": between(-1, 1),
     "algorithm.importance_cap": nullable(above(0)),
     "algorithm.importance_floor": at_least(0),
-    "algorithm.minibatches_per_step": at_least(1),
-    "algorithm.dynamic_sampling.oversample": Rule(lambda v: _is_number(v) and v >= 1, "a number >= 1"),
-    "algorithm.dynamic_sampling.budget": Rule(lambda v: _is_number(v) and v >= 1, "a number >= 1"),
+    "algorithm.minibatches_per_step": between(1, MANY),
+    "algorithm.dynamic_sampling.oversample": between(1, 1000),
+    "algorithm.dynamic_sampling.budget": between(1, MANY),
     "algorithm.dynamic_sampling.metric": nullable(text()),
-    "reward_workers.num_workers": at_least(1),
-    "reward_workers.timeout_s": above(0),
-    "reward_workers.memory_bytes": at_least(1 << 26),
-    "aqn.sigma_start": above(0),
-    "aqn.sigma_end": above(0),
-    "aqn.num_stages": at_least(1),
-    "aqn.target_modules": nullable(list_of(text())),
-    "aqn.exclude_patterns": list_of(text()),
+    "reward_workers.num_workers": between(1, 1024),
+    "reward_workers.timeout_s": above(0, 7 * 24 * 3600),
+    "reward_workers.memory_bytes": between(1 << 26, MAX_MEMORY_BYTES),
+    "aqn.sigma_start": above(0, 1000),
+    "aqn.sigma_end": above(0, 1000),
+    "aqn.seed": seed(),
+    "aqn.num_stages": between(1, MANY),
+    "aqn.exclude_patterns": list_of(name_pattern()),
     "trainer.gates.reference": at_least(0),
     "trainer.gates.ppo_kl": at_least(0),
     "trainer.gates.ratio": at_least(0),

@@ -13,6 +13,11 @@ from typing import Any, Literal
 from omegaconf import MISSING
 
 Dtype = Literal["float32", "bfloat16"]
+# What a norm is in the model, whatever its Hugging Face name; bridge/outgoing/noise.py explains each.
+NormRole = Literal[
+    "input_layernorm", "post_attention_layernorm", "router_norm", "q_norm", "k_norm", "latent_norm", "output_norm",
+    "final_layernorm",
+]  # fmt: skip
 OffloadPart = Literal["weights", "gradients", "optimizer"]
 # Advantages that compare the samples of one prompt with each other, so that rollout.n must be at least 2.
 GroupBaseline = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"]
@@ -130,7 +135,7 @@ class AqnConfig:
     # noise | recompute_noisy: the trainer's with the same noise | none: as decoupled, but without importance weights
     old_logprobs: Literal["decoupled", "rollout", "recompute_noisy", "none"] = "decoupled"
     # Rarely set.
-    target_modules: list[str] | None = None  # null: the norms before q/k/v and before gate/up; []: every norm
+    target_modules: list[NormRole] | None = None  # null: the norms before q/k/v and before gate/up; []: every norm
     exclude_patterns: list[str] = field(default_factory=list)  # shell patterns of Hugging Face names without noise
     include_router_norms: bool = False  # also the norms that feed a mixture-of-experts router
     seed: int = 1234

@@ -17,7 +17,8 @@ from omegaconf import MISSING
 
 from mega_rl.config.old_keys import is_old_section, old_key_answer
 from mega_rl.config.schema import RunConfig
-from mega_rl.config.yaml_text import parse_yaml
+from mega_rl.config.yaml_text import parse_yaml, unusable_text
+from mega_rl.errors import MAX_LISTED, MAX_SHOWN, shown
 
 _WORDS = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
 _NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
@@ -41,7 +42,7 @@ class Checker:
         hints = typing.get_type_hints(schema)
         for key, given in tree.items():
             if key not in hints:
-                self._unknown(f"{prefix}{key}", given, schema, prefix)
+                self._unknown(f"{prefix}{_word(key)}", given, schema, prefix)
         checked: dict[str, Any] = {}
         for field in dataclasses.fields(schema):
             name, hint = f"{prefix}{field.name}", hints[field.name]
@@ -56,9 +57,11 @@ class Checker:
         return checked
 
     def _unknown(self, name: str, given: Any, schema: Any, prefix: str) -> None:
-        if isinstance(given, Mapping) and given and is_old_section(name):
+        if len(self.problems) > MAX_LISTED:  # looking for the nearest key takes time, and nobody reads on
+            self.problems.append(f"unknown key {name}")
+        elif isinstance(given, Mapping) and given and is_old_section(name):
             for key, value in given.items():
-                self._unknown(f"{name}.{key}", value, schema, prefix)
+                self._unknown(f"{name}.{_word(key)}", value, schema, prefix)
         else:
             self.problems.append(old_key_answer(name) or unknown_key(name, schema, prefix))
 
@@ -78,13 +81,32 @@ class Checker:
             (inner,) = typing.get_args(hint)
             return [self.value(inner, item, f"{name}[{i}]") for i, item in enumerate(given)]
         if typing.get_origin(hint) is dict:
-            self._is(dict, given, name, "a section of keys")
+            if self._is(dict, given, name, "a section of keys"):
+                self._options(given, name)
             return given
         return self._scalar(str if typing.get_origin(hint) is Literal else hint, given, name)
 
+    def _options(self, options: Mapping[Any, Any], name: str) -> None:
+        """Whatever a section of free keys holds: its keys are words, and its texts are texts."""
+        for key in options:
+            if not isinstance(key, str):
+                self.problems.append(f"{name} has the key {shown(key)} ({type(key).__name__}): give a word")
+        self._texts(options, name)
+
+    def _texts(self, value: Any, name: str) -> None:
+        if isinstance(value, str):
+            problem = unusable_text(value)
+            if problem is not None:
+                self.problems.append(f"{name}: {problem}: remove it")
+        elif isinstance(value, Mapping | list):
+            parts = [*value, *value.values()] if isinstance(value, Mapping) else value
+            for part in parts:
+                self._texts(part, name)
+
     def _scalar(self, hint: Any, given: Any, name: str) -> Any:
+        self._texts(given, name)
         if not self.has_interpolations and isinstance(given, str) and hint is not str:
-            given = parse_yaml(given)
+            given = _read_again(given)
         number = isinstance(given, int | float) and not isinstance(given, bool)
         if hint is bool and isinstance(given, str) and given.lower() in _WORDS:
             return _WORDS[given.lower()]
@@ -101,10 +123,24 @@ class Checker:
         # bool is an int to Python, and would pass for one
         good = isinstance(given, kind) and not (isinstance(given, bool) and kind is not bool)
         if not good:
-            shown = "null" if given is None else f"{given!r} ({type(given).__name__})"
+            found = "null" if given is None else f"{shown(given)} ({type(given).__name__})"
             alias = f" (given as {self.spellings[name]})" if name in self.spellings else ""
-            self.problems.append(f"{name}{alias} is {shown}: expected {expected} ({kind.__name__})")
+            self.problems.append(f"{name}{alias} is {found}: expected {expected} ({kind.__name__})")
         return good
+
+
+def _word(key: Any) -> str:
+    """A key as a sentence names it: quoted and shortened if it is not a short word."""
+    text = str(key)
+    return text if text.isprintable() and len(text) <= MAX_SHOWN else shown(text)
+
+
+def _read_again(text: str) -> Any:
+    """What a text says as YAML; the text itself if that is nothing, which is no value of any other type."""
+    try:
+        return parse_yaml(text)
+    except ValueError:
+        return text
 
 
 def unknown_key(name: str, schema: Any, prefix: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ from mega_rl.config.model import model_problems
 from mega_rl.config.rules import Rule, any_number, rules, text
 from mega_rl.config.schema import RunConfig
 from mega_rl.config.stage import samples
-from mega_rl.errors import input_error
+from mega_rl.errors import input_error, shortened, shown
 from mega_rl.models.files import tokenizer_problem, weights_problem
 
+MANIFEST = "manifest.json"  # what every whole checkpoint of the trainer has
+RECORDED = "step_*.jsonl"  # the files of recorded rollouts
+MAX_NAME_BYTES = 255  # of one part of a path
 DATA_SUFFIXES = (".jsonl", ".parquet")
 
 
@@ -76,6 +80,9 @@ class _Problems:
             near = [match for item in wrong for match in difflib.get_close_matches(str(item), rule.names, n=1)]
             guess = f" (did you mean {near[0]}?)" if near else ""
             self.lines.append(f"{field} is {_shown(value)}: set it to {rule.expected}{guess}")
+        elif rule.names and isinstance(value, list) and len(set(value)) < len(value):
+            twice = next(item for item in value if value.count(item) > 1)
+            self.lines.append(f"{field} has {twice!r} twice: name it once")
 
     def add(self, line: str) -> None:
         self.lines.append(line)
@@ -85,12 +92,12 @@ class _Problems:
 
 
 def _shown(value: Any) -> str:
-    return "null" if value is None else repr(value)
+    return "null" if value is None else shown(value)
 
 
 def _model_files(found: _Problems) -> None:
     path = found.config.model.path
-    if found.good("model.path") and Path(path).is_dir():
+    if found.good("model.path") and os.path.isdir(path):
         found.lines += [line for line in (tokenizer_problem(path), weights_problem(path)) if line is not None]
 
 
@@ -105,11 +112,11 @@ def _data_files(found: _Problems) -> None:
         )
     for field, files in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
         for name in files:
-            if not Path(name).is_file():
-                reason = "is not a file" if Path(name).exists() else "does not exist"
-                found.add(f"{field} has {name!r}, which {reason}: give an existing .jsonl or .parquet file")
+            if not os.path.isfile(name):
+                reason = "is not a file" if os.path.exists(name) else "does not exist"
+                found.add(f"{field} has {shown(name)}, which {reason}: give an existing .jsonl or .parquet file")
             elif Path(name).suffix not in DATA_SUFFIXES:
-                found.add(f"{field} has {name!r}, whose format is not known: convert it to .jsonl or .parquet")
+                found.add(f"{field} has {shown(name)}, whose format is not known: convert it to .jsonl or .parquet")
 
 
 def _trainer(found: _Problems) -> None:
@@ -117,23 +124,43 @@ def _trainer(found: _Problems) -> None:
     if (trainer.total_steps is None) == (trainer.total_epochs is None):
         values = f"trainer.total_steps is {_shown(trainer.total_steps)} and trainer.total_epochs is "
         found.add(f"{values}{_shown(trainer.total_epochs)}: set exactly one of them and leave the other null")
-    export = Path(trainer.output_dir) / "huggingface"
-    if (
-        checkpoint.export_hf
-        and found.good("model.path")
-        and export.resolve() == Path(found.config.model.path).resolve()
-    ):
+    export = os.path.join(trainer.output_dir, "huggingface")
+    model = found.config.model.path
+    if checkpoint.export_hf and found.good("model.path") and os.path.realpath(export) == os.path.realpath(model):
         found.add(
-            f"model.path is {found.config.model.path!r}, where this run would write its own weights: set "
+            f"model.path is {shown(model)}, where this run would write its own weights: set "
             "trainer.output_dir to another directory, or checkpoint.export_hf to false"
         )
-    if found.good("trainer.output_dir") and Path(trainer.output_dir).is_file():
-        found.add(f"trainer.output_dir is {trainer.output_dir!r}, which is a file: give a directory, new or existing")
+    if found.good("trainer.output_dir"):
+        reason = _obstacle(trainer.output_dir)
+        if reason is not None:
+            found.add(f"trainer.output_dir is {shown(trainer.output_dir)}, {reason}: give a directory, new or existing")
     known = checkpoint.resume in ("auto", "never")
-    if found.good("checkpoint.resume") and not known and not Path(checkpoint.resume).is_dir():
+    is_whole = os.path.isfile(os.path.join(checkpoint.resume, MANIFEST))
+    if found.good("checkpoint.resume") and not known and not is_whole:
         found.add(
-            f"checkpoint.resume is {checkpoint.resume!r}: set it to auto, never or an existing checkpoint directory"
+            f"checkpoint.resume is {shown(checkpoint.resume)}: set it to auto, never or an existing checkpoint "
+            "directory"
         )
+
+
+def _obstacle(path: str) -> str | None:
+    """Why no directory can be made at ``path``, or written to; None if one can."""
+    real = os.path.realpath(path)
+    if real.startswith(("/proc/", "/sys/")):
+        return "which is no place for files"
+    if os.path.lexists(path) and not os.path.isdir(path):
+        return "which is a file"
+    above = real
+    while not os.path.exists(above):
+        if len(os.fsencode(os.path.basename(above))) > MAX_NAME_BYTES:
+            return "whose name is too long"
+        above = os.path.dirname(above)
+    if not os.path.isdir(above):
+        return "which is below a file"
+    if not os.access(above, os.W_OK | os.X_OK):
+        return f"but {shortened(above)} cannot be written to"
+    return None
 
 
 def _optimizer(found: _Problems) -> None:
@@ -242,26 +269,27 @@ def _rewards(found: _Problems) -> None:
         if not any_number().holds(reward.weight):
             found.add(f"{field}.weight is {reward.weight}: set it to {any_number().expected}")
         if not text().holds(reward.name):
-            found.add(f"{field}.name is {reward.name!r}: set it to a reward's name or to package.module:function")
+            found.add(f"{field}.name is {shown(reward.name)}: set it to a reward's name or to package.module:function")
             continue
+        name = f"{field}.name is {shown(reward.name)}"
         if reward.name in names:
-            found.add(f"{field}.name {reward.name!r} stands twice, and metrics go by name: remove one, or add weights")
+            found.add(f"{name}, which stands twice, and metrics go by name: remove one, or add weights")
         names.add(reward.name)
         place, colon, function = reward.name.rpartition(":")
         if colon and not (place and function.isidentifier()):
-            found.add(f"{field}.name is {reward.name!r}: write package.module:function or path/to/file.py:function")
-        elif colon and place.endswith(".py") and not Path(place).is_file():
-            found.add(f"{field}.name is {reward.name!r}, but {place} is not a file: give an existing Python file")
+            found.add(f"{name}: write package.module:function or path/to/file.py:function")
+        elif colon and place.endswith(".py") and not os.path.isfile(place):
+            found.add(f"{name}, but {shortened(place)} is not a file: give an existing Python file")
 
 
 def _rollout_and_algorithm(found: _Problems) -> None:
     rollout, algorithm, data = found.config.rollout, found.config.algorithm, found.config.data
     found.lines.extend([*algorithm_problems(found.config, found.good), *sampling_problems(found.config)])
     _dynamic_sampling(found)
-    if rollout.replay is not None and not Path(rollout.replay).is_dir():
+    if rollout.replay is not None and not any(Path(rollout.replay).glob(RECORDED)):
         found.add(
-            f"rollout.replay is {rollout.replay!r}, which is no directory: give the rollouts directory of a run that "
-            "had logging.dump_rollouts set, or null"
+            f"rollout.replay is {shown(rollout.replay)}, which holds no recorded rollouts: give the rollouts directory "
+            "of a run that had logging.dump_rollouts set, or null"
         )
     if rollout.vllm.get("enable_expert_parallel") and rollout.weight_update != "reload":
         found.add(

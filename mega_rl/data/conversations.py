@@ -10,7 +10,16 @@ from transformers import PreTrainedTokenizerBase
 from mega_rl.config.schema import DataConfig
 from mega_rl.data.rows import Row, read_rows
 from mega_rl.data.stream import Stream, fingerprint
-from mega_rl.data.tokenizer import Message, apply_template, as_messages, encode, render_prompt, uses_chat_template
+from mega_rl.data.tokenizer import (
+    MAX_TOKEN_CHARACTERS,
+    Message,
+    apply_template,
+    as_messages,
+    encode,
+    num_characters,
+    render_prompt,
+    uses_chat_template,
+)
 from mega_rl.errors import InputError
 from mega_rl.types import Sequence
 
@@ -58,6 +67,15 @@ class ConversationDataset:
         sequences: list[Sequence] = []
         num_dropped = 0
         for row in read_rows(files, key)[:max_samples]:
+            length = num_characters(*(row.get(name) for name in ("messages", "prompt", "response", "answer")))
+            if length > limit * MAX_TOKEN_CHARACTERS:  # tokenising it could take hours
+                if not data.filter_overlong_prompts:
+                    raise InputError(
+                        f"{row.where} has {length} characters, which are more than data.max_prompt_length + "
+                        f"data.max_response_length, {limit} tokens; shorten it or set data.filter_overlong_prompts"
+                    )
+                num_dropped += 1
+                continue
             sequence = _sequence(row, tokenizer, data)
             if sequence.token_ids.numel() <= limit:
                 sequences.append(sequence)

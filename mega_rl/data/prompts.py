@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from mega_rl.config.schema import DataConfig
 from mega_rl.data.rows import Row, read_rows
 from mega_rl.data.stream import Stream, fingerprint
-from mega_rl.data.tokenizer import render_prompt
-from mega_rl.errors import InputError
+from mega_rl.data.tokenizer import MAX_TOKEN_CHARACTERS, num_characters, render_prompt
+from mega_rl.errors import InputError, shown
 from mega_rl.types import Prompt
 
 WANTED = "`prompt` with `reward_model.ground_truth` or `answer`"
@@ -56,6 +56,16 @@ class PromptDataset:
         prompts: list[Prompt] = []
         num_dropped = 0
         for index, row in enumerate(read_rows(files, key)[:max_samples]):
+            length = num_characters(row.get("prompt"))
+            if length > data.max_prompt_length * MAX_TOKEN_CHARACTERS:  # tokenising it could take hours
+                if not data.filter_overlong_prompts:
+                    raise InputError(
+                        f"{row.where} has a prompt of {length} characters, which are more than "
+                        f"data.max_prompt_length {data.max_prompt_length} tokens; shorten it or set "
+                        "data.filter_overlong_prompts"
+                    )
+                num_dropped += 1
+                continue
             prompt = _prompt(index, row, tokenizer, data)
             if len(prompt.token_ids) <= data.max_prompt_length:
                 prompts.append(prompt)
@@ -86,7 +96,7 @@ def _prompt(index: int, row: Row, tokenizer: PreTrainedTokenizerBase, data: Data
         raise row.missing(WANTED)
     extra_info = row.get("extra_info") or {}
     if not isinstance(extra_info, Mapping):
-        raise InputError(f"{row.where}: extra_info is {extra_info!r:.60}; make it an object or leave it out")
+        raise InputError(f"{row.where}: extra_info is {shown(extra_info)}; make it an object or leave it out")
     try:
         text, token_ids = render_prompt(tokenizer, row.get("prompt"), data.chat_template, data.system_prompt)
     except InputError as error:
@@ -106,5 +116,5 @@ def _ground_truth(row: Row) -> Any:
     if reward_model is None:
         return row.get("answer")
     if not isinstance(reward_model, Mapping):
-        raise InputError(f"{row.where}: reward_model is {reward_model!r:.60}; make it an object with ground_truth")
+        raise InputError(f"{row.where}: reward_model is {shown(reward_model)}; make it an object with ground_truth")
     return reward_model.get("ground_truth")

@@ -13,7 +13,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mega_rl.errors import InputError
+from mega_rl.errors import InputError, shortened
+
+MAX_DEPTH = 64  # objects and lists inside one another, in a row
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,8 @@ class Row:
 
     def missing(self, wanted: str) -> InputError:
         """The error for a row that lacks the fields it needs; ``wanted`` describes them."""
-        found = ", ".join(sorted(name for name, value in self.fields.items() if value is not None)) or "no fields"
+        names = ", ".join(sorted(name for name, value in self.fields.items() if value is not None))
+        found = shortened(names) or "no fields"
         return InputError(f"{self.where} has {found} but needs {wanted}; rename or add the fields in that file")
 
 
@@ -55,9 +58,11 @@ def read_rows(files: list[str], key: str) -> list[Row]:
 
 def _read_file(path: Path, key: str) -> list[Row]:
     if path.suffix not in (".jsonl", ".parquet"):
-        raise InputError(f"{key}: {path} is neither .jsonl nor .parquet; convert it or rename it")
-    if not path.is_file():
-        raise InputError(f"{key}: {path} is no file; correct the path or make it with tools/prepare_data.py")
+        raise InputError(f"{key}: {shortened(str(path))} is neither .jsonl nor .parquet; convert it or rename it")
+    if not os.path.isfile(path):
+        raise InputError(
+            f"{key}: {shortened(str(path))} is no file; correct the path or make it with tools/prepare_data.py"
+        )
     try:
         rows = _read_parquet(path, key) if path.suffix == ".parquet" else _read_jsonl(path, key)
     except OSError as error:
@@ -71,8 +76,9 @@ def _read_parquet(path: Path, key: str) -> list[Row]:
     path.open("rb").close()  # what the system refuses is the caller's to tell: the file need not be damaged
     try:
         records = pq.read_table(path).to_pylist()
-    except (pa.ArrowException, OSError) as error:  # pyarrow raises OSError too for content that it cannot decode
-        cause = next(iter(str(error).splitlines()), type(error).__name__)
+    except (pa.ArrowException, OSError, ValueError, OverflowError, RecursionError) as error:
+        # pyarrow raises OSError too for content that it cannot decode, Python what it has no text or date for
+        cause = shortened(next(iter(str(error).splitlines()), type(error).__name__))
         raise InputError(f"{key}: {path} is truncated or no parquet file ({cause}); write it again") from error
     return [Row(path, number, record) for number, record in enumerate(records, start=1)]
 
@@ -85,13 +91,33 @@ def _read_jsonl(path: Path, key: str) -> list[Row]:
                 continue
             try:
                 record = json.loads(line)
-            except ValueError as error:  # bad JSON and bad UTF-8 alike
+            except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, JSON nested without end
                 raise InputError(f"{key}: {path} line {number} is no JSON ({error}); fix that line") from error
             if not isinstance(record, dict):
                 kind = type(record).__name__
                 raise InputError(f"{key}: {path} line {number} is a JSON {kind}, not an object; fix that line")
+            problem = _unusable(line, record)
+            if problem is not None:
+                raise InputError(f"{key}: {path} line {number} {problem}; fix that line")
             rows.append(Row(path, number, record))
     return rows
+
+
+def _unusable(line: bytes, record: dict[str, Any]) -> str | None:
+    """What of a parsed line neither a tokenizer nor a reward could take; None for any other line."""
+    if line.count(b"[") + line.count(b"{") > MAX_DEPTH and _is_deeper(record, MAX_DEPTH):
+        return f"is nested more than {MAX_DEPTH} deep"
+    if b"\\ud" in line or b"\\uD" in line:  # an escape of half a character, rightly beside its other half or not
+        try:
+            json.dumps(record, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            return "has half of a character (\\ud800 to \\udfff), which is no text"
+    return None
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return parts is not None and (depth == 0 or any(_is_deeper(part, depth - 1) for part in parts))
 
 
 @contextmanager

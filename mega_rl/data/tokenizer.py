@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from mega_rl.errors import InputError
+from mega_rl.errors import InputError, shortened, shown
 from mega_rl.models.files import tokenizer_problem
 
+MAX_TOKEN_CHARACTERS = 256  # no vocabulary has longer tokens; a text of more per token has too many tokens
 Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": ...}
 
 
@@ -24,8 +26,10 @@ def load_tokenizer(model_path: str) -> PreTrainedTokenizerBase:
         InputError: no such directory, no or malformed tokenizer files, no end-of-sequence token.
     """
     directory = Path(model_path)
-    if not directory.is_dir():
-        raise InputError(f"model.path: {model_path} is no directory; give a downloaded Hugging Face model directory")
+    if not os.path.isdir(directory):
+        raise InputError(
+            f"model.path: {shortened(model_path)} is no directory; give a downloaded Hugging Face model directory"
+        )
     # Without this check transformers builds an empty tokenizer from nothing but config.json.
     problem = tokenizer_problem(directory)
     if problem is not None:
@@ -33,7 +37,7 @@ def load_tokenizer(model_path: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
     except Exception as error:  # the tokenizers library raises bare Exception for a malformed tokenizer.json
-        cause = str(error).splitlines()[0] if str(error) else type(error).__name__
+        cause = _cause(error)
         raise InputError(
             f"model.path: the tokenizer in {model_path} cannot be loaded ({cause}); copy its files again"
         ) from error
@@ -42,6 +46,17 @@ def load_tokenizer(model_path: str) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _cause(error: Exception) -> str:
+    return shortened(next(iter(str(error).splitlines()), type(error).__name__))
+
+
+def num_characters(*texts: Any) -> int:
+    """Of texts and lists of chat messages together; whatever is neither counts nothing."""
+    lists = [text if isinstance(text, list) else [text] for text in texts]
+    contents = [part.get("content") if isinstance(part, Mapping) else part for parts in lists for part in parts]
+    return sum(len(content) for content in contents if isinstance(content, str))
 
 
 def uses_chat_template(tokenizer: PreTrainedTokenizerBase, mode: str) -> bool:
@@ -65,10 +80,10 @@ def as_messages(prompt: Any, system_prompt: str | None) -> list[Message]:
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not isinstance(messages, list) or not messages:
-        raise InputError(f"a prompt is text or a list of chat messages, not {prompt!r:.80}")
+        raise InputError(f"a prompt is text or a list of chat messages, not {shown(prompt)}")
     for message in messages:
         if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            raise InputError(f"a chat message needs role and content, both text, not {message!r:.80}")
+            raise InputError(f"a chat message needs role and content, both text, not {shown(message)}")
     # Only these two keys: parquet fills keys of other rows with nulls, which templates read as tool calls.
     messages = [{"role": message["role"], "content": message["content"]} for message in messages]
     if system_prompt is not None and messages[0]["role"] != "system":
@@ -80,8 +95,10 @@ def apply_template(tokenizer: PreTrainedTokenizerBase, messages: list[Message], 
     """The messages as text; a template that refuses them is an InputError."""
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
-    except TemplateError as error:
-        raise InputError(f"the tokenizer's chat template refuses the messages ({error}); fix their roles") from error
+    except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
+        # a template is a program: what it raises besides its own errors are Python's
+        cause = _cause(error)
+        raise InputError(f"the tokenizer's chat template refuses the messages ({cause}); fix their roles") from error
     assert isinstance(text, str)
     return text
 

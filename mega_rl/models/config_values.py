@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
+from mega_rl.errors import shown
+
 PLACEHOLDER = 1  # what a reading returns for a value that is bad; no shape is made of it
+MAX_SIZE = 2**31 - 1  # of anything that a model is measured in
 
 
 class ConfigValues:
@@ -36,27 +39,30 @@ class ConfigValues:
         self.problems.append(f"{self.where}: {sentence}")
         self._bad.update(keys)
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """The value of ``key`` or the default: an integer >= 1."""
+    def integer(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
+        """The value of ``key`` or the default: an integer from 1 to ``most``."""
         value = self.get(key, default)
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-            return value
-        self.add(f"{key} is {value!r}; it must be a positive integer", key)
-        return PLACEHOLDER
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            self.add(f"{key} is {shown(value)}; it must be a positive integer", key)
+            return PLACEHOLDER
+        if value > most:
+            self.add(f"{key} is {shown(value)}; no model has more than {most}", key)
+            return PLACEHOLDER
+        return value
 
     def number(self, key: str, default: float) -> float:
         """The value of ``key`` or the default: a finite number > 0."""
         value = self.get(key, default)
-        if isinstance(value, int | float) and not isinstance(value, bool) and value > 0 and math.isfinite(value):
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max:
             return float(value)
-        self.add(f"{key} is {value!r}; it must be a positive number", key)
+        self.add(f"{key} is {shown(value)}; it must be a positive number", key)
         return PLACEHOLDER
 
     def flag(self, key: str) -> bool:
         """The value of ``key``, false if there is none."""
         value = self.get(key)
         if value is not None and not isinstance(value, bool):
-            self.add(f"{key} is {value!r}; it must be true or false", key)
+            self.add(f"{key} is {shown(value)}; it must be true or false", key)
         return bool(value)
 
     def section(self, key: str) -> Mapping[str, Any]:
@@ -64,10 +70,10 @@ class ConfigValues:
         value = self.get(key) or {}
         if isinstance(value, Mapping):
             return value
-        self.add(f"{key} is {value!r}; it must be a JSON object or null", key)
+        self.add(f"{key} is {shown(value)}; it must be a JSON object or null", key)
         return {}
 
     def require(self, key: str, supported: Any) -> None:
         """Complains if ``key`` is there and not the one value that is supported."""
         if self.get(key, supported) != supported:
-            self.add(f"{key} is {self.get(key)!r}; only {supported!r} is supported", key)
+            self.add(f"{key} is {shown(self.get(key))}; only {supported!r} is supported", key)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mega_rl.errors import shown
 from mega_rl.models.config_values import ConfigValues
 
+MAX_EXPERTS = 1 << 14  # of one layer
+MAX_ALL_EXPERTS = 1 << 18  # of all layers; each has names of its own
 DEEPSEEK_GROUP_TOP = 2  # experts whose scores make up the score of a group
 
 
@@ -36,11 +39,12 @@ def read_qwen_mixture(shared: bool, config: ConfigValues) -> Mixture:
     step = config.integer("decoder_sparse_step", 1)
     dense = config.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in dense):
-        config.add(f"mlp_only_layers is {dense!r}; it must be a list of layer numbers", "mlp_only_layers")
+        config.add(f"mlp_only_layers is {shown(dense)}; it must be a list of layer numbers", "mlp_only_layers")
         dense = []
+    without = frozenset(dense)
     mixture = Mixture(
-        layers=frozenset(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0),
-        num_experts=config.integer(key),
+        layers=frozenset(i for i in range(num_layers) if i not in without and (i + 1) % step == 0),
+        num_experts=config.integer(key, most=MAX_EXPERTS),
         experts_per_token=config.integer("num_experts_per_tok"),
         ffn_size=config.integer("moe_intermediate_size"),
         normalize_weights=config.flag("norm_topk_prob"),
@@ -62,11 +66,11 @@ def read_deepseek_mixture(config: ConfigValues) -> Mixture:
     ffn_size = config.integer("moe_intermediate_size")
     first = config.get("first_k_dense_replace", 3)
     if not isinstance(first, int) or isinstance(first, bool) or first < 0:
-        config.add(f"first_k_dense_replace is {first!r}; it must be a number of layers", "first_k_dense_replace")
+        config.add(f"first_k_dense_replace is {shown(first)}; it must be a number of layers", "first_k_dense_replace")
         first = 0
     mixture = Mixture(
         layers=frozenset(range(first, num_layers)),
-        num_experts=config.integer("n_routed_experts"),
+        num_experts=config.integer("n_routed_experts", most=MAX_EXPERTS),
         experts_per_token=config.integer("num_experts_per_tok"),
         ffn_size=ffn_size,
         normalize_weights=True,
@@ -94,6 +98,8 @@ def _check(mixture: Mixture, config: ConfigValues, layer_keys: tuple[str, ...], 
     if not config.good(experts_key, "num_experts_per_tok", "n_group", "topk_group"):
         return
     experts, chosen = mixture.num_experts, mixture.experts_per_token
+    if len(mixture.layers) * experts > MAX_ALL_EXPERTS:
+        config.add(f"{len(mixture.layers)} layers of {experts} experts are more than {MAX_ALL_EXPERTS} experts in all")
     groups, best = mixture.num_groups, mixture.groups_per_token
     if chosen > experts:
         config.add(f"num_experts_per_tok {chosen} is above the number of experts {experts}")

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mega_rl.errors import InputError, input_error
+from mega_rl.errors import InputError, input_error, shown
 from mega_rl.models.config_values import ConfigValues
 from mega_rl.models.files import CONFIG_FILE, read_config
 from mega_rl.models.latent import LatentAttention, read_latent
@@ -51,6 +51,7 @@ FAMILIES: dict[str, Family] = {
     "DeepseekV3ForCausalLM": Family("deepseek_v3", mixture=read_deepseek_mixture, latent=read_latent),
 }
 BY_NAME = {family.name: family for family in FAMILIES.values()}
+MAX_LAYERS = 4096
 LLAMA3_ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
@@ -144,7 +145,7 @@ def inspect_config(config: Mapping[str, Any], where: str) -> tuple[ModelShape | 
         return None, values.problems
     _unsupported(values, family)
     heads, kv_heads = _heads(values)
-    num_layers, hidden = values.integer("num_hidden_layers"), values.integer("hidden_size")
+    num_layers, hidden = values.integer("num_hidden_layers", most=MAX_LAYERS), values.integer("hidden_size")
     positions = values.integer("max_position_embeddings")
     _window(values, family)
     theta, scaling = _rope(values)
@@ -178,7 +179,7 @@ def _family(config: ConfigValues) -> Family | None:
     if isinstance(first, str) and first in FAMILIES:
         return FAMILIES[first]
     supported = ", ".join(sorted(FAMILIES))
-    config.add(f"architectures is {names!r}, of which the first counts: choose a model of {supported}")
+    config.add(f"architectures is {shown(names)}, of which the first counts: choose a model of {supported}")
     return None
 
 
@@ -193,7 +194,7 @@ def _unsupported(config: ConfigValues, family: Family) -> None:
         ("output_router_logits", "no stage trains with the routers' auxiliary loss that it asks for; set it to false"),
     ):
         if config.get(key):
-            config.add(f"{key} is {config.get(key)!r}; {fix}", key)
+            config.add(f"{key} is {shown(config.get(key))}; {fix}", key)
 
 
 def _heads(config: ConfigValues) -> tuple[int, int]:
@@ -211,7 +212,7 @@ def _window(config: ConfigValues, family: Family) -> None:
     """Complains if a layer attends to fewer tokens than the model takes."""
     kinds = config.get("layer_types")
     if kinds is not None and not isinstance(kinds, list):
-        config.add(f"layer_types is {kinds!r}; it must be a list of kinds of attention", "layer_types")
+        config.add(f"layer_types is {shown(kinds)}; it must be a list of kinds of attention", "layer_types")
     elif _has_window(config, family) if kinds is None else any(kind != "full_attention" for kind in kinds):
         config.add(
             "a sliding attention window is in use; only full attention is supported, so if no sequence is longer than "
@@ -228,7 +229,7 @@ def _has_window(config: ConfigValues, family: Family) -> bool:
     window = config.integer("sliding_window", family.default_window)
     first = config.get("max_window_layers") or 0
     if not isinstance(first, int):
-        config.add(f"max_window_layers is {first!r}; it must be a number of layers", "max_window_layers")
+        config.add(f"max_window_layers is {shown(first)}; it must be a number of layers", "max_window_layers")
     if not config.good(*keys):
         return False
     if family.window == "always":
@@ -272,7 +273,7 @@ def _rope_scaling(rope: ConfigValues) -> dict[str, Any] | None:
     if kind == "default":
         return None
     if kind != "llama3":
-        rope.add(f"rope type {kind!r} is not supported; supported are default and llama3")
+        rope.add(f"rope type {shown(kind)} is not supported; supported are default and llama3")
         return None
     missing = [key for key in LLAMA3_ROPE_KEYS if key not in rope.values]
     if missing:

@@ -19,7 +19,7 @@ from mega_rl.bridge.files.assembly import FileImage, disk_error, fsync, literal_
 from mega_rl.bridge.files.stored import Place, Stored
 from mega_rl.bridge.mapping.tensors import LM_HEAD, hf_tensors
 from mega_rl.bridge.slices import Box, indices, whole_box
-from mega_rl.errors import InputError
+from mega_rl.errors import InputError, shortened, shown
 from mega_rl.models.files import INDEX_FILE, SINGLE_FILE, read_config, weights_problem
 from mega_rl.models.shape import ModelShape
 
@@ -60,11 +60,18 @@ class HFReader:
         return tuple(self._slice(name).get_shape())
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """The box of a tensor in the checkpoint's dtype; only its bytes are read."""
+        """The box of a tensor in the checkpoint's dtype; only its bytes are read.
+
+        Raises:
+            InputError: the file cannot be read any more, or a weight is not finite.
+        """
         try:
-            return self._slice(name)[indices(box)]
+            tensor: torch.Tensor = self._slice(name)[indices(box)]
         except (SafetensorError, OSError) as error:
             raise InputError(f"{self._path(name)}: cannot read {name} ({error}); copy the file again") from error
+        if not torch.isfinite(tensor).all():
+            raise InputError(f"{self._path(name)}: {name} has NaN or infinity in it; copy the file again")
+        return tensor
 
     def check(self, shape: ModelShape) -> None:
         """InputError unless the tensors are exactly those of the model, in shape and of a floating dtype."""
@@ -120,8 +127,14 @@ class HFReader:
         try:
             file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             shards = sorted(set(file_of.values()))
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"{index} is not a safetensors index ({error}); copy the model again") from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            cause = shortened(str(error))
+            raise InputError(f"{index} is not a safetensors index ({cause}); copy the model again") from error
+        except OSError as error:
+            raise InputError(f"{index} cannot be read ({error.strerror}); make it readable") from error
+        for shard in shards:  # a path would lead out of the model's directory
+            if not isinstance(shard, str) or Path(shard).name != shard:
+                raise InputError(f"{index} names the file {shown(shard)}: give the name of a file beside the index")
         present = {shard: set(self._open(shard)) for shard in shards}
         absent = [name for name, shard in file_of.items() if name not in present[shard]]
         if absent:
@@ -130,8 +143,8 @@ class HFReader:
 
     def _open(self, shard: str) -> list[str]:
         path = self.model_dir / shard
-        if not path.is_file():
-            raise InputError(f"{path} is missing, but {INDEX_FILE} names it; copy the model again")
+        if not os.path.isfile(path):
+            raise InputError(f"{shortened(str(path))} is missing, but {INDEX_FILE} names it; copy the model again")
         try:
             self._files[shard] = safe_open(path, framework="pt", device="cpu")
             return list(self._files[shard].keys())
@@ -290,5 +303,5 @@ def _is_ignored(name: str, shape: ModelShape) -> bool:
 
 
 def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
+    first = shortened(", ".join(names[:5]))
+    return first if len(names) <= 5 else f"{first} and {len(names) - 5} more"

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
+from typing import get_args
 
 import numpy
 import torch
@@ -32,12 +33,12 @@ from torch import Tensor
 from mega_rl.bridge.outgoing.transform import Changed
 from mega_rl.bridge.reshard.execute import Read
 from mega_rl.bridge.slices import Box, extents, indices
-from mega_rl.config.schema import AqnConfig
+from mega_rl.config.schema import AqnConfig, NormRole
 from mega_rl.errors import InputError
 
 ROUTER_NORM = "router_norm"
 DEFAULT_ROLES = ("input_layernorm", "post_attention_layernorm")
-NORM_ROLES = (*DEFAULT_ROLES, ROUTER_NORM, "q_norm", "k_norm", "latent_norm", "output_norm", "final_layernorm")
+NORM_ROLES = get_args(NormRole)
 ROUNDINGS = ("nearest", "stochastic", "fp32")
 HASH_BITS = 48  # a hash that a float64 metric holds exactly
 

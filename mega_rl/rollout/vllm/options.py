@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mega_rl.config.schema import COLOCATED_MEMORY_SHARE, RolloutConfig
-from mega_rl.errors import InputError
+from mega_rl.errors import InputError, shown
 
 WORKER_EXTENSION = "mega_rl.rollout.vllm.worker_extension.WeightReceiver"
 OPTIONS = "additional_config"  # vLLM's name of what it passes to the plug-in of a platform
@@ -36,11 +36,37 @@ _OWNED = {
 _OWNED_ON_CPU = {"kv_cache_memory_bytes": "rollout.kv_cache_bytes", "enable_sleep_mode": ""}
 
 
-def check_options(options: Mapping[str, Any], known: Collection[str], device_type: str) -> None:
-    """Refuse options of ``rollout.vllm`` that the engine does not know, or that mega_rl sets itself.
+# Values with which vLLM would fail late, or run code that comes with a model.
+_VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "gpu_memory_utilization": (
+        lambda value: isinstance(value, int | float) and 0 < value <= 1, "give a share of the device, > 0 and <= 1",
+    ),
+    "trust_remote_code": (lambda value: value is False, "remove it, no code of a model is run"),
+    "load_format": (
+        lambda value: value in ("auto", "safetensors", "dummy"), "give auto, safetensors or dummy, no pickle is read",
+    ),
+}  # fmt: skip
+
+
+def installed_arguments() -> Collection[str] | None:
+    """The names of the installed vLLM's engine arguments, from its source; None without vLLM.
+
+    It is not imported: that takes seconds and chooses vLLM's platform.
+    """
+    found = importlib.util.find_spec("vllm")
+    if found is None or found.origin is None:
+        return None
+    source = (Path(found.origin).parent / "engine" / "arg_utils.py").read_text(encoding="utf-8")
+    classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs")
+    fields = (field for node in classes for field in node.body if isinstance(field, ast.AnnAssign))
+    return [field.target.id for field in fields if isinstance(field.target, ast.Name)]
+
+
+def check_options(options: Mapping[str, Any], known: Collection[str] | None, device_type: str) -> None:
+    """Refuse options of ``rollout.vllm`` that the engine does not know, cannot take, or that mega_rl sets itself.
 
     Args:
-        known: the names of vLLM's engine arguments.
+        known: the names of vLLM's engine arguments; None if there is no vLLM that knows any.
 
     Raises:
         InputError: names the option and what to write instead.
@@ -50,11 +76,14 @@ def check_options(options: Mapping[str, Any], known: Collection[str], device_typ
         if name in owned:
             fix = f"set {owned[name]} instead" if owned[name] else "remove it"
             raise InputError(f"rollout.vllm.{name} is set by mega_rl itself: {fix}.")
-        if name not in known:
+        if known is not None and name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
             raise InputError(
                 f"rollout.vllm.{name} is not an argument of the installed vLLM; the nearest one is rollout.vllm.{near}."
             )
+        holds, fix = _VALUES.get(name, (lambda value: True, ""))
+        if not holds(options[name]):
+            raise InputError(f"rollout.vllm.{name} is {shown(options[name])}: {fix}.")
 
 
 def engine_arguments(

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import copy
 import json
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from mega_rl.bridge.files import manifest
+from mega_rl.bridge.outgoing.noise import NORM_ROLES
 from mega_rl.config import RunConfig, problems, validate
 from mega_rl.config.rules import RULES, rule_of_type, rules
-from mega_rl.config.schema import RewardConfig
+from mega_rl.config.schema import NormRole, RewardConfig
 from mega_rl.config.typed import leaf_names, leaves
+from mega_rl.config.validate import MANIFEST, RECORDED
 from mega_rl.errors import InputError
+from mega_rl.rollout import records
 
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -35,7 +40,7 @@ EXPERTS = {  # with 8 of them
 WITHOUT_RULE = {
     "algorithm.dynamic_sampling.enabled",
     "data.train_files", "data.val_files", "data.filter_overlong_prompts", "data.shuffle", "data.system_prompt",
-    "rollout.ignore_eos", "rollout.vllm", "aqn.enabled", "aqn.include_router_norms", "aqn.seed",
+    "rollout.ignore_eos", "rollout.vllm", "aqn.enabled", "aqn.include_router_norms",
     "rewards[].name", "rewards[].weight", "rewards[].options", "parallel.sequence",
     "parallel.overlap_grad_reduce", "parallel.overlap_param_gather",
     "platform.deterministic", "platform.mindspeed.features",
@@ -233,6 +238,32 @@ BAD_VALUES = [
     ("platform.num_threads", 0),
     ("platform.mindspeed.mode", "maybe"),
     ("rewards", []),
+    ("data.train_batch_size", 1_000_000),
+    ("data.max_response_length", 10**30),
+    ("rollout.n", 10**30),
+    ("rollout.kv_cache_bytes", 1),
+    ("rollout.kv_cache_bytes", 10**30),
+    ("rollout.stop_token_ids", [7, 100]),  # the vocabulary ends at 99
+    ("rollout.temperature", 1e30),
+    ("rollout.replay", "/etc"),
+    ("algorithm.entropy_coefficient", -3.0),
+    ("algorithm.dynamic_sampling.oversample", 1e30),
+    ("aqn.seed", -1),
+    ("aqn.seed", 10**30),
+    ("aqn.target_modules", ["every_norm"]),
+    ("aqn.exclude_patterns", ["["]),
+    ("aqn.exclude_patterns", ["*.0.*", "("]),
+    ("reward_workers.num_workers", 100_000),
+    ("reward_workers.num_workers", 10**30),
+    ("reward_workers.timeout_s", 1e30),
+    ("optimizer.lr", 1e30),
+    ("memory.offload", ["weights", "weights"]),
+    ("trainer.output_dir", "/dev/null"),
+    ("trainer.output_dir", "/dev/null/x"),
+    ("trainer.output_dir", "/proc/x"),
+    ("trainer.output_dir", "x" * 5000),
+    ("checkpoint.resume", "/etc"),
+    ("platform.num_threads", 1_000_000),
     ("data.train_files", []),
     ("data.train_files", ["missing.jsonl"]),
     ("data.val_files", ["."]),
@@ -398,6 +429,30 @@ def test_rewards(config, reward, part):
 def test_a_reward_in_a_file_or_a_module(config, tmp_path):
     (tmp_path / "mine.py").write_text("")
     config.rewards = [RewardConfig(name=f"{tmp_path}/mine.py:score"), RewardConfig(name="package.module:score")]
+    assert problems(config) == []
+
+
+def test_files_of_other_packages_have_one_name():
+    assert MANIFEST == manifest.MANIFEST
+    assert fnmatch(records.PATTERN.format(3), RECORDED)
+    assert set(NORM_ROLES) == set(get_args(NormRole))
+
+
+def test_an_output_directory_can_be_made(config, tmp_path):
+    for name in ("new/below/new", "new", "."):
+        config.trainer.output_dir = str(tmp_path / name)
+        assert problems(config) == []
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    config.trainer.output_dir = str(tmp_path / "link")
+    (line,) = problems(config)
+    assert "trainer.output_dir" in line and "which is a file" in line
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_checkpoint_and_recorded_rollouts_are_known_by_their_files(config, tmp_path):
+    (tmp_path / manifest.MANIFEST).write_text("{}")
+    (tmp_path / records.PATTERN.format(1)).write_text("")
+    config.checkpoint.resume = config.rollout.replay = str(tmp_path)
     assert problems(config) == []
 
 

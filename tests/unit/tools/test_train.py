@@ -81,6 +81,44 @@ def test_a_bad_value(config: Path, override: str, parts: tuple[str, ...]) -> Non
     assert "\n" not in sentence
 
 
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("rollout.vllm.zzz=1", ("rollout.vllm.zzz is not an argument of the installed vLLM",)),
+        ("rollout.vllm.model=x", ("rollout.vllm.model is set by mega_rl itself: set model.path instead",)),
+        ("rollout.vllm.max_model_len=-5", ("rollout.vllm.max_model_len is set by mega_rl itself",)),
+        ("rollout.vllm.worker_extension_cls=x", ("rollout.vllm.worker_extension_cls is set by mega_rl itself",)),
+        ("rollout.vllm.gpu_memory_utilization=7", ("rollout.vllm.gpu_memory_utilization is 7", "<= 1")),
+        ("rollout.vllm.trust_remote_code=true", ("rollout.vllm.trust_remote_code is True", "remove it")),
+        ("rollout.vllm.load_format=pt", ("rollout.vllm.load_format is 'pt'", "safetensors")),
+        ("rewards=[{name: nope}]", ("rewards: 'nope' is not a built-in reward", "package.module:function")),
+        ("rewards=[{name: 'os:system'}]", ("rewards: os:system",)),
+        ("rewards=[{name: 'x:y'}]", ("rewards: x:y cannot be imported",)),
+        ("rewards=[{name: exact_match, options: {zzz: 1}}]", ("exact_match has no option 'zzz'",)),
+        ("rewards=[{name: format_regex, options: {pattern: '('}}]", ("the options of format_regex are impossible",)),
+    ],
+)
+def test_a_dry_run_refuses_what_engine_and_rewards_would(
+    config: Path, override: str, parts: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "not an argument" in parts[0]:
+        pytest.importorskip("vllm", reason="the names of the arguments are those of the installed vLLM")
+    sentence = refusal(config, "--dry-run", override)
+    assert [part for part in parts if part not in sentence] == [], sentence
+    assert not capsys.readouterr().out
+
+
+def test_a_dry_run_of_a_good_configuration_says_it(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train.main(["--config", str(config), "--dry-run", "rollout.vllm.max_num_seqs=8"])
+    assert "max_num_seqs: 8" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", ["", "x", "0", "-1", "1e3", "9" * 5000, "²"])
+def test_a_number_of_processes_that_is_none(config: Path, monkeypatch: pytest.MonkeyPatch, number: str) -> None:
+    monkeypatch.setenv("WORLD_SIZE", number)
+    assert "start with torchrun" in refusal(config)
+
+
 def test_malformed_model_config(config: Path) -> None:
     file = config.parent / "model" / "config.json"
     file.write_text(file.read_text()[:-20])

@@ -1,0 +1,71 @@
+"""Random input for the readers of what users give: few cases in the suite, many by ``make fuzz``.
+
+Every case ends in one of two ways: it is accepted, or an ``InputError`` says in a sentence what is wrong. In the suite
+the cases are the same every time, and the time limit of the suite is the only one. ``make fuzz`` sets
+``MEGA_RL_FUZZ_EXAMPLES``: as many cases of each test, other ones every time, and each within ``LIMIT``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import hypothesis
+from hypothesis import strategies
+
+from mega_rl.errors import MAX_LISTED, InputError
+
+NUM_EXAMPLES = os.environ.get("MEGA_RL_FUZZ_EXAMPLES")
+LIMIT = timedelta(seconds=10)  # of one case, on a machine that does other things too
+MAX_SENTENCE = 4000  # characters of one problem: a few values, and the choices for them
+
+T = TypeVar("T")
+
+TEXTS = strategies.one_of(
+    strategies.text(max_size=20),
+    strategies.text(strategies.characters(), max_size=5),  # halves of characters too
+    strategies.sampled_from(
+        ["", " ", "/", "..", "../x", "/dev/null", "/proc/x", "x" * 300, "x" * 5000, "a\0b", "\ud800", "${rollout.n}"]
+        + ["${", "${x", "???", "null", "nan", "1e400", "true", "é\n", "{", "[", "*", "&a", "!!bool x", "%", "²", "auto"]
+        + ["/etc", "x:y", "x:y:z", "os:system", "math.py:f", "[", "(", "a" * 40 + "!"]
+    ),
+)
+SCALARS = strategies.one_of(
+    strategies.none(),
+    strategies.booleans(),
+    strategies.integers(-2, 10),
+    strategies.integers(),
+    strategies.sampled_from([2**31, 2**32, 2**63, -(2**63), 10**30, 10**400]),
+    strategies.floats(),
+    TEXTS,
+)
+VALUES = strategies.recursive(
+    SCALARS,
+    lambda inner: strategies.lists(inner, max_size=3) | strategies.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def cases(number: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator above ``given``: the test runs with so many cases, or as many as ``make fuzz`` wants."""
+    return hypothesis.settings(
+        max_examples=int(NUM_EXAMPLES or number),
+        derandomize=NUM_EXAMPLES is None,
+        deadline=LIMIT if NUM_EXAMPLES else None,
+        database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+
+
+def accepted_or_sentence(call: Callable[[], T]) -> T | None:
+    """What ``call`` returns, or None if it refuses with an InputError whose text somebody can read."""
+    try:
+        return call()
+    except InputError as error:
+        first, *problems = str(error).split("\n  ")
+        assert first and len(problems) <= MAX_LISTED + 1
+        assert all(len(line) <= MAX_SENTENCE for line in (first, *problems)), str(error)[:10_000]
+        str(error).encode()  # can be printed
+        return None

@@ -1,0 +1,129 @@
+"""Whatever stands in a data file, it is read or refused in a sentence, soon."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from mega_rl.config.schema import DataConfig
+from mega_rl.data.conversations import ConversationDataset
+from mega_rl.data.prompts import PromptDataset
+from mega_rl.data.rows import read_rows
+from mega_rl.data.synthetic import arithmetic_tokenizer, bpe_tokenizer
+from mega_rl.errors import InputError
+from tests.fuzzing import TEXTS, VALUES, accepted_or_sentence, cases
+
+TOKENIZERS = (arithmetic_tokenizer(), bpe_tokenizer(["Hi there", "user", "assistant", "system"], 300))
+FIELDS = st.sampled_from(
+    ["prompt", "answer", "response", "messages", "reward_model", "extra_info", "data_source", "ground_truth", "x"]
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "system"]) | VALUES, "content": TEXTS | VALUES},
+        optional={"name": VALUES},
+    ),
+    max_size=3,
+)
+ROWS = st.dictionaries(FIELDS, VALUES | MESSAGES | TEXTS | st.fixed_dictionaries({"ground_truth": VALUES}), max_size=5)
+
+
+def outcome(path: Path, tokenizer: PreTrainedTokenizerFast, does_filter: bool) -> None:
+    data = DataConfig(max_prompt_length=16, max_response_length=16, filter_overlong_prompts=does_filter)
+    for dataset in (PromptDataset, ConversationDataset):
+        accepted_or_sentence(lambda kind=dataset: kind.from_files([str(path)], tokenizer, data))
+
+
+@cases(120)
+@given(st.lists(ROWS, min_size=1, max_size=3), st.sampled_from(TOKENIZERS), st.booleans())
+def test_rows_of_json(
+    tmp_path: Path, rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerFast, does_filter: bool
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    outcome(path, tokenizer, does_filter)
+
+
+@cases(120)
+@given(st.binary(max_size=40), st.integers(0, 60), st.integers(0, 60))
+def test_lines_with_bytes_changed(tmp_path: Path, noise: bytes, start: int, end: int) -> None:
+    path = tmp_path / "rows.jsonl"
+    good = b'{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}\n'
+    path.write_bytes(good[:start] + noise + good[end:])
+    outcome(path, TOKENIZERS[0], True)
+
+
+@cases(60)
+@given(st.data())
+def test_parquet_with_bytes_changed(tmp_path: Path, data: st.DataObject) -> None:
+    path = tmp_path / "rows.parquet"
+    rows = [
+        {"prompt": [{"role": "user", "content": "é+1="}], "answer": "2", "extra_info": {"index": i}} for i in (1, 2)
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, compression="none")
+    whole = bytearray(path.read_bytes())
+    for place in data.draw(st.lists(st.integers(0, len(whole) - 1), min_size=1, max_size=4)):
+        whole[place] = data.draw(st.integers(0, 255))
+    path.write_bytes(bytes(whole))
+    outcome(path, TOKENIZERS[0], True)
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "line 1 is no JSON"),
+        (b'{"a": ' + b'{"b": ' * 100 + b"1" + b"}" * 101, "line 1 is nested more than 64 deep"),
+        (b'{"prompt": "\\ud800", "answer": "1"}', "line 1 has half of a character"),
+        (b'{"prompt": "1", "answer": "\\uDC00"}', "line 1 has half of a character"),
+        (b'{"answer": ' + b"9" * 5000 + b"}", "line 1 is no JSON"),
+    ],
+)
+def test_a_line_that_nothing_could_take(tmp_path: Path, line: bytes, part: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(line)
+    with pytest.raises(InputError) as caught:
+        read_rows([str(path)], "data.train_files")
+    assert part in str(caught.value) and len(str(caught.value)) < 500
+
+
+def test_both_halves_of_a_character_are_one(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "😀"}))
+    assert "\\ud83d" in path.read_text()
+    (row,) = read_rows([str(path)], "data.train_files")
+    assert row.get("prompt") == "😀"
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pyarrow.array([2**31 - 1], pyarrow.int32()).cast(pyarrow.date32()),
+        pyarrow.StringArray.from_buffers(
+            1, pyarrow.array([0, 1], pyarrow.int32()).buffers()[1], pyarrow.py_buffer(b"\xff")
+        ),
+    ],
+)
+def test_parquet_values_that_python_has_not(tmp_path: Path, column: pyarrow.Array) -> None:
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": column}), path)
+    with pytest.raises(InputError, match="is truncated or no parquet file"):
+        read_rows([str(path)], "data.train_files")
+
+
+@pytest.mark.parametrize("dataset", [PromptDataset, ConversationDataset])
+def test_a_text_of_ten_megabytes_is_not_tokenised(
+    tmp_path: Path, dataset: type[PromptDataset | ConversationDataset]
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "1" * 10_000_000, "answer": "2"}) + '\n{"prompt": "1+1=", "answer": "2"}\n')
+    found = dataset.from_files([str(path)], TOKENIZERS[0], DataConfig(max_prompt_length=512))
+    assert len(found) == 1 and found.num_dropped == 1
+    with pytest.raises(InputError, match=r"line 1 has .*1000000\d characters.*data.filter_overlong_prompts"):
+        dataset.from_files([str(path)], TOKENIZERS[0], DataConfig(filter_overlong_prompts=False))
