@@ -111,6 +111,7 @@ RULES: dict[str, Rule] = {
     "trainer.total_epochs": nullable(at_least(1)),
     "trainer.seed": seed(),
     "trainer.max_tokens_per_microbatch": at_least(1),
+    "trainer.collective_timeout_s": above(0),
     "trainer.max_skipped_steps": at_least(0),
     "validation.test_freq": step_interval(),
     "checkpoint.save_freq": step_interval(),
