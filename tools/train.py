@@ -6,13 +6,16 @@ Exit status 0 after a finished run, 2 for input that a user can fix (one sentenc
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib
 import os
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from mega_rl import platform
 from mega_rl.config import load_config, samples, to_yaml, validate
@@ -22,6 +25,8 @@ from mega_rl.rewards.scorer import build_scorer
 from mega_rl.rollout.vllm.options import check_options, installed_arguments
 
 STAGES = {"rl": "mega_rl.stages.rl", "sft": "mega_rl.stages.sft"}
+TORCHRUN_MARK = "TORCHELASTIC_RUN_ID"  # an environment variable that torchrun gives to the processes it starts
+PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -72,6 +77,31 @@ def check_sampling(config: RunConfig) -> None:
     build_scorer(config.rewards, replace(config.reward_workers, num_workers=1)).close()
 
 
+def end_with_torchrun() -> None:
+    """Have the kernel kill this rank when torchrun dies, even by SIGKILL; does nothing if torchrun did not start it.
+
+    The kernel sends the signal when the *thread* that started this process ends: torchrun starts its ranks in its main
+    thread. A script between torchrun and this process must ``exec`` it, or the signal follows the script.
+    """
+    if TORCHRUN_MARK not in os.environ:
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if not may_be_launcher(os.getppid()):
+        print("error: torchrun died while this rank was starting", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def may_be_launcher(pid: int) -> bool:
+    """False if the process is surely neither torchrun nor a script of its, but what adopts processes: an init."""
+    process = Path(f"/proc/{pid}")
+    try:
+        variables = (process / "environ").read_bytes().split(b"\0")
+        is_python = "python" in os.path.basename(os.readlink(process / "exe"))
+        return is_python or any(variable.startswith(f"{TORCHRUN_MARK}=".encode()) for variable in variables)
+    except OSError:  # not ours to read
+        return pid != 1
+
+
 def fail(error: Exception) -> None:
     """Say what is wrong and leave at once, so that torchrun ends the other ranks instead of letting them wait."""
     is_input = isinstance(error, InputError)
@@ -87,6 +117,7 @@ def fail(error: Exception) -> None:
 
 
 if __name__ == "__main__":
+    end_with_torchrun()
     try:
         main()
     except Exception as error:  # noqa: BLE001 - the last frame: whatever it is, the exit status says so

@@ -232,6 +232,7 @@ class TrainerConfig:
     seed: int = 0  # of the model's initialisation and of sampling
     max_tokens_per_microbatch: int = 16384  # of one forward pass, all its sequences together
     # Rarely set.
+    collective_timeout_s: float = 1800.0  # a rank that waits longer than this for another one ends the run
     max_skipped_steps: int = 5  # this many optimizer steps in a row without a finite gradient end the run; 0: never
     logprob_chunk_tokens: int = 1024  # tokens per chunk when computing log-probabilities; bounds the float32 logits
     gates: GatesConfig = field(default_factory=GatesConfig)

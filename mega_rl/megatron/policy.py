@@ -21,6 +21,7 @@ from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.bridge.mapping.megatron import chunk_prefix, rank_series
 from mega_rl.bridge.series import Series, slices_of
 from mega_rl.bridge.slices import Box, Slice
+from mega_rl.config.schema import TrainerConfig
 from mega_rl.errors import InputError
 from mega_rl.megatron.context import LocalInput, in_pack_order, local_input
 from mega_rl.megatron.layers import frozen_weights
@@ -31,7 +32,9 @@ from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.types import Microbatch, TokenStats
 
 
-def initialize_groups(layout: ParallelLayout, seed: int) -> None:
+def initialize_groups(
+    layout: ParallelLayout, seed: int, collective_timeout_s: float = TrainerConfig.collective_timeout_s
+) -> None:
     """Create Megatron's process groups for the layout; torch.distributed must be initialised.
 
     Raises:
@@ -45,6 +48,7 @@ def initialize_groups(layout: ParallelLayout, seed: int) -> None:
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
         create_gloo_process_groups=False,
+        distributed_timeout_minutes=collective_timeout_s / 60,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     rank = dist.get_rank()

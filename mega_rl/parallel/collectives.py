@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,8 +9,6 @@ from typing import Any
 import torch.distributed as dist
 
 from mega_rl.errors import InputError
-
-COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)  # of every process group; then a rank that waits gives up
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from mega_rl.parallel.collectives import COLLECTIVE_TIMEOUT
-
 JOIN_TIMEOUT = datetime.timedelta(minutes=5)
 NAME = "mega_rl_weights"
 
@@ -22,12 +20,13 @@ class MeetingPoint:
     port: int
     backend: str  # as ``torch.distributed.init_process_group`` takes it
     world_size: int  # trainer ranks and engine workers together
+    timeout_s: float  # of a collective of the group
 
 
-def open_meeting(host: str, backend: str, world_size: int) -> tuple[MeetingPoint, dist.TCPStore]:
+def open_meeting(host: str, backend: str, world_size: int, timeout_s: float) -> tuple[MeetingPoint, dist.TCPStore]:
     """A store on a free port of this machine, for the rank that calls this to join with."""
     store = dist.TCPStore(host, 0, world_size, is_master=True, wait_for_workers=False, timeout=JOIN_TIMEOUT)
-    return MeetingPoint(host, store.port, backend, world_size), store
+    return MeetingPoint(host, store.port, backend, world_size, timeout_s), store
 
 
 def join_store(point: MeetingPoint) -> dist.TCPStore:
@@ -52,7 +51,7 @@ def join_group(point: MeetingPoint, rank: int, store: dist.TCPStore | None = Non
         point.backend,
         store,
         group_name=NAME,  # type: ignore[arg-type]  # a str to torch 2.10, a NewType of it to later ones
-        timeout=COLLECTIVE_TIMEOUT,
+        timeout=datetime.timedelta(seconds=point.timeout_s),
     )
     distributed_c10d._world.pg_group_ranks[group] = {i: i for i in range(point.world_size)}
     return group

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 from collections.abc import Sequence
 from itertools import groupby
@@ -59,12 +60,14 @@ def generate_everywhere(
     return [trajectory for part in gathered for trajectory in part]
 
 
-def engine_ranks(layout: EngineLayout) -> dist.ProcessGroup | None:
+def engine_ranks(layout: EngineLayout, timeout_s: float) -> dist.ProcessGroup | None:
     """The ranks of this rank's engine, able to move Python objects; None if they are one. Collective over all ranks."""
     if layout.tensor_parallel_size == 1:
         return None
     group, _ = dist.new_subgroups_by_enumeration(
-        [list(layout.replica_ranks(replica)) for replica in range(layout.num_replicas)], backend="gloo"
+        [list(layout.replica_ranks(replica)) for replica in range(layout.num_replicas)],
+        backend="gloo",
+        timeout=datetime.timedelta(seconds=timeout_s),
     )
     return group
 

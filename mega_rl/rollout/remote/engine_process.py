@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from mega_rl import platform
-from mega_rl.config.schema import RolloutConfig
-from mega_rl.parallel.collectives import COLLECTIVE_TIMEOUT
+from mega_rl.config.schema import RolloutConfig, TrainerConfig
 from mega_rl.parallel.joint_group import MeetingPoint, join_store, open_meeting
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.receiver import Link
@@ -31,6 +31,7 @@ class EngineSpec:
     platform_name: str
     is_deterministic: bool
     num_threads: int  # of torch, on the CPU
+    collective_timeout_s: float = TrainerConfig.collective_timeout_s
 
 
 class EngineProcess:
@@ -52,7 +53,8 @@ class EngineProcess:
     def open(self, spec: EngineSpec) -> MeetingPoint:
         """Where the workers of this engine, all on one node, meet; asked of the first one."""
         backend = _select(spec).backend
-        point, self._store = open_meeting("127.0.0.1", backend, spec.rollout.tensor_parallel_size)
+        size = spec.rollout.tensor_parallel_size
+        point, self._store = open_meeting("127.0.0.1", backend, size, spec.collective_timeout_s)
         return point
 
     def start(self, spec: EngineSpec, tensor_rank: int, point: MeetingPoint) -> None:
@@ -74,7 +76,11 @@ class EngineProcess:
         if point.world_size > 1 or index > 0:  # an engine without a group takes the first device that it sees
             store = self._store or join_store(point)
             dist.init_process_group(
-                point.backend, store=store, rank=tensor_rank, world_size=point.world_size, timeout=COLLECTIVE_TIMEOUT
+                point.backend,
+                store=store,
+                rank=tensor_rank,
+                world_size=point.world_size,
+                timeout=datetime.timedelta(seconds=point.timeout_s),
             )
         self._engine = ReceivingEngine(
             spec.model_path,

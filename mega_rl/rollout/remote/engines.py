@@ -26,6 +26,7 @@ class RemoteEngines:
 
     def __init__(self, spec: EngineSpec, num_engines: int) -> None:
         self._max_model_len = spec.max_model_len
+        self.collective_timeout_s = spec.collective_timeout_s
         self.weight_version = 0
         self._fleet: Fleet | None = None  # on rank 0 alone
         self._num_unfinished = 0

@@ -71,7 +71,7 @@ class RemoteSink:
         point = store = None
         with together("opening the group of trainer and engines"):
             if fleet is not None:
-                point, store = open_meeting(fleet.host, here.backend, world_size)
+                point, store = open_meeting(fleet.host, here.backend, world_size, self._engines.collective_timeout_s)
         point = broadcast_object(point)
         joining = []
         if fleet is not None:

@@ -65,7 +65,8 @@ class BatchBuilder:
         self._config, self._layout, self._timers = config, layout, timers
         self._stream, self._engine, self._scorer = stream, engine, scorer
         self._is_leader = layout.tensor_rank(dist.get_rank()) == 0
-        self._ranks, self._store = engine_ranks(layout), shared_store()
+        self._ranks = engine_ranks(layout, config.trainer.collective_timeout_s)
+        self._store = shared_store()
         # One thread for the whole run: workers that a scorer starts in it end with it.
         self._scoring = ThreadPoolExecutor(max_workers=1)
         self._carried: list[PromptGroup] = []

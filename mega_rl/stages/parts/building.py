@@ -139,6 +139,7 @@ def remote_engines(session: Session) -> RemoteEngines:
         platform.current().name,
         config.platform.deterministic,
         torch.get_num_threads(),
+        config.trainer.collective_timeout_s,
     )
     return RemoteEngines(spec, config.rollout.num_engines)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from mega_rl.megatron.policy import initialize_groups
 from mega_rl.models.shape import ModelShape
 from mega_rl.observe.observer import Observer
 from mega_rl.observe.timers import Timers
-from mega_rl.parallel.collectives import COLLECTIVE_TIMEOUT, broadcast_object, together
+from mega_rl.parallel.collectives import broadcast_object, together
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
 from mega_rl.stages.parts.batches import BatchShare
 from mega_rl.stages.parts.output import CHECKPOINTS, OutputLock, take_output
@@ -119,7 +120,8 @@ def open_session(config: RunConfig) -> Iterator[Session]:
     device = here.set_device(local_rank)
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         os.environ.setdefault(name, value)  # started without torchrun: one process
-    dist.init_process_group(here.backend, timeout=COLLECTIVE_TIMEOUT)
+    timeout = datetime.timedelta(seconds=config.trainer.collective_timeout_s)
+    dist.init_process_group(here.backend, timeout=timeout)
     with together("opening the session"):
         shape = check_model(config, dist.get_world_size())
         layout = ParallelLayout.of(config.parallel, dist.get_world_size())
@@ -131,7 +133,7 @@ def open_session(config: RunConfig) -> Iterator[Session]:
         weights.check(shape)
         tokenizer = load_tokenizer(config.model.path)
         check_supported(config.memory, device)
-    initialize_groups(layout, config.trainer.seed)
+    initialize_groups(layout, config.trainer.seed, config.trainer.collective_timeout_s)
     here.seed(config.trainer.seed)
     output_dir = Path(config.trainer.output_dir)
     lock: OutputLock | None = None  # of rank 0; held to the end of its process if the run fails

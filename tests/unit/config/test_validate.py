@@ -202,6 +202,7 @@ BAD_VALUES = [
     ("memory.recompute_num_layers", 0),
     ("memory.offload", ["everything"]),
     ("memory.optimizer_state_dtype", "int8"),
+    ("trainer.collective_timeout_s", 0),
     ("trainer.max_skipped_steps", -1),
     ("parallel.tensor", 0),
     ("parallel.pipeline", -2),

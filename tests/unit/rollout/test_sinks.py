@@ -119,7 +119,9 @@ class Threads:
 
 def elsewhere(workers: Sequence[Worker]) -> Any:
     """What a sink needs of ``RemoteEngines``."""
-    return SimpleNamespace(fleet=Threads(workers), num_workers=len(workers), engine_size=1, weight_version=0)
+    return SimpleNamespace(
+        fleet=Threads(workers), num_workers=len(workers), engine_size=1, weight_version=0, collective_timeout_s=60.0
+    )
 
 
 def join(point: MeetingPoint, rank: int, store: Any = None) -> Any:

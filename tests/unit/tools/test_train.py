@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from mega_rl.config import load_config
 from mega_rl.data.synthetic import arithmetic_tokenizer
 from mega_rl.data.tiny_model import TinyModelSpec, write_tiny_model
 from mega_rl.errors import InputError
-from tests.launch import Launched, run, run_copy
+from tests.launch import Launched, alive, run, run_copy, started, torchrun_command
 from tools import train
 
 CONFIG = """
@@ -218,3 +220,49 @@ def test_dry_run_prints_a_configuration_that_loads_again(config: Path, tmp_path:
     printed.write_text(launched.stdout)
     assert load_config(printed) == load_config(config, ["optimizer.lr=3e-4"])
     assert not (tmp_path / "run").exists()
+
+
+# The start of tools/train.py itself, but that reading the configuration never ends.
+HELD_START = """
+import os, runpy, time
+import mega_rl.config
+from tools import train
+
+def hold(*_):
+    print("held", os.getpid(), flush=True)
+    time.sleep(3600)
+
+mega_rl.config.load_config = hold
+runpy.run_path(train.__file__, run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_ranks_end_when_torchrun_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "held.py"
+    script.write_text(HELD_START)
+    with started(torchrun_command(script, "--config", "none", nproc=2)) as running:
+        deadline = time.monotonic() + 120
+        while len(ranks := [int(pid) for pid in re.findall(r"held (\d+)", running.output())]) < 2:
+            assert running.process.poll() is None and time.monotonic() < deadline, running.output()
+            time.sleep(0.05)
+        assert all(alive(pid) for pid in ranks)
+        running.process.kill()
+        running.process.wait()
+        deadline = time.monotonic() + 20  # the kernel needs none of it; without its signal they sleep for an hour
+        while any(alive(pid) for pid in ranks) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert [pid for pid in ranks if alive(pid)] == []
+
+
+@pytest.mark.parametrize(
+    ("at_parent", "at_rank", "status"),
+    [("", "TORCHELASTIC_RUN_ID=1", 1), ("TORCHELASTIC_RUN_ID=1", "", 0), ("", "", 0)],
+)
+def test_a_rank_whose_torchrun_is_gone_already_ends(at_parent: str, at_rank: str, status: int) -> None:
+    """Its parent is then a process that is not Python and was not started by torchrun: here a shell."""
+    code = "from tools.train import end_with_torchrun; end_with_torchrun(); print('went on')"
+    shell = f'{at_rank} {sys.executable} -c "{code}"; exit $?'
+    launched = run(["env", "-u", "TORCHELASTIC_RUN_ID", *at_parent.split(), "sh", "-c", shell], timeout=120)
+    assert launched.returncode == status
+    assert ("torchrun died" in launched.stdout) == (status == 1) and ("went on" in launched.stdout) == (status == 0)
