@@ -14,7 +14,7 @@ from mega_rl.algorithms.correction import CORRECTIONS, LOG_WEIGHTS
 from mega_rl.algorithms.kl import KL_ESTIMATORS
 from mega_rl.algorithms.objective import OBJECTIVES, PolicyObjective
 from mega_rl.algorithms.reduce import REDUCTIONS, Denominators
-from mega_rl.bridge.outgoing.noise import ROUNDINGS, SCHEDULES
+from mega_rl.bridge.outgoing.noise import NORM_ROLES, ROUNDINGS, SCHEDULES
 from mega_rl.bridge.outgoing.quantize import FORMATS
 from mega_rl.config import RunConfig
 from mega_rl.config.algorithm import PRESETS
@@ -38,6 +38,7 @@ TABLES: dict[str, list[Iterable[str]]] = {
     "algorithm.importance_level": [LOG_WEIGHTS],
     "aqn.schedule": [SCHEDULES],
     "aqn.rounding": [ROUNDINGS],
+    "aqn.target_modules": [NORM_ROLES],
     "rollout.simulated_quantization": [FORMATS],
     "rollout.dtype": [DTYPES, gates.ENGINE_TOLERANCE],
     "model.dtype": [DTYPES, gates.ENGINE_TOLERANCE],
