@@ -18,7 +18,7 @@ from mega_rl.doctor.probes import kernels
 from mega_rl.doctor.smi import MIB, parse_npu_smi, parse_nvidia_smi
 from mega_rl.doctor.trials import ATTENTION_LIMIT
 from mega_rl.platform.operators.attention import VarlenPacking, sdpa_attention
-from tests.launch import REPO, Launched, run
+from tests.launch import REPO, Launched, run, run_copy
 from tests.recorded_hosts import (
     A3_26,
     A310P,
@@ -408,6 +408,6 @@ def test_wrong_calls_are_one_sentence(
 
 
 def test_a_wrong_call_of_the_command() -> None:
-    launched = check_env("--platform", "tpu")
+    launched = run_copy(Path("tools/check_env.py"), "--platform", "tpu", env={"MEGA_RL_PLATFORM": ""})
     assert launched.returncode == 2 and launched.stdout.startswith("error: --platform is 'tpu'")
     assert launched.stdout.count("\n") == 1

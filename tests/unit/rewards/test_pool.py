@@ -117,8 +117,19 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+def children() -> set[int]:
+    """Process ids of everything below this process that runs."""
+    return {child.pid for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE}
+
+
 @pytest.fixture(scope="module")
-def scorer(hostile: str) -> Iterator[Scorer]:
+def earlier() -> set[int]:
+    """What other tests of the session keep running."""
+    return children()
+
+
+@pytest.fixture(scope="module")
+def scorer(hostile: str, earlier: set[int]) -> Iterator[Scorer]:
     built = build_scorer([RewardConfig(f"{hostile}:harm")], WORKERS)
     yield built
     built.close()
@@ -138,7 +149,7 @@ def causes(scores: list[Score]) -> list[str | None]:
 
 
 @pytest.mark.parametrize("word", CAUSES)
-def test_harm_costs_its_own_sample_only(scorer: Scorer, word: str) -> None:
+def test_harm_costs_its_own_sample_only(scorer: Scorer, earlier: set[int], word: str) -> None:
     texts = [str(i) for i in range(20)]
     texts[7] = word
     scores = score(scorer, *texts)
@@ -147,8 +158,7 @@ def test_harm_costs_its_own_sample_only(scorer: Scorer, word: str) -> None:
     (unknown,) = scores[7].unknown.values()
     assert (unknown.cause, unknown.detail) == CAUSES[word]
     # Nothing that a reward started outlives its sample, in whatever session it runs.
-    alive = {child.pid for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE}
-    assert alive == set(scorer.pool.worker_pids())
+    assert children() - earlier == set(scorer.pool.worker_pids())
 
 
 def test_printing_does_no_harm(scorer: Scorer, capfd: pytest.CaptureFixture[str]) -> None:
