@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Mapping
 from functools import partial as partial_call
 from pathlib import Path
@@ -154,6 +155,23 @@ def _last_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
+def free_bytes(directory: Path) -> int:
+    """What a user may still write on the file system of a directory, which need not be there yet."""
+    return shutil.disk_usage(next(path for path in (directory, *directory.absolute().parents) if path.exists())).free
+
+
+def _cause(directory: Path, error: BaseException) -> str:
+    """Why a write failed: what the disk answers to another MiB, since torch tells only where its writer stood."""
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(bytes(1 << 20))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as answer:
+        return answer.strerror or str(answer)
+    return _last_line(error)
+
+
 def _sync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -221,8 +239,9 @@ class CheckpointWriter:
                 )
         except (OSError, CheckpointException) as error:
             raise InputError(
-                f"the checkpoint of step {step} cannot be written under {self.root} ({_last_line(error)}); free the "
-                "disk or choose another trainer.output_dir; earlier checkpoints are untouched"
+                f"the checkpoint of step {step} cannot be written under {self.root} "
+                f"({_cause(self.root, error)}, {free_bytes(self.root):,} bytes free); free the disk or choose another "
+                "trainer.output_dir; earlier checkpoints are untouched"
             ) from error
         if self._calls is None:
             self._publish(partial, directory_of(self.root, step))

@@ -6,16 +6,39 @@ import errno
 import fcntl
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from mega_rl.config import RunConfig, save_resolved
 from mega_rl.errors import InputError
 from mega_rl.megatron import checkpoint
+from mega_rl.megatron.checkpoint import free_bytes
 from mega_rl.parallel.layout import ParallelLayout
 
 CHECKPOINTS = "checkpoints"  # under the output directory
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR)
 LOCK = ".lock"  # a file of the output directory that stays; which process has it locked is what counts
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)  # what file systems without locks answer
+
+
+@contextmanager
+def writing_to(output_dir: Path) -> Iterator[None]:
+    """A block that writes there: a disk that is full or cannot be written is a sentence with its cause.
+
+    Raises:
+        InputError: in the place of the OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        is_there = error.filename is None or Path(os.fsdecode(error.filename)).is_relative_to(output_dir)
+        if error.errno not in DISK_ERRORS or not is_there:
+            raise
+        raise InputError(
+            f"trainer.output_dir={output_dir}: cannot write {error.filename or 'there'} ({error.strerror}, "
+            f"{free_bytes(output_dir):,} bytes free); free the disk or choose another directory"
+        ) from error
 
 
 class OutputLock:
@@ -65,6 +88,11 @@ def take_output(config: RunConfig, layout: ParallelLayout) -> tuple[OutputLock, 
         InputError: another run has it, or there is no checkpoint that can be resumed from; nothing is changed then.
     """
     output_dir = Path(config.trainer.output_dir)
+    with writing_to(output_dir):
+        return _take(config, output_dir, layout)
+
+
+def _take(config: RunConfig, output_dir: Path, layout: ParallelLayout) -> tuple[OutputLock, Path | None, list[str]]:
     output_dir.mkdir(parents=True, exist_ok=True)
     lock = OutputLock(output_dir)
     resume, warnings = checkpoint.find(output_dir / CHECKPOINTS, config.checkpoint.resume)

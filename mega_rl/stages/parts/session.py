@@ -29,7 +29,7 @@ from mega_rl.observe.timers import Timers
 from mega_rl.parallel.collectives import broadcast_object, together
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
 from mega_rl.stages.parts.batches import BatchShare
-from mega_rl.stages.parts.output import CHECKPOINTS, OutputLock, take_output
+from mega_rl.stages.parts.output import CHECKPOINTS, OutputLock, take_output, writing_to
 from mega_rl.stages.parts.progress import Progress
 
 
@@ -153,8 +153,9 @@ def open_session(config: RunConfig) -> Iterator[Session]:
         session.say(line)
     if config.memory.offload and not here.has_own_memory:
         session.say(f"memory.offload does nothing on the {here.name} platform: its device memory is the host's")
-    yield session
-    session.checkpoints.finish()
+    with writing_to(output_dir):
+        yield session
+        session.checkpoints.finish()
     # After an exception the other ranks may be anywhere: the process ends without these two collectives.
     dist.barrier()
     dist.destroy_process_group()

@@ -15,6 +15,7 @@ import pytest
 
 from mega_rl.config import RunConfig
 from mega_rl.errors import InputError
+from mega_rl.megatron import checkpoint
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.stages.parts.output import CHECKPOINTS, LOCK, OutputLock, take_output
 
@@ -85,3 +86,33 @@ def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest
         f"warning: {tmp_path / LOCK} cannot be locked (Function not implemented): nothing keeps a second run out"
     ]
     lock.release()
+
+
+@pytest.mark.parametrize(("number", "cause"), [(28, "No space left on device"), (30, "Read-only file system")])
+def test_a_disk_that_takes_nothing_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, cause: str
+) -> None:
+    config = RunConfig()
+    config.trainer.output_dir = str(tmp_path / "run")
+
+    def refuse(path: Path, **_: object) -> None:
+        raise OSError(number, cause, str(path))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(
+        InputError, match=rf"output_dir={tmp_path}/run: .*/run \({cause}, [\d,]+ bytes free\)"
+    ) as refused:
+        take_output(config, ParallelLayout.create(1))
+    assert "\n" not in str(refused.value)
+
+
+def test_the_cause_of_a_failed_save_is_what_the_disk_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's writer only knows that it stands elsewhere than it should."""
+    error = RuntimeError("unexpected pos 704 vs 598")
+    assert checkpoint._cause(tmp_path, error) == "unexpected pos 704 vs 598"
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    assert checkpoint._cause(tmp_path, error) == "No space left on device"
