@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from mega_rl.parallel.store import serve_store
+
 JOIN_TIMEOUT = datetime.timedelta(minutes=5)
 NAME = "mega_rl_weights"
 
@@ -24,8 +26,8 @@ class MeetingPoint:
 
 
 def open_meeting(host: str, backend: str, world_size: int, timeout_s: float) -> tuple[MeetingPoint, dist.TCPStore]:
-    """A store on a free port of this machine, for the rank that calls this to join with."""
-    store = dist.TCPStore(host, 0, world_size, is_master=True, wait_for_workers=False, timeout=JOIN_TIMEOUT)
+    """A store on a free port of this machine, for the rank that calls this to join with; see ``serve_store``."""
+    store = serve_store(host, world_size, JOIN_TIMEOUT)
     return MeetingPoint(host, store.port, backend, world_size, timeout_s), store
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from mega_rl.parallel.collectives import broadcast_object, gather_objects, together
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.parallel.schedule import split_even
+from mega_rl.parallel.store import LOOPBACK, is_one_node, serve_store
 from mega_rl.rollout.collect import PromptGroup, Round, collect
 from mega_rl.rollout.engine import Request, Sampler
 from mega_rl.types import Trajectory
@@ -73,9 +74,11 @@ def engine_ranks(layout: EngineLayout, timeout_s: float) -> dist.ProcessGroup | 
 
 
 def shared_store() -> dist.Store:
-    """A key-value store that every rank reaches; rank 0 serves it, on a free port. Collective."""
-    host, is_server = os.environ["MASTER_ADDR"], dist.get_rank() == 0
-    server = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if is_server else None
+    """A key-value store that every rank reaches, and no other machine if the ranks are on one; rank 0 serves it, on a
+    free port. Collective.
+    """
+    host = LOOPBACK if is_one_node() else os.environ["MASTER_ADDR"]
+    server = serve_store(host) if dist.get_rank() == 0 else None
     port = broadcast_object(None if server is None else server.port)
     return server or dist.TCPStore(host, port, is_master=False)
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from mega_rl import platform
 from mega_rl.config.schema import RolloutConfig, TrainerConfig
 from mega_rl.parallel.joint_group import MeetingPoint, join_store, open_meeting
+from mega_rl.parallel.store import LOOPBACK
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.receiver import Link
 from mega_rl.rollout.vllm.receiving_engine import ReceivingEngine
@@ -54,7 +55,7 @@ class EngineProcess:
         """Where the workers of this engine, all on one node, meet; asked of the first one."""
         backend = _select(spec).backend
         size = spec.rollout.tensor_parallel_size
-        point, self._store = open_meeting("127.0.0.1", backend, size, spec.collective_timeout_s)
+        point, self._store = open_meeting(LOOPBACK, backend, size, spec.collective_timeout_s)
         return point
 
     def start(self, spec: EngineSpec, tensor_rank: int, point: MeetingPoint) -> None:

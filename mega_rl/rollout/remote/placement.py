@@ -10,6 +10,7 @@ from typing import Any
 
 from mega_rl import platform
 from mega_rl.errors import InputError
+from mega_rl.parallel.store import LOOPBACK, is_one_node
 from mega_rl.rollout.remote.engine_process import EngineProcess, EngineSpec
 from mega_rl.rollout.remote.ray_room import bundle, check_room
 
@@ -41,7 +42,8 @@ class Fleet:
         for _ in range(num_engines):
             self._workers += place(self._ray, self.engine_size, options)
         self._process_ids = self.call("process_id", [()] * self.num_workers, "starting")
-        self.host = self._ray.util.get_node_ip_address()  # of this process
+        is_here = is_one_node() and len(_nodes(self._ray)) == 1  # trainer and engines
+        self.host = LOOPBACK if is_here else self._ray.util.get_node_ip_address()  # of this process
         points = self._ray.get([worker.open.remote(spec) for worker in self._workers[:: self.engine_size]])
         starts = [(spec, i % self.engine_size, points[i // self.engine_size]) for i in range(self.num_workers)]
         self.call("start", starts, "starting")
