@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-MAX_EXPONENT = 20.0  # e^20 = 4.9e8; further out k3 is held there, with zero gradient, instead of overflowing
+MAX_EXPONENT = 20.0  # e^20 = 4.9e8; beyond it k3 stays constant, with zero gradient, instead of overflowing
 
 
 def k1(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ def gspo_loss(
         mask_T: [T], 1 on the learnt tokens, over which the mean is taken.
         cu_seqlens: [B+1] cumulative lengths with the leading 0; no sequence is cut.
 
-    The rest as `ppo_clip_loss`.
+    The other arguments are those of `ppo_clip_loss`.
     """
     log_ratio_T = logprobs_T - old_logprobs_T
     num_tokens_T = sequence_sum(torch.ones_like(mask_T), mask_T, cu_seqlens).clamp_min(1.0)
@@ -91,7 +91,7 @@ def cispo_loss(
     """``-stopgrad(clip(r, 1 - clip_low, 1 + clip_high)) A logp`` with ``r = exp(logp - logp_old)``, per token.
 
     Source: CISPO, MiniMax-M1, arXiv 2506.13585, equations 4 and 5: a token outside the bounds keeps its gradient, with
-    the bound as weight. ``clip_low`` 1 is no lower bound. Arguments as `ppo_clip_loss`.
+    the bound as weight. ``clip_low`` 1 means no lower bound. Arguments as `ppo_clip_loss`.
     """
     log_ratio_T = (logprobs_T - old_logprobs_T).detach()
     ratio_T = log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

@@ -8,7 +8,7 @@ from typing import Any
 
 from mega_rl.config.schema import GroupBaseline, RunConfig
 
-# What a name sets where the user does not: differences from the schema's defaults, which are GRPO's.
+# What a name sets if the user does not: differences from the schema's defaults, which are GRPO's.
 PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {},  # DeepSeekMath, arXiv 2402.03300
     "dr_grpo": {  # arXiv 2503.20783: no division by the deviation or by a length

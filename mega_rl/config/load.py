@@ -17,7 +17,7 @@ from mega_rl.config.typed import Checker, build, unknown_key
 from mega_rl.config.yaml_text import MAX_CHARACTERS, MAX_DEPTH, parse_yaml
 from mega_rl.errors import InputError, input_error, shortened, shown
 
-ALIAS = "trainer.noise_injection"  # where the verl NPU guide writes what is ``aqn`` here
+ALIAS = "trainer.noise_injection"  # the verl NPU guide's name for the section ``aqn``
 _AQN_KEYS = frozenset(field.name for field in dataclasses.fields(AqnConfig))
 
 
@@ -155,7 +155,7 @@ def _apply_overrides(
 
 
 def _assign(tree: dict[str, Any], parts: Sequence[str], value: Any) -> str | None:
-    """Sets one value in place; a sentence where the path cannot be followed."""
+    """Sets one value in place; returns a sentence if the path cannot be followed."""
     node: Any = tree
     for depth, part in enumerate(parts):
         last = depth == len(parts) - 1

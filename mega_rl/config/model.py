@@ -1,4 +1,4 @@
-"""What of a configuration depends on the model or the number of processes: the same answer before and in a run."""
+"""Checks that depend on the model or the number of processes: the same answer in a dry run and in a run."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def model_problems(
 
     Args:
         world_size: number of processes; None if it is not known, which leaves out what depends on it.
-        is_good: whether fields, by their names, have a value that is possible by itself; what depends on one that has
-            not is left out.
+        is_good: tells whether the named fields all have values that are valid by themselves; checks that depend on a
+            field without one are left out.
     """
     shape, found = inspect_model(config.model.path) if is_good("model.path") else (None, [])
     data, parallel, rollout = config.data, config.parallel, config.rollout

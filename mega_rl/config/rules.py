@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from mega_rl.config.typed import is_nullable, leaves, not_null
 
-MANY = 2**31 - 1  # of steps, tokens, processes: beyond it a number is a slip
+MANY = 2**31 - 1  # of steps, tokens, processes: a larger number is a mistake
 MAX_MEMORY_BYTES = 1 << 50
 _PATTERN = re.compile(r"(?:[\w.*?-]|\[!?[\w.-]+\])+", re.ASCII)
 
@@ -44,7 +44,7 @@ def at_least(low: float) -> Rule:
 
 
 def above(low: float, most: float | None = None) -> Rule:
-    """``most`` None: without an end."""
+    """``most`` None: no upper bound."""
     end = "" if most is None else f" and <= {most}"
     limit = math.inf if most is None else most
     return Rule(lambda value: _is_number(value) and low < value <= limit, f"a number > {low}{end}")
@@ -88,7 +88,7 @@ def nullable(rule: Rule) -> Rule:
 
 
 def rule_of_type(hint: Any) -> Rule | None:
-    """The rule that a type with choices says; None for another type."""
+    """The rule of a type with choices; None for any other type."""
     if typing.get_origin(hint) is Literal:
         return one_of(*typing.get_args(hint))
     if is_nullable(hint):
@@ -139,7 +139,7 @@ RULES: dict[str, Rule] = {
     "logging.wandb_project": nullable(text()),
     "logging.num_text_samples": between(0, MANY),
     "logging.dump_rollouts": between(-1, MANY),
-    "platform.name": text(),  # which names there are is the platform package's to say
+    "platform.name": text(),  # the platform package knows the names
     "platform.num_threads": nullable(between(1, 4096)),
     "rollout.num_engines": between(1, MANY),
     "rollout.tensor_parallel_size": between(1, MANY),

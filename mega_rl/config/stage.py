@@ -1,4 +1,4 @@
-"""What follows from the stage of a run for those who only read its configuration."""
+"""What follows from a run's stage, for code that only reads the configuration."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class Checker:
         return self._scalar(str if typing.get_origin(hint) is Literal else hint, given, name)
 
     def _options(self, options: Mapping[Any, Any], name: str) -> None:
-        """Whatever a section of free keys holds: its keys are words, and its texts are texts."""
+        """Check a section of free keys: every key must be a word, and every text one that a file can hold."""
         for key in options:
             if not isinstance(key, str):
                 self.problems.append(f"{name} has the key {shown(key)} ({type(key).__name__}): give a word")
@@ -136,7 +136,7 @@ def _word(key: Any) -> str:
 
 
 def _read_again(text: str) -> Any:
-    """What a text says as YAML; the text itself if that is nothing, which is no value of any other type."""
+    """The value of a text as YAML; the text itself if it is not valid YAML, which then fits no type but text."""
     try:
         return parse_yaml(text)
     except ValueError:

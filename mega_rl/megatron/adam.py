@@ -63,7 +63,7 @@ class GroupStepAdam(torch.optim.Optimizer):
 
 
 def install() -> None:
-    """Make Megatron's optimizers use it where TransformerEngine and apex are missing."""
+    """Make Megatron's optimizers use ``GroupStepAdam`` if TransformerEngine and apex are missing."""
     optimizer, distributed = megatron.core.optimizer, megatron.core.optimizer.distrib_optimizer
     if getattr(optimizer, "USING_PYTORCH_OPTIMIZER", False):
         optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = GroupStepAdam, False

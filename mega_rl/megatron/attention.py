@@ -41,9 +41,9 @@ class PackedSequences(PackedSeqParams):
     """
 
     cu_seqlens: Tensor | None = None  # int32 [B + 1], where sequences begin; None with context parallelism
-    zigzag: tuple[ZigzagGroup, ...] = ()  # with it
-    inverse_T: Tensor | None = None  # int64, with it: from the groups' concatenated queries to this rank's order
-    rotary_T11D: Tensor | None = None  # float32 angles of every token, where the layers rotate by themselves
+    zigzag: tuple[ZigzagGroup, ...] = ()  # set with context parallelism only
+    inverse_T: Tensor | None = None  # int64, set with zigzag: from the groups' joined queries to this rank's order
+    rotary_T11D: Tensor | None = None  # float32 angles of every token, if the layers rotate by themselves
 
 
 def zigzag_groups(padded: Sequence[int], num_ranks: int, rank: int) -> list[ZigzagGroup]:

@@ -7,7 +7,7 @@ from mega_rl.megatron import compat
 
 
 def boot() -> None:
-    """Prepare the platform (its patches, MindSpeed), then import Megatron-core and fix it where it breaks.
+    """Prepare the platform (its patches, MindSpeed), then import Megatron-core and apply the fixes of ``compat``.
 
     Must run once, before anything imports ``megatron``, which looks for its device while it is imported.
     """

@@ -103,7 +103,7 @@ def find(root: Path, resume: str) -> tuple[Path | None, list[str]]:
 def set_aside(root: Path, after: Path | None) -> None:
     """Move out of the way what a run that starts from ``after`` (None: from the beginning) will not continue.
 
-    Else a later resume would choose them, and pruning would count them as the newest.
+    Otherwise a later resume would choose those checkpoints, and pruning would count them as the newest.
     """
     start = read_progress(after)["step"] if after is not None else 0
     superseded = [p for p in all_checkpoints(root) if p != after and int(p.name[-8:]) > start]
@@ -120,7 +120,7 @@ def read_progress(directory: Path) -> dict[str, Any]:
 
 
 def check_layout(directory: Path, layout: ParallelLayout) -> None:
-    """InputError where Megatron cannot resume this checkpoint at the layout."""
+    """Raise InputError if Megatron cannot resume this checkpoint at the layout."""
     progress = read_progress(directory)
     experts = 1 if progress.get("weights_only") else progress["expert_parallel"]
     if experts > 1 and layout.expert == 1:
@@ -156,12 +156,12 @@ def _last_line(error: BaseException) -> str:
 
 
 def free_bytes(directory: Path) -> int:
-    """What a user may still write on the file system of a directory, which need not be there yet."""
+    """Bytes that a user may still write on the file system of a directory, which need not exist yet."""
     return shutil.disk_usage(next(path for path in (directory, *directory.absolute().parents) if path.exists())).free
 
 
 def _cause(directory: Path, error: BaseException) -> str:
-    """Why a write failed: what the disk answers to another MiB, since torch tells only where its writer stood."""
+    """Why a write failed: the disk's error for one more MiB, because torch only tells where its writer was."""
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             file.write(bytes(1 << 20))
@@ -286,7 +286,7 @@ class CheckpointWriter:
 def load(directory: Path, engine: MegatronEngine) -> dict[str, Any]:
     """Restore weights, optimizer, schedule and random states; returns the progress. All ranks call it.
 
-    A converted checkpoint has weights alone: the rest stays as it is in a new run.
+    A converted checkpoint has only weights: the rest stays as it is in a new run.
 
     Raises:
         InputError: a checkpoint of another model, or one that Megatron cannot read (at this layout).
@@ -312,7 +312,7 @@ def load(directory: Path, engine: MegatronEngine) -> dict[str, Any]:
         engine.optimizer.load_state_dict(loaded["optimizer"])
     engine.lr_schedule.load_state_dict(loaded["lr_schedule"])
     engine.stepper.skipped.load_state_dict(progress["skipped_steps"])
-    if len(generators) == dist.get_world_size():  # with other ranks there is no state that is theirs
+    if len(generators) == dist.get_world_size():  # for another number of ranks the states do not fit
         platform.current().set_rng_state(generators[dist.get_rank()])
     return progress
 

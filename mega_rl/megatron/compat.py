@@ -1,7 +1,7 @@
-"""Fixes inside Megatron-core 0.16, most for devices that are not CUDA's, applied once as Megatron is imported.
+"""Fixes inside Megatron-core 0.16, most of them for devices other than CUDA's, applied once at Megatron's import.
 
-The calls of torch itself are answered by ``platform.accelerator``; these are Megatron's own functions. Each says what
-breaks without it. Where MindSpeed patches Megatron for Ascend it has its own for the first ones.
+``platform.accelerator`` answers the calls of torch itself; these are Megatron's own functions. Each fix says what
+breaks without it. If MindSpeed patches Megatron for Ascend, it has its own versions of the first ones.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _generator_states(own: Any) -> None:
 
 
 def _without_transformer_engine() -> None:
-    """Where it is not installed, routers read an undefined function of its and latent attention believes it is."""
+    """If it is missing, routers read a function that is undefined, and latent attention takes it for installed."""
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.multi_latent_attention as multi_latent_attention
 
@@ -88,7 +88,7 @@ def spare_a_rank_alone() -> None:
 
 
 def apply() -> None:
-    """Put all of them in place; before any other module imports Megatron."""
+    """Put all fixes in place; must run before any other module imports Megatron."""
     # Megatron 0.16 calls collectives by names that torch 2.13 has renamed, and torch says so on every rank.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     if accelerator.installed() is not None:

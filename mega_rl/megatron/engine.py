@@ -68,7 +68,7 @@ class MegatronEngine:
             overlap_param_gather=overlap.overlap_param_gather,
         )
         model_config = chunks[0].config
-        # Only the first chunk's gradients are worth sending in pieces: the others' overlap with its backward pass.
+        # Only the first chunk's gradients are worth sending in pieces: its backward pass hides the others' transfer.
         self.wrapped = [
             DistributedDataParallel(model_config, settings, chunk, disable_bucketing=index > 0)
             for index, chunk in enumerate(chunks)
@@ -128,9 +128,9 @@ class MegatronEngine:
         """Clip the global gradient norm and step; a gradient that is not finite skips the step.
 
         Args:
-            next_is_forward_backward: ``forward_backward`` is the next to use the weights. With
-                ``parallel.overlap_param_gather`` it then collects them from the data-parallel ranks as it goes; until
-                then a rank holds new values only of its own share.
+            next_is_forward_backward: whether ``forward_backward`` is the next call that uses the weights. If so, with
+                ``parallel.overlap_param_gather`` that call collects the new weights from the data-parallel ranks as it
+                goes; until then a rank holds new values only of its own share. Otherwise this call collects them.
         """
         self.policy.refuse_replaced("an optimizer step")
         self.lr_schedule.step(1)
@@ -143,7 +143,7 @@ class MegatronEngine:
     def master_weights(self, hf_names: Iterable[str]) -> dict[str, Tensor]:
         """Whole float32 master values of the replicated (norm) weights that this rank's pipeline stage holds.
 
-        Where the optimizer shards its masters over the data-parallel ranks they are put together again; float32 models
+        If the optimizer shards its masters over the data-parallel ranks, they are put together again; float32 models
         have no other master than the weight itself.
         """
         wanted = set(hf_names)

@@ -31,7 +31,7 @@ def _mixture_settings(mixture: Mixture, num_layers: int) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": mixture.shared_ffn_size or None,
         "moe_shared_expert_gate": mixture.shared_gate,
         "moe_router_score_function": mixture.scores,
-        # Softmax before the choice leaves the weights as they are, after it they add up to 1.
+        # Softmax before the choice leaves the weights as they are; softmax after it makes them add up to 1.
         "moe_router_pre_softmax": mixture.scores == "softmax" and not mixture.normalize_weights,
         "moe_router_topk_scaling_factor": None if mixture.weight_scale == 1.0 else mixture.weight_scale,
         "moe_router_num_groups": mixture.num_groups if is_grouped else None,

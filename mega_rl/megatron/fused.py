@@ -30,7 +30,7 @@ from mega_rl.platform.operators.attention import once_per_tensor
 
 
 class GroupedExperts(SequentialMLP):
-    """Megatron's experts, their weights one by one as it holds them, multiplied together."""
+    """Megatron's experts, each with its own weights as Megatron holds them, computed by one grouped product."""
 
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
@@ -62,7 +62,7 @@ def apply_rotary(
 ) -> Tensor:
     """``apply_rotary_pos_emb`` for packed [T, H, D] whose angles [T, 1, 1, D] are gathered per token beforehand."""
     assert cu_seqlens is not None and mscale == 1.0 and not config.rotary_interleaved and freqs.shape[0] == t.shape[0]
-    if config.multi_latent_attention:  # whose pairs lie side by side
+    if config.multi_latent_attention:  # latent attention's pairs lie side by side
         t = torch.cat((t[..., 0::2], t[..., 1::2]), dim=-1)
     cos_TD, sin_TD = (table.to(t.dtype) for table in _cosines_and_sines(freqs))
     return operators.rotary(t, cos_TD, sin_TD)

@@ -41,7 +41,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class _TokenTable(torch.nn.Module):
-    """Stands for Megatron's rotary module: the table is the micro-batch's own, one row per token."""
+    """Replaces Megatron's rotary module: the table is the micro-batch's own, one row per token."""
 
     table_T11D: Tensor
 
@@ -64,11 +64,11 @@ class LatentSelfAttention(MLASelfAttention):
     def _gather(self, _: torch.nn.Module, __: Any, outputs: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
         """Whole compressed keys and values from this rank's rows of the projection.
 
-        Megatron 0.16 gathers them too, but leaves the gradient of the rotary part, which every rank uses for its own
-        heads only, as one rank's.
+        Megatron 0.16 gathers them too, but does not sum the gradient of the rotary part over the ranks, although each
+        rank uses that part for its own heads only.
         """
         gathered = gather_from_tensor_model_parallel_region(outputs[0])
-        # Cut along the sequence, Megatron gathers the rotary part again and sums its gradient there.
+        # The result is cut along the sequence, so that Megatron gathers the rotary part again and sums its gradient.
         return scatter_to_sequence_parallel_region(gathered), outputs[1]
 
     def get_query_key_value_tensors(

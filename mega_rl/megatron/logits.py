@@ -26,7 +26,7 @@ NUM_TOKENS = 24
 
 @dataclass(frozen=True)
 class LogitsDifference:
-    """Of one random prompt, both models in float32."""
+    """The difference on one random prompt, both models in float32."""
 
     num_tokens: int
     max_abs_difference: float

@@ -1,8 +1,9 @@
 """Token log-probabilities and entropy from hidden states, over a vocabulary split between tensor-parallel ranks.
 
-Neither the vocabulary is gathered nor the float32 logits of a whole batch ever exist: they are made tile by tile, some
-tokens by some vocabulary rows, and made again in the backward pass. A tile on a CPU is small enough for the cache, so
-that the passes over it cost little beside the matrix products; the ranks talk once per batch, not once per tile.
+The vocabulary is never gathered, and the float32 logits of a whole batch never exist at once: they are computed tile by
+tile, some tokens by some vocabulary rows, and computed again in the backward pass. A tile on a CPU is small enough for
+the cache, so that the passes over it cost little beside the matrix products; the ranks communicate once per batch, not
+once per tile.
 
 Letters: T tokens, D hidden width, V this rank's vocabulary rows, C tokens and R vocabulary rows of one tile, N tiles
 along the vocabulary.
@@ -32,7 +33,7 @@ class VocabularyShard:
     start: int  # first vocabulary row of this rank
     num_valid: int  # rows of this rank that are no padding
     temperature: float  # of sampling; logits are divided by it
-    chunk_tokens: int  # working memory, in tokens: never more than their float32 logits over this rank's rows
+    chunk_tokens: int  # bounds working memory: the float32 logits of so many tokens over this rank's rows
 
     def reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         if self.group is not None and dist.get_world_size(self.group) > 1:
@@ -119,7 +120,7 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         tiles = _Tiles(hidden_TD, weight_VD, target_ids_T, shard)
         vocabulary = tiles.vocabulary()
-        # of every tile: sums are relative to its own maximum until the last tile is known
+        # Each tile's maximum and sums: the sums are relative to the tile's own maximum until the last tile is known.
         maximum_NT, total_NT, expected_NT = torch.zeros(
             3, max(1, len(vocabulary)), hidden_TD.shape[0], dtype=torch.float32, device=hidden_TD.device
         )
@@ -154,7 +155,7 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden_TD, weight_VD, target_ids_T, log_z_T, entropy_T = ctx.saved_tensors
         tiles = _Tiles(hidden_TD, weight_VD, target_ids_T, ctx.shard)
         # d logp / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy)
-        # Where entropy has no gradient the factor of a token leaves the tile and goes to its row of the results.
+        # If entropy has no gradient, a token's factor is applied to its row of the results instead of to every tile.
         has_entropy_gradient = bool(grad_entropy_T.any())
         outer_T = -torch.ones_like(log_z_T) if has_entropy_gradient else -grad_logprobs_T
         inner_T = -grad_logprobs_T if has_entropy_gradient else -torch.ones_like(log_z_T)

@@ -33,14 +33,14 @@ from mega_rl.models.shape import ModelShape
 class PolicyModel(GPTModel):
     """GPTModel on packed sequences.
 
-    With labels its last stage returns what the head makes of them, for ``head: vocabulary`` their log-probabilities and
-    the entropy ``[2, T]``; without labels this rank's logits ``[1, T, V]`` as GPTModel does.
+    With labels its last stage returns what the head computes from them, for ``head: vocabulary`` the log-probabilities
+    of the labels and the entropy ``[2, T]``; without labels this rank's logits ``[1, T, V]`` as GPTModel does.
     """
 
     def __init__(self, *args: Any, inverse_frequencies: Tensor, head: Output, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.inverse_frequencies = inverse_frequencies
-        if not self.config.multi_latent_attention:  # whose layers make queries and keys themselves
+        if not self.config.multi_latent_attention:  # with it the layers apply rotary positions themselves
             self.rotary_pos_emb.inv_freq = inverse_frequencies
         self.head = head
 
@@ -112,15 +112,15 @@ def transformer_config(spec: TrainerSpec, shape: ModelShape) -> TransformerConfi
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,
         sequence_parallel=parallel.sequence,
-        # An interleaved pipeline crosses its messages at two stages where sends and receives are batched.
+        # An interleaved pipeline of two stages crosses its messages if sends and receives are batched.
         overlap_p2p_comm=parallel.virtual_pipeline is not None,
         batch_p2p_comm=parallel.virtual_pipeline is None,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # Megatron asks for it with variable lengths, dense models included
         calculate_per_token_loss=True,  # gradients are plain sums; the loss carries its global denominator
         deallocate_pipeline_outputs=False,  # silently wrong gradients over gloo with overlapped sends
-        # Weights always come from a file, but Megatron marks its tensor-parallel ones only where it initialises them:
-        # without the mark the gradient norm counts the first rank's shards only.
+        # Weights always come from a file, but Megatron marks its tensor-parallel ones only when it initialises them.
+        # Without the mark the gradient norm counts the first rank's shards only.
         perform_initialization=True,
         use_cpu_initialization=False,
         masked_softmax_fusion=False,
@@ -146,9 +146,9 @@ def process_groups(parallel: ParallelConfig) -> ProcessGroupCollection:
 
 
 def mark_experts(model: torch.nn.Module) -> None:
-    """Let gradients of experts be summed over the experts' replicas.
+    """Mark the experts, so that their gradients are summed over the experts' replicas.
 
-    Megatron marks them with expert parallelism alone. Without it, but with another tensor parallelism for experts, it
+    Megatron marks them only with expert parallelism. Without it, but with another tensor parallelism for experts, it
     would silently add up gradients of different shards.
     """
     for name, parameter in model.named_parameters():

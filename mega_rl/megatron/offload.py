@@ -44,7 +44,7 @@ class HostStorages:
             storage.resize_(0)
 
     def to_device(self) -> None:
-        """Fill them again; does nothing where they are on the device."""
+        """Fill the storages again; does nothing if they are on the device."""
         for storage, copy in self._away:
             storage.resize_(copy.numel())
             _bytes_of(storage).copy_(copy, non_blocking=True)
@@ -65,7 +65,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 
 class TrainerOffload:
-    """What of the actor may leave the device.
+    """The parts of the actor that may leave the device.
 
     Args:
         settings: ``offload`` names the parts that do.
@@ -92,7 +92,7 @@ class TrainerOffload:
         return self._has_gradients and not any(storages.is_away for storages in self._storages.values())
 
     def to_host(self, *parts: str) -> None:
-        """Move those of the named parts that the configuration lets go; gradients are given up, not kept."""
+        """Move those of the named parts that ``settings`` names to the host; gradients are dropped, not kept."""
         assert set(parts) <= set(PARTS), parts
         wanted = self._parts.intersection(parts)
         if "gradients" in wanted and self._has_gradients:
@@ -106,7 +106,7 @@ class TrainerOffload:
             platform.current().empty_cache()
 
     def to_device(self, *parts: str) -> None:
-        """Bring the named parts back, all of them without a name; gradients come back as zeros."""
+        """Bring the named parts back, or all parts if none is named; gradients come back as zeros."""
         assert set(parts) <= set(PARTS), parts
         for part, storages in self._storages.items():
             if not parts or part in parts:

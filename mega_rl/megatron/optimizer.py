@@ -42,7 +42,7 @@ class OptimizerStats:
 
 
 def check_supported(memory: MemoryConfig, device: torch.device) -> None:
-    """Raises InputError where an optimizer is asked for that this device does not have, before anything is built."""
+    """Raise InputError, before anything is built, if an optimizer is asked for that this device does not have."""
     if memory.optimizer_on_host and device.type == "cpu":
         raise InputError(
             "memory.optimizer_on_host is true, but on the CPU platform the optimizer is on the host anyway and "
@@ -93,11 +93,11 @@ def build_optimizer(
 
 
 def _keep_padding_between_buckets(models: Sequence[DistributedDataParallel]) -> None:
-    """Else a checkpoint holds wrong optimizer state for every bucket but the first (megatron-core 0.16).
+    """Keep it, else a checkpoint has wrong optimizer state for every bucket but the first (megatron-core 0.16).
 
     Megatron saves the state of a buffer without any bucket's padding, yet cuts parameters out of it at their places
     with padding: they are shifted, and the last elements are lost. Only the last bucket's padding may go. There are
-    several buckets where gradients are sent in pieces, and where a pipeline has two copies of a tied embedding.
+    several buckets if gradients are sent in pieces, and if a pipeline has two copies of a tied embedding.
     """
     for model in models:
         for buffer in (*model.buffers, *model.expert_parallel_buffers):
@@ -115,7 +115,7 @@ def learning_rate_schedule(
     which it falls to ``min_lr`` on a straight line.
 
     Raises:
-        InputError: warm-up and decay overlap; where the run is counted in epochs, only now is its length known.
+        InputError: warm-up and decay overlap; if the run is counted in epochs, its length is not known earlier.
     """
     if settings.warmup_steps + (settings.decay_steps or 0) > total_steps:
         raise InputError(
@@ -144,7 +144,7 @@ def learning_rate_schedule(
 
 @contextmanager
 def own_hyperparameters(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Around the loading of a checkpoint: its parameter groups bring their learning rates and betas with them."""
+    """Wraps the loading of a checkpoint, whose parameter groups would bring their own learning rates and betas."""
     keep = [{k: v for k, v in group.items() if k not in ("params", "step")} for group in optimizer.param_groups]
     yield
     for group, values in zip(optimizer.param_groups, keep, strict=True):
@@ -158,7 +158,7 @@ def chained(optimizer: MegatronOptimizer) -> list[Any]:
 
 
 def owned_range(optimizer: MegatronOptimizer, parameter: torch.nn.Parameter) -> tuple[int, int]:
-    """The flat range of a parameter whose reduced gradient and optimizer state are on this rank; empty where none."""
+    """The flat range of a parameter whose reduced gradient and optimizer state are on this rank; empty if none."""
     for part in chained(optimizer):
         if parameter in part.model_param_gbuf_map:
             span = part._get_model_param_range_map(parameter)["param"]
@@ -208,7 +208,7 @@ class OptimizerStep:
 
     @torch.no_grad()
     def __call__(self, lr: float) -> OptimizerStats:
-        """Step with the gradients as they are; collective, and of one mind on every rank.
+        """Step with the gradients as they are; collective, and every rank decides the same.
 
         Raises:
             InputError: this was the last of ``max_skipped`` skipped steps in a row.

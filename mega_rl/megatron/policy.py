@@ -38,7 +38,7 @@ def initialize_groups(
     """Create Megatron's process groups for the layout; torch.distributed must be initialised.
 
     Raises:
-        InputError: where Megatron's own rank order differs from the layout's, which would misplace every shard.
+        InputError: Megatron's own rank order differs from the layout's, which would misplace every shard.
     """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,

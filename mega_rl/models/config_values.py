@@ -9,7 +9,7 @@ from typing import Any
 from mega_rl.errors import shown
 
 PLACEHOLDER = 1  # what a reading returns for a value that is bad; no shape is made of it
-MAX_SIZE = 2**31 - 1  # of anything that a model is measured in
+MAX_SIZE = 2**31 - 1  # of any size in the file
 
 
 class ConfigValues:
@@ -35,7 +35,7 @@ class ConfigValues:
         return self._bad.isdisjoint(keys)
 
     def add(self, sentence: str, *keys: str) -> None:
-        """A problem of these keys."""
+        """Add a problem of these keys."""
         self.problems.append(f"{self.where}: {sentence}")
         self._bad.update(keys)
 

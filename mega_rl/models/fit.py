@@ -12,7 +12,7 @@ from typing import Protocol
 from mega_rl.models.shape import ModelShape
 
 VOCAB_PADDING = 64  # rows; vLLM's DEFAULT_VOCAB_PADDING_SIZE
-MAX_DIVISORS = 8  # that a sentence lists
+MAX_DIVISORS = 8  # the most divisors that a sentence lists
 
 
 class TrainerSizes(Protocol):
@@ -88,7 +88,7 @@ def _layer_problems(shape: ModelShape, parallel: TrainerSizes) -> Iterator[str]:
 
 
 def tensor_problems(shape: ModelShape, tensor: int) -> list[str]:
-    """Why the trainer cannot cut everything but the experts into so many parts."""
+    """Why the trainer cannot cut everything but the experts into ``tensor`` parts."""
     sizes = [("num_attention_heads", shape.num_heads), ("num_key_value_heads", shape.num_kv_heads)]
     if shape.has_dense_layers:
         sizes.append(("intermediate_size", shape.ffn_size))
@@ -126,7 +126,8 @@ def engine_problems(
         tensor: ``rollout.tensor_parallel_size``.
         world_size: number of processes that the engines share with the trainer; None if it is not known, or if engines
             have processes of their own.
-        has_whole_experts: a worker holds some experts whole (vLLM's ``enable_expert_parallel``), not a part of each.
+        has_whole_experts: whether a worker holds some experts whole (vLLM's ``enable_expert_parallel``), not a part of
+            each.
     """
     field, found = "rollout.tensor_parallel_size", []
     if world_size is not None and world_size % tensor:

@@ -26,7 +26,7 @@ class LatentAttention:
 
 
 def read_latent(config: ConfigValues) -> LatentAttention:
-    """What is malformed or unsupported is in ``config.problems`` afterwards."""
+    """The latent attention of a config.json; what is malformed or unsupported is in ``config.problems`` afterwards."""
     config.require("rope_interleave", True)
     config.require("rms_norm_eps", LATENT_NORM_EPS)
     heads = config.get("num_attention_heads")

@@ -112,7 +112,7 @@ def inspect_model(model_dir: str | Path, key: str = "model.path") -> tuple[Model
     """The shape that ``model_dir/config.json`` describes, or None and a sentence for everything wrong with the file.
 
     Args:
-        key: who named the directory, a key of the configuration or an option, for the sentences.
+        key: the configuration key or the option that named the directory; the sentences quote it.
     """
     try:
         config = read_config(model_dir, key)
@@ -198,7 +198,7 @@ def _unsupported(config: ConfigValues, family: Family) -> None:
 
 
 def _heads(config: ConfigValues) -> tuple[int, int]:
-    """Of the queries, and of keys and values: as many if the file does not say."""
+    """Numbers of query heads and of key/value heads, the second equal to the first if the file does not say."""
     heads = config.integer("num_attention_heads")
     if config.get("num_key_value_heads") is None:
         return heads, heads

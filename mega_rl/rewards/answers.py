@@ -10,7 +10,7 @@ from mega_rl.rewards.worker import CAUSES, GARBLED, KINDS, MAX_DETAIL_LENGTH, MA
 
 
 def garbled() -> WorkerFailure:
-    """Something else than the worker's own code wrote to the channel."""
+    """The failure that something other than the worker's own code wrote to the channel."""
     return WorkerFailure(GARBLED, FORGED)
 
 

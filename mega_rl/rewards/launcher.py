@@ -1,7 +1,7 @@
-"""Gives up all that a program nobody vouches for must not have, then becomes that program.
+"""Gives up everything that an untrusted program must not have, then becomes that program.
 
 A script that `sandbox.run_program` starts with a bare interpreter (``python -I -S launcher.py NUMBERS... PAIRS...``);
-it imports the standard library only, and nothing imports it but for its names.
+it imports the standard library only, and other modules import it only for its names.
 
 With namespaces there are two processes: the outer one waits; the inner one is the first process of the program's own
 process namespace, so that when it ends, or when the outer one is killed, the kernel kills every other process in there.
@@ -38,7 +38,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 class StepError(Exception):
-    """A step that this system does not allow: which, and the kernel's reason."""
+    """A step that this system does not allow: the step's name, and the kernel's reason."""
 
 
 def main(arguments: list[str]) -> None:
@@ -132,7 +132,7 @@ def has_ended(outer: int) -> bool:
 
 
 def map_identities(process: int, user: int, group: int) -> bool:
-    """Maps the trainer's user and, for root, nobody besides; for others the trainer's user is called nobody."""
+    """Map the trainer's user; root maps nobody too, for any other user the trainer's user is called nobody."""
     if user == 0:
         try:
             write(f"/proc/{process}/uid_map", f"0 0 1\n{NOBODY} {NOBODY} 1")
@@ -217,7 +217,7 @@ def own_files() -> None:
             file.write(line)
     os.makedirs("/tmp", exist_ok=True)
     os.makedirs("/proc", exist_ok=True)
-    os.symlink("/tmp", "/dev/shm")  # bounded together
+    os.symlink("/tmp", "/dev/shm")  # one size limit for both
 
 
 def mounts_below(places: list[str]) -> list[str]:

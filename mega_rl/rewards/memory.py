@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 
-SMALL_BYTES = 1 << 20  # of shared memory: not worth a word, as libraries keep some
+SMALL_BYTES = 1 << 20  # of shared memory: ignored, because libraries keep some
 MEMFD = "/memfd:"  # how the kernel calls files that exist in memory only
 
 
 def exceeds(pid: int, limit_bytes: int) -> bool:
-    """Whether a process or one of its descendants has shared memory, and with its own more than the limit.
+    """Whether a process or a descendant has shared memory, and together with its private memory more than the limit.
 
     Counted are shared pages that are mapped and present, or, if that is more, the files in memory that are open. What
     comes and goes between two looks is not seen, nor a file in memory that is neither mapped nor open, such as one on
@@ -30,7 +30,7 @@ def _exceeds(pid: int, limit_bytes: int) -> bool:
 
 
 def _open_bytes(pid: int) -> int:
-    """Of the files in memory that the process has open, each counted once."""
+    """Bytes of the files in memory that the process has open, each counted once."""
     found = {}
     for descriptor in os.listdir(f"/proc/{pid}/fd"):
         path = f"/proc/{pid}/fd/{descriptor}"

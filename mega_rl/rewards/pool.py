@@ -17,7 +17,7 @@ from mega_rl.rewards.worker import ASYNC, GARBLED, OUT_OF_MEMORY, SAMPLE, TIMED_
 
 START_TIMEOUT_S = 120.0  # a reward's imports may be large
 MAX_FAILED_STARTS = 3  # in a row
-NUM_TOGETHER = 16  # samples of one call: fewer, longer messages; and what a reward of several gets, whatever the pool
+NUM_TOGETHER = 16  # samples per call, to send fewer messages; a batch reward gets as many, whatever the pool
 ASYNC_MARGIN_S = 1.0  # a worker times its coroutines itself; past this, one of them blocks the others
 WATCH_S = 0.25  # from one look at the memory of a worker to the next
 
@@ -35,7 +35,7 @@ class _Job:
 
 @dataclass
 class _Slot:
-    """One place of the pool: its present worker, and what that is doing until when."""
+    """One place of the pool: its present worker, the worker's present call, and until when that may take."""
 
     worker: WorkerProcess
     start_deadline: float  # monotonic seconds
@@ -95,7 +95,7 @@ class WorkerPool:
         """
         work = _Work(samples, [[None] * len(samples) for _ in self._kinds])
         for reward, kind in enumerate(self._kinds):
-            share = max(1, len(samples) // (4 * len(self._slots)))  # few slow samples: workers end at about one time
+            share = max(1, len(samples) // (4 * len(self._slots)))  # with few, slow samples workers end together
             together = min(share, NUM_TOGETHER) if kind == SAMPLE else NUM_TOGETHER
             for start in range(0, len(samples), together):
                 work.queue.append(_Job(reward, tuple(range(start, min(start + together, len(samples))))))
@@ -119,7 +119,7 @@ class WorkerPool:
         except WorkerFailure as failure:
             if slot.is_fresh:
                 self._fail(slot, work, failure)
-            else:  # an earlier call did something to it
+            else:  # an earlier call may have harmed the worker
                 work.queue.appendleft(slot.job)
                 slot.job = None
                 self._replace(slot)
@@ -213,7 +213,7 @@ class WorkerPool:
         elif is_plausible and not is_garbled and time.monotonic() < self._bound(slot, job):
             work.answers[job.reward][job.samples[position]] = cause, detail
             work.queue.appendleft(_Job(job.reward, job.samples[:position] + job.samples[position + 1 :]))
-        else:  # one call for all, or a reward that wrote over its position: one call each will tell
+        else:  # a batch reward, or one that overwrote its position: a call per sample will tell
             work.queue.extendleft(_Job(job.reward, (index,), is_garbled) for index in reversed(job.samples))
 
     def _replace(self, slot: _Slot) -> None:

@@ -20,7 +20,7 @@ from mega_rl.rewards import memory
 from mega_rl.rewards.scratch import Scratch
 from mega_rl.rewards.worker import EXITED, GARBLED, HEADER, Progress
 
-# A fresh interpreter, never a fork of the trainer: no locks, devices or process groups of its are inherited.
+# A fresh interpreter, never a fork of the trainer: it inherits none of the trainer's locks, devices or process groups.
 BOOT = "import sys; sys.path[:] = {path!r}; from mega_rl.rewards.worker import main; main({fd}, {parent}, {progress})"
 MAX_REPLY_BYTES = 1 << 20
 SEND_TIMEOUT_S = 60.0  # a worker that is idle reads at once
@@ -103,7 +103,7 @@ class WorkerProcess:
         return message
 
     def exceeds(self, limit_bytes: int) -> bool:
-        """Whether it or a descendant has more memory than that, shared memory included, see `memory.exceeds`."""
+        """Whether it or a descendant has more memory than the limit, shared memory included; see `memory.exceeds`."""
         return memory.exceeds(self.pid, limit_bytes)
 
     def kill(self) -> None:
@@ -118,7 +118,7 @@ class WorkerProcess:
         self._scratch.remove()
 
     def failure(self) -> WorkerFailure:
-        """Of a worker that ended or no longer listens."""
+        """The failure of a worker that ended or no longer listens."""
         return WorkerFailure(EXITED, self._how_it_ended())
 
     def _how_it_ended(self) -> str:

@@ -1,4 +1,4 @@
-"""Runs one Python program that nobody vouches for, with limits. Imports no torch.
+"""Runs one untrusted Python program, with limits. Imports no torch.
 
 There are two levels of isolation. With namespaces the program is nobody, has no capability, and lives in user, mount,
 process, network, IPC and host-name namespaces of its own: it sees the system's programs and libraries read-only, its
@@ -29,12 +29,12 @@ LOADER = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alte
 
 
 class NotIsolatedError(OSError):
-    """The program was not run, because this system does not allow the isolation that was asked for: which step."""
+    """The program was not run: this system does not allow the isolation that was asked for. Names the step."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one run of a program."""
+    """The limits of one run of a program."""
 
     timeout_s: float  # wall clock; CPU time is limited to the same, rounded up
     memory_bytes: int  # address space of each of its processes
@@ -63,7 +63,7 @@ def run_program(source: str, stdin: str, limits: Limits) -> Run:
         raise NotIsolatedError("a program is not run as root without namespaces")
     with contextlib.ExitStack() as stack:
         if limits.namespaces:
-            folder = launcher.WORKING_DIRECTORY  # within: nothing of it is on this side
+            folder = launcher.WORKING_DIRECTORY  # a directory inside the namespaces: there is nothing to remove outside
         else:
             folder = tempfile.mkdtemp(prefix="program_")
             stack.callback(remove_tree, folder)

@@ -1,8 +1,8 @@
 """The temporary directory of a reward worker, and those that killed runs left behind. Imports no torch.
 
 The owner of a directory holds a lock on it for as long as it lives. The kernel gives the lock up when the owner ends,
-however that happens, so a directory that can be locked has no owner: no process number is trusted, which another
-process may have by then, or which means another process in another container.
+however that happens, so a directory that can be locked has no owner. Process numbers are not trusted: another process
+may have the number by then, and in another container the same number means another process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Scratch:
             self.path = tempfile.mkdtemp(prefix=PREFIX)
             lock = _locked(self.path)
             if lock is not None:
-                break  # else a `sweep` came between the two, and removes it
+                break  # else a `sweep` locked the directory first, and removes it
         self._lock = lock
 
     def remove(self) -> None:

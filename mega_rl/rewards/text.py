@@ -57,7 +57,7 @@ def overlong(
     Source: DAPO, arXiv 2503.14476, equation 13.
 
     Args:
-        max_length: tokens; where the punishment reaches ``-factor``.
+        max_length: tokens; the length at which the punishment reaches ``-factor``.
         buffer: tokens before ``max_length`` over which it grows from 0.
     """
     return min(-(num_response_tokens - (max_length - buffer)) / buffer * factor, 0.0)

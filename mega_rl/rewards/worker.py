@@ -1,8 +1,8 @@
 """A reward worker: the process that runs reward functions, one call at a time. Imports no torch.
 
 It reads calls from a socket and answers each with one line of JSON, so that nothing a reward does can make the trainer
-unpickle or run anything. What a reward may do to the process is the pool's to clean up: this file only makes that
-possible (own session, memory limit, death with the parent, adoption of orphans) and notices leftovers.
+unpickle or run anything. The pool cleans up whatever a reward does to the process: this file only makes that possible
+(own session, memory limit, death with the parent, adoption of orphans) and notices leftovers.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class Call:
 
 
 class Progress:
-    """Where a worker stands in its call: memory that it shares with the pool, and that so survives it.
+    """Where a worker stands in its call: memory that it shares with the pool, and that therefore outlives it.
 
-    The size of the memory is sealed: a mapped page that somebody could cut off would be the death of both.
+    The size of the memory is sealed: if a reward could shrink it, reading the missing page would kill both processes.
     """
 
     LAYOUT = struct.Struct("qd")  # position in the call, and when work on it began: CLOCK_MONOTONIC, seconds
@@ -120,7 +120,7 @@ def main(channel_fd: int, parent_pid: int, progress_fd: int) -> None:
 
 
 def isolate(parent_pid: int) -> None:
-    """Die with the parent, adopt what descendants leave behind, and read and print nowhere.
+    """Die with the parent, adopt what descendants leave behind, and connect standard input and output to nothing.
 
     The kernel sends the death signal when the *thread* that started this process ends: the pool is used from threads
     that live as long as it does.
@@ -128,7 +128,7 @@ def isolate(parent_pid: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    if os.getppid() != parent_pid:  # it died before the signal was asked for
+    if os.getppid() != parent_pid:  # the parent died before the signal was asked for
         os._exit(0)
     nowhere = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):

@@ -1,10 +1,10 @@
 """Groups of responses over all rollout engines, scored while others are still sampled, some refused and replaced.
 
-A *group* is the responses to one prompt, a *ticket* the place of its prompt in the order in which a step draws them.
-A step wants ``num_groups`` kept ones. It starts with the first ``num_initial`` tickets; the engine that drops a group
-draws one more where what is kept and under way could otherwise not be enough. So the tickets drawn are always the first
-``max(num_initial, fewest tickets that hold num_groups kept ones)``, at most ``budget``: which engine was faster, and
-how many there are, changes nothing.
+A *group* is the responses to one prompt; a *ticket* is the position of its prompt in the order in which a step draws
+prompts. A step wants ``num_groups`` kept groups. It starts with the first ``num_initial`` tickets. An engine that drops
+a group draws one more ticket if the groups kept and under way could otherwise not be enough. So the tickets drawn are
+always the first ``max(num_initial, fewest tickets that hold num_groups kept groups)``, at most ``budget``: which engine
+was faster, and how many engines there are, changes nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PromptGroup:
 
 @dataclass(frozen=True)
 class Quota:
-    """What one step wants; tickets count from 0 in every step."""
+    """How many groups one step wants; tickets count from 0 in every step."""
 
     num_groups: int
     num_initial: int
@@ -48,7 +48,7 @@ class Quota:
 
 @dataclass(frozen=True)
 class Decision:
-    """What an engine's leader decided of a group: scores, and the ticket to draw instead of it."""
+    """What an engine's leader decided about a group: its scores, and the ticket to draw instead of it, if any."""
 
     ticket: int
     scores: tuple[Score, ...]
@@ -65,14 +65,14 @@ class Round:
 
     step: int
     quota: Quota
-    draw: Callable[[int], Sequence[Request]]  # ticket -> the requests of its group, for one prompt that no other has
-    score: Callable[[list[Trajectory]], Future[list[Score]]]  # starts the scoring of a group; the leader's call only
+    draw: Callable[[int], Sequence[Request]]  # ticket -> the requests of its group, for a prompt of its own
+    score: Callable[[list[Trajectory]], Future[list[Score]]]  # starts the scoring of a group; only the leader calls it
     store: dist.Store  # of all engines: holds the step's number of dropped groups
     is_leader: bool = True
     ranks: dist.ProcessGroup | None = None  # of this engine, if it has several
 
     def replacement(self) -> int | None:
-        """The ticket to draw instead of a group that was dropped just now, if any; counts the drop."""
+        """Count a group that was dropped just now; returns the ticket to draw instead of it, or None."""
         return self.quota.replacement(self.store.add(f"dropped/{self.step}", 1))
 
     def share(self, decisions: list[Decision]) -> list[Decision]:
@@ -112,7 +112,7 @@ class _UnderWay:
 
 
 class _Scoring:
-    """Groups that are scored beside the sampling, on the leader."""
+    """Groups that are scored while sampling goes on, on the leader."""
 
     def __init__(self, of_step: Round) -> None:
         self._round = of_step
@@ -124,7 +124,7 @@ class _Scoring:
         self._futures[ticket] = self._round.score(trajectories)
 
     def decide(self, wait_for_one: bool) -> list[Decision]:
-        """What can be said of the groups scored since the last call.
+        """The decisions about the groups scored since the last call.
 
         Raises: what scoring raised.
         """
@@ -139,7 +139,7 @@ class _Scoring:
 
 
 def collect(engine: Sampler, of_step: Round, own: Sequence[int]) -> dict[int, PromptGroup]:
-    """Sample and score this engine's tickets and those that it draws instead of dropped groups: ticket -> group.
+    """Sample and score this engine's tickets, and those that it draws for dropped groups; returns ticket -> group.
 
     Every rank of the engine calls it with the same arguments; dropped groups are in the result too.
 

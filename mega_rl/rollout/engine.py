@@ -18,7 +18,7 @@ class Request:
 
     prompt: Prompt
     sample_index: int  # 0 .. G-1 within the prompt's group
-    seed: int  # of this response alone, in [0, 2**63); unused where greedy
+    seed: int  # of this response only, in [0, 2**63); unused if greedy
     max_tokens: int  # of the response, >= 1
     temperature: float = 1.0  # 0: greedy
 
@@ -31,10 +31,9 @@ class Request:
 
 
 class Sampler(Protocol):
-    """Answers requests: one engine, this rank's tensor-parallel part of one, or what stands for engines elsewhere.
+    """Answers requests: an engine, this rank's tensor-parallel part of one, or a stand-in for engines elsewhere.
 
-    The ranks of one engine make the same calls in the same order. How an engine comes to its weights is the matter of a
-    ``WeightSink``.
+    The ranks of one engine make the same calls in the same order. An engine gets its weights through a ``WeightSink``.
     """
 
     @property
@@ -56,16 +55,16 @@ class Sampler(Protocol):
         """
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Start sampling these beside whatever is under way; ``step`` gives what they come to.
+        """Start sampling these requests, beside those under way; ``step`` returns their trajectories.
 
         Raises:
             InputError: as ``check``.
         """
 
     def step(self) -> list[Trajectory]:
-        """Sample on, a token or so per response; returns the responses that this ended, in the order of submission.
+        """Sample about one more token per response; returns the responses that have ended, in the order of submission.
 
-        Which call ends a response may depend on the engine; what the response is does not.
+        Which call ends a response may depend on the engine; the response itself does not.
         """
 
     @property

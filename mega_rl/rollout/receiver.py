@@ -36,10 +36,10 @@ class Receiver:
     """One worker's end of every sync into its live fused parameters."""
 
     def __init__(self, link: Link, parameters: Callable[[], Mapping[str, torch.Tensor]]) -> None:
-        """Join the trainer's ranks; blocks until all of them have come.
+        """Join the trainer's ranks; blocks until all of them have joined.
 
         Args:
-            parameters: the worker's live ones, by the engine's names.
+            parameters: returns the worker's live parameters, by the engine's names.
         """
         self._link, self._parameters = link, parameters
         device = next(iter(parameters().values())).device
@@ -47,7 +47,7 @@ class Receiver:
 
     @torch.no_grad()
     def receive(self) -> None:
-        """One sync; the trainer's ranks run their part of it at the same time."""
+        """Take one sync; the trainer's ranks run their part of it at the same time."""
         self._transfer.run(_read_nothing, write_into(self._parameters()), self._link.dtype)
 
 

@@ -54,7 +54,7 @@ def _from_score(score: Score) -> dict[str, Any]:
 
 
 def trajectory_of_row(row: Mapping[str, Any]) -> Trajectory:
-    """The trajectory of a row; fields that it does not have (advantage, ...) are left aside."""
+    """The trajectory of a row; keys that do not belong to a trajectory (advantage, ...) are ignored."""
     prompt = Prompt(**dict(row["prompt"], token_ids=tuple(row["prompt"]["token_ids"])))
     values = [row[key] for key in ("token_ids", "logprobs", "text", "finish_reason", "weight_version")]
     single = Trajectory.single_turn(prompt, row["sample_index"], *values)
@@ -101,7 +101,7 @@ def read_step(directory: Path, step: int) -> list[dict[str, Any]]:
     """The rows of one step.
 
     Raises:
-        InputError: no file for the step, or a line of it that is not a row.
+        InputError: there is no file for the step, or a line of the file is not a row.
     """
     path = directory / PATTERN.format(step)
     if not path.is_file():
@@ -110,7 +110,7 @@ def read_step(directory: Path, step: int) -> list[dict[str, Any]]:
             "trainer.total_steps to the steps that it has"
         )
     rows = []
-    # Not splitlines(): texts may hold other characters that it takes for ends of lines.
+    # Not splitlines(), which also splits at other characters that a text may hold.
     for number, line in enumerate(path.read_text(encoding="utf-8").removesuffix("\n").split("\n"), start=1):
         try:
             row = json.loads(line)

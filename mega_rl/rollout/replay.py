@@ -1,4 +1,4 @@
-"""Recorded rollouts in place of an engine, so that the training side can run again alone."""
+"""Recorded rollouts in place of an engine, so that only the training side runs again."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ReplayEngine:
         """Answer from now on with the rollouts that were sampled with the weights of ``version``.
 
         Raises:
-            InputError: they were not recorded.
+            InputError: no rollouts of that version were recorded.
         """
         rows = [row for row in read_step(self._directory, version + 1) if row["weight_version"] == version]
         self._recorded = {(t.prompt.index, t.sample_index): t for t in map(trajectory_of_row, rows)}

@@ -51,8 +51,8 @@ def generate_everywhere(
     """
     rank = dist.get_rank(group) if dist.is_initialized() else 0
     mine = split_requests(requests, layout.num_replicas)[layout.replica(rank)]
-    # The engine's ranks wait for each other inside: after a failure there the others cannot be reached any more, so the
-    # exception ends this process, which makes torchrun end theirs.
+    # Inside ``generate`` the engine's ranks wait for each other: after a failure there the others cannot be reached any
+    # more, so the exception ends this process, and torchrun then ends theirs.
     with together("checking the requests", group):
         engine.check(mine)
     trajectories = engine.generate(mine)
@@ -62,7 +62,7 @@ def generate_everywhere(
 
 
 def engine_ranks(layout: EngineLayout, timeout_s: float) -> dist.ProcessGroup | None:
-    """The ranks of this rank's engine, able to move Python objects; None if they are one. Collective over all ranks."""
+    """The ranks of this rank's engine, able to move Python objects; None for a single rank. Collective over all."""
     if layout.tensor_parallel_size == 1:
         return None
     group, _ = dist.new_subgroups_by_enumeration(
@@ -74,8 +74,9 @@ def engine_ranks(layout: EngineLayout, timeout_s: float) -> dist.ProcessGroup | 
 
 
 def shared_store() -> dist.Store:
-    """A key-value store that every rank reaches, and no other machine if the ranks are on one; rank 0 serves it, on a
-    free port. Collective.
+    """A key-value store that every rank reaches; rank 0 serves it on a free port. Collective.
+
+    If all ranks are on one machine, no other machine can reach it.
     """
     host = LOOPBACK if is_one_node() else os.environ["MASTER_ADDR"]
     server = serve_store(host) if dist.get_rank() == 0 else None

@@ -15,7 +15,8 @@ from mega_rl.types import Prompt, Trajectory
 def sample_seed(run_seed: int, step: int, prompt_index: int, sample_index: int) -> int:
     """The seed of one response, in [0, 2**63): the same whatever the layout, the batch and the order.
 
-    blake2b of the four numbers in words, so that neighbouring steps, prompts and samples have unrelated seeds.
+    It is the blake2b hash of the four numbers as text, so that neighbouring steps, prompts and samples have unrelated
+    seeds.
     """
     key = f"sample-v1|{run_seed}|{step}|{prompt_index}|{sample_index}"
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") >> 1
@@ -28,7 +29,7 @@ def make_requests(
 
     Args:
         n: samples per prompt, >= 1.
-        step: of training; with ``seed``, the run's, it keys every response's own seed.
+        step: the training step; together with ``seed``, the run's, it determines every response's own seed.
         max_tokens: limit of each response.
         temperature: 0 is greedy.
     """
@@ -40,7 +41,7 @@ def make_requests(
 
 
 def check_length(request: Request, max_model_len: int) -> None:
-    """InputError for a prompt that leaves no room for its response within ``max_model_len`` tokens."""
+    """Raise InputError for a prompt that leaves no room for its response within ``max_model_len`` tokens."""
     length = len(request.prompt.token_ids)
     if length == 0 or length + request.max_tokens > max_model_len:
         raise InputError(
@@ -54,7 +55,7 @@ def trajectory_of_output(request: Request, output: Any, version: int) -> Traject
     """One trajectory out of vLLM's ``RequestOutput`` (or its like) with one output and ``logprobs=0``.
 
     Args:
-        version: of the weights that sampled it.
+        version: the version of the weights that sampled it.
 
     Raises:
         RuntimeError: the engine gave up on the request, or its log-probabilities are not finite (broken weights).

@@ -50,10 +50,10 @@ class WeightSink(Protocol):
 
     @property
     def inspect(self) -> Inspect | None:
-        """Looks into the live parameters of all workers; None: they are not as the mapping says, to be compared."""
+        """Looks into the live parameters of all workers; None: they do not match the mapping and cannot be compared."""
 
     def layout(self) -> list[list[Series]]:
-        """What every worker is to be given, [worker] -> its series."""
+        """What every worker needs, [worker] -> its series."""
 
     def connect(self, sources: Layout) -> None:
         """Plan all syncs to come.
@@ -94,7 +94,7 @@ class ColocatedEngine(Protocol):
         """This rank's live parameters by the engine's own (fused) names: writing into them changes the engine."""
 
     def misplaced(self) -> str | None:
-        """A parameter that lies otherwise than its shape says, in words that follow "cannot write"; else None."""
+        """A parameter not laid out in memory as its shape says, in words that follow "cannot write"; else None."""
 
     def use_loader(self) -> None:
         """From here on updates come through ``load_hf_weights``, and there are no ``parameters``."""
@@ -109,7 +109,7 @@ class ColocatedEngine(Protocol):
         """
 
     def finish_update(self, version: int) -> None:
-        """Put the new weights to work as ``version``."""
+        """Use the new weights as ``version``."""
 
     def sleep(self) -> None:
         """Give device memory back until ``wake_up``; does nothing if the platform cannot."""
@@ -165,7 +165,7 @@ class InPlaceSink:
 
 
 class LoaderSink:
-    """Gives whole Hugging Face tensors to the own loader of engines in the trainer's processes, which takes any."""
+    """Gives whole Hugging Face tensors to the loader of engines in the trainer's processes, whatever their layout."""
 
     inspect = None
 
@@ -247,7 +247,7 @@ def colocated_sink(
 
 
 def refused_live(reason: str) -> InputError:
-    """What is said if ``rollout.weight_update=live`` is asked for; ``reason`` is a sink's obstacle."""
+    """The error if ``rollout.weight_update=live`` is set but not possible; ``reason`` is a sink's obstacle."""
     return InputError(
         f"rollout.weight_update=live cannot write {reason}: set rollout.weight_update=reload, which goes "
         "through the engine's own loader"

@@ -70,14 +70,14 @@ def conversations(session: Session) -> tuple[Stream[Sequence], list[Sequence]]:
 
 
 def weights_are_read(config: RunConfig, done: int, total_steps: int) -> bool:
-    """Whether something else than the next step reads the weights that step ``done`` leaves."""
+    """Whether something other than the next step reads the weights that step ``done`` leaves."""
     return any(
         progress.is_due(done, freq, total_steps) for freq in (config.validation.test_freq, config.checkpoint.save_freq)
     )
 
 
 def update(session: Session, model: MegatronEngine, batch: list[Sequence], is_read: bool) -> dict[str, float]:
-    """One optimizer step; returns its metrics. ``is_read``: not only the next step reads the weights. Collective."""
+    """One optimizer step; returns its metrics. ``is_read``: more than the next step reads the weights. Collective."""
     denominators = denominators_of(batch, session.config.data.max_response_length)
     reports = model.forward_backward(
         pack_for_rank(session.share, batch), partial(SftObjective(), denominators=denominators)

@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 
 def once_per_tensor(function: Callable[[Tensor], Result]) -> Callable[[Tensor], Result]:
-    """Keep what ``function`` made of a tensor as long as that tensor lives: every layer after the first has it free.
+    """Keep ``function``'s result for a tensor as long as that tensor lives: later layers get the result for free.
 
     The tensor must not be written to.
     """
@@ -50,7 +50,7 @@ class Borders:
 
 @once_per_tensor
 def read_borders(cu_seqlens: Tensor) -> Borders:
-    """Copy ``cu_seqlens`` from the device and check it; ValueError where it does not bound sequences."""
+    """Copy ``cu_seqlens`` from the device and check it; ValueError if it does not bound sequences."""
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
         raise ValueError(f"cu_seqlens must be int32 [B + 1], not {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
     positions = tuple(cu_seqlens.tolist())
@@ -79,7 +79,7 @@ class VarlenPacking:
 
 
 def check_heads(q: Tensor, k: Tensor, v: Tensor, dims: str) -> None:
-    """ValueError where widths, heads or dtypes do not fit; ``dims`` names the dimensions, heads and width last."""
+    """Raise ValueError if widths, heads or dtypes do not fit; ``dims`` names the dimensions, heads and width last."""
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if any(x.dim() != dims.count(",") + 1 for x in (q, k, v)):
         raise ValueError(f"attention takes {dims}: {shapes}")
@@ -92,7 +92,7 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor, dims: str) -> None:
 
 
 def check_arguments(q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, packing: VarlenPacking, causal: bool) -> None:
-    """ValueError for what a fused kernel would take and answer with numbers of no meaning."""
+    """Raise ValueError for what a fused kernel would accept and answer with meaningless numbers."""
     check_heads(q_THD, k_SKD, v_SKD, dims="[tokens, heads, width]")
     queries, keys = packing.borders_q, packing.borders_k
     if (queries.positions[-1], keys.positions[-1]) != (q_THD.shape[0], k_SKD.shape[0]):
@@ -186,7 +186,7 @@ def sdpa_attention(
     groups, inverse_T = batched_calls(packing.cu_seqlens_q)
     outputs = []
     for group in groups:
-        # Padding stands at the end, so causality alone keeps it out of every real position.
+        # Padding stands at the end, so causality is enough to keep it out of every real position.
         q_BQHD, k_BPKD, v_BPKD = (x[group.indices_BQ] for x in (q_THD, k_SKD, v_SKD))
         out_BQHD = sdpa(q_BQHD, k_BPKD, v_BPKD, softmax_scale, causal)
         outputs.append(out_BQHD[group.valid_BQ] if group.is_padded else out_BQHD.flatten(0, 1))

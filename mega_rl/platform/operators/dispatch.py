@@ -1,8 +1,8 @@
 """The operators that have fused kernels, one name each: checked here, computed by the platform of this process.
 
-Wrong arguments raise ValueError. A fused kernel may take them and answer with numbers of no meaning, so every platform
-refuses the same ones; what only one platform cannot do is refused by it, as InputError. ``platform.reference`` writes
-out what each operator computes. Letters as in ``torch_operators``.
+Wrong arguments raise ValueError. A fused kernel may accept them and return meaningless numbers, so every platform
+refuses the same ones; a platform refuses what only it cannot do with InputError. ``platform.operators.reference``
+writes out what each operator computes. Letters as in ``torch_kernels``.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def rms_norm(x: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
 
 
 class _WeightedSwiglu(torch.autograd.Function):
-    """Keeps the input and the weights alone, and computes the product again for the gradient."""
+    """Keeps only the input and the weights, and computes the product again for the gradient."""
 
     @staticmethod
     def forward(ctx: Any, gate_and_up: Tensor, weights_T: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ class _WeightedSwiglu(torch.autograd.Function):
 
 
 def swiglu(gate_and_up: Tensor, weights_T: Tensor | None = None) -> Tensor:
-    """``silu(gate) * up``, times the weight of each row where given: [..., 2 F] -> [..., F].
+    """``silu(gate) * up``, times the weight of each row if given: [..., 2 F] -> [..., F].
 
     Args:
         gate_and_up: the gate first; [T, 2 F] with weights.

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class OperatorMemory:
-    """Of one platform."""
+    """What the operators of one platform keep."""
 
     has_fused_norm: bool  # keeps its input and a number per row; else float32 copies of the input and of the normalised
-    attention_outputs: int  # copies of the attention's output: the kernel's own, and one where parts are put together
+    attention_outputs: int  # copies of the attention's output: the kernel's own, and one if parts are put together
     softmax_floats: int  # float32 numbers that attention keeps of every token and query head
     keeps_rotated: bool  # rotation keeps what it rotates
     keeps_unpermuted: bool  # so does the way back of tokens from their experts
     swiglu_temporaries: int  # widths of the gate that SwiGLU's backward takes besides its results
-    tile_logits: int | None  # most float32 logits of one tile of the loss; None: trainer.logprob_chunk_tokens alone
+    tile_logits: int | None  # most float32 logits of one tile of the loss; None: trainer.logprob_chunk_tokens only
     tile_tokens: int | None
     engine_block_tokens: int  # of one block of the rollout engine's key-value memory, vLLM's default
 

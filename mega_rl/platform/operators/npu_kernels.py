@@ -1,8 +1,8 @@
 """The operators by torch_npu's fused kernels.
 
-Their shape functions accept wrong layouts, head counts and rotary modes, and answer with numbers of no meaning: what
+The kernels accept wrong layouts, head counts and rotary modes, and return meaningless numbers: what
 ``platform.operators`` does not check for every platform is checked here. Limits are those of the operators'
-documentation, for the 910B and 910C. Letters as in ``torch_operators``.
+documentation, for the 910B and 910C. Letters as in ``torch_kernels``.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _group_ends(counts: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def _as_list(weights_FD: Sequence[Tensor], is_transposed: bool) -> list[Tensor]:
-    """Weights as the operator takes them: matrices one by one, without a copy, where it can."""
+    """Weights as the operator takes them: matrices one by one, without a copy, if it can take them so."""
     if weights_FD[0].dtype != torch.float32 and len(weights_FD) <= MAX_WEIGHTS:
         return [weight_FD.t() for weight_FD in weights_FD] if is_transposed else list(weights_FD)
     weights_EFD = torch.stack(list(weights_FD))

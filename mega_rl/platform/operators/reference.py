@@ -1,8 +1,8 @@
-"""What every operator of ``platform.operators`` computes, written out in float32 (float64 of float64).
+"""What every operator of ``platform.operators`` computes, written out in float32 (float64 for float64 inputs).
 
 Tests and the environment check compare the platforms' kernels with these; nothing here is meant to be fast.
 Gradients are autograd's.
-Letters as in ``torch_operators``.
+Letters as in ``torch_kernels``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every operator of ``platform.operators`` in torch's own: what the CPU uses, and the others where they have no kernel.
+"""Every operator of ``platform.operators`` in plain torch, for the CPU and for platforms that have no kernel for it.
 
 Letters: T rows (tokens), B sequences, Q and P positions of queries and keys, H query heads, K key/value heads, D width,
 F width of a gate, E experts, N rows sorted by expert, V vocabulary.
@@ -17,7 +17,7 @@ from mega_rl.platform.operators.attention import VarlenPacking, sdpa, sdpa_atten
 
 
 class _Swiglu(torch.autograd.Function):
-    """``silu(gate) * up`` that keeps its input alone, with a gradient in three passes."""
+    """``silu(gate) * up`` that keeps only its input, with a gradient in three passes."""
 
     @staticmethod
     def forward(ctx: Any, gate_and_up: Tensor) -> Tensor:

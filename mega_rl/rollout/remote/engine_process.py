@@ -28,7 +28,7 @@ class EngineSpec:
     model_path: str  # absolute
     rollout: RolloutConfig
     max_model_len: int  # prompt and response together, tokens
-    dtype: str  # of the model, where ``rollout.dtype`` is not set
+    dtype: str  # of the model; used if ``rollout.dtype`` is not set
     platform_name: str
     is_deterministic: bool
     num_threads: int  # of torch, on the CPU
@@ -46,13 +46,13 @@ class EngineProcess:
         return os.getpid()
 
     def device(self, platform_name: str) -> tuple[str | None, int]:
-        """The mask of devices that this process was started with, and the index of its own device within."""
+        """The mask of devices that this process was started with, and the index of its own device within it."""
         here = platform.PLATFORMS[platform_name]
         mask = None if here.visible_devices_variable is None else os.environ.get(here.visible_devices_variable)
         return mask, here.actor_device(_assigned(), os.environ)
 
     def open(self, spec: EngineSpec) -> MeetingPoint:
-        """Where the workers of this engine, all on one node, meet; asked of the first one."""
+        """The address at which the workers of this engine, all on one node, meet; only the first worker is asked."""
         backend = _select(spec).backend
         size = spec.rollout.tensor_parallel_size
         point, self._store = open_meeting(LOOPBACK, backend, size, spec.collective_timeout_s)
@@ -66,7 +66,7 @@ class EngineProcess:
         """
         here = _select(spec)
         _, index = self.device(spec.platform_name)
-        # A local Ray passes the environment of the trainer's rank 0 on.
+        # A local Ray passes on the environment of the trainer's rank 0.
         for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
             del os.environ[name]
         size = str(spec.rollout.tensor_parallel_size)

@@ -20,7 +20,7 @@ from mega_rl.types import Trajectory
 class RemoteEngines:
     """A ``Sampler`` whose every method is collective over the trainer's ranks; rank 0 talks to the engines.
 
-    A failure of one engine is raised on every rank. The weights come through a ``RemoteSink``, which says so in
+    A failure of one engine is raised on every rank. The weights come through a ``RemoteSink``, which sets
     ``weight_version``.
     """
 
@@ -28,10 +28,10 @@ class RemoteEngines:
         self._max_model_len = spec.max_model_len
         self.collective_timeout_s = spec.collective_timeout_s
         self.weight_version = 0
-        self._fleet: Fleet | None = None  # on rank 0 alone
+        self._fleet: Fleet | None = None  # on rank 0 only
         self._num_unfinished = 0
-        self._loads = [0] * num_engines  # unfinished requests of every engine; counted on rank 0 alone
-        self._advancing: dict[int, list[Any]] = {}  # engine -> calls that wait for its next responses; on rank 0 alone
+        self._loads = [0] * num_engines  # unfinished requests of every engine; counted on rank 0 only
+        self._advancing: dict[int, list[Any]] = {}  # engine -> calls that wait for its next responses; on rank 0 only
         with together("starting the rollout engines"):
             if dist.get_rank() == 0:
                 self._fleet = Fleet(spec, num_engines)
@@ -63,7 +63,7 @@ class RemoteEngines:
                     self._fleet.submit_to(engine, "submit", part)
 
     def step(self) -> list[Trajectory]:
-        """What the first engine ends that ends anything; the others sample on meanwhile."""
+        """The responses of the first engine that ends any; the other engines sample on meanwhile."""
         trajectories: list[Trajectory] = []
         with together("sampling"):
             if self._fleet is not None and self._num_unfinished:

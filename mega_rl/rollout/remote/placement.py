@@ -15,8 +15,8 @@ from mega_rl.rollout.remote.engine_process import EngineProcess, EngineSpec
 from mega_rl.rollout.remote.ray_room import bundle, check_room
 
 PLACEMENT_TIMEOUT_S = 60
-DEATH_NOTICE_S = 10.0  # that Ray is given to notice which process is gone, where a transfer has failed
-OBJECT_STORE_BYTES = 1 << 27  # of a Ray that is started here: it carries requests and trajectories, never weights
+DEATH_NOTICE_S = 10.0  # time for Ray to notice which process is gone after a transfer has failed
+OBJECT_STORE_BYTES = 1 << 27  # of a Ray that is started here; it carries requests and trajectories, never weights
 
 
 class Fleet:
@@ -29,12 +29,12 @@ class Fleet:
         """Starts every engine, and returns when all of them can sample.
 
         Raises:
-            InputError: no Ray, no room in its cluster, or what an engine refuses.
+            InputError: there is no Ray or no room in its cluster, or an engine refuses its configuration.
         """
         self.num_engines = num_engines
         self.engine_size = spec.rollout.tensor_parallel_size
         self._ray = _connected_ray(self.num_workers)
-        atexit.register(self._end)  # before Ray's own, which leaves the workers to find out for themselves
+        atexit.register(self._end)  # runs before Ray's own handler, which does not end the workers
         self._process_ids: list[int] = []
         self._workers: list[Any] = []
         options = platform.current().actor_options
@@ -81,8 +81,8 @@ class Fleet:
 
         Args:
             doing: what the workers are asked for, in words.
-            first_worker: whose call is the first one.
-            timeout_s: stop waiting, and return the answers that are there; None: never.
+            first_worker: the worker that the first call belongs to.
+            timeout_s: stop waiting after this time, and return the answers that are there; None: wait for all of them.
 
         Raises:
             InputError: a worker raised one.
@@ -98,7 +98,7 @@ class Fleet:
         return self._ray.get([call for call in calls if call in finished])
 
     def raise_death(self, doing: str) -> None:
-        """RuntimeError where a worker's process is gone; one that is busy counts as alive."""
+        """Raise RuntimeError if a worker's process is gone; a busy worker counts as alive."""
         self.results(self.submit("process_id", [()] * self.num_workers), doing, DEATH_NOTICE_S)
 
     def _end(self) -> None:

@@ -1,4 +1,4 @@
-"""Whether the engines find room in a Ray cluster, before Ray is asked for it: what never fits it keeps waiting for."""
+"""Whether the engines fit into a Ray cluster, checked before they start: Ray waits for ever for what never fits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mega_rl.errors import InputError
 
 
 def bundle(actor_options: Mapping[str, Any]) -> dict[str, float]:
-    """What one worker takes of its node, by resource name, out of the options of its actor."""
+    """What one worker takes from its node, by resource name; read from the options of its actor."""
     amounts = {"CPU": actor_options["num_cpus"], "GPU": actor_options.get("num_gpus", 0)}
     return {name: amount for name, amount in {**amounts, **actor_options.get("resources", {})}.items() if amount}
 
@@ -17,12 +17,12 @@ def bundle(actor_options: Mapping[str, Any]) -> dict[str, float]:
 def check_room(
     nodes: Sequence[Mapping[str, float]], bundle: Mapping[str, float], num_engines: int, engine_size: int
 ) -> None:
-    """InputError where the engines would never all be placed, each on one node.
+    """Raise InputError if Ray could never place all engines, each on one node.
 
     Args:
         nodes: the resources of every node that is alive.
-        bundle: of one worker.
-        engine_size: workers of one engine.
+        bundle: the resources that one worker takes.
+        engine_size: number of workers of one engine.
     """
     num_workers = num_engines * engine_size
     wanted = f"rollout.num_engines {num_engines} x rollout.tensor_parallel_size {engine_size}"

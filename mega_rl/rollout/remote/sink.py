@@ -25,7 +25,7 @@ from mega_rl.rollout.vllm.versions import transposed_weight
 
 
 class RemoteSink:
-    """A ``WeightSink``: every worker writes what it is sent into its live parameters.
+    """A ``WeightSink``: every worker writes what it receives into its live parameters.
 
     A failure of one engine is raised on every rank.
     """
@@ -95,17 +95,20 @@ class RemoteSink:
         return ledger
 
     def make_room(self) -> None:
-        """Nothing: these engines have devices of their own."""
+        """Do nothing: these engines have devices of their own."""
 
     def _begin(self) -> None:
         """Make the workers wait for the transfer, which the trainer's ranks must run next."""
         with together("receiving weights"):
             if (fleet := self._engines.fleet) is not None:
-                fleet.call("process_id", self._same(), "receiving weights")  # before anyone waits for a dead one
+                fleet.call("process_id", self._same(), "receiving weights")  # finds a dead worker before ranks wait
                 self._under_way = fleet.submit("receive", self._same())
 
     def _send(self, read: Read) -> Ledger:
-        """This rank's part of the transfer; the collective only says that a connection broke, so a death is named."""
+        """Run this rank's part of the transfer.
+
+        The collective only says that a connection broke, so the error names the worker whose process is gone.
+        """
         assert self._transfer is not None, "an update before connect"
         try:
             return self._transfer.run(read, _write_nothing, self._weights.dtype)
@@ -128,13 +131,13 @@ class RemoteSink:
 
 
 def remote_sink(engines: RemoteEngines, weights: Weights, weight_update: str) -> RemoteSink:
-    """The only sink of engines elsewhere; collective.
+    """The only sink for engines in other processes; collective.
 
     Args:
         weight_update: ``rollout.weight_update``: live or auto.
 
     Raises:
-        InputError: on every rank, if the engines' parameters differ from the mapping of the model family.
+        InputError: on every rank, if the engines' parameters differ from the model family's mapping.
     """
     sink = RemoteSink(engines, weights)
     reason = sink.obstacle()

@@ -50,14 +50,14 @@ def cpu_adjustments(*, live_weights: bool, job: str) -> Iterator[None]:
         mock.patch.object(_CPUSHMDistributed, "make_group_name", staticmethod(job_group_name)),
     ):
         yield
-    # All ranks have met by now; without its name the memory goes with the last of them, however they end.
+    # All ranks have met by now; memory without a name is freed with the last of them, however they end.
     for path in SHARED_MEMORY.glob(f"{PREFIX}{job}-*"):
         path.unlink(missing_ok=True)
 
 
 @contextmanager
 def plain_weights(live_weights: bool) -> Iterator[None]:
-    """Around the loading of weights: an engine constructed so must be reloaded so, into the same tensors."""
+    """Wraps the loading of weights: an engine constructed in it must be reloaded in it, into the same tensors."""
     with plain_cpu_experts(), _plain_linear_weights() if live_weights else nullcontext():
         yield
 

@@ -1,6 +1,6 @@
 """vLLM inside the trainer's own processes.
 
-vLLM is imported when an engine is constructed: its environment must stand before.
+vLLM is imported when an engine is constructed: its environment variables must be set before.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class VLLMEngine:
             model_path: Hugging Face directory with tokenizer and starting weights.
             max_model_len: longest prompt and response together, tokens.
             device_type: torch's name of the platform's device.
-            dtype: of the model, where ``rollout.dtype`` is not set.
+            dtype: of the model; used if ``rollout.dtype`` is not set.
         """
         set_environment(device_type)
         self._rollout = rollout
@@ -123,16 +123,16 @@ class VLLMEngine:
         return self._call("receiver_parameters")
 
     def misplaced(self) -> str | None:
-        """A parameter that lies otherwise than its shape says, in words that follow "cannot write"; else None."""
+        """A parameter not laid out in memory as its shape says, in words that follow "cannot write"; else None."""
         return transposed_weight(self.parameters(), self._device_type)
 
     def use_loader(self) -> None:
-        """From here on as with ``rollout.weight_update=reload``: whole tensors, and no ``parameters``."""
+        """From here on work as with ``rollout.weight_update=reload``: take whole tensors, have no ``parameters``."""
         assert self._loaded is None, "another way inside a weight update"
         self._is_live = False
 
     def _as_constructed(self) -> AbstractContextManager[None]:
-        """Around the loading of weights: they are packed, or not, as they were at first."""
+        """Wraps the loading of weights: they are packed, or not, as at construction."""
         return plain_weights(self._rollout.weight_update != "reload") if self._device_type == "cpu" else nullcontext()
 
     def begin_update(self) -> None:
@@ -153,10 +153,10 @@ class VLLMEngine:
             self._loaded |= self._call("receiver_load", weights)
 
     def finish_update(self, version: int) -> None:
-        """Put the new weights to work as ``version``: pack what must be packed, forget every cached prefix.
+        """Use the new weights as ``version``: pack what must be packed, forget every cached prefix.
 
         Raises:
-            RuntimeError: a reload that left weights out, or prefixes that stay.
+            RuntimeError: the reload left weights out, or cached prefixes could not be forgotten.
         """
         assert self._loaded is not None, "the end of an update that has not begun"
         loaded, self._loaded = self._loaded, None
@@ -173,10 +173,10 @@ class VLLMEngine:
         self._version = version
 
     def sleep(self) -> None:
-        """Weights wait in host memory, the cache of keys and values is dropped.
+        """Move the weights to host memory and drop the cache of keys and values.
 
         Level 2, which would drop the weights too, is not used: vllm-ascend 0.23 keeps rotary tables in the same memory
-        pool but not among the model's buffers, which alone would come back.
+        pool but not among the model's buffers, and only buffers would come back.
         """
         if self._can_sleep:
             self._llm.sleep(level=1)
@@ -195,7 +195,7 @@ class VLLMEngine:
         from vllm.sampling_params import RequestOutputKind
 
         return SamplingParams(
-            output_kind=RequestOutputKind.FINAL_ONLY,  # else every step would hand over all that is there so far
+            output_kind=RequestOutputKind.FINAL_ONLY,  # else every step would return the whole response so far
             temperature=request.temperature,
             seed=None if request.greedy else request.seed,
             max_tokens=request.max_tokens,
@@ -226,7 +226,7 @@ def _construct(model_path: str, rollout: RolloutConfig, max_model_len: int, devi
             known=[field.name for field in dataclasses.fields(EngineArgs)],
             external=external,
         )
-        if external:  # vLLM reads them where a launcher other than torchrun may not have set them
+        if external:  # vLLM reads these variables; a launcher other than torchrun may not have set them
             os.environ.setdefault("RANK", str(dist.get_rank()))
             os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
         adjustments: AbstractContextManager[None] = nullcontext()
@@ -247,7 +247,7 @@ def _construct(model_path: str, rollout: RolloutConfig, max_model_len: int, devi
 
 
 def _is_external() -> bool:
-    """Whether the engine must live in processes that a launcher started: with others, or not on the first device.
+    """Whether the engine must live in processes that a launcher started: in several, or not on the first device.
 
     Only an external launcher's engine asks for ``LOCAL_RANK``; any other one takes the first device that it sees.
     """
@@ -255,11 +255,11 @@ def _is_external() -> bool:
 
 
 def _leave_groups_alone() -> None:
-    """Stands for vLLM's clean-up of torch.distributed: the groups are the trainer's."""
+    """Replaces vLLM's clean-up of torch.distributed: the groups belong to the trainer."""
 
 
 def _check_head_size(model_path: str) -> None:
-    """InputError for heads that the engine's CPU attention cannot take: vLLM itself fails in its first generation."""
+    """Raise InputError for heads that the engine's CPU attention cannot take: vLLM itself fails in its first answer."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     head_dim, supported = read_model_shape(model_path).head_dim, CPUAttentionBackend.get_supported_head_sizes()

@@ -1,4 +1,4 @@
-"""The environment that vLLM is started in: its variables must stand before it is imported."""
+"""The environment that vLLM is started in: the variables must be set before vLLM is imported."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import torch
 _REQUIRED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 _DEFAULTS = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 _DEVICE_DEFAULTS = {
-    # Without the first, the first log-probabilities wait 3 to 18 s for a compiler; with nobind the trainer's threads
-    # stay where they are.
+    # Without TORCHDYNAMO_DISABLE the first log-probabilities wait 3 to 18 s for a compiler; with nobind vLLM does not
+    # move the trainer's threads.
     "cpu": {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
 }
 
@@ -30,7 +30,7 @@ def set_environment(device_type: str, environ: MutableMapping[str, str] = os.env
     process only.
     """
     environ.update(_REQUIRED)
-    if device_type == "cpu":  # where there is no Triton to be had, and nothing that needs one
+    if device_type == "cpu":  # there is no Triton for a CPU, and nothing here needs it
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
     for name, value in {**_DEFAULTS, **_DEVICE_DEFAULTS.get(device_type, {})}.items():
         environ.setdefault(name, value)

@@ -16,7 +16,7 @@ WORKER_EXTENSION = "mega_rl.rollout.vllm.worker_extension.WeightReceiver"
 OPTIONS = "additional_config"  # vLLM's name of what it passes to the plug-in of a platform
 TRANSFER_BACKEND = "mega_rl"  # our name at vLLM's weight-transfer extension point
 
-# Engine arguments that follow from the rest of the configuration -> the key to set instead; "" where there is none.
+# Engine arguments that follow from the rest of the configuration -> the key to set instead; "" if there is none.
 _OWNED = {
     "model": "model.path",
     "tokenizer": "model.path",
@@ -99,10 +99,10 @@ def engine_arguments(
     """Everything that ``vllm.LLM`` is given.
 
     Args:
-        dtype: of the model, where ``rollout.dtype`` does not say otherwise.
+        dtype: of the model; used if ``rollout.dtype`` is not set.
         max_model_len: prompt and response together, tokens.
         known: the names of the installed vLLM's engine arguments.
-        external: several processes started by a launcher, so that engine ranks live in them.
+        external: whether a launcher started several processes, so that engine ranks live in them.
 
     Raises:
         InputError: as ``check_options``.
@@ -167,7 +167,7 @@ def additional_config(given: Any, known: Collection[str]) -> dict[str, Any]:
 
 
 def ascend_options() -> Collection[str]:
-    """What the installed vllm-ascend reads of ``additional_config``; empty where there is none."""
+    """The names that the installed vllm-ascend reads from ``additional_config``; empty without vllm-ascend."""
     found = importlib.util.find_spec("vllm_ascend")
     if found is None or found.origin is None:
         return ()
@@ -177,7 +177,7 @@ def ascend_options() -> Collection[str]:
 def option_names(folder: Path) -> Collection[str]:
     """The names asked of ``additional_config`` in the sources of vllm-ascend.
 
-    It is not imported: that would choose vLLM's platform before an engine's environment stands.
+    It is not imported: that would choose vLLM's platform before an engine's environment is set.
     """
     sources = (path.read_text(encoding="utf-8") for path in folder.rglob("*.py"))
     return {name for source in sources if OPTIONS in source for name in _asked_for(ast.parse(source))}

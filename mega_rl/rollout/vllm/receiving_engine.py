@@ -23,7 +23,7 @@ class ReceivingEngine(VLLMEngine):
         super().__init__(model_path, rollout, max_model_len=max_model_len, device_type=device_type, dtype=dtype)
 
     def connect(self, link: Link) -> None:
-        """Join the trainer's ranks in one group; blocks until all of them have come."""
+        """Join the trainer's ranks in one group; blocks until all of them have joined."""
         self._llm.init_weight_transfer_engine({"init_info": {"link": link}})
 
     def receive(self) -> None:

@@ -1,4 +1,4 @@
-"""Which platform vLLM resolves to: its plugins choose it as it is imported."""
+"""Which platform vLLM resolves to: vLLM's plugins choose it when vLLM is imported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mega_rl.rollout.vllm.environment import set_environment
 @dataclass(frozen=True)
 class ResolvedPlatform:
     version: str  # of vLLM
-    device_type: str  # torch's name, "" where no plugin claimed the machine
+    device_type: str  # torch's name, "" if no plugin claimed the machine
     implementation: str  # for example "vllm_ascend.platform.NPUPlatform"
 
 

@@ -1,4 +1,4 @@
-"""What differs between the versions of vLLM that are covered: 0.23, also under vllm-ascend 0.23, and 0.28 to 0.32.
+"""What differs between the supported versions of vLLM: 0.23, also under vllm-ascend 0.23, and 0.28 to 0.32.
 
 Each difference is read off the installed vLLM itself. ``tests/contract`` holds the recorded signatures of both ends and
 checks every branch against them. vLLM is imported inside the functions that need it.
@@ -23,7 +23,7 @@ EXPERT_WEIGHTS = ("w13_weight", "w2_weight")
 
 
 def parameter_name(name: str) -> str:
-    """An engine's parameter under the name that 0.32 has for it: until then experts held their weights themselves."""
+    """The name that 0.32 has for an engine's parameter: in earlier versions experts held their weights themselves."""
     path, _, last = name.rpartition(".")
     if last in EXPERT_WEIGHTS and path.endswith(".experts"):
         return f"{path}.routed_experts.{last}"
@@ -42,18 +42,18 @@ def start_arguments(start_weight_update: Callable[..., None]) -> dict[str, Any]:
 
 
 class TransferMethods:
-    """The methods that vLLM calls in a weight-transfer engine, of every version that is covered.
+    """The methods that vLLM calls in a weight-transfer engine, for every supported version.
 
     vLLM's own base class, which ``weight_transfer.py`` mixes in behind this one, stores ``model`` in its constructor:
     ``(config, parallel_config, model)`` in 0.23, ``(config, vllm_config, device, model)`` from 0.28 on. Weights are
-    written in place, so that nothing is left for a start and a finish to do; 0.23 does not ask for them.
+    written in place, so that a start and a finish have nothing to do; 0.23 does not ask for them.
     """
 
     model: torch.nn.Module
     _receiver: Receiver | None = None
 
     def init_transfer_engine(self, init_info: Any) -> None:
-        """Join the trainer's ranks; blocks until all of them have come. ``init_info.link`` is a ``Link``."""
+        """Join the trainer's ranks; blocks until all of them have joined. ``init_info.link`` is a ``Link``."""
         assert self._receiver is None, "the group is joined once: rebuilding it exhausts an accelerator's resources"
         self._receiver = Receiver(init_info.link, partial(live_parameters, self.model))
 
@@ -73,15 +73,15 @@ class TransferMethods:
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """0.23 asks every class for it; the trainer sends by the plan instead."""
+        """0.23 requires this method of every class; the trainer sends by the plan instead."""
         raise AssertionError("weights are sent shard to shard, never as a stream of whole tensors")
 
 
 @contextmanager
 def plain_cpu_experts() -> Iterator[None]:
-    """Experts on a CPU work on their weights as they are loaded: around an engine's construction and every reload.
+    """Let experts on a CPU use their weights as they are loaded; wraps an engine's construction and every reload.
 
-    Their packing would hide the weights from updates in place. What is more, 0.32 packs at the first loading only, so
+    Packing would hide the experts' weights from updates in place. In addition, 0.32 packs at the first loading only, so
     that after a reload its kernel would take plain weights for packed ones, silently.
     """
     from vllm.model_executor.layers import utils as layer_utils
@@ -143,10 +143,10 @@ def _apply_experts(
 
 
 def transposed_weight(names: Iterable[str], device_type: str) -> str | None:
-    """The first parameter that the engine holds transposed, whatever its shape says; None where there is none.
+    """The first parameter that the engine holds transposed, whatever its shape says; None if there is none.
 
-    vllm-ascend turns experts' weights into [expert, hidden, rows] once they are loaded, and where the two widths are
-    equal no shape shows it.
+    vllm-ascend turns experts' weights into [expert, hidden, rows] once they are loaded; if the two widths are equal, no
+    shape shows it.
 
     Returns:
         Words that name the parameter, to follow "cannot write".
@@ -162,8 +162,8 @@ def undo_wake_up(model: torch.nn.Module) -> None:
     """Give experts back the layout that they had before vllm-ascend's ``wake_up``, ahead of a reload.
 
     ``wake_up`` of 0.23 shows the experts' weights as a loader wants them, as transposed views of the same memory.
-    vLLM's reload copies what it has processed into the tensors that it finds: they must be as the engine works with
-    them.
+    vLLM's reload copies what it has processed into the tensors that it finds: these must have the layout with which the
+    engine computes.
     """
     for name, parameter in model.named_parameters():
         if name.rpartition(".")[2] in EXPERT_WEIGHTS and not parameter.is_contiguous():

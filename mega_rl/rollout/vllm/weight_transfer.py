@@ -24,7 +24,7 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Nothing: the plan says everything."""
+    """Empty: the plan says everything."""
 
 
 class ShardReceiver(TransferMethods, WeightTransferEngine):

@@ -34,7 +34,7 @@ class WeightReceiver:
     def receiver_load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
         """Load Hugging Face tensors; returns the engine's names of the parameters that they touched.
 
-        All names where the model does not say: then nothing can be found missing.
+        If the model does not report the names, all of them are returned: then no missing parameter can be found.
         """
         with self.device:
             loaded = self.model_runner.get_model().load_weights(weights)

@@ -31,7 +31,7 @@ class Batch:
 
     learnt: list[PromptGroup]  # that the step learns from: carried ones first, then in the order of their prompts
     carried: list[PromptGroup]  # kept ones above ``data.train_batch_size``: the next step's first
-    dropped: list[PromptGroup]  # whose samples all have one reward
+    dropped: list[PromptGroup]  # whose samples all have the same reward
     metrics: Mapping[str, float]
 
     @property
@@ -47,9 +47,9 @@ class Batch:
 class BatchBuilder:
     """Turns the prompt stream into scored groups; the same on every rank, whatever the engines' layout.
 
-    With ``algorithm.dynamic_sampling`` (DAPO, arXiv 2503.14476, section 3.2) a group whose samples all have one reward
-    teaches nothing and is replaced by the next prompt's, while other groups are still being sampled. A step that used
-    up its budget learns from the groups that it has.
+    With ``algorithm.dynamic_sampling`` (DAPO, arXiv 2503.14476, section 3.2) a group whose samples all have the same
+    reward teaches nothing and is replaced by the next prompt's group, while others are still being sampled. A step that
+    used up its budget learns from the groups that it has.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class BatchBuilder:
         return Quota(missing, min(initial, budget), budget, is_kept=self._has_signal)
 
     def _has_signal(self, group: PromptGroup) -> bool:
-        """Whether the samples of known reward differ in it, or in the part of it that ``metric`` names."""
+        """Whether the group's samples with a known reward differ in it, or in the part of it that ``metric`` names."""
         metric = self._settings.metric
         known = [score for score in group.scores if score.is_known]
         return len({score.value if metric is None else score.parts[metric] for score in known}) > 1
@@ -141,13 +141,13 @@ class BatchBuilder:
         return {"stream": self._stream.state_dict(), "carried": [to_rows(group) for group in self._carried]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken; raises InputError where it is of other data."""
+        """Go on where ``state`` was taken; raises InputError if it belongs to other data."""
         self._stream.load_state_dict(state["stream"])
         self._carried = [to_group(rows) for rows in state["carried"]]
 
 
 class _Tickets:
-    """Prompts by ticket: of one whole batch, or one by one, each at most once; the stream moves on with them."""
+    """Prompts by ticket, drawn as one whole batch or one by one, each at most once; drawing moves the stream on."""
 
     def __init__(self, stream: PromptStream, one_by_one: bool) -> None:
         self._stream = stream

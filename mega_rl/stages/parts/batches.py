@@ -29,7 +29,7 @@ class BatchShare:
 
     @property
     def is_counted(self) -> bool:
-        """Whether a sum over ranks takes this one: of all that hold the same sequences, one per pipeline stage."""
+        """Whether a sum over ranks includes this one: one rank per pipeline stage, of those with the same sequences."""
         return self.layout.is_counted(self.rank)
 
     @property

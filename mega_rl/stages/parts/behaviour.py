@@ -20,7 +20,7 @@ def behaviour_policy(actor: MegatronEngine, noise: AqnNoise, pushed: Pushed) -> 
     have stepped since the sync.
 
     Raises:
-        InputError: the model's weights are their own masters.
+        InputError: the model's weights are float32, and therefore their own masters.
     """
     policy = actor.policy
     if not pushed.sigma or noise.config.old_logprobs != "recompute_noisy":

@@ -1,4 +1,4 @@
-"""The parts of a stage, each made from the configuration alone."""
+"""The parts of a stage, each made from the configuration only."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def validation_prompts(session: Session) -> PromptDataset | None:
 
 
 def total_steps(config: RunConfig, steps_per_epoch: int) -> int:
-    """Training steps of the whole run: given, or epochs times the full batches of one."""
+    """Training steps of the whole run: as configured, or the epochs times the full batches of one epoch."""
     trainer = config.trainer
     if trainer.total_steps is not None:
         return trainer.total_steps
@@ -95,7 +95,7 @@ def actor(session: Session, num_optimizer_steps: int) -> MegatronEngine:
 
 
 def reference(session: Session) -> Reference | None:
-    """A frozen copy of the starting weights, where the objective needs one."""
+    """A frozen copy of the starting weights, if the objective needs one."""
     if session.config.algorithm.kl_coefficient == 0:
         return None
     policy = MegatronPolicy(trainer_spec(session.config), session.shape, session.layout, session.device)
@@ -106,7 +106,7 @@ def reference(session: Session) -> Reference | None:
 
 
 def engine_and_sync(session: Session, actor: MegatronEngine, noise: AqnNoise) -> tuple[Sampler, Sync]:
-    """What samples, asleep if it can be, and how it comes to the actor's weights; collective."""
+    """The sampler, asleep if it can sleep, and the sync that gives it the actor's weights; collective."""
     config = session.config
     if config.rollout.replay is not None:
         session.say(f"rollout.replay: responses come from {config.rollout.replay}, there is no engine to validate with")
@@ -145,7 +145,7 @@ def remote_engines(session: Session) -> RemoteEngines:
 
 
 def colocated_engine(session: Session, actor: MegatronEngine) -> VLLMEngine:
-    """The engine in this process, asleep if it can be: while it is built the actor makes room for it."""
+    """The engine in this process, asleep if it can sleep; while it is built the actor makes room for it."""
     config = session.config
     actor.offload.to_host(*PARTS)  # an engine refuses to start if its share of the device is not free
     engine = VLLMEngine(
@@ -210,7 +210,7 @@ def learner(session: Session, actor: MegatronEngine, reference: Reference | None
 
 def objective(config: RunConfig) -> PolicyObjective:
     algorithm = config.algorithm
-    # Where the engine's own log-probabilities are pi_old, or its noise is ignored as published, nothing is corrected.
+    # If the engine's own log-probabilities are pi_old, or its noise is ignored as published, nothing is corrected.
     is_corrected = not config.aqn.enabled or config.aqn.old_logprobs in ("decoupled", "recompute_noisy")
     return PolicyObjective(
         objective=algorithm.objective,

@@ -25,7 +25,7 @@ def export_huggingface(trainer: MegatronEngine, target: Path, source_dir: str | 
     """Write the actor's weights as a Hugging Face directory that transformers and vLLM load; collective.
 
     Args:
-        target: what an earlier run left there is replaced.
+        target: the directory to write; what an earlier run left there is replaced.
         source_dir: the model that training started from, whose other files (tokenizer, ...) are copied.
         bucket_bytes: extra memory per rank that the transfer to rank 0 may take.
     """

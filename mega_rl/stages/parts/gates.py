@@ -1,6 +1,6 @@
 """What must hold in the first step of a run: policy, reference and engine are the same weights, computed three times.
 
-Their names are those of ``trainer.gates``.
+The checks have the names of ``trainer.gates``.
 Letters: T packed tokens of a micro-batch.
 """
 
@@ -17,7 +17,7 @@ from mega_rl.megatron.engine import LossFunction, MegatronEngine
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.types import Figures, Microbatch, Sample, TokenStats
 
-ENGINE_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}  # nats, mean over tokens, of the coarser of the two types
+ENGINE_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}  # nats, mean over tokens; the coarser of the two types counts
 
 # What each gate measures, and the names of the two values that it compares, if it compares two.
 GATES = {
@@ -36,16 +36,16 @@ class GateFailure(RuntimeError):
 class Difference:
     """Where two log-probabilities of one micro-batch differ most, and by how much in all."""
 
-    largest: float  # nats; infinity where one of the two is not a number
+    largest: float  # nats; infinity if one of the two is not a number
     total: float  # nats, sum over the learnt tokens
     num_tokens: int  # learnt ones
     sequence: int  # index into the list that was packed
-    position: int  # of the learnt tokens of that sequence
+    position: int  # index among the learnt tokens of that sequence
     values: tuple[float, float]
 
 
 def difference(first_T: Tensor, second_T: Tensor, microbatch: Microbatch) -> Difference | None:
-    """The difference of two log-probabilities [T] over the learnt tokens; None where there is none."""
+    """The difference of two log-probabilities [T] over the learnt tokens; None without learnt tokens."""
     learnt_T = (microbatch.loss_mask != 0).cpu()
     if not learnt_T.any():
         return None
@@ -82,9 +82,9 @@ class Gates:
 
     Args:
         config: says what is compared, how closely, and where to look for the cause of a difference.
-        is_counted: whether this rank's differences are among those of all ranks: others hold the same sequences.
+        is_counted: whether this rank's differences count; they do not if another rank counts for the same sequences.
         say: tells the user.
-        sigma: of the noise on the engine's weights.
+        sigma: standard deviation of the noise on the engine's weights.
     """
 
     def __init__(self, config: RunConfig, is_counted: bool, say: Callable[[str], None], sigma: float) -> None:
@@ -136,7 +136,7 @@ class Gates:
             differing: finds a tensor in which policy and reference differ.
 
         Raises:
-            GateFailure: on every rank, where a gate that is not disabled does not hold.
+            GateFailure: on every rank, if a gate that is not disabled does not hold.
         """
         own = {name: merged(parts) if self.is_counted else None for name, parts in self.found.items()}
         parts = gather_objects(own)
@@ -173,7 +173,7 @@ class Gates:
 
 
 def gates_of(config: RunConfig, is_counted: bool, say: Callable[[str], None], step: int, sigma: float) -> Gates | None:
-    """The gates of the step that begins after ``step`` finished ones: those of a run's first one, else None."""
+    """The gates of the step that begins after ``step`` finished ones; None if it is not the run's first step."""
     return Gates(config, is_counted, say, sigma) if step == 0 else None
 
 

@@ -56,12 +56,12 @@ class Learner:
     """Changes the actor's weights by scored samples.
 
     Args:
-        config: read are ``algorithm``, ``aqn`` and ``data.max_response_length``.
-        share: of this rank in every minibatch.
-        timers: of the phases.
+        config: only ``algorithm``, ``aqn`` and ``data.max_response_length`` are read.
+        share: this rank's share of every minibatch.
+        timers: time the phases.
         say: tells the user.
         actor: what learns.
-        reference: None where the objective needs none.
+        reference: None if the objective needs none.
         objective: the loss.
     """
 
@@ -88,8 +88,8 @@ class Learner:
     ) -> dict[str, float]:
         """The optimizer steps of one rollout batch; returns their metrics. Collective.
 
-        Samples of unknown reward are left out; without any other there is no optimizer step. ``behaviour`` makes the
-        actor the policy that pi_old is; None: it is the actor itself.
+        Samples of unknown reward are left out; if no other samples remain there is no optimizer step. Inside
+        ``behaviour`` the actor is the policy pi_old; None: pi_old is the actor itself.
 
         Raises:
             GateFailure: ``gates``, those of the first step, found a difference.
@@ -116,7 +116,7 @@ class Learner:
         return metrics | {name: float(value) for name, value in skipped.items()}
 
     def _prepared(self, samples: list[Sample], behaviour: AbstractContextManager[None] | None) -> list[Minibatch]:
-        """The samples cut into minibatches and packed, with all that the objective reads. Collective."""
+        """The samples cut into minibatches and packed, with everything that the objective reads. Collective."""
         sequences = [sequence_from_sample(sample) for sample in samples]
         parts = split_even(len(sequences), min(self._algorithm.minibatches_per_step, len(sequences)))
         packed = [pack_for_rank(self._share, [sequences[i] for i in part]) for part in parts]
@@ -147,7 +147,7 @@ class Learner:
         return totals, gates.check(ratio_mean, totals.maxima["ratio"], minibatch.samples, differing)
 
     def _with_old_logprobs(self, microbatches: list[Microbatch]) -> list[Microbatch]:
-        """pi_old of the objective: the engine's, or that of the weights that stand before the first optimizer step."""
+        """pi_old of the objective: the engine's, or that of the weights before the first optimizer step."""
         if self._aqn.enabled and self._aqn.old_logprobs == "rollout":
             return [microbatch.replace(old_logprobs=microbatch.rollout_logprobs) for microbatch in microbatches]
         is_noisy = self._aqn.enabled and self._aqn.old_logprobs == "recompute_noisy"
@@ -161,7 +161,7 @@ class Learner:
         return self._algorithm.kl_in == "reward" and self._algorithm.kl_coefficient != 0
 
     def _shaped(self, packed: list[list[Microbatch]]) -> list[list[Microbatch]]:
-        """Advantages that differ from token to token: less the KL that is still to come, then whitened. Collective."""
+        """Advantages per token: the KL that is still to come is subtracted, then they are whitened. Collective."""
         if self._is_kl_in_reward:
             packed = [[_less_kl_to_go(self._algorithm, m) for m in microbatches] for microbatches in packed]
         if not ADVANTAGES[self._algorithm.advantage].is_whitened:
@@ -194,7 +194,7 @@ def _less_kl_to_go(algorithm: AlgorithmConfig, microbatch: Microbatch) -> Microb
 
 
 def _power_sums(share: BatchShare, microbatches: list[Microbatch], centre: float) -> list[float]:
-    """Count, sum and square sum of all advantages less ``centre``, over the data-parallel ranks too. Collective."""
+    """Count, sum and square sum of all advantages minus ``centre``, over the data-parallel ranks too. Collective."""
     own = torch.zeros(3, dtype=torch.float64)
     # every pipeline stage holds the same micro-batches: the last one speaks for all
     if share.is_counted and share.is_last_stage:

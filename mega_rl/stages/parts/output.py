@@ -24,7 +24,7 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)  # wha
 
 @contextmanager
 def writing_to(output_dir: Path) -> Iterator[None]:
-    """A block that writes there: a disk that is full or cannot be written is a sentence with its cause.
+    """Wraps a block that writes there: if the disk is full or cannot be written, the error is one sentence.
 
     Raises:
         InputError: in the place of the OSError.
@@ -79,10 +79,10 @@ class OutputLock:
 
 
 def take_output(config: RunConfig, layout: ParallelLayout) -> tuple[OutputLock, Path | None, list[str]]:
-    """Make the output directory this run's own; for one process of it.
+    """Make the output directory this run's own; only one process of the run calls it.
 
     Returns:
-        The lock, the checkpoint to resume from, and what is to be told.
+        The lock, the checkpoint to resume from, and sentences to tell the user.
 
     Raises:
         InputError: another run has it, or there is no checkpoint that can be resumed from; nothing is changed then.

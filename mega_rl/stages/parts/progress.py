@@ -18,7 +18,7 @@ Validations = dict[str, dict[str, float]]  # "first" and "last" -> validation me
 
 
 class Source(Protocol):
-    """What a stage learns from, and what a checkpoint must know to go on with the next of it."""
+    """What a stage learns from; its state is what a checkpoint needs to go on with the next batch."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -50,7 +50,7 @@ def resume(directory: Path | None, actor: MegatronEngine, source: Source, say: C
     with together("resuming the data"):
         source.load_state_dict(saved["data"])
     say(f"resuming after step {saved['step']} from {directory}")
-    return Progress(saved["step"], saved["validations"], saved.get("metrics", {}))  # not in checkpoints of before
+    return Progress(saved["step"], saved["validations"], saved.get("metrics", {}))  # older checkpoints have none
 
 
 def save_if_due(
@@ -62,7 +62,7 @@ def save_if_due(
     progress: Progress,
     total_steps: int,
 ) -> None:
-    """Write a checkpoint of ``progress`` if it is time for one, else complete one under way. Collective."""
+    """Write a checkpoint of ``progress`` if one is due, else complete one under way. Collective."""
     if not is_due(progress.step, frequency, total_steps):
         writer.poll()
         return

@@ -42,7 +42,7 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _reward_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Over the samples whose score is known, and how many are not."""
+    """Metrics of the samples whose score is known, and the number of samples whose score is not."""
     metrics = unknown_metrics([sample.score for sample in samples])
     known = [sample for sample in samples if sample.score.is_known]
     if not known:
@@ -90,7 +90,7 @@ def show(
 
     Collective. A row of the file is what ``records.to_rows`` says, with ``step``, ``outcome`` (learnt, carried,
     dropped), ``advantage`` and ``logprob_diff``, the mean |trainer - engine| over the response's tokens in nats before
-    the update; both are null where the step does not learn from the sample.
+    the update; both are null if the step does not learn from the sample.
     """
     for number, sample in enumerate(samples[: logging.num_text_samples]):
         observer.text(step, f"rollout/{number}", readable(sample.trajectory, sample.score))

@@ -24,7 +24,7 @@ def score_everywhere(scorer: Scorer, trajectories: list[Trajectory]) -> list[Sco
     A single process needs no process group.
 
     Raises:
-        InputError: on every rank, where reward workers of one can no longer load the rewards.
+        InputError: on every rank, if the reward workers of one rank can no longer load the rewards.
     """
     world_size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     part = split_even(len(trajectories), world_size)[rank]
@@ -35,7 +35,7 @@ def score_everywhere(scorer: Scorer, trajectories: list[Trajectory]) -> list[Sco
 
 
 def unknown_metrics(scores: Sequence[Score]) -> dict[str, float]:
-    """How many samples have no score, and how many values are unknown by cause; nothing where all are known."""
+    """How many samples have no score, and how many values are unknown by cause; empty if all are known."""
     causes = Counter(unknown.cause for score in scores for unknown in score.unknown.values())
     if not causes:
         return {}

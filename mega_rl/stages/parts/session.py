@@ -55,7 +55,7 @@ class Session:
 
     @cached_property
     def share(self) -> BatchShare:
-        """Of every batch, on this rank."""
+        """This rank's share of every batch."""
         config = self.config
         return BatchShare(
             self.layout,
@@ -97,7 +97,7 @@ class Session:
 
 
 def take_peaks() -> dict[str, int]:
-    """Peak memory of this rank since the last call, in bytes, of the places where a new peak can be started."""
+    """Peak memory of this rank since the last call, in bytes, of host and device as far as each is measured."""
     here = platform.current()
     stats = here.memory()
     is_host_measured = here.reset_peak_memory()
@@ -127,7 +127,7 @@ def open_session(config: RunConfig) -> Iterator[Session]:
         layout = ParallelLayout.of(config.parallel, dist.get_world_size())
         engine_size = config.rollout.tensor_parallel_size if samples(config) else 1
         if samples(config) and config.rollout.placement == "separate":
-            engine_size = dist.get_world_size()  # all ranks together speak to the engines elsewhere
+            engine_size = dist.get_world_size()  # all ranks together use the engines in other processes
         engine_layout = EngineLayout(dist.get_world_size(), engine_size)
         weights = HFReader(config.model.path)
         weights.check(shape)

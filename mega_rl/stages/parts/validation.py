@@ -1,4 +1,4 @@
-"""Evaluation on held-out prompts, with one greedy answer and n sampled ones each; validation is one of the actor."""
+"""Evaluation on held-out prompts, with one greedy answer and n sampled ones each; validation evaluates the actor."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def evaluate(
     """Metrics of the engines' present weights, and the answers: all greedy ones, then all sampled ones. Collective.
 
     A single process needs no process group. Metrics per data source: ``greedy/acc`` is the mean score of greedy
-    answers, ``acc/mean@1`` the expected score of one sampled answer (of the greedy one where ``n`` is 0),
+    answers, ``acc/mean@1`` the expected score of one sampled answer (of the greedy one if ``n`` is 0),
     ``acc/best@n`` the mean over prompts of the best of n. Scores are what the rewards add up to, so they are accuracies
-    where right answers score 1 and others 0.
+    if right answers score 1 and others 0.
 
     Raises:
         InputError: on every rank, if a prompt leaves no room for its answer, or the rewards can no longer be loaded.

@@ -34,7 +34,7 @@ class Pushed:
 
 
 class Sync(Protocol):
-    """How the engines come to the weights of a version, and the trainer to the memory that they share."""
+    """Gives the engines the weights of a version, and the trainer the memory that both share."""
 
     def push(self, version: int, is_validation: bool = False) -> Pushed:
         """Make the engines sample from the weights of ``version``; collective.
@@ -46,7 +46,7 @@ class Sync(Protocol):
         """
 
     def end_sampling(self) -> None:
-        """The device memory is the trainer's until the next ``push``."""
+        """Give the device memory to the trainer until the next ``push``."""
 
 
 class RecordedSync:
@@ -61,7 +61,7 @@ class RecordedSync:
         return Pushed(version, self._noise.sigma(version))
 
     def end_sampling(self) -> None:
-        """No memory was taken."""
+        """Do nothing: no memory was taken."""
 
 
 class WeightSync:
@@ -89,7 +89,7 @@ class WeightSync:
         start = time.perf_counter()
         sink.connect(sources)
         self.plan_s = time.perf_counter() - start
-        self._pushed: tuple[int, bool] | None = None  # what the engines hold: version, for training
+        self._pushed: tuple[int, bool] | None = None  # (version that the engines hold, whether it is for training)
 
     def push(self, version: int, is_validation: bool = False) -> Pushed:
         """As ``Sync.push``, with the actor's present weights.
@@ -97,7 +97,7 @@ class WeightSync:
         What ``memory.offload`` names leaves the device as soon as it is not needed, until ``end_sampling``.
 
         Raises:
-            RuntimeError: the version is not newer than what the engines hold, the engines hold another one than was
+            RuntimeError: the version is not newer than what the engines hold, the engines hold another version than was
                 pushed last, or ``bridge.verify`` found a live weight that differs from the trainer's.
         """
         self.trainer.policy.refuse_replaced("a push")
