@@ -286,7 +286,8 @@ def _rollout_and_algorithm(found: _Problems) -> None:
     rollout, algorithm, data = found.config.rollout, found.config.algorithm, found.config.data
     found.lines.extend([*algorithm_problems(found.config, found.good), *sampling_problems(found.config)])
     _dynamic_sampling(found)
-    if rollout.replay is not None and not any(Path(rollout.replay).glob(RECORDED)):
+    replay = rollout.replay
+    if replay is not None and not (os.path.isdir(replay) and any(Path(replay).glob(RECORDED))):
         found.add(
             f"rollout.replay is {shown(rollout.replay)}, which holds no recorded rollouts: give the rollouts directory "
             "of a run that had logging.dump_rollouts set, or null"

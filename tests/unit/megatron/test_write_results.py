@@ -7,18 +7,18 @@ import os
 import pytest
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from mega_rl.megatron import checkpoint
+from mega_rl.megatron import writers
 
 
 def test_a_copy_of_a_process_reads_no_other_ones_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(filesystem_async, "_results_queue", None)
-    checkpoint._own_write_results()
+    writers.prepare_writers()
     first = filesystem_async._results_queue
-    checkpoint._own_write_results()
+    writers.prepare_writers()
     assert filesystem_async._results_queue is first  # a second writer of the process may report at the same time
     process_id = os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: process_id + 1)
-    checkpoint._own_write_results()
+    writers.prepare_writers()
     second = filesystem_async._results_queue
     first.put("of the first")
     second.put("of the second")
