@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -60,13 +61,13 @@ def act(solution_str):
         sys.stderr.write("rubbish")
         os.write(1, b"rubbish")
     if word == "channel":
-        for fd in range(3, 20):
+        for fd in range(3, 1024):
             try:
                 os.write(fd, b"rubbish\\n")
             except OSError:
                 pass
         time.sleep(600)
-    if word == "close": os.closerange(3, 100); time.sleep(600)
+    if word == "close": os.closerange(3, 1024); time.sleep(600)
     return float(word) if word.isdigit() else 1.0
 
 def harm(data_source, solution_str, ground_truth, extra_info): return act(solution_str)
@@ -129,10 +130,19 @@ def earlier() -> set[int]:
 
 
 @pytest.fixture(scope="module")
-def scorer(hostile: str, earlier: set[int]) -> Iterator[Scorer]:
-    built = build_scorer([RewardConfig(f"{hostile}:harm")], WORKERS)
+def scorers(hostile: str, earlier: set[int]) -> Iterator[dict[str, Scorer]]:
+    """One that runs out of time soon, and one that does not, however busy the machine is."""
+    patient = replace(WORKERS, timeout_s=60.0)
+    rewards = [RewardConfig(f"{hostile}:harm")]
+    built = {"hasty": build_scorer(rewards, WORKERS), "patient": build_scorer(rewards, patient)}
     yield built
-    built.close()
+    for scorer in built.values():
+        scorer.close()
+
+
+@pytest.fixture
+def scorer(scorers: dict[str, Scorer]) -> Scorer:
+    return scorers["hasty"]
 
 
 def trajectory(text: str, index: int = 0, num_tokens: int = 1, truth: str = "t") -> Trajectory:
@@ -149,16 +159,16 @@ def causes(scores: list[Score]) -> list[str | None]:
 
 
 @pytest.mark.parametrize("word", CAUSES)
-def test_harm_costs_its_own_sample_only(scorer: Scorer, earlier: set[int], word: str) -> None:
+def test_harm_costs_its_own_sample_only(scorers: dict[str, Scorer], earlier: set[int], word: str) -> None:
     texts = [str(i) for i in range(20)]
     texts[7] = word
-    scores = score(scorer, *texts)
+    scores = score(scorers["hasty" if CAUSES[word][0] == "timed_out" else "patient"], *texts)
     assert [s.value for i, s in enumerate(scores) if i != 7] == [float(i) for i in range(20) if i != 7]
     assert not scores[7].is_known and scores[7].parts == {}
     (unknown,) = scores[7].unknown.values()
     assert (unknown.cause, unknown.detail) == CAUSES[word]
     # Nothing that a reward started outlives its sample, in whatever session it runs.
-    assert children() - earlier == set(scorer.pool.worker_pids())
+    assert children() - earlier == {pid for scorer in scorers.values() for pid in scorer.pool.worker_pids()}
 
 
 def test_printing_does_no_harm(scorer: Scorer, capfd: pytest.CaptureFixture[str]) -> None:
