@@ -11,6 +11,8 @@ import pytest
 from mega_rl.megatron.checkpoint import GENERATORS, WEIGHTS
 from tests.launch import run_copy
 
+pytestmark = pytest.mark.slow  # as a module
+
 SCRIPT = Path("tests/unit/megatron/run_hostile_checkpoint.py")
 ATTACKS = {  # attack -> the file that it is in
     "index": f"{WEIGHTS}/.metadata",

@@ -14,6 +14,8 @@ import pytest
 from mega_rl.megatron.writers import writers_end_with_us
 from tests.launch import REPO, started
 
+pytestmark = pytest.mark.slow  # as a module
+
 SCRIPT = REPO / "tests" / "unit" / "megatron" / "run_held_writers.py"
 LIMIT_S = 100.0
 

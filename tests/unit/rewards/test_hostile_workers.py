@@ -22,6 +22,8 @@ from mega_rl.rewards.scorer import build_scorer
 from mega_rl.types import Score
 from tests.unit.rewards.test_pool import causes, score
 
+pytestmark = pytest.mark.slow  # as a module
+
 HOSTILE = """
 import json, mmap, os, sys, threading, time
 

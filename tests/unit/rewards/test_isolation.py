@@ -14,6 +14,8 @@ from mega_rl.rewards import code
 from mega_rl.rewards.sandbox import Limits, NotIsolatedError, run_program
 from tests.enclosure import AS_ANOTHER, needs_enclosure, run_enclosed
 
+pytestmark = pytest.mark.slow  # as a module
+
 REPO = Path(__file__).parents[3]
 # Every exploit prints THROUGH if it gets what it wants, or ends the trainer. TRAINER is the trainer's process number.
 EXPLOITS = {

@@ -18,6 +18,8 @@ from mega_rl.errors import InputError
 from mega_rl.rewards.scorer import Scorer, build_scorer
 from mega_rl.types import Prompt, Score, Trajectory
 
+pytestmark = pytest.mark.slow  # as a module
+
 HOSTILE = """
 import asyncio, ctypes, os, re, signal, subprocess, sys, threading, time
 
