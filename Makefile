@@ -30,7 +30,7 @@ quickstart: venv ## train a tiny model with GRPO from nothing, under 10 minutes 
 
 test: $(if $(PYTEST_ARGS),,test-npu) test-cpu ## the whole suite: test-npu, then test-cpu; narrowed by PYTEST_ARGS, test-cpu alone
 
-test-fast: venv ## unit, contract and style tests without those marked slow: under 3 minutes on 2 cores
+test-fast: venv ## unit, contract and style tests without those marked slow: about 4 minutes on 2 cores
 	@$(BIN)/python -m pytest tests/unit tests/contract tests/style -m "not slow" $(PYTEST_ARGS)
 
 fuzz: venv ## random configurations, overrides, data files and model directories: 10,000 cases each (FUZZ_EXAMPLES=...)
