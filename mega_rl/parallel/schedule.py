@@ -9,23 +9,31 @@ from mega_rl.errors import InputError
 
 
 def balance(
-    lengths: Sequence[int], num_data_parallel: int, max_tokens: int, multiple: int = 1
+    lengths: Sequence[int],
+    num_data_parallel: int,
+    max_tokens: int,
+    multiple: int = 1,
+    attention_slope: float = 0.0,
 ) -> list[list[list[int]]]:
     """Sequences into micro-batches, so that data-parallel ranks work equally long and equally often.
 
-    ``result[rank][k]`` lists the indices into ``lengths`` of the rank's k-th micro-batch, ascending. Always:
+    A sequence of n tokens costs ``n * (1 + attention_slope * n)``: its tokens pass every weight, and attend to each
+    other. ``result[rank][k]`` lists the indices into ``lengths`` of the rank's k-th micro-batch, ascending. Always:
       - each index stands exactly once, and no micro-batch holds more than ``max_tokens``;
       - all ranks have the same number of micro-batches, at least 1: a collective in a forward pass finds its partners;
-      - no micro-batch is empty unless there are fewer sequences than micro-batches; then some are the list ``[]``;
-      - the tokens of two ranks differ by at most the longest sequence;
+      - no micro-batch is empty unless its rank has fewer sequences than micro-batches; then some are the list ``[]``;
+      - the costs of two ranks differ by at most that of the longest sequence;
+      - a rank's micro-batches stand in descending order of tokens, so that those of one round are alike;
       - the number of micro-batches of a rank is a multiple of ``multiple``.
-    It is the fewest for which the longest-first rule (Graham 1969, LPT) finds room.
+    Both the ranks and their micro-batches are filled by the longest-first rule (Graham 1969, LPT). The number of
+    micro-batches is found by bisection, O(n log^2 n) in all: with one round fewer the rule does not find room.
 
     Args:
         lengths: tokens of each sequence, all > 0; may be empty.
         num_data_parallel: ranks to share the work.
         max_tokens: tokens that fit into one micro-batch.
         multiple: an interleaved pipeline takes as many micro-batches as it has stages, or a multiple.
+        attention_slope: 1 / the length at which attention costs as much as everything else (`models.flops`).
 
     Raises:
         InputError: a single sequence is longer than ``max_tokens``.
@@ -39,12 +47,18 @@ def balance(
             f"trainer.max_tokens_per_microbatch = {max_tokens} is less than one sequence of {max(lengths)} tokens; "
             "raise it, or lower data.max_prompt_length or data.max_response_length."
         )
-    rounds = max(1, -(-sum(lengths) // (num_data_parallel * max_tokens * multiple)))
-    while True:  # ends at the latest when every sequence has a micro-batch to itself
-        bins = _longest_first(lengths, num_data_parallel * rounds * multiple)
-        loads = [sum(lengths[i] for i in indices) for indices in bins]
-        if max(loads) <= max_tokens:
-            return _deal(bins, loads, num_data_parallel)
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    costs = [length * (1.0 + attention_slope * length) for length in lengths]
+    shares = _longest_first(order, costs, num_data_parallel)
+    rounds = 1
+    for share in shares:
+        if _packed(share, lengths, rounds * multiple, max_tokens) is None:
+            rounds = _fewest_rounds(share, lengths, rounds, multiple, max_tokens)
+    while True:  # the rule may find room in fewer micro-batches and not in more: ends at one sequence in each
+        found = [_packed(share, lengths, rounds * multiple, max_tokens) for share in shares]
+        packed = [bins for bins in found if bins is not None]
+        if len(packed) == len(shares):
+            return packed
         rounds += 1
 
 
@@ -56,28 +70,36 @@ def split_even(num_items: int, num_parts: int) -> list[range]:
     return [range(start, stop) for start, stop in zip(starts, starts[1:], strict=False)]
 
 
-def _longest_first(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
-    """Each sequence, longest first, into the least loaded bin; ties go to the lower index."""
+def _fewest_rounds(share: list[int], lengths: Sequence[int], full: int, multiple: int, max_tokens: int) -> int:
+    """Rounds of ``multiple`` micro-batches that hold the share, where ``full`` rounds do not and one fewer neither."""
+    tokens = sum(lengths[i] for i in share)
+    num_large = sum(2 * lengths[i] > max_tokens for i in share)  # no two of them share a micro-batch
+    enough = -(-max(num_large, 2 * tokens // max_tokens + 1) // multiple)  # the least loaded always has room, then
+    full = max(full, -(-max(num_large, -(-tokens // max_tokens)) // multiple) - 1)
+    while enough - full > 1:
+        middle = (full + enough) // 2
+        if _packed(share, lengths, middle * multiple, max_tokens) is None:
+            full = middle
+        else:
+            enough = middle
+    return enough
+
+
+def _longest_first(order: Sequence[int], costs: Sequence[float], num_bins: int) -> list[list[int]]:
+    """Each index of ``order``, costliest first, into the bin that costs least so far; ties go to the lower bin."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
-    heap = [(0, b) for b in range(num_bins)]
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    heap = [(0.0, b) for b in range(num_bins)]
+    for index in order:
         load, b = heap[0]
         bins[b].append(index)
-        heapq.heapreplace(heap, (load + lengths[index], b))
-    return [sorted(indices) for indices in bins]
+        heapq.heapreplace(heap, (load + costs[index], b))
+    return bins
 
 
-def _deal(bins: list[list[int]], loads: list[int], num_ranks: int) -> list[list[list[int]]]:
-    """Bins to ranks in rounds of similar load; in each round the rank with least so far takes the fullest bin.
-
-    Pairing the least loaded rank with the fullest bin never lets two ranks drift apart by more than two bins differ.
-    """
-    order = sorted(range(len(bins)), key=lambda b: (-loads[b], b))
-    dealt: list[list[list[int]]] = [[] for _ in range(num_ranks)]
-    totals = [0] * num_ranks
-    for start in range(0, len(order), num_ranks):
-        ranks = sorted(range(num_ranks), key=lambda r: (totals[r], r))
-        for rank, b in zip(ranks, order[start : start + num_ranks], strict=True):
-            dealt[rank].append(bins[b])
-            totals[rank] += loads[b]
-    return dealt
+def _packed(share: Sequence[int], lengths: Sequence[int], num_bins: int, max_tokens: int) -> list[list[int]] | None:
+    """One rank's micro-batches, fullest first, each with its indices ascending; None if one would be too full."""
+    bins = _longest_first(share, lengths, num_bins)
+    loads = [sum(lengths[i] for i in indices) for indices in bins]
+    if max(loads) > max_tokens:
+        return None
+    return [sorted(bins[b]) for b in sorted(range(num_bins), key=lambda b: (-loads[b], b))]

@@ -26,6 +26,7 @@ class BatchShare:
     max_tokens: int  # of a micro-batch
     pad_multiple: int  # the number of tokens of a micro-batch is padded to a multiple of it
     pad_token_id: int
+    attention_slope: float = 0.0  # see `models.flops`; 0: a sequence costs what its tokens cost
 
     @property
     def is_counted(self) -> bool:
@@ -43,7 +44,7 @@ def pack_for_rank(share: BatchShare, sequences: list[Sequence]) -> list[Microbat
     layout = share.layout
     # An interleaved pipeline goes round in groups of as many micro-batches as it has stages.
     group = layout.pipeline if layout.num_chunks > 1 else 1
-    plan = balance(lengths, layout.data, share.max_tokens, multiple=group)
+    plan = balance(lengths, layout.data, share.max_tokens, group, share.attention_slope)
     own = plan[layout.coordinates(share.rank).data]
     return [pack(sequences, indices, share.pad_multiple, share.pad_token_id) for indices in own]
 

@@ -23,6 +23,7 @@ from mega_rl.megatron import checkpoint
 from mega_rl.megatron.checkpoint import CheckpointWriter
 from mega_rl.megatron.optimizer import check_supported
 from mega_rl.megatron.policy import initialize_groups
+from mega_rl.models.flops import attention_slope
 from mega_rl.models.shape import ModelShape
 from mega_rl.observe.observer import Observer
 from mega_rl.observe.timers import Timers
@@ -63,6 +64,7 @@ class Session:
             max_tokens=config.trainer.max_tokens_per_microbatch,
             pad_multiple=self.layout.tensor if config.parallel.sequence else 1,
             pad_token_id=int(self.tokenizer.pad_token_id or 0),
+            attention_slope=attention_slope(self.shape),
         )
 
     @property

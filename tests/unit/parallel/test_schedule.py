@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,20 +14,51 @@ from mega_rl.parallel.schedule import balance, split_even
 MAX_TOKENS = 64
 
 
-@given(st.lists(st.integers(1, MAX_TOKENS), max_size=50), st.integers(1, 6))
+def costs_of(schedule: list[list[list[int]]], lengths: list[int], slope: float) -> list[float]:
+    return [sum(lengths[i] * (1 + slope * lengths[i]) for m in rank for i in m) for rank in schedule]
+
+
+@given(st.lists(st.integers(1, MAX_TOKENS), max_size=50), st.integers(1, 6), st.sampled_from((0.0, 0.05)))
 @settings(max_examples=300, deadline=None)
-def test_every_schedule_keeps_the_promises(lengths: list[int], num_ranks: int) -> None:
-    schedule = balance(lengths, num_ranks, MAX_TOKENS)
+def test_every_schedule_keeps_the_promises(lengths: list[int], num_ranks: int, slope: float) -> None:
+    schedule = balance(lengths, num_ranks, MAX_TOKENS, attention_slope=slope)
     microbatches = [microbatch for rank in schedule for microbatch in rank]
     assert sorted(index for microbatch in microbatches for index in microbatch) == list(range(len(lengths)))
     assert len(schedule) == num_ranks
     assert len({len(rank) for rank in schedule}) == 1 and len(schedule[0]) >= 1
-    assert all(sum(lengths[i] for i in microbatch) <= MAX_TOKENS for microbatch in microbatches)
-    num_empty = sum(not microbatch for microbatch in microbatches)
-    assert num_empty == max(0, len(microbatches) - len(lengths))
-    totals = [sum(lengths[i] for microbatch in rank for i in microbatch) for rank in schedule]
-    assert max(totals) - min(totals) <= max(lengths, default=0)
-    assert balance(list(lengths), num_ranks, MAX_TOKENS) == schedule
+    assert all(microbatch == sorted(microbatch) for microbatch in microbatches)
+    for rank in schedule:
+        loads = [sum(lengths[i] for i in microbatch) for microbatch in rank]
+        assert loads == sorted(loads, reverse=True) and loads[0] <= MAX_TOKENS
+        assert loads.count(0) == max(0, len(rank) - sum(len(microbatch) for microbatch in rank))
+    costs = costs_of(schedule, lengths, slope)
+    longest = max(lengths, default=0)
+    assert max(costs) - min(costs) <= longest * (1 + slope * longest) + 1e-6
+    assert balance(list(lengths), num_ranks, MAX_TOKENS, attention_slope=slope) == schedule
+
+
+@pytest.mark.parametrize("shortest", [0.02, 0.45, 0.52])
+def test_a_large_batch_is_within_one_percent_of_the_bounds(shortest: float) -> None:
+    """8,192 sequences, most of them too long to share a micro-batch; the old rule tried one round after another."""
+    generator = random.Random(0)
+    cap, num_ranks, slope = 16384, 8, 1 / 65536
+    lengths = [int(cap * generator.uniform(shortest, 1.0)) for _ in range(8192)]
+    schedule = balance(lengths, num_ranks, cap, attention_slope=slope)
+    costs = costs_of(schedule, lengths, slope)
+    assert max(costs) <= 1.01 * sum(costs) / num_ranks
+    fewest = max(sum(2 * length > cap for length in lengths), sum(lengths) / cap)
+    assert len(schedule[0]) * num_ranks <= 1.01 * fewest + num_ranks
+
+
+def test_a_rank_with_a_long_sequence_gets_fewer_tokens() -> None:
+    """At this slope the long one, 50 of 250 tokens, costs 300 of 700."""
+    lengths = [50] + [10] * 20
+    schedule = balance(lengths, 2, 64, attention_slope=0.1)
+    with_long = next(rank for rank in schedule if any(0 in microbatch for microbatch in rank))
+    tokens = sum(lengths[i] for microbatch in with_long for i in microbatch)
+    assert tokens < sum(lengths) / 2
+    costs = costs_of(schedule, lengths, 0.1)
+    assert max(costs) - min(costs) <= 20
 
 
 def test_even_work_is_shared_evenly_in_the_fewest_microbatches() -> None:
@@ -42,10 +75,6 @@ def test_one_long_sequence_does_not_make_its_rank_the_slow_one() -> None:
 
 def test_long_sequences_are_placed_first_so_that_short_ones_fill_the_gaps() -> None:
     assert balance([20, 20, 20, 60], num_data_parallel=2, max_tokens=60) == [[[3]], [[0, 1, 2]]]
-
-
-def test_the_rank_with_least_work_takes_the_fullest_microbatch() -> None:
-    assert balance([10, 6, 5, 1], num_data_parallel=2, max_tokens=10) == [[[0], [3]], [[1], [2]]]
 
 
 def test_fewer_sequences_than_ranks_leaves_explicit_empty_microbatches() -> None:
