@@ -74,6 +74,11 @@ def algorithm_problems(config: RunConfig, is_good: Callable[..., bool]) -> Itera
             f"rollout.n is {rollout.n}: set it to at least 2, since algorithm.advantage {algorithm.advantage!r} "
             "compares the samples of one prompt, or set algorithm.advantage to reinforce_pp"
         )
+    if algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1" and algorithm.kl_coefficient != 0:
+        yield (
+            "algorithm.kl_estimator is 'k1', which with algorithm.kl_in 'loss' regularises nothing, as its gradient is "
+            "0 in the mean: set it to k2, whose gradient is that of the KL, or algorithm.kl_in to reward"
+        )
     if not is_good("algorithm.objective", "algorithm.clip_ratio_low", "algorithm.loss_reduction"):
         return
     objective = algorithm.objective

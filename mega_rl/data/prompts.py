@@ -13,6 +13,7 @@ from mega_rl.data.rows import Row, read_rows
 from mega_rl.data.stream import Stream, fingerprint
 from mega_rl.data.tokenizer import MAX_TOKEN_CHARACTERS, num_characters, render_prompt
 from mega_rl.errors import InputError, shown
+from mega_rl.parallel.collectives import gather_objects, together, work_shared
 from mega_rl.types import Prompt
 
 WANTED = "`prompt` with `reward_model.ground_truth` or `answer`"
@@ -43,51 +44,61 @@ class PromptDataset:
         key: str = "data.train_files",
         max_samples: int | None = None,
     ) -> PromptDataset:
-        """Reads, renders and filters.
+        """Reads, renders and filters. Collective: every rank reads all rows and tokenises an even share of them.
 
         Args:
             key: the configuration field that lists ``files``, for messages.
             max_samples: take the first rows only, before filtering; ``data.max_val_samples`` for validation.
 
         Raises:
-            InputError: unreadable files, rows without the needed fields, overlong prompts if they are not
-                filtered, or nothing left.
+            InputError: on every rank, for unreadable files, files that differ between ranks, rows without the needed
+                fields, overlong prompts if they are not filtered, or nothing left.
         """
-        prompts: list[Prompt] = []
-        num_dropped = 0
-        for index, row in enumerate(read_rows(files, key)[:max_samples]):
-            length = num_characters(row.get("prompt"))
-            if length > data.max_prompt_length * MAX_TOKEN_CHARACTERS:  # tokenising it could take hours
-                if not data.filter_overlong_prompts:
-                    raise InputError(
-                        f"{row.where} has a prompt of {length} characters, which are more than "
-                        f"data.max_prompt_length {data.max_prompt_length} tokens; shorten it or set "
-                        "data.filter_overlong_prompts"
-                    )
-                num_dropped += 1
-                continue
-            prompt = _prompt(index, row, tokenizer, data)
-            if len(prompt.token_ids) <= data.max_prompt_length:
-                prompts.append(prompt)
-            elif data.filter_overlong_prompts:
-                num_dropped += 1
-            else:
-                raise InputError(
-                    f"{row.where} has a prompt of {len(prompt.token_ids)} tokens but data.max_prompt_length is "
-                    f"{data.max_prompt_length}; raise it or set data.filter_overlong_prompts"
-                )
+        with together(f"reading {key}"):
+            rows = read_rows(files, key)[:max_samples]
+        counts = gather_objects(len(rows))
+        if len(set(counts)) > 1:
+            other = next(rank for rank, count in enumerate(counts) if count != counts[0])
+            raise InputError(
+                f"{key} has {counts[0]} rows on rank 0 and {counts[other]} on rank {other}: give every node the same "
+                "files"
+            )
+        found = work_shared(range(len(rows)), lambda index: _fitting_prompt(index, rows[index], tokenizer, data))
+        prompts = [prompt for prompt in found if prompt is not None]
         if not prompts:
             raise InputError(
-                f"{key}: all {num_dropped} prompts are longer than data.max_prompt_length "
+                f"{key}: all {len(found)} prompts are longer than data.max_prompt_length "
                 f"({data.max_prompt_length} tokens); raise it"
             )
-        return cls(prompts, num_dropped)
+        return cls(prompts, num_dropped=len(found) - len(prompts))
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     def __getitem__(self, position: int) -> Prompt:
         return self.prompts[position]
+
+
+def _fitting_prompt(index: int, row: Row, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Prompt | None:
+    """The prompt of a row; None if it is overlong and such are to be left out."""
+    limit, where = data.max_prompt_length, row.where
+    length = num_characters(row.get("prompt"))
+    if length > limit * MAX_TOKEN_CHARACTERS:  # tokenising it could take hours
+        problem = (
+            f"{where} has a prompt of {length} characters, which are more than data.max_prompt_length {limit} tokens; "
+            "shorten it or set data.filter_overlong_prompts"
+        )
+    else:
+        prompt = _prompt(index, row, tokenizer, data)
+        if len(prompt.token_ids) <= limit:
+            return prompt
+        problem = (
+            f"{where} has a prompt of {len(prompt.token_ids)} tokens but data.max_prompt_length is {limit}; raise it "
+            "or set data.filter_overlong_prompts"
+        )
+    if not data.filter_overlong_prompts:
+        raise InputError(problem)
+    return None
 
 
 def _prompt(index: int, row: Row, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Prompt:

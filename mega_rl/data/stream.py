@@ -79,6 +79,11 @@ class Stream(Generic[Item]):
         """The epoch of the batch taken last."""
         return self._epoch
 
+    @property
+    def epochs(self) -> float:
+        """How often the data set was drawn, in epochs; what an epoch leaves over counts when the next one begins."""
+        return self._epoch + self._position / len(self.dataset)
+
     def next_batch(self) -> list[Item]:
         if self._position + self.batch_size > len(self.dataset):
             self._move_to(self._epoch + 1, 0)

@@ -8,7 +8,6 @@ on weights that are no longer the model's.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -23,12 +22,45 @@ from mega_rl.megatron.optimizer import chained
 PARTS = ("weights", "gradients", "optimizer")
 
 
+SMALLEST_PIECE = 1 << 20  # bytes of pinned memory
+ALIGNMENT = 512  # bytes; where the copy of a storage begins
+
+
+class HostMemory:
+    """Pinned bytes in one address range as far as its user sees.
+
+    torch takes pinned memory in powers of two, whatever is asked for: up to twice the bytes. So the range is made of
+    pieces that are powers of two, as many as the binary digits of its length say; less than ``SMALLEST_PIECE`` is lost.
+    """
+
+    def __init__(self, num_bytes: int, is_pinned: bool) -> None:
+        self.num_bytes = num_bytes
+        self._pieces: list[tuple[int, Tensor]] = []  # where each begins
+        start = 0
+        for size in piece_sizes(num_bytes) if is_pinned else [num_bytes]:
+            self._pieces.append((start, torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)))
+            start += size
+
+    def parts(self, start: int, num_bytes: int) -> Iterator[tuple[slice, Tensor]]:
+        """The bytes from ``start`` on, in order: where each part stands in what is copied, and its memory."""
+        for first, piece in self._pieces:
+            begin, end = max(start, first), min(start + num_bytes, first + piece.numel())
+            if begin < end:
+                yield slice(begin - start, end - start), piece[begin - first : end - first]
+
+
+def piece_sizes(num_bytes: int) -> list[int]:
+    """Powers of two, descending, that add up to ``num_bytes`` rounded up to a multiple of ``SMALLEST_PIECE``."""
+    rounded = -(-num_bytes // SMALLEST_PIECE) * SMALLEST_PIECE
+    return [1 << bit for bit in reversed(range(rounded.bit_length())) if rounded >> bit & 1]
+
+
 class HostStorages:
     """The storages under some tensors, moved between device and host."""
 
     def __init__(self) -> None:
-        self._away: list[tuple[torch.UntypedStorage, Tensor]] = []
-        self._spare: dict[int, list[Tensor]] = defaultdict(list)  # bytes -> pinned memory, which takes long to get
+        self._away: list[tuple[torch.UntypedStorage, int, int]] = []  # storage, its place on the host, its bytes
+        self._memory = HostMemory(0, is_pinned=False)  # kept: pinned memory takes long to get
 
     @property
     def is_away(self) -> bool:
@@ -38,26 +70,28 @@ class HostStorages:
         """Copy the storages under the tensors to the host and empty them."""
         assert not self._away, "these storages are on the host already"
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
-        self._away = [(storage, self._host_copy(storage)) for storage in storages.values() if storage.nbytes()]
+        end = 0
+        for storage in storages.values():
+            if storage.nbytes():
+                self._away.append((storage, end, storage.nbytes()))
+                end += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
+        if end > self._memory.num_bytes:
+            self._memory = HostMemory(end, is_pinned=platform.current().has_own_memory)
+        for storage, start, num_bytes in self._away:
+            for place, memory in self._memory.parts(start, num_bytes):
+                memory.copy_(_bytes_of(storage)[place], non_blocking=True)
         platform.current().synchronize()
-        for storage, _ in self._away:
+        for storage, _, _ in self._away:
             storage.resize_(0)
 
     def to_device(self) -> None:
         """Fill the storages again; does nothing if they are on the device."""
-        for storage, copy in self._away:
-            storage.resize_(copy.numel())
-            _bytes_of(storage).copy_(copy, non_blocking=True)
+        for storage, start, num_bytes in self._away:
+            storage.resize_(num_bytes)
+            for place, memory in self._memory.parts(start, num_bytes):
+                _bytes_of(storage)[place].copy_(memory, non_blocking=True)
         platform.current().synchronize()
-        for _, copy in self._away:
-            self._spare[copy.numel()].append(copy)
         self._away = []
-
-    def _host_copy(self, storage: torch.UntypedStorage) -> Tensor:
-        spare = self._spare[storage.nbytes()]
-        pinned = platform.current().has_own_memory
-        copy = spare.pop() if spare else torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
-        return copy.copy_(_bytes_of(storage), non_blocking=True)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

@@ -14,8 +14,8 @@ def matmul_weights(shape: ModelShape) -> int:
 def attention_slope(shape: ModelShape) -> float:
     """1 / the number of tokens of a sequence at which causal attention costs as much as all matrix products.
 
-    A token's matrix products take 2 FLOPs a weight. Its attention at length n takes, with n / 2 keys on average, 2 FLOPs
-    a key and column of the queries, and as many a key and column of the values.
+    A token's matrix products take 2 FLOPs a weight. Its attention, to n / 2 keys on average in a sequence of n tokens,
+    takes 2 FLOPs for each key and column of the queries, and 2 for each key and column of the values.
     """
     query_columns = shape.num_heads * (shape.latent.key_dim if shape.latent else shape.head_dim)
     return shape.num_layers * (query_columns + shape.attention_size) / (2 * matmul_weights(shape))

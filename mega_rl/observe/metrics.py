@@ -110,7 +110,7 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("memory/peak_device_gib", "GiB", "device memory of the largest rank, in the run so far", "max"),
     MetricSpec("memory/peak_host_gib/*", "GiB", "the same within one phase of the step", "max"),
     MetricSpec("memory/peak_device_gib/*", "GiB", "the same within one phase of the step", "max"),
-    MetricSpec("data/epoch", "epochs", "passes over the training data so far, fractional", "last"),
+    MetricSpec("data/epoch", "epochs", "passes over the training data that were drawn so far, fractional", "last"),
     MetricSpec("sft/tokens", "tokens", "learnt tokens of the step", "sum"),
     MetricSpec("sft/lr", "1", "learning rate of the step", "last"),
 )

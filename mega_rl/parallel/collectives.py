@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import datetime
+import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from mega_rl.errors import InputError
+from mega_rl.parallel.schedule import split_even
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def join_world(backend: str, timeout_s: float) -> None:
+    """The default group, of all processes that the launcher's variables tell of; a single process needs no launcher.
+
+    gloo would connect every rank with every other one, in each group: 2,046 sockets a process at 1,024 ranks, where
+    many hosts allow 1,024 files. Told to wait, it connects those that talk: neighbours of a ring and of a tree.
+    """
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in {**alone, "TORCH_GLOO_LAZY_INIT": "1"}.items():
+        os.environ.setdefault(name, value)
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -51,3 +69,31 @@ def together(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None
         if report is not None:
             is_input, sentence = report
             raise InputError(sentence) if is_input else RuntimeError(f"{what} failed on rank {rank}: {sentence}")
+
+
+def work_shared(items: Sequence[Item], work: Callable[[Item], Result]) -> list[Result]:
+    """``work`` of every item, in order, on every rank; each rank does an even share of it. Collective.
+
+    Args:
+        items: the same on every rank.
+
+    Raises:
+        InputError: of the first item for which ``work`` raises one, on every rank.
+    """
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    share = split_even(len(items), size)[rank]
+    done: list[Result] = []
+    sentence: str | None = None
+    for index in share:
+        try:
+            done.append(work(items[index]))
+        except InputError as error:
+            sentence = str(error)
+            break
+    results: list[Result] = []
+    for part, problem in gather_objects((done, sentence)):
+        results += part
+        if problem is not None:
+            raise InputError(problem)
+    return results

@@ -236,7 +236,7 @@ def _phase(name: str, items: list[Item]) -> Phase:
 
 
 def _host(config: RunConfig, state: TrainerState, engine: EngineMemory | None, platform: str) -> Iterator[Item]:
-    """What a rank takes of the host's memory, besides its process and its data; pinned blocks may be rounded up."""
+    """What a rank takes of the host's memory, besides its process and its data."""
     memory = config.memory
     if platform != "cpu":
         if "weights" in memory.offload:

@@ -65,7 +65,7 @@ def train(session: Session) -> None:
             done = step + 1
             if progress.is_due(done, config.validation.test_freq, total_steps):
                 metrics |= validator.validate(observer, step=done)
-            metrics |= {"data/epoch": done / prompts.steps_per_epoch, "rollout/weight_version": float(pushed.version)}
+            metrics |= {"data/epoch": prompts.epochs, "rollout/weight_version": float(pushed.version)}
             reached = Progress(done, validator.results, metrics)
             progress.save_if_due(session.checkpoints, save_freq, timers, actor, builder, reached, total_steps)
             metrics |= rollout_metrics.time_metrics(timers.collect(), samples) | memory_metrics(timers)

@@ -42,7 +42,7 @@ def train(session: Session) -> None:
             if held_out and progress.is_due(done, config.validation.test_freq, total_steps):
                 with timers("validate"):
                     metrics["sft/val_loss"] = held_out_loss(session, model, held_out)
-            metrics["data/epoch"] = done / stream.steps_per_epoch
+            metrics["data/epoch"] = stream.epochs
             reached = Progress(done, metrics=metrics)
             progress.save_if_due(session.checkpoints, save_freq, timers, model, stream, reached, total_steps)
             seconds = timers.collect()

@@ -134,6 +134,20 @@ def same_samples_in_any_batch(engine: VLLMEngine) -> None:
     assert [(c.prompt.index, c.sample_index) for c in together] == [(r.prompt.index, r.sample_index) for r in requests]
 
 
+def seeds_of_the_engine(path: Path) -> None:
+    """With ``rollout.seeds=engine`` a batch is the same when it is sampled again, and the trainer's generators stay."""
+    engine = start(path, seeds="engine")
+    requests = make_requests([prompt(i, 4 + i) for i in range(5)], n=3, step=2, seed=1, max_tokens=10, temperature=1.0)
+    before = torch.get_rng_state(), random.getstate()
+    sampled = [answer_of(trajectory) for trajectory in engine.generate(requests)]
+    assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+    assert len(set(sampled)) == len(sampled), "samples repeat"
+    torch.rand(3)
+    assert [answer_of(trajectory) for trajectory in engine.generate(requests)] == sampled
+    others = make_requests([prompt(i, 4 + i) for i in range(5)], n=3, step=3, seed=1, max_tokens=10, temperature=1.0)
+    assert [answer_of(trajectory) for trajectory in engine.generate(others)] != sampled
+
+
 def limits_are_per_request(engine: VLLMEngine) -> None:
     engine._rollout.ignore_eos = True
     requests = [Request(prompt(i, 6), 0, 5, max_tokens=limit) for i, limit in enumerate((1, 7, 3))]
@@ -268,6 +282,7 @@ def single(directory: Path) -> None:
         check(f"{family}_equals_hf", equals_hf, live, model)
         if family == "qwen2":
             check("same_samples_in_any_batch", same_samples_in_any_batch, live)
+            check("seeds_of_the_engine", seeds_of_the_engine, path)
             check("limits_are_per_request", limits_are_per_request, live)
             check("stops", stops, live)
             check("groups_survive_a_dropped_engine", groups_survive_a_dropped_engine, path, live)

@@ -15,6 +15,7 @@ SINGLE = [f"{family}_{name}" for family in FAMILIES for name in (*PER_FAMILY, "r
     "process_is_untouched",
     "groups_survive_a_dropped_engine",
     "same_samples_in_any_batch",
+    "seeds_of_the_engine",
     "limits_are_per_request",
     "stops",
     "bad_input",

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from mega_rl.bridge.files.stored import Place, Stored
-from mega_rl.bridge.files.torch_dist_layout import EMBEDDING_KEY, OUTPUT_KEY, global_shapes, global_slices
+from mega_rl.bridge.files.torch_dist_layout import EMBEDDING_KEY, OUTPUT_KEY, global_shapes, global_slices, names_in
 from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.slices import Box, Slice, carry_over, extents, intersect, whole_box
 from mega_rl.errors import InputError
@@ -70,12 +70,12 @@ def read_torch_dist(directory: Path, shape: ModelShape) -> Stored:
         InputError: a file is missing or truncated, or the weights are not exactly those of the model.
     """
     index = read_index(directory)
-    slices = global_slices(shape)
     tensors = {
         key: entry
         for key, entry in index.state_dict_metadata.items()
         if key.startswith(MODEL_KEYS) and isinstance(entry, TensorStorageMetadata)
     }
+    slices = names_in(tensors, global_slices(shape))
     _check(directory, tensors, slices, shape)
     arrays = _Arrays(directory, index, tensors)
     places: dict[str, list[Place]] = {name: [] for name in hf_tensors(shape)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from mega_rl.bridge.mapping.megatron import megatron_slices, padded_vocab_size
@@ -21,7 +21,8 @@ EMBEDDING_KEY, OUTPUT_KEY = "embedding.word_embeddings.weight", "output_layer.we
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(.+)$")
 _LINEAR = re.compile(r"\.linear_\w+\.weight$")
-# Megatron names the norms before grouped-query attention and before the MLP as TransformerEngine's fused layers do.
+# Megatron names the norms before grouped-query attention and before the MLP as TransformerEngine's fused layers do: its
+# own layers always, TransformerEngine's only where they are fused, which a norm before experts is not.
 _FUSED_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
@@ -41,6 +42,26 @@ def global_slices(shape: ModelShape) -> list[Slice]:
     """Every element of the HF tensors and its place in Megatron's global tensors, each exactly once."""
     slices = megatron_slices(shape, 1, 0, range(shape.num_layers), True, True, shape.vocab_size)
     return [_global(shape, piece) for piece in slices]
+
+
+def names_in(names: Collection[str], slices: Iterable[Slice]) -> list[Slice]:
+    """The slices, with norms by the names that they have among ``names``, those of a checkpoint's tensors."""
+    found = []
+    for piece in slices:
+        other = _other_norm_name(piece.local_name)
+        if other is not None and other in names and piece.local_name not in names:
+            piece = replace(piece, local_name=other)
+        found.append(piece)
+    return found
+
+
+def _other_norm_name(name: str) -> str | None:
+    """A norm of a layer by its own name instead of its name in a fused layer, or the reverse; None: no such norm."""
+    for pair in _FUSED_NORMS.items():
+        for own, other in (pair, pair[::-1]):
+            if name.endswith(f".{own}"):
+                return name.removesuffix(own) + other
+    return None
 
 
 def global_shapes(slices: Iterable[Slice], padded_vocab: int) -> dict[str, tuple[int, ...]]:

@@ -24,7 +24,7 @@ from mega_rl.parallel.collectives import broadcast_object
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.requests import check_length, trajectory_of_output
 from mega_rl.rollout.vllm.cpu_adjustments import cpu_adjustments, plain_weights
-from mega_rl.rollout.vllm.environment import preserved_generators, preserved_process, set_environment
+from mega_rl.rollout.vllm.environment import EngineGenerators, preserved_process, set_environment
 from mega_rl.rollout.vllm.options import engine_arguments
 from mega_rl.rollout.vllm.versions import transposed_weight
 from mega_rl.types import Trajectory
@@ -56,6 +56,7 @@ class VLLMEngine:
         self._is_live = rollout.weight_update != "reload"
         self._max_model_len = max_model_len
         self._device_type = device_type
+        self._generators = EngineGenerators(device_type, is_seeded=rollout.seeds == "engine")
         self._version = 0
         self._under_way: dict[int, Request] = {}  # by number of submission
         self._num_submitted = 0
@@ -79,7 +80,9 @@ class VLLMEngine:
     def submit(self, requests: Sequence[Request]) -> None:
         assert self._loaded is None, "generation inside a weight update"
         self.check(requests)
-        with preserved_generators(self._device_type):
+        if requests and not self._under_way:
+            self._generators.seed(requests[0].seed)
+        with self._generators.in_use():
             for request in requests:
                 self._num_submitted += 1
                 self._under_way[self._num_submitted] = request
@@ -101,7 +104,7 @@ class VLLMEngine:
         """The responses that one step of the engine ends, with their numbers of submission, ascending."""
         if not self._under_way:
             return []
-        with preserved_generators(self._device_type):
+        with self._generators.in_use():
             outputs = self._llm.llm_engine.step()
         finished = {int(output.request_id): output for output in outputs if output.finished}
         return [
@@ -197,7 +200,7 @@ class VLLMEngine:
         return SamplingParams(
             output_kind=RequestOutputKind.FINAL_ONLY,  # else every step would return the whole response so far
             temperature=request.temperature,
-            seed=None if request.greedy else request.seed,
+            seed=None if request.greedy or self._rollout.seeds == "engine" else request.seed,
             max_tokens=request.max_tokens,
             stop=list(self._rollout.stop) or None,
             stop_token_ids=list(self._rollout.stop_token_ids) or None,

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,14 +69,57 @@ def preserved_process(device_type: str) -> Iterator[None]:
 @contextmanager
 def preserved_generators(device_type: str) -> Iterator[None]:
     """Put the global random generators back afterwards: python's, numpy's, torch's on the host and on the device."""
-    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    device = None if device_type == "cpu" else torch.get_device_module(device_type)
-    device_state = None if device is None else device.get_rng_state()
+    before = _generators(device_type)
     try:
         yield
     finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        torch.set_rng_state(torch_state)
-        if device is not None:
-            device.set_rng_state(device_state)
+        _set_generators(device_type, before)
+
+
+class EngineGenerators:
+    """Global random generators of the engine's own, in a process that it shares with the trainer.
+
+    Args:
+        is_seeded: ``seed`` is heard (``rollout.seeds=engine``). Otherwise every request brings its seed, and what the
+            engine finds in the generators does not matter.
+    """
+
+    def __init__(self, device_type: str, is_seeded: bool) -> None:
+        self._device_type, self._is_seeded = device_type, is_seeded
+        self._state: _State | None = None
+
+    def seed(self, seed: int) -> None:
+        """From here on draw what follows from ``seed``, in [0, 2**63)."""
+        if self._is_seeded:
+            with preserved_generators(self._device_type):
+                random.seed(seed)
+                np.random.seed(seed % 2**32)
+                torch.manual_seed(seed)  # of the devices too
+                self._state = _generators(self._device_type)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """The engine draws, and the trainer finds its generators unchanged."""
+        with preserved_generators(self._device_type):
+            if self._state is not None:
+                _set_generators(self._device_type, self._state)
+            yield
+            if self._state is not None:
+                self._state = _generators(self._device_type)
+
+
+_State = tuple[Any, Any, torch.Tensor, torch.Tensor | None]
+
+
+def _generators(device_type: str) -> _State:
+    device = None if device_type == "cpu" else torch.get_device_module(device_type).get_rng_state()
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), device
+
+
+def _set_generators(device_type: str, state: _State) -> None:
+    python_state, numpy_state, torch_state, device_state = state
+    random.setstate(python_state)
+    np.random.set_state(numpy_state)
+    torch.set_rng_state(torch_state)
+    if device_state is not None:
+        torch.get_device_module(device_type).set_rng_state(device_state)

@@ -134,7 +134,7 @@ def engine_arguments(
         "dtype": rollout.dtype or dtype,
         "max_model_len": max_model_len,
         "tensor_parallel_size": rollout.tensor_parallel_size,
-        "seed": 0,  # every request brings its own
+        "seed": 0,  # every request brings its own, or the first of a batch seeds the engine's generators
         "logprobs_mode": "processed_logprobs",  # after the temperature: the distribution that is really sampled from
         "worker_extension_cls": WORKER_EXTENSION,
     }

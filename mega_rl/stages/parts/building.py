@@ -43,10 +43,10 @@ from mega_rl.types import DTYPES
 
 def prompt_stream(session: Session) -> PromptStream:
     data = session.config.data
-    with together("reading the prompts"):
-        dataset = PromptDataset.from_files(data.train_files, session.tokenizer, data)
-        if dataset.num_dropped:
-            session.say(f"data: {dataset.num_dropped} prompts longer than {data.max_prompt_length} tokens left out")
+    dataset = PromptDataset.from_files(data.train_files, session.tokenizer, data)
+    if dataset.num_dropped:
+        session.say(f"data: {dataset.num_dropped} prompts longer than {data.max_prompt_length} tokens left out")
+    with together("making batches of the prompts"):
         return Stream(dataset, data.train_batch_size, data.shuffle, data.seed)
 
 
@@ -54,10 +54,9 @@ def validation_prompts(session: Session) -> PromptDataset | None:
     data = session.config.data
     if not data.val_files or session.config.rollout.replay is not None:
         return None
-    with together("reading the validation prompts"):
-        return PromptDataset.from_files(
-            data.val_files, session.tokenizer, data, key="data.val_files", max_samples=data.max_val_samples
-        )
+    return PromptDataset.from_files(
+        data.val_files, session.tokenizer, data, key="data.val_files", max_samples=data.max_val_samples
+    )
 
 
 def total_steps(config: RunConfig, steps_per_epoch: int) -> int:

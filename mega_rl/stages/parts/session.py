@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +26,7 @@ from mega_rl.models.flops import attention_slope
 from mega_rl.models.shape import ModelShape
 from mega_rl.observe.observer import Observer
 from mega_rl.observe.timers import Timers
-from mega_rl.parallel.collectives import broadcast_object, together
+from mega_rl.parallel.collectives import broadcast_object, join_world, together
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
 from mega_rl.stages.parts.batches import BatchShare
 from mega_rl.stages.parts.output import CHECKPOINTS, OutputLock, take_output, writing_to
@@ -120,10 +119,7 @@ def open_session(config: RunConfig) -> Iterator[Session]:
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         torch.set_num_threads(config.platform.num_threads or max(1, len(os.sched_getaffinity(0)) // ranks_here))
     device = here.set_device(local_rank)
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
-        os.environ.setdefault(name, value)  # started without torchrun: one process
-    timeout = datetime.timedelta(seconds=config.trainer.collective_timeout_s)
-    dist.init_process_group(here.backend, timeout=timeout)
+    join_world(here.backend, config.trainer.collective_timeout_s)
     with together("opening the session"):
         shape = check_model(config, dist.get_world_size())
         layout = ParallelLayout.of(config.parallel, dist.get_world_size())

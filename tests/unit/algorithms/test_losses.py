@@ -171,3 +171,17 @@ def test_weights_outside_the_bounds_are_masked() -> None:
     assert outside.tolist() == [True, False, False, True, True]
     assert masked_weights(log_weights, 0.0, 2.0)[0].tolist() == pytest.approx([0.0, 0.5, 1.9, 0.4, 1e-3])
     assert masked_weights(torch.tensor([900.0, -900.0]), 0.0, 2.0)[0].tolist() == [0.0, 0.0]
+
+
+def test_the_mean_gradient_of_k1_is_nothing_and_that_of_k2_the_kls() -> None:
+    logits = torch.tensor([0.3, -1.0, 0.7, 0.1], dtype=torch.float64, requires_grad=True)
+    reference = torch.log_softmax(torch.tensor([1.0, 0.2, -0.5, 0.0], dtype=torch.float64), 0)
+    logprobs = torch.log_softmax(logits, 0)
+    probabilities = logprobs.exp()
+    gradients = {}
+    for name in ("k1", "k2"):
+        mean = (probabilities.detach() * KL_ESTIMATORS[name](logprobs, reference)).sum()
+        (gradients[name],) = torch.autograd.grad(mean, logits, retain_graph=True)
+    (exact,) = torch.autograd.grad((probabilities * (logprobs - reference)).sum(), logits)
+    assert gradients["k1"].abs().max() < 1e-15 and exact.abs().max() > 0.1
+    torch.testing.assert_close(gradients["k2"], exact)

@@ -61,3 +61,15 @@ def test_a_group_baseline_needs_a_group(advantage: str) -> None:
     assert line.startswith("rollout.n is 1") and advantage in line
     config.algorithm.advantage = "reinforce_pp"
     assert found(config) == []
+
+
+def test_k1_in_the_loss_is_refused_and_k1_in_the_reward_is_not() -> None:
+    config = RunConfig()
+    config.algorithm.kl_estimator = "k1"
+    (line,) = found(config)
+    assert line.startswith("algorithm.kl_estimator is 'k1'") and "k2" in line
+    for key, value in (("kl_in", "reward"), ("kl_coefficient", 0.0), ("kl_estimator", "k2")):
+        changed = RunConfig()
+        changed.algorithm.kl_estimator = "k1"
+        setattr(changed.algorithm, key, value)
+        assert found(changed) == []

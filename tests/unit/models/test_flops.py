@@ -30,7 +30,7 @@ def test_weights_that_multiply_a_token_are_those_of_the_model(name: str) -> None
 
 @pytest.mark.parametrize("name", ["qwen3", "deepseek_v3_whole_queries"])
 def test_attention_costs_as_much_as_the_products_at_the_length_that_the_slope_says(name: str) -> None:
-    """What grows with the square of the length, by torch's count; it counts all keys of a query, twice the causal half."""
+    """What grows with the square of the length, by torch's count, which has all keys and not the causal half."""
     shape = parse_config(families.CONTRACT.config(name), name)
     model = families.CONTRACT.new_model(name, attn_implementation="eager")
 

@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -110,6 +111,32 @@ def test_there_and_back_is_the_same_model(tool: ModuleType, models: Path, tmp_pa
     assert all(c["tensors"] == certificates[0]["tensors"] and c["round_trip"] == "bit-exact" for c in certificates)
     assert certificates[0]["logits"] == {"compared": False, "reason": "--no-logits"}
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+
+
+def test_norms_before_experts_by_the_names_of_transformer_engine(tool: ModuleType, tmp_path: Path) -> None:
+    """Its layers with experts keep that norm apart; Megatron's own layers give it the name of a fused one."""
+    families.make("qwen3_moe").save_pretrained(tmp_path / "model")
+    there, back, model = tmp_path / "there", tmp_path / "back", ("--model", str(tmp_path / "model"))
+    assert tool.main(["hf-to-megatron", *model, "--out", str(there), "--ep", "2"]) == 0
+    renamed: list[str] = []
+
+    def rename(index: Any) -> None:
+        def named(key: str) -> str:
+            is_sparse = key.endswith(fused) and any(
+                name.startswith(key.removesuffix(fused) + "mlp.router") for name in names
+            )
+            if is_sparse:
+                renamed.append(key)
+            return key.removesuffix(fused) + "pre_mlp_layernorm.weight" if is_sparse else key
+
+        fused, names = "mlp.linear_fc1.layer_norm_weight", list(index.state_dict_metadata)
+        index.state_dict_metadata = {named(key): entry for key, entry in index.state_dict_metadata.items()}
+        index.storage_data = {replace(at, fqn=named(at.fqn)): info for at, info in index.storage_data.items()}
+
+    edit_index(rename)(there)
+    assert renamed
+    assert tool.main(["megatron-to-hf", "--checkpoint", str(there / "megatron"), *model, "--out", str(back)]) == 0
+    assert same(weights(back), weights(tmp_path / "model"))
 
 
 def test_without_the_kernels_copy_the_bytes_are_the_same(
