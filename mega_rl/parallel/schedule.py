@@ -26,7 +26,7 @@ def balance(
       - a rank's micro-batches stand in descending order of tokens, so that those of one round are alike;
       - the number of micro-batches of a rank is a multiple of ``multiple``.
     Both the ranks and their micro-batches are filled by the longest-first rule (Graham 1969, LPT). The number of
-    micro-batches is found by bisection, O(n log^2 n) in all: with one round fewer the rule does not find room.
+    micro-batches is found in growing strides and then by bisection, O(n log^2 n) in all.
 
     Args:
         lengths: tokens of each sequence, all > 0; may be empty.
@@ -52,8 +52,7 @@ def balance(
     shares = _longest_first(order, costs, num_data_parallel)
     rounds = 1
     for share in shares:
-        if _packed(share, lengths, rounds * multiple, max_tokens) is None:
-            rounds = _fewest_rounds(share, lengths, rounds, multiple, max_tokens)
+        rounds = _fewest_rounds(share, lengths, rounds, multiple, max_tokens)
     while True:  # the rule may find room in fewer micro-batches and not in more: ends at one sequence in each
         found = [_packed(share, lengths, rounds * multiple, max_tokens) for share in shares]
         packed = [bins for bins in found if bins is not None]
@@ -70,12 +69,14 @@ def split_even(num_items: int, num_parts: int) -> list[range]:
     return [range(start, stop) for start, stop in zip(starts, starts[1:], strict=False)]
 
 
-def _fewest_rounds(share: list[int], lengths: Sequence[int], full: int, multiple: int, max_tokens: int) -> int:
-    """Rounds of ``multiple`` micro-batches that hold the share, where ``full`` rounds do not and one fewer neither."""
+def _fewest_rounds(share: list[int], lengths: Sequence[int], least: int, multiple: int, max_tokens: int) -> int:
+    """Rounds of ``multiple`` micro-batches, ``least`` or more, in which the rule finds room, and not in one fewer."""
     tokens = sum(lengths[i] for i in share)
     num_large = sum(2 * lengths[i] > max_tokens for i in share)  # no two of them share a micro-batch
-    enough = -(-max(num_large, 2 * tokens // max_tokens + 1) // multiple)  # the least loaded always has room, then
-    full = max(full, -(-max(num_large, -(-tokens // max_tokens)) // multiple) - 1)
+    least = max(least, -(-max(num_large, -(-tokens // max_tokens)) // multiple))
+    full, enough, stride = least - 1, least, 1
+    while _packed(share, lengths, enough * multiple, max_tokens) is None:
+        full, enough, stride = enough, enough + stride, 2 * stride
     while enough - full > 1:
         middle = (full + enough) // 2
         if _packed(share, lengths, middle * multiple, max_tokens) is None:
