@@ -20,12 +20,13 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from mega_rl import platform
 from mega_rl.config import RunConfig, load_config, validate
 from mega_rl.errors import InputError
 from mega_rl.models.shape import ModelShape, read_model_shape
-from mega_rl.planning.advice import Change, advise
+from mega_rl.planning.advice import Change, advise, spend
 from mega_rl.planning.memory_plan import Item, Machine, MemoryPlan, Phase, make_plan, smallest_world
 from mega_rl.planning.steps import RunLength, fullest_microbatches, run_length
 from mega_rl.platform.operators.memory import OPERATOR_MEMORY
@@ -50,7 +51,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example parallel.tensor=4")
-    return parser.parse_args(arguments)
+    return parser.parse_intermixed_args(arguments)  # overrides and options in any order
 
 
 def size_in_bytes(option: str, text: str) -> int:
@@ -173,12 +174,23 @@ def verdict(plan: MemoryPlan) -> str:
 
 
 def advice_table(changes: Sequence[Change]) -> Table:
+    """What makes the plan fit; keys stand in plain text, since rich would take their brackets for its own."""
     table = Table(title="Advice, each on top of the ones before it")
     for column in ("change", "saves GiB", "then lacking", "costs"):
         table.add_column(column, justify="right" if "GiB" in column or "then" in column else "left", overflow="fold")
     for change in changes:
         lacking = "0, it fits" if change.plan.fits else gib(max(0, change.plan.excess_bytes))
-        table.add_row("\n".join(change.keys), gib(change.saved_bytes), lacking, change.cost)
+        table.add_row(Text("\n".join(change.keys)), gib(change.saved_bytes), lacking, change.cost)
+    return table
+
+
+def spending_table(changes: Sequence[Change]) -> Table:
+    table = Table(title="What the memory that is left over could buy, each on top of the ones before it")
+    for column in ("change", "takes GiB", "then to spare", "gives"):
+        table.add_column(column, justify="right" if "GiB" in column or "then" in column else "left", overflow="fold")
+    for change in changes:
+        spare = gib(-change.plan.excess_bytes)
+        table.add_row(Text("\n".join(change.keys)), gib(-change.saved_bytes), spare, change.cost)
     return table
 
 
@@ -211,16 +223,18 @@ def as_json(plan: MemoryPlan, length: RunLength, changes: Sequence[Change]) -> d
         "engine": plan.engine and asdict(plan.engine),
         "sync": plan.sync and asdict(plan.sync),
         "run": asdict(length),
-        "advice": [
-            {
-                "keys": list(change.keys),
-                "cost": change.cost,
-                "saved_bytes": change.saved_bytes,
-                "excess_bytes": change.plan.excess_bytes,
-                "fits": change.plan.fits,
-            }
-            for change in changes
-        ],
+        "advice": [] if plan.fits else [change_as_json(change) for change in changes],
+        "spending": [change_as_json(change) for change in changes] if plan.fits else [],
+    }
+
+
+def change_as_json(change: Change) -> dict[str, Any]:
+    return {
+        "keys": list(change.keys),
+        "cost": change.cost,
+        "saved_bytes": change.saved_bytes,
+        "excess_bytes": change.plan.excess_bytes,
+        "fits": change.plan.fits,
     }
 
 
@@ -238,7 +252,7 @@ def show(plan: MemoryPlan, shape: ModelShape, length: RunLength, changes: Sequen
     for line in [*engine_lines(plan), *host_lines(plan), *run_lines(plan, length)]:
         console.print(line, highlight=False, soft_wrap=True)
     if changes:
-        console.print(advice_table(changes), highlight=False)
+        console.print(spending_table(changes) if plan.fits else advice_table(changes), highlight=False)
     console.print(f"\n{verdict(plan)}", highlight=False, soft_wrap=True)
 
 
@@ -250,7 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machine = machine_of(options, config)
     shape = read_model_shape(config.model.path)
     plan = make_plan(config, shape, machine)
-    changes = [] if plan.fits else advise(plan, shape)
+    changes = spend(plan, shape) if plan.fits else advise(plan, shape)
     length = run_length(config)
     if options.json:
         print(json.dumps(as_json(plan, length, changes), indent=2))

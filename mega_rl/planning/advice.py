@@ -1,7 +1,7 @@
-"""What to change if a plan does not fit, in the order in which it costs least.
+"""What to change if a plan does not fit, in the order in which it costs least, or if it leaves memory over.
 
 Every saving is the difference of two plans. Each change is tried on top of those before it, and kept if the worst
-rank needs less memory with it.
+rank needs less memory with it, or, where memory is spent, if the plan still fits with some to spare.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mega_rl.config import samples
 from mega_rl.config.schema import OffloadPart
 from mega_rl.errors import InputError
 from mega_rl.models.shape import ModelShape
@@ -24,7 +25,8 @@ OFFLOAD: tuple[OffloadPart, ...] = ("gradients", "optimizer", "weights")
 MIN_SEQUENCES = 2  # sequences of the greatest length that an engine should hold
 MIN_RESPONSE = 256  # tokens
 MIN_CHUNK = 256  # tokens
-MAX_DOUBLINGS = 6  # of the number of devices
+MAX_DOUBLINGS = 6  # of the number of devices, or of the tokens of a micro-batch
+HEADROOM = 0.1  # of a device's memory that is left over: as far as peaks of activations were from the plan
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,20 @@ def advise(plan: MemoryPlan, shape: ModelShape) -> list[Change]:
             break
     if reached.fits:
         chosen = _needed(plan, shape, chosen)
+    return _changes(plan, shape, chosen)
+
+
+def spend(plan: MemoryPlan, shape: ModelShape) -> list[Change]:
+    """Changes that make a run faster with memory that its plan leaves over, each on top of the ones before it."""
+    chosen: list[Candidate] = []
+    reached = plan
+    for propose in SPENDING:
+        for candidate in propose(reached):
+            found = _try(reached, shape, candidate)
+            if found is not None and found.fits and -found.excess_bytes >= HEADROOM * found.machine.device_bytes:
+                chosen.append(candidate)
+                reached = found
+                break
     return _changes(plan, shape, chosen)
 
 
@@ -243,3 +259,50 @@ PROPOSALS: tuple[Proposal, ...] = (
     _devices,
     _engine_share,
 )
+
+
+# --- what memory that is left over can buy: the proposals of each function best first -------------------------------
+
+
+def _less_recompute(plan: MemoryPlan) -> Iterator[Candidate]:
+    memory, devices = plan.config.memory, plan.machine.num_devices
+    modules: dict[str, Any] = {"memory.recompute_modules": None} if memory.recompute_modules is not None else {}
+    layers: dict[str, Any] = {"memory.recompute_num_layers": None} if memory.recompute_num_layers is not None else {}
+    if memory.recompute != "none":
+        keys = {"memory.recompute": "none"} | modules | layers
+        yield Candidate(keys, devices, "no forward pass a second time")
+    if memory.recompute == "full":
+        yield Candidate({"memory.recompute": "selective"} | layers, devices, "only the MLPs' passes a second time")
+
+
+def _less_offload(plan: MemoryPlan) -> Iterator[Candidate]:
+    parts = plan.config.memory.offload
+    for kept in range(len(parts)):
+        yield Candidate({"memory.offload": parts[:kept]}, plan.machine.num_devices, "fewer copies at every step")
+
+
+def _more_cache(plan: MemoryPlan) -> Iterator[Candidate]:
+    """A larger share for the engine while it cannot hold all that it is to sample."""
+    engine = plan.engine
+    if engine is None or not engine.has_share or engine.num_sequences >= engine.sequences_per_engine:
+        return
+    share = engine_share(plan.config)
+    for step in range(round((1 - share) / SHARE_STEP) - 1, 0, -1):
+        keys = {"rollout.vllm.gpu_memory_utilization": round(share + step * SHARE_STEP, 2)}
+        yield Candidate(keys, plan.machine.num_devices, "more sequences at a time")
+
+
+def _larger_microbatch(plan: MemoryPlan) -> Iterator[Candidate]:
+    """Up to all tokens of a data-parallel rank's share of a step."""
+    data, config = plan.config.data, plan.config
+    longest = data.max_prompt_length + data.max_response_length
+    sequences = data.train_batch_size * (config.rollout.n if samples(config) else 1)
+    most = longest * math.ceil(sequences / (plan.layout.data * config.algorithm.minibatches_per_step))
+    budget = config.trainer.max_tokens_per_microbatch
+    for doubling in range(MAX_DOUBLINGS, 0, -1):
+        if budget << doubling <= most:
+            keys = {"trainer.max_tokens_per_microbatch": budget << doubling}
+            yield Candidate(keys, plan.machine.num_devices, "larger matrix products, fewer of them")
+
+
+SPENDING: tuple[Proposal, ...] = (_less_recompute, _more_cache, _less_offload, _larger_microbatch)

@@ -52,11 +52,28 @@ def test_pass_and_fail_with_plot_and_json(tmp_path: Path) -> None:
     passed = compare(a, close, "--plot", png, "--json", figures).check()
     assert "1.00%" in passed.stdout and "pass" in passed.stdout and "FAIL" not in passed.stdout
     assert png.read_bytes().startswith(b"\x89PNG")
-    loss, reward, speed = json.loads(figures.read_text())
+    reward, loss, speed = json.loads(figures.read_text())
+    assert (reward["limit"], loss["limit"]) == (0.04, None)
     assert loss["relative_error"] == pytest.approx(0.01) and reward["relative_error"] == pytest.approx(0.02)
     assert speed["steady"] == pytest.approx(0.9) and speed["passed"]
     failed = compare(a, close, far, "--min-throughput", "0.95", "--metric", "actor/loss=0.02")
     assert failed.returncode == 1 and failed.stdout.count("FAIL") == 3 and failed.stdout.count("pass") == 1
+
+
+def test_supervised_runs_are_compared_by_their_loss(tmp_path: Path) -> None:
+    runs = []
+    for factor in (1.0, 1.019, 1.021):
+        runs.append(tmp_path / f"run{factor}")
+        runs[-1].mkdir()
+        rows = [{"step": i, "metrics": {"sft/loss": loss * factor}} for i, loss in enumerate([3.0, 2.0, 1.0], start=1)]
+        (runs[-1] / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    compared = compare(*runs, "--throughput", "")
+    assert compared.returncode == 1 and compared.stdout.count("pass") == 1 and compared.stdout.count("FAIL") == 1
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "metrics.jsonl").write_text('{"step": 1, "metrics": {"time/step_s": 1.0}}\n')
+    refused = compare(other, runs[0])
+    assert refused.returncode == 2 and "neither sft/loss nor reward/mean" in refused.stdout
 
 
 def test_bad_input_is_one_sentence(tmp_path: Path) -> None:

@@ -172,6 +172,28 @@ def test_tables(models: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert output.err.count("\n") == 1
 
 
+def test_a_list_of_parts_to_offload_is_shown_with_its_brackets(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = [f"model.path={models / 'Qwen2.5-7B-Instruct'}", "memory.offload=[]", "--devices", "4"]
+    TOOL.main(["--config", str(CONFIGS / "grpo_gsm8k_qwen2.5_7b.yaml"), *keys, "--device-memory", "32GB"])
+    assert "memory.offload=[gradients" in capsys.readouterr().out
+
+
+def test_memory_that_is_left_over_is_spent(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each change as it is proposed still fits, with a tenth of the device to spare, and is taken as it is shown."""
+    recipe, model, large = "grpo_gsm8k_qwen2.5_7b.yaml", "Qwen2.5-7B-Instruct", ("--device-memory", "141GB")
+    _, figures, _ = plan(capsys, models, recipe, model, 8, *large)
+    keys = [key for change in figures["spending"] for key in change["keys"]]
+    assert "memory.recompute=none" in keys and "memory.offload=[]" in keys
+    assert any(key.startswith("trainer.max_tokens_per_microbatch=") for key in keys)
+    status, after, _ = plan(capsys, models, recipe, model, 8, *large, *keys)
+    assert status == 0 and after["excess_bytes"] == figures["spending"][-1]["excess_bytes"]
+    assert -after["excess_bytes"] >= 0.1 * after["machine"]["device_bytes"]
+    assert TOOL.main(["--config", str(CONFIGS / recipe), f"model.path={models / model}", "--devices", "8", *large]) == 0
+    assert "left over could buy" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
