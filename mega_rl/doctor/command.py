@@ -14,12 +14,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mega_rl.config import RunConfig, load_config, samples
 from mega_rl.doctor.examine import examine, likely_platform, verdict
-from mega_rl.doctor.finding import STATES, Finding, Wanted
+from mega_rl.doctor.finding import STATES, USUAL_ROLES, Finding, Wanted
 from mega_rl.doctor.host import Host, ThisHost
 from mega_rl.doctor.machine import parse_ports
 from mega_rl.errors import InputError
-from mega_rl.platform import VARIABLE, check_name
+from mega_rl.platform import VARIABLE, ProcessRole, check_name, engine_role, trainer_role
 
 SCHEMA = 1  # version of the JSON; it rises when a field changes or goes
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
@@ -28,23 +29,30 @@ COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
 def parse(description: str, arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--platform", default="auto", metavar="NAME", help="auto (what the machine shows), cpu, cuda, npu"
+        "--config", type=Path, metavar="FILE", help="of the run, whose processes and output it asks for"
     )
+    parser.add_argument("--platform", metavar="NAME", help="auto (what the machine shows, the default), cpu, cuda, npu")
     parser.add_argument("--quick", action="store_true", help="no trials: no kernels, collectives and imports")
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="how many nodes the run will have")
-    parser.add_argument("--output-dir", type=Path, default=Path("runs"), metavar="DIR", help="where the run will write")
+    parser.add_argument("--output-dir", type=Path, metavar="DIR", help="where the run will write; default: runs")
     parser.add_argument("--ports", metavar="LIST", help="ports that must be free, for example 29500,60000-60015")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument("--strict", action="store_true", help="a warning counts as a failure")
-    return parser.parse_args(arguments)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes of the configuration")
+    return parser.parse_intermixed_args(arguments)
 
 
 def wanted(options: argparse.Namespace, host: Host) -> Wanted:
     """
     Raises:
-        InputError: an unknown platform, or ports that are none.
+        InputError: an unknown platform, a configuration that cannot be read, or ports that are none.
     """
+    if options.overrides and options.config is None:
+        raise InputError(f"{options.overrides[0]} changes a configuration: name its file with --config")
+    config = None if options.config is None else load_config(options.config, options.overrides)
     name, source = options.platform, "--platform"
+    if name is None:
+        name, source = ("auto", source) if config is None else (config.platform.name, "platform.name")
     if name == "auto" and host.environ.get(VARIABLE):
         name, source = host.environ[VARIABLE], f"the environment variable {VARIABLE}"
     check_name(name, source)
@@ -59,10 +67,20 @@ def wanted(options: argparse.Namespace, host: Host) -> Wanted:
     return Wanted(
         platform=likely_platform(host) if name == "auto" else name,
         num_nodes=options.nodes,
-        output_dir=options.output_dir,
+        output_dir=options.output_dir or Path("runs" if config is None else config.trainer.output_dir),
         ports=ports,
         quick=options.quick,
+        roles=USUAL_ROLES if config is None else roles(config),
     )
+
+
+def roles(config: RunConfig) -> tuple[ProcessRole, ...]:
+    """What the processes of a run are for, the trainer's first."""
+    rollout, is_deterministic = config.rollout if samples(config) else None, config.platform.deterministic
+    found: tuple[ProcessRole, ...] = (trainer_role(rollout, is_deterministic),)
+    if rollout is not None and rollout.placement == "separate" and rollout.replay is None:
+        found += (engine_role(rollout, is_deterministic),)
+    return found
 
 
 def print_table(findings: Iterable[Finding], platform_name: str) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mega_rl.doctor.host import Host
+from mega_rl.platform.base import ProcessRole
 from mega_rl.platform.cpu import CpuPlatform
 from mega_rl.platform.cuda import CudaPlatform
 from mega_rl.platform.npu import NpuPlatform
@@ -46,6 +47,13 @@ def fail(found: str, fix: str) -> Answer:
     return Answer("fail", found, fix)
 
 
+# The processes of stage rl as most recipes have them: trainer and engine in one, or an engine of its own.
+USUAL_ROLES = (
+    ProcessRole(samples=True, engine_sleeps=True, replays_graphs=True),
+    ProcessRole(trains=False, samples=True, replays_graphs=True, may_share_device=True),
+)
+
+
 @dataclass(frozen=True)
 class Wanted:
     """What the machine is to be used for."""
@@ -55,6 +63,7 @@ class Wanted:
     output_dir: Path = field(default_factory=lambda: Path("runs"))
     ports: tuple[int, ...] | None = None  # None: those that a run takes by default
     quick: bool = False  # no trial that starts a process
+    roles: tuple[ProcessRole, ...] = USUAL_ROLES  # of the run's processes, the trainer's first
 
 
 @dataclass(frozen=True)

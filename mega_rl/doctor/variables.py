@@ -10,7 +10,6 @@ from mega_rl import platform
 from mega_rl.doctor.finding import CPU, CUDA, NPU, Answer, Check, Wanted, fail, ok, skip, warn
 from mega_rl.doctor.host import Host
 from mega_rl.errors import InputError
-from mega_rl.platform import ProcessRole
 from mega_rl.platform.ascend import devices as ascend_devices
 
 # CANN's environment-variable reference (collective communication, 8.5 and 9.0) and what torch_npu reads besides.
@@ -80,10 +79,6 @@ def _expandable(value: str) -> bool:
     return re.search(r"expandable_segments\s*:\s*true", value, re.IGNORECASE) is not None
 
 
-# The usual processes of stage rl: trainer and engine in one, and an engine of its own.
-COLOCATED = ProcessRole(samples=True, engine_sleeps=True, replays_graphs=True)
-ENGINE_ALONE = ProcessRole(trains=False, samples=True, replays_graphs=True, may_share_device=True)
-ROLES = (COLOCATED, ENGINE_ALONE)
 NO_SLEEP = "an engine that sleeps on the trainer's devices gives no memory back"
 # (platforms, variable, whether a value is trouble, state, what is wrong, fix)
 Rule = tuple[tuple[str, ...], str, Callable[[str], bool], Callable[[str, str], Answer], str, str]
@@ -154,14 +149,14 @@ def refused(host: Host, wanted: Wanted) -> Iterator[Answer]:
     for name in sorted(set(host.environ) - set(ascend_devices.NOT_MASKS)):  # the check `device mask` speaks of those
         refusals: list[str] = []
         notes: list[str] = []
-        for role in ROLES:
+        for role in wanted.roles:
             try:
                 notes += here.check_environment(role, {name: host.environ[name]})
             except InputError as error:
                 refusals.append(str(error))
         for sentence in (refusals + notes)[:1]:
             found, _, fix = sentence.rpartition(": ")
-            yield fail(found, fix) if len(refusals) == len(ROLES) else warn(found, fix)
+            yield fail(found, fix) if len(refusals) == len(wanted.roles) else warn(found, fix)
 
 
 def values(host: Host, wanted: Wanted) -> Iterator[Answer]:
@@ -186,7 +181,7 @@ def values(host: Host, wanted: Wanted) -> Iterator[Answer]:
 
 def defaults(host: Host, wanted: Wanted) -> Iterator[Answer]:
     """What a run sets by itself is no trouble if it is missing; a user's own value wins, and is worth knowing."""
-    settings = platform.PLATFORMS[wanted.platform].environment(COLOCATED)
+    settings = platform.PLATFORMS[wanted.platform].environment(wanted.roles[0])
     own = [
         f"{setting.variable}={host.environ[setting.variable]} (default {setting.value})"
         for setting in settings

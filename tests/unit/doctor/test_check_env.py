@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mega_rl.doctor.command import main
+from mega_rl.doctor.command import main, parse, wanted
 from mega_rl.doctor.examine import CHECKS, examine, likely_platform, verdict
 from mega_rl.doctor.finding import Answer, Check, Finding, Wanted
 from mega_rl.doctor.host import Disk, Ran, ThisHost
@@ -390,6 +390,24 @@ def test_trouble_is_an_exit_status_and_a_row(capsys: pytest.CaptureFixture[str])
     assert main("", environ, [*quick, "--strict"]) == 1
 
 
+def test_roles_and_paths_come_from_the_configuration(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Expandable segments break an engine that sleeps in the trainer, and nothing else."""
+    recipe = str(REPO / "configs" / "grpo_gsm8k_qwen2.5_7b_8x910b.yaml")
+
+    def state(*more: str) -> str:
+        environ = {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}
+        main("", environ, ["--config", recipe, "--platform", "npu", "--quick", "--json", *more])
+        said = json.loads(capsys.readouterr().out)
+        return next(f["state"] for f in said["findings"] if f["check"] == "values")
+
+    assert state() == "fail"  # of the only process that there is
+    assert state("rollout.placement=separate") == "ok"
+    assert state("rollout.vllm.enable_sleep_mode=false") == "ok"
+    options = parse("", ["--config", recipe, f"trainer.output_dir={tmp_path}", "--nodes", "2", "rollout.n=4"])
+    asked = wanted(options, HEALTHY)
+    assert (asked.output_dir, asked.platform, asked.num_nodes) == (tmp_path, "npu", 2)
+
+
 @pytest.mark.parametrize(
     ("arguments", "environ", "words"),
     [
@@ -397,6 +415,8 @@ def test_trouble_is_an_exit_status_and_a_row(capsys: pytest.CaptureFixture[str])
         ([], {"MEGA_RL_PLATFORM": "gpu"}, "the environment variable MEGA_RL_PLATFORM is 'gpu': choose one of"),
         (["--ports", "all"], {}, "--ports is 'all': write ports"),
         (["--nodes", "0"], {}, "--nodes is 0: write how many"),
+        (["--config", "nowhere.yaml"], {}, "configuration nowhere.yaml"),
+        (["rollout.n=2"], {}, "rollout.n=2 changes a configuration: name its file with --config"),
     ],
 )
 def test_wrong_calls_are_one_sentence(
