@@ -162,7 +162,7 @@ RULES: dict[str, Rule] = {
     "algorithm.dynamic_sampling.oversample": between(1, 1000),
     "algorithm.dynamic_sampling.budget": between(1, MANY),
     "algorithm.dynamic_sampling.metric": nullable(text()),
-    "reward_workers.num_workers": between(1, 1024),
+    "reward_workers.num_workers": nullable(between(1, 1024)),
     "reward_workers.timeout_s": above(0, 7 * 24 * 3600),
     "reward_workers.memory_bytes": between(1 << 26, MAX_MEMORY_BYTES),
     "aqn.sigma_start": above(0, 1000),

@@ -154,9 +154,9 @@ class RewardConfig:
 
 @dataclass
 class RewardWorkersConfig:
-    """The processes, per rank, that rewards run in."""
+    """The processes that rewards run in; all ranks of a node share them."""
 
-    num_workers: int = 2
+    num_workers: int | None = None  # per node; null: two for each of its ranks
     timeout_s: float = 30.0  # for one reward of one sample; when it is over, the sample's reward is unknown
     memory_bytes: int = 4294967296  # data memory that one worker may take
 

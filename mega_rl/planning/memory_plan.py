@@ -24,6 +24,7 @@ from mega_rl.planning.engine import EngineMemory, engine_memory
 from mega_rl.planning.state import TrainerState, stage_buffers, trainer_state
 from mega_rl.planning.steps import fullest_microbatches
 from mega_rl.platform.operators.memory import OPERATOR_MEMORY
+from mega_rl.rewards.scorer import WORKERS_PER_RANK
 from mega_rl.types import DTYPES
 
 # How sure a figure is.
@@ -251,7 +252,9 @@ def _host(config: RunConfig, state: TrainerState, engine: EngineMemory | None, p
         yield Item("checkpoint under way", state.weights + state.optimizer, ESTIMATE)
     if samples(config):
         workers = config.reward_workers
-        yield Item("reward workers, at most", workers.num_workers * workers.memory_bytes, ESTIMATE)
+        # Those of the whole node if their number is given: how many ranks share them is not known here.
+        name = "reward workers, at most" if workers.num_workers is None else "reward workers of the node, at most"
+        yield Item(name, (workers.num_workers or WORKERS_PER_RANK) * workers.memory_bytes, ESTIMATE)
 
 
 def _sync_volume(config: RunConfig, shape: ModelShape, layout: ParallelLayout, platform: str) -> SyncVolume:

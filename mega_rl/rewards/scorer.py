@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from mega_rl.config.schema import RewardConfig, RewardWorkersConfig
 from mega_rl.errors import InputError
-from mega_rl.rewards.pool import PoolError, WorkerPool
+from mega_rl.rewards.dispatch import PoolError
+from mega_rl.rewards.pool import Answers, Pool, WorkerPool, pack
 from mega_rl.rewards.registry import BUILT_IN, part_name
 from mega_rl.rewards.worker import MAX_VALUE, Answer, Sample, Setup
 from mega_rl.types import Score, Trajectory, UnknownReward
+
+WORKERS_PER_RANK = 2  # where `reward_workers.num_workers` says nothing
 
 
 @dataclass(frozen=True)
@@ -21,9 +25,9 @@ class WeightedReward:
 
 
 class Scorer:
-    """Scores trajectories by the weighted sum of rewards that run in worker processes of its own."""
+    """Scores trajectories by the weighted sum of rewards that run in worker processes."""
 
-    def __init__(self, rewards: list[WeightedReward], pool: WorkerPool) -> None:
+    def __init__(self, rewards: list[WeightedReward], pool: Pool) -> None:
         self.rewards = rewards
         self.pool = pool
 
@@ -33,11 +37,24 @@ class Scorer:
         Raises:
             InputError: the workers can no longer load the rewards.
         """
-        try:
-            answers = self.pool.run([_sample(trajectory) for trajectory in trajectories])
-        except PoolError as error:
-            raise InputError(str(error)) from error
+        answers = _answers(self.pool.submit([pack(_sample(trajectory)) for trajectory in trajectories]))
         return [self._score([of_reward[i] for of_reward in answers]) for i in range(len(trajectories))]
+
+    def start(self, trajectory: Trajectory) -> Future[Score]:
+        """Start to score a trajectory; it waits for no other one that was started, but for a free worker.
+
+        The future raises what `score` does.
+        """
+        result: Future[Score] = Future()
+
+        def finish(answered: Future[Answers]) -> None:
+            try:
+                result.set_result(self._score([of_reward[0] for of_reward in _answers(answered)]))
+            except InputError as error:
+                result.set_exception(error)
+
+        self.pool.submit([pack(_sample(trajectory))]).add_done_callback(finish)
+        return result
 
     def _score(self, answers: list[Answer]) -> Score:
         parts: dict[str, float] = {}
@@ -51,7 +68,7 @@ class Scorer:
         return Score(total, parts, unknown)
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers, or this process's connection to them."""
         self.pool.close()
 
 
@@ -62,7 +79,20 @@ def build_scorer(rewards: Sequence[RewardConfig], workers: RewardWorkersConfig |
         InputError: no rewards, an unknown or unimportable one, a callable that does not take the arguments of the
             contract, unknown, missing or impossible options, a weight that is not finite, or the same name twice.
     """
-    workers = workers or RewardWorkersConfig()
+    return Scorer(weighted(rewards), start_workers(rewards, workers or RewardWorkersConfig()))
+
+
+def start_workers(rewards: Sequence[RewardConfig], workers: RewardWorkersConfig, num_ranks: int = 1) -> WorkerPool:
+    """The workers of a node on which so many ranks score; raises InputError as `build_scorer` does."""
+    setup = Setup(tuple((r.name, dict(r.options)) for r in rewards), workers.timeout_s, workers.memory_bytes)
+    try:
+        return WorkerPool(setup, workers.num_workers or WORKERS_PER_RANK * num_ranks)
+    except PoolError as error:
+        raise InputError(str(error)) from error
+
+
+def weighted(rewards: Sequence[RewardConfig]) -> list[WeightedReward]:
+    """Names and weights; raises InputError for none, for impossible weights and for the same name twice."""
     if not rewards:
         raise InputError(f"rewards is empty: list at least one, such as {', '.join(BUILT_IN)}")
     for reward in rewards:
@@ -70,13 +100,16 @@ def build_scorer(rewards: Sequence[RewardConfig], workers: RewardWorkersConfig |
             raise InputError(
                 f"rewards: the weight of {reward.name} is {reward.weight}; give a finite number, up to {MAX_VALUE:g}"
             )
-    weighted = [WeightedReward(part_name(reward.name), reward.weight) for reward in rewards]
-    names = [reward.name for reward in weighted]
+    found = [WeightedReward(part_name(reward.name), reward.weight) for reward in rewards]
+    names = [reward.name for reward in found]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise InputError(f"rewards lists {twice[0]} twice: keep one, or give the functions different names")
-    setup = Setup(tuple((r.name, dict(r.options)) for r in rewards), workers.timeout_s, workers.memory_bytes)
+    return found
+
+
+def _answers(answered: Future[Answers]) -> Answers:
     try:
-        return Scorer(weighted, WorkerPool(setup, workers.num_workers))
+        return answered.result()
     except PoolError as error:
         raise InputError(str(error)) from error
 

@@ -7,7 +7,6 @@ unpickle or run anything. The pool cleans up whatever a reward does to the proce
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import gc
 import json
@@ -20,7 +19,7 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
@@ -65,7 +64,7 @@ class Setup:
 class Call:
     number: int  # comes back with the answer, so that nothing else passes for it
     reward: int  # index in the setup
-    samples: list[Sample]
+    samples: list[bytes]  # a pickled `Sample` each: nobody but the worker unpacks them
 
 
 class Progress:
@@ -112,7 +111,8 @@ def main(channel_fd: int, parent_pid: int, progress_fd: int) -> None:
     while True:
         call: Call = _receive(channel)
         try:
-            answers = answer(rewards[call.reward], call.samples, setup.timeout_s, progress)
+            samples: list[Sample] = [pickle.loads(sample) for sample in call.samples]
+            answers = answer(rewards[call.reward], samples, setup.timeout_s, progress)
             _send(channel, {"number": call.number, "answers": answers})
         except UnfitError as error:
             _send(channel, {"number": call.number, "unfit": error.args})
@@ -122,8 +122,8 @@ def main(channel_fd: int, parent_pid: int, progress_fd: int) -> None:
 def isolate(parent_pid: int) -> None:
     """Die with the parent, adopt what descendants leave behind, and connect standard input and output to nothing.
 
-    The kernel sends the death signal when the *thread* that started this process ends: the pool is used from threads
-    that live as long as it does.
+    The kernel sends the death signal when the *thread* that started this process ends: the pool starts it from a
+    thread that lives as long as it does.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -145,7 +145,7 @@ def answer(reward: BoundReward, samples: list[Sample], timeout_s: float, progres
     if reward.is_batch:
         return _alone(lambda: _answer_batch(reward, samples))
     if reward.is_async:
-        return _alone(lambda: asyncio.run(_answer_together(reward, samples, timeout_s)))
+        return _alone(lambda: _run(_answer_together(reward, samples, timeout_s)))
     answers: list[Answer] = []
     for position, sample in enumerate(samples):
         progress.begin(position)
@@ -166,10 +166,16 @@ def _alone(call: Callable[[], T]) -> T:
     return result
 
 
+def _run(coroutine: Coroutine[Any, Any, T]) -> T:
+    import asyncio  # twice the time that a worker takes to start, and most rewards do without
+
+    return asyncio.run(coroutine)
+
+
 def _answer_batch(reward: BoundReward, samples: list[Sample]) -> list[Answer]:
     def call() -> Any:
         result = reward.function(**reward.arguments(list(samples)))
-        return asyncio.run(result) if reward.is_async else result
+        return _run(result) if reward.is_async else result
 
     failure: Answer | None = None
     values: list[Any] = []
@@ -187,6 +193,8 @@ def _answer_batch(reward: BoundReward, samples: list[Sample]) -> list[Answer]:
 
 
 async def _answer_together(reward: BoundReward, samples: list[Sample], timeout_s: float) -> list[Answer]:
+    import asyncio
+
     async def one(sample: Sample) -> Answer:
         try:
             value = await asyncio.wait_for(reward.function(**reward.arguments([sample])), timeout_s)

@@ -1,5 +1,7 @@
 """Groups of responses over all rollout engines, scored while others are still sampled, some refused and replaced.
 
+Every response is scored as soon as it has ended, beside all others: one that takes long holds up its own group only.
+
 A *group* is the responses to one prompt; a *ticket* is the position of its prompt in the order in which a step draws
 prompts. A step wants ``num_groups`` kept groups. It starts with the first ``num_initial`` tickets. An engine that drops
 a group draws one more ticket if the groups kept and under way could otherwise not be enough. So the tickets drawn are
@@ -9,9 +11,10 @@ was faster, and how many engines there are, changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 
 import torch.distributed as dist
 
@@ -66,7 +69,7 @@ class Round:
     step: int
     quota: Quota
     draw: Callable[[int], Sequence[Request]]  # ticket -> the requests of its group, for a prompt of its own
-    score: Callable[[list[Trajectory]], Future[list[Score]]]  # starts the scoring of a group; only the leader calls it
+    score: Callable[[Trajectory], Future[Score]]  # starts the scoring of a trajectory; only the leader calls it
     store: dist.Store  # of all engines: holds the step's number of dropped groups
     is_leader: bool = True
     ranks: dist.ProcessGroup | None = None  # of this engine, if it has several
@@ -96,14 +99,16 @@ class _UnderWay:
         assert index not in self.tickets, f"prompt {index} is under way twice"
         self.tickets[index], self.sizes[ticket], self.ended[ticket] = ticket, len(requests), []
 
-    def complete(self, trajectories: Sequence[Trajectory]) -> Iterator[int]:
-        """Takes ended trajectories in; yields the tickets of the groups that they complete."""
+    def add_ended(self, trajectories: Sequence[Trajectory]) -> int:
+        """Takes ended trajectories in; returns how many groups they complete."""
+        num_complete = 0
         for trajectory in trajectories:
             ticket = self.tickets[trajectory.prompt.index]
             self.ended[ticket].append(trajectory)
             if len(self.ended[ticket]) == self.sizes[ticket]:
                 self.ended[ticket].sort(key=lambda t: t.sample_index)
-                yield ticket
+                num_complete += 1
+        return num_complete
 
     def remove(self, ticket: int) -> list[Trajectory]:
         trajectories = self.ended.pop(ticket)
@@ -112,28 +117,38 @@ class _UnderWay:
 
 
 class _Scoring:
-    """Groups that are scored while sampling goes on, on the leader."""
+    """Trajectories that are scored while sampling goes on, on the leader."""
 
-    def __init__(self, of_step: Round) -> None:
-        self._round = of_step
-        self._futures: dict[int, Future[list[Score]]] = {}  # in the order of submission
-        self._trajectories: dict[int, tuple[Trajectory, ...]] = {}
+    def __init__(self, of_step: Round, under_way: _UnderWay) -> None:
+        self._round, self._under_way = of_step, under_way
+        self._scores: dict[int, dict[int, Future[Score]]] = {}  # ticket -> sample number -> score
+        self._num_known: dict[int, int] = {}  # ticket -> scores, known or failed
+        self._told: SimpleQueue[int] = SimpleQueue()  # the ticket of each score, as it comes to be known
 
-    def submit(self, ticket: int, trajectories: list[Trajectory]) -> None:
-        self._trajectories[ticket] = tuple(trajectories)
-        self._futures[ticket] = self._round.score(trajectories)
+    def start(self, trajectory: Trajectory) -> None:
+        ticket = self._under_way.tickets[trajectory.prompt.index]
+        score = self._round.score(trajectory)
+        self._scores.setdefault(ticket, {})[trajectory.sample_index] = score
+        score.add_done_callback(lambda _: self._told.put(ticket))
 
     def decide(self, wait_for_one: bool) -> list[Decision]:
-        """The decisions about the groups scored since the last call.
+        """The decisions about the groups scored since the last call, in the order in which they were.
+
+        Args:
+            wait_for_one: there is a group all of whose trajectories have ended: go on when one of these is scored.
 
         Raises: what scoring raised.
         """
-        if wait_for_one:
-            wait([next(iter(self._futures.values()))])
-        decisions = []
-        for ticket in [t for t, future in self._futures.items() if future.done()]:
-            scores = tuple(self._futures.pop(ticket).result())
-            is_kept = self._round.quota.is_kept(PromptGroup(self._trajectories.pop(ticket), scores))
+        decisions: list[Decision] = []
+        while not self._told.empty() or (wait_for_one and not decisions):
+            ticket = self._told.get()
+            self._num_known[ticket] = self._num_known.get(ticket, 0) + 1
+            if self._num_known[ticket] < self._under_way.sizes[ticket]:
+                continue
+            found = self._scores.pop(ticket)
+            group = tuple(self._under_way.ended[ticket])
+            scores = tuple(found[trajectory.sample_index].result() for trajectory in group)
+            is_kept = self._round.quota.is_kept(PromptGroup(group, scores))
             decisions.append(Decision(ticket, scores, None if is_kept else self._round.replacement()))
         return decisions
 
@@ -155,13 +170,13 @@ def collect(engine: Sampler, of_step: Round, own: Sequence[int]) -> dict[int, Pr
 
     for ticket in own:
         start(ticket)
-    scoring = _Scoring(of_step)
-    num_unscored = 0
+    scoring = _Scoring(of_step, under_way)
+    num_unscored = 0  # groups of which all trajectories have ended
     while under_way:
-        for ticket in under_way.complete(engine.step()):
-            num_unscored += 1
-            if of_step.is_leader:
-                scoring.submit(ticket, under_way.ended[ticket])
+        ended = engine.step()
+        for trajectory in ended if of_step.is_leader else ():
+            scoring.start(trajectory)
+        num_unscored += under_way.add_ended(ended)
         if not num_unscored:
             continue
         is_idle = engine.num_unfinished == 0

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,15 +68,12 @@ class BatchBuilder:
         self._is_leader = layout.tensor_rank(dist.get_rank()) == 0
         self._ranks = engine_ranks(layout, config.trainer.collective_timeout_s)
         self._store = shared_store()
-        # One thread for the whole run: workers that a scorer starts in it end with it.
-        self._scoring = ThreadPoolExecutor(max_workers=1)
+        self._scoring_time = _BusyTime()
         self._carried: list[PromptGroup] = []
-        self._reward_seconds = 0.0
 
     def build(self, step: int) -> Batch:
         """The groups of one step; collective."""
         config, carried, quota = self._config, self._carried, self._quota()
-        self._reward_seconds = 0.0  # beside the sampling
         prompts = _Tickets(self._stream, one_by_one=self._settings.enabled)
 
         def draw(ticket: int) -> list[Request]:
@@ -91,7 +89,7 @@ class BatchBuilder:
         of_step = Round(step, quota, draw, self._start_scoring, self._store, self._is_leader, self._ranks)
         found = collect_everywhere(self._engine, self._layout, of_step)
         prompts.finish(len(found))
-        self._timers.add("reward", self._reward_seconds)
+        self._timers.add("reward", self._scoring_time.take())  # beside the sampling
         dropped = [group for group in found if not quota.is_kept(group)]
         kept = carried + [group for group in found if quota.is_kept(group)]
         wanted = config.data.train_batch_size
@@ -108,14 +106,11 @@ class BatchBuilder:
         metrics = {f"rollout/groups_{name}": float(value) for name, value in figures.items()}
         return Batch(kept[:wanted], self._carried, dropped, metrics)
 
-    def _start_scoring(self, trajectories: list[Trajectory]) -> Future[list[Score]]:
-        return self._scoring.submit(self._score, trajectories)
-
-    def _score(self, trajectories: list[Trajectory]) -> list[Score]:
-        start = time.perf_counter()
-        scores = self._scorer.score(trajectories)
-        self._reward_seconds += time.perf_counter() - start
-        return scores
+    def _start_scoring(self, trajectory: Trajectory) -> Future[Score]:
+        self._scoring_time.begin()
+        score = self._scorer.start(trajectory)
+        score.add_done_callback(lambda _: self._scoring_time.end())
+        return score
 
     @property
     def _settings(self) -> DynamicSamplingConfig:
@@ -144,6 +139,32 @@ class BatchBuilder:
         """Go on where ``state`` was taken; raises InputError if it belongs to other data."""
         self._stream.load_state_dict(state["stream"])
         self._carried = [to_group(rows) for rows in state["carried"]]
+
+
+class _BusyTime:
+    """Seconds in which at least one of several things was under way; they begin and end in any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_open, self._since, self._seconds = 0, 0.0, 0.0
+
+    def begin(self) -> None:
+        with self._lock:
+            if not self._num_open:
+                self._since = time.perf_counter()
+            self._num_open += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._num_open -= 1
+            if not self._num_open:
+                self._seconds += time.perf_counter() - self._since
+
+    def take(self) -> float:
+        """The seconds since the last call of this method; nothing is under way."""
+        with self._lock:
+            seconds, self._seconds = self._seconds, 0.0
+            return seconds
 
 
 class _Tickets:

@@ -27,7 +27,7 @@ from mega_rl.megatron.reference import Reference
 from mega_rl.megatron.spec import TrainerSpec
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.collectives import gather_objects, together
-from mega_rl.rewards.scorer import Scorer, build_scorer
+from mega_rl.rewards.scorer import Scorer
 from mega_rl.rollout.engine import Sampler
 from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.engines import RemoteEngines
@@ -36,6 +36,7 @@ from mega_rl.rollout.replay import ReplayEngine
 from mega_rl.rollout.sinks import Weights, WeightSink, colocated_sink
 from mega_rl.rollout.vllm.engine import VLLMEngine
 from mega_rl.stages.parts.learning import Learner
+from mega_rl.stages.parts.scoring import scorer_of_node
 from mega_rl.stages.parts.session import Session
 from mega_rl.stages.parts.weight_sync import RecordedSync, Sync, WeightSync
 from mega_rl.types import DTYPES
@@ -198,8 +199,7 @@ def noise(session: Session, total: int) -> AqnNoise:
 
 
 def scorer(session: Session) -> Scorer:
-    with together("building the rewards"):
-        return build_scorer(session.config.rewards, session.config.reward_workers)
+    return scorer_of_node(session.config.rewards, session.config.reward_workers)
 
 
 def learner(session: Session, actor: MegatronEngine, reference: Reference | None) -> Learner:

@@ -7,15 +7,42 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
+from mega_rl.config.schema import RewardConfig, RewardWorkersConfig
 from mega_rl.errors import InputError
 from mega_rl.parallel.collectives import gather_objects, together
 from mega_rl.parallel.schedule import split_even
-from mega_rl.rewards.scorer import Scorer
+from mega_rl.rewards import node
+from mega_rl.rewards.pool import Pool
+from mega_rl.rewards.scorer import Scorer, start_workers, weighted
 from mega_rl.rollout.collect import PromptGroup
 from mega_rl.types import Score, Trajectory
 
 MAX_UNKNOWN_STEPS = 5  # in a row
 MAX_SAMPLES_TOLD = 20  # per line
+
+
+def scorer_of_node(rewards: Sequence[RewardConfig], workers: RewardWorkersConfig) -> Scorer:
+    """A scorer on every rank; the ranks of a node use the workers of the first of them. Collective over all ranks.
+
+    Raises:
+        InputError: on every rank, what ``build_scorer`` raises on one.
+    """
+    machines = gather_objects(node.machine())
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    here = [other for other, machine in enumerate(machines) if machine == machines[rank]]
+    pool: Pool | None = None
+    address: node.Address | None = None
+    with together("starting the reward workers"):
+        names = weighted(rewards)
+        if rank == here[0]:
+            pool = start_workers(rewards, workers, len(here))
+            address = node.offer(pool, len(here) - 1) if len(here) > 1 else None
+    addresses = gather_objects(address)
+    with together("reaching the reward workers"):
+        if (found := addresses[here[0]]) is not None and pool is None:
+            pool = node.RemotePool(found, f"rank {here[0]}")
+    assert pool is not None, "the block before this line raises or connects"
+    return Scorer(names, pool)
 
 
 def score_everywhere(scorer: Scorer, trajectories: list[Trajectory]) -> list[Score]:

@@ -15,6 +15,7 @@ import pytest
 
 from mega_rl.config.schema import RewardConfig, RewardWorkersConfig
 from mega_rl.errors import InputError
+from mega_rl.rewards.pool import WorkerPool
 from mega_rl.rewards.scorer import Scorer, build_scorer
 from mega_rl.types import Prompt, Score, Trajectory
 
@@ -147,6 +148,11 @@ def scorer(scorers: dict[str, Scorer]) -> Scorer:
     return scorers["hasty"]
 
 
+def pool_of(scorer: Scorer) -> WorkerPool:
+    assert isinstance(scorer.pool, WorkerPool)
+    return scorer.pool
+
+
 def trajectory(text: str, index: int = 0, num_tokens: int = 1, truth: str = "t") -> Trajectory:
     prompt, ids, logprobs = Prompt(index, (1,), "?", truth, "src"), (1,) * num_tokens, (0.0,) * num_tokens
     return Trajectory.single_turn(prompt, 2, ids, logprobs, text, "stop", 0)
@@ -170,7 +176,7 @@ def test_harm_costs_its_own_sample_only(scorers: dict[str, Scorer], earlier: set
     (unknown,) = scores[7].unknown.values()
     assert (unknown.cause, unknown.detail) == CAUSES[word]
     # Nothing that a reward started outlives its sample, in whatever session it runs.
-    assert children() - earlier == {pid for scorer in scorers.values() for pid in scorer.pool.worker_pids()}
+    assert children() - earlier == {pid for scorer in scorers.values() for pid in pool_of(scorer).worker_pids()}
 
 
 def test_printing_does_no_harm(scorer: Scorer, capfd: pytest.CaptureFixture[str]) -> None:
@@ -179,7 +185,7 @@ def test_printing_does_no_harm(scorer: Scorer, capfd: pytest.CaptureFixture[str]
 
 
 def test_a_worker_that_was_killed_while_idle_costs_nothing(scorer: Scorer) -> None:
-    for pid in scorer.pool.worker_pids():
+    for pid in pool_of(scorer).worker_pids():
         process = psutil.Process(pid)
         process.kill()
         while process.status() != psutil.STATUS_ZOMBIE:
@@ -189,7 +195,7 @@ def test_a_worker_that_was_killed_while_idle_costs_nothing(scorer: Scorer) -> No
 
 def test_workers_keep_out_of_the_process_group_and_leave_no_files(hostile: str) -> None:
     scorer = build_scorer([RewardConfig(f"{hostile}:harm")], WORKERS)
-    pids, folders = scorer.pool.worker_pids(), [slot.worker.scratch for slot in scorer.pool._slots]
+    pids, folders = pool_of(scorer).worker_pids(), pool_of(scorer).scratch_directories()
     assert all(os.getsid(pid) == pid != os.getsid(0) for pid in pids)
     assert all(Path(folder).is_dir() for folder in folders)
     scorer.close()
@@ -258,9 +264,9 @@ def test_workers_die_with_the_trainer(hostile: str) -> None:
 import os, signal, threading
 from mega_rl.config.schema import RewardConfig, RewardWorkersConfig
 from mega_rl.rewards.scorer import build_scorer
-from tests.unit.rewards.test_pool import trajectory
+from tests.unit.rewards.test_pool import pool_of, trajectory
 scorer = build_scorer([RewardConfig({(hostile + ":harm")!r})], RewardWorkersConfig(num_workers=2, timeout_s=600.0))
-print(*scorer.pool.worker_pids(), flush=True)
+print(*pool_of(scorer).worker_pids(), flush=True)
 threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
 scorer.score([trajectory("hang_in_c")])
 """

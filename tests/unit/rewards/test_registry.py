@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,11 +53,13 @@ def value_of(name: str, **options: Any) -> float:
 def test_workers_are_sent_a_text_and_how_many_tokens_were_sampled() -> None:
     sent: list[Any] = []
 
-    def run(samples: list[Any]) -> list[list[float]]:
-        sent.extend(samples)
-        return [[1.0] * len(samples)]
+    def submit(samples: list[bytes]) -> Future[list[list[float]]]:
+        sent.extend(map(pickle.loads, samples))
+        result: Future[list[list[float]]] = Future()
+        result.set_result([[1.0] * len(samples)])
+        return result
 
-    pool: Any = SimpleNamespace(run=run)
+    pool: Any = SimpleNamespace(submit=submit)
     Scorer([WeightedReward("a", 1.0)], pool).score([two_turns(), trajectory("abc")])
     assert sent == [("arithmetic", "call 7", "7", {}, 5), ("src", "abc", "t", {}, 1)]
 

@@ -57,17 +57,13 @@ def draw(ticket: int) -> list[Request]:
 SCORING = ThreadPoolExecutor(2)
 
 
-def beside(score: Callable[[list[Trajectory]], list[Score]]) -> Callable[[list[Trajectory]], Future[list[Score]]]:
-    return lambda trajectories: SCORING.submit(score, trajectories)
+def beside(score: Callable[[Trajectory], Score]) -> Callable[[Trajectory], Future[Score]]:
+    return lambda trajectory: SCORING.submit(score, trajectory)
 
 
-def scoring(is_mixed: Callable[[int], bool]) -> Callable[[list[Trajectory]], Future[list[Score]]]:
-    def score(trajectories: list[Trajectory]) -> list[Score]:
-        assert [t.sample_index for t in trajectories] == list(range(NUM_SAMPLES))
-        mixed = is_mixed(trajectories[0].prompt.index - 100)
-        return [Score(float(mixed and t.sample_index == 0)) for t in trajectories]
-
-    return beside(score)
+def scoring(is_mixed: Callable[[int], bool]) -> Callable[[Trajectory], Future[Score]]:
+    """One of the samples of a mixed group is better than the others."""
+    return beside(lambda t: Score(float(is_mixed(t.prompt.index - 100) and t.sample_index == 0)))
 
 
 def run(engines: list[Engine], quota: Quota, is_mixed: Callable[[int], bool]) -> dict[int, PromptGroup]:
@@ -108,6 +104,8 @@ def test_the_tickets_drawn_do_not_depend_on_the_engines(
     assert sorted(found) == list(range(tickets_needed(quota, mixed.__getitem__)))
     for ticket, group in found.items():
         assert [t.prompt.index for t in group.trajectories] == [100 + ticket] * NUM_SAMPLES
+        assert [t.sample_index for t in group.trajectories] == list(range(NUM_SAMPLES))
+        assert [score.value for score in group.scores] == [float(mixed[ticket]), 0.0, 0.0]
         assert has_signal(group) == mixed[ticket]
 
 
@@ -116,7 +114,7 @@ def test_equal_rewards_end_with_the_budget(reward: float) -> None:
     quota = Quota(4, 4, 40, has_signal)
     engines = [Engine(0, 2), Engine(1, 2)]
     store = HashStore()
-    of_step = Round(5, quota, draw, beside(lambda ts: [Score(reward)] * len(ts)), store)
+    of_step = Round(5, quota, draw, beside(lambda _: Score(reward)), store)
     with ThreadPoolExecutor(2) as threads:
         jobs = [
             threads.submit(collect, e, of_step, part)  # type: ignore[arg-type]
@@ -157,7 +155,7 @@ def test_a_replacement_starts_while_other_groups_are_under_way() -> None:
 
 
 def test_what_scoring_raises_arrives() -> None:
-    def score(trajectories: list[Trajectory]) -> list[Score]:
+    def score(trajectory: Trajectory) -> Score:
         raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken"):
@@ -167,3 +165,22 @@ def test_what_scoring_raises_arrives() -> None:
 def test_a_quota_that_keeps_all_replaces_nothing_is_replaced() -> None:
     found = run([Engine(0, 3), Engine(1, 1)], Quota(5, 5, 5, lambda group: True), lambda ticket: False)
     assert sorted(found) == [0, 1, 2, 3, 4]
+
+
+def test_a_score_that_takes_long_holds_up_its_own_group_only() -> None:
+    slow: Future[Score] = Future()
+    engine = Engine(0, 60)
+
+    def score(trajectory: Trajectory) -> Future[Score]:
+        if trajectory.prompt.index == 100 and trajectory.sample_index == 1:
+            return slow
+        if trajectory.prompt.index == 103 and trajectory.sample_index == 2:  # of a replacement: drawn meanwhile
+            slow.set_result(Score(1.0))
+        known: Future[Score] = Future()
+        known.set_result(Score(float(trajectory.sample_index) if trajectory.prompt.index != 101 else 0.0))
+        return known
+
+    quota = Quota(3, 3, 9, has_signal)
+    found = collect(engine, Round(0, quota, draw, score, HashStore()), range(3))  # type: ignore[arg-type]
+    assert sorted(found) == [0, 1, 2, 3]
+    assert [score.value for score in found[0].scores] == [0.0, 1.0, 2.0]
