@@ -4,8 +4,8 @@ The synthetic responses are 300 words that end in a number behind ``####``, in a
 ``--data`` (a .jsonl of GSM8K: question, answer) the answers of that file are graded too. Starting the workers is
 measured apart: it happens once per run.
 
-With ``--hanging`` it measures scheduling instead: sleeping rewards, some of which run into their limit, submitted as a run
-submits its samples, against the ideal schedule and against groups that are scored one after another, in the same run.
+With ``--hanging`` it measures scheduling instead: sleeping rewards, some of which run into their limit, submitted as a
+run submits its samples, against the ideal schedule and, in the same run, groups that are scored one after another.
 """
 
 from __future__ import annotations

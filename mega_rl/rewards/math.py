@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from fractions import Fraction
 from typing import Any, Literal
+
+from mega_rl.rewards.forms import is_equal, parse_number
 
 # A minus is a sign only if it does not stand between two numbers; commas belong to a number only between thousands.
 NUMBER = r"(?:(?<![0-9)])-)?\$?(?:(?<=\$)-)?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 ANY_NUMBER = re.compile(NUMBER)
 # Behind the marker, the whole number or nothing: "#### 1,2" is not an answer of 1.
 MARKED_NUMBER = re.compile(r"####[ \t]*(" + NUMBER + r"(?:/[0-9]+)?)(?![.,/]?[0-9])")
-PLAIN_NUMBER = re.compile(r"([-+]?)([0-9]*\.?[0-9]+)(?:\s*/\s*([0-9]+))?")
-THOUSANDS_COMMA = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
-MAX_NUMBER_LENGTH = 400  # characters; Python refuses integers of more than 4,300 digits
-# Only numeric ones, and no mixed numbers: 1\frac{1}{2} must not read as 11/2, nor \frac{a+b}{c} as a+b/c.
-LATEX_FRACTION = re.compile(r"(?<![0-9])\\[dt]?frac(?:\{(-?[0-9]+)\}\{([0-9]+)\}|([0-9])([0-9]))")
-LATEX_WORDS = re.compile(r"\\(?:text|mathrm|mathbf|mbox)\{([^{}]*)\}")
 ANSWER_LINE = re.compile(r"answer[ \t]*:[ \t]*([^\n]+)", re.IGNORECASE)
 MAX_ANSWER_DISTANCE = 300  # characters: DAPO reads no more than the end of a response
-LATEX_NOISE = re.compile(r"\\left|\\right|\\[!,;: %$]|[$%]")
 
 
 def exact_match(
@@ -76,7 +70,9 @@ def boxed(
     correct: float = 1.0,
     format_score: float = 0.0,
 ) -> float:
-    r"""Grades the content of the last ``\boxed{...}``: equal numbers (fractions too), or equal text without markup.
+    r"""Grades what the last ``\boxed{...}`` says: numbers (fractions too) by value, other text without markup.
+
+    A unit or ``x =`` that only one of answer and truth has is left out, see `forms.is_equal`.
 
     Args:
         ground_truth: the answer, inside or outside of a ``\boxed{}``.
@@ -85,7 +81,7 @@ def boxed(
     content = last_boxed(solution_str)
     if content is None or not content.strip():
         return 0.0
-    return correct if _is_equal(content, ground_truth) else format_score
+    return correct if _is_right(content, ground_truth) else format_score
 
 
 def dapo_math(
@@ -98,24 +94,20 @@ def dapo_math(
 ) -> float:
     r"""DAPO's rule: the last ``Answer: ...`` line must hold the ground truth; +1 or -1 (arXiv 2503.14476, section 2.4).
 
-    Only the last 300 characters are read. The answer may stand in ``$...$`` or ``\boxed{...}``; numbers are compared by
-    value, other text without markup and whitespace.
+    Only the last 300 characters are read. The answer may stand in ``$...$`` or ``\boxed{...}``; it is compared as
+    in `boxed`.
     """
     lines = ANSWER_LINE.findall(solution_str[-MAX_ANSWER_DISTANCE:])
     if not lines:
         return incorrect
     content = last_boxed(lines[-1])
-    return correct if _is_equal(lines[-1] if content is None else content, ground_truth) else incorrect
+    return correct if _is_right(lines[-1] if content is None else content, ground_truth) else incorrect
 
 
-def _is_equal(answer: str, ground_truth: str) -> bool:
-    """Equal numbers (fractions too), or equal text without markup; the truth may stand in a box."""
+def _is_right(answer: str, ground_truth: str) -> bool:
+    """Whether the answer says what the truth does, which may stand in a box."""
     truth = last_boxed(ground_truth)
-    answer, expected = (_without_markup(text) for text in (answer, ground_truth if truth is None else truth))
-    number = parse_number(answer)
-    if number is not None:
-        return number == parse_number(expected)
-    return "".join(answer.split()) == "".join(expected.split())
+    return is_equal(answer, ground_truth if truth is None else truth)
 
 
 def last_boxed(text: str) -> str | None:
@@ -130,22 +122,3 @@ def last_boxed(text: str) -> str | None:
             if start is not None and (last is None or start > last[0]):
                 last = (start, position)
     return None if last is None else text[slice(*last)]
-
-
-def parse_number(text: str) -> Fraction | None:
-    """The value of an integer, decimal or fraction, or None; $, %, thousands commas and a last dot are ignored."""
-    plain = THOUSANDS_COMMA.sub("", text.replace("$", "").strip()).rstrip("%.")
-    match = PLAIN_NUMBER.fullmatch(plain) if len(plain) <= MAX_NUMBER_LENGTH else None
-    if match is None:
-        return None
-    sign, digits, denominator = match.groups()
-    if denominator is not None and int(denominator) == 0:
-        return None
-    value = Fraction(digits) / Fraction(denominator or 1)
-    return -value if sign == "-" else value
-
-
-def _without_markup(text: str) -> str:
-    text = LATEX_WORDS.sub(r"\1", text)
-    text = LATEX_FRACTION.sub(r"\1\3/\2\4", text)
-    return LATEX_NOISE.sub("", text).strip().rstrip(".")

@@ -8,6 +8,8 @@ from typing import Any
 
 import math_verify as library
 
+from mega_rl.rewards.math import last_boxed
+
 for name in ("math_verify.parser", "math_verify.grader"):  # both warn, at every call, of what is chosen on purpose here
     logging.getLogger(name).setLevel(logging.ERROR)
 
@@ -21,6 +23,9 @@ def math_verify(
     format_score: float = 0.0,
 ) -> float:
     r"""Grades the last mathematical expression of a response: equal in value or form to the ground truth or not.
+
+    That is the content of the last ``\boxed{}``; without one, what the library finds behind "final answer is" or
+    "answer", else the last expression. Expressions that are joined by "and", "or" or a comma are one set.
 
     The library's own time limits use SIGALRM, which code in C can hold up: they are off, and the deadline of the reward
     worker holds instead.
@@ -46,5 +51,6 @@ def _is_marked(text: str) -> bool:
 
 
 def _parsed(text: str) -> list[Any]:
-    expressions: list[Any] = library.parse(text, parsing_timeout=None)
+    box = last_boxed(text)  # the library takes all boxes of a text, as a set
+    expressions: list[Any] = library.parse(text if box is None else rf"\boxed{{{box}}}", parsing_timeout=None)
     return expressions

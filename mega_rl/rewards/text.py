@@ -52,15 +52,16 @@ def overlong(
     buffer: int,
     factor: float = 1.0,
 ) -> float:
-    """DAPO's soft punishment of long responses: ``min(-(length - (max_length - buffer)) / buffer * factor, 0)``.
+    """DAPO's soft punishment of long responses: from 0 down to ``-factor`` over the last ``buffer`` tokens.
 
-    Source: DAPO, arXiv 2503.14476, equation 13.
+    ``factor * max(-1, min(0, (max_length - buffer - length) / buffer))``; with a factor of 1 it is equation 13 of DAPO,
+    arXiv 2503.14476, and so no more than ``-factor`` beyond ``max_length``.
 
     Args:
         max_length: tokens; the length at which the punishment reaches ``-factor``.
         buffer: tokens before ``max_length`` over which it grows from 0.
     """
-    return min(-(num_response_tokens - (max_length - buffer)) / buffer * factor, 0.0)
+    return factor * max(-1.0, min(0.0, (max_length - buffer - num_response_tokens) / buffer))
 
 
 def _check_format_regex(pattern: str, **options: Any) -> None:

@@ -32,7 +32,8 @@ def test_repetition(text: str, ngram_size: int, expected: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "expected"), [(0, 0.0), (16384, 0.0), (16385, -1 / 4096), (18432, -0.5), (20480, -1.0)]
+    ("num_tokens", "expected"),
+    [(0, 0.0), (16384, 0.0), (16385, -1 / 4096), (18432, -0.5), (20480, -1.0), (20481, -1.0), (40960, -1.0)],
 )
 def test_overlong_is_dapos(num_tokens: int, expected: float) -> None:
     assert overlong("s", "", "", {}, num_tokens, max_length=20480, buffer=4096) == expected
