@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from mega_rl.rewards.process import FORGED, WorkerFailure
-from mega_rl.rewards.worker import CAUSES, GARBLED, KINDS, MAX_DETAIL_LENGTH, MAX_VALUE, Answer
+from mega_rl.rewards.worker import CAUSES, GARBLED, KINDS, MAX_DETAIL_LENGTH, MAX_REFUSAL_LENGTH, MAX_VALUE, Answer
 
 
 def garbled() -> WorkerFailure:
@@ -29,9 +29,11 @@ def read_kinds(message: dict[str, Any], num_rewards: int) -> list[str]:
 
 
 def read_refusal(message: dict[str, Any]) -> str | None:
-    """Why a worker does not load the rewards; None if it does not say so."""
-    refusal = message.get("refused")
-    return _printable(refusal) if message.keys() == {"refused"} and isinstance(refusal, str) else None
+    """Why a worker does not load the rewards; None if it does not say so in a sentence."""
+    match message:
+        case {"refused": str(refusal), **rest} if not rest and 0 < len(refusal) <= MAX_REFUSAL_LENGTH:
+            return _printable(refusal)
+    return None
 
 
 def read_answers(message: dict[str, Any], number: int, num_samples: int) -> list[Answer]:

@@ -21,6 +21,7 @@ START_TIMEOUT_S = 120.0  # a reward's imports may be large
 MAX_FRUITLESS = 3  # workers in a row, in one place, that end before they have told anything about a sample
 NUM_TOGETHER = 16  # samples per call at most, to send fewer messages
 CALL_S = 0.02  # samples are put into one call as long as all of them together take no more, going by earlier ones
+FIRST_PACE_S = 0.02  # what a sample is taken to need before one has been seen
 ASYNC_MARGIN_S = 1.0  # a worker times its coroutines itself; past this, one of them blocks the others
 WATCH_S = 0.25  # from one look at the memory of a worker to the next
 
@@ -122,7 +123,7 @@ class Dispatcher:
             self._advance()
         self._is_starting = False
         self._waiting = [deque() for _ in self._kinds]
-        self._pace_s = [0.0 if kind != SAMPLE else CALL_S for kind in self._kinds]
+        self._pace_s = [FIRST_PACE_S] * len(self._kinds)
 
     def serve(self) -> None:
         """Work until `close`.

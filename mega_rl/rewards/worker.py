@@ -31,6 +31,7 @@ HEADER = struct.Struct("!Q")  # bytes of the pickled message that follows
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 MAX_DETAIL_LENGTH = 300  # characters
+MAX_REFUSAL_LENGTH = 4000  # characters; the text of an import error may be long
 MAX_VALUE = 1e30  # its square and sums of many of them are still numbers: a larger one would end its group's deviation
 
 # Why a value is not known; the metrics count by these.
@@ -103,7 +104,7 @@ def main(channel_fd: int, parent_pid: int, progress_fd: int) -> None:
     try:
         rewards = [bind(name, options) for name, options in setup.rewards]
     except ValueError as error:
-        _send(channel, {"refused": str(error)})
+        _send(channel, {"refused": str(error)[:MAX_REFUSAL_LENGTH]})
         return
     kinds = [BATCH if r.is_batch else ASYNC if r.is_async else SAMPLE for r in rewards]
     _send(channel, {"ready": kinds})

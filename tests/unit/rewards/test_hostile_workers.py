@@ -20,7 +20,7 @@ from mega_rl.rewards.answers import read_answers, read_kinds
 from mega_rl.rewards.process import WorkerFailure
 from mega_rl.rewards.scorer import build_scorer
 from mega_rl.types import Score
-from tests.unit.rewards.test_pool import causes, score
+from tests.unit.rewards.test_pool import calls_of_many, causes, score  # noqa: F401
 
 pytestmark = pytest.mark.slow  # as a module
 
@@ -195,10 +195,11 @@ def test_kinds_are_checked(message: dict[str, Any]) -> None:
     ids=["no answers", "integers", "not numbers", "no details", "unfit", "deep", "no text"],
 )
 def test_a_forged_answer_costs_its_own_sample_only(name: str, line: str) -> None:
-    texts = ["0", "1", "2", f"forge {line}", "4", "5", "6", "7"]  # two in each call
+    texts = [str(i) for i in range(16)]  # four in the first call
+    texts[3] = f"forge {line}"
     scores = scored(name, *texts)
-    assert causes(scores) == [None] * 3 + ["garbled"] + [None] * 4
-    assert [s.value for i, s in enumerate(scores) if i != 3] == [0.0, 1.0, 2.0, 4.0, 5.0, 6.0, 7.0]
+    assert causes(scores) == [None] * 3 + ["garbled"] + [None] * 12
+    assert [s.value for i, s in enumerate(scores) if i != 3] == [float(i) for i in range(16) if i != 3]
 
 
 def test_a_forged_not_a_number_is_never_a_value(name: str) -> None:
@@ -214,7 +215,7 @@ def test_a_late_write_costs_no_innocent_sample(name: str) -> None:
 
 @pytest.mark.parametrize("word", ["refresh", "trickle"])
 def test_a_call_ends_whatever_the_worker_makes_of_its_progress(name: str, word: str) -> None:
-    scores = scored(name, "0", word, *map(str, range(2, 10)), timeout_s=2.0)  # two in each call
+    scores = scored(name, "0", word, *map(str, range(2, 10)), timeout_s=2.0)  # two in the first call
     assert causes(scores) == [None, "timed_out"] + [None] * 8
 
 

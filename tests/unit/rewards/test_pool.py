@@ -15,6 +15,7 @@ import pytest
 
 from mega_rl.config.schema import RewardConfig, RewardWorkersConfig
 from mega_rl.errors import InputError
+from mega_rl.rewards import dispatch
 from mega_rl.rewards.pool import WorkerPool
 from mega_rl.rewards.scorer import Scorer, build_scorer
 from mega_rl.types import Prompt, Score, Trajectory
@@ -114,6 +115,12 @@ CAUSES = {
 WORKERS = RewardWorkersConfig(num_workers=2, timeout_s=3.0, memory_bytes=1 << 30)
 
 
+@pytest.fixture(autouse=True)
+def calls_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many samples in a call as their number allows, however long they take."""
+    monkeypatch.setattr(dispatch, "CALL_S", 1e9)
+
+
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("rewards") / "hostile.py"
@@ -168,10 +175,10 @@ def causes(scores: list[Score]) -> list[str | None]:
 
 @pytest.mark.parametrize("word", CAUSES)
 def test_harm_costs_its_own_sample_only(scorers: dict[str, Scorer], earlier: set[int], word: str) -> None:
-    texts = [str(i) for i in range(20)]
+    texts = [str(i) for i in range(40)]
     texts[7] = word
     scores = score(scorers["hasty" if CAUSES[word][0] == "timed_out" else "patient"], *texts)
-    assert [s.value for i, s in enumerate(scores) if i != 7] == [float(i) for i in range(20) if i != 7]
+    assert [s.value for i, s in enumerate(scores) if i != 7] == [float(i) for i in range(40) if i != 7]
     assert not scores[7].is_known and scores[7].parts == {}
     (unknown,) = scores[7].unknown.values()
     assert (unknown.cause, unknown.detail) == CAUSES[word]
