@@ -26,6 +26,7 @@ from mega_rl.rewards.scratch import Scratch
 from mega_rl.rewards.worker import Answer
 
 GREETING_S = 10.0  # from a connection to the key
+WELCOME, WELCOME_S = b"welcome", 120.0  # the answer to the key
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,12 @@ class Address:
 
 def machine() -> str:
     """What processes have in common that can reach each other's files and processes: machine and container."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
-    return f"{boot} {os.stat('/proc/self/ns/mnt').st_ino}"
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+    except OSError:  # hidden in some containers
+        boot = ""
+    return f"{socket.gethostname()} {boot} {os.stat('/proc/self/ns/mnt').st_ino}"
 
 
 def offer(pool: Pool, num_ranks: int) -> Address:
@@ -66,16 +70,25 @@ def _let_in(
     stack: contextlib.ExitStack, listener: Listener, home: Scratch, key: bytes, pool: Pool, num_ranks: int
 ) -> None:
     num_known = 0
-    while num_known < num_ranks:
-        with contextlib.suppress(OSError, EOFError):
+    with contextlib.suppress(OSError), stack:
+        while num_known < num_ranks:
             connection: Any = listener.accept()
-            if connection.poll(GREETING_S) and secrets.compare_digest(connection.recv_bytes(len(key)), key):
+            if _knows(connection, key):
                 threading.Thread(target=_serve, args=(connection, pool), daemon=True).start()
                 num_known += 1
             else:
                 connection.close()
-    stack.close()
     home.remove()
+
+
+def _knows(connection: Any, key: bytes) -> bool:
+    try:
+        if connection.poll(GREETING_S) and secrets.compare_digest(connection.recv_bytes(len(key)), key):
+            connection.send_bytes(WELCOME)
+            return True
+    except (OSError, EOFError):  # it ended, or sent something longer
+        pass
+    return False
 
 
 def _serve(connection: Any, pool: Pool) -> None:
@@ -116,7 +129,10 @@ class RemotePool:
             with _path_of(address.directory) as path:
                 self._connection: Any = Client(path, "AF_UNIX")
             self._connection.send_bytes(address.key)
-        except OSError as error:
+            if not self._connection.poll(WELCOME_S):
+                raise EOFError
+            self._connection.recv_bytes(len(WELCOME))
+        except (OSError, EOFError) as error:
             raise self._loss from error
         threading.Thread(target=self._receive, daemon=True).start()
 
