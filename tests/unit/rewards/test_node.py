@@ -43,8 +43,8 @@ def test_whoever_has_no_key_is_not_let_in(pool: WorkerPool) -> None:
     address = offer(pool, 2)
     for key in (b"", b"x" * 32, b"x" * 100_000):
         with _path_of(address.directory) as path, Client(path, "AF_UNIX") as stranger:
-            stranger.send_bytes(key)
             with pytest.raises((EOFError, OSError)):
+                stranger.send_bytes(key)
                 stranger.recv_bytes()
     with pytest.raises(PoolError, match="rank 3, .* ended"):
         RemotePool(Address(address.directory, b"y" * 32), "rank 3")
