@@ -122,8 +122,8 @@ rm -f "$marker"
 "$python" -m venv --clear "$venv"
 say "torch"
 exactly() { pip install -q --no-deps --require-hashes "$@"; }
-exactly -r "$repo/requirements/torch.lock"
-if pip show torch | grep -qE '^Requires:.*(cuda|nvidia)'; then # the index's build, not one for CPUs
+if ! exactly -r "$repo/requirements/torch.lock"; then
+    say "the index has no such build of torch for CPUs (the lines above): taking its own, which is large"
     exactly -r "$repo/requirements/torch_cuda.lock"
 fi
 say "everything else, exact versions and hashes"
