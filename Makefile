@@ -33,7 +33,7 @@ test: $(if $(PYTEST_ARGS),,test-npu) test-cpu ## the whole suite: test-npu, then
 test-fast: venv ## unit, contract and style tests without those marked slow: about 4 minutes on 2 cores
 	@$(BIN)/python -m pytest tests/unit tests/contract tests/style -m "not slow" $(PYTEST_ARGS)
 
-fuzz: venv ## random configurations, overrides, data files and model directories: 10,000 cases each (FUZZ_EXAMPLES=...)
+fuzz: venv ## random configurations, data files, model directories and checkpoints: 10,000 cases each (FUZZ_EXAMPLES=...)
 	@MEGA_RL_FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(BIN)/python -m pytest $(wildcard tests/unit/*/test_fuzz.py) -o timeout=0 $(PYTEST_ARGS)
 
 durations: ## the whole suite, and the ten tests of each part that took longest

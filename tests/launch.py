@@ -257,7 +257,7 @@ def started(command: tuple[str, ...] | list[str], env: Mapping[str, str] | None 
 
 def _kill_tree(pid: int, *, is_running: bool, token: str) -> None:
     """Kill the process group and everything that carries the token: torchrun's ranks have sessions of their own."""
-    victims = _marked(token)
+    victims = marked(token)
     if is_running:
         with suppress(psutil.NoSuchProcess):
             victims += psutil.Process(pid).children(recursive=True)
@@ -279,7 +279,8 @@ def alive(pid: int) -> bool:
         return False
 
 
-def _marked(token: str) -> list[psutil.Process]:
+def marked(token: str) -> list[psutil.Process]:
+    """Every process of the launch with this token."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):

@@ -121,9 +121,13 @@ say "building $venv with $("$python" --version)"
 rm -f "$marker"
 "$python" -m venv --clear "$venv"
 say "torch"
-pip install -q -r "$repo/requirements/torch.lock" -c "$repo/requirements/cpu.lock"
-say "everything else, exact versions"
-pip install -q --no-deps -r "$repo/requirements/cpu.lock" -r "$repo/requirements/dev.lock"
+exactly() { pip install -q --no-deps --require-hashes "$@"; }
+if ! exactly -r "$repo/requirements/torch.lock"; then
+    say "the index has no such build of torch for CPUs (the lines above): taking its own, which is large"
+    exactly -r "$repo/requirements/torch_cuda.lock"
+fi
+say "everything else, exact versions and hashes"
+exactly -r "$repo/requirements/cpu.lock" -r "$repo/requirements/dev.lock"
 if [ $with_package = 1 ]; then
     pip install -q --no-deps --no-build-isolation -e "$repo"
 fi

@@ -34,13 +34,14 @@ from mega_rl.bridge.files.assembly import Assembly, FileImage, literal_file
 from mega_rl.bridge.files.copy import Advance, Transform, copy_tensors, digests
 from mega_rl.bridge.files.huggingface import HFReader, metadata_files, plan_huggingface
 from mega_rl.bridge.files.manifest import MANIFEST, PROGRESS, WEIGHTS, damage, manifest, model_record
+from mega_rl.bridge.files.progress import read_progress
 from mega_rl.bridge.files.stored import Stored
 from mega_rl.bridge.files.torch_dist import INDEX, read_torch_dist
 from mega_rl.bridge.files.torch_dist_layout import layout_chunks, smallest_layout
 from mega_rl.bridge.files.torch_dist_write import plan_torch_dist
 from mega_rl.bridge.mapping.megatron import padded_vocab_size
 from mega_rl.config.schema import ParallelConfig
-from mega_rl.errors import InputError, input_error
+from mega_rl.errors import InputError, input_error, shown
 from mega_rl.models.fit import trainer_problems
 from mega_rl.models.shape import ModelShape, read_model_shape
 from mega_rl.parallel.layout import ParallelLayout
@@ -135,11 +136,11 @@ def open_checkpoint(checkpoint: Path, model: Path | None) -> Source:
 
 
 def _check_model(checkpoint: Path, shape: ModelShape, metadata_dir: Path) -> None:
-    saved = json.loads((checkpoint / PROGRESS).read_text())["model"]
+    saved = read_progress(checkpoint, needed=("model",))["model"]
     for key, value in model_record(shape).items():
         if saved.get(key) != value:
             raise InputError(
-                f"{checkpoint} is of another model: {key} is {saved.get(key)!r} there and {value!r} in "
+                f"{checkpoint} is of another model: {key} is {shown(saved.get(key))} there and {value!r} in "
                 f"{metadata_dir / 'config.json'}; name the model it was trained from with --model"
             )
 

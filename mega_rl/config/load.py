@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mega_rl.config.algorithm import apply_preset
+from mega_rl.config.interpolations import interpolation_problem
 from mega_rl.config.schema import AqnConfig, RunConfig
 from mega_rl.config.typed import Checker, build, unknown_key
 from mega_rl.config.yaml_text import MAX_CHARACTERS, MAX_DEPTH, parse_yaml
@@ -55,6 +57,9 @@ def load_config(file: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def _resolved(tree: dict[str, Any], where: str) -> dict[str, Any]:
     """The tree over the defaults, with every ``${other.key}`` replaced by its value."""
+    problem = interpolation_problem(tree)
+    if problem is not None:
+        raise input_error(where, [problem])
     try:
         whole = OmegaConf.merge(OmegaConf.create(dataclasses.asdict(RunConfig())), tree)
         resolved = OmegaConf.to_container(whole, resolve=True)
@@ -73,6 +78,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _read(file: Path) -> dict[str, Any]:
+    if os.path.exists(file) and not os.path.isfile(file):  # opening a pipe would wait for its writer
+        raise InputError(f"configuration {file} is no regular file: give a YAML file")
     try:
         with file.open(encoding="utf-8") as text:
             tree = parse_yaml(text.read(MAX_CHARACTERS + 1))

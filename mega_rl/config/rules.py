@@ -17,6 +17,7 @@ from mega_rl.config.typed import is_nullable, leaves, not_null
 
 MANY = 2**31 - 1  # of steps, tokens, processes: a larger number is a mistake
 MAX_MEMORY_BYTES = 1 << 50
+MIN_TEMPERATURE = 0.01  # vLLM samples lower ones at this, and the trainer would not
 _PATTERN = re.compile(r"(?:[\w.*?-]|\[!?[\w.-]+\])+", re.ASCII)
 
 
@@ -112,10 +113,10 @@ RULES: dict[str, Rule] = {
     "optimizer.min_lr": between(0, 100),
     "optimizer.warmup_steps": between(0, MANY),
     "optimizer.decay_steps": nullable(between(1, MANY)),
-    "optimizer.weight_decay": at_least(0),
+    "optimizer.weight_decay": between(0, 100),
     "optimizer.beta1": fraction(),
     "optimizer.beta2": fraction(),
-    "optimizer.eps": above(0),
+    "optimizer.eps": above(0, 1),
     "optimizer.clip_grad": at_least(0),
     "parallel.tensor": between(1, MANY),
     "parallel.pipeline": between(1, MANY),
@@ -129,7 +130,7 @@ RULES: dict[str, Rule] = {
     "trainer.total_epochs": nullable(between(1, MANY)),
     "trainer.seed": seed(),
     "trainer.max_tokens_per_microbatch": between(1, MANY),
-    "trainer.collective_timeout_s": above(0, MANY),
+    "trainer.collective_timeout_s": between(1, MANY),
     "trainer.max_skipped_steps": between(0, MANY),
     "validation.test_freq": step_interval(),
     "checkpoint.save_freq": step_interval(),
@@ -141,20 +142,20 @@ RULES: dict[str, Rule] = {
     "logging.dump_rollouts": between(-1, MANY),
     "platform.name": text(),  # the platform package knows the names
     "platform.num_threads": nullable(between(1, 4096)),
-    "rollout.num_engines": between(1, MANY),
+    "rollout.num_engines": between(1, 1 << 16),
     "rollout.tensor_parallel_size": between(1, MANY),
     "rollout.n": between(1, 1 << 16),
-    "rollout.temperature": above(0, 1000),
+    "rollout.temperature": between(MIN_TEMPERATURE, 1000),
     "rollout.stop": list_of(Rule(bool, "a string that is not empty")),
     "rollout.stop_token_ids": list_of(at_least(0)),
     "rollout.replay": nullable(text()),
     "rollout.kv_cache_bytes": between(1 << 20, MAX_MEMORY_BYTES),
     "validation.n": between(0, 1 << 16),
-    "validation.temperature": above(0, 1000),
+    "validation.temperature": between(MIN_TEMPERATURE, 1000),
     "algorithm.clip_ratio_low": Rule(lambda v: _is_number(v) and 0 < v <= 1, "a number > 0 and <= 1"),
     "algorithm.clip_ratio_high": above(0),
     "algorithm.dual_clip": nullable(above(1)),
-    "algorithm.kl_coefficient": at_least(0),
+    "algorithm.kl_coefficient": between(0, 1000),
     "algorithm.entropy_coefficient": between(-1, 1),
     "algorithm.importance_cap": nullable(above(0)),
     "algorithm.importance_floor": at_least(0),
@@ -163,7 +164,7 @@ RULES: dict[str, Rule] = {
     "algorithm.dynamic_sampling.budget": between(1, MANY),
     "algorithm.dynamic_sampling.metric": nullable(text()),
     "reward_workers.num_workers": nullable(between(1, 1024)),
-    "reward_workers.timeout_s": above(0, 7 * 24 * 3600),
+    "reward_workers.timeout_s": between(0.01, 7 * 24 * 3600),
     "reward_workers.memory_bytes": between(1 << 26, MAX_MEMORY_BYTES),
     "aqn.sigma_start": above(0, 1000),
     "aqn.sigma_end": above(0, 1000),

@@ -147,6 +147,8 @@ def _trainer(found: _Problems) -> None:
 def _obstacle(path: str) -> str | None:
     """Why no directory can be made at ``path``, or written to; None if one can."""
     real = os.path.realpath(path)
+    if real == "/":
+        return "which is the root of the file system"
     if real.startswith(("/proc/", "/sys/")):
         return "which is no place for files"
     if os.path.lexists(path) and not os.path.isdir(path):

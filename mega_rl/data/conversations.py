@@ -11,11 +11,11 @@ from mega_rl.config.schema import DataConfig
 from mega_rl.data.rows import Row, read_rows
 from mega_rl.data.stream import Stream, fingerprint
 from mega_rl.data.tokenizer import (
-    MAX_TOKEN_CHARACTERS,
     Message,
     apply_template,
     as_messages,
     encode,
+    is_surely_longer,
     num_characters,
     render_prompt,
     uses_chat_template,
@@ -67,12 +67,13 @@ class ConversationDataset:
         sequences: list[Sequence] = []
         num_dropped = 0
         for row in read_rows(files, key)[:max_samples]:
-            length = num_characters(*(row.get(name) for name in ("messages", "prompt", "response", "answer")))
-            if length > limit * MAX_TOKEN_CHARACTERS:  # tokenising it could take hours
+            texts = [row.get(name) for name in ("messages", "prompt", "response", "answer")]
+            if is_surely_longer(tokenizer, texts, limit):
                 if not data.filter_overlong_prompts:
                     raise InputError(
-                        f"{row.where} has {length} characters, which are more than data.max_prompt_length + "
-                        f"data.max_response_length, {limit} tokens; shorten it or set data.filter_overlong_prompts"
+                        f"{row.where} has {num_characters(*texts)} characters, which are more than "
+                        f"data.max_prompt_length + data.max_response_length, {limit} tokens; shorten it or set "
+                        "data.filter_overlong_prompts"
                     )
                 num_dropped += 1
                 continue

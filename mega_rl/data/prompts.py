@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from mega_rl.config.schema import DataConfig
 from mega_rl.data.rows import Row, read_rows
 from mega_rl.data.stream import Stream, fingerprint
-from mega_rl.data.tokenizer import MAX_TOKEN_CHARACTERS, num_characters, render_prompt
+from mega_rl.data.tokenizer import is_surely_longer, num_characters, render_prompt
 from mega_rl.errors import InputError, shown
 from mega_rl.parallel.collectives import gather_objects, together, work_shared
 from mega_rl.types import Prompt
@@ -82,8 +82,8 @@ class PromptDataset:
 def _fitting_prompt(index: int, row: Row, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Prompt | None:
     """The prompt of a row; None if it is overlong and such are to be left out."""
     limit, where = data.max_prompt_length, row.where
-    length = num_characters(row.get("prompt"))
-    if length > limit * MAX_TOKEN_CHARACTERS:  # tokenising it could take hours
+    if is_surely_longer(tokenizer, [row.get("prompt")], limit):
+        length = num_characters(row.get("prompt"))
         problem = (
             f"{where} has a prompt of {length} characters, which are more than data.max_prompt_length {limit} tokens; "
             "shorten it or set data.filter_overlong_prompts"

@@ -8,8 +8,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from mega_rl.errors import InputError
+from mega_rl.errors import InputError, shown
 
+MOST_EPOCHS = 2**31 - 1
 Item = TypeVar("Item")
 ItemOut = TypeVar("ItemOut", covariant=True)
 
@@ -23,6 +24,10 @@ class Dataset(Protocol[ItemOut]):
     def __len__(self) -> int: ...
 
     def __getitem__(self, position: int) -> ItemOut: ...
+
+
+def _is_within(value: Any, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
 
 
 def fingerprint(parts: list[bytes]) -> str:
@@ -125,9 +130,15 @@ class Stream(Generic[Item]):
         for key in ("shuffle", "seed"):
             if state[key] != mine[key]:
                 raise InputError(
-                    f"data.{key} is {mine[key]} but the checkpoint was trained with {state[key]}; set it back"
+                    f"data.{key} is {mine[key]} but the checkpoint was trained with {shown(state[key])}; set it back"
                 )
-        self._move_to(int(state["epoch"]), int(state["position"]))
+        epoch, position = state["epoch"], state["position"]
+        if not (_is_within(epoch, MOST_EPOCHS) and _is_within(position, len(self.dataset))):
+            raise InputError(
+                f"the checkpoint's data position is {shown(position)} of epoch {shown(epoch)}, and the data has "
+                f"{len(self.dataset)} rows; resume from another one"
+            )
+        self._move_to(epoch, position)
 
     def _move_to(self, epoch: int, position: int) -> None:
         self._epoch = epoch

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from mega_rl.data.template_steps import MAX_TEMPLATE_STEPS, TooManySteps, bounded_template
 from mega_rl.errors import InputError, shortened, shown
 from mega_rl.models.files import tokenizer_problem
 
 MAX_TOKEN_CHARACTERS = 256  # no vocabulary has longer tokens; a text of more per token has too many tokens
+BEGINNING_CHARACTERS = 16  # per token that a text may have, of what is encoded of a very long one first
 Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": ...}
 
 
@@ -54,9 +56,28 @@ def _cause(error: Exception) -> str:
 
 def num_characters(*texts: Any) -> int:
     """Of texts and lists of chat messages together; whatever is neither counts nothing."""
+    return sum(len(content) for content in _contents(texts))
+
+
+def _contents(texts: Iterable[Any]) -> list[str]:
     lists = [text if isinstance(text, list) else [text] for text in texts]
     contents = [part.get("content") if isinstance(part, Mapping) else part for parts in lists for part in parts]
-    return sum(len(content) for content in contents if isinstance(content, str))
+    return [content for content in contents if isinstance(content, str)]
+
+
+def is_surely_longer(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Any], max_tokens: int) -> bool:
+    """Whether texts and lists of chat messages are too long, told without encoding all of a text of megabytes.
+
+    By its length, or by the tokens of its beginning: twice as many as may be, because the beginning may end within a
+    token. False says nothing.
+    """
+    length = num_characters(*texts)
+    if length > max_tokens * MAX_TOKEN_CHARACTERS:
+        return True
+    beginning = BEGINNING_CHARACTERS * max_tokens
+    if length < 4 * beginning:  # soon encoded as a whole
+        return False
+    return any(len(encode(tokenizer, part[:beginning])) > 2 * max_tokens for part in _contents(texts))
 
 
 def uses_chat_template(tokenizer: PreTrainedTokenizerBase, mode: str) -> bool:
@@ -92,10 +113,16 @@ def as_messages(prompt: Any, system_prompt: str | None) -> list[Message]:
 
 
 def apply_template(tokenizer: PreTrainedTokenizerBase, messages: list[Message], add_generation_prompt: bool) -> str:
-    """The messages as text; a template that refuses them is an InputError."""
+    """The messages as text; a template that refuses them, or does not end, is an InputError."""
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
-    except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
+        with bounded_template():
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+    except TooManySteps as error:
+        raise InputError(
+            f"the tokenizer's chat template takes more than {MAX_TEMPLATE_STEPS} steps for one row; correct its loops, "
+            "or set data.chat_template to never"
+        ) from error
+    except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError, MemoryError) as error:
         # a template is a program: what it raises besides its own errors are Python's
         cause = _cause(error)
         raise InputError(f"the tokenizer's chat template refuses the messages ({cause}); fix their roles") from error

@@ -16,7 +16,9 @@ from collections.abc import Mapping
 from functools import partial as partial_call
 from pathlib import Path
 from pickle import UnpicklingError
+from struct import error as StructError
 from typing import Any
+from zipfile import BadZipFile
 
 import torch
 import torch.distributed as dist
@@ -33,8 +35,9 @@ from mega_rl.bridge.files.manifest import PROGRESS as PROGRESS
 from mega_rl.bridge.files.manifest import WEIGHTS as WEIGHTS
 from mega_rl.bridge.files.manifest import damage as damage
 from mega_rl.bridge.files.manifest import manifest, model_record
+from mega_rl.bridge.files.progress import read_progress
 from mega_rl.bridge.files.torch_dist_write import CONTENT
-from mega_rl.errors import InputError
+from mega_rl.errors import InputError, shortened, shown
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.model import PolicyModel
 from mega_rl.megatron.optimizer import own_hyperparameters
@@ -50,8 +53,15 @@ _UNREADABLE = (  # what reading a garbled checkpoint raises; torch's CheckpointE
     RuntimeError,
     OSError,
     EOFError,
-    KeyError,
+    LookupError,
     ValueError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    MemoryError,
+    StructError,
+    BadZipFile,
     UnpicklingError,
     CheckpointException,
     CheckpointingException,
@@ -115,13 +125,9 @@ def set_aside(root: Path, after: Path | None) -> None:
             directory.rename(aside / directory.name)
 
 
-def read_progress(directory: Path) -> dict[str, Any]:
-    return json.loads((directory / PROGRESS).read_text())
-
-
 def check_layout(directory: Path, layout: ParallelLayout) -> None:
     """Raise InputError if Megatron cannot resume this checkpoint at the layout."""
-    progress = read_progress(directory)
+    progress = read_progress(directory, needed=None)
     experts = 1 if progress.get("weights_only") else progress["expert_parallel"]
     if experts > 1 and layout.expert == 1:
         raise InputError(
@@ -152,7 +158,7 @@ def _sharded_state(engine: MegatronEngine, is_loading: bool) -> tuple[dict[str, 
 
 
 def _last_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+    return shortened((str(error).strip().splitlines() or [type(error).__name__])[-1])
 
 
 def free_bytes(directory: Path) -> int:
@@ -291,13 +297,13 @@ def load(directory: Path, engine: MegatronEngine) -> dict[str, Any]:
     Raises:
         InputError: a checkpoint of another model, or one that Megatron cannot read (at this layout).
     """
-    progress = broadcast_object(read_progress(directory) if dist.get_rank() == 0 else None)
+    progress = broadcast_object(read_progress(directory, needed=None) if dist.get_rank() == 0 else None)
     own = model_record(engine.policy.shape)
     different = [key for key, value in own.items() if progress["model"].get(key) != value]
     if different:
         key = different[0]
         raise InputError(
-            f"checkpoint {directory} is of another model: {key} is {progress['model'].get(key)!r} there and "
+            f"checkpoint {directory} is of another model: {key} is {shown(progress['model'].get(key))} there and "
             f"{own[key]!r} in model.path; choose the model it was trained from, or checkpoint.resume=never"
         )
     if progress.get("weights_only"):
@@ -313,7 +319,10 @@ def load(directory: Path, engine: MegatronEngine) -> dict[str, Any]:
     engine.lr_schedule.load_state_dict(loaded["lr_schedule"])
     engine.stepper.skipped.load_state_dict(progress["skipped_steps"])
     if len(generators) == dist.get_world_size():  # for another number of ranks the states do not fit
-        platform.current().set_rng_state(generators[dist.get_rank()])
+        try:
+            platform.current().set_rng_state(generators[dist.get_rank()])
+        except _UNREADABLE as error:
+            raise _unreadable(directory, error) from error
     return progress
 
 

@@ -17,6 +17,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from torch import Tensor
 
+from mega_rl.bridge.files.plain import open_plain
 from mega_rl.bridge.files.torch_dist import read_index
 
 _FORCE, _FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
@@ -41,9 +42,19 @@ def load_generators(path: Path) -> list[Mapping[str, Tensor]]:
 
     Raises:
         pickle.UnpicklingError: the file holds something else than tensors in plain containers.
+        ValueError: it holds something else than states.
     """
-    states: list[Mapping[str, Tensor]] = torch.load(path, weights_only=True)
+    with open_plain(path) as file:
+        states: Any = torch.load(file, weights_only=True)
+    if not (isinstance(states, list) and all(_is_state(state) for state in states)):
+        raise ValueError(f"{path.name} holds no states of random generators")
     return states
+
+
+def _is_state(state: Any) -> bool:
+    return isinstance(state, Mapping) and all(
+        isinstance(value, Tensor) and value.dtype == torch.uint8 and value.dim() == 1 for value in state.values()
+    )
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mega_rl.errors import InputError, shown
+from mega_rl.errors import InputError, shortened, shown
 
 CONFIG_FILE = "config.json"
 MAX_CONFIG_BYTES = 1 << 22
@@ -37,7 +37,11 @@ def read_config(model_dir: str | Path, key: str = "model.path") -> dict[str, Any
 
 
 def tokenizer_problem(model_dir: str | Path) -> str | None:
-    """A sentence if the directory, named by model.path, has no tokenizer."""
+    """A sentence if the directory, named by model.path, has no tokenizer, or a pipe or device in its place."""
+    for entry in os.scandir(model_dir):
+        if entry.name.endswith((".json", ".model", ".txt", ".jinja")) and not (entry.is_file() or entry.is_dir()):
+            name = shortened(entry.name)  # a pipe, say: opening it would wait for its writer
+            return f"model.path {shown(str(model_dir))} has {name}, which is no regular file: copy the model again"
     if any(os.path.isfile(Path(model_dir) / name) for name in TOKENIZER_FILES):
         return None
     return f"model.path {shown(str(model_dir))} has no tokenizer: put one of {', '.join(TOKENIZER_FILES)} there"

@@ -35,6 +35,8 @@ from mega_rl.rollout.sinks import Weights
 from mega_rl.types import Trajectory
 from tests.distributed.rollout_checks import LONG, MAX_MODEL_LEN, check
 from tests.distributed.rollout_support import answer_of, hf_greedy, hf_weights, perturb, prompt, save, tiny_model
+from tests.launch import MARK, marked
+from tests.listening import open_to_others
 
 NUM_ENGINES = 2
 NUM_TOKENS = 12
@@ -210,8 +212,19 @@ def dead_engine_is_named(trainer: Trainer) -> None:
     assert time.monotonic() - begin < 120, "that took the patience of a collective"
 
 
+def nobody_else_can_connect(trainer: Trainer) -> None:
+    """All sockets of this launch are at loopback: trainer ranks, Ray, engines, the group of both; torchrun's is not."""
+    if trainer.rank == 0:
+        launch = os.environ[MARK]
+        ours = [process for process in marked(launch) if process.pid != os.getppid()]
+        names = {process.name() for process in ours}
+        assert len(ours) > 2 + NUM_ENGINES and {"gcs_server", "raylet"} <= names, names
+        assert open_to_others(ours) == []
+
+
 CHECKS = (
     every_parameter_is_the_trainers,
+    nobody_else_can_connect,
     bytes_are_the_minimum,
     output_follows_the_weights,
     kept_prefixes_are_wrong,

@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SCRIPT = REPO / "tests" / "distributed" / "run_remote_engines.py"
 CHECKS = (
     "every_parameter_is_the_trainers",
+    "nobody_else_can_connect",
     "bytes_are_the_minimum",
     "output_follows_the_weights",
     "kept_prefixes_are_wrong",

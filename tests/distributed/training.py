@@ -9,6 +9,7 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,20 +109,26 @@ def train(config: Path, output_dir: Path, *overrides: str, nproc: int = 2, timeo
 def survivors(token: str, grace_s: float = 20.0) -> list[str]:
     """Command lines of processes that still carry the token when the grace has passed."""
     deadline = time.monotonic() + grace_s
-    while (found := _carriers(token)) and time.monotonic() < deadline:
+    while (found := carriers(token)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return found
+    return [command_line(process) for process in found]
 
 
-def _carriers(token: str) -> list[str]:
+def carriers(token: str) -> list[psutil.Process]:
+    """The processes that carry the token and run."""
     found = []
     for process in psutil.process_iter():
-        try:
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             if process.environ().get(RUN_MARK) == token and alive(process.pid):
-                found.append(" ".join(process.cmdline()))
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
+                found.append(process)
     return found
+
+
+def command_line(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid} {' '.join(process.cmdline())}"
+    except psutil.NoSuchProcess:
+        return f"{process.pid}, which has ended meanwhile"
 
 
 def metrics_of(output_dir: Path) -> dict[int, dict[str, float]]:

@@ -10,6 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from mega_rl.bridge.files.plain import is_name_below, read_json
+from mega_rl.errors import shortened, shown
 from mega_rl.models.shape import ModelShape
 
 MANIFEST = "manifest.json"
@@ -40,30 +42,32 @@ def damage(directory: Path) -> str | None:
     A manifest of an earlier version has digests of the ends of its files only, and is taken by these.
     """
     try:
-        content = json.loads((directory / MANIFEST).read_text())
+        content = read_json(directory / MANIFEST)
         rows = [(name, size, expected) for name, (size, expected) in content["files"].items()]
         version = content.get("version", 1)
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} is not readable"
     if version not in (1, VERSION):
-        return f"{MANIFEST} is of version {version!r}, and this program reads up to {VERSION}"
+        return f"{MANIFEST} is of version {shown(version)}, and this program reads up to {VERSION}"
     if version == VERSION:
-        needed = [directory / PROGRESS, *sorted(p for p in (directory / WEIGHTS).rglob("*") if p.is_file())]
+        needed = [directory / PROGRESS, *sorted(p for p in (directory / WEIGHTS).rglob("*") if not p.is_dir())]
         unlisted = [name for path in needed if (name := str(path.relative_to(directory))) not in content["files"]]
         if unlisted:
-            return f"file {unlisted[0]} is not in {MANIFEST}"
+            return f"file {shortened(unlisted[0])} is not in {MANIFEST}"
     for name, size, _ in rows:
+        if not is_name_below(name):
+            return f"{MANIFEST} names {shown(name)}, which is no file of the checkpoint"
         path = directory / name
         if not path.is_file():
-            return f"file {name} is missing"
+            return f"file {shortened(name)} is missing"
         if path.stat().st_size != size:
-            return f"file {name} has {path.stat().st_size} bytes instead of {size}"
+            return f"file {shortened(name)} has {path.stat().st_size} bytes instead of {shown(size)}"
     found = _side_by_side(digest if version == VERSION else digest_of_ends, [directory / name for name, *_ in rows])
     for (name, _, expected), value in zip(rows, found, strict=True):
         if value != expected:
-            return f"file {name} is not what was written"
+            return f"file {shortened(name)} is not what was written"
     return None
 
 

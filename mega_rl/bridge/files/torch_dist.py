@@ -21,16 +21,18 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
 
+from mega_rl.bridge.files.plain import is_name_below, open_plain
 from mega_rl.bridge.files.stored import Place, Stored
 from mega_rl.bridge.files.torch_dist_layout import EMBEDDING_KEY, OUTPUT_KEY, global_shapes, global_slices, names_in
 from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.slices import Box, Slice, carry_over, extents, intersect, whole_box
-from mega_rl.errors import InputError
+from mega_rl.errors import InputError, shortened, shown
 from mega_rl.models.shape import ModelShape
 
 INDEX = ".metadata"
@@ -116,24 +118,57 @@ def read_index(directory: Path) -> Metadata:
     """
     path = directory / INDEX
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             index = _IndexUnpickler(file).load()
     except FileNotFoundError:
         raise InputError(f"{path} is missing; give a directory in Megatron's torch_dist format") from None
-    except (
-        OSError,
-        EOFError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        IndexError,
-        KeyError,
-        pickle.UnpicklingError,
-    ) as error:
-        raise InputError(f"{path} is truncated or damaged ({error}); copy the checkpoint again") from error
+    except Exception as error:  # a pickle is a program: what it raises is Python's, and no list is complete
+        cause = (error.strerror if isinstance(error, OSError) else None) or shortened(str(error))
+        raise InputError(f"{path} is truncated or damaged ({cause}); copy the checkpoint again") from error
     if not isinstance(index, Metadata):
         raise InputError(f"{path} holds no index of a checkpoint; copy the checkpoint again")
+    try:
+        problem = _entries_problem(index) or _places_problem(directory, index)
+    except (AttributeError, TypeError) as error:  # of an object without all of its parts
+        problem = shortened(str(error))
+    if problem is not None:
+        raise InputError(f"{path} is damaged ({problem}); copy the checkpoint again")
     return index
+
+
+def _entries_problem(index: Metadata) -> str | None:
+    """What is wrong with the list of tensors and objects."""
+    for key, entry in index.state_dict_metadata.items():
+        if isinstance(entry, BytesStorageMetadata):
+            continue
+        is_tensor = isinstance(entry, TensorStorageMetadata) and isinstance(entry.properties.dtype, torch.dtype)
+        if not is_tensor or not _are_sizes(entry.size):
+            return f"{shown(key)} is neither a tensor nor an object"
+        ndim = len(entry.size)
+        for chunk in entry.chunks:
+            if not (_are_sizes(chunk.offsets, ndim) and _are_sizes(chunk.sizes, ndim)):
+                return f"a chunk of {shown(key)} has no place in it"
+    return None
+
+
+def _are_sizes(sizes: Any, ndim: int | None = None) -> bool:
+    is_list = isinstance(sizes, tuple) and (ndim is None or len(sizes) == ndim)
+    return is_list and all(isinstance(size, int) and 0 <= size < 1 << 62 for size in sizes)
+
+
+def _places_problem(directory: Path, index: Metadata) -> str | None:
+    """What is wrong with the list of places: they are ranges of regular files beside the index."""
+    names: set[Any] = set()
+    for info in index.storage_data.values():
+        if not _are_sizes((info.offset, info.length)):
+            return f"a range of {shown(info.relative_path)} is none"
+        names.add(info.relative_path)
+    for name in sorted(names, key=str):
+        if not isinstance(name, str) or "/" in name or not is_name_below(name):
+            return f"it names {shown(name)}, which is no file beside it"
+        if (directory / name).exists() and not (directory / name).is_file():
+            return f"{name} is no regular file"
+    return None
 
 
 def _check(

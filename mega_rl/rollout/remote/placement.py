@@ -5,18 +5,20 @@ from __future__ import annotations
 import atexit
 import importlib.util
 import os
+import shutil
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from mega_rl import platform
 from mega_rl.errors import InputError
 from mega_rl.parallel.store import LOOPBACK, is_one_node
+from mega_rl.rollout.remote import local_ray
 from mega_rl.rollout.remote.engine_process import EngineProcess, EngineSpec
 from mega_rl.rollout.remote.ray_room import bundle, check_room
 
 PLACEMENT_TIMEOUT_S = 60
 DEATH_NOTICE_S = 10.0  # time for Ray to notice which process is gone after a transfer has failed
-OBJECT_STORE_BYTES = 1 << 27  # of a Ray that is started here; it carries requests and trajectories, never weights
 
 
 class Fleet:
@@ -33,7 +35,7 @@ class Fleet:
         """
         self.num_engines = num_engines
         self.engine_size = spec.rollout.tensor_parallel_size
-        self._ray = _connected_ray(self.num_workers)
+        self._ray, self._logs = connected_ray(self.num_workers)
         atexit.register(self._end)  # runs before Ray's own handler, which does not end the workers
         self._process_ids: list[int] = []
         self._workers: list[Any] = []
@@ -105,6 +107,8 @@ class Fleet:
         for worker in self._workers:
             self._ray.kill(worker)
         self._ray.shutdown()
+        if self._logs is not None:  # those of a run that failed are left to be read
+            shutil.rmtree(self._logs, ignore_errors=True)
 
     def _raise_failure(self, call: Any, worker: int, doing: str) -> None:
         try:
@@ -150,28 +154,29 @@ def _nodes(ray: Any) -> list[Mapping[str, float]]:
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
-def _connected_ray(num_workers: int) -> Any:
-    """The ray module, connected to the cluster of ``RAY_ADDRESS``, or on a CPU to one that is started here."""
+def connected_ray(num_workers: int) -> tuple[Any, Path | None]:
+    """The ray module, connected to the cluster of ``RAY_ADDRESS``, or on a CPU to one that is started here.
+
+    The second value is the directory of the logs of a Ray that was started here.
+    """
     if importlib.util.find_spec("ray") is None:
         raise InputError(
             "rollout.placement=separate needs Ray, which is not installed: install mega_rl[separate], or set "
             "rollout.placement=colocated."
         )
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    has_cluster, devices = bool(os.environ.get("RAY_ADDRESS")), platform.current().visible_devices_variable
+    if not has_cluster:
+        if devices is not None:  # a Ray started here would hand out the trainer's own
+            raise InputError(
+                "rollout.placement=separate needs a Ray cluster that knows the engines' devices and not the trainer's: "
+                f"run `ray start --head` with {devices} naming the engines' devices, and set RAY_ADDRESS=auto."
+            )
+        local_ray.close_to_others()
     import ray
     import ray.util.scheduling_strategies
 
-    if not ray.is_initialized():
-        here = platform.current()
-        quiet = {"log_to_driver": False, "logging_level": "ERROR"}
-        if os.environ.get("RAY_ADDRESS"):
-            ray.init(**quiet)
-        elif here.visible_devices_variable is None:
-            ray.init(num_cpus=num_workers, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet)
-        else:  # a Ray started here would hand out the trainer's own devices
-            raise InputError(
-                "rollout.placement=separate needs a Ray cluster that knows the engines' devices and not the trainer's: "
-                f"run `ray start --head` with {here.visible_devices_variable} naming the engines' devices, and set "
-                "RAY_ADDRESS=auto."
-            )
-    return ray
+    if not has_cluster:
+        return ray, local_ray.start(ray, num_workers)
+    ray.init(log_to_driver=False, logging_level="ERROR")
+    return ray, None

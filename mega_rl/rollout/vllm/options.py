@@ -18,6 +18,7 @@ TRANSFER_BACKEND = "mega_rl"  # our name at vLLM's weight-transfer extension poi
 
 # Engine arguments that follow from the rest of the configuration -> the key to set instead; "" if there is none.
 _OWNED = {
+    "hf_overrides": "model.path",
     "model": "model.path",
     "tokenizer": "model.path",
     "dtype": "rollout.dtype",
@@ -48,8 +49,14 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }  # fmt: skip
 
 
-def installed_arguments() -> Collection[str] | None:
-    """The names of the installed vLLM's engine arguments, from its source; None without vLLM.
+for _name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+    _VALUES[_name] = lambda value: isinstance(value, int) and value >= 1, "give a whole number >= 1"
+# The annotations of vLLM's arguments that say all; those of its own types are left to it.
+_TYPES: dict[str, type | tuple[type, ...]] = {"bool": bool, "int": int, "float": (int, float), "str": str}
+
+
+def installed_arguments() -> Mapping[str, str] | None:
+    """The names of the installed vLLM's engine arguments and their annotations, from its source; None without vLLM.
 
     It is not imported: that takes seconds and chooses vLLM's platform.
     """
@@ -59,14 +66,15 @@ def installed_arguments() -> Collection[str] | None:
     source = (Path(found.origin).parent / "engine" / "arg_utils.py").read_text(encoding="utf-8")
     classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs")
     fields = (field for node in classes for field in node.body if isinstance(field, ast.AnnAssign))
-    return [field.target.id for field in fields if isinstance(field.target, ast.Name)]
+    return {field.target.id: ast.unparse(field.annotation) for field in fields if isinstance(field.target, ast.Name)}
 
 
 def check_options(options: Mapping[str, Any], known: Collection[str] | None, device_type: str) -> None:
     """Refuse options of ``rollout.vllm`` that the engine does not know, cannot take, or that mega_rl sets itself.
 
     Args:
-        known: the names of vLLM's engine arguments; None if there is no vLLM that knows any.
+        known: the names of vLLM's engine arguments, and their annotations if they are known too; None if there is no
+            vLLM that knows any.
 
     Raises:
         InputError: names the option and what to write instead.
@@ -84,6 +92,19 @@ def check_options(options: Mapping[str, Any], known: Collection[str] | None, dev
         holds, fix = _VALUES.get(name, (lambda value: True, ""))
         if not holds(options[name]):
             raise InputError(f"rollout.vllm.{name} is {shown(options[name])}: {fix}.")
+        annotation = known.get(name, "") if isinstance(known, Mapping) else ""
+        if not _fits(options[name], annotation):
+            raise InputError(f"rollout.vllm.{name} is {shown(options[name])}: give {annotation.replace('|', 'or')}.")
+
+
+def _fits(value: Any, annotation: str) -> bool:
+    """Whether an argument can have this value; yes if its annotation has other types than ``_TYPES``."""
+    kinds = annotation.split(" | ")
+    if not all(kind in _TYPES or kind == "None" for kind in kinds):
+        return True
+    if value is None or isinstance(value, bool):
+        return ("None" if value is None else "bool") in kinds
+    return any(isinstance(value, _TYPES[kind]) for kind in kinds if kind not in ("None", "bool"))
 
 
 def engine_arguments(

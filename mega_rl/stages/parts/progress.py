@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from mega_rl.errors import InputError, shown
 from mega_rl.megatron import checkpoint
 from mega_rl.megatron.checkpoint import CheckpointWriter
 from mega_rl.megatron.engine import MegatronEngine
@@ -48,7 +49,13 @@ def resume(directory: Path | None, actor: MegatronEngine, source: Source, say: C
         say(f"starting from the weights of {directory}, which has no optimizer state")
         return Progress()
     with together("resuming the data"):
-        source.load_state_dict(saved["data"])
+        try:
+            source.load_state_dict(saved["data"])
+        except (LookupError, TypeError, AttributeError, ArithmeticError, AssertionError) as error:
+            raise InputError(
+                f"checkpoint {directory} says nothing usable of its place in the data ({shown(error)}); use an older "
+                "one, or checkpoint.resume=never"
+            ) from error
     say(f"resuming after step {saved['step']} from {directory}")
     return Progress(saved["step"], saved["validations"], saved.get("metrics", {}))  # older checkpoints have none
 

@@ -28,6 +28,7 @@ from mega_rl.observe.observer import Observer
 from mega_rl.observe.timers import Timers
 from mega_rl.parallel.collectives import broadcast_object, join_world, together
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
+from mega_rl.parallel.store import keep_to_loopback
 from mega_rl.stages.parts.batches import BatchShare
 from mega_rl.stages.parts.output import CHECKPOINTS, OutputLock, take_output, writing_to
 from mega_rl.stages.parts.progress import Progress
@@ -119,6 +120,7 @@ def open_session(config: RunConfig) -> Iterator[Session]:
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         torch.set_num_threads(config.platform.num_threads or max(1, len(os.sched_getaffinity(0)) // ranks_here))
     device = here.set_device(local_rank)
+    keep_to_loopback()
     join_world(here.backend, config.trainer.collective_timeout_s)
     with together("opening the session"):
         shape = check_model(config, dist.get_world_size())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,15 @@ def refusal(directory: Path, text: str, *overrides: str) -> str:
 ALIASES = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9)
 )
+DOUBLING = "model: {path: x}\nrewards: [{name: x, options: {a0: xxxxxxxx, " + ", ".join(
+    f"a{i}: '${{.a{i - 1}}}${{rewards[0].options.a{i - 1}}}'" for i in range(1, 40)
+)
+LISTS = "model: {path: x}\nrewards: [{name: x, options: {a0: [x, x], " + ", ".join(
+    f"a{i}: ['${{..a{i - 1}}}', '${{..a{i - 1}}}']" for i in range(1, 30)
+)
+LONG_WAY = "model: {path: x}\nrewards: [{name: x, options: {a0: x, " + ", ".join(
+    f"a{i}: '${{.a{i - 1}}}'" for i in range(1, 2000)
+)
 CHAIN = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 40))
 
 
@@ -127,7 +137,12 @@ CHAIN = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1,
         ('model: {path: x}\n"a\\nb": 1', "unknown key 'a\\nb'"),
         ("model: {path: x}\nrewards: [{name: x, options: {1: 2}}]", "rewards[0].options has the key 1 (int)"),
         ("model: {path: x, dtype: '${model.path}', path: y}", "the key 'path' stands twice"),
-        ("model: {path: '${model.dtype}', dtype: '${model.path}'}", "Recursive interpolation"),
+        ("model: {path: '${model.dtype}', dtype: '${model.path}'}", "more than 32 times, or to itself"),
+        (DOUBLING + "}}]", "come to more than 262144 characters: write them out"),
+        (LISTS + "}}]", "come to more than 262144 characters: write them out"),
+        (LONG_WAY + "}}]", "come to more than 262144 characters: write them out"),
+        ("model: {path: '${model.${model.dtype}}'}", "has ${...} inside ${...}, or one without its end"),
+        ("model: {path: '${oc.decode:x}'}", "calls a function: only ${other.key} and ${oc.env:NAME} can be used"),
     ],
 )
 def test_what_would_cost_time_or_fail_later_is_refused_as_it_is_read(tmp_path: Path, text: str, part: str) -> None:
@@ -151,6 +166,26 @@ def test_overrides_that_cannot_be_followed(
 ) -> None:
     monkeypatch.setenv("MEGA_RL_FUZZ_TEXT", "[")
     assert part in refusal(tmp_path, json.dumps(GOOD), override)
+
+
+def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
+    """Opening a pipe would wait for its writer, and reading a device may never end."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
+        with pytest.raises(InputError, match="is no regular file: give a YAML file"):
+            load_config(path)
+
+
+def test_interpolations_that_are_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGA_RL_FUZZ_TEXT", "sft")
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "model: {path: 'models/${trainer.seed}/${oc.env:MEGA_RL_FUZZ_TEXT}'}\n"
+        "trainer: {output_dir: 'runs/${model.path}', seed: '${data.seed}'}\nrewards: [{name: x, options: '${.name}'}]\n"
+    )
+    with pytest.raises(InputError, match=r"rewards\[0\].options is 'x'"):
+        load_config(file)
+    assert load_config(file, ["rewards=[]"]).trainer.output_dir == "runs/models/0/sft"
 
 
 def test_a_path_that_is_too_long_does_not_exist(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from mega_rl.config.schema import DataConfig
+from mega_rl.data import tokenizer
 from mega_rl.data.conversations import ConversationDataset
 from mega_rl.data.prompts import PromptDataset
 from mega_rl.data.rows import read_rows
@@ -119,11 +121,57 @@ def test_parquet_values_that_python_has_not(tmp_path: Path, column: pyarrow.Arra
 
 @pytest.mark.parametrize("dataset", [PromptDataset, ConversationDataset])
 def test_a_text_of_ten_megabytes_is_not_tokenised(
-    tmp_path: Path, dataset: type[PromptDataset | ConversationDataset]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dataset: type[PromptDataset | ConversationDataset]
 ) -> None:
-    path = tmp_path / "rows.jsonl"
+    path, encode = tmp_path / "rows.jsonl", tokenizer.encode
     path.write_text(json.dumps({"prompt": "1" * 10_000_000, "answer": "2"}) + '\n{"prompt": "1+1=", "answer": "2"}\n')
     found = dataset.from_files([str(path)], TOKENIZERS[0], DataConfig(max_prompt_length=512))
     assert len(found) == 1 and found.num_dropped == 1
+    # So many tokens would take ten million characters; the first of them tell that it has more.
+    encoded: list[int] = []
+
+    def counting(of: PreTrainedTokenizerFast, text: str, **options: bool) -> list[int]:
+        encoded.append(len(text))
+        return encode(of, text, **options)
+
+    monkeypatch.setattr(tokenizer, "encode", counting)
+    found = dataset.from_files([str(path)], TOKENIZERS[0], DataConfig(max_prompt_length=40_000, max_response_length=1))
+    assert len(found) == 1 and found.num_dropped == 1 and max(encoded) < 1_000_000
     with pytest.raises(InputError, match=r"line 1 has .*1000000\d characters.*data.filter_overlong_prompts"):
         dataset.from_files([str(path)], TOKENIZERS[0], DataConfig(filter_overlong_prompts=False))
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}"
+TEMPLATES = {
+    "{% for a in range(10 ** 9) %}x{% endfor %}": "Range too big",
+    ENDLESS: "takes more than 2000000 steps for one row",
+    "{% macro m() %}{{ m() }}{{ m() }}{% endmacro %}{{ m() }}": "refuses the messages",
+    "{{ 'x' * 10 ** 18 }}": "refuses the messages",
+    "{{ messages[9].content }}": "refuses the messages",
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_chat_template_that_does_not_end(template: str) -> None:
+    """It is a program that comes with a model."""
+    hostile = bpe_tokenizer(["Hi"], 300)
+    hostile.chat_template = template
+    with pytest.raises(InputError, match=TEMPLATES[template]) as caught:
+        tokenizer.render_prompt(hostile, "Hi")
+    assert len(str(caught.value)) < 500 and "chat template" in str(caught.value)
+
+
+def test_a_pipe_beside_a_tokenizer_is_not_opened(tmp_path: Path) -> None:
+    bpe_tokenizer(["Hi"], 300).save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "chat_template.jinja")
+    with pytest.raises(InputError, match="has chat_template.jinja, which is no regular file: copy the model again"):
+        tokenizer.load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_data_that_is_no_file_is_not_opened(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"rows{suffix}"
+    os.mkfifo(path)
+    with pytest.raises(InputError, match="is no file"):
+        read_rows([str(path)], "data.train_files")

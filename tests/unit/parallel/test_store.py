@@ -1,13 +1,15 @@
-"""Who can reach the stores of a run."""
+"""Who can reach the stores and the groups of a run."""
 
 from __future__ import annotations
+
+import os
 
 import psutil
 import pytest
 import torch.distributed as dist
 
 from mega_rl.parallel.joint_group import join_store, open_meeting
-from mega_rl.parallel.store import LOOPBACK, is_one_node
+from mega_rl.parallel.store import LOOPBACK, is_one_node, keep_to_loopback
 from mega_rl.rollout import replicas
 
 
@@ -51,3 +53,24 @@ def test_one_node(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], ex
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert is_one_node() is expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, "lo"),
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "eth0"}, "eth0"),
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RAY_ADDRESS": "auto"}, None),  # engines may be elsewhere
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}, None),
+    ],
+)
+def test_gloo_listens_at_loopback_where_all_are_here(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: str | None
+) -> None:
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RAY_ADDRESS", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")  # so that what is set below is taken back
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    keep_to_loopback()
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == expected

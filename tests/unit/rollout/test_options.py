@@ -15,7 +15,7 @@ from mega_rl.config.schema import RolloutConfig, RunConfig
 from mega_rl.errors import InputError
 from mega_rl.planning.engine import engine_share
 from mega_rl.rollout.vllm.environment import preserved_process, set_environment
-from mega_rl.rollout.vllm.options import additional_config, engine_arguments, option_names
+from mega_rl.rollout.vllm.options import additional_config, check_options, engine_arguments, option_names
 
 KNOWN = (
     "model",
@@ -159,3 +159,20 @@ def test_preserved_process_puts_everything_back(monkeypatch: pytest.MonkeyPatch)
     assert os.environ["LOCAL_WORLD_SIZE"] == "4" and os.environ.get("LD_PRELOAD") != "nothing.so"
     assert random.getstate() == before[0] and str(np.random.get_state()) == before[1]
     assert torch.equal(torch.get_rng_state(), before[2]) and torch.set_num_threads is before[3]
+
+
+@pytest.mark.parametrize(
+    ("annotation", "value", "fits"),
+    [
+        ("bool", "maybe", False), ("bool", True, True), ("int | None", "abc", False), ("int | None", None, True),
+        ("int", None, False), ("int", True, False), ("float", 1, True), ("str | None", 3, False),
+        ("QuantizationMethods | str | None", 3, True),
+    ],
+)  # fmt: skip
+def test_a_value_must_be_of_the_type_that_vllm_declares(annotation: str, value: object, fits: bool) -> None:
+    try:
+        check_options({"some": value}, {"some": annotation}, "cpu")
+    except InputError as error:
+        assert not fits and str(error).startswith("rollout.vllm.some is ") and ": give " in str(error)
+    else:
+        assert fits

@@ -20,7 +20,7 @@ from mega_rl.rollout.vllm import engine as vllm_engine
 def test_without_ray_the_fix_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"mega_rl\[separate\]"):
-        fleet._connected_ray(1)
+        fleet.connected_ray(1)
 
 
 @pytest.mark.parametrize("device", [CudaPlatform(), NpuPlatform()], ids=["cuda", "npu"])
@@ -30,7 +30,7 @@ def test_engines_never_take_the_trainers_devices(device: Any, monkeypatch: pytes
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("a Ray of its own would hand out the trainer's devices"))
     with pytest.raises(InputError, match=f"{device.visible_devices_variable}.*RAY_ADDRESS"):
-        fleet._connected_ray(1)
+        fleet.connected_ray(1)
     assert "RAY_ADDRESS" not in os.environ
 
 

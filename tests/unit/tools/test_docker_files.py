@@ -114,7 +114,7 @@ def test_base_images_have_the_versions_of_setup_py(name: str) -> None:
         assert repository == "vllm/vllm-openai"
         assert tag.removeprefix("v") in required("cuda", "vllm").specifier
     else:
-        assert f"FROM {repository}:{tag} AS cpu" in dockerfile
+        assert f"FROM {repository}:{tag}${{PYTHON_DIGEST}} AS cpu" in dockerfile
     assert f"`{repository}:{tag}`" in (DOCKER / "README.md").read_text()
 
 
@@ -139,3 +139,20 @@ def test_the_dockerfile_installs_what_mega_rl_runs_with() -> None:
             found = re.search(rf"['\s]({name}(?:[<>=][^'\s]*)?)['\s]", dockerfile)
             assert found, f"the Dockerfile does not install {requirement.name}"
             assert requirement.specifier == Requirement(found[1]).specifier, requirement.name
+
+
+def test_what_is_fetched_can_be_pinned() -> None:
+    """Every base image takes a digest, MindSpeed is a commit, and what the locks name has hashes."""
+    for name, service in SERVICES.items():
+        assert re.search(r"\$\{\w+_DIGEST\}$", service["build"]["args"].get("BASE_IMAGE", "${PYTHON_DIGEST}")), name
+    assert re.search(r"^# [0-9a-f]{40} is", (DOCKER / ".env").read_text(), re.MULTILINE)
+    assert "--branch" not in (DOCKER / "Dockerfile").read_text()
+    for lock in (ROOT / "requirements").glob("*.lock"):
+        requirements = re.split(r"^(?=\w)", lock.read_text(), flags=re.MULTILINE)[1:]
+        assert requirements, lock.name
+        for requirement in requirements:
+            assert re.fullmatch(r"\S+==\S+( \\\n    --hash=sha256:[0-9a-f]{64})+\n", requirement), requirement
+    bootstrap = (ROOT / "tools" / "bootstrap.sh").read_text()
+    exceptions = ("--target", "--no-build-isolation")  # the emulation's wheel, and mega_rl itself
+    for line in re.findall(r".*pip install.*", bootstrap):
+        assert "--require-hashes" in line or any(exception in line for exception in exceptions), line
