@@ -131,6 +131,7 @@ RULES: dict[str, Rule] = {
     "trainer.seed": seed(),
     "trainer.max_tokens_per_microbatch": between(1, MANY),
     "trainer.collective_timeout_s": between(1, MANY),
+    "trainer.stall_timeout_s": between(1, MANY),
     "trainer.max_skipped_steps": between(0, MANY),
     "validation.test_freq": step_interval(),
     "checkpoint.save_freq": step_interval(),

@@ -236,6 +236,9 @@ class TrainerConfig:
     max_tokens_per_microbatch: int = 16384  # of one forward pass, all its sequences together
     # Rarely set.
     collective_timeout_s: float = 1800.0  # a rank that waits longer than this for another one ends the run
+    # No sign of life from a rank, or no progress of any, for this long names the rank and ends the run; what counts
+    # is the shorter of this and 0.9 x collective_timeout_s, and the latter while models and engines are being built.
+    stall_timeout_s: float = 600.0
     max_skipped_steps: int = 5  # this many optimizer steps in a row without a finite gradient end the run; 0: never
     logprob_chunk_tokens: int = 1024  # tokens per chunk when computing log-probabilities; bounds the float32 logits
     gates: GatesConfig = field(default_factory=GatesConfig)

@@ -28,6 +28,7 @@ from mega_rl.megatron.layers import frozen_weights
 from mega_rl.megatron.model import PolicyModel, build_model
 from mega_rl.megatron.spec import TrainerSpec
 from mega_rl.models.shape import ModelShape
+from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.types import Microbatch, TokenStats
 
@@ -178,6 +179,7 @@ class MegatronPolicy:
     def load_huggingface(self, reader: HFReader) -> None:
         """Fill every parameter from a Hugging Face directory, reading only this rank's slices of each file."""
         for piece in self._own_slices():
+            HEART.mark()
             weight = reader.read(piece.hf_name, piece.hf_box)
             # Frozen weights are float32 whatever the model is, but are exported and sent to the engine in its dtype.
             self.local(piece.local_name, piece.local_box).copy_(weight.to(self.spec.dtype))
@@ -214,6 +216,7 @@ class MegatronPolicy:
         ) -> tuple[Tensor, Callable[[Tensor], Any]]:
             microbatch = next(iterator).to(self.device)
             local = local_input(microbatch, parallel_state.get_context_parallel_group(), multiple)
+            HEART.mark()
             output = module(
                 local.token_ids, local.position_ids, None, labels=local.target_ids, packed_seq_params=local.packing
             )

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
+from mega_rl.observe.heartbeat import HEART
 from mega_rl.observe.metrics import match
 
 GIB = 1 << 30
@@ -42,7 +43,8 @@ class Timers:
         self._running.add(name)
         begin = self._clock()
         try:
-            yield
+            with HEART.during(phase):
+                yield
         finally:
             self._take_peaks()
             self._running.remove(name)

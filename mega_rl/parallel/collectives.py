@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from mega_rl.errors import InputError
+from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.schedule import split_even
 
 Item = TypeVar("Item")
@@ -34,7 +35,8 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     if not dist.is_initialized():
         return [value]
     gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, value, group=group)
+    with HEART.waiting("the other ranks"):
+        dist.all_gather_object(gathered, value, group=group)
     return gathered
 
 
@@ -43,7 +45,8 @@ def broadcast_object(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     if not dist.is_initialized():
         return value
     box = [value]
-    dist.broadcast_object_list(box, group_src=0, group=group)
+    with HEART.waiting("the other ranks"):
+        dist.broadcast_object_list(box, group_src=0, group=group)
     return box[0]
 
 

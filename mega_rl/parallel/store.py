@@ -8,6 +8,8 @@ import socket
 
 import torch.distributed as dist
 
+from mega_rl.parallel.collectives import broadcast_object
+
 LOOPBACK = "127.0.0.1"
 
 
@@ -50,3 +52,18 @@ def serve_store(
         timeout=timeout,
         master_listen_fd=listener,
     )
+
+
+def shared_store(timeout_s: float) -> dist.TCPStore:
+    """A key-value store that every rank reaches; rank 0 serves it on a free port. Collective.
+
+    If all ranks are on one machine, no other machine can reach it.
+
+    Args:
+        timeout_s: of connecting to it, and of waiting for a key.
+    """
+    timeout = datetime.timedelta(seconds=timeout_s)
+    host = LOOPBACK if is_one_node() else os.environ["MASTER_ADDR"]
+    server = serve_store(host, timeout=timeout) if dist.get_rank() == 0 else None
+    port = broadcast_object(None if server is None else server.port)
+    return server or dist.TCPStore(host, port, is_master=False, timeout=timeout)

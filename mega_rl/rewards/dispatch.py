@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from mega_rl.observe.heartbeat import HEART
 from mega_rl.rewards.answers import garbled, read_answers, read_kinds, read_refusal
 from mega_rl.rewards.process import WorkerFailure, WorkerProcess
 from mega_rl.rewards.worker import ASYNC, GARBLED, OUT_OF_MEMORY, SAMPLE, TIMED_OUT, Answer, Call, Setup
@@ -206,6 +207,8 @@ class Dispatcher:
     def _advance(self) -> None:
         """Wait for the next message, deadline or work, and act on it."""
         busy = [slot for slot in self.slots if not slot.is_idle]
+        if busy:
+            HEART.mark()  # every call ends within its own limit
         ended = [slot for slot in busy if slot.worker.has_ended()]  # asked first: what it had sent is ready then
         with selectors.DefaultSelector() as selector:
             selector.register(self._is_given, selectors.EVENT_READ, None)

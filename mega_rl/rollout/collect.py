@@ -11,16 +11,20 @@ was faster, and how many engines there are, changes nothing.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 import torch.distributed as dist
 
+from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.collectives import broadcast_object
 from mega_rl.rollout.engine import Request, Sampler
 from mega_rl.types import Score, Trajectory
+
+MAX_SCORING_WAIT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -135,13 +139,19 @@ class _Scoring:
         """The decisions about the groups scored since the last call, in the order in which they were.
 
         Args:
-            wait_for_one: there is a group all of whose trajectories have ended: go on when one of these is scored.
+            wait_for_one: there is a group all of whose trajectories have ended: wait until one of these is scored, but
+                not long: the engine's other ranks wait for the decisions in a collective, which has a time limit.
 
         Raises: what scoring raised.
         """
         decisions: list[Decision] = []
+        until = time.monotonic() + MAX_SCORING_WAIT_S
         while not self._told.empty() or (wait_for_one and not decisions):
-            ticket = self._told.get()
+            try:
+                with HEART.waiting("the rewards", is_for_ranks=False):
+                    ticket = self._told.get(timeout=max(0.0, until - time.monotonic()))
+            except Empty:
+                break
             self._num_known[ticket] = self._num_known.get(ticket, 0) + 1
             if self._num_known[ticket] < self._under_way.sizes[ticket]:
                 continue

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import datetime
-import os
 from collections.abc import Sequence
 from itertools import groupby
 
 import torch.distributed as dist
 
-from mega_rl.parallel.collectives import broadcast_object, gather_objects, together
+from mega_rl.parallel.collectives import gather_objects, together
 from mega_rl.parallel.layout import EngineLayout
+from mega_rl.parallel.rendezvous import Rendezvous
 from mega_rl.parallel.schedule import split_even
-from mega_rl.parallel.store import LOOPBACK, is_one_node, serve_store
 from mega_rl.rollout.collect import PromptGroup, Round, collect
 from mega_rl.rollout.engine import Request, Sampler
 from mega_rl.types import Trajectory
@@ -37,6 +36,7 @@ def generate_everywhere(
     layout: EngineLayout,
     requests: Sequence[Request],
     group: dist.ProcessGroup | None = None,
+    rendezvous: Rendezvous | None = None,
 ) -> list[Trajectory]:
     """Sample all requests over all engines; every rank gets every trajectory, in the order of the requests.
 
@@ -44,6 +44,7 @@ def generate_everywhere(
 
     Args:
         group: all ranks, able to move Python objects; None: the default group.
+        rendezvous: where the engines wait for the slowest one; None: in a collective, which has a time limit.
 
     Raises:
         InputError: on every rank, if the engine of one of them raised one.
@@ -56,6 +57,8 @@ def generate_everywhere(
     with together("checking the requests", group):
         engine.check(mine)
     trajectories = engine.generate(mine)
+    if rendezvous is not None:
+        rendezvous.wait("sampling")
     # the other tensor-parallel ranks of a replica hold the same trajectories
     gathered = gather_objects(trajectories if layout.tensor_rank(rank) == 0 else [], group)
     return [trajectory for part in gathered for trajectory in part]
@@ -73,21 +76,13 @@ def engine_ranks(layout: EngineLayout, timeout_s: float) -> dist.ProcessGroup | 
     return group
 
 
-def shared_store() -> dist.Store:
-    """A key-value store that every rank reaches; rank 0 serves it on a free port. Collective.
-
-    If all ranks are on one machine, no other machine can reach it.
-    """
-    host = LOOPBACK if is_one_node() else os.environ["MASTER_ADDR"]
-    server = serve_store(host) if dist.get_rank() == 0 else None
-    port = broadcast_object(None if server is None else server.port)
-    return server or dist.TCPStore(host, port, is_master=False)
-
-
-def collect_everywhere(engine: Sampler, layout: EngineLayout, of_step: Round) -> list[PromptGroup]:
+def collect_everywhere(
+    engine: Sampler, layout: EngineLayout, of_step: Round, rendezvous: Rendezvous
+) -> list[PromptGroup]:
     """Sample and score a round over all engines; every rank gets every drawn group, in the order of tickets.
 
-    Collective: every rank calls it with the same quota and the same prompts behind the tickets.
+    Collective: every rank calls it with the same quota and the same prompts behind the tickets. Engines that are done
+    wait for the slowest one at ``rendezvous``, however long it samples.
 
     Raises:
         InputError: on every rank, if a prompt of the first tickets does not fit the engine of one of them.
@@ -96,6 +91,7 @@ def collect_everywhere(engine: Sampler, layout: EngineLayout, of_step: Round) ->
     with together("checking the requests"):
         engine.check([request for ticket in own for request in of_step.draw(ticket)])
     groups = collect(engine, of_step, own)
+    rendezvous.wait("sampling")
     gathered: dict[int, PromptGroup] = {}
     for part in gather_objects(groups if of_step.is_leader else {}):
         gathered |= part

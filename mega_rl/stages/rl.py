@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mega_rl.config import RunConfig
+from mega_rl.observe.heartbeat import HEART
 from mega_rl.stages.parts import building, learning, progress, rollout_metrics
 from mega_rl.stages.parts.batch_builder import BatchBuilder
 from mega_rl.stages.parts.batches import memory_metrics
@@ -32,8 +33,9 @@ def train(session: Session) -> None:
     actor = building.actor(session, total_steps * config.algorithm.minibatches_per_step)
     reference = building.reference(session)
     engine, sync = building.engine_and_sync(session, actor, noise)
-    builder = BatchBuilder(config, session.engine_layout, timers, prompts, engine, scorer)
-    validator = Validator(config, session.engine_layout, timers, session.say, held_out, sync, engine, scorer)
+    layout, rendezvous = session.engine_layout, session.rendezvous
+    builder = BatchBuilder(config, layout, timers, prompts, engine, scorer, rendezvous)
+    validator = Validator(config, layout, timers, session.say, held_out, sync, engine, scorer, rendezvous)
     learner = building.learner(session, actor, reference)
     watch = RewardWatch(session.say)
     state = progress.resume(session.checkpoint, actor, builder, session.say)
@@ -44,6 +46,7 @@ def train(session: Session) -> None:
             observer.log(0, validator.validate(observer, step=0) | timers.collect())
 
         for step in range(state.step, total_steps):
+            HEART.step = step + 1
             with timers("step"):
                 with timers("sync"):
                     pushed = sync.push(version=step)
@@ -72,6 +75,7 @@ def train(session: Session) -> None:
             observer.log(done, metrics)
 
     if config.checkpoint.export_hf:
-        export_huggingface(actor, session.export_dir, config.model.path, config.bridge.bucket_bytes)
+        with HEART.during("export"):
+            export_huggingface(actor, session.export_dir, config.model.path, config.bridge.bucket_bytes)
     validator.print_summary()
     session.say_where()

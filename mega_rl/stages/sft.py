@@ -9,6 +9,7 @@ from mega_rl.config import RunConfig
 from mega_rl.data.conversations import ConversationDataset
 from mega_rl.data.stream import Stream
 from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.collectives import together
 from mega_rl.stages.parts import building, progress
 from mega_rl.stages.parts.batches import denominators_of, memory_metrics, pack_for_rank, totals_of
@@ -34,7 +35,7 @@ def train(session: Session) -> None:
 
     with session.observer(state, total_steps) as observer:
         for step in range(state.step, total_steps):
-            done = step + 1
+            HEART.step = done = step + 1
             with timers("step"):
                 batch = stream.next_batch()
                 with timers("update"):
@@ -51,7 +52,8 @@ def train(session: Session) -> None:
             observer.log(done, metrics | {"throughput/tokens_per_s": num_tokens / max(seconds["time/step_s"], 1e-9)})
 
     if config.checkpoint.export_hf:
-        export_huggingface(model, session.export_dir, config.model.path, config.bridge.bucket_bytes)
+        with HEART.during("export"):
+            export_huggingface(model, session.export_dir, config.model.path, config.bridge.bucket_bytes)
     session.say_where()
 
 

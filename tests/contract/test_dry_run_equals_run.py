@@ -253,15 +253,14 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, world_size: int) -> Iterator[None
     def accept(*_: object) -> None:
         raise OpenedError
 
-    here = SimpleNamespace(name="none", backend="none", set_device=lambda rank: torch.device("cpu"))
-    group = SimpleNamespace(init_process_group=lambda *_, **__: None, get_world_size=lambda: world_size)
     with monkeypatch.context() as patch:
-        patch.setattr(session, "platform", SimpleNamespace(current=lambda: here))
-        patch.setattr(session, "dist", group)
+        patch.setattr(session, "platform", SimpleNamespace(current=lambda: None))
+        patch.setattr(session, "join", lambda config: torch.device("cpu"))
+        patch.setattr(session, "dist", SimpleNamespace(get_world_size=lambda: world_size))
         patch.setattr(session, "together", lambda what: nullcontext())
+        patch.setattr(session, "shared_store", lambda timeout_s: None)
+        patch.setattr(session, "watched", lambda *_: nullcontext())
         patch.setattr(session, "HFReader", accept)
-        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            patch.setenv(name, "0")
         yield
 
 

@@ -84,7 +84,9 @@ def new_session(config: RunConfig, layout: ParallelLayout, model_dir: Path, engi
     shape, weights, writer = read_model_shape(model_dir), HFReader(model_dir), CheckpointWriter(out / "c", 0, False)
     config.model.path = str(model_dir)
     tokenizer: Any = None
-    return Session(config, device, layout, engines, shape, weights, tokenizer, out, None, writer, Timers())
+    rendezvous: Any = None
+    timers = Timers()
+    return Session(config, device, layout, engines, shape, weights, tokenizer, out, None, writer, timers, rendezvous)
 
 
 def aqn_config(case: Case, dtype: str = "float32", four_bits: str | None = None) -> RunConfig:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -26,6 +27,7 @@ from mega_rl.bridge.reshard.proof import Proof
 from mega_rl.bridge.slices import Box, Slice, indices
 from mega_rl.config.schema import RolloutConfig
 from mega_rl.models.shape import read_model_shape
+from mega_rl.observe.heartbeat import HEART, Wait
 from mega_rl.parallel.collectives import together
 from mega_rl.rollout.remote.engine_process import EngineProcess, EngineSpec
 from mega_rl.rollout.remote.engines import RemoteEngines
@@ -193,6 +195,28 @@ def responses_come_as_they_end(trainer: Trainer) -> None:
     assert {(t.prompt.index, t.sample_index): answer_of(t) for t in found} == expected and len(found) == 4
 
 
+def stopped_engine_is_known(trainer: Trainer) -> None:
+    """While an engine is stopped, a watch over rank 0 can tell which one it waits for; then the engine goes on."""
+    requests = make_requests(PROMPTS, n=1, step=2, seed=3, max_tokens=NUM_TOKENS, temperature=1.0)
+    waits: list[Wait | None] = []
+
+    def look(victim: int) -> None:
+        time.sleep(2)
+        waits.append(HEART.wait)
+        os.kill(victim, signal.SIGCONT)
+
+    with together("stopping"):
+        if trainer.engines.fleet is not None:
+            victim = trainer.engines.fleet._process_ids[1]
+            os.kill(victim, signal.SIGSTOP)
+            watch = threading.Thread(target=look, args=(victim,))
+            watch.start()
+    assert len(trainer.engines.generate(requests)) == len(requests)
+    if trainer.engines.fleet is not None:
+        watch.join()
+        assert waits == [Wait(f"rollout engine 1, worker 0 (process {victim}), sampling", is_for_ranks=False)], waits
+
+
 def dead_engine_is_named(trainer: Trainer) -> None:
     """An engine that is killed while a sync goes on ends the sync, and every later call, on both ranks; none hangs."""
     trainer.sink._begin()
@@ -230,6 +254,7 @@ CHECKS = (
     kept_prefixes_are_wrong,
     responses_come_as_they_end,
     flipped_bit_is_found,
+    stopped_engine_is_known,
     dead_engine_is_named,
 )
 

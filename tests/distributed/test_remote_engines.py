@@ -22,6 +22,7 @@ CHECKS = (
     "kept_prefixes_are_wrong",
     "responses_come_as_they_end",
     "flipped_bit_is_found",
+    "stopped_engine_is_known",
     "dead_engine_is_named",
 )
 

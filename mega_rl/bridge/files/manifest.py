@@ -13,6 +13,7 @@ from typing import Any
 from mega_rl.bridge.files.plain import is_name_below, read_json
 from mega_rl.errors import shortened, shown
 from mega_rl.models.shape import ModelShape
+from mega_rl.observe.heartbeat import HEART
 
 MANIFEST = "manifest.json"
 PROGRESS = "progress.json"  # step, data position, model: what is no tensor
@@ -73,6 +74,7 @@ def damage(directory: Path) -> str | None:
 
 def digest(path: Path) -> str:
     """The hash of all bytes."""
+    HEART.mark()
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 

@@ -14,6 +14,7 @@ from mega_rl.bridge.reshard.buckets import Bucket, Schedule, schedule
 from mega_rl.bridge.reshard.plan import Plan
 from mega_rl.bridge.reshard.runs import Move
 from mega_rl.bridge.slices import Box, extents, indices, num_elements
+from mega_rl.observe.heartbeat import HEART
 
 Read = Callable[[str, str, Box, Box], torch.Tensor]  # (local_name, hf_name, hf_box, local_box) -> [extents of the box]
 Write = Callable[[str, str, Box, Box, torch.Tensor], None]  # the same names and boxes of the destination, and the piece
@@ -145,6 +146,7 @@ class Transfer:
         copies = (move for run in whole.copies for move in run.moves())
         before: _Exchange | None = None
         for i, bucket in enumerate(buckets):
+            HEART.mark()
             with clock("pack_s"):
                 exchange = _Exchange(bucket, memory[i % 2], self.world_size)
                 exchange.pack(read, dtype)

@@ -113,15 +113,14 @@ class EngineProcess:
     def submit(self, requests: Sequence[Request]) -> None:
         self.engine.submit(requests)
 
-    def advance(self) -> list[Trajectory]:
-        """Sample on until a response ends, if any is under way."""
-        while self.engine.num_unfinished:
+    def advance(self, max_steps: int) -> list[Trajectory]:
+        """Sample on until a response ends, if any is under way, but at most so many steps of the engine."""
+        for _ in range(max_steps):
+            if not self.engine.num_unfinished:
+                break
             if ended := self.engine.step():
                 return ended
         return []
-
-    def generate(self, requests: Sequence[Request]) -> list[Trajectory]:
-        return self.engine.generate(requests)
 
 
 def _select(spec: EngineSpec) -> platform.Platform:

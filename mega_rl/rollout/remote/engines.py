@@ -8,13 +8,15 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.collectives import broadcast_object, together
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.placement import Fleet
-from mega_rl.rollout.replicas import split_requests
 from mega_rl.rollout.requests import check_length
 from mega_rl.types import Trajectory
+
+MAX_STEPS = 64  # of an engine between two words of it: so long the other ranks wait in a collective
 
 
 class RemoteEngines:
@@ -63,29 +65,26 @@ class RemoteEngines:
                     self._fleet.submit_to(engine, "submit", part)
 
     def step(self) -> list[Trajectory]:
-        """The responses of the first engine that ends any; the other engines sample on meanwhile."""
+        """What the first engine has ended that ends any, or has sampled for a while; the others sample on meanwhile."""
         trajectories: list[Trajectory] = []
         with together("sampling"):
             if self._fleet is not None and self._num_unfinished:
                 for engine, load in enumerate(self._loads):
                     if load and engine not in self._advancing:
-                        self._advancing[engine] = self._fleet.submit_to(engine, "advance")
+                        self._advancing[engine] = self._fleet.submit_to(engine, "advance", MAX_STEPS)
                 engine = self._fleet.first_done(self._advancing)
                 calls, first_worker = self._advancing.pop(engine), engine * self._fleet.engine_size
                 trajectories = self._fleet.results(calls, "sampling", first_worker=first_worker)[0]
+                HEART.mark()
                 self._loads[engine] -= len(trajectories)
         trajectories = broadcast_object(trajectories)
         self._num_unfinished -= len(trajectories)
         return trajectories
 
     def generate(self, requests: Sequence[Request]) -> list[Trajectory]:
-        self.check(requests)
-        trajectories: list[Trajectory] = []
-        with together("sampling"):
-            if self._fleet is not None:
-                size = self._fleet.engine_size
-                parts = split_requests(requests, self._fleet.num_engines)
-                arguments = [(parts[worker // size],) for worker in range(self.num_workers)]
-                answers = self._fleet.call("generate", arguments, "sampling")
-                trajectories = [trajectory for answer in answers[::size] for trajectory in answer]
-        return broadcast_object(trajectories)
+        assert not self._num_unfinished, "generation while other responses are under way"
+        self.submit(requests)
+        found: dict[tuple[int, int], Trajectory] = {}
+        while self._num_unfinished:
+            found |= {(t.prompt.index, t.sample_index): t for t in self.step()}
+        return [found[request.prompt.index, request.sample_index] for request in requests]

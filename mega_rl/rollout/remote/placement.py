@@ -12,6 +12,7 @@ from typing import Any
 
 from mega_rl import platform
 from mega_rl.errors import InputError
+from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.store import LOOPBACK, is_one_node
 from mega_rl.rollout.remote import local_ray
 from mega_rl.rollout.remote.engine_process import EngineProcess, EngineSpec
@@ -46,7 +47,9 @@ class Fleet:
         self._process_ids = self.call("process_id", [()] * self.num_workers, "starting")
         is_here = is_one_node() and len(_nodes(self._ray)) == 1  # trainer and engines
         self.host = LOOPBACK if is_here else self._ray.util.get_node_ip_address()  # of this process
-        points = self._ray.get([worker.open.remote(spec) for worker in self._workers[:: self.engine_size]])
+        firsts = range(0, self.num_workers, self.engine_size)
+        opened = [(first, self._workers[first].open.remote(spec)) for first in firsts]
+        points = [self.results([call], "starting", first_worker=first)[0] for first, call in opened]
         starts = [(spec, i % self.engine_size, points[i // self.engine_size]) for i in range(self.num_workers)]
         self.call("start", starts, "starting")
 
@@ -73,7 +76,9 @@ class Fleet:
     def first_done(self, calls: Mapping[int, Sequence[Any]]) -> int:
         """Waits for the first worker of any of these engines; returns the engine."""
         engines = {of_workers[0]: engine for engine, of_workers in calls.items()}
-        (done, *_), _ = self._ray.wait(list(engines))
+        names = [self._name(engine * self.engine_size) for engine in calls]
+        with HEART.waiting(" ".join([*names, "sampling"]), is_for_ranks=False):
+            (done, *_), _ = self._ray.wait(list(engines))
         return engines[done]
 
     def results(
@@ -92,7 +97,9 @@ class Fleet:
         """
         pending, finished = list(calls), []
         while pending:
-            done, pending = self._ray.wait(pending, timeout=timeout_s)
+            name = self._name(first_worker + calls.index(pending[0]))
+            with HEART.waiting(f"{name} {doing}", is_for_ranks=False):
+                done, pending = self._ray.wait(pending, timeout=timeout_s)
             if not done:
                 break
             finished += done

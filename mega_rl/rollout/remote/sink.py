@@ -16,6 +16,7 @@ from mega_rl.bridge.reshard.plan import Layout, compile_plan
 from mega_rl.bridge.series import Series, slices_of
 from mega_rl.bridge.slices import Box
 from mega_rl.errors import InputError
+from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.collectives import broadcast_object, together
 from mega_rl.parallel.joint_group import join_group, open_meeting
 from mega_rl.rollout.receiver import Link
@@ -111,7 +112,8 @@ class RemoteSink:
         """
         assert self._transfer is not None, "an update before connect"
         try:
-            return self._transfer.run(read, _write_nothing, self._weights.dtype)
+            with HEART.waiting("the rollout engines, taking weights", is_for_ranks=False):
+                return self._transfer.run(read, _write_nothing, self._weights.dtype)
         except RuntimeError as error:
             if self._engines.fleet is not None:
                 self._engines.fleet.raise_death("exchanging weights")

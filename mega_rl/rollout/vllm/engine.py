@@ -20,6 +20,7 @@ import torch.distributed as dist
 from mega_rl.config.schema import RolloutConfig
 from mega_rl.errors import InputError
 from mega_rl.models.shape import read_model_shape
+from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.collectives import broadcast_object
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.requests import check_length, trajectory_of_output
@@ -106,6 +107,7 @@ class VLLMEngine:
             return []
         with self._generators.in_use():
             outputs = self._llm.llm_engine.step()
+        HEART.mark()
         finished = {int(output.request_id): output for output in outputs if output.finished}
         return [
             (number, trajectory_of_output(self._under_way.pop(number), finished[number], self._version))

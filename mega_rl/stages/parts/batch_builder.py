@@ -17,11 +17,12 @@ from mega_rl.config.schema import DynamicSamplingConfig
 from mega_rl.data.prompts import PromptStream
 from mega_rl.observe.timers import Timers
 from mega_rl.parallel.layout import EngineLayout
+from mega_rl.parallel.rendezvous import Rendezvous
 from mega_rl.rewards.scorer import Scorer
 from mega_rl.rollout.collect import PromptGroup, Quota, Round
 from mega_rl.rollout.engine import Request, Sampler
 from mega_rl.rollout.records import to_group, to_rows
-from mega_rl.rollout.replicas import collect_everywhere, engine_ranks, shared_store
+from mega_rl.rollout.replicas import collect_everywhere, engine_ranks
 from mega_rl.rollout.requests import make_requests
 from mega_rl.types import Prompt, Score, Trajectory
 
@@ -61,13 +62,14 @@ class BatchBuilder:
         stream: PromptStream,
         engine: Sampler,
         scorer: Scorer,
+        rendezvous: Rendezvous,
     ) -> None:
         """Collective over all ranks."""
         self._config, self._layout, self._timers = config, layout, timers
         self._stream, self._engine, self._scorer = stream, engine, scorer
         self._is_leader = layout.tensor_rank(dist.get_rank()) == 0
         self._ranks = engine_ranks(layout, config.trainer.collective_timeout_s)
-        self._store = shared_store()
+        self._rendezvous = rendezvous
         self._scoring_time = _BusyTime()
         self._carried: list[PromptGroup] = []
 
@@ -86,8 +88,9 @@ class BatchBuilder:
                 temperature=config.rollout.temperature,
             )
 
-        of_step = Round(step, quota, draw, self._start_scoring, self._store, self._is_leader, self._ranks)
-        found = collect_everywhere(self._engine, self._layout, of_step)
+        store = self._rendezvous.store
+        of_step = Round(step, quota, draw, self._start_scoring, store, self._is_leader, self._ranks)
+        found = collect_everywhere(self._engine, self._layout, of_step, self._rendezvous)
         prompts.finish(len(found))
         self._timers.add("reward", self._scoring_time.take())  # beside the sampling
         dropped = [group for group in found if not quota.is_kept(group)]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +15,7 @@ from mega_rl.megatron import checkpoint
 from mega_rl.megatron.checkpoint import CheckpointWriter
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.optimizer import OptimizerStats
+from mega_rl.observe.heartbeat import HEART
 from mega_rl.observe.timers import Timers
 from mega_rl.parallel.collectives import together
 
@@ -73,12 +77,26 @@ def save_if_due(
     if not is_due(progress.step, frequency, total_steps):
         writer.poll()
         return
-    with timers("save"):
+    with timers("save"), HEART.measured(partial(bytes_written, writer.root)):
         metrics = {name: float(value) for name, value in progress.metrics.items()}
         content = {"data": source.state_dict(), "validations": progress.validations, "metrics": metrics}
         writer.save(progress.step, actor, content)
         if progress.step == total_steps:
             writer.finish()
+
+
+def bytes_written(root: Path) -> int:
+    """Bytes of the checkpoints that have no name yet, as the first rank of a node sees them; on other ranks 0.
+
+    For a watch, which wants to see that the number changes: one rank per node is enough.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return 0
+    total = 0
+    with suppress(OSError):
+        for file in root.glob(".step_*/**/*"):
+            total += file.stat().st_size
+    return total
 
 
 def warn_if_skipped(say: Callable[[str], None], actor: MegatronEngine, stats: OptimizerStats) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from mega_rl.config.schema import RewardConfig, RewardWorkersConfig
 from mega_rl.errors import InputError
 from mega_rl.parallel.collectives import gather_objects, together
+from mega_rl.parallel.rendezvous import Rendezvous
 from mega_rl.parallel.schedule import split_even
 from mega_rl.rewards import node
 from mega_rl.rewards.pool import Pool
@@ -45,10 +46,15 @@ def scorer_of_node(rewards: Sequence[RewardConfig], workers: RewardWorkersConfig
     return Scorer(names, pool)
 
 
-def score_everywhere(scorer: Scorer, trajectories: list[Trajectory]) -> list[Score]:
+def score_everywhere(
+    scorer: Scorer, trajectories: list[Trajectory], rendezvous: Rendezvous | None = None
+) -> list[Score]:
     """Each rank scores its part; every rank gets all scores, in the order of the trajectories. Collective.
 
     A single process needs no process group.
+
+    Args:
+        rendezvous: where the ranks wait for the slowest one; None: in a collective, which has a time limit.
 
     Raises:
         InputError: on every rank, if the reward workers of one rank can no longer load the rewards.
@@ -57,7 +63,11 @@ def score_everywhere(scorer: Scorer, trajectories: list[Trajectory]) -> list[Sco
     part = split_even(len(trajectories), world_size)[rank]
     scores: list[Score] = []
     with together("scoring"):
-        scores = scorer.score([trajectories[i] for i in part])
+        try:
+            scores = scorer.score([trajectories[i] for i in part])
+        finally:
+            if rendezvous is not None:
+                rendezvous.wait("scoring")
     return [score for scores_of_rank in gather_objects(scores) for score in scores_of_rank]
 
 

@@ -24,14 +24,19 @@ from mega_rl.megatron.optimizer import check_supported
 from mega_rl.megatron.policy import initialize_groups
 from mega_rl.models.flops import attention_slope
 from mega_rl.models.shape import ModelShape
+from mega_rl.observe.heartbeat import HEART
 from mega_rl.observe.observer import Observer
 from mega_rl.observe.timers import Timers
 from mega_rl.parallel.collectives import broadcast_object, join_world, together
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
-from mega_rl.parallel.store import keep_to_loopback
+from mega_rl.parallel.rendezvous import Rendezvous
+from mega_rl.parallel.store import keep_to_loopback, shared_store
+from mega_rl.parallel.watch import watched
 from mega_rl.stages.parts.batches import BatchShare
 from mega_rl.stages.parts.output import CHECKPOINTS, OutputLock, take_output, writing_to
 from mega_rl.stages.parts.progress import Progress
+
+STACKS = "stacks"  # under the output directory: where every rank was when the watch ended a run
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,7 @@ class Session:
     checkpoint: Path | None  # to resume from
     checkpoints: CheckpointWriter
     timers: Timers
+    rendezvous: Rendezvous  # of all ranks
 
     @property
     def is_main(self) -> bool:
@@ -107,13 +113,8 @@ def take_peaks() -> dict[str, int]:
     return peaks | ({"device": stats.device_peak_bytes} if stats.device_total_bytes else {})
 
 
-@contextmanager
-def open_session(config: RunConfig) -> Iterator[Session]:
-    """Join the process group, check what is on disk, and clean up afterwards.
-
-    Raises:
-        InputError: on every rank, for anything on any rank that a user can fix.
-    """
+def join(config: RunConfig) -> torch.device:
+    """Set this process up and join the other ranks; returns its device."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     here = platform.current()
     if config.platform.num_threads or here.name == "cpu":
@@ -122,6 +123,31 @@ def open_session(config: RunConfig) -> Iterator[Session]:
     device = here.set_device(local_rank)
     keep_to_loopback()
     join_world(here.backend, config.trainer.collective_timeout_s)
+    return device
+
+
+@contextmanager
+def open_session(config: RunConfig) -> Iterator[Session]:
+    """Join the process group, keep the watch over all ranks, check what is on disk, and clean up afterwards.
+
+    Raises:
+        InputError: on every rank, for anything on any rank that a user can fix.
+    """
+    device, limits = join(config), config.trainer
+    store = shared_store(limits.collective_timeout_s)
+    stacks = Path(limits.output_dir).absolute() / STACKS
+    watch = watched(store, stacks, limits.stall_timeout_s, limits.collective_timeout_s)
+    with watch, _opened(config, device, store) as session:
+        yield session
+    # After an exception the other ranks may be anywhere: the process ends without these collectives.
+    dist.barrier()  # rank 0 serves the store until no rank needs it
+    dist.destroy_process_group()
+
+
+@contextmanager
+def _opened(config: RunConfig, device: torch.device, store: dist.Store) -> Iterator[Session]:
+    """The session between the joining of the ranks and their parting; collective."""
+    here = platform.current()
     with together("opening the session"):
         shape = check_model(config, dist.get_world_size())
         layout = ParallelLayout.of(config.parallel, dist.get_world_size())
@@ -146,8 +172,9 @@ def open_session(config: RunConfig) -> Iterator[Session]:
     settings = config.checkpoint
     writer = CheckpointWriter(output_dir / CHECKPOINTS, settings.keep_checkpoints, settings.async_save)
     timers = Timers(memory=take_peaks)
+    rendezvous = Rendezvous(store, dist.get_rank(), dist.get_world_size())
     session = Session(
-        config, device, layout, engine_layout, shape, weights, tokenizer, output_dir, resume, writer, timers
+        config, device, layout, engine_layout, shape, weights, tokenizer, output_dir, resume, writer, timers, rendezvous
     )
     for line in [*platform.prepare(), *warnings]:
         session.say(line)
@@ -156,8 +183,7 @@ def open_session(config: RunConfig) -> Iterator[Session]:
     with writing_to(output_dir):
         yield session
         session.checkpoints.finish()
-    # After an exception the other ranks may be anywhere: the process ends without these two collectives.
-    dist.barrier()
-    dist.destroy_process_group()
+    with HEART.waiting("the other ranks to end"):
+        dist.barrier()
     if lock is not None:
         lock.release()

@@ -14,6 +14,7 @@ from mega_rl.observe.console import before_after_table
 from mega_rl.observe.observer import Observer
 from mega_rl.observe.timers import Timers
 from mega_rl.parallel.layout import EngineLayout
+from mega_rl.parallel.rendezvous import Rendezvous
 from mega_rl.rewards.scorer import Scorer
 from mega_rl.rollout.engine import Sampler
 from mega_rl.rollout.replicas import generate_everywhere
@@ -48,7 +49,11 @@ class Row:
 
 
 def evaluate(
-    engine: Sampler, scorer: Scorer, prompts: Sequence[Prompt], settings: EvaluationSettings
+    engine: Sampler,
+    scorer: Scorer,
+    prompts: Sequence[Prompt],
+    settings: EvaluationSettings,
+    rendezvous: Rendezvous | None = None,
 ) -> tuple[dict[str, float], list[Row]]:
     """Metrics of the engines' present weights, and the answers: all greedy ones, then all sampled ones. Collective.
 
@@ -56,6 +61,9 @@ def evaluate(
     answers, ``acc/mean@1`` the expected score of one sampled answer (of the greedy one if ``n`` is 0),
     ``acc/best@n`` the mean over prompts of the best of n. Scores are what the rewards add up to, so they are accuracies
     if right answers score 1 and others 0.
+
+    Args:
+        rendezvous: where the ranks wait for the slowest one; None: in a collective, which has a time limit.
 
     Raises:
         InputError: on every rank, if a prompt leaves no room for its answer, or the rewards can no longer be loaded.
@@ -70,8 +78,8 @@ def evaluate(
             max_tokens=settings.max_tokens,
             temperature=temperature,
         )
-        trajectories = generate_everywhere(engine, settings.layout, requests)
-        scores = score_everywhere(scorer, trajectories)
+        trajectories = generate_everywhere(engine, settings.layout, requests, rendezvous=rendezvous)
+        scores = score_everywhere(scorer, trajectories, rendezvous)
         rows += [Row(trajectory, score, is_greedy) for trajectory, score in zip(trajectories, scores, strict=True)]
     return evaluation_metrics(rows), rows
 
@@ -106,6 +114,7 @@ class Validator:
         sync: Sync,
         engine: Sampler,
         scorer: Scorer,
+        rendezvous: Rendezvous | None = None,
     ) -> None:
         settings = config.validation
         self.settings = EvaluationSettings(
@@ -114,6 +123,7 @@ class Validator:
         self.num_shown = config.logging.num_text_samples
         self.timers, self.watch = timers, RewardWatch(say)
         self.dataset, self.sync, self.engine, self.scorer = held_out, sync, engine, scorer
+        self.rendezvous = rendezvous
         self.results: Validations = {}
 
     def validate(self, observer: Observer, step: int) -> dict[str, float]:
@@ -122,7 +132,7 @@ class Validator:
             return {}
         with self.timers("validate"):
             self.sync.push(version=step, is_validation=True)
-            metrics, rows = evaluate(self.engine, self.scorer, self.dataset.prompts, self.settings)
+            metrics, rows = evaluate(self.engine, self.scorer, self.dataset.prompts, self.settings, self.rendezvous)
             self.sync.end_sampling()
         greedy, sampled = ([row for row in rows if row.is_greedy is is_greedy] for is_greedy in (True, False))
         for part in (greedy, sampled):

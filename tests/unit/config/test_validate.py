@@ -203,6 +203,7 @@ BAD_VALUES = [
     ("memory.offload", ["everything"]),
     ("memory.optimizer_state_dtype", "int8"),
     ("trainer.collective_timeout_s", 0),
+    ("trainer.stall_timeout_s", 0),
     ("trainer.max_skipped_steps", -1),
     ("parallel.tensor", 0),
     ("parallel.pipeline", -2),

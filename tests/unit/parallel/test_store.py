@@ -9,8 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from mega_rl.parallel.joint_group import join_store, open_meeting
-from mega_rl.parallel.store import LOOPBACK, is_one_node, keep_to_loopback
-from mega_rl.rollout import replicas
+from mega_rl.parallel.store import LOOPBACK, is_one_node, keep_to_loopback, shared_store
 
 
 def addresses(port: int) -> set[str]:
@@ -37,8 +36,7 @@ def test_the_ranks_store_is_open_as_far_as_they_are_apart(
     for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": local, "MASTER_ADDR": "localhost"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    store = replicas.shared_store()
-    assert isinstance(store, dist.TCPStore)
+    store = shared_store(60.0)
     assert (addresses(store.port) == {LOOPBACK}) == is_loopback
 
 

@@ -33,7 +33,9 @@ def session_of(output_dir: Path, resumed_from: Path | None) -> Session:
 def saved(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What a checkpoint of step 2 keeps, as ``resume`` reads it again."""
     content: dict[str, Any] = {"step": 2}
-    writer: Any = SimpleNamespace(save=lambda step, actor, kept: content.update(kept), finish=lambda: None)
+    writer: Any = SimpleNamespace(
+        root=Path("absent"), save=lambda step, actor, kept: content.update(kept), finish=lambda: None
+    )
     actor: Any = None
     progress.save_if_due(writer, 2, Timers(), actor, SOURCE, Progress(2, {}, ROWS[2]), total_steps=4)
     monkeypatch.setattr(checkpoint, "load", lambda directory, actor: content)

@@ -1,0 +1,87 @@
+"""Two ranks whose stand-in engines end further apart than a collective may take; then one rank dies.
+
+Usage: run_rendezvous.py DIRECTORY: prints ``COLLECTED <rank> <groups>``, and ends with the watch's verdict on rank 1.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import torch.distributed as dist
+
+from mega_rl.observe.heartbeat import HEART
+from mega_rl.parallel.layout import EngineLayout
+from mega_rl.parallel.rendezvous import Rendezvous
+from mega_rl.parallel.store import shared_store
+from mega_rl.parallel.watch import watched
+from mega_rl.rollout.collect import Quota, Round
+from mega_rl.rollout.engine import Request
+from mega_rl.rollout.replicas import collect_everywhere
+from mega_rl.rollout.requests import make_requests
+from mega_rl.types import Prompt, Score, Trajectory
+
+COLLECTIVE_S = 8.0  # of a collective; the watch's limit is a little shorter
+DIFFERENCE_S = 12.0
+
+
+class Engine:
+    """Ends all responses after so many seconds; until then it makes tokens."""
+
+    weight_version = 0
+
+    def __init__(self, seconds: float) -> None:
+        self.end = time.monotonic() + seconds
+        self.under_way: list[Request] = []
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self.under_way)
+
+    def check(self, requests: Sequence[Request]) -> None: ...
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.under_way += requests
+
+    def step(self) -> list[Trajectory]:
+        time.sleep(0.05)
+        HEART.mark()
+        if time.monotonic() < self.end:
+            return []
+        ended, self.under_way = self.under_way, []
+        return [Trajectory.single_turn(r.prompt, r.sample_index, [1], [0.0], "", "stop", 0) for r in ended]
+
+
+def draw(ticket: int) -> list[Request]:
+    return make_requests([Prompt(ticket, (1,), "", "", "test")], n=2, step=0, seed=0, max_tokens=4, temperature=1.0)
+
+
+def score(trajectories: list[Trajectory]) -> Future[list[Score]]:
+    future: Future[list[Score]] = Future()
+    future.set_result([Score(0.0)] * len(trajectories))
+    return future
+
+
+def main(directory: Path) -> None:
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=COLLECTIVE_S))
+    rank, store = dist.get_rank(), shared_store(COLLECTIVE_S)
+    rendezvous = Rendezvous(store, rank, 2)
+    of_step = Round(0, Quota(4, 4, 4, lambda group: True), draw, score, store)
+    with watched(store, directory, 600.0, COLLECTIVE_S):
+        HEART.step = 1
+        with HEART.during("generate"):
+            engine = Engine(DIFFERENCE_S * rank)
+            groups = collect_everywhere(engine, EngineLayout(2, 1), of_step, rendezvous)  # type: ignore[arg-type]
+            print("COLLECTED", rank, len(groups), flush=True)
+            if rank == 1:
+                os._exit(0)  # as if its launcher saw nothing wrong
+            rendezvous.wait("sampling")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
