@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from mega_rl.rollout.temperature_probe import Probed
 from mega_rl.types import Prompt, Trajectory
 
 
@@ -70,3 +71,7 @@ class Sampler(Protocol):
     @property
     def num_unfinished(self) -> int:
         """Submitted requests whose trajectory ``step`` has not yet returned."""
+
+
+class ProbedSampler(Sampler, Probed, Protocol):
+    """What a run samples from."""

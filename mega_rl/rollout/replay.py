@@ -49,6 +49,10 @@ class ReplayEngine:
         self.submit(requests)
         return self.step()
 
+    def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
+        """Of no engine."""
+        return []
+
     def _find(self, request: Request) -> Trajectory:
         key = request.prompt.index, request.sample_index
         found = self._recorded.get(key)

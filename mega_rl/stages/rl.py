@@ -8,6 +8,7 @@ from mega_rl.stages.parts import building, learning, progress, rollout_metrics
 from mega_rl.stages.parts.batch_builder import BatchBuilder
 from mega_rl.stages.parts.batches import memory_metrics
 from mega_rl.stages.parts.behaviour import behaviour_policy
+from mega_rl.stages.parts.engine_probe import probe_engines
 from mega_rl.stages.parts.export import export_huggingface
 from mega_rl.stages.parts.gates import gates_of
 from mega_rl.stages.parts.progress import Progress
@@ -50,6 +51,10 @@ def train(session: Session) -> None:
             with timers("step"):
                 with timers("sync"):
                     pushed = sync.push(version=step)
+                if step == state.step:
+                    probe_engines(
+                        engine, session.engine_layout, session.shape.vocab_size, config.rollout.temperature, session.say
+                    )
                 with timers("generate"):
                     batch = builder.build(step)
                     sync.end_sampling()

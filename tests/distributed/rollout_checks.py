@@ -32,6 +32,7 @@ from mega_rl.parallel.layout import EngineLayout
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.replicas import generate_everywhere
 from mega_rl.rollout.requests import make_requests
+from mega_rl.rollout.temperature_probe import measured_temperatures, probe_prompt
 from mega_rl.rollout.vllm.engine import VLLMEngine
 from mega_rl.types import Prompt, Trajectory
 from tests.distributed.rollout_support import (
@@ -159,6 +160,29 @@ def limits_are_per_request(engine: VLLMEngine) -> None:
     assert engine.generate([]) == []
 
 
+def probe_of_the_temperature(engine: VLLMEngine) -> None:
+    """Raw log-probabilities are measured as such, and a probe leaves no trace in later samples."""
+
+    def give(mode: str) -> Callable[[Any], None]:
+        def change(worker: Any) -> None:
+            sampler = worker.model_runner.sampler
+            sampler.logprobs_mode = sampler.topk_topp_sampler.logprobs_mode = mode
+
+        return change
+
+    question = [prompt(3, LONG), prompt(4, 5)]
+    before = sample(engine, question, n=2, max_tokens=8)
+    generators = torch.get_rng_state(), random.getstate()
+    (found,) = measured_temperatures(engine, probe_prompt(97))
+    assert found is not None and abs(found - 2) < 1e-3, found
+    assert torch.equal(generators[0], torch.get_rng_state()) and generators[1] == random.getstate()
+    engine._llm.collective_rpc(give("raw_logprobs"))
+    (found,) = measured_temperatures(engine, probe_prompt(97))
+    assert found is not None and abs(found - 1) < 1e-3, found
+    engine._llm.collective_rpc(give("processed_logprobs"))
+    assert sample(engine, question, n=2, max_tokens=8) == before
+
+
 def stops(engine: VLLMEngine) -> None:
     """At the end-of-sequence token, at stop tokens and at stop strings."""
     requests = make_requests([prompt(i, 6) for i in range(4)], n=16, step=0, seed=3, max_tokens=40, temperature=1.5)
@@ -284,6 +308,7 @@ def single(directory: Path) -> None:
             check("same_samples_in_any_batch", same_samples_in_any_batch, live)
             check("seeds_of_the_engine", seeds_of_the_engine, path)
             check("limits_are_per_request", limits_are_per_request, live)
+            check("probe_of_the_temperature", probe_of_the_temperature, live)
             check("stops", stops, live)
             check("groups_survive_a_dropped_engine", groups_survive_a_dropped_engine, path, live)
             check("bad_input", bad_input, path, live, packed)
@@ -313,6 +338,7 @@ def tensor(directory: Path) -> None:
         check(f"{family}_live_writes", takes_live_writes, live, model, path, 2, dist.get_rank())
         check(f"{family}_live_loader", takes_weights, live, model, 2, 23)
         if family == "qwen2":
+            check(f"{family}_probe", probe_of_the_temperature, live)
             packed = start(path, tensor_parallel_size=2, weight_update="reload")
             check(f"{family}_reload", takes_weights, packed, tiny_model(family, tied=tied), 1, 23)
 

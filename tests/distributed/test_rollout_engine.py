@@ -17,6 +17,7 @@ SINGLE = [f"{family}_{name}" for family in FAMILIES for name in (*PER_FAMILY, "r
     "same_samples_in_any_batch",
     "seeds_of_the_engine",
     "limits_are_per_request",
+    "probe_of_the_temperature",
     "stops",
     "bad_input",
     "live_equals_fresh_engine",
@@ -24,7 +25,7 @@ SINGLE = [f"{family}_{name}" for family in FAMILIES for name in (*PER_FAMILY, "r
     "live_then_reload",
     "incomplete_reload",
 ]
-TENSOR = [f"{family}_{name}" for family in FAMILIES for name in PER_FAMILY] + ["qwen2_reload"]
+TENSOR = [f"{family}_{name}" for family in FAMILIES for name in PER_FAMILY] + ["qwen2_probe", "qwen2_reload"]
 LATER = [
     f"{family}_{name}"
     for family in ("mistral", "qwen2_moe", "qwen3_moe")

@@ -122,6 +122,9 @@ class EngineProcess:
                 return ended
         return []
 
+    def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
+        return self.engine.first_logprobs(prompt_ids, temperature)
+
 
 def _select(spec: EngineSpec) -> platform.Platform:
     return platform.select(spec.platform_name, platform.engine_role(spec.rollout, spec.is_deterministic))

@@ -81,6 +81,15 @@ class RemoteEngines:
         self._num_unfinished -= len(trajectories)
         return trajectories
 
+    def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
+        found: list[dict[int, float]] = []
+        with together("probing the rollout engines"):
+            if self._fleet is not None:
+                calls = [(prompt_ids, temperature)] * self.num_workers
+                answers = self._fleet.call("first_logprobs", calls, "answering a probe")
+                found = [of_engine for answer in answers[:: self.engine_size] for of_engine in answer]
+        return broadcast_object(found)
+
     def generate(self, requests: Sequence[Request]) -> list[Trajectory]:
         assert not self._num_unfinished, "generation while other responses are under way"
         self.submit(requests)

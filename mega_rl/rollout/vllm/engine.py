@@ -24,6 +24,7 @@ from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.collectives import broadcast_object
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.requests import check_length, trajectory_of_output
+from mega_rl.rollout.temperature_probe import NUM_LOGPROBS
 from mega_rl.rollout.vllm.cpu_adjustments import cpu_adjustments, plain_weights
 from mega_rl.rollout.vllm.environment import EngineGenerators, preserved_process, set_environment
 from mega_rl.rollout.vllm.options import engine_arguments
@@ -113,6 +114,21 @@ class VLLMEngine:
             (number, trajectory_of_output(self._under_way.pop(number), finished[number], self._version))
             for number in sorted(finished)
         ]
+
+    def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
+        """As ``temperature_probe.Probed``, of this one engine; its ranks make the same calls."""
+        assert self._loaded is None and not self._under_way, (
+            "a probe inside an update, or while responses are under way"
+        )
+        prompt = {"type": "token", "prompt_token_ids": list(prompt_ids)[: self._max_model_len - 1]}
+        with preserved_generators(self._device_type):
+            self._llm.llm_engine.add_request("probe", prompt, _probe_params(temperature))
+            outputs: list[Any] = []
+            while not outputs:
+                outputs = [output for output in self._llm.llm_engine.step() if output.finished]
+        (answer,) = outputs[0].outputs
+        (row,) = answer.logprobs
+        return [{token: entry.logprob for token, entry in row.items()}]
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """This rank's live parameters by the engine's own (fused) names: writing into them changes the engine.
@@ -209,6 +225,20 @@ class VLLMEngine:
             ignore_eos=self._rollout.ignore_eos,
             logprobs=0,  # only the sampled token's
         )
+
+
+def _probe_params(temperature: float) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        temperature=temperature,
+        seed=0,
+        max_tokens=1,
+        ignore_eos=True,
+        logprobs=NUM_LOGPROBS,
+    )
 
 
 def _construct(model_path: str, rollout: RolloutConfig, max_model_len: int, device_type: str, dtype: str) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 from mega_rl.config.schema import COLOCATED_MEMORY_SHARE, RolloutConfig
 from mega_rl.errors import InputError, shown
+from mega_rl.rollout.temperature_probe import NUM_LOGPROBS
 
 WORKER_EXTENSION = "mega_rl.rollout.vllm.worker_extension.WeightReceiver"
 OPTIONS = "additional_config"  # vLLM's name of what it passes to the plug-in of a platform
@@ -45,6 +46,10 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "trust_remote_code": (lambda value: value is False, "remove it, no code of a model is run"),
     "load_format": (
         lambda value: value in ("auto", "safetensors", "dummy"), "give auto, safetensors or dummy, no pickle is read",
+    ),
+    "max_logprobs": (
+        lambda value: isinstance(value, int) and (value == -1 or value >= NUM_LOGPROBS),
+        f"remove it, the probe of the engine's log-probabilities asks for {NUM_LOGPROBS}",
     ),
 }  # fmt: skip
 

@@ -28,7 +28,7 @@ from mega_rl.megatron.spec import TrainerSpec
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.collectives import gather_objects, together
 from mega_rl.rewards.scorer import Scorer
-from mega_rl.rollout.engine import Sampler
+from mega_rl.rollout.engine import ProbedSampler
 from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.engines import RemoteEngines
 from mega_rl.rollout.remote.sink import remote_sink
@@ -105,7 +105,7 @@ def reference(session: Session) -> Reference | None:
     return Reference(policy, session.config.memory, platform.current().has_own_memory)
 
 
-def engine_and_sync(session: Session, actor: MegatronEngine, noise: AqnNoise) -> tuple[Sampler, Sync]:
+def engine_and_sync(session: Session, actor: MegatronEngine, noise: AqnNoise) -> tuple[ProbedSampler, Sync]:
     """The sampler, asleep if it can sleep, and the sync that gives it the actor's weights; collective."""
     config = session.config
     if config.rollout.replay is not None:

@@ -1,0 +1,98 @@
+"""The probe of an engine's log-probabilities: what it measures, and what a run says to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mega_rl.errors import InputError
+from mega_rl.parallel.layout import EngineLayout
+from mega_rl.rollout.replay import ReplayEngine
+from mega_rl.rollout.temperature_probe import (
+    NUM_LOGPROBS,
+    is_sampled_from,
+    measured_temperature,
+    measured_temperatures,
+    probe_prompt,
+)
+from mega_rl.stages.parts.engine_probe import probe_engines
+
+LOGITS = torch.randn(50, generator=torch.Generator().manual_seed(1)) * 3
+
+
+def top(logits: torch.Tensor) -> dict[int, float]:
+    values, tokens = torch.log_softmax(logits, -1).topk(NUM_LOGPROBS)
+    return dict(zip(tokens.tolist(), values.tolist(), strict=True))
+
+
+class Engines:
+    """Two engines; ``second`` says what the second one makes of its logits."""
+
+    def __init__(self, second: Callable[[torch.Tensor, float], torch.Tensor], logits: torch.Tensor = LOGITS) -> None:
+        self.second, self.logits = second, logits
+
+    def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
+        assert len(prompt_ids) == 4 and all(0 <= token < 50 for token in prompt_ids)
+        return [top(self.logits / temperature), top(self.second(self.logits, temperature))]
+
+
+def processed(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    return logits / temperature
+
+
+def raw(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    return logits
+
+
+def divided_twice(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    return logits / temperature**2
+
+
+@pytest.mark.parametrize(
+    ("second", "measured"),
+    [(processed, 2.0), (raw, 1.0), (divided_twice, 4.0)],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_the_temperature_of_log_probabilities_is_measured(second: Callable[..., torch.Tensor], measured: float) -> None:
+    found = measured_temperatures(Engines(second), probe_prompt(50))
+    assert found == [pytest.approx(2.0, rel=1e-4), pytest.approx(measured, rel=1e-4)]
+    assert [is_sampled_from(value) for value in found] == [True, measured == 2.0]
+
+
+def test_what_cannot_be_measured() -> None:
+    flat = {token: -1.0 + 1e-5 * token for token in range(20)}
+    assert measured_temperature(flat, flat) is None and is_sampled_from(None)
+    for broken in ({}, {**top(LOGITS), 3: math.nan}, {3: -math.inf}):
+        assert not is_sampled_from(measured_temperature({3: -1.0, **top(LOGITS)}, broken))
+    assert not is_sampled_from(measured_temperature(top(LOGITS), dict.fromkeys(top(LOGITS), -1.0)))
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+ONE = EngineLayout(world_size=1, tensor_parallel_size=1)
+
+
+def test_raw_log_probabilities_are_refused_by_engine_and_key(one_rank: None) -> None:
+    lines: list[str] = []
+    with pytest.raises(InputError, match=r"rollout engine 1 returns .* they show 1\), so rollout\.temperature=0\.7 "):
+        probe_engines(Engines(raw), ONE, 50, 0.7, lines.append)
+    probe_engines(Engines(processed), ONE, 50, 0.7, lines.append)
+    probe_engines(ReplayEngine.__new__(ReplayEngine), ONE, 50, 0.7, lines.append)
+    assert lines == []
+
+
+def test_what_changes_nothing_is_only_told(one_rank: None) -> None:
+    lines: list[str] = []
+    probe_engines(Engines(raw), ONE, 50, 1.0, lines.append)
+    probe_engines(Engines(processed, torch.zeros(50)), ONE, 50, 0.7, lines.append)
+    raw_line, flat_line = lines
+    assert raw_line.startswith("warning: rollout engine 1 ") and "cannot be probed" in flat_line
