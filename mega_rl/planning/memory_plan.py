@@ -212,9 +212,11 @@ def _phases(
             Item("optimizer", stays("optimizer", optimizer), EXACT),
             resident_reference,
         ]
-        awake = [] if _sleeps(config, platform) else [share]
+        sleeps = _sleeps(config, platform)
+        awake = [] if sleeps else [share]
+        written = Item("engine", engine.share - engine.cache, EXACT) if sleeps else share  # its cache wakes up later
         buffers = Item("sync buffers", _sync_buffers(config, shape, platform), ESTIMATE)
-        yield _phase("sync", [weights, *asleep, share, buffers])
+        yield _phase("sync", [weights, *asleep, written, buffers])
         yield _phase("rollout", [Item("weights", stays("weights", state.weights), EXACT), *asleep, share])
     trainer = [weights, gradients, Item("optimizer", optimizer, EXACT)]
     if samples(config):

@@ -63,7 +63,7 @@ class WeightSink(Protocol):
         """
 
     def update(self, read: Read, version: int) -> Ledger | None:
-        """Wake the engines, give them the weights of ``version``, and make them forget every cached prefix.
+        """Wake the engines' weights, replace them by those of ``version``, and forget every cached prefix.
 
         Args:
             read: gives this rank's part of what is sent, of the engines' dtype.
@@ -73,6 +73,12 @@ class WeightSink(Protocol):
 
         Raises:
             RuntimeError: on every rank, an update that did not reach the whole engine.
+        """
+
+    def begin_sampling(self) -> None:
+        """Wake the rest of the engines, their cache of keys and values, after ``update``.
+
+        Until then the trainer's weights, which ``update`` reads, may be where the cache will be.
         """
 
     def make_room(self) -> None:
@@ -112,10 +118,16 @@ class ColocatedEngine(Protocol):
         """Use the new weights as ``version``."""
 
     def sleep(self) -> None:
-        """Give device memory back until ``wake_up``; does nothing if the platform cannot."""
+        """Give device memory back; does nothing if the platform cannot.
 
-    def wake_up(self) -> None:
-        """Take the memory again."""
+        An engine that sleeps wakes in two parts, in this order, and samples only after both.
+        """
+
+    def wake_weights(self) -> None:
+        """Take the memory of the weights again, with their values."""
+
+    def wake_cache(self) -> None:
+        """Take the memory of the cache of keys and values again, which is empty."""
 
 
 class InPlaceSink:
@@ -152,13 +164,16 @@ class InPlaceSink:
 
     def update(self, read: Read, version: int) -> Ledger:
         assert self._transfer is not None, "an update before connect"
-        self._engine.wake_up()
+        self._engine.wake_weights()
         self._engine.begin_update()
         write = write_into(self._engine.parameters())
         with torch.no_grad():
             ledger = self._transfer.run(read, write, self._weights.dtype)
         self._engine.finish_update(version)
         return ledger
+
+    def begin_sampling(self) -> None:
+        self._engine.wake_cache()
 
     def make_room(self) -> None:
         self._engine.sleep()
@@ -186,11 +201,14 @@ class LoaderSink:
 
     def update(self, read: Read, version: int) -> None:
         assert self._transfer is not None, "an update before connect"
-        self._engine.wake_up()
+        self._engine.wake_weights()
         self._engine.begin_update()
         names = list(hf_tensors(self._weights.shape))
         self._engine.load_hf_weights(self._transfer.stream(read, names, self._weights.dtype))
         self._engine.finish_update(version)
+
+    def begin_sampling(self) -> None:
+        self._engine.wake_cache()
 
     def make_room(self) -> None:
         self._engine.sleep()

@@ -69,13 +69,15 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, StandIn]]
 @VERSIONS
 def test_an_update_in_place_wakes_writes_and_forgets_prefixes(version: str, build: Any) -> None:
     engine, llm = build(version)
-    engine.wake_up()
+    engine.wake_weights()
     engine.begin_update()
     assert engine.parameters() is PARAMETERS
     engine.finish_update(1)
+    engine.wake_cache()
     engine.sleep()
+    assert [given for name, given in llm.calls if name == "wake_up"] == [{"tags": ["weights"]}, {"tags": ["kv_cache"]}]
     assert llm.calls[-1] == ("sleep", {"level": 1})
-    assert llm.since() == ["wake_up", "receiver_parameters", "reset_prefix_cache", "sleep"]
+    assert llm.since() == ["wake_up", "receiver_parameters", "reset_prefix_cache", "wake_up", "sleep"]
     assert engine.weight_version == 1
 
 
@@ -83,7 +85,7 @@ def test_an_update_in_place_wakes_writes_and_forgets_prefixes(version: str, buil
 def test_a_reload_unpacks_before_and_packs_after(version: str, build: Any) -> None:
     engine, llm = build(version)
     engine.use_loader()
-    engine.wake_up()
+    engine.wake_weights()
     engine.begin_update()
     engine.load_hf_weights(iter(()))
     engine.finish_update(3)
@@ -104,7 +106,8 @@ def test_prefixes_that_stay_end_the_run(version: str, build: Any) -> None:
 def test_an_engine_that_cannot_sleep_is_left_awake(version: str, build: Any) -> None:
     engine, llm = build(version, can_sleep=False)
     engine.sleep()
-    engine.wake_up()
+    engine.wake_weights()
+    engine.wake_cache()
     assert llm.since() == []
 
 

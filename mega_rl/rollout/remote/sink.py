@@ -95,6 +95,9 @@ class RemoteSink:
         self._finish(version)
         return ledger
 
+    def begin_sampling(self) -> None:
+        """Do nothing: these engines are awake."""
+
     def make_room(self) -> None:
         """Do nothing: these engines have devices of their own."""
 

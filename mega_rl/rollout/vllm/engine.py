@@ -202,9 +202,13 @@ class VLLMEngine:
         if self._can_sleep:
             self._llm.sleep(level=1)
 
-    def wake_up(self) -> None:
+    def wake_weights(self) -> None:
         if self._can_sleep:
-            self._llm.wake_up()
+            self._llm.wake_up(tags=["weights"])
+
+    def wake_cache(self) -> None:
+        if self._can_sleep:
+            self._llm.wake_up(tags=["kv_cache"])
 
     def _call(self, method: str, *args: Any) -> Any:
         """Call a method of ``WeightReceiver`` in this rank's worker; it lives here, so tensors pass by reference."""

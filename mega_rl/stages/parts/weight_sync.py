@@ -94,7 +94,8 @@ class WeightSync:
     def push(self, version: int, is_validation: bool = False) -> Pushed:
         """As ``Sync.push``, with the actor's present weights.
 
-        What ``memory.offload`` names leaves the device as soon as it is not needed, until ``end_sampling``.
+        What ``memory.offload`` names leaves the device as soon as it is not needed, until ``end_sampling``: the
+        engines' weights take the place of gradients and optimizer, their cache that of the trainer's weights.
 
         Raises:
             RuntimeError: the version is not newer than what the engines hold, the engines hold another version than was
@@ -110,6 +111,8 @@ class WeightSync:
         metrics = self._metrics(ledger, outgoing)
         metrics |= self._verify(outgoing.read, version)
         self.trainer.offload.to_host("weights")
+        platform.current().empty_cache()
+        self.sink.begin_sampling()
         return Pushed(version, outgoing.sigma, metrics)
 
     def end_sampling(self) -> None:

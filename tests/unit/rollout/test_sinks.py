@@ -57,15 +57,22 @@ class Engine(VLLMEngine):
     def __init__(self, shape: ModelShape = SHAPE, device_type: str = "npu") -> None:
         self.live = local_parameters(slices_of(vllm_series(shape, 1, 0)), None, DTYPE)
         self.loaded: dict[str, torch.Tensor] = {}
-        self.is_awake = True
+        self.is_awake, self.has_cache = True, True
         self._rollout, self._device_type, self._is_live, self._can_sleep = RolloutConfig(), device_type, True, True
         self._loaded, self._under_way, self._version = None, {}, 0
         self._names = frozenset(self.live)
         self._llm = SimpleNamespace(
             reset_prefix_cache=lambda: True,
-            sleep=lambda level: setattr(self, "is_awake", False),
-            wake_up=lambda: setattr(self, "is_awake", True),
+            sleep=lambda level: vars(self).update(is_awake=False, has_cache=False),
+            wake_up=self._wake_up,
         )
+
+    def _wake_up(self, tags: list[str]) -> None:
+        (part,) = tags
+        assert part == "weights" or self.is_awake, (
+            "weights wake up first: the trainer's may be in the place of the cache"
+        )
+        vars(self).update({"weights": {"is_awake": True}, "kv_cache": {"has_cache": True}}[part])
 
     def _call(self, method: str, *args: Any) -> Any:
         assert self.is_awake, f"{method} of an engine that sleeps"
@@ -206,7 +213,9 @@ def test_engines_that_share_the_device_make_room_and_wake_for_the_next_update(ca
     case.sink.make_room()
     assert case.engine is None or not case.engine.is_awake
     case.sink.update(trainer.read, 1)
-    assert case.engine is None or case.engine.is_awake
+    assert case.engine is None or (case.engine.is_awake and not case.engine.has_cache)
+    case.sink.begin_sampling()
+    assert case.engine is None or case.engine.has_cache
 
 
 def choose(

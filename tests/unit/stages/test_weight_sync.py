@@ -42,6 +42,9 @@ class Sink:
         self.held, self.weight_version = read("local", "hf", BOX, BOX), version
         return LEDGER
 
+    def begin_sampling(self) -> None:
+        self.done.append("begin sampling")
+
     def make_room(self) -> None:
         self.done.append("make room")
 
@@ -84,12 +87,13 @@ def new_sync(done: list[Any]) -> tuple[WeightSync, Sink]:
 
 
 def test_parts_take_the_device_in_turn() -> None:
-    """Transforms read masters before they leave the device; the optimizer is gone before an engine wakes up."""
+    """Transforms read masters before they leave the device; the optimizer is gone before an engine's weights wake up,
+    and the trainer's weights before its cache does."""
     done: list[Any] = []
     sync, _ = new_sync(done)
     assert done == [("connect", [["held"]])]
     sync.push(version=2)
-    update = [("to host", "gradients", "optimizer"), ("update", 2), ("to host", "weights")]
+    update = [("to host", "gradients", "optimizer"), ("update", 2), ("to host", "weights"), "begin sampling"]
     assert done[1:] == [("refuse", "a push"), ("transform", 2), *update]
     sync.end_sampling()
     assert done[-2:] == ["make room", "to device"]
