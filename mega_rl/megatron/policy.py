@@ -184,6 +184,13 @@ class MegatronPolicy:
             # Frozen weights are float32 whatever the model is, but are exported and sent to the engine in its dtype.
             self.local(piece.local_name, piece.local_box).copy_(weight.to(self.spec.dtype))
 
+    @torch.no_grad()
+    def copy_from(self, other: MegatronPolicy) -> None:
+        """Take all weights of a policy of the same model and layout."""
+        for own, others in ((self.parameters, other.parameters), (self.frozen, other.frozen)):
+            for name, weight in own.items():
+                weight.copy_(others[name])
+
     # --- forward -----------------------------------------------------------------------------------------------------
 
     def schedule(

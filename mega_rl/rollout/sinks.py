@@ -20,7 +20,7 @@ from mega_rl.bridge.mapping.tensors import full_series, hf_tensors
 from mega_rl.bridge.mapping.vllm import vllm_series
 from mega_rl.bridge.reshard.execute import Ledger, Read, Transfer, write_into
 from mega_rl.bridge.reshard.plan import Layout, compile_plan
-from mega_rl.bridge.reshard.proof import Hashes, Inspect, colocated
+from mega_rl.bridge.reshard.proof import Hashes, Inspect, LoadProof, colocated
 from mega_rl.bridge.series import Series, slices_of
 from mega_rl.errors import InputError
 from mega_rl.models.shape import ModelShape
@@ -145,19 +145,16 @@ class InPlaceSink:
         return colocated(self._engine.parameters(), dist.get_rank())(function, arguments)
 
     def layout(self) -> list[list[Series]]:
-        return [self._wanted(rank) for rank in range(self._engines.world_size)]
+        return colocated_layout(self._weights.shape, self._engines)
 
-    def _wanted(self, rank: int) -> list[Series]:
-        engines = self._engines
-        return vllm_series(self._weights.shape, engines.tensor_parallel_size, engines.tensor_rank(rank))
-
-    def obstacle(self) -> str | None:
+    def obstacle(self, load: LoadProof) -> str | None:
         """What cannot be written on any rank, in words that follow "cannot write"; None if all can be. Collective."""
-        wanted = slices_of(self._wanted(dist.get_rank()))
+        wanted = slices_of(self.layout()[dist.get_rank()])
         with together("matching the engine's parameters"):
             parameters = self._engine.parameters()
             own = self._engine.misplaced() or difference(parameters, wanted, self._weights.dtype)
-        return next((words for words in gather_objects(own) if words is not None), None)
+        found = next((words for words in gather_objects(own) if words is not None), None)
+        return found or load.difference(self.inspect, self._engines.world_size)
 
     def connect(self, sources: Layout) -> None:
         self._transfer = colocated_transfer(sources, self.layout(), self._weights)
@@ -214,6 +211,12 @@ class LoaderSink:
         self._engine.sleep()
 
 
+def colocated_layout(shape: ModelShape, engines: EngineLayout) -> list[list[Series]]:
+    """What every worker of engines in the trainer's processes holds, [rank] -> its series."""
+    size = engines.tensor_parallel_size
+    return [vllm_series(shape, size, engines.tensor_rank(rank)) for rank in range(engines.world_size)]
+
+
 def colocated_transfer(sources: Layout, wanted: Layout, weights: Weights) -> Transfer:
     """This rank's part in the plan between trainer and engines of the same processes."""
     return Transfer(
@@ -232,16 +235,18 @@ def colocated_sink(
     weights: Weights,
     engines: EngineLayout,
     *,
+    load: LoadProof | None,
     weight_update: str,
     verify: str,
     say: Callable[[str], None],
 ) -> WeightSink:
-    """The sink that ``rollout.weight_update`` asks for; collective.
+    """The sink that ``rollout.weight_update`` asks for, of an engine that is awake; collective.
 
     ``live`` writes in place, ``reload`` goes through the loader; ``auto`` is live for engines whose parameters are
-    exactly as the mapping of the model family says, and says why if they are not.
+    exactly as the mapping of the model family says, names, shapes and loaded values, and says why if they are not.
 
     Args:
+        load: compares what the engines have loaded; None if ``weight_update`` is ``reload``.
         verify: ``bridge.verify``.
 
     Raises:
@@ -249,8 +254,9 @@ def colocated_sink(
     """
     if weight_update == "reload":
         return LoaderSink(engine, weights, engines.world_size)
+    assert load is not None, "a live write before the engine's own load was compared"
     live = InPlaceSink(engine, weights, engines)
-    reason = live.obstacle()
+    reason = live.obstacle(load)
     if reason is None:
         return live
     if weight_update == "live":

@@ -32,7 +32,8 @@ def train(session: Session) -> None:
     scorer = building.scorer(session)
     held_out = building.validation_prompts(session)
     actor = building.actor(session, total_steps * config.algorithm.minibatches_per_step)
-    reference = building.reference(session)
+    # Both take the actor for what model.path holds: it is resumed after them.
+    reference = building.reference(session, actor)
     engine, sync = building.engine_and_sync(session, actor, noise)
     layout, rendezvous = session.engine_layout, session.rendezvous
     builder = BatchBuilder(config, layout, timers, prompts, engine, scorer, rendezvous)

@@ -32,7 +32,7 @@ from mega_rl.models.shape import read_model_shape
 from mega_rl.observe.timers import Timers
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
-from mega_rl.rollout.sinks import InPlaceSink, LoaderSink, Weights
+from mega_rl.rollout.sinks import InPlaceSink, LoaderSink, Weights, colocated_layout
 from mega_rl.rollout.vllm.engine import VLLMEngine
 from mega_rl.stages.parts import building
 from mega_rl.stages.parts.behaviour import behaviour_policy
@@ -302,7 +302,8 @@ class Live:
         self.noise = building.noise(self.session, 10)
         weights = Weights(self.session.shape, torch.float32, self.config.bridge.bucket_bytes, self.session.device)
         sink = InPlaceSink(self.engine, weights, self.session.engine_layout)
-        assert sink.obstacle() is None
+        layout = colocated_layout(self.session.shape, self.session.engine_layout)
+        assert sink.obstacle(building.load_proof(self.session, self.trainer, weights, layout)) is None
         self.sync = building.weight_sync(self.session, self.trainer, sink, self.noise)
         self.clean = clean_tensors(self.path)
 

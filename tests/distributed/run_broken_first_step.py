@@ -23,8 +23,8 @@ from tools import train
 def break_reference() -> None:
     build = building.reference
 
-    def broken(session: Any) -> Any:
-        reference = build(session)
+    def broken(session: Any, actor: MegatronEngine) -> Any:
+        reference = build(session, actor)
         assert reference is not None
         with torch.no_grad():
             reference._policy.parameters["decoder.final_layernorm.weight"][0] += 0.25

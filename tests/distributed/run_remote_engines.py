@@ -23,7 +23,7 @@ from mega_rl.bridge.mapping.megatron import megatron_slices, padded_vocab_size
 from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.mapping.vllm import vllm_slices
 from mega_rl.bridge.reshard.execute import Ledger
-from mega_rl.bridge.reshard.proof import Proof
+from mega_rl.bridge.reshard.proof import LoadProof, Proof
 from mega_rl.bridge.slices import Box, Slice, indices
 from mega_rl.config.schema import RolloutConfig
 from mega_rl.models.shape import read_model_shape
@@ -60,7 +60,9 @@ class Trainer:
         spec = EngineSpec(str(path), rollout, MAX_MODEL_LEN, "float32", "cpu", is_deterministic=False, num_threads=1)
         self.engines = RemoteEngines(spec, NUM_ENGINES)
         self.sink = RemoteSink(self.engines, Weights(shape, torch.float32, 1 << 16, torch.device("cpu")))
-        assert self.sink.obstacle() is None
+        self.shards = place(self.slices[self.rank], dict(hf_weights(model)))
+        load = LoadProof(hf_tensors(shape), self.slices, [self.wanted], 1, self.read, self.rank)
+        assert self.sink.obstacle(load) is None
         self.sink.connect(self.slices)
 
     def read(self, local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> torch.Tensor:

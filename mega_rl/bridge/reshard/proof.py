@@ -38,6 +38,17 @@ Inspect = Callable[[Callable[..., Hashes], Sequence[tuple[Any, ...]]], list[Hash
 Sizes = Mapping[str, tuple[int, ...]]  # the sizes of the HF tensors
 
 
+class EngineDiffers(RuntimeError):
+    """An engine worker holds another tensor than the trainer; ``hf_name`` is the first of ``num_tensors`` such."""
+
+    def __init__(self, version: int, rank: int, hf_name: str, num_tensors: int) -> None:
+        super().__init__(
+            f"after the sync of weight version {version} the engine on rank {rank} holds another {hf_name} than the "
+            f"trainer ({num_tensors} tensors differ)"
+        )
+        self.rank, self.hf_name, self.num_tensors = rank, hf_name, num_tensors
+
+
 def distinct_boxes(slices: Iterable[Slice]) -> dict[str, list[Box]]:
     """How one side cuts every tensor, copies counted once."""
     boxes: dict[str, dict[Box, None]] = defaultdict(dict)  # sets that keep the order
@@ -132,7 +143,8 @@ def check_hashes(
         version: of the weights, for the sentence.
 
     Raises:
-        RuntimeError: names the first tensor that differs, and the rank.
+        EngineDiffers: names the first tensor that differs, and the rank.
+        RuntimeError: a side that does not hold the whole model, or trainer ranks whose copies differ.
     """
     reference: dict[tuple[str, Box], tuple[int, int]] = {}  # cell -> rank of the first copy, its hash
     for rank, (cells, hashes) in enumerate(trainer):
@@ -151,11 +163,7 @@ def check_hashes(
             if known is None or known[1] != value:
                 wrong[rank, cell.hf_name] = None
     if wrong:
-        rank, name = next(iter(wrong))
-        raise RuntimeError(
-            f"after the sync of weight version {version} the engine on rank {rank} holds another {name} than the "
-            f"trainer ({len(wrong)} tensors differ)"
-        )
+        raise EngineDiffers(version, *next(iter(wrong)), len(wrong))
     for start in range(0, len(engines), engine_size):
         members = engines[start : start + engine_size]
         _check_whole(sizes, [c for cells, _ in members for c in cells], f"the engine on rank {start}", version)
@@ -208,10 +216,7 @@ class Proof:
             [[cell for cell in cells if cell.hf_name in names] for cells in side]
             for side in (self.trainer_cells, self.engine_cells)
         )
-        with together("hashing the trainer's weights"):
-            sent = (read(c.local_name, c.hf_name, c.hf_box, c.local_box) for c in trainer[rank])
-            own = cell_hashes(trainer[rank], sent, salt)
-        hashes = gather_objects(own)
+        hashes = _sent_hashes(trainer, read, rank, salt)
         live = inspect(live_hashes, [(cells, salt) for cells in engines])
         check_hashes(
             {name: self.sizes[name] for name in names},
@@ -221,6 +226,64 @@ class Proof:
             version,
         )
         return len(names)
+
+
+class LoadProof:
+    """Compares what engines have loaded by themselves with the trainer's tensors of the same directory; writes nothing.
+
+    It shows what shapes cannot: an engine that rearranges a weight once it is loaded, for its kernels. The trainer's
+    tensors are hashed when this is made, so that they need not be on the device beside an engine. Collective.
+    """
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        sources: Sequence[Sequence[Slice]],
+        loaded: Sequence[Sequence[Slice]],
+        engine_size: int,
+        read: Read,
+        rank: int,
+    ) -> None:
+        """
+        Args:
+            sizes: of every HF tensor that the engines must hold.
+            sources: what every trainer rank holds of them.
+            loaded: what every worker of the engines that load by themselves holds of them; these are the first engines.
+            engine_size: consecutive workers that form one engine.
+            read: gives this rank's trainer's tensors as the engines have to hold them; no collective.
+            rank: of this trainer.
+        """
+        self._sizes, self._engine_size, self._salt = sizes, engine_size, 0
+        held, needed = (distinct_boxes(s for slices in side for s in slices) for side in (sources, loaded))
+        trainer = [common_cells(slices, needed) for slices in sources]
+        self._engine_cells = [common_cells(slices, held) for slices in loaded]
+        self._trainer = list(zip(trainer, _sent_hashes(trainer, read, rank, self._salt), strict=True))
+
+    def difference(self, inspect: Inspect, num_workers: int) -> str | None:
+        """The first tensor that an engine has loaded otherwise, in words that follow "cannot write"; None: all agree.
+
+        Args:
+            inspect: looks into the live parameters of all ``num_workers`` engine workers.
+        """
+        others: list[list[Slice]] = [[]] * (num_workers - len(self._engine_cells))
+        live = inspect(live_hashes, [(cells, self._salt) for cells in [*self._engine_cells, *others]])
+        loaded = list(zip(self._engine_cells, live, strict=False))
+        try:
+            check_hashes(self._sizes, self._trainer, loaded, self._engine_size, version=0)
+        except EngineDiffers as found:
+            return (
+                f"{found.hf_name}, of which the engine on rank {found.rank} holds other values than model.path once it "
+                f"is loaded ({found.num_tensors} tensors differ)"
+            )
+        return None
+
+
+def _sent_hashes(trainer: Sequence[Sequence[Slice]], read: Read, rank: int, salt: int) -> list[Hashes]:
+    """The hashes of every trainer rank's cells, on every rank. Collective."""
+    with together("hashing the trainer's weights"), torch.no_grad():
+        sent = (read(c.local_name, c.hf_name, c.hf_box, c.local_box) for c in trainer[rank])
+        own = cell_hashes(trainer[rank], sent, salt)
+    return gather_objects(own)
 
 
 def _check_whole(sizes: Sizes, cells: Iterable[Slice], who: str, version: int) -> None:

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from mega_rl.parallel.store import LOOPBACK, is_one_node
 from mega_rl.rollout.remote import local_ray
 from mega_rl.rollout.remote.engine_process import EngineProcess, EngineSpec
 from mega_rl.rollout.remote.ray_room import bundle, check_room
+from mega_rl.rollout.vllm.options import engine_settings
 
 PLACEMENT_TIMEOUT_S = 60
 DEATH_NOTICE_S = 10.0  # time for Ray to notice which process is gone after a transfer has failed
@@ -47,10 +49,11 @@ class Fleet:
         self._process_ids = self.call("process_id", [()] * self.num_workers, "starting")
         is_here = is_one_node() and len(_nodes(self._ray)) == 1  # trainer and engines
         self.host = LOOPBACK if is_here else self._ray.util.get_node_ip_address()  # of this process
-        firsts = range(0, self.num_workers, self.engine_size)
+        firsts, size = range(0, self.num_workers, self.engine_size), self.engine_size
         opened = [(first, self._workers[first].open.remote(spec)) for first in firsts]
         points = [self.results([call], "starting", first_worker=first)[0] for first, call in opened]
-        starts = [(spec, i % self.engine_size, points[i // self.engine_size]) for i in range(self.num_workers)]
+        specs = [replace(spec, rollout=engine_settings(spec.rollout, engine)) for engine in range(num_engines)]
+        starts = [(specs[i // size], i % size, points[i // size]) for i in range(self.num_workers)]
         self.call("start", starts, "starting")
 
     @property

@@ -13,9 +13,11 @@ from mega_rl.bridge.mapping.live_check import difference
 from mega_rl.bridge.mapping.vllm import vllm_series
 from mega_rl.bridge.reshard.execute import Ledger, Read, Transfer
 from mega_rl.bridge.reshard.plan import Layout, compile_plan
+from mega_rl.bridge.reshard.proof import LoadProof
 from mega_rl.bridge.series import Series, slices_of
 from mega_rl.bridge.slices import Box
 from mega_rl.errors import InputError
+from mega_rl.models.shape import ModelShape
 from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.collectives import broadcast_object, together
 from mega_rl.parallel.joint_group import join_group, open_meeting
@@ -50,17 +52,16 @@ class RemoteSink:
         return broadcast_object(answers)
 
     def layout(self) -> list[list[Series]]:
-        size, shape = self._engines.engine_size, self._weights.shape
-        return [vllm_series(shape, size, worker % size) for worker in range(self._engines.num_workers)]
+        return remote_layout(self._weights.shape, self._engines.engine_size, self._engines.num_workers)
 
-    def obstacle(self) -> str | None:
+    def obstacle(self, load: LoadProof) -> str | None:
         """What cannot be written in any worker, in words that follow "cannot write"; None if all can be. Collective."""
         shapes = self.inspect(_without_contents, self._same())
         for parameters, wanted in zip(shapes, self.layout(), strict=True):
             transposed = transposed_weight(parameters, self._weights.device.type)
             if found := transposed or difference(parameters, slices_of(wanted), self._weights.dtype):
                 return found
-        return None
+        return load.difference(self.inspect, self._engines.num_workers)
 
     def connect(self, sources: Layout) -> None:
         """Join trainer ranks and engine workers in one group, the trainer's first, and plan all syncs to come."""
@@ -135,17 +136,23 @@ class RemoteSink:
         return [()] * self._engines.num_workers
 
 
-def remote_sink(engines: RemoteEngines, weights: Weights, weight_update: str) -> RemoteSink:
+def remote_layout(shape: ModelShape, engine_size: int, num_workers: int) -> list[list[Series]]:
+    """What every worker of engines in other processes holds, [worker] -> its series."""
+    return [vllm_series(shape, engine_size, worker % engine_size) for worker in range(num_workers)]
+
+
+def remote_sink(engines: RemoteEngines, weights: Weights, load: LoadProof, weight_update: str) -> RemoteSink:
     """The only sink for engines in other processes; collective.
 
     Args:
+        load: compares what the engines have loaded.
         weight_update: ``rollout.weight_update``: live or auto.
 
     Raises:
         InputError: on every rank, if the engines' parameters differ from the model family's mapping.
     """
     sink = RemoteSink(engines, weights)
-    reason = sink.obstacle()
+    reason = sink.obstacle(load)
     if reason is None:
         return sink
     if weight_update == "live":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import difflib
 import importlib.util
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -164,6 +165,23 @@ def engine_arguments(
         "logprobs_mode": "processed_logprobs",  # after the temperature: the distribution that is really sampled from
         "worker_extension_cls": WORKER_EXTENSION,
     }
+
+
+def engine_settings(rollout: RolloutConfig, engine: int) -> RolloutConfig:
+    """The settings of one of several engines: if all take their weights live, only the first one reads any.
+
+    The first push gives every engine all weights, so the others need none of their own. What the first one has loaded
+    shows for all of them whether they can be written to. ``rollout.vllm.load_format`` overrides this.
+    """
+    if engine < num_loading_engines(rollout, engine + 1):
+        return rollout
+    return dataclasses.replace(rollout, vllm={**rollout.vllm, "load_format": "dummy"})
+
+
+def num_loading_engines(rollout: RolloutConfig, num_engines: int) -> int:
+    """How many of the engines load ``model.path``: the first ones."""
+    reads_once = rollout.weight_update != "reload" and "load_format" not in rollout.vllm
+    return min(1, num_engines) if reads_once else num_engines
 
 
 def additional_config(given: Any, known: Collection[str]) -> dict[str, Any]:

@@ -14,8 +14,9 @@ from mega_rl.bridge.mapping.tensors import hf_tensors, roles
 from mega_rl.bridge.outgoing.noise import AqnNoise, AqnTransform
 from mega_rl.bridge.outgoing.quantize import SimulatedQuantization
 from mega_rl.bridge.outgoing.transform import Transform
-from mega_rl.bridge.reshard.proof import Proof
+from mega_rl.bridge.reshard.proof import LoadProof, Proof
 from mega_rl.bridge.series import Series, slices_of
+from mega_rl.bridge.slices import Box
 from mega_rl.config import RunConfig, samples
 from mega_rl.data.prompts import PromptDataset, PromptStream
 from mega_rl.data.stream import Stream
@@ -31,10 +32,11 @@ from mega_rl.rewards.scorer import Scorer
 from mega_rl.rollout.engine import ProbedSampler
 from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.engines import RemoteEngines
-from mega_rl.rollout.remote.sink import remote_sink
+from mega_rl.rollout.remote.sink import remote_layout, remote_sink
 from mega_rl.rollout.replay import ReplayEngine
-from mega_rl.rollout.sinks import Weights, WeightSink, colocated_sink
+from mega_rl.rollout.sinks import Weights, WeightSink, colocated_layout, colocated_sink
 from mega_rl.rollout.vllm.engine import VLLMEngine
+from mega_rl.rollout.vllm.options import engine_settings, num_loading_engines
 from mega_rl.stages.parts.learning import Learner
 from mega_rl.stages.parts.scoring import scorer_of_node
 from mega_rl.stages.parts.session import Session
@@ -94,14 +96,14 @@ def actor(session: Session, num_optimizer_steps: int) -> MegatronEngine:
     )
 
 
-def reference(session: Session) -> Reference | None:
-    """A frozen copy of the starting weights, if the objective needs one."""
+def reference(session: Session, actor: MegatronEngine) -> Reference | None:
+    """A frozen copy of the starting weights, if the objective needs one; the actor must not have been resumed yet."""
     if session.config.algorithm.kl_coefficient == 0:
         return None
     policy = MegatronPolicy(trainer_spec(session.config), session.shape, session.layout, session.device)
     for chunk in policy.chunks:
         chunk.requires_grad_(False)
-    policy.load_huggingface(session.weights)
+    policy.copy_from(actor.policy)
     return Reference(policy, session.config.memory, platform.current().has_own_memory)
 
 
@@ -115,17 +117,13 @@ def engine_and_sync(session: Session, actor: MegatronEngine, noise: AqnNoise) ->
     dtype, weight_update = DTYPES[config.rollout.dtype or config.model.dtype], config.rollout.weight_update
     weights = Weights(session.shape, dtype, config.bridge.bucket_bytes, session.device)
     if config.rollout.placement == "separate":
+        rollout = config.rollout
+        size = rollout.tensor_parallel_size
+        wanted = remote_layout(session.shape, size, rollout.num_engines * size)
+        load = load_proof(session, actor, weights, wanted)
         engines = remote_engines(session)
-        return engines, weight_sync(session, actor, remote_sink(engines, weights, weight_update), noise)
-    engine = colocated_engine(session, actor)
-    sink = colocated_sink(
-        engine,
-        weights,
-        session.engine_layout,
-        weight_update=weight_update,
-        verify=config.bridge.verify,
-        say=session.say,
-    )
+        return engines, weight_sync(session, actor, remote_sink(engines, weights, load, weight_update), noise)
+    engine, sink = colocated_engine(session, actor, weights)
     return engine, weight_sync(session, actor, sink, noise)
 
 
@@ -144,20 +142,59 @@ def remote_engines(session: Session) -> RemoteEngines:
     return RemoteEngines(spec, config.rollout.num_engines)
 
 
-def colocated_engine(session: Session, actor: MegatronEngine) -> VLLMEngine:
-    """The engine in this process, asleep if it can sleep; while it is built the actor makes room for it."""
-    config = session.config
+def colocated_engine(session: Session, actor: MegatronEngine, weights: Weights) -> tuple[VLLMEngine, WeightSink]:
+    """The engine in this process, asleep if it can sleep, and its sink; meanwhile the actor makes room for it."""
+    config, layout = session.config, session.engine_layout
+    load = None
+    if config.rollout.weight_update != "reload":
+        load = load_proof(session, actor, weights, colocated_layout(session.shape, layout))
     actor.offload.to_host(*PARTS)  # an engine refuses to start if its share of the device is not free
     engine = VLLMEngine(
         config.model.path,
-        config.rollout,
+        engine_settings(config.rollout, layout.replica(dist.get_rank())),
         max_model_len=config.data.max_prompt_length + config.data.max_response_length,
         device_type=session.device.type,
         dtype=config.model.dtype,
     )
+    sink = colocated_sink(
+        engine,
+        weights,
+        layout,
+        load=load,
+        weight_update=config.rollout.weight_update,
+        verify=config.bridge.verify,
+        say=session.say,
+    )
     engine.sleep()
     actor.offload.to_device()
-    return engine
+    return engine, sink
+
+
+def load_proof(
+    session: Session, actor: MegatronEngine, weights: Weights, wanted: Sequence[Sequence[Series]]
+) -> LoadProof:
+    """What compares the engines' own load with ``model.path``, before the actor leaves the device or is resumed.
+
+    The actor still holds the tensors of ``model.path``, unless its dtype is narrower than the engines': then its part
+    of them is read again. Collective.
+
+    Args:
+        wanted: what every engine worker holds.
+    """
+    rank, config = dist.get_rank(), session.config
+
+    def held(local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> torch.Tensor:
+        return actor.policy.local(local_name, local_box).to(weights.dtype)
+
+    def read(local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> torch.Tensor:
+        return session.weights.read(hf_name, hf_box).to(weights.device, weights.dtype)
+
+    is_narrower = DTYPES[config.model.dtype].itemsize < weights.dtype.itemsize
+    sources = [slices_of(actor.series_of(other)) for other in range(dist.get_world_size())]
+    size = config.rollout.tensor_parallel_size
+    num_loading = num_loading_engines(config.rollout, len(wanted) // size)
+    loaded = [slices_of(series) for series in wanted[: num_loading * size]]
+    return LoadProof(hf_tensors(session.shape), sources, loaded, size, read if is_narrower else held, rank)
 
 
 def weight_sync(session: Session, actor: MegatronEngine, sink: WeightSink, noise: AqnNoise) -> WeightSync:

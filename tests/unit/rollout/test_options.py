@@ -15,7 +15,14 @@ from mega_rl.config.schema import RolloutConfig, RunConfig
 from mega_rl.errors import InputError
 from mega_rl.planning.engine import engine_share
 from mega_rl.rollout.vllm.environment import preserved_process, set_environment
-from mega_rl.rollout.vllm.options import additional_config, check_options, engine_arguments, option_names
+from mega_rl.rollout.vllm.options import (
+    additional_config,
+    check_options,
+    engine_arguments,
+    engine_settings,
+    num_loading_engines,
+    option_names,
+)
 
 KNOWN = (
     "model",
@@ -176,3 +183,21 @@ def test_a_value_must_be_of_the_type_that_vllm_declares(annotation: str, value: 
         assert not fits and str(error).startswith("rollout.vllm.some is ") and ": give " in str(error)
     else:
         assert fits
+
+
+def test_only_the_first_of_several_engines_reads_weights_if_all_are_written_live() -> None:
+    live = RolloutConfig(vllm={"max_num_seqs": 4})
+    assert engine_settings(live, 0) is live and num_loading_engines(live, 3) == 1
+    assert engine_settings(live, 2).vllm == {"max_num_seqs": 4, "load_format": "dummy"}
+    for own in (RolloutConfig(weight_update="reload"), RolloutConfig(vllm={"load_format": "auto"})):
+        assert engine_settings(own, 2) is own and num_loading_engines(own, 3) == 3
+
+
+@pytest.mark.parametrize(("value", "is_taken"), [(-1, True), (20, True), (0, False), ("20", False)])
+def test_a_probe_needs_its_log_probabilities(value: Any, is_taken: bool) -> None:
+    options = {"max_logprobs": value}
+    if is_taken:
+        check_options(options, None, "cpu")
+        return
+    with pytest.raises(InputError, match=r"rollout\.vllm\.max_logprobs is .*: remove it"):
+        check_options(options, None, "cpu")

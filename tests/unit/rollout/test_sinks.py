@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from mega_rl.bridge.mapping.megatron import megatron_slices
 from mega_rl.bridge.mapping.tensors import hf_tensors
-from mega_rl.bridge.mapping.vllm import vllm_series
-from mega_rl.bridge.reshard.proof import Proof
+from mega_rl.bridge.mapping.vllm import full_slices, vllm_series
+from mega_rl.bridge.reshard.proof import LoadProof, Proof
 from mega_rl.bridge.series import slices_of
 from mega_rl.bridge.slices import Box, indices
 from mega_rl.config.schema import RolloutConfig
@@ -51,11 +51,35 @@ def weights(shape: ModelShape = SHAPE, device: str = "cpu") -> Weights:
     return Weights(shape, DTYPE, 1 << 12, torch.device(device))
 
 
+def model_path(shape: ModelShape = SHAPE) -> dict[str, torch.Tensor]:
+    """The tensors of a Hugging Face directory."""
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(size, generator=generator).to(DTYPE) for name, size in hf_tensors(shape).items()}
+
+
+def loaded(shape: ModelShape = SHAPE) -> dict[str, torch.Tensor]:
+    """What an engine that has loaded them holds."""
+    return local_parameters(slices_of(vllm_series(shape, 1, 0)), model_path(shape), DTYPE)
+
+
+def load_proof(shape: ModelShape = SHAPE, num_loading: int = 1) -> LoadProof:
+    """Of engines of one worker each, by a trainer of one rank."""
+    model = model_path(shape)
+
+    def read(local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> torch.Tensor:
+        return model[hf_name][indices(hf_box)]
+
+    needed = [slices_of(vllm_series(shape, 1, 0))] * num_loading
+    proof = LoadProof(hf_tensors(shape), [full_slices(shape)], needed, 1, read, rank=0)
+    model.clear()  # from here on the trainer holds what it likes
+    return proof
+
+
 class Engine(VLLMEngine):
     """The live parameters of one, and no vLLM behind them."""
 
     def __init__(self, shape: ModelShape = SHAPE, device_type: str = "npu") -> None:
-        self.live = local_parameters(slices_of(vllm_series(shape, 1, 0)), None, DTYPE)
+        self.live = loaded(shape)
         self.loaded: dict[str, torch.Tensor] = {}
         self.is_awake, self.has_cache = True, True
         self._rollout, self._device_type, self._is_live, self._can_sleep = RolloutConfig(), device_type, True, True
@@ -86,7 +110,7 @@ class Worker:
     """The methods of ``EngineProcess`` that a sink calls, in a thread of this process."""
 
     def __init__(self, shape: ModelShape) -> None:
-        self.live = local_parameters(slices_of(vllm_series(shape, 1, 0)), None, DTYPE)
+        self.live = loaded(shape)
         self.version = 0
 
     def process_id(self) -> int:
@@ -221,8 +245,9 @@ def test_engines_that_share_the_device_make_room_and_wake_for_the_next_update(ca
 def choose(
     engine: Engine, weight_update: str, verify: str, lines: list[str], shape: ModelShape = SHAPE
 ) -> type[WeightSink]:
+    load = None if weight_update == "reload" else load_proof(shape)
     chosen = colocated_sink(
-        engine, weights(shape), ENGINES, weight_update=weight_update, verify=verify, say=lines.append
+        engine, weights(shape), ENGINES, load=load, weight_update=weight_update, verify=verify, say=lines.append
     )
     return type(chosen)
 
@@ -271,10 +296,10 @@ def test_engines_elsewhere_that_cannot_be_written_to_are_refused(
     weight_update: str, words: str, one_rank: None
 ) -> None:
     workers = [Worker(SHAPE), Worker(SHAPE)]
-    assert isinstance(remote_sink(elsewhere(workers), weights(), weight_update), RemoteSink)
+    assert isinstance(remote_sink(elsewhere(workers), weights(), load_proof(), weight_update), RemoteSink)
     workers[1].live[ODD] = workers[1].live[ODD].t().contiguous()
     with pytest.raises(InputError, match=words):
-        remote_sink(elsewhere(workers), weights(), weight_update)
+        remote_sink(elsewhere(workers), weights(), load_proof(), weight_update)
 
 
 # The second weight of these experts is square: turned it has the shape that it had.
@@ -299,8 +324,55 @@ def test_experts_on_ascend_go_through_the_loader_whatever_their_shapes(one_rank:
 def test_experts_on_ascend_elsewhere_are_refused(one_rank: None) -> None:
     for device, refuses in (("cpu", False), ("npu", True)):
         found = SimpleNamespace(dtype=DTYPE, shape=SQUARE, device=SimpleNamespace(type=device))
-        reason = RemoteSink(elsewhere([Worker(SQUARE)]), found).obstacle()  # type: ignore[arg-type]
+        reason = RemoteSink(elsewhere([Worker(SQUARE)]), found).obstacle(load_proof(SQUARE))  # type: ignore[arg-type]
         assert (reason is not None and "transposed on Ascend" in reason) == refuses, (device, reason)
+
+
+def other_value(live: dict[str, torch.Tensor]) -> str:
+    live["model.layers.2.self_attn.o_proj.weight"][3, 5] += 1
+    return "model.layers.2.self_attn.o_proj.weight"
+
+
+def swapped_halves(live: dict[str, torch.Tensor]) -> str:
+    """Gate and up in the other order, as kernels of FlashInfer want them: the shape stays."""
+    name = "model.layers.1.mlp.gate_up_proj.weight"
+    live[name].copy_(live[name].roll(len(live[name]) // 2, 0))
+    return "model.layers.1.mlp.gate_proj.weight"
+
+
+def swapped_experts(live: dict[str, torch.Tensor]) -> str:
+    name = "model.layers.1.mlp.experts.routed_experts.w13_weight"
+    live[name].copy_(live[name].roll(live[name].shape[1] // 2, 1))
+    return "model.layers.1.mlp.experts.0.gate_proj.weight"
+
+
+REARRANGED = [(other_value, SHAPE), (swapped_halves, SHAPE), (swapped_experts, SQUARE)]
+
+
+@pytest.mark.parametrize(("rearrange", "shape"), REARRANGED, ids=["other", "dense", "experts"])
+def test_an_engine_that_holds_other_values_than_it_loaded_goes_through_the_loader(
+    rearrange: Callable[[dict[str, torch.Tensor]], str], shape: ModelShape, one_rank: None
+) -> None:
+    lines: list[str] = []
+    engine = Engine(shape, "cpu")
+    name = rearrange(engine.live)
+    with pytest.raises(InputError, match=rf"weight_update=live cannot write {name}, of which .*weight_update=reload"):
+        choose(engine, "live", "off", [], shape)
+    with pytest.raises(InputError, match=rf"bridge.verify=all can prove only .*{name}, of which the engine"):
+        choose(engine, "auto", "all", [], shape)
+    before = {name: tensor.clone() for name, tensor in engine.live.items()}
+    assert choose(engine, "auto", "off", lines, shape) is LoaderSink and not engine._is_live
+    (line,) = lines
+    assert "own loader" in line and f"{name}, of which the engine on rank 0 holds other values than model.path" in line
+    assert all(torch.equal(before[name], tensor) for name, tensor in engine.live.items()), "the proof only reads"
+
+
+def test_only_the_engines_that_load_are_compared(one_rank: None) -> None:
+    workers = [Worker(SHAPE), Worker(SHAPE)]
+    swapped_halves(workers[1].live)
+    assert isinstance(remote_sink(elsewhere(workers), weights(), load_proof(num_loading=1), "auto"), RemoteSink)
+    with pytest.raises(InputError, match=r"layers.1.mlp.gate_proj.weight, of which the engine on rank 1 "):
+        remote_sink(elsewhere(workers), weights(), load_proof(num_loading=2), "auto")
 
 
 def test_reload_asks_the_engine_nothing() -> None:
