@@ -36,6 +36,29 @@ class _Swiglu(torch.autograd.Function):
         return gradient
 
 
+class _Permute(torch.autograd.Function):
+    """Copies of tokens, with a gradient that adds the copies up in one order, always the same.
+
+    autograd's own gradient adds them by atomic operations on CUDA, in an order that varies from run to run.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, tokens_N: Tensor, order_N: Tensor) -> Tensor:
+        ctx.save_for_backward(order_N)
+        ctx.num_tokens = len(x_TD)
+        return x_TD.index_select(0, tokens_N)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (order_N,) = ctx.saved_tensors
+        return _sums_by_token(gradients[0], order_N, ctx.num_tokens), None, None
+
+
+def _sums_by_token(rows_ND: Tensor, order_N: Tensor, num_tokens: int) -> Tensor:
+    """The sum of every token's rows, which ``order_N`` names token by token, equally many each: [T, D]."""
+    return rows_ND.index_select(0, order_N).view(num_tokens, -1, rows_ND.shape[1]).sum(1)
+
+
 class TorchOperators:
     """The arguments have been checked by ``platform.operators``, whose docstrings say what each operator means."""
 
@@ -72,12 +95,13 @@ class TorchOperators:
         return torch.cat([F.linear(part_ND, weight_FD) for part_ND, weight_FD in parts])
 
     def permute_tokens(self, x_TD: Tensor, is_routed_TE: Tensor, experts_per_token: int) -> tuple[Tensor, Tensor]:
-        """The order here is the token of every row."""
+        """The order here is the row of every token's first, second, ... expert."""
         num_tokens, num_experts = is_routed_TE.shape
+        is_routed_ET = is_routed_TE.t()
         tokens_ET = torch.arange(num_tokens, device=x_TD.device).expand(num_experts, -1)
-        order_N = tokens_ET.masked_select(is_routed_TE.t())
-        return x_TD.index_select(0, order_N), order_N
+        rows_ET = is_routed_ET.flatten().cumsum(0).view(num_experts, num_tokens) - 1
+        order_N = rows_ET.t().masked_select(is_routed_TE)
+        return _Permute.apply(x_TD, tokens_ET.masked_select(is_routed_ET), order_N), order_N
 
     def unpermute_tokens(self, rows_ND: Tensor, order_N: Tensor, is_routed_TE: Tensor) -> Tensor:
-        sums_TD = rows_ND.new_zeros(is_routed_TE.shape[0], rows_ND.shape[1])
-        return sums_TD.index_add(0, order_N, rows_ND)
+        return _sums_by_token(rows_ND, order_N, is_routed_TE.shape[0])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mega_rl import platform
 from mega_rl.errors import InputError
@@ -96,6 +97,32 @@ def test_experts_of_a_list_are_given_one_by_one_where_the_operator_takes_it(on_a
     assert shapes(torch.bfloat16, 128) == [[[2, 3]] * 128]
     assert shapes(torch.bfloat16, 129) == [[[129, 2, 3]]]
     assert shapes(torch.float32, 4) == [[[4, 2, 3]]], "float32 is taken as single tensors only"
+
+
+class SharedPlaces(TorchDispatchMode):
+    """Refuses sums into places that several addends share: on CUDA their order varies from run to run."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__.rstrip("_")
+        assert not name.startswith(("scatter", "index_put", "_index_put")), name
+        if name == "index_add":
+            assert len(args[2].unique()) == len(args[2]), "rows are added to one place in any order"
+        return func(*args, **(kwargs or {}))
+
+
+def test_tokens_are_summed_in_one_order() -> None:
+    """Forward and backward pass, so that the same batch gives the same bits on CUDA too."""
+    generator = torch.Generator().manual_seed(0)
+    x_TD = torch.randn(64, 8, generator=generator).requires_grad_()
+    chosen_TK = torch.rand(64, 16, generator=generator).topk(4).indices
+    is_routed_TE = torch.zeros(64, 16, dtype=torch.bool).scatter(1, chosen_TK, True)
+    with SharedPlaces():
+        rows_ND, order_N = operators.permute_tokens(x_TD, is_routed_TE, 4)
+        summed_TD = operators.unpermute_tokens(rows_ND, order_N, is_routed_TE)
+        summed_TD.backward(torch.ones_like(x_TD))
+    assert (
+        torch.equal(summed_TD, 4 * x_TD) and x_TD.grad is not None and torch.equal(x_TD.grad, torch.full_like(x_TD, 4))
+    )
 
 
 def test_frozen_experts_cost_no_gradient(on_ascend: RecordingTorchNpu) -> None:
