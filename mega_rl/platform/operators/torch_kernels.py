@@ -54,9 +54,25 @@ class _Permute(torch.autograd.Function):
         return _sums_by_token(gradients[0], order_N, ctx.num_tokens), None, None
 
 
+class _Unpermute(torch.autograd.Function):
+    """The reverse of ``_Permute``, gradient included."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_ND: Tensor, order_N: Tensor, num_tokens: int) -> Tensor:
+        ctx.save_for_backward(order_N)
+        return _sums_by_token(rows_ND, order_N, num_tokens)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (order_N,), (grad_TD,) = ctx.saved_tensors, gradients
+        tokens_N = torch.empty_like(order_N)
+        tokens_N[order_N] = torch.arange(len(order_N), device=order_N.device) // (len(order_N) // len(grad_TD))
+        return grad_TD.index_select(0, tokens_N), None, None
+
+
 def _sums_by_token(rows_ND: Tensor, order_N: Tensor, num_tokens: int) -> Tensor:
     """The sum of every token's rows, which ``order_N`` names token by token, equally many each: [T, D]."""
-    return rows_ND.index_select(0, order_N).view(num_tokens, -1, rows_ND.shape[1]).sum(1)
+    return F.embedding_bag(order_N.view(num_tokens, -1), rows_ND, mode="sum")
 
 
 class TorchOperators:
@@ -104,4 +120,4 @@ class TorchOperators:
         return _Permute.apply(x_TD, tokens_ET.masked_select(is_routed_ET), order_N), order_N
 
     def unpermute_tokens(self, rows_ND: Tensor, order_N: Tensor, is_routed_TE: Tensor) -> Tensor:
-        return _sums_by_token(rows_ND, order_N, is_routed_TE.shape[0])
+        return _Unpermute.apply(rows_ND, order_N, is_routed_TE.shape[0])

@@ -121,8 +121,9 @@ class VLLMEngine:
             "a probe inside an update, or while responses are under way"
         )
         prompt = {"type": "token", "prompt_token_ids": list(prompt_ids)[: self._max_model_len - 1]}
+        num_logprobs = min(NUM_LOGPROBS, self._llm.llm_engine.vllm_config.model_config.get_vocab_size())
         with preserved_generators(self._device_type):
-            self._llm.llm_engine.add_request("probe", prompt, _probe_params(temperature))
+            self._llm.llm_engine.add_request("probe", prompt, _probe_params(temperature, num_logprobs))
             outputs: list[Any] = []
             while not outputs:
                 outputs = [output for output in self._llm.llm_engine.step() if output.finished]
@@ -231,7 +232,7 @@ class VLLMEngine:
         )
 
 
-def _probe_params(temperature: float) -> Any:
+def _probe_params(temperature: float, num_logprobs: int) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -241,7 +242,7 @@ def _probe_params(temperature: float) -> Any:
         seed=0,
         max_tokens=1,
         ignore_eos=True,
-        logprobs=NUM_LOGPROBS,
+        logprobs=num_logprobs,
     )
 
 

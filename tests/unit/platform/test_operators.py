@@ -104,7 +104,8 @@ class SharedPlaces(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__.rstrip("_")
-        assert not name.startswith(("scatter", "index_put", "_index_put")), name
+        is_sum = name.startswith("scatter") or ("index_put" in name and len(args) > 3 and args[3])
+        assert not is_sum, name
         if name == "index_add":
             assert len(args[2].unique()) == len(args[2]), "rows are added to one place in any order"
         return func(*args, **(kwargs or {}))
