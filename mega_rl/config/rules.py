@@ -172,10 +172,11 @@ RULES: dict[str, Rule] = {
     "aqn.seed": seed(),
     "aqn.num_stages": between(1, MANY),
     "aqn.exclude_patterns": list_of(name_pattern()),
-    "trainer.gates.reference": at_least(0),
-    "trainer.gates.ppo_kl": at_least(0),
-    "trainer.gates.ratio": at_least(0),
+    "trainer.gates.reference": nullable(at_least(0)),
+    "trainer.gates.ppo_kl": nullable(at_least(0)),
+    "trainer.gates.ratio": nullable(at_least(0)),
     "trainer.gates.engine": nullable(above(0)),
+    "trainer.gates.engine_factor": between(1, 1000),
 }
 
 # What a run of stage sft does not read: sections, and keys of sections that it reads otherwise.

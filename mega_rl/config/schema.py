@@ -211,17 +211,20 @@ class MemoryConfig:
 
 @dataclass
 class GatesConfig:
-    """Checks of a run's first step, which stops with a report if one fails; in nats per token unless said otherwise.
+    """Checks of a step before its weights change; a run stops with a report if one fails; in nats.
 
-    In the first step policy, reference and engine have the same weights, so their log-probabilities must agree.
+    In the first step policy, reference and engine have the same weights, so their log-probabilities must agree. After a
+    resume all but the reference are checked again, in all other steps the engine.
     """
 
     # Gates that are measured and reported but do not stop the run.
     disabled: list[Literal["reference", "ppo_kl", "ratio", "engine"]] = field(default_factory=list)
-    reference: float = 0.0  # largest |policy - reference| of a token
-    ppo_kl: float = 0.0  # largest |pi_old - policy| of a token: the same weights, computed twice
-    ratio: float = 0.0  # largest distance from 1 of the mean and of the largest probability ratio; no unit
+    # null: 0 on a CPU and with platform.deterministic, else 1e-3 in float32 and 0.5 in bfloat16.
+    reference: float | None = None  # largest |policy - reference| of a token
+    ppo_kl: float | None = None  # largest |pi_old - policy| of a token: the same weights, computed twice
+    ratio: float | None = None  # largest distance from 1 of the mean and of the largest probability ratio; no unit
     engine: float | None = None  # mean |trainer - engine|; null: 1e-4 if both compute in float32, else 5e-2
+    engine_factor: float = 4.0  # later it may also be this many times what the last steps showed
 
 
 @dataclass

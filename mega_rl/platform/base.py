@@ -48,6 +48,7 @@ class Platform(Protocol):
     name: str  # "cpu" | "cuda" | "npu": also the torch device type
     backend: str  # what torch.distributed.init_process_group is given; always able to move CPU tensors
     has_own_memory: bool  # whether moving a tensor to the host frees device memory: not so where the two are one
+    repeats_itself: bool  # whether the same forward pass gives the same bits without deterministic algorithms
     visible_devices_variable: str | None  # the environment variable that masks devices
     actor_options: Mapping[str, Any]  # what a Ray actor with one device of this platform asks for
     operators: TorchOperators  # what ``platform.operators`` computes with

@@ -18,6 +18,7 @@ class CpuPlatform:
     name = "cpu"
     backend = "gloo"
     has_own_memory = False
+    repeats_itself = True
     visible_devices_variable: str | None = None
     actor_options: Mapping[str, Any] = {"num_cpus": 1}
     operators: TorchOperators = TorchOperators()

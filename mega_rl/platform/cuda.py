@@ -67,6 +67,7 @@ class CudaPlatform:
     name = "cuda"
     backend = "cpu:gloo,cuda:nccl"
     has_own_memory = True
+    repeats_itself = False
     visible_devices_variable: str | None = "CUDA_VISIBLE_DEVICES"
     actor_options: Mapping[str, Any] = {"num_cpus": 1, "num_gpus": 1}
     operators: TorchOperators = FlashOperators()

@@ -46,6 +46,7 @@ class NpuPlatform:
     name = "npu"
     backend = "cpu:gloo,npu:hccl"
     has_own_memory = True
+    repeats_itself = False
     visible_devices_variable: str | None = "ASCEND_RT_VISIBLE_DEVICES"
     actor_options: Mapping[str, Any] = {"num_cpus": 1, "resources": {"NPU": 1}}
     operators: TorchOperators = AscendOperators()

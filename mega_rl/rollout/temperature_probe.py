@@ -25,8 +25,8 @@ class Probed(Protocol):
     def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
         """For every engine: the log-probabilities of the first token after a prompt, nats, by token.
 
-        Of the ``NUM_LOGPROBS`` most probable tokens, or of as many as there are, and of the one that was sampled. Leaves no trace: later responses
-        are what they would have been without it.
+        Of the ``NUM_LOGPROBS`` most probable tokens, or as many as there are, and of the one that was sampled. It
+        leaves no trace: later responses are what they would have been without it.
         """
 
 

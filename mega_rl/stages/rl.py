@@ -10,7 +10,7 @@ from mega_rl.stages.parts.batches import memory_metrics
 from mega_rl.stages.parts.behaviour import behaviour_policy
 from mega_rl.stages.parts.engine_probe import probe_engines
 from mega_rl.stages.parts.export import export_huggingface
-from mega_rl.stages.parts.gates import gates_of
+from mega_rl.stages.parts.gates import GateWatch
 from mega_rl.stages.parts.progress import Progress
 from mega_rl.stages.parts.scoring import RewardWatch
 from mega_rl.stages.parts.session import Session, open_session
@@ -41,6 +41,7 @@ def train(session: Session) -> None:
     learner = building.learner(session, actor, reference)
     watch = RewardWatch(session.say)
     state = progress.resume(session.checkpoint, actor, builder, session.say)
+    gates = GateWatch(config, session.share.is_counted, session.say, state.step, state.metrics)
     validator.results |= state.validations
 
     with session.observer(state, total_steps) as observer:
@@ -65,9 +66,8 @@ def train(session: Session) -> None:
                 rollout_metrics.show(
                     config.logging, session.output_dir, session.share, observer, actor, step + 1, batch, samples
                 )
-                gates = gates_of(config, session.share.is_counted, session.say, step, pushed.sigma)
                 behaviour = behaviour_policy(actor, noise, pushed)
-                metrics |= learner.update(samples, gates, behaviour)
+                metrics |= learner.update(samples, gates.of_step(step, pushed.version, pushed.sigma), behaviour)
             metrics |= rollout_metrics.sample_metrics(samples)
             metrics |= rollout_metrics.schedule_metrics(config, noise, pushed, metrics)
 

@@ -50,7 +50,7 @@ TABLES: dict[str, list[Iterable[str]]] = {
     "trainer.gates.disabled": [
         gates.GATES,
         gates.tolerances(RunConfig()),
-        [field.name for field in fields(GatesConfig) if field.name != "disabled"],
+        [field.name for field in fields(GatesConfig) if field.name not in ("disabled", "engine_factor")],
     ],
 }
 # Words that the code asks for one by one; mypy refuses a comparison with another one.

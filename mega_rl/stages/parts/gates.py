@@ -1,23 +1,31 @@
-"""What must hold in the first step of a run: policy, reference and engine are the same weights, computed three times.
+"""What must hold of a step before the weights change, and whether it does.
 
-The checks have the names of ``trainer.gates``.
+In the first step of a run policy, reference and engine are the same weights, computed three times. In the first step of
+a resumed run the policy is still computed twice. In every step the engine is the trainer's policy up to rounding and
+noise, as far as the steps before showed them. The checks have the names of ``trainer.gates``.
 Letters: T packed tokens of a micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 from torch import Tensor
 
+from mega_rl import platform
 from mega_rl.config import RunConfig
 from mega_rl.megatron.engine import LossFunction, MegatronEngine
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.types import Figures, Microbatch, Sample, TokenStats
 
 ENGINE_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}  # nats, mean over tokens; the coarser of the two types counts
+# Nats, largest of a token, where the same forward pass may give other bits: sums of the hardware in varying order.
+REPEATED_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
+HISTORY = 16  # steps that the engine gate goes by
 
 # What each gate measures, and the names of the two values that it compares, if it compares two.
 GATES = {
@@ -26,10 +34,12 @@ GATES = {
     "ratio": ("largest distance of the ratio from 1", "", ""),
     "engine": ("mean |trainer - engine| per token", "trainer", "engine"),
 }
+RESUMED = ("ppo_kl", "ratio", "engine")  # of the first step of a resumed run
+RUNNING = ("engine",)  # of all other steps
 
 
 class GateFailure(RuntimeError):
-    """The first step shows that the run would not learn what it is meant to."""
+    """A step shows that the run would not learn what it is meant to."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +54,18 @@ class Difference:
     values: tuple[float, float]
 
 
-def difference(first_T: Tensor, second_T: Tensor, microbatch: Microbatch) -> Difference | None:
-    """The difference of two log-probabilities [T] over the learnt tokens; None without learnt tokens."""
+def difference(
+    first_T: Tensor, second_T: Tensor, microbatch: Microbatch, counted: Collection[int] | None = None
+) -> Difference | None:
+    """The difference of two log-probabilities [T] over the learnt tokens; None without learnt tokens.
+
+    Args:
+        counted: the sequences that count, as indices into the list that was packed; None: all.
+    """
     learnt_T = (microbatch.loss_mask != 0).cpu()
+    for row, sequence in enumerate(microbatch.sequence_indices):
+        if counted is not None and sequence not in counted:
+            learnt_T[int(microbatch.cu_seqlens[row]) : int(microbatch.cu_seqlens[row + 1])] = False
     if not learnt_T.any():
         return None
     first_T, second_T = first_T.detach().cpu().double(), second_T.detach().cpu().double()
@@ -75,8 +94,32 @@ def merged(differences: Iterable[Difference | None]) -> Difference | None:
     return Difference(worst.largest, total, num_tokens, worst.sequence, worst.position, worst.values)
 
 
+class EngineHistory:
+    """How far the engine was from the trainer in the steps before: what the next step is measured by.
+
+    The distance that noise makes grows with its standard deviation, so an earlier step is taken in proportion where
+    both have noise. A step without noise says nothing about one with it.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+        self._steps: deque[tuple[float, float]] = deque(maxlen=HISTORY)  # (mean |trainer - engine|, sigma)
+
+    def add(self, distance: float, sigma: float) -> None:
+        self._steps.append((distance, sigma))
+
+    def allows(self, sigma: float) -> float | None:
+        """The largest distance of a step with this noise, nats per token; None: no step before can be compared."""
+        bounds = [
+            distance * max(1.0, self._factor * (sigma / earlier if earlier else 1.0))
+            for distance, earlier in self._steps
+            if earlier or not sigma
+        ]
+        return median(bounds) if bounds else None
+
+
 class Gates:
-    """The checks of one run's first optimizer step.
+    """The checks of one step's first minibatch.
 
     ``recompute`` comes before the update, ``watched`` wraps its loss, ``check`` stops the run or returns metrics.
 
@@ -84,42 +127,69 @@ class Gates:
         config: says what is compared, how closely, and where to look for the cause of a difference.
         is_counted: whether this rank's differences count; they do not if another rank counts for the same sequences.
         say: tells the user.
+        names: the gates of this step.
+        step: in words.
+        version: of the weights that the engine holds: samples of older ones are not compared with it.
         sigma: standard deviation of the noise on the engine's weights.
+        history: of the engine; this step is added to it.
     """
 
-    def __init__(self, config: RunConfig, is_counted: bool, say: Callable[[str], None], sigma: float) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        is_counted: bool,
+        say: Callable[[str], None],
+        names: Collection[str],
+        step: str,
+        version: int,
+        sigma: float,
+        history: EngineHistory,
+    ) -> None:
         self.config, self.settings = config, config.trainer.gates
-        self.is_counted, self.say = is_counted, say
+        self.is_counted, self.say, self.names, self.step = is_counted, say, names, step
+        self.version, self.sigma, self.history = version, sigma, history
         self.tolerances = tolerances(config)
-        self.left_out = reasons_to_leave_out(config, sigma)
+        self.left_out = {name: why for name, why in reasons_to_leave_out(config, sigma).items() if name in names}
+        if (past := history.allows(sigma)) is not None:
+            self.tolerances["engine"] = max(past, self.tolerances["engine"])
+            self.left_out.pop("engine", None)
         self.logprobs: dict[tuple[int, ...], Tensor] = {}  # sequence_indices of a micro-batch -> recomputed [T]
+        self.updated: list[tuple[Microbatch, Tensor]] = []  # micro-batches and log-probabilities [T] of the update
         self.found: dict[str, list[Difference | None]] = {"reference": [], "ppo_kl": [], "engine": []}
 
     def recompute(self, actor: MegatronEngine, minibatch: list[Microbatch]) -> list[Microbatch]:
-        """Compute the policy's log-probabilities by themselves and compare them with the reference's and the engine's.
+        """Compute the policy's log-probabilities by themselves, if a gate compares them; else return what is given.
 
         They are used as pi_old for micro-batches that have none yet.
         """
+        if "ppo_kl" not in self.names:
+            return minibatch
         recomputed = []
         for microbatch, stats in zip(minibatch, actor.token_stats(minibatch), strict=True):
             self.logprobs[microbatch.sequence_indices] = stats.logprobs
-            others = {"reference": microbatch.reference_logprobs, "engine": microbatch.rollout_logprobs}
-            for name, logprobs_T in others.items():
-                if logprobs_T is not None:
-                    self.found[name].append(difference(stats.logprobs, logprobs_T, microbatch))
+            if "reference" in self.names and microbatch.reference_logprobs is not None:
+                self.found["reference"].append(difference(stats.logprobs, microbatch.reference_logprobs, microbatch))
             is_open = microbatch.old_logprobs is None
             recomputed.append(microbatch.replace(old_logprobs=stats.logprobs) if is_open else microbatch)
         return recomputed
 
     def watched(self, loss_function: LossFunction) -> LossFunction:
-        """The same loss, which also compares the update's own forward pass with the recomputed one."""
+        """The same loss; what the update's own forward pass finds is kept, to be compared."""
 
-        def compare(stats: TokenStats, microbatch: Microbatch) -> tuple[Tensor, Figures]:
-            recomputed_T = self.logprobs[microbatch.sequence_indices]
-            self.found["ppo_kl"].append(difference(recomputed_T, stats.logprobs, microbatch))
+        def keep(stats: TokenStats, microbatch: Microbatch) -> tuple[Tensor, Figures]:
+            self.updated.append((microbatch, stats.logprobs.detach()))
             return loss_function(stats, microbatch)
 
-        return compare
+        return keep
+
+    def _compare(self, samples: Sequence[Sample]) -> None:
+        """The update's log-probabilities with the recomputed ones and the engine's."""
+        fresh = {i for i, s in enumerate(samples) if all(x.version == self.version for x in s.trajectory.spans)}
+        for microbatch, updated_T in self.updated:
+            if (recomputed_T := self.logprobs.get(microbatch.sequence_indices)) is not None:
+                self.found["ppo_kl"].append(difference(recomputed_T, updated_T, microbatch))
+            if microbatch.rollout_logprobs is not None:
+                self.found["engine"].append(difference(updated_T, microbatch.rollout_logprobs, microbatch, fresh))
 
     def check(
         self,
@@ -128,7 +198,7 @@ class Gates:
         samples: Sequence[Sample],
         differing: Callable[[], str | None],
     ) -> dict[str, float]:
-        """Metrics ``gate/NAME`` of what was measured. Collective.
+        """Metrics ``gate/NAME`` of what was measured, if it is a run's first step. Collective.
 
         Args:
             ratio_mean, ratio_max: of the objective, over the global batch.
@@ -138,60 +208,109 @@ class Gates:
         Raises:
             GateFailure: on every rank, if a gate that is not disabled does not hold.
         """
+        self._compare(samples)
         own = {name: merged(parts) if self.is_counted else None for name, parts in self.found.items()}
         parts = gather_objects(own)
         worst = {name: merged(part[name] for part in parts) for name in self.found}
         values = {name: found.largest for name, found in worst.items() if found is not None}
         if worst["engine"] is not None:
-            values["engine"] = worst["engine"].total / worst["engine"].num_tokens
+            values["engine"] = distance = worst["engine"].total / worst["engine"].num_tokens
         values["ratio"] = float(
             (torch.tensor([ratio_mean, ratio_max], dtype=torch.float64) - 1).abs().max()
         )  # NaN stays NaN
-        values = {name: value for name, value in values.items() if name not in self.left_out}
+        values = {name: value for name, value in values.items() if name in self.names and name not in self.left_out}
         failed = [
             name
             for name, value in values.items()
             if not value <= self.tolerances[name] and name not in self.settings.disabled
         ]
-        tensor = differing() if "reference" in failed else None
-        if any(failed):
-            hints = hints_of(self.config, tensor)
-            lines = [
-                line
-                for name in failed
-                for line in report(name, values[name], self.tolerances[name], worst.get(name), samples, hints[name])
-            ]
-            raise GateFailure("\n".join(["the first step is not what it must be", *lines]))
+        if failed:
+            self._fail(failed, values, worst, samples, differing() if "reference" in failed else None)
+        if worst["engine"] is not None:
+            self.history.add(distance, self.sigma)
+        if self.names == RUNNING:
+            return {}
         self._say(values)
-        return {f"gate/{name}": value for name, value in values.items()}
+        return {} if self.names == RESUMED else {f"gate/{name}": value for name, value in values.items()}
+
+    def _fail(
+        self,
+        failed: Sequence[str],
+        values: Mapping[str, float],
+        worst: Mapping[str, Difference | None],
+        samples: Sequence[Sample],
+        tensor: str | None,
+    ) -> None:
+        hints = hints_of(self.config, tensor)
+        lines = [
+            line
+            for name in failed
+            for line in report(name, values[name], self._allowance(name), worst.get(name), samples, hints[name])
+        ]
+        raise GateFailure("\n".join([f"{self.step} is not what it must be", *lines]))
+
+    def _allowance(self, name: str) -> str:
+        words = f"trainer.gates.{name} allows {self.tolerances[name]:.3g}"
+        if name == "engine" and self.tolerances[name] > tolerances(self.config)[name]:
+            words += f", {self.settings.engine_factor:g} times what the last steps showed (trainer.gates.engine_factor)"
+        return words
 
     def _say(self, values: dict[str, float]) -> None:
         held = ", ".join(f"{n} {v:.2g}" for n, v in values.items() if n not in self.settings.disabled)
         notes = [f"{name} not checked ({reason})" for name, reason in self.left_out.items()]
         notes += [f"{name} disabled ({values[name]:.2g})" for name in self.settings.disabled if name in values]
-        self.say("; ".join([f"first step agrees: {held}", *notes]))
+        self.say("; ".join([f"{self.step.removeprefix('the ')} agrees: {held}", *notes]))
 
 
-def gates_of(config: RunConfig, is_counted: bool, say: Callable[[str], None], step: int, sigma: float) -> Gates | None:
-    """The gates of the step that begins after ``step`` finished ones; None if it is not the run's first step."""
-    return Gates(config, is_counted, say, sigma) if step == 0 else None
+class GateWatch:
+    """The gates of a run, step by step.
+
+    Args:
+        first_step: finished steps when this process began: 0, or those of the checkpoint.
+        metrics: of the last of them, as far as they are known.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        is_counted: bool,
+        say: Callable[[str], None],
+        first_step: int = 0,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        self._config, self._is_counted, self._say, self._first_step = config, is_counted, say, first_step
+        self._history = EngineHistory(config.trainer.gates.engine_factor)
+        known = metrics or {}
+        if "rollout/logprob_diff_mean" in known:
+            self._history.add(known["rollout/logprob_diff_mean"], known.get("aqn/sigma", 0.0))
+
+    def of_step(self, step: int, version: int, sigma: float) -> Gates:
+        """The gates of the step that begins after ``step`` finished ones; see ``Gates`` for the others."""
+        names, words = tuple(GATES), "the first step"
+        if step > 0:
+            names, words = RUNNING, f"step {step + 1}"
+            if step == self._first_step:
+                names, words = RESUMED, f"the first step after the resume, step {step + 1},"
+        return Gates(self._config, self._is_counted, self._say, names, words, version, sigma, self._history)
 
 
 def tolerances(config: RunConfig) -> dict[str, float]:
-    """What each gate lets pass, nats (ratio: 1)."""
+    """What each gate lets pass, nats (ratio: 1), before any step is known."""
     settings = config.trainer.gates
+    is_exact = config.platform.deterministic or platform.current().repeats_itself
+    repeated = 0.0 if is_exact else REPEATED_TOLERANCE[config.model.dtype]
     dtypes = {config.model.dtype, config.rollout.dtype or config.model.dtype}
     engine = ENGINE_TOLERANCE["float32" if dtypes == {"float32"} else "bfloat16"]
     return {
-        "reference": settings.reference,
-        "ppo_kl": settings.ppo_kl,
-        "ratio": settings.ratio,
+        "reference": repeated if settings.reference is None else settings.reference,
+        "ppo_kl": repeated if settings.ppo_kl is None else settings.ppo_kl,
+        "ratio": repeated if settings.ratio is None else settings.ratio,
         "engine": engine if settings.engine is None else settings.engine,
     }
 
 
 def reasons_to_leave_out(config: RunConfig, sigma: float) -> dict[str, str]:
-    """Gates that say nothing in this run, and why."""
+    """Gates that say nothing in this run as long as no step is known, and why."""
     reasons = {}
     if config.algorithm.kl_coefficient == 0:
         reasons["reference"] = "the run has none"
@@ -225,11 +344,11 @@ def hints_of(config: RunConfig, tensor: str | None) -> dict[str, str]:
 
 
 def report(
-    name: str, value: float, tolerance: float, worst: Difference | None, samples: Sequence[Sample], hint: str
+    name: str, value: float, allowance: str, worst: Difference | None, samples: Sequence[Sample], hint: str
 ) -> list[str]:
     """Lines on one failed gate: the quantity, the worst token, where to look, and how to go on regardless."""
     quantity, first, second = GATES[name]
-    lines = [f"  {name}: {quantity} is {value:.3g}, and trainer.gates.{name} allows {tolerance:.3g}"]
+    lines = [f"  {name}: {quantity} is {value:.3g}, and {allowance}"]
     if worst is not None:
         trajectory = samples[worst.sequence].trajectory
         token = trajectory.sampled_ids[worst.position]

@@ -92,7 +92,7 @@ class Learner:
         ``behaviour`` the actor is the policy pi_old; None: pi_old is the actor itself.
 
         Raises:
-            GateFailure: ``gates``, those of the first step, found a difference.
+            GateFailure: ``gates``, those of this step, found a difference.
         """
         samples = [sample for sample in samples if not math.isnan(sample.score.value)]
         if not samples:

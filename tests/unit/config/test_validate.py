@@ -101,7 +101,9 @@ def test_a_supervised_run_has_the_rules_of_what_it_reads():
     assert {name.partition(".")[0] for name in left_out} == sections | {"trainer", "validation"}
     assert not {name for name in rules(is_rl=False) if name.partition(".")[0] in sections}
     others = {name for name in left_out if name.partition(".")[0] not in sections}
-    gates = {f"trainer.gates.{name}" for name in ("disabled", "reference", "ppo_kl", "ratio", "engine")}
+    gates = {
+        f"trainer.gates.{name}" for name in ("disabled", "reference", "ppo_kl", "ratio", "engine", "engine_factor")
+    }
     assert others == gates | {"validation.n", "validation.temperature"}
 
 
@@ -228,6 +230,7 @@ BAD_VALUES = [
     ("trainer.gates.ppo_kl", -1e-9),
     ("trainer.gates.ratio", float("nan")),
     ("trainer.gates.engine", 0.0),
+    ("trainer.gates.engine_factor", 0.5),
     ("validation.test_freq", 0),
     ("validation.test_freq", 5),
     ("checkpoint.save_freq", -2),

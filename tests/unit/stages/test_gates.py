@@ -1,4 +1,4 @@
-"""The gates of the first step: what they measure, when they stop a run, and what they say."""
+"""The gates of a step: what they measure, when they stop a run, and what they say."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mega_rl.config import RunConfig
 from mega_rl.stages.parts import gates
-from mega_rl.stages.parts.gates import Difference, GateFailure, Gates, difference, gates_of, merged
+from mega_rl.stages.parts.gates import Difference, EngineHistory, GateFailure, GateWatch, difference, merged
 from mega_rl.types import Microbatch, Prompt, Sample, Score, TokenStats, Trajectory
 
 LOGPROBS = torch.tensor(
@@ -60,7 +60,7 @@ def test_the_worst_token_is_found_in_its_sequence() -> None:
 
 
 class Run:
-    """One first step with a stand-in for the actor."""
+    """Steps of a run with a stand-in for the actor."""
 
     def __init__(self) -> None:
         self.config = RunConfig()
@@ -69,14 +69,20 @@ class Run:
         self.recomputed = self.reference = self.engine = self.updated = LOGPROBS
         self.ratio_mean = self.ratio_max = 1.0
         self.sigma = 0.0
+        self.num_recomputed = 0
+        self.watch: GateWatch | None = None  # of a run that goes on; None: every check is of a run of its own
 
-    def check(self) -> dict[str, float]:
-        actor: Any = SimpleNamespace(token_stats=lambda batches: [TokenStats(self.recomputed, LOGPROBS)])
-        found = gates_of(self.config, is_counted=True, say=self.said.append, step=0, sigma=self.sigma)
-        assert found is not None
+    def check(self, step: int = 0, version: int = 0) -> dict[str, float]:
+        def token_stats(batches: list[Microbatch]) -> list[TokenStats]:
+            self.num_recomputed += 1
+            return [TokenStats(self.recomputed, LOGPROBS)]
+
+        actor: Any = SimpleNamespace(token_stats=token_stats)
+        watch = self.watch or GateWatch(self.config, is_counted=True, say=self.said.append)
+        found = watch.of_step(step, version, self.sigma)
         given = [microbatch(reference_logprobs=self.reference, rollout_logprobs=self.engine)]
         (ready,) = found.recompute(actor, given)
-        assert ready.old_logprobs is self.recomputed
+        assert ready.old_logprobs is None or ready.old_logprobs is self.recomputed
         loss = found.watched(lambda stats, batch: (stats.logprobs.sum(), {"kl": torch.ones([])}))
         assert loss(TokenStats(self.updated, LOGPROBS), ready)[1] == {"kl": torch.ones([])}
         return found.check(self.ratio_mean, self.ratio_max, SAMPLES, lambda: "decoder.norm.weight")
@@ -168,9 +174,93 @@ def test_the_report_says_how_to_find_the_tensor(first_step: Run, verify: str, up
         first_step.check()
 
 
-def test_only_the_first_step_of_a_run_has_gates() -> None:
-    parts: Any = {"config": RunConfig(), "is_counted": True, "say": print, "sigma": 0.0}
-    assert gates_of(step=1, **parts) is None and isinstance(gates_of(step=0, **parts), Gates)
-    assert {f.name for f in dataclasses.fields(RunConfig().trainer.gates)} - {"disabled"} == set(
-        gates.tolerances(RunConfig())
+def run_on(first_step: Run, num_steps: int, distance: float = 1e-6, sigma: float = 0.0) -> None:
+    """Steps in which the engine is as far from the trainer as said."""
+    first_step.watch = first_step.watch or GateWatch(first_step.config, True, first_step.said.append)
+    first_step.engine, first_step.sigma = LOGPROBS + distance, sigma
+    for step in range(num_steps):
+        metrics = first_step.check(step)
+        assert bool(metrics) == (step == 0)
+
+
+RAW = LOGPROBS + torch.tensor([0.0, 0.0, 0.4, -0.3, 0.35, 0.0])  # as if the temperature had been forgotten
+
+
+@pytest.mark.parametrize(("sigma", "distance"), [(0.0, 1e-6), (0.01, 0.02)], ids=["clean", "noisy"])
+def test_an_engine_that_changes_after_some_steps_stops_the_run(first_step: Run, sigma: float, distance: float) -> None:
+    run_on(first_step, 5, distance, sigma)
+    first_step.num_recomputed, num_said = 0, len(first_step.said)
+    first_step.check(5)
+    first_step.engine = RAW
+    with pytest.raises(GateFailure) as raised:
+        first_step.check(6)
+    text = str(raised.value)
+    assert text.startswith("step 7 is not what it must be\n  engine: mean |trainer - engine| per token is 0.35, ")
+    assert "prompt 50, sample 3, response token 0 (id 8): trainer -2, engine -1.6" in text
+    assert ("4 times what the last steps showed (trainer.gates.engine_factor)" in text) == (sigma > 0)
+    assert first_step.num_recomputed == 0 and len(first_step.said) == num_said, "a running check costs no forward pass"
+    first_step.config.trainer.gates.disabled = ["engine"]
+    assert first_step.check(6) == {}
+
+
+def test_samples_of_older_weights_are_not_compared(first_step: Run) -> None:
+    run_on(first_step, 1)
+    first_step.engine = RAW
+    assert first_step.check(1, version=1) == {}, "all samples come from version 0"
+    with pytest.raises(GateFailure, match="engine"):
+        first_step.check(1, version=0)
+    assert difference(LOGPROBS, RAW, microbatch(), {0}) == Difference(
+        pytest.approx(0.35), pytest.approx(0.35), 1, 0, 0, (-4.0, pytest.approx(-3.65))
     )
+
+
+def test_the_distance_of_an_engine_is_taken_in_proportion_to_the_noise() -> None:
+    history = EngineHistory(4.0)
+    assert history.allows(0.0) is None
+    history.add(1e-6, 0.0)
+    assert history.allows(0.0) == 4e-6 and history.allows(0.1) is None, (
+        "a step without noise says nothing about one with"
+    )
+    history.add(0.1, 0.1)
+    assert history.allows(0.1) == pytest.approx(0.4) and history.allows(0.05) == pytest.approx(0.2)
+    assert EngineHistory(4.0).allows(0.1) is None
+    for _ in range(100):
+        history.add(0.02, 0.02)
+    assert history.allows(0.02) == pytest.approx(0.08), "old steps are forgotten"
+    assert history.allows(1e-6) == 0.02, "a step that was let pass is never too far"
+
+
+def test_a_resumed_run_checks_what_it_can(first_step: Run) -> None:
+    known = {"rollout/logprob_diff_mean": 0.02, "aqn/sigma": 0.0}
+    for metrics, passes in ((known, True), ({}, False)):
+        first_step.watch = GateWatch(first_step.config, True, first_step.said.append, first_step=3, metrics=metrics)
+        first_step.engine, first_step.reference = LOGPROBS + 0.05, LOGPROBS + 1.0
+        if passes:
+            assert first_step.check(3) == {}
+            assert first_step.said[-1].startswith("first step after the resume, step 4, agrees: ppo_kl 0, ")
+            assert "reference" not in first_step.said[-1]
+            continue
+        with pytest.raises(GateFailure, match="the first step after the resume, step 4, is not what"):
+            first_step.check(3)
+    first_step.watch = GateWatch(first_step.config, True, first_step.said.append, first_step=3, metrics=known)
+    first_step.updated = moved(3, 1e-6)
+    with pytest.raises(GateFailure, match="ppo_kl"):
+        first_step.check(3)
+
+
+def test_tolerances_follow_whether_the_platform_repeats_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = RunConfig()
+    exact = {"reference": 0.0, "ppo_kl": 0.0, "ratio": 0.0}
+    config.model.dtype = "bfloat16"
+    assert gates.tolerances(config) == {**exact, "engine": 5e-2}
+    monkeypatch.setattr(gates.platform, "current", lambda: SimpleNamespace(repeats_itself=False))
+    assert gates.tolerances(config) == {**dict.fromkeys(exact, 0.5), "engine": 5e-2}
+    config.platform.deterministic = True
+    assert gates.tolerances(config) == {**exact, "engine": 5e-2}
+    config.platform.deterministic, config.trainer.gates.ratio = False, 0.25
+    assert gates.tolerances(config)["ratio"] == 0.25
+
+
+def test_every_gate_has_a_key() -> None:
+    fields = {f.name for f in dataclasses.fields(RunConfig().trainer.gates)}
+    assert fields - {"disabled", "engine_factor"} == set(gates.tolerances(RunConfig())) == set(gates.GATES)

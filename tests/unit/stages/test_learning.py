@@ -18,7 +18,7 @@ from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.rollout.collect import PromptGroup
 from mega_rl.stages.parts import building, learning
 from mega_rl.stages.parts.batches import BatchShare
-from mega_rl.stages.parts.gates import GateFailure, gates_of
+from mega_rl.stages.parts.gates import GateFailure, GateWatch
 from mega_rl.stages.parts.learning import Learner
 from mega_rl.types import Figures, Microbatch, Prompt, Score, TokenStats, Trajectory
 
@@ -83,7 +83,9 @@ class Learning:
         self.said: list[str] = []
         self.share = BatchShare(ParallelLayout.create(1, 1, 1), 0, max_tokens=16384, pad_multiple=1, pad_token_id=0)
 
-    def run(self, actor: Any, is_first: bool = False, scores: list[Score] | None = None) -> dict[str, float]:
+    def run(
+        self, actor: Any, has_gates: bool = False, scores: list[Score] | None = None, step: int = 0
+    ) -> dict[str, float]:
         trajectories, given = trajectories_and_scores()
         pairs = list(zip(trajectories, scores or given, strict=True))
         groups = [
@@ -92,10 +94,10 @@ class Learning:
         ]
         samples = learning.with_advantages(groups, self.config.algorithm.advantage)
         reference: Any = Reference() if self.config.algorithm.kl_coefficient else None
-        first = gates_of(self.config, True, self.said.append, step=0, sigma=0.0) if is_first else None
+        watch = GateWatch(self.config, True, self.said.append)
         objective = building.objective(self.config)
         learner = Learner(self.config, self.share, Timers(), self.said.append, actor, reference, objective)
-        return learner.update(samples, first)
+        return learner.update(samples, watch.of_step(step, version=0, sigma=0.0) if has_gates else None)
 
 
 @pytest.fixture
@@ -161,11 +163,20 @@ def test_more_minibatches_than_known_samples(world: Learning) -> None:
 def test_gates_stop_the_first_step_before_the_weights_change(world: Learning, num_minibatches: int) -> None:
     world.config.algorithm.minibatches_per_step, world.config.algorithm.kl_coefficient = num_minibatches, 0.0
     world.config.trainer.gates.engine = 10.0
-    metrics = world.run(good := Actor(), is_first=True)
+    metrics = world.run(good := Actor(), has_gates=True)
     assert good.num_steps == num_minibatches
     assert metrics["gate/ppo_kl"] == metrics["gate/ratio"] == 0.0 and metrics["gate/engine"] > 0.1
     assert "gate/reference" not in metrics and "reference not checked (the run has none)" in world.said[0]
     with pytest.raises(GateFailure, match=r"ppo_kl: [^\n]* 0\.001"):
-        world.run(bad := Actor(off=1e-3), is_first=True)
+        world.run(bad := Actor(off=1e-3), has_gates=True)
     assert bad.num_steps == 0
     assert not any(name.startswith("gate/") for name in world.run(Actor()))
+
+
+def test_an_engine_that_is_off_stops_a_later_step_before_the_weights_change(world: Learning) -> None:
+    with pytest.raises(GateFailure, match="step 6 is not what it must be"):
+        world.run(actor := Actor(off=1e-3), has_gates=True, step=5)
+    assert actor.num_steps == 0
+    world.config.trainer.gates.engine = 10.0
+    assert not any(name.startswith("gate/") for name in world.run(actor, has_gates=True, step=5))
+    assert actor.num_steps == 1, "a forward pass without gradients differs, but nobody asked for one"
