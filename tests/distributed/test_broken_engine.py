@@ -37,6 +37,7 @@ def test_other_weights_after_five_steps_and_raw_log_probabilities_after_a_resume
     hot = (*overrides, "rollout.temperature=0.7")
     launched = ranks(SCRIPT, "raw", 0, "--config", tiny_world.rl, *hot, modules=ENGINE, timeout=200)
     assert launched.returncode != 0 and "resuming after step 4" in launched.stdout
+    assert "own loader" not in launched.stdout, "the engine's load is compared with model.path, not with the checkpoint"
     (sentence,) = set(re.findall(r"InputError: (rollout engine 0 returns .*)", launched.stdout))
     assert "they show 1), so rollout.temperature=0.7 would give wrong importance weights" in sentence
     assert list(metrics_of(tmp_path / "run")) == [1, 2, 3, 4], "nothing was learnt"

@@ -10,11 +10,25 @@ import torch
 
 from mega_rl.config import RunConfig
 from mega_rl.megatron.offload import PARTS
+from mega_rl.parallel.layout import EngineLayout
 from mega_rl.stages.parts import building
 
 
-def test_the_actor_makes_room_while_the_engine_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("weight_update", ["auto", "reload"])
+def test_the_actor_makes_room_while_the_engine_is_built(monkeypatch: pytest.MonkeyPatch, weight_update: str) -> None:
+    """Its weights are hashed before it goes, and compared with the engine's before that sleeps."""
     done: list[Any] = []
+    config = RunConfig()
+    config.rollout.weight_update = weight_update  # type: ignore[assignment]
+    proofs = [] if weight_update == "reload" else ["hashed"]
+
+    def hash_weights(*_: Any) -> str:
+        done.append("hashed")
+        return "proof"
+
+    def choose_sink(*_: Any, load: str | None, **__: Any) -> str:
+        done.append(("compared", load))
+        return "sink"
 
     def engine(*_: Any, **__: Any) -> Any:
         done.append("built")
@@ -23,11 +37,17 @@ def test_the_actor_makes_room_while_the_engine_is_built(monkeypatch: pytest.Monk
     offload = SimpleNamespace(
         to_host=lambda *parts: done.append(("to host", parts)), to_device=lambda: done.append("to device")
     )
-    monkeypatch.setattr(building, "VLLMEngine", engine)
-    session: Any = SimpleNamespace(config=RunConfig(), device=SimpleNamespace(type="cpu"))
+    for name, stand_in in (("VLLMEngine", engine), ("load_proof", hash_weights), ("colocated_sink", choose_sink)):
+        monkeypatch.setattr(building, name, stand_in)
+    monkeypatch.setattr(building, "colocated_layout", lambda *_: [])
+    monkeypatch.setattr(building.dist, "get_rank", lambda: 0)
+    cpu, layout = SimpleNamespace(type="cpu"), EngineLayout(1, 1)
+    session: Any = SimpleNamespace(config=config, device=cpu, shape=None, engine_layout=layout, say=print)
     actor: Any = SimpleNamespace(offload=offload)
-    building.colocated_engine(session, actor)
-    assert done == [("to host", PARTS), "built", "asleep", "to device"]
+    weights: Any = None
+    assert building.colocated_engine(session, actor, weights)[1] == "sink"
+    compared = ("compared", "proof" if proofs else None)
+    assert done == [*proofs, ("to host", PARTS), "built", compared, "asleep", "to device"]
 
 
 @pytest.mark.parametrize(("stage", "temperature"), [("rl", 0.7), ("sft", 1.0)])
