@@ -34,6 +34,7 @@ from mega_rl.rollout.remote.engines import RemoteEngines
 from mega_rl.rollout.remote.sink import RemoteSink
 from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.sinks import Weights
+from mega_rl.rollout.temperature_probe import measured_temperatures, probe_prompt
 from mega_rl.types import Trajectory
 from tests.distributed.rollout_checks import LONG, MAX_MODEL_LEN, check
 from tests.distributed.rollout_support import answer_of, hf_greedy, hf_weights, perturb, prompt, save, tiny_model
@@ -115,6 +116,13 @@ def replace_reset(process: EngineProcess, keep: bool) -> None:
 
 def flip_a_bit(parameters: dict[str, torch.Tensor], name: str, is_meant: bool) -> None:
     parameters[name].view(torch.int32)[3] ^= is_meant
+
+
+def temperature_is_probed(trainer: Trainer) -> None:
+    """Of every engine, the second one included, which has no weights before the first push."""
+    trainer.push(0)
+    found = measured_temperatures(trainer.engines, probe_prompt(trainer.shape.vocab_size))
+    assert len(found) == NUM_ENGINES and all(value is not None and abs(value - 2) < 1e-3 for value in found), found
 
 
 def equals_hf(trainer: Trainer) -> None:
@@ -249,6 +257,7 @@ def nobody_else_can_connect(trainer: Trainer) -> None:
 
 
 CHECKS = (
+    temperature_is_probed,
     every_parameter_is_the_trainers,
     nobody_else_can_connect,
     bytes_are_the_minimum,

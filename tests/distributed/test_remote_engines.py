@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SCRIPT = REPO / "tests" / "distributed" / "run_remote_engines.py"
 CHECKS = (
+    "temperature_is_probed",
     "every_parameter_is_the_trainers",
     "nobody_else_can_connect",
     "bytes_are_the_minimum",

@@ -8,6 +8,7 @@ Letters: T packed tokens of a micro-batch.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,16 +64,19 @@ def difference(
         counted: the sequences that count, as indices into the list that was packed; None: all.
     """
     learnt_T = (microbatch.loss_mask != 0).cpu()
-    for row, sequence in enumerate(microbatch.sequence_indices):
+    bounds = microbatch.cu_seqlens.tolist()
+    for sequence, start, end in zip(
+        microbatch.sequence_indices, bounds, bounds[1:], strict=False
+    ):  # there may be a tail
         if counted is not None and sequence not in counted:
-            learnt_T[int(microbatch.cu_seqlens[row]) : int(microbatch.cu_seqlens[row + 1])] = False
+            learnt_T[start:end] = False
     if not learnt_T.any():
         return None
     first_T, second_T = first_T.detach().cpu().double(), second_T.detach().cpu().double()
     gap_T = torch.where(learnt_T, (first_T - second_T).abs(), 0.0).nan_to_num(nan=torch.inf)
     place = int(gap_T.argmax())
     place = place if learnt_T[place] else int(learnt_T.nonzero()[0])
-    starts = microbatch.cu_seqlens[:-1].tolist()
+    starts = bounds[:-1]
     row = max(i for i, start in enumerate(starts) if start <= place)
     return Difference(
         largest=float(gap_T[place]),
@@ -106,7 +110,8 @@ class EngineHistory:
         self._steps: deque[tuple[float, float]] = deque(maxlen=HISTORY)  # (mean |trainer - engine|, sigma)
 
     def add(self, distance: float, sigma: float) -> None:
-        self._steps.append((distance, sigma))
+        if math.isfinite(distance):
+            self._steps.append((distance, sigma))
 
     def allows(self, sigma: float) -> float | None:
         """The largest distance of a step with this noise, nats per token; None: no step before can be compared."""

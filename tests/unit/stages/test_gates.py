@@ -217,6 +217,7 @@ def test_samples_of_older_weights_are_not_compared(first_step: Run) -> None:
 def test_the_distance_of_an_engine_is_taken_in_proportion_to_the_noise() -> None:
     history = EngineHistory(4.0)
     assert history.allows(0.0) is None
+    history.add(float("nan"), 0.0)
     history.add(1e-6, 0.0)
     assert history.allows(0.0) == 4e-6 and history.allows(0.1) is None, (
         "a step without noise says nothing about one with"
