@@ -26,7 +26,12 @@ from mega_rl.rollout.engine import Request
 from mega_rl.rollout.requests import check_length, trajectory_of_output
 from mega_rl.rollout.temperature_probe import NUM_LOGPROBS
 from mega_rl.rollout.vllm.cpu_adjustments import cpu_adjustments, plain_weights
-from mega_rl.rollout.vllm.environment import EngineGenerators, preserved_process, set_environment
+from mega_rl.rollout.vllm.environment import (
+    EngineGenerators,
+    preserved_generators,
+    preserved_process,
+    set_environment,
+)
 from mega_rl.rollout.vllm.options import engine_arguments
 from mega_rl.rollout.vllm.versions import transposed_weight
 from mega_rl.types import Trajectory
