@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch.distributed as dist
 
 from mega_rl.errors import InputError
 from mega_rl.parallel.layout import EngineLayout
+from mega_rl.rollout.remote.engines import RemoteEngines
 from mega_rl.rollout.replay import ReplayEngine
 from mega_rl.rollout.temperature_probe import (
     NUM_LOGPROBS,
@@ -88,6 +91,17 @@ def test_raw_log_probabilities_are_refused_by_engine_and_key(one_rank: None) -> 
     probe_engines(Engines(processed), ONE, 50, 0.7, lines.append)
     probe_engines(ReplayEngine.__new__(ReplayEngine), ONE, 50, 0.7, lines.append)
     assert lines == []
+
+
+def test_every_engine_elsewhere_answers_once(one_rank: None) -> None:
+    def call(method: str, arguments: Sequence[tuple[Any, ...]], doing: str) -> list[Any]:
+        assert method == "first_logprobs" and arguments == [((5, 6), 2.0)] * 4
+        return [[{worker: -1.0}] for worker in range(4)]
+
+    engines = RemoteEngines.__new__(RemoteEngines)
+    engines.engine_size, engines.num_workers = 2, 4
+    engines._fleet = SimpleNamespace(call=call)  # type: ignore[assignment]
+    assert engines.first_logprobs((5, 6), 2.0) == [{0: -1.0}, {2: -1.0}]
 
 
 def test_what_changes_nothing_is_only_told(one_rank: None) -> None:
