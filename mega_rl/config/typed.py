@@ -22,6 +22,7 @@ from mega_rl.config.yaml_text import parse_yaml, unusable_text
 from mega_rl.errors import MAX_LISTED, MAX_SHOWN, shown
 
 _WORDS = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
+ONE_OR_MANY = ("data.train_files", "data.val_files")  # one text stands for a list of one
 _NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 
 
@@ -79,6 +80,8 @@ class Checker:
         if dataclasses.is_dataclass(hint):
             return self.section(hint, given, f"{name}.") if self._is(dict, given, name, "a section of keys") else given
         if typing.get_origin(hint) is list:
+            if name in ONE_OR_MANY and isinstance(given, str):
+                given = [given]
             if not self._is(list, given, name, "a list such as [a, b]"):
                 return given
             (inner,) = typing.get_args(hint)
