@@ -54,6 +54,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["mega_rl", "mega_rl.*"]),
+    package_data={"mega_rl.config.arriving": ["*.yaml"]},
     install_requires=RUNTIME,
     extras_require=EXTRAS,
 )

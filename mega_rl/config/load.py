@@ -13,11 +13,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mega_rl.config.algorithm import apply_preset
+from mega_rl.config.arriving.tables import NEIGHBOURS, recognised, sections
 from mega_rl.config.interpolations import interpolation_problem
 from mega_rl.config.schema import AqnConfig, RunConfig
 from mega_rl.config.typed import Checker, build, unknown_key
 from mega_rl.config.yaml_text import MAX_CHARACTERS, MAX_DEPTH, parse_yaml
-from mega_rl.errors import InputError, input_error, shortened, shown
+from mega_rl.errors import MAX_LISTED, InputError, input_error, shortened, shown
 
 ALIAS = "trainer.noise_injection"  # the verl NPU guide's name for the section ``aqn``
 _AQN_KEYS = frozenset(field.name for field in dataclasses.fields(AqnConfig))
@@ -43,9 +44,10 @@ def load_config(file: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     _apply_overrides(tree, overrides, problems, spellings)
     _move_alias(tree, problems, spellings)
     apply_preset(tree)
-    checked = Checker(problems, spellings, has_interpolations=True).section(RunConfig, tree)
+    checker = Checker(problems, spellings, has_interpolations=True)
+    checked = checker.section(RunConfig, tree)
     if problems:
-        raise input_error(where, problems)
+        raise InputError(f"{input_error(where, problems)}{_whose(checker.unknown, file)}")
     resolved = _resolved(checked, where)
     values = Checker(problems, spellings, has_interpolations=False).section(RunConfig, resolved)
     if problems:
@@ -53,6 +55,18 @@ def load_config(file: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     config = build(RunConfig, values)
     assert isinstance(config, RunConfig)
     return config
+
+
+def _whose(unknown: Sequence[str], file: str | Path) -> str:
+    """A line that names the tool for keys of another trainer, if at least two of the unknown ones are that."""
+    owners = [name for key in unknown[:MAX_LISTED] for name in recognised(key) or filter(None, [sections().get(key)])]
+    if not owners:
+        return ""
+    owner = max(NEIGHBOURS, key=owners.count)
+    if owners.count(owner) < 2 and not any(key in sections() for key in unknown):
+        return ""
+    command = f"python tools/import_config.py --from {owner} {shortened(str(file))} -o run.yaml"
+    return f"\nThese look like keys of {NEIGHBOURS[owner]}: {command} makes a configuration from them"
 
 
 def _resolved(tree: dict[str, Any], where: str) -> dict[str, Any]:

@@ -134,7 +134,7 @@ RULES: dict[str, Rule] = {
     "trainer.stall_timeout_s": between(1, MANY),
     "trainer.max_skipped_steps": between(0, MANY),
     "validation.test_freq": step_interval(),
-    "checkpoint.save_freq": step_interval(),
+    "checkpoint.save_freq": nullable(step_interval()),
     "checkpoint.keep_checkpoints": between(0, MANY),
     "checkpoint.resume": text(),
     "trainer.logprob_chunk_tokens": between(1, MANY),

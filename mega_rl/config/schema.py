@@ -37,7 +37,7 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    train_files: list[str] = field(default_factory=list)  # .jsonl or .parquet
+    train_files: list[str] = field(default_factory=list)  # .jsonl, .json or .parquet; one file needs no list
     val_files: list[str] = field(default_factory=list)
     max_prompt_length: int = 512  # tokens
     max_response_length: int = 1024  # tokens
@@ -139,7 +139,8 @@ class AqnConfig:
     old_logprobs: Literal["decoupled", "rollout", "recompute_noisy", "none"] = "decoupled"
     # Rarely set.
     target_modules: list[NormRole] | None = None  # null: the norms before q/k/v and before gate/up; []: every norm
-    exclude_patterns: list[str] = field(default_factory=list)  # shell patterns of Hugging Face names without noise
+    # Hugging Face names without noise: shell patterns of whole names, and words without *, ? and [ are parts of a name.
+    exclude_patterns: list[str] = field(default_factory=list)
     include_router_norms: bool = False  # also the norms that feed a mixture-of-experts router
     seed: int = 1234
     rounding: Literal["nearest", "stochastic", "fp32"] = "nearest"  # to the engine's dtype; fp32: keep float32
@@ -251,7 +252,7 @@ class TrainerConfig:
 class CheckpointConfig:
     """When the state of a run is written, and where a run begins."""
 
-    save_freq: int = -1  # steps between checkpoints; -1: only at the end
+    save_freq: int | None = -1  # steps between checkpoints, and one at the end; -1: only at the end; null: never
     keep_checkpoints: int = 3  # the newest ones are kept, older ones deleted; 0: keep all
     async_save: bool = False  # write checkpoints in the background; takes host memory for a copy of the state
     resume: str = "auto"  # auto: from the newest complete checkpoint under output_dir | never | a checkpoint directory

@@ -15,12 +15,14 @@ from typing import Any, Literal
 
 from omegaconf import MISSING
 
+from mega_rl.config.arriving.tables import NEIGHBOURS, reason, recognised, sections
 from mega_rl.config.old_keys import is_old_section, old_key_answer
 from mega_rl.config.schema import RunConfig
 from mega_rl.config.yaml_text import parse_yaml, unusable_text
 from mega_rl.errors import MAX_LISTED, MAX_SHOWN, shown
 
 _WORDS = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
+ONE_OR_MANY = ("data.train_files", "data.val_files")  # one text stands for a list of one
 _NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 
 
@@ -36,6 +38,7 @@ class Checker:
 
     def __init__(self, problems: list[str], spellings: Mapping[str, str], has_interpolations: bool) -> None:
         self.problems, self.spellings, self.has_interpolations = problems, spellings, has_interpolations
+        self.unknown: list[str] = []  # the names of unknown keys, in the order of their problems
 
     def section(self, schema: Any, tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
         """The valid entries of ``tree`` under ``schema``, a dataclass; an empty section (null) means its defaults."""
@@ -57,6 +60,7 @@ class Checker:
         return checked
 
     def _unknown(self, name: str, given: Any, schema: Any, prefix: str) -> None:
+        self.unknown.append(name)
         if len(self.problems) > MAX_LISTED:  # looking for the nearest key takes time, and nobody reads on
             self.problems.append(f"unknown key {name}")
         elif isinstance(given, Mapping) and given and is_old_section(name):
@@ -76,6 +80,8 @@ class Checker:
         if dataclasses.is_dataclass(hint):
             return self.section(hint, given, f"{name}.") if self._is(dict, given, name, "a section of keys") else given
         if typing.get_origin(hint) is list:
+            if name in ONE_OR_MANY and isinstance(given, str):
+                given = [given]
             if not self._is(list, given, name, "a list such as [a, b]"):
                 return given
             (inner,) = typing.get_args(hint)
@@ -146,14 +152,30 @@ def _read_again(text: str) -> Any:
 def unknown_key(name: str, schema: Any, prefix: str) -> str:
     """One sentence that names the unknown key and the nearest valid one: a sibling, else the same key elsewhere."""
     last = name.removeprefix(prefix)
+    theirs = their_key(name)
     siblings = [field.name for field in dataclasses.fields(schema)]
-    near = [prefix + match for match in difflib.get_close_matches(last, siblings, n=1)]
+    cutoff = 0.6 if theirs is None else 0.9  # what has another name elsewhere may look like a key of ours by chance
+    near = [prefix + match for match in difflib.get_close_matches(last, siblings, n=1, cutoff=cutoff)]
+    if not near and theirs is not None:
+        return f"unknown key {name}: {theirs}"
     if not near:
         elsewhere = {leaf.rpartition(".")[2]: leaf for leaf in reversed(leaf_names())}
         near = [elsewhere[match] for match in difflib.get_close_matches(last, list(elsewhere), n=1, cutoff=0.75)]
     if near:
         return f"unknown key {name}: did you mean {near[0]}?"
     return f"unknown key {name}: valid keys here are {', '.join(siblings)}"
+
+
+def their_key(name: str) -> str | None:
+    """What a key of another trainer is here, as the end of a sentence; None if no other trainer has it."""
+    neighbour, entry = next(iter(recognised(name).items()), (None, None))
+    if neighbour is None or entry is None:
+        neighbour = sections().get(name)
+        return neighbour and f"a section of {NEIGHBOURS[neighbour]}"
+    whose = f"the name of {NEIGHBOURS[neighbour]} for"
+    if entry.to:
+        return f"{whose} {', '.join(entry.to)}"
+    return f"a key of {NEIGHBOURS[neighbour]}: {reason(entry)}" if entry.reason else None
 
 
 def is_nullable(hint: Any) -> bool:

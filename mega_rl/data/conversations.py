@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from mega_rl.config.schema import DataConfig
+from mega_rl.data.columns import messages_of, prompt_of, refuse_columns, response_of
 from mega_rl.data.rows import Row, read_rows
 from mega_rl.data.stream import Stream, fingerprint
 from mega_rl.data.tokenizer import (
@@ -23,7 +24,7 @@ from mega_rl.data.tokenizer import (
 from mega_rl.errors import InputError
 from mega_rl.types import Sequence
 
-WANTED = "`messages`, or `prompt` with `response` or `answer`"
+WANTED = "`messages`, or `prompt`, `question` or `instruction` with `response`, `answer` or `output`"
 
 ConversationStream = Stream[Sequence]
 Segment = tuple[list[int], bool]  # token ids, and whether they are learnt from
@@ -67,7 +68,9 @@ class ConversationDataset:
         sequences: list[Sequence] = []
         num_dropped = 0
         for row in read_rows(files, key)[:max_samples]:
-            texts = [row.get(name) for name in ("messages", "prompt", "response", "answer")]
+            refuse_columns(row)
+            messages = messages_of(row)
+            texts = [prompt_of(row), response_of(row)] if messages is None else [messages]
             if is_surely_longer(tokenizer, texts, limit):
                 if not data.filter_overlong_prompts:
                     raise InputError(
@@ -117,10 +120,9 @@ def _sequence(row: Row, tokenizer: PreTrainedTokenizerBase, data: DataConfig) ->
 
 
 def _messages(row: Row, system_prompt: str | None) -> list[Message]:
-    messages: Any = row.get("messages")
+    messages: Any = messages_of(row)
     if messages is None:
-        prompt = row.get("prompt")
-        response = row.get("response") if row.get("response") is not None else row.get("answer")
+        prompt, response = prompt_of(row), response_of(row)
         if prompt is None or response is None:
             raise row.missing(WANTED)
         messages = [*as_messages(prompt, None), {"role": "assistant", "content": response}]

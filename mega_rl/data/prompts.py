@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from mega_rl.config.schema import DataConfig
+from mega_rl.data.columns import prompt_of, refuse_columns, truth_of
 from mega_rl.data.rows import Row, read_rows
 from mega_rl.data.stream import Stream, fingerprint
 from mega_rl.data.tokenizer import is_surely_longer, num_characters, render_prompt
@@ -16,7 +16,8 @@ from mega_rl.errors import InputError, shown
 from mega_rl.parallel.collectives import gather_objects, together, work_shared
 from mega_rl.types import Prompt
 
-WANTED = "`prompt` with `reward_model.ground_truth` or `answer`"
+WANTED = "`prompt`, `question`, `instruction` or `messages`"
+WANTED_TRUTH = "`reward_model.ground_truth`, `answer` or `solution`, as a reward compares with it"
 
 PromptStream = Stream[Prompt]
 
@@ -43,12 +44,14 @@ class PromptDataset:
         *,
         key: str = "data.train_files",
         max_samples: int | None = None,
+        needs_truth: bool = True,
     ) -> PromptDataset:
         """Reads, renders and filters. Collective: every rank reads all rows and tokenises an even share of them.
 
         Args:
             key: the configuration field that lists ``files``, for messages.
             max_samples: take the first rows only, before filtering; ``data.max_val_samples`` for validation.
+            needs_truth: whether a reward compares with the ground truth, so that a row without one is an error.
 
         Raises:
             InputError: on every rank, for unreadable files, files that differ between ranks, rows without the needed
@@ -63,7 +66,9 @@ class PromptDataset:
                 f"{key} has {counts[0]} rows on rank 0 and {counts[other]} on rank {other}: give every node the same "
                 "files"
             )
-        found = work_shared(range(len(rows)), lambda index: _fitting_prompt(index, rows[index], tokenizer, data))
+        found = work_shared(
+            range(len(rows)), lambda index: _fitting_prompt(index, rows[index], tokenizer, data, needs_truth)
+        )
         prompts = [prompt for prompt in found if prompt is not None]
         if not prompts:
             raise InputError(
@@ -79,17 +84,21 @@ class PromptDataset:
         return self.prompts[position]
 
 
-def _fitting_prompt(index: int, row: Row, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Prompt | None:
+def _fitting_prompt(
+    index: int, row: Row, tokenizer: PreTrainedTokenizerBase, data: DataConfig, needs_truth: bool
+) -> Prompt | None:
     """The prompt of a row; None if it is overlong and such are to be left out."""
     limit, where = data.max_prompt_length, row.where
-    if is_surely_longer(tokenizer, [row.get("prompt")], limit):
-        length = num_characters(row.get("prompt"))
+    refuse_columns(row)
+    content = prompt_of(row)
+    if is_surely_longer(tokenizer, [content], limit):
+        length = num_characters(content)
         problem = (
             f"{where} has a prompt of {length} characters, which are more than data.max_prompt_length {limit} tokens; "
             "shorten it or set data.filter_overlong_prompts"
         )
     else:
-        prompt = _prompt(index, row, tokenizer, data)
+        prompt = _prompt(index, row, tokenizer, data, needs_truth)
         if len(prompt.token_ids) <= limit:
             return prompt
         problem = (
@@ -101,31 +110,24 @@ def _fitting_prompt(index: int, row: Row, tokenizer: PreTrainedTokenizerBase, da
     return None
 
 
-def _prompt(index: int, row: Row, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Prompt:
-    truth = _ground_truth(row)
-    if row.get("prompt") is None or truth is None:
+def _prompt(index: int, row: Row, tokenizer: PreTrainedTokenizerBase, data: DataConfig, needs_truth: bool) -> Prompt:
+    content, truth = prompt_of(row), truth_of(row)
+    if content is None:
         raise row.missing(WANTED)
+    if truth is None and needs_truth:
+        raise row.missing(WANTED_TRUTH)
     extra_info = row.get("extra_info") or {}
     if not isinstance(extra_info, Mapping):
         raise InputError(f"{row.where}: extra_info is {shown(extra_info)}; make it an object or leave it out")
     try:
-        text, token_ids = render_prompt(tokenizer, row.get("prompt"), data.chat_template, data.system_prompt)
+        text, token_ids = render_prompt(tokenizer, content, data.chat_template, data.system_prompt)
     except InputError as error:
         raise InputError(f"{row.where}: {error}") from error
     return Prompt(
         index=index,
         token_ids=tuple(token_ids),
         text=text,
-        ground_truth=truth if isinstance(truth, str) else json.dumps(truth, default=str),
+        ground_truth="" if truth is None else truth if isinstance(truth, str) else json.dumps(truth, default=str),
         data_source=str(row.get("data_source") or row.file.stem),
         extra_info=extra_info,
     )
-
-
-def _ground_truth(row: Row) -> Any:
-    reward_model = row.get("reward_model")
-    if reward_model is None:
-        return row.get("answer")
-    if not isinstance(reward_model, Mapping):
-        raise InputError(f"{row.where}: reward_model is {shown(reward_model)}; make it an object with ground_truth")
-    return reward_model.get("ground_truth")

@@ -23,12 +23,12 @@ class Row:
     """One record of a data file and where it stands."""
 
     file: Path
-    number: int  # JSONL: line, parquet: row; both from 1
+    number: int  # JSONL: line, parquet and JSON: row; all from 1
     fields: Mapping[str, Any]
 
     @property
     def where(self) -> str:
-        return f"{self.file} {'row' if self.file.suffix == '.parquet' else 'line'} {self.number}"
+        return f"{self.file} {'line' if self.file.suffix == '.jsonl' else 'row'} {self.number}"
 
     def get(self, name: str) -> Any:
         """The value of a field; None if it is absent or null."""
@@ -45,26 +45,28 @@ def read_rows(files: list[str], key: str) -> list[Row]:
     """The rows of all files, in order.
 
     Args:
-        files: ``.jsonl`` or ``.parquet`` paths.
+        files: ``.jsonl``, ``.json`` (one array) or ``.parquet`` paths.
         key: the configuration field that lists them, for messages.
 
     Raises:
         InputError: no files, a missing, empty, truncated or malformed one, another suffix.
     """
     if not files:
-        raise InputError(f"{key} is empty: list at least one .jsonl or .parquet file")
+        raise InputError(f"{key} is empty: list at least one .jsonl, .json or .parquet file")
     return [row for file in files for row in _read_file(Path(file), key)]
 
 
 def _read_file(path: Path, key: str) -> list[Row]:
-    if path.suffix not in (".jsonl", ".parquet"):
-        raise InputError(f"{key}: {shortened(str(path))} is neither .jsonl nor .parquet; convert it or rename it")
+    if path.suffix not in READERS:
+        raise InputError(
+            f"{key}: {shortened(str(path))} is neither .jsonl, .json nor .parquet; convert it or rename it"
+        )
     if not os.path.isfile(path):
         raise InputError(
             f"{key}: {shortened(str(path))} is no file; correct the path or make it with tools/prepare_data.py"
         )
     try:
-        rows = _read_parquet(path, key) if path.suffix == ".parquet" else _read_jsonl(path, key)
+        rows = READERS[path.suffix](path, key)
     except OSError as error:
         raise InputError(f"{key}: {path} cannot be read ({error}); check its permissions and the disk") from error
     if not rows:
@@ -101,6 +103,29 @@ def _read_jsonl(path: Path, key: str) -> list[Row]:
                 raise InputError(f"{key}: {path} line {number} {problem}; fix that line")
             rows.append(Row(path, number, record))
     return rows
+
+
+def _read_json(path: Path, key: str) -> list[Row]:
+    text = path.read_bytes()
+    try:
+        records = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{key}: {path} is no JSON ({error}); correct it") from error
+    if not isinstance(records, list):
+        raise InputError(f"{key}: {path} is a JSON {type(records).__name__}, not an array of objects; correct it")
+    rows = []
+    for number, record in enumerate(records, start=1):
+        if not isinstance(record, dict):
+            kind = type(record).__name__
+            raise InputError(f"{key}: {path} row {number} is a JSON {kind}, not an object; fix that row")
+        problem = _unusable(text, record)
+        if problem is not None:
+            raise InputError(f"{key}: {path} row {number} {problem}; fix that row")
+        rows.append(Row(path, number, record))
+    return rows
+
+
+READERS = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}
 
 
 def _unusable(line: bytes, record: dict[str, Any]) -> str | None:

@@ -6,7 +6,18 @@ import math
 from typing import Any
 
 from mega_rl.rewards.process import FORGED, WorkerFailure
-from mega_rl.rewards.worker import CAUSES, GARBLED, KINDS, MAX_DETAIL_LENGTH, MAX_REFUSAL_LENGTH, MAX_VALUE, Answer
+from mega_rl.rewards.worker import (
+    CAUSES,
+    GARBLED,
+    KINDS,
+    MAX_DETAIL_LENGTH,
+    MAX_FIGURE_NAME,
+    MAX_FIGURES,
+    MAX_REFUSAL_LENGTH,
+    MAX_VALUE,
+    SCORE,
+    Answer,
+)  # fmt: skip
 
 
 def garbled() -> WorkerFailure:
@@ -50,7 +61,24 @@ def read_answers(message: dict[str, Any], number: int, num_samples: int) -> list
     answers = message.get("answers")
     if message.keys() != {"number", "answers"} or not isinstance(answers, list) or len(answers) != num_samples:
         raise garbled()
-    return [_value(answer) if isinstance(answer, float) else _failure(answer) for answer in answers]
+    return [_answer(answer) for answer in answers]
+
+
+def _answer(answer: Any) -> Answer:
+    if isinstance(answer, float):
+        return _value(answer)
+    return _figures(answer) if isinstance(answer, dict) else _failure(answer)
+
+
+def _figures(answer: dict[str, Any]) -> dict[str, float]:
+    """A value with figures beside it."""
+    if SCORE not in answer or len(answer) > MAX_FIGURES + 1:
+        raise garbled()
+    for name, figure in answer.items():
+        if not name.isidentifier() or len(name) > MAX_FIGURE_NAME or not isinstance(figure, float):
+            raise garbled()
+        _value(figure)
+    return answer
 
 
 def _value(value: float) -> float:

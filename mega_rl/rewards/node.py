@@ -174,5 +174,5 @@ class RemotePool:
             result.set_exception(self._loss)
 
 
-def _answer(value: float | list[str]) -> Answer:
-    return value if isinstance(value, float) else (value[0], value[1])
+def _answer(value: float | dict[str, float] | list[str]) -> Answer:
+    return (value[0], value[1]) if isinstance(value, list) else value

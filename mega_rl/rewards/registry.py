@@ -3,7 +3,9 @@
 A reward is a callable ``(data_source, solution_str, ground_truth, extra_info) -> float`` of one sample, or
 ``(data_sources, solution_strs, ground_truths, extra_infos) -> list[float]`` of several; either may be ``async``. It is
 called with these as keywords and its configured options beside them, and gets ``num_response_tokens`` if it names
-that parameter (a list, of several samples). It is named as a built-in, as ``package.module:function`` or as
+that parameter (a list, of several samples). ``(prompts, completions, **columns)`` of TRL and plain names such as
+``(response, answer)`` are known by their parameters (`signature`). A value is a number, or an object with a ``score``,
+whose other numbers are metrics. It is named as a built-in, as ``package.module:function`` or as
 ``path/to/file.py:function``.
 """
 
@@ -16,14 +18,27 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, Protocol, get_args, get_origin, get_type_hints
 
+from mega_rl.config.schema import RewardConfig
+
 CONTRACT = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_CONTRACT = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 NUM_RESPONSE_TOKENS = "num_response_tokens"
+WITHOUT_TRUTH = ("format_regex", "repetition", "overlong")  # built-in rewards of the response alone
+# Names of parameters -> which entry of a sample they are; of several samples, also with an s; None: the prompt.
+FIELDS: dict[str, int | None] = {
+    "data_source": 0,
+    "solution_str": 1, "response": 1, "completion": 1,
+    "ground_truth": 2, "answer": 2, "solution": 2,
+    "extra_info": 3,
+    NUM_RESPONSE_TOKENS: 4,
+    "prompt": None,
+}  # fmt: skip
+RESPONSES = ("solution_str", "response", "completion")
 CHECK = "check_options"  # the attribute of a reward function that refuses impossible options with a ValueError
 
 BUILT_IN: dict[str, str] = {
@@ -53,8 +68,10 @@ class BoundReward:
 
     function: Callable[..., Any]
     options: Mapping[str, Any]
-    is_batch: bool  # takes lists
-    takes_num_tokens: bool
+    is_batch: bool = False  # takes lists
+    names: tuple[str, ...] = CONTRACT  # of its parameters that are fields of a sample
+    columns: tuple[str, ...] = ()  # of its parameters that are entries of extra_info: columns of TRL
+    takes_columns: bool = False  # takes every entry of extra_info by its name, besides: ``**columns`` of TRL
 
     @property
     def is_async(self) -> bool:
@@ -67,12 +84,68 @@ class BoundReward:
             samples: data source, response, ground truth, extra info and number of response tokens of each; a single one
                 for a function that takes one.
         """
-        names = (*(BATCH_CONTRACT if self.is_batch else CONTRACT), NUM_RESPONSE_TOKENS)
-        columns = [list(column) for column in zip(*samples, strict=True)] if self.is_batch else samples[0]
-        given = dict(zip(names, columns, strict=True))
-        if not self.takes_num_tokens:
-            del given[NUM_RESPONSE_TOKENS]
+        columns = self.columns
+        if self.takes_columns:
+            entries = {str(key) for sample in samples for key in sample[3]}
+            columns = (*columns, *sorted(entries - {*self.names, *columns, *self.options}))
+        rows = [
+            {name: _field(sample, name) for name in self.names} | {name: sample[3].get(name) for name in columns}
+            for sample in samples
+        ]
+        given = {name: [row[name] for row in rows] for name in rows[0]} if self.is_batch else rows[0]
         return given | dict(self.options)
+
+
+def _field(sample: tuple[Any, ...], name: str) -> Any:
+    place = FIELDS.get(name, FIELDS.get(name.removesuffix("s")))
+    return sample[3].get("prompt") if place is None else sample[place]
+
+
+def _is_field(name: str, is_batch: bool) -> bool:
+    """Whether a parameter is a field of a sample; of several samples, in the singular (TRL) or the plural."""
+    return name in FIELDS or (is_batch and name.removesuffix("s") in FIELDS)
+
+
+def signature(function: Callable[..., Any]) -> BoundReward:
+    """How a reward is called, by the names of its parameters; it has no options yet.
+
+    All four names of the contract, or a catch-all instead: verl's functions, whose other parameters are options.
+    ``completions``: TRL's, whose other parameters are columns of the data. Else some fields of a sample under their
+    plain names, at least the response.
+
+    Raises:
+        ValueError: no parameter takes the response.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    names = [parameter.name for parameter in named]
+    number = (NUM_RESPONSE_TOKENS,) if NUM_RESPONSE_TOKENS in names else ()
+    if "completions" in names:
+        fields = [name for name in names if _is_field(name, is_batch=True)]
+        more = ("prompts", "ground_truth", "answer", "solution") if takes_any else ()
+        fields += [name for name in more if name not in fields]
+        required = [p.name for p in named if p.default is p.empty and p.name not in fields]
+        return BoundReward(function, {}, True, tuple(fields), tuple(required), takes_any)
+    for contract, is_batch in ((CONTRACT, False), (BATCH_CONTRACT, True)):
+        is_meant = any(name in names for name in contract) or (takes_any and not is_batch and not names)
+        if all(name in names for name in contract) or (takes_any and is_meant):
+            return BoundReward(function, {}, is_batch, (*contract, *number))
+    is_batch = any(name in names for name in ("solution_strs", "responses"))
+    if not is_batch and not any(name in names for name in RESPONSES):
+        takes = ", ".join(names) or "nothing"
+        raise ValueError(f"takes {takes}, but no solution_str; name a parameter so, or response, or completions")
+    fields = [name for name in names if _is_field(name, is_batch)]
+    return BoundReward(function, {}, is_batch, tuple(fields))
+
+
+def needs_truth(rewards: Iterable[RewardConfig]) -> bool:
+    """Whether a row without a ground truth is an error: a built-in reward compares with it, or there is none at all.
+
+    A reward of the user's own gets an empty text for it.
+    """
+    names = [reward.name for reward in rewards]
+    return not names or any(name in BUILT_IN and name not in WITHOUT_TRUTH for name in names)
 
 
 def part_name(name: str) -> str:
@@ -88,10 +161,13 @@ def bind(name: str, options: Mapping[str, Any]) -> BoundReward:
             missing or impossible options.
     """
     function = load_reward(name)
-    parameters = inspect.signature(function).parameters
-    _check_options(name, function, options)
-    is_batch = any(key in parameters for key in BATCH_CONTRACT)
-    return BoundReward(function, options, is_batch, NUM_RESPONSE_TOKENS in parameters)
+    try:
+        reward = signature(function)
+    except ValueError as error:
+        raise ValueError(f"rewards: {name} {error}") from error
+    _check_options(name, reward, options)
+    own = tuple(column for column in reward.columns if column not in options)
+    return replace(reward, options=options, columns=own)
 
 
 def load_reward(name: str) -> Callable[..., Any]:
@@ -116,15 +192,12 @@ def load_reward(name: str) -> Callable[..., Any]:
     return function
 
 
-def _check_options(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+def _check_options(name: str, reward: BoundReward, options: Mapping[str, Any]) -> None:
+    function = reward.function
     parameters = inspect.signature(function).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     named = {key: p for key, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    contract = BATCH_CONTRACT if any(key in named for key in BATCH_CONTRACT) else CONTRACT
-    absent = [key for key in contract if key not in named]
-    if absent and not takes_any:
-        raise ValueError(f"rewards: {name} does not take {', '.join(absent)}; add them to its parameters")
-    given = (*contract, NUM_RESPONSE_TOKENS)
+    given = (*reward.names, NUM_RESPONSE_TOKENS)
     own = {key: parameter for key, parameter in named.items() if key not in given}
     for key in options:
         if key in given:
@@ -133,7 +206,7 @@ def _check_options(name: str, function: Callable[..., Any], options: Mapping[str
             listed = f"it has {', '.join(own)}" if own else "it has none"
             raise ValueError(f"rewards: {name} has no option {key!r}{_nearest(key, own)}; {listed}")
     for key, parameter in own.items():
-        if parameter.default is parameter.empty and key not in options:
+        if parameter.default is parameter.empty and key not in options and key not in reward.columns:
             raise ValueError(f"rewards: {name} needs the option {key}; set it under options")
     for key, hint in get_type_hints(function).items() if inspect.isfunction(function) else ():
         if key in options:

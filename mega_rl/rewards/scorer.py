@@ -12,7 +12,7 @@ from mega_rl.errors import InputError
 from mega_rl.rewards.dispatch import PoolError
 from mega_rl.rewards.pool import Answers, Pool, WorkerPool, pack
 from mega_rl.rewards.registry import BUILT_IN, part_name
-from mega_rl.rewards.worker import MAX_VALUE, Answer, Sample, Setup
+from mega_rl.rewards.worker import MAX_VALUE, SCORE, Answer, Sample, Setup
 from mega_rl.types import Score, Trajectory, UnknownReward
 
 WORKERS_PER_RANK = 2  # where `reward_workers.num_workers` says nothing
@@ -62,6 +62,9 @@ class Scorer:
         for reward, value in zip(self.rewards, answers, strict=True):
             if isinstance(value, float):
                 parts[reward.name] = value
+            elif isinstance(value, dict):
+                parts[reward.name] = value[SCORE]
+                parts |= {f"{reward.name}/{name}": figure for name, figure in value.items() if name != SCORE}
             else:
                 unknown[reward.name] = UnknownReward(*value)
         total = sum(reward.weight * parts.get(reward.name, math.nan) for reward in self.rewards)
@@ -120,6 +123,6 @@ def _sample(trajectory: Trajectory) -> Sample:
         prompt.data_source,
         trajectory.text,
         prompt.ground_truth,
-        dict(prompt.extra_info),
+        {"prompt": prompt.text} | dict(prompt.extra_info),
         trajectory.num_sampled,
     )

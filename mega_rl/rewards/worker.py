@@ -30,6 +30,9 @@ from mega_rl.rewards.registry import BoundReward, bind
 HEADER = struct.Struct("!Q")  # bytes of the pickled message that follows
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+SCORE = "score"  # the entry of a dictionary that is the reward; the others are figures
+MAX_FIGURES = 16  # of one value
+MAX_FIGURE_NAME = 40  # characters
 MAX_DETAIL_LENGTH = 300  # characters
 MAX_REFUSAL_LENGTH = 4000  # characters; the text of an import error may be long
 MAX_VALUE = 1e30  # its square and sums of many of them are still numbers: a larger one would end its group's deviation
@@ -49,7 +52,9 @@ KINDS = (SAMPLE, ASYNC, BATCH)
 
 Sample = tuple[str, str, str, Mapping[str, Any], int]  # see BoundReward.arguments
 T = TypeVar("T")
-Answer = float | tuple[str, str]  # a value, or why it is not known: cause and detail
+# A value, or a value with figures beside it (all under their names, the value under SCORE), or why it is not known:
+# cause and detail.
+Answer = float | dict[str, float] | tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -217,11 +222,27 @@ def _call_one(reward: BoundReward, sample: Sample) -> Answer:
 
 def _checked(value: Any) -> Answer:
     try:
+        if isinstance(value, dict) and SCORE in value:
+            return _with_figures(value)
         if isinstance(value, Real) and math.isfinite(value) and abs(float(value)) <= MAX_VALUE:
             return float(value)
         return NOT_A_NUMBER, f"returned {value!r:.60}"[:MAX_DETAIL_LENGTH]
     except BaseException as error:  # an object of the user's own
         return _failure(error)
+
+
+def _with_figures(value: dict[Any, Any]) -> Answer:
+    """The score of a dictionary and its other plain numbers, at most `MAX_FIGURES` of them; text and lists are left."""
+    score = _checked(value[SCORE])
+    if not isinstance(score, float):
+        return score
+    found = {SCORE: score}
+    for name, figure in value.items():
+        checked = _checked(figure) if isinstance(figure, Real) else None
+        is_name = isinstance(name, str) and name.isidentifier() and len(name) <= MAX_FIGURE_NAME
+        if is_name and isinstance(checked, float) and len(found) <= MAX_FIGURES:
+            found.setdefault(name, checked)
+    return found if len(found) > 1 else score
 
 
 def _failure(error: BaseException) -> Answer:

@@ -28,6 +28,8 @@ ROW = {package: row for row, packages in enumerate(ROWS) for package in packages
 # A room inside a package, and the other rooms of that package that it may import. The package's own name stands for the
 # modules that lie directly in it.
 ROOMS: dict[str, tuple[str, ...]] = {
+    "config": ("config.arriving",),
+    "config.arriving": ("config",),
     "platform": ("platform.operators", "platform.ascend"),
     "platform.operators": ("platform",),
     "platform.ascend": ("platform",),

@@ -43,6 +43,11 @@ ROUNDINGS = ("nearest", "stochastic", "fp32")
 HASH_BITS = 48  # a hash that a float64 metric holds exactly
 
 
+def excludes(pattern: str, name: str) -> bool:
+    """Whether a pattern of ``aqn.exclude_patterns`` matches a name: as a whole, or without ``*?[`` as a part of it."""
+    return fnmatchcase(name, pattern) if set(pattern) & set("*?[") else pattern in name
+
+
 def stage_of(step: int, total_steps: int, num_stages: int) -> int:
     """``min(step * K // total_steps, K - 1)``: the stage of a step, which counts from 0; stages are equally long."""
     assert step >= 0 and total_steps >= 1 and num_stages >= 1, (step, total_steps, num_stages)
@@ -148,7 +153,8 @@ class AqnNoise:
         """The HF names that get noise, in the order of ``roles`` (HF name -> role, of the whole model).
 
         Raises:
-            InputError: ``aqn.target_modules`` names something that is not a norm's role, or nothing is left to target.
+            InputError: ``aqn.target_modules`` names something that is not a norm's role, a pattern excludes nothing, or
+                nothing is left to target.
         """
         config = self.config
         for role in config.target_modules or ():
@@ -160,11 +166,16 @@ class AqnNoise:
             wanted = set(config.target_modules) or set(NORM_ROLES) - {ROUTER_NORM}
         if config.include_router_norms:
             wanted.add(ROUTER_NORM)
-        names = tuple(
-            name
-            for name, role in roles.items()
-            if role in wanted and not any(fnmatchcase(name, pattern) for pattern in config.exclude_patterns)
-        )
+        norms = [name for name, role in roles.items() if role in wanted]
+        every = [name for name, role in roles.items() if role in NORM_ROLES]
+        without = {pattern: {name for name in every if excludes(pattern, name)} for pattern in config.exclude_patterns}
+        for pattern, found in without.items():
+            if not found:
+                raise InputError(
+                    f"aqn.exclude_patterns has {pattern!r}, which matches no norm of the model, such as "
+                    f"{every[0] if every else 'none'}: correct it or take it off the list"
+                )
+        names = tuple(name for name in norms if not any(name in found for found in without.values()))
         if not names:
             present = sorted({role for role in roles.values() if role in NORM_ROLES})
             raise InputError(

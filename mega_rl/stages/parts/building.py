@@ -28,6 +28,7 @@ from mega_rl.megatron.reference import Reference
 from mega_rl.megatron.spec import TrainerSpec
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.collectives import gather_objects, together
+from mega_rl.rewards.registry import needs_truth
 from mega_rl.rewards.scorer import Scorer
 from mega_rl.rollout.engine import ProbedSampler
 from mega_rl.rollout.remote.engine_process import EngineSpec
@@ -46,7 +47,9 @@ from mega_rl.types import DTYPES
 
 def prompt_stream(session: Session) -> PromptStream:
     data = session.config.data
-    dataset = PromptDataset.from_files(data.train_files, session.tokenizer, data)
+    dataset = PromptDataset.from_files(
+        data.train_files, session.tokenizer, data, needs_truth=needs_truth(session.config.rewards)
+    )
     if dataset.num_dropped:
         session.say(f"data: {dataset.num_dropped} prompts longer than {data.max_prompt_length} tokens left out")
     with together("making batches of the prompts"):
@@ -58,7 +61,12 @@ def validation_prompts(session: Session) -> PromptDataset | None:
     if not data.val_files or session.config.rollout.replay is not None:
         return None
     return PromptDataset.from_files(
-        data.val_files, session.tokenizer, data, key="data.val_files", max_samples=data.max_val_samples
+        data.val_files,
+        session.tokenizer,
+        data,
+        key="data.val_files",
+        max_samples=data.max_val_samples,
+        needs_truth=needs_truth(session.config.rewards),
     )
 
 

@@ -39,8 +39,13 @@ class Progress:
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the last step, as far as they are known at its save
 
 
-def is_due(step: int, frequency: int, total_steps: int) -> bool:
-    """Whether something done every ``frequency`` steps, and always after the last one, is due after ``step`` steps."""
+def is_due(step: int, frequency: int | None, total_steps: int) -> bool:
+    """Whether something done every ``frequency`` steps, and always after the last one, is due after ``step`` steps.
+
+    None: it is never due.
+    """
+    if frequency is None:
+        return False
     return step == total_steps or (frequency > 0 and step % frequency == 0)
 
 
@@ -66,7 +71,7 @@ def resume(directory: Path | None, actor: MegatronEngine, source: Source, say: C
 
 def save_if_due(
     writer: CheckpointWriter,
-    frequency: int,
+    frequency: int | None,
     timers: Timers,
     actor: MegatronEngine,
     source: Source,

@@ -15,11 +15,12 @@ from mega_rl.parallel.schedule import split_even
 from mega_rl.rewards import node
 from mega_rl.rewards.pool import Pool
 from mega_rl.rewards.scorer import Scorer, start_workers, weighted
+from mega_rl.rewards.worker import RAISED
 from mega_rl.rollout.collect import PromptGroup
 from mega_rl.types import Score, Trajectory
 
 MAX_UNKNOWN_STEPS = 5  # in a row
-MAX_SAMPLES_TOLD = 20  # per line
+MAX_SAMPLES_TOLD = 3  # per line
 
 
 def scorer_of_node(rewards: Sequence[RewardConfig], workers: RewardWorkersConfig) -> Scorer:
@@ -86,6 +87,7 @@ class RewardWatch:
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._steps_in_a_row = 0
+        self._is_first = True
 
     def tell(self, trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> None:
         """One line per reward and cause, with the samples and what happened to the first one."""
@@ -108,14 +110,22 @@ class RewardWatch:
         """The same for a training step, whose groups are those of all ranks.
 
         Raises:
-            InputError: no score has been known for `MAX_UNKNOWN_STEPS` steps.
+            InputError: no score has been known for `MAX_UNKNOWN_STEPS` steps, or a reward raised on every sample of the
+                first one: no later one will fare better.
         """
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         scores = [score for group in groups for score in group.scores]
         self.tell(trajectories, scores)
+        is_first, self._is_first = self._is_first and bool(scores), self._is_first and not scores
         if not scores or any(score.is_known for score in scores):
             self._steps_in_a_row = 0
             return
+        causes = {unknown.cause for score in scores for unknown in score.unknown.values()}
+        if is_first and causes == {RAISED}:
+            name, unknown = next(iter(scores[0].unknown.items()))
+            raise InputError(
+                f"the reward {name} fails on all {len(scores)} samples of the first step: it {unknown.detail}"
+            )
         self._steps_in_a_row += 1
         if self._steps_in_a_row >= MAX_UNKNOWN_STEPS:
             name, unknown = next(iter(scores[0].unknown.items()))

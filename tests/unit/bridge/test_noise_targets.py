@@ -85,6 +85,15 @@ def test_a_list_selects_roles_and_patterns_take_names_out() -> None:
     assert got == ["1.input_layernorm", "1.post_attention_layernorm", "2.input_layernorm"]
 
 
+def test_a_word_is_a_part_of_names_and_must_match_a_norm_of_the_model() -> None:
+    post = ["0.post_attention_layernorm"]
+    assert targets(model(LLAMA), exclude_patterns=["input_layernorm"]) == post
+    chosen = {"target_modules": ["post_attention_layernorm"], "exclude_patterns": ["input_layernorm"]}
+    assert targets(model(LLAMA), **chosen) == post  # the NPU guide of verl
+    with pytest.raises(InputError, match=r"aqn.exclude_patterns has 'lm_head', which matches no norm of the model"):
+        targets(model(LLAMA), exclude_patterns=["lm_head"])
+
+
 @pytest.mark.parametrize("keys", [{"exclude_patterns": ["*"]}, {"target_modules": ["q_norm"]}])
 def test_no_target_is_an_input_error(keys: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=r"aqn\.target_modules and aqn\.exclude_patterns leave no tensor"):

@@ -11,6 +11,7 @@ from mega_rl.config.old_keys import REMOVED, RENAMED
 from mega_rl.config.schema import RewardConfig
 from mega_rl.config.typed import leaf_names
 from mega_rl.errors import InputError
+from mega_rl.stages.parts.progress import is_due
 
 MINIMAL = "model:\n  path: models/tiny\n"
 
@@ -269,3 +270,13 @@ def test_the_resolved_file_loads_to_the_same_configuration(write, tmp_path):
     assert target.read_text() == to_yaml(config)
     assert load_config(target) == config
     assert [p.name for p in target.parent.iterdir()] == ["resolved.yaml"]  # no temporary file is left
+
+
+def test_one_file_needs_no_list_and_saving_can_be_off(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    text = "model: {path: m}\ndata: {train_files: a.jsonl, val_files: [b.jsonl]}\ncheckpoint: {save_freq: null}\n"
+    file.write_text(text)
+    config = load_config(file)
+    assert (config.data.train_files, config.data.val_files) == (["a.jsonl"], ["b.jsonl"])
+    assert config.checkpoint.save_freq is None
+    assert not is_due(10, config.checkpoint.save_freq, 10) and is_due(10, -1, 10)

@@ -127,7 +127,9 @@ def test_a_stream_of_prompts(tmp_path: Path, plain: Any) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"question": "1", "answer": "2"}, "line 1 has answer, question but needs `prompt` with"),
+        ({"text": "1", "answer": "2"}, "line 1 has answer, text but needs `prompt`, `question`"),
+        ({"prompt": "1=", "answer": "2", "images": ["a.png"]}, "line 1 has the column images, but only text"),
+        ({"prompt": "1=", "answer": "2", "tools": [{"name": "f"}]}, "line 1 has the column tools, but tools are not"),
         ({"prompt": "1="}, "line 1 has prompt but needs"),
         ({"prompt": "1=", "reward_model": {"style": "rule"}}, "has prompt, reward_model but needs"),
         ({"prompt": "1=", "reward_model": "rule"}, "reward_model is 'rule'; make it an object"),
@@ -187,7 +189,7 @@ def test_templates_that_refuse_or_rewrite_are_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "1="}, "line 1 has prompt but needs `messages`, or `prompt` with `response` or `answer`"),
+        ({"prompt": "1="}, "line 1 has prompt but needs `messages`, or `prompt`, `question` or `instruction` with"),
         ({"text": "1="}, "line 1 has text but needs"),
         ({"messages": CHAT}, "line 1: a conversation needs a prompt and ends with"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "a conversation needs a prompt"),
@@ -211,3 +213,41 @@ def test_overlong_conversations_are_dropped_or_refused(tmp_path: Path, plain: An
         ConversationDataset.from_files([str(file)], plain, strict)
     with pytest.raises(InputError, match="all 2 conversations are longer"):
         ConversationDataset.from_files([str(file)], plain, DataConfig(max_prompt_length=1, max_response_length=1))
+
+
+GSM8K = {"question": "1+1?", "answer": "1+1 is two.\n#### 2"}
+ALPACA = {"instruction": "Add.", "input": "1+1", "output": "2"}
+SHAREGPT = {"system": "S", "conversations": [{"from": "human", "value": "1+1"}, {"from": "gpt", "value": "2"}]}
+
+
+@pytest.mark.parametrize(
+    ("row", "text", "truth"),
+    [
+        (GSM8K, "1+1?", "2"),
+        ({"prompt": "1+1", "solution": "2"}, "1+1", "2"),
+        (ALPACA, "Add.\n1+1", "2"),
+        (SHAREGPT | {"answer": "2"}, "S\n1+1", "2"),
+        ({"messages": [{"role": "user", "content": "1+1"}], "answer": 2, "tools": None, "images": []}, "1+1", "2"),
+    ],
+)
+def test_rows_of_others_are_prompts(tmp_path: Path, chatty: Any, row: dict[str, Any], text: str, truth: str) -> None:
+    (prompt,) = prompts_of(tmp_path, [row], chatty, chat_template="never").prompts
+    assert (prompt.text, prompt.ground_truth) == (text, truth)
+
+
+@pytest.mark.parametrize(("row", "learnt"), [(ALPACA, "2"), (SHAREGPT, "2"), (GSM8K, GSM8K["answer"])])
+def test_rows_of_others_are_conversations(tmp_path: Path, chatty: Any, row: dict[str, Any], learnt: str) -> None:
+    whole, response = conversation_text(tmp_path, row, chatty)
+    assert response.startswith(learnt) and "1+1" in whole and ("S" in whole or row is not SHAREGPT)
+
+
+def test_a_json_array_and_rows_without_a_truth(tmp_path: Path, plain: Any) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text('[{"prompt": "1="}, {"prompt": "2="}]')
+    prompts = PromptDataset.from_files([str(path)], plain, DataConfig(), needs_truth=False).prompts
+    assert [(prompt.text, prompt.ground_truth) for prompt in prompts] == [("1=", ""), ("2=", "")]
+    with pytest.raises(InputError, match=r"rows.json row 1 has prompt but needs .* as a reward compares with it"):
+        PromptDataset.from_files([str(path)], plain, DataConfig())
+    path.write_text('{"prompt": "1="}')
+    with pytest.raises(InputError, match="is a JSON dict, not an array of objects"):
+        PromptDataset.from_files([str(path)], plain, DataConfig())

@@ -40,7 +40,7 @@ def test_line_numbers_count_blank_lines(tmp_path: Path) -> None:
         ("a.jsonl", b"", "a.jsonl has no rows"),
         ("a.parquet", b"", "a.parquet is truncated or no parquet file"),
         ("a.parquet", b'{"a": 1}', "a.parquet is truncated or no parquet file"),
-        ("a.csv", b"a", "a.csv is neither .jsonl nor .parquet"),
+        ("a.csv", b"a", "a.csv is neither .jsonl, .json nor .parquet"),
     ],
 )
 def test_malformed_files(tmp_path: Path, name: str, content: bytes, message: str) -> None:

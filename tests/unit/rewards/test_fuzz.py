@@ -159,9 +159,7 @@ RETURNED = st.one_of(
 @cases(300)
 @given(st.lists(RETURNED, min_size=1, max_size=4))
 def test_values_that_a_reward_returns(values: list[Any]) -> None:
-    reward = BoundReward(
-        lambda solution_str, **rest: values[int(solution_str)], {}, is_batch=False, takes_num_tokens=False
-    )
+    reward = BoundReward(lambda solution_str, **rest: values[int(solution_str)], {})
     samples = [("s", str(index), "t", {}, 1) for index in range(len(values))]
     answers = answer(reward, samples, 1.0, Progress(_sealed_memory(Progress.LAYOUT.size)))
     message = json.loads(json.dumps({"number": 7, "answers": answers}))

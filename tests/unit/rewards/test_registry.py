@@ -25,9 +25,13 @@ def length(data_source, solution_str, ground_truth, extra_info): return len(solu
 def nan(data_source, solution_str, ground_truth, extra_info): return float("nan")
 def narrow(*, data_source, solution_str, ground_truth, extra_info): return numpy.float32(0.5)
 def anything(**given): return given["factor"] * (given["ground_truth"] == "t")
-def batch_of_three(data_sources, solution_strs, ground_truths): return [0.0]
+def no_response(data_sources, ground_truths): return [0.0]
+def trl(prompts, completions, level, **columns): return [len(c) + len(columns["hint"][0]) for c in completions]
+def trl_column(completions, solution, hint): return [float(s == "t" and h == "hh") for s, h in zip(solution, hint)]
+def plain(response, answer): return float(response == "abc" and answer == "t")
+def with_score(solution_str, ground_truth): return {"score": 2, "acc": True, "pred": "x", "length": 3.5}
 async def waits(data_source, solution_str, ground_truth, extra_info, num_response_tokens, sure: bool = True): return 1
-def three(data_source, solution_str, ground_truth): return 0.0
+def nothing(): return 0.0
 def levels(data_source, solution_str, ground_truth, extra_info, level: Literal["low", "high"] = "low"):
     return float(level == "high")
 number = 3
@@ -61,7 +65,10 @@ def test_workers_are_sent_a_text_and_how_many_tokens_were_sampled() -> None:
 
     pool: Any = SimpleNamespace(submit=submit)
     Scorer([WeightedReward("a", 1.0)], pool).score([two_turns(), trajectory("abc")])
-    assert sent == [("arithmetic", "call 7", "7", {}, 5), ("src", "abc", "t", {}, 1)]
+    assert sent == [
+        ("arithmetic", "call 7", "7", {"prompt": two_turns().prompt.text}, 5),
+        ("src", "abc", "t", {"prompt": "?"}, 1),
+    ]
 
 
 def test_weighted_sum_parts_and_what_is_unknown(rewards_file: Path) -> None:
@@ -93,6 +100,23 @@ def test_names_of_all_three_kinds(rewards_file: Path) -> None:
     assert value_of(f"{rewards_file}:levels", level="high") == 1.0
 
 
+def test_signatures_of_others_are_known_by_their_parameters(rewards_file: Path) -> None:
+    sample = ("src", "abc", "t", {"prompt": "?", "hint": "hh"}, 1)
+    values = {}
+    for name, options in {"trl": {"level": 1}, "trl_column": {}, "plain": {}}.items():
+        reward = bind(f"{rewards_file}:{name}", options)
+        values[name] = reward.function(**reward.arguments([sample]))
+    assert values == {"trl": [5], "trl_column": [1.0], "plain": 1.0}
+
+
+def test_a_dictionary_has_a_score_and_figures(rewards_file: Path) -> None:
+    scorer = build_scorer([RewardConfig(f"{rewards_file}:with_score")], RewardWorkersConfig(num_workers=1))
+    (score,) = scorer.score([trajectory("abc")])
+    scorer.close()
+    assert score.value == 2.0
+    assert score.parts == {"with_score": 2.0, "with_score/acc": 1.0, "with_score/length": 3.5}
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
@@ -105,10 +129,11 @@ def test_names_of_all_three_kinds(rewards_file: Path) -> None:
         ("FILE:number", {}, "has no function 'number'"),
         ("FILE:length", {"x": 1}, "no option 'x'; it has none"),
         ("FILE:levels", {"level": "mid"}, "is 'mid'; choose from low, high"),
-        ("FILE:batch_of_three", {}, "does not take extra_infos"),
+        ("FILE:no_response", {}, "takes data_sources, ground_truths, but no solution_str"),
+        ("FILE:plain", {"answer": "x"}, "answer of FILE:plain is an argument of every reward"),
         ("FILE:waits", {"num_response_tokens": 3}, "num_response_tokens of FILE:waits is an argument of every reward"),
         ("FILE:waits", {"sure": 1}, "sure of FILE:waits is 1; give a value of type bool"),
-        ("FILE:three", {}, "does not take extra_info"),
+        ("FILE:nothing", {}, "takes nothing, but no solution_str"),
         ("absent.py:f", {}, "absent.py, which is no file"),
         ("no_such_package.rewards:f", {}, "cannot be imported .*ModuleNotFoundError"),
     ],

@@ -93,6 +93,16 @@ def test_unknown_rewards_are_told_by_sample_and_end_the_run_when_nothing_else_co
         step(bad)
 
 
+def test_a_reward_that_raises_on_every_first_sample_ends_the_run_at_once() -> None:
+    said: list[str] = []
+    watch = scoring.RewardWatch(said.append)
+    bad = [unknown(index) for index in range(5)]
+    group = PromptGroup(tuple(s.trajectory for s in bad), tuple(s.score for s in bad))
+    with pytest.raises(InputError, match="the reward b fails on all 5 samples of the first step: it raised KeyError"):
+        watch.check([group])
+    assert "for 5 of 5 samples: s prompt 0 sample 0, s prompt 1 sample 0, s prompt 2 sample 0 and 2 more" in said[0]
+
+
 def test_validation_leaves_unknown_scores_out() -> None:
     samples = [sample(0, 1.0), unknown(0), unknown(1), sample(2, 0.0), sample(2, 1.0)]
     greedy, sampled = ([Row(s.trajectory, s.score, is_greedy) for s in samples] for is_greedy in (True, False))

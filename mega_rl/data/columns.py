@@ -1,0 +1,129 @@
+"""What the columns of a row mean, whatever data set it comes from; a column that cannot be used is never dropped.
+
+Rows are known by their columns:
+  - ``messages``, or ``conversations`` with ``from`` and ``value`` (ShareGPT), with ``system`` before them;
+  - ``prompt`` (text or messages), ``question``, or ``instruction`` with ``input`` (alpaca);
+  - the expected text ``response``, ``answer``, ``output`` or ``solution``; ``reward_model.ground_truth`` (verl) goes
+    before these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mega_rl.data.rows import Row
+from mega_rl.errors import InputError, shown
+
+PROMPTS = ("prompt", "question", "instruction")
+TRUTHS = ("answer", "solution", "output", "response")
+RESPONSES = ("response", "answer", "output", "solution")
+ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+# Columns, and keys of a message, that mean something that is not there yet.
+REFUSED = {
+    "tools": "tools are not there yet",
+    "tool_calls": "tools are not there yet",
+    "images": "only text models are trained",
+    "image": "only text models are trained",
+    "videos": "only text models are trained",
+    "audios": "only text models are trained",
+}
+FINAL = "####"  # before the result in a solution of GSM8K
+
+
+def refuse_columns(row: Row) -> None:
+    """Raises InputError for a column, or a key of a message, that would have to be dropped."""
+    for name, why in REFUSED.items():
+        if _is_filled(row.get(name)):
+            raise InputError(f"{row.where} has the column {name}, but {why}: take it out, or leave such rows out")
+    for column in ("messages", "conversations", "prompt"):
+        messages = row.get(column)
+        for message in messages if isinstance(messages, list) else ():
+            found = [name for name in REFUSED if isinstance(message, Mapping) and _is_filled(message.get(name))]
+            if found:
+                why = REFUSED[found[0]]
+                raise InputError(f"{row.where} has a message with {found[0]}, but {why}: leave such rows out")
+
+
+def _is_filled(value: Any) -> bool:
+    return value is not None and value not in ([], {}, "")
+
+
+def prompt_of(row: Row) -> Any:
+    """The prompt, text or messages; None if the row has none.
+
+    Raises:
+        InputError: a conversation without a message of the user.
+    """
+    messages = messages_of(row)
+    if messages is not None:
+        users = [place for place, message in enumerate(messages) if _role(message) == "user"]
+        if not users:
+            raise InputError(f"{row.where} has a conversation without a message of the user; correct it")
+        return messages[: users[-1] + 1]
+    name = next((name for name in PROMPTS if row.get(name) is not None), None)
+    text = None if name is None else row.get(name)
+    more = row.get("input") if name == "instruction" else None
+    return f"{text}\n{more}" if isinstance(text, str) and isinstance(more, str) and more else text
+
+
+def messages_of(row: Row) -> list[Any] | None:
+    """The messages of a conversation with ``role`` and ``content``; None if the row has none."""
+    messages = row.get("messages")
+    if messages is None and row.get("conversations") is not None:
+        messages = _from_sharegpt(row)
+    system = row.get("system")
+    if (
+        isinstance(messages, list)
+        and messages
+        and isinstance(system, str)
+        and system
+        and _role(messages[0]) != "system"
+    ):
+        return [{"role": "system", "content": system}, *messages]
+    return messages
+
+
+def _role(message: Any) -> Any:
+    return message.get("role") if isinstance(message, Mapping) else None
+
+
+def _from_sharegpt(row: Row) -> list[dict[str, Any]]:
+    turns = row.get("conversations")
+    messages = []
+    for turn in turns if isinstance(turns, list) else [turns]:
+        if isinstance(turn, Mapping) and isinstance(turn.get("role"), str):
+            messages.append({"role": turn["role"], "content": turn.get("content")})
+            continue
+        role = ROLES.get(str(turn.get("from"))) if isinstance(turn, Mapping) else None
+        if role is None:
+            raise InputError(f"{row.where} has the turn {shown(turn)}: give from (human, gpt or system) and value")
+        messages.append({"role": role, "content": turn.get("value")})
+    if not messages:
+        raise InputError(f"{row.where} has an empty conversation; correct it")
+    return messages
+
+
+def response_of(row: Row) -> Any:
+    """The text to learn in supervised training; None if the row has none."""
+    return next((row.get(name) for name in RESPONSES if row.get(name) is not None), None)
+
+
+def truth_of(row: Row) -> Any:
+    """What a reward compares with; None if the row has none.
+
+    Of ``question`` with a worked ``answer`` as in GSM8K, it is what stands after the last ``####``.
+
+    Raises:
+        InputError: ``reward_model`` is no object.
+    """
+    reward_model = row.get("reward_model")
+    if reward_model is not None:
+        if not isinstance(reward_model, Mapping):
+            raise InputError(f"{row.where}: reward_model is {shown(reward_model)}; make it an object with ground_truth")
+        return reward_model.get("ground_truth")
+    name = next((name for name in TRUTHS if row.get(name) is not None), None)
+    truth = None if name is None else row.get(name)
+    if name == "answer" and row.get("prompt") is None and isinstance(truth, str) and FINAL in truth:
+        return truth.rpartition(FINAL)[2].strip().replace(",", "")
+    return truth
