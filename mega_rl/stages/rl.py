@@ -54,9 +54,7 @@ def train(session: Session) -> None:
                 with timers("sync"):
                     pushed = sync.push(version=step)
                 if step == state.step:
-                    probe_engines(
-                        engine, session.engine_layout, session.shape.vocab_size, config.rollout.temperature, session.say
-                    )
+                    probe_engines(engine, layout, session.shape.vocab_size, config.rollout, session.say)
                 with timers("generate"):
                     batch = builder.build(step)
                     sync.end_sampling()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from mega_rl.config.schema import RolloutConfig
 from mega_rl.errors import InputError
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import EngineLayout
@@ -19,12 +20,12 @@ from mega_rl.rollout.temperature_probe import (
 
 
 def probe_engines(
-    engine: Probed, layout: EngineLayout, vocab_size: int, temperature: float, say: Callable[[str], None]
+    engine: Probed, layout: EngineLayout, vocab_size: int, rollout: RolloutConfig, say: Callable[[str], None]
 ) -> None:
     """Measure every engine once it has its weights, after a start, a resume or a replacement. Collective.
 
     Args:
-        temperature: ``rollout.temperature``. At 1 raw log-probabilities are right too, and are only told of.
+        rollout: of which ``temperature`` counts. At 1 raw log-probabilities are right too, and are only told of.
 
     Raises:
         InputError: on every rank, if an engine returns log-probabilities of another distribution than it samples from.
@@ -42,9 +43,9 @@ def probe_engines(
             f"rollout engine {number} returns log-probabilities of another distribution than it samples from (asked "
             f"for temperature {PROBE_TEMPERATURE:g}, they show {of_engine:.3g})"
         )
-        if temperature != 1.0:
+        if rollout.temperature != 1.0:
             raise InputError(
-                f"{found}, so rollout.temperature={temperature:g} would give wrong importance weights: set "
+                f"{found}, so rollout.temperature={rollout.temperature:g} would give wrong importance weights: set "
                 "rollout.temperature=1, or use an engine whose sampler obeys logprobs_mode=processed_logprobs."
             )
         say(f"warning: {found}; at rollout.temperature=1 this changes nothing")

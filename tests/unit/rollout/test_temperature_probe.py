@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mega_rl.config.schema import RolloutConfig
 from mega_rl.errors import InputError
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.rollout.remote.engines import RemoteEngines
@@ -81,15 +82,15 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-ONE = EngineLayout(world_size=1, tensor_parallel_size=1)
+ONE, HOT = EngineLayout(world_size=1, tensor_parallel_size=1), RolloutConfig(temperature=0.7)
 
 
 def test_raw_log_probabilities_are_refused_by_engine_and_key(one_rank: None) -> None:
     lines: list[str] = []
     with pytest.raises(InputError, match=r"rollout engine 1 returns .* they show 1\), so rollout\.temperature=0\.7 "):
-        probe_engines(Engines(raw), ONE, 50, 0.7, lines.append)
-    probe_engines(Engines(processed), ONE, 50, 0.7, lines.append)
-    probe_engines(ReplayEngine.__new__(ReplayEngine), ONE, 50, 0.7, lines.append)
+        probe_engines(Engines(raw), ONE, 50, HOT, lines.append)
+    probe_engines(Engines(processed), ONE, 50, HOT, lines.append)
+    probe_engines(ReplayEngine.__new__(ReplayEngine), ONE, 50, HOT, lines.append)
     assert lines == []
 
 
@@ -106,7 +107,7 @@ def test_every_engine_elsewhere_answers_once(one_rank: None) -> None:
 
 def test_what_changes_nothing_is_only_told(one_rank: None) -> None:
     lines: list[str] = []
-    probe_engines(Engines(raw), ONE, 50, 1.0, lines.append)
-    probe_engines(Engines(processed, torch.zeros(50)), ONE, 50, 0.7, lines.append)
+    probe_engines(Engines(raw), ONE, 50, RolloutConfig(), lines.append)
+    probe_engines(Engines(processed, torch.zeros(50)), ONE, 50, HOT, lines.append)
     raw_line, flat_line = lines
     assert raw_line.startswith("warning: rollout engine 1 ") and "cannot be probed" in flat_line
