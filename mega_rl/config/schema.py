@@ -31,7 +31,7 @@ COLOCATED_MEMORY_SHARE = 0.4
 class ModelConfig:
     """The policy; the reference model is a frozen copy of its starting weights."""
 
-    path: str = MISSING  # Hugging Face directory: config.json, tokenizer, safetensors
+    path: str = MISSING  # Hugging Face directory, or the id of a model in the local cache of Hugging Face or ModelScope
     dtype: Dtype = "bfloat16"  # what the trainer computes in; the optimizer's master weights are float32
 
 
