@@ -47,7 +47,8 @@ def slept(engine: VLLMEngine, update: Callable[..., float], *args: Any) -> float
     free = npu.mem_get_info()[0]
     engine.sleep()
     freed = npu.mem_get_info()[0] - free
-    engine.wake_up()
+    engine.wake_weights()
+    engine.wake_cache()
     assert freed > VLLM["kv_cache_memory_bytes"], freed
     return update(*args)
 

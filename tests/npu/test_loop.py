@@ -9,11 +9,7 @@ Measured in float32: losses, norms and metrics of the objective to 2e-6 of their
 from __future__ import annotations
 
 import json
-import secrets
 import shutil
-import socket
-import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,7 +21,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mega_rl.data.synthetic import arithmetic_tokenizer
-from mega_rl.rollout.remote.placement import OBJECT_STORE_BYTES
 from tests.distributed.conftest import tiny_world  # noqa: F401 - a fixture
 from tests.distributed.training import HELD, TRAIN, TinyWorld, metrics_of, steps_saved
 from tests.families import ENGINE
@@ -61,12 +56,12 @@ class Case:
 CASES = {
     "two ranks, killed and resumed": Case((*COMMON, "trainer.total_steps=4", "validation.test_freq=2"), 2, 4, DENSE),
     "one rank at temperature 0.6": Case((*COMMON, *BRIEF, *ONE_RANK, "rollout.temperature=0.6"), 1, 2, DENSE),
+    "experts in place": Case((*COMMON, *BRIEF, *ONE_RANK), 1, 2, EXPERTS, True),
     "experts through the loader": Case(
         (*COMMON, *BRIEF, *ONE_RANK, "rollout.weight_update=reload", "bridge.verify=off"), 1, 2, EXPERTS, True
     ),
-    "experts in another process": Case((*COMMON, *BRIEF, *ONE_RANK, "rollout.placement=separate"), 1, 2, EXPERTS, True),
 }
-RESUMED, SEPARATE = "two ranks, killed and resumed", "experts in another process"
+RESUMED = "two ranks, killed and resumed"
 
 
 @dataclass(frozen=True)
@@ -115,10 +110,10 @@ def both_platforms(name: str, root: Path, arguments: tuple[str, ...]) -> Ran:
     counts.mkdir()
     env = NPU | {emulation.COUNTS_VARIABLE: str(counts)}
     own = (*arguments, "platform.name=npu", f"trainer.output_dir={root / 'npu'}")
-    launch = {RESUMED: kill_and_resume, SEPARATE: with_a_cluster}.get(name, torchrun_on)
+    launch = kill_and_resume if name == RESUMED else torchrun_on
     output = launch(own, CASES[name].num_ranks, env).check().stdout
     replayed = (*arguments, "platform.name=cpu", f"trainer.output_dir={root / 'cpu'}", "rollout.vllm={}")
-    replayed += (f"rollout.replay={root / 'npu' / 'rollouts'}", "rollout.placement=colocated")
+    replayed += (f"rollout.replay={root / 'npu' / 'rollouts'}",)
     replayed += ("bridge.verify=off", "logging.dump_rollouts=0", "checkpoint.save_freq=-1", "validation.test_freq=-1")
     torchrun(TRAIN, *replayed, nproc=CASES[name].num_ranks, timeout=600, env=CPU).check()
     operators: Counter[str] = Counter()
@@ -139,24 +134,6 @@ def kill_and_resume(arguments: tuple[str, ...], num_ranks: int, env: Mapping[str
     directory = Path(arguments[-1].partition("=")[2])
     shutil.copy(directory / "metrics.jsonl", directory.with_name("killed.jsonl"))
     return torchrun_on(arguments, num_ranks, env)
-
-
-def with_a_cluster(arguments: tuple[str, ...], num_ranks: int, env: Mapping[str, str]) -> Launched:
-    """As docs/ascend.md says: a Ray cluster that has the engine's device, and a trainer that sees the other one."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", '--resources={"NPU": 1}']
-    command += ["--num-cpus=1", "--node-ip-address=127.0.0.1", f"--port={port}", "--include-dashboard=false"]
-    command.append(f"--object-store-memory={OBJECT_STORE_BYTES}")
-    both = {**env, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as scratch:
-        # Its address stands in this folder: in Ray's own, every ray.init of this machine would connect to it.
-        in_scratch = [*command, f"--temp-dir={scratch}"]
-        with started(in_scratch, env={**both, "ASCEND_RT_VISIBLE_DEVICES": "1"}) as cluster:
-            cluster.wait_for("Ray runtime started", timeout=200)
-            own = {"ASCEND_RT_VISIBLE_DEVICES": "0", "RAY_ADDRESS": f"127.0.0.1:{port}"}
-            return torchrun_on(arguments, num_ranks, {**both, **own})
 
 
 def steps_of(directory: Path) -> list[dict[str, float]]:
@@ -194,8 +171,8 @@ def test_the_operators_of_ascend_ran(
 
 
 def test_every_sync_is_proved(ran: Callable[[str], Ran]) -> None:
-    """Live experts of an engine elsewhere, which holds them turned, are among what is compared."""
-    for name in (RESUMED, "one rank at temperature 0.6", SEPARATE):
+    """Live experts, which the engine holds turned, are among what is compared."""
+    for name in (RESUMED, "one rank at temperature 0.6", "experts in place"):
         assert all(row["bridge/verified_tensors"] > 0 for row in steps_of(ran(name).npu)), name
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +21,7 @@ from mega_rl.bridge.series import slices_of
 from mega_rl.bridge.slices import Box, indices
 from mega_rl.config.schema import RolloutConfig
 from mega_rl.errors import InputError
+from mega_rl.models.mixture import Mixture
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.joint_group import MeetingPoint, join_store
 from mega_rl.parallel.layout import EngineLayout
