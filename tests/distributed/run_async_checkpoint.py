@@ -81,6 +81,11 @@ def loaded(run: Run, directory: Path) -> dict[str, Tensor]:
     return state_of(engine)
 
 
+def progress(name: str) -> dict[str, Any]:
+    """What a run keeps beside its weights, with the name of the checkpoint that it is for."""
+    return {"data": {}, "validations": {}, "note": name}
+
+
 def write(run: Run) -> None:
     """What is written is the state at the call, whatever is trained meanwhile, and equals a synchronous save."""
     background = CheckpointWriter(run.root / "async", keep=2, is_async=True)
@@ -88,11 +93,11 @@ def write(run: Run) -> None:
     background.poll()
     run.step()
     run.step(is_bad=True)
-    background.save(2, run.engine, {"note": "step_00000002"})
+    background.save(2, run.engine, progress("step_00000002"))
     background.finish()
     set_held(run.root, True)
     run.step()
-    background.save(3, run.engine, {"note": "step_00000003"})
+    background.save(3, run.engine, progress("step_00000003"))
     state_at_the_save = state_of(run.engine)
     run.step()
     background.poll()
@@ -102,11 +107,11 @@ def write(run: Run) -> None:
     assert names(run.root / "async") == ["step_00000002", "step_00000003"], names(run.root / "async")
     checkpoint.load(run.root / "async" / "step_00000003", run.engine)
     assert_equal(state_of(run.engine), state_at_the_save)
-    plain.save(3, run.engine, {"note": "step_00000003"})
+    plain.save(3, run.engine, progress("step_00000003"))
     assert_equal(loaded(run, run.root / "async" / "step_00000003"), loaded(run, run.root / "sync" / "step_00000003"))
     assert checkpoint.damage(run.root / "async" / "step_00000003") is None
     for step in (4, 5):
-        background.save(step, run.engine, {"note": f"step_{step:08d}"})
+        background.save(step, run.engine, progress(f"step_{step:08d}"))
     background.finish()
     assert names(run.root / "async") == ["step_00000004", "step_00000005"], names(run.root / "async")
 
@@ -117,11 +122,11 @@ def hold(run: Run) -> None:
     run.step(is_bad=True)
     run.step()
     writer = CheckpointWriter(run.root / "cut", keep=1, is_async=True)
-    writer.save(3, run.engine, {"note": "step_00000003"})
+    writer.save(3, run.engine, progress("step_00000003"))
     writer.finish()
     set_held(run.root, True)
     loss = run.step()
-    writer.save(4, run.engine, {"note": "step_00000004"})
+    writer.save(4, run.engine, progress("step_00000004"))
     writer.poll()
     if dist.get_rank() == 0:
         torch.save(loss, run.root / AFTER)
@@ -141,7 +146,7 @@ def resume(run: Run) -> None:
     assert abs(loss - expected) <= 1e-6 * abs(expected), (loss, expected)
     (run.root / HELD).unlink(missing_ok=True)
     writer = CheckpointWriter(run.root / "cut", keep=1, is_async=True)
-    writer.save(4, run.engine, {"note": "step_00000004"})  # takes the place of the cut one
+    writer.save(4, run.engine, progress("step_00000004"))  # takes the place of the cut one
     writer.finish()
     assert names(run.root / "cut") == ["step_00000004"], names(run.root / "cut")
 
