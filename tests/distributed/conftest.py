@@ -29,7 +29,10 @@ def make_mistakes_visible(model_dir: Path) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_world(tmp_path_factory: pytest.TempPathFactory) -> TinyWorld:
-    root = tmp_path_factory.mktemp("tiny_world")
+    return write_world(tmp_path_factory.mktemp("tiny_world"))
+
+
+def write_world(root: Path) -> TinyWorld:
     spec = TinyModelSpec(hidden_size=128, num_layers=2, ffn=96)
     model = write_tiny_model(root / "model", spec, arithmetic_tokenizer())
     make_mistakes_visible(model)
