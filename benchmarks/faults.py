@@ -1,6 +1,6 @@
 """What becomes of a run to which something bad happens: how it ends or goes on, what is lost, what is left behind.
 
-    python benchmarks/faults.py [--quick] [--only WORDS] [--list] [--json PATH]
+    python benchmarks/faults.py [--quick] [--only WORDS ...] [--list] [--json PATH]
 
 Small runs on two processes of a CPU, supervised where the engine is not what is hit. Each fault has a run of its own, a
 temporary folder and a shared-memory file system of its own (in namespaces of the benchmark, where the system has them).
@@ -11,7 +11,8 @@ bytes of the exported weights. Columns:
     seconds       from the fault until torchrun had ended, or until the next step was logged
     all gone      from the end of torchrun until no process of the run was there, in seconds
     steps lost    finished steps that the resumed run made again
-    left          processes after 20 s, shared-memory files, entries of the temporary folder: before / after the resume
+    left          processes after 20 s, shared-memory files, entries of the temporary folder (torchrun's own directory
+                  aside): before / after the resume
     equal         whether metrics and weights are those of the run that nothing happened to
 """
 
@@ -184,7 +185,12 @@ def differences(place: Place, stage: str, output_dir: Path) -> str:
 
 def left_behind(token: str, scratch: Path, shm: set[str]) -> str:
     processes = len(training.carriers(token))
-    return f"{processes}, {len(set(os.listdir(SHM)) - shm)}, {len(os.listdir(scratch))}"
+    return f"{processes}, {len(set(os.listdir(SHM)) - shm)}, {len(entries(scratch))}"
+
+
+def entries(scratch: Path) -> list[str]:
+    """What is in a temporary folder, but for the directory that every torchrun leaves there, whatever its end."""
+    return sorted(name for name in os.listdir(scratch) if not name.startswith("torchelastic_"))
 
 
 def steps_logged(output_dir: Path) -> list[int]:
@@ -245,7 +251,7 @@ def inject(place: Place, fault: Fault) -> Outcome:
         start = said.partition("resuming after step ")[2].split()
         found.steps_lost = max(0, reached - (int(start[0]) if start else 0))
         found.left += f" / {left_behind(token, scratch, shm)}"
-    found.entries = sorted(os.listdir(scratch))
+    found.entries = entries(scratch)
     found.equal = differences(place, fault.stage, output_dir)
     return found
 
@@ -337,7 +343,8 @@ def run(arguments: argparse.Namespace, root: Path) -> None:
         if fault.is_quick or not arguments.quick
     }
     cases |= {} if arguments.quick else storage_faults(place)
-    cases = {name: case for name, case in cases.items() if arguments.only in name}
+    if arguments.only:
+        cases = {name: cases[name] for words in arguments.only for name in cases if words in name}
     if arguments.list:
         print("\n".join(cases))
         return
@@ -359,7 +366,7 @@ def run(arguments: argparse.Namespace, root: Path) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a handful of them")
-    parser.add_argument("--only", default="", metavar="WORDS", help="those whose names have these words in them")
+    parser.add_argument("--only", nargs="+", metavar="WORDS", help="those whose names have these words in them")
     parser.add_argument("--list", action="store_true", help="their names only")
     parser.add_argument("--json", type=Path, metavar="PATH")
     return parser.parse_args()
