@@ -1,7 +1,7 @@
 """The records that pass between the stages of training: frozen, typed, a shape and a unit on every field.
 
 Letters in shapes: B sequences, G samples per prompt, T packed tokens of a micro-batch, L tokens of one trajectory, R
-tokens of one response.
+tokens of one response, M layers that have experts, K experts of a token in one layer.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ class Turn:
 class Trajectory:
     """What became of one sample of a prompt: every token, which of them were sampled, and by which weights.
 
-    The arrays take 9 bytes a token and become read-only here. ``text`` is what the engine made of the sampled tokens;
-    it never stands in for them. Two trajectories are equal if all their fields are; they have no hash.
+    The arrays take 9 bytes a token, with routing M x K (or 2 x M x K) more, and become read-only here. ``text`` is what
+    the engine made of the sampled tokens; it never stands in for them. Two trajectories are equal if all their fields
+    are; they have no hash.
 
     Example: a prompt of 2 tokens and a response of 2, sampled with the weights of sync 5, is
     ``Trajectory.single_turn(prompt, 0, [9, 2], [-0.7, -0.1], "b", "stop", 5)``: ``token_ids`` [4, 7, 9, 2],
@@ -77,11 +78,16 @@ class Trajectory:
     turns: tuple[Turn, ...]  # side by side over all tokens; the first is the prompt
     text: str  # of the sampled tokens, without special tokens
     finish_reason: str  # "stop" or "length": why the last response ended
+    # [L-1, M, K] uint8 or uint16: which experts the engine sent every token to; the last token was never an input.
+    routed_experts: npt.NDArray[np.unsignedinteger[Any]] | None = None
 
     def __post_init__(self) -> None:
         length, num_prompt = len(self.token_ids), len(self.prompt.token_ids)
         for array, dtype in ((self.token_ids, np.int32), (self.loss_mask, np.bool_), (self.logprobs, np.float32)):
             assert array.dtype == dtype and array.shape == (length,), (array.dtype, array.shape, dtype, length)
+        if (routed := self.routed_experts) is not None:
+            assert routed.dtype in (np.uint8, np.uint16) and routed.ndim == 3, (routed.dtype, routed.shape)
+            assert len(routed) == length - 1, f"experts of {len(routed)} tokens, and {length - 1} were inputs"
         assert np.array_equal(self.token_ids[:num_prompt], self.prompt.token_ids), "the prompt's tokens come first"
         assert not self.logprobs[~self.loss_mask].any(), "only sampled tokens have a log-probability"
         first_sampled = int(self.loss_mask.argmax()) if self.loss_mask.any() else length
@@ -104,12 +110,14 @@ class Trajectory:
         text: str,
         finish_reason: str,
         version: int,
+        routed_experts: npt.NDArray[np.unsignedinteger[Any]] | None = None,
     ) -> Trajectory:
         """A prompt and one response [R] to it, sampled with the weights of one sync.
 
         Args:
             logprobs: [R], nats.
             version: of the sync.
+            routed_experts: [L-1, M, K], as the field.
         """
         assert len(logprobs) == len(response_ids), "one log-probability per response token"
         num_prompt, length = len(prompt.token_ids), len(prompt.token_ids) + len(response_ids)
@@ -125,6 +133,7 @@ class Trajectory:
             turns=(Turn(PROMPT, 0, num_prompt), Turn(ASSISTANT, num_prompt, length)),
             text=text,
             finish_reason=finish_reason,
+            routed_experts=routed_experts,
         )
 
     @property
@@ -157,7 +166,7 @@ class Trajectory:
         if not isinstance(other, Trajectory):
             return NotImplemented
         pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self))
-        return all(np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b for a, b in pairs)
+        return all(_same(a, b) for a, b in pairs)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Out of a pickle: with arrays of its own, since those may lie in shared memory of the sender (Ray's store)."""
@@ -165,8 +174,15 @@ class Trajectory:
         self._make_read_only()
 
     def _make_read_only(self) -> None:
-        for array in (self.token_ids, self.loss_mask, self.logprobs):
-            array.flags.writeable = False
+        for array in (self.token_ids, self.loss_mask, self.logprobs, self.routed_experts):
+            if array is not None:
+                array.flags.writeable = False
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return a is not None and b is not None and np.array_equal(a, b)
+    return bool(a == b)
 
 
 @dataclass(frozen=True)
@@ -207,6 +223,7 @@ class Sequence:
     loss_mask: torch.Tensor  # [L] float32, 1 where the predicted token is learnt from
     advantages: torch.Tensor | None = None  # [L] float32
     rollout_logprobs: torch.Tensor | None = None  # [L] float32, 0 outside the mask
+    routed_experts: npt.NDArray[np.unsignedinteger[Any]] | None = None  # [L, M, K]: the engine's choice; None: unknown
 
 
 @dataclass(frozen=True)
@@ -227,6 +244,10 @@ class Microbatch:
     rollout_logprobs: torch.Tensor | None = None  # [T] float32, nats
     old_logprobs: torch.Tensor | None = None  # [T] float32, nats: pi_old of the objective
     reference_logprobs: torch.Tensor | None = None  # [T] float32, nats
+    # Which experts take each token, for every model that computes this micro-batch: the engine's choice, or what the
+    # policy itself chose in an earlier pass. None, -1 or a layer without an entry: the router chooses.
+    routed_experts: torch.Tensor | None = None  # [T, M, K] int16
+    own_experts: Mapping[int, torch.Tensor] | None = None  # layer -> [N, K] int16, for the N tokens of this rank
 
     @property
     def num_tokens(self) -> int:
@@ -247,6 +268,7 @@ class TokenStats:
 
     logprobs: torch.Tensor  # [T] float32, nats, of target_ids after the sampling temperature
     entropy: torch.Tensor  # [T] float32, nats
+    own_experts: Mapping[int, torch.Tensor] | None = None  # as in the micro-batch, of this rank's layers; if recorded
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,11 @@ def model_problems(
         shared_world = world_size if rollout.placement == "colocated" else None
         has_whole_experts = bool(rollout.vllm.get("enable_expert_parallel"))
         found += engine_problems(shape, rollout.tensor_parallel_size, shared_world, has_whole_experts)
+    if samples(config) and shape is not None and shape.mixture is None and rollout.routing_replay != "off":
+        found.append(
+            f"rollout.routing_replay is {rollout.routing_replay!r}, but the model of model.path has no experts: set it "
+            "to off"
+        )
     if samples(config) and shape is not None and is_good("rollout.stop_token_ids"):
         beyond = [token for token in rollout.stop_token_ids if token >= shape.vocab_size]
         if beyond:

@@ -71,6 +71,9 @@ class RolloutConfig:
     weight_update: Literal["auto", "live", "reload"] = "auto"
     # Sample from linear weights rounded to this 4-bit format; null: off.
     simulated_quantization: Literal["nvfp4", "mxfp4"] | None = None
+    # Which experts take a token in the trainer (mixtures of experts only). rollout: those that the engine chose |
+    # recompute: those of the pass that computes pi_old, in all later passes | off: the trainer's router chooses
+    routing_replay: Literal["rollout", "recompute", "off"] = "off"
     replay: str | None = None  # directory of recorded rollouts, which are learnt from instead of sampling; null: sample
     kv_cache_bytes: int = 268435456  # CPU only: bytes of key/value cache per rank
     vllm: dict[str, Any] = field(default_factory=dict)  # more arguments of vllm.LLM, checked against their names

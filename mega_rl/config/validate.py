@@ -300,6 +300,12 @@ def _rollout_and_algorithm(found: _Problems) -> None:
             f"{rollout.weight_update!r}: remove it, and experts are cut by their width, or set rollout.weight_update "
             "to reload"
         )
+    if rollout.routing_replay == "rollout" and rollout.vllm.get("enable_prefix_caching") is False:
+        found.add(
+            "rollout.routing_replay is 'rollout', but vLLM keeps the experts of its answers beside the prefix cache, "
+            "which rollout.vllm.enable_prefix_caching turns off: remove that, or set rollout.routing_replay to "
+            "recompute or off"
+        )
     verify = found.config.bridge.verify
     if verify != "off" and rollout.weight_update == "reload":
         found.add(
@@ -340,6 +346,11 @@ def _aqn(found: _Problems) -> None:
     engine_dtype = found.config.rollout.dtype or found.config.model.dtype
     if aqn.enabled and aqn.old_logprobs == "recompute_noisy":
         _recompute_noisy(found, engine_dtype)
+    if aqn.enabled and aqn.old_logprobs == "rollout" and found.config.rollout.routing_replay == "recompute":
+        found.add(
+            "rollout.routing_replay is 'recompute', but with aqn.old_logprobs 'rollout' the trainer has no pass before "
+            "the update whose experts could be replayed: set it to rollout or off"
+        )
     if aqn.enabled and aqn.rounding == "fp32" and engine_dtype != "float32":
         found.add(
             f"aqn.rounding is 'fp32', but the engine holds its norms in {engine_dtype}: set aqn.rounding to nearest or "

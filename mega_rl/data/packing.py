@@ -1,6 +1,7 @@
 """Sequences into packed (thd) micro-batches and per-token results back into sequences.
 
-Letters in shapes: L positions of one sequence (one less than its tokens), T packed positions.
+Letters in shapes: L positions of one sequence (one less than its tokens), T packed positions, M layers with experts, K
+experts of a token.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ def sequence_from_sample(sample: Sample) -> Sequence:
         loss_mask=loss_mask,
         advantages=loss_mask * sample.advantage,
         rollout_logprobs=torch.from_numpy(trajectory.logprobs[1:].copy()),
+        routed_experts=trajectory.routed_experts,
     )
 
 
@@ -58,6 +60,7 @@ def pack(sequences: list[Sequence], indices: list[int], pad_to_multiple: int, pa
         sequence_indices=tuple(indices),
         advantages=_optional([sequence.advantages for sequence in sequences], indices, tail),
         rollout_logprobs=_optional([sequence.rollout_logprobs for sequence in sequences], indices, tail),
+        routed_experts=_routed_experts(chosen, tail),
     )
 
 
@@ -66,6 +69,20 @@ def unpack(values_T: torch.Tensor, microbatch: Microbatch) -> list[torch.Tensor]
     assert values_T.shape[0] == microbatch.num_tokens, "one value per packed position"
     borders = microbatch.cu_seqlens.tolist()
     return [values_T[borders[i] : borders[i + 1]] for i in range(len(microbatch.sequence_indices))]
+
+
+def _routed_experts(sequences: list[Sequence], tail: int) -> torch.Tensor | None:
+    """[T, M, K] int16, -1 in the tail and in sequences whose experts are not known; None if no sequence's are."""
+    shapes = {sequence.routed_experts.shape[1:] for sequence in sequences if sequence.routed_experts is not None}
+    if not shapes:
+        return None
+    (shape,) = shapes
+    lengths = [sequence.loss_mask.numel() for sequence in sequences]
+    packed = np.full((sum(lengths) + tail, *shape), -1, np.int16)
+    for sequence, end, length in zip(sequences, np.cumsum(lengths), lengths, strict=True):
+        if sequence.routed_experts is not None:
+            packed[end - length : end] = sequence.routed_experts
+    return torch.from_numpy(packed)
 
 
 def _concatenate(values: list[torch.Tensor], tail: int) -> torch.Tensor:

@@ -20,6 +20,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from mega_rl.megatron.routing import Routing
 from mega_rl.platform.operators import dispatch as operators
 
 
@@ -44,6 +45,7 @@ class PackedSequences(PackedSeqParams):
     zigzag: tuple[ZigzagGroup, ...] = ()  # set with context parallelism only
     inverse_T: Tensor | None = None  # int64, set with zigzag: from the groups' joined queries to this rank's order
     rotary_T11D: Tensor | None = None  # float32 angles of every token, if the layers rotate by themselves
+    routing: Routing | None = None  # which experts take this rank's tokens; None: the routers choose
 
 
 def zigzag_groups(padded: Sequence[int], num_ranks: int, rank: int) -> list[ZigzagGroup]:

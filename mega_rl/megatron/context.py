@@ -1,6 +1,6 @@
 """One micro-batch as one rank's input, and its output back in the order of the pack: where context parallelism ends.
 
-Letters: T packed tokens of the micro-batch, L tokens of this rank.
+Letters: T packed tokens of the micro-batch, L tokens of this rank, M layers with experts, K experts of a token.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class LocalInput:
     position_ids: Tensor  # [1, L] int64
     packing: PackedSequences
     pack_order: Tensor | None  # [T] int64, where each packed token lies in the tokens of all ranks; None: L is T
+    routed_experts: Tensor | None  # [L, M, K] int16, as in the micro-batch
 
 
 def local_input(microbatch: Microbatch, context_parallel_group: Any, multiple: int) -> LocalInput:
@@ -44,7 +45,7 @@ def local_input(microbatch: Microbatch, context_parallel_group: Any, multiple: i
         assert microbatch.num_tokens % multiple == 0, (microbatch.num_tokens, multiple)
         packing = packed_sequences(lengths, context_parallel_group, device)
         token_ids, target_ids, position_ids = (x[None] for x in tokens)
-        return LocalInput(token_ids, target_ids, position_ids, packing, pack_order=None)
+        return LocalInput(token_ids, target_ids, position_ids, packing, None, microbatch.routed_experts)
     padded = padded_lengths(lengths, num_ranks, multiple)
     sources = torch.tensor(unpadded_positions(lengths, padded))
     shares = [torch.tensor(zigzag_positions(padded, num_ranks, rank)) for rank in range(num_ranks)]
@@ -56,7 +57,8 @@ def local_input(microbatch: Microbatch, context_parallel_group: Any, multiple: i
     own = sources[shares[context_parallel_group.rank()]].clamp_min(0).to(device)
     packing = packed_sequences(padded, context_parallel_group, device)
     token_ids, target_ids, position_ids = (x[own][None] for x in tokens)
-    return LocalInput(token_ids, target_ids, position_ids, packing, pack_order.to(device))
+    routed_experts = None if microbatch.routed_experts is None else microbatch.routed_experts[own]
+    return LocalInput(token_ids, target_ids, position_ids, packing, pack_order.to(device), routed_experts)
 
 
 def in_pack_order(output: Tensor, local: LocalInput) -> Tensor:

@@ -98,9 +98,9 @@ class MegatronEngine:
     def series_of(self, rank: int) -> list[Series]:
         return self.policy.series_of(rank)
 
-    def token_stats(self, microbatches: Sequence[Microbatch]) -> list[TokenStats]:
+    def token_stats(self, microbatches: Sequence[Microbatch], record_experts: bool = False) -> list[TokenStats]:
         """Log-probabilities and entropy under the present weights, no gradient; as ``MegatronPolicy.token_stats``."""
-        return self.policy.token_stats(microbatches)
+        return self.policy.token_stats(microbatches, record_experts)
 
     def forward_backward(self, microbatches: Sequence[Microbatch], loss_function: LossFunction) -> list[Figures]:
         """Accumulate the gradients of all micro-batches and reduce them over the data-parallel ranks.

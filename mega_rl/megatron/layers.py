@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mega_rl.megatron.attention import PackedAttention, PackedSequences
 from mega_rl.megatron.fused import use_in_mlp
+from mega_rl.megatron.routing import MixtureLayer, Router
 from mega_rl.models.shape import ModelShape
 from mega_rl.platform.operators import dispatch as operators
 
@@ -108,6 +109,8 @@ def _layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpe
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     use_in_mlp(layer.mlp)
+    if num_experts is not None:
+        spec.module, layer.mlp.submodules.router = MixtureLayer, Router
     attention = layer.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.multi_latent_attention:

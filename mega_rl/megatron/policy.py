@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ from mega_rl.errors import InputError
 from mega_rl.megatron.context import LocalInput, in_pack_order, local_input
 from mega_rl.megatron.layers import frozen_weights
 from mega_rl.megatron.model import PolicyModel, build_model
+from mega_rl.megatron.routing import Routing
 from mega_rl.megatron.spec import TrainerSpec
 from mega_rl.models.shape import ModelShape
 from mega_rl.observe.heartbeat import HEART
@@ -199,6 +201,7 @@ class MegatronPolicy:
         microbatches: Sequence[Microbatch],
         on_output: Callable[[Microbatch, TokenStats], tuple[Tensor, Any]],
         forward_only: bool,
+        recorded: Sequence[dict[int, Tensor]] | None = None,
     ) -> list[Any]:
         """Run Megatron's schedule over the micro-batches; the last pipeline stage returns what ``on_output`` reported.
 
@@ -208,10 +211,11 @@ class MegatronPolicy:
                 many as it has stages, or a multiple.
             on_output: (micro-batch, statistics) -> (loss to differentiate, report).
             forward_only: no backward pass.
+            recorded: one per micro-batch, which takes up the experts of every layer on this rank; None: not wanted.
         """
 
         assert len(chunks) == 1 or len(microbatches) % self.layout.pipeline == 0, len(microbatches)
-        multiple = self.layout.tensor if self.chunks[0].config.sequence_parallel else 1
+        multiple = self.layout.tensor if self.is_sequence_parallel else 1
 
         def finish(microbatch: Microbatch, local: LocalInput, output: Tensor) -> tuple[Tensor, Tensor, Any]:
             logprobs, entropy = in_pack_order(output, local)
@@ -219,10 +223,12 @@ class MegatronPolicy:
             return loss, token_count(microbatch), report
 
         def forward_step(
-            iterator: Iterator[Microbatch], module: torch.nn.Module
+            iterator: Iterator[tuple[int, Microbatch]], module: torch.nn.Module
         ) -> tuple[Tensor, Callable[[Tensor], Any]]:
-            microbatch = next(iterator).to(self.device)
+            number, on_host = next(iterator)
+            microbatch = on_host.to(self.device)
             local = local_input(microbatch, parallel_state.get_context_parallel_group(), multiple)
+            local.packing.routing = self.routing_of(microbatch, local, recorded[number] if recorded else None)
             HEART.mark()
             output = module(
                 local.token_ids, local.position_ids, None, labels=local.target_ids, packed_seq_params=local.packing
@@ -232,7 +238,7 @@ class MegatronPolicy:
         is_interleaved = len(chunks) > 1
         return get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=[iter(microbatches) for _ in chunks] if is_interleaved else iter(microbatches),
+            data_iterator=[enumerate(microbatches) for _ in chunks] if is_interleaved else enumerate(microbatches),
             model=list(chunks) if is_interleaved else chunks[0],
             num_microbatches=len(microbatches),
             seq_length=1,  # with variable lengths the stages tell each other the true one
@@ -240,20 +246,52 @@ class MegatronPolicy:
             forward_only=forward_only,
         )
 
+    @property
+    def is_sequence_parallel(self) -> bool:
+        return bool(self.chunks[0].config.sequence_parallel)
+
+    def routing_of(
+        self, microbatch: Microbatch, local: LocalInput, recorded: dict[int, Tensor] | None = None
+    ) -> Routing | None:
+        """The experts of this rank's tokens, whose hidden states sequence parallelism cuts once more.
+
+        Args:
+            recorded: takes up what the routers choose; None: not wanted.
+        """
+        if local.routed_experts is None:
+            if microbatch.own_experts is None and recorded is None:
+                return None
+            return Routing(microbatch.own_experts or {}, recorded)
+        assert self.shape.mixture is not None, "experts for a model that has none"
+        routed_LMK = local.routed_experts
+        if self.is_sequence_parallel:
+            routed_LMK = routed_LMK.chunk(self.layout.tensor)[parallel_state.get_tensor_model_parallel_rank()]
+        layers = sorted(self.shape.mixture.layers)
+        return Routing(dict(zip(layers, routed_LMK.unbind(1), strict=True)), recorded)
+
     @torch.no_grad()
-    def token_stats(self, microbatches: Sequence[Microbatch]) -> list[TokenStats]:
-        """Log-probabilities and entropy of every position, on the host and on every rank, no gradient."""
+    def token_stats(self, microbatches: Sequence[Microbatch], record_experts: bool = False) -> list[TokenStats]:
+        """Log-probabilities and entropy of every position, on the host and on every rank, no gradient.
+
+        Args:
+            record_experts: also which experts took each token of this rank, for ``Microbatch.own_experts``.
+        """
         if not microbatches:
             return []
 
         def report(microbatch: Microbatch, stats: TokenStats) -> tuple[Tensor, Tensor]:
             return stats.logprobs.sum(), torch.stack([stats.logprobs, stats.entropy])
 
-        outputs = self.schedule(self.chunks, microbatches, report, forward_only=True)
+        recorded: list[dict[int, Tensor]] | None = [{} for _ in microbatches] if record_experts else None
+        outputs = self.schedule(self.chunks, microbatches, report, forward_only=True, recorded=recorded)
         if self.layout.pipeline > 1:
             group = parallel_state.get_pipeline_model_parallel_group()
             for index, microbatch in enumerate(microbatches):
                 if not parallel_state.is_pipeline_last_stage():
                     outputs.append(torch.empty(2, microbatch.num_tokens, device=self.device))
                 dist.broadcast(outputs[index], group=group, group_src=self.layout.pipeline - 1)
-        return [TokenStats(logprobs=output[0].cpu(), entropy=output[1].cpu()) for output in outputs]
+        stats = [TokenStats(logprobs=output[0].cpu(), entropy=output[1].cpu()) for output in outputs]
+        if recorded is None:
+            return stats
+        experts = ({layer: chosen.cpu() for layer, chosen in own.items()} for own in recorded)
+        return [replace(one, own_experts=own) for one, own in zip(stats, experts, strict=True)]

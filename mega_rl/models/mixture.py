@@ -29,6 +29,12 @@ class Mixture:
     num_groups: int = 1  # experts are chosen from the best groups_per_token of the groups
     groups_per_token: int = 1
     weight_scale: float = 1.0  # the chosen experts' weights are multiplied by it
+    float32_router: bool = False  # the router's logits are float32 even if the model is not
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of the number of one expert in a trajectory."""
+        return 1 if self.num_experts <= 256 else 2
 
 
 def read_qwen_mixture(shared: bool, config: ConfigValues) -> Mixture:
@@ -81,6 +87,7 @@ def read_deepseek_mixture(config: ConfigValues) -> Mixture:
         num_groups=config.integer("n_group", 8),
         groups_per_token=config.integer("topk_group", 4),
         weight_scale=config.number("routed_scaling_factor", 2.5),
+        float32_router=config.get("moe_router_dtype") == "float32",
     )
     _check(mixture, config, ("num_hidden_layers", "first_k_dense_replace"), "n_routed_experts")
     return mixture

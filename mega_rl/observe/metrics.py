@@ -80,6 +80,7 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("rollout/kl", "nats", "KL of the sampling policy from the trainer's, estimated on its samples"),
     MetricSpec("rollout/entropy", "nats", "of the policy that sampled, per token"),
     MetricSpec("rollout/tokens_per_s", "tokens/s", "sampled tokens per second of generation, all engines", "sum"),
+    MetricSpec("rollout/routing_bytes", "bytes", "experts of the step's tokens, held by every rank", "last"),
     MetricSpec("rollout/weight_version", "version", "sync whose weights sampled", "last"),
     MetricSpec("rollout/groups_generated", "groups", "prompts sampled in the step", "sum"),
     MetricSpec("rollout/groups_dropped", "groups", "of them left out: all samples have one reward", "sum"),

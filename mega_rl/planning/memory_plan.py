@@ -17,6 +17,7 @@ from mega_rl.bridge.series import Series
 from mega_rl.config.schema import RunConfig
 from mega_rl.config.stage import samples
 from mega_rl.config.validate import validate
+from mega_rl.models.mixture import Mixture
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
 from mega_rl.planning.activations import ActivationModel, Activations
@@ -29,6 +30,7 @@ from mega_rl.types import DTYPES
 
 # How sure a figure is.
 EXACT, MODEL, ESTIMATE = "exact", "model", "estimate"
+EXPERT_BYTES_PACKED = 2  # of an expert's number in a micro-batch
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ def _ranks(
         stage = layout.coordinates(rank).pipeline
         state = trainer_state(config, layout, rank, buffers[stage], has_reference)
         phases = tuple(_phases(config, shape, machine.platform, state, activations[stage], engine))
-        host = tuple(_host(config, state, engine, machine.platform))
+        host = (*_host(config, state, engine, machine.platform), *_routing(config, shape.mixture, layout.data))
         ranks.append(RankMemory(rank, stage, state, activations[stage], phases, host))
     return tuple(ranks)
 
@@ -257,6 +259,17 @@ def _host(config: RunConfig, state: TrainerState, engine: EngineMemory | None, p
         # Those of the whole node if their number is given: how many ranks share them is not known here.
         name = "reward workers, at most" if workers.num_workers is None else "reward workers of the node, at most"
         yield Item(name, (workers.num_workers or WORKERS_PER_RANK) * workers.memory_bytes, ESTIMATE)
+
+
+def _routing(config: RunConfig, mixture: Mixture | None, num_replicas: int) -> Iterator[Item]:
+    """Experts that engines chose: every rank holds those of all samples, and copies those of its micro-batches."""
+    if mixture is None or not samples(config) or config.rollout.routing_replay != "rollout":
+        return
+    data, n = config.data, config.rollout.n
+    num_tokens = data.train_batch_size * n * (data.max_prompt_length + data.max_response_length - 1)
+    per_token = len(mixture.layers) * mixture.experts_per_token
+    copy = num_tokens // num_replicas * per_token * EXPERT_BYTES_PACKED
+    yield Item("experts of the tokens", num_tokens * per_token * mixture.expert_bytes + copy, ESTIMATE)
 
 
 def _sync_volume(config: RunConfig, shape: ModelShape, layout: ParallelLayout, platform: str) -> SyncVolume:

@@ -22,6 +22,7 @@ class Request:
     seed: int  # of this response only, in [0, 2**63); unused if greedy
     max_tokens: int  # of the response, >= 1
     temperature: float = 1.0  # 0: greedy
+    with_routing: bool = False  # the trajectory brings the experts that the engine chose
 
     def __post_init__(self) -> None:
         assert self.max_tokens >= 1 and self.temperature >= 0.0 and 0 <= self.seed < 2**63, self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 import math
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from mega_rl.errors import InputError
 from mega_rl.rollout.collect import PromptGroup
@@ -23,7 +25,9 @@ def to_rows(group: PromptGroup) -> list[dict[str, Any]]:
 
     ``token_ids`` and ``logprobs`` are those of the tokens after the prompt, ``weight_version`` is the newest one. Only
     a trajectory of several turns or spans has the keys ``loss_mask`` (0 or 1, for the same tokens), ``spans`` and
-    ``turns`` (whose indices count from the prompt's first token). A score that is not known is None: JSON has no NaN.
+    ``turns`` (whose indices count from the prompt's first token), and only one with routing has ``routed_experts``: the
+    array's ``dtype``, ``shape`` and, in base64, its bytes, little-endian. A score that is not known is None: JSON has
+    no NaN.
     """
     pairs = zip(group.trajectories, group.scores, strict=True)
     return [_from_trajectory(trajectory) | {"score": _from_score(score)} for trajectory, score in pairs]
@@ -40,6 +44,9 @@ def _from_trajectory(trajectory: Trajectory) -> dict[str, Any]:
         "finish_reason": trajectory.finish_reason,
         "weight_version": trajectory.newest_version,
     }
+    if (routed := trajectory.routed_experts) is not None:
+        data = base64.b64encode(routed.astype(routed.dtype.newbyteorder("<")).tobytes()).decode("ascii")
+        row["routed_experts"] = {"dtype": routed.dtype.name, "shape": list(routed.shape), "data": data}
     if trajectory.is_single_turn:
         return row
     return row | {
@@ -57,6 +64,7 @@ def trajectory_of_row(row: Mapping[str, Any]) -> Trajectory:
     """The trajectory of a row; keys that do not belong to a trajectory (advantage, ...) are ignored."""
     prompt = Prompt(**dict(row["prompt"], token_ids=tuple(row["prompt"]["token_ids"])))
     values = [row[key] for key in ("token_ids", "logprobs", "text", "finish_reason", "weight_version")]
+    values.append(_routed_experts(row["routed_experts"]) if "routed_experts" in row else None)
     single = Trajectory.single_turn(prompt, row["sample_index"], *values)
     if "loss_mask" not in row:
         return single
@@ -66,6 +74,12 @@ def trajectory_of_row(row: Mapping[str, Any]) -> Trajectory:
         spans=tuple(Span(**span) for span in row["spans"]),
         turns=tuple(Turn(**turn) for turn in row["turns"]),
     )
+
+
+def _routed_experts(row: Mapping[str, Any]) -> npt.NDArray[np.unsignedinteger[Any]]:
+    dtype = {"uint8": np.uint8, "uint16": np.uint16}[row["dtype"]]
+    data = np.frombuffer(base64.b64decode(row["data"], validate=True), np.dtype(dtype).newbyteorder("<"))
+    return data.reshape(row["shape"]).astype(dtype)
 
 
 def to_group(rows: Iterable[Mapping[str, Any]]) -> PromptGroup:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from mega_rl.errors import InputError
+from mega_rl.models.mixture import Mixture
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.records import read_step, trajectory_of_row
 from mega_rl.types import Trajectory
@@ -18,9 +24,13 @@ class ReplayEngine:
     bit for bit; rewards are computed again.
     """
 
-    def __init__(self, directory: Path) -> None:
-        """``directory``: holds one file per step, as ``logging.dump_rollouts`` writes them."""
-        self._directory = directory
+    def __init__(self, directory: Path, mixture: Mixture | None) -> None:
+        """
+        Args:
+            directory: holds one file per step, as ``logging.dump_rollouts`` writes them.
+            mixture: the experts of the model that learns; None if it has none.
+        """
+        self._directory, self._mixture = directory, mixture
         self._version = 0
         self._recorded: dict[tuple[int, int], Trajectory] = {}  # (prompt, sample) -> response, of the present version
         self._under_way: list[Request] = []
@@ -62,7 +72,23 @@ class ReplayEngine:
                 f"{self._version + 1}: replay with the data, data.seed, data.train_batch_size and rollout.n of the "
                 "recorded run"
             )
+        if not request.with_routing:
+            return dataclasses.replace(found, routed_experts=None)
+        if found.routed_experts is None or not self._fits(found.routed_experts):
+            what = "no experts" if found.routed_experts is None else "another model's experts"
+            raise InputError(
+                f"rollout.replay={self._directory} has {what} of sample {key[1]} of prompt {key[0]} at step "
+                f"{self._version + 1}: set rollout.routing_replay=off, or record with this model and "
+                "rollout.routing_replay=rollout"
+            )
         return found
+
+    def _fits(self, routed_LMK: npt.NDArray[np.unsignedinteger[Any]]) -> bool:
+        mixture = self._mixture
+        if mixture is None or routed_LMK.shape[1:] != (len(mixture.layers), mixture.experts_per_token):
+            return False
+        ordered = np.sort(routed_LMK, axis=-1)
+        return bool((ordered < mixture.num_experts).all() and (ordered[..., 1:] != ordered[..., :-1]).all())
 
     def turn_to(self, version: int) -> None:
         """Answer from now on with the rollouts that were sampled with the weights of ``version``.

@@ -7,6 +7,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from mega_rl.errors import InputError
 from mega_rl.rollout.engine import Request
 from mega_rl.types import Prompt, Trajectory
@@ -23,7 +26,14 @@ def sample_seed(run_seed: int, step: int, prompt_index: int, sample_index: int) 
 
 
 def make_requests(
-    prompts: Sequence[Prompt], *, n: int, step: int, seed: int, max_tokens: int, temperature: float
+    prompts: Sequence[Prompt],
+    *,
+    n: int,
+    step: int,
+    seed: int,
+    max_tokens: int,
+    temperature: float,
+    with_routing: bool = False,
 ) -> list[Request]:
     """``n`` requests per prompt, a prompt's samples side by side.
 
@@ -32,9 +42,10 @@ def make_requests(
         step: the training step; together with ``seed``, the run's, it determines every response's own seed.
         max_tokens: limit of each response.
         temperature: 0 is greedy.
+        with_routing: the trajectories bring the experts that the engine chose.
     """
     return [
-        Request(prompt, index, sample_seed(seed, step, prompt.index, index), max_tokens, temperature)
+        Request(prompt, index, sample_seed(seed, step, prompt.index, index), max_tokens, temperature, with_routing)
         for prompt in prompts
         for index in range(n)
     ]
@@ -51,14 +62,21 @@ def check_length(request: Request, max_model_len: int) -> None:
         )
 
 
-def trajectory_of_output(request: Request, output: Any, version: int) -> Trajectory:
+def trajectory_of_output(
+    request: Request,
+    output: Any,
+    version: int,
+    routed_experts: npt.NDArray[np.unsignedinteger[Any]] | None = None,
+) -> Trajectory:
     """One trajectory out of vLLM's ``RequestOutput`` (or its like) with one output and ``logprobs=0``.
 
     Args:
         version: the version of the weights that sampled it.
+        routed_experts: [tokens, M, K], of all tokens but the last, as in ``Trajectory``; None: not asked for.
 
     Raises:
-        RuntimeError: the engine gave up on the request, or its log-probabilities are not finite (broken weights).
+        RuntimeError: the engine gave up on the request, its log-probabilities are not finite (broken weights), or the
+            experts are not those of all tokens.
     """
     (answer,) = output.outputs
     where = f"prompt {request.prompt.index}, sample {request.sample_index}"
@@ -70,6 +88,19 @@ def trajectory_of_output(request: Request, output: Any, version: int) -> Traject
         raise RuntimeError(
             f"The engine's log-probabilities of {where} are not finite: weights of version {version} are broken."
         )
+    num_inputs = len(request.prompt.token_ids) + len(answer.token_ids) - 1
+    if routed_experts is not None and len(routed_experts) != num_inputs:
+        raise RuntimeError(
+            f"The engine returned the experts of {len(routed_experts)} tokens of {where}, which had {num_inputs} as "
+            "inputs: set rollout.routing_replay=recompute or off with this release of vLLM."
+        )
     return Trajectory.single_turn(
-        request.prompt, request.sample_index, answer.token_ids, logprobs, answer.text, answer.finish_reason, version
+        request.prompt,
+        request.sample_index,
+        answer.token_ids,
+        logprobs,
+        answer.text,
+        answer.finish_reason,
+        version,
+        routed_experts,
     )

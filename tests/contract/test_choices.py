@@ -62,6 +62,8 @@ WITHOUT_TABLE = {
     "memory.recompute",
     "platform.mindspeed.mode",
     "rollout.placement",
+    "rollout.routing_replay",
+    "rollout.seeds",
     "rollout.weight_update",
 }
 

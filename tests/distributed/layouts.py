@@ -38,6 +38,11 @@ class Case:
         return "_".join(parts)
 
 
+def recomputations(case: Case) -> tuple[str, ...]:
+    """Of activations, that replayed experts are tested with: where micro-batches overtake each other, or are cut."""
+    return ("none", "full", "selective") if case.pipeline > 1 or case.sequence else ("none",)
+
+
 EVEN_TOKENS = 28  # of every micro-batch where crossed messages must fit each other's place
 # What is silently wrong without each guard, on 2 ranks: the guards are taken away in run_engine_guards.py.
 GUARDS = {

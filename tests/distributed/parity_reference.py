@@ -1,11 +1,15 @@
 """What transformers says of a tiny model: the side that the Megatron engine is compared with. No Megatron here.
 
-Letters: L positions of one sequence, V vocabulary.
+Letters: L positions of one sequence, V vocabulary, M layers with experts, K experts of a token, E experts, D width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from unittest import mock
 
 import torch
 import transformers
@@ -38,16 +42,51 @@ class Objective:
 OBJECTIVES = {"sft": Objective("sft", 1.0, 0.0), "rl": Objective("rl", 0.7, 0.1)}
 
 
-def make_sequences(objective: Objective, vocab_size: int) -> list[Sequence]:
-    """Random sequences of which about a third is not learnt from."""
+def make_sequences(
+    objective: Objective, vocab_size: int, experts: tuple[int, int, int] | None = None
+) -> list[Sequence]:
+    """Random sequences of which about a third is not learnt from.
+
+    Args:
+        experts: (M, E, K): two thirds of the sequences bring random experts of every token, which are replayed.
+    """
     generator = torch.Generator().manual_seed(3)
-    sequences = []
+    sequences: list[Sequence] = []
     for length in LENGTHS:
         ids = torch.randint(0, vocab_size, (length + 1,), generator=generator)
         mask = (torch.rand(length, generator=generator) < 0.7).float()
         advantages = mask * torch.randn(length, generator=generator) if objective.stage == "rl" else mask
-        sequences.append(Sequence(token_ids=ids, loss_mask=mask, advantages=advantages))
+        routed = None
+        if experts is not None and len(sequences) % 3:
+            M, E, K = experts
+            routed = torch.rand(length, M, E, generator=generator).argsort(-1)[:, :, :K].to(torch.uint8).numpy()
+        sequences.append(Sequence(ids, mask, advantages, routed_experts=routed))
     return sequences
+
+
+def _forced_router(gate: torch.nn.Module, experts_LK: Tensor, hidden_LD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What transformers' router of Qwen3-MoE returns if it chooses these experts: their weights add up to 1."""
+    logits_LE = hidden_LD.reshape(len(experts_LK), -1) @ gate.weight.t()
+    weights_LK = torch.softmax(logits_LE, -1).gather(1, experts_LK)
+    return logits_LE, weights_LK / weights_LK.sum(-1, keepdim=True), experts_LK
+
+
+@contextmanager
+def replayed(model: transformers.PreTrainedModel, sequence: Sequence) -> Iterator[None]:
+    """The model with the experts of the sequence, if it brings any."""
+    with ExitStack() as stack:
+        if sequence.routed_experts is not None:
+            gates = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
+            experts = torch.from_numpy(sequence.routed_experts).long().unbind(1)
+            for gate, experts_LK in zip(gates, experts, strict=True):
+                stack.enter_context(mock.patch.object(gate, "forward", partial(_forced_router, gate, experts_LK)))
+        yield
+
+
+def logits_of(model: transformers.PreTrainedModel, sequence: Sequence) -> Tensor:
+    """[L, V]."""
+    with replayed(model, sequence):
+        return model(sequence.token_ids[None, :-1]).logits[0]
 
 
 def num_learnt(sequences: list[Sequence]) -> int:
@@ -81,7 +120,7 @@ def _statistics(logits: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor
 def train(model: transformers.PreTrainedModel, sequences: list[Sequence], objective: Objective) -> Reference:
     """Train ``model`` on every sequence by itself, so without any padding or packing."""
     with torch.no_grad():
-        logits = [model(s.token_ids[None, :-1]).logits[0] for s in sequences]
+        logits = [logits_of(model, s) for s in sequences]
         pairs = [_statistics(x, s.token_ids, objective.temperature) for x, s in zip(logits, sequences, strict=True)]
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
@@ -95,7 +134,7 @@ def train(model: transformers.PreTrainedModel, sequences: list[Sequence], object
         adamw.zero_grad()
         loss = 0.0
         for s in sequences:
-            logprobs, entropy = _statistics(model(s.token_ids[None, :-1]).logits[0], s.token_ids, objective.temperature)
+            logprobs, entropy = _statistics(logits_of(model, s), s.token_ids, objective.temperature)
             part = objective(logprobs, entropy, s.advantages, s.loss_mask, num_tokens)
             part.backward()
             loss += part.item()

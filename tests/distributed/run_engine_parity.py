@@ -34,7 +34,7 @@ from tests.distributed.engine_support import (
     run_config,
     total_loss,
 )
-from tests.distributed.layouts import Case
+from tests.distributed.layouts import MIXTURE, Case
 from tests.distributed.parity_reference import NUM_STEPS, OBJECTIVES, Reference, make_sequences, train
 
 
@@ -54,7 +54,8 @@ class Errors:
 
 
 def sequences_of(family: str, objective: str) -> list[Sequence]:
-    return make_sequences(OBJECTIVES[objective], tiny_models.vocab_size(family))
+    experts = tiny_models.experts(family) if family in MIXTURE and objective == "rl" else None
+    return make_sequences(OBJECTIVES[objective], tiny_models.vocab_size(family), experts)
 
 
 def save_references(families: list[str], directory: Path) -> None:
@@ -112,6 +113,7 @@ def compare_logits(
         return  # the log-probabilities of all stages are compared
     with torch.no_grad():
         own = local_input(m, parallel_state.get_context_parallel_group(), layout.tensor)
+        own.packing.routing = engine.policy.routing_of(m, own)
         (model,) = engine.policy.chunks
         local = model(own.token_ids, own.position_ids, None, packed_seq_params=own.packing)
         local = tensor_parallel.gather_from_tensor_model_parallel_region(local)[0]

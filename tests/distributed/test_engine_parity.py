@@ -1,7 +1,8 @@
 """The Megatron engine equals transformers: a layout is one line of ``CASES``, a launch takes one number of ranks.
 
-Compared in float32 for every family, once with the supervised loss and once with advantages, an entropy bonus and a
-temperature; the gradient of every element counts, at data-parallel layouts too.
+Compared in float32 for every family, once with the supervised loss and once with advantages, an entropy bonus, a
+temperature and, for mixtures of experts, random experts that are replayed; the gradient of every element counts, at
+data-parallel layouts too.
 """
 
 from __future__ import annotations

@@ -15,6 +15,12 @@ def vocab_size(family: str) -> int:
     return size
 
 
+def experts(family: str, num_layers: int = 4) -> tuple[int, int, int]:
+    """Layers with experts, experts of a layer, experts of a token."""
+    keys = TRAINER.keys(family)
+    return num_layers, keys["num_experts"], keys["num_experts_per_tok"]
+
+
 def make(family: str, num_layers: int = 4, seed: int = 0) -> transformers.PreTrainedModel:
     """A float32 model, the same for the same arguments in every process."""
     torch.manual_seed(seed)

@@ -55,6 +55,26 @@ def test_nine_bytes_a_token_of_arrays_that_cannot_be_changed() -> None:
             getattr(trajectory, name)[0] = 1
 
 
+def routed(dtype: Any = np.uint8, num_tokens: int = 3) -> Trajectory:
+    experts = np.arange(num_tokens * 4, dtype=dtype).reshape(num_tokens, 2, 2)
+    return Trajectory.single_turn(QUESTION, 0, [9, 2], [-0.7, -0.1], "b", "stop", 5, experts)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_experts_of_all_tokens_but_the_last(dtype: Any) -> None:
+    trajectory = routed(dtype)
+    copy = pickle.loads(pickle.dumps(trajectory))
+    assert copy == trajectory and copy.routed_experts.dtype == dtype
+    for one in (trajectory, copy):
+        with pytest.raises(ValueError, match="read-only"):
+            one.routed_experts[0] = 1
+    assert trajectory != single() and single() != trajectory
+    with pytest.raises(AssertionError, match="experts of 4 tokens, and 3 were inputs"):
+        routed(dtype, num_tokens=4)
+    with pytest.raises(AssertionError, match="int64"):
+        routed(np.int64)
+
+
 @pytest.mark.parametrize("protocol", [4, pickle.HIGHEST_PROTOCOL])
 def test_a_pickle_keeps_everything_and_the_protection(protocol: int) -> None:
     buffers: list[Any] = []  # out of band, as Ray passes arrays: they would keep its shared memory occupied
@@ -78,6 +98,7 @@ def test_equal_if_all_fields_are() -> None:
         {"turns": (Turn(PROMPT, 0, 2), Turn(ASSISTANT, 2, 3), Turn(ASSISTANT, 3, 4))},
         {"text": "c"},
         {"finish_reason": "length"},
+        {"routed_experts": np.zeros((3, 1, 1), np.uint8)},
     ]
     assert {name for changes in others for name in changes} == {field.name for field in dataclasses.fields(Trajectory)}
     assert all(dataclasses.replace(single(), **changes) != single() for changes in others)

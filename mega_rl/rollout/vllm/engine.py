@@ -14,11 +14,14 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
 from mega_rl.config.schema import RolloutConfig
 from mega_rl.errors import InputError
+from mega_rl.models.mixture import Mixture
 from mega_rl.models.shape import read_model_shape
 from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.collectives import broadcast_object
@@ -33,7 +36,7 @@ from mega_rl.rollout.vllm.environment import (
     set_environment,
 )
 from mega_rl.rollout.vllm.options import engine_arguments
-from mega_rl.rollout.vllm.versions import transposed_weight
+from mega_rl.rollout.vllm.versions import leave_routing_to_first_rank, transposed_weight
 from mega_rl.types import Trajectory
 
 
@@ -70,6 +73,11 @@ class VLLMEngine:
         self._loaded: set[str] | None = None  # names loaded by the update under way; None outside of one
         self._llm = _construct(str(model_path), rollout, max_model_len, device_type, dtype)
         self._names = frozenset(self._call("receiver_parameters"))
+        self._mixture = _mixture_to_replay(model_path, rollout)
+        if self._mixture is not None and device_type == "cpu":
+            self._call("receiver_capture_routing")
+        elif self._mixture is not None:
+            leave_routing_to_first_rank(self._llm)
         self._can_sleep = bool(self._llm.llm_engine.vllm_config.model_config.enable_sleep_mode)
 
     @property
@@ -115,10 +123,25 @@ class VLLMEngine:
             outputs = self._llm.llm_engine.step()
         HEART.mark()
         finished = {int(output.request_id): output for output in outputs if output.finished}
-        return [
-            (number, trajectory_of_output(self._under_way.pop(number), finished[number], self._version))
-            for number in sorted(finished)
-        ]
+        return [(number, self._trajectory(number, finished[number])) for number in sorted(finished)]
+
+    def _trajectory(self, number: int, output: Any) -> Trajectory:
+        request = self._under_way.pop(number)
+        experts = self._routed_experts(number, request, output) if request.with_routing else None
+        return trajectory_of_output(request, output, self._version, experts)
+
+    def _routed_experts(
+        self, number: int, request: Request, output: Any
+    ) -> npt.NDArray[np.unsignedinteger[Any]] | None:
+        """[tokens but the last, M, K] as ``Trajectory`` has them; None on a rank that is not the engine's first."""
+        assert self._mixture is not None, "routing of an engine that was not started for it"
+        (answer,) = output.outputs
+        dtype = np.uint8 if self._mixture.expert_bytes == 1 else np.uint16
+        if self._device_type == "cpu":
+            num_tokens = len(request.prompt.token_ids) + len(answer.token_ids) - 1
+            return self._call("receiver_routed_experts", str(number), num_tokens).astype(dtype)
+        routed = answer.routed_experts  # of all layers, those without experts too
+        return None if routed is None else routed[:, sorted(self._mixture.layers)].astype(dtype)
 
     def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
         """As ``temperature_probe.Probed``, of this one engine; its ranks make the same calls."""
@@ -249,6 +272,11 @@ def _probe_params(temperature: float, num_logprobs: int) -> Any:
         ignore_eos=True,
         logprobs=num_logprobs,
     )
+
+
+def _mixture_to_replay(model_path: str | Path, rollout: RolloutConfig) -> Mixture | None:
+    """The experts whose choice trajectories may bring; None if the configuration does not ask for it."""
+    return read_model_shape(model_path).mixture if rollout.routing_replay == "rollout" else None
 
 
 def _construct(model_path: str, rollout: RolloutConfig, max_model_len: int, device_type: str, dtype: str) -> Any:

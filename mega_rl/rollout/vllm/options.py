@@ -17,6 +17,7 @@ from mega_rl.rollout.temperature_probe import NUM_LOGPROBS
 WORKER_EXTENSION = "mega_rl.rollout.vllm.worker_extension.WeightReceiver"
 OPTIONS = "additional_config"  # vLLM's name of what it passes to the plug-in of a platform
 TRANSFER_BACKEND = "mega_rl"  # our name at vLLM's weight-transfer extension point
+ROUTING = "enable_return_routed_experts"  # answers bring the experts of their tokens
 
 # Engine arguments that follow from the rest of the configuration -> the key to set instead; "" if there is none.
 _OWNED = {
@@ -35,6 +36,7 @@ _OWNED = {
     "worker_cls": "",
     "worker_extension_cls": "",
     "weight_transfer_config": "",
+    ROUTING: "rollout.routing_replay",
 }
 _OWNED_ON_CPU = {"kv_cache_memory_bytes": "rollout.kv_cache_bytes", "enable_sleep_mode": ""}
 
@@ -156,6 +158,13 @@ def engine_arguments(
         arguments["weight_transfer_config"] = {"backend": TRANSFER_BACKEND}
     if external:
         arguments["distributed_executor_backend"] = "external_launcher"
+    if rollout.routing_replay == "rollout" and not on_cpu:  # on a CPU we capture them ourselves
+        if ROUTING not in known:
+            raise InputError(
+                "rollout.routing_replay is 'rollout', but the installed vLLM does not return the experts of its "
+                f"answers (it has no {ROUTING}): set it to recompute or off."
+            )
+        arguments[ROUTING] = True
     return arguments | {
         "model": model_path,
         "dtype": rollout.dtype or dtype,

@@ -20,6 +20,7 @@ from torch import Tensor
 from mega_rl.rollout.receiver import Receiver
 
 EXPERT_WEIGHTS = ("w13_weight", "w2_weight")
+CAPTURE = "mega_rl_capture"  # of a module of experts on a CPU: is told which experts [T, K] take the tokens
 
 
 def parameter_name(name: str) -> str:
@@ -101,7 +102,7 @@ def plain_cpu_experts() -> Iterator[None]:
 
 
 def _keep_experts(experts: Any, layer: Any) -> None:
-    experts.apply = _apply_experts
+    experts.apply = partial(_apply_experts, layer)
 
 
 def _keep_experts_023(experts: Any, layer: Any) -> None:
@@ -118,11 +119,12 @@ def _apply_experts_023(
     weights_inputs: bool,
 ) -> Tensor:
     output, weights = torch.empty_like(hidden_states), (layer.w13_weight, layer.w2_weight)
-    _apply_experts(output, hidden_states, *weights, topk_weights, topk_ids, weights_inputs)
+    _apply_experts(layer, output, hidden_states, *weights, topk_weights, topk_ids, weights_inputs)
     return output
 
 
 def _apply_experts(
+    layer: Any,
     output: Tensor,
     hidden_states: Tensor,
     w1: Tensor,
@@ -134,12 +136,27 @@ def _apply_experts(
 ) -> None:
     """0.32's ``apply`` on plain weights: w1 [E, gate and up rows, D], w2 [E, D, rows]; ids and weights [T, K]."""
     assert not apply_router_weight_on_input, "no supported family weights the experts' inputs"
+    if (capture := getattr(layer, CAPTURE, None)) is not None:
+        capture(topk_ids.clone())
     output.zero_()
     for expert in topk_ids.unique().tolist():
         tokens, places = torch.where(topk_ids == expert)
         gate, up = F.linear(hidden_states[tokens], w1[expert]).chunk(2, dim=-1)
         result = F.linear(F.silu(gate) * up, w2[expert])
         output.index_add_(0, tokens, result * topk_weights[tokens, places, None].to(result.dtype))
+
+
+def leave_routing_to_first_rank(llm: Any) -> None:
+    """Let an engine of several ranks return the experts of its tokens on its first rank only.
+
+    In 0.32 the workers of the other ranks return none, but in processes that a launcher started each rank has a
+    scheduler of its own, which expects them. Earlier schedulers have no such connector, and every rank returns them.
+    """
+    from vllm.distributed.parallel_state import get_tp_group
+
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    if not get_tp_group().is_first_rank and hasattr(scheduler, "aux_output_connector"):
+        scheduler.aux_output_connector = None
 
 
 def transposed_weight(names: Iterable[str], device_type: str) -> str | None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from mega_rl.rollout.vllm.cpu_routing import RoutingCapture
 from mega_rl.rollout.vllm.versions import live_parameters, parameter_name, undo_wake_up
 
 
@@ -17,6 +20,7 @@ class WeightReceiver:
 
     model_runner: Any
     device: torch.device
+    receiver_routing: RoutingCapture
 
     def receiver_parameters(self) -> dict[str, torch.Tensor]:
         """``live_parameters`` of this rank."""
@@ -29,6 +33,14 @@ class WeightReceiver:
             undo_wake_up(model)
         with self.device:
             initialize_layerwise_reload(model)
+
+    def receiver_capture_routing(self) -> None:
+        """Keep the experts of all tokens from here on (CPU only)."""
+        self.receiver_routing = RoutingCapture(self.model_runner)
+
+    def receiver_routed_experts(self, request: str, num_tokens: int) -> npt.NDArray[np.uint16]:
+        """``RoutingCapture.of`` this rank."""
+        return self.receiver_routing.of(request, num_tokens)
 
     @torch.no_grad()
     def receiver_load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:

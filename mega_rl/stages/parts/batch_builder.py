@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -86,6 +86,7 @@ class BatchBuilder:
                 seed=config.trainer.seed,
                 max_tokens=config.data.max_response_length,
                 temperature=config.rollout.temperature,
+                with_routing=config.rollout.routing_replay == "rollout",
             )
 
         store = self._rendezvous.store
@@ -142,6 +143,12 @@ class BatchBuilder:
         """Go on where ``state`` was taken; raises InputError if it belongs to other data."""
         self._stream.load_state_dict(state["stream"])
         self._carried = [to_group(rows) for rows in state["carried"]]
+        if self._config.rollout.routing_replay != "rollout":  # the run that saved them may have replayed
+            self._carried = [_without_routing(group) for group in self._carried]
+
+
+def _without_routing(group: PromptGroup) -> PromptGroup:
+    return replace(group, trajectories=tuple(replace(t, routed_experts=None) for t in group.trajectories))
 
 
 class _BusyTime:

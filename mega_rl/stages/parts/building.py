@@ -120,7 +120,7 @@ def engine_and_sync(session: Session, actor: MegatronEngine, noise: AqnNoise) ->
     config = session.config
     if config.rollout.replay is not None:
         session.say(f"rollout.replay: responses come from {config.rollout.replay}, there is no engine to validate with")
-        records = ReplayEngine(Path(config.rollout.replay))
+        records = ReplayEngine(Path(config.rollout.replay), session.shape.mixture)
         return records, RecordedSync(records, noise)
     dtype, weight_update = DTYPES[config.rollout.dtype or config.model.dtype], config.rollout.weight_update
     weights = Weights(session.shape, dtype, config.bridge.bucket_bytes, session.device)

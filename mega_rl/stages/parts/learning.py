@@ -56,7 +56,7 @@ class Learner:
     """Changes the actor's weights by scored samples.
 
     Args:
-        config: only ``algorithm``, ``aqn`` and ``data.max_response_length`` are read.
+        config: only ``algorithm``, ``aqn``, ``rollout.routing_replay`` and ``data.max_response_length`` are read.
         share: this rank's share of every minibatch.
         timers: time the phases.
         say: tells the user.
@@ -76,6 +76,7 @@ class Learner:
         objective: PolicyObjective,
     ) -> None:
         self._algorithm, self._aqn = config.algorithm, config.aqn
+        self._records_experts = config.rollout.routing_replay == "recompute"
         self._max_response_tokens = config.data.max_response_length
         self._share, self._timers, self._say = share, timers, say
         self._actor, self._reference, self._objective = actor, reference, objective
@@ -153,8 +154,9 @@ class Learner:
         is_noisy = self._aqn.enabled and self._aqn.old_logprobs == "recompute_noisy"
         if self._algorithm.minibatches_per_step == 1 and not is_noisy and not self._is_kl_in_reward:
             return microbatches  # on-policy: the update's own forward pass gives them, detached
-        stats = self._actor.token_stats(microbatches)
-        return [m.replace(old_logprobs=s.logprobs) for m, s in zip(microbatches, stats, strict=True)]
+        stats = self._actor.token_stats(microbatches, self._records_experts)
+        pairs = zip(microbatches, stats, strict=True)
+        return [m.replace(old_logprobs=s.logprobs, own_experts=s.own_experts) for m, s in pairs]
 
     @property
     def _is_kl_in_reward(self) -> bool:

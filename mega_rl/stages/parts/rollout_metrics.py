@@ -30,15 +30,21 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         return {}
     lengths = [sample.trajectory.num_sampled for sample in samples]
     logprobs = [logprob for sample in samples for logprob in sample.trajectory.sampled_logprobs.tolist()]
-    return _reward_metrics(samples) | {
-        "response_length/mean": sum(lengths) / len(lengths),
-        "response_length/max": float(max(lengths)),
-        "response_length/min": float(min(lengths)),
-        "response_length/clip_fraction": sum(s.trajectory.finish_reason == "length" for s in samples) / len(samples),
-        "prompt_length/mean": sum(len(s.trajectory.prompt.token_ids) for s in samples) / len(samples),
-        # -log p of the sampled tokens estimates the entropy of the policy that sampled them
-        "rollout/entropy": -sum(logprobs) / max(1, len(logprobs)),
-    }
+    routed = [t.routed_experts.nbytes for s in samples if (t := s.trajectory).routed_experts is not None]
+    return (
+        _reward_metrics(samples)
+        | ({"rollout/routing_bytes": float(sum(routed))} if routed else {})
+        | {
+            "response_length/mean": sum(lengths) / len(lengths),
+            "response_length/max": float(max(lengths)),
+            "response_length/min": float(min(lengths)),
+            "response_length/clip_fraction": sum(s.trajectory.finish_reason == "length" for s in samples)
+            / len(samples),
+            "prompt_length/mean": sum(len(s.trajectory.prompt.token_ids) for s in samples) / len(samples),
+            # -log p of the sampled tokens estimates the entropy of the policy that sampled them
+            "rollout/entropy": -sum(logprobs) / max(1, len(logprobs)),
+        }
+    )
 
 
 def _reward_metrics(samples: Sequence[Sample]) -> dict[str, float]:

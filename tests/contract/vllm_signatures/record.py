@@ -18,7 +18,7 @@ from typing import Any
 from mega_rl.config.schema import RolloutConfig
 from mega_rl.platform.ascend.environment import NZ
 from mega_rl.rollout.vllm import environment
-from mega_rl.rollout.vllm.options import engine_arguments, option_names
+from mega_rl.rollout.vllm.options import ROUTING, engine_arguments, option_names
 from tests.contract.vllm_signatures.uses import ROLLOUT, WORKER, uses
 from tests.contract.vllm_signatures.wheel import Package
 
@@ -42,12 +42,12 @@ def said() -> dict[str, Any]:
     for device_type in ("npu", "cpu", "other"):
         for placement in ("colocated", "separate"):
             arguments = engine_arguments(
-                RolloutConfig(placement=placement),
+                RolloutConfig(placement=placement, routing_replay="rollout"),
                 model_path="model",
                 dtype="float32",
                 max_model_len=1,
                 device_type=device_type,
-                known=("enforce_eager", "disable_log_stats", "use_tqdm_on_load", "enable_sleep_mode"),
+                known=("enforce_eager", "disable_log_stats", "use_tqdm_on_load", "enable_sleep_mode", ROUTING),
                 external=True,
             )
             found = arguments | found

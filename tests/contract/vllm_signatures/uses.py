@@ -19,10 +19,14 @@ INSTANCES = {
     ("vllm/engine.py", "self._llm.llm_engine"): "vllm.v1.engine.llm_engine.LLMEngine",
     ("vllm/receiving_engine.py", "self._llm"): "vllm.LLM",
     ("vllm/engine.py", "output"): _OUTPUT,
+    ("vllm/engine.py", "answer"): _ANSWER,
     ("requests.py", "output"): _OUTPUT,
     ("requests.py", "answer"): _ANSWER,
     ("requests.py", "row[token]"): "vllm.logprobs.Logprob",
     ("vllm/worker_extension.py", "self.model_runner"): f"{WORKER}.model_runner",
+    ("vllm/cpu_routing.py", "runner"): f"{WORKER}.model_runner",
+    ("vllm/cpu_routing.py", "self._runner"): f"{WORKER}.model_runner",
+    ("vllm/cpu_routing.py", "self._cache"): "vllm.config.cache.CacheConfig",
     ("vllm/worker_extension.py", "self.device"): f"{WORKER}.device",
 }
 OTHERS = (f"{WORKER}.device", f"{WORKER}.model_runner.get_model()")  # torch's: what they have is not vLLM's to say

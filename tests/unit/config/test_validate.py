@@ -536,6 +536,27 @@ def test_recomputed_noise_needs_a_trainer_that_can_hold_it(config):
     assert "aqn.old_logprobs" in line and "rollout.simulated_quantization" in line
 
 
+def test_replayed_experts_need_their_source(config):
+    with_model(config, **EXPERTS)
+    config.rollout.routing_replay = "rollout"
+    assert problems(config) == []
+    config.rollout.vllm = {"enable_prefix_caching": False}
+    (line,) = problems(config)
+    assert "rollout.routing_replay" in line and "rollout.vllm.enable_prefix_caching" in line
+    config.rollout.routing_replay = "recompute"
+    assert problems(config) == []
+    config.aqn.enabled, config.aqn.old_logprobs = True, "rollout"
+    (line,) = problems(config)
+    assert "rollout.routing_replay" in line and "aqn.old_logprobs" in line
+
+
+@pytest.mark.parametrize("mode", ["rollout", "recompute"])
+def test_a_dense_model_has_no_experts_to_replay(config, mode):
+    config.rollout.routing_replay = mode
+    (line,) = problems(config)
+    assert line.startswith(f"rollout.routing_replay is '{mode}'") and "has no experts" in line
+
+
 @pytest.mark.parametrize("verify", ["sample", "all"])
 def test_verifying_needs_live_weights(config, verify):
     config.bridge.verify = verify

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -49,6 +52,21 @@ def test_of_several_turns_only_the_sampled_tokens_are_learnt_from(spans: tuple[S
     assert packed.rollout_logprobs.equal(expected)
     dtypes = [t.dtype for t in (packed.token_ids, packed.loss_mask, packed.advantages, packed.rollout_logprobs)]
     assert dtypes == [torch.int64, torch.float32, torch.float32, torch.float32]
+
+
+def test_experts_lie_beside_their_tokens_and_are_minus_one_where_they_are_not_known() -> None:
+    given, unknown = sample_of([1, 2], [3, 4], 1.0), sample_of([5], [6, 7], 1.0)
+    experts = np.arange(6, dtype=np.uint8).reshape(3, 1, 2) + 250  # of the first sample
+    sequences = [
+        sequence_from_sample(dataclasses.replace(s, trajectory=dataclasses.replace(s.trajectory, routed_experts=e)))
+        for s, e in ((given, experts), (unknown, None))
+    ]
+    packed = pack(sequences, [1, 0], 4, PAD)
+    assert packed.routed_experts is not None and packed.routed_experts.dtype == torch.int16
+    assert (
+        packed.routed_experts[:, 0].tolist() == [[-1, -1]] * 2 + [[250, 251], [252, 253], [254, 255]] + [[-1, -1]] * 3
+    )
+    assert pack(sequences, [1], 4, PAD).routed_experts is None
 
 
 @st.composite

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from mega_rl.errors import InputError
+from mega_rl.models.mixture import Mixture
 from mega_rl.rollout.collect import PromptGroup
 from mega_rl.rollout.records import read_step, to_group, to_rows, write_step
 from mega_rl.rollout.replay import ReplayEngine
@@ -78,7 +82,7 @@ def test_only_the_newest_files_stay(tmp_path: Path) -> None:
 def test_replay_answers_what_was_recorded(tmp_path: Path) -> None:
     older = group(version=2, text="old")  # carried over from an earlier step: not sampled in this one
     write_step(tmp_path, 4, to_rows(older) + to_rows(group(version=3)), -1)
-    engine = ReplayEngine(tmp_path)
+    engine = ReplayEngine(tmp_path, None)
     engine.turn_to(3)
     requests = make_requests([PROMPT], n=2, step=3, seed=0, max_tokens=4, temperature=1.0)
     assert tuple(engine.generate(requests)) == group(version=3).trajectories
@@ -90,9 +94,55 @@ def test_replay_answers_what_was_recorded(tmp_path: Path) -> None:
         engine.check(make_requests([changed], n=1, step=3, seed=0, max_tokens=4, temperature=1.0))
 
 
+def routed_group(experts: npt.NDArray[Any]) -> PromptGroup:
+    plain = group()
+    trajectories = tuple(dataclasses.replace(t, routed_experts=experts) for t in plain.trajectories)
+    return dataclasses.replace(plain, trajectories=trajectories)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_experts_survive_a_file_exactly(tmp_path: Path, dtype: Any) -> None:
+    recorded = routed_group(np.arange(24, dtype=dtype).reshape(4, 2, 3) * 10)
+    back = to_group(read_step(write_step(tmp_path, 1, to_rows(recorded), -1).parent, 1))
+    assert back == recorded and back.trajectories[0].routed_experts.dtype == dtype  # type: ignore[union-attr]
+    assert "routed_experts" not in to_rows(group())[0]
+
+
+MIXTURE = Mixture(frozenset({0, 2}), num_experts=4, experts_per_token=2, ffn_size=1, normalize_weights=True)
+ROUTED = np.array([[[0, 1], [3, 2]]] * 4, np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("experts", "mixture", "fault"),
+    [
+        (ROUTED, MIXTURE, None),
+        (None, MIXTURE, "has no experts of sample 0 of prompt 7 at step 1"),
+        (ROUTED, None, "another model's experts"),
+        (ROUTED[:, :1], MIXTURE, "another model's experts"),
+        (ROUTED + np.uint8(1), MIXTURE, "another model's experts"),  # there is no expert 4
+        (ROUTED * np.uint8(0), MIXTURE, "another model's experts"),  # the same one twice
+    ],
+)
+def test_replay_answers_with_the_experts_that_were_recorded(
+    tmp_path: Path, experts: npt.NDArray[Any] | None, mixture: Mixture | None, fault: str | None
+) -> None:
+    recorded = group() if experts is None else routed_group(experts)
+    write_step(tmp_path, 1, to_rows(recorded), -1)
+    engine = ReplayEngine(tmp_path, mixture)
+    engine.turn_to(0)
+    keys: dict[str, Any] = {"n": 2, "step": 0, "seed": 0, "max_tokens": 4, "temperature": 1.0}
+    assert tuple(engine.generate(make_requests([PROMPT], **keys))) == group().trajectories  # not asked for
+    requests = make_requests([PROMPT], **keys, with_routing=True)
+    if fault is None:
+        assert tuple(engine.generate(requests)) == recorded.trajectories
+        return
+    with pytest.raises(InputError, match=f"{fault}.*rollout.routing_replay"):
+        engine.check(requests)
+
+
 def test_bad_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="has no step_000001.jsonl"):
-        ReplayEngine(tmp_path).turn_to(0)
+        ReplayEngine(tmp_path, None).turn_to(0)
     path = write_step(tmp_path, 1, to_rows(group()), -1)
     path.write_text(path.read_text() + '{"cut": ', encoding="utf-8")
     with pytest.raises(InputError, match=r"step_000001.jsonl:3 is not a recorded rollout"):
@@ -100,7 +150,17 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"logprobs": [-0.5]}, {"token_ids": [5, 2**40]}, {"loss_mask": [0, 1], "spans": [], "turns": []}]
+    "changes",
+    [
+        {"logprobs": [-0.5]},
+        {"token_ids": [5, 2**40]},
+        {"loss_mask": [0, 1], "spans": [], "turns": []},
+        {"routed_experts": {"dtype": "uint8", "shape": [4, 2, 3], "data": "AAAA"}},
+        {"routed_experts": {"dtype": "uint8", "shape": [3, 1, 1], "data": "AAAA"}},  # of too few tokens
+        {"routed_experts": {"dtype": "object", "shape": [4, 1, 1], "data": "AAAAAA=="}},
+        {"routed_experts": {"dtype": "uint8", "shape": [4, 1, 1], "data": "!"}},
+        {"routed_experts": None},
+    ],
 )
 def test_a_row_that_contradicts_itself_is_named(tmp_path: Path, changes: dict[str, Any]) -> None:
     write_step(tmp_path, 1, [{**row, **changes} for row in to_rows(group())], -1)

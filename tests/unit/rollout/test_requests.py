@@ -6,6 +6,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from mega_rl.rollout.engine import Request
@@ -53,6 +54,15 @@ def test_trajectory() -> None:
     assert (trajectory.prompt.index, trajectory.sample_index, trajectory.spans) == (3, 2, (Span(3, 6),))
     assert trajectory.token_ids.tolist() == [1, 2, 3, 5, 7] and trajectory.logprobs.tolist() == [0, 0, 0, -0.5, -1.25]
     assert (trajectory.text, trajectory.finish_reason) == ("ab", "stop")
+
+
+def test_the_experts_of_all_tokens_but_the_last() -> None:
+    request = Request(prompt(3), 2, 0, 8, with_routing=True)
+    experts = np.zeros((4, 2, 2), np.uint8)
+    trajectory = trajectory_of_output(request, answer(), 6, experts)
+    assert trajectory.routed_experts is experts
+    with pytest.raises(RuntimeError, match="the experts of 5 tokens of prompt 3, sample 2, which had 4 as inputs"):
+        trajectory_of_output(request, answer(), 6, np.zeros((5, 2, 2), np.uint8))
 
 
 @pytest.mark.parametrize("changes", [{"finish_reason": "abort"}, {"finish_reason": None}])

@@ -41,8 +41,9 @@ class Actor:
         self.stepper = SimpleNamespace(skipped=SimpleNamespace(total=0, in_a_row=0))
         self.policy = None
 
-    def token_stats(self, microbatches: Sequence[Microbatch]) -> list[TokenStats]:
-        return [TokenStats(logprobs_of(m, 0.0) + self.off, torch.ones(m.num_tokens)) for m in microbatches]
+    def token_stats(self, microbatches: Sequence[Microbatch], record_experts: bool = False) -> list[TokenStats]:
+        experts = {0: torch.zeros(1, 1)} if record_experts else None
+        return [TokenStats(logprobs_of(m, 0.0) + self.off, torch.ones(m.num_tokens), experts) for m in microbatches]
 
     def forward_backward(self, microbatches: list[Microbatch], loss_function: Any) -> list[Figures]:
         self.batches.append(microbatches)
@@ -142,6 +143,14 @@ def test_the_kl_in_the_reward_and_whitening_by_numpy(world: Learning) -> None:
     got = learnt([m.advantages for m in batches], batches)
     assert sorted(got) == pytest.approx(sorted(whitened.tolist()), rel=1e-4)
     assert numpy.mean(got) == pytest.approx(0.0, abs=1e-6) and numpy.std(got, ddof=1) == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["rollout", "recompute", "off"])
+def test_the_update_replays_the_experts_of_the_pass_before_it(world: Learning, mode: Any) -> None:
+    world.config.rollout.routing_replay, world.config.algorithm.minibatches_per_step = mode, 2
+    actor = Actor()
+    world.run(actor)
+    assert {m.own_experts is not None for batch in actor.batches for m in batch} == {mode == "recompute"}
 
 
 def test_a_step_without_a_known_reward_learns_nothing_and_says_so(world: Learning) -> None:

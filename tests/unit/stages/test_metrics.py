@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from mega_rl.bridge.outgoing.noise import AqnNoise
@@ -34,6 +36,14 @@ def test_sample_metrics_by_hand() -> None:
     assert metrics["response_length/mean"] == 2.5 and metrics["response_length/clip_fraction"] == 0.25
     assert metrics["rollout/entropy"] == pytest.approx(0.5)
     assert "reward/a" not in metrics
+
+
+def test_the_bytes_of_experts_are_shown_if_there_are_any() -> None:
+    plain = sample(0, 1.0)
+    experts = np.zeros((4, 3, 2), np.uint8)
+    routed = replace(plain, trajectory=replace(plain.trajectory, routed_experts=experts))
+    assert rollout_metrics.sample_metrics([plain, routed, routed])["rollout/routing_bytes"] == 2 * 4 * 3 * 2
+    assert "rollout/routing_bytes" not in rollout_metrics.sample_metrics([plain])
 
 
 def test_the_parts_of_a_sum_of_rewards_are_shown() -> None:

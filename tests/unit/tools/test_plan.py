@@ -133,6 +133,18 @@ def test_an_engine_that_stays_awake_is_there_in_training(models: Path, capsys: p
     assert items(rollout).keys() >= {"engine", "weights", "gradients", "optimizer"}
 
 
+def test_replayed_experts_are_held_by_the_host(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe, model = "gspo_math_qwen3_30b_a3b.yaml", "Qwen3-30B-A3B"
+    sizes = ("data.train_batch_size=4", "rollout.n=2", "data.max_prompt_length=100", "data.max_response_length=901")
+    found = []
+    for mode in ("rollout", "off"):
+        _, figures, _ = plan(capsys, models, recipe, model, 16, *sizes, f"rollout.routing_replay={mode}")
+        found.append({item["name"]: item["num_bytes"] for item in figures["ranks"][0]["host"]})
+    share = figures["layout"]["data"]
+    assert found[0].pop("experts of the tokens") == 8 * 1000 * 48 * 8 + 8 * 1000 // share * 48 * 8 * 2
+    assert found[0] == found[1]
+
+
 def test_experts_on_ascend_are_reloaded(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe, model = "gspo_math_qwen3_30b_a3b.yaml", "Qwen3-30B-A3B"
     received = {}
