@@ -30,7 +30,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,13 @@ class Outcome:
         def shown(value: Any) -> Any:
             return "" if value is None else round(value, 1) if isinstance(value, float) else value
 
-        return [self.name, self.outcome, *map(shown, (self.seconds, self.gone_s, self.steps_lost)), self.left, self.equal]
+        return [
+            self.name,
+            self.outcome,
+            *map(shown, (self.seconds, self.gone_s, self.steps_lost)),
+            self.left,
+            self.equal,
+        ]
 
 
 def faults() -> list[Fault]:
@@ -134,8 +140,11 @@ class Place:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.world = conftest.write_world(_made(root / "world"))
         self._number = 0
+
+    @cached_property
+    def world(self) -> training.TinyWorld:
+        return conftest.write_world(_made(self.root / "world"))
 
     def command(self, stage: str, output_dir: Path, *settings: str) -> list[str]:
         config = str(getattr(self.world, stage))
@@ -356,7 +365,11 @@ def run(arguments: argparse.Namespace, root: Path) -> None:
         except AssertionError as error:
             outcome = Outcome(name, "FAILED", said=str(error).splitlines()[-20:])
         outcomes.append(outcome)
-        print(f"{time.monotonic() - begin:6.1f} s, {outcome.row()} {outcome.entries} {outcome.said}", file=sys.stderr, flush=True)
+        print(
+            f"{time.monotonic() - begin:6.1f} s, {outcome.row()} {outcome.entries} {outcome.said}",
+            file=sys.stderr,
+            flush=True,
+        )
     header = ["fault", "outcome", "seconds", "all gone", "steps lost", "left", "equal"]
     text = table(header, [outcome.row() for outcome in outcomes])
     text += f"\n\nLoad of the machine: {load:.0f} before, {os.getloadavg()[0]:.0f} after."

@@ -96,7 +96,10 @@ def main() -> None:
         launched = run(command, timeout=6 * 3600, env={OUTPUT: scratch}).check()
         found = {path.stem: figures(path) for path in sorted(root.glob("rank*.jsonl"))}
     names = ("rss_mib", "growth_percent", "files", "threads", "objects")
-    rows = [[name, *(f"{f[0]} -> {f[1]}" if isinstance(f := row[n], list) else f for n in names)] for name, row in found.items()]
+    rows = [
+        [name, *(f"{f[0]} -> {f[1]}" if isinstance(f := row[n], list) else f for n in names)]
+        for name, row in found.items()
+    ]
     header = ["process", "resident MiB", "growth %", "open files", "threads", "objects"]
     title = f"{options.steps} steps of {options.stage}, {launched.seconds:.0f} s"
     publish(title, table(header, rows), "cpu", {"ranks": found}, options.json)
