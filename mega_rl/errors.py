@@ -1,4 +1,7 @@
-"""The error that a user can fix; it stands alone so that no reader of a configuration has to import torch."""
+"""The error that a user can fix, and the end that a user asked for.
+
+They stand alone so that no reader of a configuration has to import torch.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,10 @@ MAX_LISTED = 100  # problems in one error
 
 class InputError(ValueError):
     """Something that a user can fix: one sentence that names the field or the file, and what to do."""
+
+
+class Stopped(Exception):
+    """The run ends before its last step, because it was asked to; the checkpoint of the last finished one is there."""
 
 
 def input_error(where: str, problems: Sequence[str]) -> InputError:

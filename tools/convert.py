@@ -33,7 +33,7 @@ from mega_rl import platform
 from mega_rl.bridge.files.assembly import Assembly, FileImage, literal_file
 from mega_rl.bridge.files.copy import Advance, Transform, copy_tensors, digests
 from mega_rl.bridge.files.huggingface import HFReader, metadata_files, plan_huggingface
-from mega_rl.bridge.files.manifest import MANIFEST, PROGRESS, WEIGHTS, damage, manifest, model_record
+from mega_rl.bridge.files.manifest import MANIFEST, PROGRESS, WEIGHTS, damage, manifest, model_record, written
 from mega_rl.bridge.files.progress import read_progress
 from mega_rl.bridge.files.stored import Stored
 from mega_rl.bridge.files.torch_dist import INDEX, read_torch_dist
@@ -242,7 +242,7 @@ def convert(options: argparse.Namespace) -> None:
             assembly.add(CERTIFICATE, literal_file(json.dumps(certificate, indent=1) + "\n"))
         if options.command != "megatron-to-hf":
             paths = [assembly.root / name for name in sorted(assembly.names)]
-            assembly.add(MANIFEST, literal_file(manifest(assembly.root, paths)))
+            assembly.add(MANIFEST, literal_file(manifest(written(assembly.root, paths))))
         assembly.publish()
     figures = f"{len(dtypes)} tensors, {tensors.num_bytes / 1e9:.2f} GB in {time.monotonic() - begin:.2f} s"
     print(f"wrote {options.out}: {figures}" + (f", verified in {CERTIFICATE}" if options.verify else ""))

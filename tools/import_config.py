@@ -5,9 +5,10 @@
     python tools/import_config.py --from llamafactory qwen3_full_sft.yaml --devices 8 -o run.yaml
 
 FILE_OR_COMMAND_LINE is a YAML or JSON file, a shell script, a Python script of TRL, or the command line itself, quoted.
-Nothing of it is run. Every key of it is listed with what became of it: set here, nothing to set, or no counterpart
-and why. Exit status 0: every key has a counterpart or needs none; 3: run.yaml is written, but some keys have no
-counterpart and stand in its head; 2: input that cannot be read.
+Nothing of it is run. Without it, every key that is known is listed, and the names of metrics. Every key of it is
+listed with what became of it: set here, nothing to set, or no counterpart and why. Exit status 0: every key has a
+counterpart or needs none; 3: run.yaml is written, but some keys have no counterpart and stand in its head; 2: input
+that cannot be read.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from mega_rl.config import load_config, problems
 from mega_rl.config.arriving.convert import as_tree, convert
 from mega_rl.config.arriving.draft import Draft
 from mega_rl.config.arriving.reading import read_given
-from mega_rl.config.arriving.tables import NEIGHBOURS
+from mega_rl.config.arriving.tables import NEIGHBOURS, key_lines, metric_lines
 from mega_rl.errors import InputError, shown
 
 TITLES = {
@@ -37,7 +38,7 @@ INCOMPLETE = 3  # exit status
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--from", dest="neighbour", required=True, choices=NEIGHBOURS)
-    parser.add_argument("given", nargs="+", metavar="FILE_OR_COMMAND_LINE")
+    parser.add_argument("given", nargs="*", metavar="FILE_OR_COMMAND_LINE", help="without it: list every known key")
     parser.add_argument("-o", "--out", type=Path, default=Path("run.yaml"), help="default run.yaml")
     parser.add_argument("--devices", type=int, help="of the run, where batch sizes count per device")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a shell variable of a script")
@@ -93,6 +94,9 @@ def wrong(out: Path) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
+    if not options.given:
+        print("\n".join([*key_lines(options.neighbour, "en"), "", *metric_lines(options.neighbour)]))
+        return 0
     try:
         draft, text = make(options)
         options.out.parent.mkdir(parents=True, exist_ok=True)

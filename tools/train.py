@@ -1,6 +1,7 @@
 """Train: ``torchrun --nproc-per-node 8 tools/train.py --config FILE [key=value ...]``.
 
-Exit status 0 after a finished run, 2 for input that a user can fix (one sentence on stderr), 1 for anything else.
+Exit status 0 after a finished run, 2 for input that a user can fix (one sentence on stderr), 75 for a run that a signal
+stopped after its step, with a checkpoint, 1 for anything else.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from pathlib import Path
 from mega_rl import platform
 from mega_rl.config import load_config, samples, to_yaml, validate
 from mega_rl.config.schema import RunConfig
-from mega_rl.errors import InputError, shown
+from mega_rl.errors import InputError, Stopped, shown
 from mega_rl.rewards.scorer import build_scorer
 from mega_rl.rollout.vllm.options import check_options, installed_arguments
 
 STAGES = {"rl": "mega_rl.stages.rl", "sft": "mega_rl.stages.sft"}
 TORCHRUN_MARK = "TORCHELASTIC_RUN_ID"  # an environment variable that torchrun gives to the processes it starts
+STOPPED = 75  # exit status: sysexits.h's EX_TEMPFAIL, "try again later"
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
@@ -102,6 +104,14 @@ def may_be_launcher(pid: int) -> bool:
         return pid != 1
 
 
+def stop(reason: Stopped) -> None:
+    """Leave a run that was asked to end; nothing is left to do."""
+    if os.environ.get("RANK", "0") == "0":
+        print(reason)
+    sys.stdout.flush()
+    os._exit(STOPPED)
+
+
 def fail(error: Exception) -> None:
     """Say what is wrong and leave at once, so that torchrun ends the other ranks instead of letting them wait."""
     is_input = isinstance(error, InputError)
@@ -120,5 +130,7 @@ if __name__ == "__main__":
     end_with_torchrun()
     try:
         main()
+    except Stopped as reason:
+        stop(reason)
     except Exception as error:  # noqa: BLE001 - the last frame: whatever it is, the exit status says so
         fail(error)

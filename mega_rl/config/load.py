@@ -19,6 +19,7 @@ from mega_rl.config.schema import AqnConfig, RunConfig
 from mega_rl.config.typed import Checker, build, unknown_key
 from mega_rl.config.yaml_text import MAX_CHARACTERS, MAX_DEPTH, parse_yaml
 from mega_rl.errors import MAX_LISTED, InputError, input_error, shortened, shown
+from mega_rl.models.cached import local_directory
 
 ALIAS = "trainer.noise_injection"  # the verl NPU guide's name for the section ``aqn``
 _AQN_KEYS = frozenset(field.name for field in dataclasses.fields(AqnConfig))
@@ -54,6 +55,7 @@ def load_config(file: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise input_error(where, problems)
     config = build(RunConfig, values)
     assert isinstance(config, RunConfig)
+    config.model.path = local_directory(config.model.path)
     return config
 
 

@@ -137,6 +137,8 @@ RULES: dict[str, Rule] = {
     "checkpoint.save_freq": nullable(step_interval()),
     "checkpoint.keep_checkpoints": between(0, MANY),
     "checkpoint.resume": text(),
+    "checkpoint.grace_s": between(0, MANY),
+    "checkpoint.local": between(0, MANY),
     "trainer.logprob_chunk_tokens": between(1, MANY),
     "logging.wandb_project": nullable(text()),
     "logging.num_text_samples": between(0, MANY),

@@ -31,7 +31,7 @@ COLOCATED_MEMORY_SHARE = 0.4
 class ModelConfig:
     """The policy; the reference model is a frozen copy of its starting weights."""
 
-    path: str = MISSING  # Hugging Face directory: config.json, tokenizer, safetensors
+    path: str = MISSING  # Hugging Face directory, or the id of a model in the local cache of Hugging Face or ModelScope
     dtype: Dtype = "bfloat16"  # what the trainer computes in; the optimizer's master weights are float32
 
 
@@ -258,7 +258,13 @@ class CheckpointConfig:
     save_freq: int | None = -1  # steps between checkpoints, and one at the end; -1: only at the end; null: never
     keep_checkpoints: int = 3  # the newest ones are kept, older ones deleted; 0: keep all
     async_save: bool = False  # write checkpoints in the background; takes host memory for a copy of the state
+    # Under torchrun --max-restarts: steps between copies of the state in the memory of the nodes, from which a run goes
+    # on that torchrun has started again; 0: none. Takes host memory for two copies of the state; with many nodes, four.
+    local: int = 0
     resume: str = "auto"  # auto: from the newest complete checkpoint under output_dir | never | a checkpoint directory
+    # After SIGTERM or SIGUSR1 a run saves at the end of its step and stops; if the step takes longer than so many
+    # seconds, it ends without. torchrun kills after 30 s (--shutdown-timeout). 0: the signals end the run at once.
+    grace_s: float = 25.0
     export_hf: bool = True  # at the end, write the weights as a Hugging Face directory too
 
 

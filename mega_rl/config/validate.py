@@ -161,7 +161,9 @@ def _obstacle(path: str) -> str | None:
     if not os.path.isdir(above):
         return "which is below a file"
     if not os.access(above, os.W_OK | os.X_OK):
-        return f"but {shortened(above)} cannot be written to"
+        is_read_only = os.statvfs(above).f_flag & os.ST_RDONLY
+        why = "is on a file system that is read-only" if is_read_only else "cannot be written to"
+        return f"but {shortened(above)} {why}"
     return None
 
 

@@ -1,53 +1,44 @@
-"""Sharded checkpoints in Megatron's distributed format that are either whole or not chosen.
+"""Sharded checkpoints in Megatron's distributed format: which one a run resumes from, and reading it.
 
-A checkpoint is written under a hidden temporary name, every file is synced to disk, a manifest of all file sizes is
-written last, and only then the directory gets its final name: an asynchronous save does so when all ranks have written.
-Loading takes the newest directory whose files match its manifest.
+The newest directory is taken whose files match its manifest. ``saving`` writes them.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import shutil
-import tempfile
-from collections.abc import Mapping
-from functools import partial as partial_call
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from struct import error as StructError
-from typing import Any
+from typing import Any, TypeVar
 from zipfile import BadZipFile
 
-import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
 from mega_rl import platform
+from mega_rl.bridge.files.columns import Columns, from_bytes, restore
+from mega_rl.bridge.files.manifest import COLUMNS, Outline, changed, missing_shard, model_record, read_outline
 from mega_rl.bridge.files.manifest import MANIFEST as MANIFEST
 from mega_rl.bridge.files.manifest import PROGRESS as PROGRESS
 from mega_rl.bridge.files.manifest import WEIGHTS as WEIGHTS
-from mega_rl.bridge.files.manifest import damage as damage
-from mega_rl.bridge.files.manifest import manifest, model_record
+from mega_rl.bridge.files.plain import open_plain
 from mega_rl.bridge.files.progress import read_progress
 from mega_rl.bridge.files.torch_dist_write import CONTENT
 from mega_rl.errors import InputError, shortened, shown
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.model import PolicyModel
-from mega_rl.megatron.optimizer import own_hyperparameters
+from mega_rl.megatron.optimizer import ensure_state, own_hyperparameters
 from mega_rl.megatron.reading import load_generators, load_sharded
-from mega_rl.megatron.writers import prepare_writers, writers_end_with_us
-from mega_rl.parallel.collectives import broadcast_object, gather_objects, together
+from mega_rl.parallel.collectives import broadcast_object, gather_objects, is_first, together
 from mega_rl.parallel.layout import ParallelLayout
 
 GENERATORS = "generators.pt"  # torch's random states of every rank
 SUPERSEDED = "superseded_"  # directories of checkpoints that a later run did not continue
+T = TypeVar("T")
 _NAME = re.compile(r"^step_(\d{8})$")
 _UNREADABLE = (  # what reading a garbled checkpoint raises; torch's CheckpointException is no Exception
     RuntimeError,
@@ -80,24 +71,24 @@ def all_checkpoints(root: Path) -> list[Path]:
 
 
 def find(root: Path, resume: str) -> tuple[Path | None, list[str]]:
-    """The checkpoint to resume from, and a sentence for every damaged one that was passed over.
+    """The checkpoint to resume from, and a sentence for every damaged one that was passed over. All ranks call it.
 
     Args:
         root: where the run keeps its checkpoints.
         resume: "auto", "never", or the path of one checkpoint.
 
     Raises:
-        InputError: the named checkpoint is not whole, or there are checkpoints but none is.
+        InputError: the named checkpoint is not whole, or there are checkpoints but none is; on all ranks.
     """
     if resume == "never":
         return None, []
     if resume != "auto":
-        problem = "there is no such directory" if not Path(resume).is_dir() else damage(Path(resume))
+        problem = damage(Path(resume))
         if problem:
             raise InputError(f"checkpoint.resume={resume} cannot be used: {problem}; name a whole checkpoint, or auto")
         return Path(resume), []
     passed_over: list[str] = []
-    for directory in all_checkpoints(root):
+    for directory in broadcast_object(all_checkpoints(root) if is_first() else None):
         problem = damage(directory)
         if problem is None:
             return directory, passed_over
@@ -110,12 +101,36 @@ def find(root: Path, resume: str) -> tuple[Path | None, list[str]]:
     return None, []
 
 
-def set_aside(root: Path, after: Path | None) -> None:
-    """Move out of the way what a run that starts from ``after`` (None: from the beginning) will not continue.
+def damage(directory: Path) -> str | None:
+    """What is wrong with a checkpoint directory, or None for a whole one; the same on all ranks, which all call it.
+
+    Rank 0 compares names and sizes, and every rank reads and hashes its share of the files.
+    """
+    outline: Outline | str = broadcast_object(_tried(read_outline, directory) if is_first() else None)
+    if isinstance(outline, str):
+        return outline
+    num_ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    share = sorted(outline.files, key=lambda file: (-file.size, file.name))[rank::num_ranks]
+    found = [problem for problem in gather_objects(_tried(changed, directory, outline, share)) if problem is not None]
+    if found:
+        return found[0]
+    return broadcast_object(_tried(missing_shard, directory, outline) if is_first() else None)  # type: ignore[no-any-return]
+
+
+def _tried(look: Callable[..., T], directory: Path, *arguments: Any) -> T | str:
+    """What ``look`` finds in a directory, or why it cannot be read."""
+    try:
+        return look(directory, *arguments)
+    except OSError as error:
+        return f"{error.filename or directory} cannot be read ({error.strerror or error})"
+
+
+def set_aside(root: Path, after: Path | None, step: int = 0) -> None:
+    """Move out of the way what a run that starts from ``after`` (None: from ``step``) will not continue.
 
     Otherwise a later resume would choose those checkpoints, and pruning would count them as the newest.
     """
-    start = read_progress(after)["step"] if after is not None else 0
+    start = read_progress(after)["step"] if after is not None else step
     superseded = [p for p in all_checkpoints(root) if p != after and int(p.name[-8:]) > start]
     if superseded:
         number = 1 + sum(1 for p in root.iterdir() if p.name.startswith(SUPERSEDED))
@@ -146,8 +161,11 @@ def _metadata() -> dict[str, Any]:
     return {**CONTENT, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
 
 
-def _sharded_state(engine: MegatronEngine, is_loading: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+def sharded_state(engine: MegatronEngine, is_loading: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a checkpoint holds of an engine as Megatron describes it, and the name of that description. Collective."""
     metadata = _metadata()
+    if not is_loading:
+        ensure_state(engine.optimizer)
     state: dict[str, Any] = {
         name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named_chunks(engine).items()
     }
@@ -161,134 +179,6 @@ def _last_line(error: BaseException) -> str:
     return shortened((str(error).strip().splitlines() or [type(error).__name__])[-1])
 
 
-def free_bytes(directory: Path) -> int:
-    """Bytes that a user may still write on the file system of a directory, which need not exist yet."""
-    return shutil.disk_usage(next(path for path in (directory, *directory.absolute().parents) if path.exists())).free
-
-
-def _cause(directory: Path, error: BaseException) -> str:
-    """Why a write failed: the disk's error for one more MiB, because torch only tells where its writer was."""
-    try:
-        with tempfile.TemporaryFile(dir=directory) as file:
-            file.write(bytes(1 << 20))
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as answer:
-        return answer.strerror or str(answer)
-    return _last_line(error)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-class CheckpointWriter:
-    """Writes the checkpoints of one run, at most one at a time.
-
-    Args:
-        root: where the run keeps its checkpoints; must be the same file system on every node.
-        keep: how many of the newest checkpoints to keep; 0 keeps all.
-        is_async: ``save`` returns once the state is copied; a process of each rank writes it, and the checkpoint gets
-            its name in a later ``poll``, ``save`` or ``finish``.
-    """
-
-    def __init__(self, root: Path, keep: int, is_async: bool) -> None:
-        self.root, self.keep = root, keep
-        prepare_writers()
-        self._strategy = get_default_save_sharded_strategy("torch_dist", 1)
-        self._calls = AsyncCallsQueue() if is_async else None
-
-    def save(self, step: int, engine: MegatronEngine, progress: Mapping[str, Any]) -> None:
-        """Write one checkpoint. All ranks call it.
-
-        Args:
-            step: the number of finished steps, which names it.
-            engine: whose weights, optimizer and schedule are written.
-            progress: what else a resume needs (JSON).
-        """
-        engine.policy.refuse_replaced("a checkpoint")
-        assert engine.offload.is_complete, "a checkpoint needs weights and optimizer on the device"
-        self.finish()
-        partial = self.root / f".step_{step:08d}.incomplete"
-        generators = gather_objects(platform.current().rng_state())
-        content = json.dumps(
-            {
-                **progress,
-                "step": step,
-                "skipped_steps": engine.stepper.skipped.state_dict(),
-                "model": model_record(engine.policy.shape),
-                "world_size": dist.get_world_size(),
-                "expert_parallel": engine.policy.layout.expert,
-            },
-            indent=1,
-        )
-        with together("preparing the checkpoint directory"):
-            if dist.get_rank() == 0:
-                for left_over in self.root.glob(".step_*.incomplete"):
-                    shutil.rmtree(left_over, ignore_errors=True)
-                (partial / WEIGHTS).mkdir(parents=True)
-                torch.save(generators, partial / GENERATORS)
-                (partial / PROGRESS).write_text(content)
-        state, metadata = _sharded_state(engine, is_loading=False)
-        try:
-            with writers_end_with_us():
-                request = dist_checkpointing.save(
-                    state,
-                    str(partial / WEIGHTS),
-                    sharded_strategy=self._strategy,
-                    content_metadata=metadata,
-                    async_sharded_save=self._calls is not None,
-                )
-        except (OSError, CheckpointException) as error:
-            raise InputError(
-                f"the checkpoint of step {step} cannot be written under {self.root} "
-                f"({_cause(self.root, error)}, {free_bytes(self.root):,} bytes free); free the disk or choose another "
-                "trainer.output_dir; earlier checkpoints are untouched"
-            ) from error
-        if self._calls is None:
-            self._publish(partial, directory_of(self.root, step))
-        else:
-            request.add_finalize_fn(partial_call(self._publish, partial, directory_of(self.root, step)))
-            with writers_end_with_us():
-                self._calls.schedule_async_request(request)
-
-    def poll(self) -> None:
-        """Give the checkpoint under way its name if all ranks have written it. All ranks call it."""
-        if self._calls is not None:
-            self._calls.maybe_finalize_async_calls(blocking=False)
-
-    def finish(self) -> None:
-        """Wait for the checkpoint under way. All ranks call it."""
-        if self._calls is not None:
-            self._calls.maybe_finalize_async_calls(blocking=True)
-
-    def _publish(self, partial: Path, final: Path) -> None:
-        """Make a completely written checkpoint one that can be chosen, and remove the oldest ones."""
-        with together("finishing the checkpoint"):
-            if dist.get_rank() != 0:
-                return
-            paths = [p for p in sorted(partial.rglob("*")) if p.is_file()]
-            for path in paths:
-                _sync(path)
-            (partial / MANIFEST).write_text(manifest(partial, paths))
-            _sync(partial / MANIFEST)
-            for directory in (partial / WEIGHTS, partial):
-                _sync(directory)
-            replaced = self.root / f".{final.name}.replaced"
-            shutil.rmtree(replaced, ignore_errors=True)
-            if final.exists():
-                final.rename(replaced)
-            partial.rename(final)
-            _sync(self.root)
-            shutil.rmtree(replaced, ignore_errors=True)
-            for old in all_checkpoints(self.root)[self.keep :] if self.keep else []:
-                shutil.rmtree(old)
-
-
 def load(directory: Path, engine: MegatronEngine) -> dict[str, Any]:
     """Restore weights, optimizer, schedule and random states; returns the progress. All ranks call it.
 
@@ -297,7 +187,7 @@ def load(directory: Path, engine: MegatronEngine) -> dict[str, Any]:
     Raises:
         InputError: a checkpoint of another model, or one that Megatron cannot read (at this layout).
     """
-    progress = broadcast_object(read_progress(directory, needed=None) if dist.get_rank() == 0 else None)
+    progress = _whole_progress(directory)
     own = model_record(engine.policy.shape)
     different = [key for key, value in own.items() if progress["model"].get(key) != value]
     if different:
@@ -310,7 +200,7 @@ def load(directory: Path, engine: MegatronEngine) -> dict[str, Any]:
         _load_weights(directory, engine)
         return progress
     check_layout(directory, engine.policy.layout)
-    state, _ = _sharded_state(engine, is_loading=True)
+    state, _ = sharded_state(engine, is_loading=True)
     loaded, generators = read_state(directory, state)
     for name, chunk in _named_chunks(engine).items():
         chunk.load_state_dict(loaded[name])
@@ -324,6 +214,31 @@ def load(directory: Path, engine: MegatronEngine) -> dict[str, Any]:
         except _UNREADABLE as error:
             raise _unreadable(directory, error) from error
     return progress
+
+
+def _whole_progress(directory: Path) -> dict[str, Any]:
+    """The progress with its long lists. All ranks call it.
+
+    Raises:
+        InputError: a value is missing or not what it must be; on all ranks.
+    """
+    progress: dict[str, Any] = {}
+    with together("reading the checkpoint"):
+        if is_first():
+            document = read_progress(directory, needed=None)
+            try:
+                progress = restore(document, _columns(directory / COLUMNS))
+            except _UNREADABLE as error:
+                raise _unreadable(directory, error) from error
+    whole: dict[str, Any] = broadcast_object(progress)
+    return whole
+
+
+def _columns(path: Path) -> Columns:
+    if not path.exists():
+        return {}
+    with open_plain(path) as file:
+        return from_bytes(file.read())
 
 
 def read_state(directory: Path, state: dict[str, Any]) -> tuple[dict[str, Any], list[Mapping[str, Tensor]]]:

@@ -83,6 +83,7 @@ class MegatronEngine:
         # The wrapper moves parameters into one buffer; the names stay, the tensors' storage does not.
         self.policy.collect_parameters()
         self.gathers_late = overlap.overlap_param_gather
+        self._is_scattered = False  # whether a rank holds new values only of its own share of the weights
         self.stepper = OptimizerStep(
             self.optimizer,
             self.policy.parameters,
@@ -117,6 +118,7 @@ class MegatronEngine:
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        self._is_scattered = False  # the pass collects them
 
         def on_output(microbatch: Microbatch, stats: TokenStats) -> tuple[Tensor, Figures]:
             loss, figures = loss_function(stats, microbatch)
@@ -135,10 +137,17 @@ class MegatronEngine:
         self.policy.refuse_replaced("an optimizer step")
         self.lr_schedule.step(1)
         stats = self.stepper(lr=max(float(group["lr"]) for group in self.optimizer.param_groups))
-        if self.gathers_late and not next_is_forward_backward:
+        self._is_scattered = self.gathers_late
+        if not next_is_forward_backward:
+            self.collect_weights()
+        return stats
+
+    def collect_weights(self) -> None:
+        """Collect the new weights from the data-parallel ranks, if that was left to the next ``forward_backward``."""
+        if self._is_scattered:
             for chunk in self.wrapped:
                 chunk.start_param_sync(force_sync=True)
-        return stats
+            self._is_scattered = False
 
     def master_weights(self, hf_names: Iterable[str]) -> dict[str, Tensor]:
         """Whole float32 master values of the replicated (norm) weights that this rank's pipeline stage holds.

@@ -23,7 +23,7 @@ from torch import Tensor
 from mega_rl.bridge.slices import Slice
 from mega_rl.config.schema import MemoryConfig, OptimizerConfig
 from mega_rl.errors import InputError
-from mega_rl.megatron import adam
+from mega_rl.megatron import adam, optimizer_state
 from mega_rl.megatron.spec import TrainerSpec
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.types import DTYPES
@@ -88,22 +88,10 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """AdamW with decoupled decay; biases and norms, which are Megatron's one-dimensional parameters, do not decay."""
     adam.install()
-    _keep_padding_between_buckets(models)
-    return get_megatron_optimizer(optimizer_config(settings, spec), list(models), use_gloo_process_groups=False)
-
-
-def _keep_padding_between_buckets(models: Sequence[DistributedDataParallel]) -> None:
-    """Keep it, else a checkpoint has wrong optimizer state for every bucket but the first (megatron-core 0.16).
-
-    Megatron saves the state of a buffer without any bucket's padding, yet cuts parameters out of it at their places
-    with padding: they are shifted, and the last elements are lost. Only the last bucket's padding may go. There are
-    several buckets if gradients are sent in pieces, and if a pipeline has two copies of a tied embedding.
-    """
-    for model in models:
-        for buffer in (*model.buffers, *model.expert_parallel_buffers):
-            for bucket in buffer.buckets[:-1]:
-                bucket.numel_unpadded = bucket.grad_data.numel()
-            buffer.numel_unpadded = sum(bucket.numel_unpadded for bucket in buffer.buckets)
+    optimizer = get_megatron_optimizer(optimizer_config(settings, spec), list(models), use_gloo_process_groups=False)
+    for part in chained(optimizer):
+        optimizer_state.install(part)
+    return optimizer
 
 
 def learning_rate_schedule(
@@ -155,6 +143,13 @@ def chained(optimizer: MegatronOptimizer) -> list[Any]:
     """The distributed optimizers: one, or one for dense and one for expert parameters."""
     chain = getattr(optimizer, "chained_optimizers", [optimizer])
     return [o for o in chain if not getattr(o, "is_stub_optimizer", False)]
+
+
+def ensure_state(optimizer: MegatronOptimizer) -> None:
+    """Give parameters that no step has changed yet the state that their first step would begin with: zeros."""
+    for part in chained(optimizer):
+        if part.init_state_fn is not None:
+            part.init_state_fn(part.optimizer, part.config)
 
 
 def owned_range(optimizer: MegatronOptimizer, parameter: torch.nn.Parameter) -> tuple[int, int]:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from torch import Tensor
 
 from mega_rl.bridge.files.plain import open_plain
@@ -26,6 +27,8 @@ _FORCE, _FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ON
 def load_sharded(state: dict[str, Any], weights_dir: Path) -> dict[str, Any]:
     """What the checkpoint in ``weights_dir`` (the torch_dist format) has for a sharded state. All ranks call it.
 
+    Data-parallel ranks read each a share of what they all need, and send it to the others.
+
     Raises:
         InputError: its index is damaged, or names something that no index is made of.
         pickle.UnpicklingError: another file holds something else than tensors and plain values.
@@ -33,6 +36,9 @@ def load_sharded(state: dict[str, Any], weights_dir: Path) -> dict[str, Any]:
     read_index(weights_dir)
     with _tensors_only():
         strategy = get_default_load_sharded_strategy(str(weights_dir))
+        if parallel_state.is_initialized():
+            replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            strategy = FullyParallelLoadStrategyWrapper(strategy, replicas)
         loaded: dict[str, Any] = dist_checkpointing.load(state, str(weights_dir), sharded_strategy=strategy)
     return loaded
 

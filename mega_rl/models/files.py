@@ -19,8 +19,11 @@ def read_config(model_dir: str | Path, key: str = "model.path") -> dict[str, Any
     """The parsed ``model_dir/config.json``; InputError, in which ``key`` says who named the directory."""
     file = Path(model_dir) / CONFIG_FILE
     if not os.path.isdir(model_dir):
-        reason = "is a file" if os.path.exists(model_dir) else "does not exist"
-        raise InputError(f"{key} is {shown(str(model_dir))}, which {reason}: give a Hugging Face model directory")
+        why = "is a file" if os.path.exists(model_dir) else "does not exist"
+        raise InputError(
+            f"{key} is {shown(str(model_dir))}, which {why}: give a Hugging Face model directory, or the id of a model "
+            "that `hf download ID` or `modelscope download --model ID` has put into the local cache"
+        )
     if not os.path.exists(file):
         raise InputError(f"{key} {shown(str(model_dir))} has no {CONFIG_FILE}: give a Hugging Face model directory")
     if not os.path.isfile(file) or os.path.getsize(file) > MAX_CONFIG_BYTES:

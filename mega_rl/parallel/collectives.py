@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from mega_rl.errors import InputError
 from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.schedule import split_even
+from mega_rl.parallel.start import store_of_this_start
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -27,7 +29,9 @@ def join_world(backend: str, timeout_s: float) -> None:
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for name, value in {**alone, "TORCH_GLOO_LAZY_INIT": "1"}.items():
         os.environ.setdefault(name, value)
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
+    timeout = datetime.timedelta(seconds=timeout_s)
+    store, rank, size = store_of_this_start(timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -50,6 +54,23 @@ def broadcast_object(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     return box[0]
 
 
+def gather_to_first(value: Any) -> list[Any]:
+    """``value`` of every rank, in rank order, on rank 0; nothing on the others."""
+    gathered: list[Any] | None = [None] * dist.get_world_size() if is_first() else None
+    dist.gather_object(value, gathered)
+    return gathered or []
+
+
+def is_first() -> bool:
+    """Whether this is rank 0, or a process without ranks."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def own_name() -> str:
+    """This rank and its machine, for a sentence."""
+    return f"rank {dist.get_rank() if dist.is_initialized() else 0} on {socket.gethostname()}"
+
+
 @contextmanager
 def together(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Run a block that may fail on some ranks only: if it fails on one, every rank raises, and none waits for ever.
@@ -57,7 +78,7 @@ def together(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None
     The block must hold no collective of its own: a rank that failed would meet the others inside it.
 
     Raises:
-        InputError: the first failing rank's sentence, if that rank raised one.
+        InputError: the first failing rank's sentence, the same on all ranks, if that rank raised one.
         RuntimeError: on the other ranks, if the failure is a fault of the program.
     """
     failure: Exception | None = None
@@ -66,12 +87,15 @@ def together(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must learn of it before it is raised again
         failure = error
     reports = gather_objects(None if failure is None else (isinstance(failure, InputError), str(failure)), group)
-    if failure is not None:
+    first = next(((rank, *report) for rank, report in enumerate(reports) if report is not None), None)
+    if first is None:
+        return
+    rank, is_input, sentence = first
+    if failure is not None and not (is_input and isinstance(failure, InputError)):
         raise failure
-    for rank, report in enumerate(reports):
-        if report is not None:
-            is_input, sentence = report
-            raise InputError(sentence) if is_input else RuntimeError(f"{what} failed on rank {rank}: {sentence}")
+    if is_input:
+        raise InputError(sentence) from failure
+    raise RuntimeError(f"{what} failed on rank {rank}: {sentence}")
 
 
 def work_shared(items: Sequence[Item], work: Callable[[Item], Result]) -> list[Result]:

@@ -40,11 +40,11 @@ def train(session: Session) -> None:
     validator = Validator(config, layout, timers, session.say, held_out, sync, engine, scorer, rendezvous)
     learner = building.learner(session, actor, reference)
     watch = RewardWatch(session.say)
-    state = progress.resume(session.checkpoint, actor, builder, session.say)
+    state = progress.resume(session.checkpoint, session.memory, actor, builder, session.say)
     gates = GateWatch(config, session.share.is_counted, session.say, state.step, state.metrics)
     validator.results |= state.validations
 
-    with session.observer(state, total_steps) as observer:
+    with session.observer(state, total_steps) as observer, session.notice() as notice:
         if config.validation.val_before_train and state.step == 0:
             observer.log(0, validator.validate(observer, step=0) | timers.collect())
 
@@ -74,9 +74,13 @@ def train(session: Session) -> None:
                 metrics |= validator.validate(observer, step=done)
             metrics |= {"data/epoch": prompts.epochs, "rollout/weight_version": float(pushed.version)}
             reached = Progress(done, validator.results, metrics)
-            progress.save_if_due(session.checkpoints, save_freq, timers, actor, builder, reached, total_steps)
+            freq = 1 if notice.is_given() else save_freq
+            progress.save_if_due(
+                session.checkpoints, freq, timers, actor, builder, reached, total_steps, session.memory
+            )
             metrics |= rollout_metrics.time_metrics(timers.collect(), samples) | memory_metrics(timers)
             observer.log(done, metrics)
+            session.stop_if_given(notice, done)
 
     if config.checkpoint.export_hf:
         with HEART.during("export"):

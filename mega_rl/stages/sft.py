@@ -31,9 +31,9 @@ def train(session: Session) -> None:
         stream, held_out = conversations(session)
     total_steps = building.total_steps(config, stream.steps_per_epoch)
     model = building.actor(session, total_steps)
-    state = progress.resume(session.checkpoint, model, stream, session.say)
+    state = progress.resume(session.checkpoint, session.memory, model, stream, session.say)
 
-    with session.observer(state, total_steps) as observer:
+    with session.observer(state, total_steps) as observer, session.notice() as notice:
         for step in range(state.step, total_steps):
             HEART.step = done = step + 1
             with timers("step"):
@@ -45,11 +45,13 @@ def train(session: Session) -> None:
                     metrics["sft/val_loss"] = held_out_loss(session, model, held_out)
             metrics["data/epoch"] = stream.epochs
             reached = Progress(done, metrics=metrics)
-            progress.save_if_due(session.checkpoints, save_freq, timers, model, stream, reached, total_steps)
+            freq = 1 if notice.is_given() else save_freq
+            progress.save_if_due(session.checkpoints, freq, timers, model, stream, reached, total_steps, session.memory)
             seconds = timers.collect()
             num_tokens = sum(sequence.loss_mask.numel() for sequence in batch)
             metrics |= seconds | memory_metrics(timers)
             observer.log(done, metrics | {"throughput/tokens_per_s": num_tokens / max(seconds["time/step_s"], 1e-9)})
+            session.stop_if_given(notice, done)
 
     if config.checkpoint.export_hf:
         with HEART.during("export"):

@@ -25,9 +25,9 @@ from mega_rl.bridge.outgoing.noise import AqnNoise
 from mega_rl.bridge.outgoing.quantize import quantize_dequantize
 from mega_rl.bridge.slices import indices
 from mega_rl.config.schema import RunConfig
-from mega_rl.megatron.checkpoint import CheckpointWriter
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.policy import MegatronPolicy
+from mega_rl.megatron.saving import CheckpointWriter
 from mega_rl.models.shape import read_model_shape
 from mega_rl.observe.timers import Timers
 from mega_rl.parallel.collectives import gather_objects
@@ -87,7 +87,9 @@ def new_session(config: RunConfig, layout: ParallelLayout, model_dir: Path, engi
     tokenizer: Any = None
     rendezvous: Any = None
     timers = Timers()
-    return Session(config, device, layout, engines, shape, weights, tokenizer, out, None, writer, timers, rendezvous)
+    return Session(
+        config, device, layout, engines, shape, weights, tokenizer, out, None, None, writer, timers, rendezvous
+    )
 
 
 def aqn_config(case: Case, dtype: str = "float32", four_bits: str | None = None) -> RunConfig:

@@ -25,6 +25,7 @@ from mega_rl.config.schema import RunConfig
 from mega_rl.errors import InputError
 from mega_rl.megatron import checkpoint
 from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.megatron.saving import CheckpointWriter
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import ParallelLayout
 from tests.distributed import tiny_models
@@ -46,7 +47,10 @@ OBJECTIVE = OBJECTIVES["sft"]
 SAVED_AT = Case(2, tensor=2, sequence=True)
 TOTAL_STEPS, SAVED_STEP = 4, 2
 DTYPES = ("bfloat16", "float32")
-PROGRESS = {"data": {"position": 7, "order": [3, 1, 2]}, "validations": {"first": {"acc": 0.25}}}
+PROGRESS = {
+    "data": {"position": 7, "order": [3, 1, 2], "carried": [{"ids": list(range(40)), "logprobs": [-0.1] * 40}]},
+    "validations": {"first": {"acc": 0.25}},
+}
 TOLERANCE = 1e-5  # of the following steps at another layout, relative
 
 Tensors = dict[str, dict[str, torch.Tensor]]  # kind ("weight", "master", "exp_avg", "exp_avg_sq") -> name -> tensor
@@ -131,7 +135,7 @@ def assert_same_state(engine: MegatronEngine, expected: Tensors) -> None:
 
 
 def save_now(root: Path, step: int, engine: MegatronEngine, keep: int) -> Path:
-    checkpoint.CheckpointWriter(root, keep, is_async=False).save(step, engine, PROGRESS)
+    CheckpointWriter(root, keep, is_async=False).save(step, engine, PROGRESS)
     return checkpoint.directory_of(root, step)
 
 
@@ -155,11 +159,21 @@ def save(directory: Path) -> None:
             if rank == 0:
                 torch.save(record, directory / f"{dtype}.pt")
         rotate(engine, directory / "rotation")
+        save_before_any_step(layout, directory)
         dist.barrier()
         if rank == 0:
             print("RECORDED", flush=True)
             Path.rename = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, method-assign]
         save_now(directory / "float32", TOTAL_STEPS, engine, keep=2)
+
+
+def save_before_any_step(layout: ParallelLayout, directory: Path) -> None:
+    """When all steps were skipped there is no optimizer state yet; what is resumed goes on as if it had run on."""
+    engine, resumed = (new_engine(SAVED_AT, layout, "float32", directory) for _ in range(2))
+    checkpoint.load(save_now(directory / "before_any_step", 1, engine, keep=0), resumed)
+    expected = follow(SAVED_AT, layout, engine, SAVED_STEP)
+    assert follow(SAVED_AT, layout, resumed, SAVED_STEP) == expected
+    assert_same_state(resumed, whole_state(engine))
 
 
 def rotate(engine: MegatronEngine, root: Path) -> None:

@@ -17,6 +17,7 @@ from mega_rl import platform
 from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.megatron import checkpoint
 from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.megatron.saving import CheckpointWriter
 from tests import families
 from tests.distributed.engine_support import build_engine, groups, optimizer_of, owned_span, run_config
 from tests.distributed.layouts import Case
@@ -86,7 +87,7 @@ def run_case(case: Case, family: str, layout_options: tuple[str, ...], dtype_nam
         check_weights(engine, HFReader(model), dtype)
         check_masters(engine)
         train_one_step(engine)
-        checkpoint.CheckpointWriter(work, 0, is_async=False).save(1, engine, {"data": {}, "validations": {}})
+        CheckpointWriter(work, 0, is_async=False).save(1, engine, {"data": {}, "validations": {}})
         if dist.get_rank() == 0:
             command = ["megatron-to-hf", "--checkpoint", str(checkpoint.directory_of(work, 1)), "--model", str(model)]
             assert convert.main([*command, "--out", str(work / "trained"), "--verify", "--no-logits"]) == 0

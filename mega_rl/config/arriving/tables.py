@@ -39,6 +39,7 @@ class Table:
     entries: dict[str, Entry]
     defaults: dict[str, Any]  # their defaults, where these differ from ours
     aliases: dict[str, str]  # earlier names of their keys
+    metrics: dict[str, str]  # their name of a metric -> ours
 
     def find(self, key: str) -> Entry | None:
         """The entry of a key; None if the table does not know it."""
@@ -76,7 +77,11 @@ def table(name: str) -> Table:
     patterns = [entry.pattern for entry in entries]
     assert len(patterns) == len(set(patterns)), sorted({key for key in patterns if patterns.count(key) > 1})
     return Table(
-        name, {entry.pattern: entry for entry in entries}, tree.get("defaults") or {}, tree.get("aliases") or {}
+        name,
+        {entry.pattern: entry for entry in entries},
+        tree.get("defaults") or {},
+        tree.get("aliases") or {},
+        tree["metrics"],
     )
 
 
@@ -132,3 +137,31 @@ def sections() -> dict[str, str]:
             if "." in pattern:
                 found.setdefault(pattern.partition(".")[0], set()).add(neighbour)
     return {first: next(iter(names)) for first, names in found.items() if len(names) == 1}
+
+
+def key_lines(name: str, language: str) -> list[str]:
+    """What becomes of every key of a neighbour, one line each: ``theirs -> ours  # sentence``, in their order.
+
+    In the place of ours stands ``=`` if nothing has to be set, and ``-`` if there is no counterpart; the values in
+    brackets are those for which none is needed.
+    """
+    lines = []
+    for theirs, entry in sorted(table(name).entries.items()):
+        ours = ", ".join(entry.to) + (".*" if entry.kind == "passed" else "")
+        ours = ours or {"same": "=", "none": "-"}.get(entry.kind, "torchrun")
+        text = reason(entry, language).replace("`", "") if entry.reason else ""
+        text = text or ", ".join(f"{word}: {now}" for word, now in entry.words.items() if word != now)
+        off = f" ({', '.join(map(_yaml_word, entry.off))})" if entry.off else ""
+        lines.append(f"{theirs} -> {ours}" + (f"  # {text}{off}" if text else ""))
+    return lines + [f"{old} -> {now}" for old, now in sorted(table(name).aliases.items())]
+
+
+def metric_lines(name: str) -> list[str]:
+    """Their name of a metric and ours, one line each."""
+    return [f"{theirs} -> {ours}" for theirs, ours in table(name).metrics.items()]
+
+
+def _yaml_word(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value) or '""'

@@ -12,12 +12,13 @@ from typing import Any, Protocol
 
 from mega_rl.errors import InputError, shown
 from mega_rl.megatron import checkpoint
-from mega_rl.megatron.checkpoint import CheckpointWriter
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.optimizer import OptimizerStats
+from mega_rl.megatron.saving import CheckpointWriter
 from mega_rl.observe.heartbeat import HEART
 from mega_rl.observe.timers import Timers
-from mega_rl.parallel.collectives import together
+from mega_rl.parallel.collectives import is_first, together
+from mega_rl.stages.parts.memory import StateInMemory
 
 Validations = dict[str, dict[str, float]]  # "first" and "last" -> validation metrics
 
@@ -49,23 +50,41 @@ def is_due(step: int, frequency: int | None, total_steps: int) -> bool:
     return step == total_steps or (frequency > 0 and step % frequency == 0)
 
 
-def resume(directory: Path | None, actor: MegatronEngine, source: Source, say: Callable[[str], None]) -> Progress:
-    """Restore a checkpoint, if there is one to resume from; returns where the run starts. Collective."""
+def resume(
+    directory: Path | None,
+    memory: StateInMemory | None,
+    actor: MegatronEngine,
+    source: Source,
+    say: Callable[[str], None],
+) -> Progress:
+    """Restore a state, if there is one to resume from; returns where the run starts. Collective.
+
+    Args:
+        directory: a checkpoint.
+        memory: copies in memory, which come first if they have one.
+    """
+    if memory is not None and memory.step is not None:
+        return _resumed(memory.restore(actor), source, "the copy in memory")
     if directory is None:
         return Progress()
     saved = checkpoint.load(directory, actor)
     if saved.get("weights_only"):
         say(f"starting from the weights of {directory}, which has no optimizer state")
         return Progress()
+    resumed = _resumed(saved, source, f"checkpoint {directory}")
+    say(f"resuming after step {saved['step']} from {directory}")
+    return resumed
+
+
+def _resumed(saved: Mapping[str, Any], source: Source, name: str) -> Progress:
     with together("resuming the data"):
         try:
             source.load_state_dict(saved["data"])
         except (LookupError, TypeError, AttributeError, ArithmeticError, AssertionError) as error:
             raise InputError(
-                f"checkpoint {directory} says nothing usable of its place in the data ({shown(error)}); use an older "
+                f"{name} says nothing usable of its place in the data ({shown(error)}); use an older "
                 "one, or checkpoint.resume=never"
             ) from error
-    say(f"resuming after step {saved['step']} from {directory}")
     return Progress(saved["step"], saved["validations"], saved.get("metrics", {}))  # older checkpoints have none
 
 
@@ -77,15 +96,23 @@ def save_if_due(
     source: Source,
     progress: Progress,
     total_steps: int,
+    memory: StateInMemory | None = None,
 ) -> None:
-    """Write a checkpoint of ``progress`` if one is due, else complete one under way. Collective."""
+    """Write a checkpoint of ``progress`` if one is due, else complete one under way; keep a copy too. Collective."""
+
+    def content() -> dict[str, Any]:
+        metrics = {name: float(value) for name, value in progress.metrics.items()}
+        data = source.state_dict() if is_first() else {}  # the same on all ranks; only the first writes it
+        return {"data": data, "validations": progress.validations, "metrics": metrics}
+
+    if memory is not None:
+        with timers("save"):
+            memory.keep_if_due(progress.step, actor, content)
     if not is_due(progress.step, frequency, total_steps):
         writer.poll()
         return
     with timers("save"), HEART.measured(partial(bytes_written, writer.root)):
-        metrics = {name: float(value) for name, value in progress.metrics.items()}
-        content = {"data": source.state_dict(), "validations": progress.validations, "metrics": metrics}
-        writer.save(progress.step, actor, content)
+        writer.save(progress.step, actor, content())
         if progress.step == total_steps:
             writer.finish()
 

@@ -18,22 +18,25 @@ from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.config import RunConfig, samples
 from mega_rl.config.model import check_model
 from mega_rl.data.tokenizer import load_tokenizer
+from mega_rl.errors import Stopped
 from mega_rl.megatron import checkpoint
-from mega_rl.megatron.checkpoint import CheckpointWriter
 from mega_rl.megatron.optimizer import check_supported
 from mega_rl.megatron.policy import initialize_groups
+from mega_rl.megatron.saving import CheckpointWriter
 from mega_rl.models.flops import attention_slope
 from mega_rl.models.shape import ModelShape
 from mega_rl.observe.heartbeat import HEART
 from mega_rl.observe.observer import Observer
 from mega_rl.observe.timers import Timers
-from mega_rl.parallel.collectives import broadcast_object, join_world, together
+from mega_rl.parallel.collectives import is_first, join_world, together
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
 from mega_rl.parallel.rendezvous import Rendezvous
 from mega_rl.parallel.store import keep_to_loopback, shared_store
 from mega_rl.parallel.watch import watched
 from mega_rl.stages.parts.batches import BatchShare
-from mega_rl.stages.parts.output import CHECKPOINTS, OutputLock, take_output, writing_to
+from mega_rl.stages.parts.memory import StateInMemory, state_in_memory
+from mega_rl.stages.parts.notice import Notice
+from mega_rl.stages.parts.output import CHECKPOINTS, take_output, writing_to
 from mega_rl.stages.parts.progress import Progress
 
 STACKS = "stacks"  # under the output directory: where every rank was when the watch ended a run
@@ -52,6 +55,7 @@ class Session:
     tokenizer: PreTrainedTokenizerBase
     output_dir: Path
     checkpoint: Path | None  # to resume from
+    memory: StateInMemory | None  # copies of the state, to resume from before any checkpoint
     checkpoints: CheckpointWriter
     timers: Timers
     rendezvous: Rendezvous  # of all ranks
@@ -85,9 +89,24 @@ class Session:
         first = state.step + 1 if state.step else 0
         observer = Observer.create(self.config.logging, self.output_dir, self.is_main, first, total_steps)
         own = (self.output_dir / CHECKPOINTS).resolve()
-        if state.metrics and self.checkpoint is not None and self.checkpoint.resolve().parent == own:
+        is_of_memory = self.memory is not None and self.memory.step is not None
+        is_of_here = self.checkpoint is not None and self.checkpoint.resolve().parent == own
+        if state.metrics and (is_of_memory or is_of_here):
             observer.log_if_missing(state.step, state.metrics)
         return observer
+
+    def notice(self) -> Notice:
+        """Listens for the signals that ask this run to end."""
+        return Notice(self.config.checkpoint.grace_s, self.say)
+
+    def stop_if_given(self, notice: Notice, step: int) -> None:
+        """End the run after ``step``, whose checkpoint is written, if it was asked to. Collective."""
+        if notice.answer is not None:
+            self.checkpoints.finish()
+            raise Stopped(
+                f"stopped after step {step} because of {notice.answer.name}: its checkpoint is written, and the same "
+                "command goes on from there"
+            )
 
     def say(self, sentence: str) -> None:
         if self.is_main:
@@ -162,19 +181,27 @@ def _opened(config: RunConfig, device: torch.device, store: dist.Store) -> Itera
     initialize_groups(layout, config.trainer.seed, config.trainer.collective_timeout_s)
     here.seed(config.trainer.seed)
     output_dir = Path(config.trainer.output_dir)
-    lock: OutputLock | None = None  # of rank 0; held to the end of its process if the run fails
-    found: tuple[Path | None, list[str]] = (None, [])
-    with together("preparing the output directory"):
-        if dist.get_rank() == 0:
-            lock, resume, warnings = take_output(config, layout)
-            found = resume, warnings
-    resume, warnings = broadcast_object(found)
+    memory = state_in_memory(config, shape, lambda sentence: print(sentence, flush=True) if is_first() else None)
+    # The lock is held to the end of its process if the run fails.
+    lock, resume, warnings = take_output(config, layout, memory.step if memory is not None else None)
     settings = config.checkpoint
     writer = CheckpointWriter(output_dir / CHECKPOINTS, settings.keep_checkpoints, settings.async_save)
     timers = Timers(memory=take_peaks)
     rendezvous = Rendezvous(store, dist.get_rank(), dist.get_world_size())
     session = Session(
-        config, device, layout, engine_layout, shape, weights, tokenizer, output_dir, resume, writer, timers, rendezvous
+        config,
+        device,
+        layout,
+        engine_layout,
+        shape,
+        weights,
+        tokenizer,
+        output_dir,
+        resume,
+        memory,
+        writer,
+        timers,
+        rendezvous,
     )
     for line in [*platform.prepare(), *warnings]:
         session.say(line)

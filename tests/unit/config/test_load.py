@@ -171,7 +171,7 @@ def test_old_keys_of_a_file_come_with_all_other_problems(write):
         ("parallel.sequence=2", ("parallel.sequence is 2", "true or false")),
         ("trainer.output_dir=", ("trainer.output_dir is null", "a string")),
         ("checkpoint.resume=false", ("checkpoint.resume is False", "a string")),
-        ("data.val_files=a.jsonl", ("data.val_files is 'a.jsonl'", "a list")),
+        ("rollout.stop=a.jsonl", ("rollout.stop is 'a.jsonl'", "a list")),
         ("rollout.stop_token_ids=[1, x]", ("rollout.stop_token_ids[1] is 'x'", "int")),
         ("aqn=1", ("aqn is 1", "a section of keys")),
         ("rollout.vllm=[1]", ("rollout.vllm is [1]", "a section of keys")),

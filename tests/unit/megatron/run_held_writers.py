@@ -22,7 +22,7 @@ platform.select("cpu")
 from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync  # noqa: E402
 
-from mega_rl.megatron import checkpoint  # noqa: E402
+from mega_rl.megatron import saving  # noqa: E402
 
 
 def main() -> None:
@@ -35,12 +35,13 @@ def main() -> None:
     FileSystemWriterAsync.write_preloaded_data = staticmethod(held)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     state = {"tensor": ShardedTensor.from_rank_offsets("tensor", torch.arange(4.0))}
-    checkpoint._sharded_state = lambda *_, **__: (state, {})
-    checkpoint.model_record = lambda _: {}
+    saving.sharded_state = lambda *_, **__: (state, {})
+    saving.parallel_state.get_data_parallel_group = lambda **_: dist.group.WORLD
+    saving.model_record = lambda _: {}
     engine = MagicMock()
     engine.policy.layout.expert = 1
     engine.stepper.skipped.state_dict.return_value = {}
-    checkpoint.CheckpointWriter(root, keep=0, is_async=mode == "async").save(1, engine, {})
+    saving.CheckpointWriter(root, keep=0, is_async=mode == "async").save(1, engine, {})
     time.sleep(600)
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 from pathlib import Path
 
 import pytest
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from mega_rl.bridge.files import manifest as checkpoint_files
 from mega_rl.errors import InputError
@@ -14,17 +17,29 @@ from mega_rl.megatron import checkpoint
 from mega_rl.megatron.checkpoint import MANIFEST, PROGRESS, all_checkpoints, damage, directory_of, find, set_aside
 
 SHARD = f"{checkpoint.WEIGHTS}/__0_0.distcp"
+INDEX = f"{checkpoint.WEIGHTS}/.metadata"
 
 
 def write(root: Path, step: int) -> Path:
     """A directory as ``save`` leaves it, with other content."""
     directory = directory_of(root, step)
-    contents = {SHARD: b"0123456789", PROGRESS: json.dumps({"step": step}).encode()}
+    contents = {SHARD: b"0123456789", PROGRESS: json.dumps({"step": step}).encode(), INDEX: index("__0_0.distcp")}
     for name, content in contents.items():
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_bytes(content)
-    (directory / MANIFEST).write_text(checkpoint_files.manifest(directory, [directory / name for name in contents]))
+    write_manifest(directory, *contents)
     return directory
+
+
+def index(*shards: str) -> bytes:
+    """An index of tensors of which each shard holds one."""
+    places = {MetadataIndex(shard): _StorageInfo(shard, 0, 10) for shard in shards}
+    return pickle.dumps(Metadata({}, None, places))
+
+
+def write_manifest(directory: Path, *names: str) -> None:
+    files = checkpoint_files.written(directory, [directory / name for name in names])
+    (directory / MANIFEST).write_text(checkpoint_files.manifest(files))
 
 
 def truncate(path: Path, size: int) -> None:
@@ -57,6 +72,20 @@ DAMAGES = {
         f"{MANIFEST} is not readable",
     ),
 }
+
+
+@pytest.mark.parametrize("is_of_before", [False, True])
+def test_a_shard_that_was_never_there_is_missed(tmp_path: Path, is_of_before: bool) -> None:
+    """As when ranks wrote on disks of their own and one of them listed what it saw: the index knows of the others."""
+    directory = write(tmp_path, 1)
+    (directory / INDEX).write_bytes(index("__0_0.distcp", "__1_0.distcp"))
+    write_manifest(directory, SHARD, PROGRESS, INDEX)
+    if is_of_before:
+        content = json.loads((directory / MANIFEST).read_text())
+        del content["version"]
+        (directory / MANIFEST).write_text(json.dumps(content))
+    absent = f"{checkpoint.WEIGHTS}/__1_0.distcp"
+    assert damage(directory) == f"file {absent} is missing: {INDEX} names it, and {MANIFEST} does not"
 
 
 def test_newest_is_found(tmp_path: Path) -> None:
@@ -139,8 +168,7 @@ def test_every_byte_of_a_large_file_is_checked(tmp_path: Path, position: int) ->
     directory = write(tmp_path, 1)
     content = bytearray(3 * END)
     (directory / SHARD).write_bytes(content)
-    paths = [directory / SHARD, directory / PROGRESS]
-    (directory / MANIFEST).write_text(checkpoint_files.manifest(directory, paths))
+    write_manifest(directory, SHARD, PROGRESS, INDEX)
     assert damage(directory) is None
     content[position] = 1
     (directory / SHARD).write_bytes(content)
@@ -164,8 +192,8 @@ def test_a_manifest_of_before_is_taken_by_the_ends_of_files(tmp_path: Path) -> N
 
 def test_a_manifest_of_later_is_refused(tmp_path: Path) -> None:
     directory = write(tmp_path, 1)
-    (directory / MANIFEST).write_text(json.dumps({"version": 3, "files": {}}))
-    assert damage(directory) == f"{MANIFEST} is of version 3, and this program reads up to 2"
+    (directory / MANIFEST).write_text(json.dumps({"version": 4, "files": {}}))
+    assert damage(directory) == f"{MANIFEST} is of version 4, and this program reads up to 3"
 
 
 def test_what_a_run_does_not_continue_is_set_aside(tmp_path: Path) -> None:

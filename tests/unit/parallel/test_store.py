@@ -1,13 +1,18 @@
-"""Who can reach the stores and the groups of a run."""
+"""Who can reach the stores and the groups of a run, and how the ranks of one start find each other in torchrun's."""
 
 from __future__ import annotations
 
+import datetime
+import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
 import torch.distributed as dist
 
+from mega_rl.errors import InputError
+from mega_rl.parallel import start
 from mega_rl.parallel.joint_group import join_store, open_meeting
 from mega_rl.parallel.store import LOOPBACK, is_one_node, keep_to_loopback, shared_store
 
@@ -72,3 +77,24 @@ def test_gloo_listens_at_loopback_where_all_are_here(
         monkeypatch.setenv(name, value)
     keep_to_loopback()
     assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
+
+
+def test_every_start_of_the_ranks_has_a_name_of_its_own() -> None:
+    """Also after one in which a rank has left its word and died, and one whose first rank died before the others."""
+    left, timeout = dist.HashStore(), datetime.timedelta(seconds=60)
+
+    def begin(ranks: int = 3) -> set[str]:
+        with ThreadPoolExecutor(ranks) as threads:
+            found = [threads.submit(start._agree_on_start, left, rank, ranks, timeout) for rank in range(ranks)]
+            return {each.result() for each in found}
+
+    left.set("word/2", "of a rank that died")
+    left.set("name", json.dumps(["of one that died", {"1": "gone", "2": "of a rank that died"}]))
+    names = [begin() for _ in range(3)]
+    assert all(len(each) == 1 for each in names) and len(set.union(*names)) == 3
+
+
+def test_ranks_that_do_not_come_are_not_waited_for_for_ever() -> None:
+    for rank in (0, 1):
+        with pytest.raises(InputError, match=f"rank {rank} did not meet all 2 ranks"):
+            start._agree_on_start(dist.HashStore(), rank, 2, datetime.timedelta(seconds=0.1))

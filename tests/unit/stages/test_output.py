@@ -15,7 +15,7 @@ import pytest
 
 from mega_rl.config import RunConfig
 from mega_rl.errors import InputError
-from mega_rl.megatron import checkpoint
+from mega_rl.megatron import saving
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.stages.parts.output import CHECKPOINTS, LOCK, OutputLock, take_output
 
@@ -108,11 +108,11 @@ def test_a_disk_that_takes_nothing_is_one_sentence(
 
 def test_the_cause_of_a_failed_save_is_what_the_disk_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's writer only knows that it stands elsewhere than it should."""
-    error = RuntimeError("unexpected pos 704 vs 598")
-    assert checkpoint._cause(tmp_path, error) == "unexpected pos 704 vs 598"
+    error = OSError("unexpected pos 704 vs 598")
+    assert saving.cause(tmp_path, error) == "unexpected pos 704 vs 598"
 
     def full(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    assert checkpoint._cause(tmp_path, error) == "No space left on device"
+    assert saving.cause(tmp_path, error) == "No space left on device"

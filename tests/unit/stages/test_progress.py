@@ -49,7 +49,7 @@ def test_the_row_of_a_checkpoint_is_there_once(tmp_path: Path, saved: dict[str, 
         for step in range(1, num_rows_written + 1):
             observer.log(step, ROWS[step])
     directory, actor = checkpoint.directory_of(tmp_path / CHECKPOINTS, 2), None
-    state = progress.resume(directory, actor, SOURCE, print)  # type: ignore[arg-type]
+    state = progress.resume(directory, None, actor, SOURCE, print)  # type: ignore[arg-type]
     with session_of(tmp_path, directory).observer(state, 4) as observer:
         observer.log(3, {"actor/loss": 0.125})
     expected = {**ROWS, 3: {"actor/loss": 0.125}}
@@ -64,5 +64,5 @@ def test_a_checkpoint_of_another_run_brings_no_row(tmp_path: Path, saved: dict[s
 
 def test_a_checkpoint_of_before_has_no_row(tmp_path: Path, saved: dict[str, Any]) -> None:
     del saved["metrics"]
-    state = progress.resume(tmp_path, None, SOURCE, print)  # type: ignore[arg-type]
+    state = progress.resume(tmp_path, None, None, SOURCE, print)  # type: ignore[arg-type]
     assert state == Progress(2, {}, {})

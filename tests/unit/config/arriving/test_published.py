@@ -11,9 +11,11 @@ import pytest
 
 from mega_rl.config.arriving.convert import as_tree, convert
 from mega_rl.config.arriving.reading import Given
-from mega_rl.config.arriving.tables import NEIGHBOURS, reasons, table
+from mega_rl.config.arriving.tables import NEIGHBOURS, key_lines, metric_lines, reasons, table
 from mega_rl.config.typed import leaf_names
 from mega_rl.errors import InputError
+from mega_rl.observe.metrics import match
+from tests.launch import REPO
 
 HERE = Path(__file__).parent
 
@@ -49,9 +51,9 @@ def test_tables_name_real_keys_and_reasons(neighbour: str) -> None:
 
 def test_every_reason_is_used() -> None:
     used = {(entry.kind, entry.reason) for name in NEIGHBOURS for entry in table(name).entries.values()}
-    named_in_rules = {"no_default"}
     spare = {(kind, name) for kind, names in reasons().items() for name in names} - used
-    assert {name for kind, name in spare if kind == "rules"} - named_in_rules == set()
+    rules = "".join(path.read_text(encoding="utf-8") for path in (REPO / "mega_rl/config/arriving").glob("*.py"))
+    assert sorted(name for _, name in spare if f'"{name}"' not in rules) == []
 
 
 @pytest.mark.parametrize("neighbour", NEIGHBOURS)
@@ -74,3 +76,18 @@ def test_odd_values_are_converted_or_refused_in_a_sentence(neighbour: str) -> No
             continue
         assert draft.outcomes.keys() == given.values.keys()
         json.dumps(as_tree(draft.result))
+
+
+@pytest.mark.parametrize("neighbour", NEIGHBOURS)
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_pages_have_the_tables(neighbour: str, language: str) -> None:
+    suffix = {"en": "", "zh": "_zh"}[language]
+    page = (REPO / f"docs/from_{neighbour}{suffix}.md").read_text(encoding="utf-8")
+    for lines in (metric_lines(neighbour), key_lines(neighbour, language)):
+        assert "\n".join(["```text", *lines, "```"]) in page, "python tools/import_config.py --from NAME prints them"
+
+
+@pytest.mark.parametrize("neighbour", NEIGHBOURS)
+def test_metrics_are_ours(neighbour: str) -> None:
+    for name in table(neighbour).metrics.values():
+        match(name)

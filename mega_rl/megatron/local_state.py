@@ -1,0 +1,87 @@
+"""The state of one rank as bytes: for the same rank of the same layout, with nothing of it gathered or described."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mega_rl import platform
+from mega_rl.bridge.files.columns import extract, restore
+from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.megatron.optimizer import chained, ensure_state
+from mega_rl.megatron.optimizer_state import KINDS, owned
+
+
+def to_bytes(engine: MegatronEngine, progress: Mapping[str, Any]) -> bytes:
+    """Weights, optimizer, schedule and random state of this rank, and the progress (plain values)."""
+    engine.policy.refuse_replaced("a copy of the state")
+    assert engine.offload.is_complete, "a copy needs weights and optimizer on the device"
+    engine.collect_weights()
+    ensure_state(engine.optimizer)
+    document, columns = extract(progress)
+    state = {
+        "weights": _weights(engine),
+        "optimizer": _optimizer_state(engine),
+        "steps": _steps(engine),
+        "lr_schedule": engine.lr_schedule.state_dict(),
+        "skipped": engine.stepper.skipped.state_dict(),
+        "generators": dict(platform.current().rng_state()),
+        "progress": json.dumps(document),
+        "columns": {name: torch.from_numpy(column) for name, column in columns.items()},
+    }
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+@torch.no_grad()
+def from_bytes(engine: MegatronEngine, content: bytes) -> dict[str, Any]:
+    """Put the state into an engine of the same layout; returns the progress."""
+    state = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
+    ensure_state(engine.optimizer)
+    own = _weights(engine)
+    assert own.keys() == state["weights"].keys(), "a copy of another layout"
+    for name, tensor in own.items():
+        tensor.copy_(state["weights"][name])
+    for part, states, steps in zip(chained(engine.optimizer), state["optimizer"], state["steps"], strict=True):
+        for name, parameter, _ in owned(part):
+            part._set_main_param_and_optimizer_states(parameter, states[name])
+        for group, step in zip(part.optimizer.param_groups, steps, strict=True):
+            if step is not None:
+                group["step"] = step
+    engine.lr_schedule.load_state_dict(state["lr_schedule"])
+    engine.stepper.skipped.load_state_dict(state["skipped"])
+    platform.current().set_rng_state(state["generators"])
+    columns = {name: column.numpy() for name, column in state["columns"].items()}
+    progress: dict[str, Any] = restore(json.loads(state["progress"]), columns)
+    return progress
+
+
+def _weights(engine: MegatronEngine) -> dict[str, Tensor]:
+    """Every tensor of the model, as it lies in memory."""
+    found: dict[str, Tensor] = {}
+    for number, chunk in enumerate(engine.policy.chunks):
+        named = [*chunk.named_parameters(), *chunk.named_buffers()]
+        found |= {f"model.{number}.{name}": tensor.detach() for name, tensor in named}
+    found |= {f"frozen.{name}": tensor.detach() for name, tensor in engine.policy.frozen.items()}
+    return found
+
+
+def _optimizer_state(engine: MegatronEngine) -> list[dict[str, dict[str, Tensor]]]:
+    """Of every optimizer: name of a parameter -> kind -> what this rank owns of it."""
+    return [
+        {
+            name: {kind: part._get_main_param_and_optimizer_states(parameter)[kind].detach() for kind in KINDS}
+            for name, parameter, _ in owned(part)
+        }
+        for part in chained(engine.optimizer)
+    ]
+
+
+def _steps(engine: MegatronEngine) -> list[list[int | None]]:
+    return [[group.get("step") for group in part.optimizer.param_groups] for part in chained(engine.optimizer)]
