@@ -365,11 +365,7 @@ def run(arguments: argparse.Namespace, root: Path) -> None:
         except AssertionError as error:
             outcome = Outcome(name, "FAILED", said=str(error).splitlines()[-20:])
         outcomes.append(outcome)
-        print(
-            f"{time.monotonic() - begin:6.1f} s, {outcome.row()} {outcome.entries} {outcome.said}",
-            file=sys.stderr,
-            flush=True,
-        )
+        print(json.dumps({**vars(outcome), "took_s": time.monotonic() - begin}), file=sys.stderr, flush=True)
     header = ["fault", "outcome", "seconds", "all gone", "steps lost", "left", "equal"]
     text = table(header, [outcome.row() for outcome in outcomes])
     text += f"\n\nLoad of the machine: {load:.0f} before, {os.getloadavg()[0]:.0f} after."

@@ -2,9 +2,9 @@
 
     python benchmarks/soak.py [--stage sft|rl] [--steps 700] [--json PATH]
 
-A tiny model on two processes of a CPU; a checkpoint every 20 steps, a validation every 50, TensorBoard and JSON on. Memory
-is the mean of a tenth of the steps: the second tenth, when everything has been used once, and the last. The growth is what
-the project holds below 1 %.
+A tiny model on two processes of a CPU; a checkpoint every 20 steps, a validation every 50, TensorBoard and JSON on.
+Memory is the mean of a tenth of the steps: the second tenth, when everything has been used once, and the last. The
+growth is what the project holds below 1 %.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """``tools/train.py`` to which something happens at a chosen place; ``benchmarks/faults.py`` starts it.
 
-Usage: struck.py PLACE STEP ACT ARGUMENTS...: PLACE is ``start`` (the models are being built) or a phase of the STEP-th step.
+Usage: struck.py PLACE STEP ACT ARGUMENTS...: PLACE is ``start`` (the models are being built) or a phase of the STEP-th
+step, or ``writer`` (a process that writes the checkpoint of that step).
 The moment, in seconds of the clock that never jumps, is the content of the file ``MEGA_RL_STRUCK`` afterwards.
 """
 
