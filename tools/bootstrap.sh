@@ -10,7 +10,8 @@
 # package through PYTHONPATH).
 # With --npu-emulation, after one of the above, the torch_npu wheel of the emulated tests is installed too, in
 # DIRECTORY/npu_emulation/wheel: off the path of the environment, so that nothing else imports it. Beside it, in wheels,
-# lie the releases whose operator schemas our calls are held against; they are only read.
+# lie the releases whose operator schemas our calls are held against; they are only read. In DIRECTORY/npu_emulation/rollout
+# lie vLLM and vLLM-Ascend; if the index lacks a wheel of them, its name stands in npu_emulation/rollout_missing.txt.
 # PYTHON chooses the interpreter (3.11 or 3.12; default: python3.11, then python3.12, then python3).
 # Where packages come from is pip's own configuration (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, pip.conf).
 set -euo pipefail
@@ -99,9 +100,33 @@ npu_emulation() {
     cat "$pin" "$read" >"$home/installed.txt"
 }
 
+npu_rollout() {
+    local home="$venv/npu_emulation" pin="$repo/requirements/npu_rollout.txt"
+    lock "$home/wheel.lock"
+    if cmp -s "$pin" "$home/rollout_installed.txt"; then
+        return
+    fi
+    say "vLLM-Ascend for the emulated tests"
+    rm -rf "$home/rollout" "$home/rollout_missing.txt" "$home/rollout_installed.txt"
+    if ! pip install -q --no-deps --no-compile --require-hashes --only-binary=:all: --target "$home/rollout" -r "$pin" \
+        2>"$home/rollout.log"; then
+        rm -rf "$home/rollout"
+        sed -n 's/.*No matching distribution found for \([^ ]*\).*/\1/p' "$home/rollout.log" | sort -u >"$home/rollout_missing.txt"
+        if [ ! -s "$home/rollout_missing.txt" ]; then
+            tail -n 20 "$home/rollout.log" >&2
+            die "vLLM-Ascend could not be installed in $home/rollout; the lines above say why"
+        fi
+        say "the tests with vLLM-Ascend are skipped: the index has no $(tr '\n' ' ' <"$home/rollout_missing.txt")"
+        return
+    fi
+    rm -f "$home"/rollout/vllm/*.so # kernels for a CPU, of another torch; none is called on device npu
+    cp "$pin" "$home/rollout_installed.txt"
+}
+
 system_packages
 if [ "${2:-}" = "--npu-emulation" ]; then
     npu_emulation
+    npu_rollout
     exit 0
 fi
 if complete; then

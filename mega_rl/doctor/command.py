@@ -15,10 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from mega_rl.config import RunConfig, load_config, samples
-from mega_rl.doctor.examine import examine, likely_platform, verdict
+from mega_rl.doctor.examine import CHECKS, examine, likely_platform, verdict
 from mega_rl.doctor.finding import STATES, USUAL_ROLES, Finding, Wanted
 from mega_rl.doctor.host import Host, ThisHost
 from mega_rl.doctor.machine import parse_ports
+from mega_rl.doctor.trials import LOOP
 from mega_rl.errors import InputError
 from mega_rl.platform import VARIABLE, ProcessRole, check_name, engine_role, trainer_role
 
@@ -33,6 +34,9 @@ def parse(description: str, arguments: Sequence[str] | None) -> argparse.Namespa
     )
     parser.add_argument("--platform", metavar="NAME", help="auto (what the machine shows, the default), cpu, cuda, npu")
     parser.add_argument("--quick", action="store_true", help="no trials: no kernels, collectives and imports")
+    parser.add_argument(
+        "--trial", choices=["loop"], help="nothing but this: loop, three steps of GRPO with a tiny model"
+    )
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="how many nodes the run will have")
     parser.add_argument("--output-dir", type=Path, metavar="DIR", help="where the run will write; default: runs")
     parser.add_argument("--ports", metavar="LIST", help="ports that must be free, for example 29500,60000-60015")
@@ -108,7 +112,7 @@ def counts(findings: Sequence[Finding]) -> dict[str, int]:
 def examined(options: argparse.Namespace, host: Host) -> int:
     asked = wanted(options, host)
     findings = []
-    for finding in examine(host, asked):
+    for finding in examine(host, asked, CHECKS if options.trial is None else (LOOP,)):
         if not options.json and sys.stderr.isatty():
             print(f"\r\033[K{finding.area}: {finding.check}", end="", file=sys.stderr, flush=True)
         findings.append(finding)

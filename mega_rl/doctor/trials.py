@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +22,17 @@ LOOK = {
     CPU: "reinstall by requirements/cpu.lock",
     CUDA: "compare torch's build with the driver (`torch build`, `driver`)",
     NPU: "fix what `CANN`, `versions` and `device health` say first; the device's own log is under ~/ascend/log",
+}
+
+
+ERROR = "error: "  # how a run begins the sentence with which it ends
+LOOP_TIMEOUT_S = 1500.0  # on Ascend the first run compiles every operator
+# Nats: of one token, and for the engine the mean of the tokens; as the gates of a run's first step have them.
+LOOP_LIMITS = {
+    "reference": (1e-4, "policy and reference, largest of a token"),
+    "ppo_kl": (1e-4, "update and recomputation, largest of a token"),
+    "ratio": (1e-4, "ratio of the first step, distance from 1"),
+    "engine": (5e-2, "trainer and engine, mean of the tokens"),
 }
 
 
@@ -104,6 +117,29 @@ def sampler(host: Host, wanted: Wanted) -> Iterator[Answer]:
         yield ok(f"vLLM {figures['version']} resolves to {figures['implementation']}")
 
 
+def loop(host: Host, wanted: Wanted) -> Iterator[Answer]:
+    """Every agreement of a short run of GRPO."""
+    ran = host.probe("loop", wanted.platform, LOOP_TIMEOUT_S)
+    figures = read_reports(ran.output)
+    if "steps" not in figures:
+        refusals = [line for line in (ran.output + ran.errors).splitlines() if line.startswith(ERROR)]
+        ends = [line for line in ran.errors.splitlines() if re.match(r"(\[rank\d+\]: )?[\w.]+(Error|Failure): ", line)]
+        said = refusals[0].removeprefix(ERROR) if refusals else ends[0] if ends else ran.last_words
+        said = f"no end in {LOOP_TIMEOUT_S:.0f} s" if ran.is_late else said
+        yield fail(f"{figures.get('num_steps', 'the')} steps of GRPO: {said}", LOOK[wanted.platform])
+        return
+    number = f"{figures['num_ranks']} {'process' if figures['num_ranks'] == 1 else 'processes'}"
+    sentence = f"{figures['steps']} steps of GRPO by {number}, gradient norm {figures['grad_norm']:.2g}"
+    has_learnt = math.isfinite(figures["grad_norm"]) and figures["grad_norm"] > 0
+    yield ok(sentence) if has_learnt else fail(f"{sentence}: nothing was learnt", LOOK[wanted.platform])
+    for name, (limit, words) in LOOP_LIMITS.items():
+        sentence = f"{words}: {figures[name]:.1e}, at most {limit:.0e}"
+        fix = "use the versions that `versions` calls known good; docs/ascend.md says how to find the cause"
+        yield ok(sentence) if figures[name] <= limit else fail(sentence, fix)
+    yield ok(f"{figures['verified']:.0f} tensors of the engine are the trainer's bit for bit, in every step")
+
+
+LOOP = Check("loop", "trials", loop)
 CHECKS = (
     Check("kernels", "trials", kernels),
     Check("collective", "trials", collective),

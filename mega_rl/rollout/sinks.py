@@ -99,9 +99,6 @@ class ColocatedEngine(Protocol):
     def parameters(self) -> dict[str, Tensor]:
         """This rank's live parameters by the engine's own (fused) names: writing into them changes the engine."""
 
-    def misplaced(self) -> str | None:
-        """A parameter not laid out in memory as its shape says, in words that follow "cannot write"; else None."""
-
     def use_loader(self) -> None:
         """From here on updates come through ``load_hf_weights``, and there are no ``parameters``."""
 
@@ -152,7 +149,7 @@ class InPlaceSink:
         wanted = slices_of(self.layout()[dist.get_rank()])
         with together("matching the engine's parameters"):
             parameters = self._engine.parameters()
-            own = self._engine.misplaced() or difference(parameters, wanted, self._weights.dtype)
+            own = difference(parameters, wanted, self._weights.dtype)
         found = next((words for words in gather_objects(own) if words is not None), None)
         return found or load.difference(self.inspect, self._engines.world_size)
 

@@ -24,7 +24,7 @@ def run(config: RunConfig) -> None:
 
 
 def train(session: Session) -> None:
-    config, timers, save_freq = session.config, session.timers, session.config.checkpoint.save_freq
+    config, timers, memory = session.config, session.timers, session.memory
     # What can refuse the configuration comes first, what takes long to build after it.
     prompts = building.prompt_stream(session)
     total_steps = building.total_steps(config, prompts.steps_per_epoch)
@@ -40,14 +40,13 @@ def train(session: Session) -> None:
     validator = Validator(config, layout, timers, session.say, held_out, sync, engine, scorer, rendezvous)
     learner = building.learner(session, actor, reference)
     watch = RewardWatch(session.say)
-    state = progress.resume(session.checkpoint, session.memory, actor, builder, session.say)
+    state = progress.resume(session.checkpoint, memory, actor, builder, session.say)
     gates = GateWatch(config, session.share.is_counted, session.say, state.step, state.metrics)
     validator.results |= state.validations
 
     with session.observer(state, total_steps) as observer, session.notice() as notice:
         if config.validation.val_before_train and state.step == 0:
             observer.log(0, validator.validate(observer, step=0) | timers.collect())
-
         for step in range(state.step, total_steps):
             HEART.step = step + 1
             with timers("step"):
@@ -68,16 +67,13 @@ def train(session: Session) -> None:
                 metrics |= learner.update(samples, gates.of_step(step, pushed.version, pushed.sigma), behaviour)
             metrics |= rollout_metrics.sample_metrics(samples)
             metrics |= rollout_metrics.schedule_metrics(config, noise, pushed, metrics)
-
             done = step + 1
             if progress.is_due(done, config.validation.test_freq, total_steps):
                 metrics |= validator.validate(observer, step=done)
             metrics |= {"data/epoch": prompts.epochs, "rollout/weight_version": float(pushed.version)}
             reached = Progress(done, validator.results, metrics)
-            freq = 1 if notice.is_given() else save_freq
-            progress.save_if_due(
-                session.checkpoints, freq, timers, actor, builder, reached, total_steps, session.memory
-            )
+            freq = 1 if notice.is_given() else config.checkpoint.save_freq
+            progress.save_if_due(session.checkpoints, freq, timers, actor, builder, reached, total_steps, memory)
             metrics |= rollout_metrics.time_metrics(timers.collect(), samples) | memory_metrics(timers)
             observer.log(done, metrics)
             session.stop_if_given(notice, done)

@@ -60,7 +60,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, StandIn]]
         llm = StandIn(version, can_sleep)
         monkeypatch.setattr(vllm_engine, "_construct", lambda *_: llm)
         made = kind("model", RolloutConfig(**keys), max_model_len=8, device_type="npu", dtype="bfloat16")
-        assert llm.since() == ["receiver_parameters"]
+        assert llm.since() == ["receiver_set_up", "receiver_parameters"]
         return made, llm
 
     return engine
@@ -77,7 +77,8 @@ def test_an_update_in_place_wakes_writes_and_forgets_prefixes(version: str, buil
     engine.sleep()
     assert [given for name, given in llm.calls if name == "wake_up"] == [{"tags": ["weights"]}, {"tags": ["kv_cache"]}]
     assert llm.calls[-1] == ("sleep", {"level": 1})
-    assert llm.since() == ["wake_up", "receiver_parameters", "reset_prefix_cache", "wake_up", "sleep"]
+    update = ["receiver_begin_update", "receiver_parameters", "reset_prefix_cache"]
+    assert llm.since() == ["wake_up", *update, "wake_up", "sleep"]
     assert engine.weight_version == 1
 
 
@@ -89,7 +90,7 @@ def test_a_reload_unpacks_before_and_packs_after(version: str, build: Any) -> No
     engine.begin_update()
     engine.load_hf_weights(iter(()))
     engine.finish_update(3)
-    reload = ["receiver_begin_reload", "receiver_load", "receiver_finish_reload"]
+    reload = ["receiver_begin_update", "receiver_begin_reload", "receiver_load", "receiver_finish_reload"]
     assert llm.since() == ["wake_up", *reload, "reset_prefix_cache"]
 
 
@@ -123,4 +124,4 @@ def test_a_transfer_starts_updates_and_finishes(version: str, build: Any) -> Non
     assert arguments["start_weight_update"] == ({"is_checkpoint_format": False} if version == OLDEST else {})
     assert arguments["update_weights"] == {"request": {"update_info": {}}}
     transfer = ["start_weight_update", "update_weights", "finish_weight_update"]
-    assert llm.since() == ["init_weight_transfer_engine", *transfer]
+    assert llm.since() == ["init_weight_transfer_engine", "receiver_begin_update", *transfer]

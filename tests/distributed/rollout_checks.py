@@ -51,17 +51,17 @@ MAX_MODEL_LEN = 384
 LONG = 300  # tokens of a prompt that fills two blocks of the prefix cache (128 tokens each on a CPU)
 
 
-def start(path: Path, *, max_model_len: int = MAX_MODEL_LEN, **keys: Any) -> VLLMEngine:
-    """A CPU engine with these keys of ``rollout``."""
+def start(path: Path, *, max_model_len: int = MAX_MODEL_LEN, device_type: str = "cpu", **keys: Any) -> VLLMEngine:
+    """An engine with these keys of ``rollout``."""
     rollout = RolloutConfig(kv_cache_bytes=1 << 24, **keys)
-    return VLLMEngine(path, rollout, max_model_len=max_model_len, device_type="cpu", dtype="float32")
+    return VLLMEngine(path, rollout, max_model_len=max_model_len, device_type=device_type, dtype="float32")
 
 
 def sample(engine: VLLMEngine, prompts: list[Prompt], **keys: Any) -> list[Trajectory]:
     return engine.generate(make_requests(prompts, **{"n": 1, "step": 0, "seed": 0, "temperature": 1.0, **keys}))
 
 
-def check(name: str, body: Callable[..., None], *args: object) -> None:
+def check(name: str, body: Callable[..., object], *args: object) -> None:
     try:
         body(*args)
         verdict = "ok"
@@ -71,9 +71,13 @@ def check(name: str, body: Callable[..., None], *args: object) -> None:
     os.write(sys.stdout.fileno(), line.encode())  # at once: other ranks write into the same file
 
 
-def equals_hf(engine: VLLMEngine, model: PreTrainedModel) -> None:
-    """Greedy tokens and sampled log-probabilities are Hugging Face's, for a short prompt and a long one."""
-    prompts = [prompt(0, 5), prompt(1, LONG)]
+def equals_hf(engine: VLLMEngine, model: PreTrainedModel) -> float:
+    """Greedy tokens and sampled log-probabilities are Hugging Face's, for a short prompt and a long one.
+
+    Returns:
+        The largest difference of a log-probability, nats.
+    """
+    largest, prompts = 0.0, [prompt(0, 5), prompt(1, LONG)]
     for trajectory in sample(engine, prompts, max_tokens=12, temperature=0.0):
         expected = hf_greedy(model, trajectory.prompt, 12)
         assert answer_of(trajectory) == expected, (answer_of(trajectory), expected)
@@ -82,6 +86,8 @@ def equals_hf(engine: VLLMEngine, model: PreTrainedModel) -> None:
         expected_logprobs = hf_logprobs(model, trajectory.prompt, answer_of(trajectory), temperature)
         difference = (torch.from_numpy(trajectory.sampled_logprobs) - expected_logprobs).abs().max().item()
         assert difference < 1e-4, difference
+        largest = max(largest, difference)
+    return largest
 
 
 def layout_is_the_bridges(engine: VLLMEngine, path: Path, model: PreTrainedModel, size: int, tp_rank: int) -> None:
@@ -99,9 +105,13 @@ def layout_is_the_bridges(engine: VLLMEngine, path: Path, model: PreTrainedModel
         assert times.max() == 1 and (padded or times.min() == 1), f"{name}: {times.min()} to {times.max()} times"
 
 
-def takes_weights(engine: VLLMEngine, model: PreTrainedModel, version: int, seed: int) -> None:
+def takes_weights(engine: VLLMEngine, model: PreTrainedModel, version: int, seed: int) -> float:
     """After an update through the loader, in two chunks, the engine is the perturbed model, prefix cache included."""
     equals_hf(engine, model)  # fills the prefix cache with the old weights
+    return loads(engine, model, version, seed)
+
+
+def loads(engine: VLLMEngine, model: PreTrainedModel, version: int, seed: int) -> float:
     perturb(model, seed, 0.05)
     weights = hf_weights(model)
     engine.begin_update()
@@ -109,20 +119,26 @@ def takes_weights(engine: VLLMEngine, model: PreTrainedModel, version: int, seed
     engine.load_hf_weights(iter(weights[5:]))
     engine.finish_update(version)
     assert engine.weight_version == version
-    equals_hf(engine, model)
+    return equals_hf(engine, model)
 
 
-def takes_live_writes(engine: VLLMEngine, model: PreTrainedModel, path: Path, size: int, tp_rank: int) -> None:
+def takes_live_writes(engine: VLLMEngine, model: PreTrainedModel, path: Path, size: int, tp_rank: int) -> float:
     """Writing the bridge's slices in place makes the engine the perturbed model."""
     equals_hf(engine, model)
-    perturb(model, 17, 0.05)
+    return writes(engine, model, path, size, tp_rank, 1, 17)
+
+
+def writes(
+    engine: VLLMEngine, model: PreTrainedModel, path: Path, size: int, tp_rank: int, version: int, seed: int
+) -> float:
+    perturb(model, seed, 0.05)
     full = dict(hf_weights(model))
     engine.begin_update()
     live = engine.parameters()
     for piece in vllm_slices(read_model_shape(path), size, tp_rank):
         live[piece.local_name][indices(piece.local_box)] = full[piece.hf_name][indices(piece.hf_box)]
-    engine.finish_update(1)
-    equals_hf(engine, model)
+    engine.finish_update(version)
+    return equals_hf(engine, model)
 
 
 def same_samples_in_any_batch(engine: VLLMEngine) -> None:

@@ -3,9 +3,8 @@
     python -m tests.npu.emulation COMMAND ARGUMENTS...
 
 The wheel stands in a folder of its own (``make test-npu`` installs it), so that nothing else imports it. The command
-gets it on its path, the libraries of ``stubs.py`` in the place of CANN's, and pretended devices; in that process
-``start`` then imports torch_npu and installs the kernels. A Python script that knows nothing of the emulation is run by
-``tests/npu/run_emulated.py``.
+gets it on its path, the libraries of ``stubs.py`` in the place of CANN's, and pretended devices. Every Python process
+that comes of it installs the kernels when it imports torch_npu (``imports.py``), and knows nothing of it otherwise.
 
 What this shows: every call into torch, torch_npu and Megatron-core that our code makes on device npu. What it cannot:
 the numbers and limits of real kernels, HCCL, memory formats, graph mode, speed.
@@ -13,6 +12,7 @@ the numbers and limits of real kernels, HCCL, memory formats, graph mode, speed.
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import hashlib
 import importlib
@@ -20,12 +20,15 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 
-from tests.npu import stubs
+from tests.npu import rollout_stubs, stubs
 
 HOME_VARIABLE = "MEGA_RL_NPU_EMULATION"
+COUNTS_VARIABLE = "MEGA_RL_NPU_COUNTS"  # a folder where every process writes at its end how often operators ran
 NUM_DEVICES = 2
 REPO = Path(__file__).resolve().parent.parent.parent
+SITE = Path(__file__).with_name("site")
 
 
 def home() -> Path:
@@ -38,29 +41,50 @@ def is_active() -> bool:
     return "NPU_STUB_DEVICES" in os.environ
 
 
-def built_stubs() -> Path:
-    """The folder of the libraries, built again where the wheel or their sources have changed."""
-    wheel, out = home() / "wheel", home() / "stubs"
+def rollout() -> Path:
+    """Where ``make test-npu`` installs vLLM and vllm-ascend with what they need, if the index has them."""
+    return home() / "rollout"
+
+
+def has_rollout() -> bool:
+    return (rollout() / "vllm_ascend").is_dir()
+
+
+def missing_rollout() -> str:
+    """Why there is none, for a test that is skipped."""
+    names = home() / "rollout_missing.txt"
+    if names.is_file():
+        return f"the package index has no {', '.join(names.read_text().split())}"
+    return f"there is no vllm-ascend in {rollout()}: run `make test-npu`, which installs it there"
+
+
+def built_stubs() -> list[Path]:
+    """The folders of the libraries, built again where the wheels or their sources have changed."""
+    wheel, out, of_rollout = home() / "wheel", home() / "stubs", home() / "rollout_stubs"
     if not (wheel / "torch_npu").is_dir():
         sys.exit(f"there is no torch_npu in {wheel}: run `make test-npu`, which installs it there")
-    versions = sorted(path.name for path in wheel.glob("torch_npu-*.dist-info"))
-    sources = [Path(stubs.__file__).read_bytes(), stubs.RUNTIME.read_bytes(), repr(versions).encode()]
-    want, marker = hashlib.sha256(b"".join(sources)).hexdigest(), out / "built_from"
+    versions = sorted(path.name for path in home().glob("*/*-*.dist-info"))
+    code = [Path(module.__file__).read_bytes() for module in (stubs, rollout_stubs)]
+    want = hashlib.sha256(b"".join([*code, stubs.RUNTIME.read_bytes(), repr(versions).encode()])).hexdigest()
+    marker = out / "built_from"
     out.mkdir(exist_ok=True)
     with (out / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not marker.is_file() or marker.read_text() != want:
             stubs.build(wheel, out)
+            if has_rollout():
+                rollout_stubs.build(rollout() / "vllm_ascend", wheel, out, of_rollout)
             marker.write_text(want)
-    return out
+    return [out, of_rollout]
 
 
 def environment() -> dict[str, str]:
     """What a process needs from its start."""
-    libraries, paths = str(built_stubs()), [str(REPO), str(home() / "wheel")]
+    libraries = map(str, built_stubs())
+    paths = map(str, (REPO, SITE, home() / "wheel", rollout()))
     return {
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # else torch imports torch_npu in every process
-        "LD_LIBRARY_PATH": os.pathsep.join(filter(None, (libraries, os.environ.get("LD_LIBRARY_PATH")))),
+        "LD_LIBRARY_PATH": os.pathsep.join(filter(None, (*libraries, os.environ.get("LD_LIBRARY_PATH")))),
         "PYTHONPATH": os.pathsep.join(filter(None, (*paths, os.environ.get("PYTHONPATH")))),
         "NPU_STUB_DEVICES": str(NUM_DEVICES),
         "TASK_QUEUE_ENABLE": "0",  # kernels run where they are called
@@ -69,13 +93,23 @@ def environment() -> dict[str, str]:
     }
 
 
+def after_torch_npu(module: ModuleType) -> None:
+    """Install the kernels; called when torch_npu is imported (``imports.py``)."""
+    names = ("kernels", "stand_ins", "rollout", "rollout_operators")  # they import torch, which comes first
+    kernels, stand_ins, of_rollout, operators = (importlib.import_module(f"tests.npu.{name}") for name in names)
+    kernels.install(stand_ins.STAND_INS)
+    kernels.replace("npu", operators.ROLLOUT)
+    of_rollout.prepare_torch()
+    if folder := os.environ.get(COUNTS_VARIABLE):
+        atexit.register(kernels.write_counts, Path(folder))
+
+
 def start() -> Mapping[str, int]:
-    """Import torch_npu, install the kernels, and return the counts of the operators that run from now on."""
+    """Import torch_npu, and return the counts of the operators that run from now on."""
     assert is_active(), "start this process by python -m tests.npu.emulation"
     importlib.import_module("torch_npu")
-    kernels, stand_ins = (importlib.import_module(f"tests.npu.{name}") for name in ("kernels", "stand_ins"))
-    kernels.install(stand_ins.STAND_INS)
-    return kernels.counts
+    counts: Mapping[str, int] = importlib.import_module("tests.npu.kernels").counts
+    return counts
 
 
 def main() -> None:

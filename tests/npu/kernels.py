@@ -9,9 +9,12 @@ and therefore take the CPU's backend, so with ``cpu:gloo,npu:hccl`` gloo carries
 from __future__ import annotations
 
 import ctypes
+import json
+import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -119,6 +122,31 @@ def _kernel(name: str, run: Callable[..., Any], is_random: bool) -> Callable[...
     return kernel
 
 
+def _library(namespace: str, kind: str = "IMPL") -> torch.library.Library:
+    """What is registered through it stays as long as it does."""
+    if namespace not in _libraries:
+        _libraries[namespace] = torch.library.Library(namespace, kind)
+    return _libraries[namespace]
+
+
+def replace(namespace: str, stand_ins: Mapping[str, Callable[..., Any]]) -> None:
+    """Make stand-ins of one namespace the kernels of device npu, once its operators are known."""
+    library = _library(namespace)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a kernel is replaced is what is wanted
+        for name, run in stand_ins.items():
+            if name.startswith(f"{namespace}::"):
+                kernel = _kernel(name, run, is_random=False)
+                library.impl(name.removeprefix(f"{namespace}::"), kernel, "PrivateUse1", allow_override=True)
+
+
+def define(namespace: str, schemas: Sequence[str]) -> None:
+    """Make operators of a namespace known that nothing defines here, and nothing calls."""
+    library = _library(namespace, "DEF")
+    for schema in schemas:
+        library.define(schema)
+
+
 def install(stand_ins: Mapping[str, Callable[..., Any]]) -> int:
     """Replace the kernels, once per process after ``import torch_npu``; returns how many.
 
@@ -143,10 +171,13 @@ def install(stand_ins: Mapping[str, Callable[..., Any]]) -> int:
             if operator is None or operator.is_view:
                 continue
             is_random = any(argument.name == "generator" for argument in operator._schema.arguments)
-            if namespace not in _libraries:
-                _libraries[namespace] = torch.library.Library(namespace, "IMPL")
-            _libraries[namespace].impl(
+            _library(namespace).impl(
                 rest, _kernel(name, stand_ins.get(name, operator), is_random), "PrivateUse1", allow_override=True
             )
             number += 1
     return number
+
+
+def write_counts(folder: Path) -> None:
+    """Into a file of this process."""
+    (folder / f"{os.getpid()}.json").write_text(json.dumps(counts))

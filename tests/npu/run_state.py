@@ -1,4 +1,4 @@
-"""Started by torchrun through ``run_emulated.py`` on two ranks: what the actor keeps, moves and restores on device npu.
+"""Started by torchrun on two ranks: what the actor keeps, moves and restores on device npu.
 
 Prints ``PASSED <check>`` on rank 0 for every check that held on all ranks.
 """

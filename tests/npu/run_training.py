@@ -1,4 +1,4 @@
-"""Started by torchrun on the CPU, or through ``run_emulated.py`` on device npu: the same training, written down.
+"""Started by torchrun on the CPU, or on device npu: the same training, written down.
 
 Rank 0 writes what is found of every family into ``--out``: token statistics, loss and gradient norm of every step, the
 weights of every rank after the last one, and how often each operator ran on device npu.

@@ -290,8 +290,8 @@ def npu_grouped_matmul(
     """``group_type`` 0: groups of rows, a matrix for each; 2: each sums over its own part of the columns."""
     assert bias is scale is offset is per_token_scale is output_dtype is None and act_type == 0, "not used"
     assert split_item in (2, 3) and len(x) == 1 and x[0].dim() == 2, "one input and one result"
-    assert group_list is not None and group_list.dtype == torch.int64 and group_list_type == 0
-    ends, left = group_list.tolist(), x[0]
+    assert group_list is not None and group_list.dtype == torch.int64 and group_list_type in (0, 1), "ends or lengths"
+    ends, left = (group_list.cumsum(0) if group_list_type else group_list).tolist(), x[0]
     lengths = [end - start for start, end in pairwise([0, *ends])]
     assert min(lengths) >= 0 and ends[-1] == left.shape[0 if group_type == 0 else 1], "ends that never fall"
     assert len(ends) <= (128 if len(weight) > 1 else 1024) and all(w.dtype == left.dtype for w in weight)

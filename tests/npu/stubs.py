@@ -21,7 +21,6 @@ from pathlib import Path
 
 RUNTIME = Path(__file__).with_name("pretended_cann.c")
 LIBRARY = "libascendcl.so"
-NOT_LOADED = "op_plugin_atb"  # of the wheel: needs NNAL, and torch_npu loads it for operators that are not used here
 SYSTEM = ("libc.so.6", "libm.so.6", "libstdc++.so.6", "libgcc_s.so.1", "libpthread.so.0", "libdl.so.2", "librt.so.1")
 
 
@@ -53,7 +52,7 @@ def system_libraries() -> list[Path]:
 def wheel_libraries(wheel: Path) -> list[Path]:
     package = wheel / "torch_npu"
     extension = next(package.glob("_C.*.so"))
-    return [extension, *sorted(path for path in (package / "lib").glob("*.so") if NOT_LOADED not in path.name)]
+    return [extension, *sorted((package / "lib").glob("*.so"))]
 
 
 def source_of(names: Iterable[str]) -> str:

@@ -21,11 +21,10 @@ from mega_rl.data.tiny_model import TinyModelSpec, write_tiny_model
 from tests.distributed import tiny_models
 from tests.distributed.layouts import Case
 from tests.distributed.training import SFT, TRAIN, metrics_of
-from tests.launch import REPO, Launched, torchrun
 from tests.npu.figures import NUM_STEPS, Figures
+from tests.npu.platforms import on_cpu, on_npu
 
 HERE = Path(__file__).parent
-EMULATED = HERE / "run_emulated.py"
 NUM_LAYERS = 2
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe")
 LAYOUTS = {
@@ -63,16 +62,6 @@ PER_LAYER = {
 LAST_NORM = ("npu_rms_norm", "npu_rms_norm_backward")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1250)]  # two launches, each with a limit of its own
-
-
-def on_npu(script: Path, *args: object, nproc: int, timeout: float = 600) -> Launched:
-    return torchrun(EMULATED, script, *args, nproc=nproc, timeout=timeout, env={"MEGA_RL_PLATFORM": "npu"})
-
-
-def on_cpu(script: Path, *args: object, nproc: int, timeout: float = 600) -> Launched:
-    """Without the wheel on its path, as on any machine."""
-    variables = {"MEGA_RL_PLATFORM": "cpu", "PYTHONPATH": str(REPO)}
-    return torchrun(script, *args, nproc=nproc, timeout=timeout, env=variables)
 
 
 @dataclass(frozen=True)

@@ -222,7 +222,9 @@ def _without_lazy_aliases() -> Iterator[None]:
 
     They stand for several hundred image processors, some of which need packages that are not installed.
     """
-    importlib.import_module("transformers")  # Megatron-core would, with the aliases
+    # Megatron-core imports the first, with the aliases, and MindSpeed the second, which would bring them back.
+    for name in ("transformers", "transformers.trainer"):
+        importlib.import_module(name)
     aliases = {
         name: module
         for name, module in sys.modules.items()

@@ -24,7 +24,6 @@ from mega_rl.parallel.joint_group import join_group, open_meeting
 from mega_rl.rollout.receiver import Link
 from mega_rl.rollout.remote.engines import RemoteEngines
 from mega_rl.rollout.sinks import Weights, refused_live
-from mega_rl.rollout.vllm.versions import transposed_weight
 
 
 class RemoteSink:
@@ -58,8 +57,7 @@ class RemoteSink:
         """What cannot be written in any worker, in words that follow "cannot write"; None if all can be. Collective."""
         shapes = self.inspect(_without_contents, self._same())
         for parameters, wanted in zip(shapes, self.layout(), strict=True):
-            transposed = transposed_weight(parameters, self._weights.device.type)
-            if found := transposed or difference(parameters, slices_of(wanted), self._weights.dtype):
+            if found := difference(parameters, slices_of(wanted), self._weights.dtype):
                 return found
         return load.difference(self.inspect, self._engines.num_workers)
 

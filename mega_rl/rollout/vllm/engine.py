@@ -35,8 +35,8 @@ from mega_rl.rollout.vllm.environment import (
     preserved_process,
     set_environment,
 )
-from mega_rl.rollout.vllm.options import engine_arguments
-from mega_rl.rollout.vllm.versions import leave_routing_to_first_rank, transposed_weight
+from mega_rl.rollout.vllm.options import LOGPROBS_MODE, engine_arguments
+from mega_rl.rollout.vllm.versions import leave_routing_to_first_rank
 from mega_rl.types import Trajectory
 
 
@@ -72,6 +72,7 @@ class VLLMEngine:
         self._num_submitted = 0
         self._loaded: set[str] | None = None  # names loaded by the update under way; None outside of one
         self._llm = _construct(str(model_path), rollout, max_model_len, device_type, dtype)
+        self._call("receiver_set_up", LOGPROBS_MODE)
         self._names = frozenset(self._call("receiver_parameters"))
         self._mixture = _mixture_to_replay(model_path, rollout)
         if self._mixture is not None and device_type == "cpu":
@@ -172,10 +173,6 @@ class VLLMEngine:
             )
         return self._call("receiver_parameters")
 
-    def misplaced(self) -> str | None:
-        """A parameter not laid out in memory as its shape says, in words that follow "cannot write"; else None."""
-        return transposed_weight(self.parameters(), self._device_type)
-
     def use_loader(self) -> None:
         """From here on work as with ``rollout.weight_update=reload``: take whole tensors, have no ``parameters``."""
         assert self._loaded is None, "another way inside a weight update"
@@ -189,6 +186,7 @@ class VLLMEngine:
         assert self._loaded is None, "a weight update inside another"
         assert not self._under_way, "a weight update while responses are under way"
         self._loaded = set()
+        self._call("receiver_begin_update")
         if not self._is_live:
             self._call("receiver_begin_reload")
 

@@ -16,6 +16,7 @@ from mega_rl.rollout.temperature_probe import NUM_LOGPROBS
 
 WORKER_EXTENSION = "mega_rl.rollout.vllm.worker_extension.WeightReceiver"
 OPTIONS = "additional_config"  # vLLM's name of what it passes to the plug-in of a platform
+LOGPROBS_MODE = "processed_logprobs"  # after the temperature: the distribution that is really sampled from
 TRANSFER_BACKEND = "mega_rl"  # our name at vLLM's weight-transfer extension point
 ROUTING = "enable_return_routed_experts"  # answers bring the experts of their tokens
 
@@ -171,7 +172,7 @@ def engine_arguments(
         "max_model_len": max_model_len,
         "tensor_parallel_size": rollout.tensor_parallel_size,
         "seed": 0,  # every request brings its own, or the first of a batch seeds the engine's generators
-        "logprobs_mode": "processed_logprobs",  # after the temperature: the distribution that is really sampled from
+        "logprobs_mode": LOGPROBS_MODE,
         "worker_extension_cls": WORKER_EXTENSION,
     }
 

@@ -7,7 +7,7 @@ checks every branch against them. vLLM is imported inside the functions that nee
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from mega_rl.rollout.receiver import Receiver
 
 EXPERT_WEIGHTS = ("w13_weight", "w2_weight")
 CAPTURE = "mega_rl_capture"  # of a module of experts on a CPU: is told which experts [T, K] take the tokens
+TURNS_EXPERTS = "npu"  # the device type whose plug-in, vllm-ascend, holds experts transposed
 
 
 def parameter_name(name: str) -> str:
@@ -32,8 +33,18 @@ def parameter_name(name: str) -> str:
 
 
 def live_parameters(model: torch.nn.Module) -> dict[str, Tensor]:
-    """A worker's parameters by engine name; a tied head appears once, under the name of the embedding."""
-    return {parameter_name(name): parameter.data for name, parameter in model.named_parameters()}
+    """A worker's parameters by engine name; a tied head appears once, under the name of the embedding.
+
+    vllm-ascend turns experts' weights into [expert, hidden, rows] once they are loaded. They are shown as everywhere
+    else, [expert, rows, hidden], as transposed views of the memory that the engine computes with.
+    """
+    parameters = {parameter_name(name): parameter.data for name, parameter in model.named_parameters()}
+    return {name: data.transpose(1, 2) if _is_turned(name, data) else data for name, data in parameters.items()}
+
+
+def _is_turned(name: str, data: Tensor) -> bool:
+    """Whether these are experts' weights as vllm-ascend computes with them; of two equal widths no shape says it."""
+    return data.device.type == TURNS_EXPERTS and name.rpartition(".")[2] in EXPERT_WEIGHTS and data.is_contiguous()
 
 
 def start_arguments(start_weight_update: Callable[..., None]) -> dict[str, Any]:
@@ -159,30 +170,24 @@ def leave_routing_to_first_rank(llm: Any) -> None:
         scheduler.aux_output_connector = None
 
 
-def transposed_weight(names: Iterable[str], device_type: str) -> str | None:
-    """The first parameter that the engine holds transposed, whatever its shape says; None if there is none.
-
-    vllm-ascend turns experts' weights into [expert, hidden, rows] once they are loaded; if the two widths are equal, no
-    shape shows it.
-
-    Returns:
-        Words that name the parameter, to follow "cannot write".
-    """
-    if device_type != "npu":
-        return None
-    experts = sorted(name for name in names if name.rpartition(".")[2] in EXPERT_WEIGHTS)
-    return f"{experts[0]}, which the engine holds transposed on Ascend" if experts else None
-
-
 @torch.no_grad()
 def undo_wake_up(model: torch.nn.Module) -> None:
-    """Give experts back the layout that they had before vllm-ascend's ``wake_up``, ahead of a reload.
+    """Give experts back the layout that they had before vllm-ascend's ``wake_up``, ahead of an update.
 
-    ``wake_up`` of 0.23 shows the experts' weights as a loader wants them, as transposed views of the same memory.
-    vLLM's reload copies what it has processed into the tensors that it finds: these must have the layout with which the
-    engine computes.
+    ``wake_up`` of 0.23 shows the experts' weights as a loader wants them, as transposed views of the same memory, with
+    which the engine cannot compute. vLLM's reload copies what it has processed into the tensors that it finds.
     """
     for name, parameter in model.named_parameters():
         if name.rpartition(".")[2] in EXPERT_WEIGHTS and not parameter.is_contiguous():
             parameter.data = parameter.data.transpose(1, 2)
             assert parameter.is_contiguous(), f"{name} is no transposed view"
+
+
+def use_logprobs_mode(sampler: Any, mode: str) -> None:
+    """Make the sampler of a worker on Ascend return the log-probabilities that the engine was asked for.
+
+    vllm-ascend 0.23 builds its sampler with the default, log-probabilities before the temperature, whatever the
+    engine's ``logprobs_mode`` says.
+    """
+    for part in (sampler, sampler.topk_topp_sampler):
+        part.logprobs_mode = mode

@@ -12,7 +12,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from mega_rl.rollout.vllm.cpu_routing import RoutingCapture
-from mega_rl.rollout.vllm.versions import live_parameters, parameter_name, undo_wake_up
+from mega_rl.rollout.vllm.versions import live_parameters, parameter_name, undo_wake_up, use_logprobs_mode
 
 
 class WeightReceiver:
@@ -26,13 +26,20 @@ class WeightReceiver:
         """``live_parameters`` of this rank."""
         return live_parameters(self.model_runner.get_model())
 
+    def receiver_set_up(self, logprobs_mode: str) -> None:
+        """What the worker does not take from the engine's arguments by itself."""
+        if self.device.type == "npu":
+            use_logprobs_mode(self.model_runner.sampler, logprobs_mode)
+
+    def receiver_begin_update(self) -> None:
+        """Give the parameters the layout with which the engine computes."""
+        if self.device.type == "npu":
+            undo_wake_up(self.model_runner.get_model())
+
     def receiver_begin_reload(self) -> None:
         """Give every layer its unpacked parameters back, so that the loader can fill them."""
-        model = self.model_runner.get_model()
-        if self.device.type == "npu":
-            undo_wake_up(model)
         with self.device:
-            initialize_layerwise_reload(model)
+            initialize_layerwise_reload(self.model_runner.get_model())
 
     def receiver_capture_routing(self) -> None:
         """Keep the experts of all tokens from here on (CPU only)."""

@@ -16,7 +16,7 @@ from mega_rl.doctor.host import Disk, Ran, ThisHost
 from mega_rl.doctor.machine import parse_ports
 from mega_rl.doctor.probes import kernels
 from mega_rl.doctor.smi import MIB, parse_npu_smi, parse_nvidia_smi
-from mega_rl.doctor.trials import ATTENTION_LIMIT
+from mega_rl.doctor.trials import ATTENTION_LIMIT, LOOP
 from mega_rl.platform.operators.attention import VarlenPacking, sdpa_attention
 from tests.launch import REPO, Launched, run, run_copy
 from tests.recorded_hosts import (
@@ -302,6 +302,29 @@ def test_a_refusal_is_said_once() -> None:
     found = [f for f in findings(HEALTHY.but(probes=dict.fromkeys(HEALTHY.probes, ran))) if f.area == "trials"]
     assert [f.state for f in found] == ["fail", "skip", "skip", "skip"]
     assert found[0].found == "matrix product: CANN is missing: install it"
+
+
+AGREEING = {"reference": 0.0, "ppo_kl": 0.0, "ratio": 1e-7, "engine": 8e-8, "verified": 26, "steps": 3, "num_steps": 3}
+
+
+@pytest.mark.parametrize(
+    ("ran", "words"),
+    [
+        (reported(**AGREEING, num_ranks=2, grad_norm=4.0), ""),
+        (reported(**AGREEING | {"engine": 0.3}, num_ranks=1, grad_norm=4.0), "trainer and engine"),
+        (reported(**AGREEING | {"ppo_kl": float("nan")}, num_ranks=1, grad_norm=4.0), "update and recomputation"),
+        (
+            Ran(1, reported(num_steps=3).output, "W1: a warning\nerror: no memory: lower X\nE2: a launcher\n"),
+            "no memory",
+        ),
+        (Ran(124, reported(num_steps=3).output), "3 steps of GRPO: no end in"),
+    ],
+)
+def test_the_loop_is_one_verdict(ran: Ran, words: str) -> None:
+    found = list(examine(HEALTHY.but(probes={"loop": ran}), Wanted(platform="npu"), (LOOP,)))
+    failed = [finding for finding in found if finding.state == "fail"]
+    assert verdict(found) == ("fail" if words else "ok") and all(words in finding.found for finding in failed)
+    assert len(found) == (6 if "steps" in ran.output.replace("num_steps", "") else 1)
 
 
 def test_one_device_cannot_hold_two_ranks() -> None:

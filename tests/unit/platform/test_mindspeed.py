@@ -191,3 +191,23 @@ def test_the_log_lists_what_was_really_patched(packages: Path) -> None:
     assert (
         "refused: platform.mindspeed.features has 'profile', which would do nothing: it replaces only megatron" in out
     )
+
+
+LAZY = """
+import importlib, sys
+from mega_rl.platform.ascend.mindspeed import _without_lazy_aliases
+
+def aliases():
+    known = [(name, vars(module)) for name, module in sys.modules.items() if name.startswith("transformers.")]
+    return [name for name, own in known if "__getattr__" in own and own.get("__spec__") is None]
+
+with _without_lazy_aliases():
+    importlib.import_module("transformers.trainer")  # as MindSpeed's first import does
+    print("left", len(aliases()))
+print("back", len(aliases()) > 100)
+"""
+
+
+def test_what_mindspeed_imports_brings_no_lazy_alias_back() -> None:
+    launched = run([sys.executable, "-c", LAZY], env={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}).check()
+    assert {"left 0", "back True"} <= set(launched.stdout.splitlines()), launched.stdout

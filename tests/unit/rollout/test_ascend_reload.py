@@ -68,6 +68,7 @@ def test_experts_that_woke_up_are_reloaded_into_the_memory_that_the_engine_works
     address = model.experts.w13_weight.data_ptr()
     for weights in (old, new):
         model.wake_up()
+        worker.receiver_begin_update()
         worker.receiver_begin_reload()
         worker.receiver_load(iter([(NAME, weights)]))
         worker.receiver_finish_reload()

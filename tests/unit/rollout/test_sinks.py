@@ -31,7 +31,6 @@ from mega_rl.rollout.remote import sink
 from mega_rl.rollout.remote.sink import RemoteSink, remote_sink
 from mega_rl.rollout.sinks import InPlaceSink, LoaderSink, Weights, WeightSink, colocated_sink
 from mega_rl.rollout.vllm.engine import VLLMEngine
-from mega_rl.rollout.vllm.versions import undo_wake_up
 from tests.distributed.test_bridge_execute import SHAPE, local_parameters, random_model
 
 ODD = "model.layers.0.mlp.down_proj.weight"
@@ -78,11 +77,11 @@ def load_proof(shape: ModelShape = SHAPE, num_loading: int = 1) -> LoadProof:
 class Engine(VLLMEngine):
     """The live parameters of one, and no vLLM behind them."""
 
-    def __init__(self, shape: ModelShape = SHAPE, device_type: str = "npu") -> None:
+    def __init__(self, shape: ModelShape = SHAPE) -> None:
         self.live = loaded(shape)
         self.loaded: dict[str, torch.Tensor] = {}
         self.is_awake, self.has_cache = True, True
-        self._rollout, self._device_type, self._is_live, self._can_sleep = RolloutConfig(), device_type, True, True
+        self._rollout, self._device_type, self._is_live, self._can_sleep = RolloutConfig(), "npu", True, True
         self._loaded, self._under_way, self._version = None, {}, 0
         self._names = frozenset(self.live)
         self._llm = SimpleNamespace(
@@ -306,28 +305,6 @@ def test_engines_elsewhere_that_cannot_be_written_to_are_refused(
 SQUARE = replace(SHAPE, mixture=Mixture(frozenset(range(SHAPE.num_layers)), 4, 2, SHAPE.hidden_size, True))
 
 
-@pytest.mark.parametrize(("device", "shape"), [("cpu", SQUARE), ("npu", SHAPE)])
-def test_only_experts_on_ascend_are_taken_for_transposed(device: str, shape: ModelShape, one_rank: None) -> None:
-    assert choose(Engine(shape, device), "auto", "off", [], shape) is InPlaceSink
-
-
-def test_experts_on_ascend_go_through_the_loader_whatever_their_shapes(one_rank: None) -> None:
-    lines: list[str] = []
-    engine = Engine(SQUARE)
-    assert choose(engine, "auto", "off", lines, SQUARE) is LoaderSink and not engine._is_live
-    (line,) = lines
-    assert "own loader" in line and "routed_experts.w13_weight" in line and "transposed on Ascend" in line
-    with pytest.raises(InputError, match=r"live cannot write .*w13_weight.*rollout\.weight_update=reload"):
-        choose(Engine(SQUARE), "live", "off", [], SQUARE)
-
-
-def test_experts_on_ascend_elsewhere_are_refused(one_rank: None) -> None:
-    for device, refuses in (("cpu", False), ("npu", True)):
-        found = SimpleNamespace(dtype=DTYPE, shape=SQUARE, device=SimpleNamespace(type=device))
-        reason = RemoteSink(elsewhere([Worker(SQUARE)]), found).obstacle(load_proof(SQUARE))  # type: ignore[arg-type]
-        assert (reason is not None and "transposed on Ascend" in reason) == refuses, (device, reason)
-
-
 def other_value(live: dict[str, torch.Tensor]) -> str:
     live["model.layers.2.self_attn.o_proj.weight"][3, 5] += 1
     return "model.layers.2.self_attn.o_proj.weight"
@@ -354,7 +331,7 @@ def test_an_engine_that_holds_other_values_than_it_loaded_goes_through_the_loade
     rearrange: Callable[[dict[str, torch.Tensor]], str], shape: ModelShape, one_rank: None
 ) -> None:
     lines: list[str] = []
-    engine = Engine(shape, "cpu")
+    engine = Engine(shape)
     name = rearrange(engine.live)
     with pytest.raises(InputError, match=rf"weight_update=live cannot write {name}, of which .*weight_update=reload"):
         choose(engine, "live", "off", [], shape)
@@ -379,15 +356,3 @@ def test_reload_asks_the_engine_nothing() -> None:
     engine = Engine()
     engine.is_awake = False  # any question would be answered with an error
     assert choose(engine, "reload", "off", []) is LoaderSink and not engine._is_live
-
-
-def test_a_wake_up_of_ascend_is_undone_before_a_reload() -> None:
-    """As vllm-ascend 0.23 does it: the layer works on [E, hidden, rows] and wakes up with a transposed view of that."""
-    layer = torch.nn.Module()
-    layer.experts, layer.other = torch.nn.Module(), torch.nn.Linear(3, 5)
-    working = torch.arange(24.0).reshape(2, 3, 4)
-    layer.experts.w13_weight = torch.nn.Parameter(working.transpose(1, 2), requires_grad=False)
-    undo_wake_up(layer)
-    undo_wake_up(layer)  # what is as it should be stays
-    assert layer.experts.w13_weight.data_ptr() == working.data_ptr() and layer.experts.w13_weight.is_contiguous()
-    assert torch.equal(layer.experts.w13_weight, working) and layer.other.weight.shape == (5, 3)

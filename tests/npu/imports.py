@@ -1,0 +1,56 @@
+"""Prepares modules of others for pretended devices as soon as they are imported, in whatever process does it.
+
+``site/sitecustomize.py`` installs this at the start of a process; nothing is imported earlier than the program asks
+for it, so that the order in which it chooses its platform and environment stays its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import ModuleType
+
+# Module -> the function of ``tests.npu`` that is called with it once it is imported.
+AFTER = {
+    "torch_npu": "emulation.after_torch_npu",
+    "torch_npu.op_plugin.atb._atb_ops": "rollout.after_atb",
+    "vllm_ascend.vllm_ascend_C": "rollout.after_extension",
+    "vllm.model_executor.models.registry": "rollout.after_registry",
+    "vllm.v1.worker.block_table": "rollout.after_block_table",
+    "mega_rl.platform.versions": "rollout.after_versions",
+}
+
+
+class Preparation(importlib.abc.MetaPathFinder):
+    def __init__(self) -> None:
+        self._looking_for: set[str] = set()
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in AFTER or name in self._looking_for:
+            return None
+        self._looking_for.add(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._looking_for.remove(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = partial(_execute, AFTER[name], spec.loader.exec_module)  # type: ignore[method-assign]
+        return spec
+
+
+def _execute(after: str, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+    execute(module)
+    home, _, function = after.partition(".")
+    getattr(importlib.import_module(f"tests.npu.{home}"), function)(module)
+
+
+def install() -> None:
+    """Once per process, before any of these modules is imported."""
+    sys.meta_path.insert(0, Preparation())

@@ -1,0 +1,19 @@
+"""Launches of one script on both platforms, by processes of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.launch import REPO, Launched, torchrun
+
+CPU = {"MEGA_RL_PLATFORM": "cpu", "PYTHONPATH": str(REPO)}  # without the wheels on its path, as on any machine
+NPU = {"MEGA_RL_PLATFORM": "npu"}
+
+
+def on_npu(script: Path, *args: object, nproc: int, timeout: float = 600, env: Mapping[str, str] = NPU) -> Launched:
+    return torchrun(script, *args, nproc=nproc, timeout=timeout, env={**NPU, **env})
+
+
+def on_cpu(script: Path, *args: object, nproc: int, timeout: float = 600) -> Launched:
+    return torchrun(script, *args, nproc=nproc, timeout=timeout, env=CPU)
