@@ -36,6 +36,7 @@ from mega_rl.rollout.vllm.environment import (
     set_environment,
 )
 from mega_rl.rollout.vllm.options import LOGPROBS_MODE, engine_arguments
+from mega_rl.rollout.vllm.sockets import remove_socket_names
 from mega_rl.rollout.vllm.versions import leave_routing_to_first_rank
 from mega_rl.types import Trajectory
 
@@ -312,6 +313,7 @@ def _construct(model_path: str, rollout: RolloutConfig, max_model_len: int, devi
             raise InputError(
                 f"vLLM does not accept the rollout settings for model.path={model_path}: {_first_words(error)}"
             ) from error
+        remove_socket_names()
         # Unused under an external launcher; its shared memory would be reported as leaked when the process ends.
         get_tp_group().mq_broadcaster = None
         return llm

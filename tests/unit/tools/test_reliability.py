@@ -1,0 +1,58 @@
+"""Every fault of the page on reliability names a test that exists, and its benchmark has the faults that it lists."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+from tests.launch import REPO, run_copy
+
+PAGE = REPO / "docs" / "reliability.md"
+BENCHMARK = "benchmarks/faults.py"
+MIN_FAULTS = 40
+SOME = ("kill -9 of rank 1 in update", "kill -9 of torchrun in generate", "kill -9 of a reward worker in generate")
+
+
+def rows() -> list[list[str]]:
+    """The cells of every fault."""
+    lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    return [row for row in cells if row[0] != "fault"]
+
+
+def functions(file: Path) -> set[str]:
+    """The tests of a module, those in its classes included."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def missing(cell: str) -> list[str]:
+    """What a cell names that is not there; itself if it names nothing."""
+    names = re.findall(r"`([^`]+)`", cell)
+    faults = [] if names else [cell]
+    for name in names:
+        path, _, test = name.partition("::")
+        file = REPO / path if name == BENCHMARK else REPO / "tests" / path
+        if not file.is_file() or (name != BENCHMARK and test not in functions(file)):
+            faults.append(name)
+    return faults
+
+
+def test_every_fault_has_a_test() -> None:
+    found = rows()
+    assert len(found) >= MIN_FAULTS and all(len(row) == 4 and all(row) for row in found)
+    assert len({row[0] for row in found}) == len(found)
+    assert {row[0]: missing(row[2]) for row in found if missing(row[2])} == {}
+
+
+def test_what_is_missing_is_found() -> None:
+    here = "unit/tools/test_reliability.py::test_every_fault_has_a_test"
+    assert missing(f"`{BENCHMARK}`, `{here}`") == []
+    assert missing(f"`{here}s`, `unit/nowhere.py::test_a`") == [f"{here}s", "unit/nowhere.py::test_a"]
+    assert missing("by hand") == ["by hand"]
+
+
+def test_the_benchmark_lists_its_faults() -> None:
+    names = run_copy(Path(BENCHMARK), "--list").check().stdout.splitlines()
+    assert len(names) == len(set(names)) >= MIN_FAULTS and set(SOME) <= set(names)
