@@ -77,7 +77,7 @@ def test_truncated_parquet(tiny_world: TinyWorld, tmp_path: Path) -> None:
 
 
 def test_rows_without_the_needed_fields(tiny_world: TinyWorld, tmp_path: Path) -> None:
-    file = training.write_rows(tmp_path / "rows.jsonl", [{"question": "1+1=", "answer": "2"}])
+    file = training.write_rows(tmp_path / "rows.jsonl", [{"sum": "1+1=", "answer": "2"}])
     overrides = (f"data.train_files=[{file}]", "parallel.tensor=1", "parallel.sequence=false")
     launched = training.train(tiny_world.sft, tmp_path / "run", *overrides, nproc=0, timeout=HANG_S)
     check_refusal(launched, f"{file} line 1", "`prompt`", "rename or add the fields")
