@@ -19,6 +19,7 @@ from mega_rl.platform.ascend.devices import MASK, RAY_KEEPS_MASK
 from mega_rl.platform.cpu import CpuPlatform
 from mega_rl.platform.npu import NpuPlatform
 from mega_rl.rollout.remote import placement as fleet
+from mega_rl.rollout.remote.local_ray import OBJECT_STORE_BYTES
 from mega_rl.rollout.remote.ray_room import bundle, check_room
 from tests.distributed.rollout_checks import check
 
@@ -30,7 +31,7 @@ NEVER_S = 3  # long enough for a placement that is possible
 def start(**resources: Any) -> None:
     ray.init(
         include_dashboard=False,
-        object_store_memory=fleet.OBJECT_STORE_BYTES,
+        object_store_memory=OBJECT_STORE_BYTES,
         log_to_driver=False,
         logging_level="ERROR",
         **resources,
@@ -88,8 +89,9 @@ def a_cluster_of_gpus_is_named() -> None:
 
 
 def a_fleet_says_so_before_it_starts_anything() -> None:
-    """The same from where a run asks."""
+    """The same from where a run asks, which is connected already."""
     platform.select("cpu")
+    fleet.connected_ray = lambda num_workers: (ray, None)
     spec = fleet.EngineSpec("model", RolloutConfig(), 8, "float32", "cpu", is_deterministic=False, num_threads=1)
     CpuPlatform.actor_options = OPTIONS  # a CPU that wants NPUs: this host has none to select
     try:
