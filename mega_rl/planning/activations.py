@@ -180,13 +180,8 @@ class ActivationModel:
         scores = 2 if mixture.scores == "sigmoid" or not mixture.normalize_weights else 1
         router = rows * mixture.num_experts * (4 * scores + 1)  # scores, and which are chosen
         router += rows * mixture.experts_per_token * 24 + pairs * 12  # choice, weights, places
-        kept = pairs  # rows in, and, if they are kept, back on the rank that they came from
-        kept += pairs // self.layout.expert_tensor if self.operators.keeps_unpermuted else 0
-        return (
-            router
-            + kept * self.shape.hidden_size * self.item
-            + self._gated(pairs, mixture.ffn_size // self.layout.expert_tensor)
-        )
+        rows_in = pairs * self.shape.hidden_size * self.item
+        return router + rows_in + self._gated(pairs, mixture.ffn_size // self.layout.expert_tensor)
 
     def _shared(self, mixture: Mixture) -> int:
         gated = self._gated(self.local, mixture.shared_ffn_size // self.layout.tensor)

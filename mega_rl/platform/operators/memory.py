@@ -17,7 +17,6 @@ class OperatorMemory:
     attention_outputs: int  # copies of the attention's output: the kernel's own, and one if parts are put together
     softmax_floats: int  # float32 numbers that attention keeps of every token and query head
     keeps_rotated: bool  # rotation keeps what it rotates
-    keeps_unpermuted: bool  # so does the way back of tokens from their experts
     swiglu_temporaries: int  # widths of the gate that SwiGLU's backward takes besides its results
     tile_logits: int | None  # most float32 logits of one tile of the loss; None: trainer.logprob_chunk_tokens only
     tile_tokens: int | None
@@ -25,10 +24,10 @@ class OperatorMemory:
 
 
 OPERATOR_MEMORY = {
-    # torch's composite RMSNorm; SDPA one sequence at a time, its outputs put together afterwards; index_add
-    "cpu": OperatorMemory(False, 2, 1, False, True, 1, 512 * 1024, 512, 128),
-    # torch's fused RMSNorm; flash attention over all sequences keeps its output and log-sum-exp; index_add
-    "cuda": OperatorMemory(True, 1, 1, False, True, 1, None, None, 16),
+    # torch's composite RMSNorm; SDPA one sequence at a time, its outputs put together afterwards
+    "cpu": OperatorMemory(False, 2, 1, False, 1, 512 * 1024, 512, 128),
+    # torch's fused RMSNorm; flash attention over all sequences keeps its output and log-sum-exp
+    "cuda": OperatorMemory(True, 1, 1, False, 1, None, None, 16),
     # npu_rms_norm, npu_fusion_attention (softmax maximum and sum, 8 equal numbers each), npu_rotary_mul, npu_swiglu
-    "npu": OperatorMemory(True, 1, 16, True, False, 0, None, None, 128),
+    "npu": OperatorMemory(True, 1, 16, True, 0, None, None, 128),
 }
