@@ -26,6 +26,7 @@ MIN_SEQUENCES = 2  # sequences of the greatest length that an engine should hold
 MIN_RESPONSE = 256  # tokens
 MIN_CHUNK = 256  # tokens
 MAX_DOUBLINGS = 6  # of the number of devices, or of the tokens of a micro-batch
+MAX_SPENDING = 2048  # layers x devices up to which memory is spent: it takes a dozen plans, each seconds beyond that
 HEADROOM = 0.1  # of a device's memory that is left over: as far as peaks of activations were from the plan
 
 
@@ -70,7 +71,12 @@ def advise(plan: MemoryPlan, shape: ModelShape) -> list[Change]:
 
 
 def spend(plan: MemoryPlan, shape: ModelShape) -> list[Change]:
-    """Changes that make a run faster with memory that its plan leaves over, each on top of the ones before it."""
+    """Changes that make a run faster with memory that its plan leaves over, each on top of the ones before it.
+
+    None for a large run (``MAX_SPENDING``), whose plans take long.
+    """
+    if shape.num_layers * plan.machine.num_devices > MAX_SPENDING:
+        return []
     chosen: list[Candidate] = []
     reached = plan
     for propose in SPENDING:

@@ -61,9 +61,9 @@ def draw(ticket: int) -> list[Request]:
     return make_requests([Prompt(ticket, (1,), "", "", "test")], n=2, step=0, seed=0, max_tokens=4, temperature=1.0)
 
 
-def score(trajectories: list[Trajectory]) -> Future[list[Score]]:
-    future: Future[list[Score]] = Future()
-    future.set_result([Score(0.0)] * len(trajectories))
+def score(trajectory: Trajectory) -> Future[Score]:
+    future: Future[Score] = Future()
+    future.set_result(Score(0.0))
     return future
 
 

@@ -13,7 +13,7 @@ import sys
 import time
 from typing import Any
 
-from mega_rl.megatron import checkpoint
+from mega_rl.megatron import saving
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.rollout.vllm.engine import VLLMEngine
 from tools import train
@@ -22,7 +22,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "sample": (VLLMEngine, "_step"),
     "learn": (MegatronEngine, "optimizer_step"),
     "loop": (MegatronEngine, "optimizer_step"),
-    "save": (checkpoint, "_sharded_state"),
+    "save": (saving, "sharded_state"),
 }
 BEATS_S = 1.0  # several beats, so that the place is known
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -50,7 +51,7 @@ def read_given(words: list[str], known: Mapping[str, str]) -> Given:
         InputError: a file that cannot be read, or a text without any key.
     """
     path = Path(words[0])
-    if not path.is_file():
+    if not os.path.isfile(path):  # also of a command line, which is too long for a path
         if len(words) == 1 and re.search(r"\.(ya?ml|json|sh|py)$", words[0]) and " " not in words[0]:
             raise InputError(f"{words[0]} is no file: correct the path")
         text = words[0] if len(words) == 1 else "\n".join(_quoted(word) + " \\" for word in words)
