@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -95,13 +95,7 @@ def _read_jsonl(path: Path, key: str) -> list[Row]:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, JSON nested without end
                 raise InputError(f"{key}: {path} line {number} is no JSON ({error}); fix that line") from error
-            if not isinstance(record, dict):
-                kind = type(record).__name__
-                raise InputError(f"{key}: {path} line {number} is a JSON {kind}, not an object; fix that line")
-            problem = _unusable(line, record)
-            if problem is not None:
-                raise InputError(f"{key}: {path} line {number} {problem}; fix that line")
-            rows.append(Row(path, number, record))
+            rows.append(_row(path, number, record, _doubts(line), key, "line"))
     return rows
 
 
@@ -113,26 +107,40 @@ def _read_json(path: Path, key: str) -> list[Row]:
         raise InputError(f"{key}: {path} is no JSON ({error}); correct it") from error
     if not isinstance(records, list):
         raise InputError(f"{key}: {path} is a JSON {type(records).__name__}, not an array of objects; correct it")
-    rows = []
-    for number, record in enumerate(records, start=1):
-        if not isinstance(record, dict):
-            kind = type(record).__name__
-            raise InputError(f"{key}: {path} row {number} is a JSON {kind}, not an object; fix that row")
-        problem = _unusable(text, record)
-        if problem is not None:
-            raise InputError(f"{key}: {path} row {number} {problem}; fix that row")
-        rows.append(Row(path, number, record))
-    return rows
+    doubts = _doubts(text)
+    return [_row(path, number, record, doubts, key, "row") for number, record in enumerate(records, start=1)]
+
+
+class _Doubts(NamedTuple):
+    """What may make records of a JSON text unusable, read off its bytes once, so that few are looked at."""
+
+    may_be_deep: bool
+    may_have_halves: bool  # an escape of half a character, rightly beside its other half or not
+
+
+def _doubts(text: bytes) -> _Doubts:
+    return _Doubts(text.count(b"[") + text.count(b"{") > MAX_DEPTH, b"\\ud" in text or b"\\uD" in text)
+
+
+def _row(path: Path, number: int, record: Any, doubts: _Doubts, key: str, unit: str) -> Row:
+    """A record as a row; ``doubts`` is of the text that it stands in, and ``unit`` what ``number`` counts."""
+    if not isinstance(record, dict):
+        kind = type(record).__name__
+        raise InputError(f"{key}: {path} {unit} {number} is a JSON {kind}, not an object; fix that {unit}")
+    problem = _unusable(record, doubts)
+    if problem is not None:
+        raise InputError(f"{key}: {path} {unit} {number} {problem}; fix that {unit}")
+    return Row(path, number, record)
 
 
 READERS = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}
 
 
-def _unusable(line: bytes, record: dict[str, Any]) -> str | None:
-    """What of a parsed line neither a tokenizer nor a reward could take; None for any other line."""
-    if line.count(b"[") + line.count(b"{") > MAX_DEPTH and _is_deeper(record, MAX_DEPTH):
+def _unusable(record: dict[str, Any], doubts: _Doubts) -> str | None:
+    """What of a record neither a tokenizer nor a reward could take; None for any other record."""
+    if doubts.may_be_deep and _is_deeper(record, MAX_DEPTH):
         return f"is nested more than {MAX_DEPTH} deep"
-    if b"\\ud" in line or b"\\uD" in line:  # an escape of half a character, rightly beside its other half or not
+    if doubts.may_have_halves:
         try:
             json.dumps(record, ensure_ascii=False).encode()
         except UnicodeEncodeError:

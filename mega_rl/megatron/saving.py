@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from torch.distributed.checkpoint.storage import WriteResult
 
 from mega_rl import platform
+from mega_rl.bridge.files.assembly import fsync
 from mega_rl.bridge.files.columns import extract, to_bytes
 from mega_rl.bridge.files.manifest import COLUMNS, MANIFEST, PROGRESS, WEIGHTS, Written, manifest, model_record, written
 from mega_rl.bridge.files.torch_dist import INDEX
@@ -143,7 +144,7 @@ class CheckpointWriter:
                 )
             (partial / MANIFEST).write_text(manifest(file for report in reports for file in report.files))
             for path in (partial / MANIFEST, partial / WEIGHTS, partial):
-                _sync(path)
+                fsync(path)
             self._name(partial, directory_of(self.root, step))
 
     def _name(self, partial: Path, final: Path) -> None:
@@ -152,7 +153,7 @@ class CheckpointWriter:
         if final.exists():
             final.rename(replaced)
         partial.rename(final)
-        _sync(self.root)
+        fsync(self.root)
         shutil.rmtree(replaced, ignore_errors=True)
         for old in all_checkpoints(self.root)[self.keep :] if self.keep else []:
             shutil.rmtree(old)
@@ -215,11 +216,3 @@ def _saved(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

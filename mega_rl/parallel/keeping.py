@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from mega_rl.errors import InputError
 from mega_rl.parallel import keeper
 from mega_rl.parallel.collectives import gather_objects
 
 _START_S = 20.0
-_ENV_OF_RESTARTS = "TORCHELASTIC_MAX_RESTARTS"
 
 
 class Copies:
@@ -129,5 +129,9 @@ def _connect(launcher: int) -> socket.socket:
                 raise
             time.sleep(0.05)
             continue
-        assert keeper.is_own_user(connection), "another user has taken the name of the keeper"
+        if not keeper.is_own_user(connection):
+            raise InputError(
+                f"checkpoint.local: another user of this machine has taken the socket {name}: start the run again, or "
+                "set checkpoint.local=0"
+            )
         return connection

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from mega_rl.observe.heartbeat import HEART, Wait
 from mega_rl.parallel.collectives import gather_objects
+from mega_rl.parallel.keeper import start_of
 from mega_rl.parallel.stall import CHECKS_PER_LIMIT, Beat, Judge, Verdict
 
 MAX_PERIOD_S = 2.0
@@ -49,7 +50,7 @@ class Watch:
         self._period_s = min(MAX_PERIOD_S, limit_s / CHECKS_PER_LIMIT)
         self._gauge_s = limit_s / 10
         self._judge = Judge(limit_s, start_limit_s, time.monotonic())
-        self._machine, self._born, self._host = machine(), birth(os.getpid()), socket.gethostname()
+        self._machine, self._born, self._host = machine(), start_of(os.getpid()), socket.gethostname()
         self._number = 0
         self._verdict: Verdict | None = None
         self._heard: list[Beat] = []
@@ -129,7 +130,7 @@ class Watch:
         speaker.start()
         speaker.join(SAY_TIMEOUT_S)
         time.sleep(3 * self._period_s + 1.0)
-        if verdict.rank != self._rank and verdict.machine == self._machine and birth(verdict.pid) == verdict.born:
+        if verdict.rank != self._rank and verdict.machine == self._machine and start_of(verdict.pid) == verdict.born:
             with suppress(OSError):
                 os.kill(verdict.pid, signal.SIGKILL)  # a stopped process takes no other signal
         os._exit(1)
@@ -186,14 +187,6 @@ def machine() -> str:
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return f"unknown, seen by {os.getpid()} on {socket.gethostname()}"
-
-
-def birth(pid: int) -> str:
-    """When a process began, in the kernel's count; empty if there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return ""
 
 
 def _key(rank: int) -> str:

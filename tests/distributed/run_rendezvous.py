@@ -77,7 +77,7 @@ def main(directory: Path) -> None:
         with HEART.during("generate"):
             engine = Engine(DIFFERENCE_S * rank)
             groups = collect_everywhere(engine, EngineLayout(2, 1), of_step, rendezvous)  # type: ignore[arg-type]
-            print("COLLECTED", rank, len(groups), flush=True)
+            print(f"COLLECTED {rank} {len(groups)}", flush=True)
             if rank == 1:
                 os._exit(0)  # as if its launcher saw nothing wrong
             rendezvous.wait("sampling")

@@ -31,6 +31,7 @@ def close_to_others() -> None:
 def start(ray: Any, num_cpus: int) -> Path:
     """Start it and connect to it; returns the directory of its logs."""
     context = ray.init(
+        address="local",  # never a cluster that somebody else has started on this machine
         num_cpus=num_cpus,
         include_dashboard=False,
         object_store_memory=OBJECT_STORE_BYTES,

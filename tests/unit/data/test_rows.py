@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pyarrow
@@ -115,3 +116,13 @@ def test_a_file_that_the_system_refuses_is_not_called_damaged(tmp_path: Path, mo
     monkeypatch.setattr(Path, "open", refused)
     with pytest.raises(InputError, match=r"a.parquet cannot be read \(.*Permission denied\); check its permissions"):
         read_rows([str(tmp_path / "a.parquet")], "data.train_files")
+
+
+def test_an_array_is_looked_over_once_and_not_for_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[int] = []
+    doubts = rows._doubts
+    monkeypatch.setattr(rows, "_doubts", lambda text: looked_at.append(len(text)) or doubts(text))
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([{"question": "1+1=", "answer": "2"}] * 300))
+    assert len(read_rows([str(path)], "data.train_files")) == 300
+    assert looked_at == [path.stat().st_size]
