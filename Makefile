@@ -7,6 +7,7 @@ VENV ?= .venv
 QUICKSTART_DIR ?= runs/quickstart
 PYTEST_ARGS ?=
 NPU_PYTEST_ARGS ?=
+MINDSPEED ?=
 FUZZ_EXAMPLES ?= 10000
 BIN = $(abspath $(VENV))/bin
 # Targets find the package of this clone, whether or not the environment has it installed.
@@ -42,9 +43,11 @@ durations: ## the whole suite, and the ten tests of each part that took longest
 test-cpu: venv ## all tests but those of device npu
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-test-npu: venv ## the tests of device npu, with the torch_npu wheel on pretended devices, in a process of its own
+test-npu: venv ## the tests of device npu, with the torch_npu wheel on pretended devices, in a process of its own (MINDSPEED=its checkout)
 	@tools/bootstrap.sh "$(VENV)" --npu-emulation
-	@MEGA_RL_NPU_EMULATION="$(abspath $(VENV))/npu_emulation" $(BIN)/python -m tests.npu.emulation \
+	@$(if $(MINDSPEED),test -d "$(MINDSPEED)/mindspeed" || { echo "error: MINDSPEED=$(MINDSPEED) holds no mindspeed/: name a checkout of MindSpeed" >&2; exit 2; })
+	@MEGA_RL_NPU_EMULATION="$(abspath $(VENV))/npu_emulation" PYTHONPATH="$(if $(MINDSPEED),$(abspath $(MINDSPEED)):)$$PYTHONPATH" \
+		$(BIN)/python -m tests.npu.emulation \
 		$(BIN)/python -m pytest tests/npu $(NPU_PYTEST_ARGS)
 
 lint: venv ## ruff: rules and format

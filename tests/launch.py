@@ -104,7 +104,7 @@ def once(launch: Callable[..., R]) -> Callable[..., R]:
 def torchrun_command(script: str | Path, *args: object, nproc: int = 2) -> tuple[str, ...]:
     """The command line of ``torchrun`` for ``nproc`` processes of this machine on a port of their own."""
     launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(nproc))
-    address = ("--master-addr", "127.0.0.1", "--master-port", str(_free_port()))
+    address = ("--master-addr", "127.0.0.1", "--master-port", str(free_port()))
     return (*launcher, *address, str(script), *map(str, args))
 
 
@@ -143,7 +143,7 @@ def ranks(
     with tempfile.TemporaryDirectory() as scratch:
         output_file = Path(scratch) / "output.txt"
         output_file.touch()
-        server.send(warm.Request(argv, nproc, _free_port(), _variables(None, token), str(output_file)))
+        server.send(warm.Request(argv, nproc, free_port(), _variables(None, token), str(output_file)))
         pid = server.recv()
         is_over = server.poll(timeout)
         _kill_tree(pid, is_running=True, token=token)  # the launch, or whatever of its group is left
@@ -289,7 +289,7 @@ def marked(token: str) -> list[psutil.Process]:
     return found
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]

@@ -20,14 +20,21 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def join_world(backend: str, timeout_s: float) -> None:
-    """The default group, of all processes that the launcher's variables tell of; a single process needs no launcher.
+def connect_on_use() -> None:
+    """Have gloo connect only those ranks of a group that talk: neighbours of a ring and of a tree.
 
-    gloo would connect every rank with every other one, in each group: 2,046 sockets a process at 1,024 ranks, where
-    many hosts allow 1,024 files. Told to wait, it connects those that talk: neighbours of a ring and of a tree.
+    By itself it connects every rank with every other one, in each group: 2,046 sockets a process at 1,024 ranks, where
+    many hosts allow 1,024 files. It reads this once, before a process's first group. All processes of a group must
+    agree: where one connects at once and the other on use, gloo reads the other's address wrongly and crashes.
     """
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
+
+
+def join_world(backend: str, timeout_s: float) -> None:
+    """The default group, of all processes that the launcher's variables tell of; a single process needs no launcher."""
+    connect_on_use()
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    for name, value in {**alone, "TORCH_GLOO_LAZY_INIT": "1"}.items():
+    for name, value in alone.items():
         os.environ.setdefault(name, value)
     timeout = datetime.timedelta(seconds=timeout_s)
     store, rank, size = store_of_this_start(timeout)

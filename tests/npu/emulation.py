@@ -12,7 +12,6 @@ the numbers and limits of real kernels, HCCL, memory formats, graph mode, speed.
 
 from __future__ import annotations
 
-import atexit
 import fcntl
 import hashlib
 import importlib
@@ -25,7 +24,7 @@ from types import ModuleType
 from tests.npu import rollout_stubs, stubs
 
 HOME_VARIABLE = "MEGA_RL_NPU_EMULATION"
-COUNTS_VARIABLE = "MEGA_RL_NPU_COUNTS"  # a folder where every process writes at its end how often operators ran
+COUNTS_VARIABLE = "MEGA_RL_NPU_COUNTS"  # a folder where every process keeps how often operators ran
 NUM_DEVICES = 2
 REPO = Path(__file__).resolve().parent.parent.parent
 SITE = Path(__file__).with_name("site")
@@ -101,7 +100,7 @@ def after_torch_npu(module: ModuleType) -> None:
     kernels.replace("npu", operators.ROLLOUT)
     of_rollout.prepare_torch()
     if folder := os.environ.get(COUNTS_VARIABLE):
-        atexit.register(kernels.write_counts, Path(folder))
+        kernels.keep_counts(Path(folder))
 
 
 def start() -> Mapping[str, int]:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 # Module -> the function of ``tests.npu`` that is called with it once it is imported.
 AFTER = {
@@ -24,6 +25,36 @@ AFTER = {
     "vllm.v1.worker.block_table": "rollout.after_block_table",
     "mega_rl.platform.versions": "rollout.after_versions",
 }
+# What only an NPU compiles for: kernels of triton-ascend, and graphs. It can be imported, and not called.
+UNCOMPILED = ("mindspeed.ops.triton.", "torch_npu.dynamo.torchair", "torchair.")
+
+
+class UncompiledKernels(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Stands for MindSpeed's own Triton kernels: they can be imported, and not called."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.startswith(UNCOMPILED) else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        def missing(name: str) -> Callable[..., Any]:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return partial(_refuse, f"{module.__name__}.{name}")
+
+        module.__getattr__ = missing  # type: ignore[method-assign]
+
+
+def _refuse(name: str, *args: Any, **options: Any) -> Any:
+    """What is called at import all the same: decorators, and questions about the chip."""
+    if name.rpartition(".")[2].startswith("register_"):
+        return lambda function: function
+    if len(args) == 1 and callable(args[0]) and not options:
+        return args[0]
+    if name.rpartition(".")[2].startswith("is_"):
+        return False
+    raise NotImplementedError(f"{name} is a Triton kernel, which pretended devices do not run")
 
 
 class Preparation(importlib.abc.MetaPathFinder):
@@ -53,4 +84,4 @@ def _execute(after: str, execute: Callable[[ModuleType], None], module: ModuleTy
 
 def install() -> None:
     """Once per process, before any of these modules is imported."""
-    sys.meta_path.insert(0, Preparation())
+    sys.meta_path[:0] = [Preparation(), UncompiledKernels()]

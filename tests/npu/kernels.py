@@ -8,9 +8,12 @@ and therefore take the CPU's backend, so with ``cpu:gloo,npu:hccl`` gloo carries
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import json
 import os
+import threading
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -178,6 +181,20 @@ def install(stand_ins: Mapping[str, Callable[..., Any]]) -> int:
     return number
 
 
-def write_counts(folder: Path) -> None:
-    """Into a file of this process."""
-    (folder / f"{os.getpid()}.json").write_text(json.dumps(counts))
+def keep_counts(folder: Path) -> None:
+    """In a file of this process, at its end and every second before: Ray kills its workers."""
+    atexit.register(_write_counts, folder)
+
+    def write_often() -> None:
+        while True:
+            time.sleep(1)
+            _write_counts(folder)
+
+    threading.Thread(target=write_often, daemon=True).start()
+
+
+def _write_counts(folder: Path) -> None:
+    file = folder / f"{os.getpid()}.json"
+    partial = file.with_suffix(f".{threading.get_ident()}")
+    partial.write_text(json.dumps(dict(counts)))
+    partial.rename(file)

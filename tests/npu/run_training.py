@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -40,6 +41,7 @@ def train(case: Case, layout: ParallelLayout, family: str, objective_name: str, 
     microbatches, loss_function = pack_for_rank(case, layout, sequences), loss_of(objective, sequences)
     stats = engine.token_stats(microbatches)
     figures = Figures(gather_objects([s.logprobs.cpu() for s in stats]), num_microbatches=len(microbatches))
+    figures.has_mindspeed = "mindspeed.megatron_adaptor" in sys.modules
     before = operator_counts()
     for _ in range(NUM_STEPS):
         figures.losses.append(total_loss(layout, engine.forward_backward(microbatches, loss_function)))

@@ -15,16 +15,18 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from mega_rl.data.synthetic import arithmetic_tokenizer
+from mega_rl.platform.ascend.devices import MASK
 from tests.distributed.conftest import tiny_world  # noqa: F401 - a fixture
 from tests.distributed.training import HELD, TRAIN, TinyWorld, metrics_of, steps_saved
 from tests.families import ENGINE
-from tests.launch import Launched, started, torchrun, torchrun_command
+from tests.launch import Launched, free_port, started, torchrun, torchrun_command
 from tests.npu import emulation
 from tests.npu.platforms import CPU, NPU
 
@@ -51,6 +53,7 @@ class Case:
     num_steps: int
     operators: tuple[str, ...]
     is_mixture: bool = False
+    is_separate: bool = False  # the engine has a device of its own, in a Ray cluster
 
 
 CASES = {
@@ -59,6 +62,9 @@ CASES = {
     "experts in place": Case((*COMMON, *BRIEF, *ONE_RANK), 1, 2, EXPERTS, True),
     "experts through the loader": Case(
         (*COMMON, *BRIEF, *ONE_RANK, "rollout.weight_update=reload", "bridge.verify=off"), 1, 2, EXPERTS, True
+    ),
+    "experts in another process": Case(
+        (*COMMON, *BRIEF, *ONE_RANK, "rollout.placement=separate"), 1, 2, EXPERTS, True, is_separate=True
     ),
 }
 RESUMED = "two ranks, killed and resumed"
@@ -110,20 +116,33 @@ def both_platforms(name: str, root: Path, arguments: tuple[str, ...]) -> Ran:
     counts.mkdir()
     env = NPU | {emulation.COUNTS_VARIABLE: str(counts)}
     own = (*arguments, "platform.name=npu", f"trainer.output_dir={root / 'npu'}")
-    launch = kill_and_resume if name == RESUMED else torchrun_on
+    launch = kill_and_resume if name == RESUMED else beside_a_cluster if CASES[name].is_separate else torchrun_on
     output = launch(own, CASES[name].num_ranks, env).check().stdout
     replayed = (*arguments, "platform.name=cpu", f"trainer.output_dir={root / 'cpu'}", "rollout.vllm={}")
     replayed += (f"rollout.replay={root / 'npu' / 'rollouts'}",)
-    replayed += ("bridge.verify=off", "logging.dump_rollouts=0", "checkpoint.save_freq=-1", "validation.test_freq=-1")
+    replayed += ("rollout.placement=colocated", "bridge.verify=off", "logging.dump_rollouts=0")
+    replayed += ("checkpoint.save_freq=-1", "validation.test_freq=-1")
     torchrun(TRAIN, *replayed, nproc=CASES[name].num_ranks, timeout=600, env=CPU).check()
     operators: Counter[str] = Counter()
-    for file in counts.iterdir():
+    for file in counts.glob("*.json"):
         operators.update(json.loads(file.read_text()))
     return Ran(root / "npu", root / "cpu", output, operators)
 
 
 def torchrun_on(arguments: tuple[str, ...], num_ranks: int, env: Mapping[str, str]) -> Launched:
     return torchrun(TRAIN, *arguments, nproc=num_ranks, timeout=600, env=env)
+
+
+def beside_a_cluster(arguments: tuple[str, ...], num_ranks: int, env: Mapping[str, str]) -> Launched:
+    """The trainer on the first device, and a cluster that has the second one, as a user starts it."""
+    address = f"127.0.0.1:{free_port()}"
+    with TemporaryDirectory(prefix="ray") as scratch:  # Ray's sockets lie there: a long path is refused
+        options = f"--head --block --num-cpus 2 --temp-dir {scratch} --port {address.partition(':')[2]}"
+        quiet = "--disable-usage-stats --include-dashboard false --object-store-memory 134217728"
+        command = ("ray", "start", *options.split(), *quiet.split(), "--resources", '{"NPU": 1}')
+        with started(command, env={**env, MASK: "1"}) as cluster:
+            cluster.wait_for("Ray runtime started", timeout=120)
+            return torchrun_on(arguments, num_ranks, {**env, MASK: "0", "RAY_ADDRESS": address})
 
 
 def kill_and_resume(arguments: tuple[str, ...], num_ranks: int, env: Mapping[str, str]) -> Launched:
@@ -172,7 +191,7 @@ def test_the_operators_of_ascend_ran(
 
 def test_every_sync_is_proved(ran: Callable[[str], Ran]) -> None:
     """Live experts, which the engine holds turned, are among what is compared."""
-    for name in (RESUMED, "one rank at temperature 0.6", "experts in place"):
+    for name in (RESUMED, "one rank at temperature 0.6", "experts in place", "experts in another process"):
         assert all(row["bridge/verified_tensors"] > 0 for row in steps_of(ran(name).npu)), name
 
 

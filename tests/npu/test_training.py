@@ -1,4 +1,6 @@
-"""Training on device npu is training on the CPU: our engine on Megatron-core, without MindSpeed, by one rank and two.
+"""Training on device npu is training on the CPU: our engine on Megatron-core, by one rank and two.
+
+``make test-npu MINDSPEED=PATH`` runs it with Megatron-core patched by the MindSpeed of that folder.
 
 The two differ by the order of summation inside fused operators alone. Measured in float32: losses, gradient norms and
 log-probabilities to 3e-7 of their values or less, weights after four steps to 5e-7; in bfloat16 an operator's result
@@ -7,6 +9,7 @@ may be the next number, 2^-8 away.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -112,6 +115,12 @@ def test_figures_are_those_of_the_cpu(both: Both) -> None:
         for ours, theirs in zip(own.weights, expected.weights, strict=True):
             assert ours.keys() == theirs.keys(), where
             assert largest_difference(list(ours.values()), list(theirs.values())) < WEIGHTS[dtype], where
+
+
+def test_mindspeed_is_used_if_it_is_there(both: Both) -> None:
+    is_there = importlib.util.find_spec("mindspeed") is not None
+    assert {figures.has_mindspeed for figures in both.npu.values()} == {is_there}
+    assert not any(figures.has_mindspeed for figures in both.cpu.values())
 
 
 def test_fused_operators_ran(both: Both, report_operators: Callable[[str, Mapping[str, int]], None]) -> None:

@@ -129,8 +129,20 @@ def enable(config: MindSpeedConfig) -> list[str]:
     for name in ONLY_AT_IMPORT:
         if name in patches:
             setattr(patches[name].orig_module, patches[name].orig_func_name, patches[name].orig_func)
+    _remove_empty("flash_attn")
     lasting = {name: patch for name, patch in patches.items() if patch.is_applied and name not in ONLY_AT_IMPORT}
     return report(given, lasting)
+
+
+def _remove_empty(package: str) -> None:
+    """Take back the empty modules that MindSpeed has put in the place of a package which is not installed.
+
+    vLLM takes an empty flash_attn for the real one, and imports its rotary kernel.
+    """
+    names = [name for name in sys.modules if name == package or name.startswith(package + ".")]
+    if all(getattr(sys.modules[name].__spec__, "loader", None) is None for name in names):
+        for name in names:
+            del sys.modules[name]
 
 
 class _Parser(argparse.ArgumentParser):

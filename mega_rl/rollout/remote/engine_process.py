@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from mega_rl import platform
 from mega_rl.config.schema import RolloutConfig, TrainerConfig
+from mega_rl.parallel.collectives import connect_on_use
 from mega_rl.parallel.joint_group import MeetingPoint, join_store, open_meeting
 from mega_rl.parallel.store import LOOPBACK
 from mega_rl.rollout.engine import Request
@@ -65,6 +66,7 @@ class EngineProcess:
             InputError: as ``VLLMEngine``.
         """
         here = _select(spec)
+        connect_on_use()  # as the trainer's ranks do, with which a group joins this process later
         _, index = self.device(spec.platform_name)
         # A local Ray passes on the environment of the trainer's rank 0.
         for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:

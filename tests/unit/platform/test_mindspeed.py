@@ -5,7 +5,9 @@ It registers features, parses a command line and patches as MindSpeed core_r0.16
 
 from __future__ import annotations
 
+import importlib.util
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -211,3 +213,16 @@ print("back", len(aliases()) > 100)
 def test_what_mindspeed_imports_brings_no_lazy_alias_back() -> None:
     launched = run([sys.executable, "-c", LAZY], env={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}).check()
     assert {"left 0", "back True"} <= set(launched.stdout.splitlines()), launched.stdout
+
+
+def test_an_empty_package_is_taken_back_and_a_real_one_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM asks ``find_spec`` whether there is a flash_attn, and believes MindSpeed's empty one."""
+    for name in ("empty_package", "empty_package.interface"):
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, module)
+    mindspeed._remove_empty("empty_package")
+    assert importlib.util.find_spec("empty_package") is None
+    before = sys.modules["json.decoder"]
+    mindspeed._remove_empty("json")
+    assert sys.modules["json.decoder"] is before
