@@ -18,7 +18,7 @@ from mega_rl.models.files import tokenizer_problem, weights_problem
 MANIFEST = "manifest.json"  # what every whole checkpoint of the trainer has
 RECORDED = "step_*.jsonl"  # the files of recorded rollouts
 MAX_NAME_BYTES = 255  # of one part of a path
-DATA_SUFFIXES = (".jsonl", ".parquet")
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
 def validate(config: RunConfig, world_size: int | None = None, has_files: bool = True) -> None:
@@ -104,7 +104,7 @@ def _model_files(found: _Problems) -> None:
 def _data_files(found: _Problems) -> None:
     data = found.config.data
     if not data.train_files:
-        found.add("data.train_files is []: give at least one .jsonl or .parquet file")
+        found.add("data.train_files is []: give at least one .jsonl, .json or .parquet file")
     if not data.val_files and found.config.validation.test_freq > 0:
         freq = found.config.validation.test_freq
         found.add(
@@ -114,9 +114,11 @@ def _data_files(found: _Problems) -> None:
         for name in files:
             if not os.path.isfile(name):
                 reason = "is not a file" if os.path.exists(name) else "does not exist"
-                found.add(f"{field} has {shown(name)}, which {reason}: give an existing .jsonl or .parquet file")
+                found.add(f"{field} has {shown(name)}, which {reason}: give an existing .jsonl, .json or .parquet file")
             elif Path(name).suffix not in DATA_SUFFIXES:
-                found.add(f"{field} has {shown(name)}, whose format is not known: convert it to .jsonl or .parquet")
+                found.add(
+                    f"{field} has {shown(name)}, whose format is not known: convert it to .jsonl, .json or .parquet"
+                )
 
 
 def _trainer(found: _Problems) -> None:
