@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mega_rl.config.algorithm import algorithm_problems, sampling_problems
+from mega_rl.config.megatron_fields import field_problems
 from mega_rl.config.model import model_problems
 from mega_rl.config.rules import Rule, any_number, rules, text
 from mega_rl.config.schema import RunConfig
@@ -50,6 +51,7 @@ def problems(config: RunConfig, world_size: int | None = None, has_files: bool =
     _memory(found)
     _overlap(found)
     _mindspeed(found)
+    found.lines += field_problems(config.trainer.megatron)
     if is_sampled:
         _rewards(found)
         _rollout_and_algorithm(found)
