@@ -79,7 +79,5 @@ def test_free_fields_reach_megatron(tmp_path: Path) -> None:
         return model.transformer_config(spec, shape)
 
     assert built().batch_p2p_sync and not built(batch_p2p_sync=False).batch_p2p_sync
-    with pytest.raises(
-        InputError, match="trainer.megatron has overlap_p2p.*, which Megatron-core refuses"
-    ):
+    with pytest.raises(InputError, match="trainer.megatron has overlap_p2p.*, which Megatron-core refuses"):
         built(overlap_p2p_comm_warmup_flush=True)

@@ -22,8 +22,7 @@ from mega_rl.stages.parts import building
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 SHIPPED = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yaml"))
 ON_CPU = {"grpo_gsm8k_cpu.yaml"} | {name for name in SHIPPED if name.startswith("quickstart")}
-# Recipes of one Ascend machine: the objective, the data, the model, how many cards of which kind, and whether 16 of them
-# are in one machine.
+# Recipes for Ascend: the objective, the data, the model, how many cards of which kind, and whether a machine has 16.
 ON_ASCEND = re.compile(r"(grpo|dapo|aqn)_(gsm8k|math)_(.+)_(8|16)x(910b|910c)(_box16)?\.yaml")
 DEVICES_PER_CARD = {"910b": 1, "910c": 2}
 CARDS_PER_NODE = {None: 8, "_box16": 16}
@@ -175,7 +174,15 @@ def test_a_recipe_for_ascend_fits_as_its_head_says(name: str, tmp_path: Path) ->
 def test_every_model_and_objective_has_recipes_for_ascend() -> None:
     recipes = [match.groups() for match in ascend_recipes().values()]
     models = {recipe[2] for recipe in recipes}
-    assert models == {"qwen2.5_0.5b", "qwen2.5_1.5b", "qwen2.5_7b", "qwen2.5_32b", "qwen3_8b", "qwen3_14b", "qwen3_30b_a3b"}
+    assert models == {
+        "qwen2.5_0.5b",
+        "qwen2.5_1.5b",
+        "qwen2.5_7b",
+        "qwen2.5_32b",
+        "qwen3_8b",
+        "qwen3_14b",
+        "qwen3_30b_a3b",
+    }
     for algorithm in ("grpo", "dapo", "aqn"):
         assert len({recipe[2] for recipe in recipes if recipe[0] == algorithm}) >= 3, algorithm
     assert {recipe[3:] for recipe in recipes} == {
