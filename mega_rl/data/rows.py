@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from mega_rl.errors import InputError, shortened
 
 MAX_DEPTH = 64  # objects and lists inside one another, in a row
+ROWS_AT_ONCE = 8192  # of a parquet file, as Python objects
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,15 @@ def read_rows(files: list[str], key: str) -> list[Row]:
     """
     if not files:
         raise InputError(f"{key} is empty: list at least one .jsonl, .json or .parquet file")
-    return [row for file in files for row in _read_file(Path(file), key)]
+    return [row for file in files for row in each_row(Path(file), key)]
 
 
-def _read_file(path: Path, key: str) -> list[Row]:
+def each_row(path: Path, key: str) -> Iterator[Row]:
+    """The rows of one file, one after another: of a ``.jsonl`` or ``.parquet`` file few are in memory at a time.
+
+    Raises:
+        InputError: as ``read_rows``, once what is wrong is reached.
+    """
     if path.suffix not in READERS:
         raise InputError(
             f"{key}: {shortened(str(path))} is neither .jsonl, .json nor .parquet; convert it or rename it"
@@ -65,28 +71,33 @@ def _read_file(path: Path, key: str) -> list[Row]:
         raise InputError(
             f"{key}: {shortened(str(path))} is no file; correct the path or make it with tools/prepare_data.py"
         )
+    is_empty = True
     try:
-        rows = READERS[path.suffix](path, key)
+        for row in READERS[path.suffix](path, key):
+            is_empty = False
+            yield row
     except OSError as error:
         raise InputError(f"{key}: {path} cannot be read ({error}); check its permissions and the disk") from error
-    if not rows:
+    if is_empty:
         raise InputError(f"{key}: {path} has no rows; write the file again or take it off the list")
-    return rows
 
 
-def _read_parquet(path: Path, key: str) -> list[Row]:
+def _read_parquet(path: Path, key: str) -> Iterator[Row]:
     path.open("rb").close()  # what the system refuses is the caller's to tell: the file need not be damaged
+    before = 0
     try:
-        records = pq.read_table(path).to_pylist()
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=ROWS_AT_ONCE):
+                for number, record in enumerate(batch.to_pylist(), start=before + 1):
+                    yield Row(path, number, record)
+                before += batch.num_rows
     except (pa.ArrowException, OSError, ValueError, OverflowError, RecursionError) as error:
         # pyarrow raises OSError too for content that it cannot decode, Python what it has no text or date for
         cause = shortened(next(iter(str(error).splitlines()), type(error).__name__))
         raise InputError(f"{key}: {path} is truncated or no parquet file ({cause}); write it again") from error
-    return [Row(path, number, record) for number, record in enumerate(records, start=1)]
 
 
-def _read_jsonl(path: Path, key: str) -> list[Row]:
-    rows = []
+def _read_jsonl(path: Path, key: str) -> Iterator[Row]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -95,20 +106,33 @@ def _read_jsonl(path: Path, key: str) -> list[Row]:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, JSON nested without end
                 raise InputError(f"{key}: {path} line {number} is no JSON ({error}); fix that line") from error
-            rows.append(_row(path, number, record, _doubts(line), key, "line"))
-    return rows
+            yield _row(path, number, record, _doubts(line), key, "line")
 
 
-def _read_json(path: Path, key: str) -> list[Row]:
-    text = path.read_bytes()
-    try:
-        records = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{key}: {path} is no JSON ({error}); correct it") from error
+def _read_json(path: Path, key: str) -> Iterator[Row]:
+    records, doubts = _json_value(path, key)
     if not isinstance(records, list):
         raise InputError(f"{key}: {path} is a JSON {type(records).__name__}, not an array of objects; correct it")
-    doubts = _doubts(text)
-    return [_row(path, number, record, doubts, key, "row") for number, record in enumerate(records, start=1)]
+    for number, record in enumerate(records, start=1):
+        yield _row(path, number, record, doubts, key, "row")
+
+
+def read_object(path: Path, key: str) -> Row:
+    """The one object that a ``.json`` file holds, as in sets of one file per problem.
+
+    Raises:
+        InputError: no or malformed JSON, or no object.
+    """
+    record, doubts = _json_value(path, key)
+    return _row(path, 1, record, doubts, key, "row")
+
+
+def _json_value(path: Path, key: str) -> tuple[Any, _Doubts]:
+    try:
+        text = path.read_bytes()
+        return json.loads(text), _doubts(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{key}: {path} is no JSON ({error}); correct it") from error
 
 
 class _Doubts(NamedTuple):

@@ -6,6 +6,7 @@ Letters: T packed tokens, D hidden width, V vocabulary rows of this rank.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from mega_rl.bridge.mapping.megatron import padded_vocab_size
 from mega_rl.config.schema import ParallelConfig
+from mega_rl.errors import InputError
 from mega_rl.megatron import fused
 from mega_rl.megatron.attention import PackedSequences
 from mega_rl.megatron.families import config_class, family_settings
@@ -82,7 +84,11 @@ def inverse_frequencies(shape: ModelShape) -> Tensor:
 
 
 def transformer_config(spec: TrainerSpec, shape: ModelShape) -> TransformerConfig:
-    """Megatron's configuration of one model; the fused kernels that need TransformerEngine or apex are off."""
+    """Megatron's configuration of one model; the fused kernels that need TransformerEngine or apex are off.
+
+    Raises:
+        InputError: Megatron refuses ``spec.fields`` beside the other settings.
+    """
     parallel, dtype = spec.parallel, spec.dtype
     misfits = trainer_problems(shape, parallel, world_size=None)
     assert not misfits, misfits
@@ -131,7 +137,22 @@ def transformer_config(spec: TrainerSpec, shape: ModelShape) -> TransformerConfi
         apply_rope_fusion=False,
         persist_layer_norm=False,
     )
-    return config_class(shape)(**(settings | family_settings(shape) | recompute_settings(spec.memory, shape)))
+    settings |= family_settings(shape) | recompute_settings(spec.memory, shape)
+    return _with_fields(config_class(shape), settings, spec.fields)
+
+
+def _with_fields(
+    built: type[TransformerConfig], settings: Mapping[str, Any], fields: Mapping[str, Any]
+) -> TransformerConfig:
+    """The configuration with ``fields`` beside ``settings``; what Megatron refuses of them is an InputError."""
+    try:
+        return built(**settings, **fields)
+    except (AssertionError, ValueError) as error:
+        if not fields:
+            raise
+        raise InputError(
+            f"trainer.megatron has {', '.join(fields)}, which Megatron-core refuses here ({error}): correct them"
+        ) from error
 
 
 def process_groups(parallel: ParallelConfig) -> ProcessGroupCollection:

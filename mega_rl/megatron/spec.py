@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 
@@ -25,3 +26,4 @@ class TrainerSpec:
     temperature: float  # logits are divided by it before they become log-probabilities
     chunk_tokens: int  # bounds the working memory: at most the float32 logits of so many tokens are held at once
     head: Head = "vocabulary"
+    fields: Mapping[str, Any] = field(default_factory=dict)  # more fields of Megatron's configuration, checked ones

@@ -2,7 +2,7 @@
 
 Nothing is imported to find out: versions are read from the packages' metadata, CANN's from its installation files.
 Ascend's combination is the compatibility matrix of vLLM-Ascend 0.23.0, the CPU's is the one that the tests run with,
-and CUDA's are the ranges of setup.py.
+and CUDA's are the ranges of setup.py. A test holds them, the ranges of setup.py and the pages together.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class Component:
 
 
 _VENDOR = "follow the vendor's own instructions"
+_VLLM = ("0.28", "0.29", "0.30", "0.31", "0.32")  # besides the one under vllm-ascend
 COMBINATIONS: dict[str, tuple[Component, ...]] = {
     "npu": (
         Component("python", ("3.11", "3.12"), True, "use Python 3.11 or 3.12"),
@@ -59,14 +60,14 @@ COMBINATIONS: dict[str, tuple[Component, ...]] = {
         Component("vllm", ("0.23.0",), False, "install vLLM 0.23.0 from source with VLLM_TARGET_DEVICE=empty"),
         Component("vllm-ascend", ("0.23.0",), False, "pip install vllm-ascend==0.23.0"),
         Component("triton-ascend", ("3.2.2",), False, "pip install triton-ascend==3.2.2, after everything else"),
-        Component("transformers", ("5",), True, "pip install 'transformers>=5.5,<6'"),
+        Component("transformers", ("5.5.4",), True, "pip install transformers==5.5.4, which vllm-ascend pins"),
         Component("ray", ("2",), False, "pip install 'ray>=2.40,<3'"),
     ),
     "cuda": (
         Component("python", ("3.11", "3.12"), True, "use Python 3.11 or 3.12"),
         Component("torch", ("2.10", "2.11", "2.12", "2.13"), True, "pip install 'torch>=2.10'"),
         Component("megatron-core", ("0.16",), True, "pip install megatron-core==0.16.1"),
-        Component("vllm", ("0.23", "0.28", "0.32"), False, "pip install mega_rl[cuda]"),
+        Component("vllm", ("0.23", *_VLLM), False, "pip install mega_rl[cuda]"),
         Component("transformers", ("5",), True, "pip install 'transformers>=5.5,<6'"),
         Component("ray", ("2",), False, "pip install 'ray>=2.40,<3'"),
     ),
@@ -74,8 +75,13 @@ COMBINATIONS: dict[str, tuple[Component, ...]] = {
         Component("python", ("3.11", "3.12"), True, "use Python 3.11 or 3.12"),
         Component("torch", ("2.13.0",), True, "pip install torch==2.13.0, the CPU build"),
         Component("megatron-core", ("0.16",), True, "pip install megatron-core==0.16.1"),
-        Component("vllm", ("0.28", "0.32"), False, "pip install the versions of requirements/cpu.lock"),
-        Component("transformers", ("5",), True, "pip install 'transformers>=5.5,<6'"),
+        Component("vllm", _VLLM, False, "pip install the versions of requirements/cpu.lock"),
+        Component(
+            "transformers",
+            ("5.16", "5.17", "5.18", "5.19"),
+            True,
+            "pip install the versions of requirements/cpu.lock",
+        ),
         Component("ray", ("2",), False, "pip install 'ray>=2.40,<3'"),
     ),
 }

@@ -33,6 +33,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "platform": ("platform.operators", "platform.ascend"),
     "platform.operators": ("platform",),
     "platform.ascend": ("platform",),
+    "data": (),
+    "data.sets": ("data",),
     "bridge": (),
     "bridge.mapping": ("bridge",),
     "bridge.reshard": ("bridge",),

@@ -87,6 +87,7 @@ def trainer_spec(config: RunConfig) -> TrainerSpec:
         memory=config.memory,
         temperature=config.rollout.temperature if samples(config) else 1.0,
         chunk_tokens=config.trainer.logprob_chunk_tokens,
+        fields=config.trainer.megatron,
     )
 
 

@@ -22,9 +22,10 @@ from mega_rl.stages.parts import building
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 SHIPPED = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yaml"))
 ON_CPU = {"grpo_gsm8k_cpu.yaml"} | {name for name in SHIPPED if name.startswith("quickstart")}
-# Recipes of one Ascend machine: the objective, the data, the model, and how many cards of which kind.
-ON_ASCEND = re.compile(r"(grpo|dapo|aqn)_(gsm8k|math)_(.+)_(8|16)x(910b|910c)\.yaml")
+# Recipes for Ascend: the objective, the data, the model, how many cards of which kind, and whether a machine has 16.
+ON_ASCEND = re.compile(r"(grpo|dapo|aqn)_(gsm8k|math)_(.+)_(8|16)x(910b|910c)(_box16)?\.yaml")
 DEVICES_PER_CARD = {"910b": 1, "910c": 2}
+CARDS_PER_NODE = {None: 8, "_box16": 16}
 GIB = 1 << 30
 SIZED = re.compile(
     r"^# tools/plan\.py: at most (\d+) of 61 GiB on a device, .+; (\d+) GiB of a node's host memory\.$", re.MULTILINE
@@ -56,6 +57,7 @@ MODELS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "Qwen2.5-32B": ("Qwen2", (64, 40, 8, 5120, 27648, 152064), {"max_position_embeddings": 131072}),
     "Qwen3-8B": ("Qwen3", (36, 32, 8, 4096, 12288, 151936), {"max_position_embeddings": 40960, "head_dim": 128}),
     "Qwen3-8B-Base": ("Qwen3", (36, 32, 8, 4096, 12288, 151936), {"head_dim": 128}),
+    "Qwen3-14B-Base": ("Qwen3", (40, 40, 8, 5120, 17408, 151936), {"head_dim": 128}),
     "Qwen3-30B-A3B": ("Qwen3Moe", (48, 32, 4, 2048, 6144, 151936), {"max_position_embeddings": 40960, **EXPERTS}),
     "model": ("Qwen2", (2, 4, 2, 128, 384, 4096), {"max_position_embeddings": 1024}),
     "huggingface": ("Qwen2", (2, 4, 2, 128, 384, 20), {"max_position_embeddings": 2048}),
@@ -140,7 +142,7 @@ def ascend_recipes() -> dict[str, re.Match[str]]:
 @pytest.mark.parametrize("name", ascend_recipes())
 def test_a_recipe_for_ascend_is_what_its_name_says(name: str) -> None:
     match = ascend_recipes()[name]
-    algorithm, data, model, num_cards, kind = match.groups()
+    algorithm, data, model, num_cards, kind, box = match.groups()
     config = load_config(CONFIGS / name)
     assert config.platform.name == "npu"
     assert config.aqn.enabled == (algorithm == "aqn")
@@ -151,7 +153,7 @@ def test_a_recipe_for_ascend_is_what_its_name_says(name: str) -> None:
     head = (CONFIGS / name).read_text()
     assert num_processes(name) == int(num_cards) * DEVICES_PER_CARD[kind]
     per_node = re.search(r"--nproc-per-node (\d+)", head)
-    assert per_node is not None and int(per_node[1]) == 8 * DEVICES_PER_CARD[kind]  # a node has 8 cards
+    assert per_node is not None and int(per_node[1]) == CARDS_PER_NODE[box] * DEVICES_PER_CARD[kind]
 
 
 @pytest.mark.parametrize("name", ascend_recipes())
@@ -163,19 +165,29 @@ def test_a_recipe_for_ascend_fits_as_its_head_says(name: str, tmp_path: Path) ->
     figures = SIZED.search((CONFIGS / name).read_text())
     assert figures is not None
     assert plan.worst.fullest.num_bytes / GIB == pytest.approx(int(figures[1]), abs=1)
-    ranks_per_node = 8 * DEVICES_PER_CARD[ascend_recipes()[name][5]]
+    match = ascend_recipes()[name]
+    ranks_per_node = CARDS_PER_NODE[match[6]] * DEVICES_PER_CARD[match[5]]
     host = max(sum(item.num_bytes for item in rank.host) for rank in plan.ranks) * ranks_per_node / GIB
     assert host == pytest.approx(int(figures[2]), abs=10)
 
 
 def test_every_model_and_objective_has_recipes_for_ascend() -> None:
     recipes = [match.groups() for match in ascend_recipes().values()]
-    models = {model for _, _, model, _, _ in recipes}
-    assert models == {"qwen2.5_0.5b", "qwen2.5_1.5b", "qwen2.5_7b", "qwen2.5_32b", "qwen3_8b", "qwen3_30b_a3b"}
+    models = {recipe[2] for recipe in recipes}
+    assert models == {
+        "qwen2.5_0.5b",
+        "qwen2.5_1.5b",
+        "qwen2.5_7b",
+        "qwen2.5_32b",
+        "qwen3_8b",
+        "qwen3_14b",
+        "qwen3_30b_a3b",
+    }
     for algorithm in ("grpo", "dapo", "aqn"):
         assert len({recipe[2] for recipe in recipes if recipe[0] == algorithm}) >= 3, algorithm
-    assert {(num_cards, kind) for *_, num_cards, kind in recipes} == {
-        (num, kind) for num in ("8", "16") for kind in ("910b", "910c")
+    assert {recipe[3:] for recipe in recipes} == {
+        *((num, kind, None) for num in ("8", "16") for kind in ("910b", "910c")),
+        ("16", "910b", "_box16"),
     }
 
 
@@ -191,6 +203,9 @@ def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 MACHINE = {"platform.name", "rollout.vllm.enforce_eager", "trainer.output_dir"}
 # Variant -> the other keys in which it differs from the file without the machine in its name.
 VARIANTS: dict[str, set[str]] = {
+    "dapo_math_qwen3_14b_16x910b.yaml": set(),
+    "dapo_math_qwen3_14b_16x910b_box16.yaml": set(),
+    "dapo_math_qwen3_14b_8x910c.yaml": set(),
     "grpo_gsm8k_qwen2.5_7b_8x910b.yaml": set(),
     "grpo_gsm8k_qwen2.5_0.5b_8x910b.yaml": {
         "algorithm.minibatches_per_step",
@@ -232,7 +247,7 @@ def different_keys(name: str, other: str) -> set[str]:
 
 def plain_name(name: str) -> str:
     """Without the machine: ``grpo_gsm8k_qwen2.5_7b_8x910b.yaml`` -> ``grpo_gsm8k_qwen2.5_7b.yaml``."""
-    return re.sub(r"_(8|16)x910[bc]\.yaml$", ".yaml", name)
+    return re.sub(r"_(8|16)x910[bc](_box16)?\.yaml$", ".yaml", name)
 
 
 def test_a_variant_for_a_machine_differs_in_named_keys_only() -> None:

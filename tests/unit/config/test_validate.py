@@ -40,7 +40,8 @@ EXPERTS = {  # with 8 of them
 WITHOUT_RULE = {
     "algorithm.dynamic_sampling.enabled",
     "data.train_files", "data.val_files", "data.filter_overlong_prompts", "data.shuffle", "data.system_prompt",
-    "rollout.ignore_eos", "rollout.vllm", "aqn.enabled", "aqn.include_router_norms",
+    "rollout.ignore_eos", "rollout.vllm",
+    "trainer.megatron", "aqn.enabled", "aqn.include_router_norms",
     "rewards[].name", "rewards[].weight", "rewards[].options", "parallel.sequence",
     "parallel.overlap_grad_reduce", "parallel.overlap_param_gather",
     "platform.deterministic", "platform.mindspeed.features",

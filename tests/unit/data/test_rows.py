@@ -99,10 +99,10 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> 
 def test_whatever_arrow_raises_is_a_sentence(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_parquet(tmp_path / "a.parquet", RECORDS)
 
-    def read_table(path: Path) -> None:
+    def opened(path: Path) -> None:
         raise error
 
-    monkeypatch.setattr(rows.pq, "read_table", read_table)
+    monkeypatch.setattr(rows.pq, "ParquetFile", opened)
     with pytest.raises(InputError, match=r"a.parquet is truncated or no parquet file \(.+\); write it again"):
         read_rows([str(tmp_path / "a.parquet")], "data.train_files")
 
