@@ -1,8 +1,9 @@
 """Write the pages of reference from the code: ``python tools/reference.py``.
 
 ``docs/configuration.md`` comes from the comments and docstrings of ``mega_rl/config/schema.py``, and
-``docs/metrics.md`` from ``METRICS`` and ``HEALTHY`` in ``mega_rl/observe``. Their Chinese twins take every text from ``docs/reference_zh.json``,
-English -> Chinese. What it lacks is added there with an empty Chinese text and shown; what no page uses is removed.
+``docs/metrics.md`` from ``METRICS`` and ``HEALTHY`` in ``mega_rl/observe``. Their Chinese twins take every text from
+``docs/reference_zh.json``, English -> Chinese. What it lacks is added there with an empty Chinese text and shown; what
+no page uses is removed.
 
 Exit status 0: all is written. 1: all is written, but some texts have no Chinese yet.
 """
@@ -30,14 +31,17 @@ from mega_rl.config import schema
 from mega_rl.config.rules import MANY, RULES
 from mega_rl.config.typed import is_nullable, not_null
 from mega_rl.observe.healthy import HEALTHY
-from mega_rl.observe.metrics import METRICS, MetricSpec
+from mega_rl.observe.metrics import METRICS, SECTIONS, MetricSpec
 
 REPO = Path(__file__).resolve().parent.parent
 CHINESE = REPO / "docs" / "reference_zh.json"
-# Words that are code in a sentence: names with an underscore, and keys with their section.
+# Words that are code in a sentence: keys with their section, metrics, tools, and names with an underscore.
 _SECTIONS = "|".join(field.name for field in dataclasses.fields(schema.RunConfig))
+_METRICS = "|".join(sorted((re.escape(spec.name) for spec in METRICS if "/" in spec.name), reverse=True))
 _CODE = re.compile(
-    rf"(?<![\w`/.-])((?:(?:{_SECTIONS})\.[a-z_.]*[a-z_]|[a-z]+(?:_[a-z0-9]+)+)(?:=[\w-]+)?)(?![\w`/(])", re.ASCII
+    rf"(?<![\w`/.-])((?:(?:{_SECTIONS})\.[a-z_.]*[a-z_]|{_METRICS}|tools/[a-z_]+\.py|[a-z]+(?:_[a-z0-9]+)+)"
+    r"(?:=[\w-]+)?)(?![\w`/(])",
+    re.ASCII,
 )
 
 
@@ -49,8 +53,8 @@ class Words:
 
     def __call__(self, english: str, place: str) -> str:
         """``place`` is what needs this text: a key or a metric."""
-        if not english:
-            return ""
+        if not re.search("[a-zA-Z]", english):
+            return english
         self.used.setdefault(english, place)
         text = english if self.chinese is None else self.chinese.get(english) or english
         return _CODE.sub(r"`\1`", text.replace("``", "`")).replace(" | ", "; ").replace("|", r"\|")
@@ -175,15 +179,16 @@ HEADS = {
         "intro": (
             "Everything that a run may log, under the same names in `metrics.jsonl`, TensorBoard and wandb. "
             "[First runs](first_runs.md) says what to look at first. A star stands for any text. The third column says "
-            "how the values that ranks and micro-batches have in one step become one; a `mean` is weighted by the number "
-            "of what it is a mean over. A metric without an entry in the last column says what happened and is neither "
-            "good nor bad. Limits are rules of thumb unless they name a key. This page is written from "
+            "how the values that ranks and micro-batches have in one step become one; a `mean` is weighted by the "
+            "number of what it is a mean over. A metric without an entry in the last column says what happened and is "
+            "neither good nor bad. Limits are rules of thumb unless they name a key. This page is written from "
             "[metrics.py](../mega_rl/observe/metrics.py) and [healthy.py](../mega_rl/observe/healthy.py) by "
             "`make reference`: change it there.",
             "一次运行可能记录的全部指标，在 `metrics.jsonl`、TensorBoard 和 wandb 中名称相同。"
             "最先应看哪些，见[最初的运行](first_runs_zh.md)。星号代表任意文字。"
             "第三列说明一步之内各进程、各微批次的值如何合成一个；`mean` 按其平均对象的数量加权。"
-            "最后一列为空的指标只记录发生了什么，无所谓好坏。没有写明配置键的界限只是经验值。本页由 `make reference` 根据 "
+            "最后一列为空的指标只记录发生了什么，无所谓好坏。没有写明配置键的界限只是经验值。"
+            "本页由 `make reference` 根据 "
             "[metrics.py](../mega_rl/observe/metrics.py) 和 "
             "[healthy.py](../mega_rl/observe/healthy.py) 生成，修改请在那里进行。",
         ),
@@ -213,9 +218,12 @@ def configuration(words: Words, language: int) -> str:
 def metrics(words: Words, language: int) -> str:
     columns = list(HEADS["metrics"]["columns"][language])
     text = start("metrics", language)
-    for section in dict.fromkeys(spec.section for spec in METRICS):
-        rows = [metric_row(spec, words) for spec in METRICS if spec.section == section]
-        text += [f"## {words(section, 'section')}", "", *table(columns, rows)]
+    for section in SECTIONS:
+        rows = [metric_row(spec, words) for spec in METRICS if spec.section == section.key]
+        title, meaning = (words(part, f"section {section.key}") for part in (section.title, section.meaning))
+        end = "" if language else "."
+        text += [f"## {title[0].upper()}{title[1:]}", "", f"{meaning[0].upper()}{meaning[1:]}{end}", ""]
+        text += table(columns, rows)
     return "\n".join(text)
 
 
@@ -235,7 +243,7 @@ def pages(chinese: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
         texts[f"{page}.md"] = write(Words(None), 0)
         words = Words(chinese)
         texts[f"{page}_zh.md"] = write(words, 1)
-        used = {**words.used, **used}
+        used |= {english: place for english, place in words.used.items() if english not in used}
     return texts, used
 
 

@@ -115,9 +115,7 @@ class AlgorithmConfig:
     clip_ratio_low: float = 0.2  # the ratio of new to old probability is clipped at 1 - clip_ratio_low
     clip_ratio_high: float = 0.2  # the ratio of new to old probability is clipped at 1 + clip_ratio_high
     kl_coefficient: float = 0.001  # weight of the KL from the reference model; 0: there is no reference model
-    kl_estimator: Literal["k1", "k2", "k3"] = (
-        "k3"  # estimator of the KL from the reference; k3 is the "low-variance KL"
-    )
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # estimator of that KL; k3 is the "low-variance KL"
     kl_in: Literal["loss", "reward"] = "loss"  # the KL is a term of the loss, or a cost that lowers a token's advantage
     entropy_coefficient: float = 0.0  # weight of the entropy bonus
     minibatches_per_step: int = 1  # optimizer steps per rollout batch
@@ -155,9 +153,7 @@ class AqnConfig:
     exclude_patterns: list[str] = field(default_factory=list)
     include_router_norms: bool = False  # also the norms that feed a mixture-of-experts router
     seed: int = 1234  # seed of the noise
-    rounding: Literal["nearest", "stochastic", "fp32"] = (
-        "nearest"  # how noisy weights become the engine's dtype; fp32: not
-    )
+    rounding: Literal["nearest", "stochastic", "fp32"] = "nearest"  # of noisy weights to the engine's dtype; fp32: none
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """What a healthy run shows, for the metrics that can be read as good or bad; ``docs/metrics.md`` is made from it.
 
-The keys are names of ``METRICS``. Limits that a run enforces by itself (the gates) are named by their configuration key.
+The keys are names of ``METRICS``. Limits that a run enforces (its gates) are named by their configuration key.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ HEALTHY: dict[str, str] = {
     "actor/loss": "its size says little; a jump says much",
     "actor/pg_loss": "near 0; of either sign",
     "actor/kl": "0 in the first step, then rises slowly; a jump comes with a learning rate that is too large",
-    "actor/entropy": "falls slowly, while the reward rises; near 0 without reward is collapse: one answer for everything",
+    "actor/entropy": "falls slowly, while the reward rises; near 0 without reward is collapse: one answer to all",
     "actor/grad_norm": "the same order of magnitude for the whole run; a spike of ten times comes before a collapse",
     "actor/lr": "the schedule that was configured",
     "actor/clip_fraction": "0 with one minibatch per step, else below about 0.2",
@@ -29,7 +29,7 @@ HEALTHY: dict[str, str] = {
     "actor/skipped_steps": "0; trainer.max_skipped_steps in a row end the run",
     "actor/skipped_steps_total": "0, or a few that are far apart",
     "sft/skipped_steps_total": "0, or a few that are far apart",
-    "sft/loss": "falls fast for some ten steps, then slowly; below 0.1 on real data it is learning by heart",
+    "sft/loss": "falls fast for some ten steps, then slowly; near 0 on real data it is learning by heart",
     "sft/val_loss": "falls with sft/loss; once it rises the best step is past",
     "sft/grad_norm": "falls at first, then steady; spikes come with damaged rows",
     "sft/lr": "the schedule that was configured",
