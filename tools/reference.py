@@ -211,7 +211,7 @@ def configuration(words: Words, language: int) -> str:
     text = [*start("configuration", language), words(meanings(schema.RunConfig)[""], "all"), ""]
     for name, meaning, keys in sections():
         rows = [row(f"`{key.name}`", key.takes(), key.default(required), words(key.meaning, key.name)) for key in keys]
-        text += [f"## {name}", "", words(meaning, name), "", *table(columns, rows)]
+        text += [f"## `{name}`", "", words(meaning, name), "", *table(columns, rows)]
     return "\n".join(text)
 
 
