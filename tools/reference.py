@@ -57,7 +57,8 @@ class Words:
             return english
         self.used.setdefault(english, place)
         text = english if self.chinese is None else self.chinese.get(english) or english
-        return _CODE.sub(r"`\1`", text.replace("``", "`")).replace(" | ", "; ").replace("|", r"\|")
+        text = re.sub(r"(`[^`]*`)|\*", lambda found: found[1] or r"\*", text.replace("``", "`"))
+        return _CODE.sub(r"`\1`", text).replace(" | ", "; ").replace("|", r"\|")
 
 
 @dataclasses.dataclass(frozen=True)

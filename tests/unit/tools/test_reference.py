@@ -121,6 +121,7 @@ def test_words_become_code() -> None:
     assert words("as model.dtype | pi_old, see sft/loss and tools/plan.py", "x") == (
         "as `model.dtype`; `pi_old`, see `sft/loss` and `tools/plan.py`"
     )
+    assert words("such as *.layers.3.*, ``a*b``", "x") == r"such as \*.layers.3.\*, `a*b`"
     assert words("|a - b|, config/algorithm.py, the model.", "x") == r"\|a - b\|, config/algorithm.py, the model."
     assert reference.Words({"of x_y": "在x_y中"})("of x_y", "x") == "在`x_y`中"
 
