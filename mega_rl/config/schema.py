@@ -41,10 +41,10 @@ class DataConfig:
 
     train_files: list[str] = field(default_factory=list)  # .jsonl, .json or .parquet; one file needs no list
     val_files: list[str] = field(default_factory=list)  # held-out data in the same formats; []: no validation
-    max_prompt_length: int = 512  # longest prompt, tokens
-    max_response_length: int = 1024  # a response is cut here, tokens
+    max_prompt_length: int = 512  # tokens
+    max_response_length: int = 1024  # tokens
     train_batch_size: int = 128  # prompts (rl) or conversations (sft) per step
-    filter_overlong_prompts: bool = True  # leave out rows over the length limits; false: such a row is an error
+    filter_overlong_prompts: bool = True  # leave out prompts over max_prompt_length; false: such a prompt is an error
     shuffle: bool = True  # a new order in every epoch; false: the order of the files
     seed: int = 0  # seed of the order of the training data
     chat_template: Literal["auto", "always", "never"] = "auto"  # auto: apply the tokenizer's, if it has one
@@ -71,7 +71,7 @@ class RolloutConfig:
     # live: write new weights into the engine's parameters in place | reload: send whole tensors through vLLM's loader |
     # auto: live if every engine parameter can be written in place, else reload
     weight_update: Literal["auto", "live", "reload"] = "auto"
-    # The engine samples with linear weights that were rounded to this 4-bit format; null: off.
+    # Sample from linear weights rounded to this 4-bit format; null: off.
     simulated_quantization: Literal["nvfp4", "mxfp4"] | None = None
     # Models with experts only: which experts compute a token in the trainer. rollout: those that the engine chose |
     # recompute: those that the pass computing pi_old chose | off: the trainer's router chooses anew in every pass
@@ -299,7 +299,7 @@ class LoggingConfig:
     progress: bool = True  # progress bar, if the console is a terminal
     tensorboard: bool = True  # event files in output_dir
     jsonl: bool = True  # metrics.jsonl in output_dir
-    wandb_project: str | None = None  # Weights & Biases project; null: off
+    wandb_project: str | None = None  # null: off
     num_text_samples: int = 4  # completions shown per step and per validation
     dump_rollouts: int = 0  # keep rollouts/step_N.jsonl of this many newest steps; -1: of all steps; 0: of none
 
