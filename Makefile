@@ -18,7 +18,7 @@ ifdef PYTHON
 export PYTHON
 endif
 
-.PHONY: help venv quickstart test test-fast test-cpu test-npu fuzz durations lint format types tensorboard clean
+.PHONY: help venv quickstart test test-fast test-cpu test-npu fuzz durations lint format types reference tensorboard clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -60,6 +60,9 @@ format: venv ## rewrite the code in the house format
 
 types: venv ## mypy
 	@$(BIN)/mypy
+
+reference: venv ## write docs/configuration.md and docs/metrics.md, also in Chinese, from the schema and the metrics
+	@$(BIN)/python tools/reference.py
 
 tensorboard: venv ## the dashboard of every run under runs/
 	@$(BIN)/tensorboard --logdir runs

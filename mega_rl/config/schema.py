@@ -37,15 +37,17 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
+    """Which files are read, how long their rows may be, and how a batch is drawn."""
+
     train_files: list[str] = field(default_factory=list)  # .jsonl, .json or .parquet; one file needs no list
-    val_files: list[str] = field(default_factory=list)
+    val_files: list[str] = field(default_factory=list)  # held-out data in the same formats; []: no validation
     max_prompt_length: int = 512  # tokens
     max_response_length: int = 1024  # tokens
     train_batch_size: int = 128  # prompts (rl) or conversations (sft) per step
     filter_overlong_prompts: bool = True  # leave out prompts over max_prompt_length; false: such a prompt is an error
-    shuffle: bool = True
-    seed: int = 0  # of the order of the training data
-    chat_template: Literal["auto", "always", "never"] = "auto"  # auto: apply it if the tokenizer has one
+    shuffle: bool = True  # a new order in every epoch; false: the order of the files
+    seed: int = 0  # seed of the order of the training data
+    chat_template: Literal["auto", "always", "never"] = "auto"  # auto: apply the tokenizer's, if it has one
     system_prompt: str | None = None  # system message of prompts that have none; null: leave them as they are
     max_val_samples: int | None = None  # use only this many rows of the validation data, from its start; null: all
 
@@ -54,15 +56,15 @@ class DataConfig:
 class RolloutConfig:
     """How vLLM samples the responses that are trained on."""
 
-    n: int = 8  # samples per prompt
-    temperature: float = 1.0
+    n: int = 8  # responses sampled per prompt (the size of a group)
+    temperature: float = 1.0  # temperature of sampling; the trainer divides its logits by it too
     tensor_parallel_size: int = 1  # processes that share one engine's weights; colocated: consecutive trainer ranks
-    dtype: Dtype | None = None  # of the engine's weights and activations; null: as model.dtype
-    placement: Literal["colocated", "separate"] = "colocated"  # in the trainer's processes, or in others through Ray
+    dtype: Dtype | None = None  # dtype of the engine's weights and activations; null: as model.dtype
+    placement: Literal["colocated", "separate"] = "colocated"  # engines in the trainer's processes, or in others (Ray)
     num_engines: int = 1  # placement separate only; colocated engines are as many as the ranks allow
     stop: list[str] = field(default_factory=list)  # strings that end a response, besides the end-of-sequence token
-    stop_token_ids: list[int] = field(default_factory=list)
-    ignore_eos: bool = False  # sample on after the end-of-sequence token
+    stop_token_ids: list[int] = field(default_factory=list)  # tokens that end a response
+    ignore_eos: bool = False  # go on sampling after the end-of-sequence token
     # request: each response has a seed of its own and is the same in every batch and layout | engine: the engine draws
     # for all responses of a batch at once, which is faster with vLLM below 0.32 and on Ascend
     seeds: Literal["request", "engine"] = "request"
@@ -71,10 +73,10 @@ class RolloutConfig:
     weight_update: Literal["auto", "live", "reload"] = "auto"
     # Sample from linear weights rounded to this 4-bit format; null: off.
     simulated_quantization: Literal["nvfp4", "mxfp4"] | None = None
-    # Which experts take a token in the trainer (mixtures of experts only). rollout: those that the engine chose |
-    # recompute: those of the pass that computes pi_old, in all later passes | off: the trainer's router chooses
+    # Models with experts only: which experts compute a token in the trainer. rollout: those that the engine chose |
+    # recompute: those that the pass computing pi_old chose | off: the trainer's router chooses anew in every pass
     routing_replay: Literal["rollout", "recompute", "off"] = "off"
-    replay: str | None = None  # directory of recorded rollouts, which are learnt from instead of sampling; null: sample
+    replay: str | None = None  # a directory of recorded rollouts to learn from, without an engine; null: sample
     kv_cache_bytes: int = 268435456  # CPU only: bytes of key/value cache per rank
     vllm: dict[str, Any] = field(default_factory=dict)  # more arguments of vllm.LLM, checked against their names
 
@@ -93,7 +95,7 @@ class BridgeConfig:
 class DynamicSamplingConfig:
     """Leave out groups (the samples of one prompt) whose rewards are all equal, and sample other prompts instead."""
 
-    enabled: bool = False
+    enabled: bool = False  # whether such groups are left out
     oversample: float = 1.0  # a step starts this x data.train_batch_size prompts; surplus groups wait for the next step
     budget: float = 10.0  # a step draws at most this x data.train_batch_size prompts, then learns from what it has
     metric: str | None = None  # the reward (by name) that must differ within a group; null: the weighted sum of all
@@ -105,22 +107,27 @@ class AlgorithmConfig:
 
     # A preset: it sets those of the following keys that the configuration does not give. See config/algorithm.py.
     name: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "dapo", "gspo", "cispo"] = "grpo"
-    advantage: Literal[GroupBaseline, "reinforce_pp"] = "grpo"
-    objective: Literal["ppo", "gspo", "cispo"] = "ppo"
+    advantage: Literal[GroupBaseline, "reinforce_pp"] = "grpo"  # how rewards become advantages
+    objective: Literal["ppo", "gspo", "cispo"] = "ppo"  # the loss per token; gspo takes one ratio for a whole response
+    # How the losses of all tokens become one number: the mean over all tokens, over the means of the sequences, or over
+    # the sums of the sequences, which are then divided by data.max_response_length.
     loss_reduction: Literal["token_mean", "sequence_mean", "sequence_mean_token_sum_norm"] = "token_mean"
     clip_ratio_low: float = 0.2  # the ratio of new to old probability is clipped at 1 - clip_ratio_low
-    clip_ratio_high: float = 0.2  # and at 1 + clip_ratio_high
+    clip_ratio_high: float = 0.2  # the ratio of new to old probability is clipped at 1 + clip_ratio_high
     kl_coefficient: float = 0.001  # weight of the KL from the reference model; 0: there is no reference model
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # k3 is the "low-variance KL"
-    kl_in: Literal["loss", "reward"] = "loss"  # a term of the loss, or a cost per token that lowers its advantage
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # estimator of that KL; k3 is the "low-variance KL"
+    kl_in: Literal["loss", "reward"] = "loss"  # the KL is a term of the loss, or a cost that lowers a token's advantage
     entropy_coefficient: float = 0.0  # weight of the entropy bonus
     minibatches_per_step: int = 1  # optimizer steps per rollout batch
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
-    # Rarely set. dual_clip: the loss of a token with negative advantage A is at most -dual_clip * A; > 1; null: off.
+    # Rarely set.
+    # The loss of a token whose advantage A is negative is at most -dual_clip * A; null: off.
     dual_clip: float | None = None
-    # Importance weights correct for the engine's probabilities, which differ a little from the trainer's.
-    importance_cap: float | None = 2.0  # largest weight; null: no correction
-    importance_correction: Literal["truncate", "mask"] = "truncate"  # lower weights to the cap, or drop such tokens
+    # Largest importance weight. These weights correct for the engine's probabilities, which differ a little from the
+    # trainer's; null: no correction.
+    importance_cap: float | None = 2.0
+    # Weights above the cap are lowered to it (truncate), or the tokens that have them are left out (mask).
+    importance_correction: Literal["truncate", "mask"] = "truncate"
     importance_level: Literal["token", "sequence"] = "token"  # weigh each token, or each response by its product
     importance_floor: float = 0.0  # smallest weight that importance_correction=mask keeps
 
@@ -129,10 +136,10 @@ class AlgorithmConfig:
 class AqnConfig:
     """Adaptive quantisation noise on the norm weights of the policy that samples (QeRL, arXiv 2510.11696)."""
 
-    enabled: bool = False
+    enabled: bool = False  # whether the policy that samples gets noise
     sigma_start: float = 0.05  # standard deviation of the noise in the first noisy stage
-    sigma_end: float = 0.0005  # and in the last stage
-    num_stages: int = 10  # equal parts of the run, each with one standard deviation
+    sigma_end: float = 0.0005  # standard deviation of the noise in the last stage
+    num_stages: int = 10  # the run is cut into this many equal parts, each with one standard deviation
     # How sigma falls from stage to stage. exponential is QeRL's code; _eq8 and _alg1 are two readings of its paper.
     schedule: Literal["exponential", "exponential_eq8", "exponential_alg1", "linear", "cosine", "constant"] = (
         "exponential"
@@ -145,14 +152,16 @@ class AqnConfig:
     # Hugging Face names without noise: shell patterns of whole names, and words without *, ? and [ are parts of a name.
     exclude_patterns: list[str] = field(default_factory=list)
     include_router_norms: bool = False  # also the norms that feed a mixture-of-experts router
-    seed: int = 1234
-    rounding: Literal["nearest", "stochastic", "fp32"] = "nearest"  # to the engine's dtype; fp32: keep float32
+    seed: int = 1234  # seed of the noise
+    rounding: Literal["nearest", "stochastic", "fp32"] = "nearest"  # of noisy weights to the engine's dtype; fp32: none
 
 
 @dataclass
 class RewardConfig:
+    """One entry of the list ``rewards``; the reward of a sample is the weighted sum of all entries."""
+
     name: str = MISSING  # a built-in reward, or "package.module:function", or "path/to/file.py:function"
-    weight: float = 1.0
+    weight: float = 1.0  # factor of this reward in the sum of all
     options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the reward
 
 
@@ -160,8 +169,8 @@ class RewardConfig:
 class RewardWorkersConfig:
     """The processes that rewards run in; all ranks of a node share them."""
 
-    num_workers: int | None = None  # per node; null: two for each of its ranks
-    timeout_s: float = 30.0  # for one reward of one sample; when it is over, the sample's reward is unknown
+    num_workers: int | None = None  # processes per node; null: two for each of its ranks
+    timeout_s: float = 30.0  # limit for one reward of one sample; past it the sample's reward is unknown
     memory_bytes: int = 4294967296  # data memory that one worker may take
 
 
@@ -169,17 +178,18 @@ class RewardWorkersConfig:
 class OptimizerConfig:
     """AdamW and its learning rate."""
 
-    lr: float = 1e-6
-    min_lr: float = 0.0
-    schedule: Literal["constant", "cosine", "linear", "wsd"] = "constant"  # after the warm-up; wsd needs decay_steps
-    warmup_steps: int = 0  # optimizer steps
+    lr: float = 1e-6  # largest learning rate
+    min_lr: float = 0.0  # learning rate at the end of cosine, linear and wsd
+    # How the learning rate goes on after the warm-up; wsd: constant, then down within decay_steps, which it needs.
+    schedule: Literal["constant", "cosine", "linear", "wsd"] = "constant"
+    warmup_steps: int = 0  # optimizer steps in which the learning rate rises from 0 to lr
     decay_steps: int | None = None  # wsd only: the last optimizer steps of the run, over which lr falls to min_lr
-    weight_decay: float = 0.01  # not on norms and biases
+    weight_decay: float = 0.01  # AdamW's weight decay; norms and biases have none
     clip_grad: float = 1.0  # largest global gradient norm; 0: off
     # Rarely set.
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
+    beta1: float = 0.9  # decay of Adam's mean of gradients
+    beta2: float = 0.95  # decay of Adam's mean of squared gradients
+    eps: float = 1e-8  # Adam's epsilon
 
 
 @dataclass
@@ -192,7 +202,7 @@ class ParallelConfig:
     context: int = 1  # ranks that share the tokens of every sequence
     expert: int = 1  # ranks that divide the experts of a layer among them
     expert_tensor: int | None = None  # ranks that share the weights of one expert; null: as tensor
-    sequence: bool = False  # sequence parallelism over the tensor-parallel ranks
+    sequence: bool = False  # sequence parallelism: tensor-parallel ranks share the tokens outside of attention and MLP
     overlap_grad_reduce: bool = False  # sum gradients over data-parallel ranks while the backward pass still runs
     overlap_param_gather: bool = False  # collect updated weights while the next forward pass already runs
 
@@ -201,16 +211,17 @@ class ParallelConfig:
 class MemoryConfig:
     """What the trainer gives up to need less device memory; nothing here changes a result."""
 
-    # Activations to drop and compute again in the backward pass: those of modules (selective) or of whole layers.
+    # Activations that are dropped and computed again in the backward pass: those of some modules (selective) or of
+    # whole layers (full).
     recompute: Literal["none", "selective", "full"] = "none"
     # selective only; what can be computed again by itself in a decoder layer (Megatron's layernorm and moe_act need
     # TransformerEngine); null: mlp and moe, as far as the model has them
     recompute_modules: list[Literal["core_attn", "mlp", "moe", "shared_experts"]] | None = None
     recompute_num_layers: int | None = None  # full only: the first so many layers of every pipeline stage; null: all
-    # What moves to host memory while a colocated engine samples.
+    # What the trainer moves to host memory while a colocated engine samples.
     offload: list[OffloadPart] = field(default_factory=list)
     optimizer_on_host: bool = False  # keep and compute AdamW on the host (needs TransformerEngine)
-    optimizer_state_dtype: Dtype = "float32"  # of Adam's two moments; bfloat16 needs TransformerEngine
+    optimizer_state_dtype: Dtype = "float32"  # dtype of Adam's two moments; bfloat16 needs TransformerEngine
 
 
 @dataclass
@@ -218,17 +229,18 @@ class GatesConfig:
     """Checks of a step before its weights change; a run stops with a report if one fails; in nats.
 
     In the first step policy, reference and engine have the same weights, so their log-probabilities must agree. After a
-    resume all but the reference are checked again, in all other steps the engine.
+    resume all but the reference are checked again, in all other steps only the engine. The limits ``reference``,
+    ``ppo_kl`` and ``ratio`` are, if ``null``, 0 on a CPU and with ``platform.deterministic``, else 1e-3 in float32 and
+    0.5 in bfloat16.
     """
 
     # Gates that are measured and reported but do not stop the run.
     disabled: list[Literal["reference", "ppo_kl", "ratio", "engine"]] = field(default_factory=list)
-    # null: 0 on a CPU and with platform.deterministic, else 1e-3 in float32 and 0.5 in bfloat16.
     reference: float | None = None  # largest |policy - reference| of a token
     ppo_kl: float | None = None  # largest |pi_old - policy| of a token: the same weights, computed twice
     ratio: float | None = None  # largest distance from 1 of the mean and of the largest probability ratio; no unit
     engine: float | None = None  # mean |trainer - engine|; null: 1e-4 if both compute in float32, else 5e-2
-    engine_factor: float = 4.0  # later it may also be this many times what the last steps showed
+    engine_factor: float = 4.0  # after the first step the limit is at least this many times what the last steps showed
 
 
 @dataclass
@@ -236,17 +248,17 @@ class TrainerConfig:
     """What is run, how long, and where it writes."""
 
     stage: Literal["rl", "sft"] = "rl"  # reinforcement learning, or supervised fine-tuning
-    output_dir: str = "runs/default"
-    total_steps: int | None = None  # give one of total_steps and total_epochs
-    total_epochs: int | None = None  # of data.train_batch_size prompts a step; dynamic sampling draws more
-    seed: int = 0  # of the model's initialisation and of sampling
-    max_tokens_per_microbatch: int = 16384  # of one forward pass, all its sequences together
+    output_dir: str = "runs/default"  # all that a run writes; started again with the same one, a run resumes
+    total_steps: int | None = None  # length of the run in steps; give this or total_epochs
+    total_epochs: int | None = None  # length in epochs, without what dynamic sampling draws besides; or total_steps
+    seed: int = 0  # seed of the model's initialisation and of sampling
+    max_tokens_per_microbatch: int = 16384  # tokens of one forward pass, all its sequences together
     # Rarely set.
     collective_timeout_s: float = 1800.0  # a rank that waits longer than this for another one ends the run
-    # No sign of life from a rank, or no progress of any, for this long names the rank and ends the run; what counts
-    # is the shorter of this and 0.9 x collective_timeout_s, and the latter while models and engines are being built.
+    # A run ends, and names the rank, when a rank gives no sign of life or no rank makes progress for this long. The
+    # limit is at most 0.9 x collective_timeout_s, and exactly that while models and engines are being built.
     stall_timeout_s: float = 600.0
-    max_skipped_steps: int = 5  # this many optimizer steps in a row without a finite gradient end the run; 0: never
+    max_skipped_steps: int = 5  # a run ends after so many optimizer steps in a row without finite gradients; 0: never
     logprob_chunk_tokens: int = 1024  # tokens per chunk when computing log-probabilities; bounds the float32 logits
     gates: GatesConfig = field(default_factory=GatesConfig)
     # More fields of Megatron-core's TransformerConfig; config/megatron_fields.py says which, and why not the others.
@@ -260,12 +272,12 @@ class CheckpointConfig:
     save_freq: int | None = -1  # steps between checkpoints, and one at the end; -1: only at the end; null: never
     keep_checkpoints: int = 3  # the newest ones are kept, older ones deleted; 0: keep all
     async_save: bool = False  # write checkpoints in the background; takes host memory for a copy of the state
-    # Under torchrun --max-restarts: steps between copies of the state in the memory of the nodes, from which a run goes
-    # on that torchrun has started again; 0: none. Takes host memory for two copies of the state; with many nodes, four.
+    # Steps between copies of the state in the memory of the nodes; 0: none. A run that torchrun --max-restarts starts
+    # again goes on from them. Takes host memory for two copies of the state; with many nodes, four.
     local: int = 0
     resume: str = "auto"  # auto: from the newest complete checkpoint under output_dir | never | a checkpoint directory
-    # After SIGTERM or SIGUSR1 a run saves at the end of its step and stops; if the step takes longer than so many
-    # seconds, it ends without. torchrun kills after 30 s (--shutdown-timeout). 0: the signals end the run at once.
+    # After SIGTERM or SIGUSR1 a run saves at the end of its step and stops; a step that takes longer than so many
+    # seconds is not waited for. torchrun kills after 30 s (--shutdown-timeout). 0: the signals end the run at once.
     grace_s: float = 25.0
     export_hf: bool = True  # at the end, write the weights as a Hugging Face directory too
 
@@ -275,15 +287,17 @@ class ValidationConfig:
     """When held-out data is looked at, and how it is sampled; training samples with the keys of ``rollout``."""
 
     test_freq: int = -1  # steps between validations; -1: only at the end
-    val_before_train: bool = True
+    val_before_train: bool = True  # also before the first step: where the run begins
     n: int = 1  # samples per prompt for the metrics over samples; 0: only the greedy response
-    temperature: float = 1.0  # of those samples
+    temperature: float = 1.0  # temperature of the samples of validation
 
 
 @dataclass
 class LoggingConfig:
+    """What a run shows and records."""
+
     progress: bool = True  # progress bar, if the console is a terminal
-    tensorboard: bool = True
+    tensorboard: bool = True  # event files in output_dir
     jsonl: bool = True  # metrics.jsonl in output_dir
     wandb_project: str | None = None  # null: off
     num_text_samples: int = 4  # completions shown per step and per validation
@@ -302,6 +316,8 @@ class MindSpeedConfig:
 
 @dataclass
 class PlatformConfig:
+    """The device, and what a run asks of it."""
+
     # cpu, cuda or npu; auto: what the environment variable MEGA_RL_PLATFORM says, else the first that is present
     name: str = "auto"
     num_threads: int | None = None  # CPU threads per rank; null: this host's cores / its ranks

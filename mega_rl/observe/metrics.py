@@ -1,4 +1,6 @@
-"""Every metric, declared once: name or pattern, unit, meaning, reduction, and how the console line shows it.
+"""Every metric, declared once: its section, name or pattern, unit, meaning, reduction, and how it is shown.
+
+The layout of every dashboard and of the report follows from ``SECTIONS`` and ``METRICS``.
 
 A ``*`` in a name stands for any text that is not empty (a data source may itself contain a slash).
 """
@@ -8,9 +10,11 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 
+# A reduction: the metric is all values of a step, for a histogram (``Observer.distribution``); it has no single number.
+DISTRIBUTION = "distribution"
 PHASES = ("generate", "sync", "reward", "old_logprobs", "reference_logprobs", "update", "validate", "save", "step")
 
 
@@ -21,49 +25,43 @@ class MetricSpec:
     name: str
     unit: str
     description: str
-    reduction: str = "mean"  # mean (weighted) | sum | max | min | last: over the add() calls and ranks of one step
+    # mean (weighted) | sum | max | min | last: over the add() calls and ranks of one step
+    # (distribution: all values of the step, see DISTRIBUTION)
+    reduction: str = "mean"
     console: str | None = None  # format string of ``value`` and the texts that the stars matched, {0}, {1}
+    section: str = ""  # key of ``SECTIONS``; METRICS fills it in
 
 
-# In the order of the console line. Metrics keep their sign.
-METRICS: tuple[MetricSpec, ...] = (
+@dataclass(frozen=True)
+class Section:
+    """A part of every dashboard, of the report and of the table of metrics."""
+
+    key: str  # a word, first part of the names in wandb and swanlab
+    title: str
+    meaning: str
+
+
+# In reading order.
+SECTIONS = (
+    Section("learning", "learning", "whether it learns: rewards and losses, and where in the data it is"),
+    Section("validation", "held-out problems", "what has been learnt, on problems that nothing is learnt from"),
+    Section("health", "health of the policy", "whether the updates stay small and the policy stays diverse"),
+    Section("agreement", "trainer and engine", "whether both compute the same probabilities for the same tokens"),
+    Section("speed", "throughput and time", "tokens per second, and where the seconds of a step go"),
+    Section("memory", "memory", "the largest rank's peaks, in the run and in each phase"),
+    Section("sync", "weight sync", "what one weight sync moves, and how long it takes"),
+    Section("rollouts", "rollout lengths", "how long prompts and responses are, and which groups are kept"),
+    Section("aqn", "AQN", "noise on the weights that sample, and what it does to the policy"),
+)
+
+
+# What each section shows, here in the order of the console line. Metrics keep their sign. A new metric is one entry, in
+# the section where a reader would look for it.
+_LEARNING = (
     MetricSpec("reward/mean", "reward", "over the samples of the step", console="reward {value:.3f}"),
     MetricSpec("actor/loss", "nats", "objective that is minimised, over the global batch", console="loss {value:+.3f}"),
     MetricSpec("sft/loss", "nats", "negative log-likelihood per learnt token", console="loss {value:.3f}"),
     MetricSpec("sft/val_loss", "nats", "the same on the validation files", console="val loss {value:.3f}"),
-    MetricSpec("actor/kl", "nats", "estimated KL from the reference, per token", console="kl {value:.4f}"),
-    MetricSpec("actor/entropy", "nats", "of the clean policy, per response token", console="entropy {value:.2f}"),
-    MetricSpec("actor/grad_norm", "1", "global, before clipping", console="grad {value:.2f}"),
-    MetricSpec("sft/grad_norm", "1", "global, before clipping", console="grad {value:.2f}"),
-    MetricSpec("rollout/logprob_diff_mean", "nats", "mean |trainer - engine| per token", console="diff {value:.0e}"),
-    MetricSpec("aqn/sigma", "1", "standard deviation asked of the noise", "last", console="sigma {value:.3g}"),
-    MetricSpec("val-core/*/greedy/acc", "fraction", "greedy answers that are right", console="{0} greedy {value:.3f}"),
-    MetricSpec("val-core/*/acc/mean@*", "fraction", "sampled answers right", console="{0} mean@{1} {value:.3f}"),
-    MetricSpec("val-core/*/acc/best@*", "fraction", "prompts with a right sample", console="{0} best@{1} {value:.3f}"),
-    MetricSpec("val-aux/*/response_length/mean", "tokens", "of the validation responses"),
-    MetricSpec("throughput/tokens_per_s", "tokens/s", "trained tokens per second of step", "last", "{value:.0f} tok/s"),
-    MetricSpec("time/step_s", "s", "wall time of the whole step", "max", "{value:.1f} s"),
-    *(
-        MetricSpec(f"time/{phase}_s", "s", f"wall time of the phase {phase}, slowest rank", "max")
-        for phase in PHASES
-        if phase != "step"
-    ),
-    MetricSpec("actor/pg_loss", "nats", "policy-gradient part of the loss"),
-    MetricSpec("actor/lr", "1", "learning rate of the step", "last"),
-    MetricSpec("actor/clip_fraction", "fraction", "tokens whose ratio is clipped"),
-    MetricSpec("actor/dual_clip_fraction", "fraction", "tokens that the dual clip bounds"),
-    MetricSpec("actor/ppo_kl", "nats", "mean of logp_old - logp per token"),
-    MetricSpec("actor/ratio_mean", "1", "mean of exp(logp - logp_old) per token"),
-    MetricSpec("actor/ratio_max", "1", "largest ratio of a token", "max"),
-    MetricSpec("actor/importance_weight", "1", "mean capped weight against the engine's policy, per token"),
-    MetricSpec("actor/importance_bounded_fraction", "fraction", "tokens whose weight was cut or masked"),
-    MetricSpec("gate/reference", "nats", "first step: largest |policy - reference| of a token", "max"),
-    MetricSpec("gate/ppo_kl", "nats", "first step: largest |pi_old - policy| of a token", "max"),
-    MetricSpec("gate/ratio", "1", "first step: largest distance of the ratio from 1", "max"),
-    MetricSpec("gate/engine", "nats", "first step: mean |trainer - engine| per token"),
-    MetricSpec("actor/skipped_steps", "steps", "optimizer steps skipped for a gradient that is not finite", "sum"),
-    MetricSpec("actor/skipped_steps_total", "steps", "the same in the run so far, resumed ones included", "last"),
-    MetricSpec("sft/skipped_steps_total", "steps", "optimizer steps skipped for a gradient that is not finite", "last"),
     MetricSpec("reward/std", "reward", "over all samples of the step; does not add up from parts of it"),
     MetricSpec("reward/max", "reward", "over the samples of the step", "max"),
     MetricSpec("reward/min", "reward", "over the samples of the step", "min"),
@@ -71,50 +69,150 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("reward/num_unknown", "samples", "without a score, since one of their rewards failed", "sum"),
     MetricSpec("reward/num_unknown/*", "samples", "the same of one cause, counted per reward", "sum"),
     MetricSpec("reward/*", "reward", "one reward of the sum, before its weight"),
-    MetricSpec("response_length/mean", "tokens", "per sample"),
-    MetricSpec("response_length/max", "tokens", "longest response", "max"),
-    MetricSpec("response_length/min", "tokens", "shortest response", "min"),
-    MetricSpec("response_length/clip_fraction", "fraction", "responses cut by the length limit"),
-    MetricSpec("prompt_length/mean", "tokens", "per prompt"),
+    MetricSpec("actor/pg_loss", "nats", "policy-gradient part of the loss"),
+    MetricSpec("actor/lr", "1", "learning rate of the step", "last"),
+    MetricSpec("sft/lr", "1", "learning rate of the step", "last"),
+    MetricSpec("sft/tokens", "tokens", "learnt tokens of the step", "sum"),
+    MetricSpec("data/epoch", "epochs", "passes over the training data that were drawn so far, fractional", "last"),
+    MetricSpec("rewards", "reward", "of every sample", DISTRIBUTION),
+)
+_HEALTH = (
+    MetricSpec("actor/kl", "nats", "estimated KL from the reference, per token", console="kl {value:.4f}"),
+    MetricSpec("actor/entropy", "nats", "of the clean policy, per response token", console="entropy {value:.2f}"),
+    MetricSpec("actor/grad_norm", "1", "global, before clipping", console="grad {value:.2f}"),
+    MetricSpec("sft/grad_norm", "1", "global, before clipping", console="grad {value:.2f}"),
+    MetricSpec("actor/ppo_kl", "nats", "mean of logp_old - logp per token"),
+    MetricSpec("actor/clip_fraction", "fraction", "tokens whose ratio is clipped"),
+    MetricSpec("actor/dual_clip_fraction", "fraction", "tokens that the dual clip bounds"),
+    MetricSpec("actor/importance_bounded_fraction", "fraction", "tokens whose weight was cut or masked"),
+    MetricSpec("actor/ratio_mean", "1", "mean of exp(logp - logp_old) per token"),
+    MetricSpec("actor/ratio_max", "1", "largest ratio of a token", "max"),
+    MetricSpec("actor/importance_weight", "1", "mean capped weight against the engine's policy, per token"),
+    MetricSpec("actor/skipped_steps", "steps", "optimizer steps skipped for a gradient that is not finite", "sum"),
+    MetricSpec("actor/skipped_steps_total", "steps", "the same in the run so far, resumed ones included", "last"),
+    MetricSpec("sft/skipped_steps_total", "steps", "optimizer steps skipped for a gradient that is not finite", "last"),
+    MetricSpec("advantages", "1", "of every sample that is learnt from", DISTRIBUTION),
+)
+_AGREEMENT = (
+    MetricSpec("rollout/logprob_diff_mean", "nats", "mean |trainer - engine| per token", console="diff {value:.0e}"),
     MetricSpec("rollout/logprob_diff_max", "nats", "largest |trainer - engine| of a token", "max"),
     MetricSpec("rollout/kl", "nats", "KL of the sampling policy from the trainer's, estimated on its samples"),
     MetricSpec("rollout/entropy", "nats", "of the policy that sampled, per token"),
-    MetricSpec("rollout/tokens_per_s", "tokens/s", "sampled tokens per second of generation, all engines", "sum"),
-    MetricSpec("rollout/routing_bytes", "bytes", "experts of the step's tokens, held by every rank", "last"),
-    MetricSpec("rollout/weight_version", "version", "sync whose weights sampled", "last"),
-    MetricSpec("rollout/groups_generated", "groups", "prompts sampled in the step", "sum"),
-    MetricSpec("rollout/groups_dropped", "groups", "of them left out: all samples have one reward", "sum"),
-    MetricSpec("rollout/groups_kept", "groups", "that the step learns from, carried ones included", "sum"),
-    MetricSpec("rollout/groups_carried_in", "groups", "kept by an earlier step and learnt from in this one", "sum"),
-    MetricSpec("rollout/groups_carried_out", "groups", "kept above the batch size, for the next step", "sum"),
-    MetricSpec("rollout/groups_budget_exhausted", "1", "1 where a step learns from fewer groups than it wants", "max"),
+    MetricSpec("gate/reference", "nats", "first step: largest |policy - reference| of a token", "max"),
+    MetricSpec("gate/ppo_kl", "nats", "first step: largest |pi_old - policy| of a token", "max"),
+    MetricSpec("gate/ratio", "1", "first step: largest distance of the ratio from 1", "max"),
+    MetricSpec("gate/engine", "nats", "first step: mean |trainer - engine| per token"),
+)
+_AQN = (
+    MetricSpec("aqn/sigma", "1", "standard deviation asked of the noise", "last", console="sigma {value:.3g}"),
     MetricSpec("aqn/stage", "stage", "stage of the noise schedule", "last"),
     MetricSpec("aqn/effective_sigma", "1", "standard deviation of the noise after rounding", "last"),
     MetricSpec("aqn/changed_fraction", "fraction", "channels that the rounded noise changed", "last"),
     MetricSpec("aqn/num_tensors", "tensors", "norm weights with noise", "last"),
     MetricSpec("aqn/noise_hash", "1", "number from a hash of the noise: equal on all ranks", "last"),
     MetricSpec("aqn/kl_clean_noisy", "nats", "KL between clean and noisy policy, per token"),
-    MetricSpec("bridge/bytes_local", "bytes", "weights copied within a rank in one sync", "sum"),
-    MetricSpec("bridge/bytes_sent", "bytes", "weights sent between ranks in one sync", "sum"),
-    MetricSpec("bridge/bytes_received", "bytes", "weights received from other ranks in one sync", "sum"),
-    MetricSpec("bridge/bytes_minimum", "bytes", "distinct weights that ranks needed and did not hold", "sum"),
-    MetricSpec("bridge/largest_sender", "1", "bytes sent by the busiest rank over the mean", "max"),
+)
+_VALIDATION = (
+    MetricSpec("val-core/*/greedy/acc", "fraction", "greedy answers that are right", console="{0} greedy {value:.3f}"),
+    MetricSpec("val-core/*/acc/mean@*", "fraction", "sampled answers right", console="{0} mean@{1} {value:.3f}"),
+    MetricSpec("val-core/*/acc/best@*", "fraction", "prompts with a right sample", console="{0} best@{1} {value:.3f}"),
+    MetricSpec("val-aux/*/response_length/mean", "tokens", "of the validation responses"),
+)
+_SPEED = (
+    MetricSpec("throughput/tokens_per_s", "tokens/s", "trained tokens per second of step", "last", "{value:.0f} tok/s"),
+    MetricSpec("time/step_s", "s", "wall time of the whole step", "max", "{value:.1f} s"),
+    *(
+        MetricSpec(f"time/{phase}_s", "s", f"wall time of the phase {phase}, slowest rank", "max")
+        for phase in PHASES
+        if phase != "step"
+    ),
+    MetricSpec("rollout/tokens_per_s", "tokens/s", "sampled tokens per second of generation, all engines", "sum"),
+)
+_MEMORY = (
+    MetricSpec("memory/peak_host_gib", "GiB", "resident memory of the largest rank, in the run so far", "max"),
+    MetricSpec("memory/peak_device_gib", "GiB", "device memory of the largest rank, in the run so far", "max"),
+    MetricSpec("memory/peak_host_gib/*", "GiB", "the same within one phase of the step", "max"),
+    MetricSpec("memory/peak_device_gib/*", "GiB", "the same within one phase of the step", "max"),
+    MetricSpec("rollout/routing_bytes", "bytes", "experts of the step's tokens, held by every rank", "last"),
+)
+_SYNC = (
+    MetricSpec("bridge/seconds", "s", "time of one sync, slowest rank", "max"),
     MetricSpec("bridge/plan_s", "s", "time to compile the plan, once per run, slowest rank", "max"),
     MetricSpec("bridge/pack_s", "s", "pieces into send buffers, noise and casts included, slowest rank", "max"),
     MetricSpec("bridge/transfer_s", "s", "waiting for exchanges that nothing hid, slowest rank", "max"),
     MetricSpec("bridge/write_s", "s", "local copies and received pieces into place, slowest rank", "max"),
     MetricSpec("bridge/verify_s", "s", "time of the proof", "max"),
-    MetricSpec("bridge/verified_tensors", "tensors", "compared by the proof of one sync", "last"),
-    MetricSpec("bridge/seconds", "s", "time of one sync, slowest rank", "max"),
+    MetricSpec("bridge/bytes_local", "bytes", "weights copied within a rank in one sync", "sum"),
+    MetricSpec("bridge/bytes_sent", "bytes", "weights sent between ranks in one sync", "sum"),
+    MetricSpec("bridge/bytes_received", "bytes", "weights received from other ranks in one sync", "sum"),
+    MetricSpec("bridge/bytes_minimum", "bytes", "distinct weights that ranks needed and did not hold", "sum"),
+    MetricSpec("bridge/largest_sender", "1", "bytes sent by the busiest rank over the mean", "max"),
     MetricSpec("bridge/gb_per_s", "GB/s", "10^9 bytes moved per second of sync, all ranks", "sum"),
-    MetricSpec("memory/peak_host_gib", "GiB", "resident memory of the largest rank, in the run so far", "max"),
-    MetricSpec("memory/peak_device_gib", "GiB", "device memory of the largest rank, in the run so far", "max"),
-    MetricSpec("memory/peak_host_gib/*", "GiB", "the same within one phase of the step", "max"),
-    MetricSpec("memory/peak_device_gib/*", "GiB", "the same within one phase of the step", "max"),
-    MetricSpec("data/epoch", "epochs", "passes over the training data that were drawn so far, fractional", "last"),
-    MetricSpec("sft/tokens", "tokens", "learnt tokens of the step", "sum"),
-    MetricSpec("sft/lr", "1", "learning rate of the step", "last"),
+    MetricSpec("bridge/verified_tensors", "tensors", "compared by the proof of one sync", "last"),
+    MetricSpec("rollout/weight_version", "version", "sync whose weights sampled", "last"),
 )
+_ROLLOUTS = (
+    MetricSpec("response_length/mean", "tokens", "per sample"),
+    MetricSpec("response_length/max", "tokens", "longest response", "max"),
+    MetricSpec("response_length/min", "tokens", "shortest response", "min"),
+    MetricSpec("response_length/clip_fraction", "fraction", "responses cut by the length limit"),
+    MetricSpec("prompt_length/mean", "tokens", "per prompt"),
+    MetricSpec("rollout/groups_generated", "groups", "prompts sampled in the step", "sum"),
+    MetricSpec("rollout/groups_dropped", "groups", "of them left out: all samples have one reward", "sum"),
+    MetricSpec("rollout/groups_kept", "groups", "that the step learns from, carried ones included", "sum"),
+    MetricSpec("rollout/groups_carried_in", "groups", "kept by an earlier step and learnt from in this one", "sum"),
+    MetricSpec("rollout/groups_carried_out", "groups", "kept above the batch size, for the next step", "sum"),
+    MetricSpec("rollout/groups_budget_exhausted", "1", "1 where a step learns from fewer groups than it wants", "max"),
+    MetricSpec("response_lengths", "tokens", "of every sample", DISTRIBUTION),
+)
+_BY_SECTION: Mapping[str, tuple[MetricSpec, ...]] = {
+    "learning": _LEARNING,
+    "health": _HEALTH,
+    "agreement": _AGREEMENT,
+    "aqn": _AQN,
+    "validation": _VALIDATION,
+    "speed": _SPEED,
+    "memory": _MEMORY,
+    "sync": _SYNC,
+    "rollouts": _ROLLOUTS,
+}
+METRICS = tuple(replace(spec, section=section) for section, specs in _BY_SECTION.items() for spec in specs)
+# Metrics of one section that share a chart, by its title; every other metric has a chart of its own.
+CHARTS: Mapping[str, tuple[str, ...]] = {
+    "reward": ("reward/mean", "reward/max", "reward/min"),
+    "loss": ("actor/loss", "actor/pg_loss", "sft/loss", "sft/val_loss"),
+    "samples without a reward": ("reward/num_unknown", "reward/num_unknown/*"),
+    "rewards by name": ("reward/*",),
+    "skipped steps": ("actor/skipped_steps", "actor/skipped_steps_total", "sft/skipped_steps_total"),
+    "clipped tokens": ("actor/clip_fraction", "actor/dual_clip_fraction", "actor/importance_bounded_fraction"),
+    "learning rate": ("actor/lr", "sft/lr"),
+    "gradient norm": ("actor/grad_norm", "sft/grad_norm"),
+    "gates of the first step": ("gate/reference", "gate/ppo_kl", "gate/ratio", "gate/engine"),
+    "accuracy": ("val-core/*/greedy/acc", "val-core/*/acc/mean@*", "val-core/*/acc/best@*"),
+    "peak memory": ("memory/peak_host_gib", "memory/peak_device_gib"),
+    "host memory of the phases": ("memory/peak_host_gib/*",),
+    "device memory of the phases": ("memory/peak_device_gib/*",),
+    "response length": ("response_length/mean", "response_length/max", "response_length/min"),
+    "sigma": ("aqn/sigma", "aqn/effective_sigma"),
+    "tokens per second": ("rollout/tokens_per_s", "throughput/tokens_per_s"),
+    "groups of the step": (
+        "rollout/groups_generated",
+        "rollout/groups_dropped",
+        "rollout/groups_kept",
+        "rollout/groups_carried_in",
+        "rollout/groups_carried_out",
+    ),
+    "bytes of a sync": ("bridge/bytes_local", "bridge/bytes_sent", "bridge/bytes_received", "bridge/bytes_minimum"),
+    "seconds of a sync": (
+        "bridge/plan_s",
+        "bridge/pack_s",
+        "bridge/transfer_s",
+        "bridge/write_s",
+        "bridge/verify_s",
+        "bridge/seconds",
+    ),
+    "seconds of the phases": tuple(f"time/{phase}_s" for phase in PHASES if phase != "step"),
+}
 
 # What a policy's objective measures (`types.Figures`) -> the metric that is its mean over the learnt tokens.
 MEANS = {
@@ -141,6 +239,8 @@ _PATTERNS = [
     if "*" in spec.name
 ]
 CONSOLE_METRICS = tuple(spec for spec in METRICS if spec.console)
+_CHART = {name: title for title, names in CHARTS.items() for name in names}
+_POSITION = {spec.name: position for position, spec in enumerate(METRICS)}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -157,6 +257,23 @@ def match(name: str) -> tuple[MetricSpec, tuple[str, ...]]:
         if found:
             return spec, found.groups()
     raise KeyError(f"metric {name!r} is not declared: add it to METRICS in mega_rl/observe/metrics.py")
+
+
+def chart_title(name: str) -> str:
+    """Title of the chart that shows a metric: one that it shares with others, or its own name."""
+    return _CHART.get(match(name)[0].name, name)
+
+
+def laid_out(names: Iterable[str]) -> list[tuple[Section, dict[str, list[str]]]]:
+    """Every section that the metrics have, in reading order, with its charts: title -> metrics.
+
+    Charts and metrics stand in the order of ``METRICS``; names that it does not declare are left out.
+    """
+    known = [name for name in dict.fromkeys(names) if is_declared(name)]
+    charts: dict[str, dict[str, list[str]]] = {section.key: {} for section in SECTIONS}
+    for name in sorted(known, key=lambda name: (_POSITION[match(name)[0].name], name)):
+        charts[match(name)[0].section].setdefault(chart_title(name), []).append(name)
+    return [(section, charts[section.key]) for section in SECTIONS if charts[section.key]]
 
 
 def is_declared(name: str) -> bool:
@@ -212,6 +329,7 @@ class Metrics:
             KeyError: the metric is not declared.
         """
         spec, _ = match(name)
+        assert spec.reduction != DISTRIBUTION, f"{name} is a distribution, which is not added up"
         assert weight >= 0, f"{name}: negative weight {weight}"
         # A weight of 0 stands for no observations, whose mean may well be NaN: it must not spoil the others.
         share = 0.0 if weight == 0 else float(value) * weight

@@ -10,18 +10,44 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mega_rl.observe import METRICS, Metrics, Timers
-from mega_rl.observe.metrics import PHASES, match
+from mega_rl.observe.metrics import CHARTS, DISTRIBUTION, PHASES, SECTIONS, laid_out, match
 
 
 def test_declarations_are_unique_complete_and_formattable():
     assert len({spec.name for spec in METRICS}) == len(METRICS)
     for spec in METRICS:
         assert spec.unit and spec.description
-        assert spec.reduction in ("mean", "sum", "max", "min", "last")
+        assert spec.reduction in ("mean", "sum", "max", "min", "last", DISTRIBUTION)
         if spec.console:
             assert spec.console.format("a", "b", value=0.5)
     for phase in PHASES:
         assert match(f"time/{phase}_s")[0].unit == "s"
+
+
+def test_every_metric_has_its_section_and_every_chart_its_metrics():
+    keys = [section.key for section in SECTIONS]
+    assert {spec.section for spec in METRICS} == set(keys) and len(set(keys)) == len(keys)
+    section_of = {spec.name: spec.section for spec in METRICS}
+    shared = [name for names in CHARTS.values() for name in names]
+    assert len(set(shared)) == len(shared)
+    for title, names in CHARTS.items():
+        assert len({section_of[name] for name in names}) == 1, f"the metrics of {title!r} are in different sections"
+
+
+def test_the_layout_has_sections_and_charts_in_reading_order():
+    names = ["aqn/sigma", "time/step_s", "reward/exact", "actor/kl", "reward/min", "no/such", "reward/mean", "reward/a"]
+    found = [(section.key, charts) for section, charts in laid_out(names)]
+    assert found == [
+        ("learning", {"reward": ["reward/mean", "reward/min"], "rewards by name": ["reward/a", "reward/exact"]}),
+        ("health", {"actor/kl": ["actor/kl"]}),
+        ("speed", {"time/step_s": ["time/step_s"]}),
+        ("aqn", {"sigma": ["aqn/sigma"]}),
+    ]
+
+
+def test_a_distribution_is_not_added_up():
+    with pytest.raises(AssertionError, match="rewards is a distribution"):
+        Metrics().add("rewards", 1.0)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,15 @@ PAGES = sorted(path for path in REPO.glob("docs/*.md") if not path.stem.endswith
 PAIRS = [*PAGES, REPO / "README.md"]
 TEXTS = sorted([*REPO.glob("*.md"), *REPO.glob("docs/*.md"), *REPO.glob("examples/*/README.md")])
 OTHER_SPELLINGS = {"trainer.noise_injection", "rollout.validation"}  # read beside the fields, or named as what was
+# Words that the Chinese pages once had -> what docs/glossary_zh.md has for the same thing.
+OTHER_WORDS = {
+    "训练侧": "训练端",
+    "闸门": "核对",
+    "归一化权重": "归一化层（LayerNorm/RMSNorm）权重",
+    "全部页面": "全部文档",
+    "逐比特": "逐位",
+}
+UNTRANSLATED = re.compile(r"(?<![\w（/-])(rank|token|checkpoint|loss)s?(?![\w/-])", re.ASCII)
 BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 
 
@@ -85,6 +94,13 @@ def is_key(key: str) -> bool:
     return True
 
 
+def other_words(chinese: str) -> list[str]:
+    """Words of a Chinese page that the glossary has otherwise, or English ones that it translates."""
+    prose = re.sub(r"`[^`]*`|\[[^]]*\]\([^)]*\)|\"[^\"]*\"", "", BLOCK.sub("", chinese))
+    found = [f"{word}: {ours}" for word, ours in OTHER_WORDS.items() if word in prose]
+    return found + [f"{match[0]} is not translated" for match in UNTRANSLATED.finditer(prose) if match[0] != "tokens"]
+
+
 @pytest.mark.parametrize("page", PAIRS, ids=lambda page: page.name)
 def test_translation_has_the_same_code_and_tables(page: Path) -> None:
     english, chinese = (path.read_text(encoding="utf-8") for path in (page, translation(page)))
@@ -110,6 +126,12 @@ def test_links_and_keys_are_real(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert broken_links(path, text) == []
     assert unknown_keys(text) == []
+
+
+@pytest.mark.parametrize("page", PAIRS, ids=lambda page: page.name)
+def test_chinese_has_the_words_of_the_glossary(page: Path) -> None:
+    text = translation(page).read_text(encoding="utf-8")
+    assert other_words(text if page.stem != "glossary" else "") == []
 
 
 def test_new_places_in_the_changelog_are_real() -> None:
@@ -139,6 +161,7 @@ def test_differences_are_found() -> None:
     text = "# A\n\nSet `model.path`.\n\n| a | b |\n|---|---|\n| `x|y` | 1 |\n\n```bash\nrun a.py  # now\n```\n"
     assert blocks(text) == ["run a.py"] and tables(text) == [[2, 2, 2]] and headings(text) == [1]
     assert spans(text) == Counter({"model.path": 1, "x|y": 1})
+    assert other_words("闸门和 rank 0，`rank`、各进程（rank）、tokens/s") == ["闸门: 核对", "rank is not translated"]
     assert spans("`a\nb`") == spans("`a b`")
     assert broken_links(
         REPO / "README.md", "[a](docs/absent.md) [b](docs/plan.md#top) [c](https://x.y) [d](#here)"
