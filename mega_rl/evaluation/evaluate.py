@@ -110,9 +110,13 @@ def _requests(prompt: Prompt, settings: EvaluationSettings) -> list[Request]:
 
     The seeds are the same at every evaluation, so that curves differ by the weights only.
     """
-    common = {"step": STREAM, "seed": settings.seed, "max_tokens": settings.max_tokens}
-    greedy = make_requests([prompt], n=1, temperature=0.0, **common) if settings.is_greedy else []
-    sampled = make_requests([prompt], n=settings.n, temperature=settings.temperature, **common)
+
+    def requests(n: int, temperature: float) -> list[Request]:
+        return make_requests(
+            [prompt], n=n, step=STREAM, seed=settings.seed, max_tokens=settings.max_tokens, temperature=temperature
+        )
+
+    greedy, sampled = requests(int(settings.is_greedy), 0.0), requests(settings.n, settings.temperature)
     return [*(replace(request, sample_index=settings.n) for request in greedy), *sampled]
 
 
