@@ -80,7 +80,8 @@ class Directory:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(path)
             self._compare(settings)
-            (path / PARTS).mkdir(exist_ok=True)
+            if not self.is_complete:
+                (path / PARTS).mkdir(exist_ok=True)
         except OSError as error:
             raise InputError(f"--out {path} cannot be written ({error.strerror}): choose another directory") from error
 
