@@ -26,7 +26,7 @@ KEYS = (
 def whole(sft_run: Path, tiny_world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Launched]:
     """The directory of an evaluation by two engines of the export of a run, and what was printed."""
     out = tmp_path_factory.mktemp("eval") / "whole"
-    arguments = (str(sft_run), "--data", str(tiny_world.train), "--out", str(out), "--engines", "2", *KEYS)
+    arguments = (str(sft_run), "--data", str(tiny_world.prompts), "--out", str(out), "--engines", "2", *KEYS)
     return out, torchrun(EVAL, *arguments, nproc=2, timeout=280).check()
 
 
@@ -37,7 +37,7 @@ def test_killed_and_continued_from_the_checkpoint_by_one_engine_it_is_the_same(
     """The newest checkpoint holds the weights of the export."""
     newest = max((sft_run / "checkpoints").iterdir())
     out, parts = tmp_path / "cut", tmp_path / "cut" / "parts"
-    command = [sys.executable, str(EVAL), str(newest), "--data", str(tiny_world.train), "--out", str(out), *KEYS]
+    command = [sys.executable, str(EVAL), str(newest), "--data", str(tiny_world.prompts), "--out", str(out), *KEYS]
     with started(command) as running:
         deadline = time.monotonic() + 250
         while not any(part.stat().st_size for part in parts.glob("*.jsonl")):
@@ -79,6 +79,6 @@ def test_other_settings_in_the_same_directory_are_refused(
     whole: tuple[Path, Launched], sft_run: Path, tiny_world: TinyWorld
 ) -> None:
     out, _ = whole
-    command = [sys.executable, str(EVAL), str(sft_run), "--data", str(tiny_world.train), "--out", str(out), *KEYS]
+    command = [sys.executable, str(EVAL), str(sft_run), "--data", str(tiny_world.prompts), "--out", str(out), *KEYS]
     refused = run([*command, "--seed", "7"])
     assert refused.returncode == 2 and "other settings: answers.seed is 0 there and 7 here" in refused.stdout
