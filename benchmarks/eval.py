@@ -68,7 +68,9 @@ def ours(engine: VLLMEngine, scorer: Scorer, prompts: list[Prompt], max_tokens: 
     """Answers, scores and records as tools/eval.py does; returns the number of tokens."""
     directory = Directory(out, {})
     part = Part(out, 0)
-    settings = EvaluationSettings(EngineLayout(1, 1), n=0, temperature=1.0, max_tokens=max_tokens, seed=0)
+    settings = EvaluationSettings(
+        EngineLayout(1, 1), n=0, temperature=1.0, max_tokens=max_tokens, seed=0, with_logprobs=False
+    )
     evaluate(engine, scorer, prompts, settings, part.append)
     part.close()
     directory.merge()

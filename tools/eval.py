@@ -192,6 +192,7 @@ def answer_all(
             config.data.max_response_length,
             config.trainer.seed,
             is_greedy,
+            with_logprobs=False,
         )
         answer_missing(out, missing, engine, scorer, settings, config.trainer.collective_timeout_s)
         scorer.close()

@@ -32,6 +32,7 @@ class EvaluationSettings:
     max_tokens: int  # of an answer
     seed: int
     is_greedy: bool = True  # one greedy answer per prompt, beside the sampled ones
+    with_logprobs: bool = True  # of the answers' tokens; an engine is faster without
 
     def __post_init__(self) -> None:
         assert self.n + self.is_greedy > 0, "a prompt without answers"
@@ -117,7 +118,8 @@ def _requests(prompt: Prompt, settings: EvaluationSettings) -> list[Request]:
         )
 
     greedy, sampled = requests(int(settings.is_greedy), 0.0), requests(settings.n, settings.temperature)
-    return [*(replace(request, sample_index=settings.n) for request in greedy), *sampled]
+    numbered = [*(replace(request, sample_index=settings.n) for request in greedy), *sampled]
+    return [replace(request, with_logprobs=settings.with_logprobs) for request in numbered]
 
 
 class _UnderWay:
