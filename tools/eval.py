@@ -5,8 +5,8 @@ whose configuration then gives rewards, templates and lengths. Several colocated
 The same command continues an evaluation that was cut. See docs/evaluation.md.
 
 Examples:
-  python tools/eval.py runs/a --data test.jsonl --n 8 --k 1 4 8 --out runs/a/eval
-  python tools/eval.py Qwen/Qwen3-8B --data aime.parquet --reward math_verify --n 16 --out runs/aime \\
+  python tools/eval.py runs/a --data test.jsonl --samples 8 --k 1 4 8 --out runs/a/eval
+  python tools/eval.py Qwen/Qwen3-8B --data aime.parquet --reward math_verify --samples 16 --out runs/aime \\
       data.max_response_length=8192
   python tools/eval.py --compare runs/a/eval runs/b/eval
 
@@ -73,7 +73,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(DATA, action="append", metavar="FILE", help=".jsonl, .json, .parquet; default: the run's own")
     parser.add_argument("--out", type=Path, metavar="DIR", help="directory of the results")
     parser.add_argument("--reward", action="append", metavar="NAME", help="instead of the configuration's; repeatable")
-    parser.add_argument("--n", type=int, help="sampled answers per problem (default: validation.n)")
+    parser.add_argument("--samples", type=int, metavar="N", help="sampled answers per problem (default: validation.n)")
     parser.add_argument("--temperature", type=float, help="of these (default: validation.temperature)")
     parser.add_argument("--no-greedy", action="store_true", help="no greedy answer beside the sampled ones")
     parser.add_argument("--seed", type=int, help="of sampling (default: trainer.seed)")
@@ -137,7 +137,7 @@ def configured(options: argparse.Namespace, weights: Weights) -> RunConfig:
     config.data.max_val_samples = options.max_problems
     config.rewards = [RewardConfig(name) for name in options.reward] if options.reward else config.rewards
     for section, name, value in (
-        (config.validation, "n", options.n),
+        (config.validation, "n", options.samples),
         (config.validation, "temperature", options.temperature),
         (config.trainer, "seed", options.seed),
         (config.rollout, "placement", options.placement),

@@ -68,10 +68,10 @@ def check(config: RunConfig, world_size: int, ks: Sequence[int], is_greedy: bool
     if not config.data.val_files:
         raise InputError(f"no data: name at least one .jsonl, .json or .parquet file with {DATA} FILE")
     if n == 0 and not is_greedy:
-        raise InputError("--no-greedy with --n 0 leaves no answers: leave one of them out")
+        raise InputError("--no-greedy with --samples 0 leaves no answers: leave one of them out")
     for k in ks:
         if k < 1 or k > n:
-            raise InputError(f"--k {k} cannot be estimated from --n {n} samples: give 1 <= k <= n, or raise --n")
+            raise InputError(f"--k {k} cannot be estimated from --samples {n}: give 1 <= k <= n, or raise --samples")
     if not config.rewards:
         raise InputError("no rewards: name one with --reward NAME (such as gsm8k), or give the directory of a run")
     validate(config, world_size, has_files=False)

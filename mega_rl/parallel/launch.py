@@ -41,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.execv(sys.executable, [sys.executable, options.script, *options.arguments])
     is_one_node = not any(option.startswith(("--nnodes", "--rdzv")) for option in launch)
     launch += ["--standalone"] if is_one_node else []
-    return torchrun([*launch, f"{PER_NODE}={number}", options.script, *options.arguments])
+    # without the two dashes torchrun would take the script's options for abbreviations of its own
+    return torchrun([*launch, f"{PER_NODE}={number}", "--", options.script, *options.arguments])
 
 
 def platform_name(arguments: Sequence[str]) -> str:

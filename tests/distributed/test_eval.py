@@ -16,7 +16,7 @@ from tests.launch import REPO, Launched, run, started, torchrun
 
 EVAL = REPO / "tools" / "eval.py"
 KEYS = (
-    *("--reward", "exact_match", "--n", "3", "--k", "1", "3", "--resamples", "50"),
+    *("--reward", "exact_match", "--samples", "3", "--k", "1", "3", "--resamples", "50"),
     *("data.max_prompt_length=8", "data.max_response_length=5", "rollout.kv_cache_bytes=16777216"),
     "rollout.vllm={max_num_seqs: 4}",  # so that there is a middle to be killed in
 )

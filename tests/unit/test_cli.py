@@ -107,8 +107,8 @@ def test_one_process_takes_the_place_of_the_launcher(monkeypatch: pytest.MonkeyP
     launch.main(["--nproc-per-node=2", "script.py", "--x"])
     launch.main(["--nnodes=2", "--rdzv-endpoint=h:1", "--nproc-per-node=8", "script.py"])
     assert executed == [
-        ["--standalone", "--nproc-per-node=2", "script.py", "--x"],
-        ["--nnodes=2", "--rdzv-endpoint=h:1", "--nproc-per-node=8", "script.py"],
+        ["--standalone", "--nproc-per-node=2", "--", "script.py", "--x"],
+        ["--nnodes=2", "--rdzv-endpoint=h:1", "--nproc-per-node=8", "--", "script.py"],
     ]
     with pytest.raises(InputError, match="--nproc-per-node is 'x': give a number"):
         launch.main(["--nproc-per-node=x", "script.py"])
@@ -128,8 +128,8 @@ def test_ranks_pass_their_exit_status_and_get_the_signals(tmp_path: Path) -> Non
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     command = (sys.executable, "-m", "mega_rl.parallel.launch", "--nproc-per-node=2", str(script))
-    failed = run([*command, "2", "--config", "x"])
-    assert failed.returncode == 2 and "rank 1 of 2 ['2', '--config', 'x']" in failed.stdout
+    failed = run([*command, "2", "--n", "x"])
+    assert failed.returncode == 2 and "rank 1 of 2 ['2', '--n', 'x']" in failed.stdout
     with started([*command, "wait"]) as running:
         running.wait_for("rank 0 of 2", 120)
         running.wait_for("rank 1 of 2", 120)

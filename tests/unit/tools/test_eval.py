@@ -56,7 +56,7 @@ def test_a_run_gives_rewards_templates_and_lengths(run: Path) -> None:
 
 
 def test_the_command_line_wins(run: Path) -> None:
-    options = ["--n", "2", "--temperature", "1.5", "--seed", "9", "--reward", "boxed", "--data", "d.jsonl"]
+    options = ["--samples", "2", "--temperature", "1.5", "--seed", "9", "--reward", "boxed", "--data", "d.jsonl"]
     more = ["--max-problems", "3", "--tensor-parallel", "2", "data.max_response_length=11"]
     config = tool.configured(tool.parse([str(run), *options, "--out", "o", *more]), find_weights(str(run)))
     assert (config.validation.n, config.validation.temperature, config.trainer.seed) == (2, 1.5, 9)
@@ -74,7 +74,13 @@ def test_settings_hold_what_answers_depend_on_and_not_where_they_are_made(run: P
 
     base = settings()
     assert base == settings("--tensor-parallel", "2") == settings("--placement", "separate", "--engines", "2")
-    changes = (["--n", "3"], ["--temperature", "0.5"], ["--seed", "6"], ["--reward", "boxed"], ["rollout.stop=[x]"])
+    changes = (
+        ["--samples", "3"],
+        ["--temperature", "0.5"],
+        ["--seed", "6"],
+        ["--reward", "boxed"],
+        ["rollout.stop=[x]"],
+    )
     assert all(settings(*change) != base for change in changes)
     assert settings("--max-problems", "1") != base
 
@@ -82,8 +88,8 @@ def test_settings_hold_what_answers_depend_on_and_not_where_they_are_made(run: P
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--k", "1", "8"], "--k 8 cannot be estimated from --n 4 samples: give 1 <= k <= n, or raise --n"),
-        (["--n", "0", "--no-greedy"], "--no-greedy with --n 0 leaves no answers"),
+        (["--k", "1", "8"], "--k 8 cannot be estimated from --samples 4: give 1 <= k <= n, or raise --samples"),
+        (["--samples", "0", "--no-greedy"], "--no-greedy with --samples 0 leaves no answers"),
         (["--data", "no.jsonl"], "--data: no.jsonl cannot be read"),
         (["--right-by", "boxed"], "--right-by is 'boxed': choose one of the rewards, overlong, gsm8k"),
         (
