@@ -59,7 +59,10 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11,<3.13",
-    packages=find_packages(include=["mega_rl", "mega_rl.*"]),
+    # The tools lie beside the package in a clone, and inside of it once a wheel of it is installed.
+    packages=[*find_packages(include=["mega_rl", "mega_rl.*"]), "mega_rl.tools"],
+    package_dir={"mega_rl.tools": "tools"},
+    entry_points={"console_scripts": ["mega-rl = mega_rl.cli:main"]},
     package_data={"mega_rl.config.arriving": ["*.yaml"]},
     install_requires=RUNTIME,
     extras_require=EXTRAS,

@@ -25,11 +25,12 @@ ALIAS = "trainer.noise_injection"  # the verl NPU guide's name for the section `
 _AQN_KEYS = frozenset(field.name for field in dataclasses.fields(AqnConfig))
 
 
-def load_config(file: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(file: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration of one run; what ``algorithm.name`` stands for is filled in.
 
     Args:
         file: a YAML file; what it leaves out has the schema's default. ``${other.key}`` interpolations are resolved.
+            None: the overrides are all there is.
         overrides: ``key=value`` with dotted keys (``rewards[0].weight=2``, ``data.val_files=[a,b]``, ``aqn.seed=7``);
             values are YAML; sections are merged, lists replaced.
 
@@ -37,8 +38,8 @@ def load_config(file: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         InputError: naming every unknown key (with the nearest valid one), missing key, wrong type, malformed override;
             or the one thing that keeps the file from being read.
     """
-    where = f"configuration {file}"
-    tree = _read(Path(file))
+    where = "the command line" if file is None else f"configuration {file}"
+    tree = {} if file is None else _read(Path(file))
     problems: list[str] = []
     spellings: dict[str, str] = {}
     _move_alias(tree, problems, spellings)
@@ -48,7 +49,7 @@ def load_config(file: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     checker = Checker(problems, spellings, has_interpolations=True)
     checked = checker.section(RunConfig, tree)
     if problems:
-        raise InputError(f"{input_error(where, problems)}{_whose(checker.unknown, file)}")
+        raise InputError(f"{input_error(where, problems)}{_whose(checker.unknown, file or 'COMMAND_LINE')}")
     resolved = _resolved(checked, where)
     values = Checker(problems, spellings, has_interpolations=False).section(RunConfig, resolved)
     if problems:

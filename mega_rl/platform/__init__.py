@@ -25,6 +25,7 @@ __all__ = [
     "Platform",
     "ProcessRole",
     "Setting",
+    "count_devices",
     "current",
     "engine_role",
     "environment_report",
@@ -94,6 +95,19 @@ def select(name: str = "auto", role: ProcessRole | None = None, mindspeed: MindS
         # A pass over every new tensor that changes nothing.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     return platform
+
+
+def count_devices(name: str = "auto") -> int:
+    """Devices of this host on the platform that ``select`` would choose; nothing is chosen or set.
+
+    Raises:
+        InputError: as ``select``.
+    """
+    if name == "auto":
+        name = os.environ.get(VARIABLE) or "auto"
+    check_name(name)
+    candidates = list(_KNOWN) if name == "auto" else [PLATFORMS[name]]
+    return next((platform.num_devices() for platform in candidates if platform.absence() is None), 1)
 
 
 def _try(platform: Platform, role: ProcessRole) -> tuple[str | None, list[Applied]]:

@@ -91,6 +91,9 @@ class Platform(Protocol):
             InputError: a device that the actor cannot see.
         """
 
+    def num_devices(self) -> int:
+        """How many devices of this host a process can see; 1 where the device is the host itself."""
+
     def set_device(self, local_rank: int) -> torch.device:
         """Bind this process to its device."""
 

@@ -42,6 +42,9 @@ class CpuPlatform:
     def actor_device(self, assigned: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> int:
         return 0
 
+    def num_devices(self) -> int:
+        return 1
+
     def set_device(self, local_rank: int) -> torch.device:
         return torch.device("cpu")
 

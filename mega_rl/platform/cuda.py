@@ -93,6 +93,9 @@ class CudaPlatform:
     def actor_device(self, assigned: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> int:
         return 0  # Ray shows an actor only its own device
 
+    def num_devices(self) -> int:
+        return torch.cuda.device_count()
+
     def set_device(self, local_rank: int) -> torch.device:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)

@@ -83,6 +83,9 @@ class NpuPlatform:
     def actor_device(self, assigned: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> int:
         return ascend_devices.ray_device(assigned["NPU"], environ)
 
+    def num_devices(self) -> int:
+        return _num_visible()
+
     def set_device(self, local_rank: int) -> torch.device:
         ascend_devices.check_local_rank(local_rank, _num_visible(), ascend_devices.read_mask(os.environ))
         _torch_npu().set_device(local_rank)  # a logical id within the mask

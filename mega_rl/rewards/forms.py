@@ -104,6 +104,13 @@ def is_equal(answer: str, expected: str) -> bool:
     return not is_contradicted and _is_same(mine.value, other.value)
 
 
+def canonical(text: str) -> str:
+    """One spelling for answers that are the same number, or the same text but for markup and whitespace."""
+    plain = _plain(text)
+    number = parse_number(plain)
+    return "".join(plain.split()) if number is None else str(number)
+
+
 def parse_number(text: str) -> Fraction | None:
     """The value of an integer, decimal or fraction, or None; $, %, thousands commas and a last dot are ignored."""
     plain = THOUSANDS_COMMA.sub("", text.replace("$", "").strip()).rstrip("%.")

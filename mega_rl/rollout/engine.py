@@ -23,6 +23,7 @@ class Request:
     max_tokens: int  # of the response, >= 1
     temperature: float = 1.0  # 0: greedy
     with_routing: bool = False  # the trajectory brings the experts that the engine chose
+    with_logprobs: bool = True  # else the trajectory's log-probabilities are all 0, and the engine is faster
 
     def __post_init__(self) -> None:
         assert self.max_tokens >= 1 and self.temperature >= 0.0 and 0 <= self.seed < 2**63, self

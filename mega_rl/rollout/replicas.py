@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
-from itertools import groupby
 
 import torch.distributed as dist
 
@@ -13,55 +11,7 @@ from mega_rl.parallel.layout import EngineLayout
 from mega_rl.parallel.rendezvous import Rendezvous
 from mega_rl.parallel.schedule import split_even
 from mega_rl.rollout.collect import PromptGroup, Round, collect
-from mega_rl.rollout.engine import Request, Sampler
-from mega_rl.types import Trajectory
-
-
-def split_requests(requests: Sequence[Request], num_replicas: int) -> list[list[Request]]:
-    """Requests by replica: contiguous runs of whole prompts, the numbers of prompts differing by at most one.
-
-    Joined in order the parts are ``requests`` again; a prompt's samples stay together, so that they share its prefix.
-    """
-    assert num_replicas >= 1, num_replicas
-    prompts = [list(group) for _, group in groupby(requests, key=lambda request: request.prompt.index)]
-    bounds = [len(prompts) * replica // num_replicas for replica in range(num_replicas + 1)]
-    return [
-        [request for group in prompts[start:end] for request in group]
-        for start, end in zip(bounds[:-1], bounds[1:], strict=True)
-    ]
-
-
-def generate_everywhere(
-    engine: Sampler,
-    layout: EngineLayout,
-    requests: Sequence[Request],
-    group: dist.ProcessGroup | None = None,
-    rendezvous: Rendezvous | None = None,
-) -> list[Trajectory]:
-    """Sample all requests over all engines; every rank gets every trajectory, in the order of the requests.
-
-    Collective: every rank calls it with the same requests.
-
-    Args:
-        group: all ranks, able to move Python objects; None: the default group.
-        rendezvous: where the engines wait for the slowest one; None: in a collective, which has a time limit.
-
-    Raises:
-        InputError: on every rank, if the engine of one of them raised one.
-        RuntimeError: likewise for any other failure.
-    """
-    rank = dist.get_rank(group) if dist.is_initialized() else 0
-    mine = split_requests(requests, layout.num_replicas)[layout.replica(rank)]
-    # Inside ``generate`` the engine's ranks wait for each other: after a failure there the others cannot be reached any
-    # more, so the exception ends this process, and torchrun then ends theirs.
-    with together("checking the requests", group):
-        engine.check(mine)
-    trajectories = engine.generate(mine)
-    if rendezvous is not None:
-        rendezvous.wait("sampling")
-    # the other tensor-parallel ranks of a replica hold the same trajectories
-    gathered = gather_objects(trajectories if layout.tensor_rank(rank) == 0 else [], group)
-    return [trajectory for part in gathered for trajectory in part]
+from mega_rl.rollout.engine import Sampler
 
 
 def engine_ranks(layout: EngineLayout, timeout_s: float) -> dist.ProcessGroup | None:

@@ -68,7 +68,7 @@ def trajectory_of_output(
     version: int,
     routed_experts: npt.NDArray[np.unsignedinteger[Any]] | None = None,
 ) -> Trajectory:
-    """One trajectory out of vLLM's ``RequestOutput`` (or its like) with one output and ``logprobs=0``.
+    """One trajectory out of vLLM's ``RequestOutput`` (or its like) with one output, and ``logprobs=0`` if asked for.
 
     Args:
         version: the version of the weights that sampled it.
@@ -83,7 +83,9 @@ def trajectory_of_output(
     if answer.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"The engine ended {where} with {answer.finish_reason!r} instead of 'stop' or 'length'.")
     # float32 loses nothing: vLLM's log-probabilities are float32 values, handed out as Python's numbers
-    logprobs = [row[token].logprob for token, row in zip(answer.token_ids, answer.logprobs, strict=True)]
+    logprobs = [0.0] * len(answer.token_ids)
+    if request.with_logprobs:
+        logprobs = [row[token].logprob for token, row in zip(answer.token_ids, answer.logprobs, strict=True)]
     if not all(math.isfinite(value) for value in logprobs):
         raise RuntimeError(
             f"The engine's log-probabilities of {where} are not finite: weights of version {version} are broken."

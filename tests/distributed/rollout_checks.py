@@ -14,6 +14,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,15 @@ from mega_rl.bridge.mapping.vllm import vllm_slices
 from mega_rl.bridge.slices import extents, indices
 from mega_rl.config.schema import RolloutConfig
 from mega_rl.errors import InputError
+from mega_rl.evaluation.evaluate import STREAM, Answered, EvaluationSettings, Row, evaluate, gathered
 from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.collectives import broadcast_object, gather_objects
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.rollout.engine import Request
-from mega_rl.rollout.replicas import generate_everywhere
 from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.temperature_probe import measured_temperatures, probe_prompt
 from mega_rl.rollout.vllm.engine import VLLMEngine
-from mega_rl.types import Prompt, Trajectory
+from mega_rl.types import Prompt, Score, Trajectory
 from tests.distributed.rollout_support import (
     EOS,
     answer_of,
@@ -387,8 +388,14 @@ class Failing:
         if self.fails:
             raise InputError("the engine of this rank has no room")
 
-    def generate(self, requests: list[Request]) -> list[Trajectory]:
-        return self.engine.generate(requests)
+
+class Unscored:
+    """A scorer without rewards."""
+
+    def start(self, trajectory: Trajectory) -> Future[Score]:
+        known: Future[Score] = Future()
+        known.set_result(Score(0.0))
+        return known
 
 
 def replicas(directory: Path, tensor_parallel_size: int) -> None:
@@ -401,31 +408,37 @@ def replicas(directory: Path, tensor_parallel_size: int) -> None:
     engine = start(path, tensor_parallel_size=tensor_parallel_size)
     layout = EngineLayout(dist.get_world_size(), tensor_parallel_size)
     prompts = [prompt(i, 4 + 3 * i) for i in range(5)]
-    requests = make_requests(prompts, n=3, step=1, seed=0, max_tokens=9, temperature=1.0)
+    settings = EvaluationSettings(layout, n=3, temperature=1.0, max_tokens=9, seed=0)
+    requests = make_requests(prompts, n=3, step=STREAM, seed=0, max_tokens=9, temperature=1.0)
+
+    def answers(engine: Any, prompts: list[Prompt]) -> list[Row]:
+        mine: list[Answered] = []
+        evaluate(engine, Unscored(), prompts, settings, mine.append)  # type: ignore[arg-type]
+        assert (layout.tensor_rank(rank) == 0) or not mine
+        return gathered(mine)
 
     def everywhere() -> None:
-        shared = generate_everywhere(engine, layout, requests)
+        shared = answers(engine, prompts)
         alone = engine.generate(requests)  # every replica samples everything
-        assert [answer_of(t) for t in shared] == [answer_of(t) for t in alone]
-        assert [(t.prompt.index, t.sample_index) for t in shared] == [
-            (r.prompt.index, r.sample_index) for r in requests
-        ]
+        greedy = engine.generate(make_requests(prompts, n=1, step=0, seed=0, max_tokens=9, temperature=0.0))
+        assert [answer_of(row.trajectory) for row in shared] == [answer_of(t) for t in [*greedy, *alone]]
+        assert [row.trajectory.sample_index for row in shared] == [0] * 5 + [0, 1, 2] * 5
         seen = gather_objects(shared)
         assert all(other == seen[0] for other in seen)
 
     def fewer_prompts_than_replicas() -> None:
-        assert len(generate_everywhere(engine, layout, requests[:3])) == 3
-        assert generate_everywhere(engine, layout, []) == []
+        assert len(answers(engine, prompts[:1])) == 4
+        assert answers(engine, []) == []
 
     def failure_is_everybodys() -> None:
         failing = Failing(engine, fails=layout.replica(rank) == layout.num_replicas - 1)
         try:
-            generate_everywhere(failing, layout, requests)  # type: ignore[arg-type]
+            answers(failing, prompts)
         except InputError as error:
             assert "no room" in str(error)
         else:
             raise AssertionError("no error")
-        assert len(generate_everywhere(engine, layout, requests)) == len(requests)
+        assert len(answers(engine, prompts)) == 4 * len(prompts)
 
     check("everywhere", everywhere)
     check("equals_hf", equals_hf, engine, model)

@@ -14,7 +14,7 @@ from mega_rl.config.schema import RewardConfig, RewardWorkersConfig
 from mega_rl.errors import InputError
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.rewards.scratch import PREFIX
-from mega_rl.stages.parts.scoring import score_everywhere, scorer_of_node
+from mega_rl.stages.parts.scoring import scorer_of_node
 from mega_rl.types import Prompt, Trajectory
 
 REWARD = """
@@ -61,8 +61,6 @@ def main(folder: Path) -> None:
     assert {score.parts["worker"] for score in scores} <= set(map(float, workers[0]))
     (unknown,) = scorer.start(trajectory("raise")).result().unknown.values()
     assert (unknown.cause, unknown.detail) == ("raised", "raised ValueError: no é")
-    everywhere = score_everywhere(scorer, [trajectory("x" * i, i) for i in range(7)])
-    assert [score.parts["length"] for score in everywhere] == [i / 3 for i in range(7)]
     assert scorer.score([]) == []
     dist.barrier()  # all ranks are connected: nothing is left to find the workers by
     assert len([entry for entry in os.scandir(folder) if entry.name.startswith(PREFIX)]) == 2  # the workers' own

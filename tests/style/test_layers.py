@@ -21,7 +21,8 @@ ROWS = (
     ("parallel",),
     ("data", "bridge"),
     ("megatron", "rollout", "planning"),
-    ("stages", "doctor"),
+    ("evaluation",),
+    ("stages", "doctor", "cli"),
     ("tools", "examples"),
 )
 ROW = {package: row for row, packages in enumerate(ROWS) for package in packages}

@@ -255,7 +255,7 @@ class VLLMEngine:
             stop=list(self._rollout.stop) or None,
             stop_token_ids=list(self._rollout.stop_token_ids) or None,
             ignore_eos=self._rollout.ignore_eos,
-            logprobs=0,  # only the sampled token's
+            logprobs=0 if request.with_logprobs else None,  # only the sampled token's
         )
 
 

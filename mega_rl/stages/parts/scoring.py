@@ -1,4 +1,4 @@
-"""Scores of trajectories on all ranks, and what is done about rewards that have no value."""
+"""The scorer of every rank, and what is done about rewards that have no value."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import torch.distributed as dist
 from mega_rl.config.schema import RewardConfig, RewardWorkersConfig
 from mega_rl.errors import InputError
 from mega_rl.parallel.collectives import gather_objects, together
-from mega_rl.parallel.rendezvous import Rendezvous
-from mega_rl.parallel.schedule import split_even
 from mega_rl.rewards import node
 from mega_rl.rewards.pool import Pool
 from mega_rl.rewards.scorer import Scorer, start_workers, weighted
@@ -45,31 +43,6 @@ def scorer_of_node(rewards: Sequence[RewardConfig], workers: RewardWorkersConfig
             pool = node.RemotePool(found, f"rank {here[0]}")
     assert pool is not None, "the block before this line raises or connects"
     return Scorer(names, pool)
-
-
-def score_everywhere(
-    scorer: Scorer, trajectories: list[Trajectory], rendezvous: Rendezvous | None = None
-) -> list[Score]:
-    """Each rank scores its part; every rank gets all scores, in the order of the trajectories. Collective.
-
-    A single process needs no process group.
-
-    Args:
-        rendezvous: where the ranks wait for the slowest one; None: in a collective, which has a time limit.
-
-    Raises:
-        InputError: on every rank, if the reward workers of one rank can no longer load the rewards.
-    """
-    world_size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    part = split_even(len(trajectories), world_size)[rank]
-    scores: list[Score] = []
-    with together("scoring"):
-        try:
-            scores = scorer.score([trajectories[i] for i in part])
-        finally:
-            if rendezvous is not None:
-                rendezvous.wait("scoring")
-    return [score for scores_of_rank in gather_objects(scores) for score in scores_of_rank]
 
 
 def unknown_metrics(scores: Sequence[Score]) -> dict[str, float]:

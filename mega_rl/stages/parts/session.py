@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,10 +27,11 @@ from mega_rl.models.shape import ModelShape
 from mega_rl.observe.heartbeat import HEART
 from mega_rl.observe.observer import Observer
 from mega_rl.observe.timers import Timers
-from mega_rl.parallel.collectives import is_first, join_world, together
+from mega_rl.parallel.collectives import is_first, together
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
+from mega_rl.parallel.process import join
 from mega_rl.parallel.rendezvous import Rendezvous
-from mega_rl.parallel.store import keep_to_loopback, shared_store
+from mega_rl.parallel.store import shared_store
 from mega_rl.parallel.watch import watched
 from mega_rl.stages.parts.batches import BatchShare
 from mega_rl.stages.parts.memory import StateInMemory, state_in_memory
@@ -130,19 +130,6 @@ def take_peaks() -> dict[str, int]:
     is_host_measured = here.reset_peak_memory()
     peaks = {"host": stats.host_peak_bytes} if is_host_measured else {}
     return peaks | ({"device": stats.device_peak_bytes} if stats.device_total_bytes else {})
-
-
-def join(config: RunConfig) -> torch.device:
-    """Set this process up and join the other ranks; returns its device."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    here = platform.current()
-    if config.platform.num_threads or here.name == "cpu":
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        torch.set_num_threads(config.platform.num_threads or max(1, len(os.sched_getaffinity(0)) // ranks_here))
-    device = here.set_device(local_rank)
-    keep_to_loopback()
-    join_world(here.backend, config.trainer.collective_timeout_s)
-    return device
 
 
 @contextmanager

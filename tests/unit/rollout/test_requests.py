@@ -77,6 +77,12 @@ def test_broken_weights_are_named() -> None:
         trajectory_of_output(Request(prompt(3), 2, 0, 8), answer(logprobs=rows), version=4)
 
 
+def test_log_probabilities_that_were_not_asked_for_are_0() -> None:
+    request = Request(prompt(3), 2, 0, 8, with_logprobs=False)
+    trajectory = trajectory_of_output(request, answer(logprobs=None), version=6)
+    assert trajectory.sampled_ids.tolist() == list(answer().outputs[0].token_ids) and not trajectory.logprobs.any()
+
+
 def test_the_package_does_not_import_vllm() -> None:
     modules = "mega_rl.rollout.vllm.engine, mega_rl.rollout.replicas, mega_rl.rollout.requests"
     code = f"import sys, {modules}; sys.exit('vllm' in sys.modules)"

@@ -11,12 +11,12 @@ import pytest
 from mega_rl.bridge.outgoing.noise import AqnNoise
 from mega_rl.config import RunConfig
 from mega_rl.errors import InputError
+from mega_rl.evaluation.evaluate import Row, evaluation_metrics
 from mega_rl.observe.metrics import match
 from mega_rl.rollout.collect import PromptGroup
 from mega_rl.stages.parts import learning, rollout_metrics, scoring
 from mega_rl.stages.parts.batches import Totals
 from mega_rl.stages.parts.progress import is_due
-from mega_rl.stages.parts.validation import Row, evaluation_metrics
 from mega_rl.stages.parts.weight_sync import Pushed
 from mega_rl.types import Prompt, Sample, Score, Trajectory, UnknownReward
 

@@ -1,0 +1,81 @@
+"""Which answers are right, and for what each votes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mega_rl.config.schema import RewardConfig
+from mega_rl.errors import InputError
+from mega_rl.evaluation.records import GREEDY
+from mega_rl.rewards.extraction import Extractor, extractor
+from mega_rl.rewards.registry import needs_truth, part_name
+
+
+@dataclass(frozen=True)
+class Grading:
+    """A response is right if one of its rewards has at least a certain value."""
+
+    reward: str  # name of the part of a score
+    right_at: float
+    extract: Extractor | None  # None: responses have no answers that could be counted
+
+    @classmethod
+    def of(cls, rewards: Sequence[RewardConfig], name: str | None = None, right_at: float = 1.0) -> Grading:
+        """By the reward of that name; without one by the first reward that compares with the truth, else the first.
+
+        Raises:
+            InputError: no reward has that name.
+        """
+        parts = {part_name(reward.name): reward for reward in rewards}
+        if name is not None and name not in parts:
+            raise InputError(f"--right-by is {name!r}: choose one of the rewards, {', '.join(parts)}")
+        first = next((part for part, reward in parts.items() if needs_truth([reward])), next(iter(parts)))
+        chosen = name or first
+        return cls(chosen, right_at, extractor(parts[chosen].name, parts[chosen].options))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one problem came to. A response whose reward is unknown is in none of the lists."""
+
+    data_source: str
+    problem: int
+    ground_truth: str
+    greedy: bool | None  # whether the greedy answer is right; None: there is none, or it is not known
+    sampled: tuple[bool, ...]  # whether each sampled answer is right
+    votes: tuple[str | None, ...]  # what each sampled answer says; None: no answer was found in it
+    lengths: tuple[int, ...]  # tokens of every sampled response, known or not; without any, of the greedy one
+    num_cut: int  # responses, greedy ones too, that the limit of length ended
+    num_responses: int
+    num_unknown: int
+
+    @property
+    def share_right(self) -> float | None:
+        """Of the sampled answers; None without any."""
+        return sum(self.sampled) / len(self.sampled) if self.sampled else None
+
+
+def outcomes(records: Iterable[Mapping[str, Any]], grading: Grading) -> list[Outcome]:
+    return [_outcome(record, grading) for record in records]
+
+
+def _outcome(record: Mapping[str, Any], grading: Grading) -> Outcome:
+    responses = record["responses"]
+    known = [response for response in responses if grading.reward in response["parts"]]
+    right = {id(response): response["parts"][grading.reward] >= grading.right_at for response in known}
+    greedy = [response for response in responses if response["kind"] == GREEDY]
+    sampled = [response for response in known if response["kind"] != GREEDY]
+    return Outcome(
+        record["data_source"],
+        record["problem"],
+        record["ground_truth"],
+        right.get(id(greedy[0])) if greedy else None,
+        tuple(right[id(response)] for response in sampled),
+        tuple(grading.extract(response["text"]) if grading.extract else None for response in sampled),
+        tuple(response["num_tokens"] for response in responses if response["kind"] != GREEDY or len(responses) == 1),
+        sum(response["finish_reason"] == "length" for response in responses),
+        len(responses),
+        len(responses) - len(known),
+    )

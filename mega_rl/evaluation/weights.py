@@ -1,0 +1,85 @@
+"""Where the weights of an evaluation are: a model directory or id, a checkpoint of ours, or the directory of a run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mega_rl.bridge.files.manifest import MANIFEST, digest, digest_of_ends, read_outline
+from mega_rl.errors import InputError, shortened
+from mega_rl.models.cached import local_directory
+from mega_rl.models.files import CONFIG_FILE
+
+RUN_CONFIG, CHECKPOINTS, EXPORT = "config.yaml", "checkpoints", "huggingface"  # in the directory of a run
+_CHECKPOINT = re.compile(r"step_\d{8}")
+_MODEL_FILE = re.compile(r".*\.(safetensors|json|model|txt|jinja)")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a name stands for."""
+
+    directory: Path  # a Hugging Face directory, or a checkpoint
+    is_checkpoint: bool  # it has to be exported before an engine can load it
+    run_config: Path | None  # the configuration of the run that they come from
+
+    def identity(self) -> Mapping[str, Any]:
+        """What tells these weights from others, wherever they lie: the ends of files, or a checkpoint's manifest."""
+        if self.is_checkpoint:
+            return {MANIFEST: digest(self.directory / MANIFEST)}
+        files = (path for path in self.directory.iterdir() if _MODEL_FILE.fullmatch(path.name) and path.is_file())
+        return {path.name: f"{path.stat().st_size} bytes, {digest_of_ends(path)}" for path in sorted(files)}
+
+
+def find_weights(name: str) -> Weights:
+    """
+    Args:
+        name: a Hugging Face directory, the id of a model in a local cache, a checkpoint, or the directory of a run. Of
+            a run it is the newer one of its newest whole checkpoint and its export.
+
+    Raises:
+        InputError: it is none of these, or the run has no weights.
+    """
+    path = Path(local_directory(name))
+    if not path.is_dir():
+        raise InputError(
+            f"{shortened(name)} is no directory and no model in the local caches: give a model directory, a checkpoint "
+            "or the directory of a run"
+        )
+    if (path / CONFIG_FILE).is_file():
+        return Weights(path, False, _run_config(path.parent))
+    if (path / MANIFEST).is_file():
+        return Weights(path, True, _run_config(path.parent.parent))
+    if (config := _run_config(path)) is None and not (path / CHECKPOINTS).is_dir():
+        raise InputError(
+            f"{shortened(name)} has neither {CONFIG_FILE} (a model) nor {MANIFEST} (a checkpoint) nor {RUN_CONFIG} (a "
+            "run): give one of these directories"
+        )
+    return _of_run(path, config)
+
+
+def _of_run(run: Path, config: Path | None) -> Weights:
+    checkpoints = sorted((run / CHECKPOINTS).glob("step_*"), reverse=True)
+    whole = (path for path in checkpoints if _CHECKPOINT.fullmatch(path.name) and _is_whole(path))
+    newest, export = next(whole, None), run / EXPORT
+    written = (export / CONFIG_FILE).stat().st_mtime if (export / CONFIG_FILE).is_file() else None
+    if written is not None and (newest is None or written >= (newest / MANIFEST).stat().st_mtime):
+        return Weights(export, False, config)
+    if newest is None:
+        raise InputError(
+            f"{run} has no whole checkpoint and no export: let the run save one (checkpoint.save_freq, "
+            "checkpoint.export_hf), or give another run"
+        )
+    return Weights(newest, True, config)
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """By names and sizes; whoever reads the checkpoint compares the bytes."""
+    return not isinstance(read_outline(checkpoint), str)
+
+
+def _run_config(run: Path) -> Path | None:
+    return run / RUN_CONFIG if (run / RUN_CONFIG).is_file() else None

@@ -1,0 +1,80 @@
+"""What a name of weights stands for."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from mega_rl.bridge.files.manifest import manifest, written
+from mega_rl.errors import InputError
+from mega_rl.evaluation.weights import find_weights
+
+
+def model(directory: Path, weights: bytes = b"w") -> Path:
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text("{}")
+    (directory / "model.safetensors").write_bytes(weights)
+    return directory
+
+
+def checkpoint(run: Path, step: int, is_whole: bool = True) -> Path:
+    directory = run / "checkpoints" / f"step_{step:08d}"
+    (directory / "megatron").mkdir(parents=True)
+    files = [directory / "progress.json", directory / "megatron" / "shard"]
+    for file in files:
+        file.write_text(f"{step}")
+    (directory / "manifest.json").write_text(manifest(written(directory, files)))
+    if not is_whole:
+        files[1].unlink()
+    return directory
+
+
+def run_of(tmp_path: Path) -> Path:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("model: {path: m}\n")
+    return run
+
+
+def aged(path: Path, seconds: int) -> None:
+    os.utime(path, (1_000_000 + seconds,) * 2)
+
+
+def test_a_model_directory_and_a_cached_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = find_weights(str(model(tmp_path / "m")))
+    assert not found.is_checkpoint and found.run_config is None
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    cached = model(tmp_path / "hub" / "models--org--name" / "snapshots" / "abc")
+    assert find_weights("org/name").directory == cached
+
+
+def test_weights_are_told_apart_by_their_content_and_not_by_their_place(tmp_path: Path) -> None:
+    one, same, other = (find_weights(str(model(tmp_path / n, b))) for n, b in (("a", b"w"), ("b", b"w"), ("c", b"v")))
+    assert one.identity() == same.identity() != other.identity()
+
+
+def test_a_run_gives_the_newer_one_of_its_newest_whole_checkpoint_and_its_export(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    with pytest.raises(InputError, match="no whole checkpoint and no export"):
+        find_weights(str(run))
+    second = checkpoint(run, 2)
+    checkpoint(run, 4, is_whole=False)
+    found = find_weights(str(run))
+    assert (found.directory, found.is_checkpoint, found.run_config) == (second, True, run / "config.yaml")
+    assert find_weights(str(second)) == found
+    export = model(run / "huggingface")
+    aged(second / "manifest.json", 0)
+    aged(export / "config.json", 1)
+    assert find_weights(str(run)).directory == export and find_weights(str(export)).run_config == run / "config.yaml"
+    aged(second / "manifest.json", 2)
+    assert find_weights(str(run)).directory == second
+    assert json.dumps(find_weights(str(run)).identity())
+
+
+@pytest.mark.parametrize(("name", "words"), [("nowhere", "is no directory and no model"), (".", "has neither config")])
+def test_anything_else_is_refused(tmp_path: Path, name: str, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        find_weights(str(tmp_path / name))

@@ -1,0 +1,158 @@
+"""The command line of ``tools/eval.py``: what it takes from a run, and what it refuses before anything heavy starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mega_rl.data.rows import write_jsonl
+from mega_rl.data.synthetic import arithmetic_tokenizer
+from mega_rl.data.tiny_model import TinyModelSpec, write_tiny_model
+from mega_rl.errors import InputError
+from mega_rl.evaluation.configuration import settings_of
+from mega_rl.evaluation.weights import find_weights
+from tools import eval as tool
+
+RUN = """
+model: {{path: {model}}}
+data: {{train_files: [gone.jsonl], val_files: [{data}], max_prompt_length: 16, max_response_length: 7}}
+rollout: {{tensor_parallel_size: 2, stop: ["!"]}}
+rewards: [{{name: overlong, options: {{max_length: 9, buffer: 2}}}}, {{name: gsm8k, options: {{method: flexible}}}}]
+parallel: {{tensor: 8}}
+trainer: {{output_dir: {run}, total_steps: 1, seed: 5}}
+validation: {{n: 4, temperature: 0.6}}
+platform: {{name: cpu}}
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The directory of a run with an export, and its held-out data beside it."""
+    spec = TinyModelSpec(hidden_size=16, num_layers=1, num_heads=4, num_kv_heads=1, ffn=8)
+    directory = tmp_path / "run"
+    model = write_tiny_model(directory / "huggingface", spec, arithmetic_tokenizer())
+    write_jsonl(tmp_path / "val.jsonl", [{"prompt": "1+1=", "answer": "2"}])
+    (directory / "config.yaml").write_text(RUN.format(model=model, data=tmp_path / "val.jsonl", run=directory))
+    return directory
+
+
+def refusal(run: Path, *arguments: str) -> str:
+    with pytest.raises(InputError) as caught:
+        tool.main([str(run), "--out", str(run.parent / "out"), *arguments])
+    assert not (run.parent / "out").exists()
+    return str(caught.value)
+
+
+def test_a_run_gives_rewards_templates_and_lengths(run: Path) -> None:
+    weights = find_weights(str(run))
+    config = tool.configured(tool.parse([str(run), "--out", "o"]), weights)
+    assert (config.data.max_prompt_length, config.data.max_response_length, config.rollout.stop) == (16, 7, ["!"])
+    assert [reward.name for reward in config.rewards] == ["overlong", "gsm8k"] and config.rewards[1].options
+    assert (config.validation.n, config.validation.temperature, config.trainer.seed) == (4, 0.6, 5)
+    assert config.model.path == str(run / "huggingface") and config.parallel.tensor == 1
+    assert config.rollout.tensor_parallel_size == 1, "the layout is the evaluation's own"
+
+
+def test_the_command_line_wins(run: Path) -> None:
+    options = ["--samples", "2", "--temperature", "1.5", "--seed", "9", "--reward", "boxed", "--data", "d.jsonl"]
+    more = ["--max-problems", "3", "--tensor-parallel", "2", "data.max_response_length=11"]
+    config = tool.configured(tool.parse([str(run), *options, "--out", "o", *more]), find_weights(str(run)))
+    assert (config.validation.n, config.validation.temperature, config.trainer.seed) == (2, 1.5, 9)
+    assert [reward.name for reward in config.rewards] == ["boxed"] and config.data.val_files == ["d.jsonl"]
+    assert (config.data.max_val_samples, config.data.max_response_length) == (3, 11)
+    assert config.rollout.tensor_parallel_size == 2
+
+
+def test_settings_hold_what_answers_depend_on_and_not_where_they_are_made(run: Path) -> None:
+    weights = find_weights(str(run))
+
+    def settings(*arguments: str) -> str:
+        config = tool.configured(tool.parse([str(run), "--out", "o", *arguments]), weights)
+        return json.dumps(settings_of(config, weights, is_greedy=True), sort_keys=True)
+
+    base = settings()
+    assert base == settings("--tensor-parallel", "2") == settings("--placement", "separate", "--engines", "2")
+    changes = (
+        ["--samples", "3"],
+        ["--temperature", "0.5"],
+        ["--seed", "6"],
+        ["--reward", "boxed"],
+        ["rollout.stop=[x]"],
+    )
+    assert all(settings(*change) != base for change in changes)
+    assert settings("--max-problems", "1") != base
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--k", "1", "8"], "--k 8 cannot be estimated from --samples 4: give 1 <= k <= n, or raise --samples"),
+        (["--samples", "0", "--no-greedy"], "--no-greedy with --samples 0 leaves no answers"),
+        (["--data", "no.jsonl"], "--data: no.jsonl cannot be read"),
+        (["--right-by", "boxed"], "--right-by is 'boxed': choose one of the rewards, overlong, gsm8k"),
+        (
+            ["--engines", "2"],
+            "needs 2 processes, and there are 1: start with mega-rl eval, or torchrun --nproc-per-node 2",
+        ),
+        (["--tensor-parallel", "2"], "rollout.tensor_parallel_size"),
+        (["data.max_response_length=0"], "data.max_response_length is 0"),
+        (["--temperature", "0"], "validation.temperature is 0"),
+        (["rewards=[]"], "no rewards: name one with --reward NAME"),
+        (["platform.name=abacus"], "platform.name is 'abacus'"),
+        (["data.max_len=3"], "data.max_len"),
+    ],
+)
+def test_impossible_wishes_are_refused(run: Path, arguments: list[str], words: str) -> None:
+    assert words in refusal(run, *arguments)
+
+
+def test_a_model_alone_needs_data_and_rewards(run: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    (run / "huggingface").rename(model)
+    assert "no data: name at least one" in refusal(model)
+    assert "no rewards: name one" in refusal(model, "--data", str(tmp_path / "val.jsonl"))
+    assert "is no directory and no model" in refusal(tmp_path / "nowhere")
+
+
+def write_evaluation(directory: Path, right: list[bool], digest: str = "d") -> Path:
+    directory.mkdir()
+    settings = {"data": [{"name": "v", "sha256": digest}], "rewards": [{"name": "gsm8k", "weight": 1.0, "options": {}}]}
+    (directory / "settings.json").write_text(json.dumps(settings))
+    rows = [
+        {
+            "problem": number,
+            "data_source": "s",
+            "ground_truth": "1",
+            "responses": [
+                {
+                    "kind": "greedy",
+                    "text": "",
+                    "parts": {"gsm8k": float(is_right)},
+                    "num_tokens": 1,
+                    "finish_reason": "stop",
+                    "token_ids": [1],
+                }
+            ],
+        }
+        for number, is_right in enumerate(right)
+    ]
+    write_jsonl(directory / "results.jsonl", rows)
+    return directory
+
+
+def test_comparison_as_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = write_evaluation(tmp_path / "a", [False] * 7 + [True])
+    second = write_evaluation(tmp_path / "b", [True] * 7 + [False])
+    tool.main(["--compare", str(first), str(second), "--json", str(tmp_path / "c.json")])
+    out = capsys.readouterr().out
+    assert "greedy, right to wrong (1): s 7" in out and "greedy, wrong to right (7): s 0, s 1" in out
+    found = json.loads((tmp_path / "c.json").read_text())["greedy"]
+    assert found["p_value"] == pytest.approx(2 * 9 / 2**8) and not found["is_significant"]
+
+
+def test_evaluations_of_different_data_are_not_compared(tmp_path: Path) -> None:
+    first, second = write_evaluation(tmp_path / "a", [True]), write_evaluation(tmp_path / "b", [True], "other")
+    with pytest.raises(InputError, match="are of different data"):
+        tool.main(["--compare", str(first), str(second)])

@@ -1,0 +1,380 @@
+"""Evaluate: ``python tools/eval.py MODEL --data FILE --reward NAME --out DIR [options] [key=value ...]``.
+
+MODEL is a Hugging Face directory, the id of a model in a local cache, a checkpoint of ours, or the directory of a run,
+whose configuration then gives rewards, templates and lengths. Several colocated engines: ``mega-rl eval`` or torchrun.
+The same command continues an evaluation that was cut. See docs/evaluation.md.
+
+Examples:
+  python tools/eval.py runs/a --data test.jsonl --samples 8 --k 1 4 8 --out runs/a/eval
+  python tools/eval.py Qwen/Qwen3-8B --data aime.parquet --reward math_verify --samples 16 --out runs/aime \\
+      data.max_response_length=8192
+  python tools/eval.py --compare runs/a/eval runs/b/eval
+
+Exit status 0 after a finished evaluation, 2 for input that a user can fix, 1 for anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from mega_rl import platform
+from mega_rl.config import RunConfig
+from mega_rl.config.schema import RewardConfig
+from mega_rl.data.prompts import PromptDataset
+from mega_rl.data.rows import atomic_path
+from mega_rl.data.tokenizer import load_tokenizer
+from mega_rl.errors import InputError
+from mega_rl.evaluation.comparison import compare
+from mega_rl.evaluation.configuration import DATA, check, check_layout, evaluation_config, settings_of
+from mega_rl.evaluation.evaluate import Answered, EvaluationSettings, evaluate
+from mega_rl.evaluation.grading import Grading, outcomes
+from mega_rl.evaluation.records import RESULTS, SUMMARY, Directory, Part, read_results, read_settings
+from mega_rl.evaluation.summary import Bootstrap, default_ks, summarise, table
+from mega_rl.evaluation.weights import Weights, find_weights
+from mega_rl.parallel.collectives import broadcast_object, gather_objects, is_first, together
+from mega_rl.parallel.layout import EngineLayout
+from mega_rl.parallel.process import end_with_torchrun, fail, join, processes
+from mega_rl.parallel.rendezvous import Rendezvous
+from mega_rl.parallel.store import shared_store
+from mega_rl.rewards.registry import needs_truth
+from mega_rl.rewards.scorer import Scorer
+from mega_rl.rollout.engine import Sampler
+from mega_rl.rollout.remote.engine_process import EngineSpec
+from mega_rl.rollout.remote.engines import RemoteEngines
+from mega_rl.rollout.vllm.engine import VLLMEngine
+from mega_rl.stages.parts.scoring import scorer_of_node
+from mega_rl.types import Prompt
+
+EXPORT = "model"  # under the output directory: the weights of a checkpoint, until the answers are there
+PLOT = "plot.png"
+NEWS_S = 10.0  # between two lines about the progress
+MEMORY_SHARE = 0.9  # of a device's memory, which the engine has for itself
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", help="model directory or id, checkpoint, or directory of a run")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as data.max_response_length=512")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="default: that of the run the model is from")
+    parser.add_argument(DATA, action="append", metavar="FILE", help=".jsonl, .json, .parquet; default: the run's own")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="directory of the results")
+    parser.add_argument("--reward", action="append", metavar="NAME", help="instead of the configuration's; repeatable")
+    parser.add_argument("--samples", type=int, metavar="N", help="sampled answers per problem (default: validation.n)")
+    parser.add_argument("--temperature", type=float, help="of these (default: validation.temperature)")
+    parser.add_argument("--no-greedy", action="store_true", help="no greedy answer beside the sampled ones")
+    parser.add_argument("--seed", type=int, help="of sampling (default: trainer.seed)")
+    parser.add_argument("--max-problems", type=int, metavar="N", help="the first rows of the data only")
+    parser.add_argument("--k", type=int, nargs="+", help="of pass@k and maj@k (default: 1, 2, 4, ... and n)")
+    parser.add_argument("--right-by", metavar="REWARD", help="tells right from wrong (default: the first with a truth)")
+    parser.add_argument("--right-at", type=float, default=1.0, metavar="VALUE", help="right from here on (default 1)")
+    parser.add_argument("--engines", type=int, metavar="N", help="number of engines")
+    parser.add_argument("--tensor-parallel", type=int, metavar="N", help="processes per engine (default 1)")
+    parser.add_argument("--placement", choices=["colocated", "separate"], help="separate: through Ray")
+    parser.add_argument("--resamples", type=int, default=1000, metavar="N", help="of the bootstrap (default 1000)")
+    parser.add_argument("--compare", nargs=2, type=Path, metavar=("A", "B"), help="results of two evaluations")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the comparison")
+    options = parser.parse_intermixed_args(arguments)
+    if options.compare is None and (options.model is None or options.out is None):
+        parser.error("give MODEL and --out DIR, or --compare A B")
+    if options.compare is not None and options.model is not None:
+        parser.error(f"--compare takes results that are there: leave {options.model} out")
+    if options.resamples < 1:
+        parser.error(f"--resamples is {options.resamples}; it must be positive")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(arguments)
+    if options.compare is not None:
+        print_comparison(options)
+        return
+    weights = find_weights(options.model)
+    config = configured(options, weights)
+    world_size, is_greedy = processes() or 1, not options.no_greedy
+    ks = sorted(set(options.k)) if options.k is not None else default_ks(config.validation.n)
+    platform.check_name(config.platform.name)
+    check_layout(options.engines, config, world_size)
+    check(config, world_size, ks, is_greedy)
+    grading = Grading.of(config.rewards, options.right_by, options.right_at)
+    settings = settings_of(config, weights, is_greedy)
+    config.rollout.weight_update = "reload"  # engines load for themselves, in the form that is fastest
+    here = platform.select(config.platform.name, platform.engine_role(config.rollout, config.platform.deterministic))
+    device = join(config)
+    if here.has_own_memory:
+        config.rollout.vllm.setdefault("gpu_memory_utilization", MEMORY_SHARE)
+        config.rollout.vllm.setdefault("enable_sleep_mode", False)
+    here.seed(config.trainer.seed)
+    directory: Directory | None = None
+    with together("preparing the output directory"):
+        if is_first():
+            directory = Directory(options.out, settings)
+    answer_all(options.out, directory, config, weights, is_greedy, device)
+    if directory is not None:
+        report(options.out, ks, grading, Bootstrap(config.trainer.seed, options.resamples))
+        directory.release()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def configured(options: argparse.Namespace, weights: Weights) -> RunConfig:
+    """The configuration that the options change."""
+    config = evaluation_config(options.config or weights.run_config, options.overrides, weights)
+    config.data.val_files = options.data or config.data.val_files
+    config.data.max_val_samples = options.max_problems
+    config.rewards = [RewardConfig(name) for name in options.reward] if options.reward else config.rewards
+    for section, name, value in (
+        (config.validation, "n", options.samples),
+        (config.validation, "temperature", options.temperature),
+        (config.trainer, "seed", options.seed),
+        (config.rollout, "placement", options.placement),
+        (config.rollout, "tensor_parallel_size", 1 if options.tensor_parallel is None else options.tensor_parallel),
+    ):
+        if value is not None:
+            setattr(section, name, value)
+    is_separate = config.rollout.placement == "separate" and options.engines is not None
+    config.rollout.num_engines = options.engines if is_separate else 1
+    return config
+
+
+def answer_all(
+    out: Path,
+    directory: Directory | None,
+    config: RunConfig,
+    weights: Weights,
+    is_greedy: bool,
+    device: torch.device,
+) -> None:
+    """Answer the problems that have no answers yet, and put the results in order. Collective.
+
+    Args:
+        directory: on rank 0 only.
+    """
+    if broadcast_object(directory is not None and directory.is_complete):
+        say(f"{out / RESULTS} is complete: nothing is left to be answered")
+        return
+    prompts = PromptDataset.from_files(
+        config.data.val_files,
+        load_tokenizer(config.model.path),
+        config.data,
+        key=DATA,
+        max_samples=config.data.max_val_samples,
+        needs_truth=needs_truth(config.rewards),
+    )
+    if prompts.num_dropped:
+        say(f"{prompts.num_dropped} prompts longer than {config.data.max_prompt_length} tokens left out")
+    done: set[int] = broadcast_object(directory.done() if directory is not None else set())
+    missing = [prompt for prompt in prompts.prompts if prompt.index not in done]
+    if done:
+        say(f"continuing: {len(done)} of {len(prompts)} problems are answered")
+    if missing:
+        scorer = scorer_of_node(config.rewards, config.reward_workers)
+        if weights.is_checkpoint:
+            config.model.path = exported(weights, config.model.path, out / EXPORT)
+        engine, layout = build_engine(config, device)
+        settings = EvaluationSettings(
+            layout,
+            config.validation.n,
+            config.validation.temperature,
+            config.data.max_response_length,
+            config.trainer.seed,
+            is_greedy,
+            with_logprobs=False,
+        )
+        answer_missing(out, missing, engine, scorer, settings, config.trainer.collective_timeout_s)
+        scorer.close()
+    dist.barrier()
+    if directory is not None:
+        directory.merge()
+        shutil.rmtree(out / EXPORT, ignore_errors=True)
+
+
+def answer_missing(
+    out: Path,
+    missing: Sequence[Prompt],
+    engine: Sampler,
+    scorer: Scorer,
+    settings: EvaluationSettings,
+    timeout_s: float,
+) -> None:
+    """Append the answers to every one of these problems to this rank's part of the results. Collective."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rendezvous = Rendezvous(shared_store(timeout_s), rank, world_size) if world_size > 1 else None
+    part, begin = Part(out, rank), time.monotonic()
+    evaluate(engine, scorer, missing, settings, with_news(part, len(missing)), rendezvous)
+    part.close()
+    seconds = time.monotonic() - begin
+    num_tokens = sum(gather_objects(part.num_tokens))
+    say(f"{len(missing)} problems, {num_tokens} tokens in {seconds:.1f} s: {num_tokens / seconds:,.0f} tokens/s")
+
+
+def with_news(part: Part, num_problems: int) -> Callable[[Answered], None]:
+    """Appends to the part; the first rank tells how far it is."""
+    begin = last = time.monotonic()
+
+    def take(answered: Answered) -> None:
+        nonlocal last
+        part.append(answered)
+        if is_first() and (now := time.monotonic()) - last > NEWS_S:
+            last, rate = now, part.num_tokens / (now - begin)
+            say(f"answered {part.num_problems} problems here, {num_problems} in all; {rate:,.0f} tokens/s here")
+
+    return take
+
+
+def exported(weights: Weights, model: str, target: Path) -> str:
+    """The checkpoint as a Hugging Face directory, made by the first rank with tools/convert.py. Collective.
+
+    Args:
+        model: Hugging Face directory with configuration and tokenizer.
+
+    Raises:
+        InputError: on every rank, what the tool refuses.
+    """
+    tool = Path(__file__).resolve().with_name("convert.py")
+    with together("exporting the checkpoint"):
+        if is_first() and not target.is_dir():
+            say(f"exporting {weights.directory}")
+            command = ["megatron-to-hf", "--checkpoint", str(weights.directory), "--model", model, "--out", str(target)]
+            made = subprocess.run([sys.executable, str(tool), *command], stderr=subprocess.PIPE, text=True, check=False)
+            if made.returncode == 2:
+                raise InputError(made.stderr.strip().removeprefix("error: "))
+            if made.returncode:
+                raise RuntimeError(f"tools/convert.py ended with {made.returncode}: {made.stderr}")
+    return str(target)
+
+
+def build_engine(config: RunConfig, device: torch.device) -> tuple[Sampler, EngineLayout]:
+    """This rank's engine, or the hands of those elsewhere, and how the ranks share them. Collective."""
+    world_size, rollout = dist.get_world_size(), config.rollout
+    length = config.data.max_prompt_length + config.data.max_response_length
+    if rollout.placement == "separate":
+        spec = EngineSpec(
+            str(Path(config.model.path).resolve()),
+            rollout,
+            length,
+            config.model.dtype,
+            platform.current().name,
+            config.platform.deterministic,
+            torch.get_num_threads(),
+            config.trainer.collective_timeout_s,
+        )
+        return RemoteEngines(spec, rollout.num_engines), EngineLayout(world_size, world_size)
+    engine = VLLMEngine(
+        config.model.path, rollout, max_model_len=length, device_type=device.type, dtype=config.model.dtype
+    )
+    return engine, EngineLayout(world_size, rollout.tensor_parallel_size)
+
+
+def say(sentence: str) -> None:
+    if is_first():
+        print(sentence, flush=True)
+
+
+# --- what is made of the results -------------------------------------------------------------------------------------
+
+
+def report(out: Path, ks: Sequence[int], grading: Grading, bootstrap: Bootstrap) -> None:
+    summary = summarise(outcomes(read_results(out), grading), ks, grading, bootstrap)
+    write_json(out / SUMMARY, summary)
+    print_table(f"{out} (95 % confidence)", table(summary))
+    notes = [*summary["notes"], *plot(out / PLOT, summary)]
+    print("\n".join([*notes, f"results: {out / RESULTS}, figures: {out / SUMMARY}"]), flush=True)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    with atomic_path(path) as fresh:
+        fresh.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def print_table(title: str, rows: Sequence[Sequence[str]]) -> None:
+    shown = Table(title=title)
+    for number, name in enumerate(rows[0]):
+        shown.add_column(name, overflow="fold", justify="right" if number else "left")
+    for row in rows[1:]:
+        shown.add_row(*row)
+    Console().print(shown)
+
+
+def plot(path: Path, summary: dict[str, Any]) -> list[str]:
+    """pass@k and maj@k over k, one panel per data source; returns a sentence if there is nothing to draw with."""
+    curves = {
+        source: {
+            kind: [(int(name.partition("@")[2]), m) for name, m in found["metrics"].items() if name.startswith(kind)]
+            for kind in ("pass@", "maj@")
+        }
+        for source, found in summary["sources"].items()
+    }
+    if not any(len(points) > 1 for kinds in curves.values() for points in kinds.values()):
+        return []
+    try:
+        pyplot: Any = importlib.import_module("matplotlib.pyplot")
+    except ImportError:
+        return ["no plot: matplotlib is not installed"]
+    pyplot.switch_backend("agg")
+    figure, axes = pyplot.subplots(1, len(curves), figsize=(5 * len(curves), 4), squeeze=False)
+    for panel, (source, kinds) in zip(axes[0], curves.items(), strict=True):
+        for kind, points in kinds.items():
+            if points:
+                ks, values = [k for k, _ in points], [metric for _, metric in points]
+                panel.plot(ks, [metric["value"] for metric in values], marker="o", label=f"{kind}k")
+                panel.fill_between(ks, [m["low"] for m in values], [m["high"] for m in values], alpha=0.2)
+        panel.set(title=source, xlabel="k", ylim=(0, 1))
+        panel.set_xscale("log", base=2)
+        panel.grid(alpha=0.3)
+        panel.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return [f"plot: {path}"]
+
+
+def print_comparison(options: argparse.Namespace) -> None:
+    first, second = options.compare
+    settings = [read_settings(directory) for directory in (first, second)]
+    data = [sorted(file["sha256"] for file in of_one["data"]) for of_one in settings]
+    if data[0] != data[1]:
+        raise InputError(f"{first} and {second} are of different data: compare evaluations of the same files")
+    rewards = [RewardConfig(r["name"], r["weight"], r["options"]) for r in settings[0]["rewards"]]
+    grading = Grading.of(rewards, options.right_by, options.right_at)
+    found = [outcomes(read_results(directory), grading) for directory in (first, second)]
+    result = compare(found[0], found[1], Bootstrap(options.seed or 0, options.resamples))
+    rows: list[tuple[str, ...]] = [("", "problems", "A", "B", "B - A", "p", "significant")]
+    for kind in ("greedy", "sampled"):
+        if (of_kind := result[kind]) is not None:
+            difference = f"{of_kind['second'] - of_kind['first']:+.4f}"
+            if interval := of_kind.get("difference"):
+                difference += f" [{interval['low']:+.4f}, {interval['high']:+.4f}]"
+            figures = (f"{of_kind['first']:.4f}", f"{of_kind['second']:.4f}", difference, f"{of_kind['p_value']:.3g}")
+            rows.append((kind, str(of_kind["num_problems"]), *figures, "yes" if of_kind["is_significant"] else "no"))
+    print_table(f"A: {first}, B: {second}", rows)
+    for kind in ("greedy", "sampled"):
+        for way in ("right_to_wrong", "wrong_to_right") if result[kind] is not None else ():
+            names = [f"{problem['data_source']} {problem['problem']}" for problem in result[kind][way]]
+            print(f"{kind}, {way.replace('_', ' ')} ({len(names)}): {', '.join(names) or 'none'}")
+    for place, directory in (("first", first), ("second", second)):
+        if number := result[f"num_only_in_{place}"]:
+            print(f"{number} problems are only in {directory}: left out")
+    if options.json is not None:
+        write_json(options.json, result)
+
+
+if __name__ == "__main__":
+    end_with_torchrun()
+    try:
+        main()
+    except Exception as error:  # noqa: BLE001 - the last frame: whatever it is, the exit status says so
+        fail(error)
