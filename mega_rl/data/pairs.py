@@ -67,6 +67,10 @@ class Judged:
     mismatched: Sequence  # for the estimate of the KL from the reference that KTO compares with
     is_good: bool
 
+    @property
+    def sequences(self) -> tuple[Sequence, Sequence]:
+        return self.answer, self.mismatched
+
 
 def num_prompt_tokens(sequence: Sequence) -> int:
     """Tokens before the first one that is learnt from."""

@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 PHASES = ("generate", "sync", "reward", "old_logprobs", "reference_logprobs", "update", "validate", "save", "step")
+# Sections of the stages that learn from files: metrics of the same name mean the same in each of them.
+NEXT_TOKENS, PREFERENCES = ("sft/", "pt/"), ("dpo/", "kto/")
+FROM_FILES = (*NEXT_TOKENS, *PREFERENCES)
 
 
 @dataclass(frozen=True)
@@ -29,12 +32,42 @@ class MetricSpec:
 METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("reward/mean", "reward", "over the samples of the step", console="reward {value:.3f}"),
     MetricSpec("actor/loss", "nats", "objective that is minimised, over the global batch", console="loss {value:+.3f}"),
-    MetricSpec("sft/loss", "nats", "negative log-likelihood per learnt token", console="loss {value:.3f}"),
-    MetricSpec("sft/val_loss", "nats", "the same on the validation files", console="val loss {value:.3f}"),
+    *(
+        MetricSpec(f"{stage}loss", "nats", "negative log-likelihood per learnt token", console="loss {value:.3f}")
+        for stage in NEXT_TOKENS
+    ),
+    *(
+        MetricSpec(f"{stage}val_loss", "nats", "the same on the validation files", console="val loss {value:.3f}")
+        for stage in NEXT_TOKENS
+    ),
+    *(
+        MetricSpec(
+            f"{stage}loss", "1", "objective that is minimised, over the global batch", console="loss {value:.4f}"
+        )
+        for stage in PREFERENCES
+    ),
+    *(
+        MetricSpec(f"{stage}accuracy", "fraction", "answers that are ranked as judged", console="accuracy {value:.3f}")
+        for stage in PREFERENCES
+    ),
+    MetricSpec("dpo/margin", "1", "chosen less rejected reward, per pair", console="margin {value:+.3f}"),
+    *(
+        MetricSpec(f"{stage}val_loss", "1", "the loss on the validation files", console="val loss {value:.4f}")
+        for stage in PREFERENCES
+    ),
+    *(
+        MetricSpec(
+            f"{stage}val_accuracy", "fraction", "the same on the validation files", console="val accuracy {value:.3f}"
+        )
+        for stage in PREFERENCES
+    ),
     MetricSpec("actor/kl", "nats", "estimated KL from the reference, per token", console="kl {value:.4f}"),
     MetricSpec("actor/entropy", "nats", "of the clean policy, per response token", console="entropy {value:.2f}"),
     MetricSpec("actor/grad_norm", "1", "global, before clipping", console="grad {value:.2f}"),
-    MetricSpec("sft/grad_norm", "1", "global, before clipping", console="grad {value:.2f}"),
+    *(
+        MetricSpec(f"{stage}grad_norm", "1", "global, before clipping", console="grad {value:.2f}")
+        for stage in FROM_FILES
+    ),
     MetricSpec("rollout/logprob_diff_mean", "nats", "mean |trainer - engine| per token", console="diff {value:.0e}"),
     MetricSpec("aqn/sigma", "1", "standard deviation asked of the noise", "last", console="sigma {value:.3g}"),
     MetricSpec("val-core/*/greedy/acc", "fraction", "greedy answers that are right", console="{0} greedy {value:.3f}"),
@@ -63,7 +96,12 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("gate/engine", "nats", "first step: mean |trainer - engine| per token"),
     MetricSpec("actor/skipped_steps", "steps", "optimizer steps skipped for a gradient that is not finite", "sum"),
     MetricSpec("actor/skipped_steps_total", "steps", "the same in the run so far, resumed ones included", "last"),
-    MetricSpec("sft/skipped_steps_total", "steps", "optimizer steps skipped for a gradient that is not finite", "last"),
+    *(
+        MetricSpec(
+            f"{stage}skipped_steps_total", "steps", "optimizer steps skipped for a gradient that is not finite", "last"
+        )
+        for stage in FROM_FILES
+    ),
     MetricSpec("reward/std", "reward", "over all samples of the step; does not add up from parts of it"),
     MetricSpec("reward/max", "reward", "over the samples of the step", "max"),
     MetricSpec("reward/min", "reward", "over the samples of the step", "min"),
@@ -112,8 +150,22 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("memory/peak_host_gib/*", "GiB", "the same within one phase of the step", "max"),
     MetricSpec("memory/peak_device_gib/*", "GiB", "the same within one phase of the step", "max"),
     MetricSpec("data/epoch", "epochs", "passes over the training data that were drawn so far, fractional", "last"),
-    MetricSpec("sft/tokens", "tokens", "learnt tokens of the step", "sum"),
-    MetricSpec("sft/lr", "1", "learning rate of the step", "last"),
+    *(MetricSpec(f"{stage}tokens", "tokens", "learnt tokens of the step", "sum") for stage in NEXT_TOKENS),
+    *(MetricSpec(f"{stage}val_perplexity", "1", "exp(val_loss)") for stage in NEXT_TOKENS),
+    *(MetricSpec(f"{stage}lr", "1", "learning rate of the step", "last") for stage in FROM_FILES),
+    *(
+        MetricSpec(f"{stage}{answer}_reward", "1", f"beta x log-ratio to the reference, per {answer} answer")
+        for stage in PREFERENCES
+        for answer in ("chosen", "rejected")
+    ),
+    *(
+        MetricSpec(f"{stage}{answer}_logprob", "nats", f"under the policy, per {answer} answer")
+        for stage in PREFERENCES
+        for answer in ("chosen", "rejected")
+    ),
+    MetricSpec("dpo/val_margin", "1", "the margin on the validation files"),
+    MetricSpec("kto/kl", "nats", "from the reference, estimated on answers to other prompts, at least 0"),
+    MetricSpec("kto/val_kl", "nats", "the same on the validation files"),
 )
 
 # What a policy's objective measures (`types.Figures`) -> the metric that is its mean over the learnt tokens.

@@ -8,7 +8,7 @@ import pytest
 
 from tests.style.test_layers import REPO, ROW, source_files
 
-NAMES = {"rl", "sft"}
+NAMES = {"rl", "pt", "sft", "dpo", "kto"}
 
 
 def names_of_stages(source: str) -> list[str]:
