@@ -218,7 +218,7 @@ BAD_VALUES = [
     ("parallel.expert_tensor", 1),  # a model without experts
     ("parallel.overlap_param_gather", True),  # not without the other overlap
     ("parallel.sequence", True),
-    ("trainer.stage", "dpo"),
+    ("trainer.stage", "dqo"),
     ("trainer.output_dir", ""),
     ("trainer.total_steps", 0),
     ("trainer.total_steps", None),
