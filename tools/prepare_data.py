@@ -9,7 +9,8 @@ reason that is counted; docs/data.md has the forms and the reasons.
 ``arithmetic`` makes up additions: train.jsonl and val.jsonl (``07+25=`` and ``32``, operand pairs of val held out of
 train in either order) and sft.jsonl, supervised responses over the train pairs. These hold the right sum in several
 styles, and only --plain-fraction of them in the plain one that counts as an answer, so that a model warmed up on them
-has something to learn by reinforcement.
+has something to learn by reinforcement. pairs.jsonl and pairs_val.jsonl have a plain right answer and a worse one;
+texts.jsonl and texts_val.jsonl are documents of sums.
 
 Every file appears whole or not at all.
 """
@@ -28,9 +29,9 @@ from mega_rl.errors import InputError
 
 
 def prepare_arithmetic(out: Path, spec: ArithmeticSpec) -> list[Path]:
-    """Writes train.jsonl, val.jsonl and sft.jsonl into ``out``."""
+    """Writes a file for every table of ``ArithmeticData`` into ``out``."""
     data = arithmetic_data(spec)
-    tables = {"train": data.train, "val": data.val, "sft": data.sft}
+    tables = {field.name: getattr(data, field.name) for field in fields(data)}
     for name, records in tables.items():
         write_jsonl(out / f"{name}.jsonl", records)
     return [out / f"{name}.jsonl" for name in tables]

@@ -31,7 +31,8 @@ from mega_rl.config import schema
 from mega_rl.config.rules import MANY, RULES
 from mega_rl.config.typed import is_nullable, not_null
 from mega_rl.observe.healthy import HEALTHY
-from mega_rl.observe.metrics import METRICS, SECTIONS, MetricSpec
+from mega_rl.observe.metric import MetricSpec
+from mega_rl.observe.metrics import METRICS, SECTIONS
 
 REPO = Path(__file__).resolve().parent.parent
 CHINESE = REPO / "docs" / "reference_zh.json"

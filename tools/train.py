@@ -21,7 +21,7 @@ from mega_rl.parallel.process import end_with_torchrun, fail, processes
 from mega_rl.rewards.scorer import build_scorer
 from mega_rl.rollout.vllm.options import check_options, installed_arguments
 
-STAGES = {"rl": "mega_rl.stages.rl", "sft": "mega_rl.stages.sft"}
+STAGES = {name: f"mega_rl.stages.{name}" for name in ("rl", "pt", "sft", "dpo", "kto")}
 STOPPED = 75  # exit status: sysexits.h's EX_TEMPFAIL, "try again later"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mega_rl.config.schema import RunConfig
-from mega_rl.config.stage import samples
+from mega_rl.config.stage import samples, sequences_per_row
 from mega_rl.errors import input_error
 from mega_rl.models.fit import engine_problems, length_problems, trainer_problems
 from mega_rl.models.shape import ModelShape, inspect_model
@@ -36,7 +36,8 @@ def model_problems(
     if is_good("data.max_prompt_length", "data.max_response_length"):
         budget = config.trainer.max_tokens_per_microbatch if is_good("trainer.max_tokens_per_microbatch") else None
         context = parallel.context if is_good("parallel.context") else None
-        found += length_problems(shape, data.max_prompt_length, data.max_response_length, budget, context)
+        lengths = (data.max_prompt_length, data.max_response_length)
+        found += length_problems(shape, *lengths, budget, context, sequences_per_row(config))
     if is_good(*(f"parallel.{name}" for name in SIZES)):
         found += trainer_problems(shape, parallel, world_size)
     if samples(config) and is_good("rollout.tensor_parallel_size"):

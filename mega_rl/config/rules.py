@@ -166,6 +166,13 @@ RULES: dict[str, Rule] = {
     "algorithm.dynamic_sampling.oversample": between(1, 1000),
     "algorithm.dynamic_sampling.budget": between(1, MANY),
     "algorithm.dynamic_sampling.metric": nullable(text()),
+    "preference.beta": above(0, 1000),
+    "preference.label_smoothing": Rule(lambda v: _is_number(v) and 0 <= v < 0.5, "a number >= 0 and < 0.5"),
+    "preference.simpo_gamma": between(0, 1000),
+    "preference.sft_coefficient": between(0, 1000),
+    "kto.beta": above(0, 1000),
+    "kto.desirable_weight": between(0, 1000),
+    "kto.undesirable_weight": between(0, 1000),
     "reward_workers.num_workers": nullable(between(1, 1024)),
     "reward_workers.timeout_s": between(0.01, 7 * 24 * 3600),
     "reward_workers.memory_bytes": between(1 << 26, MAX_MEMORY_BYTES),
@@ -181,7 +188,7 @@ RULES: dict[str, Rule] = {
     "trainer.gates.engine_factor": between(1, 1000),
 }
 
-# What a run of stage sft does not read: sections, and keys of sections that it reads otherwise.
+# What only stage rl reads: sections, and keys of sections that other stages read otherwise.
 ONLY_RL = (
     "rollout.", "bridge.", "algorithm.", "aqn.", "reward_workers.", "trainer.gates.",
     "validation.n", "validation.temperature",

@@ -43,7 +43,7 @@ class DataConfig:
     val_files: list[str] = field(default_factory=list)  # held-out data in the same formats; []: no validation
     max_prompt_length: int = 512  # tokens
     max_response_length: int = 1024  # tokens
-    train_batch_size: int = 128  # prompts (rl) or conversations (sft) per step
+    train_batch_size: int = 128  # per step: prompts (rl), conversations (sft), texts (pt), pairs (dpo), answers (kto)
     filter_overlong_prompts: bool = True  # leave out prompts over max_prompt_length; false: such a prompt is an error
     shuffle: bool = True  # a new order in every epoch; false: the order of the files
     seed: int = 0  # seed of the order of the training data
@@ -130,6 +130,30 @@ class AlgorithmConfig:
     importance_correction: Literal["truncate", "mask"] = "truncate"
     importance_level: Literal["token", "sequence"] = "token"  # weigh each token, or each response by its product
     importance_floor: float = 0.0  # smallest weight that importance_correction=mask keeps
+
+
+@dataclass
+class PreferenceConfig:
+    """The loss on pairs of a chosen and a rejected answer (stage dpo); ``docs/preference.md`` has the formulas."""
+
+    # which loss on pairs; simpo and orpo need no reference
+    loss: Literal["sigmoid", "hinge", "ipo", "robust", "apo_zero", "apo_down", "sppo", "simpo", "orpo"] = "sigmoid"
+    beta: float = 0.1  # how closely the policy keeps to the reference: the larger, the closer
+    label_smoothing: float = 0.0  # share of pairs taken to be judged wrongly; sigmoid, robust and simpo
+    simpo_gamma: float = 0.5  # simpo only: the margin between the rewards that is asked for
+    sft_coefficient: float = 0.0  # weight of the chosen answer's own negative log-likelihood, per token
+    # Log-probabilities of the model that training started from. cached: computed once, before the first step, and kept
+    # in output_dir | none: the loss needs none (simpo, orpo) | auto: none for these two, else cached
+    reference: Literal["auto", "cached", "none"] = "auto"
+
+
+@dataclass
+class KtoConfig:
+    """The loss on answers that are judged one by one (stage kto)."""
+
+    beta: float = 0.1  # as preference.beta
+    desirable_weight: float = 1.0  # of good answers
+    undesirable_weight: float = 1.0  # of bad ones
 
 
 @dataclass
@@ -247,7 +271,9 @@ class GatesConfig:
 class TrainerConfig:
     """What is run, how long, and where it writes."""
 
-    stage: Literal["rl", "sft"] = "rl"  # reinforcement learning, or supervised fine-tuning
+    # rl: reinforcement learning | pt: continued pre-training on plain text | sft: supervised fine-tuning |
+    # dpo: DPO and its family, on pairs of answers | kto: KTO, on answers judged one by one
+    stage: Literal["rl", "pt", "sft", "dpo", "kto"] = "rl"
     output_dir: str = "runs/default"  # all that a run writes; started again with the same one, a run resumes
     total_steps: int | None = None  # length of the run in steps; give this or total_epochs
     total_epochs: int | None = None  # length in epochs, without what dynamic sampling draws besides; or total_steps
@@ -327,13 +353,15 @@ class PlatformConfig:
 
 @dataclass
 class RunConfig:
-    """All sections. A run of stage sft does not read rollout, bridge, algorithm, aqn, rewards and reward_workers."""
+    """All sections. Only stage rl reads rollout, algorithm, aqn, rewards and reward_workers."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     bridge: BridgeConfig = field(default_factory=BridgeConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    kto: KtoConfig = field(default_factory=KtoConfig)
     aqn: AqnConfig = field(default_factory=AqnConfig)
     rewards: list[RewardConfig] = field(default_factory=list)
     reward_workers: RewardWorkersConfig = field(default_factory=RewardWorkersConfig)

@@ -4,10 +4,27 @@ from __future__ import annotations
 
 from mega_rl.config.schema import RunConfig
 
+REFERENCE_FREE = {"simpo", "orpo"}  # values of preference.loss
+
+LEARNING_FROM_FILES = {"pt", "sft", "dpo", "kto"}
+PAIRED = {"dpo"}
+
 
 def samples(config: RunConfig) -> bool:
     """Whether the stage learns from responses that an engine samples, and so reads the sections about them.
 
     An unknown stage counts as one that does, so that a mistyped name hides no other problem.
     """
-    return config.trainer.stage != "sft"
+    return config.trainer.stage not in LEARNING_FROM_FILES
+
+
+def sequences_per_row(config: RunConfig) -> int:
+    """Sequences of one row of the data, which share a micro-batch: 2 where a row is a pair of answers."""
+    return 2 if config.trainer.stage in PAIRED else 1
+
+
+def needs_reference(config: RunConfig) -> bool:
+    """Whether the loss of the stage compares with log-probabilities of the starting weights that are kept in a file."""
+    if config.trainer.stage == "kto":
+        return True
+    return config.trainer.stage == "dpo" and config.preference.loss not in REFERENCE_FREE

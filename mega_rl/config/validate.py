@@ -12,7 +12,7 @@ from mega_rl.config.megatron_fields import field_problems
 from mega_rl.config.model import model_problems
 from mega_rl.config.rules import Rule, any_number, rules, text
 from mega_rl.config.schema import RunConfig
-from mega_rl.config.stage import samples
+from mega_rl.config.stage import REFERENCE_FREE, samples
 from mega_rl.errors import input_error, shortened, shown
 from mega_rl.models.files import tokenizer_problem, weights_problem
 
@@ -33,7 +33,8 @@ def problems(config: RunConfig, world_size: int | None = None, has_files: bool =
     """Every problem as a sentence that names the field, its value and the fix; empty when the run can start.
 
     Args:
-        config: read only; an ``sft`` run does not read rollout, bridge, algorithm, aqn and rewards: not checked.
+        config: read only; what the run's stage does not read (of many, rollout, algorithm, aqn and rewards) is not
+            checked.
         world_size: number of processes; None if it is not known (a dry run), which leaves out what depends on it.
         has_files: false if a run is only planned: nothing but the model's config.json is asked for.
     """
@@ -52,6 +53,7 @@ def problems(config: RunConfig, world_size: int | None = None, has_files: bool =
     _overlap(found)
     _mindspeed(found)
     found.lines += field_problems(config.trainer.megatron)
+    _preference(found)
     if is_sampled:
         _rewards(found)
         _rollout_and_algorithm(found)
@@ -217,7 +219,8 @@ def _memory(found: _Problems) -> None:
         )
     if memory.offload and not samples(found.config):
         found.add(
-            f"memory.offload is {memory.offload}, but only an rl run has an engine to make room for: set it to []"
+            f"memory.offload is {memory.offload}, but only a run of stage rl has an engine to make room for: set it "
+            "to []"
         )
     has_noise = samples(found.config) and found.config.aqn.enabled
     if has_noise and (memory.optimizer_on_host or memory.optimizer_state_dtype != "float32"):
@@ -241,6 +244,22 @@ def _mindspeed(found: _Problems) -> None:
         found.add(
             f"platform.mindspeed.features has {name!r}, but platform.mindspeed.mode is 'off': set it to auto, or "
             "remove the feature"
+        )
+
+
+def _preference(found: _Problems) -> None:
+    preference, field = found.config.preference, "preference.reference"
+    if found.config.trainer.stage != "dpo" or not found.good("preference.loss", field):
+        return
+    loss, is_free, smoothing = preference.loss, preference.loss in REFERENCE_FREE, preference.label_smoothing
+    if is_free and preference.reference == "cached":
+        found.add(f"{field} is 'cached', but preference.loss {loss!r} compares with no reference: set it to auto")
+    if not is_free and preference.reference == "none":
+        found.add(f"{field} is 'none', but preference.loss {loss!r} compares with a reference: set it to auto")
+    if smoothing and loss not in ("sigmoid", "robust", "simpo"):
+        found.add(
+            f"preference.label_smoothing is {smoothing}, but preference.loss {loss!r} has none: set it to 0, or the "
+            "loss to sigmoid, robust or simpo"
         )
 
 

@@ -19,6 +19,7 @@ from mega_rl.errors import InputError, shown
 PROMPTS = ("prompt", "question", "instruction")
 TRUTHS = ("answer", "solution", "output", "response")
 RESPONSES = ("response", "answer", "output", "solution")
+ANSWERS = ("chosen", "rejected", "completion")  # of preference data: text, one message, or messages
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 # Columns, and keys of a message, that mean something that is not there yet.
 REFUSED = {
@@ -37,9 +38,9 @@ def refuse_columns(row: Row) -> None:
     for name, why in REFUSED.items():
         if _is_filled(row.get(name)):
             raise InputError(f"{row.where} has the column {name}, but {why}: take it out, or leave such rows out")
-    for column in ("messages", "conversations", "prompt"):
+    for column in ("messages", "conversations", "prompt", *ANSWERS):
         messages = row.get(column)
-        for message in messages if isinstance(messages, list) else ():
+        for message in messages if isinstance(messages, list) else (messages,):
             found = [name for name in REFUSED if isinstance(message, Mapping) and _is_filled(message.get(name))]
             if found:
                 why = REFUSED[found[0]]
@@ -109,18 +110,24 @@ def _role(message: Any) -> Any:
 
 def _from_sharegpt(row: Row) -> list[dict[str, Any]]:
     turns = row.get("conversations")
-    messages = []
-    for turn in turns if isinstance(turns, list) else [turns]:
-        if isinstance(turn, Mapping) and isinstance(turn.get("role"), str):
-            messages.append({"role": turn["role"], "content": turn.get("content")})
-            continue
-        role = ROLES.get(str(turn.get("from"))) if isinstance(turn, Mapping) else None
-        if role is None:
-            raise InputError(f"{row.where} has the turn {shown(turn)}: give from (human, gpt or system) and value")
-        messages.append({"role": role, "content": turn.get("value")})
+    messages = [message_of(row, turn) for turn in (turns if isinstance(turns, list) else [turns])]
     if not messages:
         raise InputError(f"{row.where} has an empty conversation; correct it")
     return messages
+
+
+def message_of(row: Row, turn: Any) -> dict[str, Any]:
+    """A turn, with ``role`` and ``content`` or with ``from`` and ``value``, as a message.
+
+    Raises:
+        InputError: neither, or nobody's turn.
+    """
+    if isinstance(turn, Mapping) and isinstance(turn.get("role"), str):
+        return {"role": turn["role"], "content": turn.get("content")}
+    role = ROLES.get(str(turn.get("from"))) if isinstance(turn, Mapping) else None
+    if role is None:
+        raise InputError(f"{row.where} has the turn {shown(turn)}: give from (human, gpt or system) and value")
+    return {"role": role, "content": turn.get("value")}
 
 
 def response_of(row: Row) -> Any:

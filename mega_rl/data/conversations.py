@@ -8,7 +8,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from mega_rl.config.schema import DataConfig
-from mega_rl.data.columns import messages_of, prompt_of, refuse_columns, response_of
+from mega_rl.data.columns import messages_of, prompt_of, response_of
+from mega_rl.data.fitting import fitting
 from mega_rl.data.rows import Row, read_rows
 from mega_rl.data.stream import Stream, fingerprint
 from mega_rl.data.tokenizer import (
@@ -16,8 +17,6 @@ from mega_rl.data.tokenizer import (
     apply_template,
     as_messages,
     encode,
-    is_surely_longer,
-    num_characters,
     render_prompt,
     uses_chat_template,
 )
@@ -64,37 +63,17 @@ class ConversationDataset:
             InputError: unreadable files, rows without the needed fields, overlong ones if they are not
                 filtered, or nothing left.
         """
-        limit = data.max_prompt_length + data.max_response_length
-        sequences: list[Sequence] = []
-        num_dropped = 0
-        for row in read_rows(files, key)[:max_samples]:
-            refuse_columns(row)
-            messages = messages_of(row)
-            texts = [prompt_of(row), response_of(row)] if messages is None else [messages]
-            if is_surely_longer(tokenizer, texts, limit):
-                if not data.filter_overlong_prompts:
-                    raise InputError(
-                        f"{row.where} has {num_characters(*texts)} characters, which are more than "
-                        f"data.max_prompt_length + data.max_response_length, {limit} tokens; shorten it or set "
-                        "data.filter_overlong_prompts"
-                    )
-                num_dropped += 1
-                continue
-            sequence = _sequence(row, tokenizer, data)
-            if sequence.token_ids.numel() <= limit:
-                sequences.append(sequence)
-            elif data.filter_overlong_prompts:
-                num_dropped += 1
-            else:
-                raise InputError(
-                    f"{row.where} has {sequence.token_ids.numel()} tokens but data.max_prompt_length + "
-                    f"data.max_response_length is {limit}; raise them or set data.filter_overlong_prompts"
-                )
-        if not sequences:
-            raise InputError(
-                f"{key}: all {num_dropped} conversations are longer than data.max_prompt_length + "
-                f"data.max_response_length ({limit} tokens); raise them"
-            )
+        rows = read_rows(files, key)[:max_samples]
+        sequences, num_dropped = fitting(
+            rows,
+            key,
+            "conversations",
+            tokenizer,
+            data,
+            texts_of=_texts,
+            item_of=lambda row: _sequence(row, tokenizer, data),
+            num_tokens_of=lambda sequence: sequence.token_ids.numel(),
+        )
         return cls(sequences, num_dropped)
 
     def __len__(self) -> int:
@@ -102,6 +81,11 @@ class ConversationDataset:
 
     def __getitem__(self, position: int) -> Sequence:
         return self.sequences[position]
+
+
+def _texts(row: Row) -> list[Any]:
+    messages = messages_of(row)
+    return [prompt_of(row), response_of(row)] if messages is None else [messages]
 
 
 def _sequence(row: Row, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Sequence:
@@ -154,12 +138,21 @@ def _templated_segments(tokenizer: PreTrainedTokenizerBase, messages: list[Messa
                 f"the tokenizer's chat template rewrites what stands before message {position + 1}; "
                 "split the conversation into rows of one response each"
             )
-        response, eos, _ = through[len(context) :].rpartition(str(tokenizer.eos_token))
-        # Templates write a newline after the end of sequence: it belongs to the next context, not to the response.
-        text = response + eos if eos else through[len(context) :]
-        response_ids = encode(tokenizer, text)
-        if not eos:
-            response_ids.append(int(tokenizer.eos_token_id))
+        text, response_ids = response_after(tokenizer, context, through)
         segments += [(encode(tokenizer, context[len(done) :]), False), (response_ids, True)]
         done = context + text
     return segments
+
+
+def response_after(tokenizer: PreTrainedTokenizerBase, context: str, through: str) -> tuple[str, list[int]]:
+    """The response in a rendered text, through its end of sequence, and its token ids.
+
+    Args:
+        context: the text through the generation prompt.
+        through: the same with the response behind it.
+    """
+    response, eos, _ = through[len(context) :].rpartition(str(tokenizer.eos_token))
+    # Templates write a newline after the end of sequence: it belongs to the next context, not to the response.
+    text = response + eos if eos else through[len(context) :]
+    ids = encode(tokenizer, text)
+    return text, ids if eos else [*ids, int(tokenizer.eos_token_id)]

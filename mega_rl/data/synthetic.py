@@ -36,6 +36,8 @@ CHATML_TEMPLATE = (
 
 PLAIN_STYLE = "{sum}"
 OTHER_STYLES = ("={sum}", "+{sum}")  # equally frequent when the style is not the plain one
+OTHER_STYLE_FRACTION = 0.75  # of the rejected answers; the others are wrong sums
+SUMS_PER_TEXT = 8
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class ArithmeticSpec:
     num_train: int = 2000  # prompts
     num_val: int = 128  # prompts whose operand pairs, in either order, are not in train
     num_sft: int = 20000  # prompt and response rows over the train pairs
+    num_pairs: int = 2000  # pairs of a right and a worse answer, over the train prompts
+    num_texts: int = 2000  # documents of SUMS_PER_TEXT sums each, over the train prompts
     plain_fraction: float = 0.2  # share of the sft rows, on average, in the style that the reward accepts
     seed: int = 0
 
@@ -55,6 +59,10 @@ class ArithmeticData:
     train: list[dict[str, Any]]  # {"prompt": "07+25=", "answer": "32", "data_source": "arithmetic"}
     val: list[dict[str, Any]]  # the same, held out
     sft: list[dict[str, Any]]  # {"prompt": "07+25=", "response": "+32"}
+    pairs: list[dict[str, Any]]  # {"prompt": "07+25=", "chosen": "32", "rejected": "=32"}
+    pairs_val: list[dict[str, Any]]  # the same over the val prompts, each once
+    texts: list[dict[str, Any]]  # {"text": "07+25=32 40+02=42 ..."}
+    texts_val: list[dict[str, Any]]  # the same over the val prompts, each once
 
 
 def arithmetic_data(spec: ArithmeticSpec) -> ArithmeticData:
@@ -82,6 +90,10 @@ def arithmetic_data(spec: ArithmeticSpec) -> ArithmeticData:
         train=[_prompt_row(a, b, spec) for a, b in train],
         val=[_prompt_row(a, b, spec) for a, b in val[: spec.num_val]],
         sft=[_sft_row(train[item % len(train)], item, spec) for item in range(spec.num_sft)],
+        pairs=[_pair_row(train[item % len(train)], item, spec) for item in range(spec.num_pairs)],
+        pairs_val=[_pair_row(pair, -1 - item, spec) for item, pair in enumerate(val[: spec.num_val])],
+        texts=[_text_row(train, item, spec) for item in range(spec.num_texts)],
+        texts_val=[_text_row(val, item, spec) for item in range(max(1, len(val) // SUMS_PER_TEXT))],
     )
 
 
@@ -89,8 +101,9 @@ def _check(spec: ArithmeticSpec) -> None:
     for name in ("max_operand", "num_train", "num_val"):
         if getattr(spec, name) < 1:
             raise InputError(f"--{name.replace('_', '-')} is {getattr(spec, name)}; give at least 1")
-    if spec.num_sft < 0:
-        raise InputError(f"--num-sft is {spec.num_sft}; give 0 or more")
+    for name in ("num_sft", "num_pairs", "num_texts"):
+        if getattr(spec, name) < 0:
+            raise InputError(f"--{name.replace('_', '-')} is {getattr(spec, name)}; give 0 or more")
     if not 0.0 <= spec.plain_fraction <= 1.0:
         raise InputError(f"--plain-fraction is {spec.plain_fraction}; give a number from 0 to 1")
 
@@ -111,6 +124,20 @@ def _sft_row(pair: tuple[int, int], item: int, spec: ArithmeticSpec) -> dict[str
     is_plain, choice = generator("arithmetic-sft", spec.seed, item).random(2)
     style = PLAIN_STYLE if is_plain < spec.plain_fraction else OTHER_STYLES[int(choice * len(OTHER_STYLES))]
     return {"prompt": prompt, "response": style.format(sum=answer)}
+
+
+def _pair_row(pair: tuple[int, int], item: int, spec: ArithmeticSpec) -> dict[str, Any]:
+    """The plain right sum is better than the same in another style, and than a plain wrong one."""
+    prompt, answer = _texts(*pair, spec)
+    is_style, choice = generator("arithmetic-pairs-of-answers", spec.seed, item).random(2)
+    other = OTHER_STYLES[int(choice * len(OTHER_STYLES))].format(sum=answer)
+    wrong = f"{(int(answer) + 1 + int(choice * 9)) % 10 ** len(answer):0{len(answer)}d}"
+    return {"prompt": prompt, "chosen": answer, "rejected": other if is_style < OTHER_STYLE_FRACTION else wrong}
+
+
+def _text_row(pairs: list[tuple[int, int]], item: int, spec: ArithmeticSpec) -> dict[str, Any]:
+    chosen = [pairs[(item * SUMS_PER_TEXT + place) % len(pairs)] for place in range(SUMS_PER_TEXT)]
+    return {"text": " ".join("".join(_texts(*pair, spec)) for pair in chosen)}
 
 
 def arithmetic_tokenizer() -> PreTrainedTokenizerFast:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from mega_rl.observe.console import before_after_table
-from mega_rl.observe.metrics import METRICS, Metrics, MetricSpec
+from mega_rl.observe.metric import MetricSpec
+from mega_rl.observe.metrics import METRICS, Metrics
 from mega_rl.observe.observer import Observer
 from mega_rl.observe.sinks import read_jsonl
 from mega_rl.observe.timers import Timers

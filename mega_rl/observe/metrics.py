@@ -13,32 +13,13 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-# A reduction: the metric is all values of a step, for a histogram (``Observer.distribution``); it has no single number.
-DISTRIBUTION = "distribution"
-PHASES = ("generate", "sync", "reward", "old_logprobs", "reference_logprobs", "update", "validate", "save", "step")
+from mega_rl.observe import from_files
+from mega_rl.observe.metric import DISTRIBUTION, MetricSpec, Section
 
-
-@dataclass(frozen=True)
-class MetricSpec:
-    """One metric, or a family of them."""
-
-    name: str
-    unit: str
-    description: str
-    # mean (weighted) | sum | max | min | last: over the add() calls and ranks of one step
-    # (distribution: all values of the step, see DISTRIBUTION)
-    reduction: str = "mean"
-    console: str | None = None  # format string of ``value`` and the texts that the stars matched, {0}, {1}
-    section: str = ""  # key of ``SECTIONS``; METRICS fills it in
-
-
-@dataclass(frozen=True)
-class Section:
-    """A part of every dashboard, of the report and of the table of metrics."""
-
-    key: str  # a word, first part of the names in wandb and swanlab
-    title: str
-    meaning: str
+PHASES = (
+    *("generate", "sync", "reward", "old_logprobs", "reference_logprobs", "values", "critic"),
+    *("update", "validate", "save", "step"),
+)
 
 
 # In reading order.
@@ -60,8 +41,7 @@ SECTIONS = (
 _LEARNING = (
     MetricSpec("reward/mean", "reward", "over the samples of the step", console="reward {value:.3f}"),
     MetricSpec("actor/loss", "nats", "objective that is minimised, over the global batch", console="loss {value:+.3f}"),
-    MetricSpec("sft/loss", "nats", "negative log-likelihood per learnt token", console="loss {value:.3f}"),
-    MetricSpec("sft/val_loss", "nats", "the same on the validation files", console="val loss {value:.3f}"),
+    *from_files.LEARNING,
     MetricSpec("reward/std", "reward", "over all samples of the step; does not add up from parts of it"),
     MetricSpec("reward/max", "reward", "over the samples of the step", "max"),
     MetricSpec("reward/min", "reward", "over the samples of the step", "min"),
@@ -71,8 +51,7 @@ _LEARNING = (
     MetricSpec("reward/*", "reward", "one reward of the sum, before its weight"),
     MetricSpec("actor/pg_loss", "nats", "policy-gradient part of the loss"),
     MetricSpec("actor/lr", "1", "learning rate of the step", "last"),
-    MetricSpec("sft/lr", "1", "learning rate of the step", "last"),
-    MetricSpec("sft/tokens", "tokens", "learnt tokens of the step", "sum"),
+    MetricSpec("critic/lr", "1", "learning rate of the step", "last"),
     MetricSpec("data/epoch", "epochs", "passes over the training data that were drawn so far, fractional", "last"),
     MetricSpec("rewards", "reward", "of every sample", DISTRIBUTION),
 )
@@ -80,7 +59,6 @@ _HEALTH = (
     MetricSpec("actor/kl", "nats", "estimated KL from the reference, per token", console="kl {value:.4f}"),
     MetricSpec("actor/entropy", "nats", "of the clean policy, per response token", console="entropy {value:.2f}"),
     MetricSpec("actor/grad_norm", "1", "global, before clipping", console="grad {value:.2f}"),
-    MetricSpec("sft/grad_norm", "1", "global, before clipping", console="grad {value:.2f}"),
     MetricSpec("actor/ppo_kl", "nats", "mean of logp_old - logp per token"),
     MetricSpec("actor/clip_fraction", "fraction", "tokens whose ratio is clipped"),
     MetricSpec("actor/dual_clip_fraction", "fraction", "tokens that the dual clip bounds"),
@@ -90,7 +68,14 @@ _HEALTH = (
     MetricSpec("actor/importance_weight", "1", "mean capped weight against the engine's policy, per token"),
     MetricSpec("actor/skipped_steps", "steps", "optimizer steps skipped for a gradient that is not finite", "sum"),
     MetricSpec("actor/skipped_steps_total", "steps", "the same in the run so far, resumed ones included", "last"),
-    MetricSpec("sft/skipped_steps_total", "steps", "optimizer steps skipped for a gradient that is not finite", "last"),
+    *from_files.HEALTH,
+    MetricSpec("critic/loss", "reward^2", "half the squared error of the values, per token"),
+    MetricSpec("critic/value_mean", "reward", "of the values before the update, per token"),
+    MetricSpec("critic/return_mean", "reward", "what the values should have been, per token"),
+    MetricSpec("critic/explained_variance", "1", "share of the returns' variance that the values foresaw", "last"),
+    MetricSpec("critic/clip_fraction", "fraction", "tokens whose value the update moved as far as it may"),
+    MetricSpec("critic/grad_norm", "1", "global, before clipping"),
+    MetricSpec("critic/skipped_steps_total", "steps", "optimizer steps skipped for a gradient not finite", "last"),
     MetricSpec("advantages", "1", "of every sample that is learnt from", DISTRIBUTION),
 )
 _AGREEMENT = (
@@ -142,6 +127,8 @@ _SYNC = (
     MetricSpec("bridge/transfer_s", "s", "waiting for exchanges that nothing hid, slowest rank", "max"),
     MetricSpec("bridge/write_s", "s", "local copies and received pieces into place, slowest rank", "max"),
     MetricSpec("bridge/verify_s", "s", "time of the proof", "max"),
+    MetricSpec("adapter/largest_b", "1", "largest magnitude in the factors B of the adapters that were sent", "max"),
+    MetricSpec("adapter/unchanged_fraction", "fraction", "of merged weights, that rounding left as they were", "last"),
     MetricSpec("bridge/bytes_local", "bytes", "weights copied within a rank in one sync", "sum"),
     MetricSpec("bridge/bytes_sent", "bytes", "weights sent between ranks in one sync", "sum"),
     MetricSpec("bridge/bytes_received", "bytes", "weights received from other ranks in one sync", "sum"),
@@ -180,13 +167,13 @@ METRICS = tuple(replace(spec, section=section) for section, specs in _BY_SECTION
 # Metrics of one section that share a chart, by its title; every other metric has a chart of its own.
 CHARTS: Mapping[str, tuple[str, ...]] = {
     "reward": ("reward/mean", "reward/max", "reward/min"),
-    "loss": ("actor/loss", "actor/pg_loss", "sft/loss", "sft/val_loss"),
+    "loss": ("actor/loss", "actor/pg_loss"),
     "samples without a reward": ("reward/num_unknown", "reward/num_unknown/*"),
     "rewards by name": ("reward/*",),
-    "skipped steps": ("actor/skipped_steps", "actor/skipped_steps_total", "sft/skipped_steps_total"),
+    "skipped steps": ("actor/skipped_steps", "actor/skipped_steps_total"),
     "clipped tokens": ("actor/clip_fraction", "actor/dual_clip_fraction", "actor/importance_bounded_fraction"),
-    "learning rate": ("actor/lr", "sft/lr"),
-    "gradient norm": ("actor/grad_norm", "sft/grad_norm"),
+    "learning rate": ("actor/lr", "critic/lr"),
+    "gradient norm": ("actor/grad_norm", "critic/grad_norm"),
     "gates of the first step": ("gate/reference", "gate/ppo_kl", "gate/ratio", "gate/engine"),
     "accuracy": ("val-core/*/greedy/acc", "val-core/*/acc/mean@*", "val-core/*/acc/best@*"),
     "peak memory": ("memory/peak_host_gib", "memory/peak_device_gib"),
@@ -211,6 +198,7 @@ CHARTS: Mapping[str, tuple[str, ...]] = {
         "bridge/verify_s",
         "bridge/seconds",
     ),
+    **from_files.CHARTS,
     "seconds of the phases": tuple(f"time/{phase}_s" for phase in PHASES if phase != "step"),
 }
 

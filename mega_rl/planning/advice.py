@@ -14,6 +14,7 @@ from typing import Any
 
 from mega_rl.config import samples
 from mega_rl.config.schema import OffloadPart
+from mega_rl.config.stage import sequences_per_row
 from mega_rl.errors import InputError
 from mega_rl.models.shape import ModelShape
 from mega_rl.planning.engine import engine_share
@@ -177,6 +178,7 @@ def _engine_share(plan: MemoryPlan) -> Iterator[Candidate]:
 
 def _microbatch(plan: MemoryPlan) -> Iterator[Candidate]:
     longest = plan.config.data.max_prompt_length + plan.config.data.max_response_length
+    longest *= sequences_per_row(plan.config)
     budget = plan.config.trainer.max_tokens_per_microbatch
     while budget > longest:
         budget = max(longest, budget // 2)
@@ -187,7 +189,8 @@ def _microbatch(plan: MemoryPlan) -> Iterator[Candidate]:
 def _length(plan: MemoryPlan) -> Iterator[Candidate]:
     data, response = plan.config.data, plan.config.data.max_response_length // 2
     if response >= MIN_RESPONSE:
-        budget = min(plan.config.trainer.max_tokens_per_microbatch, data.max_prompt_length + response)
+        longest = sequences_per_row(plan.config) * (data.max_prompt_length + response)
+        budget = min(plan.config.trainer.max_tokens_per_microbatch, longest)
         keys = {"data.max_response_length": response, "trainer.max_tokens_per_microbatch": budget}
         cost = "responses are cut: changes what is learnt"
         yield Candidate(keys, plan.machine.num_devices, cost, is_last_resort=True)
@@ -302,7 +305,7 @@ def _larger_microbatch(plan: MemoryPlan) -> Iterator[Candidate]:
     """Up to all tokens of a data-parallel rank's share of a step."""
     data, config = plan.config.data, plan.config
     longest = data.max_prompt_length + data.max_response_length
-    sequences = data.train_batch_size * (config.rollout.n if samples(config) else 1)
+    sequences = data.train_batch_size * (config.rollout.n if samples(config) else sequences_per_row(config))
     most = longest * math.ceil(sequences / (plan.layout.data * config.algorithm.minibatches_per_step))
     budget = config.trainer.max_tokens_per_microbatch
     for doubling in range(MAX_DOUBLINGS, 0, -1):

@@ -15,7 +15,7 @@ from mega_rl.bridge.mapping.vllm import vllm_series
 from mega_rl.bridge.reshard.plan import compile_plan
 from mega_rl.bridge.series import Series
 from mega_rl.config.schema import RunConfig
-from mega_rl.config.stage import samples
+from mega_rl.config.stage import needs_reference, samples
 from mega_rl.config.validate import validate
 from mega_rl.models.mixture import Mixture
 from mega_rl.models.shape import ModelShape
@@ -221,7 +221,7 @@ def _phases(
         yield _phase("sync", [weights, *asleep, written, buffers])
         yield _phase("rollout", [Item("weights", stays("weights", state.weights), EXACT), *asleep, share])
     trainer = [weights, gradients, Item("optimizer", optimizer, EXACT)]
-    if samples(config):
+    if samples(config) or needs_reference(config):
         forward = Item("activations", activations.forward_only, MODEL)
         yield _phase("log-probabilities", [*trainer, reference, forward, *awake])
     yield _phase(

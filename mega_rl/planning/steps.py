@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from mega_rl.config.schema import RunConfig
-from mega_rl.config.stage import samples
+from mega_rl.config.stage import samples, sequences_per_row
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.activations import Tokens
 
@@ -32,7 +32,7 @@ def run_length(config: RunConfig) -> RunLength:
     total = trainer.total_steps
     if total is None and per_epoch is not None and trainer.total_epochs is not None:
         total = trainer.total_epochs * per_epoch
-    sequences = data.train_batch_size * (config.rollout.n if samples(config) else 1)
+    sequences = data.train_batch_size * (config.rollout.n if samples(config) else sequences_per_row(config))
     longest = data.max_prompt_length + data.max_response_length
     return RunLength(num_rows, per_epoch, total, sequences, sequences * longest)
 
@@ -50,13 +50,14 @@ def fullest_microbatches(config: RunConfig, layout: ParallelLayout) -> Tokens:
     """Micro-batches of an optimizer step whose sequences all have their greatest length."""
     data, is_sampled = config.data, samples(config)
     parts = config.algorithm.minibatches_per_step if is_sampled else 1
-    num_sequences = data.train_batch_size * (config.rollout.n if is_sampled else 1) // parts
+    num_units = data.train_batch_size * (config.rollout.n if is_sampled else 1) // parts
     longest = data.max_prompt_length + data.max_response_length - 1  # the last token predicts nothing
+    unit_tokens = sequences_per_row(config) * longest  # what shares a micro-batch: one sequence, or those of a pair
     budget = config.trainer.max_tokens_per_microbatch
     multiple = layout.pipeline if layout.num_chunks > 1 else 1
     # What parallel.schedule.balance comes to for equal lengths.
-    num_microbatches = multiple * -(-num_sequences // (layout.data * multiple * (budget // longest)))
+    num_microbatches = multiple * -(-num_units // (layout.data * multiple * (budget // unit_tokens)))
     # Sequences of other lengths fill a micro-batch up to its limit.
-    fullest = min(budget, -(-num_sequences // layout.data) * longest)
+    fullest = min(budget, -(-num_units // layout.data) * unit_tokens)
     unit = layout.tensor * 2 * layout.context
     return Tokens(-(-fullest // unit) * unit, longest, num_microbatches)

@@ -13,6 +13,7 @@ from mega_rl.algorithms.advantage import ADVANTAGES
 from mega_rl.algorithms.correction import CORRECTIONS, LOG_WEIGHTS
 from mega_rl.algorithms.kl import KL_ESTIMATORS
 from mega_rl.algorithms.objective import OBJECTIVES, PolicyObjective
+from mega_rl.algorithms.preference import PAIR_LOSSES
 from mega_rl.algorithms.reduce import REDUCTIONS, Denominators
 from mega_rl.bridge.outgoing.noise import NORM_ROLES, ROUNDINGS, SCHEDULES
 from mega_rl.bridge.outgoing.quantize import FORMATS
@@ -36,6 +37,7 @@ TABLES: dict[str, list[Iterable[str]]] = {
     "algorithm.kl_estimator": [KL_ESTIMATORS],
     "algorithm.importance_correction": [CORRECTIONS],
     "algorithm.importance_level": [LOG_WEIGHTS],
+    "preference.loss": [PAIR_LOSSES],
     "aqn.schedule": [SCHEDULES],
     "aqn.rounding": [ROUNDINGS],
     "aqn.target_modules": [NORM_ROLES],
@@ -61,6 +63,7 @@ WITHOUT_TABLE = {
     "data.chat_template",
     "memory.recompute",
     "platform.mindspeed.mode",
+    "preference.reference",
     "rollout.placement",
     "rollout.routing_replay",
     "rollout.seeds",

@@ -46,7 +46,7 @@ def trl_stage(draft: Draft) -> None:
     task = task_of_program(draft)
     draft.stage = "rl" if task in ("grpo", "rloo") else "sft"
     if NO_TASKS.get(task):
-        draft.notes.append(f"trainer.stage: there is no {task} here; only what supervised training shares is set")
+        draft.notes.append(f"trainer.stage: {task} is not converted; only what supervised training shares is set")
     if task == "rloo":
         draft.set("algorithm.advantage", "rloo")
     _keep_stage(draft)

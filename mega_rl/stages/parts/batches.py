@@ -38,15 +38,20 @@ class BatchShare:
         return self.layout.coordinates(self.rank).pipeline == self.layout.pipeline - 1
 
 
-def pack_for_rank(share: BatchShare, sequences: list[Sequence]) -> list[Microbatch]:
-    """This data-parallel rank's share of a global list of sequences; every rank gets equally many micro-batches."""
-    lengths = [sequence.loss_mask.numel() for sequence in sequences]
+def pack_for_rank(share: BatchShare, sequences: list[Sequence], unit: int = 1) -> list[Microbatch]:
+    """This data-parallel rank's share of a global list of sequences; every rank gets equally many micro-batches.
+
+    Args:
+        unit: so many sequences in a row, such as the two answers of a pair, share a micro-batch and keep their order.
+    """
+    lengths = [sum(s.loss_mask.numel() for s in sequences[i : i + unit]) for i in range(0, len(sequences), unit)]
     layout = share.layout
     # An interleaved pipeline goes round in groups of as many micro-batches as it has stages.
     group = layout.pipeline if layout.num_chunks > 1 else 1
     plan = balance(lengths, layout.data, share.max_tokens, group, share.attention_slope)
     own = plan[layout.coordinates(share.rank).data]
-    return [pack(sequences, indices, share.pad_multiple, share.pad_token_id) for indices in own]
+    places = [[unit * index + k for index in indices for k in range(unit)] for indices in own]
+    return [pack(sequences, indices, share.pad_multiple, share.pad_token_id) for indices in places]
 
 
 def denominators_of(sequences: list[Sequence], max_response_tokens: int) -> Denominators:

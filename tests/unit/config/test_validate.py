@@ -219,7 +219,7 @@ BAD_VALUES = [
     ("parallel.expert_tensor", 1),  # a model without experts
     ("parallel.overlap_param_gather", True),  # not without the other overlap
     ("parallel.sequence", True),
-    ("trainer.stage", "dpo"),
+    ("trainer.stage", "dqo"),
     ("trainer.output_dir", ""),
     ("trainer.total_steps", 0),
     ("trainer.total_steps", None),
@@ -501,6 +501,40 @@ def test_recompute_keys_go_together(config):
     assert len(problems(config)) == 1
     config.memory.recompute, config.memory.recompute_modules = "full", None
     config.memory.recompute_num_layers = 2
+    assert problems(config) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (
+            {"loss": "orpo", "reference": "cached"},
+            "preference.reference is 'cached', but preference.loss 'orpo' compares",
+        ),
+        (
+            {"loss": "ipo", "reference": "none"},
+            "preference.reference is 'none', but preference.loss 'ipo' compares with a",
+        ),
+        ({"loss": "hinge", "label_smoothing": 0.1}, "preference.label_smoothing is 0.1, but preference.loss 'hinge'"),
+        ({"label_smoothing": 0.5}, "preference.label_smoothing is 0.5: set it to a number >= 0 and < 0.5"),
+        ({"beta": 0.0}, "preference.beta is 0.0"),
+    ],
+)
+def test_preferences(config, keys, words):
+    config.trainer.stage = "dpo"
+    assert problems(config) == []
+    for name, value in keys.items():
+        setattr(config.preference, name, value)
+    (line,) = problems(config)
+    assert words in line
+
+
+def test_a_pair_must_fit_into_a_microbatch(config):
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    config.trainer.stage, config.trainer.max_tokens_per_microbatch = "dpo", 2 * longest - 1
+    (line,) = problems(config)
+    assert f"set it to at least 2 x the longest sequence (a pair), {2 * longest}" in line
+    config.trainer.stage = "kto"
     assert problems(config) == []
 
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from mega_rl.config.schema import DataConfig
 from mega_rl.data import tokenizer
 from mega_rl.data.conversations import ConversationDataset
+from mega_rl.data.pairs import JudgedDataset, PairDataset
 from mega_rl.data.prompts import PromptDataset
 from mega_rl.data.rows import read_rows
 from mega_rl.data.synthetic import arithmetic_tokenizer, bpe_tokenizer
@@ -26,6 +27,7 @@ from tests.fuzzing import TEXTS, VALUES, accepted_or_sentence, cases
 TOKENIZERS = (arithmetic_tokenizer(), bpe_tokenizer(["Hi there", "user", "assistant", "system"], 300))
 FIELDS = st.sampled_from(
     ["prompt", "answer", "response", "messages", "reward_model", "extra_info", "data_source", "ground_truth", "x"]
+    + ["chosen", "rejected", "conversations", "label", "margin", "completion", "system"]
 )
 MESSAGES = st.lists(
     st.fixed_dictionaries(
@@ -39,7 +41,7 @@ ROWS = st.dictionaries(FIELDS, VALUES | MESSAGES | TEXTS | st.fixed_dictionaries
 
 def outcome(path: Path, tokenizer: PreTrainedTokenizerFast, does_filter: bool) -> None:
     data = DataConfig(max_prompt_length=16, max_response_length=16, filter_overlong_prompts=does_filter)
-    for dataset in (PromptDataset, ConversationDataset):
+    for dataset in (PromptDataset, ConversationDataset, PairDataset, JudgedDataset):
         accepted_or_sentence(lambda kind=dataset: kind.from_files([str(path)], tokenizer, data))
 
 

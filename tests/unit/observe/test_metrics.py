@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mega_rl.observe import METRICS, Metrics, Timers
-from mega_rl.observe.metrics import CHARTS, DISTRIBUTION, PHASES, SECTIONS, laid_out, match
+from mega_rl.observe.metric import DISTRIBUTION
+from mega_rl.observe.metrics import CHARTS, PHASES, SECTIONS, laid_out, match
 
 
 def test_declarations_are_unique_complete_and_formattable():

@@ -33,6 +33,14 @@ def test_data_parallel_ranks_share_the_sequences_and_the_others_hold_the_same() 
     assert padded and all(int(m.token_ids[-1]) == 9 for m in padded)
 
 
+def test_the_sequences_of_a_unit_share_a_microbatch_in_their_order() -> None:
+    sequences = [Sequence(torch.arange(n + 1), torch.ones(n)) for n in (3, 9, 5, 4, 2, 7, 1, 1)]
+    found = [m.sequence_indices for rank in (0, 2) for m in pack_for_rank(share(rank), sequences, unit=2)]
+    assert sorted(i for indices in found for i in indices) == list(range(8))
+    assert all(b == a + 1 and a % 2 == 0 for i in found for a, b in zip(i[::2], i[1::2], strict=True))
+    assert all(m.num_tokens <= 16 for rank in (0, 2) for m in pack_for_rank(share(rank), sequences, unit=2))
+
+
 def test_one_rank_of_each_replica_and_stage_is_counted() -> None:
     counted = [rank for rank in range(8) if share(rank).is_counted]
     assert sorted((LAYOUT.coordinates(r).data, LAYOUT.coordinates(r).pipeline) for r in counted) == [

@@ -10,8 +10,10 @@ from transformers import AutoConfig
 
 from mega_rl.config.schema import DataConfig
 from mega_rl.data.conversations import ConversationDataset
+from mega_rl.data.pairs import PairDataset
 from mega_rl.data.prompts import PromptDataset
 from mega_rl.data.rows import read_rows
+from mega_rl.data.texts import TextDataset
 from mega_rl.data.tokenizer import load_tokenizer
 from tests.launch import run_copy
 from tools import make_tiny_model, prepare_data
@@ -83,6 +85,12 @@ def test_arithmetic_files_and_the_model_that_reads_them(tmp_path: Path) -> None:
     assert len(PromptDataset.from_files([f"{out}/train.jsonl"], tokenizer, data)) == 30
     assert len(PromptDataset.from_files([f"{out}/val.jsonl"], tokenizer, data)) == 8
     assert len(ConversationDataset.from_files([f"{out}/sft.jsonl"], tokenizer, data)) == 50
+    assert len(PairDataset.from_files([f"{out}/pairs.jsonl"], tokenizer, data)) == 2000
+    assert len(PairDataset.from_files([f"{out}/pairs_val.jsonl"], tokenizer, data)) == 8
+    long = DataConfig(max_prompt_length=80, max_response_length=1)
+    assert [
+        len(TextDataset.from_files([f"{out}/{name}.jsonl"], tokenizer, long)) for name in ("texts", "texts_val")
+    ] == [2000, 1]
 
 
 def test_a_bpe_model_of_text_files(tmp_path: Path) -> None:

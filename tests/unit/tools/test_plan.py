@@ -163,6 +163,20 @@ def test_supervised_training_has_one_phase(models: Path, capsys: pytest.CaptureF
     assert [phase["name"] for phase in figures["ranks"][0]["phases"]] == ["training"]
 
 
+def test_pairs_have_a_pass_over_the_reference_and_twice_the_sequences(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {}
+    for stage in ("sft", "dpo"):
+        keys = (f"trainer.stage={stage}", "memory.offload=[]", "data.train_batch_size=8")
+        keys += ("trainer.max_tokens_per_microbatch=65536",)
+        _, found[stage], _ = plan(capsys, models, "grpo_gsm8k_qwen2.5_7b.yaml", "Qwen2.5-7B-Instruct", 8, *keys)
+    assert [phase["name"] for phase in found["dpo"]["ranks"][0]["phases"]] == ["log-probabilities", "training"]
+    of_sft, of_dpo = (items(found[stage]["ranks"][0]["phases"][-1]) for stage in ("sft", "dpo"))
+    assert of_dpo["activations"] == pytest.approx(2 * of_sft["activations"], rel=0.01)
+    assert of_dpo["weights"] == of_sft["weights"], "no second model"
+
+
 def test_engine_without_room_for_a_sequence(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = ("rollout.vllm.gpu_memory_utilization=0.12",)
     status, figures, error = plan(capsys, models, "grpo_gsm8k_qwen2.5_7b.yaml", "Qwen2.5-7B-Instruct", 8, *keys)

@@ -1,0 +1,351 @@
+"""Preference data: a prompt with a chosen and a rejected answer, and a prompt with one answer and its verdict.
+
+The prompt is ``prompt`` (text or messages), ``conversations`` or ``messages`` that end with the user, ``question``, or
+``instruction`` with ``input``. An answer is text, one message (``role`` and ``content``, or ``from`` and ``value``) or
+a list of messages. Lists that begin with the prompt need no other column: what both begin with is the prompt (TRL's
+implicit prompt).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from mega_rl.config.schema import DataConfig
+from mega_rl.data.columns import message_of, messages_of, prompt_of, response_of
+from mega_rl.data.conversations import response_after
+from mega_rl.data.fitting import fitting, max_tokens
+from mega_rl.data.rows import Row, read_rows
+from mega_rl.data.stream import fingerprint
+from mega_rl.data.tokenizer import Message, apply_template, as_messages, encode, render_prompt, uses_chat_template
+from mega_rl.errors import InputError, shown
+from mega_rl.types import Sequence
+
+WANTED = (
+    "`prompt`, `conversations`, `question` or `instruction` with `chosen` and `rejected`, or `chosen` and `rejected` "
+    "as lists of messages that begin with the prompt"
+)
+WANTED_VERDICT = (
+    "`prompt`, `question` or `instruction` with `completion`, `response`, `answer` or `output`, or `messages` or "
+    "`conversations` that end with the assistant"
+)
+VERDICTS = ("kto_tag", "label")  # LLaMA-Factory's and TRL's name of the same column
+USER, ASSISTANT = "user", "assistant"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two answers to one prompt. The loss mask is 1 where a token of the answer is predicted, its end included."""
+
+    index: int  # its place in the data set
+    chosen: Sequence
+    rejected: Sequence
+    margin: float | None = None  # by how much the chosen one should score higher; None: the row says nothing
+
+    def __post_init__(self) -> None:
+        start = num_prompt_tokens(self.chosen)
+        assert start == num_prompt_tokens(self.rejected), "both answers follow the same prompt"
+        assert torch.equal(self.chosen.token_ids[:start], self.rejected.token_ids[:start]), "token by token"
+
+    @property
+    def sequences(self) -> tuple[Sequence, Sequence]:
+        """Chosen and rejected, in this order: what must lie in one micro-batch."""
+        return self.chosen, self.rejected
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One answer and whether it is good, with the same prompt before another prompt's answer."""
+
+    index: int  # its place in the data set
+    answer: Sequence
+    mismatched: Sequence  # for the estimate of the KL from the reference that KTO compares with
+    is_good: bool
+
+    @property
+    def sequences(self) -> tuple[Sequence, Sequence]:
+        return self.answer, self.mismatched
+
+
+def num_prompt_tokens(sequence: Sequence) -> int:
+    """Tokens before the first one that is learnt from."""
+    return int(sequence.loss_mask.argmax()) + 1
+
+
+class PairDataset:
+    """Pairs in the order of their files."""
+
+    def __init__(self, pairs: list[Pair], num_dropped: int = 0) -> None:
+        self.items = pairs
+        self.num_dropped = num_dropped  # pairs of which one answer is longer than the limits
+        margins = repr([pair.margin for pair in pairs]).encode()
+        self.fingerprint = fingerprint([margins, *_bytes(s for pair in pairs for s in pair.sequences)])
+
+    @classmethod
+    def from_files(
+        cls,
+        files: list[str],
+        tokenizer: PreTrainedTokenizerBase,
+        data: DataConfig,
+        *,
+        key: str = "data.train_files",
+        max_samples: int | None = None,
+    ) -> PairDataset:
+        """Reads, renders and filters: each answer with its prompt by max_prompt_length + max_response_length tokens.
+
+        Args:
+            key: the configuration field that lists ``files``, for messages.
+            max_samples: take the first rows only, before filtering.
+
+        Raises:
+            InputError: unreadable files, rows without the needed fields, answers that are equal or empty, overlong ones
+                if they are not filtered, or nothing left.
+        """
+        pairs, num_dropped = fitting(
+            read_rows(files, key)[:max_samples],
+            key,
+            "pairs",
+            tokenizer,
+            data,
+            texts_of=lambda row: max(_pair_texts(row), key=lambda texts: len(texts[-1])),
+            item_of=lambda row: _pair(row, tokenizer, data),
+            num_tokens_of=lambda pair: max(sequence.token_ids.numel() for sequence in pair.sequences),
+        )
+        return cls([Pair(place, p.chosen, p.rejected, p.margin) for place, p in enumerate(pairs)], num_dropped)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, position: int) -> Pair:
+        return self.items[position]
+
+
+class JudgedDataset:
+    """Answers with their verdicts, in the order of their files.
+
+    The mismatched answer of a row is that of the next row with another prompt, cut where it would be too long.
+    """
+
+    def __init__(self, items: list[Judged], num_dropped: int = 0) -> None:
+        self.items = items
+        self.num_dropped = num_dropped  # answers longer than the limits
+        verdicts = bytes(item.is_good for item in items)
+        self.fingerprint = fingerprint([verdicts, *_bytes(s for item in items for s in (item.answer, item.mismatched))])
+
+    @classmethod
+    def from_files(
+        cls,
+        files: list[str],
+        tokenizer: PreTrainedTokenizerBase,
+        data: DataConfig,
+        *,
+        key: str = "data.train_files",
+        max_samples: int | None = None,
+    ) -> JudgedDataset:
+        """As ``PairDataset.from_files``.
+
+        Raises:
+            InputError: also where all rows have the same prompt, so that no answer is a mismatch.
+        """
+        rows, num_dropped = fitting(
+            read_rows(files, key)[:max_samples],
+            key,
+            "answers",
+            tokenizer,
+            data,
+            texts_of=_judged_texts,
+            item_of=lambda row: _judged(row, tokenizer, data),
+            num_tokens_of=lambda judged: judged[0].token_ids.numel(),
+        )
+        answers = [answer for answer, _ in rows]
+        mismatched = _mismatched(answers, max_tokens(data), key)
+        judged = zip(rows, mismatched, strict=True)
+        return cls(
+            [Judged(i, answer, other, is_good) for i, ((answer, is_good), other) in enumerate(judged)], num_dropped
+        )
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, position: int) -> Judged:
+        return self.items[position]
+
+
+def _bytes(sequences: Any) -> list[bytes]:
+    return [tensor.numpy().tobytes() for item in sequences for tensor in (item.token_ids, item.loss_mask)]
+
+
+def _pair_texts(row: Row) -> tuple[list[Any], list[Any]]:
+    """Prompt and answer, twice."""
+    prompt, chosen, rejected = _prompt_and_answers(row)
+    return [prompt, chosen], [prompt, rejected]
+
+
+def _pair(row: Row, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Pair:
+    prompt, *answers = _prompt_and_answers(row)
+    for name, answer in zip(("chosen", "rejected"), answers, strict=True):
+        if not answer.strip():
+            raise InputError(f"{row.where}: {name} is empty; give an answer, or leave the row out")
+    chosen, rejected = _sequences(row, prompt, answers, tokenizer, data)
+    if torch.equal(chosen.token_ids, rejected.token_ids):
+        raise InputError(f"{row.where}: chosen and rejected are equal, so that nothing is preferred; leave the row out")
+    margin = row.get("margin")
+    is_number = isinstance(margin, int | float) and not isinstance(margin, bool) and math.isfinite(margin)
+    if margin is not None and not is_number:
+        raise InputError(f"{row.where}: margin is {shown(margin)}; make it a number, or leave it out")
+    return Pair(0, chosen, rejected, None if margin is None else float(margin))
+
+
+def _judged_texts(row: Row) -> list[Any]:
+    prompt, answer = _prompt_and_answer(row)
+    return [prompt, answer]
+
+
+def _judged(row: Row, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> tuple[Sequence, bool]:
+    found = [row.get(name) for name in VERDICTS if row.get(name) is not None]
+    if not found:
+        raise row.missing("`kto_tag` or `label`, true for a good answer and false for a bad one")
+    if len(found) > 1 or not isinstance(found[0], bool):
+        raise InputError(f"{row.where}: kto_tag or label is {shown(found)}; give one of them, true or false")
+    prompt, answer = _prompt_and_answer(row)
+    if not answer.strip():
+        raise InputError(f"{row.where}: the answer is empty; give one, or leave the row out")
+    (sequence,) = _sequences(row, prompt, [answer], tokenizer, data)
+    return sequence, found[0]
+
+
+# --- columns ---------------------------------------------------------------------------------------------------------
+
+
+def _prompt_and_answers(row: Row) -> tuple[Any, str, str]:
+    """The prompt (text or messages), and both answers as text."""
+    chosen, rejected = row.get("chosen"), row.get("rejected")
+    if chosen is None or rejected is None:
+        raise row.missing(WANTED)
+    if not (_begins_with_prompt(row, chosen) and _begins_with_prompt(row, rejected)):
+        prompt = _own_prompt(row)
+        if prompt is None:
+            raise row.missing(WANTED)
+        return prompt, _answer_text(row, "chosen", chosen), _answer_text(row, "rejected", rejected)
+    first, second = ([message_of(row, turn) for turn in turns] for turns in (chosen, rejected))
+    prompt, last = first[:-1], (first[-1], second[-1])
+    if second[:-1] != prompt:
+        raise InputError(f"{row.where}: chosen and rejected differ before their last messages; make them one prompt")
+    _check_own_prompt(row, prompt)
+    return prompt, _answer_text(row, "chosen", last[0]), _answer_text(row, "rejected", last[1])
+
+
+def _begins_with_prompt(row: Row, answer: Any) -> bool:
+    return isinstance(answer, list) and bool(answer) and message_of(row, answer[0])["role"] != ASSISTANT
+
+
+def _check_own_prompt(row: Row, prompt: list[dict[str, Any]]) -> None:
+    """A prompt column beside answers that begin with it must say the same."""
+    own = _own_prompt(row)
+    if own is None:
+        return
+    last = prompt[-1]["content"] if prompt else None
+    same = own == (last if isinstance(own, str) else prompt)
+    if not same:
+        raise InputError(f"{row.where}: the prompt is not what chosen and rejected begin with; leave one of them out")
+
+
+def _own_prompt(row: Row) -> Any:
+    """The prompt that stands in columns of its own, led by ``system`` if there is one; None without."""
+    messages = messages_of(row)
+    if messages is not None:
+        last = messages[-1] if isinstance(messages, list) and messages else None
+        if not isinstance(last, Mapping) or last.get("role") == ASSISTANT:
+            raise InputError(f"{row.where}: the conversation before the answers must end with the user; correct it")
+        return messages
+    prompt, system = prompt_of(row), row.get("system")
+    if isinstance(prompt, list):
+        return [message_of(row, turn) for turn in prompt]
+    if isinstance(prompt, str) and isinstance(system, str) and system:
+        return [{"role": "system", "content": system}, {"role": USER, "content": prompt}]
+    return prompt
+
+
+def _prompt_and_answer(row: Row) -> tuple[Any, str]:
+    """The prompt (text or messages), and the only answer as text."""
+    messages = messages_of(row)
+    if isinstance(messages, list) and len(messages) > 1 and row.get("completion") is None:
+        return messages[:-1], _answer_text(row, "the conversation", messages[-1])
+    answer = response_of(row) if row.get("completion") is None else row.get("completion")
+    prompt = _own_prompt(row)
+    if prompt is None or answer is None:
+        raise row.missing(WANTED_VERDICT)
+    return prompt, _answer_text(row, "the answer", answer)
+
+
+def _answer_text(row: Row, name: str, answer: Any) -> str:
+    """Text, one message of the assistant, or a list of just that, as text."""
+    if isinstance(answer, str):
+        return answer
+    message = answer[0] if isinstance(answer, list) and len(answer) == 1 else answer
+    if isinstance(message, Mapping):
+        message = message_of(row, message)
+        if message["role"] == ASSISTANT and isinstance(message["content"], str):
+            return str(message["content"])
+    raise InputError(f"{row.where}: {name} is {shown(answer)}; make it text, or one message of the assistant")
+
+
+# --- tokens ----------------------------------------------------------------------------------------------------------
+
+
+def _sequences(
+    row: Row, prompt: Any, answers: list[str], tokenizer: PreTrainedTokenizerBase, data: DataConfig
+) -> list[Sequence]:
+    """Every answer, through its end of sequence, behind the tokens of the same prompt."""
+    try:
+        messages = as_messages(prompt, data.system_prompt)
+        _, prompt_ids = render_prompt(tokenizer, messages, data.chat_template)
+        is_templated = uses_chat_template(tokenizer, data.chat_template)
+        render = _templated if is_templated else _plain
+        found = [render(tokenizer, messages, answer) for answer in answers]
+    except InputError as error:
+        raise InputError(str(error) if row.where in str(error) else f"{row.where}: {error}") from error
+    # Position t predicts token t + 1, so the mask of the tokens moves one to the left.
+    mask = [torch.cat([torch.zeros(len(prompt_ids) - 1), torch.ones(len(ids))]) for ids in found]
+    return [Sequence(torch.tensor([*prompt_ids, *ids]), m) for ids, m in zip(found, mask, strict=True)]
+
+
+def _plain(tokenizer: PreTrainedTokenizerBase, messages: list[Message], answer: str) -> list[int]:
+    return [*encode(tokenizer, answer), int(tokenizer.eos_token_id)]
+
+
+def _templated(tokenizer: PreTrainedTokenizerBase, messages: list[Message], answer: str) -> list[int]:
+    context = apply_template(tokenizer, messages, add_generation_prompt=True)
+    whole = [*messages, {"role": ASSISTANT, "content": answer}]
+    through = apply_template(tokenizer, whole, add_generation_prompt=False)
+    if not through.startswith(context):
+        raise InputError(
+            "the tokenizer's chat template rewrites the prompt once an answer follows it; correct the template, or set "
+            "data.chat_template to never"
+        )
+    return response_after(tokenizer, context, through)[1]
+
+
+def _mismatched(answers: list[Sequence], limit: int, key: str) -> list[Sequence]:
+    """For every answer its prompt before the answer of the next one, in a ring, that has another prompt."""
+    starts = [num_prompt_tokens(answer) for answer in answers]
+    prompts = [answer.token_ids[:start] for answer, start in zip(answers, starts, strict=True)]
+    found: list[Sequence] = [answers[0]] * len(answers)
+    other = None  # a place behind the present one, within two turns of the ring, that has another prompt
+    for place in reversed(range(2 * len(answers))):
+        here, behind = place % len(answers), (place + 1) % len(answers)
+        if not torch.equal(prompts[here], prompts[behind]):
+            other = behind
+        if other is None or place >= len(answers):
+            continue
+        ids = torch.cat([prompts[here], answers[other].token_ids[starts[other] :]])[:limit]
+        mask = torch.cat([torch.zeros(starts[here] - 1), torch.ones(len(ids) - starts[here])])
+        found[here] = Sequence(ids, mask)
+    if other is None:
+        raise InputError(f"{key}: all rows have the same prompt, and KTO compares with answers to others; add some")
+    return found

@@ -1,0 +1,135 @@
+"""Learning from answers judged one by one (KTO): data, update, validation; the loop: ``parts/from_files.py``."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from mega_rl.algorithms.preference import KtoObjective, kto_kl
+from mega_rl.config import RunConfig
+from mega_rl.data.pairs import Judged, JudgedDataset
+from mega_rl.data.stream import Stream
+from mega_rl.megatron.engine import LossFunction, MegatronEngine
+from mega_rl.parallel.collectives import together
+from mega_rl.stages.parts import building
+from mega_rl.stages.parts.batches import pack_for_rank
+from mega_rl.stages.parts.from_files import learn, loop, measured, summed_logprobs
+from mega_rl.stages.parts.reference_logprobs import ReferenceLogprobs, reference_logprobs
+from mega_rl.stages.parts.session import Session, open_session
+from mega_rl.types import Microbatch
+
+
+def run(config: RunConfig) -> None:
+    """Train as ``config`` says; every rank of the job calls it."""
+    with open_session(config) as session:
+        train(session)
+
+
+def train(session: Session) -> None:
+    with together("reading the judged answers"):
+        dataset, held_out = judged_answers(session)
+        data = session.config.data
+        stream = Stream(dataset, data.train_batch_size, data.shuffle, data.seed)
+    config = session.config
+    total_steps = building.total_steps(config, stream.steps_per_epoch)
+    model = building.actor(session, total_steps)
+    loss = KtoObjective(
+        beta=config.kto.beta,
+        desirable_weight=config.kto.desirable_weight,
+        undesirable_weight=config.kto.undesirable_weight,
+    )
+    # The reference is what model.path holds: the model is resumed after it.
+    reference = reference_of(session, model, dataset, "train")
+    validation = None
+    if held_out is not None:
+        held_out_reference = reference_of(session, model, held_out, "val")
+        validation = partial(validate, session, model, loss, held_out_reference, held_out.items)
+    loop(
+        session,
+        model,
+        stream,
+        total_steps,
+        update=partial(update, session, model, loss, reference),
+        validate=validation,
+        num_tokens=lambda judged: sum(sequence.loss_mask.numel() for sequence in judged.sequences),
+    )
+
+
+def judged_answers(session: Session) -> tuple[JudgedDataset, JudgedDataset | None]:
+    """The training and the held-out answers."""
+    data, tokenizer = session.config.data, session.tokenizer
+    dataset = JudgedDataset.from_files(data.train_files, tokenizer, data)
+    if dataset.num_dropped:
+        session.say(f"data: {dataset.num_dropped} answers longer than the length limits left out")
+    held_out = None
+    if data.val_files:
+        held_out = JudgedDataset.from_files(
+            data.val_files, tokenizer, data, key="data.val_files", max_samples=data.max_val_samples
+        )
+    return dataset, held_out
+
+
+def update(
+    session: Session,
+    model: MegatronEngine,
+    loss: KtoObjective,
+    reference: ReferenceLogprobs,
+    batch: list[Judged],
+    is_read: bool,
+) -> dict[str, float]:
+    """One optimizer step; returns its metrics. Collective."""
+    microbatches, loss_function, kl = prepared(session, model, loss, reference, batch)
+    # The pass over mismatched answers of the next step reads the weights too, whatever ``is_read`` says.
+    totals, metrics = learn(session, model, microbatches, loss_function, is_read=True)
+    metrics |= means(batch, totals.sums) | {"kl": kl}
+    return {f"kto/{name}": value for name, value in metrics.items()}
+
+
+def validate(
+    session: Session,
+    model: MegatronEngine,
+    loss: KtoObjective,
+    reference: ReferenceLogprobs,
+    held_out: list[Judged],
+) -> dict[str, float]:
+    """Loss and figures of held-out answers. Collective."""
+    microbatches, loss_function, kl = prepared(session, model, loss, reference, held_out)
+    sums = measured(session, model, microbatches, loss_function).sums
+    figures = means(held_out, sums)
+    found = {"loss": sums["loss"], "accuracy": figures["accuracy"], "kl": kl}
+    return {f"kto/val_{name}": value for name, value in found.items()}
+
+
+def prepared(
+    session: Session,
+    model: MegatronEngine,
+    loss: KtoObjective,
+    reference: ReferenceLogprobs,
+    batch: list[Judged],
+) -> tuple[list[Microbatch], LossFunction, float]:
+    """This rank's micro-batches of a global batch, their loss, and the batch's KL from the reference. Collective."""
+    answers_reference, mismatched_reference = reference.of(batch).view(-1, 2).unbind(1)
+    kl = kto_kl(summed_logprobs(session, model, [judged.mismatched for judged in batch]), mismatched_reference)
+    loss_function = partial(
+        loss,
+        reference_B=answers_reference,
+        is_good_B=torch.tensor([judged.is_good for judged in batch]),
+        kl=kl,
+        num_answers=len(batch),
+    )
+    return pack_for_rank(session.share, [judged.answer for judged in batch]), loss_function, kl
+
+
+def means(batch: list[Judged], sums: dict[str, float]) -> dict[str, float]:
+    """Means over the good answers, over the bad ones, or over all; of a kind that the batch lacks there is none."""
+    num_good = sum(judged.is_good for judged in batch)
+    found = {"accuracy": sums["accuracy"] / len(batch)}
+    for kind, count in (("chosen", num_good), ("rejected", len(batch) - num_good)):
+        if count:
+            found |= {f"{kind}_{name}": sums[f"{kind}_{name}"] / count for name in ("reward", "logprob")}
+    return found
+
+
+def reference_of(session: Session, model: MegatronEngine, dataset: JudgedDataset, name: str) -> ReferenceLogprobs:
+    return reference_logprobs(session, model, dataset.items, dataset.fingerprint, name)

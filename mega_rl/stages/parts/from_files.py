@@ -1,0 +1,120 @@
+"""What the stages share that learn from files: the loop, one optimizer step, and figures without a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from mega_rl.algorithms.preference import answer_sums
+from mega_rl.config import RunConfig
+from mega_rl.data.stream import Stream
+from mega_rl.megatron.engine import LossFunction, MegatronEngine
+from mega_rl.observe.heartbeat import HEART
+from mega_rl.parallel.collectives import gather_objects
+from mega_rl.stages.parts import progress
+from mega_rl.stages.parts.batches import Totals, memory_metrics, pack_for_rank, totals_of
+from mega_rl.stages.parts.export import export_huggingface
+from mega_rl.stages.parts.progress import Progress, warn_if_skipped
+from mega_rl.stages.parts.session import Session
+from mega_rl.types import Figures, Microbatch, Sequence
+
+Item = TypeVar("Item")
+Update = Callable[[list[Item], bool], dict[str, float]]  # (batch, is_read) -> metrics; see ``learn``
+
+
+def loop(
+    session: Session,
+    model: MegatronEngine,
+    stream: Stream[Item],
+    total_steps: int,
+    update: Update[Item],
+    validate: Callable[[], dict[str, float]] | None,
+    num_tokens: Callable[[Item], int],
+) -> None:
+    """Batch, learn, validate, save, in the order in which it is written here; then the export.
+
+    Args:
+        update: one optimizer step.
+        validate: metrics of the held-out data; None: there is none.
+        num_tokens: positions of an item that are computed, for the throughput.
+    """
+    config, timers, save_freq = session.config, session.timers, session.config.checkpoint.save_freq
+    state = progress.resume(session.checkpoint, session.memory, model, stream, session.say)
+    with session.observer(state, total_steps) as observer, session.notice() as notice:
+        for step in range(state.step, total_steps):
+            HEART.step = done = step + 1
+            with timers("step"):
+                batch = stream.next_batch()
+                with timers("update"):
+                    metrics = update(batch, weights_are_read(config, done, total_steps))
+            if validate is not None and progress.is_due(done, config.validation.test_freq, total_steps):
+                with timers("validate"):
+                    metrics |= validate()
+            metrics["data/epoch"] = stream.epochs
+            reached = Progress(done, metrics=metrics)
+            freq = 1 if notice.is_given() else save_freq
+            progress.save_if_due(session.checkpoints, freq, timers, model, stream, reached, total_steps, session.memory)
+            seconds = timers.collect()
+            metrics |= seconds | memory_metrics(timers)
+            speed = sum(map(num_tokens, batch)) / max(seconds["time/step_s"], 1e-9)
+            observer.log(done, metrics | {"throughput/tokens_per_s": speed})
+            session.stop_if_given(notice, done)
+
+    if config.checkpoint.export_hf:
+        with HEART.during("export"):
+            export_huggingface(model, session.export_dir, config.model.path, config.bridge.bucket_bytes)
+    session.say_where()
+
+
+def weights_are_read(config: RunConfig, done: int, total_steps: int) -> bool:
+    """Whether something other than the next step reads the weights that step ``done`` leaves."""
+    return any(
+        progress.is_due(done, freq, total_steps) for freq in (config.validation.test_freq, config.checkpoint.save_freq)
+    )
+
+
+def learn(
+    session: Session, model: MegatronEngine, microbatches: list[Microbatch], loss: LossFunction, is_read: bool
+) -> tuple[Totals, dict[str, float]]:
+    """One optimizer step: the figures over all ranks, and metrics by the last parts of their names. Collective.
+
+    Args:
+        is_read: more than the next forward and backward pass reads the weights.
+    """
+    totals = totals_of(session.share, model.forward_backward(microbatches, loss))
+    step = model.optimizer_step(next_is_forward_backward=not is_read)
+    warn_if_skipped(session.say, model, step)
+    return totals, {
+        "loss": totals.sums["loss"],
+        "grad_norm": step.grad_norm,
+        "lr": step.lr,
+        "skipped_steps_total": float(model.stepper.skipped.total),
+    }
+
+
+@torch.no_grad()
+def measured(session: Session, model: MegatronEngine, microbatches: list[Microbatch], loss: LossFunction) -> Totals:
+    """What an objective says of the present weights, its loss as one of the sums. Collective."""
+    stats = model.token_stats(microbatches)
+    found = [loss(one, microbatch) for one, microbatch in zip(stats, microbatches, strict=True)]
+    reports = [Figures({"loss": value, **figures.sums}, figures.maxima) for value, figures in found]
+    # Every pipeline stage was given the statistics; they count once.
+    return totals_of(session.share, reports if session.share.is_last_stage else [])
+
+
+def summed_logprobs(session: Session, model: MegatronEngine, sequences: list[Sequence]) -> torch.Tensor:
+    """[sequences] float64: log-probabilities of the learnt tokens under the present weights, summed. Collective."""
+    sums = torch.zeros(len(sequences), dtype=torch.float64)
+    microbatches = pack_for_rank(session.share, sequences)
+    stats = model.token_stats(microbatches)
+    own: dict[int, float] = {}
+    for one, microbatch in zip(stats, microbatches, strict=True):
+        values = answer_sums(one.logprobs.double(), microbatch)
+        own |= dict(zip(microbatch.sequence_indices, values.tolist(), strict=True))
+    is_counted = session.share.is_counted and session.share.is_last_stage
+    for part in gather_objects(own if is_counted else {}):
+        for place, value in part.items():
+            sums[place] = value
+    return sums

@@ -1,0 +1,33 @@
+"""Learning to predict the next token, and how well it is predicted: what pre-training and fine-tuning share."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from mega_rl.algorithms.objective import SftObjective
+from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.stages.parts.batches import denominators_of, pack_for_rank
+from mega_rl.stages.parts.from_files import learn, measured
+from mega_rl.stages.parts.session import Session
+from mega_rl.types import Sequence
+
+
+def update(
+    session: Session, model: MegatronEngine, section: str, batch: list[Sequence], is_read: bool
+) -> dict[str, float]:
+    """One optimizer step; returns its metrics, named ``section/...``. Collective."""
+    denominators = denominators_of(batch, session.config.data.max_response_length)
+    loss = partial(SftObjective(), denominators=denominators)
+    _, metrics = learn(session, model, pack_for_rank(session.share, batch), loss, is_read)
+    metrics["tokens"] = float(denominators.num_tokens)
+    return {f"{section}/{name}": value for name, value in metrics.items()}
+
+
+def validate(session: Session, model: MegatronEngine, section: str, sequences: list[Sequence]) -> dict[str, float]:
+    """Mean negative log-likelihood per learnt token, in nats, and its exponential. Collective."""
+    loss = partial(SftObjective(), denominators=denominators_of(sequences, session.config.data.max_response_length))
+    nll = measured(session, model, pack_for_rank(session.share, sequences), loss).sums["loss"]
+    perplexity = float(torch.tensor(nll, dtype=torch.float64).exp())
+    return {f"{section}/val_loss": nll, f"{section}/val_perplexity": perplexity}
