@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 FILE = "run.log"  # under the output directory
 MAX_ENTRY_CHARACTERS = 8000  # the middle of a longer one is left out
-MAX_ALIKE = 20  # entries of one origin, in one process
+MAX_ALIKE = 5  # entries of one origin, in one process
 MAX_ORIGINS = 1000  # that are told apart; all further ones count as one
 MAX_BYTES = 32 << 20  # that all ranks of one start may add together
 MAX_BYTES_BEFORE = 32 << 20  # of earlier starts: a larger file is moved away, to run.log.old
