@@ -25,7 +25,7 @@ MAX_BYTES_BEFORE = 32 << 20  # of earlier starts: a larger file is moved away, t
 class RunLog:
     """The entries of this process. Between ``opened`` and its end the file is written, else nothing happens.
 
-    An entry is one line ``2026-11-22T13:55:01.123+0000 rank 3 WARNING vllm.engine: text``; further lines of its text
+    An entry is one line ``2026-11-22T13:55:01+0000 rank 3 WARNING vllm.engine: text``; further lines of its text
     are indented. It is one ``write`` to a file in append mode, so entries of several processes stand whole beside each
     other (on a network file system two that come at the same moment may cover each other).
     """
@@ -122,9 +122,7 @@ class RunLog:
         self.add(record.levelname, f"{record.name}: {text}", (record.name, record.lineno, str(record.msg)[:200]))
 
     def _write(self, level: str, text: str) -> None:
-        now = time.time()
-        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now)) + f".{int(now * 1000) % 1000:03d}"
-        stamp += time.strftime("%z", time.localtime(now))
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         body = "\n    ".join(text.splitlines())
         entry = f"{stamp} rank {self._rank} {level} {body}\n".encode(errors="backslashreplace")
         if self._room <= 0 or self._descriptor is None:

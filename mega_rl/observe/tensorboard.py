@@ -18,6 +18,7 @@ from mega_rl.observe.sinks import SAMPLE_COLUMNS, ShownSample, Sink, cells
 PAGE = "#custom_scalars"  # of TensorBoard's address: the page of the layout
 MAX_CELL_CHARACTERS = 4000  # of a text in a table; the middle of a longer one is left out
 NUM_BINS = 30
+MAX_QUEUE = 1000  # events that wait to be written, a few for each step; a step waits for the file if there are more
 _NUMBER = {section.key: number for number, section in enumerate(SECTIONS, start=1)}
 _SHOWN_ON_PAGE_OF_RUNS = {spec.name for spec in CONSOLE_METRICS}
 
@@ -55,7 +56,8 @@ class TensorBoardSink(Sink):
             settings: the configuration of the run, nested.
         """
         self._settings = flattened(settings or {})
-        self._events = FileWriter(str(directory))
+        # Its thread writes while the step goes on: what is logged is in the file within two seconds.
+        self._events = FileWriter(str(directory), max_queue=MAX_QUEUE, flush_secs=2)
         # What TensorBoard takes for a restart: it drops what other files of the directory hold from this step on.
         self._events.add_event(Event(step=first_step, file_version="brain.Event:2"))
         self._events.add_event(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
@@ -69,7 +71,6 @@ class TensorBoardSink(Sink):
             self._arrange(step, metrics)
         values = [Summary.Value(tag=self._tags[name], simple_value=value) for name, value in metrics.items()]
         self._add(step, Summary(value=values))
-        self._events.flush()
 
     def _arrange(self, step: int, metrics: Mapping[str, float]) -> None:
         """Lay the page out anew, for TensorBoard takes the newest layout; the first metrics also name its columns."""

@@ -46,7 +46,9 @@ def short(value: float) -> str:
     for size, sign in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if size <= abs(value) < 1e15:
             return f"{value / (1e3 if sign == 'k' else size):.3g}{sign}"
-    return f"{value:.4g}" if abs(value) >= 1e-3 or value == 0 else f"{value:.2g}"
+    if value != 0 and abs(value) < 1e-3:
+        return f"{value:.1e}".replace(".0e", "e").replace("e-0", "e-")
+    return f"{value:.4g}"
 
 
 def ticks(low: float, high: float, count: int, *, whole: bool = False) -> list[float]:
@@ -114,7 +116,7 @@ def chart(title: str, unit: str, meaning: str, series: Sequence[Series], max_poi
 
 def _axes(frame: _Frame) -> str:
     parts = []
-    for value in ticks(frame.low_y, frame.high_y, 4):
+    for value in ticks(frame.low_y, frame.high_y, 5):
         y = f"{frame.y(value):.1f}"
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
         parts.append(f'<text x="{LEFT - 5}" y="{y}" dy="4" text-anchor="end">{short(value)}</text>')

@@ -59,7 +59,9 @@ def _overview(runs: Sequence[RunRecord]) -> str:
         steps = [points[-1][0] for points in run.series.values()]
         seconds = run.values("time/step_s")
         tokens = run.values("throughput/tokens_per_s")
-        memory = run.values("memory/peak_device_gib") or run.values("memory/peak_host_gib")
+        memory = [value for value in run.values("memory/peak_device_gib") if value] or run.values(
+            "memory/peak_host_gib"
+        )
         rows.append(
             [
                 run.name,
@@ -137,13 +139,19 @@ def _phases(runs: Sequence[RunRecord]) -> str:
         phases = {
             n.removeprefix("time/").removesuffix("_s"): run.values(n) for n in run.series if n.startswith("time/")
         }
-        whole = sum(phases.pop("step", [])) or 1.0
+        whole = sum(sum(phases.get(name, ())) for name in ("step", "validate", "save")) or 1.0
+        phases.pop("step", None)
         rows = [
-            (name, sum(values), f"{short(sum(values))} s, {sum(values) / whole:.0%} of the steps' time")
+            (name, sum(values), f"{short(sum(values))} s, {sum(values) / whole:.0%} of the time")
             for name, values in sorted(phases.items(), key=lambda item: -sum(item[1]))
             if values
         ]
-        shown.append(_name(run, runs) + charts.bars("seconds of each phase, all steps together", rows) if rows else "")
+        shown.append(
+            _name(run, runs)
+            + charts.bars("seconds of each phase, all steps together; some lie within or beside others", rows)
+            if rows
+            else ""
+        )
     return "".join(shown)
 
 
@@ -184,7 +192,7 @@ def _samples(runs: Sequence[RunRecord], decoders: Mapping[str, Decode], num_samp
         chosen = spread(run.rollouts, num_samples)
         step = "" if run.rollout_step is None else f" of step {run.rollout_step}"
         decode = decoders.get(run.name)
-        words = f"{len(chosen)} of the {len(run.rollouts)} samples{step}, from the lowest reward to the highest"
+        words = f"{len(chosen)} of the {len(run.rollouts)} samples{step}, low rewards and high ones alike"
         plain = "" if decode else "; no colours, since no tokenizer of the run was found"
         cards = "".join(card(row, decode) for row in chosen)
         shown.append(f'{_name(run, runs)}<p class="note">{words}{plain}</p><div class="grid">{cards}</div>')

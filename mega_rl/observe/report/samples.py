@@ -17,13 +17,19 @@ CLASS_NAMES = ("under 1 %", "to 10 %", "to 50 %", "to 90 %", "above")
 
 
 def spread(rows: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
-    """So many samples, evenly from the lowest reward to the highest; those of unknown reward come first."""
-    ordered = sorted(rows, key=lambda row: -math.inf if row["reward"] is None else row["reward"])
-    if count >= len(ordered):
-        return ordered
-    if count < 2:
-        return ordered[-1:] * count
-    return [ordered[position * (len(ordered) - 1) // (count - 1)] for position in range(count)]
+    """So many samples, low rewards and high ones alike, from the lowest to the highest; unknown ones stand first.
+
+    Each reward that occurs has about as many samples as every other, as far as there are so many.
+    """
+    by_reward: dict[float, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        by_reward.setdefault(-math.inf if row["reward"] is None else row["reward"], []).append(row)
+    rewards = sorted(by_reward)
+    if len(rewards) > count > 1:
+        rewards = [rewards[position * (len(rewards) - 1) // (count - 1)] for position in range(count)]
+    turns = max((len(by_reward[reward]) for reward in rewards), default=0)
+    in_turn = [(reward, turn) for turn in range(turns) for reward in rewards if turn < len(by_reward[reward])]
+    return [by_reward[reward][turn] for reward, turn in sorted(in_turn[:count])]
 
 
 def pieces(ids: Sequence[int], decode: Decode) -> list[tuple[str, int]]:
@@ -84,7 +90,7 @@ def card(row: Mapping[str, Any], decode: Decode | None) -> str:
     if len(prompt) > MAX_PROMPT_CHARACTERS:
         prompt = f"... {prompt[-MAX_PROMPT_CHARACTERS:]}"
     return (
-        f'<article><header><b class="reward">{reward}</b> <span>{escape(" · ".join(facts))}</span></header>'
+        f'<article><header><b class="reward">reward {reward}</b> <span>{escape(" · ".join(facts))}</span></header>'
         f'<pre class="prompt">{escape(prompt)}</pre><pre class="response">{tokens(row, decode)}</pre>'
         f'<p class="note">expected <code>{escape(row["expected"][:MAX_PROMPT_CHARACTERS])}</code></p></article>'
     )

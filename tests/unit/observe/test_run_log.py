@@ -13,7 +13,7 @@ import pytest
 from mega_rl.observe import run_log
 from mega_rl.observe.run_log import RunLog
 
-ENTRY = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d{4}) rank (\d+) ([A-Z]+) (.*)")
+ENTRY = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4}) rank (\d+) ([A-Z]+) (.*)")
 
 
 def entries(path: Path) -> list[tuple[int, str, str]]:
