@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -28,8 +29,9 @@ def spread(rows: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, A
     if len(rewards) > count > 1:
         rewards = [rewards[position * (len(rewards) - 1) // (count - 1)] for position in range(count)]
     turns = max((len(by_reward[reward]) for reward in rewards), default=0)
-    in_turn = [(reward, turn) for turn in range(turns) for reward in rewards if turn < len(by_reward[reward])]
-    return [by_reward[reward][turn] for reward, turn in sorted(in_turn[:count])]
+    in_turn = [reward for turn in range(turns) for reward in rewards if turn < len(by_reward[reward])]
+    counts = sorted(Counter(in_turn[:count]).items())
+    return [by_reward[reward][i * len(by_reward[reward]) // number] for reward, number in counts for i in range(number)]
 
 
 def pieces(ids: Sequence[int], decode: Decode) -> list[tuple[str, int]]:

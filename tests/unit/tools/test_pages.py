@@ -21,8 +21,8 @@ from tests.observed_run import SECTIONS_LOGGED, leave_run
 needs_browser = pytest.mark.skipif(
     browser.executable() is None, reason="no browser: none of chromium, chromium-browser, google-chrome is on the PATH"
 )
-# The numbered headings among all elements that a selector finds, inside of shadow roots too.
-NUMBERED = """((selector) => {
+# The texts of all elements that a selector finds, inside of shadow roots too.
+TEXTS = """((selector) => {
   const found = [];
   const walk = (root) => {
     for (const element of root.querySelectorAll("*")) {
@@ -31,7 +31,7 @@ NUMBERED = """((selector) => {
     }
   };
   walk(document);
-  return found.filter((text) => /^\\d/.test(text));
+  return found;
 })"""
 HEADINGS = [heading(section) for section in SECTIONS if section.key in SECTIONS_LOGGED]
 
@@ -74,8 +74,12 @@ def test_tensorboard_lists_the_sections_in_reading_order(runs: Path, chromium: b
         for where, selector in (("", ".group-title"), (PAGE, ".category-name")):
             with chromium.page() as page:
                 page.open(found[0] + where)
-                page.wait_for(f"{NUMBERED}('{selector}').length >= {len(HEADINGS)}")
-                assert page.evaluate(f"{NUMBERED}('{selector}')") == HEADINGS
+                numbered = f"{TEXTS}('{selector}').filter((text) => /^\\d/.test(text))"
+                page.wait_for(f"{numbered}.length >= {len(HEADINGS)}")
+                assert page.evaluate(numbered) == HEADINGS
+                if where == PAGE:  # the patterns of the charts find the tags of both runs
+                    for curve in ("1 learning/reward/mean (fast/tensorboard)", "9 AQN/aqn/sigma (slow/tensorboard)"):
+                        page.wait_for(f"{TEXTS}('.match-list-entry').some((text) => text.endsWith('{curve}'))")
                 assert page.errors() == []
 
 
