@@ -56,11 +56,12 @@ class TensorBoardSink(Sink):
             settings: the configuration of the run, nested.
         """
         self._settings = flattened(settings or {})
-        # Its thread writes while the step goes on: what is logged is in the file within two seconds.
+        # Its thread writes while the step goes on, within two seconds.
         self._events = FileWriter(str(directory), max_queue=MAX_QUEUE, flush_secs=2)
         # What TensorBoard takes for a restart: it drops what other files of the directory hold from this step on.
         self._events.add_event(Event(step=first_step, file_version="brain.Event:2"))
         self._events.add_event(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
+        self._step = first_step  # of the newest event
         self._tags: dict[str, str] = {}  # metric -> its tag, of all that were logged
         if self._settings:
             rows = [(key, str(value)) for key, value in self._settings.items()]
@@ -96,6 +97,9 @@ class TensorBoardSink(Sink):
         self._events.close()
 
     def _add(self, step: int, part: Any) -> None:
+        if step > self._step:  # what came before has long been written, and a killed run loses none of it
+            self._events.flush()
+            self._step = step
         self._events.add_summary(part, step)
 
 
