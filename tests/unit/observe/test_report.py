@@ -91,6 +91,12 @@ class TestDamage:
             assert part in text
         assert len(run.series["reward/mean"]) == 12 and len(run.rollouts) == 4
 
+    @pytest.mark.parametrize(("metric", "is_said"), [("sft/loss", False), ("response_length/mean", True)])
+    def test_only_a_run_that_samples_should_have_samples(self, tmp_path, metric, is_said):
+        (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "metrics": {metric: 1.0}}) + "\n")
+        said = read_run(tmp_path, "x").problems
+        assert any("there is no rollouts, so there are no samples" in sentence for sentence in said) == is_said
+
     @pytest.mark.parametrize("place", ["nowhere", "."])
     def test_no_run_is_one_sentence(self, tmp_path, place):
         with pytest.raises(InputError, match="name the output directory of a run"):
