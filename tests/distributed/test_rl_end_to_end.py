@@ -100,6 +100,8 @@ def test_files_of_the_run(whole: Launched, whole_run: Path, tiny_world: TinyWorl
         "tensorboard",
     }
     assert "error" not in whole.stdout.lower()
+    log = (whole_run / "run.log").read_text()
+    assert all(f"rank 0 {entry}" in log for entry in ("START", "MESSAGE checkpoint: ", "END of the run"))
 
 
 def test_validation_metrics(whole_run: Path) -> None:

@@ -162,6 +162,18 @@ class TestTensorBoard:
         assert values == [(1, 1), (2, 2), (3, -3), (4, -4)]
         assert "environment/text_summary" in seen.Tags()["tensors"]
 
+    def test_what_was_logged_before_a_step_survives_kill_9(self, tmp_path):
+        code = (
+            "import os, signal; from pathlib import Path; from mega_rl.observe.tensorboard import TensorBoardSink\n"
+            f"sink = TensorBoardSink(Path({str(tmp_path)!r}), 0)\n"
+            "for step in range(1, 5): sink.log(step, {'actor/loss': 0.5})\n"
+            "sink.distribution(5, 'rewards', [1.0]); os.kill(os.getpid(), signal.SIGKILL)"
+        )
+        repo = Path(__file__).resolve().parents[3]
+        subprocess.run([sys.executable, "-c", code], cwd=repo, env={**os.environ, "PYTHONPATH": str(repo)})
+        seen = EventAccumulator(str(tmp_path)).Reload()
+        assert [event.step for event in seen.Scalars("1 learning/actor/loss")] == [1, 2, 3, 4]
+
     def test_the_page_has_what_was_logged_in_reading_order(self, tmp_path):
         sink = TensorBoardSink(tmp_path, 0, {"optimizer": {"lr": 1e-6, "schedule": "cosine"}, "rewards": []})
         sink.distribution(1, "response_lengths", [3.0, 3.0, 9.0])
