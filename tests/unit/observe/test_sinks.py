@@ -164,7 +164,9 @@ class TestTensorBoard:
 
     def test_what_was_logged_before_a_step_survives_kill_9(self, tmp_path):
         code = (
-            "import os, signal; from pathlib import Path; from mega_rl.observe.tensorboard import TensorBoardSink\n"
+            "import os, signal, sys; from pathlib import Path\n"
+            "from mega_rl.observe.tensorboard import TensorBoardSink\n"
+            "sys.setswitchinterval(1000)  # the writing thread gets its turn only where this one waits for it\n"
             f"sink = TensorBoardSink(Path({str(tmp_path)!r}), 0)\n"
             "for step in range(1, 5): sink.log(step, {'actor/loss': 0.5})\n"
             "sink.distribution(5, 'rewards', [1.0]); os.kill(os.getpid(), signal.SIGKILL)"
