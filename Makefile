@@ -65,6 +65,7 @@ reference: venv ## write docs/configuration.md and docs/metrics.md, also in Chin
 	@$(BIN)/python tools/reference.py
 
 tensorboard: venv ## the dashboard of every run under runs/
+	@echo "the page with all charts: http://localhost:6006/#custom_scalars"
 	@$(BIN)/tensorboard --logdir runs
 
 clean: ## remove the environment and the caches, never runs/

@@ -63,7 +63,7 @@ setup(
     packages=[*find_packages(include=["mega_rl", "mega_rl.*"]), "mega_rl.tools"],
     package_dir={"mega_rl.tools": "tools"},
     entry_points={"console_scripts": ["mega-rl = mega_rl.cli:main"]},
-    package_data={"mega_rl.config.arriving": ["*.yaml"]},
+    package_data={"mega_rl.config.arriving": ["*.yaml"], "mega_rl.observe.report": ["*.css", "*.js"]},
     install_requires=RUNTIME,
     extras_require=EXTRAS,
 )

@@ -35,6 +35,7 @@ TOOLS: Mapping[str, Tool] = {
     "check": Tool("check_env.py", "check this machine"),
     "plan": Tool("plan.py", "the memory plan of a configuration"),
     "compare": Tool("compare.py", "compare the metrics of runs"),
+    "report": Tool("report.py", "show runs as one page"),
     "convert": Tool("convert.py", "convert weights"),
     "import": Tool("import_config.py", "make a configuration from another trainer's"),
     "prepare": Tool("prepare_data.py", "make data files"),

@@ -141,6 +141,7 @@ RULES: dict[str, Rule] = {
     "checkpoint.local": between(0, MANY),
     "trainer.logprob_chunk_tokens": between(1, MANY),
     "logging.wandb_project": nullable(text()),
+    "logging.swanlab_project": nullable(text()),
     "logging.num_text_samples": between(0, MANY),
     "logging.dump_rollouts": between(-1, MANY),
     "platform.name": text(),  # the platform package knows the names

@@ -326,6 +326,7 @@ class LoggingConfig:
     tensorboard: bool = True  # event files in output_dir
     jsonl: bool = True  # metrics.jsonl in output_dir
     wandb_project: str | None = None  # null: off
+    swanlab_project: str | None = None  # null: off
     num_text_samples: int = 4  # completions shown per step and per validation
     dump_rollouts: int = 0  # keep rollouts/step_N.jsonl of this many newest steps; -1: of all steps; 0: of none
 

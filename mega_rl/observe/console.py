@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mega_rl.observe.metrics import CONSOLE_METRICS, match
+from mega_rl.observe.sinks import Sink
 
 _ORDER = {spec.name: position for position, spec in enumerate(CONSOLE_METRICS)}
 
@@ -35,8 +36,8 @@ def format_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> st
     return " | ".join([*parts, *(["NOT FINITE: " + ", ".join(hidden)] if hidden else [])])
 
 
-class ConsoleSink:
-    """Lines on the console; a bar with the remaining time under them if it is a terminal."""
+class ConsoleSink(Sink):
+    """Lines on the console, one per step; a bar with the remaining time under them if it is a terminal."""
 
     def __init__(self, total_steps: int, progress: bool, first_step: int = 0, console: Console | None = None) -> None:
         """
@@ -60,9 +61,6 @@ class ConsoleSink:
             self.message(line)
         if self._progress is not None:
             self._progress.update(self._task, completed=step)
-
-    def text(self, step: int, tag: str, text: str) -> None:
-        pass  # completions are for the dashboard: the console keeps to one line per step
 
     def message(self, message: str) -> None:
         # Text, not str: a completion may hold what rich would take for markup; soft_wrap: a log file gets whole lines

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 from mega_rl.observe.console import ConsoleSink
-from mega_rl.observe.metrics import is_declared, match
-from mega_rl.observe.sinks import JsonlSink, Sink, TensorBoardSink, WandbSink
+from mega_rl.observe.metrics import DISTRIBUTION, is_declared, match
+from mega_rl.observe.sinks import JsonlSink, ShownSample, Sink
+from mega_rl.observe.tensorboard import TensorBoardSink
+from mega_rl.observe.trackers import SwanlabSink, WandbSink
 
 TENSORBOARD_DIR = "tensorboard"
 JSONL_FILE = "metrics.jsonl"
@@ -31,6 +34,9 @@ class LoggingOptions(Protocol):
     @property
     def wandb_project(self) -> str | None: ...
 
+    @property
+    def swanlab_project(self) -> str | None: ...
+
 
 class Observer:
     """Hands metrics, texts and messages to every sink; without sinks it does nothing.
@@ -46,7 +52,13 @@ class Observer:
 
     @classmethod
     def create(
-        cls, logging: LoggingOptions, output_dir: Path, is_main: bool, resume_step: int, total_steps: int
+        cls,
+        logging: LoggingOptions,
+        output_dir: Path,
+        is_main: bool,
+        resume_step: int,
+        total_steps: int,
+        settings: Mapping[str, Any] | None = None,
     ) -> Observer:
         """The sinks that the ``logging`` section asks for.
 
@@ -57,9 +69,10 @@ class Observer:
             resume_step: the first step that this run will log; what an earlier run logged from there on is dropped
                 (0: everything).
             total_steps: of the whole run.
+            settings: the configuration of the run, nested, for dashboards.
 
         Raises:
-            InputError: a sink cannot start: wandb is missing, or the metrics of the earlier run are damaged.
+            InputError: a sink cannot start: wandb or SwanLab is missing, or the metrics of the earlier run are damaged.
         """
         if not is_main:
             return cls(())
@@ -68,9 +81,11 @@ class Observer:
         if logging.jsonl:
             sinks.append(JsonlSink(output_dir / JSONL_FILE, resume_step))
         if logging.wandb_project is not None:
-            sinks.append(WandbSink(logging.wandb_project, output_dir, resume_step))
+            sinks.append(WandbSink(logging.wandb_project, output_dir, resume_step, settings))
+        if logging.swanlab_project is not None:
+            sinks.append(SwanlabSink(logging.swanlab_project, output_dir, resume_step, settings))
         if logging.tensorboard:
-            sinks.append(TensorBoardSink(output_dir / TENSORBOARD_DIR, resume_step))
+            sinks.append(TensorBoardSink(output_dir / TENSORBOARD_DIR, resume_step, settings))
         # last: nothing after it can fail and leave a bar on the terminal
         sinks.append(ConsoleSink(total_steps, logging.progress, first_step=max(resume_step - 1, 0)))
         return cls(sinks)
@@ -84,7 +99,7 @@ class Observer:
         if not self._sinks:
             return
         for name in metrics:
-            match(name)
+            assert match(name)[0].reduction != DISTRIBUTION, f"{name} is a distribution"
         values = {name: float(value) for name, value in metrics.items()}
         for sink in self._sinks:
             sink.log(step, values)
@@ -99,9 +114,26 @@ class Observer:
             self.log(step, {name: value for name, value in metrics.items() if is_declared(name)})
 
     def text(self, step: int, tag: str, text: str) -> None:
-        """Shows a longer text, such as a sampled completion."""
+        """Shows a longer text as it is."""
         for sink in self._sinks:
             sink.text(step, tag, text)
+
+    def samples(self, step: int, tag: str, samples: Sequence[ShownSample]) -> None:
+        """Shows a few answers; ``tag`` says whose they are."""
+        if samples:
+            for sink in self._sinks:
+                sink.samples(step, tag, samples)
+
+    def distribution(self, step: int, name: str, values: Sequence[float]) -> None:
+        """Shows all values of a step; those that are not finite are left out.
+
+        Raises:
+            KeyError: no such metric is declared.
+        """
+        assert match(name)[0].reduction == DISTRIBUTION, f"{name} is no distribution"
+        if self._sinks and (finite := [value for value in values if math.isfinite(value)]):
+            for sink in self._sinks:
+                sink.distribution(step, name, finite)
 
     def message(self, message: str) -> None:
         """One line to the reader of the console."""

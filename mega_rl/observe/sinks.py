@@ -1,56 +1,62 @@
-"""Where metrics are kept: TensorBoard, JSONL, Weights & Biases. The console has its own file."""
+"""What an observer writes to: the base of all sinks, and the one that keeps every metric in a file of JSON lines."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
-
-from torch.utils.tensorboard import SummaryWriter
+from typing import Any
 
 from mega_rl.errors import InputError
 
 
-class Sink(Protocol):
-    """Everything that an observer writes to; what a sink has no place for it leaves out."""
+@dataclass(frozen=True)
+class ShownSample:
+    """What a dashboard shows of one answer."""
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    prompt: str
+    response: str
+    expected: str
+    score: float
+    num_tokens: int  # of the response
+    finish_reason: str
 
-    def text(self, step: int, tag: str, text: str) -> None: ...
 
-    def message(self, message: str) -> None: ...
-
-    def close(self) -> None: ...
+SAMPLE_COLUMNS = ("prompt", "response", "expected", "score", "tokens", "ended by")
 
 
-class TensorBoardSink:
-    """Scalars and texts as TensorBoard event files."""
+def cells(sample: ShownSample) -> tuple[str, str, str, str, str, str]:
+    """A row of a table with ``SAMPLE_COLUMNS``."""
+    score, length = f"{sample.score:g}", str(sample.num_tokens)
+    return sample.prompt, sample.response, sample.expected, score, length, sample.finish_reason
 
-    def __init__(self, directory: Path, first_step: int) -> None:
-        """``first_step``: what an earlier run wrote at this step or later is hidden, for it is about to be repeated."""
-        self._writer = SummaryWriter(log_dir=str(directory), purge_step=first_step)
+
+class Sink:
+    """Everything that an observer writes to; a sink overrides what it has a place for, and leaves out the rest."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+        """The metrics of a step, which ends it."""
 
     def text(self, step: int, tag: str, text: str) -> None:
-        self._writer.add_text(tag, f"```\n{text}\n```", step)  # a code block: TensorBoard renders Markdown
-        self._writer.flush()
+        """A longer text, shown as it is."""
+
+    def samples(self, step: int, tag: str, samples: Sequence[ShownSample]) -> None:
+        """A few answers, as a table."""
+
+    def distribution(self, step: int, name: str, values: Sequence[float]) -> None:
+        """All values of a step, finite ones, as a histogram; ``name`` is a metric with reduction DISTRIBUTION."""
 
     def message(self, message: str) -> None:
-        """Messages are for the console."""
+        """A line to the reader of the console."""
 
     def close(self) -> None:
-        self._writer.close()
+        """Nothing is written after it."""
 
 
-class JsonlSink:
+class JsonlSink(Sink):
     """One JSON object per logged step: ``{"step": 3, "metrics": {...}, "nonfinite": ["actor/kl"]}``.
 
     JSON has no NaN: such values are null, and ``nonfinite`` names them (the key is absent if there are none).
@@ -66,7 +72,7 @@ class JsonlSink:
         self.last_step: int | None = None  # of the rows that were kept
         if path.exists():
             rows = [row for row in read_jsonl(path) if row["step"] < first_step]
-            _replace(path, "".join(_line(row) for row in rows))
+            replace_file(path, "".join(_line(row) for row in rows))
             self.last_step = max((row["step"] for row in rows), default=None)
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
@@ -76,12 +82,6 @@ class JsonlSink:
         if nonfinite:
             row["nonfinite"] = nonfinite
         self._file.write(_line(row))
-
-    def text(self, step: int, tag: str, text: str) -> None:
-        """The file holds numbers only."""
-
-    def message(self, message: str) -> None:
-        """Messages are for the console."""
 
     def close(self) -> None:
         self._file.close()
@@ -93,59 +93,38 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     Raises:
         InputError: another line is damaged.
     """
+    rows, damaged = read_rows(path)
+    if damaged:
+        raise InputError(f"{path} is damaged at line {damaged[0]}: move the file away, or remove that line")
+    return rows
+
+
+def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """The good rows of a ``JsonlSink``, and the numbers of the damaged lines, a torn last one not counted."""
     lines = path.read_bytes().split(b"\n")
-    rows = []
+    rows, damaged = [], []
     for number, line in enumerate(lines[:-1], start=1):  # what follows the last line break is empty or torn
         try:
             row = json.loads(line)
             good = isinstance(row, dict) and isinstance(row.get("step"), int) and isinstance(row.get("metrics"), dict)
-        except ValueError:
+        except (ValueError, RecursionError):
             good = False
-        if not good:
-            raise InputError(f"{path} is damaged at line {number}: move the file away, or remove that line")
-        rows.append(row)
-    return rows
+        if good:
+            rows.append(row)
+        else:
+            damaged.append(number)
+    return rows, damaged
 
 
 def _line(row: Mapping[str, Any]) -> str:
     return json.dumps(row, allow_nan=False) + "\n"
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
+    """The path holds the old or the whole new text, whenever the process is killed."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-
-
-class WandbSink:
-    """Scalars and texts to Weights & Biases; a resumed run goes on under the same id."""
-
-    def __init__(self, project: str, output_dir: Path, first_step: int) -> None:
-        """
-        Raises:
-            InputError: the package is not installed.
-        """
-        try:
-            wandb = importlib.import_module("wandb")
-        except ModuleNotFoundError as error:
-            fix = "pip install wandb, or set logging.wandb_project to null"
-            raise InputError(f"logging.wandb_project is {project!r}, but wandb is not installed: {fix}") from error
-        id_file = output_dir / "wandb_run_id.txt"
-        earlier = id_file.read_text(encoding="utf-8").strip() if first_step > 0 and id_file.exists() else None
-        self._run = wandb.init(project=project, name=output_dir.name, dir=str(output_dir), id=earlier, resume="allow")
-        _replace(id_file, f"{self._run.id}\n")
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def text(self, step: int, tag: str, text: str) -> None:
-        self._run.log({tag: text}, step=step)
-
-    def message(self, message: str) -> None:
-        """Messages are for the console."""
-
-    def close(self) -> None:
-        self._run.finish()

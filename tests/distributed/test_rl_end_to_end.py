@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mega_rl.config import load_config
 from mega_rl.data.rows import read_rows
+from mega_rl.observe.tensorboard import tag
 from mega_rl.rewards.registry import load_reward
 from mega_rl.rollout.records import read_step
 from tests.distributed import training
@@ -91,11 +93,15 @@ def test_files_of_the_run(whole: Launched, whole_run: Path, tiny_world: TinyWorl
         ".lock",
         "checkpoints",
         "config.yaml",
+        "environment.txt",
         "huggingface",
         "metrics.jsonl",
+        "run.log",
         "tensorboard",
     }
     assert "error" not in whole.stdout.lower()
+    log = (whole_run / "run.log").read_text()
+    assert all(f"rank 0 {entry}" in log for entry in ("START", "MESSAGE checkpoint: ", "END of the run"))
 
 
 def test_validation_metrics(whole_run: Path) -> None:
@@ -111,10 +117,10 @@ def test_tensorboard_has_the_same_numbers(whole_run: Path) -> None:
     events.Reload()
     metrics = metrics_of(whole_run)
     names = {name for row in metrics.values() for name in row}
-    assert set(events.Tags()["scalars"]) == names
+    assert set(events.Tags()["scalars"]) == {tag(name) for name in names}
     for name in names:
         logged = {step: row[name] for step, row in metrics.items() if name in row}
-        assert {event.step: event.value for event in events.Scalars(name)} == pytest.approx(logged, rel=1e-6)
+        assert {event.step: event.value for event in events.Scalars(tag(name))} == pytest.approx(logged, rel=1e-6)
 
 
 def test_exported_model_answers_as_the_validated_one(whole_run: Path, tiny_world: TinyWorld) -> None:
@@ -125,15 +131,16 @@ def test_exported_model_answers_as_the_validated_one(whole_run: Path, tiny_world
     model = AutoModelForCausalLM.from_pretrained(whole_run / "huggingface").eval()
     rewards = [(load_reward(reward.name), reward.weight) for reward in config.rewards]
     scores, answers = [], set()
-    for index, row in enumerate(read_rows(config.data.val_files, "data.val_files")):
+    shown = texts.Tensors("samples/validation/text_summary")[-1]
+    assert shown.step == TOTAL_STEPS
+    table = shown.tensor_proto.string_val[0].decode().splitlines()[2:]
+    for line, row in zip(table, read_rows(config.data.val_files, "data.val_files"), strict=True):
         prompt_ids = tokenizer(row.get("prompt"), add_special_tokens=False, return_tensors="pt")["input_ids"]
         with torch.no_grad():
             output = model.generate(prompt_ids, do_sample=False, max_new_tokens=config.data.max_response_length)
         answer = tokenizer.decode(output[0, prompt_ids.shape[1] :], skip_special_tokens=True)
-        shown = texts.Tensors(f"validation/{index}/text_summary")[-1]
-        assert shown.step == TOTAL_STEPS
-        text = shown.tensor_proto.string_val[0].decode()
-        assert row.get("prompt") in text and f"response: {answer}\n" in text
+        cells = [html.unescape(cell) for cell in line.removeprefix("| ").removesuffix(" |").split(" | ")]
+        assert cells[:3] == [row.get("prompt"), answer, str(row.get("answer"))]
         given = {"data_source": "arithmetic", "ground_truth": row.get("answer"), "extra_info": {}}
         scores.append(sum(weight * reward(solution_str=answer, **given) for reward, weight in rewards))
         answers.add(answer)
@@ -160,7 +167,7 @@ def test_resume_after_kill_is_exact(whole: Launched, whole_run: Path, tiny_world
     assert table in resumed.stdout  # the validation before training came with the checkpoint
     events = EventAccumulator(str(output_dir / "tensorboard"))
     events.Reload()
-    assert [event.step for event in events.Scalars("reward/mean")] == [1, 2, 3, 4, 5, 6]
+    assert [event.step for event in events.Scalars(tag("reward/mean"))] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize(

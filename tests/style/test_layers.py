@@ -31,6 +31,8 @@ ROW = {package: row for row, packages in enumerate(ROWS) for package in packages
 ROOMS: dict[str, tuple[str, ...]] = {
     "config": ("config.arriving",),
     "config.arriving": ("config",),
+    "observe": (),
+    "observe.report": ("observe",),
     "platform": ("platform.operators", "platform.ascend"),
     "platform.operators": ("platform",),
     "platform.ascend": ("platform",),

@@ -13,6 +13,7 @@ from mega_rl.data.packing import sequence_from_sample, unpack
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.observe.metrics import Metrics
 from mega_rl.observe.observer import Observer
+from mega_rl.observe.sinks import ShownSample
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.rollout.records import to_rows, write_step
 from mega_rl.stages.parts.batch_builder import Batch
@@ -74,11 +75,11 @@ def _reward_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     return metrics
 
 
-def readable(trajectory: Trajectory, score: Score) -> str:
-    """What the dashboard's text panel shows of one answer."""
-    return (
-        f"prompt: {trajectory.prompt.text}\nresponse: {trajectory.text}\n"
-        f"expected: {trajectory.prompt.ground_truth}\nscore: {score.value:g}, ended by {trajectory.finish_reason}"
+def shown_sample(trajectory: Trajectory, score: Score) -> ShownSample:
+    """What a dashboard shows of one answer."""
+    prompt = trajectory.prompt
+    return ShownSample(
+        prompt.text, trajectory.text, prompt.ground_truth, score.value, trajectory.num_sampled, trajectory.finish_reason
     )
 
 
@@ -92,14 +93,18 @@ def show(
     batch: Batch,
     samples: Sequence[Sample],
 ) -> None:
-    """A few samples of the step on the dashboard and, with ``logging.dump_rollouts``, all of them in a file.
+    """Samples of the step on the dashboards and, with ``logging.dump_rollouts``, all of them in a file.
 
     Collective. A row of the file is what ``records.to_rows`` says, with ``step``, ``outcome`` (learnt, carried,
     dropped), ``advantage`` and ``logprob_diff``, the mean |trainer - engine| over the response's tokens in nats before
     the update; both are null if the step does not learn from the sample.
     """
-    for number, sample in enumerate(samples[: logging.num_text_samples]):
-        observer.text(step, f"rollout/{number}", readable(sample.trajectory, sample.score))
+    observer.samples(
+        step, "rollout", [shown_sample(s.trajectory, s.score) for s in samples[: logging.num_text_samples]]
+    )
+    observer.distribution(step, "rewards", [sample.score.value for sample in samples])
+    observer.distribution(step, "advantages", [sample.advantage for sample in samples])
+    observer.distribution(step, "response_lengths", [float(sample.trajectory.num_sampled) for sample in samples])
     if logging.dump_rollouts == 0:
         return
     differences = logprob_differences(share, actor, samples) if samples else []

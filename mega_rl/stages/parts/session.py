@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,21 +25,27 @@ from mega_rl.megatron.policy import initialize_groups
 from mega_rl.megatron.saving import CheckpointWriter
 from mega_rl.models.flops import attention_slope
 from mega_rl.models.shape import ModelShape
+from mega_rl.observe import run_log
 from mega_rl.observe.heartbeat import HEART
 from mega_rl.observe.observer import Observer
+from mega_rl.observe.run_log import RUN_LOG
+from mega_rl.observe.sinks import replace_file
+from mega_rl.observe.tensorboard import PAGE
 from mega_rl.observe.timers import Timers
-from mega_rl.parallel.collectives import is_first, together
+from mega_rl.parallel.collectives import gather_objects, is_first, own_name, together
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
 from mega_rl.parallel.process import join
 from mega_rl.parallel.rendezvous import Rendezvous
 from mega_rl.parallel.store import shared_store
 from mega_rl.parallel.watch import watched
+from mega_rl.platform.versions import installed
 from mega_rl.stages.parts.batches import BatchShare
 from mega_rl.stages.parts.memory import StateInMemory, state_in_memory
 from mega_rl.stages.parts.notice import Notice
 from mega_rl.stages.parts.output import CHECKPOINTS, take_output, writing_to
 from mega_rl.stages.parts.progress import Progress
 
+ENVIRONMENT = "environment.txt"  # under the output directory: versions, variables and ranks
 STACKS = "stacks"  # under the output directory: where every rank was when the watch ended a run
 
 
@@ -87,7 +94,8 @@ class Session:
         A run that was killed between a checkpoint and the row of its step gets that row now, without times.
         """
         first = state.step + 1 if state.step else 0
-        observer = Observer.create(self.config.logging, self.output_dir, self.is_main, first, total_steps)
+        settings = dataclasses.asdict(self.config)
+        observer = Observer.create(self.config.logging, self.output_dir, self.is_main, first, total_steps, settings)
         own = (self.output_dir / CHECKPOINTS).resolve()
         is_of_memory = self.memory is not None and self.memory.step is not None
         is_of_here = self.checkpoint is not None and self.checkpoint.resolve().parent == own
@@ -110,6 +118,7 @@ class Session:
 
     def say(self, sentence: str) -> None:
         if self.is_main:
+            RUN_LOG.say(sentence)
             print(sentence, flush=True)
 
     def say_where(self) -> None:
@@ -120,7 +129,7 @@ class Session:
         if self.config.checkpoint.export_hf:
             self.say(f"Hugging Face weights: {self.export_dir}")
         if self.config.logging.tensorboard:
-            self.say(f"dashboard: tensorboard --logdir {self.output_dir}")
+            self.say(f"dashboard: tensorboard --logdir {self.output_dir}, then http://localhost:6006/{PAGE}")
 
 
 def take_peaks() -> dict[str, int]:
@@ -130,6 +139,20 @@ def take_peaks() -> dict[str, int]:
     is_host_measured = here.reset_peak_memory()
     peaks = {"host": stats.host_peak_bytes} if is_host_measured else {}
     return peaks | ({"device": stats.device_peak_bytes} if stats.device_total_bytes else {})
+
+
+def describe(session: Session, found: Sequence[str]) -> None:
+    """Say what was found so far, and leave what the run has to work with in a file, for the report."""
+    here = platform.current()
+    for line in found:
+        session.say(line)
+    if session.config.memory.offload and not here.has_own_memory:
+        session.say(f"memory.offload does nothing on the {here.name} platform: its device memory is the host's")
+    ranks = gather_objects(own_name())
+    if session.is_main:
+        versions = [f"  {name} {version}" for name, version in installed().items() if version is not None]
+        lines = [*platform.environment_report(), "versions", *versions, "ranks", *(f"  {rank}" for rank in ranks)]
+        replace_file(session.output_dir / ENVIRONMENT, "\n".join(lines) + "\n")
 
 
 @contextmanager
@@ -190,11 +213,8 @@ def _opened(config: RunConfig, device: torch.device, store: dist.Store) -> Itera
         timers,
         rendezvous,
     )
-    for line in [*platform.prepare(), *warnings]:
-        session.say(line)
-    if config.memory.offload and not here.has_own_memory:
-        session.say(f"memory.offload does nothing on the {here.name} platform: its device memory is the host's")
-    with writing_to(output_dir):
+    with writing_to(output_dir), RUN_LOG.opened(output_dir / run_log.FILE, dist.get_rank(), dist.get_world_size()):
+        describe(session, [*platform.prepare(), *warnings])
         yield session
         session.checkpoints.finish()
     with HEART.waiting("the other ranks to end"):

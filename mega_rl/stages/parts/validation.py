@@ -17,7 +17,7 @@ from mega_rl.parallel.rendezvous import Rendezvous
 from mega_rl.rewards.scorer import Scorer
 from mega_rl.rollout.engine import Sampler
 from mega_rl.stages.parts.progress import Validations
-from mega_rl.stages.parts.rollout_metrics import readable
+from mega_rl.stages.parts.rollout_metrics import shown_sample
 from mega_rl.stages.parts.scoring import RewardWatch
 from mega_rl.stages.parts.weight_sync import Sync
 
@@ -61,8 +61,8 @@ class Validator:
         greedy, sampled = ([row for row in rows if row.is_greedy is is_greedy] for is_greedy in (True, False))
         for part in (greedy, sampled):
             self.watch.tell([row.trajectory for row in part], [row.score for row in part])
-        for row in greedy[: self.num_shown]:
-            observer.text(step, f"validation/{row.trajectory.prompt.index}", readable(row.trajectory, row.score))
+        shown = [shown_sample(row.trajectory, row.score) for row in greedy[: self.num_shown]]
+        observer.samples(step, "validation", shown)
         self.results.setdefault("first", metrics)
         self.results["last"] = metrics
         return metrics

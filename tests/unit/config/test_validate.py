@@ -239,6 +239,7 @@ BAD_VALUES = [
     ("checkpoint.resume", "sometimes"),
     ("trainer.logprob_chunk_tokens", 0),
     ("logging.wandb_project", " "),
+    ("logging.swanlab_project", " "),
     ("logging.num_text_samples", -1),
     ("platform.name", ""),
     ("platform.num_threads", 0),

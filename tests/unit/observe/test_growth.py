@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mega_rl.observe.observer import Observer
+from mega_rl.observe.sinks import ShownSample
 from mega_rl.observe.timers import Timers
 
 NAMES = ("reward/mean", "actor/loss", "actor/grad_norm", "response_length/mean")
@@ -23,6 +24,7 @@ class Options:
     tensorboard: bool = True
     jsonl: bool = True
     wandb_project: str | None = None
+    swanlab_project: str | None = None
 
 
 def blocks_after(steps: range, observer: Observer, timers: Timers) -> int:
@@ -32,7 +34,8 @@ def blocks_after(steps: range, observer: Observer, timers: Timers) -> int:
             pass
         metrics = {name: step + 0.5 for name in NAMES}
         observer.log(step, metrics | timers.collect() | timers.collect_peaks())
-        observer.text(step, "validation/0", f"response {step}")
+        observer.samples(step, "validation", [ShownSample("prompt", f"response {step}", "4", 1.0, 3, "stop")])
+        observer.distribution(step, "rewards", [0.0, float(step)])
     gc.collect()
     return sys.getallocatedblocks()
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import html
 import io
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,12 +17,18 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugin_util import markdown_to_safe_html
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from mega_rl.config.schema import LoggingConfig
 from mega_rl.errors import InputError
 from mega_rl.observe import Observer, before_after_table, read_jsonl
 from mega_rl.observe.console import ConsoleSink, format_line
-from mega_rl.observe.sinks import JsonlSink, TensorBoardSink, WandbSink
+from mega_rl.observe.metrics import SECTIONS
+from mega_rl.observe.sinks import JsonlSink, ShownSample
+from mega_rl.observe.tensorboard import TensorBoardSink, heading, markdown_table, tag
+from mega_rl.observe.trackers import SwanlabSink, WandbSink
 
 STEP = {
     "time/step_s": 1.43,
@@ -134,19 +142,81 @@ class TestJsonl:
         assert read_jsonl(tmp_path / "m.jsonl") == [{"step": 1, "metrics": {"actor/loss": 0.5}}]
 
 
-def test_tensorboard_shows_a_repeated_step_once(tmp_path):
-    first = TensorBoardSink(tmp_path, 0)
-    for step in (1, 2, 3):
-        first.log(step, {"actor/loss": float(step)})
-    first.text(3, "val/sample", "2+2=4")
-    first.close()
-    second = TensorBoardSink(tmp_path, 3)
-    for step in (3, 4):
-        second.log(step, {"actor/loss": -float(step)})
-    second.close()
-    seen = EventAccumulator(str(tmp_path)).Reload()
-    assert [(event.step, event.value) for event in seen.Scalars("actor/loss")] == [(1, 1), (2, 2), (3, -3), (4, -4)]
-    assert "val/sample/text_summary" in seen.Tags()["tensors"]
+HOSTILE = "![x](http://evil/x.png) <script>alert(1)</script> a|b\n```\n[y](javascript:z) http://evil/ &lt;"
+SAMPLE = ShownSample(HOSTILE, "4", "4", 1.0, 2, "stop")
+
+
+class TestTensorBoard:
+    def test_a_repeated_step_is_shown_once(self, tmp_path):
+        first = TensorBoardSink(tmp_path, 0)
+        for step in (1, 2, 3):
+            first.log(step, {"actor/loss": float(step)})
+        first.text(3, "environment", "2+2=4")
+        first.close()
+        second = TensorBoardSink(tmp_path, 3)
+        for step in (3, 4):
+            second.log(step, {"actor/loss": -float(step)})
+        second.close()
+        seen = EventAccumulator(str(tmp_path)).Reload()
+        values = [(event.step, event.value) for event in seen.Scalars("1 learning/actor/loss")]
+        assert values == [(1, 1), (2, 2), (3, -3), (4, -4)]
+        assert "environment/text_summary" in seen.Tags()["tensors"]
+
+    def test_what_was_logged_before_a_step_survives_kill_9(self, tmp_path):
+        code = (
+            "import os, signal, sys; from pathlib import Path\n"
+            "from mega_rl.observe.tensorboard import TensorBoardSink\n"
+            "sys.setswitchinterval(1000)  # the writing thread gets its turn only where this one waits for it\n"
+            f"sink = TensorBoardSink(Path({str(tmp_path)!r}), 0)\n"
+            "for step in range(1, 5): sink.log(step, {'actor/loss': 0.5})\n"
+            "sink.distribution(5, 'rewards', [1.0]); os.kill(os.getpid(), signal.SIGKILL)"
+        )
+        repo = Path(__file__).resolve().parents[3]
+        subprocess.run([sys.executable, "-c", code], cwd=repo, env={**os.environ, "PYTHONPATH": str(repo)})
+        seen = EventAccumulator(str(tmp_path)).Reload()
+        assert [event.step for event in seen.Scalars("1 learning/actor/loss")] == [1, 2, 3, 4]
+
+    def test_the_page_has_what_was_logged_in_reading_order(self, tmp_path):
+        sink = TensorBoardSink(tmp_path, 0, {"optimizer": {"lr": 1e-6, "schedule": "cosine"}, "rewards": []})
+        sink.distribution(1, "response_lengths", [3.0, 3.0, 9.0])
+        sink.samples(1, "rollout", [SAMPLE])
+        sink.log(1, STEP)
+        sink.log(2, STEP | {"val-core/gsm8k/acc/mean@4": 0.5})
+        sink.close()
+        seen = EventAccumulator(str(tmp_path)).Reload()
+        assert set(seen.Tags()["scalars"]) == {tag(name) for name in [*STEP, "val-core/gsm8k/acc/mean@4"]}
+        assert seen.Tags()["histograms"] == ["8 rollout lengths/response_lengths"]
+        assert {"configuration/text_summary", "samples/rollout/text_summary"} <= set(seen.Tags()["tensors"])
+        newest = seen.Tensors("custom_scalars__config__")[-1].tensor_proto.string_val[0]
+        page = Layout.FromString(newest)
+        keys = ("learning", "validation", "health", "agreement", "speed", "aqn")
+        assert [category.title for category in page.category] == [heading(s) for s in SECTIONS if s.key in keys]
+        patterns = [p for category in page.category for chart in category.chart for p in chart.multiline.tag]
+        for name in (*STEP, "val-core/gsm8k/acc/mean@4"):
+            assert [bool(re.match(pattern, tag(name))) for pattern in patterns].count(True) == 1
+        data = seen.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+        values = HParamsPluginData.FromString(data).session_start_info.hparams
+        assert (values["optimizer.lr"].number_value, values["rewards"].string_value) == (1e-6, "[]")
+
+    def test_nothing_in_a_table_is_more_than_text(self):
+        shown = markdown_to_safe_html(markdown_table(("prompt",), [(HOSTILE,)]))
+        assert [mark for mark in ("<img", "<a ", "<script", "<code", "<pre") if mark in shown] == []
+        (cell,) = re.findall("<td>(.*)</td>", shown)
+        assert html.unescape(cell.replace("<br>", "\n")) == HOSTILE
+
+    def test_a_long_text_keeps_its_ends(self):
+        (cell,) = re.findall(r"\| (a.*b) \|", markdown_table(("x",), [("a" * 5000 + "b",)]))
+        assert len(cell) < 4100 and "(1001 characters left out)" in html.unescape(cell)
+
+
+def pretended_wandb(calls: list) -> SimpleNamespace:
+    """Not wandb, which the locks do not have: what it is asked for, written down."""
+    run = SimpleNamespace(id="abc", log=lambda *a, **k: calls.append((a, k)), finish=lambda: calls.append("end"))
+    return SimpleNamespace(
+        init=lambda **kwargs: calls.append(kwargs) or run,
+        Table=lambda columns, data: ("table", columns, data),
+        Histogram=lambda values: ("histogram", values),
+    )
 
 
 class TestWandb:
@@ -157,16 +227,57 @@ class TestWandb:
 
     def test_a_resumed_run_keeps_its_id(self, tmp_path, monkeypatch):
         calls = []
-        run = SimpleNamespace(id="abc", log=lambda *a, **k: calls.append((a, k)), finish=lambda: calls.append("end"))
-        init = []
-        wandb = SimpleNamespace(init=lambda **kwargs: init.append(kwargs) or run)
-        monkeypatch.setitem(sys.modules, "wandb", wandb)
+        monkeypatch.setitem(sys.modules, "wandb", pretended_wandb(calls))
         for first_step in (0, 7, 0):
             WandbSink("p", tmp_path, first_step).close()
-        assert [kwargs["id"] for kwargs in init] == [None, "abc", None]
-        sink = WandbSink("p", tmp_path, 7)
+        assert [call["id"] for call in calls if call != "end"] == [None, "abc", None]
+
+    def test_names_stand_behind_their_sections(self, tmp_path, monkeypatch):
+        calls = []
+        monkeypatch.setitem(sys.modules, "wandb", pretended_wandb(calls))
+        sink = WandbSink("p", tmp_path, 7, {"optimizer": {"lr": 1e-6}})
+        sink.samples(7, "rollout", [SAMPLE])
+        sink.distribution(7, "rewards", [0.0, 1.0])
         sink.log(7, {"actor/kl": 1.0})
-        assert calls[-1] == (({"actor/kl": 1.0},), {"step": 7})
+        (init, (samples, _), (distribution, _), logged) = calls
+        assert init["config"] == {"optimizer": {"lr": 1e-6}} and logged == (({"health/actor/kl": 1.0},), {"step": 7})
+        assert samples[0]["samples/rollout"][2] == [[HOSTILE, "4", "4", "1", "2", "stop"]]
+        assert distribution == ({"learning/rewards": ("histogram", [0.0, 1.0])},)
+
+
+def pretended_swanlab(calls: list) -> SimpleNamespace:
+    """Not SwanLab, which the locks do not have: what it is asked for, written down."""
+    return SimpleNamespace(
+        init=lambda **kwargs: calls.append(kwargs),
+        log=lambda values, step: calls.append((values, step)),
+        Text=lambda text: f"text: {text}",
+        finish=lambda: calls.append("end"),
+    )
+
+
+class TestSwanlab:
+    def test_missing_package_is_one_sentence(self, tmp_path, monkeypatch):
+        monkeypatch.setitem(sys.modules, "swanlab", None)
+        with pytest.raises(InputError, match=r"logging.swanlab_project is 'p', but swanlab is not installed: pip"):
+            SwanlabSink("p", tmp_path, 0)
+
+    def test_a_resumed_run_keeps_its_id(self, tmp_path, monkeypatch):
+        calls = []
+        monkeypatch.setitem(sys.modules, "swanlab", pretended_swanlab(calls))
+        for first_step in (0, 7, 0):
+            SwanlabSink("p", tmp_path, first_step).close()
+        ids = [call["id"] for call in calls if call != "end"]
+        assert ids[0] == ids[1] != ids[2] and {len(own) for own in ids} == {21}
+
+    def test_names_stand_behind_their_sections(self, tmp_path, monkeypatch):
+        calls = []
+        monkeypatch.setitem(sys.modules, "swanlab", pretended_swanlab(calls))
+        sink = SwanlabSink("p", tmp_path, 0)
+        sink.log(7, {"actor/kl": 1.0, "actor/loss": math.nan})
+        sink.samples(7, "rollout", [SAMPLE])
+        sink.distribution(7, "rewards", [0.0])
+        assert calls[1] == ({"health/actor/kl": 1.0}, 7) and len(calls) == 3
+        assert calls[2][0]["samples/rollout"][0].startswith(f"text: prompt: {HOSTILE}")
 
 
 class TestObserver:
@@ -181,7 +292,7 @@ class TestObserver:
         assert capsys.readouterr().out == f"{LINE}\nsaved\n"
         assert read_jsonl(tmp_path / "run" / "metrics.jsonl") == [{"step": 12, "metrics": STEP}]
         seen = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
-        assert set(seen.Tags()["scalars"]) == set(STEP)
+        assert set(seen.Tags()["scalars"]) == {tag(name) for name in STEP}
 
     def test_an_undeclared_metric_raises_and_writes_nothing(self, tmp_path):
         with self.create(tmp_path) as observer, pytest.raises(KeyError, match="actor/los"):
@@ -192,6 +303,8 @@ class TestObserver:
         with self.create(tmp_path / "run", is_main=False) as observer:
             observer.log(1, STEP)
             observer.text(1, "a", "b")
+            observer.samples(1, "rollout", [SAMPLE])
+            observer.distribution(1, "rewards", [1.0])
             observer.message("c")
         assert capsys.readouterr().out == ""
         assert not (tmp_path / "run").exists()

@@ -34,12 +34,12 @@ def test_a_validation_is_an_evaluation_between_two_calls_of_the_sync() -> None:
     timers: Any = lambda name: nullcontext()  # noqa: E731
     dataset: Any = SimpleNamespace(prompts=PROMPTS)
     validator = Validator(config, LAYOUT, timers, said.append, dataset, sync, engine, FakeScorer())  # type: ignore[arg-type]
-    observer: Any = SimpleNamespace(text=lambda step, tag, text: shown.append((step, tag)))
+    observer: Any = SimpleNamespace(samples=lambda step, tag, rows: shown.append((step, tag, len(rows))))
     first = validator.validate(observer, step=0)
     second = validator.validate(observer, step=6)
     assert sync.calls == [(0, True), "end", (6, True), "end"]
     assert validator.results == {"first": first, "last": second} and first == second
-    assert shown == [(step, f"validation/{index}") for step in (0, 6) for index in (0, 1)]
+    assert shown == [(step, "validation", 2) for step in (0, 6)]
     assert len(said) == 4 and all("for 1 of 3 samples: a prompt 1 sample 0" in line for line in said)  # greedy, sampled
     half = len(engine.requests) // 2
     assert engine.requests[:half] == engine.requests[half:], "the same seeds at every validation"

@@ -87,3 +87,13 @@ def test_help(script: str) -> None:
 def test_too_large_a_case_is_refused() -> None:
     launched = run_copy(Path("benchmarks/logprob.py"), "--tokens", 10**9)
     assert launched.returncode == 1 and "error: --tokens 1000000000" in launched.stdout
+
+
+@pytest.mark.slow
+def test_every_sink_is_measured(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    launched = run((sys.executable, "benchmarks/sinks.py", "--quick", "--json", str(path))).check()
+    (rows,) = tables(launched.stdout)
+    assert [row[0] for row in rows[1:]] == ["console", "metrics.jsonl", "TensorBoard", "run.log", "all"]
+    document = json.loads(path.read_text())
+    assert {len(seconds) for seconds in document["seconds"].values()} == {5} and document["share"] > 0
