@@ -88,6 +88,8 @@ def trainer_spec(config: RunConfig) -> TrainerSpec:
         temperature=config.rollout.temperature if samples(config) else 1.0,
         chunk_tokens=config.trainer.logprob_chunk_tokens,
         fields=config.trainer.megatron,
+        tuning=config.tuning,
+        seed=config.trainer.seed,
     )
 
 
