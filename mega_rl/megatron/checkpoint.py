@@ -159,13 +159,15 @@ def _named_chunks(engine: MegatronEngine) -> dict[str, PolicyModel]:
     return {"model": chunks[0]} if len(chunks) == 1 else {f"model{i}": chunk for i, chunk in enumerate(chunks)}
 
 
-def _metadata() -> dict[str, Any]:
-    return {**CONTENT, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+def _metadata(is_full: bool = True) -> dict[str, Any]:
+    # Layers of which a part is trained have different tensors, so each gets names of its own.
+    own = {} if is_full else {"non_homogeneous_layers": True}
+    return {**CONTENT, **own, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
 
 
 def sharded_state(engine: MegatronEngine, is_loading: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a checkpoint holds of an engine as Megatron describes it, and the name of that description. Collective."""
-    metadata = _metadata()
+    metadata = _metadata(engine.policy.plan.is_full)
     if not is_loading:
         ensure_state(engine.optimizer)
     state: dict[str, Any] = {

@@ -43,7 +43,7 @@ def random_factors(shape: ModelShape, plan: AdapterPlan) -> dict[str, Tensor]:
     """Large enough that every error shows."""
     generator = torch.Generator().manual_seed(5)
     return {
-        name: torch.randn(size, generator=generator) * (0.3 if ".lora_B." in name else size[1] ** -0.5)
+        name: torch.randn(size, generator=generator) * (0.1 if ".lora_B." in name else size[1] ** -0.5)
         for name, size in adapter_tensors(shape, plan).items()
     }
 

@@ -141,7 +141,8 @@ class Adapter(torch.nn.Module):
             outputs[0].new_zeros(*front, one.num_rows) if one.number is None else outputs[one.number]
             for one in self.projections
         ]
-        return torch.cat([part.view(*front, self.turns, -1) for part in parts], dim=-1).flatten(-2)
+        turns = [part.view(*front, self.turns, part.shape[-1] // self.turns) for part in parts]
+        return torch.cat(turns, dim=-1).flatten(-2)
 
     @torch.no_grad()
     def delta(self, box: Box) -> Tensor:
