@@ -177,8 +177,28 @@ def sharded_state(engine: MegatronEngine, is_loading: bool) -> tuple[dict[str, A
         state = {name: _trained(state[name], chunk) for name, chunk in _named_chunks(engine).items()}
     models = {name: dict(values) for name, values in state.items()}
     state["optimizer"] = engine.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
+    if not is_loading:
+        _number_steps(state["optimizer"])
     state["lr_schedule"] = engine.lr_schedule.state_dict()
     return state, dict(CONTENT)
+
+
+def _number_steps(state: dict[Any, Any]) -> None:
+    """Say how many steps the optimizer made where it has no parameter and counts none. Collective.
+
+    What of a state is no tensor is the first rank's, whose pipeline stage may train nothing; without this number the
+    moments of the other stages would be taken for those of a first step.
+    """
+    parts = [part for part in (state, *state.values()) if isinstance(part, dict)]
+    groups = [group for part in parts for group in part.get("optimizer", {}).get("param_groups", [])]
+    for part in parts:
+        if part.get("param_state") == {}:  # of a stage that trains nothing; Megatron would warn that the others differ
+            del part["param_state"]
+    steps = [group["step"] for group in groups if "step" in group]
+    step = max((number for own in gather_objects(steps) for number in own), default=None)
+    for group in groups:
+        if step is not None:
+            group.setdefault("step", step)
 
 
 def _trained(state: Mapping[str, Any], chunk: PolicyModel) -> dict[str, Any]:
