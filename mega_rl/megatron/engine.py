@@ -14,8 +14,9 @@ from torch import Tensor
 from mega_rl import platform
 from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.bridge.files.identity import identity
+from mega_rl.bridge.mapping.adapter import adapter_tensors
 from mega_rl.bridge.mapping.tensors import hf_tensors
-from mega_rl.bridge.series import Series
+from mega_rl.bridge.series import Series, slices_of
 from mega_rl.bridge.slices import Slice
 from mega_rl.config.schema import OptimizerConfig
 from mega_rl.megatron.offload import TrainerOffload
@@ -90,8 +91,8 @@ class MegatronEngine:
         self.stepper = OptimizerStep(
             self.optimizer,
             self.policy.parameters,
-            self.slices_of(dist.get_rank()),
-            hf_tensors(shape),
+            [*self.slices_of(dist.get_rank()), *slices_of(self.policy.adapter_series_of(dist.get_rank()))],
+            [*hf_tensors(shape), *adapter_tensors(shape, self.policy.plan.adapters)],
             max_skipped_steps,
         )
         self.offload = TrainerOffload(spec.memory, self.wrapped, self.optimizer, platform.current().has_own_memory)

@@ -186,8 +186,8 @@ class OptimizerStep:
     Args:
         optimizer: Megatron's.
         parameters: local name -> parameter of this rank.
-        slices: what this rank's parameters are of the Hugging Face tensors.
-        hf_names: every Hugging Face tensor in the model's order, which says what "first" is.
+        slices: what this rank's parameters are of the Hugging Face tensors, and of the adapters'.
+        hf_names: every one of these tensors in the model's order, which says what "first" is.
         max_skipped: consecutive skipped steps that end the run; 0: never.
     """
 

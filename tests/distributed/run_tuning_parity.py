@@ -21,13 +21,14 @@ from mega_rl.bridge.slices import Slice, indices
 from mega_rl.config.schema import AdapterConfig, RunConfig, TuningConfig
 from mega_rl.data.packing import unpack
 from mega_rl.megatron import checkpoint
-from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.megatron.engine import LossFunction, MegatronEngine
 from mega_rl.megatron.saving import CheckpointWriter
 from mega_rl.megatron.tuning.adapter import disabled
 from mega_rl.models.shape import ModelShape, read_model_shape
+from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.state import stage_parameters, trainer_state
-from mega_rl.types import Microbatch, Sequence
+from mega_rl.types import Figures, Microbatch, Sequence, TokenStats
 from tests.distributed import tiny_models
 from tests.distributed.engine_support import build_engine, groups, loss_of, owned_span, pack_for_rank, run_config
 from tests.distributed.parity_reference import OBJECTIVES, make_sequences
@@ -194,7 +195,22 @@ def check(tuned: TuningCase, layout: ParallelLayout, directory: Path) -> dict[st
             check_state(engine, config, shape, layout)
             check_checkpoint(tuned, engine, reference, directory)
             compare_values(engine, pieces, step.values, "resumed", errors)
+    check_skipped_step(engine, ms, loss_of(OBJECTIVE, sequences), {piece.hf_name for piece in pieces})
     return errors.of_all_ranks()
+
+
+def check_skipped_step(engine: MegatronEngine, ms: list[Microbatch], loss: LossFunction, own: set[str]) -> None:
+    """A gradient that is not finite changes nothing, and what it is of is named as what was trained."""
+
+    def broken(stats: TokenStats, m: Microbatch) -> tuple[torch.Tensor, Figures]:
+        value, figures = loss(stats, m)
+        return value * float("inf"), figures
+
+    before = {name: p.detach().clone() for name, p in engine.policy.parameters.items()}
+    engine.forward_backward(ms, broken)
+    stats = engine.optimizer_step()
+    assert stats.skipped and stats.bad_parameter in set().union(*gather_objects(own)), stats
+    assert all(torch.equal(before[name], p) for name, p in engine.policy.parameters.items())
 
 
 def main() -> None:

@@ -220,9 +220,14 @@ def weight_sync(session: Session, actor: MegatronEngine, sink: WeightSink, noise
     """The actor's way into the sink, with the outgoing transforms and the proof that the configuration asks for.
 
     Raises:
-        InputError: simulated quantisation whose blocks the trainer's layout cuts.
+        InputError: adapters; simulated quantisation whose blocks the trainer's layout cuts.
     """
     config, shape = session.config, session.shape
+    if actor.policy.adapters:
+        raise InputError(
+            "tuning.method is 'lora', but adapters do not reach the engines yet: set trainer.stage to sft, or "
+            "tuning.method to full or freeze"
+        )
     dtype = DTYPES[config.rollout.dtype or config.model.dtype]
     sources = [actor.series_of(rank) for rank in range(dist.get_world_size())]
     transforms: list[Transform] = []
