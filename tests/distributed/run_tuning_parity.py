@@ -22,8 +22,8 @@ from mega_rl.config.schema import AdapterConfig, RunConfig, TuningConfig
 from mega_rl.data.packing import unpack
 from mega_rl.megatron import checkpoint
 from mega_rl.megatron.engine import LossFunction, MegatronEngine
+from mega_rl.megatron.reference import WithoutAdapters
 from mega_rl.megatron.saving import CheckpointWriter
-from mega_rl.megatron.tuning.adapter import disabled
 from mega_rl.models.shape import ModelShape, read_model_shape
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import ParallelLayout
@@ -92,7 +92,7 @@ def fill(engine: MegatronEngine, pieces: list[Slice], values: dict[str, torch.Te
     engine.optimizer.reload_model_params()
 
 
-def all_logprobs(engine: MegatronEngine, ms: list[Microbatch]) -> dict[int, torch.Tensor]:
+def all_logprobs(engine: MegatronEngine | WithoutAdapters, ms: list[Microbatch]) -> dict[int, torch.Tensor]:
     return {
         index: own
         for m, stats in zip(ms, engine.token_stats(ms), strict=True)
@@ -173,12 +173,16 @@ def check(tuned: TuningCase, layout: ParallelLayout, directory: Path) -> dict[st
     shape, plan, errors = engine.policy.shape, engine.policy.plan, Errors()
     ms, pieces = pack_for_rank(tuned.case, layout, sequences), trained_slices(engine, plan)
     start = all_logprobs(engine, ms)  # B is zero: the model itself
+    reference_model = WithoutAdapters(engine.policy)
+    assert reference_model.differing(engine.policy) is None
     compare_logprobs(start, reference.base, "base", errors)
     fill(engine, pieces, reference.factors)
     compare_logprobs(all_logprobs(engine, ms), reference.logprobs, "logprobs", errors)
-    with disabled(engine.policy.chunks):
-        without = all_logprobs(engine, ms)
-    assert all(torch.equal(without[index], start[index]) for index in start), "adapters off are not the model itself"
+    if plan.adapters.ranks:
+        assert any(gather_objects(reference_model.differing(engine.policy) is not None))
+        without = all_logprobs(reference_model, ms)
+        same = all(torch.equal(without[index], start[index]) for index in start)
+        assert same or plan.trained, "adapters off are not the model itself"
     for piece in engine.slices_of(dist.get_rank()):
         if piece.hf_name in reference.merged:
             own = engine.policy.merged(piece.local_name, piece.local_box)
