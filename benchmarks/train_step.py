@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from mega_rl import platform
 from mega_rl.bridge.files.huggingface import HFReader
-from mega_rl.config.schema import MemoryConfig, OptimizerConfig, ParallelConfig
+from mega_rl.config.schema import MemoryConfig, OptimizerConfig, ParallelConfig, TuningConfig
 from mega_rl.data.packing import pack
 from mega_rl.errors import InputError
 from mega_rl.megatron.engine import MegatronEngine
@@ -93,8 +93,16 @@ def make_sequences(case: Case) -> list[Sequence]:
 class Own:
     """``MegatronEngine`` on packed micro-batches."""
 
-    def __init__(self, directory: Path, case: Case, sequences: list[Sequence], layout: ParallelLayout) -> None:
-        spec = TrainerSpec(DTYPES[case.dtype], ParallelConfig(), MemoryConfig(), temperature=1.0, chunk_tokens=1024)
+    def __init__(
+        self,
+        directory: Path,
+        case: Case,
+        sequences: list[Sequence],
+        layout: ParallelLayout,
+        tuning: TuningConfig | None = None,
+    ) -> None:
+        parallel, memory = ParallelConfig(), MemoryConfig()
+        spec = TrainerSpec(DTYPES[case.dtype], parallel, memory, 1.0, 1024, tuning=tuning or TuningConfig())
         optimizer = OptimizerConfig(lr=LR, weight_decay=WEIGHT_DECAY, clip_grad=CLIP, beta1=BETAS[0], beta2=BETAS[1])
         device = platform.current().set_device(0)
         parts = balance([s.loss_mask.numel() for s in sequences], 1, case.max_tokens)[0]
