@@ -148,6 +148,9 @@ def check_state(engine: MegatronEngine, config: RunConfig, shape: ModelShape, la
     states = [s for part in chain if part.optimizer is not None for s in part.optimizer.state.values()]
     moments = sum(s[kind].numel() * s[kind].element_size() for s in states for kind in ("exp_avg", "exp_avg_sq"))
     assert planned.moments == moments, (planned.moments, moments)
+    if engine.policy.spec.dtype != torch.float32:
+        masters = [p for part in chain for group in part.optimizer.param_groups for p in group["params"]]
+        assert planned.masters == sum(p.numel() * p.element_size() for p in masters)
 
 
 def check_checkpoint(tuned: TuningCase, engine: MegatronEngine, reference: Reference, directory: Path) -> None:

@@ -24,6 +24,7 @@ LIMITS = {
     "resumed": 1e-5,  # absolute
     "merged": 0.0,  # W + scale * B A in float32
 }
+ROUGH = {"base": 0.1, "logprobs": 0.2, "gradients": 0.5, "norm": 0.05, "weights": 0.01, "resumed": 0.01, "merged": 0.05}
 Errors = dict[str, tuple[float, str]]
 
 
@@ -46,4 +47,5 @@ def errors_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[
 def test_tuned_engine_equals_transformers(errors_of: Callable, tuned: TuningCase) -> None:
     errors = errors_of(tuned.case.num_ranks)[tuned.name]
     assert set(LIMITS) - set(errors) <= {"merged"}  # without adapters there is nothing to merge
-    assert {name: error for name, error in errors.items() if not error[0] <= LIMITS[name]} == {}
+    limits = LIMITS if tuned.dtype == "float32" else ROUGH
+    assert {name: error for name, error in errors.items() if not error[0] <= limits[name]} == {}

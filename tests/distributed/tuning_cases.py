@@ -60,6 +60,7 @@ TWO = (
     TuningCase(Case(2, context=2), "qwen3_moe", "lora"),
     TuningCase(Case(2, overlap=True), "qwen3_moe", "lora"),
     TuningCase(Case(2, tensor=2, sequence=True, expert=2, expert_tensor=1), "deepseek_v3", "lora"),
+    TuningCase(Case(2, tensor=2, sequence=True), "qwen3_moe", "lora", dtype="bfloat16"),
     TuningCase(Case(2, pipeline=2), "qwen3", "last", recompute="full"),
     TuningCase(Case(2, tensor=2, sequence=True), "qwen3", "last"),
     TuningCase(Case(2, pipeline=2), "qwen3", "first", recompute="full"),
