@@ -139,7 +139,7 @@ def _adapted(pieces: Sequence[Series], plan: AdapterPlan) -> Iterator[AdaptedWei
             adapted = [name for name in names if has_adapter[name]]
             projections = tuple(_projection(name, pieces, adapted) for name in names)
             (rank,) = {rank for rank in chosen if rank}
-            yield AdaptedWeight(replace(first, layers=own_layers, experts=experts), projections, rank)
+            yield AdaptedWeight(replace(first, layers=tuple(own_layers), experts=tuple(experts)), projections, rank)
 
 
 def _projection(name: str, pieces: Sequence[Series], adapted: Sequence[str]) -> Projection:

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -212,7 +211,7 @@ def attach(
         for number in ((layer, expert) for layer in kind.like.layers for expert in kind.like.experts):
             name = kind.like.local_name_of(number)
             layer: Any = chunk.get_submodule(module_of(name))
-            is_column, is_expert = isinstance(layer, ColumnParallelLinear), EXPERTS in name
+            is_column, is_expert = layer.weight.partition_dim == 0, EXPERTS in name  # Megatron marks where it cuts
             sequence = chunk.config.sequence_parallel
             adapter = Adapter(layer.weight, kind, plan.scale(kind.rank), is_column, is_expert, sequence)
             adapter.initialise(number, seed, sizes)
