@@ -10,7 +10,7 @@ from math import prod
 import numpy as np
 
 from mega_rl.bridge.mapping.megatron import rank_series
-from mega_rl.bridge.mapping.tensors import full_series, hf_tensors
+from mega_rl.bridge.mapping.tensors import LM_HEAD, embedding_name, full_series, hf_tensors
 from mega_rl.bridge.mapping.tuning import tuning_plan
 from mega_rl.bridge.mapping.vllm import vllm_series
 from mega_rl.bridge.reshard.plan import compile_plan
@@ -154,8 +154,9 @@ def _ranks(
     tuning = tuning_plan(config.tuning, shape)
     is_under_adapters = bool(tuning.adapters.ranks) and not tuning.trained  # the frozen weights are the reference
     has_reference = samples(config) and config.algorithm.kl_coefficient != 0 and not is_under_adapters
+    trains_head = (embedding_name(shape) if shape.tied else LM_HEAD) in tuning.trained
     tokens = fullest_microbatches(config, layout)
-    model = ActivationModel(config, shape, layout, OPERATOR_MEMORY[machine.platform], tokens)
+    model = ActivationModel(config, shape, layout, OPERATOR_MEMORY[machine.platform], tokens, trains_head)
     held = [stage_parameters(config, shape, layout, stage, tuning) for stage in range(layout.pipeline)]
     activations = [model.of_stage(stage) for stage in range(layout.pipeline)]
     ranks = []
