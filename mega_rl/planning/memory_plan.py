@@ -257,7 +257,7 @@ def _host(config: RunConfig, state: TrainerState, engine: EngineMemory | None, p
         if engine is not None and config.rollout.placement == "colocated" and _sleeps(config, platform):
             yield Item("weights of the sleeping engine", engine.weights, ESTIMATE)
     if config.checkpoint.async_save:
-        yield Item("checkpoint under way", state.weights + state.optimizer, ESTIMATE)
+        yield Item("checkpoint under way", state.weights - state.frozen + state.optimizer, ESTIMATE)
     if samples(config):
         workers = config.reward_workers
         # Those of the whole node if their number is given: how many ranks share them is not known here.

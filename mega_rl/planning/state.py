@@ -112,6 +112,7 @@ class TrainerState:
     masters: int  # float32 copies of bfloat16 weights, this rank's share
     moments: int  # Adam's two, this rank's share
     reference: int  # weights of the frozen copy; 0 without one
+    frozen: int = 0  # of ``weights`` those that are not trained, which no checkpoint holds
 
     @property
     def optimizer(self) -> int:
@@ -247,5 +248,6 @@ def trainer_state(
         gradients=4 * num_padded,
         masters=4 * owned if config.model.dtype == "bfloat16" else 0,
         moments=2 * DTYPES[config.memory.optimizer_state_dtype].itemsize * owned,
+        frozen=weight_bytes * sum(p.num_elements for p in held.frozen),
         reference=sum(by_kind.values()) - by_kind.get("adapters", 0) if has_reference else 0,
     )
