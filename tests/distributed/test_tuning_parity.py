@@ -24,7 +24,7 @@ LIMITS = {
     "resumed": 1e-5,  # absolute
     "merged": 0.0,  # W + scale * B A in float32
 }
-ROUGH = {"base": 0.1, "logprobs": 0.2, "gradients": 0.5, "norm": 0.05, "weights": 0.01, "resumed": 0.01, "merged": 0.05}
+ROUGH = {"base": 0.1, "logprobs": 0.5, "gradients": 0.5, "norm": 0.05, "weights": 0.01, "resumed": 0.01, "merged": 0.05}
 Errors = dict[str, tuple[float, str]]
 
 
