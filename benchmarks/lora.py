@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from report import publish, table
-from train_step import CASES, Case, Own, make_sequences, timed, write_model
+from train_step import CASES, Case, Own, make_sequences, qwen2, timed, write_model
 
 from mega_rl import platform
 from mega_rl.bridge.mapping.tuning import tuning_plan
@@ -32,6 +32,7 @@ from mega_rl.planning.state import stage_parameters, trainer_state
 
 FULL, LORA, FREEZE = "full", "lora, rank 16", "freeze, last quarter"
 MIB = 1 << 20
+ALL = {**CASES, "7M": Case(qwen2(256, 768, 4, 4, 2, 16384), 4, 128, 128, "float32", 512)}
 
 
 def ways(case: Case) -> dict[str, TuningConfig]:
@@ -112,22 +113,25 @@ def report(results: list[dict[str, Any]], arguments: argparse.Namespace) -> None
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", choices=CASES, action="append", help="default: 10M, or qwen2.5-1.5b")
+    parser.add_argument("--case", choices=ALL, action="append", help="default: 7M, or qwen2.5-1.5b")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each way (default: 5)")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads (default: torch's choice)")
     parser.add_argument("--quick", action="store_true", help="a tiny model, 2 steps: shows that it works, not how fast")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args(argv)
     if arguments.quick:
         arguments.case, arguments.steps = ["tiny"], 2
     here = platform.current()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
     here.set_device(0)
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         os.environ.setdefault(name, value)
     dist.init_process_group(here.backend)
     layout = ParallelLayout.create(1)
     initialize_groups(layout, seed=0)
-    cases = arguments.case or (["10M"] if here.name == "cpu" else ["qwen2.5-1.5b"])
-    report([run_case(name, CASES[name], layout, arguments.steps) for name in cases], arguments)
+    cases = arguments.case or (["7M"] if here.name == "cpu" else ["qwen2.5-1.5b"])
+    report([run_case(name, ALL[name], layout, arguments.steps) for name in cases], arguments)
     dist.destroy_process_group()
 
 
