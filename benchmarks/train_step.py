@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from mega_rl import platform
 from mega_rl.bridge.files.huggingface import HFReader
-from mega_rl.config.schema import MemoryConfig, OptimizerConfig, ParallelConfig
+from mega_rl.config.schema import MemoryConfig, OptimizerConfig, ParallelConfig, TuningConfig
 from mega_rl.data.packing import pack
 from mega_rl.errors import InputError
 from mega_rl.megatron.engine import MegatronEngine
@@ -60,7 +60,7 @@ class Case:
     max_tokens: int  # trainer.max_tokens_per_microbatch; on a CPU a micro-batch should fit into the cache
 
 
-def _qwen2(width: int, ffn: int, layers: int, heads: int, kv_heads: int, vocabulary: int) -> dict[str, int]:
+def qwen2(width: int, ffn: int, layers: int, heads: int, kv_heads: int, vocabulary: int) -> dict[str, int]:
     return {
         "hidden_size": width,
         "intermediate_size": ffn,
@@ -72,10 +72,10 @@ def _qwen2(width: int, ffn: int, layers: int, heads: int, kv_heads: int, vocabul
 
 
 CASES = {
-    "tiny": Case(_qwen2(64, 128, 2, 4, 2, 512), 4, 4, 32, "float32", 64),
-    "10M": Case(_qwen2(256, 768, 10, 4, 2, 8192), 16, 32, 512, "float32", 2048),
-    "60M": Case(_qwen2(512, 1536, 14, 8, 4, 32000), 4, 32, 512, "float32", 2048),
-    "qwen2.5-1.5b": Case(_qwen2(1536, 8960, 28, 12, 2, 151936), 32, 128, 2048, "bfloat16", 16384),
+    "tiny": Case(qwen2(64, 128, 2, 4, 2, 512), 4, 4, 32, "float32", 64),
+    "10M": Case(qwen2(256, 768, 10, 4, 2, 8192), 16, 32, 512, "float32", 2048),
+    "60M": Case(qwen2(512, 1536, 14, 8, 4, 32000), 4, 32, 512, "float32", 2048),
+    "qwen2.5-1.5b": Case(qwen2(1536, 8960, 28, 12, 2, 151936), 32, 128, 2048, "bfloat16", 16384),
 }
 
 
@@ -93,8 +93,16 @@ def make_sequences(case: Case) -> list[Sequence]:
 class Own:
     """``MegatronEngine`` on packed micro-batches."""
 
-    def __init__(self, directory: Path, case: Case, sequences: list[Sequence], layout: ParallelLayout) -> None:
-        spec = TrainerSpec(DTYPES[case.dtype], ParallelConfig(), MemoryConfig(), temperature=1.0, chunk_tokens=1024)
+    def __init__(
+        self,
+        directory: Path,
+        case: Case,
+        sequences: list[Sequence],
+        layout: ParallelLayout,
+        tuning: TuningConfig | None = None,
+    ) -> None:
+        parallel, memory = ParallelConfig(), MemoryConfig()
+        spec = TrainerSpec(DTYPES[case.dtype], parallel, memory, 1.0, 1024, tuning=tuning or TuningConfig())
         optimizer = OptimizerConfig(lr=LR, weight_decay=WEIGHT_DECAY, clip_grad=CLIP, beta1=BETAS[0], beta2=BETAS[1])
         device = platform.current().set_device(0)
         parts = balance([s.loss_mask.numel() for s in sequences], 1, case.max_tokens)[0]

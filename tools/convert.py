@@ -136,7 +136,14 @@ def open_checkpoint(checkpoint: Path, model: Path | None) -> Source:
 
 
 def _check_model(checkpoint: Path, shape: ModelShape, metadata_dir: Path) -> None:
-    saved = read_progress(checkpoint, needed=("model",))["model"]
+    progress = read_progress(checkpoint, needed=("model",))
+    if "tuning" in progress:
+        method = shown(progress["tuning"]["settings"]["method"])
+        raise InputError(
+            f"{checkpoint} holds only what tuning.method {method} trained, not the model under it: take the Hugging "
+            "Face directory that the run exported (checkpoint.export_hf)"
+        )
+    saved = progress["model"]
     for key, value in model_record(shape).items():
         if saved.get(key) != value:
             raise InputError(

@@ -103,6 +103,13 @@ def rule_of_type(hint: Any) -> Rule | None:
 
 RULES: dict[str, Rule] = {
     "model.path": text(),
+    "tuning.train_layers": Rule(lambda v: _is_number(v) and v != 0 and abs(v) <= MANY, "a whole number other than 0"),
+    "tuning.also_train": list_of(text()),
+    "tuning.adapter.rank": between(1, 1 << 14),
+    "tuning.adapter.alpha": above(0, 1 << 20),
+    "tuning.adapter.targets": list_of(text()),
+    "tuning.adapter.exclude": list_of(text()),
+    "tuning.adapter.expert_rank": nullable(between(1, 1 << 14)),
     "data.max_prompt_length": between(1, MANY),
     "data.max_response_length": between(1, MANY),
     "data.train_batch_size": between(1, 1 << 18),

@@ -36,6 +36,34 @@ class ModelConfig:
 
 
 @dataclass
+class AdapterConfig:
+    """Low-rank adapters (LoRA, arXiv 2106.09685), for tuning.method lora: W + scale * B A, where only A and B learn."""
+
+    rank: int = 16  # rows of A, columns of B
+    alpha: float = 32.0  # the scale is alpha / rank
+    # Linear layers with an adapter: all-linear, or ends of module names such as q_proj or self_attn.o_proj, or shell
+    # patterns of whole names such as *.layers.3.*
+    targets: list[str] = field(default_factory=lambda: ["all-linear"])
+    exclude: list[str] = field(default_factory=list)  # of these, written the same way, those without one
+    expert_rank: int | None = None  # rank of the adapters of experts, of which there are many; null: as rank
+    rslora: bool = False  # the scale is alpha / sqrt(rank) (arXiv 2312.03732)
+
+
+@dataclass
+class TuningConfig:
+    """Which weights a run trains; docs/tuning.md."""
+
+    # full: all | freeze: those of some layers | lora: adapters beside frozen weights
+    method: Literal["full", "freeze", "lora"] = "full"
+    train_layers: int = 2  # freeze: the last so many layers; negative: the first ones
+    train_modules: Literal["all", "mlp", "self_attn"] = "all"  # freeze: what of these layers
+    # freeze and lora: tensors trained besides, by the end of their Hugging Face name or a shell pattern of it, such as
+    # norm.weight or *.layers.0.*
+    also_train: list[str] = field(default_factory=list)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+
+
+@dataclass
 class DataConfig:
     """Which files are read, how long their rows may be, and how a batch is drawn."""
 
@@ -357,6 +385,7 @@ class RunConfig:
     """All sections. Only stage rl reads rollout, algorithm, aqn, rewards and reward_workers."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    tuning: TuningConfig = field(default_factory=TuningConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     bridge: BridgeConfig = field(default_factory=BridgeConfig)

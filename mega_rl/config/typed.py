@@ -22,7 +22,8 @@ from mega_rl.config.yaml_text import parse_yaml, unusable_text
 from mega_rl.errors import MAX_LISTED, MAX_SHOWN, shown
 
 _WORDS = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
-ONE_OR_MANY = ("data.train_files", "data.val_files")  # one text stands for a list of one
+# One text stands for a list of one.
+ONE_OR_MANY = ("data.train_files", "data.val_files", "tuning.adapter.targets")
 _NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from pickle import UnpicklingError
 from struct import error as StructError
@@ -30,6 +31,7 @@ from mega_rl.bridge.files.progress import read_progress
 from mega_rl.bridge.files.torch_dist_write import CONTENT
 from mega_rl.errors import InputError, shortened, shown
 from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.megatron.layers import frozen_weights
 from mega_rl.megatron.model import PolicyModel
 from mega_rl.megatron.optimizer import ensure_state, own_hyperparameters
 from mega_rl.megatron.reading import load_generators, load_sharded
@@ -157,22 +159,86 @@ def _named_chunks(engine: MegatronEngine) -> dict[str, PolicyModel]:
     return {"model": chunks[0]} if len(chunks) == 1 else {f"model{i}": chunk for i, chunk in enumerate(chunks)}
 
 
-def _metadata() -> dict[str, Any]:
-    return {**CONTENT, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+def _metadata(is_full: bool = True) -> dict[str, Any]:
+    # Layers of which a part is trained have different tensors, so each gets names of its own.
+    own = {} if is_full else {"non_homogeneous_layers": True}
+    return {**CONTENT, **own, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
 
 
 def sharded_state(engine: MegatronEngine, is_loading: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a checkpoint holds of an engine as Megatron describes it, and the name of that description. Collective."""
-    metadata = _metadata()
+    metadata = _metadata(engine.policy.plan.is_full)
     if not is_loading:
         ensure_state(engine.optimizer)
     state: dict[str, Any] = {
         name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named_chunks(engine).items()
     }
+    if not engine.policy.plan.is_full:
+        state = {name: _trained(state[name], chunk) for name, chunk in _named_chunks(engine).items()}
     models = {name: dict(values) for name, values in state.items()}
     state["optimizer"] = engine.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
+    if not is_loading:
+        _number_steps(state["optimizer"])
     state["lr_schedule"] = engine.lr_schedule.state_dict()
     return state, dict(CONTENT)
+
+
+def _number_steps(state: dict[Any, Any]) -> None:
+    """Say how many steps the optimizer made where it has no parameter and counts none. Collective.
+
+    What of a state is no tensor is the first rank's, whose pipeline stage may train nothing; without this number the
+    moments of the other stages would be taken for those of a first step.
+    """
+    parts = [part for part in (state, *state.values()) if isinstance(part, dict)]
+    groups = [group for part in parts for group in part.get("optimizer", {}).get("param_groups", [])]
+    for part in parts:
+        if part.get("param_state") == {}:  # of a stage that trains nothing; Megatron would warn that the others differ
+            del part["param_state"]
+    steps = [group["step"] for group in groups if "step" in group]
+    step = max((number for own in gather_objects(steps) for number in own), default=None)
+    for group in groups:
+        if step is not None:
+            group.setdefault("step", step)
+
+
+def _trained(state: Mapping[str, Any], chunk: PolicyModel) -> dict[str, Any]:
+    """What of a chunk's state its base does not have: that is ``model.path``, and stays out of the checkpoint."""
+    frozen = {name for name, parameter in chunk.named_parameters() if not parameter.requires_grad}
+    frozen |= frozen_weights(chunk).keys()
+    return {name: value for name, value in state.items() if name not in frozen}
+
+
+def tuning_record(engine: MegatronEngine) -> dict[str, Any]:
+    """What a checkpoint says of a run that trains only a part: its settings, and its base by hash. Collective."""
+    if engine.policy.plan.is_full:
+        return {}
+    return {"tuning": {"settings": asdict(engine.policy.spec.tuning), "base": engine.base}}
+
+
+_OF_METHOD = {"full": (), "freeze": ("train_layers", "train_modules", "also_train"), "lora": ("also_train", "adapter")}
+
+
+def _check_tuning(directory: Path, progress: Mapping[str, Any], engine: MegatronEngine) -> None:
+    """Raise InputError if the checkpoint trained something else, or on another base. Collective."""
+    own: dict[str, Any] = asdict(engine.policy.spec.tuning)
+    saved = progress.get("tuning", {}).get("settings", {"method": "full"})
+    never = "or checkpoint.resume to never"
+    if saved["method"] != own["method"]:
+        raise InputError(
+            f"checkpoint {directory} was written with tuning.method {shown(saved['method'])}, and this run has "
+            f"{own['method']!r}: set it to that of the checkpoint, {never}"
+        )
+    for key in _OF_METHOD[own["method"]]:
+        if saved.get(key) != own[key]:
+            raise InputError(
+                f"checkpoint {directory} was written with tuning.{key} {shown(saved.get(key))}, and this run has "
+                f"{shown(own[key])}: set it to that of the checkpoint, {never}"
+            )
+    if not engine.policy.plan.is_full and progress["tuning"]["base"] != engine.base:
+        raise InputError(
+            f"checkpoint {directory} holds what was trained on another base than the weights in model.path: set "
+            f"model.path to the model it was trained from, {never}"
+        )
 
 
 def _last_line(error: BaseException) -> str:
@@ -197,13 +263,20 @@ def load(directory: Path, engine: MegatronEngine) -> dict[str, Any]:
             f"{own[key]!r} in model.path; choose the model it was trained from, or checkpoint.resume=never"
         )
     if progress.get("weights_only"):
+        if not engine.policy.plan.is_full:
+            raise InputError(
+                f"checkpoint {directory} has the weights of a whole model and this run trains a part of one: set "
+                "model.path to these weights as a Hugging Face directory (tools/convert.py), and checkpoint.resume to "
+                "never"
+            )
         _load_weights(directory, engine)
         return progress
     check_layout(directory, engine.policy.layout)
+    _check_tuning(directory, progress, engine)
     state, _ = sharded_state(engine, is_loading=True)
     loaded, generators = read_state(directory, state)
     for name, chunk in _named_chunks(engine).items():
-        chunk.load_state_dict(loaded[name])
+        chunk.load_state_dict(loaded[name], strict=engine.policy.plan.is_full)
     with own_hyperparameters(engine.optimizer):
         engine.optimizer.load_state_dict(loaded["optimizer"])
     engine.lr_schedule.load_state_dict(loaded["lr_schedule"])

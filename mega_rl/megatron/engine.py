@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,10 @@ from torch import Tensor
 
 from mega_rl import platform
 from mega_rl.bridge.files.huggingface import HFReader
+from mega_rl.bridge.files.identity import identity
+from mega_rl.bridge.mapping.adapter import adapter_tensors
 from mega_rl.bridge.mapping.tensors import hf_tensors
-from mega_rl.bridge.series import Series
+from mega_rl.bridge.series import Series, slices_of
 from mega_rl.bridge.slices import Slice
 from mega_rl.config.schema import OptimizerConfig
 from mega_rl.megatron.offload import TrainerOffload
@@ -60,6 +63,7 @@ class MegatronEngine:
     ) -> None:
         self.policy = MegatronPolicy(spec, shape, layout, device)
         self.policy.load_huggingface(weights)
+        self._weights = weights
         chunks, overlap = self.policy.chunks, spec.parallel
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
@@ -87,11 +91,16 @@ class MegatronEngine:
         self.stepper = OptimizerStep(
             self.optimizer,
             self.policy.parameters,
-            self.slices_of(dist.get_rank()),
-            hf_tensors(shape),
+            [*self.slices_of(dist.get_rank()), *slices_of(self.policy.adapter_series_of(dist.get_rank()))],
+            [*hf_tensors(shape), *adapter_tensors(shape, self.policy.plan.adapters)],
             max_skipped_steps,
         )
         self.offload = TrainerOffload(spec.memory, self.wrapped, self.optimizer, platform.current().has_own_memory)
+
+    @cached_property
+    def base(self) -> str:
+        """The hash of the weights that training started from. Collective at its first use."""
+        return identity(self._weights, self.policy.shape)
 
     def slices_of(self, rank: int) -> list[Slice]:
         return self.policy.slices_of(rank)
@@ -153,16 +162,17 @@ class MegatronEngine:
         """Whole float32 master values of the replicated (norm) weights that this rank's pipeline stage holds.
 
         If the optimizer shards its masters over the data-parallel ranks, they are put together again; float32 models
-        have no other master than the weight itself.
+        have no other master than the weight itself, and neither have frozen weights.
         """
         wanted = set(hf_names)
         pieces = {piece.hf_name: piece for piece in self.slices_of(dist.get_rank()) if piece.hf_name in wanted}
         masters: dict[str, Tensor] = {}
+        sharded: list[str] = []
         for name, piece in pieces.items():
             parameter = self.policy.parameters[piece.local_name]
             assert parameter.dim() == 1, f"{name} is no norm weight"
-            if parameter.dtype == torch.float32:
-                masters[name] = parameter.detach()
+            if parameter.dtype == torch.float32 or not parameter.requires_grad:
+                masters[name] = parameter.detach().float()
                 continue
             full = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
             shard = getattr(parameter, "main_param", None)
@@ -170,9 +180,10 @@ class MegatronEngine:
                 start, end = owned_range(self.optimizer, parameter)
                 full[start:end] = shard.detach()
             masters[name] = full
-        if any(self.policy.parameters[p.local_name].dtype != torch.float32 for p in pieces.values()):
-            flat = torch.cat([masters[name] for name in sorted(masters)])
+            sharded.append(name)
+        if sharded:
+            flat = torch.cat([masters[name] for name in sorted(sharded)])
             dist.all_reduce(flat, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-            sizes = [masters[name].numel() for name in sorted(masters)]
-            masters = dict(zip(sorted(masters), flat.split(sizes), strict=True))
+            sizes = [masters[name].numel() for name in sorted(sharded)]
+            masters |= dict(zip(sorted(sharded), flat.split(sizes), strict=True))
         return masters

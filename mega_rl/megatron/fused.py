@@ -25,6 +25,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from mega_rl.megatron.tuning.adapter import product_of_experts
 from mega_rl.platform.operators import dispatch as operators
 from mega_rl.platform.operators.attention import once_per_tensor
 
@@ -38,9 +39,9 @@ class GroupedExperts(SequentialMLP):
         """Rows [N, D] sorted by expert, how many each has, and their weights [N] -> [N, D]; there is no bias."""
         rows = permuted_local_hidden_states
         counts = [len(rows)] if len(self.local_experts) == 1 else tokens_per_expert.tolist()
-        first, second = ([getattr(x, name).weight for x in self.local_experts] for name in ("linear_fc1", "linear_fc2"))
-        hidden = operators.swiglu(operators.grouped_matmul(rows, first, counts), permuted_probs)
-        return operators.grouped_matmul(hidden, second, counts), None
+        first, second = ([getattr(x, name) for x in self.local_experts] for name in ("linear_fc1", "linear_fc2"))
+        hidden = operators.swiglu(product_of_experts(rows, first, counts), permuted_probs)
+        return product_of_experts(hidden, second, counts), None
 
 
 def use_in_mlp(spec: ModuleSpec) -> None:

@@ -63,10 +63,11 @@ def from_bytes(engine: MegatronEngine, content: bytes) -> dict[str, Any]:
 
 
 def _weights(engine: MegatronEngine) -> dict[str, Tensor]:
-    """Every tensor of the model, as it lies in memory."""
+    """Every tensor of the model that is not frozen, as it lies in memory; what is, model.path gives at any start."""
     found: dict[str, Tensor] = {}
     for number, chunk in enumerate(engine.policy.chunks):
-        named = [*chunk.named_parameters(), *chunk.named_buffers()]
+        trained = [(name, parameter) for name, parameter in chunk.named_parameters() if parameter.requires_grad]
+        named = [*trained, *chunk.named_buffers()]
         found |= {f"model.{number}.{name}": tensor.detach() for name, tensor in named}
     found |= {f"frozen.{name}": tensor.detach() for name, tensor in engine.policy.frozen.items()}
     return found

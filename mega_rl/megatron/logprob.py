@@ -150,7 +150,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return (target_T - maximum_T) - log_total_T, entropy_T
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         grad_logprobs_T, grad_entropy_T = gradients
         hidden_TD, weight_VD, target_ids_T, log_z_T, entropy_T = ctx.saved_tensors
         tiles = _Tiles(hidden_TD, weight_VD, target_ids_T, ctx.shard)
@@ -162,9 +162,12 @@ class _TokenLogprobs(torch.autograd.Function):
         constant_T = grad_logprobs_T + grad_entropy_T * entropy_T
         scaled_DT = (hidden_TD * outer_T[:, None] / ctx.shard.temperature).to(hidden_TD.dtype).t()
         grad_hidden_TD = torch.zeros(hidden_TD.shape, dtype=torch.float32, device=hidden_TD.device)
-        grad_weight_VD = torch.zeros_like(weight_VD)
+        has_weight_gradient = ctx.needs_input_grad[1]  # a frozen head's would cost as much as the rest
+        grad_weight_VD = torch.zeros_like(weight_VD) if has_weight_gradient else None
         for rows in tiles.vocabulary():
-            grad_weight_DR = torch.zeros_like(grad_weight_VD[rows].t(), dtype=torch.float32).contiguous()
+            grad_weight_DR = None
+            if has_weight_gradient:
+                grad_weight_DR = torch.zeros_like(weight_VD[rows].t(), dtype=torch.float32).contiguous()
             for tokens in tiles.tokens():
                 logprobs_CR, grad_CR = tiles.logits(tokens, rows)
                 logprobs_CR -= log_z_T[tokens, None]
@@ -176,8 +179,10 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_CR.scatter_add_(1, column_C1, (inner_T[tokens] * is_here_C)[:, None])
                 factor_CR = tiles.factor(grad_CR, logprobs_CR)
                 _accumulate(grad_hidden_TD[tokens], factor_CR, weight_VD[rows])
-                _accumulate(grad_weight_DR, scaled_DT[:, tokens], factor_CR)
-            grad_weight_VD[rows] = grad_weight_DR.t()
+                if grad_weight_DR is not None:
+                    _accumulate(grad_weight_DR, scaled_DT[:, tokens], factor_CR)
+            if grad_weight_VD is not None and grad_weight_DR is not None:
+                grad_weight_VD[rows] = grad_weight_DR.t()
         grad_hidden_TD *= outer_T[:, None] / ctx.shard.temperature
         return grad_hidden_TD.to(hidden_TD.dtype), grad_weight_VD, None, None
 

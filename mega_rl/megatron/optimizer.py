@@ -175,14 +175,19 @@ class SkippedSteps:
         self.total, self.in_a_row = state["total"], state["in_a_row"]
 
 
+def _is_shared(parameter: Any) -> bool:
+    """Whether Megatron's norm leaves this parameter out, as one that another rank counts."""
+    return bool(getattr(parameter, "shared", False))
+
+
 class OptimizerStep:
     """Clips the global gradient norm and steps; a step whose gradient is not finite changes nothing.
 
     Args:
         optimizer: Megatron's.
         parameters: local name -> parameter of this rank.
-        slices: what this rank's parameters are of the Hugging Face tensors.
-        hf_names: every Hugging Face tensor in the model's order, which says what "first" is.
+        slices: what this rank's parameters are of the Hugging Face tensors, and of the adapters'.
+        hf_names: every one of these tensors in the model's order, which says what "first" is.
         max_skipped: consecutive skipped steps that end the run; 0: never.
     """
 
@@ -200,6 +205,11 @@ class OptimizerStep:
             self.slices.setdefault(piece.local_name, []).append(piece)
         self.order = {name: index for index, name in enumerate(hf_names)}
         self.skipped = SkippedSteps()
+
+    @property
+    def trained(self) -> dict[str, torch.nn.Parameter]:
+        """The parameters that have a gradient; a pipeline stage may have none."""
+        return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
 
     @torch.no_grad()
     def __call__(self, lr: float) -> OptimizerStats:
@@ -229,7 +239,7 @@ class OptimizerStep:
         A parameter that the tensor-parallel ranks hold alike counts in the norm on the first of them only; a bad
         gradient on another rank would pass unseen and make the copies differ for ever.
         """
-        copies = [p for p in self.parameters.values() if not param_is_not_tensor_parallel_duplicate(p)]
+        copies = [p for p in self.trained.values() if not param_is_not_tensor_parallel_duplicate(p) or _is_shared(p)]
         is_bad = torch.zeros(1, device=next(iter(self.parameters.values())).device)
         for gradient in (self._owned_gradient(p) for p in copies):
             is_bad += (~torch.isfinite(gradient)).any()
@@ -243,7 +253,7 @@ class OptimizerStep:
     def first_bad_parameter(self) -> str:
         """The first Hugging Face tensor, in the model's order, with a gradient that is not finite; on every rank."""
         own: list[tuple[int, str]] = []
-        for local_name, parameter in self.parameters.items():
+        for local_name, parameter in self.trained.items():
             bad = (~torch.isfinite(self._owned_gradient(parameter))).nonzero()
             if not len(bad):
                 continue

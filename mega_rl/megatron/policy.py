@@ -19,7 +19,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from mega_rl.bridge.files.huggingface import HFReader
+from mega_rl.bridge.mapping.adapter import adapter_series
 from mega_rl.bridge.mapping.megatron import chunk_prefix, rank_series
+from mega_rl.bridge.mapping.tuning import tuning_plan
 from mega_rl.bridge.series import Series, slices_of
 from mega_rl.bridge.slices import Box, Slice
 from mega_rl.config.schema import TrainerConfig
@@ -29,6 +31,7 @@ from mega_rl.megatron.layers import frozen_weights
 from mega_rl.megatron.model import PolicyModel, build_model
 from mega_rl.megatron.routing import Routing
 from mega_rl.megatron.spec import TrainerSpec
+from mega_rl.megatron.tuning.plan import tune
 from mega_rl.models.shape import ModelShape
 from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.layout import ParallelLayout
@@ -104,6 +107,8 @@ class MegatronPolicy:
     def __init__(self, spec: TrainerSpec, shape: ModelShape, layout: ParallelLayout, device: torch.device) -> None:
         self.spec, self.shape, self.layout, self.device = spec, shape, layout, device
         self.chunks: list[PolicyModel] = build_model(spec, shape, device)
+        self.plan = tuning_plan(spec.tuning, shape)
+        self.adapters = tune(self.chunks, self.plan, shape, layout, spec.seed)
         self.parameters: dict[str, torch.nn.Parameter] = {}
         self.is_replaced = False  # inside of ``replaced``
         self.frozen: dict[str, Tensor] = {}  # weights of the model that are no parameters: no gradient reaches them
@@ -132,10 +137,27 @@ class MegatronPolicy:
         """The same by kinds of tensors, for plans."""
         return rank_series(self.shape, self.layout, rank)
 
+    def adapter_series_of(self, rank: int) -> list[Series]:
+        """What any rank holds of the adapters, under PEFT's names; ``local`` knows these places too."""
+        return adapter_series(self.series_of(rank), self.plan.adapters)
+
     def local(self, local_name: str, local_box: Box) -> Tensor:
-        """A view of one box of one local weight."""
+        """A view of one box of one local weight, without what its adapter adds."""
         weight = self.parameters[local_name] if local_name in self.parameters else self.frozen[local_name]
         return weight.detach()[tuple(slice(start, stop) for start, stop in local_box)]
+
+    def delta(self, local_name: str, local_box: Box) -> Tensor | None:
+        """What the adapter adds to one box of a local weight, scale * B A in float32; None: it has no adapter."""
+        adapter = self.adapters.get(local_name)
+        return None if adapter is None else adapter.delta(local_box)
+
+    def merged(self, local_name: str, local_box: Box) -> Tensor:
+        """One box of one local weight with what its adapter adds: summed in float32 and rounded once, never in place.
+
+        In the weight's own dtype; a view of the weight if there is no adapter.
+        """
+        weight, delta = self.local(local_name, local_box), self.delta(local_name, local_box)
+        return weight if delta is None else delta.add_(weight).to(weight.dtype)
 
     @contextmanager
     def replaced(self, values: Mapping[str, Tensor]) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -10,11 +11,38 @@ from mega_rl import platform
 from mega_rl.config.schema import MemoryConfig
 from mega_rl.megatron.offload import HostStorages
 from mega_rl.megatron.policy import MegatronPolicy
+from mega_rl.megatron.tuning.adapter import disabled
 from mega_rl.types import Microbatch, TokenStats
 
 
-class Reference:
-    """A frozen policy; with weights among the offloaded parts they are on the device only while they are used."""
+class Reference(Protocol):
+    """What the policy is kept near to."""
+
+    def token_stats(self, microbatches: Sequence[Microbatch]) -> list[TokenStats]:
+        """As ``MegatronPolicy.token_stats``."""
+
+    def differing(self, policy: MegatronPolicy) -> str | None:
+        """The first of this rank's weights, by Megatron's name, in which the reference differs from ``policy``."""
+
+
+class WithoutAdapters:
+    """The frozen weights of a policy with adapters: the reference costs no memory."""
+
+    def __init__(self, policy: MegatronPolicy) -> None:
+        self._policy = policy
+
+    def token_stats(self, microbatches: Sequence[Microbatch]) -> list[TokenStats]:
+        with disabled(self._policy.chunks):
+            return self._policy.token_stats(microbatches)
+
+    def differing(self, policy: MegatronPolicy) -> str | None:
+        """A weight whose adapter adds something."""
+        adapters = policy.adapters.items()
+        return next((name for name, adapter in adapters if any(bool(b.any()) for b in adapter.factors())), None)
+
+
+class FrozenCopy:
+    """Another policy; with weights among the offloaded parts they are on the device only while they are used."""
 
     def __init__(self, policy: MegatronPolicy, settings: MemoryConfig, is_active: bool) -> None:
         self._policy = policy
@@ -23,7 +51,6 @@ class Reference:
         self._leave()
 
     def token_stats(self, microbatches: Sequence[Microbatch]) -> list[TokenStats]:
-        """As ``MegatronPolicy.token_stats``."""
         self._storages.to_device()
         stats = self._policy.token_stats(microbatches)
         self._leave()
@@ -31,7 +58,6 @@ class Reference:
 
     @torch.no_grad()
     def differing(self, policy: MegatronPolicy) -> str | None:
-        """The first of this rank's weights, by Megatron's name, in which the reference differs from ``policy``."""
         self._storages.to_device()
         own, other = self._policy.parameters, policy.parameters
         names = [name for name in own if not torch.equal(own[name], other[name])]

@@ -33,7 +33,7 @@ from mega_rl.bridge.files.manifest import COLUMNS, MANIFEST, PROGRESS, WEIGHTS, 
 from mega_rl.bridge.files.torch_dist import INDEX
 from mega_rl.bridge.files.visible import patiently, size_of
 from mega_rl.errors import InputError
-from mega_rl.megatron.checkpoint import GENERATORS, all_checkpoints, directory_of, sharded_state
+from mega_rl.megatron.checkpoint import GENERATORS, all_checkpoints, directory_of, sharded_state, tuning_record
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.writers import Shards, ShardStrategy, prepare_writers, writers_end_with_us
 from mega_rl.parallel.collectives import gather_objects, gather_to_first, own_name, together
@@ -84,6 +84,7 @@ class CheckpointWriter:
         partial = self.root / f".step_{step:08d}.incomplete"
         generators = gather_objects(platform.current().rng_state())
         state, metadata = sharded_state(engine, is_loading=False)
+        tuning = tuning_record(engine)
         state, common = save_preprocess({**state, "content_metadata": metadata})
         with self._on_disk(step):
             if dist.get_rank() == 0:
@@ -96,6 +97,7 @@ class CheckpointWriter:
                     "model": model_record(engine.policy.shape),
                     "world_size": dist.get_world_size(),
                     "expert_parallel": engine.policy.layout.expert,
+                    **tuning,
                 }
                 document, columns = extract(content)
                 (partial / PROGRESS).write_text(json.dumps(document, indent=1))

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from mega_rl.config.schema import MemoryConfig, ParallelConfig
+from mega_rl.config.schema import MemoryConfig, ParallelConfig, TuningConfig
 
 Head = Literal["vocabulary"]  # what stands on the last layer: one entry of ``heads.HEADS`` each
 
@@ -27,3 +27,5 @@ class TrainerSpec:
     chunk_tokens: int  # bounds the working memory: at most the float32 logits of so many tokens are held at once
     head: Head = "vocabulary"
     fields: Mapping[str, Any] = field(default_factory=dict)  # more fields of Megatron's configuration, checked ones
+    tuning: TuningConfig = field(default_factory=TuningConfig)  # which weights are trained
+    seed: int = 0  # of the first values of adapters

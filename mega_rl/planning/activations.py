@@ -66,11 +66,19 @@ class ActivationModel:
     Args:
         operators: of the platform that is trained on.
         tokens: the fullest micro-batch.
+        trains_head: whether the output layer gets a gradient.
     """
 
     def __init__(
-        self, config: RunConfig, shape: ModelShape, layout: ParallelLayout, operators: OperatorMemory, tokens: Tokens
+        self,
+        config: RunConfig,
+        shape: ModelShape,
+        layout: ParallelLayout,
+        operators: OperatorMemory,
+        tokens: Tokens,
+        trains_head: bool = True,
     ) -> None:
+        self.trains_head = trains_head
         self.config, self.shape, self.layout, self.operators, self.tokens = config, shape, layout, operators, tokens
         self.item = DTYPES[config.model.dtype].itemsize
         self.local = -(-tokens.num_tokens // layout.context)  # T
@@ -243,6 +251,7 @@ class ActivationModel:
         num_rows = max(1, min(rows, limit // num_tokens))
         tiles = 2 * 4 * num_tokens * num_rows
         of_weight = rows * shape.hidden_size * item + num_rows * shape.hidden_size * (4 + max(4, item))
+        of_weight = of_weight if self.trains_head else 0
         return kept, tiles, tiles + of_weight + hidden * (4 + item)
 
     # --- a rank ------------------------------------------------------------------------------------------------------
@@ -262,7 +271,9 @@ class ActivationModel:
         kept_of_all = sum(count * (size + each) for count, size in zip(flights, kept, strict=True))
         working = message * (3 if layout.num_chunks > 1 else 0)  # interleaved stages expect and send several at a time
         working += again + max(last.backward, last.forward if again else 0)
-        if shape.tied and layout.pipeline == 1:  # the output layer's gradient waits for the embedding's
+        if (
+            shape.tied and layout.pipeline == 1 and self.trains_head
+        ):  # the output layer's gradient waits for the embedding's
             working += self._vocabulary_rows * shape.hidden_size * self.item
         forward_only = max(layer.alone for layer in layers.values())
         if stage == layout.pipeline - 1:

@@ -10,7 +10,8 @@ from math import prod
 import numpy as np
 
 from mega_rl.bridge.mapping.megatron import rank_series
-from mega_rl.bridge.mapping.tensors import full_series, hf_tensors
+from mega_rl.bridge.mapping.tensors import LM_HEAD, embedding_name, full_series, hf_tensors
+from mega_rl.bridge.mapping.tuning import tuning_plan
 from mega_rl.bridge.mapping.vllm import vllm_series
 from mega_rl.bridge.reshard.plan import compile_plan
 from mega_rl.bridge.series import Series
@@ -22,7 +23,7 @@ from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
 from mega_rl.planning.activations import ActivationModel, Activations
 from mega_rl.planning.engine import EngineMemory, engine_memory
-from mega_rl.planning.state import TrainerState, stage_buffers, trainer_state
+from mega_rl.planning.state import TrainerState, stage_parameters, trainer_state
 from mega_rl.planning.steps import fullest_microbatches
 from mega_rl.platform.operators.memory import OPERATOR_MEMORY
 from mega_rl.rewards.scorer import WORKERS_PER_RANK
@@ -150,15 +151,18 @@ def make_plan(config: RunConfig, shape: ModelShape, machine: Machine, with_sync:
 def _ranks(
     config: RunConfig, shape: ModelShape, machine: Machine, layout: ParallelLayout, engine: EngineMemory | None
 ) -> tuple[RankMemory, ...]:
-    has_reference = samples(config) and config.algorithm.kl_coefficient != 0
+    tuning = tuning_plan(config.tuning, shape)
+    is_under_adapters = bool(tuning.adapters.ranks) and not tuning.trained  # the frozen weights are the reference
+    has_reference = samples(config) and config.algorithm.kl_coefficient != 0 and not is_under_adapters
+    trains_head = (embedding_name(shape) if shape.tied else LM_HEAD) in tuning.trained
     tokens = fullest_microbatches(config, layout)
-    model = ActivationModel(config, shape, layout, OPERATOR_MEMORY[machine.platform], tokens)
-    buffers = [stage_buffers(config, shape, layout, stage) for stage in range(layout.pipeline)]
+    model = ActivationModel(config, shape, layout, OPERATOR_MEMORY[machine.platform], tokens, trains_head)
+    held = [stage_parameters(config, shape, layout, stage, tuning) for stage in range(layout.pipeline)]
     activations = [model.of_stage(stage) for stage in range(layout.pipeline)]
     ranks = []
     for rank in range(layout.world_size):
         stage = layout.coordinates(rank).pipeline
-        state = trainer_state(config, layout, rank, buffers[stage], has_reference)
+        state = trainer_state(config, layout, rank, held[stage], has_reference)
         phases = tuple(_phases(config, shape, machine.platform, state, activations[stage], engine))
         host = (*_host(config, state, engine, machine.platform), *_routing(config, shape.mixture, layout.data))
         ranks.append(RankMemory(rank, stage, state, activations[stage], phases, host))
@@ -253,7 +257,7 @@ def _host(config: RunConfig, state: TrainerState, engine: EngineMemory | None, p
         if engine is not None and config.rollout.placement == "colocated" and _sleeps(config, platform):
             yield Item("weights of the sleeping engine", engine.weights, ESTIMATE)
     if config.checkpoint.async_save:
-        yield Item("checkpoint under way", state.weights + state.optimizer, ESTIMATE)
+        yield Item("checkpoint under way", state.weights - state.frozen + state.optimizer, ESTIMATE)
     if samples(config):
         workers = config.reward_workers
         # Those of the whole node if their number is given: how many ranks share them is not known here.

@@ -12,7 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from mega_rl.bridge.mapping.adapter import adapter_series
 from mega_rl.bridge.mapping.megatron import chunk_series, padded_vocab_size
+from mega_rl.bridge.mapping.tuning import TuningPlan
 from mega_rl.bridge.series import Series, slices_of
 from mega_rl.config.schema import RunConfig
 from mega_rl.models.shape import ModelShape
@@ -42,9 +44,11 @@ ORDER = (
 @dataclass(frozen=True)
 class Parameter:
     name: str
-    kind: str  # embedding | output | attention | mlp | experts | norms and router
+    kind: str  # embedding | output | attention | mlp | experts | norms and router | adapters
     num_elements: int
     is_shared_embedding: bool = False  # tied, with the other copy on another pipeline stage
+    is_expert: bool = False
+    is_trained: bool = True  # a frozen one lies in no buffer
 
 
 @dataclass(frozen=True)
@@ -102,12 +106,13 @@ class Buffer:
 class TrainerState:
     """Bytes of one rank that stay from step to step."""
 
-    weights: int  # bytes of the actor's, with the padding of its buffers
+    weights: int  # bytes of the actor's, frozen ones too, with the padding of its buffers
     by_kind: dict[str, int]  # bytes of the weights, without the padding
     gradients: int  # float32
     masters: int  # float32 copies of bfloat16 weights, this rank's share
     moments: int  # Adam's two, this rank's share
     reference: int  # weights of the frozen copy; 0 without one
+    frozen: int = 0  # of ``weights`` those that are not trained, which no checkpoint holds
 
     @property
     def optimizer(self) -> int:
@@ -123,6 +128,8 @@ def _kind(name: str) -> str:
         return "embedding"
     if name.startswith("output_layer."):
         return "output layer"
+    if ".adapter." in name:
+        return "adapters"
     if ".experts." in name:
         return "experts"
     if "norm" in name or "router" in name:
@@ -130,24 +137,36 @@ def _kind(name: str) -> str:
     return "attention" if ".self_attention." in name else "mlp"
 
 
-def _place(name: str) -> tuple[int, int, int]:
+def _place(name: str) -> tuple[int, int, int, int]:
     """Sorts the parameters of a chunk by their registration; equal ones keep their order."""
     if name.startswith("embedding."):
-        return 0, 0, 0
+        return 0, 0, 0, 0
     parts = name.split(".")
     if parts[:2] != ["decoder", "layers"]:
-        return 2, int(name.startswith("output_layer.")), 0
+        return 2, int(name.startswith("output_layer.")), 0, 0
     inner = ".".join(parts[3:])
     rank = next(i for i, start in enumerate(ORDER) if inner.startswith(start))
-    return 1, int(parts[2]), rank
+    return 1, int(parts[2]), rank, int(parts[6]) if "local_experts" in parts else 0
 
 
-def chunk_parameters(shape: ModelShape, layout: ParallelLayout, stage: int, chunk: int) -> list[Parameter]:
+def chunk_parameters(
+    shape: ModelShape, layout: ParallelLayout, stage: int, chunk: int, tuning: TuningPlan | None = None
+) -> list[Parameter]:
     """What every rank of a pipeline stage holds of one model chunk; tensor and expert ranks hold equal sizes.
 
     The routers' score biases, which are no parameters, are not among them.
+
+    Args:
+        tuning: what is trained, adapters included; None: everything.
     """
-    sizes = _sizes(chunk_series(shape, layout, layout.rank(0, 0, 0, stage), chunk))
+    series = chunk_series(shape, layout, layout.rank(0, 0, 0, stage), chunk)
+    trained = None
+    if tuning is not None and not tuning.is_full:
+        adapters = adapter_series(series, tuning.adapters)
+        trained = {piece.local_name for piece in slices_of(series) if piece.hf_name in tuning.trained}
+        trained |= {piece.local_name for piece in slices_of(adapters)}
+        series += adapters
+    sizes = _sizes(series)
     rows = padded_vocab_size(shape.vocab_size, layout.tensor) // layout.tensor
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         if name in sizes:
@@ -159,6 +178,8 @@ def chunk_parameters(shape: ModelShape, layout: ParallelLayout, stage: int, chun
             _kind(name),
             math.prod(sizes[name]),
             is_shared_embedding=is_split and _kind(name) in ("embedding", "output layer"),
+            is_expert=".experts." in name,
+            is_trained=trained is None or name in trained,
         )
         for name in sorted(sizes, key=_place)
         if not name.endswith("router.expert_bias")
@@ -174,41 +195,59 @@ def _sizes(series: Iterable[Series]) -> dict[str, tuple[int, ...]]:
     return sizes
 
 
-def stage_buffers(config: RunConfig, shape: ModelShape, layout: ParallelLayout, stage: int) -> list[Buffer]:
-    """The buffers of a pipeline stage: of each of its chunks the dense one, then the experts' if there are any."""
+@dataclass(frozen=True)
+class StageParameters:
+    """What every rank of a pipeline stage holds."""
+
+    buffers: tuple[Buffer, ...]  # of what is trained; of each chunk the dense one, then the experts' if there are any
+    frozen: tuple[Parameter, ...]  # which lie in no buffer
+
+
+def stage_parameters(
+    config: RunConfig, shape: ModelShape, layout: ParallelLayout, stage: int, tuning: TuningPlan
+) -> StageParameters:
+    """The parameters of a pipeline stage as Megatron keeps them."""
     num_shares = layout.data * layout.context
-    buffers = []
+    buffers: list[Buffer] = []
+    frozen: list[Parameter] = []
     for chunk in range(layout.num_chunks):
-        parameters = chunk_parameters(shape, layout, stage, chunk)
+        parameters = chunk_parameters(shape, layout, stage, chunk, tuning)
+        frozen += [p for p in parameters if not p.is_trained]
         is_cut = config.parallel.overlap_grad_reduce and stage == 0 and chunk == 0
         limit = max(MIN_BUCKET, BUCKET_PER_RANK * layout.data) if is_cut else None
         for is_expert, shares in ((False, num_shares), (True, layout.expert_data)):
-            chosen = tuple(p for p in parameters if (p.kind == "experts") == is_expert)
+            chosen = tuple(p for p in parameters if p.is_trained and p.is_expert == is_expert)
             if chosen:
                 buffers.append(Buffer(chosen, shares, limit))
-    return buffers
+    return StageParameters(tuple(buffers), tuple(frozen))
 
 
 def trainer_state(
-    config: RunConfig, layout: ParallelLayout, rank: int, buffers: list[Buffer], has_reference: bool
+    config: RunConfig, layout: ParallelLayout, rank: int, held: StageParameters, has_reference: bool
 ) -> TrainerState:
-    """The state of one rank, from the buffers of its pipeline stage."""
+    """The state of one rank, from the parameters of its pipeline stage.
+
+    Args:
+        has_reference: whether there is a frozen copy of the starting weights.
+    """
     at, experts_at = layout.coordinates(rank), layout.expert_coordinates(rank)
     weight_bytes = DTYPES[config.model.dtype].itemsize
-    num_padded = sum(buffer.num_elements for buffer in buffers)
+    num_padded = sum(buffer.num_elements for buffer in held.buffers)
     owned = 0
-    for buffer in buffers:
-        is_expert = buffer.parameters[0].kind == "experts"
+    for buffer in held.buffers:
+        is_expert = buffer.parameters[0].is_expert
         share = experts_at.data if is_expert else at.context + layout.context * at.data
         owned += sum(buffer.owned(share))
     by_kind: dict[str, int] = {}
-    for parameter in (p for buffer in buffers for p in buffer.parameters):
+    trained = [p for buffer in held.buffers for p in buffer.parameters]
+    for parameter in [*trained, *held.frozen]:
         by_kind[parameter.kind] = by_kind.get(parameter.kind, 0) + weight_bytes * parameter.num_elements
     return TrainerState(
-        weights=weight_bytes * num_padded,
+        weights=weight_bytes * (num_padded + sum(p.num_elements for p in held.frozen)),
         by_kind=by_kind,
         gradients=4 * num_padded,
         masters=4 * owned if config.model.dtype == "bfloat16" else 0,
         moments=2 * DTYPES[config.memory.optimizer_state_dtype].itemsize * owned,
-        reference=sum(by_kind.values()) if has_reference else 0,
+        frozen=weight_bytes * sum(p.num_elements for p in held.frozen),
+        reference=sum(by_kind.values()) - by_kind.get("adapters", 0) if has_reference else 0,
     )

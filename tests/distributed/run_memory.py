@@ -23,7 +23,7 @@ from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.offload import PARTS, TrainerOffload
 from mega_rl.megatron.optimizer import chained, check_supported, owned_range
 from mega_rl.megatron.policy import MegatronPolicy
-from mega_rl.megatron.reference import Reference
+from mega_rl.megatron.reference import FrozenCopy
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.types import Figures
@@ -149,7 +149,7 @@ def reference(world: World) -> None:
     with torch.no_grad():
         for name, parameter in policy.parameters.items():
             parameter.copy_(engine.policy.parameters[name])
-    frozen = Reference(policy, config.memory, is_active=True)
+    frozen = FrozenCopy(policy, config.memory, is_active=True)
     for _ in range(2):
         assert all(p.untyped_storage().nbytes() == 0 for p in policy.parameters.values())
         own = frozen.token_stats(world.microbatches)

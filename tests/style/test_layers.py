@@ -43,6 +43,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "bridge.reshard": ("bridge",),
     "bridge.outgoing": ("bridge", "bridge.reshard"),
     "bridge.files": ("bridge", "bridge.mapping"),
+    "megatron": ("megatron.tuning",),
+    "megatron.tuning": (),
     "rollout": (),
     "rollout.vllm": ("rollout",),
     "rollout.remote": ("rollout", "rollout.vllm"),

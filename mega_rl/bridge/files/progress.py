@@ -25,6 +25,10 @@ def _is_table(value: Any, holds: Callable[[Any], bool]) -> bool:
     return isinstance(value, Mapping) and all(holds(item) for item in value.values())
 
 
+def _is_tuning(value: Any) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("method"), str)
+
+
 KEYS: dict[str, tuple[str, Callable[[Any], bool]]] = {  # key -> what it must be
     "step": ("a number of steps", _is_count),
     "model": ("the shape of a model", lambda value: isinstance(value, Mapping)),
@@ -40,6 +44,12 @@ KEYS: dict[str, tuple[str, Callable[[Any], bool]]] = {  # key -> what it must be
 OPTIONAL: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "weights_only": ("true or false", lambda value: isinstance(value, bool)),
     "metrics": ("metrics of a step", lambda value: _is_table(value, _is_number)),
+    "tuning": (
+        "what was tuned of which base",
+        lambda value: (
+            isinstance(value, Mapping) and isinstance(value.get("base"), str) and _is_tuning(value.get("settings"))
+        ),
+    ),
 }
 OF_WEIGHTS = ("step", "model")  # what a checkpoint without optimizer state needs
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,13 +19,14 @@ from mega_rl.bridge.reshard.proof import LoadProof, Proof
 from mega_rl.bridge.series import Series, slices_of
 from mega_rl.bridge.slices import Box
 from mega_rl.config import RunConfig, samples
+from mega_rl.config.schema import TuningConfig
 from mega_rl.data.prompts import PromptDataset, PromptStream
 from mega_rl.data.stream import Stream
 from mega_rl.errors import InputError
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.offload import PARTS
 from mega_rl.megatron.policy import MegatronPolicy
-from mega_rl.megatron.reference import Reference
+from mega_rl.megatron.reference import FrozenCopy, Reference, WithoutAdapters
 from mega_rl.megatron.spec import TrainerSpec
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.collectives import gather_objects, together
@@ -88,6 +90,8 @@ def trainer_spec(config: RunConfig) -> TrainerSpec:
         temperature=config.rollout.temperature if samples(config) else 1.0,
         chunk_tokens=config.trainer.logprob_chunk_tokens,
         fields=config.trainer.megatron,
+        tuning=config.tuning,
+        seed=config.trainer.seed,
     )
 
 
@@ -106,14 +110,20 @@ def actor(session: Session, num_optimizer_steps: int) -> MegatronEngine:
 
 
 def reference(session: Session, actor: MegatronEngine) -> Reference | None:
-    """A frozen copy of the starting weights, if the objective needs one; the actor must not have been resumed yet."""
+    """The starting weights, if the objective needs them: what is under the adapters if nothing else is trained, else a
+    frozen copy, so the actor must not have been resumed yet."""
     if session.config.algorithm.kl_coefficient == 0:
         return None
-    policy = MegatronPolicy(trainer_spec(session.config), session.shape, session.layout, session.device)
+    plan = actor.policy.plan
+    if plan.adapters.ranks and not plan.trained:
+        return WithoutAdapters(actor.policy)
+    policy = MegatronPolicy(
+        replace(trainer_spec(session.config), tuning=TuningConfig()), session.shape, session.layout, session.device
+    )
     for chunk in policy.chunks:
         chunk.requires_grad_(False)
     policy.copy_from(actor.policy)
-    return Reference(policy, session.config.memory, platform.current().has_own_memory)
+    return FrozenCopy(policy, session.config.memory, platform.current().has_own_memory)
 
 
 def engine_and_sync(session: Session, actor: MegatronEngine, noise: AqnNoise) -> tuple[ProbedSampler, Sync]:
@@ -210,9 +220,14 @@ def weight_sync(session: Session, actor: MegatronEngine, sink: WeightSink, noise
     """The actor's way into the sink, with the outgoing transforms and the proof that the configuration asks for.
 
     Raises:
-        InputError: simulated quantisation whose blocks the trainer's layout cuts.
+        InputError: adapters; simulated quantisation whose blocks the trainer's layout cuts.
     """
     config, shape = session.config, session.shape
+    if actor.policy.adapters:
+        raise InputError(
+            "tuning.method is 'lora', but adapters do not reach the engines yet: set trainer.stage to sft, or "
+            "tuning.method to full or freeze"
+        )
     dtype = DTYPES[config.rollout.dtype or config.model.dtype]
     sources = [actor.series_of(rank) for rank in range(dist.get_world_size())]
     transforms: list[Transform] = []

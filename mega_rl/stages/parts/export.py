@@ -24,6 +24,8 @@ MAX_SHARD_BYTES = 5 << 30  # of an exported safetensors file
 def export_huggingface(trainer: MegatronEngine, target: Path, source_dir: str | Path, bucket_bytes: int) -> None:
     """Write the actor's weights as a Hugging Face directory that transformers and vLLM load; collective.
 
+    Adapters are merged into what is written, box by box, and nowhere else.
+
     Args:
         target: the directory to write; what an earlier run left there is replaced.
         source_dir: the model that training started from, whose other files (tokenizer, ...) are copied.
@@ -37,7 +39,7 @@ def export_huggingface(trainer: MegatronEngine, target: Path, source_dir: str | 
     transfer = Transfer(plan, rank, world_size, None, bucket_bytes, policy.device)
 
     def read(local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> Tensor:
-        return policy.local(local_name, local_box).to(dtype)
+        return policy.merged(local_name, local_box).to(dtype)
 
     stream = transfer.stream(read, list(hf_tensors(policy.shape)), dtype)
     try:

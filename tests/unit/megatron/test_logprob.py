@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mega_rl.megatron import logprob
 from mega_rl.megatron.logprob import VocabularyShard, token_logprobs
 
 T, D, V, NUM_VALID = 7, 16, 40, 37
@@ -114,3 +115,25 @@ def test_chunks_change_nothing(num_tokens: int, chunk_tokens: int) -> None:
         gradients.append((*own, hidden_TD.grad, weight_VD.grad))
     for chunked, whole in zip(*gradients, strict=True):
         torch.testing.assert_close(chunked, whole, atol=2e-5, rtol=1e-5)
+
+
+def test_a_frozen_head_costs_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The product that gives the weights' gradient is left out, and the hidden states' stays the same to the bit."""
+    gradients, num_products, accumulate = [], [], logprob._accumulate
+    for is_trained in (True, False):
+        products: list[int] = []
+
+        def counted(total: Tensor, left: Tensor, right: Tensor, products: list[int] = products) -> None:
+            products.append(1)
+            accumulate(total, left, right)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(logprob, "_accumulate", counted)
+            hidden_TD, weight_VD, target_ids_T = inputs()
+            weight_VD.requires_grad_(is_trained)
+            weighted(token_logprobs(hidden_TD, weight_VD, target_ids_T, shard()), 1.0, 0.1).backward()
+        assert hidden_TD.grad is not None and (weight_VD.grad is not None) == is_trained
+        gradients.append(hidden_TD.grad)
+        num_products.append(len(products))
+    assert torch.equal(*gradients)
+    assert num_products[0] == 2 * num_products[1] > 0

@@ -7,10 +7,11 @@ import math
 import pytest
 
 from mega_rl.bridge.mapping.tensors import hf_tensors
+from mega_rl.bridge.mapping.tuning import tuning_plan
 from mega_rl.config.schema import RunConfig
 from mega_rl.models.shape import ModelShape, parse_config
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.planning.state import Buffer, Parameter, chunk_parameters, stage_buffers, trainer_state
+from mega_rl.planning.state import Buffer, Parameter, chunk_parameters, stage_parameters, trainer_state
 from tests.unit.config.test_shipped import model_config
 
 
@@ -73,8 +74,9 @@ def test_the_ranks_hold_the_whole_model(model: str, layout: ParallelLayout) -> N
 def test_state_of_a_rank() -> None:
     shape, layout = shape_of("Qwen2.5-7B-Instruct"), ParallelLayout.create(8, tensor=4)
     config = RunConfig()
-    (found,) = stage_buffers(config, shape, layout, 0)
-    states = [trainer_state(config, layout, rank, [found], has_reference=True) for rank in range(8)]
+    held = stage_parameters(config, shape, layout, 0, tuning_plan(config.tuning, shape))
+    states = [trainer_state(config, layout, rank, held, has_reference=True) for rank in range(8)]
+    (found,) = held.buffers
     elements = sum(p.num_elements for p in found.parameters)
     for state in states:
         assert state.gradients == 2 * state.weights and state.moments == 2 * state.masters
@@ -82,7 +84,34 @@ def test_state_of_a_rank() -> None:
     # ranks 0 and 4 are the two data-parallel replicas of the first shard
     assert states[0].masters + states[4].masters == 4 * elements
     config.model.dtype = "float32"
-    (found,) = stage_buffers(config, shape, layout, 0)
-    alone = trainer_state(config, layout, 0, [found], has_reference=False)
+    held = stage_parameters(config, shape, layout, 0, tuning_plan(config.tuning, shape))
+    alone = trainer_state(config, layout, 0, held, has_reference=False)
     assert alone.masters == 0 and alone.reference == 0  # float32 weights are their own masters
     assert alone.weights == alone.gradients == 2 * states[0].weights
+
+
+def test_state_of_a_rank_with_adapters() -> None:
+    """Rank 16 on every linear layer of Qwen2.5-7B: 40.4 million values, 16 bytes each beside their weight."""
+    shape, layout = shape_of("Qwen2.5-7B-Instruct"), ParallelLayout.create(1)
+    config = RunConfig()
+    config.tuning.method, config.tuning.adapter.rank = "lora", 16
+    held = stage_parameters(config, shape, layout, 0, tuning_plan(config.tuning, shape))
+    (buffer,) = held.buffers
+    state = trainer_state(config, layout, 0, held, has_reference=False)
+    trained = sum(p.num_elements for p in buffer.parameters)
+    assert trained == 40_370_176 and {p.kind for p in buffer.parameters} == {"adapters"}
+    assert state.gradients == 4 * buffer.num_elements and state.optimizer == 12 * trained
+    assert sum(p.num_elements for p in held.frozen) == sum(map(math.prod, hf_tensors(shape).values()))
+    assert state.by_kind["adapters"] == 2 * trained and state.reference == 0
+
+
+def test_state_of_a_rank_with_frozen_layers() -> None:
+    shape, layout = shape_of("Qwen2.5-7B-Instruct"), ParallelLayout.create(2, pipeline=2)
+    config = RunConfig()
+    config.tuning.method, config.tuning.train_layers = "freeze", 2
+    plan = tuning_plan(config.tuning, shape)
+    first, last = (stage_parameters(config, shape, layout, stage, plan) for stage in range(2))
+    assert first.buffers == () and trainer_state(config, layout, 0, first, has_reference=False).gradients == 0
+    (buffer,) = last.buffers
+    sizes = hf_tensors(shape)
+    assert sum(p.num_elements for p in buffer.parameters) == sum(math.prod(sizes[name]) for name in plan.trained)

@@ -67,6 +67,17 @@ def test_weight_sync_moves_the_minimum(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_adapters_take_the_bytes_that_are_planned(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    run((sys.executable, "benchmarks/lora.py", "--quick", "--json", str(path))).check()
+    (case,) = json.loads(path.read_text())["results"]
+    ways = case["ways"]
+    assert list(ways) == ["full", "lora, rank 16", "freeze, last quarter"] and case["num_parameters"] > 0
+    assert all(way["bytes"] == way["planned_bytes"] >= 12 * way["trained"] for way in ways.values())
+    assert ways["full"]["ratio"] == 1.0 and ways["lora, rank 16"]["bytes"] < 0.4 * ways["full"]["bytes"]
+
+
+@pytest.mark.slow
 def test_plan_of_a_large_model(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     launched = run((sys.executable, "benchmarks/plan.py", "--quick", "--json", str(path))).check()

@@ -121,6 +121,19 @@ def test_a_dry_run_refuses_what_engine_and_rewards_would(
     assert not capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (("tuning.method=lora", "tuning.adapter.targets=[q_prj]"), "tuning.adapter.targets has 'q_prj'"),
+        (("tuning.method=lora", "tuning.adapter.rank=0"), "tuning.adapter.rank is 0: set it to a number >= 1"),
+        (("tuning.method=freeze", "tuning.train_layers=4"), "tuning.train_layers is 4, and the model has 3 layers"),
+        (("tuning.method=qlora",), "did you mean lora?"),
+    ],
+)
+def test_a_dry_run_refuses_what_cannot_be_tuned(config: Path, overrides: tuple[str, ...], named: str) -> None:
+    assert named in refusal(config, "--dry-run", *overrides)
+
+
 def test_a_dry_run_of_a_good_configuration_says_it(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train.main(["--config", str(config), "--dry-run", "rollout.vllm.max_num_seqs=8"])
     assert "max_num_seqs: 8" in capsys.readouterr().out

@@ -1,0 +1,117 @@
+"""What transformers and torch's autograd say of a tuned model: no adapter library and no Megatron here.
+
+With adapters the model's weights are W + scale * B A, put in with ``torch.func.functional_call``, so that the gradients
+of A and B come by autograd through the merged weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import transformers
+from torch import Tensor
+
+from mega_rl.bridge.mapping.adapter import adapter_tensors, names_of
+from mega_rl.bridge.mapping.tuning import AdapterPlan, TuningPlan
+from mega_rl.models.shape import ModelShape
+from mega_rl.types import Sequence
+from tests.distributed.parity_reference import BETAS, CLIP, EPS, LR, WEIGHT_DECAY, Objective, num_learnt
+from tests.families import as_saved
+
+NUM_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Step:
+    norm: float  # of the gradients of everything that is trained, before clipping
+    gradients: dict[str, Tensor]  # before clipping
+    values: dict[str, Tensor]  # afterwards
+
+
+@dataclass(frozen=True)
+class Reference:
+    factors: dict[str, Tensor]  # of the adapters, at the start
+    base: list[Tensor]  # [L] log-probabilities of every sequence without adapters
+    logprobs: list[Tensor]  # [L] with them
+    merged: dict[str, Tensor]  # the weights with the adapters of the start
+    steps: list[Step]  # of AdamW, each from where the one before it ended
+
+
+def random_factors(shape: ModelShape, plan: AdapterPlan) -> dict[str, Tensor]:
+    """Large enough that every error shows."""
+    generator = torch.Generator().manual_seed(5)
+    return {
+        name: torch.randn(size, generator=generator) * (0.1 if ".lora_B." in name else size[1] ** -0.5)
+        for name, size in adapter_tensors(shape, plan).items()
+    }
+
+
+def merge(weights: Mapping[str, Tensor], factors: Mapping[str, Tensor], plan: AdapterPlan) -> dict[str, Tensor]:
+    """The adapted weights by their names in the checkpoint."""
+    merged = {}
+    for weight, rank in plan.ranks.items():
+        a, b = names_of(weight)
+        merged[weight] = weights[weight] + plan.scale(rank) * (factors[b] @ factors[a])
+    return merged
+
+
+def _as_in_memory(model: transformers.PreTrainedModel, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The reverse of ``as_saved``: of every expert its own -> fused ones."""
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        prefix, _, part = name.rpartition(".experts.")
+        experts = [f"{prefix}.experts.{number}" for number in range(len(parameter))] if prefix else []
+        if part == "gate_up_proj":
+            pairs = ((saved[f"{one}.gate_proj.weight"], saved[f"{one}.up_proj.weight"]) for one in experts)
+            tensors[name] = torch.stack([torch.cat(pair) for pair in pairs])
+        elif part == "down_proj":
+            tensors[name] = torch.stack([saved[f"{one}.down_proj.weight"] for one in experts])
+        else:
+            tensors[name] = saved[name]
+    return tensors
+
+
+def train(
+    model: transformers.PreTrainedModel,
+    shape: ModelShape,
+    plan: TuningPlan,
+    sequences: list[Sequence],
+    objective: Objective,
+) -> Reference:
+    """A few AdamW steps of what the plan trains, every sequence by itself."""
+    saved = {name: p.detach().clone() for name, p in as_saved(dict(model.named_parameters())).items()}
+    factors = random_factors(shape, plan.adapters)
+    start = {name: factor.clone() for name, factor in factors.items()}
+    trained = {name: saved[name] for name in saved if name in plan.trained} | factors
+    for tensor in trained.values():
+        tensor.requires_grad_()
+    groups = [
+        {"params": [p for p in trained.values() if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in trained.values() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW([group for group in groups if group["params"]], lr=LR, betas=BETAS, eps=EPS)
+    num_tokens = num_learnt(sequences)
+
+    def statistics(sequence: Sequence, with_adapters: bool) -> tuple[Tensor, Tensor]:
+        weights = saved | merge(saved, factors, plan.adapters) if with_adapters else saved
+        arguments = {"input_ids": sequence.token_ids[None, :-1]}
+        output = torch.func.functional_call(model, _as_in_memory(model, weights), kwargs=arguments)
+        table = torch.log_softmax(output.logits[0] / objective.temperature, -1)
+        return table.gather(1, sequence.token_ids[1:, None])[:, 0], -(table.exp() * table).sum(-1)
+
+    with torch.no_grad():
+        base, logprobs = ([statistics(s, is_on)[0] for s in sequences] for is_on in (False, True))
+        merged = merge(saved, factors, plan.adapters)
+    steps = []
+    for _ in range(NUM_STEPS):
+        adamw.zero_grad()
+        for s in sequences:
+            logp, entropy = statistics(s, with_adapters=True)
+            objective(logp, entropy, s.advantages, s.loss_mask, num_tokens).backward()
+        gradients = {name: p.grad.clone() for name, p in trained.items()}
+        norm = float(torch.nn.utils.clip_grad_norm_(trained.values(), CLIP))
+        adamw.step()
+        steps.append(Step(norm, gradients, {name: p.detach().clone() for name, p in trained.items()}))
+    return Reference(start, base, logprobs, merged, steps)

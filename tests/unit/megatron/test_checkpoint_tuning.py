@@ -1,0 +1,56 @@
+"""A checkpoint of what was trained on one base is resumed by a run that trains the same on that base, else refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mega_rl.config.schema import AdapterConfig, TuningConfig
+from mega_rl.errors import InputError
+from mega_rl.megatron.checkpoint import _check_tuning, tuning_record
+
+LORA = TuningConfig(method="lora")
+FREEZE = TuningConfig(method="freeze")
+
+
+def engine_of(tuning: TuningConfig, base: str = "a" * 32) -> Any:
+    plan = SimpleNamespace(is_full=tuning.method == "full")
+    return SimpleNamespace(policy=SimpleNamespace(plan=plan, spec=SimpleNamespace(tuning=tuning)), base=base)
+
+
+@pytest.mark.parametrize("tuning", [TuningConfig(), LORA, FREEZE], ids=lambda tuning: tuning.method)
+def test_the_same_run_goes_on(tuning: TuningConfig) -> None:
+    _check_tuning(Path("c"), tuning_record(engine_of(tuning)), engine_of(tuning))
+
+
+def test_checkpoints_from_before_are_of_full_training() -> None:
+    assert tuning_record(engine_of(TuningConfig())) == {}
+
+
+@pytest.mark.parametrize(
+    ("saved", "own", "sentence"),
+    [
+        (LORA, TuningConfig(), "written with tuning.method 'lora', and this run has 'full'"),
+        (TuningConfig(), LORA, "written with tuning.method 'full', and this run has 'lora'"),
+        (LORA, TuningConfig(method="lora", adapter=AdapterConfig(rank=8)), "written with tuning.adapter {'rank': 16"),
+        (LORA, TuningConfig(method="lora", also_train=["norm"]), "written with tuning.also_train []"),
+        (FREEZE, TuningConfig(method="freeze", train_layers=3), "written with tuning.train_layers 2"),
+    ],
+)
+def test_other_settings_are_refused(saved: TuningConfig, own: TuningConfig, sentence: str) -> None:
+    with pytest.raises(InputError, match="checkpoint.resume to never") as error:
+        _check_tuning(Path("c"), tuning_record(engine_of(saved)), engine_of(own))
+    assert sentence in str(error.value)
+
+
+def test_another_base_is_refused() -> None:
+    with pytest.raises(InputError, match="on another base than the weights in model.path"):
+        _check_tuning(Path("c"), tuning_record(engine_of(LORA)), engine_of(LORA, base="b" * 32))
+
+
+def test_what_does_not_matter_may_differ() -> None:
+    other = TuningConfig(method="lora", train_layers=7)
+    _check_tuning(Path("c"), tuning_record(engine_of(LORA)), engine_of(other))
