@@ -50,6 +50,17 @@ def load_tokenizer(model_path: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def padding_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int | None:
+    """A token that stands in no text, for who looks for the end of one: not the end-of-sequence token, which does.
+
+    Args:
+        vocab_size: rows of the model's embedding; one without a token of its own will do.
+    """
+    if tokenizer.pad_token_id not in (None, tokenizer.eos_token_id):
+        return int(tokenizer.pad_token_id)
+    return vocab_size - 1 if vocab_size > len(tokenizer) else None
+
+
 def _cause(error: Exception) -> str:
     return shortened(next(iter(str(error).splitlines()), type(error).__name__))
 

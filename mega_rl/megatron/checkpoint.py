@@ -21,7 +21,15 @@ from torch.distributed.checkpoint import CheckpointException
 
 from mega_rl import platform
 from mega_rl.bridge.files.columns import Columns, from_bytes, restore
-from mega_rl.bridge.files.manifest import COLUMNS, Outline, changed, missing_shard, model_record, read_outline
+from mega_rl.bridge.files.manifest import (
+    COLUMNS,
+    Outline,
+    changed,
+    different_key,
+    missing_shard,
+    model_record,
+    read_outline,
+)
 from mega_rl.bridge.files.manifest import MANIFEST as MANIFEST
 from mega_rl.bridge.files.manifest import PROGRESS as PROGRESS
 from mega_rl.bridge.files.manifest import WEIGHTS as WEIGHTS
@@ -188,13 +196,11 @@ def load(directory: Path, engine: MegatronEngine) -> dict[str, Any]:
         InputError: a checkpoint of another model, or one that Megatron cannot read (at this layout).
     """
     progress = _whole_progress(directory)
-    own = model_record(engine.policy.shape)
-    different = [key for key, value in own.items() if progress["model"].get(key) != value]
-    if different:
-        key = different[0]
+    if (key := different_key(progress["model"], engine.policy.shape)) is not None:
+        own = model_record(engine.policy.shape)[key]
         raise InputError(
             f"checkpoint {directory} is of another model: {key} is {shown(progress['model'].get(key))} there and "
-            f"{own[key]!r} in model.path; choose the model it was trained from, or checkpoint.resume=never"
+            f"{own!r} in model.path; choose the model it was trained from, or checkpoint.resume=never"
         )
     if progress.get("weights_only"):
         _load_weights(directory, engine)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from mega_rl.config.schema import MemoryConfig, ParallelConfig
-
-Head = Literal["vocabulary"]  # what stands on the last layer: one entry of ``heads.HEADS`` each
 
 
 @dataclass(frozen=True)
@@ -24,4 +21,3 @@ class TrainerSpec:
     memory: MemoryConfig
     temperature: float  # logits are divided by it before they become log-probabilities
     chunk_tokens: int  # bounds the working memory: at most the float32 logits of so many tokens are held at once
-    head: Head = "vocabulary"

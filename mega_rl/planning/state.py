@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from mega_rl.bridge.files.torch_dist_layout import padded_keys
 from mega_rl.bridge.mapping.megatron import chunk_series, padded_vocab_size
 from mega_rl.bridge.series import Series, slices_of
 from mega_rl.config.schema import RunConfig
@@ -149,7 +150,7 @@ def chunk_parameters(shape: ModelShape, layout: ParallelLayout, stage: int, chun
     """
     sizes = _sizes(chunk_series(shape, layout, layout.rank(0, 0, 0, stage), chunk))
     rows = padded_vocab_size(shape.vocab_size, layout.tensor) // layout.tensor
-    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+    for name in padded_keys(shape):
         if name in sizes:
             sizes[name] = (rows, shape.hidden_size)
     is_split = shape.tied and layout.pipeline > 1

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,13 +22,20 @@ from mega_rl.models.shape import ModelShape
 MAX_SHARD_BYTES = 5 << 30  # of an exported safetensors file
 
 
-def export_huggingface(trainer: MegatronEngine, target: Path, source_dir: str | Path, bucket_bytes: int) -> None:
+def export_huggingface(
+    trainer: MegatronEngine,
+    target: Path,
+    source_dir: str | Path,
+    bucket_bytes: int,
+    changes: Mapping[str, Any] | None = None,
+) -> None:
     """Write the actor's weights as a Hugging Face directory that transformers and vLLM load; collective.
 
     Args:
         target: the directory to write; what an earlier run left there is replaced.
         source_dir: the model that training started from, whose other files (tokenizer, ...) are copied.
         bucket_bytes: extra memory per rank that the transfer to rank 0 may take.
+        changes: keys of config.json that are not those of ``source_dir``.
     """
     policy, dtype = trainer.policy, trainer.policy.spec.dtype
     policy.refuse_replaced("an export")
@@ -42,20 +50,25 @@ def export_huggingface(trainer: MegatronEngine, target: Path, source_dir: str | 
     stream = transfer.stream(read, list(hf_tensors(policy.shape)), dtype)
     try:
         if rank == 0:
-            _write(stream, policy.shape, dtype, target, source_dir)
+            _write(stream, policy.shape, dtype, target, source_dir, changes)
     finally:
         for _ in stream:  # every rank must come to the end of the stream, or the others would wait for it
             pass
 
 
 def _write(
-    stream: Iterator[tuple[str, Tensor]], shape: ModelShape, dtype: torch.dtype, final: Path, source_dir: str | Path
+    stream: Iterator[tuple[str, Tensor]],
+    shape: ModelShape,
+    dtype: torch.dtype,
+    final: Path,
+    source_dir: str | Path,
+    changes: Mapping[str, Any] | None,
 ) -> None:
     """Write the whole directory beside an earlier export, then put it in its place."""
     fresh, replaced = final.with_name(f".{final.name}.new"), final.with_name(f".{final.name}.replaced")
     for leftover in (fresh, replaced):
         shutil.rmtree(leftover, ignore_errors=True)
-    with HFWriter(fresh, shape, dtype, MAX_SHARD_BYTES, source_dir=source_dir) as writer:
+    with HFWriter(fresh, shape, dtype, MAX_SHARD_BYTES, source_dir=source_dir, changes=changes) as writer:
         for name, tensor in stream:
             writer.write(name, tensor)
     if final.exists():
