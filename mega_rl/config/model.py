@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mega_rl.config.schema import RunConfig
-from mega_rl.config.stage import samples, sequences_per_row
+from mega_rl.config.stage import has_critic, samples, sequences_per_row
 from mega_rl.errors import input_error
 from mega_rl.models.fit import engine_problems, length_problems, trainer_problems
-from mega_rl.models.shape import ModelShape, inspect_model
+from mega_rl.models.shape import SUFFIXES, ModelShape, inspect_model
 
 SIZES = ("tensor", "context", "pipeline", "virtual_pipeline", "expert", "expert_tensor")  # of the parallel section
 
@@ -40,6 +40,8 @@ def model_problems(
         found += length_problems(shape, *lengths, budget, context, sequences_per_row(config))
     if is_good(*(f"parallel.{name}" for name in SIZES)):
         found += trainer_problems(shape, parallel, world_size)
+    if has_critic(config) and config.critic.path is not None and is_good("critic.path"):
+        found += _value_model_problems(config, world_size, config.critic.path, "critic.path", is_good)
     if samples(config) and is_good("rollout.tensor_parallel_size"):
         shared_world = world_size if rollout.placement == "colocated" else None
         has_whole_experts = bool(rollout.vllm.get("enable_expert_parallel"))
@@ -55,3 +57,16 @@ def model_problems(
             last = shape.vocab_size - 1
             found.append(f"rollout.stop_token_ids has {beyond[0]}: give ids up to the vocabulary's last, {last}")
     return shape, found
+
+
+def _value_model_problems(
+    config: RunConfig, world_size: int | None, path: str, key: str, is_good: Callable[..., bool]
+) -> list[str]:
+    """Misfits of a second model, which ``key`` names, with the lengths and the layout; the layout is the policy's."""
+    shape, found = inspect_model(path, key, allowed=list(SUFFIXES))
+    data, parallel = config.data, config.parallel
+    if shape is not None and is_good("data.max_prompt_length", "data.max_response_length"):
+        found += length_problems(shape, data.max_prompt_length, data.max_response_length, None, None)
+    if shape is not None and is_good(*(f"parallel.{name}" for name in SIZES)):
+        found += trainer_problems(shape, parallel, world_size)
+    return [line if key in line else f"{key}: {line}" for line in found]

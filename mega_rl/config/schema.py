@@ -21,6 +21,7 @@ NormRole = Literal[
 OffloadPart = Literal["weights", "gradients", "optimizer"]
 # Advantages that compare the samples of one prompt with each other, so that rollout.n must be at least 2.
 GroupBaseline = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"]
+CRITIC_ADVANTAGE = "gae"  # the one that a critic's values make
 
 # The share of a device's memory that vLLM may take while the trainer lives on the same device, unless
 # rollout.vllm.gpu_memory_utilization says otherwise.
@@ -104,8 +105,10 @@ class AlgorithmConfig:
     """The objective; ``docs/algorithms.md`` has the formulas. The defaults are GRPO's."""
 
     # A preset: it sets those of the following keys that the configuration does not give. See config/algorithm.py.
-    name: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "dapo", "gspo", "cispo"] = "grpo"
-    advantage: Literal[GroupBaseline, "reinforce_pp"] = "grpo"
+    name: Literal[
+        "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "dapo", "gspo", "cispo", "ppo"
+    ] = "grpo"  # fmt: skip
+    advantage: Literal[GroupBaseline, "reinforce_pp", "gae"] = "grpo"  # gae trains a critic, see ``critic``
     objective: Literal["ppo", "gspo", "cispo"] = "ppo"
     loss_reduction: Literal["token_mean", "sequence_mean", "sequence_mean_token_sum_norm"] = "token_mean"
     clip_ratio_low: float = 0.2  # the ratio of new to old probability is clipped at 1 - clip_ratio_low
@@ -146,6 +149,18 @@ class KtoConfig:
     beta: float = 0.1  # as preference.beta
     desirable_weight: float = 1.0  # of good answers
     undesirable_weight: float = 1.0  # of bad ones
+
+
+@dataclass
+class CriticConfig:
+    """The model whose values ``algorithm.advantage=gae`` goes by; read with it only. Its layout is the policy's."""
+
+    path: str | None = None  # a reward model's directory, or a language model's; null: model.path with a new head
+    lr: float = 1e-5  # constant; what else AdamW needs is that of ``optimizer``
+    gamma: float = 1.0  # discount per token
+    lam: float = 1.0  # lambda of GAE: 1 trusts what was rewarded alone, 0 the critic alone
+    clip_value: float | None = 0.5  # an update moves a value by so much at most, in units of the reward; null: off
+    warmup_steps: int = 0  # steps in the beginning in which the critic alone learns
 
 
 @dataclass
@@ -334,7 +349,7 @@ class PlatformConfig:
 
 @dataclass
 class RunConfig:
-    """All sections. Only stage rl reads rollout, algorithm, aqn, rewards and reward_workers."""
+    """All sections. Only stage rl reads rollout, algorithm, critic, aqn, rewards and reward_workers."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -343,6 +358,7 @@ class RunConfig:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     kto: KtoConfig = field(default_factory=KtoConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     aqn: AqnConfig = field(default_factory=AqnConfig)
     rewards: list[RewardConfig] = field(default_factory=list)
     reward_workers: RewardWorkersConfig = field(default_factory=RewardWorkersConfig)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mega_rl.config.schema import RunConfig
+from mega_rl.config.schema import CRITIC_ADVANTAGE, RunConfig
 
 REFERENCE_FREE = {"simpo", "orpo"}  # values of preference.loss
 
@@ -28,3 +28,8 @@ def needs_reference(config: RunConfig) -> bool:
     if config.trainer.stage == "kto":
         return True
     return config.trainer.stage == "dpo" and config.preference.loss not in REFERENCE_FREE
+
+
+def has_critic(config: RunConfig) -> bool:
+    """Whether the run trains a critic beside the policy, and so reads the section ``critic``."""
+    return samples(config) and config.algorithm.advantage == CRITIC_ADVANTAGE

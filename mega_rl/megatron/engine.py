@@ -95,6 +95,7 @@ class MegatronEngine:
             max_skipped_steps,
         )
         self.offload = TrainerOffload(spec.memory, self.wrapped, self.optimizer, platform.current().has_own_memory)
+        self.companions: dict[str, MegatronEngine] = {}  # further models of the run; a checkpoint of this one has them
 
     def slices_of(self, rank: int) -> list[Slice]:
         return self.policy.slices_of(rank)

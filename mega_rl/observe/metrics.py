@@ -11,7 +11,19 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-PHASES = ("generate", "sync", "reward", "old_logprobs", "reference_logprobs", "update", "validate", "save", "step")
+PHASES = (
+    "generate",
+    "sync",
+    "reward",
+    "old_logprobs",
+    "reference_logprobs",
+    "values",
+    "critic",
+    "update",
+    "validate",
+    "save",
+    "step",
+)
 # Sections of the stages that learn from files: metrics of the same name mean the same in each of them.
 NEXT_TOKENS, PREFERENCES = ("sft/", "pt/"), ("dpo/", "kto/")
 FROM_FILES = (*NEXT_TOKENS, *PREFERENCES)
@@ -90,6 +102,14 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("actor/ratio_max", "1", "largest ratio of a token", "max"),
     MetricSpec("actor/importance_weight", "1", "mean capped weight against the engine's policy, per token"),
     MetricSpec("actor/importance_bounded_fraction", "fraction", "tokens whose weight was cut or masked"),
+    MetricSpec("critic/loss", "reward^2", "half the squared error of the values, per token"),
+    MetricSpec("critic/value_mean", "reward", "of the values before the update, per token"),
+    MetricSpec("critic/return_mean", "reward", "what the values should have been, per token"),
+    MetricSpec("critic/explained_variance", "1", "share of the returns' variance that the values foresaw", "last"),
+    MetricSpec("critic/clip_fraction", "fraction", "tokens whose value the update moved as far as it may"),
+    MetricSpec("critic/grad_norm", "1", "global, before clipping"),
+    MetricSpec("critic/lr", "1", "learning rate of the step", "last"),
+    MetricSpec("critic/skipped_steps_total", "steps", "optimizer steps skipped for a gradient not finite", "last"),
     MetricSpec("gate/reference", "nats", "first step: largest |policy - reference| of a token", "max"),
     MetricSpec("gate/ppo_kl", "nats", "first step: largest |pi_old - policy| of a token", "max"),
     MetricSpec("gate/ratio", "1", "first step: largest distance of the ratio from 1", "max"),

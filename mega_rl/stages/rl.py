@@ -31,14 +31,14 @@ def train(session: Session) -> None:
     noise = building.noise(session, total_steps)
     scorer = building.scorer(session)
     held_out = building.validation_prompts(session)
-    actor = building.actor(session, total_steps * config.algorithm.minibatches_per_step)
+    actor = building.actor(session, building.policy_updates(config, total_steps))
     # Both take the actor for what model.path holds: it is resumed after them.
     reference = building.reference(session, actor)
     engine, sync = building.engine_and_sync(session, actor, noise)
     layout, rendezvous = session.engine_layout, session.rendezvous
     builder = BatchBuilder(config, layout, timers, prompts, engine, scorer, rendezvous)
     validator = Validator(config, layout, timers, session.say, held_out, sync, engine, scorer, rendezvous)
-    learner = building.learner(session, actor, reference)
+    learner = building.learner(session, actor, reference, total_steps)
     watch = RewardWatch(session.say)
     state = progress.resume(session.checkpoint, memory, actor, builder, session.say)
     gates = GateWatch(config, session.share.is_counted, session.say, state.step, state.metrics)

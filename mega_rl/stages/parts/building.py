@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from mega_rl.bridge.outgoing.transform import Transform
 from mega_rl.bridge.reshard.proof import LoadProof, Proof
 from mega_rl.bridge.series import Series, slices_of
 from mega_rl.bridge.slices import Box
-from mega_rl.config import RunConfig, samples
+from mega_rl.config import RunConfig, has_critic, samples
 from mega_rl.data.prompts import PromptDataset, PromptStream
 from mega_rl.data.stream import Stream
 from mega_rl.errors import InputError
@@ -38,9 +39,11 @@ from mega_rl.rollout.replay import ReplayEngine
 from mega_rl.rollout.sinks import Weights, WeightSink, colocated_layout, colocated_sink
 from mega_rl.rollout.vllm.engine import VLLMEngine
 from mega_rl.rollout.vllm.options import engine_settings, num_loading_engines
+from mega_rl.stages.parts.critic import Critic
 from mega_rl.stages.parts.learning import Learner
 from mega_rl.stages.parts.scoring import scorer_of_node
 from mega_rl.stages.parts.session import Session
+from mega_rl.stages.parts.values import check_same_tokenizer, open_value_model
 from mega_rl.stages.parts.weight_sync import RecordedSync, Sync, WeightSync
 from mega_rl.types import DTYPES
 
@@ -247,9 +250,38 @@ def scorer(session: Session) -> Scorer:
     return scorer_of_node(session.config.rewards, session.config.reward_workers)
 
 
-def learner(session: Session, actor: MegatronEngine, reference: Reference | None) -> Learner:
+def policy_updates(config: RunConfig, total_steps: int) -> int:
+    """Optimizer steps of the policy in so many training steps."""
+    alone = config.critic.warmup_steps if has_critic(config) else 0
+    return max(1, total_steps - alone) * config.algorithm.minibatches_per_step
+
+
+def learner(session: Session, actor: MegatronEngine, reference: Reference | None, total_steps: int) -> Learner:
+    """With a critic, if the advantage needs one, which must be there before the actor is resumed."""
     config = session.config
-    return Learner(config, session.share, session.timers, session.say, actor, reference, objective(config))
+    value = critic(session, actor, total_steps) if has_critic(config) else None
+    return Learner(config, session.share, session.timers, session.say, actor, reference, objective(config), value)
+
+
+def critic(session: Session, actor: MegatronEngine, total_steps: int) -> Critic:
+    """A critic that begins as ``critic.path`` says; with a new head every value begins at 0."""
+    config, settings = session.config, session.config.critic
+    with together("opening the critic"):
+        shape, weights = open_value_model(settings.path or config.model.path, "critic.path", seed=None)
+        if settings.path is not None:
+            check_same_tokenizer(session.tokenizer, settings.path, "critic.path")
+    updates = config.algorithm.minibatches_per_step
+    engine = MegatronEngine(
+        trainer_spec(config),
+        replace(config.optimizer, lr=settings.lr, min_lr=0.0, schedule="constant", warmup_steps=0, decay_steps=None),
+        shape,
+        session.layout,
+        session.device,
+        weights,
+        total_steps * updates,
+        config.trainer.max_skipped_steps,
+    )
+    return Critic(settings, session.share, session.timers, session.say, engine, actor, updates)
 
 
 def objective(config: RunConfig) -> PolicyObjective:
