@@ -25,7 +25,7 @@ from mega_rl.errors import InputError, Stopped, shown
 from mega_rl.rewards.scorer import build_scorer
 from mega_rl.rollout.vllm.options import check_options, installed_arguments
 
-STAGES = {name: f"mega_rl.stages.{name}" for name in ("rl", "pt", "sft", "dpo", "kto")}
+STAGES = {name: f"mega_rl.stages.{name}" for name in ("rl", "pt", "sft", "rm", "dpo", "kto")}
 TORCHRUN_MARK = "TORCHELASTIC_RUN_ID"  # an environment variable that torchrun gives to the processes it starts
 STOPPED = 75  # exit status: sysexits.h's EX_TEMPFAIL, "try again later"
 PR_SET_PDEATHSIG = 1  # of prctl(2)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mega_rl.algorithms.preference import bradley_terry_share
 from mega_rl.algorithms.reduce import Denominators, masked_sum, sequence_index, token_mean
 from mega_rl.types import Figures, Microbatch
 
@@ -104,6 +105,35 @@ class ValueObjective:
             "error_square": error_T.double().square(),
         }
         return loss, Figures({name: masked_sum(x_T.detach(), mask_T) for name, x_T in figures.items()})
+
+
+@dataclass(frozen=True)
+class PairwiseObjective:
+    """Bradley-Terry on the scores of two answers; a score is the value of a sequence's last token."""
+
+    centre: float  # weight of what keeps scores near 0; 0: off
+
+    def __call__(
+        self, values_T: Tensor, microbatch: Microbatch, *, margins_P: Tensor, num_pairs: int
+    ) -> tuple[Tensor, Figures]:
+        """Loss [] with gradient, and figures to be divided by the number of pairs.
+
+        Args:
+            microbatch: of pairs, the chosen answer first.
+            margins_P: [pairs of the batch that was packed] by how much the chosen answer should score higher.
+            num_pairs: of the global batch.
+        """
+        ends = microbatch.cu_seqlens[1 : len(microbatch.sequence_indices) + 1].long() - 1
+        chosen, rejected = values_T[ends].view(-1, 2).unbind(1)
+        margins = margins_P[[index // 2 for index in microbatch.sequence_indices[::2]]].to(chosen)
+        loss = bradley_terry_share(chosen, rejected, margins, self.centre, num_pairs)
+        figures = {
+            "accuracy": (chosen > rejected).to(chosen),
+            "margin": chosen - rejected,
+            "chosen_score": chosen,
+            "rejected_score": rejected,
+        }
+        return loss, Figures({name: x.detach().sum() for name, x in figures.items()})
 
 
 def explained_variance(sums: dict[str, float], num_tokens: int) -> float:

@@ -8,4 +8,13 @@ from mega_rl.config.schema import RunConfig
 from mega_rl.config.stage import has_critic, samples
 from mega_rl.config.validate import problems, validate
 
-__all__ = ["RunConfig", "has_critic", "load_config", "problems", "samples", "save_resolved", "to_yaml", "validate"]
+__all__ = [
+    "RunConfig",
+    "has_critic",
+    "load_config",
+    "problems",
+    "samples",
+    "save_resolved",
+    "to_yaml",
+    "validate",
+]

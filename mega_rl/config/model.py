@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mega_rl.config.schema import RunConfig
-from mega_rl.config.stage import has_critic, samples, sequences_per_row
+from mega_rl.config.stage import has_critic, samples, sequences_per_row, trains_values
 from mega_rl.errors import input_error
 from mega_rl.models.fit import engine_problems, length_problems, trainer_problems
-from mega_rl.models.shape import SUFFIXES, ModelShape, inspect_model
+from mega_rl.models.shape import LANGUAGE, SUFFIXES, ModelShape, inspect_model
 
 SIZES = ("tensor", "context", "pipeline", "virtual_pipeline", "expert", "expert_tensor")  # of the parallel section
 
@@ -31,7 +31,8 @@ def model_problems(
         is_good: tells whether the named fields all have values that are valid by themselves; checks that depend on a
             field without one are left out.
     """
-    shape, found = inspect_model(config.model.path) if is_good("model.path") else (None, [])
+    allowed = list(SUFFIXES) if trains_values(config) else LANGUAGE
+    shape, found = inspect_model(config.model.path, allowed=allowed) if is_good("model.path") else (None, [])
     data, parallel, rollout = config.data, config.parallel, config.rollout
     if is_good("data.max_prompt_length", "data.max_response_length"):
         budget = config.trainer.max_tokens_per_microbatch if is_good("trainer.max_tokens_per_microbatch") else None

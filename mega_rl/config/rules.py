@@ -173,6 +173,7 @@ RULES: dict[str, Rule] = {
     "kto.beta": above(0, 1000),
     "kto.desirable_weight": between(0, 1000),
     "kto.undesirable_weight": between(0, 1000),
+    "reward_model.centre": between(0, 1000),
     "critic.path": nullable(text()),
     "critic.lr": between(0, 100),
     "critic.gamma": between(0, 1),

@@ -152,6 +152,13 @@ class KtoConfig:
 
 
 @dataclass
+class RewardModelConfig:
+    """The loss on scores of two answers (stage rm)."""
+
+    centre: float = 0.0  # weight of (chosen + rejected)^2, which keeps scores near 0; 0: off
+
+
+@dataclass
 class CriticConfig:
     """The model whose values ``algorithm.advantage=gae`` goes by; read with it only. Its layout is the policy's."""
 
@@ -275,7 +282,7 @@ class TrainerConfig:
 
     # rl: reinforcement learning | pt: continued pre-training on plain text | sft: supervised fine-tuning |
     # dpo: DPO and its family, on pairs of answers | kto: KTO, on answers judged one by one
-    stage: Literal["rl", "pt", "sft", "dpo", "kto"] = "rl"
+    stage: Literal["rl", "pt", "sft", "rm", "dpo", "kto"] = "rl"
     output_dir: str = "runs/default"
     total_steps: int | None = None  # give one of total_steps and total_epochs
     total_epochs: int | None = None  # of data.train_batch_size prompts a step; dynamic sampling draws more
@@ -358,6 +365,7 @@ class RunConfig:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     kto: KtoConfig = field(default_factory=KtoConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     aqn: AqnConfig = field(default_factory=AqnConfig)
     rewards: list[RewardConfig] = field(default_factory=list)

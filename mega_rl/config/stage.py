@@ -6,8 +6,8 @@ from mega_rl.config.schema import CRITIC_ADVANTAGE, RunConfig
 
 REFERENCE_FREE = {"simpo", "orpo"}  # values of preference.loss
 
-LEARNING_FROM_FILES = {"pt", "sft", "dpo", "kto"}
-PAIRED = {"dpo"}
+LEARNING_FROM_FILES = {"pt", "sft", "rm", "dpo", "kto"}
+PAIRED = {"rm", "dpo"}
 
 
 def samples(config: RunConfig) -> bool:
@@ -28,6 +28,11 @@ def needs_reference(config: RunConfig) -> bool:
     if config.trainer.stage == "kto":
         return True
     return config.trainer.stage == "dpo" and config.preference.loss not in REFERENCE_FREE
+
+
+def trains_values(config: RunConfig) -> bool:
+    """Whether the model has a value head: a reward model's, and not a language model's."""
+    return config.trainer.stage == "rm"
 
 
 def has_critic(config: RunConfig) -> bool:

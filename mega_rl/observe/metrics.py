@@ -25,8 +25,8 @@ PHASES = (
     "step",
 )
 # Sections of the stages that learn from files: metrics of the same name mean the same in each of them.
-NEXT_TOKENS, PREFERENCES = ("sft/", "pt/"), ("dpo/", "kto/")
-FROM_FILES = (*NEXT_TOKENS, *PREFERENCES)
+NEXT_TOKENS, PREFERENCES, JUDGED = ("sft/", "pt/"), ("dpo/", "kto/"), ("dpo/", "kto/", "rm/")
+FROM_FILES = (*NEXT_TOKENS, *JUDGED)
 
 
 @dataclass(frozen=True)
@@ -56,22 +56,23 @@ METRICS: tuple[MetricSpec, ...] = (
         MetricSpec(
             f"{stage}loss", "1", "objective that is minimised, over the global batch", console="loss {value:.4f}"
         )
-        for stage in PREFERENCES
+        for stage in JUDGED
     ),
     *(
         MetricSpec(f"{stage}accuracy", "fraction", "answers that are ranked as judged", console="accuracy {value:.3f}")
-        for stage in PREFERENCES
+        for stage in JUDGED
     ),
     MetricSpec("dpo/margin", "1", "chosen less rejected reward, per pair", console="margin {value:+.3f}"),
+    MetricSpec("rm/margin", "reward", "chosen less rejected score, per pair", console="margin {value:+.3f}"),
     *(
         MetricSpec(f"{stage}val_loss", "1", "the loss on the validation files", console="val loss {value:.4f}")
-        for stage in PREFERENCES
+        for stage in JUDGED
     ),
     *(
         MetricSpec(
             f"{stage}val_accuracy", "fraction", "the same on the validation files", console="val accuracy {value:.3f}"
         )
-        for stage in PREFERENCES
+        for stage in JUDGED
     ),
     MetricSpec("actor/kl", "nats", "estimated KL from the reference, per token", console="kl {value:.4f}"),
     MetricSpec("actor/entropy", "nats", "of the clean policy, per response token", console="entropy {value:.2f}"),
@@ -184,6 +185,9 @@ METRICS: tuple[MetricSpec, ...] = (
         for answer in ("chosen", "rejected")
     ),
     MetricSpec("dpo/val_margin", "1", "the margin on the validation files"),
+    MetricSpec("rm/chosen_score", "reward", "of the reward model, per chosen answer"),
+    MetricSpec("rm/rejected_score", "reward", "of the reward model, per rejected answer"),
+    MetricSpec("rm/val_margin", "reward", "the margin on the validation files"),
     MetricSpec("kto/kl", "nats", "from the reference, estimated on answers to other prompts, at least 0"),
     MetricSpec("kto/val_kl", "nats", "the same on the validation files"),
 )

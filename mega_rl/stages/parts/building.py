@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from mega_rl import platform
 from mega_rl.algorithms.objective import PolicyObjective
+from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.bridge.mapping.tensors import hf_tensors, roles
 from mega_rl.bridge.outgoing.noise import AqnNoise, AqnTransform
 from mega_rl.bridge.outgoing.quantize import SimulatedQuantization
@@ -19,6 +20,7 @@ from mega_rl.bridge.reshard.proof import LoadProof, Proof
 from mega_rl.bridge.series import Series, slices_of
 from mega_rl.bridge.slices import Box
 from mega_rl.config import RunConfig, has_critic, samples
+from mega_rl.config.schema import OptimizerConfig
 from mega_rl.data.prompts import PromptDataset, PromptStream
 from mega_rl.data.stream import Stream
 from mega_rl.errors import InputError
@@ -27,6 +29,7 @@ from mega_rl.megatron.offload import PARTS
 from mega_rl.megatron.policy import MegatronPolicy
 from mega_rl.megatron.reference import Reference
 from mega_rl.megatron.spec import TrainerSpec
+from mega_rl.megatron.value import NewScore
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.collectives import gather_objects, together
 from mega_rl.rewards.registry import needs_truth
@@ -94,14 +97,25 @@ def trainer_spec(config: RunConfig) -> TrainerSpec:
 
 
 def actor(session: Session, num_optimizer_steps: int) -> MegatronEngine:
+    return trainer(session, session.config.optimizer, session.shape, session.weights, num_optimizer_steps)
+
+
+def trainer(
+    session: Session,
+    optimizer: OptimizerConfig,
+    shape: ModelShape,
+    weights: HFReader | NewScore,
+    num_optimizer_steps: int,
+) -> MegatronEngine:
+    """Any model that is trained at the session's layout."""
     config = session.config
     return MegatronEngine(
         trainer_spec(config),
-        config.optimizer,
-        session.shape,
+        optimizer,
+        shape,
         session.layout,
         session.device,
-        session.weights,
+        weights,
         num_optimizer_steps,
         config.trainer.max_skipped_steps,
     )
@@ -271,16 +285,9 @@ def critic(session: Session, actor: MegatronEngine, total_steps: int) -> Critic:
         if settings.path is not None:
             check_same_tokenizer(session.tokenizer, settings.path, "critic.path")
     updates = config.algorithm.minibatches_per_step
-    engine = MegatronEngine(
-        trainer_spec(config),
-        replace(config.optimizer, lr=settings.lr, min_lr=0.0, schedule="constant", warmup_steps=0, decay_steps=None),
-        shape,
-        session.layout,
-        session.device,
-        weights,
-        total_steps * updates,
-        config.trainer.max_skipped_steps,
-    )
+    optimizer = replace(config.optimizer, lr=settings.lr, min_lr=0.0, warmup_steps=0, decay_steps=None)
+    optimizer.schedule = "constant"
+    engine = trainer(session, optimizer, shape, weights, total_steps * updates)
     return Critic(settings, session.share, session.timers, session.say, engine, actor, updates)
 
 

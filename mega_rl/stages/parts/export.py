@@ -10,12 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from mega_rl.bridge.files.huggingface import HFWriter
+from mega_rl.bridge.files.huggingface import HFWriter, value_changes
 from mega_rl.bridge.mapping.tensors import full_series, hf_tensors
 from mega_rl.bridge.reshard.execute import Transfer
 from mega_rl.bridge.reshard.plan import compile_plan
 from mega_rl.bridge.slices import Box
+from mega_rl.data.tokenizer import padding_token
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.models.shape import ModelShape
 
@@ -54,6 +56,11 @@ def export_huggingface(
     finally:
         for _ in stream:  # every rank must come to the end of the stream, or the others would wait for it
             pass
+
+
+def config_changes(shape: ModelShape, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What an export's config.json says otherwise than that of the model that training started from."""
+    return value_changes(shape, padding_token(tokenizer, shape.vocab_size)) if shape.head == "value" else {}
 
 
 def _write(

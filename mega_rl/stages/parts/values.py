@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from mega_rl.bridge.files.huggingface import HFReader
@@ -11,6 +12,7 @@ from mega_rl.data.tokenizer import load_tokenizer
 from mega_rl.errors import InputError
 from mega_rl.megatron.value import NewScore
 from mega_rl.models.shape import SUFFIXES, ModelShape, read_model_shape, value_shape
+from mega_rl.types import Sequence
 
 
 def open_value_model(directory: str | Path, key: str, seed: int | None) -> tuple[ModelShape, HFReader | NewScore]:
@@ -29,6 +31,13 @@ def open_value_model(directory: str | Path, key: str, seed: int | None) -> tuple
         return shape, reader
     shape = value_shape(shape)
     return shape, NewScore(reader, shape.hidden_size, seed)
+
+
+def scored_at_end(token_ids: torch.Tensor) -> Sequence:
+    """Token ids as a sequence whose last position is the last token, which is the one that counts."""
+    loss_mask = torch.zeros(token_ids.numel())
+    loss_mask[-1] = 1.0
+    return Sequence(torch.cat([token_ids, token_ids[-1:]]), loss_mask)
 
 
 def check_same_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: str | Path, key: str) -> None:
