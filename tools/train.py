@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mega_rl import platform
-from mega_rl.config import load_config, samples, to_yaml, validate
+from mega_rl.config import load_config, samples, to_yaml, validate, workers_rewards
 from mega_rl.config.schema import RunConfig
 from mega_rl.errors import InputError, Stopped, shown
 from mega_rl.rewards.scorer import build_scorer
@@ -76,7 +76,8 @@ def check_sampling(config: RunConfig) -> None:
     """
     if config.rollout.replay is None:
         check_options(config.rollout.vllm, installed_arguments(), config.platform.name)
-    build_scorer(config.rewards, replace(config.reward_workers, num_workers=1)).close()
+    if rewards := workers_rewards(config):
+        build_scorer(rewards, replace(config.reward_workers, num_workers=1)).close()
 
 
 def end_with_torchrun() -> None:

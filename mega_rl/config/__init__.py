@@ -5,7 +5,7 @@ from __future__ import annotations
 from mega_rl.config.load import load_config
 from mega_rl.config.save import save_resolved, to_yaml
 from mega_rl.config.schema import RunConfig
-from mega_rl.config.stage import has_critic, samples
+from mega_rl.config.stage import has_critic, samples, workers_rewards
 from mega_rl.config.validate import problems, validate
 
 __all__ = [
@@ -17,4 +17,5 @@ __all__ = [
     "save_resolved",
     "to_yaml",
     "validate",
+    "workers_rewards",
 ]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from mega_rl.config.schema import RunConfig
-from mega_rl.config.stage import has_critic, samples, sequences_per_row, trains_values
+from mega_rl.config.stage import has_critic, model_directory, reward_model, samples, sequences_per_row, trains_values
 from mega_rl.errors import input_error
 from mega_rl.models.fit import engine_problems, length_problems, trainer_problems
-from mega_rl.models.shape import LANGUAGE, SUFFIXES, ModelShape, inspect_model
+from mega_rl.models.shape import LANGUAGE, SUFFIXES, VALUE, Head, ModelShape, inspect_model
 
+REWARD_KEY = "rewards.model.options.path"  # what sentences call the directory of a reward model
 SIZES = ("tensor", "context", "pipeline", "virtual_pipeline", "expert", "expert_tensor")  # of the parallel section
 
 
@@ -42,7 +43,9 @@ def model_problems(
     if is_good(*(f"parallel.{name}" for name in SIZES)):
         found += trainer_problems(shape, parallel, world_size)
     if has_critic(config) and config.critic.path is not None and is_good("critic.path"):
-        found += _value_model_problems(config, world_size, config.critic.path, "critic.path", is_good)
+        found += _value_model_problems(config, world_size, config.critic.path, "critic.path", is_good, SUFFIXES)
+    if samples(config) and (reward := reward_model(config)) is not None and isinstance(reward.options.get("path"), str):
+        found += _value_model_problems(config, world_size, model_directory(reward), REWARD_KEY, is_good, VALUE)
     if samples(config) and is_good("rollout.tensor_parallel_size"):
         shared_world = world_size if rollout.placement == "colocated" else None
         has_whole_experts = bool(rollout.vllm.get("enable_expert_parallel"))
@@ -61,10 +64,15 @@ def model_problems(
 
 
 def _value_model_problems(
-    config: RunConfig, world_size: int | None, path: str, key: str, is_good: Callable[..., bool]
+    config: RunConfig,
+    world_size: int | None,
+    path: str,
+    key: str,
+    is_good: Callable[..., bool],
+    allowed: Collection[Head],
 ) -> list[str]:
     """Misfits of a second model, which ``key`` names, with the lengths and the layout; the layout is the policy's."""
-    shape, found = inspect_model(path, key, allowed=list(SUFFIXES))
+    shape, found = inspect_model(path, key, allowed)
     data, parallel = config.data, config.parallel
     if shape is not None and is_good("data.max_prompt_length", "data.max_response_length"):
         found += length_problems(shape, data.max_prompt_length, data.max_response_length, None, None)

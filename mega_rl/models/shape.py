@@ -53,6 +53,7 @@ FAMILIES: dict[str, Family] = {
 BY_NAME = {family.name: family for family in FAMILIES.values()}
 Head = Literal["vocabulary", "value"]  # what stands on the last layer: logits of all tokens, or one number
 LANGUAGE: tuple[Head, ...] = ("vocabulary",)
+VALUE: tuple[Head, ...] = ("value",)
 # What the name of an architecture ends with.
 SUFFIXES: Mapping[Head, str] = {"vocabulary": "ForCausalLM", "value": "ForSequenceClassification"}
 MAX_LAYERS = 4096

@@ -19,21 +19,23 @@ from mega_rl.bridge.outgoing.transform import Transform
 from mega_rl.bridge.reshard.proof import LoadProof, Proof
 from mega_rl.bridge.series import Series, slices_of
 from mega_rl.bridge.slices import Box
-from mega_rl.config import RunConfig, has_critic, samples
-from mega_rl.config.schema import OptimizerConfig
+from mega_rl.config import RunConfig, has_critic, samples, workers_rewards
+from mega_rl.config.model import REWARD_KEY
+from mega_rl.config.schema import OptimizerConfig, RewardConfig
+from mega_rl.config.stage import model_directory, reward_model
 from mega_rl.data.prompts import PromptDataset, PromptStream
 from mega_rl.data.stream import Stream
 from mega_rl.errors import InputError
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.offload import PARTS
 from mega_rl.megatron.policy import MegatronPolicy
-from mega_rl.megatron.reference import Reference
+from mega_rl.megatron.reference import Frozen, Reference
 from mega_rl.megatron.spec import TrainerSpec
 from mega_rl.megatron.value import NewScore
-from mega_rl.models.shape import ModelShape
+from mega_rl.models.shape import VALUE, ModelShape
 from mega_rl.parallel.collectives import gather_objects, together
 from mega_rl.rewards.registry import needs_truth
-from mega_rl.rewards.scorer import Scorer
+from mega_rl.rewards.scorer import Scorer, WeightedReward
 from mega_rl.rollout.engine import ProbedSampler
 from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.engines import RemoteEngines
@@ -43,6 +45,7 @@ from mega_rl.rollout.sinks import Weights, WeightSink, colocated_layout, colocat
 from mega_rl.rollout.vllm.engine import VLLMEngine
 from mega_rl.rollout.vllm.options import engine_settings, num_loading_engines
 from mega_rl.stages.parts.critic import Critic
+from mega_rl.stages.parts.judge import RewardModel
 from mega_rl.stages.parts.learning import Learner
 from mega_rl.stages.parts.scoring import scorer_of_node
 from mega_rl.stages.parts.session import Session
@@ -126,8 +129,6 @@ def reference(session: Session, actor: MegatronEngine) -> Reference | None:
     if session.config.algorithm.kl_coefficient == 0:
         return None
     policy = MegatronPolicy(trainer_spec(session.config), session.shape, session.layout, session.device)
-    for chunk in policy.chunks:
-        chunk.requires_grad_(False)
     policy.copy_from(actor.policy)
     return Reference(policy, session.config.memory, platform.current().has_own_memory)
 
@@ -261,7 +262,22 @@ def noise(session: Session, total: int) -> AqnNoise:
 
 
 def scorer(session: Session) -> Scorer:
-    return scorer_of_node(session.config.rewards, session.config.reward_workers)
+    config = session.config
+    reward = reward_model(config)
+    judge = None if reward is None else judge_of(session, reward)
+    return scorer_of_node(workers_rewards(config), config.reward_workers, judge)
+
+
+def judge_of(session: Session, reward: RewardConfig) -> RewardModel:
+    """The reward model, frozen, at the trainer's layout."""
+    config, directory = session.config, model_directory(reward)
+    with together("opening the reward model"):
+        shape, weights = open_value_model(directory, REWARD_KEY, seed=None, allowed=VALUE)
+        check_same_tokenizer(session.tokenizer, directory, REWARD_KEY)
+    policy = MegatronPolicy(trainer_spec(config), shape, session.layout, session.device)
+    policy.load_huggingface(weights)
+    frozen = Frozen(policy, config.memory, platform.current().has_own_memory)
+    return RewardModel(WeightedReward(reward.name, reward.weight), frozen, session.share)
 
 
 def policy_updates(config: RunConfig, total_steps: int) -> int:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from mega_rl.bridge.files.huggingface import HFWriter, value_changes
 from mega_rl.bridge.mapping.tensors import full_series, hf_tensors
@@ -20,6 +19,8 @@ from mega_rl.bridge.slices import Box
 from mega_rl.data.tokenizer import padding_token
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.models.shape import ModelShape
+from mega_rl.observe.heartbeat import HEART
+from mega_rl.stages.parts.session import Session
 
 MAX_SHARD_BYTES = 5 << 30  # of an exported safetensors file
 
@@ -58,9 +59,15 @@ def export_huggingface(
             pass
 
 
-def config_changes(shape: ModelShape, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What an export's config.json says otherwise than that of the model that training started from."""
-    return value_changes(shape, padding_token(tokenizer, shape.vocab_size)) if shape.head == "value" else {}
+def export_trained(session: Session, trainer: MegatronEngine) -> None:
+    """What ``checkpoint.export_hf`` asks for at the end of a run. Collective."""
+    config, shape = session.config, trainer.policy.shape
+    if not config.checkpoint.export_hf:
+        return
+    is_of_values = shape.head == "value"
+    changes = value_changes(shape, padding_token(session.tokenizer, shape.vocab_size)) if is_of_values else None
+    with HEART.during("export"):
+        export_huggingface(trainer, session.export_dir, config.model.path, config.bridge.bucket_bytes, changes)
 
 
 def _write(

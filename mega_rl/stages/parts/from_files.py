@@ -15,7 +15,7 @@ from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.stages.parts import progress
 from mega_rl.stages.parts.batches import Totals, memory_metrics, pack_for_rank, totals_of
-from mega_rl.stages.parts.export import config_changes, export_huggingface
+from mega_rl.stages.parts.export import export_trained
 from mega_rl.stages.parts.progress import Progress, warn_if_skipped
 from mega_rl.stages.parts.session import Session
 from mega_rl.types import Figures, Microbatch, Sequence
@@ -62,10 +62,7 @@ def loop(
             observer.log(done, metrics | {"throughput/tokens_per_s": speed})
             session.stop_if_given(notice, done)
 
-    if config.checkpoint.export_hf:
-        with HEART.during("export"):
-            changes = config_changes(model.policy.shape, session.tokenizer)
-            export_huggingface(model, session.export_dir, config.model.path, config.bridge.bucket_bytes, changes)
+    export_trained(session, model)
     session.say_where()
 
 

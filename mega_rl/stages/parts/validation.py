@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
@@ -134,6 +134,10 @@ class Validator:
             self.sync.push(version=step, is_validation=True)
             metrics, rows = evaluate(self.engine, self.scorer, self.dataset.prompts, self.settings, self.rendezvous)
             self.sync.end_sampling()
+            if self.scorer.judge is not None:
+                scores = self.scorer.judge.complete([row.trajectory for row in rows], [row.score for row in rows])
+                rows = [replace(row, score=score) for row, score in zip(rows, scores, strict=True)]
+                metrics = evaluation_metrics(rows)
         greedy, sampled = ([row for row in rows if row.is_greedy is is_greedy] for is_greedy in (True, False))
         for part in (greedy, sampled):
             self.watch.tell([row.trajectory for row in part], [row.score for row in part])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -11,21 +12,24 @@ from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.data.tokenizer import load_tokenizer
 from mega_rl.errors import InputError
 from mega_rl.megatron.value import NewScore
-from mega_rl.models.shape import SUFFIXES, ModelShape, read_model_shape, value_shape
+from mega_rl.models.shape import SUFFIXES, Head, ModelShape, read_model_shape, value_shape
 from mega_rl.types import Sequence
 
 
-def open_value_model(directory: str | Path, key: str, seed: int | None) -> tuple[ModelShape, HFReader | NewScore]:
+def open_value_model(
+    directory: str | Path, key: str, seed: int | None, allowed: Collection[Head] = tuple(SUFFIXES)
+) -> tuple[ModelShape, HFReader | NewScore]:
     """The shape of the value model in a directory, and its weights.
 
     Args:
         key: of the configuration, which names the directory.
         seed: of the head that a language model gets; None: it begins with zeros.
+        allowed: what the model in the directory may have on its last layer.
 
     Raises:
         InputError: no such model, or files that are not its.
     """
-    shape, reader = read_model_shape(directory, key, allowed=list(SUFFIXES)), HFReader(directory)
+    shape, reader = read_model_shape(directory, key, allowed), HFReader(directory)
     reader.check(shape)
     if shape.head == "value":
         return shape, reader
