@@ -140,10 +140,12 @@ def test_ppo_learns_with_a_reward_model_and_a_critic(ppo_run: Path, rm_run: Path
 
 def test_scores_of_the_reward_model_are_those_of_transformers(ppo_run: Path, rm_run: Path) -> None:
     model = AutoModelForSequenceClassification.from_pretrained(rm_run / "huggingface").eval()
-    rows = [json.loads(line) for line in (ppo_run / "rollouts" / "step_3.jsonl").read_text().splitlines()]
-    found = torch.tensor([row["rewards"]["model"] for row in rows])
+    rows = [json.loads(line) for line in (ppo_run / "rollouts" / "step_000003.jsonl").read_text().splitlines()]
+    found = torch.tensor([row["score"]["parts"]["model"] for row in rows])
     assert len(rows) == 8 and float(found.std()) > 0
-    torch.testing.assert_close(found, scores(model, [row["token_ids"] for row in rows]), atol=2e-5, rtol=0)
+    torch.testing.assert_close(
+        found, scores(model, [[*row["prompt"]["token_ids"], *row["token_ids"]] for row in rows]), atol=2e-5, rtol=0
+    )
 
 
 @pytest.mark.parametrize("stage", ["rm", "ppo"])
