@@ -8,7 +8,16 @@ from mega_rl.config.schema import RunConfig
 from mega_rl.config.stage import has_critic, model_directory, reward_model, samples, sequences_per_row, trains_values
 from mega_rl.errors import input_error
 from mega_rl.models.fit import engine_problems, length_problems, trainer_problems
-from mega_rl.models.shape import LANGUAGE, SUFFIXES, VALUE, Head, ModelShape, inspect_model
+from mega_rl.models.shape import (
+    LANGUAGE,
+    SUFFIXES,
+    VALUE,
+    Head,
+    ModelShape,
+    inspect_model,
+    read_model_shape,
+    value_shape,
+)
 
 REWARD_KEY = "rewards.model.options.path"  # what sentences call the directory of a reward model
 SIZES = ("tensor", "context", "pipeline", "virtual_pipeline", "expert", "expert_tensor")  # of the parallel section
@@ -20,6 +29,13 @@ def check_model(config: RunConfig, world_size: int) -> ModelShape:
     if shape is None or found:
         raise input_error("invalid configuration", found)
     return shape
+
+
+def trained_shape(config: RunConfig) -> ModelShape:
+    """The shape of the model that a run trains; InputError where ``model.path`` holds none."""
+    is_of_values = trains_values(config)
+    shape = read_model_shape(config.model.path, allowed=tuple(SUFFIXES) if is_of_values else LANGUAGE)
+    return value_shape(shape) if is_of_values else shape
 
 
 def model_problems(

@@ -114,6 +114,16 @@ class TrainerState:
     def optimizer(self) -> int:
         return self.masters + self.moments
 
+    @property
+    def total(self) -> int:
+        """Of a model that is trained, without its reference."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def by_kind_total(self) -> int:
+        """Of a model that is not: its weights lie in no buffer."""
+        return sum(self.by_kind.values())
+
 
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
