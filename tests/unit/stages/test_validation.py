@@ -38,6 +38,8 @@ class Engine:
 class Scorer:
     """Sample 1 of a prompt is right, prompt 1 is unknown, every other answer is wrong."""
 
+    judge = None
+
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         unknown = Score(float("nan"), {}, {"r": UnknownReward("raised", "raised ValueError: x")})
         return [unknown if t.prompt.index == 1 else Score(float(t.sample_index == 1)) for t in trajectories]
