@@ -78,7 +78,7 @@ def rm_run(root: Path, tiny_world: TinyWorld) -> Path:
         write_jsonl(files["pairs"], rows[12:])
         write_jsonl(files["held_out"], rows[:12])
         (root / "rm.yaml").write_text(RM.format(model=tiny_world.model, **files))
-        training.train(root / "rm.yaml", root / "rm").check()
+        training.train(root / "rm.yaml", root / "rm", timeout=300).check()
         return root / "rm"
 
     return launch()
@@ -92,7 +92,7 @@ def ppo_run(root: Path, rm_run: Path, tiny_world: TinyWorld) -> Path:
     def launch() -> Path:
         names = {"model": tiny_world.model, "prompts": tiny_world.prompts}
         (root / "ppo.yaml").write_text(PPO.format(rm=rm_run / "huggingface", rm_run=rm_run, **names))
-        training.train(root / "ppo.yaml", root / "ppo").check()
+        training.train(root / "ppo.yaml", root / "ppo", timeout=300).check()
         return root / "ppo"
 
     return launch()
@@ -164,7 +164,7 @@ def resume_and_compare(
     """Go on from a checkpoint in the middle of a run; metrics and exported weights must come out the same."""
     assert step in steps_saved(run)
     resume = f"checkpoint.resume={training.checkpoint(run, step)}"
-    resumed = training.train(config, output_dir, resume, *overrides).check()
+    resumed = training.train(config, output_dir, resume, *overrides, timeout=300).check()
     assert f"resuming after step {step}" in resumed.stdout
 
     def later(directory: Path) -> dict[int, dict[str, float]]:
