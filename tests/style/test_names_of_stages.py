@@ -8,7 +8,7 @@ import pytest
 
 from tests.style.test_layers import REPO, ROW, source_files
 
-NAMES = {"rl", "sft", "rm", "dpo", "kto"}  # not "pt", which is how safetensors calls torch
+NAMES = {"rl", "sft", "dpo", "kto"}  # not "pt", which is how safetensors calls torch, and not the command "rm"
 
 
 def names_of_stages(source: str) -> list[str]:
