@@ -244,6 +244,8 @@ class Microbatch:
     rollout_logprobs: torch.Tensor | None = None  # [T] float32, nats
     old_logprobs: torch.Tensor | None = None  # [T] float32, nats: pi_old of the objective
     reference_logprobs: torch.Tensor | None = None  # [T] float32, nats
+    values: torch.Tensor | None = None  # [T] float32, of a critic before the update, in units of the reward
+    returns: torch.Tensor | None = None  # [T] float32, what these values should have been
     # Which experts take each token, for every model that computes this micro-batch: the engine's choice, or what the
     # policy itself chose in an earlier pass. None, -1 or a layer without an entry: the router chooses.
     routed_experts: torch.Tensor | None = None  # [T, M, K] int16

@@ -18,9 +18,9 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,17 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from mega_rl import platform
 from mega_rl.bridge.files.assembly import Assembly, FileImage, literal_file
 from mega_rl.bridge.files.copy import Advance, Transform, copy_tensors, digests
-from mega_rl.bridge.files.huggingface import HFReader, metadata_files, plan_huggingface
-from mega_rl.bridge.files.manifest import MANIFEST, PROGRESS, WEIGHTS, damage, manifest, model_record, written
+from mega_rl.bridge.files.huggingface import HFReader, metadata_files, plan_huggingface, value_changes
+from mega_rl.bridge.files.manifest import (
+    MANIFEST,
+    PROGRESS,
+    WEIGHTS,
+    damage,
+    different_key,
+    manifest,
+    model_record,
+    written,
+)
 from mega_rl.bridge.files.progress import read_progress
 from mega_rl.bridge.files.stored import Stored
 from mega_rl.bridge.files.torch_dist import INDEX, read_torch_dist
@@ -41,9 +50,10 @@ from mega_rl.bridge.files.torch_dist_layout import layout_chunks, smallest_layou
 from mega_rl.bridge.files.torch_dist_write import plan_torch_dist
 from mega_rl.bridge.mapping.megatron import padded_vocab_size
 from mega_rl.config.schema import ParallelConfig
+from mega_rl.data.tokenizer import load_tokenizer, padding_token
 from mega_rl.errors import InputError, input_error, shown
 from mega_rl.models.fit import trainer_problems
-from mega_rl.models.shape import ModelShape, read_model_shape
+from mega_rl.models.shape import SUFFIXES, ModelShape, read_model_shape, value_shape
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.types import DTYPES
 
@@ -63,6 +73,11 @@ class Source:
     tensors: Stored
     metadata_dir: Path  # config.json, tokenizer
     files: list[Path]  # by which a later run sees that it is still the same source
+    changes: dict[str, Any] = field(default_factory=dict)  # keys of config.json that are otherwise
+
+    def metadata(self, dtype: torch.dtype) -> dict[str, FileImage]:
+        """config.json and the tokenizer's files beside weights that are mostly of this dtype."""
+        return metadata_files(self.metadata_dir, dtype, self.changes)
 
 
 @dataclass(frozen=True)
@@ -112,7 +127,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def open_huggingface(model: Path) -> Source:
-    shape, reader = read_model_shape(model, key="--model"), HFReader(model)
+    shape, reader = read_model_shape(model, key="--model", allowed=list(SUFFIXES)), HFReader(model)
     reader.check(shape)
     tensors = reader.stored(shape)
     return Source(shape, tensors, model, [model / file for file in tensors.files()])
@@ -128,28 +143,37 @@ def open_checkpoint(checkpoint: Path, model: Path | None) -> Source:
     metadata_dir = model or checkpoint / HUGGINGFACE
     if not metadata_dir.is_dir():
         raise InputError(f"--model: {checkpoint} has no {HUGGINGFACE} directory; name the model it was trained from")
-    shape = read_model_shape(metadata_dir, key="--model" if model else "--checkpoint")
+    shape = read_model_shape(metadata_dir, key="--model" if model else "--checkpoint", allowed=list(SUFFIXES))
+    changes: dict[str, Any] = {}
     if is_ours:
-        _check_model(checkpoint, shape, metadata_dir)
+        progress = read_progress(checkpoint, needed=("model",))
+        _refuse_part(checkpoint, progress)
+        saved = progress["model"]
+        if saved.get("head") == "value" and shape.head != "value":  # a reward model that began as a language model
+            shape = value_shape(shape)
+            tokenizer = load_tokenizer(str(metadata_dir))
+            changes = value_changes(shape, padding_token(tokenizer, shape.vocab_size))
+        _check_model(checkpoint, saved, shape, metadata_dir)
     tensors = read_torch_dist(checkpoint / WEIGHTS if is_ours else checkpoint, shape)
-    return Source(shape, tensors, metadata_dir, [tensors.root / file for file in (INDEX, *tensors.files())])
+    return Source(shape, tensors, metadata_dir, [tensors.root / file for file in (INDEX, *tensors.files())], changes)
 
 
-def _check_model(checkpoint: Path, shape: ModelShape, metadata_dir: Path) -> None:
-    progress = read_progress(checkpoint, needed=("model",))
+def _refuse_part(checkpoint: Path, progress: Mapping[str, Any]) -> None:
     if "tuning" in progress:
         method = shown(progress["tuning"]["settings"]["method"])
         raise InputError(
             f"{checkpoint} holds only what tuning.method {method} trained, not the model under it: take the Hugging "
             "Face directory that the run exported (checkpoint.export_hf)"
         )
-    saved = progress["model"]
-    for key, value in model_record(shape).items():
-        if saved.get(key) != value:
-            raise InputError(
-                f"{checkpoint} is of another model: {key} is {shown(saved.get(key))} there and {value!r} in "
-                f"{metadata_dir / 'config.json'}; name the model it was trained from with --model"
-            )
+
+
+def _check_model(checkpoint: Path, saved: Mapping[str, Any], shape: ModelShape, metadata_dir: Path) -> None:
+    if (key := different_key(saved, shape)) is not None:
+        own = model_record(shape)[key]
+        raise InputError(
+            f"{checkpoint} is of another model: {key} is {shown(saved.get(key))} there and {own!r} in "
+            f"{metadata_dir / 'config.json'}; name the model it was trained from with --model"
+        )
 
 
 def layout_for(shape: ModelShape, options: argparse.Namespace) -> ParallelLayout:
@@ -180,13 +204,13 @@ def plan_checkpoint(source: Source, dtypes: dict[str, torch.dtype], layout: Para
         "layout": asdict(layout),
     }
     files = {f"{WEIGHTS}/{name}": image for name, image in images.items()}
-    files |= {f"{HUGGINGFACE}/{n}": image for n, image in metadata_files(source.metadata_dir, _main(tensors)).items()}
+    files |= {f"{HUGGINGFACE}/{n}": image for n, image in source.metadata(_main(tensors)).items()}
     return Target(WEIGHTS, tensors, files | {PROGRESS: literal_file(json.dumps(progress, indent=1))})
 
 
 def plan_export(source: Source, dtypes: dict[str, torch.dtype], max_shard_bytes: int) -> Target:
     tensors, images = plan_huggingface(Path(), source.shape, dtypes, max_shard_bytes)
-    return Target(".", tensors, images | metadata_files(source.metadata_dir, _main(tensors)))
+    return Target(".", tensors, images | source.metadata(_main(tensors)))
 
 
 def _main(tensors: Stored) -> torch.dtype:
@@ -201,7 +225,7 @@ def identity(options: argparse.Namespace, source: Source) -> dict[str, Any]:
     """What makes two runs of this tool the same job."""
     ignored = ("out", "verify", "no_logits", "model", "checkpoint")
     stats = [(str(path.resolve()), path.stat()) for path in source.files]
-    metadata = metadata_files(source.metadata_dir, torch.float32)
+    metadata = source.metadata(torch.float32)
     return {
         "options": {key: value for key, value in vars(options).items() if key not in ignored},
         "source": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],

@@ -24,8 +24,9 @@ from rich.text import Text
 
 from mega_rl import platform
 from mega_rl.config import RunConfig, load_config, validate
+from mega_rl.config.model import trained_shape
 from mega_rl.errors import InputError
-from mega_rl.models.shape import ModelShape, read_model_shape
+from mega_rl.models.shape import ModelShape
 from mega_rl.planning.advice import Change, advise, spend
 from mega_rl.planning.memory_plan import Item, Machine, MemoryPlan, Phase, make_plan, smallest_world
 from mega_rl.planning.steps import RunLength, fullest_microbatches, run_length
@@ -262,7 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     platform.check_name(config.platform.name)
     validate(config, has_files=False)
     machine = machine_of(options, config)
-    shape = read_model_shape(config.model.path)
+    shape = trained_shape(config)
     plan = make_plan(config, shape, machine)
     changes = spend(plan, shape) if plan.fits else advise(plan, shape)
     length = run_length(config)

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from mega_rl import platform
 from mega_rl.bridge.mapping.tuning import tuning_plan
-from mega_rl.config import load_config, samples, to_yaml, validate
+from mega_rl.config import load_config, samples, to_yaml, validate, workers_rewards
 from mega_rl.config.schema import RunConfig
 from mega_rl.errors import Stopped
 from mega_rl.models.shape import read_model_shape
@@ -23,7 +23,7 @@ from mega_rl.parallel.process import end_with_torchrun, fail, processes
 from mega_rl.rewards.scorer import build_scorer
 from mega_rl.rollout.vllm.options import check_options, installed_arguments
 
-STAGES = {name: f"mega_rl.stages.{name}" for name in ("rl", "pt", "sft", "dpo", "kto")}
+STAGES = {name: f"mega_rl.stages.{name}" for name in ("rl", "pt", "sft", "rm", "dpo", "kto")}
 STOPPED = 75  # exit status: sysexits.h's EX_TEMPFAIL, "try again later"
 
 
@@ -63,7 +63,8 @@ def check_sampling(config: RunConfig) -> None:
     """
     if config.rollout.replay is None:
         check_options(config.rollout.vllm, installed_arguments(), config.platform.name)
-    build_scorer(config.rewards, replace(config.reward_workers, num_workers=1)).close()
+    if rewards := workers_rewards(config):
+        build_scorer(rewards, replace(config.reward_workers, num_workers=1)).close()
 
 
 def stop(reason: Stopped) -> None:

@@ -54,7 +54,8 @@ def rloo_advantages(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
 def reinforce_pp_advantages(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
     """``R``, to be whitened over the tokens of the batch (REINFORCE++, arXiv 2501.03262); shapes as `grpo_advantages`.
 
-    There is no baseline but the batch's mean, which `whiten` takes off.
+    There is no baseline but the batch's mean, which `whiten` takes off. With a critic its values come in between
+    (`value.gae`).
     """
     assert rewards_N.ndim == 1 and rewards_N.shape == groups_N.shape, (rewards_N.shape, groups_N.shape)
     return torch.where(rewards_N.isnan(), 0.0, rewards_N)
@@ -75,6 +76,7 @@ class Advantage:
 
 
 ADVANTAGES = {
+    "gae": Advantage(reinforce_pp_advantages, is_group_baseline=False, is_whitened=True),
     "grpo": Advantage(grpo_advantages, is_group_baseline=True, is_whitened=False),
     "dr_grpo": Advantage(dr_grpo_advantages, is_group_baseline=True, is_whitened=False),
     "rloo": Advantage(rloo_advantages, is_group_baseline=True, is_whitened=False),

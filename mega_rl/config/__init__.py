@@ -5,7 +5,17 @@ from __future__ import annotations
 from mega_rl.config.load import load_config
 from mega_rl.config.save import save_resolved, to_yaml
 from mega_rl.config.schema import RunConfig
-from mega_rl.config.stage import samples
+from mega_rl.config.stage import has_critic, samples, workers_rewards
 from mega_rl.config.validate import problems, validate
 
-__all__ = ["RunConfig", "load_config", "problems", "samples", "save_resolved", "to_yaml", "validate"]
+__all__ = [
+    "RunConfig",
+    "has_critic",
+    "load_config",
+    "problems",
+    "samples",
+    "save_resolved",
+    "to_yaml",
+    "validate",
+    "workers_rewards",
+]

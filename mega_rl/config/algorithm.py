@@ -6,7 +6,8 @@ import typing
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
-from mega_rl.config.schema import GroupBaseline, RunConfig
+from mega_rl.config.schema import CRITIC_ADVANTAGE, GroupBaseline, RunConfig
+from mega_rl.errors import shown
 
 # What a name sets if the user does not: differences from the schema's defaults, which are GRPO's.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -44,6 +45,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "clip_ratio_high": 0.28,
         "kl_coefficient": 0.0,
     },
+    "ppo": {"advantage": "gae", "kl_in": "reward", "kl_estimator": "k1"},  # arXiv 1707.06347, with InstructGPT's KL
 }
 # Engine options that change the distribution that tokens are drawn from.
 RESHAPING_OPTIONS = ("logits_processors", "override_generation_config", "top_p", "top_k", "min_p")
@@ -73,6 +75,18 @@ def algorithm_problems(config: RunConfig, is_good: Callable[..., bool]) -> Itera
         yield (
             f"rollout.n is {rollout.n}: set it to at least 2, since algorithm.advantage {algorithm.advantage!r} "
             "compares the samples of one prompt, or set algorithm.advantage to reinforce_pp"
+        )
+    critic = config.critic
+    if critic.path is not None and algorithm.advantage != CRITIC_ADVANTAGE:
+        yield (
+            f"critic.path is {shown(critic.path)}, but algorithm.advantage {algorithm.advantage!r} has no critic: set "
+            "algorithm.name to ppo, or remove it"
+        )
+    total = config.trainer.total_steps if is_good("critic.warmup_steps", "trainer.total_steps") else None
+    if algorithm.advantage == CRITIC_ADVANTAGE and total is not None and critic.warmup_steps >= total:
+        yield (
+            f"critic.warmup_steps is {critic.warmup_steps}, in which the policy does not learn: set it to less than "
+            f"trainer.total_steps, {total}"
         )
     if algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1" and algorithm.kl_coefficient != 0:
         yield (

@@ -57,6 +57,8 @@ def load_config(file: str | Path | None, overrides: Sequence[str] = ()) -> RunCo
     config = build(RunConfig, values)
     assert isinstance(config, RunConfig)
     config.model.path = local_directory(config.model.path)
+    if config.critic.path is not None:
+        config.critic.path = local_directory(config.critic.path)
     return config
 
 

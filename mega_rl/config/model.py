@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from mega_rl.config.schema import RunConfig
-from mega_rl.config.stage import samples, sequences_per_row
+from mega_rl.config.stage import has_critic, model_directory, reward_model, samples, sequences_per_row, trains_values
 from mega_rl.errors import input_error
 from mega_rl.models.fit import engine_problems, length_problems, trainer_problems
-from mega_rl.models.shape import ModelShape, inspect_model
+from mega_rl.models.shape import (
+    LANGUAGE,
+    SUFFIXES,
+    VALUE,
+    Head,
+    ModelShape,
+    inspect_model,
+    read_model_shape,
+    value_shape,
+)
 
+REWARD_KEY = "rewards.model.options.path"  # what sentences call the directory of a reward model
 SIZES = ("tensor", "context", "pipeline", "virtual_pipeline", "expert", "expert_tensor")  # of the parallel section
 
 
@@ -19,6 +29,13 @@ def check_model(config: RunConfig, world_size: int) -> ModelShape:
     if shape is None or found:
         raise input_error("invalid configuration", found)
     return shape
+
+
+def trained_shape(config: RunConfig) -> ModelShape:
+    """The shape of the model that a run trains; InputError where ``model.path`` holds none."""
+    is_of_values = trains_values(config)
+    shape = read_model_shape(config.model.path, allowed=tuple(SUFFIXES) if is_of_values else LANGUAGE)
+    return value_shape(shape) if is_of_values else shape
 
 
 def model_problems(
@@ -31,7 +48,8 @@ def model_problems(
         is_good: tells whether the named fields all have values that are valid by themselves; checks that depend on a
             field without one are left out.
     """
-    shape, found = inspect_model(config.model.path) if is_good("model.path") else (None, [])
+    allowed = list(SUFFIXES) if trains_values(config) else LANGUAGE
+    shape, found = inspect_model(config.model.path, allowed=allowed) if is_good("model.path") else (None, [])
     data, parallel, rollout = config.data, config.parallel, config.rollout
     if is_good("data.max_prompt_length", "data.max_response_length"):
         budget = config.trainer.max_tokens_per_microbatch if is_good("trainer.max_tokens_per_microbatch") else None
@@ -40,6 +58,10 @@ def model_problems(
         found += length_problems(shape, *lengths, budget, context, sequences_per_row(config))
     if is_good(*(f"parallel.{name}" for name in SIZES)):
         found += trainer_problems(shape, parallel, world_size)
+    if has_critic(config) and config.critic.path is not None and is_good("critic.path"):
+        found += _value_model_problems(config, world_size, config.critic.path, "critic.path", is_good, SUFFIXES)
+    if samples(config) and (reward := reward_model(config)) is not None and isinstance(reward.options.get("path"), str):
+        found += _value_model_problems(config, world_size, model_directory(reward), REWARD_KEY, is_good, VALUE)
     if samples(config) and is_good("rollout.tensor_parallel_size"):
         shared_world = world_size if rollout.placement == "colocated" else None
         has_whole_experts = bool(rollout.vllm.get("enable_expert_parallel"))
@@ -55,3 +77,21 @@ def model_problems(
             last = shape.vocab_size - 1
             found.append(f"rollout.stop_token_ids has {beyond[0]}: give ids up to the vocabulary's last, {last}")
     return shape, found
+
+
+def _value_model_problems(
+    config: RunConfig,
+    world_size: int | None,
+    path: str,
+    key: str,
+    is_good: Callable[..., bool],
+    allowed: Collection[Head],
+) -> list[str]:
+    """Misfits of a second model, which ``key`` names, with the lengths and the layout; the layout is the policy's."""
+    shape, found = inspect_model(path, key, allowed)
+    data, parallel = config.data, config.parallel
+    if shape is not None and is_good("data.max_prompt_length", "data.max_response_length"):
+        found += length_problems(shape, data.max_prompt_length, data.max_response_length, None, None)
+    if shape is not None and is_good(*(f"parallel.{name}" for name in SIZES)):
+        found += trainer_problems(shape, parallel, world_size)
+    return [line if key in line else f"{key}: {line}" for line in found]

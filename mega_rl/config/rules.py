@@ -181,6 +181,13 @@ RULES: dict[str, Rule] = {
     "kto.beta": above(0, 1000),
     "kto.desirable_weight": between(0, 1000),
     "kto.undesirable_weight": between(0, 1000),
+    "reward_model.centre": between(0, 1000),
+    "critic.path": nullable(text()),
+    "critic.lr": between(0, 100),
+    "critic.gamma": between(0, 1),
+    "critic.lam": between(0, 1),
+    "critic.clip_value": nullable(above(0)),
+    "critic.warmup_steps": between(0, MANY),
     "reward_workers.num_workers": nullable(between(1, 1024)),
     "reward_workers.timeout_s": between(0.01, 7 * 24 * 3600),
     "reward_workers.memory_bytes": between(1 << 26, MAX_MEMORY_BYTES),
@@ -198,7 +205,7 @@ RULES: dict[str, Rule] = {
 
 # What only stage rl reads: sections, and keys of sections that other stages read otherwise.
 ONLY_RL = (
-    "rollout.", "bridge.", "algorithm.", "aqn.", "reward_workers.", "trainer.gates.",
+    "rollout.", "bridge.", "algorithm.", "critic.", "aqn.", "reward_workers.", "trainer.gates.",
     "validation.n", "validation.temperature",
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The whole configuration as typed dataclasses: every key, its default and its meaning stand here and nowhere else.
+"""The whole configuration as typed dataclasses: every key, its default and its meaning stand here and in ``learning``.
 
 A key that takes one of a few words has a ``Literal`` type, which is the only list of them: the loader and ``validate``
 read it, and a test holds every table that is looked up by such a word against it. ``null`` is ``None`` in YAML. Within
@@ -12,6 +12,25 @@ from typing import Any, Literal
 
 from omegaconf import MISSING
 
+from mega_rl.config.learning import (
+    AdapterConfig as AdapterConfig,
+)
+from mega_rl.config.learning import (
+    CriticConfig as CriticConfig,
+)
+from mega_rl.config.learning import (
+    KtoConfig as KtoConfig,
+)
+from mega_rl.config.learning import (
+    PreferenceConfig as PreferenceConfig,
+)
+from mega_rl.config.learning import (
+    RewardModelConfig as RewardModelConfig,
+)
+from mega_rl.config.learning import (
+    TuningConfig as TuningConfig,
+)
+
 Dtype = Literal["float32", "bfloat16"]
 # What a norm is in the model, whatever its Hugging Face name; bridge/outgoing/noise.py explains each.
 NormRole = Literal[
@@ -21,6 +40,7 @@ NormRole = Literal[
 OffloadPart = Literal["weights", "gradients", "optimizer"]
 # Advantages that compare the samples of one prompt with each other, so that rollout.n must be at least 2.
 GroupBaseline = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"]
+CRITIC_ADVANTAGE = "gae"  # the one that a critic's values make
 
 # The share of a device's memory that vLLM may take while the trainer lives on the same device, unless
 # rollout.vllm.gpu_memory_utilization says otherwise.
@@ -33,34 +53,6 @@ class ModelConfig:
 
     path: str = MISSING  # Hugging Face directory, or the id of a model in the local cache of Hugging Face or ModelScope
     dtype: Dtype = "bfloat16"  # what the trainer computes in; the optimizer's master weights are float32
-
-
-@dataclass
-class AdapterConfig:
-    """Low-rank adapters (LoRA, arXiv 2106.09685), for tuning.method lora: W + scale * B A, where only A and B learn."""
-
-    rank: int = 16  # rows of A, columns of B
-    alpha: float = 32.0  # the scale is alpha / rank
-    # Linear layers with an adapter: all-linear, or ends of module names such as q_proj or self_attn.o_proj, or shell
-    # patterns of whole names such as *.layers.3.*
-    targets: list[str] = field(default_factory=lambda: ["all-linear"])
-    exclude: list[str] = field(default_factory=list)  # of these, written the same way, those without one
-    expert_rank: int | None = None  # rank of the adapters of experts, of which there are many; null: as rank
-    rslora: bool = False  # the scale is alpha / sqrt(rank) (arXiv 2312.03732)
-
-
-@dataclass
-class TuningConfig:
-    """Which weights a run trains; docs/tuning.md."""
-
-    # full: all | freeze: those of some layers | lora: adapters beside frozen weights
-    method: Literal["full", "freeze", "lora"] = "full"
-    train_layers: int = 2  # freeze: the last so many layers; negative: the first ones
-    train_modules: Literal["all", "mlp", "self_attn"] = "all"  # freeze: what of these layers
-    # freeze and lora: tensors trained besides, by the end of their Hugging Face name or a shell pattern of it, such as
-    # norm.weight or *.layers.0.*
-    also_train: list[str] = field(default_factory=list)
-    adapter: AdapterConfig = field(default_factory=AdapterConfig)
 
 
 @dataclass
@@ -134,8 +126,11 @@ class AlgorithmConfig:
     """The objective; ``docs/algorithms.md`` has the formulas. The defaults are GRPO's."""
 
     # A preset: it sets those of the following keys that the configuration does not give. See config/algorithm.py.
-    name: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "dapo", "gspo", "cispo"] = "grpo"
-    advantage: Literal[GroupBaseline, "reinforce_pp"] = "grpo"  # how rewards become advantages
+    name: Literal[
+        "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "dapo", "gspo", "cispo", "ppo"
+    ] = "grpo"  # fmt: skip
+    # how rewards become advantages; gae trains a critic, see ``critic``
+    advantage: Literal[GroupBaseline, "reinforce_pp", "gae"] = "grpo"
     objective: Literal["ppo", "gspo", "cispo"] = "ppo"  # the loss per token; gspo takes one ratio for a whole response
     # How the losses of all tokens become one number: the mean over all tokens, over the means of the sequences, or over
     # the sums of the sequences, which are then divided by data.max_response_length.
@@ -158,30 +153,6 @@ class AlgorithmConfig:
     importance_correction: Literal["truncate", "mask"] = "truncate"
     importance_level: Literal["token", "sequence"] = "token"  # weigh each token, or each response by its product
     importance_floor: float = 0.0  # smallest weight that importance_correction=mask keeps
-
-
-@dataclass
-class PreferenceConfig:
-    """The loss on pairs of a chosen and a rejected answer (stage dpo); ``docs/preference.md`` has the formulas."""
-
-    # which loss on pairs; simpo and orpo need no reference
-    loss: Literal["sigmoid", "hinge", "ipo", "robust", "apo_zero", "apo_down", "sppo", "simpo", "orpo"] = "sigmoid"
-    beta: float = 0.1  # how closely the policy keeps to the reference: the larger, the closer
-    label_smoothing: float = 0.0  # share of pairs taken to be judged wrongly; sigmoid, robust and simpo
-    simpo_gamma: float = 0.5  # simpo only: the margin between the rewards that is asked for
-    sft_coefficient: float = 0.0  # weight of the chosen answer's own negative log-likelihood, per token
-    # Log-probabilities of the model that training started from. cached: computed once, before the first step, and kept
-    # in output_dir | none: the loss needs none (simpo, orpo) | auto: none for these two, else cached
-    reference: Literal["auto", "cached", "none"] = "auto"
-
-
-@dataclass
-class KtoConfig:
-    """The loss on answers that are judged one by one (stage kto)."""
-
-    beta: float = 0.1  # as preference.beta
-    desirable_weight: float = 1.0  # of good answers
-    undesirable_weight: float = 1.0  # of bad ones
 
 
 @dataclass
@@ -301,7 +272,7 @@ class TrainerConfig:
 
     # rl: reinforcement learning | pt: continued pre-training on plain text | sft: supervised fine-tuning |
     # dpo: DPO and its family, on pairs of answers | kto: KTO, on answers judged one by one
-    stage: Literal["rl", "pt", "sft", "dpo", "kto"] = "rl"
+    stage: Literal["rl", "pt", "sft", "rm", "dpo", "kto"] = "rl"
     output_dir: str = "runs/default"  # all that a run writes; started again with the same one, a run resumes
     total_steps: int | None = None  # length of the run in steps; give this or total_epochs
     total_epochs: int | None = None  # length in epochs, without what dynamic sampling draws besides; or total_steps
@@ -382,7 +353,7 @@ class PlatformConfig:
 
 @dataclass
 class RunConfig:
-    """All sections. Only stage rl reads rollout, algorithm, aqn, rewards and reward_workers."""
+    """All sections. Only stage rl reads rollout, algorithm, critic, aqn, rewards and reward_workers."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     tuning: TuningConfig = field(default_factory=TuningConfig)
@@ -392,6 +363,8 @@ class RunConfig:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     kto: KtoConfig = field(default_factory=KtoConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     aqn: AqnConfig = field(default_factory=AqnConfig)
     rewards: list[RewardConfig] = field(default_factory=list)
     reward_workers: RewardWorkersConfig = field(default_factory=RewardWorkersConfig)

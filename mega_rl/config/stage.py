@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from mega_rl.config.schema import RunConfig
+import os
+
+from mega_rl.config.schema import CRITIC_ADVANTAGE, RewardConfig, RunConfig
+from mega_rl.models.files import CONFIG_FILE
+
+MODEL_REWARD = "model"  # the name of a reward
+EXPORT = "huggingface"  # under the output directory of a run
 
 REFERENCE_FREE = {"simpo", "orpo"}  # values of preference.loss
 
-LEARNING_FROM_FILES = {"pt", "sft", "dpo", "kto"}
-PAIRED = {"dpo"}
+LEARNING_FROM_FILES = {"pt", "sft", "rm", "dpo", "kto"}
+PAIRED = {"rm", "dpo"}
 
 
 def samples(config: RunConfig) -> bool:
@@ -28,3 +34,30 @@ def needs_reference(config: RunConfig) -> bool:
     if config.trainer.stage == "kto":
         return True
     return config.trainer.stage == "dpo" and config.preference.loss not in REFERENCE_FREE
+
+
+def trains_values(config: RunConfig) -> bool:
+    """Whether the model has a value head: a reward model's, and not a language model's."""
+    return config.trainer.stage == "rm"
+
+
+def reward_model(config: RunConfig) -> RewardConfig | None:
+    """The reward that is the value of a model, which the trainer's processes compute; None: there is none."""
+    return next((reward for reward in config.rewards if reward.name == MODEL_REWARD), None)
+
+
+def workers_rewards(config: RunConfig) -> list[RewardConfig]:
+    """The rewards that run in the reward workers: all others."""
+    return [reward for reward in config.rewards if reward.name != MODEL_REWARD]
+
+
+def model_directory(reward: RewardConfig) -> str:
+    """The directory of a reward model: its ``path``, or the export in it if that is the directory of a run."""
+    path = str(reward.options["path"])
+    export = os.path.join(path, EXPORT)
+    return export if os.path.isdir(export) and not os.path.exists(os.path.join(path, CONFIG_FILE)) else path
+
+
+def has_critic(config: RunConfig) -> bool:
+    """Whether the run trains a critic beside the policy, and so reads the section ``critic``."""
+    return samples(config) and config.algorithm.advantage == CRITIC_ADVANTAGE

@@ -12,7 +12,7 @@ from mega_rl.config.megatron_fields import field_problems
 from mega_rl.config.model import model_problems
 from mega_rl.config.rules import Rule, any_number, rules, text
 from mega_rl.config.schema import RunConfig
-from mega_rl.config.stage import REFERENCE_FREE, samples
+from mega_rl.config.stage import MODEL_REWARD, REFERENCE_FREE, samples
 from mega_rl.errors import input_error, shortened, shown
 from mega_rl.models.files import tokenizer_problem, weights_problem
 
@@ -302,6 +302,12 @@ def _rewards(found: _Problems) -> None:
         if reward.name in names:
             found.add(f"{name}, which stands twice, and metrics go by name: remove one, or add weights")
         names.add(reward.name)
+        if reward.name == MODEL_REWARD and (
+            set(reward.options) != {"path"} or not text().holds(reward.options["path"])
+        ):
+            found.add(
+                f"{field}.options is {shown(reward.options)}: give path, a reward model's directory, and nothing else"
+            )
         place, colon, function = reward.name.rpartition(":")
         if colon and not (place and function.isidentifier()):
             found.add(f"{name}: write package.module:function or path/to/file.py:function")
@@ -353,6 +359,11 @@ def _dynamic_sampling(found: _Problems) -> None:
     if found.good(f"{field}.budget", f"{field}.oversample") and settings.budget < settings.oversample:
         found.add(f"{field}.budget is {settings.budget}: set it to at least {field}.oversample, {settings.oversample}")
     parts = [reward.name.rpartition(":")[2] for reward in found.config.rewards]
+    if MODEL_REWARD in parts and settings.metric in (None, MODEL_REWARD):
+        found.add(
+            f"{field}.enabled drops groups while others are sampled, but the reward {MODEL_REWARD!r} is known when all "
+            f"are: set {field}.metric to another reward, or {field}.enabled to false"
+        )
     if settings.metric is not None and settings.metric not in parts:
         found.add(f"{field}.metric is {settings.metric!r}: set it to null or one of the rewards, {', '.join(parts)}")
 

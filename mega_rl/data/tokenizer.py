@@ -19,10 +19,13 @@ BEGINNING_CHARACTERS = 16  # per token that a text may have, of what is encoded 
 Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": ...}
 
 
-def load_tokenizer(model_path: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(model_path: str, key: str = "model.path") -> PreTrainedTokenizerBase:
     """The tokenizer of a Hugging Face directory, with a padding token (the end-of-sequence one if it has none).
 
     Never downloads.
+
+    Args:
+        key: of the configuration, which names the directory in the sentences.
 
     Raises:
         InputError: no such directory, no or malformed tokenizer files, no end-of-sequence token.
@@ -30,7 +33,7 @@ def load_tokenizer(model_path: str) -> PreTrainedTokenizerBase:
     directory = Path(model_path)
     if not os.path.isdir(directory):
         raise InputError(
-            f"model.path: {shortened(model_path)} is no directory; give a downloaded Hugging Face model directory"
+            f"{key}: {shortened(model_path)} is no directory; give a downloaded Hugging Face model directory"
         )
     # Without this check transformers builds an empty tokenizer from nothing but config.json.
     problem = tokenizer_problem(directory)
@@ -41,13 +44,24 @@ def load_tokenizer(model_path: str) -> PreTrainedTokenizerBase:
     except Exception as error:  # the tokenizers library raises bare Exception for a malformed tokenizer.json
         cause = _cause(error)
         raise InputError(
-            f"model.path: the tokenizer in {model_path} cannot be loaded ({cause}); copy its files again"
+            f"{key}: the tokenizer in {model_path} cannot be loaded ({cause}); copy its files again"
         ) from error
     if tokenizer.eos_token_id is None:
-        raise InputError(f"model.path: the tokenizer in {model_path} has no eos_token; set it in tokenizer_config.json")
+        raise InputError(f"{key}: the tokenizer in {model_path} has no eos_token; set it in tokenizer_config.json")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def padding_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int | None:
+    """A token that stands in no text, for who looks for the end of one: not the end-of-sequence token, which does.
+
+    Args:
+        vocab_size: rows of the model's embedding; one without a token of its own will do.
+    """
+    if tokenizer.pad_token_id not in (None, tokenizer.eos_token_id):
+        return int(tokenizer.pad_token_id)
+    return vocab_size - 1 if vocab_size > len(tokenizer) else None
 
 
 def _cause(error: Exception) -> str:

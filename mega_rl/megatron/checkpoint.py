@@ -17,12 +17,21 @@ from zipfile import BadZipFile
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
 from mega_rl import platform
 from mega_rl.bridge.files.columns import Columns, from_bytes, restore
-from mega_rl.bridge.files.manifest import COLUMNS, Outline, changed, missing_shard, model_record, read_outline
+from mega_rl.bridge.files.manifest import (
+    COLUMNS,
+    Outline,
+    changed,
+    different_key,
+    missing_shard,
+    model_record,
+    read_outline,
+)
 from mega_rl.bridge.files.manifest import MANIFEST as MANIFEST
 from mega_rl.bridge.files.manifest import PROGRESS as PROGRESS
 from mega_rl.bridge.files.manifest import WEIGHTS as WEIGHTS
@@ -33,6 +42,7 @@ from mega_rl.errors import InputError, shortened, shown
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.layers import frozen_weights
 from mega_rl.megatron.model import PolicyModel
+from mega_rl.megatron.offload import PARTS
 from mega_rl.megatron.optimizer import ensure_state, own_hyperparameters
 from mega_rl.megatron.reading import load_generators, load_sharded
 from mega_rl.parallel.collectives import broadcast_object, gather_objects, is_first, together
@@ -180,6 +190,9 @@ def sharded_state(engine: MegatronEngine, is_loading: bool) -> tuple[dict[str, A
     if not is_loading:
         _number_steps(state["optimizer"])
     state["lr_schedule"] = engine.lr_schedule.state_dict()
+    for name, companion in engine.companions.items():
+        state[name] = sharded_state(companion, is_loading)[0]
+        add_prefix_for_sharding(state[name], f"{name}.")
     return state, dict(CONTENT)
 
 
@@ -241,6 +254,14 @@ def _check_tuning(directory: Path, progress: Mapping[str, Any], engine: Megatron
         )
 
 
+def companion_records(engine: MegatronEngine) -> dict[str, Any]:
+    """What the progress says of the further models of a run, by their names."""
+    return {
+        name: {"model": model_record(other.policy.shape), "skipped_steps": other.stepper.skipped.state_dict()}
+        for name, other in engine.companions.items()
+    }
+
+
 def _last_line(error: BaseException) -> str:
     return shortened((str(error).strip().splitlines() or [type(error).__name__])[-1])
 
@@ -254,14 +275,7 @@ def load(directory: Path, engine: MegatronEngine) -> dict[str, Any]:
         InputError: a checkpoint of another model, or one that Megatron cannot read (at this layout).
     """
     progress = _whole_progress(directory)
-    own = model_record(engine.policy.shape)
-    different = [key for key, value in own.items() if progress["model"].get(key) != value]
-    if different:
-        key = different[0]
-        raise InputError(
-            f"checkpoint {directory} is of another model: {key} is {shown(progress['model'].get(key))} there and "
-            f"{own[key]!r} in model.path; choose the model it was trained from, or checkpoint.resume=never"
-        )
+    _check_model(directory, progress["model"], engine, "model.path")
     if progress.get("weights_only"):
         if not engine.policy.plan.is_full:
             raise InputError(
@@ -273,20 +287,45 @@ def load(directory: Path, engine: MegatronEngine) -> dict[str, Any]:
         return progress
     check_layout(directory, engine.policy.layout)
     _check_tuning(directory, progress, engine)
+    companions = progress.get("companions", {})
+    for name, companion in engine.companions.items():
+        if name not in companions:
+            raise InputError(
+                f"checkpoint {directory} has no {name}, which this run trains: go on with the configuration that "
+                "it was written with, or set checkpoint.resume=never"
+            )
+        _check_model(directory, companions[name]["model"], companion, f"{name}.path")
+        companion.offload.to_device()
     state, _ = sharded_state(engine, is_loading=True)
     loaded, generators = read_state(directory, state)
-    for name, chunk in _named_chunks(engine).items():
-        chunk.load_state_dict(loaded[name], strict=engine.policy.plan.is_full)
-    with own_hyperparameters(engine.optimizer):
-        engine.optimizer.load_state_dict(loaded["optimizer"])
-    engine.lr_schedule.load_state_dict(loaded["lr_schedule"])
-    engine.stepper.skipped.load_state_dict(progress["skipped_steps"])
+    _restore(engine, loaded, progress["skipped_steps"])
+    for name, companion in engine.companions.items():
+        _restore(companion, loaded[name], companions[name]["skipped_steps"])
+        companion.offload.to_host(*PARTS)
     if len(generators) == dist.get_world_size():  # for another number of ranks the states do not fit
         try:
             platform.current().set_rng_state(generators[dist.get_rank()])
         except _UNREADABLE as error:
             raise _unreadable(directory, error) from error
     return progress
+
+
+def _check_model(directory: Path, saved: Mapping[str, Any], engine: MegatronEngine, field: str) -> None:
+    if (key := different_key(saved, engine.policy.shape)) is not None:
+        own = model_record(engine.policy.shape)[key]
+        raise InputError(
+            f"checkpoint {directory} is of another model: {key} is {shown(saved.get(key))} there and {own!r} in "
+            f"{field}; choose the model it was trained from, or checkpoint.resume=never"
+        )
+
+
+def _restore(engine: MegatronEngine, loaded: Mapping[str, Any], skipped_steps: Mapping[str, int]) -> None:
+    for name, chunk in _named_chunks(engine).items():
+        chunk.load_state_dict(loaded[name], strict=engine.policy.plan.is_full)
+    with own_hyperparameters(engine.optimizer):
+        engine.optimizer.load_state_dict(loaded["optimizer"])
+    engine.lr_schedule.load_state_dict(loaded["lr_schedule"])
+    engine.stepper.skipped.load_state_dict(skipped_steps)
 
 
 def _whole_progress(directory: Path) -> dict[str, Any]:

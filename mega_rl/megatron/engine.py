@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,11 +30,13 @@ from mega_rl.megatron.optimizer import (
 )
 from mega_rl.megatron.policy import MegatronPolicy
 from mega_rl.megatron.spec import TrainerSpec
+from mega_rl.megatron.value import NewScore
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.types import Figures, Microbatch, TokenStats
 
 LossFunction = Callable[[TokenStats, Microbatch], tuple[Tensor, Figures]]
+ValueLoss = Callable[[Tensor, Microbatch], tuple[Tensor, Figures]]  # of the values [T] of a value head
 
 
 class MegatronEngine:
@@ -57,7 +60,7 @@ class MegatronEngine:
         shape: ModelShape,
         layout: ParallelLayout,
         device: torch.device,
-        weights: HFReader,
+        weights: HFReader | NewScore,
         total_optimizer_steps: int,
         max_skipped_steps: int,
     ) -> None:
@@ -96,10 +99,12 @@ class MegatronEngine:
             max_skipped_steps,
         )
         self.offload = TrainerOffload(spec.memory, self.wrapped, self.optimizer, platform.current().has_own_memory)
+        self.companions: dict[str, MegatronEngine] = {}  # further models of the run; a checkpoint of this one has them
 
     @cached_property
     def base(self) -> str:
         """The hash of the weights that training started from. Collective at its first use."""
+        assert isinstance(self._weights, HFReader), "a part of a model is trained on a base that is in files"
         return identity(self._weights, self.policy.shape)
 
     def slices_of(self, rank: int) -> list[Slice]:
@@ -112,13 +117,15 @@ class MegatronEngine:
         """Log-probabilities and entropy under the present weights, no gradient; as ``MegatronPolicy.token_stats``."""
         return self.policy.token_stats(microbatches, record_experts)
 
-    def forward_backward(self, microbatches: Sequence[Microbatch], loss_function: LossFunction) -> list[Figures]:
+    def forward_backward(
+        self, microbatches: Sequence[Microbatch], loss_function: LossFunction | ValueLoss
+    ) -> list[Figures]:
         """Accumulate the gradients of all micro-batches and reduce them over the data-parallel ranks.
 
         Args:
             microbatches: this data-parallel rank's; every rank has the same number.
-            loss_function: (statistics, micro-batch) -> (loss, figures for the metrics); the loss is already divided by
-                the global denominators, so that the total gradient is a plain sum.
+            loss_function: (statistics or values, micro-batch) -> (loss, figures for the metrics); the loss is already
+                divided by the global denominators, so that the total gradient is a plain sum.
 
         Returns:
             The figures of each micro-batch, the loss as one of the sums, on the last pipeline stage; elsewhere an
@@ -129,8 +136,11 @@ class MegatronEngine:
         self.optimizer.zero_grad()
         self._is_scattered = False  # the pass collects them
 
-        def on_output(microbatch: Microbatch, stats: TokenStats) -> tuple[Tensor, Figures]:
-            loss, figures = loss_function(stats, microbatch)
+        is_of_values = self.policy.shape.head == "value"
+
+        def on_output(microbatch: Microbatch, rows: Tensor) -> tuple[Tensor, Figures]:
+            output: Any = rows[0] if is_of_values else TokenStats(*rows)
+            loss, figures = loss_function(output, microbatch)
             return loss, Figures({"loss": loss.detach(), **figures.sums}, figures.maxima)
 
         return self.policy.schedule(self.wrapped, microbatches, on_output, forward_only=False)

@@ -15,14 +15,16 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mega_rl.bridge.mapping.megatron import padded_vocab_size
 from mega_rl.megatron.logprob import VocabularyShard, token_logprobs
-from mega_rl.megatron.spec import Head, TrainerSpec
-from mega_rl.models.shape import ModelShape
+from mega_rl.megatron.spec import TrainerSpec
+from mega_rl.megatron.value import ScoreLayer, token_values
+from mega_rl.models.shape import Head, ModelShape
 
-Output = Callable[[GPTModel, Tensor, Tensor], Tensor]  # (model, hidden states [T, 1, D], targets [T]) -> output
+Output = Callable[[GPTModel, Tensor, Tensor], Tensor]  # (model, hidden states [T, 1, D], targets [T]) -> rows [n, T]
 
 
 def vocabulary_head(spec: TrainerSpec, shape: ModelShape) -> Output:
@@ -49,4 +51,11 @@ def _token_statistics(shard: VocabularyShard, model: GPTModel, hidden_T1D: Tenso
     return torch.stack(token_logprobs(hidden_T1D[:, 0], weight_VD, target_ids_T, shard))
 
 
-HEADS: Mapping[Head, Callable[[TrainerSpec, ModelShape], Output]] = {"vocabulary": vocabulary_head}
+def value_head(spec: TrainerSpec, shape: ModelShape) -> Output:
+    """The value of every position, ``[1, T]``."""
+    return token_values
+
+
+HEADS: Mapping[Head, Callable[[TrainerSpec, ModelShape], Output]] = {"vocabulary": vocabulary_head, "value": value_head}
+# What takes the place of Megatron's output layer; a head that is not here keeps it.
+OUTPUT_LAYERS: Mapping[Head, Callable[[TransformerConfig], torch.nn.Module]] = {"value": ScoreLayer}

@@ -13,6 +13,7 @@ from torch import Tensor
 from mega_rl import platform
 from mega_rl.bridge.files.columns import extract, restore
 from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.megatron.offload import PARTS
 from mega_rl.megatron.optimizer import chained, ensure_state
 from mega_rl.megatron.optimizer_state import KINDS, owned
 
@@ -21,28 +22,50 @@ def to_bytes(engine: MegatronEngine, progress: Mapping[str, Any]) -> bytes:
     """Weights, optimizer, schedule and random state of this rank, and the progress (plain values)."""
     engine.policy.refuse_replaced("a copy of the state")
     assert engine.offload.is_complete, "a copy needs weights and optimizer on the device"
-    engine.collect_weights()
-    ensure_state(engine.optimizer)
     document, columns = extract(progress)
     state = {
-        "weights": _weights(engine),
-        "optimizer": _optimizer_state(engine),
-        "steps": _steps(engine),
-        "lr_schedule": engine.lr_schedule.state_dict(),
-        "skipped": engine.stepper.skipped.state_dict(),
+        **_state(engine),
+        "companions": {name: _state(companion) for name, companion in engine.companions.items()},
         "generators": dict(platform.current().rng_state()),
         "progress": json.dumps(document),
         "columns": {name: torch.from_numpy(column) for name, column in columns.items()},
     }
     buffer = io.BytesIO()
     torch.save(state, buffer)
+    for companion in engine.companions.values():
+        companion.offload.to_host(*PARTS)
     return buffer.getvalue()
 
 
-@torch.no_grad()
+def _state(engine: MegatronEngine) -> dict[str, Any]:
+    engine.offload.to_device()
+    engine.collect_weights()
+    ensure_state(engine.optimizer)
+    return {
+        "weights": _weights(engine),
+        "optimizer": _optimizer_state(engine),
+        "steps": _steps(engine),
+        "lr_schedule": engine.lr_schedule.state_dict(),
+        "skipped": engine.stepper.skipped.state_dict(),
+    }
+
+
 def from_bytes(engine: MegatronEngine, content: bytes) -> dict[str, Any]:
-    """Put the state into an engine of the same layout; returns the progress."""
+    """Put the state into an engine of the same layout and into its companions; returns the progress."""
     state = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
+    _restore(engine, state)
+    for name, companion in engine.companions.items():
+        _restore(companion, state["companions"][name])
+        companion.offload.to_host(*PARTS)
+    platform.current().set_rng_state(state["generators"])
+    columns = {name: column.numpy() for name, column in state["columns"].items()}
+    progress: dict[str, Any] = restore(json.loads(state["progress"]), columns)
+    return progress
+
+
+@torch.no_grad()
+def _restore(engine: MegatronEngine, state: Mapping[str, Any]) -> None:
+    engine.offload.to_device()
     ensure_state(engine.optimizer)
     own = _weights(engine)
     assert own.keys() == state["weights"].keys(), "a copy of another layout"
@@ -56,10 +79,6 @@ def from_bytes(engine: MegatronEngine, content: bytes) -> dict[str, Any]:
                 group["step"] = step
     engine.lr_schedule.load_state_dict(state["lr_schedule"])
     engine.stepper.skipped.load_state_dict(state["skipped"])
-    platform.current().set_rng_state(state["generators"])
-    columns = {name: column.numpy() for name, column in state["columns"].items()}
-    progress: dict[str, Any] = restore(json.loads(state["progress"]), columns)
-    return progress
 
 
 def _weights(engine: MegatronEngine) -> dict[str, Tensor]:

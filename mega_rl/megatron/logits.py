@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ NUM_TOKENS = 24
 
 @dataclass(frozen=True)
 class LogitsDifference:
-    """The difference on one random prompt, both models in float32."""
+    """The difference on one random prompt, both models in float32; of a value model, that of its values."""
 
     num_tokens: int
     max_abs_difference: float
@@ -47,14 +48,18 @@ def compare_logits(shape: ModelShape, huggingface_dir: Path, weights_dir: Path) 
     generator = torch.Generator().manual_seed(0)
     token_ids_T = torch.randint(0, shape.vocab_size, (NUM_TOKENS,), generator=generator)
     with torch.no_grad():
-        expected_TV = _transformers_logits(huggingface_dir, token_ids_T)
+        expected_TV = _transformers_logits(shape, huggingface_dir, token_ids_T)
         own_TV = _megatron_logits(shape, weights_dir, token_ids_T)
     difference = float((own_TV - expected_TV).abs().max())
     return LogitsDifference(NUM_TOKENS, difference, float(expected_TV.abs().max()))
 
 
-def _transformers_logits(directory: Path, token_ids_T: Tensor) -> Tensor:
+def _transformers_logits(shape: ModelShape, directory: Path, token_ids_T: Tensor) -> Tensor:
     transformers.utils.logging.disable_progress_bar()
+    if shape.head == "value":
+        options: dict[str, Any] = {"dtype": torch.float32, "local_files_only": True}
+        scorer = transformers.AutoModelForSequenceClassification.from_pretrained(directory, **options).eval()
+        return scorer.score(scorer.model(token_ids_T[None]).last_hidden_state)[0].float()
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
     return model.eval()(token_ids_T[None]).logits[0].float()
 
@@ -82,7 +87,10 @@ def _megatron_logits(shape: ModelShape, weights_dir: Path, token_ids_T: Tensor) 
             sequence_indices=(0,),
         ).to(device)
         local = local_input(microbatch, parallel_state.get_context_parallel_group(), 1)
-        logits = model(local.token_ids, local.position_ids, None, packed_seq_params=local.packing, labels=None)
+        labels = local.target_ids if shape.head == "value" else None
+        logits = model(local.token_ids, local.position_ids, None, packed_seq_params=local.packing, labels=labels)
+        if shape.head == "value":
+            return logits.t().float().cpu()
         return logits[0, :, : shape.vocab_size].float().cpu()
     finally:
         parallel_state.destroy_model_parallel()

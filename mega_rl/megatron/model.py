@@ -24,7 +24,7 @@ from mega_rl.errors import InputError
 from mega_rl.megatron import fused
 from mega_rl.megatron.attention import PackedSequences
 from mega_rl.megatron.families import config_class, family_settings
-from mega_rl.megatron.heads import HEADS, Output
+from mega_rl.megatron.heads import HEADS, OUTPUT_LAYERS, Output
 from mega_rl.megatron.layers import layer_specs
 from mega_rl.megatron.recompute import recompute_settings
 from mega_rl.megatron.spec import TrainerSpec
@@ -35,8 +35,8 @@ from mega_rl.models.shape import ModelShape
 class PolicyModel(GPTModel):
     """GPTModel on packed sequences.
 
-    With labels its last stage returns what the head computes from them, for ``head: vocabulary`` the log-probabilities
-    of the labels and the entropy ``[2, T]``; without labels this rank's logits ``[1, T, V]`` as GPTModel does.
+    With labels its last stage returns what the head computes from them: log-probabilities of the labels and the entropy
+    ``[2, T]``, or values ``[1, T]``; without labels this rank's logits ``[1, T, V]`` as GPTModel does.
     """
 
     def __init__(self, *args: Any, inverse_frequencies: Tensor, head: Output, **kwargs: Any) -> None:
@@ -184,7 +184,7 @@ def build_model(spec: TrainerSpec, shape: ModelShape, device: torch.device) -> l
     """
     fused.install()
     config, parallel = transformer_config(spec, shape), spec.parallel
-    head = HEADS[spec.head](spec, shape)
+    head = HEADS[shape.head](spec, shape)
     groups = process_groups(parallel)
     chunks = []
     for chunk in [None] if parallel.virtual_pipeline is None else range(parallel.virtual_pipeline):
@@ -203,7 +203,10 @@ def build_model(spec: TrainerSpec, shape: ModelShape, device: torch.device) -> l
             head=head,
             pg_collection=groups,
             vp_stage=chunk,
-        ).to(device)
+        )
+        if model.post_process and shape.head in OUTPUT_LAYERS:
+            model.output_layer = OUTPUT_LAYERS[shape.head](config)
+        model = model.to(device)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()

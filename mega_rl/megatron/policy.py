@@ -32,6 +32,7 @@ from mega_rl.megatron.model import PolicyModel, build_model
 from mega_rl.megatron.routing import Routing
 from mega_rl.megatron.spec import TrainerSpec
 from mega_rl.megatron.tuning.plan import tune
+from mega_rl.megatron.value import NewScore
 from mega_rl.models.shape import ModelShape
 from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.layout import ParallelLayout
@@ -200,7 +201,7 @@ class MegatronPolicy:
         return self.slices_of(dist.get_rank())
 
     @torch.no_grad()
-    def load_huggingface(self, reader: HFReader) -> None:
+    def load_huggingface(self, reader: HFReader | NewScore) -> None:
         """Fill every parameter from a Hugging Face directory, reading only this rank's slices of each file."""
         for piece in self._own_slices():
             HEART.mark()
@@ -221,7 +222,7 @@ class MegatronPolicy:
         self,
         chunks: Sequence[torch.nn.Module],
         microbatches: Sequence[Microbatch],
-        on_output: Callable[[Microbatch, TokenStats], tuple[Tensor, Any]],
+        on_output: Callable[[Microbatch, Tensor], tuple[Tensor, Any]],
         forward_only: bool,
         recorded: Sequence[dict[int, Tensor]] | None = None,
     ) -> list[Any]:
@@ -231,7 +232,7 @@ class MegatronPolicy:
             chunks: the model's chunks, or their data-parallel wrappers.
             microbatches: the same list on every rank of one data-parallel replica; with an interleaved pipeline as
                 many as it has stages, or a multiple.
-            on_output: (micro-batch, statistics) -> (loss to differentiate, report).
+            on_output: (micro-batch, what the head makes of it, [n, T]) -> (loss to differentiate, report).
             forward_only: no backward pass.
             recorded: one per micro-batch, which takes up the experts of every layer on this rank; None: not wanted.
         """
@@ -240,8 +241,7 @@ class MegatronPolicy:
         multiple = self.layout.tensor if self.is_sequence_parallel else 1
 
         def finish(microbatch: Microbatch, local: LocalInput, output: Tensor) -> tuple[Tensor, Tensor, Any]:
-            logprobs, entropy = in_pack_order(output, local)
-            loss, report = on_output(microbatch, TokenStats(logprobs=logprobs, entropy=entropy))
+            loss, report = on_output(microbatch, in_pack_order(output, local))
             return loss, token_count(microbatch), report
 
         def forward_step(
@@ -291,29 +291,35 @@ class MegatronPolicy:
         layers = sorted(self.shape.mixture.layers)
         return Routing(dict(zip(layers, routed_LMK.unbind(1), strict=True)), recorded)
 
-    @torch.no_grad()
     def token_stats(self, microbatches: Sequence[Microbatch], record_experts: bool = False) -> list[TokenStats]:
         """Log-probabilities and entropy of every position, on the host and on every rank, no gradient.
 
         Args:
             record_experts: also which experts took each token of this rank, for ``Microbatch.own_experts``.
         """
-        if not microbatches:
-            return []
-
-        def report(microbatch: Microbatch, stats: TokenStats) -> tuple[Tensor, Tensor]:
-            return stats.logprobs.sum(), torch.stack([stats.logprobs, stats.entropy])
-
         recorded: list[dict[int, Tensor]] | None = [{} for _ in microbatches] if record_experts else None
-        outputs = self.schedule(self.chunks, microbatches, report, forward_only=True, recorded=recorded)
-        if self.layout.pipeline > 1:
-            group = parallel_state.get_pipeline_model_parallel_group()
-            for index, microbatch in enumerate(microbatches):
-                if not parallel_state.is_pipeline_last_stage():
-                    outputs.append(torch.empty(2, microbatch.num_tokens, device=self.device))
-                dist.broadcast(outputs[index], group=group, group_src=self.layout.pipeline - 1)
-        stats = [TokenStats(logprobs=output[0].cpu(), entropy=output[1].cpu()) for output in outputs]
+        stats = [TokenStats(*rows) for rows in self._outputs(microbatches, 2, recorded)]
         if recorded is None:
             return stats
         experts = ({layer: chosen.cpu() for layer, chosen in own.items()} for own in recorded)
         return [replace(one, own_experts=own) for one, own in zip(stats, experts, strict=True)]
+
+    def token_values(self, microbatches: Sequence[Microbatch]) -> list[Tensor]:
+        """The value [T] of every position by a value head, on the host and on every rank, no gradient."""
+        return [values_T for (values_T,) in self._outputs(microbatches, 1)]
+
+    @torch.no_grad()
+    def _outputs(
+        self, microbatches: Sequence[Microbatch], num_rows: int, recorded: Sequence[dict[int, Tensor]] | None = None
+    ) -> list[Tensor]:
+        """What the head makes of every micro-batch, [num_rows, T] on the host, on every rank."""
+        if not microbatches:
+            return []
+        outputs = self.schedule(self.chunks, microbatches, lambda _, rows: (rows[0].sum(), rows), True, recorded)
+        if self.layout.pipeline > 1:
+            group = parallel_state.get_pipeline_model_parallel_group()
+            for index, microbatch in enumerate(microbatches):
+                if not parallel_state.is_pipeline_last_stage():
+                    outputs.append(torch.empty(num_rows, microbatch.num_tokens, device=self.device))
+                dist.broadcast(outputs[index], group=group, group_src=self.layout.pipeline - 1)
+        return [output.cpu() for output in outputs]

@@ -1,8 +1,9 @@
-"""The reference of the KL penalty: the policy as it was before training, frozen."""
+"""Models that do not learn: the reference of the KL penalty (the policy before training), and reward models."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -41,30 +42,39 @@ class WithoutAdapters:
         return next((name for name, adapter in adapters if any(bool(b.any()) for b in adapter.factors())), None)
 
 
-class FrozenCopy:
-    """Another policy; with weights among the offloaded parts they are on the device only while they are used."""
+class Frozen:
+    """A frozen model; with weights among the offloaded parts they are on the device only while they are used."""
 
     def __init__(self, policy: MegatronPolicy, settings: MemoryConfig, is_active: bool) -> None:
         self._policy = policy
+        for chunk in policy.chunks:
+            chunk.requires_grad_(False)
         self._is_moved = is_active and "weights" in settings.offload
         self._storages = HostStorages()
         self._leave()
 
-    def token_stats(self, microbatches: Sequence[Microbatch]) -> list[TokenStats]:
+    @contextmanager
+    def on_device(self) -> Iterator[MegatronPolicy]:
+        """The model while it may be used."""
         self._storages.to_device()
-        stats = self._policy.token_stats(microbatches)
+        yield self._policy
         self._leave()
-        return stats
-
-    @torch.no_grad()
-    def differing(self, policy: MegatronPolicy) -> str | None:
-        self._storages.to_device()
-        own, other = self._policy.parameters, policy.parameters
-        names = [name for name in own if not torch.equal(own[name], other[name])]
-        self._leave()
-        return names[0] if names else None
 
     def _leave(self) -> None:
         if self._is_moved:
             self._storages.to_host(self._policy.parameters.values())
             platform.current().empty_cache()
+
+
+class FrozenCopy(Frozen):
+    """The policy as it was before training."""
+
+    def token_stats(self, microbatches: Sequence[Microbatch]) -> list[TokenStats]:
+        with self.on_device() as policy:
+            return policy.token_stats(microbatches)
+
+    @torch.no_grad()
+    def differing(self, policy: MegatronPolicy) -> str | None:
+        with self.on_device() as frozen:
+            own, other = frozen.parameters, policy.parameters
+            return next((name for name in own if not torch.equal(own[name], other[name])), None)

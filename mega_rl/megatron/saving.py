@@ -33,8 +33,16 @@ from mega_rl.bridge.files.manifest import COLUMNS, MANIFEST, PROGRESS, WEIGHTS, 
 from mega_rl.bridge.files.torch_dist import INDEX
 from mega_rl.bridge.files.visible import patiently, size_of
 from mega_rl.errors import InputError
-from mega_rl.megatron.checkpoint import GENERATORS, all_checkpoints, directory_of, sharded_state, tuning_record
+from mega_rl.megatron.checkpoint import (
+    GENERATORS,
+    all_checkpoints,
+    companion_records,
+    directory_of,
+    sharded_state,
+    tuning_record,
+)
 from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.megatron.offload import PARTS
 from mega_rl.megatron.writers import Shards, ShardStrategy, prepare_writers, writers_end_with_us
 from mega_rl.parallel.collectives import gather_objects, gather_to_first, own_name, together
 
@@ -80,7 +88,9 @@ class CheckpointWriter:
         engine.policy.refuse_replaced("a checkpoint")
         assert engine.offload.is_complete, "a checkpoint needs weights and optimizer on the device"
         self.finish()
-        engine.collect_weights()
+        for one in (engine, *engine.companions.values()):
+            one.offload.to_device()
+            one.collect_weights()
         partial = self.root / f".step_{step:08d}.incomplete"
         generators = gather_objects(platform.current().rng_state())
         state, metadata = sharded_state(engine, is_loading=False)
@@ -98,6 +108,7 @@ class CheckpointWriter:
                     "world_size": dist.get_world_size(),
                     "expert_parallel": engine.policy.layout.expert,
                     **tuning,
+                    "companions": companion_records(engine),
                 }
                 document, columns = extract(content)
                 (partial / PROGRESS).write_text(json.dumps(document, indent=1))
@@ -115,6 +126,8 @@ class CheckpointWriter:
                 request.execute_sync()
             else:
                 self._calls.schedule_async_request(request)
+        for companion in engine.companions.values():
+            companion.offload.to_host(*PARTS)
 
     def poll(self) -> None:
         """Give the checkpoint under way its name if all ranks have written it. All ranks call it."""

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from mega_rl.config.schema import MemoryConfig, ParallelConfig, TuningConfig
-
-Head = Literal["vocabulary"]  # what stands on the last layer: one entry of ``heads.HEADS`` each
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,6 @@ class TrainerSpec:
     memory: MemoryConfig
     temperature: float  # logits are divided by it before they become log-probabilities
     chunk_tokens: int  # bounds the working memory: at most the float32 logits of so many tokens are held at once
-    head: Head = "vocabulary"
     fields: Mapping[str, Any] = field(default_factory=dict)  # more fields of Megatron's configuration, checked ones
     tuning: TuningConfig = field(default_factory=TuningConfig)  # which weights are trained
     seed: int = 0  # of the first values of adapters

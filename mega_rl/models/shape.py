@@ -6,11 +6,11 @@ sentences.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mega_rl.errors import InputError, input_error, shown
 from mega_rl.models.config_values import ConfigValues
@@ -51,6 +51,11 @@ FAMILIES: dict[str, Family] = {
     "DeepseekV3ForCausalLM": Family("deepseek_v3", mixture=read_deepseek_mixture, latent=read_latent),
 }
 BY_NAME = {family.name: family for family in FAMILIES.values()}
+Head = Literal["vocabulary", "value"]  # what stands on the last layer: logits of all tokens, or one number
+LANGUAGE: tuple[Head, ...] = ("vocabulary",)
+VALUE: tuple[Head, ...] = ("value",)
+# What the name of an architecture ends with.
+SUFFIXES: Mapping[Head, str] = {"vocabulary": "ForCausalLM", "value": "ForSequenceClassification"}
 MAX_LAYERS = 4096
 LLAMA3_ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
@@ -76,6 +81,13 @@ class ModelShape:
     max_position_embeddings: int  # tokens
     mixture: Mixture | None = None  # None: every layer is dense
     latent: LatentAttention | None = None  # None: grouped-query attention; else head_dim is that of queries and keys
+    head: Head = "vocabulary"  # value: a reward model or critic, whose ``tied`` is always false
+
+    @property
+    def architecture(self) -> str:
+        """The first of ``architectures`` in config.json."""
+        name = next(name for name, family in FAMILIES.items() if family.name == self.family)
+        return name.removesuffix(SUFFIXES["vocabulary"]) + SUFFIXES[self.head]
 
     @property
     def decoder(self) -> str:
@@ -108,22 +120,32 @@ class ModelShape:
         return self.num_kv_heads * self.head_dim
 
 
-def inspect_model(model_dir: str | Path, key: str = "model.path") -> tuple[ModelShape | None, list[str]]:
+def value_shape(shape: ModelShape) -> ModelShape:
+    """The same decoder with a value head."""
+    return replace(shape, head="value", tied=False)
+
+
+def inspect_model(
+    model_dir: str | Path, key: str = "model.path", allowed: Collection[Head] = LANGUAGE
+) -> tuple[ModelShape | None, list[str]]:
     """The shape that ``model_dir/config.json`` describes, or None and a sentence for everything wrong with the file.
 
     Args:
         key: the configuration key or the option that named the directory; the sentences quote it.
+        allowed: what the model may have on its last layer.
     """
     try:
         config = read_config(model_dir, key)
     except InputError as error:
         return None, [str(error)]
-    return inspect_config(config, f"{Path(model_dir) / CONFIG_FILE} (of {key})")
+    return inspect_config(config, f"{Path(model_dir) / CONFIG_FILE} (of {key})", allowed)
 
 
-def read_model_shape(model_dir: str | Path, key: str = "model.path") -> ModelShape:
+def read_model_shape(
+    model_dir: str | Path, key: str = "model.path", allowed: Collection[Head] = LANGUAGE
+) -> ModelShape:
     """As ``inspect_model``; InputError with all the sentences instead of None."""
-    return _shape_or_error(*inspect_model(model_dir, key))
+    return _shape_or_error(*inspect_model(model_dir, key, allowed))
 
 
 def parse_config(config: Mapping[str, Any], where: str) -> ModelShape:
@@ -137,13 +159,17 @@ def _shape_or_error(shape: ModelShape | None, problems: list[str]) -> ModelShape
     return shape
 
 
-def inspect_config(config: Mapping[str, Any], where: str) -> tuple[ModelShape | None, list[str]]:
+def inspect_config(
+    config: Mapping[str, Any], where: str, allowed: Collection[Head] = LANGUAGE
+) -> tuple[ModelShape | None, list[str]]:
     """As ``inspect_model`` from the parsed JSON; ``where`` names it in the sentences."""
     values = ConfigValues(config, where)
-    family = _family(values)
+    family, head = _family(values, allowed)
     if family is None:  # nothing is known of its other keys
         return None, values.problems
     _unsupported(values, family)
+    if head == "value":
+        _one_label(values)
     heads, kv_heads = _heads(values)
     num_layers, hidden = values.integer("num_hidden_layers", most=MAX_LAYERS), values.integer("hidden_size")
     positions = values.integer("max_position_embeddings")
@@ -159,7 +185,7 @@ def inspect_config(config: Mapping[str, Any], where: str) -> tuple[ModelShape | 
         num_kv_heads=kv_heads,
         head_dim=latent.key_dim if latent else _head_dim(values, family, hidden, heads),
         vocab_size=values.integer("vocab_size"),
-        tied=values.flag("tie_word_embeddings"),
+        tied=values.flag("tie_word_embeddings") and head == "vocabulary",
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
         norm_eps=values.number("rms_norm_eps", 1e-6),
@@ -168,19 +194,33 @@ def inspect_config(config: Mapping[str, Any], where: str) -> tuple[ModelShape | 
         max_position_embeddings=positions,
         mixture=family.mixture(values) if family.mixture else None,
         latent=latent,
+        head=head,
     )
     return (None if values.problems else shape), values.problems
 
 
-def _family(config: ConfigValues) -> Family | None:
+def _family(config: ConfigValues, allowed: Collection[Head]) -> tuple[Family | None, Head]:
     """By the first architecture, the only one that transformers and vLLM look at too."""
     names = config.get("architectures")
     first = names[0] if isinstance(names, list) and names else None
-    if isinstance(first, str) and first in FAMILIES:
-        return FAMILIES[first]
-    supported = ", ".join(sorted(FAMILIES))
+    end = SUFFIXES["vocabulary"]
+    by_architecture = {
+        name.removesuffix(end) + SUFFIXES[head]: (family, head) for head in allowed for name, family in FAMILIES.items()
+    }
+    if isinstance(first, str) and first in by_architecture:
+        return by_architecture[first]
+    supported = ", ".join(sorted(by_architecture))
     config.add(f"architectures is {shown(names)}, of which the first counts: choose a model of {supported}")
-    return None
+    return None, "vocabulary"
+
+
+def _one_label(config: ConfigValues) -> None:
+    labels, number = config.get("id2label"), config.get("num_labels")
+    if isinstance(labels, dict):
+        number = len(labels)
+    if number != 1:
+        found = 2 if number is None else number  # what transformers takes if the file does not say
+        config.add(f"num_labels is {shown(found)}: a value needs a model of one label")
 
 
 def _unsupported(config: ConfigValues, family: Family) -> None:

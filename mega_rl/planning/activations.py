@@ -243,6 +243,9 @@ class ActivationModel:
         kept = self._norm(self.cut * shape.hidden_size, self.cut)
         if self.config.parallel.sequence:
             kept += 2 * hidden * item  # the whole sequence's hidden states, and the buffer that Megatron keeps for it
+        if shape.head == "value":  # float32 hidden states of this rank's tokens, and their gradient
+            of_values = 4 * self.cut * shape.hidden_size
+            return self._norm(self.cut * shape.hidden_size, self.cut) + of_values, of_values, 2 * of_values
         limit = max(1, self.config.trainer.logprob_chunk_tokens * rows // 2)
         num_tokens = min(tokens, limit)
         if self.operators.tile_logits is not None and self.operators.tile_tokens is not None:

@@ -22,6 +22,7 @@ from mega_rl.models.mixture import Mixture
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
 from mega_rl.planning.activations import ActivationModel, Activations
+from mega_rl.planning.companions import Companion, companions
 from mega_rl.planning.engine import EngineMemory, engine_memory
 from mega_rl.planning.state import TrainerState, stage_parameters, trainer_state
 from mega_rl.planning.steps import fullest_microbatches
@@ -157,14 +158,16 @@ def _ranks(
     trains_head = (embedding_name(shape) if shape.tied else LM_HEAD) in tuning.trained
     tokens = fullest_microbatches(config, layout)
     model = ActivationModel(config, shape, layout, OPERATOR_MEMORY[machine.platform], tokens, trains_head)
+    others = companions(config, shape, layout, OPERATOR_MEMORY[machine.platform], tokens)
     held = [stage_parameters(config, shape, layout, stage, tuning) for stage in range(layout.pipeline)]
     activations = [model.of_stage(stage) for stage in range(layout.pipeline)]
     ranks = []
     for rank in range(layout.world_size):
         stage = layout.coordinates(rank).pipeline
         state = trainer_state(config, layout, rank, held[stage], has_reference)
-        phases = tuple(_phases(config, shape, machine.platform, state, activations[stage], engine))
-        host = (*_host(config, state, engine, machine.platform), *_routing(config, shape.mixture, layout.data))
+        further = others(rank)
+        phases = tuple(_phases(config, shape, machine.platform, state, activations[stage], engine, further))
+        host = (*_host(config, state, engine, machine.platform, further), *_routing(config, shape.mixture, layout.data))
         ranks.append(RankMemory(rank, stage, state, activations[stage], phases, host))
     return tuple(ranks)
 
@@ -199,6 +202,7 @@ def _phases(
     state: TrainerState,
     activations: Activations,
     engine: EngineMemory | None,
+    others: list[Companion],
 ) -> Iterator[Phase]:
     """The phases in the order in which a step goes through them (``mega_rl/stages/rl.py``)."""
     optimizer = 0 if config.memory.optimizer_on_host else state.optimizer
@@ -209,15 +213,16 @@ def _phases(
 
     weights, reference = Item("weights", state.weights, EXACT), Item("reference", state.reference, EXACT)
     gradients = Item("gradients", state.gradients, EXACT)
-    resident_reference = Item("reference", stays("weights", state.reference), EXACT)
+    waiting = {one.name: Item(one.name, one.resident(away), EXACT) for one in others}
+    resident = [Item("reference", stays("weights", state.reference), EXACT), *waiting.values()]
+    idle = [
+        Item("gradients", stays("gradients", state.gradients), EXACT),
+        Item("optimizer", stays("optimizer", optimizer), EXACT),
+    ]
     awake: list[Item] = []
     if engine is not None and config.rollout.placement == "colocated":
         share = Item("engine", engine.share, EXACT)
-        asleep = [
-            Item("gradients", stays("gradients", state.gradients), EXACT),
-            Item("optimizer", stays("optimizer", optimizer), EXACT),
-            resident_reference,
-        ]
+        asleep = [*idle, *resident]
         sleeps = _sleeps(config, platform)
         awake = [] if sleeps else [share]
         written = Item("engine", engine.share - engine.cache, EXACT) if sleeps else share  # its cache wakes up later
@@ -227,12 +232,18 @@ def _phases(
     trainer = [weights, gradients, Item("optimizer", optimizer, EXACT)]
     if samples(config) or needs_reference(config):
         forward = Item("activations", activations.forward_only, MODEL)
-        yield _phase("log-probabilities", [*trainer, reference, forward, *awake])
+        yield _phase("log-probabilities", [*trainer, reference, *waiting.values(), forward, *awake])
+    for one in others:  # what else there is waits meanwhile
+        kept = one.activations.kept + one.activations.working if one.is_trained else one.activations.forward_only
+        rest = [item for item in resident if item.name != one.name]
+        policy = [weights, *idle] if one.is_trained else trainer
+        working = [Item(one.name, one.num_bytes, EXACT), Item("activations", kept, MODEL)]
+        yield _phase(one.name, [*policy, *rest, *working, *awake])
     yield _phase(
         "training",
         [
             *trainer,
-            resident_reference,
+            *resident,
             Item("activations", activations.kept, MODEL),
             Item("working memory", activations.working, MODEL),
             *awake,
@@ -244,7 +255,9 @@ def _phase(name: str, items: list[Item]) -> Phase:
     return Phase(name, tuple(item for item in items if item.num_bytes))
 
 
-def _host(config: RunConfig, state: TrainerState, engine: EngineMemory | None, platform: str) -> Iterator[Item]:
+def _host(
+    config: RunConfig, state: TrainerState, engine: EngineMemory | None, platform: str, others: list[Companion]
+) -> Iterator[Item]:
     """What a rank takes of the host's memory, besides its process and its data."""
     memory = config.memory
     if platform != "cpu":
@@ -252,6 +265,9 @@ def _host(config: RunConfig, state: TrainerState, engine: EngineMemory | None, p
             yield Item("weights away", state.weights + state.reference, ESTIMATE)
         if "optimizer" in memory.offload:
             yield Item("optimizer away", state.optimizer, ESTIMATE)
+        for one in others:
+            if away := one.resident(()) - one.resident(memory.offload):
+                yield Item(f"{one.name} away", away, ESTIMATE)
         if memory.optimizer_on_host:
             yield Item("optimizer on host", state.optimizer + state.gradients, ESTIMATE)
         if engine is not None and config.rollout.placement == "colocated" and _sleeps(config, platform):

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from mega_rl.bridge.files.torch_dist_layout import padded_keys
 from mega_rl.bridge.mapping.adapter import adapter_series
 from mega_rl.bridge.mapping.megatron import chunk_series, padded_vocab_size
 from mega_rl.bridge.mapping.tuning import TuningPlan
@@ -118,6 +119,16 @@ class TrainerState:
     def optimizer(self) -> int:
         return self.masters + self.moments
 
+    @property
+    def total(self) -> int:
+        """Of a model that is trained, without its reference."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def by_kind_total(self) -> int:
+        """Of a model that is not: its weights lie in no buffer."""
+        return sum(self.by_kind.values())
+
 
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
@@ -168,7 +179,7 @@ def chunk_parameters(
         series += adapters
     sizes = _sizes(series)
     rows = padded_vocab_size(shape.vocab_size, layout.tensor) // layout.tensor
-    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+    for name in padded_keys(shape):
         if name in sizes:
             sizes[name] = (rows, shape.hidden_size)
     is_split = shape.tied and layout.pipeline > 1

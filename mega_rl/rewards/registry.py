@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import Any, Literal, Protocol, get_args, get_origin, get_type_hints
 
 from mega_rl.config.schema import RewardConfig
+from mega_rl.config.stage import MODEL_REWARD
 
 CONTRACT = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_CONTRACT = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
@@ -176,10 +177,14 @@ def load_reward(name: str) -> Callable[..., Any]:
     Raises:
         ValueError: nothing of that name can be imported.
     """
+    if name == MODEL_REWARD:
+        raise ValueError(
+            f"rewards: {name!r} is computed by the trainer's processes of a run, which are not here; remove it"
+        )
     if ":" not in name and name not in BUILT_IN:
         raise ValueError(
             f"rewards: {name!r} is not a built-in reward{_nearest(name, BUILT_IN)}; choose from "
-            f"{', '.join(BUILT_IN)}, or write package.module:function or path/file.py:function"
+            f"{', '.join(BUILT_IN)}, {MODEL_REWARD}, or write package.module:function or path/file.py:function"
         )
     source, _, function_name = BUILT_IN.get(name, name).rpartition(":")
     module = _module_of_file(name, Path(source)) if source.endswith(".py") else _module(name, source)

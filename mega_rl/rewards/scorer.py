@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Protocol
 
 from mega_rl.config.schema import RewardConfig, RewardWorkersConfig
 from mega_rl.errors import InputError
@@ -24,12 +25,24 @@ class WeightedReward:
     weight: float
 
 
-class Scorer:
-    """Scores trajectories by the weighted sum of rewards that run in worker processes."""
+class Judge(Protocol):
+    """Scores what workers cannot: many trajectories at once, on all ranks together, when sampling has ended."""
 
-    def __init__(self, rewards: list[WeightedReward], pool: Pool) -> None:
-        self.rewards = rewards
-        self.pool = pool
+    def complete(self, trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> list[Score]:
+        """The scores with its own part in them; one that has it already stays. Collective."""
+        ...
+
+
+class Scorer:
+    """Scores trajectories by the weighted sum of rewards that run in worker processes.
+
+    Args:
+        pool: the workers; None: there are no such rewards, and every score is 0.
+        judge: adds to the scores later; None: they are whole.
+    """
+
+    def __init__(self, rewards: list[WeightedReward], pool: Pool | None, judge: Judge | None = None) -> None:
+        self.rewards, self.pool, self.judge = rewards, pool, judge
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         """One score per trajectory, in order; a trajectory of which any reward is unknown scores NaN.
@@ -37,6 +50,8 @@ class Scorer:
         Raises:
             InputError: the workers can no longer load the rewards.
         """
+        if self.pool is None:
+            return [Score(0.0) for _ in trajectories]
         answers = _answers(self.pool.submit([pack(_sample(trajectory)) for trajectory in trajectories]))
         return [self._score([of_reward[i] for of_reward in answers]) for i in range(len(trajectories))]
 
@@ -46,6 +61,9 @@ class Scorer:
         The future raises what `score` does.
         """
         result: Future[Score] = Future()
+        if self.pool is None:
+            result.set_result(Score(0.0))
+            return result
 
         def finish(answered: Future[Answers]) -> None:
             try:
@@ -72,7 +90,8 @@ class Scorer:
 
     def close(self) -> None:
         """End the workers, or this process's connection to them."""
-        self.pool.close()
+        if self.pool is not None:
+            self.pool.close()
 
 
 def build_scorer(rewards: Sequence[RewardConfig], workers: RewardWorkersConfig | None = None) -> Scorer:

@@ -9,7 +9,7 @@ from mega_rl.stages.parts.batch_builder import BatchBuilder
 from mega_rl.stages.parts.batches import memory_metrics
 from mega_rl.stages.parts.behaviour import behaviour_policy
 from mega_rl.stages.parts.engine_probe import probe_engines
-from mega_rl.stages.parts.export import export_huggingface
+from mega_rl.stages.parts.export import export_trained
 from mega_rl.stages.parts.gates import GateWatch
 from mega_rl.stages.parts.progress import Progress
 from mega_rl.stages.parts.scoring import RewardWatch
@@ -31,14 +31,14 @@ def train(session: Session) -> None:
     noise = building.noise(session, total_steps)
     scorer = building.scorer(session)
     held_out = building.validation_prompts(session)
-    actor = building.actor(session, total_steps * config.algorithm.minibatches_per_step)
+    actor = building.actor(session, building.policy_updates(config, total_steps))
     # Both take the actor for what model.path holds: it is resumed after them.
     reference = building.reference(session, actor)
     engine, sync = building.engine_and_sync(session, actor, noise)
     layout, rendezvous = session.engine_layout, session.rendezvous
     builder = BatchBuilder(config, layout, timers, prompts, engine, scorer, rendezvous)
     validator = Validator(config, layout, timers, session.say, held_out, sync, engine, scorer, rendezvous)
-    learner = building.learner(session, actor, reference)
+    learner = building.learner(session, actor, reference, total_steps)
     watch = RewardWatch(session.say)
     state = progress.resume(session.checkpoint, memory, actor, builder, session.say)
     gates = GateWatch(config, session.share.is_counted, session.say, state.step, state.metrics)
@@ -57,6 +57,7 @@ def train(session: Session) -> None:
                 with timers("generate"):
                     batch = builder.build(step)
                     sync.end_sampling()
+                    batch = builder.judged(batch)
                 metrics = {**pushed.metrics, **batch.metrics}
                 watch.check(batch.generated)
                 samples = learning.with_advantages(batch.learnt, config.algorithm.advantage)
@@ -78,8 +79,6 @@ def train(session: Session) -> None:
             observer.log(done, metrics)
             session.stop_if_given(notice, done)
 
-    if config.checkpoint.export_hf:
-        with HEART.during("export"):
-            export_huggingface(actor, session.export_dir, config.model.path, config.bridge.bucket_bytes)
+    export_trained(session, actor)
     validator.print_summary()
     session.say_where()

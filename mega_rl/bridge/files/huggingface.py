@@ -172,8 +172,12 @@ class HFWriter:
         dtype: torch.dtype,
         max_shard_bytes: int,
         source_dir: str | Path,
+        changes: Mapping[str, Any] | None = None,
     ) -> None:
-        """``source_dir`` gives config, tokenizer and generation files; InputError if ``out_dir`` exists."""
+        """``source_dir`` gives config, tokenizer and generation files; InputError if ``out_dir`` exists.
+
+        ``changes``: keys of config.json that are otherwise.
+        """
         self.out_dir, self.dtype = Path(out_dir), dtype
         if self.out_dir.exists():
             raise InputError(f"{self.out_dir} exists; choose another output directory or remove it")
@@ -181,7 +185,7 @@ class HFWriter:
         self._stored, images = plan_huggingface(
             self._partial, shape, dict.fromkeys(hf_tensors(shape), dtype), max_shard_bytes
         )
-        images |= metadata_files(source_dir, dtype)
+        images |= metadata_files(source_dir, dtype, changes)
         self._missing = set(self._stored.shapes)
         try:
             shutil.rmtree(self._partial, ignore_errors=True)  # left by a killed writer
@@ -231,11 +235,24 @@ class HFWriter:
             shutil.rmtree(self._partial, ignore_errors=True)
 
 
-def metadata_files(source_dir: str | Path, dtype: torch.dtype) -> dict[str, FileImage]:
+def value_changes(shape: ModelShape, pad_token_id: int | None) -> dict[str, Any]:
+    """What makes the config.json of a language model that of its value model, for transformers.
+
+    Args:
+        pad_token_id: transformers reads the value at the last token that is another one; None: of one sequence at a
+            time at its last token, of several at once not at all.
+    """
+    names = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return {"architectures": [shape.architecture], "pad_token_id": pad_token_id, **names}
+
+
+def metadata_files(
+    source_dir: str | Path, dtype: torch.dtype, changes: Mapping[str, Any] | None = None
+) -> dict[str, FileImage]:
     """config.json, which names ``dtype``, and the tokenizer and generation files that ``source_dir`` has."""
     config, source = read_config(source_dir), Path(source_dir)
     keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
-    config |= dict.fromkeys(keys, str(dtype).removeprefix("torch."))
+    config |= dict.fromkeys(keys, str(dtype).removeprefix("torch.")) | dict(changes or {})
     files = {name: literal_file((source / name).read_bytes()) for name in COPIED_FILES if (source / name).is_file()}
     return files | {"config.json": literal_file(json.dumps(config, indent=2) + "\n")}
 

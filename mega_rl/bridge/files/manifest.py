@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -23,6 +23,7 @@ COLUMNS = "columns.npz"  # the long lists of numbers of ``PROGRESS``, if it has 
 WEIGHTS = "megatron"
 VERSION = 3  # 1, without the field: digests of the ends of files only; 2: no columns, all numbers are in ``PROGRESS``
 END_BYTES = 1 << 20
+OF_OLDER_RECORDS = {"head": "vocabulary"}  # keys that the records of older checkpoints lack
 NUM_THREADS = 8
 
 
@@ -45,6 +46,12 @@ def model_record(shape: ModelShape) -> dict[str, Any]:
     """The shape as JSON has it, sets as sorted lists."""
     record: dict[str, Any] = json.loads(json.dumps(asdict(shape), default=sorted))
     return record
+
+
+def different_key(saved: Mapping[str, Any], shape: ModelShape) -> str | None:
+    """The first key in which a ``model_record`` differs from that of the shape; None: it is of such a model."""
+    known = {**OF_OLDER_RECORDS, **saved}
+    return next((key for key, value in model_record(shape).items() if known.get(key) != value), None)
 
 
 def written(root: Path, paths: Iterable[Path]) -> list[Written]:

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from mega_rl.bridge.files.plain import is_name_below, open_plain
 from mega_rl.bridge.files.stored import Place, Stored
-from mega_rl.bridge.files.torch_dist_layout import EMBEDDING_KEY, OUTPUT_KEY, global_shapes, global_slices, names_in
+from mega_rl.bridge.files.torch_dist_layout import global_shapes, global_slices, names_in, padded_keys
 from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.slices import Box, Slice, carry_over, extents, intersect, whole_box
 from mega_rl.errors import InputError, shortened, shown
@@ -174,13 +174,13 @@ def _places_problem(directory: Path, index: Metadata) -> str | None:
 def _check(
     directory: Path, tensors: Mapping[str, TensorStorageMetadata], slices: Sequence[Slice], shape: ModelShape
 ) -> None:
-    expected = global_shapes(slices, shape.vocab_size)
+    expected = global_shapes(shape, slices, shape.vocab_size)
     path = directory / INDEX
     for key, size in expected.items():
         if key not in tensors:
             raise InputError(f"{path}: tensor {key} is missing; the checkpoint is not whole, or of another model")
         found = tuple(tensors[key].size)
-        is_padded = key in (EMBEDDING_KEY, OUTPUT_KEY) and found[1:] == size[1:] and found[0] >= size[0]
+        is_padded = key in padded_keys(shape) and found[1:] == size[1:] and found[0] >= size[0]
         if found != size and not is_padded:
             raise InputError(f"{path}: {key} has shape {list(found)}, but config.json says {list(size)}")
         if tensors[key].properties.dtype not in FLOATS:

@@ -64,14 +64,19 @@ def _other_norm_name(name: str) -> str | None:
     return None
 
 
-def global_shapes(slices: Iterable[Slice], padded_vocab: int) -> dict[str, tuple[int, ...]]:
+def padded_keys(shape: ModelShape) -> tuple[str, ...]:
+    """The global tensors that have a row for every token of the vocabulary."""
+    return (EMBEDDING_KEY, OUTPUT_KEY) if shape.head == "vocabulary" else (EMBEDDING_KEY,)
+
+
+def global_shapes(shape: ModelShape, slices: Iterable[Slice], padded_vocab: int) -> dict[str, tuple[int, ...]]:
     """The shape of every global tensor; ``padded_vocab`` is the number of rows of embedding and output layer."""
     shapes: dict[str, tuple[int, ...]] = {}
     for piece in slices:
         ends = tuple(end for _, end in piece.local_box)
         known = shapes.get(piece.local_name, ends)
         shapes[piece.local_name] = tuple(max(pair) for pair in zip(known, ends, strict=True))
-    for key in (EMBEDDING_KEY, OUTPUT_KEY):
+    for key in padded_keys(shape):
         if key in shapes:
             shapes[key] = (padded_vocab, *shapes[key][1:])
     return shapes
@@ -151,7 +156,8 @@ def _vocabulary_keys(shape: ModelShape, layout: ParallelLayout, rank: int) -> li
     """A tied output layer is the embedding, which the first stage writes."""
     stage = layout.coordinates(rank).pipeline
     keys = [EMBEDDING_KEY] if stage == 0 else []
-    return keys + ([OUTPUT_KEY] if stage == layout.pipeline - 1 and not shape.tied else [])
+    has_output = stage == layout.pipeline - 1 and not shape.tied and OUTPUT_KEY in padded_keys(shape)
+    return keys + ([OUTPUT_KEY] if has_output else [])
 
 
 def _global(shape: ModelShape, piece: Slice) -> Slice:

@@ -63,7 +63,7 @@ def plan_torch_dist(
         InputError: HF tensors that are parts of one Megatron tensor have different dtypes.
     """
     slices = global_slices(shape)
-    sizes = global_shapes(slices, padded_vocab)
+    sizes = global_shapes(shape, slices, padded_vocab)
     key_dtypes = _key_dtypes(slices, dtypes)
     images: dict[str, FileImage] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}

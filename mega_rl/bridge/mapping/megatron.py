@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from mega_rl.bridge.mapping.tensors import LM_HEAD, embedding_name, final_norm_name, layer_name
+from mega_rl.bridge.mapping.tensors import LM_HEAD, SCORE, embedding_name, final_norm_name, layer_name
 from mega_rl.bridge.series import EXPERT, LAYER, Numbers, Series, numbered, slices_of
 from mega_rl.bridge.slices import Slice, stack_rows, take_columns, whole
 from mega_rl.models.fit import expert_problems, tensor_problems
@@ -66,7 +66,9 @@ def megatron_series(
             series += numbered(mlp, numbers)
     if has_output:
         last = [whole("decoder.final_layernorm.weight", final_norm_name(shape), (shape.hidden_size,))]
-        if not shape.tied:
+        if shape.head == "value":
+            last.append(whole("output_layer.weight", SCORE, (1, shape.hidden_size)))
+        elif not shape.tied:
             last += _vocab_rows("output_layer.weight", LM_HEAD, *vocab)
         elif not has_embedding:
             last += _vocab_rows("output_layer.weight", embedding_name(shape), *vocab)

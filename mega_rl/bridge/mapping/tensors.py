@@ -16,9 +16,11 @@ from mega_rl.bridge.slices import whole
 from mega_rl.models.shape import ModelShape
 
 LM_HEAD = "lm_head.weight"
+SCORE = "score.weight"  # of a value head, in the place of the other
 ROLES = (
     "embedding",
     "lm_head",
+    "score",
     "input_layernorm",
     "post_attention_layernorm",
     "final_layernorm",
@@ -171,7 +173,9 @@ def _tensors(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...], str]]:
                 for suffix, size, role in together:
                     yield layer_name(shape, layer, suffix.replace(EXPERT_NUMBER, str(expert))), size, role
     yield final_norm_name(shape), (shape.hidden_size,), "final_layernorm"
-    if not shape.tied:
+    if shape.head == "value":
+        yield SCORE, (1, shape.hidden_size), "score"
+    elif not shape.tied:
         yield LM_HEAD, (shape.vocab_size, shape.hidden_size), "lm_head"
 
 
@@ -185,5 +189,6 @@ def full_series(shape: ModelShape) -> list[Series]:
             experts = range(shape.mixture.num_experts) if shape.mixture and EXPERT_NUMBER in suffix else (0,)
             name = layer_name(shape, LAYER, suffix)
             series += numbered([whole(name, name, size)], Numbers(layers, experts=experts))
-    heads = [] if shape.tied else [whole(LM_HEAD, LM_HEAD, vocab)]
-    return series + numbered([whole(final_norm, final_norm, (shape.hidden_size,)), *heads])
+    heads = {LM_HEAD: vocab, SCORE: (1, shape.hidden_size)}
+    present = [whole(name, name, size) for name, size in heads.items() if name in hf_tensors(shape)]
+    return series + numbered([whole(final_norm, final_norm, (shape.hidden_size,)), *present])

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch.distributed as dist
@@ -109,6 +110,20 @@ class BatchBuilder:
         }
         metrics = {f"rollout/groups_{name}": float(value) for name, value in figures.items()}
         return Batch(kept[:wanted], self._carried, dropped, metrics)
+
+    def judged(self, batch: Batch) -> Batch:
+        """The batch with the scores of a reward model, if there is one; the engines sleep by then. Collective."""
+        judge = self._scorer.judge
+        if judge is None:
+            return batch
+        groups = batch.generated
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        found = iter(judge.complete(trajectories, [score for group in groups for score in group.scores]))
+        learnt, self._carried, dropped = (
+            [replace(group, scores=tuple(islice(found, len(group.scores)))) for group in part]
+            for part in batch.by_outcome.values()
+        )
+        return replace(batch, learnt=learnt, carried=self._carried, dropped=dropped)
 
     def _start_scoring(self, trajectory: Trajectory) -> Future[Score]:
         self._scoring_time.begin()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from mega_rl import platform
 from mega_rl.algorithms.objective import PolicyObjective
+from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.bridge.mapping.tensors import hf_tensors, roles
 from mega_rl.bridge.outgoing.noise import AqnNoise, AqnTransform
 from mega_rl.bridge.outgoing.quantize import SimulatedQuantization
@@ -18,20 +19,23 @@ from mega_rl.bridge.outgoing.transform import Transform
 from mega_rl.bridge.reshard.proof import LoadProof, Proof
 from mega_rl.bridge.series import Series, slices_of
 from mega_rl.bridge.slices import Box
-from mega_rl.config import RunConfig, samples
-from mega_rl.config.schema import TuningConfig
+from mega_rl.config import RunConfig, has_critic, samples, workers_rewards
+from mega_rl.config.model import REWARD_KEY
+from mega_rl.config.schema import OptimizerConfig, RewardConfig, TuningConfig
+from mega_rl.config.stage import model_directory, reward_model
 from mega_rl.data.prompts import PromptDataset, PromptStream
 from mega_rl.data.stream import Stream
 from mega_rl.errors import InputError
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.offload import PARTS
 from mega_rl.megatron.policy import MegatronPolicy
-from mega_rl.megatron.reference import FrozenCopy, Reference, WithoutAdapters
+from mega_rl.megatron.reference import Frozen, FrozenCopy, Reference, WithoutAdapters
 from mega_rl.megatron.spec import TrainerSpec
-from mega_rl.models.shape import ModelShape
+from mega_rl.megatron.value import NewScore
+from mega_rl.models.shape import VALUE, ModelShape
 from mega_rl.parallel.collectives import gather_objects, together
 from mega_rl.rewards.registry import needs_truth
-from mega_rl.rewards.scorer import Scorer
+from mega_rl.rewards.scorer import Scorer, WeightedReward
 from mega_rl.rollout.engine import ProbedSampler
 from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.engines import RemoteEngines
@@ -40,9 +44,12 @@ from mega_rl.rollout.replay import ReplayEngine
 from mega_rl.rollout.sinks import Weights, WeightSink, colocated_layout, colocated_sink
 from mega_rl.rollout.vllm.engine import VLLMEngine
 from mega_rl.rollout.vllm.options import engine_settings, num_loading_engines
+from mega_rl.stages.parts.critic import Critic
+from mega_rl.stages.parts.judge import RewardModel
 from mega_rl.stages.parts.learning import Learner
 from mega_rl.stages.parts.scoring import scorer_of_node
 from mega_rl.stages.parts.session import Session
+from mega_rl.stages.parts.values import check_same_tokenizer, open_value_model
 from mega_rl.stages.parts.weight_sync import RecordedSync, Sync, WeightSync
 from mega_rl.types import DTYPES
 
@@ -95,17 +102,35 @@ def trainer_spec(config: RunConfig) -> TrainerSpec:
     )
 
 
+def companion_spec(config: RunConfig) -> TrainerSpec:
+    """The further models of a run: ``tuning`` is of the policy."""
+    return replace(trainer_spec(config), tuning=TuningConfig())
+
+
 def actor(session: Session, num_optimizer_steps: int) -> MegatronEngine:
     config = session.config
+    spec = trainer_spec(config)
+    return trainer(session, spec, config.optimizer, session.shape, session.weights, num_optimizer_steps)
+
+
+def trainer(
+    session: Session,
+    spec: TrainerSpec,
+    optimizer: OptimizerConfig,
+    shape: ModelShape,
+    weights: HFReader | NewScore,
+    num_optimizer_steps: int,
+) -> MegatronEngine:
+    """Any model that is trained at the session's layout."""
     return MegatronEngine(
-        trainer_spec(config),
-        config.optimizer,
-        session.shape,
+        spec,
+        optimizer,
+        shape,
         session.layout,
         session.device,
-        session.weights,
+        weights,
         num_optimizer_steps,
-        config.trainer.max_skipped_steps,
+        session.config.trainer.max_skipped_steps,
     )
 
 
@@ -117,11 +142,7 @@ def reference(session: Session, actor: MegatronEngine) -> Reference | None:
     plan = actor.policy.plan
     if plan.adapters.ranks and not plan.trained:
         return WithoutAdapters(actor.policy)
-    policy = MegatronPolicy(
-        replace(trainer_spec(session.config), tuning=TuningConfig()), session.shape, session.layout, session.device
-    )
-    for chunk in policy.chunks:
-        chunk.requires_grad_(False)
+    policy = MegatronPolicy(companion_spec(session.config), session.shape, session.layout, session.device)
     policy.copy_from(actor.policy)
     return FrozenCopy(policy, session.config.memory, platform.current().has_own_memory)
 
@@ -260,12 +281,49 @@ def noise(session: Session, total: int) -> AqnNoise:
 
 
 def scorer(session: Session) -> Scorer:
-    return scorer_of_node(session.config.rewards, session.config.reward_workers)
-
-
-def learner(session: Session, actor: MegatronEngine, reference: Reference | None) -> Learner:
     config = session.config
-    return Learner(config, session.share, session.timers, session.say, actor, reference, objective(config))
+    reward = reward_model(config)
+    judge = None if reward is None else judge_of(session, reward)
+    return scorer_of_node(workers_rewards(config), config.reward_workers, judge)
+
+
+def judge_of(session: Session, reward: RewardConfig) -> RewardModel:
+    """The reward model, frozen, at the trainer's layout."""
+    config, directory = session.config, model_directory(reward)
+    with together("opening the reward model"):
+        shape, weights = open_value_model(directory, REWARD_KEY, seed=None, allowed=VALUE)
+        check_same_tokenizer(session.tokenizer, directory, REWARD_KEY)
+    policy = MegatronPolicy(companion_spec(config), shape, session.layout, session.device)
+    policy.load_huggingface(weights)
+    frozen = Frozen(policy, config.memory, platform.current().has_own_memory)
+    return RewardModel(WeightedReward(reward.name, reward.weight), frozen, session.share)
+
+
+def policy_updates(config: RunConfig, total_steps: int) -> int:
+    """Optimizer steps of the policy in so many training steps."""
+    alone = config.critic.warmup_steps if has_critic(config) else 0
+    return max(1, total_steps - alone) * config.algorithm.minibatches_per_step
+
+
+def learner(session: Session, actor: MegatronEngine, reference: Reference | None, total_steps: int) -> Learner:
+    """With a critic, if the advantage needs one, which must be there before the actor is resumed."""
+    config = session.config
+    value = critic(session, actor, total_steps) if has_critic(config) else None
+    return Learner(config, session.share, session.timers, session.say, actor, reference, objective(config), value)
+
+
+def critic(session: Session, actor: MegatronEngine, total_steps: int) -> Critic:
+    """A critic that begins as ``critic.path`` says; with a new head every value begins at 0."""
+    config, settings = session.config, session.config.critic
+    with together("opening the critic"):
+        shape, weights = open_value_model(settings.path or config.model.path, "critic.path", seed=None)
+        if settings.path is not None:
+            check_same_tokenizer(session.tokenizer, settings.path, "critic.path")
+    updates = config.algorithm.minibatches_per_step
+    optimizer = replace(config.optimizer, lr=settings.lr, min_lr=0.0, warmup_steps=0, decay_steps=None)
+    optimizer.schedule = "constant"
+    engine = trainer(session, companion_spec(config), optimizer, shape, weights, total_steps * updates)
+    return Critic(settings, session.share, session.timers, session.say, engine, actor, updates)
 
 
 def objective(config: RunConfig) -> PolicyObjective:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from mega_rl.algorithms.preference import answer_sums
 from mega_rl.config import RunConfig
 from mega_rl.data.stream import Stream
-from mega_rl.megatron.engine import LossFunction, MegatronEngine
+from mega_rl.megatron.engine import LossFunction, MegatronEngine, ValueLoss
 from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.stages.parts import progress
 from mega_rl.stages.parts.batches import Totals, memory_metrics, pack_for_rank, totals_of
-from mega_rl.stages.parts.export import export_huggingface
+from mega_rl.stages.parts.export import export_trained
 from mega_rl.stages.parts.progress import Progress, warn_if_skipped
 from mega_rl.stages.parts.session import Session
 from mega_rl.types import Figures, Microbatch, Sequence
@@ -62,9 +62,7 @@ def loop(
             observer.log(done, metrics | {"throughput/tokens_per_s": speed})
             session.stop_if_given(notice, done)
 
-    if config.checkpoint.export_hf:
-        with HEART.during("export"):
-            export_huggingface(model, session.export_dir, config.model.path, config.bridge.bucket_bytes)
+    export_trained(session, model)
     session.say_where()
 
 
@@ -76,7 +74,11 @@ def weights_are_read(config: RunConfig, done: int, total_steps: int) -> bool:
 
 
 def learn(
-    session: Session, model: MegatronEngine, microbatches: list[Microbatch], loss: LossFunction, is_read: bool
+    session: Session,
+    model: MegatronEngine,
+    microbatches: list[Microbatch],
+    loss: LossFunction | ValueLoss,
+    is_read: bool,
 ) -> tuple[Totals, dict[str, float]]:
     """One optimizer step: the figures over all ranks, and metrics by the last parts of their names. Collective.
 
@@ -95,10 +97,13 @@ def learn(
 
 
 @torch.no_grad()
-def measured(session: Session, model: MegatronEngine, microbatches: list[Microbatch], loss: LossFunction) -> Totals:
+def measured(
+    session: Session, model: MegatronEngine, microbatches: list[Microbatch], loss: LossFunction | ValueLoss
+) -> Totals:
     """What an objective says of the present weights, its loss as one of the sums. Collective."""
-    stats = model.token_stats(microbatches)
-    found = [loss(one, microbatch) for one, microbatch in zip(stats, microbatches, strict=True)]
+    is_of_values = model.policy.shape.head == "value"
+    of_all: list[Any] = (model.policy.token_values if is_of_values else model.token_stats)(microbatches)
+    found = [loss(one, microbatch) for one, microbatch in zip(of_all, microbatches, strict=True)]
     reports = [Figures({"loss": value, **figures.sums}, figures.maxima) for value, figures in found]
     # Every pipeline stage was given the statistics; they count once.
     return totals_of(session.share, reports if session.share.is_last_stage else [])

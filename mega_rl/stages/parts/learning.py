@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from mega_rl.algorithms.advantage import ADVANTAGES, power_sums, whiten, with_penalty_to_go
 from mega_rl.algorithms.kl import KL_ESTIMATORS
@@ -26,6 +27,7 @@ from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.schedule import split_even
 from mega_rl.rollout.collect import PromptGroup
 from mega_rl.stages.parts.batches import BatchShare, Totals, denominators_of, pack_for_rank, totals_of
+from mega_rl.stages.parts.critic import Critic
 from mega_rl.stages.parts.gates import Gates
 from mega_rl.stages.parts.progress import warn_if_skipped
 from mega_rl.types import Microbatch, Sample
@@ -63,6 +65,7 @@ class Learner:
         actor: what learns.
         reference: None if the objective needs none.
         objective: the loss.
+        critic: None if the advantage needs none.
     """
 
     def __init__(
@@ -74,12 +77,13 @@ class Learner:
         actor: MegatronEngine,
         reference: Reference | None,
         objective: PolicyObjective,
+        critic: Critic | None = None,
     ) -> None:
         self._algorithm, self._aqn = config.algorithm, config.aqn
         self._records_experts = config.rollout.routing_replay == "recompute"
         self._max_response_tokens = config.data.max_response_length
         self._share, self._timers, self._say = share, timers, say
-        self._actor, self._reference, self._objective = actor, reference, objective
+        self._actor, self._reference, self._objective, self._critic = actor, reference, objective, critic
 
     def update(
         self,
@@ -101,12 +105,18 @@ class Learner:
             return {}
         minibatches = self._prepared(samples, behaviour)
         metrics: dict[str, float] = {}
+        learns = self._critic is None or not self._critic.learns_alone
+        if self._critic is not None:
+            metrics |= self._critic.update([(m.microbatches, m.denominators) for m in minibatches])
         num_skipped = 0
         with self._timers("update"):
-            for minibatch in minibatches:
+            for minibatch in minibatches if learns else minibatches[:1]:
                 is_first, is_last = minibatch is minibatches[0], minibatch is minibatches[-1]
                 totals, gate_metrics = self._gradients(minibatch, gates if is_first else None)
                 metrics |= gate_metrics
+                if not learns:  # what the gates and the metrics say of the policy, which stays as it is
+                    _accumulate(metrics, totals, minibatch.denominators.num_tokens, num_parts=1)
+                    continue
                 step = self._actor.optimizer_step(next_is_forward_backward=not is_last)
                 warn_if_skipped(self._say, self._actor, step)
                 num_skipped += step.skipped
@@ -163,8 +173,11 @@ class Learner:
         return self._algorithm.kl_in == "reward" and self._algorithm.kl_coefficient != 0
 
     def _shaped(self, packed: list[list[Microbatch]]) -> list[list[Microbatch]]:
-        """Advantages per token: the KL that is still to come is subtracted, then they are whitened. Collective."""
-        if self._is_kl_in_reward:
+        """Advantages per token: those of the critic, or less the KL that is to come; then whitened. Collective."""
+        if self._critic is not None:
+            penalty = partial(_kl_penalty, self._algorithm) if self._is_kl_in_reward else None
+            packed = self._critic.with_advantages(packed, penalty)
+        elif self._is_kl_in_reward:
             packed = [[_less_kl_to_go(self._algorithm, m) for m in microbatches] for microbatches in packed]
         if not ADVANTAGES[self._algorithm.advantage].is_whitened:
             return packed
@@ -187,12 +200,16 @@ def _with_reference_logprobs(reference: Reference, microbatches: list[Microbatch
 
 
 def _less_kl_to_go(algorithm: AlgorithmConfig, microbatch: Microbatch) -> Microbatch:
-    advantages_T, old_T, reference_T = microbatch.advantages, microbatch.old_logprobs, microbatch.reference_logprobs
-    assert advantages_T is not None and old_T is not None and reference_T is not None
-    kl_T = KL_ESTIMATORS[algorithm.kl_estimator](old_T, reference_T)
-    coefficient = algorithm.kl_coefficient
-    shaped_T = with_penalty_to_go(advantages_T, kl_T, microbatch.loss_mask, microbatch.cu_seqlens, coefficient)
+    assert microbatch.advantages is not None
+    penalty_T, mask_T = _kl_penalty(algorithm, microbatch), microbatch.loss_mask
+    shaped_T = with_penalty_to_go(microbatch.advantages, penalty_T, mask_T, microbatch.cu_seqlens, 1.0)
     return microbatch.replace(advantages=shaped_T)
+
+
+def _kl_penalty(algorithm: AlgorithmConfig, microbatch: Microbatch) -> Tensor:
+    old_T, reference_T = microbatch.old_logprobs, microbatch.reference_logprobs
+    assert old_T is not None and reference_T is not None
+    return algorithm.kl_coefficient * KL_ESTIMATORS[algorithm.kl_estimator](old_T, reference_T)
 
 
 def _power_sums(share: BatchShare, microbatches: list[Microbatch], centre: float) -> list[float]:

@@ -12,7 +12,7 @@ from mega_rl.errors import InputError
 from mega_rl.parallel.collectives import gather_objects, together
 from mega_rl.rewards import node
 from mega_rl.rewards.pool import Pool
-from mega_rl.rewards.scorer import Scorer, start_workers, weighted
+from mega_rl.rewards.scorer import Judge, Scorer, start_workers, weighted
 from mega_rl.rewards.worker import RAISED
 from mega_rl.rollout.collect import PromptGroup
 from mega_rl.types import Score, Trajectory
@@ -21,12 +21,14 @@ MAX_UNKNOWN_STEPS = 5  # in a row
 MAX_SAMPLES_TOLD = 3  # per line
 
 
-def scorer_of_node(rewards: Sequence[RewardConfig], workers: RewardWorkersConfig) -> Scorer:
+def scorer_of_node(rewards: Sequence[RewardConfig], workers: RewardWorkersConfig, judge: Judge | None = None) -> Scorer:
     """A scorer on every rank; the ranks of a node use the workers of the first of them. Collective over all ranks.
 
     Raises:
         InputError: on every rank, what ``build_scorer`` raises on one.
     """
+    if not rewards and judge is not None:
+        return Scorer([], None, judge)
     machines = gather_objects(node.machine())
     rank = dist.get_rank() if dist.is_initialized() else 0
     here = [other for other, machine in enumerate(machines) if machine == machines[rank]]
@@ -42,7 +44,7 @@ def scorer_of_node(rewards: Sequence[RewardConfig], workers: RewardWorkersConfig
         if (found := addresses[here[0]]) is not None and pool is None:
             pool = node.RemotePool(found, f"rank {here[0]}")
     assert pool is not None, "the block before this line raises or connects"
-    return Scorer(names, pool)
+    return Scorer(names, pool, judge)
 
 
 def unknown_metrics(scores: Sequence[Score]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch.distributed as dist
 
@@ -57,6 +58,9 @@ class Validator:
             evaluate(self.engine, self.scorer, self.dataset.prompts, self.settings, mine.append, self.rendezvous)
             rows = gathered(mine)
             self.sync.end_sampling()
+            if self.scorer.judge is not None:
+                scores = self.scorer.judge.complete([row.trajectory for row in rows], [row.score for row in rows])
+                rows = [replace(row, score=score) for row, score in zip(rows, scores, strict=True)]
         metrics = evaluation_metrics(rows)
         greedy, sampled = ([row for row in rows if row.is_greedy is is_greedy] for is_greedy in (True, False))
         for part in (greedy, sampled):

@@ -99,7 +99,7 @@ def test_every_key_of_the_schema_is_checked():
 
 def test_a_supervised_run_has_the_rules_of_what_it_reads():
     left_out = set(rules(is_rl=True)) - set(rules(is_rl=False))
-    sections = {"rollout", "bridge", "algorithm", "aqn", "reward_workers"}
+    sections = {"rollout", "bridge", "algorithm", "critic", "aqn", "reward_workers"}
     assert {name.partition(".")[0] for name in left_out} == sections | {"trainer", "validation"}
     assert not {name for name in rules(is_rl=False) if name.partition(".")[0] in sections}
     others = {name for name in left_out if name.partition(".")[0] not in sections}
@@ -160,7 +160,7 @@ BAD_VALUES = [
     ("validation.n", -1),
     ("validation.temperature", -1.0),
     ("algorithm.name", "gpro"),
-    ("algorithm.advantage", "gae"),
+    ("algorithm.advantage", "gea"),
     ("algorithm.objective", "gpso"),
     ("algorithm.clip_ratio_low", 0.0),
     ("algorithm.clip_ratio_low", 1.0),  # ppo has a lower bound

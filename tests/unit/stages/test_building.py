@@ -56,6 +56,6 @@ def test_the_stage_decides_the_temperature_of_the_trainer(stage: str, temperatur
     config.trainer.stage, config.rollout.temperature = stage, 0.7
     config.model.dtype, config.trainer.logprob_chunk_tokens = "float32", 12
     spec = building.trainer_spec(config)
-    assert spec.temperature == temperature and spec.head == "vocabulary"
+    assert spec.temperature == temperature
     assert (spec.dtype, spec.chunk_tokens) == (torch.float32, 12)
     assert (spec.parallel, spec.memory) == (config.parallel, config.memory)

@@ -195,7 +195,7 @@ def test_chunks_cover_every_global_tensor_once(family: str, models: Path, tmp_pa
     shape = read_model_shape(tmp_path)
     for tp, pp, vpp, ep, etp in LAYOUTS:
         layout = smallest_layout(tp, pp, vpp, ep if shape.mixture else 1, etp if shape.mixture else None)
-        sizes = global_shapes(global_slices(shape), padded_vocab_size(shape.vocab_size, tp))
+        sizes = global_shapes(shape, global_slices(shape), padded_vocab_size(shape.vocab_size, tp))
         chunks = layout_chunks(shape, layout)
         for key, size in sizes.items():
             boxes = [chunk.box for chunk in chunks if chunk.key == key]

@@ -1,0 +1,77 @@
+"""A part of the schema: which weights are trained, and what single stages and objectives are set by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass
+class AdapterConfig:
+    """Low-rank adapters (LoRA, arXiv 2106.09685), for tuning.method lora: W + scale * B A, where only A and B learn."""
+
+    rank: int = 16  # rows of A, columns of B
+    alpha: float = 32.0  # the scale is alpha / rank
+    # Linear layers with an adapter: all-linear, or ends of module names such as q_proj or self_attn.o_proj, or shell
+    # patterns of whole names such as *.layers.3.*
+    targets: list[str] = field(default_factory=lambda: ["all-linear"])
+    exclude: list[str] = field(default_factory=list)  # of these, written the same way, those without one
+    expert_rank: int | None = None  # rank of the adapters of experts, of which there are many; null: as rank
+    rslora: bool = False  # the scale is alpha / sqrt(rank) (arXiv 2312.03732)
+
+
+@dataclass
+class TuningConfig:
+    """Which weights a run trains; docs/tuning.md."""
+
+    # full: all | freeze: those of some layers | lora: adapters beside frozen weights
+    method: Literal["full", "freeze", "lora"] = "full"
+    train_layers: int = 2  # freeze: the last so many layers; negative: the first ones
+    train_modules: Literal["all", "mlp", "self_attn"] = "all"  # freeze: what of these layers
+    # freeze and lora: tensors trained besides, by the end of their Hugging Face name or a shell pattern of it, such as
+    # norm.weight or *.layers.0.*
+    also_train: list[str] = field(default_factory=list)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+
+
+@dataclass
+class PreferenceConfig:
+    """The loss on pairs of a chosen and a rejected answer (stage dpo); ``docs/preference.md`` has the formulas."""
+
+    # which loss on pairs; simpo and orpo need no reference
+    loss: Literal["sigmoid", "hinge", "ipo", "robust", "apo_zero", "apo_down", "sppo", "simpo", "orpo"] = "sigmoid"
+    beta: float = 0.1  # how closely the policy keeps to the reference: the larger, the closer
+    label_smoothing: float = 0.0  # share of pairs taken to be judged wrongly; sigmoid, robust and simpo
+    simpo_gamma: float = 0.5  # simpo only: the margin between the rewards that is asked for
+    sft_coefficient: float = 0.0  # weight of the chosen answer's own negative log-likelihood, per token
+    # Log-probabilities of the model that training started from. cached: computed once, before the first step, and kept
+    # in output_dir | none: the loss needs none (simpo, orpo) | auto: none for these two, else cached
+    reference: Literal["auto", "cached", "none"] = "auto"
+
+
+@dataclass
+class KtoConfig:
+    """The loss on answers that are judged one by one (stage kto)."""
+
+    beta: float = 0.1  # as preference.beta
+    desirable_weight: float = 1.0  # of good answers
+    undesirable_weight: float = 1.0  # of bad ones
+
+
+@dataclass
+class RewardModelConfig:
+    """The loss on scores of two answers (stage rm)."""
+
+    centre: float = 0.0  # weight of (chosen + rejected)^2, which keeps scores near 0; 0: off
+
+
+@dataclass
+class CriticConfig:
+    """The model whose values ``algorithm.advantage=gae`` goes by; read with it only. Its layout is the policy's."""
+
+    path: str | None = None  # a reward model's directory, or a language model's; null: model.path with a new head
+    lr: float = 1e-5  # constant; what else AdamW needs is that of ``optimizer``
+    gamma: float = 1.0  # discount per token
+    lam: float = 1.0  # lambda of GAE: 1 trusts what was rewarded alone, 0 the critic alone
+    clip_value: float | None = 0.5  # an update moves a value by so much at most, in units of the reward; null: off
+    warmup_steps: int = 0  # steps in the beginning in which the critic alone learns

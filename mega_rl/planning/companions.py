@@ -1,0 +1,77 @@
+"""What the further models of a run take: the critic of PPO, and a reward model in the trainer's processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from mega_rl.bridge.mapping.tuning import tuning_plan
+from mega_rl.config.model import REWARD_KEY
+from mega_rl.config.schema import RunConfig, TuningConfig
+from mega_rl.config.stage import has_critic, model_directory, reward_model, samples
+from mega_rl.models.shape import SUFFIXES, VALUE, ModelShape, read_model_shape, value_shape
+from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.planning.activations import ActivationModel, Activations, Tokens
+from mega_rl.planning.state import TrainerState, stage_parameters, trainer_state
+from mega_rl.platform.operators.memory import OperatorMemory
+
+
+@dataclass(frozen=True)
+class Companion:
+    """One further model on one rank."""
+
+    name: str
+    state: TrainerState  # of a frozen model only the weights count
+    activations: Activations
+    is_trained: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """While it works."""
+        return self.state.by_kind_total if not self.is_trained else self.state.total
+
+    def resident(self, away: Collection[str]) -> int:
+        """While it does not. ``away``: the parts that are on the host then."""
+        parts = {"weights": self.state.by_kind_total if not self.is_trained else self.state.weights}
+        if self.is_trained:
+            parts |= {"gradients": self.state.gradients, "optimizer": self.state.optimizer}
+        return sum(size for part, size in parts.items() if part not in away)
+
+
+def companions(
+    config: RunConfig, shape: ModelShape, layout: ParallelLayout, operators: OperatorMemory, tokens: Tokens
+) -> Callable[[int], list[Companion]]:
+    """rank -> its companions.
+
+    Args:
+        shape: of the policy.
+        tokens: of its fullest micro-batches, which the others have too.
+
+    Raises:
+        InputError: the directory of one holds no value model.
+    """
+    models: list[tuple[str, ModelShape, bool]] = []
+    if has_critic(config):
+        path = config.critic.path
+        own = shape if path is None else read_model_shape(path, "critic.path", tuple(SUFFIXES))
+        models.append(("critic", value_shape(own), True))
+    if samples(config) and (reward := reward_model(config)) is not None:
+        models.append(("reward model", read_model_shape(model_directory(reward), REWARD_KEY, VALUE), False))
+    stages = range(layout.pipeline)
+    held = [
+        [stage_parameters(config, one, layout, stage, tuning_plan(TuningConfig(), one)) for stage in stages]
+        for _, one, _ in models
+    ]
+    of_stages = [
+        [ActivationModel(config, one, layout, operators, tokens).of_stage(stage) for stage in stages]
+        for _, one, _ in models
+    ]
+
+    def of_rank(rank: int) -> list[Companion]:
+        stage = layout.coordinates(rank).pipeline
+        return [
+            Companion(name, trainer_state(config, layout, rank, own[stage], False), activations[stage], is_trained)
+            for (name, _, is_trained), own, activations in zip(models, held, of_stages, strict=True)
+        ]
+
+    return of_rank

@@ -1,0 +1,64 @@
+"""The reward named ``model``: the value that a frozen reward model gives to a whole trajectory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from mega_rl.errors import InputError
+from mega_rl.megatron.reference import Frozen
+from mega_rl.parallel.collectives import gather_objects
+from mega_rl.rewards.scorer import WeightedReward
+from mega_rl.stages.parts.batches import BatchShare, pack_for_rank
+from mega_rl.stages.parts.values import scored_at_end
+from mega_rl.types import Score, Trajectory
+
+
+class RewardModel:
+    """A ``Judge``: it scores all trajectories of a step at once, when the engine sleeps.
+
+    Args:
+        reward: what its part of a score is called, and how much it weighs.
+        model: with a value head; its tokenizer is the policy's.
+        share: this rank's share of the trajectories.
+    """
+
+    def __init__(self, reward: WeightedReward, model: Frozen, share: BatchShare) -> None:
+        self._reward, self._model, self._share = reward, model, share
+
+    def complete(self, trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> list[Score]:
+        """As ``Judge.complete``; every rank has all trajectories.
+
+        Raises:
+            InputError: a value is not finite.
+        """
+        name, weight = self._reward.name, self._reward.weight
+        wanted = [place for place, score in enumerate(scores) if name not in score.parts]
+        values = self._values([trajectories[place] for place in wanted])
+        found = list(scores)
+        for place, value in zip(wanted, values, strict=True):
+            parts = {**found[place].parts, name: value}
+            found[place] = replace(found[place], value=found[place].value + weight * value, parts=parts)
+        return found
+
+    def _values(self, trajectories: Sequence[Trajectory]) -> list[float]:
+        if not trajectories:
+            return []
+        sequences = [scored_at_end(torch.from_numpy(t.token_ids.astype(np.int64))) for t in trajectories]
+        microbatches = pack_for_rank(self._share, sequences)
+        own: dict[int, float] = {}
+        with self._model.on_device() as model:
+            for microbatch, values_T in zip(microbatches, model.token_values(microbatches), strict=True):
+                ends = microbatch.cu_seqlens[1 : len(microbatch.sequence_indices) + 1].long() - 1
+                own |= dict(zip(microbatch.sequence_indices, values_T[ends].tolist(), strict=True))
+        found: dict[int, float] = {}
+        for part in gather_objects(own):
+            found |= part
+        if not np.isfinite(list(found.values())).all():
+            raise InputError(
+                f"the reward {self._reward.name} gives values that are not finite: give another reward model"
+            )
+        return [found[place] for place in range(len(trajectories))]

@@ -1,0 +1,82 @@
+"""A reward model from pairs of answers (Bradley-Terry): update and validation; the loop: ``parts/from_files.py``.
+
+The score of an answer is the value of its last token, which predicts nothing: a sequence has it once more behind its
+end, so that it is among the positions that are computed.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from mega_rl.algorithms.value import PairwiseObjective
+from mega_rl.config import RunConfig
+from mega_rl.data.pairs import Pair
+from mega_rl.data.stream import Stream
+from mega_rl.data.tokenizer import padding_token
+from mega_rl.megatron.engine import MegatronEngine, ValueLoss
+from mega_rl.parallel.collectives import together
+from mega_rl.stages.dpo import pairs
+from mega_rl.stages.parts import building
+from mega_rl.stages.parts.batches import pack_for_rank
+from mega_rl.stages.parts.from_files import learn, loop, measured
+from mega_rl.stages.parts.session import Session, open_session
+from mega_rl.stages.parts.values import open_value_model, scored_at_end
+from mega_rl.types import Microbatch
+
+FIGURES = ("accuracy", "margin", "chosen_score", "rejected_score")
+
+
+def run(config: RunConfig) -> None:
+    """Train as ``config`` says; every rank of the job calls it."""
+    with open_session(config) as session:
+        train(session)
+
+
+def train(session: Session) -> None:
+    config = session.config
+    with together("reading the pairs"):
+        dataset, held_out = pairs(session)
+        data = config.data
+        stream = Stream(dataset, data.train_batch_size, data.shuffle, data.seed)
+        shape, weights = open_value_model(config.model.path, "model.path", config.trainer.seed)
+    if config.checkpoint.export_hf and padding_token(session.tokenizer, shape.vocab_size) is None:
+        session.say(
+            "warning: the tokenizer has no padding token of its own, so the exported config.json names none: "
+            "transformers then scores one sequence at a time"
+        )
+    total_steps = building.total_steps(config, stream.steps_per_epoch)
+    spec = building.companion_spec(config)
+    model = building.trainer(session, spec, config.optimizer, shape, weights, total_steps)
+    loop(
+        session,
+        model,
+        stream,
+        total_steps,
+        update=partial(update, session, model),
+        validate=None if held_out is None else partial(validate, session, model, held_out.items),
+        num_tokens=lambda pair: sum(sequence.token_ids.numel() for sequence in pair.sequences),
+    )
+
+
+def update(session: Session, model: MegatronEngine, batch: list[Pair], is_read: bool) -> dict[str, float]:
+    """One optimizer step; returns its metrics. Collective."""
+    microbatches, loss = prepared(session, batch)
+    totals, metrics = learn(session, model, microbatches, loss, is_read)
+    metrics |= {name: totals.sums[name] / len(batch) for name in FIGURES}
+    return {f"rm/{name}": value for name, value in metrics.items()}
+
+
+def validate(session: Session, model: MegatronEngine, held_out: list[Pair]) -> dict[str, float]:
+    """Loss and figures of held-out pairs. Collective."""
+    sums = measured(session, model, *prepared(session, held_out)).sums
+    return {"rm/val_loss": sums["loss"]} | {f"rm/val_{n}": sums[n] / len(held_out) for n in ("accuracy", "margin")}
+
+
+def prepared(session: Session, batch: list[Pair]) -> tuple[list[Microbatch], ValueLoss]:
+    """This rank's micro-batches of a global batch, both answers of a pair in one, and their loss."""
+    sequences = [scored_at_end(one.token_ids) for pair in batch for one in pair.sequences]
+    margins_P = torch.tensor([pair.margin or 0.0 for pair in batch])
+    loss = PairwiseObjective(session.config.reward_model.centre)
+    return pack_for_rank(session.share, sequences, unit=2), partial(loss, margins_P=margins_P, num_pairs=len(batch))

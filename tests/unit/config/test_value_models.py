@@ -1,0 +1,141 @@
+"""Reward models and critics in a configuration: where one may stand, and what is said where it may not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mega_rl.config import RunConfig, problems
+from mega_rl.config.model import trained_shape
+from mega_rl.config.schema import RewardConfig
+from mega_rl.config.stage import model_directory
+from mega_rl.models.shape import SUFFIXES, ModelShape, parse_config
+from mega_rl.planning.memory_plan import Machine, make_plan
+
+LANGUAGE = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "max_position_embeddings": 2048,
+    "vocab_size": 1000,
+    "tie_word_embeddings": True,
+}
+VALUE = {**LANGUAGE, "architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+
+
+def write(directory: Path, config: dict[str, object]) -> str:
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    return str(directory)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    good = RunConfig()
+    good.model.path = write(tmp_path / "model", LANGUAGE)
+    good.data.train_files = ["rows.jsonl"]
+    good.rewards = [RewardConfig("model", options={"path": write(tmp_path / "run" / "huggingface", VALUE)})]
+    good.trainer.total_steps, good.trainer.output_dir = 10, str(tmp_path / "out")
+    return good
+
+
+def of_files_nothing(config: RunConfig) -> list[str]:
+    return problems(config, 1, has_files=False)
+
+
+def test_a_reward_model_is_a_directory_or_a_run(config: RunConfig, tmp_path: Path) -> None:
+    assert of_files_nothing(config) == []
+    (reward,) = config.rewards
+    reward.options["path"] = str(tmp_path / "run")
+    assert of_files_nothing(config) == [] and model_directory(reward) == str(tmp_path / "run" / "huggingface")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"id2label": {"0": "a", "1": "b"}}, "num_labels is 2"),
+        ({"id2label": None}, "num_labels is 2"),
+        ({"architectures": ["Qwen2ForCausalLM"]}, "choose a model of DeepseekV3ForSequenceClassification, .*Qwen2For"),
+        ({"architectures": ["BertForSequenceClassification"]}, "BertForSequenceClassification"),
+        ({"max_position_embeddings": 256}, "max_position_embeddings, 256"),
+    ],
+)
+def test_what_is_no_reward_model_for_this_run(config: RunConfig, changes: dict, words: str, tmp_path: Path) -> None:
+    config.rewards[0].options["path"] = write(tmp_path / "other", {**VALUE, **changes})
+    (line,) = of_files_nothing(config)
+    assert "rewards.model.options.path" in line
+    assert all(part in line for part in words.split(", .*"))
+
+
+def test_options_of_a_reward_model(config: RunConfig) -> None:
+    for options in ({}, {"path": ""}, {"path": "a", "temperature": 1}):
+        config.rewards[0].options = options
+        assert any("rewards[0].options" in line and "path" in line for line in of_files_nothing(config))
+
+
+def test_groups_are_dropped_by_another_reward(config: RunConfig) -> None:
+    config.rewards.append(RewardConfig("exact_match"))
+    config.algorithm.dynamic_sampling.enabled = True
+    (line,) = of_files_nothing(config)
+    assert "dynamic_sampling.metric" in line and "'model'" in line
+    config.algorithm.dynamic_sampling.metric = "exact_match"
+    assert of_files_nothing(config) == []
+
+
+def test_a_critic_belongs_to_gae(config: RunConfig, tmp_path: Path) -> None:
+    config.critic.path = str(tmp_path / "model")  # a language model, which gets a new head
+    (line,) = of_files_nothing(config)
+    assert "critic.path" in line and "algorithm.name to ppo" in line
+    config.algorithm.advantage, config.rollout.n = "gae", 1
+    assert of_files_nothing(config) == []
+    config.critic.warmup_steps = 10
+    (line,) = of_files_nothing(config)
+    assert "critic.warmup_steps is 10" in line
+    config.critic.warmup_steps, config.critic.path = 9, str(tmp_path / "absent")
+    (line,) = of_files_nothing(config)
+    assert "critic.path" in line and "absent" in line
+
+
+def test_only_a_stage_of_values_trains_a_reward_model(config: RunConfig, tmp_path: Path) -> None:
+    config.model.path = str(tmp_path / "run" / "huggingface")
+    (line,) = of_files_nothing(config)
+    assert "Qwen2ForSequenceClassification" in line and "Qwen2ForCausalLM" in line
+    config.trainer.stage = "rm"
+    for path in (config.model.path, str(tmp_path / "model")):
+        config.model.path = path
+        assert of_files_nothing(config) == []
+        shape = trained_shape(config)
+        assert (shape.head, shape.tied, shape.architecture) == ("value", False, "Qwen2ForSequenceClassification")
+
+
+def test_both_heads_of_every_family_have_a_name() -> None:
+    def read(name: str) -> ModelShape:
+        return parse_config({**VALUE, "architectures": [name]}, "c")
+
+    with pytest.raises(Exception, match="Qwen2ForSequenceClassification"):
+        read("Qwen2ForSequenceClassification")  # where nothing says that a value model may stand
+    assert read("Qwen2ForCausalLM").architecture == "Qwen2ForCausalLM" and set(SUFFIXES) == {"vocabulary", "value"}
+
+
+def test_a_plan_has_the_further_models(config: RunConfig) -> None:
+    machine = Machine(1, 1 << 34, 0, "cuda")
+    config.rewards, plain = [RewardConfig("exact_match")], config.rewards
+    alone = make_plan(config, trained_shape(config), machine).ranks[0]
+    config.rewards, config.algorithm.advantage = plain, "gae"
+    both = make_plan(config, trained_shape(config), machine).ranks[0]
+    added = {phase.name for phase in both.phases} - {phase.name for phase in alone.phases}
+    assert added == {"critic", "reward model"}
+    in_training = {item.name: item.num_bytes for item in both.phases[-1].items}
+    decoder = in_training["reward model"]  # bfloat16, as many weights as the policy: its output layer is its embedding
+    assert decoder == pytest.approx(2 * (64 * 1000 + 2 * (64 * 64 * 2 + 64 * 64 + 3 * 64 * 64)), rel=0.02)
+    assert in_training["critic"] == pytest.approx(9 * decoder, rel=0.02)  # 2 + 4 + 12 bytes a weight
+    config.memory.offload = ["weights", "gradients", "optimizer"]
+    away = make_plan(config, trained_shape(config), machine).ranks[0]
+    assert not {"critic", "reward model"} & {item.name for item in away.phases[-1].items}
+    host = {item.name for item in away.host}
+    assert {"critic away", "reward model away"} <= host
