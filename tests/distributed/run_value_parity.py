@@ -96,7 +96,8 @@ def check(case: Case, layout: ParallelLayout, family: str, directory: Path) -> N
     errors.note("norm", abs(engine.optimizer_step().grad_norm - norm) / norm)
     figures = errors.of_all_ranks()
     if dist.get_rank() == 0:
-        print(f"VALUES {json.dumps({'layout': case.name, 'family': family, 'errors': figures})}", flush=True)
+        line = json.dumps({"layout": case.name, "family": family, "errors": figures})
+        print(f"VALUES {line}\n", end="", flush=True)
 
 
 def check_files(case: Case, layout: ParallelLayout, family: str, directory: Path) -> None:
@@ -124,7 +125,7 @@ def check_files(case: Case, layout: ParallelLayout, family: str, directory: Path
     wanted = torch.stack([values[len(row) - 1], values[len(row) - 3]])
     assert torch.allclose(found, wanted, atol=2e-5), (found, wanted)
     if dist.get_rank() == 0:
-        print(f"EXPORTED {family} {case.name}", flush=True)
+        print(f"EXPORTED {family} {case.name}\n", end="", flush=True)
 
 
 def main() -> None:
@@ -133,6 +134,7 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, required=True)
     arguments = parser.parse_args()
     dist.init_process_group(platform.current().backend)
+    transformers.utils.logging.disable_progress_bar()  # it would stand in the same line as what is printed
     cases = [Case(**keys) for keys in arguments.cases]
     if dist.get_rank() == 0:
         for family in {family for case in cases for family in case.families}:
