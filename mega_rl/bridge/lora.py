@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) of Hugging Face tensors: their names, and adding them to a weight.
+"""Adding a low-rank adapter (LoRA, arXiv 2106.09685) to its weight, with the same bits however the weight is cut.
 
 An adapter of the weight W [rows, columns] is two factors, A [r, columns] and B [rows, r]; the weight that acts is
-W + scale B A. Names are those of PEFT's files: ``base_model.model.<module>.lora_A.weight`` for ``<module>.weight``.
+W + scale B A.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from mega_rl.bridge.slices import Box, extents
 
-PREFIX, A_SUFFIX, B_SUFFIX = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 TILE_ROWS = 256
 
 
@@ -24,12 +23,6 @@ class Factors(NamedTuple):
     a: Tensor  # [r, columns]
     b: Tensor  # [rows, r]
     scale: float
-
-
-def factor_names(weight_name: str) -> tuple[str, str]:
-    """The names of A and B of a weight."""
-    module = PREFIX + weight_name.removesuffix(".weight")
-    return module + A_SUFFIX, module + B_SUFFIX
 
 
 def tiles(start: int, end: int) -> Iterator[tuple[int, int]]:

@@ -32,13 +32,15 @@ from mega_rl.bridge.files.peft_config import (
     config_fields,
     read_adapter_config,
 )
-from mega_rl.bridge.lora import A_SUFFIX, B_SUFFIX, PREFIX, Factors, factor_names
+from mega_rl.bridge.lora import Factors
+from mega_rl.bridge.mapping.adapter import PREFIX, names_of
 from mega_rl.bridge.mapping.tensors import hf_tensors, roles
 from mega_rl.bridge.slices import Box
 from mega_rl.errors import InputError, shortened, shown
 from mega_rl.models.shape import ModelShape
 
 WEIGHTS_FILE = "adapter_model.safetensors"
+A_SUFFIX, B_SUFFIX = ".lora_A.weight", ".lora_B.weight"
 ADAPTED_ROLES = ("linear", "router", "lm_head")
 
 
@@ -97,7 +99,7 @@ class PeftReader:
         shapes = hf_tensors(self._shape)
         found: dict[str, tuple[int, ...]] = {}
         for weight, piece in self._pieces.items():
-            a, b = factor_names(weight)
+            a, b = names_of(weight)
             (rows, columns), rank = shapes[weight], piece.rank
             found |= {a: (rank, columns), b: (rows, rank)}
         return found
@@ -121,7 +123,7 @@ class PeftReader:
 
     def factors(self, weight: str) -> Factors:
         """The whole adapter of a weight."""
-        sizes, (a, b) = hf_tensors(self._shape), factor_names(weight)
+        sizes, (a, b) = hf_tensors(self._shape), names_of(weight)
         (rows, columns), rank = sizes[weight], self._pieces[weight].rank
         return Factors(
             self.read(a, ((0, rank), (0, columns))), self.read(b, ((0, rows), (0, rank))), self.scale_of(weight)
