@@ -24,6 +24,11 @@ class Factors(NamedTuple):
     b: Tensor  # [rows, r]
     scale: float
 
+    @property
+    def is_zero(self) -> bool:
+        """Whether it adds nothing, as before its first step."""
+        return not bool(self.b.any())
+
 
 def tiles(start: int, end: int) -> Iterator[tuple[int, int]]:
     """The rows ``start`` to ``end`` cut at multiples of ``TILE_ROWS``."""
@@ -50,9 +55,9 @@ def update(factors: Factors, box: Box) -> Tensor:
 
 
 def merged(weight: Tensor, factors: Factors, box: Box) -> Tensor:
-    """The box of ``W + scale B A``, added in float32 and cast once: a new tensor of the weight's dtype.
+    """The box of ``W + scale B A``, added in float32 and rounded once: a tensor of the weight's dtype.
 
     Args:
-        weight: [extents of box], the box of W; not changed.
+        weight: [extents of box], the box of W; not changed, and returned if the adapter adds nothing.
     """
-    return (weight.float() + update(factors, box).to(weight.device)).to(weight.dtype)
+    return weight if factors.is_zero else update(factors, box).add_(weight).to(weight.dtype)

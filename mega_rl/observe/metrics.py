@@ -137,6 +137,13 @@ _MEMORY = (
 )
 _SYNC = (
     MetricSpec("bridge/seconds", "s", "time of one sync, slowest rank", "max"),
+    MetricSpec("adapter/largest_b", "1", "largest magnitude in the factors B of the adapters that were sent", "max"),
+    MetricSpec("adapter/unchanged_fraction", "fraction", "of merged weights, that rounding left as they were", "last"),
+    MetricSpec("bridge/bytes_local", "bytes", "weights copied within a rank in one sync", "sum"),
+    MetricSpec("bridge/bytes_sent", "bytes", "weights sent between ranks in one sync", "sum"),
+    MetricSpec("bridge/bytes_received", "bytes", "weights received from other ranks in one sync", "sum"),
+    MetricSpec("bridge/bytes_minimum", "bytes", "distinct weights that ranks needed and did not hold", "sum"),
+    MetricSpec("bridge/largest_sender", "1", "bytes sent by the busiest rank over the mean", "max"),
     MetricSpec("bridge/plan_s", "s", "time to compile the plan, once per run, slowest rank", "max"),
     MetricSpec("bridge/pack_s", "s", "pieces into send buffers, noise and casts included, slowest rank", "max"),
     MetricSpec("bridge/transfer_s", "s", "waiting for exchanges that nothing hid, slowest rank", "max"),

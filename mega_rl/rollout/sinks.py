@@ -26,6 +26,7 @@ from mega_rl.errors import InputError
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.collectives import gather_objects, together
 from mega_rl.parallel.layout import EngineLayout
+from mega_rl.rollout.transfers import Transfers
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Weights:
     dtype: torch.dtype  # that the engines hold, and the one that is sent
     bucket_bytes: int  # limit for the buffers of a transfer
     device: torch.device  # of this trainer rank
+    changing: frozenset[str] | None = None  # tensors that can differ from one sync to the next; None: all
 
 
 class WeightSink(Protocol):
@@ -56,7 +58,7 @@ class WeightSink(Protocol):
         """What every worker needs, [worker] -> its series."""
 
     def connect(self, sources: Layout) -> None:
-        """Plan all syncs to come.
+        """Plan all syncs to come: the first one brings everything, the others may bring only what can have changed.
 
         Args:
             sources: what every trainer rank holds.
@@ -132,7 +134,7 @@ class InPlaceSink:
 
     def __init__(self, engine: ColocatedEngine, weights: Weights, engines: EngineLayout) -> None:
         self._engine, self._weights, self._engines = engine, weights, engines
-        self._transfer: Transfer | None = None
+        self._transfers: Transfers | None = None
 
     @property
     def weight_version(self) -> int:
@@ -154,15 +156,16 @@ class InPlaceSink:
         return found or load.difference(self.inspect, self._engines.world_size)
 
     def connect(self, sources: Layout) -> None:
-        self._transfer = colocated_transfer(sources, self.layout(), self._weights)
+        wanted, weights = self.layout(), self._weights
+        self._transfers = Transfers(wanted, weights.changing, lambda part: colocated_transfer(sources, part, weights))
 
     def update(self, read: Read, version: int) -> Ledger:
-        assert self._transfer is not None, "an update before connect"
+        assert self._transfers is not None, "an update before connect"
         self._engine.wake_weights()
         self._engine.begin_update()
         write = write_into(self._engine.parameters())
         with torch.no_grad():
-            ledger = self._transfer.run(read, write, self._weights.dtype)
+            ledger = self._transfers.next().run(read, write, self._weights.dtype)
         self._engine.finish_update(version)
         return ledger
 
