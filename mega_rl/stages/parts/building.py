@@ -26,7 +26,7 @@ from mega_rl.errors import InputError
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.offload import PARTS
 from mega_rl.megatron.policy import MegatronPolicy
-from mega_rl.megatron.reference import FrozenCopy, Reference, WithoutAdapters
+from mega_rl.megatron.reference import FrozenCopy, Reference, StartingAdapters, WithoutAdapters
 from mega_rl.megatron.spec import TrainerSpec
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.collectives import gather_objects, together
@@ -40,6 +40,7 @@ from mega_rl.rollout.replay import ReplayEngine
 from mega_rl.rollout.sinks import Weights, WeightSink, colocated_layout, colocated_sink
 from mega_rl.rollout.vllm.engine import VLLMEngine
 from mega_rl.rollout.vllm.options import engine_settings, num_loading_engines
+from mega_rl.stages.parts import adapters
 from mega_rl.stages.parts.learning import Learner
 from mega_rl.stages.parts.scoring import scorer_of_node
 from mega_rl.stages.parts.session import Session
@@ -96,27 +97,35 @@ def trainer_spec(config: RunConfig) -> TrainerSpec:
 
 
 def actor(session: Session, num_optimizer_steps: int) -> MegatronEngine:
+    """The policy that is trained, with the adapter that it goes on from."""
     config = session.config
-    return MegatronEngine(
+    weights, adapter = adapters.starting_point(config.tuning, session.shape, session.weights)
+    actor = MegatronEngine(
         trainer_spec(config),
         config.optimizer,
         session.shape,
         session.layout,
         session.device,
-        session.weights,
+        weights,
         num_optimizer_steps,
         config.trainer.max_skipped_steps,
     )
+    if adapter is not None:
+        adapters.load_adapter(actor, adapter)
+        session.say(f"tuning.adapter.path: training goes on from the adapter in {adapter.directory}")
+    return actor
 
 
 def reference(session: Session, actor: MegatronEngine) -> Reference | None:
-    """The starting weights, if the objective needs them: what is under the adapters if nothing else is trained, else a
-    frozen copy, so the actor must not have been resumed yet."""
+    """The starting weights, if the objective needs them: what is under the adapters, or the adapters that training goes
+    on from, if nothing else is trained; else a frozen copy. So the actor must not have been resumed yet."""
     if session.config.algorithm.kl_coefficient == 0:
         return None
     plan = actor.policy.plan
+    settings = session.config.tuning.adapter
     if plan.adapters.ranks and not plan.trained:
-        return WithoutAdapters(actor.policy)
+        goes_on = settings.path is not None and not settings.new
+        return StartingAdapters(actor.policy) if goes_on else WithoutAdapters(actor.policy)
     policy = MegatronPolicy(
         replace(trainer_spec(session.config), tuning=TuningConfig()), session.shape, session.layout, session.device
     )
@@ -134,7 +143,8 @@ def engine_and_sync(session: Session, actor: MegatronEngine, noise: AqnNoise) ->
         records = ReplayEngine(Path(config.rollout.replay), session.shape.mixture)
         return records, RecordedSync(records, noise)
     dtype, weight_update = DTYPES[config.rollout.dtype or config.model.dtype], config.rollout.weight_update
-    weights = Weights(session.shape, dtype, config.bridge.bucket_bytes, session.device)
+    changing = adapters.changing(config, actor.policy, noise)
+    weights = Weights(session.shape, dtype, config.bridge.bucket_bytes, session.device, changing)
     if config.rollout.placement == "separate":
         rollout = config.rollout
         size = rollout.tensor_parallel_size
@@ -194,8 +204,8 @@ def load_proof(
 ) -> LoadProof:
     """What compares the engines' own load with ``model.path``, before the actor leaves the device or is resumed.
 
-    The actor still holds the tensors of ``model.path``, unless its dtype is narrower than the engines': then its part
-    of them is read again. Collective.
+    The actor still holds the tensors of ``model.path``, unless its dtype is narrower than the engines', or an adapter
+    was merged into them: then its part of them is read again. Collective.
 
     Args:
         wanted: what every engine worker holds.
@@ -208,12 +218,12 @@ def load_proof(
     def read(local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> torch.Tensor:
         return session.weights.read(hf_name, hf_box).to(weights.device, weights.dtype)
 
-    is_narrower = DTYPES[config.model.dtype].itemsize < weights.dtype.itemsize
+    is_other = DTYPES[config.model.dtype].itemsize < weights.dtype.itemsize or config.tuning.adapter.new
     sources = [slices_of(actor.series_of(other)) for other in range(dist.get_world_size())]
     size = config.rollout.tensor_parallel_size
     num_loading = num_loading_engines(config.rollout, len(wanted) // size)
     loaded = [slices_of(series) for series in wanted[: num_loading * size]]
-    return LoadProof(hf_tensors(session.shape), sources, loaded, size, read if is_narrower else held, rank)
+    return LoadProof(hf_tensors(session.shape), sources, loaded, size, read if is_other else held, rank)
 
 
 def weight_sync(session: Session, actor: MegatronEngine, sink: WeightSink, noise: AqnNoise) -> WeightSync:
@@ -238,7 +248,12 @@ def weight_sync(session: Session, actor: MegatronEngine, sink: WeightSink, noise
         transforms.append(
             SimulatedQuantization(four_bits, hf_tensors(shape), roles(shape), held, dist.get_rank(), session.device)
         )
-    return WeightSync(actor, sources, sink, transforms, dtype, proof(config, shape, sources, sink))
+    model = (
+        [adapters.lora_merge(actor.policy, dtype, config.bridge.bucket_bytes)]
+        if actor.policy.plan.adapters.ranks
+        else []
+    )
+    return WeightSync(actor, sources, sink, transforms, dtype, proof(config, shape, sources, sink), model)
 
 
 def proof(config: RunConfig, shape: ModelShape, sources: Sequence[Sequence[Series]], sink: WeightSink) -> Proof | None:
