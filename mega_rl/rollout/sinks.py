@@ -17,7 +17,9 @@ from torch import Tensor
 from mega_rl import platform
 from mega_rl.bridge.mapping.live_check import difference
 from mega_rl.bridge.mapping.tensors import full_series, hf_tensors
+from mega_rl.bridge.mapping.tuning import AdapterPlan
 from mega_rl.bridge.mapping.vllm import vllm_series
+from mega_rl.bridge.mapping.vllm_slots import slot_series
 from mega_rl.bridge.reshard.execute import Ledger, Read, Transfer, write_into
 from mega_rl.bridge.reshard.plan import Layout, compile_plan
 from mega_rl.bridge.reshard.proof import Hashes, Inspect, LoadProof, colocated
@@ -38,6 +40,12 @@ class Weights:
     bucket_bytes: int  # limit for the buffers of a transfer
     device: torch.device  # of this trainer rank
     changing: frozenset[str] | None = None  # tensors that can differ from one sync to the next; None: all
+    slots: AdapterPlan | None = None  # the adapters that engines keep in slots; None: they have none
+
+    def worker_layout(self, tensor_parallel: int, tp_rank: int) -> list[Series]:
+        """What one engine worker holds of what is sent."""
+        series = vllm_series(self.shape, tensor_parallel, tp_rank)
+        return series if self.slots is None else series + slot_series(self.shape, tensor_parallel, tp_rank, self.slots)
 
 
 class WeightSink(Protocol):
@@ -144,7 +152,8 @@ class InPlaceSink:
         return colocated(self._engine.parameters(), dist.get_rank())(function, arguments)
 
     def layout(self) -> list[list[Series]]:
-        return colocated_layout(self._weights.shape, self._engines)
+        size, engines = self._engines.tensor_parallel_size, self._engines
+        return [self._weights.worker_layout(size, engines.tensor_rank(rank)) for rank in range(engines.world_size)]
 
     def obstacle(self, load: LoadProof) -> str | None:
         """What cannot be written on any rank, in words that follow "cannot write"; None if all can be. Collective."""
@@ -261,6 +270,10 @@ def colocated_sink(
         return live
     if weight_update == "live":
         raise refused_live(reason)
+    if weights.slots is not None:
+        raise InputError(
+            f"rollout.adapter=slots needs live weights, and they cannot write {reason}: set rollout.adapter=merged"
+        )
     if verify != "off":
         raise InputError(
             f"bridge.verify={verify} can prove only what is written in place, and rollout.weight_update=auto "

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from mega_rl import platform
+from mega_rl.bridge.mapping.vllm_slots import Slots
 from mega_rl.config.schema import RolloutConfig, TrainerConfig
 from mega_rl.parallel.collectives import connect_on_use
 from mega_rl.parallel.joint_group import MeetingPoint, join_store, open_meeting
@@ -34,6 +35,7 @@ class EngineSpec:
     is_deterministic: bool
     num_threads: int  # of torch, on the CPU
     collective_timeout_s: float = TrainerConfig.collective_timeout_s
+    slots: Slots | None = None  # for an adapter
 
 
 class EngineProcess:
@@ -91,6 +93,7 @@ class EngineProcess:
             max_model_len=spec.max_model_len,
             device_type=device.type,
             dtype=spec.dtype,
+            slots=spec.slots,
         )
 
     @property

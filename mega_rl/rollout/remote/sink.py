@@ -52,7 +52,8 @@ class RemoteSink:
         return broadcast_object(answers)
 
     def layout(self) -> list[list[Series]]:
-        return remote_layout(self._weights.shape, self._engines.engine_size, self._engines.num_workers)
+        size = self._engines.engine_size
+        return [self._weights.worker_layout(size, worker % size) for worker in range(self._engines.num_workers)]
 
     def obstacle(self, load: LoadProof) -> str | None:
         """What cannot be written in any worker, in words that follow "cannot write"; None if all can be. Collective."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mega_rl.bridge.mapping.vllm_slots import Slots
 from mega_rl.config.schema import COLOCATED_MEMORY_SHARE, RolloutConfig
 from mega_rl.errors import InputError, shown
 from mega_rl.rollout.temperature_probe import NUM_LOGPROBS
@@ -38,6 +39,12 @@ _OWNED = {
     "worker_extension_cls": "",
     "weight_transfer_config": "",
     ROUTING: "rollout.routing_replay",
+    "enable_lora": "rollout.adapter",
+    "max_loras": "",
+    "max_lora_rank": "tuning.adapter.rank",
+    "fully_sharded_loras": "",
+    "lora_dtype": "rollout.dtype",
+    "lora_target_modules": "tuning.adapter.targets",
 }
 _OWNED_ON_CPU = {"kv_cache_memory_bytes": "rollout.kv_cache_bytes", "enable_sleep_mode": ""}
 
@@ -125,6 +132,7 @@ def engine_arguments(
     device_type: str,
     known: Collection[str],
     external: bool,
+    slots: Slots | None = None,
 ) -> dict[str, Any]:
     """Everything that ``vllm.LLM`` is given.
 
@@ -133,6 +141,7 @@ def engine_arguments(
         max_model_len: prompt and response together, tokens.
         known: the names of the installed vLLM's engine arguments.
         external: whether a launcher started several processes, so that engine ranks live in them.
+        slots: for an adapter; None: none.
 
     Raises:
         InputError: as ``check_options``.
@@ -166,6 +175,10 @@ def engine_arguments(
                 f"answers (it has no {ROUTING}): set it to recompute or off."
             )
         arguments[ROUTING] = True
+    if slots is not None:
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": slots.max_rank}
+        if "lora_target_modules" in known:  # other layers would multiply zeros
+            arguments["lora_target_modules"] = slots.modules
     return arguments | {
         "model": model_path,
         "dtype": rollout.dtype or dtype,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -17,7 +17,8 @@ from mega_rl.bridge.lora import Factors, merged
 from mega_rl.bridge.mapping.adapter import adapter_tensors, full_adapter_series, names_of
 from mega_rl.bridge.mapping.tensors import roles
 from mega_rl.bridge.mapping.tuning import EXPERTS, AdapterPlan, tuning_plan
-from mega_rl.bridge.outgoing.merge import LoraMerge
+from mega_rl.bridge.mapping.vllm_slots import Slots, slots_of
+from mega_rl.bridge.outgoing.merge import LoraMerge, ScaledAdapters
 from mega_rl.bridge.outgoing.noise import AqnNoise
 from mega_rl.bridge.outgoing.quantize import QUANTIZED_ROLE
 from mega_rl.bridge.reshard.execute import Read, Transfer, write_into
@@ -25,7 +26,7 @@ from mega_rl.bridge.reshard.plan import Layout, compile_plan
 from mega_rl.bridge.series import Series, hf_name_of, slices_of
 from mega_rl.bridge.slices import Box, extents, whole_box
 from mega_rl.config import RunConfig
-from mega_rl.config.schema import AdapterConfig, TuningConfig
+from mega_rl.config.schema import AdapterConfig, RolloutConfig, TuningConfig
 from mega_rl.errors import InputError, shown
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.policy import MegatronPolicy
@@ -192,15 +193,47 @@ def load_adapter(actor: MegatronEngine, adapter: PeftReader) -> None:
     actor.optimizer.reload_model_params()  # its master weights were taken of the values before
 
 
+def scaled_adapters(policy: MegatronPolicy, dtype: torch.dtype) -> ScaledAdapters:
+    """What gives engines with slots each B times its scale."""
+    plan = policy.plan.adapters
+    scales = {names_of(weight)[1]: plan.scale(rank) for weight, rank in plan.ranks.items()}
+    return ScaledAdapters(scales, local_reader(policy), dtype)
+
+
 # --- what the engines are sent ---------------------------------------------------------------------------------------
 
 
-def changing(config: RunConfig, policy: MegatronPolicy, noise: AqnNoise) -> frozenset[str] | None:
+def engine_slots(
+    rollout: RolloutConfig, shape: ModelShape, plan: AdapterPlan, device_type: str, say: Callable[[str], None]
+) -> Slots | None:
+    """The slots that engines get for the adapters of a run; None: adapters are merged, or there are none.
+
+    Raises:
+        InputError: ``rollout.adapter`` asks for slots that there cannot be.
+    """
+    asked, on_cpu = rollout.adapter, device_type == "cpu"
+    if not plan.ranks or asked == "merged":
+        return None
+    if on_cpu and shape.mixture is not None and asked == "slots":
+        raise InputError(
+            "rollout.adapter is 'slots', but vLLM on a CPU has none for mixtures of experts: set it to merged"
+        )
+    why = "vLLM's slots are slow on a CPU" if on_cpu else "experts are sent merged" if shape.mixture is not None else ""
+    if asked == "auto" and (why or rollout.weight_update == "reload"):
+        why = why or "rollout.weight_update=reload"
+        say(f"rollout.adapter: adapters are merged into the weights that the engines are sent, as {why}")
+        return None
+    slots = slots_of(shape, plan)
+    say(f"rollout.adapter: the engines have slots of rank {slots.max_rank} for adapters, and get only these")
+    return slots
+
+
+def changing(config: RunConfig, policy: MegatronPolicy, noise: AqnNoise, has_slots: bool) -> frozenset[str] | None:
     """The tensors that can differ from one sync to the next; None: all of them."""
     plan, of_model = policy.plan, roles(policy.shape)
     if plan.is_full:
         return None
-    names = {*plan.trained, *plan.adapters.ranks}
+    names = {*plan.trained, *(adapter_tensors(policy.shape, plan.adapters) if has_slots else plan.adapters.ranks)}
     if config.aqn.enabled:
         names.update(noise.targets(of_model))
     if config.rollout.simulated_quantization is not None:  # validation is sent weights that are not quantised
