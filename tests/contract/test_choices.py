@@ -61,10 +61,13 @@ WITHOUT_TABLE = {
     "data.chat_template",
     "memory.recompute",
     "platform.mindspeed.mode",
+    "rollout.adapter",
     "rollout.placement",
     "rollout.routing_replay",
     "rollout.seeds",
     "rollout.weight_update",
+    "tuning.method",
+    "tuning.train_modules",
 }
 
 
