@@ -256,7 +256,8 @@ def test_a_variant_for_a_machine_differs_in_named_keys_only() -> None:
         assert different_keys(name, plain_name(name)) == MACHINE | keys, name
 
 
-QUICKSTARTS = sorted(ON_CPU - {"grpo_gsm8k_cpu.yaml", "quickstart.yaml", "quickstart_sft.yaml"})
+NOT_OF_OBJECTIVES = {"grpo_gsm8k_cpu.yaml", "quickstart.yaml", "quickstart_sft.yaml", "quickstart_lora.yaml"}
+QUICKSTARTS = sorted(ON_CPU - NOT_OF_OBJECTIVES)
 
 
 @pytest.mark.parametrize("name", QUICKSTARTS)
@@ -267,6 +268,12 @@ def test_the_quickstarts_of_other_objectives_are_the_quickstart(name: str) -> No
     others = {key for key in found if not key.startswith("algorithm.")} - noise - {"trainer.output_dir"}
     assert "algorithm.name" in found and "trainer.output_dir" in found
     assert others == ({"rewards"} if name == "quickstart_dapo.yaml" else set())
+
+
+def test_the_quickstart_with_adapters_is_the_quickstart() -> None:
+    """At ten times its learning rate."""
+    changed = {"tuning.method", "optimizer.lr", "optimizer.min_lr", "trainer.output_dir"}
+    assert different_keys("quickstart_lora.yaml", "quickstart.yaml") == changed
 
 
 @pytest.mark.parametrize("name", PRESETS)
