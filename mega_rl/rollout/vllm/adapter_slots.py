@@ -42,7 +42,7 @@ def open_slots(model_runner: Any, slots: Slots) -> Any:
             setattr(layer, SHOWN, (own, slots.rank))
     missing = sorted(slots.names - shown)
     assert not missing, f"the engine has no slot {missing[0]}"
-    return LoRARequest(ADAPTER_NAME, ADAPTER_ID, IN_MEMORY)
+    return LoRARequest(lora_name=ADAPTER_NAME, lora_int_id=ADAPTER_ID, lora_path=IN_MEMORY)
 
 
 def live_slots(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:

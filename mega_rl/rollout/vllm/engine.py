@@ -83,7 +83,7 @@ class VLLMEngine:
         self._loaded: set[str] | None = None  # names loaded by the update under way; None outside of one
         self._llm = _construct(str(model_path), rollout, max_model_len, device_type, dtype, slots)
         self._call("receiver_set_up", LOGPROBS_MODE)
-        self._adapter = {} if slots is None else {"lora_request": self._call("receiver_open_slots", slots)}
+        self._adapter = None if slots is None else self._call("receiver_open_slots", slots)  # that requests take
         self._names = frozenset(self._call("receiver_parameters"))
         self._mixture = _mixture_to_replay(model_path, rollout)
         if self._mixture is not None and device_type == "cpu":
@@ -115,7 +115,7 @@ class VLLMEngine:
                 self._under_way[self._num_submitted] = request
                 prompt = {"type": "token", "prompt_token_ids": list(request.prompt.token_ids)}
                 self._llm.llm_engine.add_request(
-                    str(self._num_submitted), prompt, self._sampling_params(request), **self._adapter
+                    str(self._num_submitted), prompt, self._sampling_params(request), lora_request=self._adapter
                 )
 
     def step(self) -> list[Trajectory]:
@@ -165,7 +165,9 @@ class VLLMEngine:
         prompt = {"type": "token", "prompt_token_ids": list(prompt_ids)[: self._max_model_len - 1]}
         num_logprobs = min(NUM_LOGPROBS, self._llm.llm_engine.vllm_config.model_config.get_vocab_size())
         with preserved_generators(self._device_type):
-            self._llm.llm_engine.add_request("probe", prompt, _probe_params(temperature, num_logprobs), **self._adapter)
+            self._llm.llm_engine.add_request(
+                "probe", prompt, _probe_params(temperature, num_logprobs), lora_request=self._adapter
+            )
             outputs: list[Any] = []
             while not outputs:
                 outputs = [output for output in self._llm.llm_engine.step() if output.finished]

@@ -169,17 +169,8 @@ def engine_arguments(
     if external:
         arguments["distributed_executor_backend"] = "external_launcher"
     if rollout.routing_replay == "rollout" and not on_cpu:  # on a CPU we capture them ourselves
-        if ROUTING not in known:
-            raise InputError(
-                "rollout.routing_replay is 'rollout', but the installed vLLM does not return the experts of its "
-                f"answers (it has no {ROUTING}): set it to recompute or off."
-            )
-        arguments[ROUTING] = True
-    if slots is not None:
-        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": slots.max_rank}
-        if "lora_target_modules" in known:  # other layers would multiply zeros
-            arguments["lora_target_modules"] = slots.modules
-    return arguments | {
+        arguments |= _routing_arguments(known)
+    owned = {
         "model": model_path,
         "dtype": rollout.dtype or dtype,
         "max_model_len": max_model_len,
@@ -188,6 +179,25 @@ def engine_arguments(
         "logprobs_mode": LOGPROBS_MODE,
         "worker_extension_cls": WORKER_EXTENSION,
     }
+    return arguments | _slot_arguments(slots, known) | owned
+
+
+def _routing_arguments(known: Collection[str]) -> dict[str, Any]:
+    if ROUTING not in known:
+        raise InputError(
+            "rollout.routing_replay is 'rollout', but the installed vLLM does not return the experts of its answers "
+            f"(it has no {ROUTING}): set it to recompute or off."
+        )
+    return {ROUTING: True}
+
+
+def _slot_arguments(slots: Slots | None, known: Collection[str]) -> dict[str, Any]:
+    """What gives an engine slots for one adapter."""
+    if slots is None:
+        return {}
+    # other layers would multiply zeros
+    targets = {"lora_target_modules": slots.modules} if "lora_target_modules" in known else {}
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": slots.max_rank, **targets}
 
 
 def engine_settings(rollout: RolloutConfig, engine: int) -> RolloutConfig:
