@@ -7,7 +7,7 @@ and expand a kind into its tensors only for the rank that moves them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -98,6 +98,15 @@ def from_slice(piece: Slice) -> Series:
 def slices_of(layout: Iterable[Series]) -> list[Slice]:
     """Every tensor's piece, layer by layer within consecutive series of the same layers."""
     return list(_expand(layout))
+
+
+def having(layout: Iterable[Series], names: Collection[str]) -> list[Series]:
+    """The series that hold one of these tensors or several, whole."""
+    return [series for series in layout if any(name in names for name in _names_of(series))]
+
+
+def _names_of(series: Series) -> Iterator[str]:
+    return (hf_name_of(series.hf_name, (layer, expert)) for layer in series.layers for expert in series.experts)
 
 
 def _expand(layout: Iterable[Series]) -> Iterator[Slice]:

@@ -91,6 +91,9 @@ class RolloutConfig:
     # live: write new weights into the engine's parameters in place | reload: send whole tensors through vLLM's loader |
     # auto: live if every engine parameter can be written in place, else reload
     weight_update: Literal["auto", "live", "reload"] = "auto"
+    # Adapters in the engine (tuning.method lora). merged: summed into the weights that are sent | slots: in vLLM's own
+    # slots for adapters, and only they are sent | auto: slots for dense models on an accelerator, else merged
+    adapter: Literal["auto", "slots", "merged"] = "auto"
     # Sample from linear weights rounded to this 4-bit format; null: off.
     simulated_quantization: Literal["nvfp4", "mxfp4"] | None = None
     # Models with experts only: which experts compute a token in the trainer. rollout: those that the engine chose |

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from mega_rl.config.adapters import adapter_problems
 from mega_rl.config.algorithm import algorithm_problems, sampling_problems
 from mega_rl.config.megatron_fields import field_problems
 from mega_rl.config.model import model_problems
@@ -47,6 +48,7 @@ def problems(config: RunConfig, world_size: int | None = None, has_files: bool =
     if has_files:
         _model_files(found)
         _data_files(found)
+    found.lines += adapter_problems(config, has_files)
     _trainer(found)
     _optimizer(found)
     _memory(found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -40,6 +40,38 @@ class WithoutAdapters:
         """A weight whose adapter adds something."""
         adapters = policy.adapters.items()
         return next((name for name, adapter in adapters if any(bool(b.any()) for b in adapter.factors())), None)
+
+
+class StartingAdapters:
+    """A policy with the adapters that it has now, for a run that goes on from some: they alone are kept twice."""
+
+    def __init__(self, policy: MegatronPolicy) -> None:
+        self._policy = policy
+        self._kept = {name: parameter.detach().clone() for name, parameter in self._adapters()}
+
+    @torch.no_grad()
+    def token_stats(self, microbatches: Sequence[Microbatch]) -> list[TokenStats]:
+        own = {name: parameter.detach().clone() for name, parameter in self._adapters()}
+        self._fill(self._kept)
+        try:
+            return self._policy.token_stats(microbatches)
+        finally:
+            self._fill(own)
+
+    def differing(self, policy: MegatronPolicy) -> str | None:
+        return next((name for name, own in self._adapters() if not torch.equal(own, self._kept[name])), None)
+
+    def _adapters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        return [
+            (f"{weight}:{name}", parameter)
+            for weight, adapter in self._policy.adapters.items()
+            for name, parameter in adapter.named_parameters()
+        ]
+
+    @torch.no_grad()
+    def _fill(self, values: Mapping[str, torch.Tensor]) -> None:
+        for name, parameter in self._adapters():
+            parameter.copy_(values[name])
 
 
 class Frozen:

@@ -122,6 +122,8 @@ _MEMORY = (
 )
 _SYNC = (
     MetricSpec("bridge/seconds", "s", "time of one sync, slowest rank", "max"),
+    MetricSpec("adapter/largest_b", "1", "largest magnitude in the factors B of the adapters that were sent", "max"),
+    MetricSpec("adapter/unchanged_fraction", "fraction", "of merged weights, that rounding left as they were", "last"),
     MetricSpec("bridge/plan_s", "s", "time to compile the plan, once per run, slowest rank", "max"),
     MetricSpec("bridge/pack_s", "s", "pieces into send buffers, noise and casts included, slowest rank", "max"),
     MetricSpec("bridge/transfer_s", "s", "waiting for exchanges that nothing hid, slowest rank", "max"),

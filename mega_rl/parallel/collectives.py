@@ -20,6 +20,9 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
+_ON_USE = "TORCH_GLOO_LAZY_INIT"
+
+
 def connect_on_use() -> None:
     """Have gloo connect only those ranks of a group that talk: neighbours of a ring and of a tree.
 
@@ -27,7 +30,11 @@ def connect_on_use() -> None:
     many hosts allow 1,024 files. It reads this once, before a process's first group. All processes of a group must
     agree: where one connects at once and the other on use, gloo reads the other's address wrongly and crashes.
     """
-    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
+    os.environ[_ON_USE] = "1"
+
+
+def connects_on_use() -> bool:
+    return os.environ.get(_ON_USE) == "1"
 
 
 def join_world(backend: str, timeout_s: float) -> None:

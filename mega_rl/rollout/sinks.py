@@ -17,7 +17,9 @@ from torch import Tensor
 from mega_rl import platform
 from mega_rl.bridge.mapping.live_check import difference
 from mega_rl.bridge.mapping.tensors import full_series, hf_tensors
+from mega_rl.bridge.mapping.tuning import AdapterPlan
 from mega_rl.bridge.mapping.vllm import vllm_series
+from mega_rl.bridge.mapping.vllm_slots import slot_series
 from mega_rl.bridge.reshard.execute import Ledger, Read, Transfer, write_into
 from mega_rl.bridge.reshard.plan import Layout, compile_plan
 from mega_rl.bridge.reshard.proof import Hashes, Inspect, LoadProof, colocated
@@ -26,6 +28,7 @@ from mega_rl.errors import InputError
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.collectives import gather_objects, together
 from mega_rl.parallel.layout import EngineLayout
+from mega_rl.rollout.transfers import Transfers
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,13 @@ class Weights:
     dtype: torch.dtype  # that the engines hold, and the one that is sent
     bucket_bytes: int  # limit for the buffers of a transfer
     device: torch.device  # of this trainer rank
+    changing: frozenset[str] | None = None  # tensors that can differ from one sync to the next; None: all
+    slots: AdapterPlan | None = None  # the adapters that engines keep in slots; None: they have none
+
+    def worker_layout(self, tensor_parallel: int, tp_rank: int) -> list[Series]:
+        """What one engine worker holds of what is sent."""
+        series = vllm_series(self.shape, tensor_parallel, tp_rank)
+        return series if self.slots is None else series + slot_series(self.shape, tensor_parallel, tp_rank, self.slots)
 
 
 class WeightSink(Protocol):
@@ -56,7 +66,7 @@ class WeightSink(Protocol):
         """What every worker needs, [worker] -> its series."""
 
     def connect(self, sources: Layout) -> None:
-        """Plan all syncs to come.
+        """Plan all syncs to come: the first one brings everything, the others may bring only what can have changed.
 
         Args:
             sources: what every trainer rank holds.
@@ -132,7 +142,7 @@ class InPlaceSink:
 
     def __init__(self, engine: ColocatedEngine, weights: Weights, engines: EngineLayout) -> None:
         self._engine, self._weights, self._engines = engine, weights, engines
-        self._transfer: Transfer | None = None
+        self._transfers: Transfers | None = None
 
     @property
     def weight_version(self) -> int:
@@ -142,7 +152,8 @@ class InPlaceSink:
         return colocated(self._engine.parameters(), dist.get_rank())(function, arguments)
 
     def layout(self) -> list[list[Series]]:
-        return colocated_layout(self._weights.shape, self._engines)
+        size, engines = self._engines.tensor_parallel_size, self._engines
+        return [self._weights.worker_layout(size, engines.tensor_rank(rank)) for rank in range(engines.world_size)]
 
     def obstacle(self, load: LoadProof) -> str | None:
         """What cannot be written on any rank, in words that follow "cannot write"; None if all can be. Collective."""
@@ -154,15 +165,16 @@ class InPlaceSink:
         return found or load.difference(self.inspect, self._engines.world_size)
 
     def connect(self, sources: Layout) -> None:
-        self._transfer = colocated_transfer(sources, self.layout(), self._weights)
+        wanted, weights = self.layout(), self._weights
+        self._transfers = Transfers(wanted, weights.changing, lambda part: colocated_transfer(sources, part, weights))
 
     def update(self, read: Read, version: int) -> Ledger:
-        assert self._transfer is not None, "an update before connect"
+        assert self._transfers is not None, "an update before connect"
         self._engine.wake_weights()
         self._engine.begin_update()
         write = write_into(self._engine.parameters())
         with torch.no_grad():
-            ledger = self._transfer.run(read, write, self._weights.dtype)
+            ledger = self._transfers.next().run(read, write, self._weights.dtype)
         self._engine.finish_update(version)
         return ledger
 
@@ -258,6 +270,10 @@ def colocated_sink(
         return live
     if weight_update == "live":
         raise refused_live(reason)
+    if weights.slots is not None:
+        raise InputError(
+            f"rollout.adapter=slots needs live weights, and they cannot write {reason}: set rollout.adapter=merged"
+        )
     if verify != "off":
         raise InputError(
             f"bridge.verify={verify} can prove only what is written in place, and rollout.weight_update=auto "

@@ -8,7 +8,7 @@ from mega_rl.stages.parts import building, learning, progress, rollout_metrics
 from mega_rl.stages.parts.batch_builder import BatchBuilder
 from mega_rl.stages.parts.batches import memory_metrics
 from mega_rl.stages.parts.behaviour import behaviour_policy
-from mega_rl.stages.parts.engine_probe import probe_engines
+from mega_rl.stages.parts.engine_probe import EngineProbe
 from mega_rl.stages.parts.export import export_trained
 from mega_rl.stages.parts.gates import GateWatch
 from mega_rl.stages.parts.progress import Progress
@@ -38,6 +38,7 @@ def train(session: Session) -> None:
     layout, rendezvous = session.engine_layout, session.rendezvous
     builder = BatchBuilder(config, layout, timers, prompts, engine, scorer, rendezvous)
     validator = Validator(config, layout, timers, session.say, held_out, sync, engine, scorer, rendezvous)
+    probe = EngineProbe(engine, layout, session.shape.vocab_size, config, session.say)
     learner = building.learner(session, actor, reference, total_steps)
     watch = RewardWatch(session.say)
     state = progress.resume(session.checkpoint, memory, actor, builder, session.say)
@@ -52,8 +53,7 @@ def train(session: Session) -> None:
             with timers("step"):
                 with timers("sync"):
                     pushed = sync.push(version=step)
-                if step == state.step:
-                    probe_engines(engine, layout, session.shape.vocab_size, config.rollout, session.say)
+                probe.check(pushed)
                 with timers("generate"):
                     batch = builder.build(step)
                     sync.end_sampling()

@@ -64,10 +64,13 @@ WITHOUT_TABLE = {
     "memory.recompute",
     "platform.mindspeed.mode",
     "preference.reference",
+    "rollout.adapter",
     "rollout.placement",
     "rollout.routing_replay",
     "rollout.seeds",
     "rollout.weight_update",
+    "tuning.method",
+    "tuning.train_modules",
 }
 
 

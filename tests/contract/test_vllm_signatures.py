@@ -8,6 +8,7 @@ import json
 from abc import ABC, abstractmethod
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -216,7 +217,8 @@ def test_the_receiver_is_an_engine_of_every_version(version: str, monkeypatch: p
     """It fills in what is abstract, takes what its methods are given, and is given the model."""
     joined = []
     monkeypatch.setattr(receiver, "join_group", lambda point, rank: joined.append((point, rank)))
-    monkeypatch.setattr(receiver.Link, "transfer", lambda link, group, device: Sent())
+    transfers = SimpleNamespace(next=Sent)
+    monkeypatch.setattr(receiver.Link, "transfers", lambda link, group, device: transfers)
     entry, model = names(version)[f"{TRANSFER}.WeightTransferEngine"], torch.nn.Linear(3, 3)
     with torch.no_grad():
         model.bias.zero_()

@@ -57,14 +57,24 @@ def copy_tensors(
             advance(num_elements(box) * target.dtypes[name].itemsize)
 
 
-def digests(stored: Stored, dtypes: Mapping[str, torch.dtype], bucket_bytes: int, advance: Advance) -> dict[str, str]:
-    """SHA-256 of every tensor's bytes, row by row, little-endian, in the given dtypes; InputError as in a read."""
+def digests(
+    stored: Stored,
+    dtypes: Mapping[str, torch.dtype],
+    bucket_bytes: int,
+    advance: Advance,
+    transform: Transform | None = None,
+) -> dict[str, str]:
+    """SHA-256 of every tensor's bytes, row by row, little-endian, in the given dtypes; InputError as in a read.
+
+    ``transform``, if given, is applied to every block first; two threads call it, each for tensors of its own.
+    """
     with OpenTensors(stored) as reader, ThreadPoolExecutor(NUM_THREADS) as pool:
 
         def digest(name: str) -> str:
             found = hashlib.sha256()
             for box in row_blocks(stored.shapes[name], stored.dtypes[name].itemsize, bucket_bytes):
-                values = reader.read(name, box).to(dtypes[name])
+                values = reader.read(name, box)
+                values = (values if transform is None else transform(name, box, values)).to(dtypes[name])
                 found.update(values.view(-1).view(torch.uint8).numpy().data)
                 advance(values.nbytes)
             return found.hexdigest()

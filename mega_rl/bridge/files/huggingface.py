@@ -269,7 +269,7 @@ def plan_huggingface(
     for i, names in enumerate(shards):
         single = len(shards) == 1
         file_name = SINGLE_FILE if single else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        images[file_name], starts = _shard_image({name: sizes[name] for name in names}, dtypes)
+        images[file_name], starts = shard_image({name: sizes[name] for name in names}, dtypes)
         for name, start in starts.items():
             places[name] = [Place(whole_box(sizes[name]), file_name, start, sizes[name], whole_box(sizes[name]))]
     if len(shards) > 1:
@@ -281,14 +281,14 @@ def plan_huggingface(
     return Stored(root, sizes, dict(dtypes), places), images
 
 
-def _shard_image(
-    sizes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
+def shard_image(
+    sizes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], metadata: Mapping[str, str] | None = None
 ) -> tuple[FileImage, dict[str, int]]:
-    """A shard and the byte at which each tensor begins.
+    """A safetensors file without its tensors and the byte at which each begins; ``metadata`` goes into its header.
 
     Format: https://github.com/huggingface/safetensors#format (header length, JSON header, data).
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     starts: dict[str, int] = {}
     end = 0
     for name, size in sizes.items():

@@ -9,14 +9,14 @@ from pathlib import Path
 SAMPLE_BYTES = 4096  # of the beginning of every tensor
 
 
-def weights_digest(directory: Path) -> str:
-    """A digest of config.json, of every tensor's name, type, shape and place, and of its first bytes.
+def weights_digest(directory: Path, config: str = "config.json") -> str:
+    """A digest of the file ``config``, of every tensor's name, type, shape and place, and of its first bytes.
 
     Training changes every part of a tensor that it changes at all; two sets of weights that differ only behind the
     first ``SAMPLE_BYTES`` of each tensor would be taken for one.
     """
     digest = hashlib.blake2b(digest_size=16)
-    for file in [directory / "config.json", *sorted(directory.glob("*.safetensors"))]:
+    for file in [directory / config, *sorted(directory.glob("*.safetensors"))]:
         with file.open("rb") as content:
             digest.update(f"{file.name}/{file.stat().st_size}/".encode())
             if file.suffix == ".json":

@@ -29,14 +29,7 @@ class Changed:
 
 
 class Transform(Protocol):
-    """One kind of change, constructed once per run and the same on every rank.
-
-    How a LoRA merge is written: it is constructed with a callable that gives the whole factors A [r, columns] and B
-    [rows, r] of adapted weights, as ``AqnTransform`` is given the masters of norms. ``for_sync`` calls it, which may be
-    collective, and returns a reader that asks ``read`` for the box of the frozen weight and adds ``scale * B[rows] @
-    A[:, columns]`` of that box, in float32 and cast once. It stands first in the list: noise and quantisation then
-    change the merged weight.
-    """
+    """One kind of change, constructed once per run and the same on every rank."""
 
     def for_sync(self, read: Read, version: int) -> Changed:
         """``read`` with this change, for the weights as they are now; collective.

@@ -5,15 +5,16 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from mega_rl import platform
+from mega_rl.bridge.mapping.vllm_slots import Slots
 from mega_rl.config.schema import RolloutConfig, TrainerConfig
-from mega_rl.parallel.collectives import connect_on_use
+from mega_rl.parallel.collectives import connect_on_use, connects_on_use
 from mega_rl.parallel.joint_group import MeetingPoint, join_store, open_meeting
 from mega_rl.parallel.store import LOOPBACK
 from mega_rl.rollout.engine import Request
@@ -34,6 +35,8 @@ class EngineSpec:
     is_deterministic: bool
     num_threads: int  # of torch, on the CPU
     collective_timeout_s: float = TrainerConfig.collective_timeout_s
+    slots: Slots | None = None  # for an adapter
+    connects_on_use: bool = field(default_factory=connects_on_use)  # gloo, in the trainer, which makes this
 
 
 class EngineProcess:
@@ -66,7 +69,8 @@ class EngineProcess:
             InputError: as ``VLLMEngine``.
         """
         here = _select(spec)
-        connect_on_use()  # as the trainer's ranks do, with which a group joins this process later
+        if spec.connects_on_use:
+            connect_on_use()
         _, index = self.device(spec.platform_name)
         # A local Ray passes on the environment of the trainer's rank 0.
         for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
@@ -91,6 +95,7 @@ class EngineProcess:
             max_model_len=spec.max_model_len,
             device_type=device.type,
             dtype=spec.dtype,
+            slots=spec.slots,
         )
 
     @property

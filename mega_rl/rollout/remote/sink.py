@@ -24,6 +24,7 @@ from mega_rl.parallel.joint_group import join_group, open_meeting
 from mega_rl.rollout.receiver import Link
 from mega_rl.rollout.remote.engines import RemoteEngines
 from mega_rl.rollout.sinks import Weights, refused_live
+from mega_rl.rollout.transfers import Transfers
 
 
 class RemoteSink:
@@ -34,7 +35,7 @@ class RemoteSink:
 
     def __init__(self, engines: RemoteEngines, weights: Weights) -> None:
         self._engines, self._weights = engines, weights
-        self._transfer: Transfer | None = None
+        self._transfers: Transfers | None = None
         self._under_way: list[Any] = []  # what the workers are doing during a transfer; on rank 0 only
 
     @property
@@ -51,7 +52,8 @@ class RemoteSink:
         return broadcast_object(answers)
 
     def layout(self) -> list[list[Series]]:
-        return remote_layout(self._weights.shape, self._engines.engine_size, self._engines.num_workers)
+        size = self._engines.engine_size
+        return [self._weights.worker_layout(size, worker % size) for worker in range(self._engines.num_workers)]
 
     def obstacle(self, load: LoadProof) -> str | None:
         """What cannot be written in any worker, in words that follow "cannot write"; None if all can be. Collective."""
@@ -67,7 +69,8 @@ class RemoteSink:
         wanted, weights, fleet = self.layout(), self._weights, self._engines.fleet
         world_size = num_trainers + len(wanted)
         held: Layout = [*sources, *([] for _ in wanted)]
-        destinations: Layout = [*([] for _ in range(num_trainers)), *wanted]
+        destinations: list[list[Series]] = [*([] for _ in range(num_trainers)), *wanted]
+        settings = weights.dtype, weights.bucket_bytes, weights.changing
         point = store = None
         with together("opening the group of trainer and engines"):
             if fleet is not None:
@@ -76,16 +79,19 @@ class RemoteSink:
         joining = []
         if fleet is not None:
             links = [
-                (Link(point, num_trainers + worker, held, destinations, weights.dtype, weights.bucket_bytes),)
-                for worker in range(len(wanted))
+                (Link(point, num_trainers + worker, held, destinations, *settings),) for worker in range(len(wanted))
             ]
             joining = fleet.submit("connect", links)
         group = join_group(point, rank, store)
         with together("joining trainer and engines"):
             if fleet is not None:
                 fleet.results(joining, "joining the trainer")
-        plan = compile_plan(held, destinations)
-        self._transfer = Transfer(plan, rank, world_size, group, weights.bucket_bytes, weights.device, here.synchronize)
+
+        def part(destinations: Layout) -> Transfer:
+            plan = compile_plan(held, destinations)
+            return Transfer(plan, rank, world_size, group, weights.bucket_bytes, weights.device, here.synchronize)
+
+        self._transfers = Transfers(destinations, weights.changing, part)
 
     def update(self, read: Read, version: int) -> Ledger:
         self._begin()
@@ -112,10 +118,10 @@ class RemoteSink:
 
         The collective only says that a connection broke, so the error names the worker whose process is gone.
         """
-        assert self._transfer is not None, "an update before connect"
+        assert self._transfers is not None, "an update before connect"
         try:
             with HEART.waiting("the rollout engines, taking weights", is_for_ranks=False):
-                return self._transfer.run(read, _write_nothing, self._weights.dtype)
+                return self._transfers.next().run(read, _write_nothing, self._weights.dtype)
         except RuntimeError as error:
             if self._engines.fleet is not None:
                 self._engines.fleet.raise_death("exchanging weights")

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from mega_rl.bridge.mapping.vllm_slots import Slots
 from mega_rl.config.schema import RolloutConfig
 from mega_rl.errors import InputError
 from mega_rl.models.mixture import Mixture
@@ -53,7 +54,14 @@ class VLLMEngine:
     """
 
     def __init__(
-        self, model_path: str | Path, rollout: RolloutConfig, *, max_model_len: int, device_type: str, dtype: str
+        self,
+        model_path: str | Path,
+        rollout: RolloutConfig,
+        *,
+        max_model_len: int,
+        device_type: str,
+        dtype: str,
+        slots: Slots | None = None,
     ) -> None:
         """
         Args:
@@ -61,6 +69,7 @@ class VLLMEngine:
             max_model_len: longest prompt and response together, tokens.
             device_type: torch's name of the platform's device.
             dtype: of the model; used if ``rollout.dtype`` is not set.
+            slots: for the adapter that every request takes, which adds nothing until it is written to; None: no slots.
         """
         set_environment(device_type)
         self._rollout = rollout
@@ -72,8 +81,9 @@ class VLLMEngine:
         self._under_way: dict[int, Request] = {}  # by number of submission
         self._num_submitted = 0
         self._loaded: set[str] | None = None  # names loaded by the update under way; None outside of one
-        self._llm = _construct(str(model_path), rollout, max_model_len, device_type, dtype)
+        self._llm = _construct(str(model_path), rollout, max_model_len, device_type, dtype, slots)
         self._call("receiver_set_up", LOGPROBS_MODE)
+        self._adapter = None if slots is None else self._call("receiver_open_slots", slots)  # that requests take
         self._names = frozenset(self._call("receiver_parameters"))
         self._mixture = _mixture_to_replay(model_path, rollout)
         if self._mixture is not None and device_type == "cpu":
@@ -104,7 +114,9 @@ class VLLMEngine:
                 self._num_submitted += 1
                 self._under_way[self._num_submitted] = request
                 prompt = {"type": "token", "prompt_token_ids": list(request.prompt.token_ids)}
-                self._llm.llm_engine.add_request(str(self._num_submitted), prompt, self._sampling_params(request))
+                self._llm.llm_engine.add_request(
+                    str(self._num_submitted), prompt, self._sampling_params(request), lora_request=self._adapter
+                )
 
     def step(self) -> list[Trajectory]:
         return [trajectory for _, trajectory in self._step()]
@@ -153,7 +165,9 @@ class VLLMEngine:
         prompt = {"type": "token", "prompt_token_ids": list(prompt_ids)[: self._max_model_len - 1]}
         num_logprobs = min(NUM_LOGPROBS, self._llm.llm_engine.vllm_config.model_config.get_vocab_size())
         with preserved_generators(self._device_type):
-            self._llm.llm_engine.add_request("probe", prompt, _probe_params(temperature, num_logprobs))
+            self._llm.llm_engine.add_request(
+                "probe", prompt, _probe_params(temperature, num_logprobs), lora_request=self._adapter
+            )
             outputs: list[Any] = []
             while not outputs:
                 outputs = [output for output in self._llm.llm_engine.step() if output.finished]
@@ -278,7 +292,9 @@ def _mixture_to_replay(model_path: str | Path, rollout: RolloutConfig) -> Mixtur
     return read_model_shape(model_path).mixture if rollout.routing_replay == "rollout" else None
 
 
-def _construct(model_path: str, rollout: RolloutConfig, max_model_len: int, device_type: str, dtype: str) -> Any:
+def _construct(
+    model_path: str, rollout: RolloutConfig, max_model_len: int, device_type: str, dtype: str, slots: Slots | None
+) -> Any:
     """A ``vllm.LLM`` that leaves the process as it found it."""
     external = _is_external()
     with preserved_process(device_type):
@@ -297,6 +313,7 @@ def _construct(model_path: str, rollout: RolloutConfig, max_model_len: int, devi
             device_type=device_type,
             known=[field.name for field in dataclasses.fields(EngineArgs)],
             external=external,
+            slots=slots,
         )
         if external:  # vLLM reads these variables; a launcher other than torchrun may not have set them
             os.environ.setdefault("RANK", str(dist.get_rank()))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mega_rl.bridge.mapping.vllm_slots import Slots
 from mega_rl.config.schema import COLOCATED_MEMORY_SHARE, RolloutConfig
 from mega_rl.errors import InputError, shown
 from mega_rl.rollout.temperature_probe import NUM_LOGPROBS
@@ -38,6 +39,12 @@ _OWNED = {
     "worker_extension_cls": "",
     "weight_transfer_config": "",
     ROUTING: "rollout.routing_replay",
+    "enable_lora": "rollout.adapter",
+    "max_loras": "",
+    "max_lora_rank": "tuning.adapter.rank",
+    "fully_sharded_loras": "",
+    "lora_dtype": "rollout.dtype",
+    "lora_target_modules": "tuning.adapter.targets",
 }
 _OWNED_ON_CPU = {"kv_cache_memory_bytes": "rollout.kv_cache_bytes", "enable_sleep_mode": ""}
 
@@ -125,6 +132,7 @@ def engine_arguments(
     device_type: str,
     known: Collection[str],
     external: bool,
+    slots: Slots | None = None,
 ) -> dict[str, Any]:
     """Everything that ``vllm.LLM`` is given.
 
@@ -133,6 +141,7 @@ def engine_arguments(
         max_model_len: prompt and response together, tokens.
         known: the names of the installed vLLM's engine arguments.
         external: whether a launcher started several processes, so that engine ranks live in them.
+        slots: for an adapter; None: none.
 
     Raises:
         InputError: as ``check_options``.
@@ -160,13 +169,8 @@ def engine_arguments(
     if external:
         arguments["distributed_executor_backend"] = "external_launcher"
     if rollout.routing_replay == "rollout" and not on_cpu:  # on a CPU we capture them ourselves
-        if ROUTING not in known:
-            raise InputError(
-                "rollout.routing_replay is 'rollout', but the installed vLLM does not return the experts of its "
-                f"answers (it has no {ROUTING}): set it to recompute or off."
-            )
-        arguments[ROUTING] = True
-    return arguments | {
+        arguments |= _routing_arguments(known)
+    owned = {
         "model": model_path,
         "dtype": rollout.dtype or dtype,
         "max_model_len": max_model_len,
@@ -175,6 +179,25 @@ def engine_arguments(
         "logprobs_mode": LOGPROBS_MODE,
         "worker_extension_cls": WORKER_EXTENSION,
     }
+    return arguments | _slot_arguments(slots, known) | owned
+
+
+def _routing_arguments(known: Collection[str]) -> dict[str, Any]:
+    if ROUTING not in known:
+        raise InputError(
+            "rollout.routing_replay is 'rollout', but the installed vLLM does not return the experts of its answers "
+            f"(it has no {ROUTING}): set it to recompute or off."
+        )
+    return {ROUTING: True}
+
+
+def _slot_arguments(slots: Slots | None, known: Collection[str]) -> dict[str, Any]:
+    """What gives an engine slots for one adapter."""
+    if slots is None:
+        return {}
+    # other layers would multiply zeros
+    targets = {"lora_target_modules": slots.modules} if "lora_target_modules" in known else {}
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": slots.max_rank, **targets}
 
 
 def engine_settings(rollout: RolloutConfig, engine: int) -> RolloutConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mega_rl.bridge.mapping.vllm_slots import Slots
 from mega_rl.config.schema import RolloutConfig
 from mega_rl.rollout.receiver import Link
 from mega_rl.rollout.vllm.engine import VLLMEngine
@@ -16,11 +17,20 @@ class ReceivingEngine(VLLMEngine):
     """A ``VLLMEngine`` that takes an update with ``receive``, through vLLM's own start, update and finish."""
 
     def __init__(
-        self, model_path: str | Path, rollout: RolloutConfig, *, max_model_len: int, device_type: str, dtype: str
+        self,
+        model_path: str | Path,
+        rollout: RolloutConfig,
+        *,
+        max_model_len: int,
+        device_type: str,
+        dtype: str,
+        slots: Slots | None = None,
     ) -> None:
         set_environment(device_type)
         _register()
-        super().__init__(model_path, rollout, max_model_len=max_model_len, device_type=device_type, dtype=dtype)
+        super().__init__(
+            model_path, rollout, max_model_len=max_model_len, device_type=device_type, dtype=dtype, slots=slots
+        )
 
     def connect(self, link: Link) -> None:
         """Join the trainer's ranks in one group; blocks until all of them have joined."""

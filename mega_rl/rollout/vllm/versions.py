@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mega_rl.rollout.receiver import Receiver
+from mega_rl.rollout.vllm.adapter_slots import BASE, live_slots
 
 EXPERT_WEIGHTS = ("w13_weight", "w2_weight")
 CAPTURE = "mega_rl_capture"  # of a module of experts on a CPU: is told which experts [T, K] take the tokens
@@ -25,7 +26,11 @@ TURNS_EXPERTS = "npu"  # the device type whose plug-in, vllm-ascend, holds exper
 
 
 def parameter_name(name: str) -> str:
-    """The name that 0.32 has for an engine's parameter: in earlier versions experts held their weights themselves."""
+    """The name that 0.32 has for an engine's parameter: in earlier versions experts held their weights themselves.
+
+    Layers with slots for adapters wrap the layer that they are without.
+    """
+    name = name.replace(f"{BASE}.", ".")
     path, _, last = name.rpartition(".")
     if last in EXPERT_WEIGHTS and path.endswith(".experts"):
         return f"{path}.routed_experts.{last}"
@@ -33,13 +38,14 @@ def parameter_name(name: str) -> str:
 
 
 def live_parameters(model: torch.nn.Module) -> dict[str, Tensor]:
-    """A worker's parameters by engine name; a tied head appears once, under the name of the embedding.
+    """A worker's parameters by engine name, and its slots; a tied head appears once, under the embedding's name.
 
     vllm-ascend turns experts' weights into [expert, hidden, rows] once they are loaded. They are shown as everywhere
     else, [expert, rows, hidden], as transposed views of the memory that the engine computes with.
     """
     parameters = {parameter_name(name): parameter.data for name, parameter in model.named_parameters()}
-    return {name: data.transpose(1, 2) if _is_turned(name, data) else data for name, data in parameters.items()}
+    weights = {name: data.transpose(1, 2) if _is_turned(name, data) else data for name, data in parameters.items()}
+    return weights | dict(live_slots(model))
 
 
 def _is_turned(name: str, data: Tensor) -> bool:

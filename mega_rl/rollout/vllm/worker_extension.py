@@ -11,6 +11,8 @@ import torch
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from mega_rl.bridge.mapping.vllm_slots import Slots
+from mega_rl.rollout.vllm.adapter_slots import open_slots
 from mega_rl.rollout.vllm.cpu_routing import RoutingCapture
 from mega_rl.rollout.vllm.versions import live_parameters, parameter_name, undo_wake_up, use_logprobs_mode
 
@@ -30,6 +32,11 @@ class WeightReceiver:
         """What the worker does not take from the engine's arguments by itself."""
         if self.device.type == "npu":
             use_logprobs_mode(self.model_runner.sampler, logprobs_mode)
+
+    @torch.no_grad()
+    def receiver_open_slots(self, slots: Slots) -> Any:
+        """Register an adapter that adds nothing and show its slots among the parameters; returns what requests take."""
+        return open_slots(self.model_runner, slots)
 
     def receiver_begin_update(self) -> None:
         """Give the parameters the layout with which the engine computes."""

@@ -12,11 +12,14 @@ import torch.distributed as dist
 from mega_rl import platform
 from mega_rl.algorithms.objective import PolicyObjective
 from mega_rl.bridge.files.huggingface import HFReader
+from mega_rl.bridge.mapping.adapter import adapter_tensors
 from mega_rl.bridge.mapping.tensors import hf_tensors, roles
+from mega_rl.bridge.mapping.tuning import AdapterPlan
+from mega_rl.bridge.mapping.vllm_slots import Slots
 from mega_rl.bridge.outgoing.noise import AqnNoise, AqnTransform
 from mega_rl.bridge.outgoing.quantize import SimulatedQuantization
 from mega_rl.bridge.outgoing.transform import Transform
-from mega_rl.bridge.reshard.proof import LoadProof, Proof
+from mega_rl.bridge.reshard.proof import LoadProof, Proof, Sizes
 from mega_rl.bridge.series import Series, slices_of
 from mega_rl.bridge.slices import Box
 from mega_rl.config import RunConfig, has_critic, samples, workers_rewards
@@ -29,7 +32,7 @@ from mega_rl.errors import InputError
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.offload import PARTS
 from mega_rl.megatron.policy import MegatronPolicy
-from mega_rl.megatron.reference import Frozen, FrozenCopy, Reference, WithoutAdapters
+from mega_rl.megatron.reference import Frozen, FrozenCopy, Reference, StartingAdapters, WithoutAdapters
 from mega_rl.megatron.spec import TrainerSpec
 from mega_rl.megatron.value import NewScore
 from mega_rl.models.shape import VALUE, ModelShape
@@ -44,6 +47,7 @@ from mega_rl.rollout.replay import ReplayEngine
 from mega_rl.rollout.sinks import Weights, WeightSink, colocated_layout, colocated_sink
 from mega_rl.rollout.vllm.engine import VLLMEngine
 from mega_rl.rollout.vllm.options import engine_settings, num_loading_engines
+from mega_rl.stages.parts import adapters
 from mega_rl.stages.parts.critic import Critic
 from mega_rl.stages.parts.judge import RewardModel
 from mega_rl.stages.parts.learning import Learner
@@ -108,9 +112,14 @@ def companion_spec(config: RunConfig) -> TrainerSpec:
 
 
 def actor(session: Session, num_optimizer_steps: int) -> MegatronEngine:
+    """The policy that is trained, with the adapter that it goes on from."""
     config = session.config
-    spec = trainer_spec(config)
-    return trainer(session, spec, config.optimizer, session.shape, session.weights, num_optimizer_steps)
+    weights, adapter = adapters.starting_point(config.tuning, session.shape, session.weights)
+    actor = trainer(session, trainer_spec(config), config.optimizer, session.shape, weights, num_optimizer_steps)
+    if adapter is not None:
+        adapters.load_adapter(actor, adapter)
+        session.say(f"tuning.adapter.path: training goes on from the adapter in {adapter.directory}")
+    return actor
 
 
 def trainer(
@@ -135,13 +144,15 @@ def trainer(
 
 
 def reference(session: Session, actor: MegatronEngine) -> Reference | None:
-    """The starting weights, if the objective needs them: what is under the adapters if nothing else is trained, else a
-    frozen copy, so the actor must not have been resumed yet."""
+    """The starting weights, if the objective needs them: what is under the adapters, or the adapters that training goes
+    on from, if nothing else is trained; else a frozen copy. So the actor must not have been resumed yet."""
     if session.config.algorithm.kl_coefficient == 0:
         return None
     plan = actor.policy.plan
+    settings = session.config.tuning.adapter
     if plan.adapters.ranks and not plan.trained:
-        return WithoutAdapters(actor.policy)
+        goes_on = settings.path is not None and not settings.new
+        return StartingAdapters(actor.policy) if goes_on else WithoutAdapters(actor.policy)
     policy = MegatronPolicy(companion_spec(session.config), session.shape, session.layout, session.device)
     policy.copy_from(actor.policy)
     return FrozenCopy(policy, session.config.memory, platform.current().has_own_memory)
@@ -155,19 +166,24 @@ def engine_and_sync(session: Session, actor: MegatronEngine, noise: AqnNoise) ->
         records = ReplayEngine(Path(config.rollout.replay), session.shape.mixture)
         return records, RecordedSync(records, noise)
     dtype, weight_update = DTYPES[config.rollout.dtype or config.model.dtype], config.rollout.weight_update
-    weights = Weights(session.shape, dtype, config.bridge.bucket_bytes, session.device)
+    plan = actor.policy.plan.adapters
+    slots = adapters.engine_slots(config.rollout, session.shape, plan, session.device.type, session.say)
+    changing = adapters.changing(config, actor.policy, noise, slots is not None)
+    of_slots = None if slots is None else plan
+    weights = Weights(session.shape, dtype, config.bridge.bucket_bytes, session.device, changing, of_slots)
     if config.rollout.placement == "separate":
         rollout = config.rollout
         size = rollout.tensor_parallel_size
         wanted = remote_layout(session.shape, size, rollout.num_engines * size)
         load = load_proof(session, actor, weights, wanted)
-        engines = remote_engines(session)
-        return engines, weight_sync(session, actor, remote_sink(engines, weights, load, weight_update), noise)
-    engine, sink = colocated_engine(session, actor, weights)
-    return engine, weight_sync(session, actor, sink, noise)
+        engines = remote_engines(session, slots)
+        sink: WeightSink = remote_sink(engines, weights, load, weight_update)
+        return engines, weight_sync(session, actor, sink, noise, weights.slots)
+    engine, sink = colocated_engine(session, actor, weights, slots)
+    return engine, weight_sync(session, actor, sink, noise, weights.slots)
 
 
-def remote_engines(session: Session) -> RemoteEngines:
+def remote_engines(session: Session, slots: Slots | None) -> RemoteEngines:
     config = session.config
     spec = EngineSpec(
         str(Path(config.model.path).resolve()),
@@ -178,11 +194,14 @@ def remote_engines(session: Session) -> RemoteEngines:
         config.platform.deterministic,
         torch.get_num_threads(),
         config.trainer.collective_timeout_s,
+        slots,
     )
     return RemoteEngines(spec, config.rollout.num_engines)
 
 
-def colocated_engine(session: Session, actor: MegatronEngine, weights: Weights) -> tuple[VLLMEngine, WeightSink]:
+def colocated_engine(
+    session: Session, actor: MegatronEngine, weights: Weights, slots: Slots | None
+) -> tuple[VLLMEngine, WeightSink]:
     """The engine in this process, asleep if it can sleep, and its sink; meanwhile the actor makes room for it."""
     config, layout = session.config, session.engine_layout
     load = None
@@ -195,6 +214,7 @@ def colocated_engine(session: Session, actor: MegatronEngine, weights: Weights) 
         max_model_len=config.data.max_prompt_length + config.data.max_response_length,
         device_type=session.device.type,
         dtype=config.model.dtype,
+        slots=slots,
     )
     sink = colocated_sink(
         engine,
@@ -215,8 +235,8 @@ def load_proof(
 ) -> LoadProof:
     """What compares the engines' own load with ``model.path``, before the actor leaves the device or is resumed.
 
-    The actor still holds the tensors of ``model.path``, unless its dtype is narrower than the engines': then its part
-    of them is read again. Collective.
+    The actor still holds the tensors of ``model.path``, unless its dtype is narrower than the engines', or an adapter
+    was merged into them: then its part of them is read again. Collective.
 
     Args:
         wanted: what every engine worker holds.
@@ -229,26 +249,26 @@ def load_proof(
     def read(local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> torch.Tensor:
         return session.weights.read(hf_name, hf_box).to(weights.device, weights.dtype)
 
-    is_narrower = DTYPES[config.model.dtype].itemsize < weights.dtype.itemsize
+    is_other = DTYPES[config.model.dtype].itemsize < weights.dtype.itemsize or config.tuning.adapter.new
     sources = [slices_of(actor.series_of(other)) for other in range(dist.get_world_size())]
     size = config.rollout.tensor_parallel_size
     num_loading = num_loading_engines(config.rollout, len(wanted) // size)
     loaded = [slices_of(series) for series in wanted[: num_loading * size]]
-    return LoadProof(hf_tensors(session.shape), sources, loaded, size, read if is_narrower else held, rank)
+    return LoadProof(hf_tensors(session.shape), sources, loaded, size, read if is_other else held, rank)
 
 
-def weight_sync(session: Session, actor: MegatronEngine, sink: WeightSink, noise: AqnNoise) -> WeightSync:
+def weight_sync(
+    session: Session, actor: MegatronEngine, sink: WeightSink, noise: AqnNoise, slots: AdapterPlan | None = None
+) -> WeightSync:
     """The actor's way into the sink, with the outgoing transforms and the proof that the configuration asks for.
 
+    Args:
+        slots: the adapters that the engines keep in slots; None: adapters are merged.
+
     Raises:
-        InputError: adapters; simulated quantisation whose blocks the trainer's layout cuts.
+        InputError: simulated quantisation whose blocks the trainer's layout cuts.
     """
-    config, shape = session.config, session.shape
-    if actor.policy.adapters:
-        raise InputError(
-            "tuning.method is 'lora', but adapters do not reach the engines yet: set trainer.stage to sft, or "
-            "tuning.method to full or freeze"
-        )
+    config, shape, policy = session.config, session.shape, actor.policy
     dtype = DTYPES[config.rollout.dtype or config.model.dtype]
     sources = [actor.series_of(rank) for rank in range(dist.get_world_size())]
     transforms: list[Transform] = []
@@ -259,16 +279,24 @@ def weight_sync(session: Session, actor: MegatronEngine, sink: WeightSink, noise
         transforms.append(
             SimulatedQuantization(four_bits, hf_tensors(shape), roles(shape), held, dist.get_rank(), session.device)
         )
-    return WeightSync(actor, sources, sink, transforms, dtype, proof(config, shape, sources, sink))
+    model: list[Transform] = []
+    if slots is not None:
+        model.append(adapters.scaled_adapters(policy, dtype))
+        sources = [held + policy.adapter_series_of(rank) for rank, held in enumerate(sources)]
+    elif policy.plan.adapters.ranks:
+        model.append(adapters.lora_merge(policy, dtype, config.bridge.bucket_bytes))
+    of_slots = {} if slots is None else adapter_tensors(shape, slots)
+    checks = proof(config, {**hf_tensors(shape), **of_slots}, sources, sink)
+    return WeightSync(actor, sources, sink, transforms, dtype, checks, model)
 
 
-def proof(config: RunConfig, shape: ModelShape, sources: Sequence[Sequence[Series]], sink: WeightSink) -> Proof | None:
+def proof(config: RunConfig, sizes: Sizes, sources: Sequence[Sequence[Series]], sink: WeightSink) -> Proof | None:
     """What ``bridge.verify`` asks for; None if it is off, or the engines hold nothing to compare."""
     if config.bridge.verify == "off" or sink.inspect is None:
         return None
     held, needed = ([slices_of(series) for series in side] for side in (sources, sink.layout()))
     is_sample = config.bridge.verify == "sample"
-    return Proof(hf_tensors(shape), held, needed, config.rollout.tensor_parallel_size, is_sample, config.trainer.seed)
+    return Proof(sizes, held, needed, config.rollout.tensor_parallel_size, is_sample, config.trainer.seed)
 
 
 def noise(session: Session, total: int) -> AqnNoise:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from mega_rl.config import RunConfig
 from mega_rl.config.schema import RolloutConfig
 from mega_rl.errors import InputError
 from mega_rl.parallel.collectives import gather_objects
@@ -17,6 +18,26 @@ from mega_rl.rollout.temperature_probe import (
     measured_temperatures,
     probe_prompt,
 )
+from mega_rl.stages.parts.delivery import Delivery
+from mega_rl.stages.parts.weight_sync import Pushed
+
+
+class EngineProbe:
+    """What is asked of the engines after a push and before anything is sampled; see ``probe_engines``, ``Delivery``."""
+
+    def __init__(
+        self, engine: Probed, layout: EngineLayout, vocab_size: int, config: RunConfig, say: Callable[[str], None]
+    ) -> None:
+        self._engine, self._layout, self._vocab_size, self._config, self._say = engine, layout, vocab_size, config, say
+        self._delivery = Delivery(engine, layout, vocab_size, config, say)
+        self._is_first = True
+
+    def check(self, pushed: Pushed) -> None:
+        """Collective; InputError and GateFailure on every rank."""
+        if self._is_first:
+            probe_engines(self._engine, self._layout, self._vocab_size, self._config.rollout, self._say)
+        self._is_first = False
+        self._delivery.check(pushed)
 
 
 def probe_engines(

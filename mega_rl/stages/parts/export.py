@@ -15,11 +15,11 @@ from mega_rl.bridge.files.huggingface import HFWriter, value_changes
 from mega_rl.bridge.mapping.tensors import full_series, hf_tensors
 from mega_rl.bridge.reshard.execute import Transfer
 from mega_rl.bridge.reshard.plan import compile_plan
-from mega_rl.bridge.slices import Box
 from mega_rl.data.tokenizer import padding_token
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.models.shape import ModelShape
 from mega_rl.observe.heartbeat import HEART
+from mega_rl.stages.parts.adapters import ADAPTER, export_adapter, is_base_of_adapter, local_reader, lora_merge
 from mega_rl.stages.parts.session import Session
 
 MAX_SHARD_BYTES = 5 << 30  # of an exported safetensors file
@@ -34,7 +34,8 @@ def export_huggingface(
 ) -> None:
     """Write the actor's weights as a Hugging Face directory that transformers and vLLM load; collective.
 
-    Adapters are merged into what is written, box by box, and nowhere else.
+    Adapters are merged into what is written, box by box, and nowhere else. They are written by themselves too, beside
+    it as ``ADAPTER``, if they and ``source_dir`` are the whole model.
 
     Args:
         target: the directory to write; what an earlier run left there is replaced.
@@ -49,9 +50,9 @@ def export_huggingface(
     plan = compile_plan(sources, [full_series(policy.shape) if r == 0 else [] for r in range(world_size)])
     transfer = Transfer(plan, rank, world_size, None, bucket_bytes, policy.device)
 
-    def read(local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> Tensor:
-        return policy.merged(local_name, local_box).to(dtype)
-
+    read = local_reader(policy, dtype)
+    if policy.plan.adapters.ranks:
+        read = lora_merge(policy, dtype, bucket_bytes).for_sync(read, version=0).read
     stream = transfer.stream(read, list(hf_tensors(policy.shape)), dtype)
     try:
         if rank == 0:
@@ -59,6 +60,8 @@ def export_huggingface(
     finally:
         for _ in stream:  # every rank must come to the end of the stream, or the others would wait for it
             pass
+    if is_base_of_adapter(policy):
+        export_adapter(policy, target.with_name(ADAPTER), source_dir, bucket_bytes)
 
 
 def export_trained(session: Session, trainer: MegatronEngine) -> None:

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mega_rl.bridge.files.peft_config import CONFIG_FILE
 from mega_rl.bridge.files.sampled_digest import weights_digest
 from mega_rl.data.rows import atomic_path
 from mega_rl.megatron.engine import MegatronEngine
@@ -83,8 +84,10 @@ def _computed(session: Session, model: MegatronEngine, rows: SequenceOf[Row]) ->
 
 
 def _key(session: Session, fingerprint: str, num_rows: int) -> str:
-    config = session.config
-    parts = (weights_digest(Path(config.model.path)), config.model.dtype, fingerprint, str(num_rows))
+    config, adapter = session.config, session.config.tuning.adapter
+    parts = [weights_digest(Path(config.model.path)), config.model.dtype, fingerprint, str(num_rows)]
+    if adapter.path is not None:
+        parts.append(weights_digest(Path(adapter.path), CONFIG_FILE))
     return hashlib.blake2b("/".join(parts).encode(), digest_size=16).hexdigest()
 
 

@@ -39,6 +39,7 @@ from mega_rl.parallel.rendezvous import Rendezvous
 from mega_rl.parallel.store import shared_store
 from mega_rl.parallel.watch import watched
 from mega_rl.platform.versions import installed
+from mega_rl.stages.parts.adapters import ADAPTER
 from mega_rl.stages.parts.batches import BatchShare
 from mega_rl.stages.parts.memory import StateInMemory, state_in_memory
 from mega_rl.stages.parts.notice import Notice
@@ -88,6 +89,10 @@ class Session:
     def export_dir(self) -> Path:
         return self.output_dir / "huggingface"
 
+    @property
+    def adapter_dir(self) -> Path:
+        return self.output_dir / ADAPTER
+
     def observer(self, state: Progress, total_steps: int) -> Observer:
         """What this run logs to; rows of an earlier run that will be logged again are dropped.
 
@@ -128,6 +133,8 @@ class Session:
             self.say(f"checkpoint: {newest[0]}")
         if self.config.checkpoint.export_hf:
             self.say(f"Hugging Face weights: {self.export_dir}")
+        if self.config.checkpoint.export_hf and self.config.tuning.method == "lora" and self.adapter_dir.is_dir():
+            self.say(f"adapter, as PEFT has it: {self.adapter_dir}")
         if self.config.logging.tensorboard:
             self.say(f"dashboard: tensorboard --logdir {self.output_dir}, then http://localhost:6006/{PAGE}")
 

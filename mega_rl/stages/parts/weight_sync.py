@@ -74,6 +74,8 @@ class WeightSync:
         transforms: what changes the weights that training samples from, in this order.
         dtype: what the engines hold.
         proof: checks every sync; None: unchecked.
+        model: what makes the model's weights of what the trainer holds (adapters are merged): first, and for validation
+            too.
     """
 
     def __init__(
@@ -84,8 +86,10 @@ class WeightSync:
         transforms: Sequence[Transform],
         dtype: torch.dtype,
         proof: Proof | None,
+        model: Sequence[Transform] = (),
     ) -> None:
         self.trainer, self.sink, self.transforms, self.dtype, self.proof = trainer, sink, transforms, dtype, proof
+        self.model = model
         start = time.perf_counter()
         sink.connect(sources)
         self.plan_s = time.perf_counter() - start
@@ -103,7 +107,7 @@ class WeightSync:
         """
         self.trainer.policy.refuse_replaced("a push")
         self._check_version(version, is_validation)
-        outgoing = fold(() if is_validation else self.transforms, self._read, version)
+        outgoing = fold([*self.model, *(() if is_validation else self.transforms)], self._read, version)
         self.trainer.offload.to_host("gradients", "optimizer")
         platform.current().empty_cache()  # a waking engine takes its memory from the device, not from torch's cache
         ledger = self.sink.update(outgoing.read, version)

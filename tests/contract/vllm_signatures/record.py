@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mega_rl.bridge.mapping.vllm_slots import Slots
 from mega_rl.config.schema import RolloutConfig
 from mega_rl.platform.ascend.environment import NZ
 from mega_rl.rollout.vllm import environment
@@ -30,6 +31,7 @@ CPU_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe.CPUUnquantiz
 CPU_EXPERTS_023 = "vllm.model_executor.layers.fused_moe.cpu_fused_moe.CPUFusedMOE.forward_torch"
 # What the branches of vllm_versions.py rest upon, besides the names that it writes out.
 BRANCHES = (EXPERTS_MODULE, CPU_EXPERTS, CPU_EXPERTS_023)
+LORA = ("lora_target_modules",)
 VALUES = {  # the lists of what may be said -> the engine argument that we say
     "vllm.config.model.LogprobsMode": "logprobs_mode",
     "vllm.config.parallel.DistributedExecutorBackend": "distributed_executor_backend",
@@ -47,8 +49,9 @@ def said() -> dict[str, Any]:
                 dtype="float32",
                 max_model_len=1,
                 device_type=device_type,
-                known=("enforce_eager", "disable_log_stats", "use_tqdm_on_load", "enable_sleep_mode", ROUTING),
+                known=("enforce_eager", "disable_log_stats", "use_tqdm_on_load", "enable_sleep_mode", ROUTING, *LORA),
                 external=True,
+                slots=Slots(8, {}, frozenset()),
             )
             found = arguments | found
     return found

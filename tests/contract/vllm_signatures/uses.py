@@ -27,6 +27,7 @@ INSTANCES = {
     ("vllm/cpu_routing.py", "runner"): f"{WORKER}.model_runner",
     ("vllm/cpu_routing.py", "self._runner"): f"{WORKER}.model_runner",
     ("vllm/cpu_routing.py", "self._cache"): "vllm.config.cache.CacheConfig",
+    ("vllm/adapter_slots.py", "manager"): "vllm.lora.model_manager.LoRAModelManager",
     ("vllm/worker_extension.py", "self.device"): f"{WORKER}.device",
 }
 OTHERS = (f"{WORKER}.device", f"{WORKER}.model_runner.get_model()")  # torch's: what they have is not vLLM's to say

@@ -258,7 +258,7 @@ def test_a_variant_for_a_machine_differs_in_named_keys_only() -> None:
 
 # Of stages that learn from files.
 FROM_FILES = {"quickstart_sft.yaml", "quickstart_pt.yaml", "quickstart_rm.yaml", "quickstart_dpo.yaml"}
-QUICKSTARTS = sorted(ON_CPU - {"grpo_gsm8k_cpu.yaml", "quickstart.yaml"} - FROM_FILES)
+QUICKSTARTS = sorted(ON_CPU - {"grpo_gsm8k_cpu.yaml", "quickstart.yaml", "quickstart_lora.yaml"} - FROM_FILES)
 
 
 @pytest.mark.parametrize("name", QUICKSTARTS)
@@ -271,6 +271,12 @@ def test_the_quickstarts_of_other_objectives_are_the_quickstart(name: str) -> No
     critic = {"critic.lr", "critic.warmup_steps", "data.train_batch_size", "rollout.n", "trainer.total_steps"}
     own = {"quickstart_dapo.yaml": {"rewards"}, "quickstart_ppo.yaml": critic}
     assert others == own.get(name, set())
+
+
+def test_the_quickstart_with_adapters_is_the_quickstart() -> None:
+    """At ten times its learning rate."""
+    changed = {"tuning.method", "optimizer.lr", "optimizer.min_lr", "trainer.output_dir"}
+    assert different_keys("quickstart_lora.yaml", "quickstart.yaml") == changed
 
 
 @pytest.mark.parametrize("name", PRESETS)

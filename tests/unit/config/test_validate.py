@@ -38,7 +38,7 @@ EXPERTS = {  # with 8 of them
 }
 # Their type says all, or conditions in validate.py check them.
 WITHOUT_RULE = {
-    "tuning.adapter.rslora",
+    "tuning.adapter.rslora", "tuning.adapter.new",
     "algorithm.dynamic_sampling.enabled",
     "data.train_files", "data.val_files", "data.filter_overlong_prompts", "data.shuffle", "data.system_prompt",
     "rollout.ignore_eos", "rollout.vllm",
@@ -611,3 +611,21 @@ def test_supervised_runs_do_not_look_at_rl_sections(config):
     assert problems(config, 2) == []
     config.optimizer.beta1 = 2.0
     assert len(problems(config, 2)) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"tuning.adapter.path": "."}, "tuning.method is 'full'"),
+        ({"tuning.method": "lora", "tuning.adapter.path": "gone"}, "no directory"),
+        ({"tuning.method": "lora", "tuning.adapter.new": True}, "tuning.adapter.path, which is null"),
+        ({"tuning.method": "lora", "tuning.adapter.path": ".", "tuning.also_train": ["norm.weight"]}, "reference"),
+        ({"rollout.adapter": "merged"}, "set it to auto"),
+        ({"tuning.method": "lora", "rollout.adapter": "slots", "rollout.weight_update": "reload"}, "reload"),
+    ],
+)
+def test_adapters(config, changes, part):
+    for field, value in changes.items():
+        set_value(config, field, value)
+    (problem,) = problems(config)
+    assert part in problem

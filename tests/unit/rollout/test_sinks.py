@@ -215,6 +215,25 @@ def test_an_update_reaches_every_weight_of_every_worker(case: Case) -> None:
         assert ledger is None or ledger.bytes_local + ledger.bytes_sent == num_bytes
 
 
+def test_after_the_first_update_only_what_can_change_is_sent(case: Case) -> None:
+    """Kinds of tensors, such as the down projections of all layers; a loader needs everything each time."""
+    trainer = Trainer()
+    case.sink._weights = replace(weights(), changing=frozenset({ODD}))  # type: ignore[attr-defined]
+    case.sink.connect([trainer.slices])
+    case.sink.update(trainer.read, 1)
+    before = dict(trainer.model)
+    trainer.model = {name: tensor + 1 for name, tensor in trainer.model.items()}
+    for version in (2, 3):
+        ledger = case.sink.update(trainer.read, version)
+        for series, held in zip(case.sink.layout(), case.held(), strict=True):
+            for piece in slices_of(series):
+                is_sent = case.is_loader or piece.hf_name.endswith("mlp.down_proj.weight")
+                expected = (trainer.model if is_sent else before)[piece.hf_name][indices(piece.hf_box)]
+                assert torch.equal(held[piece.local_name][indices(piece.local_box)].view_as(expected), expected), piece
+        sent = DTYPE.itemsize * SHAPE.num_layers * trainer.model[ODD].numel() * len(case.held())
+        assert ledger is None or ledger.bytes_local + ledger.bytes_sent == sent
+
+
 def test_what_was_written_can_be_proved_or_is_not_to_be_seen(case: Case) -> None:
     trainer = Trainer()
     case.sink.connect([trainer.slices])

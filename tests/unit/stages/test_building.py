@@ -45,7 +45,7 @@ def test_the_actor_makes_room_while_the_engine_is_built(monkeypatch: pytest.Monk
     session: Any = SimpleNamespace(config=config, device=cpu, shape=None, engine_layout=layout, say=print)
     actor: Any = SimpleNamespace(offload=offload)
     weights: Any = None
-    assert building.colocated_engine(session, actor, weights)[1] == "sink"
+    assert building.colocated_engine(session, actor, weights, None)[1] == "sink"
     compared = ("compared", "proof" if proofs else None)
     assert done == [*proofs, ("to host", PARTS), "built", compared, "asleep", "to device"]
 

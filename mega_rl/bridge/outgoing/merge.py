@@ -1,0 +1,93 @@
+"""Adapters on their way to the engines: merged into the weights that leave, or sent beside them with their scale.
+
+The trainer's frozen weights are never written to. Adding an adapter in place and taking it off again would move them a
+little at every sync in bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mega_rl.bridge.lora import Factors, update
+from mega_rl.bridge.outgoing.transform import Changed
+from mega_rl.bridge.reshard.execute import Read
+from mega_rl.bridge.slices import Box
+
+WholeFactors = Callable[[], Mapping[str, Factors]]  # weight -> its whole adapter, of all that are held here; collective
+
+
+@dataclass
+class MergeRecord:
+    """What rounding left of the updates on one rank, in one sync."""
+
+    largest_b: float = 0.0  # magnitude; 0: the adapters add nothing
+    num_elements: int = 0  # that were read of weights with an adapter that adds something
+    num_unchanged: int = 0  # of them, those that the engine holds as without the adapter
+
+
+class LoraMerge:
+    """The ``Transform`` that sends W + scale B A instead of W: summed in float32, rounded once, the same at any layout.
+
+    It reads the adapted weights itself, since the sum comes before the cast: it has to be the first transform.
+
+    Args:
+        factors: asked at every sync for the adapters as they are then.
+        weights: this rank's weights as the trainer holds them, in its dtype.
+        dtype: what the engine holds.
+    """
+
+    def __init__(self, factors: WholeFactors, weights: Read, dtype: torch.dtype) -> None:
+        self._factors, self._weights, self._dtype = factors, weights, dtype
+
+    def for_sync(self, read: Read, version: int) -> Changed:
+        """``read`` with the adapters as they are now; collective."""
+        factors = {name: own for name, own in self._factors().items() if not own.is_zero}
+        record = MergeRecord(max((float(own.b.abs().max()) for own in factors.values()), default=0.0))
+
+        def with_adapter(local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> Tensor:
+            if hf_name not in factors:
+                return read(local_name, hf_name, hf_box, local_box)
+            weight = self._weights(local_name, hf_name, hf_box, local_box)
+            result = update(factors[hf_name], hf_box).add_(weight).to(self._dtype)
+            record.num_elements += result.numel()
+            record.num_unchanged += int((result == weight.to(self._dtype)).sum())
+            return result
+
+        return Changed(with_adapter, record=record, metrics=merge_metrics)
+
+
+def merge_metrics(records: Sequence[MergeRecord]) -> dict[str, float]:
+    """The ``adapter/*`` figures of one sync over all ranks."""
+    found = {"adapter/largest_b": max(record.largest_b for record in records)}
+    if num_elements := sum(record.num_elements for record in records):
+        found["adapter/unchanged_fraction"] = sum(record.num_unchanged for record in records) / num_elements
+    return found
+
+
+class ScaledAdapters:
+    """The ``Transform`` for engines with slots for adapters, which multiply by nothing: B leaves times its scale.
+
+    Args:
+        scales: name of a B -> its scale.
+        adapters: this rank's adapters as the trainer holds them, in its dtype.
+        dtype: what the slots hold.
+    """
+
+    def __init__(self, scales: Mapping[str, float], adapters: Read, dtype: torch.dtype) -> None:
+        self._scales, self._adapters, self._dtype = scales, adapters, dtype
+
+    def for_sync(self, read: Read, version: int) -> Changed:
+        record = MergeRecord()
+
+        def scaled(local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> Tensor:
+            if hf_name not in self._scales:
+                return read(local_name, hf_name, hf_box, local_box)
+            b = self._adapters(local_name, hf_name, hf_box, local_box)
+            record.largest_b = max(record.largest_b, float(b.abs().max()))
+            return (b.float() * self._scales[hf_name]).to(self._dtype)
+
+        return Changed(scaled, record=record, metrics=merge_metrics)

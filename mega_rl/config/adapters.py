@@ -1,0 +1,49 @@
+"""What must hold between the keys of adapters: where they come from, and how they reach the engines."""
+
+from __future__ import annotations
+
+import os
+
+from mega_rl.config.schema import RunConfig
+from mega_rl.config.stage import samples, trains_values
+from mega_rl.errors import shown
+
+
+def adapter_problems(config: RunConfig, has_files: bool) -> list[str]:
+    """Every problem as a sentence; ``has_files`` false asks for no file but the model's."""
+    settings, method, rollout = config.tuning.adapter, config.tuning.method, config.rollout
+    found = []
+    if trains_values(config) and method != "full":
+        found.append(
+            f"tuning.method is {method!r}, but trainer.stage {config.trainer.stage!r} trains a new head on the whole "
+            "model: set tuning.method to full"
+        )
+    if settings.path is not None and method != "lora":
+        found.append(
+            f"tuning.adapter.path is {shown(settings.path)}, but tuning.method is {method!r}: set the latter to "
+            "lora, or merge the adapter first with tools/merge_lora.py"
+        )
+    if settings.path is not None and has_files and not os.path.isdir(settings.path):
+        found.append(f"tuning.adapter.path is {shown(settings.path)}, which is no directory: give one that PEFT wrote")
+    if settings.new and settings.path is None:
+        found.append("tuning.adapter.new merges the adapter of tuning.adapter.path, which is null: set it to false")
+    if not settings.new and settings.path is not None and config.tuning.also_train and _has_reference(config):
+        found.append(
+            "tuning.also_train and tuning.adapter.path leave the reference of algorithm.kl_coefficient nothing to be "
+            "made of: unset one of the two, set algorithm.kl_coefficient to 0, or merge the adapter first with "
+            "tools/merge_lora.py"
+        )
+    if not samples(config) or rollout.adapter == "auto":
+        return found
+    if method != "lora":
+        found.append(f"rollout.adapter is {rollout.adapter!r}, but tuning.method is {method!r}: set it to auto")
+    if rollout.adapter == "slots" and rollout.weight_update == "reload":
+        found.append(
+            "rollout.adapter is 'slots', which are written live, but rollout.weight_update is 'reload': set the one to "
+            "merged or the other to auto"
+        )
+    return found
+
+
+def _has_reference(config: RunConfig) -> bool:
+    return samples(config) and config.algorithm.kl_coefficient != 0
