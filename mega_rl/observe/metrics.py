@@ -129,8 +129,6 @@ _SYNC = (
     MetricSpec("bridge/transfer_s", "s", "waiting for exchanges that nothing hid, slowest rank", "max"),
     MetricSpec("bridge/write_s", "s", "local copies and received pieces into place, slowest rank", "max"),
     MetricSpec("bridge/verify_s", "s", "time of the proof", "max"),
-    MetricSpec("adapter/largest_b", "1", "largest magnitude in the factors B of the adapters that were sent", "max"),
-    MetricSpec("adapter/unchanged_fraction", "fraction", "of merged weights, that rounding left as they were", "last"),
     MetricSpec("bridge/bytes_local", "bytes", "weights copied within a rank in one sync", "sum"),
     MetricSpec("bridge/bytes_sent", "bytes", "weights sent between ranks in one sync", "sum"),
     MetricSpec("bridge/bytes_received", "bytes", "weights received from other ranks in one sync", "sum"),
