@@ -29,7 +29,7 @@ NAN = float("nan")
 def reference(name: str, rewards: list[float], groups: list[int]) -> numpy.ndarray:
     """Group by group over the known rewards; unknown ones give 0."""
     out = numpy.zeros(len(rewards))
-    if name == "reinforce_pp":
+    if name in ("reinforce_pp", "gae"):  # the reward itself
         return numpy.nan_to_num(numpy.array(rewards), nan=0.0)
     for group in set(groups):
         members = [i for i, g in enumerate(groups) if g == group and not math.isnan(rewards[i])]
