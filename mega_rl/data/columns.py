@@ -97,8 +97,14 @@ def _after_system(row: Row, prompt: Any) -> Any:
 
 
 def messages_of(row: Row) -> list[Any] | None:
-    """The messages of a conversation with ``role`` and ``content``; None if the row has none."""
+    """The messages of a conversation with ``role`` and ``content``; None if the row has none.
+
+    Raises:
+        InputError: ``messages`` is no list.
+    """
     messages = row.get("messages")
+    if messages is not None and not isinstance(messages, list):
+        raise InputError(f"{row.where} has the messages {shown(messages)}: give a list of messages")
     if messages is None and row.get("conversations") is not None:
         messages = _from_sharegpt(row)
     return _after_system(row, messages)
