@@ -42,6 +42,8 @@ class FakeEngine:
 class FakeScorer:
     """Sample 1 of a prompt is right, prompt 1 is unknown, every other answer is wrong."""
 
+    judge = None
+
     def start(self, trajectory: Trajectory) -> Future[Score]:
         result: Future[Score] = Future()
         unknown = Score(math.nan, {}, {"r": UnknownReward("raised", "raised ValueError: x")})
