@@ -315,7 +315,11 @@ class MegatronPolicy:
         """What the head makes of every micro-batch, [num_rows, T] on the host, on every rank."""
         if not microbatches:
             return []
-        outputs = self.schedule(self.chunks, microbatches, lambda _, rows: (rows[0].sum(), rows), True, recorded)
+
+        def report(_: Microbatch, rows_nT: Tensor) -> tuple[Tensor, Tensor]:
+            return rows_nT[0].sum(), rows_nT.contiguous()  # gloo sends another layout wrongly, without a word
+
+        outputs = self.schedule(self.chunks, microbatches, report, True, recorded)
         if self.layout.pipeline > 1:
             group = parallel_state.get_pipeline_model_parallel_group()
             for index, microbatch in enumerate(microbatches):
