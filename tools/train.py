@@ -16,9 +16,9 @@ from dataclasses import replace
 from mega_rl import platform
 from mega_rl.bridge.mapping.tuning import tuning_plan
 from mega_rl.config import load_config, samples, to_yaml, validate, workers_rewards
+from mega_rl.config.model import trained_shape
 from mega_rl.config.schema import RunConfig
 from mega_rl.errors import Stopped
-from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.process import end_with_torchrun, fail, processes
 from mega_rl.rewards.scorer import build_scorer
 from mega_rl.rollout.vllm.options import check_options, installed_arguments
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     platform.check_name(config.platform.name)
     world_size = processes()
     validate(config, world_size if options.dry_run else world_size or 1)
-    tuning_plan(config.tuning, read_model_shape(config.model.path))  # refuses names that the model does not have
+    tuning_plan(config.tuning, trained_shape(config))  # refuses names that the model does not have
     if options.dry_run:
         if samples(config):
             check_sampling(config)

@@ -18,6 +18,8 @@ def adapter_problems(config: RunConfig, has_files: bool) -> list[str]:
             f"tuning.method is {method!r}, but trainer.stage {config.trainer.stage!r} trains a new head on the whole "
             "model: set tuning.method to full"
         )
+    if config.tuning.also_train and method == "full":
+        found.append("tuning.also_train adds to what freeze or lora trains, but tuning.method is 'full': set it to []")
     if settings.path is not None and method != "lora":
         found.append(
             f"tuning.adapter.path is {shown(settings.path)}, but tuning.method is {method!r}: set the latter to "

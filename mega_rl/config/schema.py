@@ -274,7 +274,7 @@ class TrainerConfig:
     """What is run, how long, and where it writes."""
 
     # rl: reinforcement learning | pt: continued pre-training on plain text | sft: supervised fine-tuning |
-    # dpo: DPO and its family, on pairs of answers | kto: KTO, on answers judged one by one
+    # rm: a reward model, on pairs of answers | dpo: DPO and its family, on such pairs | kto: KTO, on judged answers
     stage: Literal["rl", "pt", "sft", "rm", "dpo", "kto"] = "rl"
     output_dir: str = "runs/default"  # all that a run writes; started again with the same one, a run resumes
     total_steps: int | None = None  # length of the run in steps; give this or total_epochs

@@ -13,7 +13,7 @@ from mega_rl.config.megatron_fields import field_problems
 from mega_rl.config.model import model_problems
 from mega_rl.config.rules import Rule, any_number, rules, text
 from mega_rl.config.schema import RunConfig
-from mega_rl.config.stage import MODEL_REWARD, REFERENCE_FREE, samples
+from mega_rl.config.stage import MODEL_REWARD, REFERENCE_FREE, has_critic, reward_model, samples
 from mega_rl.errors import input_error, shortened, shown
 from mega_rl.models.files import tokenizer_problem, weights_problem
 
@@ -180,7 +180,8 @@ def _optimizer(found: _Problems) -> None:
     if found.good("optimizer.lr", "optimizer.min_lr") and optimizer.min_lr > optimizer.lr:
         found.add(f"optimizer.min_lr is {optimizer.min_lr}: set it to at most optimizer.lr, {optimizer.lr}")
     updates = found.config.algorithm.minibatches_per_step if samples(found.config) else 1
-    total = None if trainer.total_steps is None else trainer.total_steps * updates
+    alone = found.config.critic.warmup_steps if has_critic(found.config) else 0  # steps without the policy
+    total = None if trainer.total_steps is None else max(1, trainer.total_steps - alone) * updates
     if (
         total is not None
         and found.good("optimizer.warmup_steps", "trainer.total_steps")
@@ -188,7 +189,7 @@ def _optimizer(found: _Problems) -> None:
     ):
         found.add(
             f"optimizer.warmup_steps is {optimizer.warmup_steps}: set it to at most the {total} optimizer steps of "
-            "trainer.total_steps"
+            f"trainer.total_steps{' after critic.warmup_steps' if alone else ''}"
         )
     if not found.good("optimizer.schedule", "optimizer.warmup_steps", "optimizer.decay_steps", "trainer.total_steps"):
         return
@@ -303,6 +304,8 @@ def _rewards(found: _Problems) -> None:
         name = f"{field}.name is {shown(reward.name)}"
         if reward.name in names:
             found.add(f"{name}, which stands twice, and metrics go by name: remove one, or add weights")
+        if reward.name.endswith(f":{MODEL_REWARD}") and reward_model(found.config) is not None:
+            found.add(f"{name}, and another reward is the built-in {MODEL_REWARD}: rename the function")
         names.add(reward.name)
         if reward.name == MODEL_REWARD and (
             set(reward.options) != {"path"} or not text().holds(reward.options["path"])
@@ -361,7 +364,7 @@ def _dynamic_sampling(found: _Problems) -> None:
     if found.good(f"{field}.budget", f"{field}.oversample") and settings.budget < settings.oversample:
         found.add(f"{field}.budget is {settings.budget}: set it to at least {field}.oversample, {settings.oversample}")
     parts = [reward.name.rpartition(":")[2] for reward in found.config.rewards]
-    if MODEL_REWARD in parts and settings.metric in (None, MODEL_REWARD):
+    if reward_model(found.config) is not None and settings.metric in (None, MODEL_REWARD):
         found.add(
             f"{field}.enabled drops groups while others are sampled, but the reward {MODEL_REWARD!r} is known when all "
             f"are: set {field}.metric to another reward, or {field}.enabled to false"

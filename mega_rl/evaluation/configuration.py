@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mega_rl.config import RunConfig, load_config, validate
-from mega_rl.config.schema import DataConfig, TrainerConfig
+from mega_rl.config.schema import DataConfig, RolloutConfig, TrainerConfig
 from mega_rl.errors import InputError
 from mega_rl.evaluation.weights import Weights
 
@@ -42,7 +42,9 @@ def evaluation_config(file: Path | None, overrides: Sequence[str], weights: Weig
         max_tokens_per_microbatch=max(length, TrainerConfig.max_tokens_per_microbatch),
         collective_timeout_s=given.trainer.collective_timeout_s,
     )
-    rollout = replace(given.rollout, simulated_quantization=None, routing_replay="off", replay=None)
+    rollout = replace(
+        given.rollout, n=RolloutConfig.n, adapter="auto", simulated_quantization=None, routing_replay="off", replay=None
+    )
     return RunConfig(
         model=given.model,
         data=given.data,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mega_rl.bridge.files.manifest import MANIFEST, digest, digest_of_ends, read_outline
+from mega_rl.bridge.files.progress import read_progress
 from mega_rl.errors import InputError, shortened
 from mega_rl.models.cached import local_directory
 from mega_rl.models.files import CONFIG_FILE
@@ -63,22 +64,26 @@ def find_weights(name: str) -> Weights:
 
 def _of_run(run: Path, config: Path | None) -> Weights:
     checkpoints = sorted((run / CHECKPOINTS).glob("step_*"), reverse=True)
-    whole = (path for path in checkpoints if _CHECKPOINT.fullmatch(path.name) and _is_whole(path))
+    whole = (path for path in checkpoints if _CHECKPOINT.fullmatch(path.name) and _is_model(path))
     newest, export = next(whole, None), run / EXPORT
     written = (export / CONFIG_FILE).stat().st_mtime if (export / CONFIG_FILE).is_file() else None
     if written is not None and (newest is None or written >= (newest / MANIFEST).stat().st_mtime):
         return Weights(export, False, config)
     if newest is None:
         raise InputError(
-            f"{run} has no whole checkpoint and no export: let the run save one (checkpoint.save_freq, "
-            "checkpoint.export_hf), or give another run"
+            f"{run} has no whole checkpoint of a language model and no export: let the run save one "
+            "(checkpoint.save_freq, checkpoint.export_hf; with adapters or frozen layers only the export is a model), "
+            "or give another run"
         )
     return Weights(newest, True, config)
 
 
-def _is_whole(checkpoint: Path) -> bool:
-    """By names and sizes; whoever reads the checkpoint compares the bytes."""
-    return not isinstance(read_outline(checkpoint), str)
+def _is_model(checkpoint: Path) -> bool:
+    """Whether it is whole, by names and sizes (whoever reads it compares the bytes), and all of a language model."""
+    if isinstance(read_outline(checkpoint), str):
+        return False
+    progress = read_progress(checkpoint, needed=("model",))
+    return "tuning" not in progress and progress["model"].get("head") != "value"
 
 
 def _run_config(run: Path) -> Path | None:

@@ -30,6 +30,7 @@ NEVER_S = 3  # long enough for a placement that is possible
 
 def start(**resources: Any) -> None:
     ray.init(
+        address="local",
         include_dashboard=False,
         object_store_memory=OBJECT_STORE_BYTES,
         log_to_driver=False,

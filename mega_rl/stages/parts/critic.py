@@ -82,7 +82,7 @@ class Critic:
             return microbatch.replace(advantages=advantages_T, values=values_T, returns=returns_T)
 
         with self._timers("values"), self._working():
-            values = [self._engine.policy.token_values(microbatches) for microbatches in packed]
+            values = [self._engine.policy.token_values(own_routes(microbatches)) for microbatches in packed]
         return [
             [of_one(m, values_T) for m, values_T in zip(microbatches, of_part, strict=True)]
             for microbatches, of_part in zip(packed, values, strict=True)
@@ -94,7 +94,7 @@ class Critic:
         with self._timers("critic"), self._working():
             for number, (microbatches, denominators) in enumerate(minibatches, start=1):
                 loss = partial(self._objective, denominators=denominators)
-                total.include(totals_of(self._share, self._engine.forward_backward(microbatches, loss)))
+                total.include(totals_of(self._share, self._engine.forward_backward(own_routes(microbatches), loss)))
                 is_last = number == len(minibatches)
                 step = self._engine.optimizer_step(next_is_forward_backward=not is_last)
                 warn_if_skipped(self._say, self._engine, step)
@@ -119,3 +119,8 @@ class Critic:
         yield
         self._engine.offload.to_host(*PARTS)
         self._actor.offload.to_device("gradients", "optimizer")
+
+
+def own_routes(microbatches: Sequence[Microbatch]) -> list[Microbatch]:
+    """The micro-batches without the experts that the policy's tokens went to: a critic has routers of its own."""
+    return [microbatch.replace(routed_experts=None, own_experts=None) for microbatch in microbatches]

@@ -87,7 +87,7 @@ def _key(session: Session, fingerprint: str, num_rows: int) -> str:
     config, adapter = session.config, session.config.tuning.adapter
     parts = [weights_digest(Path(config.model.path)), config.model.dtype, fingerprint, str(num_rows)]
     if adapter.path is not None:
-        parts.append(weights_digest(Path(adapter.path), CONFIG_FILE))
+        parts += [weights_digest(Path(adapter.path), CONFIG_FILE), f"merged: {adapter.new}"]
     return hashlib.blake2b("/".join(parts).encode(), digest_size=16).hexdigest()
 
 

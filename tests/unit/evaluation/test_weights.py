@@ -58,7 +58,7 @@ def test_weights_are_told_apart_by_their_content_and_not_by_their_place(tmp_path
 
 def test_a_run_gives_the_newer_one_of_its_newest_whole_checkpoint_and_its_export(tmp_path: Path) -> None:
     run = run_of(tmp_path)
-    with pytest.raises(InputError, match="no whole checkpoint and no export"):
+    with pytest.raises(InputError, match="no whole checkpoint of a language model and no export"):
         find_weights(str(run))
     second = checkpoint(run, 2)
     checkpoint(run, 4, is_whole=False)
