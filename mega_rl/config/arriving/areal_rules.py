@@ -40,7 +40,7 @@ def stage(draft: Draft) -> None:
         draft.lack(["train_dataset.type"], "preferences", shown(kind))
     if draft.get("actor.is_critic"):
         draft.lack(["actor.is_critic"], "reward_model")
-    if draft.stage == "sft":
+    if draft.stage != "rl":
         only_rl = ("rollout.", "algorithm.", "aqn.")
         draft.result = {key: value for key, value in draft.result.items() if not key.startswith(only_rl)}
 
@@ -62,7 +62,7 @@ def layout(draft: Draft) -> None:
     nodes = draft.count("cluster.n_nodes", default=1)
     for key in ("cluster.n_nodes", "cluster.n_gpus_per_node"):
         draft.note(key, "mapped", f"torchrun --nnodes {nodes} --nproc-per-node {max(1, num // (nodes or 1))}")
-    if draft.stage == "sft" or not draft.has("rollout.backend"):
+    if draft.stage != "rl" or not draft.has("rollout.backend"):
         return
     engine, sizes = axes(draft, "rollout.backend")
     draft.set("rollout.placement", "separate", ["rollout.backend"])
@@ -75,7 +75,7 @@ def layout(draft: Draft) -> None:
 
 
 def algorithm(draft: Draft) -> None:
-    if draft.stage == "sft":
+    if draft.stage != "rl":
         return
     weight = draft.number("actor.kl_ctl", default=0.1)
     draft.set("algorithm.kl_coefficient", weight, ["actor.kl_ctl"])
@@ -145,7 +145,7 @@ def _correction(draft: Draft) -> None:
 
 def data(draft: Draft) -> None:
     longest = draft.count("train_dataset.max_length", default=512 if draft.stage == "rl" else 1024) or 512
-    if draft.stage == "sft":
+    if draft.stage != "rl":
         draft.set("data.max_prompt_length", longest // 2, ["train_dataset.max_length"])
         draft.set("data.max_response_length", longest - longest // 2, ["train_dataset.max_length"])
     else:

@@ -70,7 +70,7 @@ def llamafactory_stage(draft: Draft) -> None:
 
 def _keep_stage(draft: Draft) -> None:
     draft.set("trainer.stage", draft.stage)
-    if draft.stage == "sft":
+    if draft.stage != "rl":
         only_rl = ("rollout.", "algorithm.", "aqn.")
         draft.result = {key: value for key, value in draft.result.items() if not key.startswith(only_rl)}
 
@@ -88,7 +88,7 @@ def devices(draft: Draft) -> None:
 def lengths(draft: Draft) -> None:
     keys = ("max_length", "max_seq_length", "cutoff_len")
     longest = draft.count(*keys, default=1024) or 1024
-    if draft.stage == "sft":
+    if draft.stage != "rl":
         draft.set("data.max_prompt_length", longest // 2, keys)
         draft.set("data.max_response_length", longest - longest // 2, keys)
     else:
@@ -103,7 +103,7 @@ def batches(draft: Draft) -> None:
     longest = draft.result.get("data.max_prompt_length", 512) + draft.result.get("data.max_response_length", 1024)
     keys = [key for key in (*BATCH, "micro_batch_size", "global_batch_size") if draft.has(key)]
     whole = draft.count("global_batch_size")
-    if draft.stage == "sft":
+    if draft.stage != "rl":
         draft.set("data.train_batch_size", whole or set_global_batch(draft, keys, per_device, accumulation), keys)
     else:
         samples = set_global_batch(draft, keys, per_device, accumulation)
@@ -157,7 +157,7 @@ def _intervals(draft: Draft, per_step: int) -> None:
 
 
 def loss(draft: Draft) -> None:
-    if draft.stage == "sft":
+    if draft.stage != "rl":
         for key in ("loss_type", "scale_rewards", "epsilon_high"):
             if draft.get(key) not in (None, "nll", "dapo", "sft"):
                 draft.lack([key], "preferences", shown(draft.get(key)))
@@ -186,7 +186,7 @@ def loss(draft: Draft) -> None:
 def correction(draft: Draft) -> None:
     prefix = "vllm_importance_sampling_"
     keys = [key for key in draft.given.values if key.startswith(prefix)]
-    if draft.stage == "sft":
+    if draft.stage != "rl":
         return
     if not draft.get(f"{prefix}correction"):
         draft.set("algorithm.importance_cap", None, keys)
@@ -203,7 +203,7 @@ def correction(draft: Draft) -> None:
 
 
 def rewards(draft: Draft) -> None:
-    if draft.stage == "sft":
+    if draft.stage != "rl":
         return
     names, weights = as_list(draft.get("reward_funcs")), as_list(draft.get("reward_weights"))
     if weights and len(weights) != len(names):

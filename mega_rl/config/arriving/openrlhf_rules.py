@@ -29,7 +29,7 @@ def stage(draft: Draft) -> None:
 
 
 def algorithm(draft: Draft) -> None:
-    if draft.stage == "sft":
+    if draft.stage != "rl":
         return
     weight = draft.number("algo.kl.init_coef") or 0.0
     draft.set("algorithm.kl_coefficient", weight, ["algo.kl.init_coef"])
@@ -89,7 +89,7 @@ def batches(draft: Draft) -> None:
     longest = draft.count("data.max_len", default=2048) or 2048
     micro = draft.count("train.micro_batch_size", default=1) or 1
     train = draft.count("train.batch_size", default=128) or 128
-    if draft.stage == "sft":
+    if draft.stage != "rl":
         draft.set("data.train_batch_size", train, ["train.batch_size"])
         draft.set("data.max_prompt_length", longest // 2, ["data.max_len"])
         draft.set("data.max_response_length", longest - longest // 2, ["data.max_len"])
@@ -105,7 +105,7 @@ def batches(draft: Draft) -> None:
     keys = ["train.max_tokens_per_gpu", "train.dynamic_batch_enable", "train.micro_batch_size"]
     set_tokens(draft, tokens * ranks if tokens else micro * longest, keys, longest)
     passes = draft.number("train.max_epochs", default=1)
-    if draft.stage == "sft":
+    if draft.stage != "rl":
         draft.set("trainer.total_epochs", int(passes or 1), ["train.max_epochs"])
         return
     draft.set("trainer.total_epochs", draft.count("train.num_episodes", default=1), ["train.num_episodes"])
@@ -138,7 +138,7 @@ def files(draft: Draft) -> None:
             draft.set(f"data.{ours}", made, [key])
             if not are_files:
                 draft.notes.append(f"data.{ours}: nothing is downloaded; put the data there, or name your files")
-    if draft.stage == "sft":
+    if draft.stage != "rl":
         return
     url = str(draft.get("reward.remote_url", default=""))
     if url.endswith(".py"):
