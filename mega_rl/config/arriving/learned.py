@@ -154,6 +154,8 @@ def set_critic(draft: Draft, keys: CriticKeys, is_on: bool, *, lr: float, lam: f
     if not is_on:
         for key in keys.names():
             draft.note(key, "same", "not read, as there is no critic")
+        if draft.number(*keys.gamma, default=1.0) != 1.0:
+            draft.lack(keys.gamma, "other_advantage", "a discount without a critic")
         return
     draft.set("algorithm.advantage", "gae")
     if draft.word(*keys.path):
