@@ -83,6 +83,7 @@ def set_adapter(
         return
     if draft.stage == "rm":
         draft.lack(keys.names(), "whole_values")
+        draft.notes.append("optimizer.lr: theirs is that of adapters; the whole model learns at about a tenth of it")
         return
     draft.set("tuning.method", "lora", keys.switches)
     chosen = draft.count(*keys.rank, default=rank) or rank

@@ -34,7 +34,7 @@ CRITIC = CriticKeys(
 
 
 def stage(draft: Draft) -> None:
-    words = " ".join(draft.given.program)
+    words = " ".join([*draft.given.program, str(draft.get("module", default=""))])
     is_rl = draft.has("actor.model_name_or_path", "rollout.batch_size", "data.prompt_dataset")
     named = next((name for name in ("dpo", "kto", "rm") if f"train_{name}" in words), None)
     if named is None and draft.has("model.beta", "model.ipo_enable", "model.nll_loss_coef"):
@@ -113,7 +113,9 @@ def preferences(draft: Draft) -> None:
         is_ipo = bool(draft.get("model.ipo_enable"))
         draft.set("preference.loss", "ipo" if is_ipo else "sigmoid", ["model.ipo_enable"])
         draft.set("preference.beta", draft.number("model.beta", default=0.1), ["model.beta"])
-        draft.set("preference.sft_coefficient", draft.number("model.nll_loss_coef", default=0.0), ["model.nll_loss_coef"])
+        draft.set(
+            "preference.sft_coefficient", draft.number("model.nll_loss_coef", default=0.0), ["model.nll_loss_coef"]
+        )
         set_smoothing(draft, "model.label_smoothing")
         if is_ipo:
             draft.notes.append("preference.beta: their IPO takes sums of log-probabilities, ours means per token")
