@@ -228,7 +228,8 @@ def _tuning(draft: Draft) -> None:
 
 
 def _llamafactory_ppo(draft: Draft) -> None:
-    draft.set("algorithm.advantage", "gae")
+    """Policy and critic share one body and one optimizer there, and the prompt alone is cut."""
+    draft.set("data.max_prompt_length", draft.count("cutoff_len", default=2048), ["cutoff_len"])
     draft.set("rollout.n", 1)
     draft.set("data.max_response_length", draft.count("max_new_tokens", default=1024), ["max_new_tokens"])
     draft.set("rollout.temperature", draft.number("temperature", default=0.95), ["temperature"])
@@ -240,7 +241,11 @@ def _llamafactory_ppo(draft: Draft) -> None:
         draft.notes.append("rewards: the reward model must be a sequence classifier; a value head of theirs is not")
     else:
         draft.lack(("reward_model", "reward_model_type"), "whole_values")
-    draft.notes.append("algorithm.kl_coefficient: theirs begins at 0.2 and adapts; ours is fixed")
+    rate = float(draft.result.get("optimizer.lr") or 5e-5)
+    set_critic(draft, CriticKeys(), True, lr=rate, lam=0.95, clip=0.2, frozen=0)
+    draft.set("algorithm.kl_in", "reward")
+    draft.set("algorithm.kl_estimator", "k1")
+    draft.notes.append("algorithm.kl_coefficient: theirs adapts it to a target; ours is fixed, so choose one")
 
 
 def llamafactory_preferences(draft: Draft) -> None:

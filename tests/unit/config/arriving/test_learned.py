@@ -112,6 +112,14 @@ COMMANDS: dict[str, tuple[str, str, dict[str, Any]]] = {
         json.dumps({key: value for key, value in LLAMAFACTORY.items() if key != "finetuning_type"} | {"stage": "pt"}),
         {"trainer.stage": "pt", "tuning.method": "lora"},
     ),
+    "llamafactory ppo": (
+        "llamafactory",
+        json.dumps(LLAMAFACTORY | {"stage": "ppo", "reward_model": "SCORES", "reward_model_type": "full"}),
+        {
+            "trainer.stage": "rl", "algorithm.advantage": "gae", "algorithm.kl_in": "reward", "critic.lr": 5e-5,
+            "data.max_prompt_length": 2048, "rollout.n": 1, "tuning.method": "lora",
+        },
+    ),
     "llamafactory freeze": (
         "llamafactory",
         json.dumps(
