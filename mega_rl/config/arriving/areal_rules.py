@@ -5,10 +5,32 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from mega_rl.config.arriving.draft import Draft, Rule
+from mega_rl.config.arriving.draft import Draft, Rule, Stage
+from mega_rl.config.arriving.learned import (
+    AdapterKeys,
+    CriticKeys,
+    has_critic,
+    sequences_per_row,
+    set_adapter,
+    set_critic,
+    set_stage,
+)
 from mega_rl.config.arriving.units import guess_reward, set_warmup
 from mega_rl.errors import InputError, shown
 
+ADAPTER = AdapterKeys(
+    switches=("actor.use_lora",),
+    rank=("actor.lora_rank",),
+    alpha=("actor.lora_alpha",),
+    targets=("actor.target_modules",),
+)
+CRITIC = CriticKeys(
+    path=("critic.path",),
+    lr=("critic.optimizer.lr",),
+    gamma=("actor.discount",),
+    lam=("actor.gae_lambda",),
+    clip=("critic.eps_clip",),
+)
 AXES = {"t": "tensor", "p": "pipeline", "c": "context", "e": "expert"}
 
 
@@ -32,17 +54,19 @@ def axes(draft: Draft, key: str) -> tuple[str, dict[str, int]]:
 
 def stage(draft: Draft) -> None:
     kind = draft.word("train_dataset.type", default="rl")
-    draft.stage = "rl" if kind == "rl" else "sft"
-    if kind in ("rl", "sft"):
-        draft.set("trainer.stage", draft.stage, ["train_dataset.type"])
-    else:
-        draft.set("trainer.stage", "sft")
-        draft.lack(["train_dataset.type"], "preferences", shown(kind))
-    if draft.get("actor.is_critic"):
-        draft.lack(["actor.is_critic"], "reward_model")
-    if draft.stage == "sft":
-        only_rl = ("rollout.", "algorithm.", "aqn.")
-        draft.result = {key: value for key, value in draft.result.items() if not key.startswith(only_rl)}
+    stages: dict[Any, Stage] = {"rl": "rl", "sft": "sft", "dpo": "dpo", "rw": "rm"}
+    set_stage(draft, stages.get(kind, "sft"), ("train_dataset.type",))
+    if kind not in stages:
+        draft.lack(["train_dataset.type"], "other_word", shown(kind))
+    draft.note("actor.is_critic", "same", "trainer.stage says so")
+    set_adapter(draft, ADAPTER, bool(draft.get("actor.use_lora", default=False)), rank=32, alpha=16)
+    if draft.stage == "dpo":
+        draft.set("preference.beta", draft.number("actor.beta", default=0.1), ["actor.beta"])
+        loss = draft.word("actor.loss_type", default="sigmoid")
+        if loss in ("sigmoid", "ipo"):
+            draft.set("preference.loss", loss, ["actor.loss_type"])
+        else:
+            draft.lack(["actor.loss_type"], "preferences", shown(loss))
 
 
 def layout(draft: Draft) -> None:
@@ -62,7 +86,7 @@ def layout(draft: Draft) -> None:
     nodes = draft.count("cluster.n_nodes", default=1)
     for key in ("cluster.n_nodes", "cluster.n_gpus_per_node"):
         draft.note(key, "mapped", f"torchrun --nnodes {nodes} --nproc-per-node {max(1, num // (nodes or 1))}")
-    if draft.stage == "sft" or not draft.has("rollout.backend"):
+    if draft.stage != "rl" or not draft.has("rollout.backend"):
         return
     engine, sizes = axes(draft, "rollout.backend")
     draft.set("rollout.placement", "separate", ["rollout.backend"])
@@ -75,7 +99,7 @@ def layout(draft: Draft) -> None:
 
 
 def algorithm(draft: Draft) -> None:
-    if draft.stage == "sft":
+    if draft.stage != "rl":
         return
     weight = draft.number("actor.kl_ctl", default=0.1)
     draft.set("algorithm.kl_coefficient", weight, ["actor.kl_ctl"])
@@ -94,8 +118,27 @@ def algorithm(draft: Draft) -> None:
         draft.set("algorithm.loss_reduction", "sequence_mean", ["actor.importance_sampling_level"])
     else:
         draft.set("algorithm.loss_reduction", "token_mean")
+    _critic(draft)
     _advantage(draft)
     _correction(draft)
+
+
+def _critic(draft: Draft) -> None:
+    """There is a critic if the file has its section."""
+    is_on = any(key.startswith("critic.") for key in draft.given.values)
+    set_critic(draft, CRITIC, is_on, lr=1e-3, lam=1.0, clip=0.5, frozen=0)
+    if not is_on and draft.number("actor.gae_lambda", default=1.0) != 1.0:
+        draft.lack(["actor.gae_lambda"], "other_advantage", "without a critic")
+    for key in [key for key in draft.given.values if key.startswith("critic.optimizer.") and key not in CRITIC.lr]:
+        if draft.get(key) in (draft.get(f"actor.{key.removeprefix('critic.')}"), "adam", "constant"):
+            draft.note(key, "same", "that of the policy")
+        else:
+            draft.lack([key], "critic", "it is that of the policy; the learning rate is constant")
+    policy = int(draft.number("actor.ppo_n_minibatches", default=4) or 4)
+    if draft.count("critic.ppo_n_minibatches", default=4) == policy:
+        draft.note("critic.ppo_n_minibatches", "same", "as many as the policy's")
+    else:
+        draft.lack(["critic.ppo_n_minibatches"], "critic", "as many as the policy's")
 
 
 def _advantage(draft: Draft) -> None:
@@ -108,13 +151,17 @@ def _advantage(draft: Draft) -> None:
         chosen = {"group": "grpo", "batch": "reinforce_pp_baseline"}.get(str(deviation), "dr_grpo")
     else:
         chosen = "reinforce_pp" if mean in (None, "batch") and "mean_level" not in str(keys) else None
-    if chosen is None:
+    if has_critic(draft):
+        if mean or deviation:
+            draft.lack(keys, "other_advantage", "rewards as they are, with a critic")
+        chosen = "gae"
+    elif chosen is None:
         draft.lack(keys, "other_advantage", f"mean {mean}, deviation {deviation}")
     else:
         draft.set("algorithm.advantage", chosen, keys)
     for key in ("actor.adv_norm.mean_level", "actor.adv_norm.std_level", "actor.adv_norm.group_size"):
         if draft.get(key) not in (None, 1):
-            if chosen in ("reinforce_pp", "reinforce_pp_baseline"):
+            if chosen in ("reinforce_pp", "reinforce_pp_baseline", "gae"):
                 draft.note(key, "mapped", f"algorithm.advantage = {chosen}, which normalises over the batch")
             else:
                 draft.lack([key], "other_advantage", "over the batch, after the group's")
@@ -145,9 +192,12 @@ def _correction(draft: Draft) -> None:
 
 def data(draft: Draft) -> None:
     longest = draft.count("train_dataset.max_length", default=512 if draft.stage == "rl" else 1024) or 512
-    if draft.stage == "sft":
+    if draft.stage != "rl":
         draft.set("data.max_prompt_length", longest // 2, ["train_dataset.max_length"])
         draft.set("data.max_response_length", longest - longest // 2, ["train_dataset.max_length"])
+        least = longest * sequences_per_row(draft)
+        budget = int(draft.result.get("trainer.max_tokens_per_microbatch", 4096))
+        draft.result["trainer.max_tokens_per_microbatch"] = max(budget, least)
     else:
         draft.set("data.max_prompt_length", longest, ["train_dataset.max_length"])
         whole = longest + int(draft.result.get("data.max_response_length", 1024))
@@ -206,6 +256,11 @@ def schedule(draft: Draft) -> None:
         draft.set("logging.wandb_project", names[0] if names else "areal", ["stats_logger.wandb.mode"])
     else:
         draft.note("stats_logger.wandb.mode", "same", "off, as here")
+    if draft.get("stats_logger.swanlab.mode") in ("cloud", "local", "offline"):
+        project = str(draft.word("stats_logger.swanlab.project", default=names[0] if names else "areal"))
+        draft.set("logging.swanlab_project", project, ["stats_logger.swanlab.mode", "stats_logger.swanlab.project"])
+    else:
+        draft.note("stats_logger.swanlab.mode", "same", "off, as here")
 
 
 RULES: dict[str, Rule] = {"stage": stage, "layout": layout, "algorithm": algorithm, "data": data, "schedule": schedule}

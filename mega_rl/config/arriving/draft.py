@@ -11,6 +11,7 @@ from mega_rl.config.arriving.tables import Table, reasons
 from mega_rl.errors import InputError, shown
 
 Became = Literal["mapped", "same", "none", "unknown"]
+Stage = Literal["rl", "pt", "sft", "rm", "dpo", "kto"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Draft:
     table: Table
     given: Given
     num_devices: int | None  # the user's word; None: what their configuration says
-    stage: Literal["rl", "sft"] = "rl"
+    stage: Stage = "rl"
     result: dict[str, Any] = field(default_factory=dict)  # dotted key of ours -> value
     outcomes: dict[str, Outcome] = field(default_factory=dict)  # key of theirs -> what became of it
     rewards: list[dict[str, Any]] = field(default_factory=list)

@@ -5,15 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from mega_rl.config.arriving.draft import Draft, Rule
+from mega_rl.config.arriving.hf_learned import (
+    llamafactory_preferences,
+    llamafactory_stage,
+    swanlab,
+    trl_ppo,
+    trl_preferences,
+    trl_stage,
+)
+from mega_rl.config.arriving.learned import add_reward_model, has_critic, sequences_per_row
 from mega_rl.config.arriving.units import as_list, exact, guess_reward, set_global_batch, set_tokens, set_warmup
 from mega_rl.errors import InputError, shown
 
 BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation")
-NO_TASKS = {
-    "dpo": "preferences", "kto": "preferences", "orpo": "preferences", "cpo": "preferences", "bco": "preferences",
-    "tpo": "preferences", "rm": "reward_model", "reward": "reward_model", "prm": "reward_model", "ppo": "critic",
-    "rloo": "", "pt": "pretraining", "gkd": "distillation", "gold": "distillation", "xpo": "preferences",
-}  # fmt: skip
 REDUCTIONS = {
     "grpo": "sequence_mean",
     "bnpo": "token_mean",
@@ -29,50 +33,7 @@ TRL_REWARDS: dict[str, dict[str, Any]] = {
     },
     "get_soft_overlong_punishment": {"name": "overlong", "options": {"max_length": 1280, "buffer": 256}},
 }
-TRACKERS = ("none", "tensorboard", "wandb", "all")
-
-
-def task_of_program(draft: Draft) -> str:
-    """``grpo``, ``sft``, ``dpo`` ...: from the words of the command, else from the keys that are given."""
-    words = " ".join(draft.given.program).lower()
-    tasks = ("grpo", "sft", *NO_TASKS)
-    found = next((task for task in tasks if task in words), None)
-    if found is not None:
-        return found
-    return "grpo" if draft.has("num_generations", "max_completion_length", "reward_funcs") else "sft"
-
-
-def trl_stage(draft: Draft) -> None:
-    task = task_of_program(draft)
-    draft.stage = "rl" if task in ("grpo", "rloo") else "sft"
-    if NO_TASKS.get(task):
-        draft.notes.append(f"trainer.stage: {task} is not converted; only what supervised training shares is set")
-    if task == "rloo":
-        draft.set("algorithm.advantage", "rloo")
-    _keep_stage(draft)
-
-
-def llamafactory_stage(draft: Draft) -> None:
-    stage, kind = draft.word("stage", default="sft"), draft.word("finetuning_type", default="full")
-    draft.stage = "sft"
-    if stage == "sft":
-        draft.set("trainer.stage", "sft", ["stage"])
-    else:
-        draft.lack(["stage"], NO_TASKS.get(str(stage)) or "preferences", shown(stage))
-    if kind == "full":
-        draft.note("finetuning_type", "mapped", "all weights are trained, as here")
-    else:
-        draft.lack(["finetuning_type"], "freezing" if kind == "freeze" else "lora", shown(kind))
-    if draft.get("model_class", default="llm") != "llm":
-        draft.lack(["model_class"], "vision", shown(draft.get("model_class")))
-    _keep_stage(draft)
-
-
-def _keep_stage(draft: Draft) -> None:
-    draft.set("trainer.stage", draft.stage)
-    if draft.stage == "sft":
-        only_rl = ("rollout.", "algorithm.", "aqn.")
-        draft.result = {key: value for key, value in draft.result.items() if not key.startswith(only_rl)}
+TRACKERS = ("none", "tensorboard", "wandb", "swanlab", "all")
 
 
 def devices(draft: Draft) -> None:
@@ -88,9 +49,10 @@ def devices(draft: Draft) -> None:
 def lengths(draft: Draft) -> None:
     keys = ("max_length", "max_seq_length", "cutoff_len")
     longest = draft.count(*keys, default=1024) or 1024
-    if draft.stage == "sft":
-        draft.set("data.max_prompt_length", longest // 2, keys)
-        draft.set("data.max_response_length", longest - longest // 2, keys)
+    if draft.stage != "rl":
+        prompt = min(draft.count("max_prompt_length", default=longest // 2) or 1, longest - 1) or 1
+        draft.set("data.max_prompt_length", prompt, keys)
+        draft.set("data.max_response_length", max(1, longest - prompt), keys)
     else:
         for key in keys:
             draft.note(key, "same", "read in supervised training only")
@@ -103,15 +65,16 @@ def batches(draft: Draft) -> None:
     longest = draft.result.get("data.max_prompt_length", 512) + draft.result.get("data.max_response_length", 1024)
     keys = [key for key in (*BATCH, "micro_batch_size", "global_batch_size") if draft.has(key)]
     whole = draft.count("global_batch_size")
-    if draft.stage == "sft":
+    if draft.stage != "rl":
         draft.set("data.train_batch_size", whole or set_global_batch(draft, keys, per_device, accumulation), keys)
     else:
         samples = set_global_batch(draft, keys, per_device, accumulation)
         rounds = draft.count("steps_per_generation", default=accumulation) or accumulation
         generated = draft.count("generation_batch_size") or samples * rounds // accumulation
-        per_prompt = draft.count("num_generations", default=8) or 8
+        per_prompt = 1 if has_critic(draft) else draft.count("num_generations", default=8) or 8
         draft.set("data.train_batch_size", exact(generated, per_prompt, "data.train_batch_size", draft), keys)
         draft.set("algorithm.minibatches_per_step", exact(generated, samples, "minibatches_per_step", draft), keys)
+    longest *= sequences_per_row(draft)
     set_tokens(draft, per_device * longest, keys[:1], longest)
 
 
@@ -157,10 +120,11 @@ def _intervals(draft: Draft, per_step: int) -> None:
 
 
 def loss(draft: Draft) -> None:
-    if draft.stage == "sft":
-        for key in ("loss_type", "scale_rewards", "epsilon_high"):
-            if draft.get(key) not in (None, "nll", "dapo", "sft"):
-                draft.lack([key], "preferences", shown(draft.get(key)))
+    if draft.stage != "rl":
+        if draft.stage == "sft" and draft.get("loss_type") not in (None, "nll", "dapo", "sft"):
+            draft.lack(["loss_type"], "other_loss", shown(draft.get("loss_type")))
+        return
+    if has_critic(draft):
         return
     kind = draft.word("loss_type")
     if kind in REDUCTIONS:
@@ -186,7 +150,7 @@ def loss(draft: Draft) -> None:
 def correction(draft: Draft) -> None:
     prefix = "vllm_importance_sampling_"
     keys = [key for key in draft.given.values if key.startswith(prefix)]
-    if draft.stage == "sft":
+    if draft.stage != "rl":
         return
     if not draft.get(f"{prefix}correction"):
         draft.set("algorithm.importance_cap", None, keys)
@@ -203,12 +167,16 @@ def correction(draft: Draft) -> None:
 
 
 def rewards(draft: Draft) -> None:
-    if draft.stage == "sft":
+    if draft.stage != "rl":
         return
     names, weights = as_list(draft.get("reward_funcs")), as_list(draft.get("reward_weights"))
     if weights and len(weights) != len(names):
         raise InputError(f"reward_weights has {len(weights)} entries for {len(names)} reward_funcs: give one each")
     for place, name in enumerate(names):
+        if "/" in str(name) and ".py" not in str(name):
+            draft.rewards.append({"name": "model", "options": {"path": str(name)}})
+            draft.note("reward_funcs", "mapped", f"rewards: model, of {name}")
+            continue
         module, _, function = str(name).rpartition(".")
         entry = dict(TRL_REWARDS.get(str(name), {"name": f"{module}:{function}"}))
         if not module and str(name) not in TRL_REWARDS:
@@ -217,7 +185,8 @@ def rewards(draft: Draft) -> None:
         draft.rewards.append(entry | ({"weight": float(weights[place])} if weights else {}))
         draft.note("reward_funcs", "mapped", f"rewards: {entry['name']}")
         draft.note("reward_weights", "mapped", "rewards: weight")
-    if not names and (guessed := guess_reward(draft, [draft.get("dataset_name", default="")])):
+    add_reward_model(draft, "reward_model_name_or_path")
+    if not names and not draft.rewards and (guessed := guess_reward(draft, [draft.get("dataset_name", default="")])):
         draft.rewards.append({"name": guessed})
 
 
@@ -250,6 +219,7 @@ def rest(draft: Draft) -> None:
             draft.set("logging.wandb_project", "huggingface", ["report_to"])
         if others := [name for name in trackers if name not in TRACKERS]:
             draft.lack(["report_to"], "other_tracker", ", ".join(others))
+    swanlab(draft, trackers)
     resume = draft.word("resume_from_checkpoint")
     found = {True: "auto", "true": "auto", None: "auto", False: "never"}.get(resume, resume)
     draft.set("checkpoint.resume", found, ["resume_from_checkpoint"])
@@ -318,6 +288,10 @@ SHARED: dict[str, Rule] = {
     "rest": rest,
 }
 TRL_RULES: dict[str, Rule] = (
-    {"stage": trl_stage} | SHARED | {"loss": loss, "correction": correction, "rewards": rewards}
+    {"stage": trl_stage, "devices": devices, "lengths": lengths, "batches": batches, "ppo": trl_ppo}
+    | SHARED
+    | {"loss": loss, "correction": correction, "preferences": trl_preferences, "rewards": rewards}
 )
-LLAMAFACTORY_RULES: dict[str, Rule] = {"stage": llamafactory_stage, "layout": layout} | SHARED
+LLAMAFACTORY_RULES: dict[str, Rule] = (
+    {"stage": llamafactory_stage, "layout": layout} | SHARED | {"preferences": llamafactory_preferences}
+)

@@ -2,25 +2,50 @@
 
 from __future__ import annotations
 
-from mega_rl.config.arriving.draft import Draft, Rule
+from typing import cast
+
+from mega_rl.config.arriving.draft import Draft, Rule, Stage
+from mega_rl.config.arriving.learned import (
+    AdapterKeys,
+    CriticKeys,
+    add_reward_model,
+    sequences_per_row,
+    set_adapter,
+    set_critic,
+    set_smoothing,
+    set_stage,
+)
 from mega_rl.config.arriving.units import as_list, exact, guess_reward, set_tokens, set_warmup
 from mega_rl.errors import shown
 
 IS = "algo.advantage.is_correction_"
-NO_TASKS = {"train_dpo": "preferences", "train_kto": "preferences", "train_rm": "reward_model"}
+RATES = {"sft": 5e-6, "dpo": 1e-5, "rm": 9e-6, "kto": 5e-7}  # default learning rates where no engine samples
+ADAPTER = AdapterKeys(
+    switches=(), rank=("ds.lora.rank",), alpha=("ds.lora.alpha",), targets=("ds.lora.target_modules",)
+)
+CRITIC = CriticKeys(
+    path=("critic.model_name_or_path",),
+    lr=("critic.adam.lr",),
+    gamma=("algo.advantage.gamma",),
+    lam=("algo.advantage.lambd",),
+    clip=("critic.value_clip",),
+    warmup=("critic.freezing_steps",),
+)
 
 
 def stage(draft: Draft) -> None:
-    words = " ".join(draft.given.program)
+    words = " ".join([*draft.given.program, str(draft.get("module", default=""))])
     is_rl = draft.has("actor.model_name_or_path", "rollout.batch_size", "data.prompt_dataset")
-    draft.stage = "rl" if is_rl else "sft"
-    draft.set("trainer.stage", draft.stage)
-    for name in NO_TASKS:
-        if name in words:
-            draft.notes.append(f"trainer.stage: there is no {name} here; only what supervised training shares is set")
+    named = next((name for name in ("dpo", "kto", "rm") if f"train_{name}" in words), None)
+    if named is None and draft.has("model.beta", "model.ipo_enable", "model.nll_loss_coef"):
+        named = "dpo"
+    set_stage(draft, "rl" if is_rl else cast(Stage, named or "sft"))
     if not is_rl:
-        only_rl = ("rollout.", "algorithm.", "aqn.", "validation.n", "validation.temperature")
-        draft.result = {key: value for key, value in draft.result.items() if not key.startswith(only_rl)}
+        for ours in ("validation.n", "validation.temperature"):
+            draft.result.pop(ours, None)
+        if not draft.has("adam.lr"):
+            draft.set("optimizer.lr", RATES[draft.stage])
+    set_adapter(draft, ADAPTER, bool(draft.count("ds.lora.rank")), rank=8, alpha=16)
     nodes, per_node = draft.count("actor.num_nodes", default=1) or 1, draft.count("actor.num_gpus_per_node")
     if per_node:
         draft.num_devices = nodes * per_node
@@ -29,7 +54,7 @@ def stage(draft: Draft) -> None:
 
 
 def algorithm(draft: Draft) -> None:
-    if draft.stage == "sft":
+    if draft.stage != "rl":
         return
     weight = draft.number("algo.kl.init_coef") or 0.0
     draft.set("algorithm.kl_coefficient", weight, ["algo.kl.init_coef"])
@@ -43,10 +68,7 @@ def algorithm(draft: Draft) -> None:
         draft.set("algorithm.kl_estimator", estimator, ["algo.kl.estimator"])
     for key in ("algo.kl.use_loss", "algo.kl.estimator"):
         draft.note(key, "same", "not read, as the weight of the KL is 0") if not weight else None
-    if draft.word("algo.advantage.estimator", default="gae") == "gae":
-        draft.lack(["algo.advantage.estimator"], "critic", "gae")
-        if not draft.has("algo.advantage.estimator"):
-            draft.notes.append("algorithm.advantage: theirs is gae by default, with a critic; ours is grpo")
+    _critic(draft)
     if draft.get("algo.advantage.no_std_norm"):
         if draft.result.get("algorithm.advantage") == "grpo":
             draft.set("algorithm.advantage", "dr_grpo", ["algo.advantage.no_std_norm"])
@@ -64,6 +86,46 @@ def algorithm(draft: Draft) -> None:
     is_gspo = draft.result.get("algorithm.objective") == "gspo"
     draft.set("algorithm.loss_reduction", "sequence_mean" if is_gspo else "token_mean")
     _correction(draft)
+
+
+def _critic(draft: Draft) -> None:
+    """Without a path, theirs begins as the reward model, or as the policy if there is none."""
+    is_on = draft.word("algo.advantage.estimator", default="gae") == "gae"
+    if is_on and not draft.has("algo.advantage.estimator"):
+        draft.notes.append("algorithm.advantage: theirs is gae by default, with a critic, so it is set here")
+    frozen = int(draft.number("critic.freezing_steps", default=-1) or 0)
+    set_critic(draft, CRITIC, is_on, lr=9e-6, lam=1.0, clip=0.5, frozen=frozen)
+    if is_on and "critic.path" not in draft.result and draft.word("reward.model_name_or_path"):
+        draft.set("critic.path", str(draft.word("reward.model_name_or_path")))
+    for key in draft.given.values:
+        entry = draft.table.find(key)
+        if entry is None or entry.reason != "critic" or key in CRITIC.names():
+            continue
+        if is_on:
+            draft.lack([key], "critic")
+        else:
+            draft.note(key, "same", "not read, as there is no critic")
+
+
+def preferences(draft: Draft) -> None:
+    """IPO takes sums of log-probabilities there, means per token here."""
+    if draft.stage == "dpo":
+        is_ipo = bool(draft.get("model.ipo_enable"))
+        draft.set("preference.loss", "ipo" if is_ipo else "sigmoid", ["model.ipo_enable"])
+        draft.set("preference.beta", draft.number("model.beta", default=0.1), ["model.beta"])
+        draft.set(
+            "preference.sft_coefficient", draft.number("model.nll_loss_coef", default=0.0), ["model.nll_loss_coef"]
+        )
+        set_smoothing(draft, "model.label_smoothing")
+        if is_ipo:
+            draft.notes.append("preference.beta: their IPO takes sums of log-probabilities, ours means per token")
+    elif draft.stage == "kto":
+        draft.set("kto.beta", draft.number("model.beta", default=0.01), ["model.beta"])
+    elif draft.stage == "rm":
+        if draft.word("model.loss_type", default="sigmoid") != "sigmoid":
+            draft.lack(["model.loss_type"], "other_loss", shown(draft.get("model.loss_type")))
+        if not draft.get("model.margin_loss_enable"):
+            draft.notes.append("data.train_files: a column margin is always read; remove it if there is one")
 
 
 def _correction(draft: Draft) -> None:
@@ -89,7 +151,7 @@ def batches(draft: Draft) -> None:
     longest = draft.count("data.max_len", default=2048) or 2048
     micro = draft.count("train.micro_batch_size", default=1) or 1
     train = draft.count("train.batch_size", default=128) or 128
-    if draft.stage == "sft":
+    if draft.stage != "rl":
         draft.set("data.train_batch_size", train, ["train.batch_size"])
         draft.set("data.max_prompt_length", longest // 2, ["data.max_len"])
         draft.set("data.max_response_length", longest - longest // 2, ["data.max_len"])
@@ -103,9 +165,10 @@ def batches(draft: Draft) -> None:
     tokens = draft.count("train.max_tokens_per_gpu", default=16192) if draft.get("train.dynamic_batch_enable") else None
     ranks = draft.count("ds.ring_attn_size", default=1) or 1
     keys = ["train.max_tokens_per_gpu", "train.dynamic_batch_enable", "train.micro_batch_size"]
+    longest *= sequences_per_row(draft)
     set_tokens(draft, tokens * ranks if tokens else micro * longest, keys, longest)
     passes = draft.number("train.max_epochs", default=1)
-    if draft.stage == "sft":
+    if draft.stage != "rl":
         draft.set("trainer.total_epochs", int(passes or 1), ["train.max_epochs"])
         return
     draft.set("trainer.total_epochs", draft.count("train.num_episodes", default=1), ["train.num_episodes"])
@@ -138,7 +201,7 @@ def files(draft: Draft) -> None:
             draft.set(f"data.{ours}", made, [key])
             if not are_files:
                 draft.notes.append(f"data.{ours}: nothing is downloaded; put the data there, or name your files")
-    if draft.stage == "sft":
+    if draft.stage != "rl":
         return
     url = str(draft.get("reward.remote_url", default=""))
     if url.endswith(".py"):
@@ -147,6 +210,8 @@ def files(draft: Draft) -> None:
         draft.notes.append("rewards: reward_func(queries, prompts, labels) takes other arguments; see docs/rewards.md")
     elif url:
         draft.lack(["reward.remote_url"], "reward_model", "a server")
+    elif draft.word("reward.model_name_or_path"):
+        add_reward_model(draft, "reward.model_name_or_path")
     elif guessed := guess_reward(draft, [draft.get("data.prompt_dataset", default="")]):
         draft.rewards.append({"name": guessed})
     buffer = draft.count("reward.overlong_buffer_len")
@@ -209,4 +274,11 @@ def _engines(draft: Draft) -> None:
         draft.set("memory.optimizer_on_host", True, ["ds.adam_offload"])
 
 
-RULES: dict[str, Rule] = {"stage": stage, "algorithm": algorithm, "batches": batches, "files": files, "rest": rest}
+RULES: dict[str, Rule] = {
+    "stage": stage,
+    "algorithm": algorithm,
+    "preferences": preferences,
+    "batches": batches,
+    "files": files,
+    "rest": rest,
+}

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any, get_args
 
 from mega_rl.config.arriving.draft import Draft, Rule
+from mega_rl.config.arriving.learned import set_stage
 from mega_rl.config.arriving.tables import table
 from mega_rl.config.arriving.units import as_list, exact, guess_reward, set_tokens, set_warmup
+from mega_rl.config.arriving.verl_learned import adapter, critic, reward_model
 from mega_rl.config.schema import NormRole
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
@@ -19,6 +21,7 @@ ADVANTAGES = {
     "rloo_vectorized": "rloo",
     "reinforce_plus_plus": "reinforce_pp",
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
+    "gae": "gae",
 }
 OBJECTIVES = {"vanilla": "ppo", "gspo": "gspo", "cispo": "cispo"}
 REDUCTIONS = {
@@ -37,9 +40,7 @@ def stage(draft: Draft) -> None:
     """Its supervised trainer has keys without ``actor_rollout_ref``."""
     if draft.has("model.path", "model.partial_pretrain") or any("sft" in word for word in draft.given.program):
         draft.stage = "sft"
-        for ours in [key for key in draft.result if key.startswith(("rollout.", "algorithm.", "aqn."))]:
-            del draft.result[ours]
-    draft.set("trainer.stage", draft.stage)
+    set_stage(draft, draft.stage)
 
 
 def kl(draft: Draft) -> None:
@@ -78,13 +79,13 @@ def advantage(draft: Draft) -> None:
     key, by_deviation = "algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"
     name = draft.word(key)
     if name not in ADVANTAGES:
-        draft.lack([key], "critic" if name == "gae" else "other_advantage", repr(name))
-        if name == "gae" and not draft.has(key):
-            draft.notes.append("algorithm.advantage: theirs is gae by default, with a critic; ours is grpo")
-        draft.same([by_deviation], "critic_less")
+        draft.lack([key], "other_advantage", repr(name))
         return
+    if name == "gae" and draft.stage == "rl" and not draft.has(key):
+        draft.notes.append("algorithm.advantage: theirs is gae by default, with a critic, so it is set here")
     found = "dr_grpo" if name == "grpo" and draft.get(by_deviation) is False else ADVANTAGES[name]
-    draft.set("algorithm.advantage", found, [key, by_deviation])
+    if draft.stage == "rl":
+        draft.set("algorithm.advantage", found, [key, by_deviation])
 
 
 def objective(draft: Draft) -> None:
@@ -120,7 +121,7 @@ def batches(draft: Draft) -> None:
         number = exact(batch, min(mini, batch), "algorithm.minibatches_per_step", draft)
         draft.set("algorithm.minibatches_per_step", number, keys_of("minibatches"))
     longest = (draft.count("data.max_prompt_length") or 0) + (draft.count("data.max_response_length") or 0)
-    if draft.stage == "sft":
+    if draft.stage != "rl":
         longest = draft.count("data.max_length", default=1024) or 1024
         draft.set("data.max_prompt_length", longest // 2, ["data.max_length"])
         draft.set("data.max_response_length", longest - longest // 2, ["data.max_length"])
@@ -257,7 +258,7 @@ def correction(draft: Draft) -> None:
 
 def rewards(draft: Draft) -> None:
     keys = [key for key in draft.given.values if (entry := draft.table.find(key)) and entry.reason == "reward"]
-    if draft.stage == "sft":
+    if draft.stage != "rl":
         return
     values: dict[str, Any] = {key.removeprefix("reward."): draft.get(key) for key in keys}
     custom = "custom_reward_function."
@@ -267,7 +268,7 @@ def rewards(draft: Draft) -> None:
     }
     if path:
         draft.rewards.append({"name": f"{path}:{name}"} | ({"options": options} if options else {}))
-    else:
+    elif not draft.rewards:
         data = (draft.get("data.train_files"), "dapo" if draft.get("reward_model.reward_manager") == "dapo" else "")
         if guessed := guess_reward(draft, data):
             draft.rewards.append({"name": guessed})
@@ -292,9 +293,10 @@ def logging(draft: Draft) -> None:
     if draft.has("trainer.logger"):
         draft.set("logging.progress", "console" in trackers, ["trainer.logger"])
         draft.set("logging.tensorboard", "tensorboard" in trackers, ["trainer.logger"])
-        if "wandb" in trackers:
-            draft.set("logging.wandb_project", project, ["trainer.logger", "trainer.project_name"])
-        others = [name for name in trackers if name not in ("console", "tensorboard", "wandb", "file")]
+        for name in ("wandb", "swanlab"):
+            if name in trackers:
+                draft.set(f"logging.{name}_project", project, ["trainer.logger", "trainer.project_name"])
+        others = [name for name in trackers if name not in ("console", "tensorboard", "wandb", "swanlab", "file")]
         if others:
             draft.lack(["trainer.logger"], "other_tracker", ", ".join(others))
     directory = draft.get("trainer.default_local_dir")
@@ -353,12 +355,15 @@ def rest(draft: Draft) -> None:
 RULES: dict[str, Rule] = {
     "stage": stage,
     "layout": layout,
+    "adapter": adapter,
     "kl": kl,
     "advantage": advantage,
+    "critic": critic,
     "objective": objective,
     "batches": batches,
     "memory": memory,
     "learning_rate": learning_rate,
+    "reward_model": reward_model,
     "rewards": rewards,
     "dynamic_sampling": dynamic_sampling,
     "correction": correction,

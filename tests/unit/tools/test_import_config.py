@@ -66,7 +66,8 @@ def test_verl_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     said = capsys.readouterr().out
     assert "torchrun --nnodes 2 --nproc-per-node 8" in said
     head = (tmp_path / "run.yaml").read_text(encoding="utf-8").partition("model:")[0]
-    for key in ("model.lora_rank", "val_kwargs.top_p", "trainer.experiment_name"):
+    assert (config.tuning.method, config.tuning.adapter.rank, config.tuning.adapter.alpha) == ("lora", 8, 16.0)
+    for key in ("val_kwargs.top_p", "trainer.experiment_name"):
         assert f"{key} = " in head and f"{key} = " in said
 
 
@@ -101,7 +102,8 @@ def test_llamafactory_file(tmp_path: Path) -> None:
         "lr_scheduler_type: cosine\nmax_steps: 500\nwarmup_ratio: 0.1\nbf16: true\nreport_to: none\n"
     )
     status, tree, config = made(tmp_path, "llamafactory", str(file), "--devices", "8")
-    assert status == INCOMPLETE and config is not None and config.trainer.stage == "sft"
+    assert status == 0 and config is not None and config.trainer.stage == "sft"
+    assert (config.tuning.method, config.tuning.adapter.rank, config.tuning.adapter.alpha) == ("lora", 8, 16.0)
     assert config.data.train_batch_size == 64 and config.optimizer.warmup_steps == 50
     assert config.data.max_prompt_length + config.data.max_response_length == 2048
     assert config.data.train_files == ["data/identity.json", "data/alpaca_en_demo.json"]

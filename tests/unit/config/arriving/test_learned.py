@@ -1,0 +1,265 @@
+"""Adapters, preferences, reward models and critics of published commands: units, defaults, and a file that is valid."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mega_rl.config import RunConfig, load_config, problems
+from mega_rl.config.arriving.convert import convert
+from mega_rl.config.arriving.reading import Given
+from tools.import_config import main
+
+MODEL = {
+    "architectures": ["Qwen2ForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4,
+    "hidden_size": 16, "intermediate_size": 64, "max_position_embeddings": 8192, "vocab_size": 100,
+}  # fmt: skip
+SCORES = {"architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1, "id2label": {"0": "LABEL_0"}}
+
+TRL_LORA = "--use_peft --lora_r 32 --lora_alpha 16"
+LLAMAFACTORY = {"model_name_or_path": "MODEL", "finetuning_type": "lora", "lora_rank": 8, "lora_target": "all"} | {
+    "dataset": "DATA", "cutoff_len": 2048, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 8,
+}  # fmt: skip
+OPENRLHF = (
+    "--train.batch_size 256 --train.micro_batch_size 1 --model.model_name_or_path MODEL --data.max_len 2048 "
+    "--data.dataset DATA --data.chosen_key chosen --data.rejected_key rejected --ds.packing_samples"
+)
+VERL = (
+    "python3 -m verl.trainer.main_ppo data.train_files=DATA data.max_prompt_length=512 data.max_response_length=1024 "
+    "actor_rollout_ref.model.path=MODEL actor_rollout_ref.rollout.tensor_model_parallel_size=1 "
+    "trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.test_freq=-1 "
+)
+AREAL: dict[str, Any] = {
+    "actor": {"path": "MODEL", "backend": "fsdp:d8p1t1", "mb_spec": {"max_tokens_per_mb": 2048}, "kl_ctl": 0.0},
+    "train_dataset": {"batch_size": 64, "path": "d/gsm8k", "max_length": 1024},
+    "total_train_epochs": 1,
+}
+
+
+def areal(kind: str, more: dict[str, Any], **sections: dict[str, Any]) -> str:
+    return json.dumps(
+        AREAL
+        | {"actor": AREAL["actor"] | more, "train_dataset": AREAL["train_dataset"] | {"type": kind}}
+        | {"rollout": {"backend": "vllm:d4t1"}, "valid_dataset": {"path": ""}}
+        | sections
+    )
+
+
+COMMANDS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "trl dpo": (
+        "trl",
+        f"trl dpo --model_name_or_path MODEL --train_dataset DATA --per_device_train_batch_size 2 {TRL_LORA} "
+        "--gradient_accumulation_steps 8 --precompute_ref_log_probs --loss_type sigmoid sft --loss_weights 0.5 1.0",
+        {
+            "trainer.stage": "dpo", "tuning.method": "lora", "tuning.adapter.rank": 32, "tuning.adapter.alpha": 16.0,
+            "tuning.adapter.targets": ["q_proj", "v_proj"], "preference.loss": "sigmoid", "preference.beta": 0.1,
+            "preference.sft_coefficient": 2.0, "optimizer.lr": 1e-6, "data.train_batch_size": 128,
+            "trainer.max_tokens_per_microbatch": 2 * 2 * 1024,
+        },
+    ),
+    "trl kto": (
+        "trl",
+        "trl kto --model_name_or_path MODEL --train_dataset DATA --use_peft --lora_target_modules=all-linear "
+        "--use_rslora --desirable_weight 1.5 --beta 0.2",
+        {
+            "trainer.stage": "kto", "tuning.adapter.targets": ["all-linear"], "tuning.adapter.rslora": True,
+            "tuning.adapter.rank": 16, "kto.beta": 0.2, "kto.desirable_weight": 1.5, "kto.undesirable_weight": 1.0,
+        },
+    ),
+    "trl reward": (
+        "trl",
+        "trl reward --model_name_or_path MODEL --train_dataset DATA --center_rewards_coefficient 0.01 --max_length 512",
+        {"trainer.stage": "rm", "reward_model.centre": 0.01, "optimizer.lr": 1e-4, "tuning.method": "full"},
+    ),
+    "trl simpo": (
+        "trl",
+        "python examples/scripts/cpo.py --model_name_or_path MODEL --train_dataset DATA --loss_type simpo --beta 2.0",
+        {"preference.loss": "simpo", "preference.simpo_gamma": 0.5, "preference.sft_coefficient": 1.0},
+    ),
+    "trl ppo": (
+        "trl",
+        "python examples/scripts/ppo/ppo.py --num_ppo_epochs 1 --num_mini_batches 2 --sft_model_path MODEL "
+        "--reward_model_path SCORES --train_dataset DATA --per_device_train_batch_size 16 --total_episodes 1024",
+        {
+            "algorithm.advantage": "gae", "critic.path": "SCORES", "critic.lam": 0.95, "critic.clip_value": 0.2,
+            "critic.lr": 3e-6, "algorithm.kl_coefficient": 0.05, "algorithm.kl_in": "reward", "rollout.n": 1,
+            "algorithm.minibatches_per_step": 2, "trainer.total_steps": 8, "data.max_response_length": 53,
+        },
+    ),
+    "llamafactory dpo": (
+        "llamafactory",
+        json.dumps(LLAMAFACTORY | {"stage": "dpo", "pref_loss": "simpo", "pref_beta": 2.0, "simpo_gamma": 1.0}),
+        {
+            "trainer.stage": "dpo", "tuning.adapter.rank": 8, "tuning.adapter.alpha": 16.0, "preference.beta": 2.0,
+            "preference.loss": "simpo", "preference.simpo_gamma": 1.0, "trainer.max_tokens_per_microbatch": 4096,
+        },
+    ),
+    "llamafactory kto": (
+        "llamafactory",
+        json.dumps(LLAMAFACTORY | {"stage": "kto", "pref_beta": 0.3, "kto_rejected_weight": 0.5, "lora_alpha": 8}),
+        {"trainer.stage": "kto", "kto.beta": 0.3, "kto.undesirable_weight": 0.5, "tuning.adapter.alpha": 8.0},
+    ),
+    "llamafactory rm": (
+        "llamafactory",
+        json.dumps(LLAMAFACTORY | {"stage": "rm"}),
+        {"trainer.stage": "rm", "tuning.method": "full"},
+    ),
+    "llamafactory pt by default": (
+        "llamafactory",
+        json.dumps({key: value for key, value in LLAMAFACTORY.items() if key != "finetuning_type"} | {"stage": "pt"}),
+        {"trainer.stage": "pt", "tuning.method": "lora"},
+    ),
+    "llamafactory ppo": (
+        "llamafactory",
+        json.dumps(LLAMAFACTORY | {"stage": "ppo", "reward_model": "SCORES", "reward_model_type": "full"}),
+        {
+            "trainer.stage": "rl", "algorithm.advantage": "gae", "algorithm.kl_in": "reward", "critic.lr": 5e-5,
+            "data.max_prompt_length": 2048, "rollout.n": 1, "tuning.method": "lora",
+        },
+    ),
+    "llamafactory freeze": (
+        "llamafactory",
+        json.dumps(
+            LLAMAFACTORY
+            | {"stage": "sft", "finetuning_type": "freeze", "freeze_trainable_layers": -3}
+            | {"freeze_trainable_modules": "mlp", "freeze_extra_modules": "embed_tokens,norm"}
+        ),
+        {
+            "tuning.method": "freeze", "tuning.train_layers": -3, "tuning.train_modules": "mlp",
+            "tuning.also_train": ["embed_tokens", "norm"],
+        },
+    ),
+    "openrlhf dpo": (
+        "openrlhf",
+        f"deepspeed --module openrlhf.cli.train_dpo {OPENRLHF} --model.beta 0.2 --model.label_smoothing 0.1",
+        {
+            "trainer.stage": "dpo", "preference.beta": 0.2, "preference.label_smoothing": 0.1, "optimizer.lr": 1e-5,
+            "trainer.max_tokens_per_microbatch": 4096, "tuning.method": "full",
+        },
+    ),
+    "openrlhf rm": ("openrlhf", f"deepspeed --module openrlhf.cli.train_rm {OPENRLHF}", {"trainer.stage": "rm"}),
+    "openrlhf lora": (
+        "openrlhf",
+        f"deepspeed --module openrlhf.cli.train_sft {OPENRLHF} --ds.lora.rank 64 "
+        "--ds.lora.target_modules q_proj o_proj",
+        {"trainer.stage": "sft", "tuning.adapter.rank": 64, "tuning.adapter.alpha": 16.0}
+        | {"tuning.adapter.targets": ["q_proj", "o_proj"]},
+    ),
+    "openrlhf ppo": (
+        "openrlhf",
+        "python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path MODEL --reward.model_name_or_path SCORES "
+        "--data.prompt_dataset DATA --critic.adam.lr 9e-6 --critic.freezing_steps 5 --train.colocate_all",
+        {
+            "algorithm.advantage": "gae", "critic.path": "SCORES", "critic.lr": 9e-6, "critic.warmup_steps": 5,
+            "critic.clip_value": 0.5,
+        },
+    ),
+    "verl lora": (
+        "verl",
+        f"{VERL} algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=5 actor_rollout_ref.model.lora_rank=64 "
+        "actor_rollout_ref.model.target_modules=all-linear actor_rollout_ref.rollout.load_format=safetensors "
+        "actor_rollout_ref.rollout.layered_summon=True custom_reward_function.path=REWARD",
+        {"tuning.method": "lora", "tuning.adapter.rank": 64, "tuning.adapter.alpha": 16.0},
+    ),
+    "verl megatron lora": (
+        "verl",
+        f"{VERL} algorithm.adv_estimator=rloo actor_rollout_ref.rollout.n=5 actor_rollout_ref.model.lora.rank=8 "
+        "'actor_rollout_ref.model.lora.target_modules=[linear_qkv,linear_fc2]' custom_reward_function.path=REWARD "
+        "actor_rollout_ref.model.lora.merge=True trainer.logger='[console,swanlab]' trainer.project_name=p",
+        {
+            "tuning.adapter.alpha": 32.0, "tuning.adapter.targets": ["q_proj", "k_proj", "v_proj", "down_proj"],
+            "rollout.adapter": "merged", "logging.swanlab_project": "p",
+        },
+    ),
+    "verl ppo": (
+        "verl",
+        f"{VERL} algorithm.adv_estimator=gae algorithm.lam=0.95 critic.model.path=MODEL critic.optim.lr=2e-5 "
+        "critic.model.use_remove_padding=True critic.ppo_max_token_len_per_gpu=98304 trainer.critic_warmup=3 "
+        "reward_model.enable=True reward_model.model.path=SCORES reward_model.micro_batch_size_per_gpu=32",
+        {
+            "algorithm.advantage": "gae", "critic.path": "MODEL", "critic.lr": 2e-5, "critic.lam": 0.95,
+            "critic.warmup_steps": 2, "critic.clip_value": 0.5, "rollout.n": 1,
+        },
+    ),
+    "areal dpo": (
+        "areal",
+        areal("dpo", {"beta": 0.2, "loss_type": "ipo"}),
+        {"trainer.stage": "dpo", "preference.beta": 0.2, "preference.loss": "ipo"}
+        | {"trainer.max_tokens_per_microbatch": 2048, "data.train_batch_size": 64},
+    ),
+    "areal rw": ("areal", areal("rw", {"is_critic": True}), {"trainer.stage": "rm"}),
+    "areal lora": (
+        "areal",
+        areal("rl", {"use_lora": True, "reward_norm": {"mean_level": "group", "std_level": "group"}}),
+        {"tuning.method": "lora", "tuning.adapter.rank": 32, "tuning.adapter.alpha": 16.0},
+    ),
+    "areal ppo": (
+        "areal",
+        areal("rl", {"gae_lambda": 0.9}, critic={"path": "MODEL", "eps_clip": 0.4, "optimizer": {"lr": 1.7e-5}}),
+        {"algorithm.advantage": "gae", "critic.lam": 0.9, "critic.clip_value": 0.4, "critic.lr": 1.7e-5},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_published_commands(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    neighbour, text, wanted = COMMANDS[name]
+    places = {"MODEL": tmp_path / "model", "SCORES": tmp_path / "scores", "DATA": tmp_path / "rows.jsonl"}
+    for word, tree in (("MODEL", MODEL), ("SCORES", MODEL | SCORES)):
+        places[word].mkdir()
+        (places[word] / "config.json").write_text(json.dumps(tree))
+    places["REWARD"] = tmp_path / "reward.py"
+    places["REWARD"].write_text("def compute_score(): ...\n")
+    for word, place in places.items():
+        text = text.replace(word, str(place))
+    if text.startswith("{"):
+        file = tmp_path / "theirs.json"
+        file.write_text(text)
+        text = str(file)
+    out = tmp_path / "run.yaml"
+    assert main(["--from", neighbour, text, "--devices", "8", "-o", str(out)]) in (0, 3)
+    assert "not in the table" not in capsys.readouterr().out
+    config = load_config(out)
+    found = {key: _get(config, key) for key in wanted}
+    assert found == {key: str(places[str(value)]) if str(value) in places else value for key, value in wanted.items()}
+    left = [line for line in problems(config, has_files=False) if not line.startswith(("data.", "rewards is []"))]
+    assert left == []
+    if "SCORES" in COMMANDS[name][1]:
+        assert [(reward.name, reward.options) for reward in config.rewards] == [
+            ("model", {"path": str(places["SCORES"])})
+        ]
+
+
+def _get(config: RunConfig, key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("neighbour", "given", "refused"),
+    [
+        ("trl", {"use_peft": True, "lora_dropout": 0.05, "use_dora": True}, {"lora_dropout", "use_dora"}),
+        ("trl", {"precompute_ref_log_probs": True, "loss_type": ["sigmoid", "bco_pair"]}, {"loss_type"}),
+        ("trl", {"precompute_ref_log_probs": True, "loss_type": "hinge", "label_smoothing": 0.1}, {"label_smoothing"}),
+        ("llamafactory", {"stage": "rm", "finetuning_type": "lora", "lora_rank": 8}, {"finetuning_type", "lora_rank"}),
+        ("llamafactory", {"stage": "dpo", "pref_loss": "kto_pair", "ref_model": "m"}, {"pref_loss", "ref_model"}),
+        ("llamafactory", {"finetuning_type": "oft", "use_llama_pro": True}, {"finetuning_type", "use_llama_pro"}),
+        ("llamafactory", {"adapter_name_or_path": "a,b"}, {"adapter_name_or_path"}),
+        ("verl", {"actor_rollout_ref.model.lora_rank": 8, "actor_rollout_ref.model.target_modules": r".*\.(q|v)_proj"},
+         {"actor_rollout_ref.model.target_modules"}),
+        ("verl", {"algorithm.adv_estimator": "gae", "critic.ppo_epochs": 2, "critic.model.lora_rank": 8},
+         {"critic.ppo_epochs", "critic.model.lora_rank"}),
+        ("verl", {"algorithm.adv_estimator": "grpo", "critic.ppo_epochs": 2, "critic.model.path": "m"}, set()),
+        ("openrlhf", {"ds.lora.rank": 8, "ds.lora.dropout": 0.1}, {"ds.lora.dropout"}),
+        ("areal", {"train_dataset.type": "dpo", "actor.loss_type": "hinge"}, {"actor.loss_type"}),
+    ],
+)  # fmt: skip
+def test_what_is_not_there_is_refused(neighbour: str, given: dict[str, Any], refused: set[str]) -> None:
+    draft = convert(neighbour, Given(dict(given)), num_devices=8)
+    assert {key for key, outcome in draft.outcomes.items() if outcome.became == "none"} == refused
+    assert draft.outcomes.keys() == given.keys()
