@@ -634,4 +634,6 @@ def test_adapters(config, changes, part):
 def test_a_function_called_as_the_reward_model_is_not_taken_for_it() -> None:
     config = RunConfig()
     config.rewards = [RewardConfig(name="model", options={"path": "x"}), RewardConfig(name="own.module:model")]
-    assert any("rewards[1].name" in line and "rename the function" in line for line in problems(config, has_files=False))
+    assert any(
+        "rewards[1].name" in line and "rename the function" in line for line in problems(config, has_files=False)
+    )

@@ -20,12 +20,12 @@ def model(directory: Path, weights: bytes = b"w") -> Path:
     return directory
 
 
-def checkpoint(run: Path, step: int, is_whole: bool = True) -> Path:
+def checkpoint(run: Path, step: int, is_whole: bool = True, **progress: object) -> Path:
     directory = run / "checkpoints" / f"step_{step:08d}"
     (directory / "megatron").mkdir(parents=True)
     files = [directory / "progress.json", directory / "megatron" / "shard"]
-    for file in files:
-        file.write_text(f"{step}")
+    files[0].write_text(json.dumps({"model": {}, **progress}))
+    files[1].write_text(f"{step}")
     (directory / "manifest.json").write_text(manifest(written(directory, files)))
     if not is_whole:
         files[1].unlink()
@@ -78,3 +78,11 @@ def test_a_run_gives_the_newer_one_of_its_newest_whole_checkpoint_and_its_export
 def test_anything_else_is_refused(tmp_path: Path, name: str, words: str) -> None:
     with pytest.raises(InputError, match=words):
         find_weights(str(tmp_path / name))
+
+
+def test_a_checkpoint_of_a_part_or_of_values_is_passed_over(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    whole = checkpoint(run, 2)
+    checkpoint(run, 4, tuning={"settings": {"method": "lora"}})
+    checkpoint(run, 6, model={"head": "value"})
+    assert find_weights(str(run)).directory == whole
