@@ -83,6 +83,6 @@ def test_anything_else_is_refused(tmp_path: Path, name: str, words: str) -> None
 def test_a_checkpoint_of_a_part_or_of_values_is_passed_over(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     whole = checkpoint(run, 2)
-    checkpoint(run, 4, tuning={"settings": {"method": "lora"}})
+    checkpoint(run, 4, tuning={"settings": {"method": "lora"}, "base": "b"})
     checkpoint(run, 6, model={"head": "value"})
     assert find_weights(str(run)).directory == whole
