@@ -2,8 +2,9 @@
 
 The error of a metric is the mean absolute difference over the steps of both runs, relative to the baseline's mean
 absolute value. Without ``--metric``: the usual acceptance of a new platform against a known one, the loss within 2 %
-for the stages that learn from files and the mean reward within 4 % for reinforcement learning, whose loss, a difference of large
-terms near 0, is shown without a limit. Exit status 0: everything within its limits, 1: something is not, 2: bad input.
+for the stages that learn from files and the mean reward within 4 % for reinforcement learning, whose loss, a difference
+of large terms near 0, is shown without a limit. Exit status 0: everything within its limits, 1: something is not, 2:
+bad input.
 """
 
 from __future__ import annotations
