@@ -70,7 +70,6 @@ class TestPage:
         text = page([read_run(tmp_path, "x")], {}, 2)
         assert "no/such" not in text and text.count("no finite value") == 3  # kl, the three rewards, stage
 
-
     @pytest.mark.parametrize("stage", FROM_FILES)
     def test_the_overview_has_the_losses_of_every_stage_from_files(self, tmp_path, stage):
         rows = [{"step": i, "metrics": {f"{stage}loss": 3 / i, f"{stage}val_loss": 4 / i}} for i in (1, 2)]
