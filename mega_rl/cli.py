@@ -37,6 +37,7 @@ TOOLS: Mapping[str, Tool] = {
     "compare": Tool("compare.py", "compare the metrics of runs"),
     "report": Tool("report.py", "show runs as one page"),
     "convert": Tool("convert.py", "convert weights"),
+    "merge": Tool("merge_lora.py", "add an adapter to its model"),
     "import": Tool("import_config.py", "make a configuration from another trainer's"),
     "prepare": Tool("prepare_data.py", "make data files"),
     "tiny-model": Tool("make_tiny_model.py", "make a small model with random weights"),

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,18 @@ FLAGS = (
 )
 
 
+@cache
 def executable() -> str | None:
-    """The browser of this machine; None if there is none."""
-    return next((found for name in NAMES if (found := shutil.which(name))), None)
+    """The browser of this machine; None if there is none that starts (Ubuntu has a script that only names a snap)."""
+    return next((found for name in NAMES if (found := shutil.which(name)) and _starts(found)), None)
+
+
+def _starts(program: str) -> bool:
+    command = [program, "--version"]
+    try:
+        return subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=TIMEOUT_S).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
 
 
 class Browser:
@@ -152,7 +162,7 @@ class Page:
 def started() -> Iterator[Browser]:
     """A browser with a profile of its own, which is gone with it."""
     program = executable()
-    assert program is not None, f"none of {', '.join(NAMES)} is on the PATH"
+    assert program is not None, f"none of {', '.join(NAMES)} starts"
     to_browser, from_browser = os.pipe(), os.pipe()
 
     def place() -> None:  # in the child; copies first, for any of the four may be 3 or 4

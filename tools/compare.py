@@ -2,8 +2,9 @@
 
 The error of a metric is the mean absolute difference over the steps of both runs, relative to the baseline's mean
 absolute value. Without ``--metric``: the usual acceptance of a new platform against a known one, the loss within 2 %
-for supervised training and the mean reward within 4 % for reinforcement learning, whose loss, a difference of large
-terms near 0, is shown without a limit. Exit status 0: everything within its limits, 1: something is not, 2: bad input.
+for the stages that learn from files and the mean reward within 4 % for reinforcement learning, whose loss, a difference
+of large terms near 0, is shown without a limit. Exit status 0: everything within its limits, 1: something is not, 2:
+bad input.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from rich.table import Table
 
 from mega_rl.errors import InputError
 from mega_rl.observe.compare import Difference, Run, Throughput, difference, read_run, series, throughput
+from mega_rl.observe.from_files import LOSSES
 
 # By a metric that only the baseline of such a stage has.
-DEFAULT_METRICS = {"sft/loss": ("sft/loss=0.02",), "reward/mean": ("reward/mean=0.04", "actor/loss")}
+DEFAULT_METRICS = {loss: (f"{loss}=0.02",) for loss in LOSSES} | {"reward/mean": ("reward/mean=0.04", "actor/loss")}
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -53,7 +55,7 @@ def default_metrics(baseline: Run) -> Sequence[str]:
     for mark, metrics in DEFAULT_METRICS.items():
         if series(baseline, mark):
             return metrics
-    raise InputError(f"the baseline logged neither {' nor '.join(DEFAULT_METRICS)}: say what to compare with --metric")
+    raise InputError(f"the baseline logged none of {', '.join(DEFAULT_METRICS)}: say what to compare with --metric")
 
 
 def names_of(options: argparse.Namespace) -> list[str]:

@@ -62,6 +62,11 @@ from mega_rl.types import Prompt
 EXPORT = "model"  # under the output directory: the weights of a checkpoint, until the answers are there
 PLOT = "plot.png"
 NEWS_S = 10.0  # between two lines about the progress
+LAYOUT = {  # keys that options stand for, since mega-rl reads them before it starts processes
+    "rollout.tensor_parallel_size": "--tensor-parallel",
+    "rollout.num_engines": "--engines",
+    "rollout.placement": "--placement",
+}
 MEMORY_SHARE = 0.9  # of a device's memory, which the engine has for itself
 
 
@@ -131,7 +136,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def configured(options: argparse.Namespace, weights: Weights) -> RunConfig:
-    """The configuration that the options change."""
+    """The configuration that the options change.
+
+    Raises:
+        InputError: an override sets what only an option sets; or as ``evaluation_config``.
+    """
+    for override in options.overrides:
+        key, _, value = override.partition("=")
+        if option := LAYOUT.get(key.strip()):
+            raise InputError(f"{key.strip()} of an evaluation is set by {option}: write {option} {value.strip()}")
     config = evaluation_config(options.config or weights.run_config, options.overrides, weights)
     config.data.val_files = options.data or config.data.val_files
     config.data.max_val_samples = options.max_problems
@@ -140,7 +153,7 @@ def configured(options: argparse.Namespace, weights: Weights) -> RunConfig:
         (config.validation, "n", options.samples),
         (config.validation, "temperature", options.temperature),
         (config.trainer, "seed", options.seed),
-        (config.rollout, "placement", options.placement),
+        (config.rollout, "placement", options.placement or "colocated"),
         (config.rollout, "tensor_parallel_size", 1 if options.tensor_parallel is None else options.tensor_parallel),
     ):
         if value is not None:

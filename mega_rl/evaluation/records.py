@@ -78,6 +78,7 @@ class Directory:
         self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True)
+            self._refuse_strangers()
             self._lock = _locked(path)
             self._compare(settings)
             if not self.is_complete:
@@ -85,14 +86,16 @@ class Directory:
         except OSError as error:
             raise InputError(f"--out {path} cannot be written ({error.strerror}): choose another directory") from error
 
+    def _refuse_strangers(self) -> None:
+        names = sorted(entry.name for entry in self.path.iterdir() if not entry.name.startswith("."))
+        if names and SETTINGS not in names:
+            raise InputError(
+                f"--out {self.path} is not empty and no evaluation (it has {shown(names[0])}): choose another directory"
+            )
+
     def _compare(self, settings: Mapping[str, Any]) -> None:
         file = self.path / SETTINGS
         if not file.is_file():
-            if strangers := sorted(entry.name for entry in self.path.iterdir() if not entry.name.startswith(".")):
-                raise InputError(
-                    f"--out {self.path} is not empty and no evaluation (it has {shown(strangers[0])}): choose another "
-                    "directory"
-                )
             with atomic_path(file) as fresh:
                 fresh.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
             return

@@ -8,6 +8,8 @@ from mega_rl.observe.metric import MetricSpec
 
 NEXT_TOKENS, PREFERENCES, JUDGED = ("sft/", "pt/"), ("dpo/", "kto/"), ("dpo/", "kto/", "rm/")
 FROM_FILES = (*NEXT_TOKENS, *JUDGED)
+LOSSES = tuple(f"{stage}loss" for stage in FROM_FILES)
+HELD_OUT = (*(f"{stage}val_accuracy" for stage in JUDGED), *(f"{stage}val_loss" for stage in FROM_FILES))  # best first
 _ANSWERS = ("chosen", "rejected")
 
 LEARNING = (

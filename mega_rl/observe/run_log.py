@@ -93,12 +93,13 @@ class RunLog:
         """One entry; does nothing while no file is open.
 
         Args:
-            origin: of more than ``MAX_ALIKE`` entries with one origin only the number is written; None: no limit.
+            origin: of more than ``MAX_ALIKE`` entries with one origin only the number is written; None: no limit. An
+                ERROR without one, which says why the rank ended, is written to a full file too.
         """
         with self._lock:
             if self._descriptor is None:
                 return
-            if origin not in self._alike and len(self._alike) >= MAX_ORIGINS:
+            if origin is not None and origin not in self._alike and len(self._alike) >= MAX_ORIGINS:
                 origin = "all other places"
             self._alike[origin] += 1
             if origin is not None and self._alike[origin] > MAX_ALIKE:
@@ -108,7 +109,7 @@ class RunLog:
                 if origin is not None and self._alike[origin] == MAX_ALIKE
                 else ""
             )
-            self._write(level, shortened(text) + note)
+            self._write(level, shortened(text) + note, is_final=level == "ERROR" and origin is None)
 
     def say(self, sentence: str) -> None:
         """An entry for something that the user is told."""
@@ -121,14 +122,15 @@ class RunLog:
             text = f"{record.msg!r} ({type(error).__name__} while it was put together)"
         self.add(record.levelname, f"{record.name}: {text}", (record.name, record.lineno, str(record.msg)[:200]))
 
-    def _write(self, level: str, text: str) -> None:
+    def _write(self, level: str, text: str, is_final: bool = False) -> None:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         body = "\n    ".join(text.splitlines())
         entry = f"{stamp} rank {self._rank} {level} {body}\n".encode(errors="backslashreplace")
-        if self._room <= 0 or self._descriptor is None:
+        was_full = self._room <= 0
+        if (was_full and not is_final) or self._descriptor is None:
             return
         self._room -= len(entry)
-        if self._room <= 0:
+        if self._room <= 0 and not was_full:
             entry += f"{stamp} rank {self._rank} WARNING run.log: full, this rank writes no more entries\n".encode()
         try:
             os.write(self._descriptor, entry)

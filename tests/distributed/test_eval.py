@@ -15,6 +15,7 @@ from tests.distributed.training import TinyWorld
 from tests.launch import REPO, Launched, run, started, torchrun
 
 EVAL = REPO / "tools" / "eval.py"
+pytestmark = pytest.mark.timeout(1200)
 KEYS = (
     *("--reward", "exact_match", "--samples", "3", "--k", "1", "3", "--resamples", "50"),
     *("data.max_prompt_length=8", "data.max_response_length=5", "rollout.kv_cache_bytes=16777216"),

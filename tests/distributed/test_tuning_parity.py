@@ -14,6 +14,7 @@ import pytest
 from tests.distributed.tuning_cases import FOUR, TWO, TuningCase
 from tests.launch import REPO, once, ranks
 
+pytestmark = pytest.mark.timeout(600)
 SCRIPT = REPO / "tests" / "distributed" / "run_tuning_parity.py"
 LIMITS = {
     "base": 1e-5,  # nats; B is zero

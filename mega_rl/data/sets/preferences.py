@@ -8,6 +8,7 @@ from mega_rl.data.columns import prompt_of
 from mega_rl.data.rows import Row
 from mega_rl.data.sets.counting import Dropped, Record, fold
 from mega_rl.data.sets.turns import (
+    EMPTY,
     answer_of,
     check_order,
     is_transcript,
@@ -27,6 +28,7 @@ def pair(row: Row) -> Record:
 
     The prompt is a column (``prompt``, ``question``, ``instruction``, ``conversations`` or ``messages``), or what the
     two have in common at their beginning: messages, the turns of a transcript (HH-RLHF), or else whole words of text.
+    ``margin``, by how much the better one should score higher, is kept where a row has it.
     """
     if row.get("chosen") is None or row.get("rejected") is None:
         raise row.missing("`chosen` and `rejected`")
@@ -42,7 +44,9 @@ def pair(row: Row) -> Record:
     check_order(asked, last="user")
     if len(chosen) != 1 or len(rejected) != 1 or {chosen[0]["role"], rejected[0]["role"]} != {"assistant"}:
         raise Dropped("the responses are not one message of the assistant each")
-    fields = {"prompt": asked, "chosen": chosen, "rejected": rejected}
+    fields: dict[str, Any] = {"prompt": asked, "chosen": chosen, "rejected": rejected}
+    if row.get("margin") is not None:
+        fields["margin"] = row.get("margin")  # stage rm, which learns from it, refuses what is no number
     # A pair that stands the other way round elsewhere has the same content, and another truth.
     better, worse = text_of(chosen), text_of(rejected)
     return Record(fields, fold(text_of(asked)), content="\n\n".join(sorted([better, worse])), truth=better)
@@ -56,6 +60,9 @@ def kto(row: Row) -> Record:
             raise Dropped("without label")
         raise row.missing("`label`, true for a good response and false for a bad one")
     completion, asked = row.get("completion"), prompt_column(row)
+    conversation = row.get("prompt") is None and (row.get("conversations") or row.get("messages"))
+    if completion is None and "completion" in row.fields and not conversation:
+        raise Dropped(EMPTY)
     if asked is None:
         raise row.missing("`prompt` and `completion`, or `messages` that end with the response")
     if completion is None and row.get("prompt") is None:

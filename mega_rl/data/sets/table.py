@@ -85,7 +85,7 @@ SETS: dict[str, DataSet] = {
         "HuggingFaceH4/ultrafeedback_binarized (its files of splits prefs), Anthropic/hh-rlhf (unpacked). For DPO and "
         "reward models.",
         pair,
-        frozenset({"chosen", "rejected", *_PROMPT}),
+        frozenset({"chosen", "rejected", "margin", *_PROMPT}),
         skip=re.compile(r"_(sft|gen)\b"),
     ),
     "kto": DataSet(

@@ -25,20 +25,21 @@ class Series:
 
 
 def thinned(points: Sequence[Point], max_points: int = MAX_POINTS) -> list[Point]:
-    """At most so many points: of every stretch of steps its smallest and its largest value, in their order.
+    """At most so many points: the first, the last, and of every stretch between its smallest and largest, in order.
 
     So no spike is lost; values that are not finite stay if their stretch has no others.
     """
     if len(points) <= max_points:
         return list(points)
-    kept: list[Point] = []
-    num_stretches = max_points // 2
+    first, *points, last = points
+    kept = [first]
+    num_stretches = max_points // 2 - 1
     for stretch in range(num_stretches):
         part = points[stretch * len(points) // num_stretches : (stretch + 1) * len(points) // num_stretches]
         finite = [(value, index) for index, (_, value) in enumerate(part) if value is not None]
         chosen = sorted({min(finite)[1], max(finite)[1]}) if finite else [0]
         kept += [part[index] for index in chosen]
-    return kept
+    return [*kept, last]
 
 
 def short(value: float) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
 
+from mega_rl.observe.from_files import HELD_OUT, LOSSES
 from mega_rl.observe.metrics import MetricSpec, Section, laid_out, match
 from mega_rl.observe.report import charts
 from mega_rl.observe.report.charts import Series, short
@@ -66,8 +67,8 @@ def _overview(runs: Sequence[RunRecord]) -> str:
             [
                 run.name,
                 str(max(steps, default=0)),
-                _first_to_last(run, ("reward/mean", "actor/loss", "sft/loss")),
-                _first_to_last(run, [name for name in run.series if name.startswith("val-core/")]),
+                _first_to_last(run, ("reward/mean", "actor/loss", *LOSSES)),
+                _first_to_last(run, [*(name for name in run.series if name.startswith("val-core/")), *HELD_OUT]),
                 f"{sum(seconds) / 60:.1f} min" if seconds else "",
                 f"{short(sorted(tokens)[len(tokens) // 2])} tokens/s" if tokens else "",
                 f"{max(memory):.2f} GiB" if memory else "",

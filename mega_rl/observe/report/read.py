@@ -152,6 +152,9 @@ def _checked(row: Mapping[str, Any]) -> dict[str, Any]:
     ids, logprobs = row["token_ids"], [number(value) for value in row["logprobs"]]
     if not all(isinstance(token, int) for token in ids) or len(ids) != len(logprobs):
         raise ValueError("tokens and log-probabilities do not belong together")
+    sampled = [bool(bit) for bit in row.get("loss_mask", [1] * len(ids))]
+    if len(sampled) != len(ids):
+        raise ValueError("tokens and loss_mask do not belong together")
     return {
         "prompt": str(row["prompt"]["text"]),
         "expected": str(row["prompt"]["ground_truth"]),
@@ -159,7 +162,7 @@ def _checked(row: Mapping[str, Any]) -> dict[str, Any]:
         "finish_reason": str(row["finish_reason"]),
         "token_ids": ids,
         "logprobs": logprobs,
-        "sampled": [bool(bit) for bit in row.get("loss_mask", [1] * len(ids))],
+        "sampled": sampled,
         "reward": number(row["score"]["value"]),
         "parts": {str(name): number(value) for name, value in row["score"]["parts"].items()},
         "advantage": number(row.get("advantage")),

@@ -218,6 +218,11 @@ def test_the_prompt_of_a_pair_is_all_that_both_begin_with(tmp_path: Path) -> Non
     assert [made[name][0]["content"] for name in PAIR] == ["It is", "blue.", "black."]
 
 
+def test_a_pair_keeps_its_margin(tmp_path: Path) -> None:
+    made = only(tmp_path, "pairs", PAIR | {"margin": 0.5}, PAIR | {"prompt": "How?", "margin": None})
+    assert [row.get("margin") for row in made] == [0.5, None] and "margin" not in made[1]
+
+
 def test_pairs_that_cannot_be_used(tmp_path: Path) -> None:
     bad = [
         PAIR | {"rejected": [RIGHT]},
@@ -254,6 +259,7 @@ def test_kto_rows(tmp_path: Path) -> None:
     assert made[2] == {"prompt": [{"role": "user", "content": "How?"}], "completion": [RIGHT], "label": True}
     good, other = rows[:2]
     bad = [{**other, "label": None}, good, {**other, "completion": ""}]
+    bad += [{**other, "completion": None, "messages": [USER]}, {"prompt": None, "completion": None, "label": True}]
     assert dropped(tmp_path, "kto", good, *bad) == ["without label", "duplicate", "empty"]
 
 

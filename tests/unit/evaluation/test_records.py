@@ -118,6 +118,7 @@ def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("")
     with pytest.raises(InputError, match=r"no evaluation \(it has 'thesis.tex'\)"):
         Directory(tmp_path, SETTINGS_HERE)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.tex"]
     assert not (tmp_path / SETTINGS).exists()
 
 

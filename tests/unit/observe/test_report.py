@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mega_rl.errors import InputError
+from mega_rl.observe.from_files import FROM_FILES
 from mega_rl.observe.report.charts import MAX_POINTS, Series, chart, short, thinned, ticks
 from mega_rl.observe.report.page import page
 from mega_rl.observe.report.read import read_run
@@ -69,6 +70,14 @@ class TestPage:
         text = page([read_run(tmp_path, "x")], {}, 2)
         assert "no/such" not in text and text.count("no finite value") == 3  # kl, the three rewards, stage
 
+    @pytest.mark.parametrize("stage", FROM_FILES)
+    def test_the_overview_has_the_losses_of_every_stage_from_files(self, tmp_path, stage):
+        rows = [{"step": i, "metrics": {f"{stage}loss": 3 / i, f"{stage}val_loss": 4 / i}} for i in (1, 2)]
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        text = page([read_run(tmp_path, "x")], {}, 2)
+        overview = text[: text.index("<section id", text.index('<section id="overview"') + 1)]
+        assert f"{stage}loss 3 → 1.5" in overview and f"{stage}val_loss 4 → 2" in overview
+
 
 class TestDamage:
     def test_each_is_a_sentence_and_the_rest_is_shown(self, tmp_path):
@@ -80,13 +89,15 @@ class TestDamage:
         (run_dir / "environment.txt").write_bytes(b"\xff bytes")
         with (run_dir / "rollouts" / "step_000012.jsonl").open("a") as file:
             file.write('{"text": 3}\n')
+            row = json.loads((run_dir / "rollouts" / "step_000012.jsonl").read_text().split("\n")[0])
+            file.write(json.dumps(row | {"loss_mask": [1]}) + "\n")
         run = read_run(run_dir, "run")
         text = html.unescape(page([run], {"run": decoder()}, 2))
         for part in (
             "metrics.jsonl is damaged in 3 of its lines, which are left out: 13, 14, 15",
             "config.yaml cannot be read (",
             "there is no run.log, so its warnings are not shown",
-            "rollouts/step_000012.jsonl is damaged in 1 of its lines",
+            "rollouts/step_000012.jsonl is damaged in 2 of its lines",
         ):
             assert part in text
         assert len(run.series["reward/mean"]) == 12 and len(run.rollouts) == 4
@@ -116,6 +127,7 @@ class TestCharts:
         points = [(step, generator.random()) for step in range(100_000)]
         points[77_777] = (77_777, 50.0)
         few = thinned(points)
+        assert (few[0], few[-1]) == (points[0], points[-1])
         assert len(few) <= MAX_POINTS and (77_777, 50.0) in few and few == sorted(few)
         assert len(chart("t", "s", "", [Series("a", points)])) < 20_000
 

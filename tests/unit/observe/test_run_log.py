@@ -106,6 +106,26 @@ def test_what_repeats_is_counted(tmp_path, monkeypatch):
     assert len([text for text in texts if text.startswith("place")]) < 9
 
 
+def test_why_a_rank_ended_is_there_whatever_came_before(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_log, "MAX_ALIKE", 3)
+    monkeypatch.setattr(run_log, "MAX_ORIGINS", 4)
+    path = tmp_path / "run.log"
+    for max_bytes in (1 << 20, 4000):
+        path.unlink(missing_ok=True)
+        monkeypatch.setattr(run_log, "MAX_BYTES", max_bytes)
+        log = RunLog()
+        with pytest.raises(ValueError, match="it broke"), log.opened(path, 1, 2):
+            for number in range(50):
+                log.add("WARNING", f"place {number}", origin=number)
+            for number in range(50):
+                log.say(f"{number} told")
+            raise ValueError("it broke")
+        found = entries(path)
+        assert [text for _, level, text in found if level == "ERROR"] == ["ValueError: it broke"]
+        assert sum("full, this rank" in text for _, _, text in found) == (max_bytes == 4000)
+        assert max_bytes == 4000 or sum("told" in text for _, _, text in found) == 50
+
+
 def test_the_file_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(run_log, "MAX_BYTES", 4000)
     monkeypatch.setattr(run_log, "MAX_BYTES_BEFORE", 1000)

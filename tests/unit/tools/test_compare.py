@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mega_rl.observe.compare import difference, throughput
+from mega_rl.observe.from_files import LOSSES
 from tests.launch import Launched, run_copy
 
 LOSS = [1.0, -2.0, 4.0, 1.0, 2.0, 2.0]
@@ -60,12 +61,13 @@ def test_pass_and_fail_with_plot_and_json(tmp_path: Path) -> None:
     assert failed.returncode == 1 and failed.stdout.count("FAIL") == 3 and failed.stdout.count("pass") == 1
 
 
-def test_supervised_runs_are_compared_by_their_loss(tmp_path: Path) -> None:
+@pytest.mark.parametrize("loss_name", LOSSES)
+def test_runs_of_stages_from_files_are_compared_by_their_loss(tmp_path: Path, loss_name: str) -> None:
     runs = []
     for factor in (1.0, 1.019, 1.021):
         runs.append(tmp_path / f"run{factor}")
         runs[-1].mkdir()
-        rows = [{"step": i, "metrics": {"sft/loss": loss * factor}} for i, loss in enumerate([3.0, 2.0, 1.0], start=1)]
+        rows = [{"step": i, "metrics": {loss_name: loss * factor}} for i, loss in enumerate([3.0, 2.0, 1.0], start=1)]
         (runs[-1] / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     compared = compare(*runs, "--throughput", "")
     assert compared.returncode == 1 and compared.stdout.count("pass") == 1 and compared.stdout.count("FAIL") == 1
@@ -73,7 +75,7 @@ def test_supervised_runs_are_compared_by_their_loss(tmp_path: Path) -> None:
     other.mkdir()
     (other / "metrics.jsonl").write_text('{"step": 1, "metrics": {"time/step_s": 1.0}}\n')
     refused = compare(other, runs[0])
-    assert refused.returncode == 2 and "neither sft/loss nor reward/mean" in refused.stdout
+    assert refused.returncode == 2 and "none of sft/loss, pt/loss, " in refused.stdout
 
 
 def test_bad_input_is_one_sentence(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tools import eval as tool
 RUN = """
 model: {{path: {model}}}
 data: {{train_files: [gone.jsonl], val_files: [{data}], max_prompt_length: 16, max_response_length: 7}}
-rollout: {{tensor_parallel_size: 2, stop: ["!"]}}
+rollout: {{tensor_parallel_size: 2, stop: ["!"], placement: separate, num_engines: 2}}
 rewards: [{{name: overlong, options: {{max_length: 9, buffer: 2}}}}, {{name: gsm8k, options: {{method: flexible}}}}]
 parallel: {{tensor: 8}}
 trainer: {{output_dir: {run}, total_steps: 1, seed: 5}}
@@ -52,7 +52,8 @@ def test_a_run_gives_rewards_templates_and_lengths(run: Path) -> None:
     assert [reward.name for reward in config.rewards] == ["overlong", "gsm8k"] and config.rewards[1].options
     assert (config.validation.n, config.validation.temperature, config.trainer.seed) == (4, 0.6, 5)
     assert config.model.path == str(run / "huggingface") and config.parallel.tensor == 1
-    assert config.rollout.tensor_parallel_size == 1, "the layout is the evaluation's own"
+    layout = (config.rollout.placement, config.rollout.tensor_parallel_size, config.rollout.num_engines)
+    assert layout == ("colocated", 1, 1), "the layout is the evaluation's own"
 
 
 def test_the_command_line_wins(run: Path) -> None:
@@ -102,6 +103,9 @@ def test_settings_hold_what_answers_depend_on_and_not_where_they_are_made(run: P
         (["rewards=[]"], "no rewards: name one with --reward NAME"),
         (["platform.name=abacus"], "platform.name is 'abacus'"),
         (["data.max_len=3"], "data.max_len"),
+        (["rollout.tensor_parallel_size=2"], "is set by --tensor-parallel: write --tensor-parallel 2"),
+        (["rollout.num_engines=2"], "is set by --engines: write --engines 2"),
+        (["rollout.placement=separate"], "is set by --placement: write --placement separate"),
     ],
 )
 def test_impossible_wishes_are_refused(run: Path, arguments: list[str], words: str) -> None:

@@ -19,7 +19,7 @@ from tests.launch import REPO, started
 from tests.observed_run import SECTIONS_LOGGED, leave_run
 
 needs_browser = pytest.mark.skipif(
-    browser.executable() is None, reason="no browser: none of chromium, chromium-browser, google-chrome is on the PATH"
+    browser.executable() is None, reason="no browser: none of chromium, chromium-browser, google-chrome starts"
 )
 # The texts of all elements that a selector finds, inside of shadow roots too.
 TEXTS = """((selector) => {
