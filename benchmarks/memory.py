@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from mega_rl import platform
 from mega_rl.bridge.files.huggingface import HFReader
+from mega_rl.bridge.mapping.tuning import tuning_plan
 from mega_rl.config.schema import RunConfig
 from mega_rl.data.packing import pack
 from mega_rl.megatron.engine import MegatronEngine
@@ -43,7 +44,7 @@ from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.activations import ActivationModel, Tokens
-from mega_rl.planning.state import TrainerState, stage_buffers, trainer_state
+from mega_rl.planning.state import TrainerState, stage_parameters, trainer_state
 from mega_rl.platform.operators.memory import OPERATOR_MEMORY
 from mega_rl.types import DTYPES, Figures, Microbatch, Sequence, TokenStats
 
@@ -257,9 +258,8 @@ def measure(case: Case, directory: Path) -> list[dict[str, dict[str, int]]]:
             print(case.name, file=sys.stderr, flush=True)
         tokens = Tokens(sum(case.lengths), max(case.lengths), case.num_microbatches)
         planned = ActivationModel(config, shape, layout, OPERATOR_MEMORY["cpu"], tokens).of_stage(stage)
-        state: TrainerState = trainer_state(
-            config, layout, rank, stage_buffers(config, shape, layout, stage), has_reference=True
-        )
+        held = stage_parameters(config, shape, layout, stage, tuning_plan(config.tuning, shape))
+        state: TrainerState = trainer_state(config, layout, rank, held, has_reference=True)
         own = {
             "planned": {name: getattr(state, name) for name in measured_state(engine)},
             "measured": measured_state(engine),
