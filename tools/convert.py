@@ -31,7 +31,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from mega_rl import platform
 from mega_rl.bridge.files.assembly import Assembly, FileImage, literal_file
-from mega_rl.bridge.files.copy import Advance, Transform, copy_tensors, digests
+from mega_rl.bridge.files.copy import Advance, copy_tensors, digests
 from mega_rl.bridge.files.huggingface import HFReader, metadata_files, plan_huggingface, value_changes
 from mega_rl.bridge.files.manifest import (
     MANIFEST,
@@ -260,14 +260,12 @@ def convert(options: argparse.Namespace) -> None:
         target = plan_export(source, dtypes, int(options.max_shard_gib * GIB))
     else:
         target = plan_checkpoint(source, dtypes, layout_for(source.shape, options))
-    # The seam for adapters: a merge is a Transform of the stream of Hugging Face blocks, whatever the two sides are.
-    transform: Transform | None = None
     with Assembly(options.out, identity(options, source), target.images) as assembly:
         tensors = replace(target.tensors, root=assembly.root / target.folder)
         if assembly.num_done:
             print(f"continuing an interrupted conversion to {assembly.out_dir}", flush=True)
         with progress_bar("converting", tensors.num_bytes) as advance:
-            copy_tensors(source.tensors, tensors, assembly, bucket_bytes, advance, transform)
+            copy_tensors(source.tensors, tensors, assembly, bucket_bytes, advance)
         if options.verify:
             certificate = certify(options, source, replace(tensors, dtypes=dtypes), assembly.root)
             assembly.add(CERTIFICATE, literal_file(json.dumps(certificate, indent=1) + "\n"))

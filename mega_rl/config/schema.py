@@ -49,7 +49,7 @@ COLOCATED_MEMORY_SHARE = 0.4
 
 @dataclass
 class ModelConfig:
-    """The policy; the reference model is a frozen copy of its starting weights."""
+    """The policy; the reference model is the policy as it was before training."""
 
     path: str = MISSING  # Hugging Face directory, or the id of a model in the local cache of Hugging Face or ModelScope
     dtype: Dtype = "bfloat16"  # what the trainer computes in; the optimizer's master weights are float32

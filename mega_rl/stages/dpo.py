@@ -35,7 +35,7 @@ def train(session: Session) -> None:
     total_steps = building.total_steps(session.config, stream.steps_per_epoch)
     model = building.actor(session, total_steps)
     loss = objective(session.config.preference)
-    # The reference is what model.path holds: the model is resumed after it.
+    # The reference is the model as training begins: it is resumed after it.
     reference = reference_of(session, model, dataset, "train") if loss.needs_reference else None
     validation = None
     if held_out is not None:

@@ -39,7 +39,7 @@ def train(session: Session) -> None:
         desirable_weight=config.kto.desirable_weight,
         undesirable_weight=config.kto.undesirable_weight,
     )
-    # The reference is what model.path holds: the model is resumed after it.
+    # The reference is the model as training begins: it is resumed after it.
     reference = reference_of(session, model, dataset, "train")
     validation = None
     if held_out is not None:

@@ -2,7 +2,8 @@
 
 A sync reads what it sends through a ``Read``. A transform wraps that reader in another one, so that the trainer's own
 weights are never written to and nothing has to be undone. ``fold`` applies the transforms of a run in their order, each
-to what the one before it gives. Validation samples with the trained weights as they are: it folds no transforms.
+to what the one before it gives. Validation samples with the trained weights, adapters merged, and without noise
+or rounding.
 """
 
 from __future__ import annotations
