@@ -136,11 +136,12 @@ def torchrun_on(arguments: tuple[str, ...], num_ranks: int, env: Mapping[str, st
 def beside_a_cluster(arguments: tuple[str, ...], num_ranks: int, env: Mapping[str, str]) -> Launched:
     """The trainer on the first device, and a cluster that has the second one, as a user starts it."""
     address = f"127.0.0.1:{free_port()}"
-    with TemporaryDirectory(prefix="ray") as scratch:  # for Ray's sockets, and its address, which others would follow
-        options = f"--head --block --num-cpus 2 --port {address.partition(':')[2]}"
+    env = {**env, "RAY_AUTH_MODE": "disabled"}  # whatever token another Ray of this user has left
+    with TemporaryDirectory(prefix="ray") as scratch:  # Ray's sockets lie there: a long path is refused
+        options = f"--head --block --num-cpus 2 --temp-dir {scratch} --port {address.partition(':')[2]}"
         quiet = "--disable-usage-stats --include-dashboard false --object-store-memory 134217728"
         command = ("ray", "start", *options.split(), *quiet.split(), "--resources", '{"NPU": 1}')
-        with started(command, env={**env, MASK: "1", "RAY_TMPDIR": scratch}) as cluster:
+        with started(command, env={**env, MASK: "1"}) as cluster:
             cluster.wait_for("Ray runtime started", timeout=120)
             return torchrun_on(arguments, num_ranks, {**env, MASK: "0", "RAY_ADDRESS": address})
 
