@@ -58,7 +58,8 @@ def _launch(request: Request) -> int:
     output = os.open(request.output, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a line is one write, so no rank cuts it
+    for stream in (sys.stdout, sys.stderr):  # a line is one write, so no rank cuts it, also with PYTHONUNBUFFERED
+        stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     ranks: dict[int, int] = {}  # process id -> rank
     for rank in range(request.num_ranks):
         pid = os.fork()

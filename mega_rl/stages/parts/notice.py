@@ -21,13 +21,15 @@ from mega_rl.parallel.collectives import gather_objects
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _POLL_S = 0.2
+_BEHIND_S = 3.0  # how much longer than the first rank of a machine the others wait: rank 0 speaks before it is ended
 
 
 class Notice:
     """Listens for ``SIGNALS`` while its block runs, on the main thread.
 
     A rank that is told and does not come to the end of its step within ``grace_s`` ends as the signal would have ended
-    it. So does one at once if another rank of this machine has died: torchrun then ends the others by the same signal.
+    it, the first rank of a machine before the others. So does one at once if another rank of this machine has died:
+    torchrun then ends the others by the same signal.
 
     Args:
         grace_s: seconds; 0: the signals do what they do by default.
@@ -39,12 +41,15 @@ class Notice:
         self._given: signal.Signals | None = None  # to this rank
         self.answer: signal.Signals | None = None  # what all ranks have agreed on
         self._neighbours: list[int] = []
+        self._is_first = True  # of this machine
 
     def __enter__(self) -> Notice:
         if self._grace_s > 0:
             here = socket.gethostname()
             ranks = gather_objects((here, os.getpid()))
-            self._neighbours = [pid for host, pid in ranks if host == here and pid != os.getpid()]
+            on_this_machine = [pid for host, pid in ranks if host == here]
+            self._neighbours = [pid for pid in on_this_machine if pid != os.getpid()]
+            self._is_first = on_this_machine[0] == os.getpid()
             self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             os.set_blocking(self._read, True)
             self._before: dict[signal.Signals, Any] = {n: signal.signal(n, lambda *_: None) for n in SIGNALS}
@@ -78,7 +83,7 @@ class Notice:
         os.close(self._read)
 
     def _wait(self, number: signal.Signals) -> None:
-        end = time.monotonic() + self._grace_s
+        end = time.monotonic() + self._grace_s + (0.0 if self._is_first else _BEHIND_S)
         while self.answer is None:
             if not all(_is_alive(pid) for pid in self._neighbours):
                 _leave(number)
