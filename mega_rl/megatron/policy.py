@@ -147,19 +147,6 @@ class MegatronPolicy:
         weight = self.parameters[local_name] if local_name in self.parameters else self.frozen[local_name]
         return weight.detach()[tuple(slice(start, stop) for start, stop in local_box)]
 
-    def delta(self, local_name: str, local_box: Box) -> Tensor | None:
-        """What the adapter adds to one box of a local weight, scale * B A in float32; None: it has no adapter."""
-        adapter = self.adapters.get(local_name)
-        return None if adapter is None else adapter.delta(local_box)
-
-    def merged(self, local_name: str, local_box: Box) -> Tensor:
-        """One box of one local weight with what its adapter adds: summed in float32 and rounded once, never in place.
-
-        In the weight's own dtype; a view of the weight if there is no adapter.
-        """
-        weight, delta = self.local(local_name, local_box), self.delta(local_name, local_box)
-        return weight if delta is None else delta.add_(weight).to(weight.dtype)
-
     @contextmanager
     def replaced(self, values: Mapping[str, Tensor]) -> Iterator[None]:
         """Other values in whole replicated weights, for forward passes; the old ones are back bit for bit afterwards.

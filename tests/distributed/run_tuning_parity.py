@@ -28,6 +28,7 @@ from mega_rl.models.shape import ModelShape, read_model_shape
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.state import stage_parameters, trainer_state
+from mega_rl.stages.parts.adapters import local_reader, lora_merge
 from mega_rl.types import Figures, Microbatch, Sequence, TokenStats
 from tests.distributed import tiny_models
 from tests.distributed.engine_support import build_engine, groups, loss_of, owned_span, pack_for_rank, run_config
@@ -36,6 +37,7 @@ from tests.distributed.run_engine_parity import Errors
 from tests.distributed.tuning_cases import FOUR, TWO, VARIANTS, TuningCase
 from tests.distributed.tuning_reference import NUM_STEPS, Reference, train
 
+BUCKET_BYTES = 1 << 16
 OBJECTIVE = OBJECTIVES["rl"]  # advantages, entropy, a temperature
 
 
@@ -186,9 +188,12 @@ def check(tuned: TuningCase, layout: ParallelLayout, directory: Path) -> dict[st
         without = all_logprobs(reference_model, ms)
         same = all(torch.equal(without[index], start[index]) for index in start)
         assert same or plan.trained, "adapters off are not the model itself"
+    read = local_reader(engine.policy)
+    if plan.adapters.ranks:
+        read = lora_merge(engine.policy, engine.policy.spec.dtype, BUCKET_BYTES).for_sync(read, version=0).read
     for piece in engine.slices_of(dist.get_rank()):
         if piece.hf_name in reference.merged:
-            own = engine.policy.merged(piece.local_name, piece.local_box)
+            own = read(piece.local_name, piece.hf_name, piece.hf_box, piece.local_box)
             wanted = reference.merged[piece.hf_name][indices(piece.hf_box)]
             errors.note("merged", float((own - wanted).abs().max()), piece.hf_name)
     for number, step in enumerate(reference.steps):

@@ -13,7 +13,7 @@ engine's series give its adapters as the trainer's do:
 | them whole under their own names, as files have them | ``full_adapter_series(shape, plan.adapters)`` |
 | what a trainer rank holds of them | ``MegatronPolicy.adapter_series_of(rank)``, i.e. ``adapter_series(rank_series)`` |
 | a view of a local tensor of them | ``MegatronPolicy.local(local_name, local_box)``, as for any parameter |
-| scale * B A of a box of a local weight | ``MegatronPolicy.delta(local_name, local_box)`` |
+| scale * B A of a box of a weight | ``bridge.lora.update(factors, hf_box)`` |
 | the scale of a rank | ``plan.adapters.scale(rank)``; the rank of a weight is ``plan.adapters.ranks[hf_name]`` |
 
 ``plan`` is ``tuning_plan(config.tuning, shape)``, or ``MegatronPolicy.plan`` of a policy.

@@ -39,7 +39,6 @@ from torch.nn.functional import linear
 from mega_rl.bridge.mapping.adapter import AdaptedWeight, Projection, adapted_weights
 from mega_rl.bridge.mapping.tuning import EXPERTS, AdapterPlan, module_of
 from mega_rl.bridge.series import Number, Series, hf_name_of
-from mega_rl.bridge.slices import Box
 from mega_rl.platform.operators import dispatch as operators
 
 
@@ -142,24 +141,6 @@ class Adapter(torch.nn.Module):
         ]
         turns = [part.view(*front, self.turns, part.shape[-1] // self.turns) for part in parts]
         return torch.cat(turns, dim=-1).flatten(-2)
-
-    @torch.no_grad()
-    def delta(self, box: Box) -> Tensor:
-        """scale * B A in a box of the local weight, float32; nothing is sent."""
-        (top, bottom), (left, right) = box
-        out = torch.zeros(bottom - top, right - left, dtype=torch.float32, device=self.A.device)
-        for one in self.projections:
-            if one.number is None:
-                continue
-            a = self.A[one.number * self.rank : (one.number + 1) * self.rank, left:right].float()
-            b, first = self.factors()[one.number].float(), 0
-            for start, end in one.local_rows:
-                low, high = max(start, top), min(end, bottom)
-                if low < high:
-                    rows = b[first + low - start : first + high - start]
-                    out[low - top : high - top] = (rows @ a) * self.scale
-                first += end - start
-        return out
 
     @torch.no_grad()
     def initialise(self, number: Number, seed: int, sizes: Mapping[str, Sequence[int]]) -> None:
