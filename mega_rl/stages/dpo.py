@@ -8,12 +8,10 @@ from mega_rl.algorithms.preference import PreferenceObjective
 from mega_rl.config import RunConfig
 from mega_rl.config.schema import PreferenceConfig
 from mega_rl.data.pairs import Pair, PairDataset
-from mega_rl.data.stream import Stream
 from mega_rl.megatron.engine import LossFunction, MegatronEngine
-from mega_rl.parallel.collectives import together
 from mega_rl.stages.parts import building
 from mega_rl.stages.parts.batches import pack_for_rank
-from mega_rl.stages.parts.from_files import learn, loop, measured
+from mega_rl.stages.parts.from_files import learn, loop, measured, read, stream_of
 from mega_rl.stages.parts.reference_logprobs import ReferenceLogprobs, reference_logprobs
 from mega_rl.stages.parts.session import Session, open_session
 from mega_rl.types import Microbatch
@@ -28,18 +26,16 @@ def run(config: RunConfig) -> None:
 
 
 def train(session: Session) -> None:
-    with together("reading the pairs"):
-        dataset, held_out = pairs(session)
-        data = session.config.data
-        stream = Stream(dataset, data.train_batch_size, data.shuffle, data.seed)
+    dataset, held_out = pairs(session)
+    stream = stream_of(session, dataset)
     total_steps = building.total_steps(session.config, stream.steps_per_epoch)
     model = building.actor(session, total_steps)
     loss = objective(session.config.preference)
     # The reference is the model as training begins: it is resumed after it.
-    reference = reference_of(session, model, dataset, "train") if loss.needs_reference else None
+    reference = reference_logprobs(session, model, dataset, "train") if loss.needs_reference else None
     validation = None
     if held_out is not None:
-        held_out_reference = reference_of(session, model, held_out, "val") if loss.needs_reference else None
+        held_out_reference = reference_logprobs(session, model, held_out, "val") if loss.needs_reference else None
         validation = partial(validate, session, model, loss, held_out_reference, held_out.items)
     loop(
         session,
@@ -53,16 +49,10 @@ def train(session: Session) -> None:
 
 
 def pairs(session: Session) -> tuple[PairDataset, PairDataset | None]:
-    """The training and the held-out pairs."""
-    data, tokenizer = session.config.data, session.tokenizer
-    dataset = PairDataset.from_files(data.train_files, tokenizer, data)
+    """The training and the held-out pairs. Collective."""
+    dataset, held_out = read(session, PairDataset)
     if dataset.num_dropped:
         session.say(f"data: {dataset.num_dropped} pairs with an answer longer than the length limits left out")
-    held_out = None
-    if data.val_files:
-        held_out = PairDataset.from_files(
-            data.val_files, tokenizer, data, key="data.val_files", max_samples=data.max_val_samples
-        )
     return dataset, held_out
 
 
@@ -115,7 +105,3 @@ def prepared(
         num_pairs=len(batch),
         num_chosen_tokens=int(sum(float(pair.chosen.loss_mask.sum()) for pair in batch)),
     )
-
-
-def reference_of(session: Session, model: MegatronEngine, dataset: PairDataset, name: str) -> ReferenceLogprobs:
-    return reference_logprobs(session, model, dataset.items, dataset.fingerprint, name)

@@ -9,12 +9,10 @@ import torch
 from mega_rl.algorithms.preference import KtoObjective, kto_kl
 from mega_rl.config import RunConfig
 from mega_rl.data.pairs import Judged, JudgedDataset
-from mega_rl.data.stream import Stream
 from mega_rl.megatron.engine import LossFunction, MegatronEngine
-from mega_rl.parallel.collectives import together
 from mega_rl.stages.parts import building
 from mega_rl.stages.parts.batches import pack_for_rank
-from mega_rl.stages.parts.from_files import learn, loop, measured, summed_logprobs
+from mega_rl.stages.parts.from_files import learn, loop, measured, read, stream_of, summed_logprobs
 from mega_rl.stages.parts.reference_logprobs import ReferenceLogprobs, reference_logprobs
 from mega_rl.stages.parts.session import Session, open_session
 from mega_rl.types import Microbatch
@@ -27,11 +25,11 @@ def run(config: RunConfig) -> None:
 
 
 def train(session: Session) -> None:
-    with together("reading the judged answers"):
-        dataset, held_out = judged_answers(session)
-        data = session.config.data
-        stream = Stream(dataset, data.train_batch_size, data.shuffle, data.seed)
     config = session.config
+    dataset, held_out = read(session, JudgedDataset)
+    if dataset.num_dropped:
+        session.say(f"data: {dataset.num_dropped} answers longer than the length limits left out")
+    stream = stream_of(session, dataset)
     total_steps = building.total_steps(config, stream.steps_per_epoch)
     model = building.actor(session, total_steps)
     loss = KtoObjective(
@@ -40,10 +38,10 @@ def train(session: Session) -> None:
         undesirable_weight=config.kto.undesirable_weight,
     )
     # The reference is the model as training begins: it is resumed after it.
-    reference = reference_of(session, model, dataset, "train")
+    reference = reference_logprobs(session, model, dataset, "train")
     validation = None
     if held_out is not None:
-        held_out_reference = reference_of(session, model, held_out, "val")
+        held_out_reference = reference_logprobs(session, model, held_out, "val")
         validation = partial(validate, session, model, loss, held_out_reference, held_out.items)
     loop(
         session,
@@ -54,20 +52,6 @@ def train(session: Session) -> None:
         validate=validation,
         num_tokens=lambda judged: sum(sequence.loss_mask.numel() for sequence in judged.sequences),
     )
-
-
-def judged_answers(session: Session) -> tuple[JudgedDataset, JudgedDataset | None]:
-    """The training and the held-out answers."""
-    data, tokenizer = session.config.data, session.tokenizer
-    dataset = JudgedDataset.from_files(data.train_files, tokenizer, data)
-    if dataset.num_dropped:
-        session.say(f"data: {dataset.num_dropped} answers longer than the length limits left out")
-    held_out = None
-    if data.val_files:
-        held_out = JudgedDataset.from_files(
-            data.val_files, tokenizer, data, key="data.val_files", max_samples=data.max_val_samples
-        )
-    return dataset, held_out
 
 
 def update(
@@ -129,7 +113,3 @@ def means(batch: list[Judged], sums: dict[str, float]) -> dict[str, float]:
         if count:
             found |= {f"{kind}_{name}": sums[f"{kind}_{name}"] / count for name in ("reward", "logprob")}
     return found
-
-
-def reference_of(session: Session, model: MegatronEngine, dataset: JudgedDataset, name: str) -> ReferenceLogprobs:
-    return reference_logprobs(session, model, dataset.items, dataset.fingerprint, name)

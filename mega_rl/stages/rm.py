@@ -13,14 +13,13 @@ import torch
 from mega_rl.algorithms.value import PairwiseObjective
 from mega_rl.config import RunConfig
 from mega_rl.data.pairs import Pair
-from mega_rl.data.stream import Stream
 from mega_rl.data.tokenizer import padding_token
 from mega_rl.megatron.engine import MegatronEngine, ValueLoss
 from mega_rl.parallel.collectives import together
 from mega_rl.stages.dpo import pairs
 from mega_rl.stages.parts import building
 from mega_rl.stages.parts.batches import pack_for_rank
-from mega_rl.stages.parts.from_files import learn, loop, measured
+from mega_rl.stages.parts.from_files import learn, loop, measured, stream_of
 from mega_rl.stages.parts.session import Session, open_session
 from mega_rl.stages.parts.values import open_value_model, scored_at_end
 from mega_rl.types import Microbatch
@@ -36,10 +35,9 @@ def run(config: RunConfig) -> None:
 
 def train(session: Session) -> None:
     config = session.config
-    with together("reading the pairs"):
-        dataset, held_out = pairs(session)
-        data = config.data
-        stream = Stream(dataset, data.train_batch_size, data.shuffle, data.seed)
+    dataset, held_out = pairs(session)
+    stream = stream_of(session, dataset)
+    with together("reading the model"):
         shape, weights = open_value_model(config.model.path, "model.path", config.trainer.seed)
     if config.checkpoint.export_hf and padding_token(session.tokenizer, shape.vocab_size) is None:
         session.say(

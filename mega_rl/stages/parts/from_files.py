@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from mega_rl.algorithms.preference import answer_sums
 from mega_rl.config import RunConfig
-from mega_rl.data.stream import Stream
+from mega_rl.config.schema import DataConfig
+from mega_rl.data.stream import Dataset, Stream
 from mega_rl.megatron.engine import LossFunction, MegatronEngine, ValueLoss
 from mega_rl.observe.heartbeat import HEART
-from mega_rl.parallel.collectives import gather_objects
+from mega_rl.parallel.collectives import gather_objects, together
 from mega_rl.stages.parts import progress
 from mega_rl.stages.parts.batches import Totals, memory_metrics, pack_for_rank, totals_of
 from mega_rl.stages.parts.export import export_trained
@@ -21,7 +23,42 @@ from mega_rl.stages.parts.session import Session
 from mega_rl.types import Figures, Microbatch, Sequence
 
 Item = TypeVar("Item")
+Data = TypeVar("Data", bound="FromFiles")
 Update = Callable[[list[Item], bool], dict[str, float]]  # (batch, is_read) -> metrics; see ``learn``
+
+
+class FromFiles(Protocol):
+    """A data set as a class method of its class reads it."""
+
+    @classmethod
+    def from_files(
+        cls,
+        files: list[str],
+        tokenizer: PreTrainedTokenizerBase,
+        data: DataConfig,
+        *,
+        key: str = ...,
+        max_samples: int | None = ...,
+    ) -> Self: ...
+
+
+def read(session: Session, kind: type[Data]) -> tuple[Data, Data | None]:
+    """The training data and the held-out data, if there is any. Collective."""
+    data, tokenizer = session.config.data, session.tokenizer
+    with together("reading the data"):
+        dataset, held_out = kind.from_files(data.train_files, tokenizer, data), None
+        if data.val_files:
+            held_out = kind.from_files(
+                data.val_files, tokenizer, data, key="data.val_files", max_samples=data.max_val_samples
+            )
+    return dataset, held_out
+
+
+def stream_of(session: Session, dataset: Dataset[Item]) -> Stream[Item]:
+    """Collective."""
+    data = session.config.data
+    with together("reading the data"):
+        return Stream(dataset, data.train_batch_size, data.shuffle, data.seed)
 
 
 def loop(

@@ -7,11 +7,29 @@ from functools import partial
 import torch
 
 from mega_rl.algorithms.objective import SftObjective
+from mega_rl.data.stream import Dataset
 from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.stages.parts import building
 from mega_rl.stages.parts.batches import denominators_of, pack_for_rank
-from mega_rl.stages.parts.from_files import learn, measured
+from mega_rl.stages.parts.from_files import learn, loop, measured, stream_of
 from mega_rl.stages.parts.session import Session
 from mega_rl.types import Sequence
+
+
+def train(session: Session, section: str, dataset: Dataset[Sequence], held_out: list[Sequence]) -> None:
+    """The whole run of a stage, whose metrics are named ``section/...``. Collective."""
+    stream = stream_of(session, dataset)
+    total_steps = building.total_steps(session.config, stream.steps_per_epoch)
+    model = building.actor(session, total_steps)
+    loop(
+        session,
+        model,
+        stream,
+        total_steps,
+        update=partial(update, session, model, section),
+        validate=partial(validate, session, model, section, held_out) if held_out else None,
+        num_tokens=lambda sequence: sequence.loss_mask.numel(),
+    )
 
 
 def update(

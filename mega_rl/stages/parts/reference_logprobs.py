@@ -50,17 +50,24 @@ class ReferenceLogprobs:
         return self.table_N2[[row.index for row in rows]].flatten()
 
 
-def reference_logprobs(
-    session: Session, model: MegatronEngine, rows: SequenceOf[Row], fingerprint: str, name: str
-) -> ReferenceLogprobs:
+class Rows(Protocol):
+    """A data set of them."""
+
+    @property
+    def items(self) -> SequenceOf[Row]: ...
+
+    @property
+    def fingerprint(self) -> str: ...  # the tokenizer, the template and the length limits have a part in it
+
+
+def reference_logprobs(session: Session, model: MegatronEngine, dataset: Rows, name: str) -> ReferenceLogprobs:
     """Of all rows, out of the file of an earlier start if it is of the same model and data. Collective.
 
     Args:
         model: with the weights of ``model.path``: it must not have been resumed yet.
-        rows: of a data set, in its order.
-        fingerprint: of that data set, which the tokenizer, the template and the length limits have a part in.
         name: of the file, one per data set.
     """
+    rows, fingerprint = dataset.items, dataset.fingerprint
     path = session.output_dir / f"reference_logprobs_{name}.safetensors"
     with together("reading the reference's log-probabilities"):
         key = _key(session, fingerprint, len(rows)) if is_first() else ""
