@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from mega_rl.config.schema import RunConfig
-from mega_rl.config.stage import samples, trains_values
+from mega_rl.config.stage import ADAPTER, samples, trains_values
 from mega_rl.errors import shown
 
 
@@ -25,7 +25,13 @@ def adapter_problems(config: RunConfig, has_files: bool) -> list[str]:
             f"tuning.adapter.path is {shown(settings.path)}, but tuning.method is {method!r}: set the latter to "
             "lora, or merge the adapter first with tools/merge_lora.py"
         )
-    if settings.path is not None and has_files and not os.path.isdir(settings.path):
+    own = os.path.join(config.trainer.output_dir, ADAPTER)
+    if settings.path is not None and os.path.realpath(settings.path) == os.path.realpath(own):
+        found.append(
+            f"tuning.adapter.path is {shown(settings.path)}, where this run will write its own adapter: set another "
+            "trainer.output_dir, or copy the adapter to another place"
+        )
+    elif settings.path is not None and has_files and not os.path.isdir(settings.path):
         found.append(f"tuning.adapter.path is {shown(settings.path)}, which is no directory: give one that PEFT wrote")
     if settings.new and settings.path is None:
         found.append("tuning.adapter.new merges the adapter of tuning.adapter.path, which is null: set it to false")

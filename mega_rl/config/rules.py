@@ -204,14 +204,20 @@ RULES: dict[str, Rule] = {
     "trainer.gates.engine_factor": between(1, 1000),
 }
 
-# What only stage rl reads: sections, and keys of sections that other stages read otherwise.
-ONLY_RL = (
-    "rollout.", "bridge.", "algorithm.", "critic.", "aqn.", "reward_workers.", "trainer.gates.",
-    "validation.n", "validation.temperature",
-)  # fmt: skip
+# Beginnings of the keys that one stage reads alone: sections, and keys of sections that other stages read otherwise.
+READ_BY = {
+    "rl": (
+        "rollout.", "bridge.", "algorithm.", "critic.", "aqn.", "reward_workers.", "trainer.gates.",
+        "validation.n", "validation.temperature",
+    ),
+    "dpo": ("preference.",),
+    "kto": ("kto.",),
+    "rm": ("reward_model.",),
+}  # fmt: skip
 
 
-def rules(is_rl: bool) -> dict[str, Rule]:
-    """Dotted key -> its rule, in the order of the schema; if not ``is_rl``, without the keys that only rl reads."""
+def rules(stage: str | None = None) -> dict[str, Rule]:
+    """Dotted key -> its rule, in the order of the schema, without the keys that only other stages read; None: all."""
+    of_others = tuple(start for other, starts in READ_BY.items() if stage not in (None, other) for start in starts)
     found = {name: RULES.get(name) or rule_of_type(hint) for name, hint in leaves()}
-    return {name: rule for name, rule in found.items() if rule and (is_rl or not name.startswith(ONLY_RL))}
+    return {name: rule for name, rule in found.items() if rule and not name.startswith(of_others)}

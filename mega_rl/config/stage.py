@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 
-from mega_rl.config.schema import CRITIC_ADVANTAGE, RewardConfig, RunConfig
+from mega_rl.config.schema import CRITIC_ADVANTAGE, RewardConfig, RunConfig, TuningConfig
 from mega_rl.models.files import CONFIG_FILE
 
 MODEL_REWARD = "model"  # the name of a reward
-EXPORT = "huggingface"  # under the output directory of a run
+# Under the output directory of a run: what it exports, and its adapters as a directory of PEFT's.
+EXPORT, ADAPTER = "huggingface", "adapter"
 
 REFERENCE_FREE = {"simpo", "orpo"}  # values of preference.loss
 
 LEARNING_FROM_FILES = {"pt", "sft", "rm", "dpo", "kto"}
+STAGES = LEARNING_FROM_FILES | {"rl"}
 PAIRED = {"rm", "dpo"}
 
 
@@ -34,6 +36,11 @@ def needs_reference(config: RunConfig) -> bool:
     if config.trainer.stage == "kto":
         return True
     return config.trainer.stage == "dpo" and config.preference.loss not in REFERENCE_FREE
+
+
+def exports_adapter(tuning: TuningConfig) -> bool:
+    """Whether a run's adapters make its model of ``model.path``: nothing else is trained or merged into it."""
+    return tuning.method == "lora" and not tuning.also_train and not tuning.adapter.new
 
 
 def trains_values(config: RunConfig) -> bool:

@@ -13,7 +13,7 @@ from mega_rl.config.megatron_fields import field_problems
 from mega_rl.config.model import model_problems
 from mega_rl.config.rules import Rule, any_number, rules, text
 from mega_rl.config.schema import RunConfig
-from mega_rl.config.stage import MODEL_REWARD, REFERENCE_FREE, has_critic, reward_model, samples
+from mega_rl.config.stage import MODEL_REWARD, REFERENCE_FREE, STAGES, has_critic, reward_model, samples
 from mega_rl.errors import input_error, shortened, shown
 from mega_rl.models.files import tokenizer_problem, weights_problem
 
@@ -35,14 +35,15 @@ def problems(config: RunConfig, world_size: int | None = None, has_files: bool =
 
     Args:
         config: read only; what the run's stage does not read (of many, rollout, algorithm, aqn and rewards) is not
-            checked.
+            checked. An unknown stage reads everything.
         world_size: number of processes; None if it is not known (a dry run), which leaves out what depends on it.
         has_files: false if a run is only planned: nothing but the model's config.json is asked for.
     """
     assert world_size is None or world_size >= 1
     found = _Problems(config)
     is_sampled = samples(config)
-    for field, rule in rules(is_sampled).items():
+    stage = config.trainer.stage
+    for field, rule in rules(stage if stage in STAGES else None).items():
         found.check(field, rule)
     found.lines += model_problems(config, world_size, found.good)[1]
     if has_files:

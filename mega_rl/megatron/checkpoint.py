@@ -35,9 +35,12 @@ from mega_rl.bridge.files.manifest import (
 from mega_rl.bridge.files.manifest import MANIFEST as MANIFEST
 from mega_rl.bridge.files.manifest import PROGRESS as PROGRESS
 from mega_rl.bridge.files.manifest import WEIGHTS as WEIGHTS
+from mega_rl.bridge.files.peft_config import CONFIG_FILE
 from mega_rl.bridge.files.plain import open_plain
 from mega_rl.bridge.files.progress import read_progress
+from mega_rl.bridge.files.sampled_digest import weights_digest
 from mega_rl.bridge.files.torch_dist_write import CONTENT
+from mega_rl.config.schema import TuningConfig
 from mega_rl.errors import InputError, shortened, shown
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.layers import frozen_weights
@@ -222,35 +225,61 @@ def _trained(state: Mapping[str, Any], chunk: PolicyModel) -> dict[str, Any]:
 
 
 def tuning_record(engine: MegatronEngine) -> dict[str, Any]:
-    """What a checkpoint says of a run that trains only a part: its settings, and its base by hash. Collective."""
+    """What a checkpoint says of a run that trains only a part: its settings, and where it began by hash. Collective."""
     if engine.policy.plan.is_full:
         return {}
-    return {"tuning": {"settings": asdict(engine.policy.spec.tuning), "base": engine.base}}
+    tuning = engine.policy.spec.tuning
+    return {"tuning": {"settings": asdict(tuning), "base": engine.base, "start": _adapter_at_start(tuning)}}
 
 
-_OF_METHOD = {"full": (), "freeze": ("train_layers", "train_modules", "also_train"), "lora": ("also_train", "adapter")}
+def _adapter_at_start(tuning: TuningConfig) -> str | None:
+    """A digest of the adapter that training goes on from, wherever its directory is now; None: it starts with none."""
+    adapter = tuning.adapter
+    if tuning.method != "lora" or adapter.path is None or adapter.new:
+        return None
+    return weights_digest(Path(adapter.path), CONFIG_FILE)
+
+
+def _compared(tuning: Mapping[str, Any], method: str) -> dict[str, Any]:
+    """The settings that a method reads, but for the place of an adapter, which may have moved."""
+    keys = {"full": (), "freeze": ("train_layers", "train_modules", "also_train"), "lora": ("also_train",)}[method]
+    found = {key: tuning.get(key) for key in keys}
+    if method == "lora":
+        found |= {f"adapter.{key}": value for key, value in tuning.get("adapter", {}).items() if key != "path"}
+    return found
 
 
 def _check_tuning(directory: Path, progress: Mapping[str, Any], engine: MegatronEngine) -> None:
     """Raise InputError if the checkpoint trained something else, or on another base. Collective."""
-    own: dict[str, Any] = asdict(engine.policy.spec.tuning)
-    saved = progress.get("tuning", {}).get("settings", {"method": "full"})
+    tuning = engine.policy.spec.tuning
+    record = progress.get("tuning", {"settings": {"method": "full"}})
+    saved, method = record["settings"], tuning.method
     never = "or checkpoint.resume to never"
-    if saved["method"] != own["method"]:
+    if saved["method"] != method:
         raise InputError(
             f"checkpoint {directory} was written with tuning.method {shown(saved['method'])}, and this run has "
-            f"{own['method']!r}: set it to that of the checkpoint, {never}"
+            f"{method!r}: set it to that of the checkpoint, {never}"
         )
-    for key in _OF_METHOD[own["method"]]:
-        if saved.get(key) != own[key]:
+    before = _compared(saved, method)
+    for key, value in _compared(asdict(tuning), method).items():
+        if before.get(key) != value:
             raise InputError(
-                f"checkpoint {directory} was written with tuning.{key} {shown(saved.get(key))}, and this run has "
-                f"{shown(own[key])}: set it to that of the checkpoint, {never}"
+                f"checkpoint {directory} was written with tuning.{key} {shown(before.get(key))}, and this run has "
+                f"{shown(value)}: set it to that of the checkpoint, {never}"
             )
-    if not engine.policy.plan.is_full and progress["tuning"]["base"] != engine.base:
+    if engine.policy.plan.is_full:
+        return
+    if record["base"] != engine.base:
+        is_merged = method == "lora" and tuning.adapter.new
+        merged = " with the adapter of tuning.adapter.path merged into them" if is_merged else ""
         raise InputError(
-            f"checkpoint {directory} holds what was trained on another base than the weights in model.path: set "
-            f"model.path to the model it was trained from, {never}"
+            f"checkpoint {directory} holds what was trained on another base than the weights in model.path{merged}: "
+            f"name there what it was trained from, {never}"
+        )
+    if "start" in record and record["start"] != _adapter_at_start(tuning):
+        raise InputError(
+            f"checkpoint {directory} is of a run that began with another adapter than that of tuning.adapter.path: set "
+            f"it to that adapter, or to null if there was none, {never}"
         )
 
 

@@ -75,7 +75,7 @@ WITHOUT_TABLE = {
 
 
 def words(key: str) -> tuple[str, ...]:
-    return rules(is_rl=True)[key].names
+    return rules()[key].names
 
 
 @pytest.mark.parametrize("key", TABLES)
@@ -85,7 +85,7 @@ def test_a_table_has_the_words_of_its_key(key: str) -> None:
 
 
 def test_every_key_with_choices_is_here() -> None:
-    with_choices = {key for key, rule in rules(is_rl=True).items() if rule.names}
+    with_choices = {key for key, rule in rules().items() if rule.names}
     assert with_choices == TABLES.keys() | WITHOUT_TABLE and not TABLES.keys() & WITHOUT_TABLE
 
 

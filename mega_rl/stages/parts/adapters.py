@@ -33,8 +33,6 @@ from mega_rl.megatron.policy import MegatronPolicy
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.collectives import together
 
-ADAPTER = "adapter"  # under the output directory: the adapters as a directory of PEFT's
-
 
 def local_reader(policy: MegatronPolicy, dtype: torch.dtype | None = None) -> Read:
     """What a policy holds here, weights and adapters, cast to ``dtype`` or as it is."""
@@ -109,12 +107,6 @@ def export_adapter(policy: MegatronPolicy, target: Path, base: str | Path, bucke
     if rank == 0:
         linear = [name for name, role in roles(policy.shape).items() if role == "linear"]
         write_adapter(target, peft_config(policy, str(base)), target_modules(plan.ranks, linear), tensors, {})
-
-
-def is_base_of_adapter(policy: MegatronPolicy) -> bool:
-    """Whether a run's adapters make its model of ``model.path``: nothing else was trained or merged into it."""
-    plan = policy.plan
-    return bool(plan.adapters.ranks) and not plan.trained and not policy.spec.tuning.adapter.new
 
 
 def peft_config(policy: MegatronPolicy, base: str) -> PeftConfig:

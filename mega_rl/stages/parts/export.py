@@ -15,11 +15,12 @@ from mega_rl.bridge.files.huggingface import HFWriter, value_changes
 from mega_rl.bridge.mapping.tensors import full_series, hf_tensors
 from mega_rl.bridge.reshard.execute import Transfer
 from mega_rl.bridge.reshard.plan import compile_plan
+from mega_rl.config.stage import ADAPTER, exports_adapter
 from mega_rl.data.tokenizer import padding_token
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.models.shape import ModelShape
 from mega_rl.observe.heartbeat import HEART
-from mega_rl.stages.parts.adapters import ADAPTER, export_adapter, is_base_of_adapter, local_reader, lora_merge
+from mega_rl.stages.parts.adapters import export_adapter, local_reader, lora_merge
 from mega_rl.stages.parts.session import Session
 
 MAX_SHARD_BYTES = 5 << 30  # of an exported safetensors file
@@ -60,7 +61,7 @@ def export_huggingface(
     finally:
         for _ in stream:  # every rank must come to the end of the stream, or the others would wait for it
             pass
-    if is_base_of_adapter(policy):
+    if exports_adapter(policy.spec.tuning):
         export_adapter(policy, target.with_name(ADAPTER), source_dir, bucket_bytes)
 
 

@@ -17,6 +17,7 @@ from mega_rl import platform
 from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.config import RunConfig, samples
 from mega_rl.config.model import check_model
+from mega_rl.config.stage import ADAPTER, EXPORT, exports_adapter
 from mega_rl.data.tokenizer import load_tokenizer
 from mega_rl.errors import Stopped
 from mega_rl.megatron import checkpoint
@@ -39,7 +40,6 @@ from mega_rl.parallel.rendezvous import Rendezvous
 from mega_rl.parallel.store import shared_store
 from mega_rl.parallel.watch import watched
 from mega_rl.platform.versions import installed
-from mega_rl.stages.parts.adapters import ADAPTER
 from mega_rl.stages.parts.batches import BatchShare
 from mega_rl.stages.parts.memory import StateInMemory, state_in_memory
 from mega_rl.stages.parts.notice import Notice
@@ -87,7 +87,7 @@ class Session:
 
     @property
     def export_dir(self) -> Path:
-        return self.output_dir / "huggingface"
+        return self.output_dir / EXPORT
 
     @property
     def adapter_dir(self) -> Path:
@@ -133,7 +133,7 @@ class Session:
             self.say(f"checkpoint: {newest[0]}")
         if self.config.checkpoint.export_hf:
             self.say(f"Hugging Face weights: {self.export_dir}")
-        if self.config.checkpoint.export_hf and self.config.tuning.method == "lora" and self.adapter_dir.is_dir():
+        if self.config.checkpoint.export_hf and exports_adapter(self.config.tuning):
             self.say(f"adapter, as PEFT has it: {self.adapter_dir}")
         if self.config.logging.tensorboard:
             self.say(f"dashboard: tensorboard --logdir {self.output_dir}, then http://localhost:6006/{PAGE}")

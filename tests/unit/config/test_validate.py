@@ -91,22 +91,36 @@ def test_a_good_configuration_has_no_problems_and_is_not_changed(config):
 
 
 def test_every_key_of_the_schema_is_checked():
-    assert set(leaf_names()) == set(rules(is_rl=True)) | WITHOUT_RULE
-    assert not set(rules(is_rl=True)) & WITHOUT_RULE
+    assert set(leaf_names()) == set(rules()) | WITHOUT_RULE
+    assert not set(rules()) & WITHOUT_RULE
     assert set(RULES) <= set(leaf_names()), "rules of keys that there are not"
     assert not [name for name, hint in leaves() if rule_of_type(hint) and name in RULES], "the type says it"
 
 
 def test_a_supervised_run_has_the_rules_of_what_it_reads():
-    left_out = set(rules(is_rl=True)) - set(rules(is_rl=False))
+    left_out = set(rules()) - set(rules("sft"))
     sections = {"rollout", "bridge", "algorithm", "critic", "aqn", "reward_workers"}
+    sections |= {"preference", "kto", "reward_model"}
     assert {name.partition(".")[0] for name in left_out} == sections | {"trainer", "validation"}
-    assert not {name for name in rules(is_rl=False) if name.partition(".")[0] in sections}
+    assert not {name for name in rules("sft") if name.partition(".")[0] in sections}
     others = {name for name in left_out if name.partition(".")[0] not in sections}
     gates = {
         f"trainer.gates.{name}" for name in ("disabled", "reference", "ppo_kl", "ratio", "engine", "engine_factor")
     }
     assert others == gates | {"validation.n", "validation.temperature"}
+
+
+@pytest.mark.parametrize(("stage", "section"), [("dpo", "preference"), ("kto", "kto"), ("rm", "reward_model")])
+def test_a_stage_from_files_has_the_rules_of_its_own_section(stage, section):
+    added = set(rules(stage)) - set(rules("sft"))
+    assert added and {name.partition(".")[0] for name in added} == {section}
+
+
+def test_the_settings_of_another_stage_are_not_looked_at_unless_the_stage_is_unknown(config):
+    config.kto.beta = -1.0
+    assert problems(config) == []
+    config.trainer.stage = "kot"
+    assert any("kto.beta" in line for line in problems(config))
 
 
 @pytest.mark.parametrize(
@@ -618,6 +632,7 @@ def test_supervised_runs_do_not_look_at_rl_sections(config):
     [
         ({"tuning.adapter.path": "."}, "tuning.method is 'full'"),
         ({"tuning.method": "lora", "tuning.adapter.path": "gone"}, "no directory"),
+        ({"tuning.method": "lora", "trainer.output_dir": "r", "tuning.adapter.path": "./r/adapter"}, "write its own"),
         ({"tuning.method": "lora", "tuning.adapter.new": True}, "tuning.adapter.path, which is null"),
         ({"tuning.method": "lora", "tuning.adapter.path": ".", "tuning.also_train": ["norm.weight"]}, "reference"),
         ({"rollout.adapter": "merged"}, "set it to auto"),

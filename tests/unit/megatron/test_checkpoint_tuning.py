@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save
 
+from mega_rl.bridge.files.peft_config import CONFIG_FILE
 from mega_rl.config.schema import AdapterConfig, TuningConfig
 from mega_rl.errors import InputError
 from mega_rl.megatron.checkpoint import _check_tuning, tuning_record
@@ -35,7 +39,7 @@ def test_checkpoints_from_before_are_of_full_training() -> None:
     [
         (LORA, TuningConfig(), "written with tuning.method 'lora', and this run has 'full'"),
         (TuningConfig(), LORA, "written with tuning.method 'full', and this run has 'lora'"),
-        (LORA, TuningConfig(method="lora", adapter=AdapterConfig(rank=8)), "written with tuning.adapter {'rank': 16"),
+        (LORA, TuningConfig(method="lora", adapter=AdapterConfig(rank=8)), "written with tuning.adapter.rank 16"),
         (LORA, TuningConfig(method="lora", also_train=["norm"]), "written with tuning.also_train []"),
         (FREEZE, TuningConfig(method="freeze", train_layers=3), "written with tuning.train_layers 2"),
     ],
@@ -49,6 +53,33 @@ def test_other_settings_are_refused(saved: TuningConfig, own: TuningConfig, sent
 def test_another_base_is_refused() -> None:
     with pytest.raises(InputError, match="on another base than the weights in model.path"):
         _check_tuning(Path("c"), tuning_record(engine_of(LORA)), engine_of(LORA, base="b" * 32))
+
+
+def adapter(directory: Path, content: bytearray) -> str:
+    directory.mkdir()
+    (directory / CONFIG_FILE).write_text("{}")
+    (directory / "adapter_model.safetensors").write_bytes(save({"A": torch.frombuffer(content, dtype=torch.uint8)}))
+    return str(directory)
+
+
+def going_on(path: str | None, *, new: bool = False) -> TuningConfig:
+    return TuningConfig(method="lora", adapter=AdapterConfig(path=path, new=new))
+
+
+def test_the_adapter_of_the_start_may_move_but_not_change(tmp_path: Path) -> None:
+    here = adapter(tmp_path / "here", bytearray(b"one"))
+    record = tuning_record(engine_of(going_on(here)))
+    moved = shutil.move(here, tmp_path / "there")
+    _check_tuning(Path("c"), record, engine_of(going_on(str(moved))))
+    for other in (adapter(tmp_path / "other", bytearray(b"two")), None):
+        with pytest.raises(InputError, match=r"began with another adapter than that of tuning\.adapter\.path"):
+            _check_tuning(Path("c"), record, engine_of(going_on(other)))
+
+
+def test_another_merged_adapter_is_refused_by_its_key() -> None:
+    record = tuning_record(engine_of(going_on("a", new=True)))
+    with pytest.raises(InputError, match=r"model\.path with the adapter of tuning\.adapter\.path merged into them"):
+        _check_tuning(Path("c"), record, engine_of(going_on("b", new=True), base="b" * 32))
 
 
 def test_what_does_not_matter_may_differ() -> None:
