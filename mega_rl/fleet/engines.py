@@ -1,0 +1,69 @@
+"""The life of an engine: started, loaded, serving, dead and started again, out of use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Condition(Enum):
+    STARTING = "starting"
+    EMPTY = "without weights"
+    LOADING = "loading weights"
+    SERVING = "serving"
+    GONE = "out of use"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an engine may take, and how long."""
+
+    slots: int = 256  # responses that it samples at a time
+    progress_s: float = 600.0  # without a step while it has work
+    start_s: float = 1800.0  # from the start of its process until it says so, and for each load of weights
+    restarts: int = 3  # of one engine; after so many it is out of use
+
+    def __post_init__(self) -> None:
+        assert self.slots >= 1 and self.restarts >= 0 and min(self.progress_s, self.start_s) > 0, self
+
+
+@dataclass
+class Engine:
+    """What the steward knows of one engine."""
+
+    number: int
+    condition: Condition = Condition.STARTING
+    life: int = 0
+    num_restarts: int = 0
+    version: int = -1  # of the weights that it holds; -1: none
+    loading: int | None = None  # the version that it has been told to load
+    bound: int | None = None  # the version that it takes as soon as it has no work: it is given no other
+    load: int = 0  # responses under way
+    num_steps: int = 0
+    since_s: float = 0.0  # when it last showed progress, or was given something to do
+
+    @property
+    def serves(self) -> bool:
+        """Whether it may be given work."""
+        return self.condition is Condition.SERVING and self.loading is None
+
+    @property
+    def next_version(self) -> int:
+        """The version that it has, or is on its way to."""
+        if self.bound is not None:
+            return self.bound
+        return self.version if self.loading is None else self.loading
+
+    def begin_life(self, life: int, now: float) -> None:
+        self.condition, self.life, self.version = Condition.STARTING, life, -1
+        self.loading, self.bound, self.load, self.num_steps, self.since_s = None, None, 0, 0, now
+
+    def limit(self, limits: Limits) -> tuple[float, str] | None:
+        """How long it may be without progress now, and what it is waited for; None: as long as it likes."""
+        if self.condition is Condition.STARTING:
+            return limits.start_s, "to start"
+        if self.loading is not None:
+            return limits.start_s, f"to load version {self.loading}"
+        if self.load:
+            return limits.progress_s, f"to go on with {self.load} responses"
+        return None

@@ -1,0 +1,187 @@
+"""The words between the steward and whoever carries its decisions out.
+
+An engine is a number, and each of its processes a *life* of it (0, 1, ...): what is said of an earlier life is late, and
+has no effect.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from mega_rl.fleet.tickets import Key
+
+# What the steward is told.
+
+
+class Started(NamedTuple):
+    """The engine's process is there; it has no weights yet."""
+
+    engine: int
+    life: int
+
+
+class Loaded(NamedTuple):
+    """The engine holds these weights, and they have been proved."""
+
+    engine: int
+    life: int
+    version: int
+
+
+class Answered(NamedTuple):
+    """A response has ended."""
+
+    engine: int
+    life: int
+    attempt: int  # of the ``Issue``
+    sample: int
+    oldest_version: int  # of the weights that sampled its tokens
+    result: Any
+
+
+class Advanced(NamedTuple):
+    """A part of a response, for an engine that dies before its end; of tickets that are not pinned only."""
+
+    engine: int
+    life: int
+    attempt: int
+    sample: int
+    prefix: Any  # all tokens so far, and the versions of the weights that sampled them
+
+
+class Pulsed(NamedTuple):
+    """The engine is alive and has made so many steps in this life."""
+
+    engine: int
+    life: int
+    num_steps: int
+
+
+class Died(NamedTuple):
+    engine: int
+    life: int
+    why: str
+
+
+class Scored(NamedTuple):
+    """A group has its scores, and is learned from or dropped."""
+
+    key: Key
+    is_kept: bool
+
+
+class Published(NamedTuple):
+    """Step ``version - 1`` has been trained, and its weights can be fetched."""
+
+    version: int
+
+
+class Saved(NamedTuple):
+    """The trainer has saved its state at the newest version; ``Commit`` follows with what belongs to it."""
+
+    version: int
+
+
+class Joined(NamedTuple):
+    """One more engine may be used."""
+
+    engine: int
+
+
+class Left(NamedTuple):
+    """An engine is taken out of use."""
+
+    engine: int
+
+
+class Ticked(NamedTuple):
+    """Nothing but time has passed; limits of time are looked at."""
+
+
+Event = (
+    Started
+    | Loaded
+    | Answered
+    | Advanced
+    | Pulsed
+    | Died
+    | Scored
+    | Published
+    | Saved
+    | Joined
+    | Left
+    | Ticked
+)
+
+# What the steward decides.
+
+
+class Start(NamedTuple):
+    """Start a process for the engine, where its last one was."""
+
+    engine: int
+    life: int
+
+
+class Kill(NamedTuple):
+    """End the engine's process, whatever it does; it is not waited for."""
+
+    engine: int
+    life: int
+    why: str
+
+
+class Load(NamedTuple):
+    """Fetch these weights, prove them and say ``Loaded``; requests that run go on with them."""
+
+    engine: int
+    life: int
+    version: int
+
+
+class Issue(NamedTuple):
+    """Sample these responses."""
+
+    engine: int
+    life: int
+    key: Key
+    samples: tuple[int, ...]
+    attempt: int  # different for every issue of a run's life
+    prefixes: tuple[Any, ...]  # of each sample what an earlier engine had of it, or None
+
+
+class Score(NamedTuple):
+    """All responses of a group have ended: score them and say ``Scored``."""
+
+    key: Key
+    results: tuple[Any, ...]
+
+
+class Deliver(NamedTuple):
+    """A step's batch is whole: its kept groups in the order of their tickets. Steps are delivered in order, once."""
+
+    step: int
+    groups: tuple[tuple[Key, tuple[Any, ...]], ...]
+
+
+class Forget(NamedTuple):
+    """No engine will be asked to load weights that are older."""
+
+    oldest_version: int
+
+
+class Commit(NamedTuple):
+    """With this the saved state of a version is a checkpoint."""
+
+    version: int
+    state: dict[str, Any]
+
+
+class End(NamedTuple):
+    """There is nothing more to decide."""
+
+    is_failure: bool
+    sentence: str
+
+
+Decision = Start | Kill | Load | Issue | Score | Deliver | Forget | Commit | End

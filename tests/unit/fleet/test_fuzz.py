@@ -1,0 +1,87 @@
+"""Random schedules of a fleet: speeds, deaths, late and doubled messages, crashes of the whole run at any point.
+
+``make fuzz`` runs 10,000 schedules of each test.
+"""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mega_rl.fleet.engines import Limits
+from mega_rl.fleet.tickets import Rules
+from tests.fuzzing import cases
+from tests.unit.fleet.pretended import Chances, World, reference
+
+SEEDS = st.integers(0, 2**32 - 1)
+DROPS = st.integers(0, 5)  # of ten groups
+CHANCES = st.builds(
+    Chances,
+    death=st.integers(0, 15),
+    silence=st.integers(0, 5),
+    double=st.integers(0, 200),
+    late=st.integers(0, 600),
+    crash=st.integers(0, 6),
+    join=st.integers(0, 3),
+    leave=st.integers(0, 3),
+)
+
+
+@st.composite
+def rules(draw: st.DrawFn, is_pinned: bool) -> Rules:
+    num_groups, group_size = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    return Rules(
+        num_groups,
+        group_size,
+        total_steps=draw(st.integers(0, 5)),
+        eta=draw(st.integers(0, 3)),
+        is_pinned=is_pinned,
+        budget=draw(st.none() | st.integers(num_groups, 3 * num_groups)),
+        num_parts=draw(st.integers(1, group_size)),
+    )
+
+
+@cases(400)
+@given(rules(is_pinned=True), CHANCES, st.integers(1, 4), st.integers(1, 6), SEEDS, DROPS)
+def test_what_a_pinned_run_learns_from_depends_on_no_schedule(
+    given_rules: Rules, chances: Chances, engines: int, slots: int, seed: int, drops: int
+) -> None:
+    limits = Limits(slots=slots, progress_s=5.0, start_s=20.0, restarts=10**6)
+    world = World(given_rules, limits, chances, engines, seed, drops).run()
+    assert world.end is not None and not world.end.is_failure
+    trained, weights = reference(given_rules, drops)
+    assert world.trained == trained
+    assert world.weights[given_rules.total_steps] == weights
+
+
+@cases(300)
+@given(rules(is_pinned=False), CHANCES, st.integers(1, 4), st.integers(1, 6), SEEDS, DROPS)
+def test_no_token_is_older_than_eta_though_weights_change_under_way(
+    given_rules: Rules, chances: Chances, engines: int, slots: int, seed: int, drops: int
+) -> None:
+    limits = Limits(slots=slots, progress_s=5.0, start_s=20.0, restarts=10**6)
+    world = World(given_rules, limits, chances, engines, seed, drops).run()
+    assert world.end is not None and not world.end.is_failure
+    expected, _ = reference(given_rules, drops)  # the same prompts and tokens: here these hang on no weights
+    for step, groups in enumerate(world.trained):
+        assert [key for key, _ in groups] == [key for key, _ in expected[step]]
+        for (_, results), (_, wanted) in zip(groups, expected[step], strict=True):
+            assert [[t for t, _ in sample] for sample in results] == [[t for t, _ in sample] for sample in wanted]
+            versions = [[version for _, version in sample] for sample in results]
+            assert all(max(0, step - given_rules.eta) <= min(v) and max(v) <= step for v in versions)
+            assert versions == [sorted(v) for v in versions]
+
+
+@cases(150)
+@given(st.booleans().flatmap(lambda pinned: rules(is_pinned=pinned)), st.integers(1, 3), st.integers(0, 2), SEEDS)
+def test_a_fleet_that_keeps_dying_ends_in_a_sentence(
+    given_rules: Rules, engines: int, restarts: int, seed: int
+) -> None:
+    limits = Limits(slots=4, progress_s=5.0, start_s=20.0, restarts=restarts)
+    world = World(given_rules, limits, Chances(death=400), engines, seed, drops=0).run()
+    assert world.end is not None
+    if world.end.is_failure:
+        assert "no rollout engine is left (engine " in world.end.sentence
+        assert world.newest < given_rules.total_steps and not world.engines
+    else:
+        assert world.newest == given_rules.total_steps
