@@ -118,6 +118,10 @@ class Ledger:
         prefixes = self._steps[key.step].groups[key.ticket].prefixes
         return key, samples, attempt, tuple(prefixes.get(sample) for sample in samples)
 
+    def step_of(self, attempt: int) -> int:
+        """The step of samples that are under way."""
+        return self._attempts[attempt].key.step
+
     def attempt(self, number: int, sample: int) -> Attempt | None:
         """The attempt, if it still waits for this sample; else what came is late or has come before."""
         found = self._attempts.get(number)
