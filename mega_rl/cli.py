@@ -34,6 +34,7 @@ TOOLS: Mapping[str, Tool] = {
     "eval": Tool("eval.py", "grade a model's answers to data sets; compare two evaluations", is_parallel=True),
     "check": Tool("check_env.py", "check this machine"),
     "plan": Tool("plan.py", "the memory plan of a configuration"),
+    "simulate": Tool("simulate.py", "predict step times of synchronous and asynchronous training"),
     "compare": Tool("compare.py", "compare the metrics of runs"),
     "report": Tool("report.py", "show runs as one page"),
     "convert": Tool("convert.py", "convert weights"),

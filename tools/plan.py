@@ -25,6 +25,7 @@ from rich.text import Text
 from mega_rl import platform
 from mega_rl.config import RunConfig, load_config, validate
 from mega_rl.config.model import trained_shape
+from mega_rl.config.stage import samples
 from mega_rl.errors import InputError
 from mega_rl.models.shape import ModelShape
 from mega_rl.planning.advice import Change, advise, spend
@@ -255,6 +256,8 @@ def show(plan: MemoryPlan, shape: ModelShape, length: RunLength, changes: Sequen
     if changes:
         console.print(spending_table(changes) if plan.fits else advice_table(changes), highlight=False)
     console.print(f"\n{verdict(plan)}", highlight=False, soft_wrap=True)
+    if samples(plan.config):
+        console.print("how long a step takes, and with how many engines: mega-rl simulate", highlight=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

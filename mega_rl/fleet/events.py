@@ -1,7 +1,7 @@
 """The words between the steward and whoever carries its decisions out.
 
-An engine is a number, and each of its processes a *life* of it (0, 1, ...): what is said of an earlier life is late, and
-has no effect.
+An engine is a number, and each of its processes a *life* of it (0, 1, ...): what is said of an earlier life is late,
+and has no effect.
 """
 
 from __future__ import annotations
@@ -98,20 +98,7 @@ class Ticked(NamedTuple):
     """Nothing but time has passed; limits of time are looked at."""
 
 
-Event = (
-    Started
-    | Loaded
-    | Answered
-    | Advanced
-    | Pulsed
-    | Died
-    | Scored
-    | Published
-    | Saved
-    | Joined
-    | Left
-    | Ticked
-)
+Event = Started | Loaded | Answered | Advanced | Pulsed | Died | Scored | Published | Saved | Joined | Left | Ticked
 
 # What the steward decides.
 

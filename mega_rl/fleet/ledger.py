@@ -231,8 +231,8 @@ class Ledger:
         most = self.rules.num_steps(self.trained)
         if self.num_begun > max(most, self.trained):
             raise InputError(
-                f"the checkpoint of version {self.trained} holds samples up to step {self.num_begun - 1}, which are older "
-                f"than eta={self.rules.eta} allows: go on with the eta and the number of steps that it was made with"
+                f"the checkpoint of version {self.trained} holds samples up to step {self.num_begun - 1}, which are "
+                f"older than eta={self.rules.eta} allows: go on with the eta and the total_steps that it was made with"
             )
 
     def _load_group(self, step: Step, key: Key, row: Mapping[str, Any]) -> None:

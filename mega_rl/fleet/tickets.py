@@ -1,12 +1,12 @@
 """Tickets: the groups that every step draws, and the weights that each of them is sampled with.
 
 A *ticket* is one prompt's group of responses in one step. *Version* v of the weights is what v trained steps left, so
-step k trains weights of version k. The *staleness* of a token is the step that it is trained in minus the version of the
-weights that sampled it; ``eta`` is the largest that is allowed.
+step k trains weights of version k. The *staleness* of a token is the step that it is trained in minus the version of
+the weights that sampled it; ``eta`` is the largest that is allowed.
 
-With ``is_pinned`` every ticket of step k is sampled wholly with version max(0, k - eta). Then what a step learns from does
-not depend on the number, the speed or the death of engines. Otherwise engines take new weights while requests run; a step
-is begun when version k - eta is there, so no token is ever older. eta = 0 is synchronous training, either way.
+With ``is_pinned`` every ticket of step k is sampled wholly with version max(0, k - eta). Then what a step learns from
+does not depend on the number, the speed or the death of engines. Otherwise engines take new weights while requests run;
+a step is begun when version k - eta is there, so no token is ever older. eta = 0 is synchronous training, either way.
 """
 
 from __future__ import annotations

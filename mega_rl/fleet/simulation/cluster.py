@@ -1,7 +1,7 @@
 """One simulated run: the steward under a virtual clock, with engines and a trainer that only take time.
 
-An engine makes a token of every response that it samples in ``fixed_s + per_response_s * responses`` seconds, so that its
-responses share it. Nothing happens between the end of one response and the next, so a simulated second costs nothing.
+An engine makes a token of every response that it samples in ``fixed_s + per_response_s * responses`` seconds, so that
+its responses share it. Nothing happens between the end of one response and the next: a simulated second costs nothing.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from mega_rl.fleet import events
 from mega_rl.fleet.engines import Limits
@@ -305,8 +303,3 @@ class Simulation:
             num_deaths=self.num_deaths,
             activities=tuple(self.activities),
         )
-
-
-def mean_tokens(lengths: Lengths, rules: Rules) -> float:
-    """Of a response."""
-    return float(np.mean(lengths(0, rules.num_groups, rules.group_size)))

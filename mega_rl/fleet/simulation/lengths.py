@@ -4,46 +4,64 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from mega_rl.errors import InputError
 
-# (step, groups, responses of a group) -> tokens, of shape (groups, responses); the same for the same step.
-Lengths = Callable[[int, int, int], npt.NDArray[np.int64]]
 IN_COMMON = 0.5  # the share of the variance of log-lengths that the responses to one prompt have in common
 
 
-def constant(tokens: int) -> Lengths:
-    return lambda step, num_groups, group_size: np.full((num_groups, group_size), tokens, np.int64)
+class Lengths(Protocol):
+    """The tokens of all responses of a step, of shape (groups, responses of a group); the same for the same step."""
+
+    def __call__(self, step: int, num_groups: int, group_size: int) -> npt.NDArray[np.int64]: ...
 
 
-def lognormal(median: float, sigma: float, longest: int, seed: int = 0) -> Lengths:
+@dataclass(frozen=True)
+class Constant:
+    """All responses are equally long."""
+
+    tokens: int
+
+    def __call__(self, step: int, num_groups: int, group_size: int) -> npt.NDArray[np.int64]:
+        return np.full((num_groups, group_size), self.tokens, np.int64)
+
+
+@dataclass(frozen=True)
+class LogNormal:
     """Log-normal lengths, cut at ``longest``; those of one prompt are alike (``IN_COMMON``)."""
 
-    def draw(step: int, num_groups: int, group_size: int) -> npt.NDArray[np.int64]:
-        random = np.random.default_rng((seed, step))
+    median: float
+    sigma: float
+    longest: int
+    seed: int = 0
+
+    def __call__(self, step: int, num_groups: int, group_size: int) -> npt.NDArray[np.int64]:
+        random = np.random.default_rng((self.seed, step))
         of_group = math.sqrt(IN_COMMON) * random.standard_normal((num_groups, 1))
         of_sample = math.sqrt(1 - IN_COMMON) * random.standard_normal((num_groups, group_size))
-        logs = np.minimum(math.log(median) + sigma * (of_group + of_sample), math.log(longest))
-        return np.maximum(1, np.exp(logs)).astype(np.int64)
-
-    return draw
+        logs = math.log(self.median) + self.sigma * (of_group + of_sample)
+        return np.clip(np.exp(np.minimum(logs, math.log(self.longest))).round(), 1, self.longest).astype(np.int64)
 
 
-def drawn_from(groups: Sequence[Sequence[int]], seed: int = 0) -> Lengths:
+@dataclass(frozen=True)
+class Recorded:
     """Groups are drawn from recorded ones, and from each the lengths of its responses, with replacement."""
 
-    def draw(step: int, num_groups: int, group_size: int) -> npt.NDArray[np.int64]:
-        random = np.random.default_rng((seed, step))
-        chosen = random.integers(len(groups), size=num_groups)
-        return np.stack([random.choice(np.asarray(groups[g], np.int64), group_size) for g in chosen])
+    groups: tuple[tuple[int, ...], ...]
+    longest: int
+    seed: int = 0
 
-    return draw
+    def __call__(self, step: int, num_groups: int, group_size: int) -> npt.NDArray[np.int64]:
+        random = np.random.default_rng((self.seed, step))
+        chosen = random.integers(len(self.groups), size=num_groups)
+        drawn = np.stack([random.choice(np.asarray(self.groups[g], np.int64), group_size) for g in chosen])
+        return np.minimum(drawn, self.longest)
 
 
 def read(path: Path) -> list[list[int]]:

@@ -58,7 +58,9 @@ class PretendedEngine:
     is_silent: bool = False
     version: int = -1
     tasks: list[events.Issue] = field(default_factory=list)
-    tokens: dict[tuple[int, int], list[list[int]]] = field(default_factory=dict)  # (attempt, sample) -> (token, version)
+    tokens: dict[tuple[int, int], list[list[int]]] = field(
+        default_factory=dict
+    )  # (attempt, sample) -> (token, version)
     todo: list[tuple[events.Issue, int]] = field(default_factory=list)
     num_steps: int = 0
 
@@ -144,7 +146,7 @@ class World:
         engine = self.engines.get(name)
         return engine if engine is not None and engine.life == life else None
 
-    def run(self, max_turns: int = 100_000) -> World:
+    def run(self, max_turns: int = 30_000) -> World:
         for _ in range(max_turns):
             if self.end is not None:
                 return self

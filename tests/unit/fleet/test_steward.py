@@ -1,0 +1,148 @@
+"""What the steward decides, event by event."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any, TypeVar
+
+import pytest
+
+from mega_rl.errors import InputError
+from mega_rl.fleet import events
+from mega_rl.fleet.engines import Limits
+from mega_rl.fleet.steward import Steward
+from mega_rl.fleet.tickets import Key, Rules
+from tests.launch import REPO
+
+LIMITS = Limits(slots=4, progress_s=10.0, start_s=60.0, restarts=1)
+T = TypeVar("T")
+
+
+def of(kind: type[T], decisions: list[Any]) -> list[T]:
+    return [decision for decision in decisions if isinstance(decision, kind)]
+
+
+def serving(rules: Rules, engines: int = 1, limits: Limits = LIMITS) -> tuple[Steward, list[events.Issue]]:
+    """A steward whose engines have version 0, and what it has issued."""
+    steward = Steward(rules, limits, range(engines))
+    out = steward.begin(0.0)
+    for engine in range(engines):
+        out += steward.handle(events.Started(engine, 0), 1.0)
+    for load in of(events.Load, out):
+        out += steward.handle(events.Loaded(load.engine, load.life, load.version), 2.0)
+    return steward, of(events.Issue, out)
+
+
+def answer(steward: Steward, issue: events.Issue, version: int, now: float) -> list[Any]:
+    """The engine ends all of an issue's samples; groups are scored and kept at once."""
+    out: list[Any] = []
+    for sample in issue.samples:
+        result = f"{issue.key}/{sample}"
+        out += steward.handle(events.Answered(issue.engine, issue.life, issue.attempt, sample, version, result), now)
+    for score in of(events.Score, out):
+        out += steward.handle(events.Scored(score.key, True), now)
+    return out
+
+
+def test_versions_and_places_of_tickets() -> None:
+    rules = Rules(num_groups=4, group_size=2, total_steps=9, eta=2, budget=6)
+    assert [rules.oldest_version(step) for step in range(5)] == [0, 0, 0, 1, 2]
+    assert [rules.num_steps(version) for version in (0, 1, 8)] == [3, 4, 9]
+    assert [rules.replacement(dropped) for dropped in (1, 2, 3)] == [4, 5, None]
+    assert Rules(4, 2, 9).replacement(1) is None
+    assert rules.place(Key(2, 3)) == ("main", 0, 11) and rules.place(Key(2, 5)) == ("spare", 2, 1)
+    assert Rules(1, 5, 1, num_parts=2).parts() == [(0, 1, 2), (3, 4)]
+
+
+def test_an_engine_without_progress_is_replaced_and_its_work_goes_to_others() -> None:
+    steward, issues = serving(Rules(num_groups=2, group_size=2, total_steps=1), engines=2)
+    assert [(i.engine, i.key) for i in issues] == [(0, Key(0, 0)), (1, Key(0, 1))]
+    answer(steward, issues[1], 0, 9.0)
+    assert steward.handle(events.Pulsed(0, 0, 5), 9.0) == []
+    assert steward.handle(events.Ticked(), 18.0) == []  # 9 s since its last step
+    steward.handle(events.Pulsed(0, 0, 5), 18.5)  # no step more
+    out = steward.handle(events.Ticked(), 19.5)
+    assert out[0] == events.Kill(0, 0, "10 s were not enough for it to go on with 2 responses")
+    assert out[1] == events.Start(0, 1)
+    (again,) = of(events.Issue, out)
+    assert (again.engine, again.key, again.samples) == (1, Key(0, 0), (0, 1)) and again.attempt != issues[0].attempt
+    late = events.Answered(0, 0, issues[0].attempt, 0, 0, "late")
+    assert steward.handle(late, 20.0) == [] and steward.ledger.num_refused == 1
+    (batch,) = of(events.Deliver, answer(steward, again, 0, 21.0))
+    assert [key for key, _ in batch.groups] == [Key(0, 0), Key(0, 1)]
+    assert "late" not in str(batch) and answer(steward, again, 0, 22.0) == []  # told twice
+
+
+def test_an_engine_that_does_not_start_is_started_again_and_then_left_out() -> None:
+    steward = Steward(Rules(1, 1, 1), LIMITS, range(1))
+    assert steward.begin(0.0) == [events.Start(0, 0)]
+    assert of(events.Start, steward.handle(events.Ticked(), 61.0)) == [events.Start(0, 1)]
+    steward.handle(events.Started(0, 1), 62.0)
+    (kill, end) = steward.handle(events.Ticked(), 123.0)
+    assert isinstance(kill, events.Kill) and isinstance(end, events.End) and end.is_failure
+    assert end.sentence.startswith(
+        "no rollout engine is left (engine 0: 60 s were not enough for it to load version 0):"
+    )
+    assert steward.handle(events.Joined(3), 124.0) == []
+
+
+def test_an_answer_of_other_weights_is_no_answer() -> None:
+    steward, (issue,) = serving(Rules(num_groups=1, group_size=1, total_steps=2, eta=1), limits=Limits(slots=1))
+    out = steward.handle(events.Answered(0, 0, issue.attempt, 0, 1, "x"), 3.0)
+    assert of(events.Kill, out)[0].why == "it sampled step 0 with version 1 of the weights instead of 0"
+    assert not of(events.Deliver, out) and steward.ledger.num_waiting == 2
+
+
+def test_pinned_engines_change_weights_only_between_tickets() -> None:
+    steward, first = serving(Rules(num_groups=1, group_size=2, total_steps=4, eta=1), limits=Limits(slots=2))
+    assert [issue.key for issue in first] == [Key(0, 0)]
+    out = answer(steward, first[0], 0, 3.0)
+    (second,) = of(events.Issue, out)
+    assert second.key == Key(1, 0) and not of(events.Load, out)
+    assert of(events.Load, steward.handle(events.Published(1), 4.0)) == []  # it is busy with version 0
+    assert of(events.Load, answer(steward, second, 0, 5.0)) == [events.Load(0, 0, 1)]
+    (third,) = of(events.Issue, steward.handle(events.Loaded(0, 0, 1), 6.0))
+    assert third.key == Key(2, 0)
+
+
+def test_a_checkpoint_is_committed_when_what_its_weights_cannot_sample_is_there() -> None:
+    rules = Rules(num_groups=1, group_size=1, total_steps=6, eta=2)
+    steward, issues = serving(rules, limits=Limits(slots=1))
+    out = answer(steward, issues[0], 0, 3.0)
+    steward.handle(events.Published(1), 4.0)
+    assert steward.handle(events.Saved(1), 4.0) == []  # steps 1 and 2 are pinned to version 0
+    out = answer(steward, of(events.Issue, out)[0], 0, 5.0)
+    assert not of(events.Commit, out)
+    (commit,) = of(events.Commit, answer(steward, of(events.Issue, out)[0], 0, 6.0))
+    assert commit.version == 1 and sorted(commit.state["steps"]) == [1, 2]
+
+    resumed = Steward(rules, LIMITS, range(1), commit.state)
+    delivered = of(events.Deliver, resumed.begin(0.0))
+    assert [batch.step for batch in delivered] == [1, 2] and "ticket=0" in str(delivered[0])
+    with pytest.raises(InputError, match="samples up to step 2, which are older than eta=0 allows: go on with the eta"):
+        Steward(Rules(1, 1, 6, eta=0), LIMITS, range(1), commit.state)
+
+
+def test_an_old_ticket_gets_an_engine_though_it_has_newer_work() -> None:
+    rules = Rules(num_groups=2, group_size=1, total_steps=4, eta=1)
+    steward, issues = serving(rules, engines=2, limits=Limits(slots=2, restarts=0))
+    assert [(i.engine, i.key) for i in issues] == [(0, (0, 0)), (0, (0, 1)), (1, (1, 0)), (1, (1, 1))]
+    for issue in issues[:2]:
+        answer(steward, issue, 0, 3.0)
+    assert of(events.Load, steward.handle(events.Published(1), 4.0)) == [events.Load(0, 0, 1)]
+    newer = of(events.Issue, steward.handle(events.Loaded(0, 0, 1), 5.0))
+    assert [issue.key for issue in newer] == [(2, 0), (2, 1)]
+    assert not of(events.Issue, steward.handle(events.Died(1, 0, "it was killed"), 6.0))
+    assert not of(events.Load, answer(steward, newer[0], 1, 7.0))
+    assert of(events.Load, answer(steward, newer[1], 1, 8.0)) == [events.Load(0, 0, 0)]
+    again = of(events.Issue, steward.handle(events.Loaded(0, 0, 0), 9.0))
+    assert [(issue.engine, issue.key) for issue in again] == [(0, (1, 0)), (0, (1, 1))]
+
+
+def test_the_fleet_knows_no_engine_no_process_group_and_no_clock() -> None:
+    for path in (REPO / "mega_rl" / "fleet").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            roots = {name.partition(".")[0] for name in names}
+            assert not roots & {"torch", "vllm", "ray", "time", "threading", "datetime"}, (path, roots)
