@@ -57,7 +57,7 @@ class PretendedEngine:
     life: int
     is_silent: bool = False
     version: int = -1
-    tasks: list[events.Issue] = field(default_factory=list)
+    loading: int | None = None
     tokens: dict[tuple[int, int], list[list[int]]] = field(
         default_factory=dict
     )  # (attempt, sample) -> (token, version)
@@ -114,12 +114,14 @@ class World:
     def do_load(self, decision: events.Load) -> None:
         assert decision.version in self.weights, f"version {decision.version} is no longer there"
         if engine := self.engine(decision.engine, decision.life):
+            assert engine.loading is None, "told to load twice"
             assert not (self.rules.is_pinned and engine.todo), "weights change under a pinned ticket"
-            engine.version = decision.version
-            self.messages.append(events.Loaded(decision.engine, decision.life, decision.version))
+            engine.loading = decision.version
 
     def do_issue(self, decision: events.Issue) -> None:
         if engine := self.engine(decision.engine, decision.life):
+            oldest = self.rules.oldest_version(decision.key.step)
+            assert engine.version == oldest or (engine.version > oldest and not self.rules.is_pinned)
             for sample, prefix in zip(decision.samples, decision.prefixes, strict=True):
                 engine.tokens[decision.attempt, sample] = [list(pair) for pair in prefix or []]
                 engine.todo.append((decision, sample))
@@ -191,7 +193,13 @@ class World:
     def step_engine(self) -> None:
         name = self.random.choice(sorted(self.engines))
         engine = self.engines[name]
-        if engine.is_silent or not engine.todo:
+        if engine.is_silent:
+            return
+        if engine.loading is not None and (not engine.todo or self.random.random() < 0.5):
+            engine.version, engine.loading = engine.loading, None
+            self.messages.append(events.Loaded(name, engine.life, engine.version))
+            return
+        if not engine.todo:
             return
         place = self.random.randrange(len(engine.todo))
         issue, sample = engine.todo[place]

@@ -41,7 +41,7 @@ def rules(draw: st.DrawFn, is_pinned: bool) -> Rules:
     )
 
 
-@cases(400)
+@cases(250)
 @given(rules(is_pinned=True), CHANCES, st.integers(1, 4), st.integers(1, 6), SEEDS, DROPS)
 def test_what_a_pinned_run_learns_from_depends_on_no_schedule(
     given_rules: Rules, chances: Chances, engines: int, slots: int, seed: int, drops: int
@@ -54,7 +54,7 @@ def test_what_a_pinned_run_learns_from_depends_on_no_schedule(
     assert world.weights[given_rules.total_steps] == weights
 
 
-@cases(300)
+@cases(200)
 @given(rules(is_pinned=False), CHANCES, st.integers(1, 4), st.integers(1, 6), SEEDS, DROPS)
 def test_no_token_is_older_than_eta_though_weights_change_under_way(
     given_rules: Rules, chances: Chances, engines: int, slots: int, seed: int, drops: int
@@ -72,7 +72,7 @@ def test_no_token_is_older_than_eta_though_weights_change_under_way(
             assert versions == [sorted(v) for v in versions]
 
 
-@cases(150)
+@cases(80)
 @given(st.booleans().flatmap(lambda pinned: rules(is_pinned=pinned)), st.integers(1, 3), st.integers(0, 2), SEEDS)
 def test_a_fleet_that_keeps_dying_ends_in_a_sentence(
     given_rules: Rules, engines: int, restarts: int, seed: int

@@ -66,6 +66,7 @@ def test_an_engine_without_progress_is_replaced_and_its_work_goes_to_others() ->
     assert out[1] == events.Start(0, 1)
     (again,) = of(events.Issue, out)
     assert (again.engine, again.key, again.samples) == (1, Key(0, 0), (0, 1)) and again.attempt != issues[0].attempt
+    assert steward.handle(events.Died(0, 0, "it was killed"), 19.6) == []  # its next life goes on
     late = events.Answered(0, 0, issues[0].attempt, 0, 0, "late")
     assert steward.handle(late, 20.0) == [] and steward.ledger.num_refused == 1
     (batch,) = of(events.Deliver, answer(steward, again, 0, 21.0))
