@@ -84,7 +84,7 @@ def test_timeline_holds_all_that_was_done() -> None:
 def test_a_published_run_is_met_within_15_percent() -> None:
     """verl on 128 cards, 7B, mathematics: 356 s a step synchronous, 151 s fully asynchronous (FSDP2, 64 + 64 cards).
 
-    Its lengths and the times of its parts are as published; a quarter of its prompts and engines are simulated.
+    A quarter of its prompts and engines are simulated; lengths and speeds of decoding are assumed, not published.
     """
     batch = Batch(128, 16, lengths.LogNormal(750, 1.0, 28000))
     separate = Cluster(engines=16, slots=512, fixed_s=0.0058, per_response_s=0.00006, train_s=113.0, load_s=5.0)
