@@ -93,7 +93,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def check(options: argparse.Namespace, config: RunConfig) -> None:
     for field in USED:
         section, name = field.split(".")
-        value, rule = getattr(getattr(config, section), name), rules(True)[field]
+        value, rule = getattr(getattr(config, section), name), rules()[field]
         if not rule.holds(value):
             raise InputError(f"{field} is {shown(value)}: set it to {rule.expected}")
     slots = config.rollout.vllm.get("max_num_seqs", NUM_SEQUENCES)
