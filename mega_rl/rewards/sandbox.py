@@ -1,28 +1,41 @@
-"""Runs one untrusted Python program, with limits. Imports no torch.
+"""Runs untrusted Python programs, with limits, from an interpreter that is warm. Imports no torch.
 
 There are two levels of isolation. With namespaces the program is nobody, has no capability, and lives in user, mount,
 process, network, IPC and host-name namespaces of its own: it sees the system's programs and libraries read-only, its
 own processes, and a small private directory for temporary files. Without them (``limits``) it is a process of the
 trainer's user like any other, but for the limits on its resources: see docs/rewards.md for what that means.
+
+A zygote (`mega_rl.rewards.zygote`), a process of the one that asks, forks for every program; namespaces, directory and
+limits are made anew each time.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from mega_rl.rewards import launcher
+from mega_rl.rewards import launcher, zygote
 from mega_rl.rewards.scratch import remove_tree
 
-START_MARGIN_S = 0.5  # wall-clock time that is the launcher's, not the program's
 NUM_OPEN_FILES = 64
+ROOT = str(Path(__file__).resolve().parents[2])
+MARGIN_S = 30.0  # beyond all limits of a call; then its processes were stopped from outside
+START_S = 120.0  # of a zygote, with what it loads, on however busy a machine
+MAX_TRIES = 5  # of a call whose zygote was ended from outside
+# Libraries that a zygote loads compute in one thread, as only one is left after a fork.
+THREADS = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
 # What of a tree of installed programs may be seen: not what else a project keeps beside them, such as data and output.
 INSTALLED = ("bin", "sbin", "lib", "lib32", "lib64", "libexec", "share", "pyvenv.cfg")
 LOADER = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives", "/etc/localtime")
@@ -48,12 +61,19 @@ class Limits:
 class Run:
     """What became of a program."""
 
-    exit_code: int | None  # None: out of time
+    exit_code: int | None  # None: out of time; negative: ended by that signal
     output: str  # standard output, up to the limit of a file
+    cpu_s: float = field(default=0.0, repr=False, compare=False)  # of its processes, and of starting and ending it
 
 
-def run_program(source: str, stdin: str, limits: Limits) -> Run:
+def run_program(
+    source: str, stdin: str, limits: Limits, with_errors: bool = False, preload: tuple[str, ...] = ()
+) -> Run:
     """Run a program in a temporary directory of its own, without environment, descriptors or terminal.
+
+    Args:
+        with_errors: standard error is part of the output.
+        preload: modules that are loaded before the program starts, besides the usual ones of the standard library.
 
     Raises:
         NotIsolatedError: namespaces are asked for and this system does not allow them, or this user is root and they
@@ -72,52 +92,152 @@ def run_program(source: str, stdin: str, limits: Limits) -> Run:
         for file, text in ((program, source), (given, stdin)):
             file.write(text.encode(errors="replace"))
             file.seek(0)
-        report_read, report_write = os.pipe()
-        stack.callback(os.close, report_read)
-        numbers = [int(limits.timeout_s) + 1, limits.memory_bytes, limits.file_bytes, limits.temporary_bytes]
-        numbers += [NUM_OPEN_FILES, limits.num_processes, int(limits.namespaces), program.fileno(), report_write]
-        try:
-            process = subprocess.Popen(
-                (sys.executable, "-I", "-S", launcher.__file__, *map(str, numbers), *_visible_paths()),
-                cwd=None if limits.namespaces else folder,
-                env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": folder, "TMPDIR": folder},
-                stdin=given,
-                stdout=printed,
+        call = {
+            "folder": folder,
+            "timeout_s": limits.timeout_s,
+            "memory_bytes": limits.memory_bytes,
+            "file_bytes": limits.file_bytes,
+            "temporary_bytes": limits.temporary_bytes,
+            "num_files": NUM_OPEN_FILES,
+            "num_processes": limits.num_processes,
+            "with_errors": with_errors,
+        }
+        descriptors = [program.fileno(), given.fileno(), printed.fileno()]
+        ended = _call(call, descriptors, limits, preload)
+        printed.seek(0)
+        output = printed.read(limits.file_bytes).decode(errors="replace")
+        return Run(ended["exit_code"], output, ended["cpu_s"])
+
+
+def _call(call: dict[str, Any], descriptors: list[int], limits: Limits, preload: tuple[str, ...]) -> dict[str, Any]:
+    """How a program ended. Raises NotIsolatedError."""
+    for _ in range(MAX_TRIES):
+        with contextlib.suppress(_Gone):
+            return _zygote(limits.namespaces, preload).call(call, descriptors, limits.timeout_s)
+    raise NotIsolatedError("the process that programs are forked from was ended from outside again and again")
+
+
+class _Gone(Exception):
+    """The zygote ended before it began the call, which nothing of the program can have caused."""
+
+
+class _Zygote:
+    """A zygote as the process sees it that started it; calls may come from several threads at once."""
+
+    def __init__(self, namespaces: bool, preload: tuple[str, ...]) -> None:
+        """Raises NotIsolatedError."""
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        setup = zygote.Setup(os.getpid(), namespaces, preload, _visible_paths() if namespaces else ())
+        # Where temporary files are is how leftovers of a reward worker are found: see `mega_rl.rewards.process`.
+        folder = launcher.WORKING_DIRECTORY if namespaces else tempfile.gettempdir()
+        with theirs:
+            self._process = subprocess.Popen(
+                zygote.command(theirs.fileno(), is_bare=namespaces),
+                cwd=ROOT,
+                env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": folder, "TMPDIR": folder, **THREADS},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                pass_fds=(program.fileno(), report_write),
+                pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
-        finally:
-            os.close(report_write)
-        exit_code = _wait(process, limits.timeout_s + START_MARGIN_S)
-        os.set_blocking(report_read, False)
-        with contextlib.suppress(BlockingIOError):
-            if reason := os.read(report_read, 1000):
-                raise NotIsolatedError(reason.decode(errors="replace"))
-        printed.seek(0)
-        return Run(exit_code, printed.read(limits.file_bytes).decode(errors="replace"))
+        self._control.settimeout(START_S)
+        try:
+            with contextlib.suppress(BrokenPipeError):  # it has said why
+                self._control.send(json.dumps(vars(setup)).encode())
+            told = self._control.recv(zygote.MAX_MESSAGE_BYTES)
+        except TimeoutError:
+            told = f"not ready after {START_S:g} s".encode()
+        if told != zygote.READY:
+            self.close()
+            raise NotIsolatedError(told.decode(errors="replace") or "the process that programs are forked from ended")
+        self._control.settimeout(None)
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
-def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
-    """The exit code, or None if it had to be ended; nothing of its process group is left."""
-    try:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(timeout_s)
-        return None
-    finally:
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def call(self, call: dict[str, Any], descriptors: list[int], timeout_s: float) -> dict[str, Any]:
+        """How a program ended. Raises NotIsolatedError, or _Gone."""
+        answer, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with answer:
+            with theirs:
+                try:
+                    socket.send_fds(self._control, [json.dumps(call).encode()], [*descriptors, theirs.fileno()])
+                except OSError as error:
+                    raise _Gone from error
+            answer.settimeout(zygote.SETUP_S + timeout_s + MARGIN_S)
+            begun = None
+            try:
+                begun = _receive(answer)
+                if begun is None:
+                    raise _Gone
+                ended = _receive(answer)
+            except TimeoutError:
+                if begun is not None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(begun["process"], signal.SIGKILL)
+                return {"exit_code": None, "cpu_s": 0.0}
+        if ended is None:  # only a program without namespaces can end the process that waits for it
+            return {"exit_code": -signal.SIGKILL, "cpu_s": 0.0}
+        if "refused" in ended:
+            raise NotIsolatedError(ended["refused"])
+        return ended
+
+    def close(self) -> None:
+        self._control.close()
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+            self._process.kill()  # its children go with it
+        self._process.wait()
+
+
+_zygotes: dict[tuple[int, bool, tuple[str, ...]], _Zygote] = {}
+_lock = threading.Lock()
+
+
+def _receive(answer: socket.socket) -> Any:
+    data = answer.recv(zygote.MAX_MESSAGE_BYTES)
+    return json.loads(data) if data else None
+
+
+def _zygote(namespaces: bool, preload: tuple[str, ...]) -> _Zygote:
+    """The zygote of this process, started if there is none; a process that was forked from this one gets its own."""
+    key = os.getpid(), namespaces, preload
+    with _lock:
+        found = _zygotes.get(key)
+        if found is None or found.has_ended():
+            if found is not None:
+                found.close()
+            found = _zygotes[key] = _Zygote(namespaces, preload)
+        return found
+
+
+def zygote_pids() -> set[int]:
+    """The processes that this one keeps to fork programs from."""
+    return {found.pid for (process, *_), found in _zygotes.items() if process == os.getpid()}
+
+
+def close_zygotes() -> None:
+    """End the zygotes of this process and the programs that still run; the next program starts a new one."""
+    with _lock:
+        for key in [key for key in _zygotes if key[0] == os.getpid()]:
+            _zygotes.pop(key).close()
+
+
+atexit.register(close_zygotes)
 
 
 @cache
-def _visible_paths() -> tuple[str, ...]:
+def _visible_paths() -> tuple[tuple[str, str], ...]:
     """Source and place of what a program sees: the system's programs and libraries, and this interpreter's."""
     prefixes = ("/", "/usr", "/usr/local", sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parents[1]))
     places = [os.path.join(prefix, name) for prefix in prefixes for name in INSTALLED]
     found = {place: os.path.realpath(place) for place in (*places, *LOADER) if os.path.exists(place)}
     found |= {source: source for source in found.values()}  # what links within them point to
-    return tuple(path for place, source in found.items() for path in (source, place))
+    return tuple((source, place) for place, source in found.items())
 
 
 def obstacle() -> str | None:

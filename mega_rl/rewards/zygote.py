@@ -1,0 +1,261 @@
+"""A warm interpreter from which untrusted programs are forked, each in namespaces and limits of its own.
+
+It runs by itself, started by `mega_rl.rewards.sandbox` with a bare interpreter, and imports the standard library and
+what it is told to. Its memory is the start of every program, so nothing of a program ever comes into it: texts and
+answers pass through as descriptors, which only the forked process reads.
+
+Of a call there are two processes below this one: the outer one keeps the time, tells the end and leaves nothing
+running; the inner one becomes the program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import random
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mega_rl.rewards import launcher
+
+# Started where this package lies; nothing else of what it is told stands where a program could read it.
+BOOT = "import os, sys; sys.path.insert(0, os.getcwd()); from mega_rl.rewards.zygote import main; main({}, {})"
+# What most programs import: loaded once, and not by each.
+USUAL = "array bisect cmath collections copy dataclasses datetime decimal fractions functools heapq io itertools json "
+USUAL += "math operator random re statistics string textwrap time traceback typing"
+POLL_S = 2.0  # how often a zygote looks whether its parent is still there
+SETUP_S = 60.0  # for namespaces and mounts, on however busy a machine
+NUM_DESCRIPTORS = 4  # of a call: program, standard input, standard output, answer
+MAX_MESSAGE_BYTES = 1 << 16
+READY, STARTED = b"ready", b"started"
+PROGRAM = "program.py"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The first message to a zygote."""
+
+    parent: int  # process; the zygote ends with it
+    namespaces: bool
+    preload: Sequence[str]  # modules, besides the usual ones
+    pairs: Sequence[Sequence[str]]  # what programs see of the system: source and place of each file or directory
+
+
+def command(control: int, is_bare: bool) -> tuple[str, ...]:
+    """What starts a zygote that takes calls from a descriptor.
+
+    Args:
+        is_bare: it is to start the interpreter a second time, in mounts of its own: for namespaces.
+    """
+    return sys.executable, "-ISBc" if is_bare else "-IBc", BOOT.format(control, is_bare)
+
+
+def main(descriptor: int, is_bare: bool) -> None:
+    """Serve calls until the parent ends; returns in the processes of programs only, after the program."""
+    os.umask(0o022)
+    control = socket.socket(fileno=descriptor)
+    try:
+        launcher.gain_nothing()
+        if is_bare:
+            launcher.own_interpreter()
+            os.set_inheritable(descriptor, True)
+            started = command(descriptor, is_bare=False)
+            os.execv(started[0], started)
+    except (launcher.StepError, OSError) as error:
+        control.send(str(error).encode(errors="replace"))
+        os._exit(1)
+    sys.path.remove(os.getcwd())
+    os.chdir("/")
+    setup = Setup(**json.loads(control.recv(MAX_MESSAGE_BYTES)))
+    for name in (*USUAL.split(), *setup.preload):
+        with contextlib.suppress(ImportError):  # the program's own import tells
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a collection in a program does not copy the pages of what is loaded here
+    control.send(READY)
+    (program, given, printed, answer), fields = _serve(control, setup.parent)
+    _outer(setup, Call(program, given, printed, answer, **fields))
+    run(PROGRAM)
+
+
+def _serve(control: socket.socket, parent: int) -> tuple[list[int], dict[str, Any]]:
+    """Fork for every call that comes; returns in the forked processes only, with descriptors and limits of the call."""
+    zygote = os.getpid()
+    while True:
+        is_called = bool(select.select([control], [], [], POLL_S)[0])
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if os.getppid() != parent:
+            os._exit(0)
+        if not is_called:
+            continue
+        data, descriptors, _, _ = socket.recv_fds(control, MAX_MESSAGE_BYTES, NUM_DESCRIPTORS)
+        if not data:  # the parent closed its end, or ended
+            os._exit(0)
+        if os.fork() == 0:
+            launcher.end_with_parent()
+            if os.getppid() != zygote:
+                os._exit(0)
+            control.close()
+            return descriptors, json.loads(data)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One run of a program."""
+
+    program: int  # descriptors
+    given: int
+    printed: int
+    answer: int
+    folder: str
+    timeout_s: float
+    memory_bytes: int
+    file_bytes: int
+    temporary_bytes: int
+    num_files: int
+    num_processes: int
+    with_errors: bool
+
+
+def _outer(setup: Setup, call: Call) -> None:
+    """Start the program, wait for its end and tell it; returns in the program's process only."""
+    answer = socket.socket(fileno=call.answer)
+    os.setsid()
+    _send(answer, {"process": os.getpid()})
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # what has ended is looked at when it is waited for
+    ours, theirs = socket.socketpair()
+    try:
+        if setup.namespaces:
+            launcher.unshare(launcher.NAMESPACES)
+        else:
+            launcher.adopt_orphans()
+        inner = os.fork()
+    except (launcher.StepError, OSError) as error:
+        _send(answer, {"refused": str(error)})
+        os._exit(1)
+    if inner == 0:
+        ours.close()
+        answer.close()
+        return _inner(setup, call, theirs)
+    theirs.close()
+    ours.settimeout(SETUP_S)
+    try:
+        told = ours.recv(MAX_MESSAGE_BYTES)
+        if told != STARTED:
+            _send(answer, {"refused": told.decode(errors="replace") or "the program's process ended before it began"})
+            os._exit(1)
+        code = _wait(inner, call.timeout_s)
+    except TimeoutError:
+        code = None
+    _end(inner, setup.namespaces)
+    spent = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    _send(answer, {"exit_code": code, "cpu_s": sum(usage.ru_utime + usage.ru_stime for usage in spent)})
+    os._exit(0)
+
+
+def _send(answer: socket.socket, message: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # who asked has gone
+        answer.send(json.dumps(message).encode())
+
+
+def _wait(inner: int, timeout_s: float) -> int | None:
+    """The exit code, negative for a signal; None: out of time. The process is still to be ended."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        # Seen, but not waited for: until then its number stays that of its process group.
+        ended = os.waitid(os.P_PID, inner, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is not None:
+            return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            return None
+        signal.sigtimedwait([signal.SIGCHLD], left_s)
+
+
+def _end(inner: int, namespaces: bool) -> None:
+    """Leave nothing of the program running."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(inner, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(inner, signal.SIGKILL)
+    os.waitpid(inner, 0)  # with namespaces the kernel ends what is left in there first
+    if not namespaces:
+        launcher.kill_children()
+
+
+def _inner(setup: Setup, call: Call, outer: socket.socket) -> None:
+    """Give up what the program must not have; what fails is told and ends the process."""
+    try:
+        os.setsid()  # out of the outer process's group, which the program could otherwise signal
+        launcher.end_with_parent()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+        os.dup2(call.given, 0)
+        os.dup2(call.printed, 1)
+        if call.with_errors:
+            os.dup2(call.printed, 2)
+        if setup.namespaces:
+            launcher.see_only(setup.pairs, call.temporary_bytes)
+        else:
+            os.chdir(call.folder)
+        launcher.write_program(call.program)
+        launcher.drop_privileges()
+        launcher.limit_resources(
+            int(call.timeout_s) + 1, call.memory_bytes, call.file_bytes, call.num_files, call.num_processes
+        )
+        outer.send(STARTED)
+        outer.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            if not outer.recv(1):  # it ended before this process asked for the signal that tells of it
+                os._exit(1)
+    except (launcher.StepError, OSError) as error:
+        outer.send(str(error).encode(errors="replace")[:MAX_MESSAGE_BYTES])
+        os._exit(1)
+    outer.detach()
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    os.environ.clear()
+    os.environ.update(PATH="/usr/bin:/bin", LANG="C.UTF-8", HOME=call.folder, TMPDIR=call.folder)
+
+
+def run(name: str) -> None:
+    """Run a program of the working directory as if the interpreter had been started with it."""
+    for own in [own for own in sys.modules if own.partition(".")[0] == "mega_rl"]:
+        del sys.modules[own]
+    for descriptor, stream, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        before = getattr(sys, stream)  # it has looked at what its descriptor was
+        buffering = 1 if stream == "stderr" else -1
+        after = open(descriptor, mode, buffering, before.encoding, before.errors, closefd=False)  # noqa: SIM115
+        setattr(sys, stream, after)
+        setattr(sys, f"__{stream}__", after)
+    if "numpy.random" in sys.modules:  # the standard library's generator starts anew by itself
+        sys.modules["numpy.random"].seed()
+    random.seed()
+    module = types.ModuleType("__main__")
+    path = os.path.abspath(name)
+    vars(module).update(__file__=path, __builtins__=__builtins__, __cached__=None)
+    sys.modules["__main__"] = module
+    sys.argv[:] = sys.orig_argv[:] = [name]
+    try:
+        with open(path, "rb") as file:
+            code = compile(file.read(), path, "exec", dont_inherit=True)
+        exec(code, vars(module))
+    except SystemExit:
+        raise
+    except BaseException as error:
+        trace = error.__traceback__
+        sys.excepthook(type(error), error.with_traceback(trace and trace.tb_next), trace and trace.tb_next)
+        sys.exit(1)
