@@ -1,8 +1,8 @@
 """What a call of the sandbox costs: of a warm process against one that is started for the call, in one run.
 
-A cold call starts the process that programs are forked from, runs one program and ends it; a warm one finds that process
-there. Both make namespaces, directory and limits anew. CPU time is that of all processes of the call, the caller's
-included; what the kernel does in threads of its own is not in it. The two ways alternate; medians are shown.
+A cold call starts the process that programs are forked from, runs one program and ends it; a warm one finds that
+process there. Both make namespaces, directory and limits anew. CPU time is that of all processes of the call, the
+caller's included; what the kernel does in threads of its own is not in it. The two ways alternate; medians are shown.
 
 ``--modules numpy sympy`` measures programs that import these, which a warm process has loaded before (``preload``).
 """

@@ -45,7 +45,7 @@ class StepError(Exception):
 
 def limit_resources(cpu_s: int, memory_bytes: int, file_bytes: int, num_files: int, num_processes: int) -> None:
     """The limits of this process and of those that it starts, at most what it has already."""
-    limits = (
+    _limit(
         (resource.RLIMIT_CPU, cpu_s),
         (resource.RLIMIT_AS, memory_bytes),
         (resource.RLIMIT_FSIZE, file_bytes),
@@ -53,6 +53,14 @@ def limit_resources(cpu_s: int, memory_bytes: int, file_bytes: int, num_files: i
         (resource.RLIMIT_NPROC, num_processes),
         (resource.RLIMIT_CORE, 0),
     )
+
+
+def limit_memory_and_files(memory_bytes: int, file_bytes: int) -> None:
+    """The same for code of the user's, whose libraries may take much address space."""
+    _limit((resource.RLIMIT_DATA, memory_bytes), (resource.RLIMIT_FSIZE, file_bytes), (resource.RLIMIT_CORE, 0))
+
+
+def _limit(*limits: tuple[int, int]) -> None:
     for limit, value in limits:
         hard = resource.getrlimit(limit)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)

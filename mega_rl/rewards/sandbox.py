@@ -67,19 +67,27 @@ class Run:
 
 
 def run_program(
-    source: str, stdin: str, limits: Limits, with_errors: bool = False, preload: tuple[str, ...] = ()
+    source: str,
+    stdin: str,
+    limits: Limits,
+    with_errors: bool = False,
+    preload: tuple[str, ...] = (),
+    trusted_paths: tuple[str, ...] | None = None,
 ) -> Run:
     """Run a program in a temporary directory of its own, without environment, descriptors or terminal.
 
     Args:
         with_errors: standard error is part of the output.
         preload: modules that are loaded before the program starts, besides the usual ones of the standard library.
+        trusted_paths: the program is code of the user's, not of a model: it keeps this process's user, environment and
+            network, and looks for modules there. Without namespaces. Time, memory, file size and the end of all that
+            it started hold for it too.
 
     Raises:
         NotIsolatedError: namespaces are asked for and this system does not allow them, or this user is root and they
             are not asked for.
     """
-    if not limits.namespaces and os.geteuid() == 0:
+    if not limits.namespaces and trusted_paths is None and os.geteuid() == 0:
         raise NotIsolatedError("a program is not run as root without namespaces")
     with contextlib.ExitStack() as stack:
         if limits.namespaces:
@@ -103,17 +111,20 @@ def run_program(
             "with_errors": with_errors,
         }
         descriptors = [program.fileno(), given.fileno(), printed.fileno()]
-        ended = _call(call, descriptors, limits, preload)
+        ended = _call(call, descriptors, (limits.namespaces, preload, trusted_paths))
         printed.seek(0)
         output = printed.read(limits.file_bytes).decode(errors="replace")
         return Run(ended["exit_code"], output, ended["cpu_s"])
 
 
-def _call(call: dict[str, Any], descriptors: list[int], limits: Limits, preload: tuple[str, ...]) -> dict[str, Any]:
+Kind = tuple[bool, tuple[str, ...], tuple[str, ...] | None]  # namespaces, preload, trusted_paths
+
+
+def _call(call: dict[str, Any], descriptors: list[int], kind: Kind) -> dict[str, Any]:
     """How a program ended. Raises NotIsolatedError."""
     for _ in range(MAX_TRIES):
         with contextlib.suppress(_Gone):
-            return _zygote(limits.namespaces, preload).call(call, descriptors, limits.timeout_s)
+            return _zygote(kind).call(call, descriptors)
     raise NotIsolatedError("the process that programs are forked from was ended from outside again and again")
 
 
@@ -124,17 +135,20 @@ class _Gone(Exception):
 class _Zygote:
     """A zygote as the process sees it that started it; calls may come from several threads at once."""
 
-    def __init__(self, namespaces: bool, preload: tuple[str, ...]) -> None:
+    def __init__(self, kind: Kind) -> None:
         """Raises NotIsolatedError."""
+        namespaces, preload, trusted_paths = kind
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        setup = zygote.Setup(os.getpid(), namespaces, preload, _visible_paths() if namespaces else ())
+        pairs = _visible_paths() if namespaces else ()
+        setup = zygote.Setup(os.getpid(), namespaces, preload, trusted_paths, pairs)
         # Where temporary files are is how leftovers of a reward worker are found: see `mega_rl.rewards.process`.
         folder = launcher.WORKING_DIRECTORY if namespaces else tempfile.gettempdir()
+        clean = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": folder, "TMPDIR": folder}
         with theirs:
             self._process = subprocess.Popen(
                 zygote.command(theirs.fileno(), is_bare=namespaces),
                 cwd=ROOT,
-                env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": folder, "TMPDIR": folder, **THREADS},
+                env=THREADS | (clean if trusted_paths is None else os.environ),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -160,7 +174,7 @@ class _Zygote:
     def has_ended(self) -> bool:
         return self._process.poll() is not None
 
-    def call(self, call: dict[str, Any], descriptors: list[int], timeout_s: float) -> dict[str, Any]:
+    def call(self, call: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
         """How a program ended. Raises NotIsolatedError, or _Gone."""
         answer, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with answer:
@@ -169,7 +183,7 @@ class _Zygote:
                     socket.send_fds(self._control, [json.dumps(call).encode()], [*descriptors, theirs.fileno()])
                 except OSError as error:
                     raise _Gone from error
-            answer.settimeout(zygote.SETUP_S + timeout_s + MARGIN_S)
+            answer.settimeout(zygote.SETUP_S + call["timeout_s"] + MARGIN_S)
             begun = None
             try:
                 begun = _receive(answer)
@@ -194,7 +208,7 @@ class _Zygote:
         self._process.wait()
 
 
-_zygotes: dict[tuple[int, bool, tuple[str, ...]], _Zygote] = {}
+_zygotes: dict[tuple[int, Kind], _Zygote] = {}
 _lock = threading.Lock()
 
 
@@ -203,21 +217,21 @@ def _receive(answer: socket.socket) -> Any:
     return json.loads(data) if data else None
 
 
-def _zygote(namespaces: bool, preload: tuple[str, ...]) -> _Zygote:
+def _zygote(kind: Kind) -> _Zygote:
     """The zygote of this process, started if there is none; a process that was forked from this one gets its own."""
-    key = os.getpid(), namespaces, preload
+    key = os.getpid(), kind
     with _lock:
         found = _zygotes.get(key)
         if found is None or found.has_ended():
             if found is not None:
                 found.close()
-            found = _zygotes[key] = _Zygote(namespaces, preload)
+            found = _zygotes[key] = _Zygote(kind)
         return found
 
 
 def zygote_pids() -> set[int]:
     """The processes that this one keeps to fork programs from."""
-    return {found.pid for (process, *_), found in _zygotes.items() if process == os.getpid()}
+    return {found.pid for (process, _), found in _zygotes.items() if process == os.getpid()}
 
 
 def close_zygotes() -> None:

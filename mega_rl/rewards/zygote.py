@@ -40,6 +40,7 @@ NUM_DESCRIPTORS = 4  # of a call: program, standard input, standard output, answ
 MAX_MESSAGE_BYTES = 1 << 16
 READY, STARTED = b"ready", b"started"
 PROGRAM = "program.py"
+OWN = ("mega_rl", "mega_rl.rewards", "mega_rl.rewards.launcher", "mega_rl.rewards.zygote")  # no program sees these
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Setup:
     parent: int  # process; the zygote ends with it
     namespaces: bool
     preload: Sequence[str]  # modules, besides the usual ones
+    trusted_paths: Sequence[str] | None  # where modules are looked for by code of the user's; None: code of nobody
     pairs: Sequence[Sequence[str]]  # what programs see of the system: source and place of each file or directory
 
 
@@ -66,8 +68,8 @@ def main(descriptor: int, is_bare: bool) -> None:
     os.umask(0o022)
     control = socket.socket(fileno=descriptor)
     try:
-        launcher.gain_nothing()
         if is_bare:
+            launcher.gain_nothing()
             launcher.own_interpreter()
             os.set_inheritable(descriptor, True)
             started = command(descriptor, is_bare=False)
@@ -78,8 +80,10 @@ def main(descriptor: int, is_bare: bool) -> None:
     sys.path.remove(os.getcwd())
     os.chdir("/")
     setup = Setup(**json.loads(control.recv(MAX_MESSAGE_BYTES)))
+    if setup.trusted_paths is not None:
+        sys.path[:] = setup.trusted_paths
     for name in (*USUAL.split(), *setup.preload):
-        with contextlib.suppress(ImportError):  # the program's own import tells
+        with contextlib.suppress(Exception):  # the program's own import tells
             importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection in a program does not copy the pages of what is loaded here
@@ -213,10 +217,14 @@ def _inner(setup: Setup, call: Call, outer: socket.socket) -> None:
         else:
             os.chdir(call.folder)
         launcher.write_program(call.program)
-        launcher.drop_privileges()
-        launcher.limit_resources(
-            int(call.timeout_s) + 1, call.memory_bytes, call.file_bytes, call.num_files, call.num_processes
-        )
+        if setup.trusted_paths is not None:
+            launcher.limit_memory_and_files(call.memory_bytes, call.file_bytes)
+        else:
+            launcher.gain_nothing()
+            launcher.drop_privileges()
+            launcher.limit_resources(
+                int(call.timeout_s) + 1, call.memory_bytes, call.file_bytes, call.num_files, call.num_processes
+            )
         outer.send(STARTED)
         outer.setblocking(False)
         with contextlib.suppress(BlockingIOError):
@@ -227,14 +235,15 @@ def _inner(setup: Setup, call: Call, outer: socket.socket) -> None:
         os._exit(1)
     outer.detach()
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-    os.environ.clear()
-    os.environ.update(PATH="/usr/bin:/bin", LANG="C.UTF-8", HOME=call.folder, TMPDIR=call.folder)
+    if setup.trusted_paths is None:
+        os.environ.clear()
+        os.environ.update(PATH="/usr/bin:/bin", LANG="C.UTF-8", HOME=call.folder, TMPDIR=call.folder)
+        for name in OWN:
+            sys.modules.pop(name, None)
 
 
 def run(name: str) -> None:
     """Run a program of the working directory as if the interpreter had been started with it."""
-    for own in [own for own in sys.modules if own.partition(".")[0] == "mega_rl"]:
-        del sys.modules[own]
     for descriptor, stream, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         before = getattr(sys, stream)  # it has looked at what its descriptor was
         buffering = 1 if stream == "stderr" else -1

@@ -1,0 +1,92 @@
+"""A Python interpreter as an environment, as ReTool has it: the model writes a program and reads what it prints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+from mega_rl.environments.protocol import End, Reply, Turn
+from mega_rl.errors import InputError
+from mega_rl.rewards.sandbox import Limits, Run, run_program
+from mega_rl.types import Prompt
+
+FENCED = re.compile(r"```(?:python|py)[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+TAGGED = re.compile(r"<code>(.*?)</code>", re.DOTALL)
+
+
+class PythonSandbox:
+    """Runs the last program of a turn in the sandbox and replies with its output; a turn without one ends the episode.
+
+    Every program starts anew: what one defines, the next does not know.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        sample_index: int,
+        *,
+        form: Literal["fenced", "code"] = "fenced",
+        role: Literal["tool", "user"] = "tool",
+        timeout_s: float = 5.0,
+        memory_bytes: int = 1 << 30,
+        isolation: Literal["namespaces", "limits"] = "namespaces",
+        preload: Sequence[str] = (),
+    ) -> None:
+        """Make ready to run programs.
+
+        Args:
+            form: fenced: the program stands in a block that is marked as Python; code: between ``<code>`` and
+                ``</code>``, in such a block or not.
+            role: of the reply. A user's message has the output between ``<interpreter>`` and ``</interpreter>``.
+            timeout_s: of one program.
+            memory_bytes: address space of each process of a program.
+            isolation: as of the reward ``code_tests``.
+            preload: modules that programs often import, such as numpy and sympy: loaded once.
+
+        Raises:
+            InputError: an unknown form or role, or an impossible limit.
+        """
+        if form not in ("fenced", "code") or role not in ("tool", "user") or isolation not in ("namespaces", "limits"):
+            raise InputError(
+                f"python_sandbox: form {form!r}, role {role!r} or isolation {isolation!r} is unknown; choose fenced or "
+                "code, tool or user, namespaces or limits"
+            )
+        if timeout_s <= 0 or memory_bytes < 1 << 26:
+            raise InputError(
+                f"python_sandbox: timeout_s {timeout_s} must be above 0, memory_bytes {memory_bytes} at least {1 << 26}"
+            )
+        self._form = form
+        self._role = role
+        self._limits = Limits(timeout_s, memory_bytes, namespaces=isolation == "namespaces")
+        self._preload = tuple(preload)
+
+    def step(self, turn: Turn) -> Reply | End:
+        program = program_of(turn.text, self._form)
+        if program is None:
+            return End()
+        run = run_program(program, "", self._limits, with_errors=True, preload=self._preload)
+        text = output_of(run, self._limits.timeout_s)
+        if self._role == "user":
+            text = f"<interpreter>\n{text}\n</interpreter>"
+        failed = float(run.exit_code != 0)
+        return Reply([{"role": self._role, "content": text}], {"tool_calls": 1, "tool_errors": failed})
+
+
+def program_of(text: str, form: str) -> str | None:
+    """The last whole program that a turn asks to be run."""
+    found = (TAGGED if form == "code" else FENCED).findall(text)
+    if not found:
+        return None
+    inside = FENCED.findall(found[-1]) if form == "code" else []
+    return str(inside[-1] if inside else found[-1])
+
+
+def output_of(run: Run, timeout_s: float) -> str:
+    """What the model is told of a program."""
+    output = run.output.strip()
+    if run.exit_code is None:
+        return f"{output}\nerror: the program did not end within {timeout_s:g} s".lstrip()
+    if run.exit_code < 0:
+        return f"{output}\nerror: the program was ended by signal {-run.exit_code}".lstrip()
+    return output or ("(no output)" if run.exit_code == 0 else f"error: exit status {run.exit_code}")
