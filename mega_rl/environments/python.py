@@ -8,6 +8,7 @@ from typing import Literal
 
 from mega_rl.environments.protocol import End, Reply, Turn
 from mega_rl.errors import InputError
+from mega_rl.rewards.remote import SandboxClient
 from mega_rl.rewards.sandbox import Limits, Run, run_program
 from mega_rl.types import Prompt
 
@@ -32,6 +33,7 @@ class PythonSandbox:
         memory_bytes: int = 1 << 30,
         isolation: Literal["namespaces", "limits"] = "namespaces",
         preload: Sequence[str] = (),
+        service: str = "",
     ) -> None:
         """Make ready to run programs.
 
@@ -44,8 +46,10 @@ class PythonSandbox:
             isolation: as of the reward ``code_tests``.
             preload: modules that programs often import, such as numpy and sympy: loaded once.
 
+            service: the address of a sandbox service that runs the programs instead, with its isolation and modules.
+
         Raises:
-            InputError: an unknown form or role, or an impossible limit.
+            InputError: an unknown form or role, an impossible limit, or a service that is no address.
         """
         if form not in ("fenced", "code") or role not in ("tool", "user") or isolation not in ("namespaces", "limits"):
             raise InputError(
@@ -60,12 +64,19 @@ class PythonSandbox:
         self._role = role
         self._limits = Limits(timeout_s, memory_bytes, namespaces=isolation == "namespaces")
         self._preload = tuple(preload)
+        try:
+            self._service = SandboxClient(service) if service else None
+        except ValueError as error:
+            raise InputError(f"python_sandbox: {error}") from error
 
     def step(self, turn: Turn) -> Reply | End:
         program = program_of(turn.text, self._form)
         if program is None:
             return End()
-        run = run_program(program, "", self._limits, with_errors=True, preload=self._preload)
+        if self._service is not None:
+            run = self._service.run(program, "", self._limits, with_errors=True)
+        else:
+            run = run_program(program, "", self._limits, with_errors=True, preload=self._preload)
         text = output_of(run, self._limits.timeout_s)
         if self._role == "user":
             text = f"<interpreter>\n{text}\n</interpreter>"

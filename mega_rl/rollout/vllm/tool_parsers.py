@@ -55,6 +55,8 @@ def tool_parser(name: str, tokenizer: Any) -> Parser:
 
     try:
         parser = ToolParserManager.get_tool_parser(name)(tokenizer)
+    except ImportError as error:
+        raise InputError(f"tool_parser {name!r} needs a package that is not here ({error}); install it") from error
     except Exception as error:  # of several kinds, by parser
         raise InputError(
             f"tool_parser {name!r} does not fit this tokenizer ({error}); choose the one that belongs to the model"

@@ -18,7 +18,6 @@ from mega_rl.environments.python import PythonSandbox
 from mega_rl.environments.tools import MAX_CALLS, Parsed, ToolCall, ToolEnvironment
 from mega_rl.errors import InputError
 from mega_rl.rewards import sandbox
-from mega_rl.rollout.vllm import tool_parsers
 from mega_rl.types import Prompt
 
 PROMPT = Prompt(0, (1,), "?", "", "test")
@@ -219,12 +218,3 @@ def test_a_python_interpreter_as_retool_has_it() -> None:
     assert slow.messages[0]["content"].endswith("error: the program did not end within 0.5 s")
     with pytest.raises(InputError, match="python_sandbox: form 'x'"):
         answer("", form="x")
-
-
-def test_the_names_of_parsers_are_known_without_vllm() -> None:
-    names = tool_parsers.parser_names()
-    if not names:
-        pytest.skip("no vLLM here")
-    assert "hermes" in names and len(names) > 20
-    with pytest.raises(InputError, match=r"tool_parser 'hermess' is none of vLLM's \(did you mean hermes\?\)"):
-        tool_parsers.check_parser("hermess")
