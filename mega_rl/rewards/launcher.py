@@ -102,6 +102,11 @@ def _parent(process: int) -> int | None:
         return None
 
 
+def hide_memory() -> None:
+    """Other processes of the same user may not look into this one; `drop_privileges` ends that."""
+    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
 def kill_children() -> None:
     """Kill all children of this process and, as it adopts orphans, whatever those started."""
     for _ in range(MAX_KILL_ROUNDS):  # more than one if they multiply

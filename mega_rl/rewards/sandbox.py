@@ -24,7 +24,7 @@ import threading
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Literal
 
 from mega_rl.rewards import launcher, zygote
 from mega_rl.rewards.scratch import remove_tree
@@ -43,6 +43,13 @@ LOADER = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alte
 
 class NotIsolatedError(OSError):
     """The program was not run: this system does not allow the isolation that was asked for. Names the step."""
+
+
+class SessionEndedError(OSError):
+    """A session cannot run another program."""
+
+
+Kind = tuple[bool, tuple[str, ...], tuple[str, ...] | None]  # namespaces, preload, trusted_paths
 
 
 @dataclass(frozen=True)
@@ -87,44 +94,146 @@ def run_program(
         NotIsolatedError: namespaces are asked for and this system does not allow them, or this user is root and they
             are not asked for.
     """
+    kind = _kind(limits, preload, trusted_paths)
+    with contextlib.ExitStack() as stack:
+        folder = _folder(limits, stack)
+        descriptors, printed = _files(source, stdin, stack)
+        ended = _call(_fields(limits, folder, with_errors), descriptors, kind)
+        return Run(ended["exit_code"], _printed(printed, limits), ended["cpu_s"])
+
+
+class Session:
+    """Programs one after another in one place, until `close`; not for several threads at once.
+
+    They share a directory of their own and, with namespaces, all namespaces; nothing of it is seen by other sessions.
+    Each program has the limits of `run_program`, the files of all together `temporary_bytes`.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        preload: tuple[str, ...] = (),
+        keep: Literal["files", "state"] = "files",
+        lifetime_s: float = 600.0,
+    ) -> None:
+        """Make the place.
+
+        Args:
+            keep: files: each program is a process of its own; state: they run in one live interpreter, which begins
+                anew after a program that ran out of time or ended it. Its processor time is that of the lifetime.
+            lifetime_s: after that the session has ended by itself.
+
+        Raises:
+            NotIsolatedError: see `run_program`.
+        """
+        self._limits = limits
+        self._number = 0
+        self._stack = contextlib.ExitStack()
+        kind = _kind(limits, preload, None)
+        try:
+            folder = _folder(limits, self._stack)
+            with contextlib.ExitStack() as files:
+                descriptors, _ = _files("", "", files)
+                fields = _fields(limits, folder, False) | {"keep": keep, "timeout_s": lifetime_s}
+                self._answer, _ = _begin(fields, descriptors, kind)
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def run(self, source: str, stdin: str = "", with_errors: bool = False) -> Run:
+        """Run the next program.
+
+        Raises:
+            SessionEndedError: its time is over, or a program without namespaces ended it.
+            NotIsolatedError: see `run_program`.
+        """
+        self._number += 1
+        call = {"number": self._number, "timeout_s": self._limits.timeout_s, "with_errors": with_errors}
+        with contextlib.ExitStack() as stack:
+            descriptors, printed = _files(source, stdin, stack)
+            self._answer.settimeout(zygote.SETUP_S + self._limits.timeout_s + MARGIN_S)
+            try:
+                socket.send_fds(self._answer, [json.dumps(call).encode()], descriptors)
+                ended = _receive(self._answer)
+            except OSError as error:
+                raise SessionEndedError(f"the session has ended ({error})") from error
+            if ended is not None and "refused" in ended:
+                raise NotIsolatedError(ended["refused"])
+            if ended is None or ended.get("number") != self._number:
+                raise SessionEndedError("the session has ended")
+            return Run(ended["exit_code"], _printed(printed, self._limits), ended["cpu_s"])
+
+    def close(self) -> None:
+        """End whatever still runs, and remove the directory."""
+        with contextlib.suppress(OSError):
+            self._answer.shutdown(socket.SHUT_WR)
+            self._answer.settimeout(MARGIN_S)
+            while self._answer.recv(zygote.MAX_MESSAGE_BYTES):
+                pass
+        self._answer.close()
+        self._stack.close()
+
+
+def _kind(limits: Limits, preload: tuple[str, ...], trusted_paths: tuple[str, ...] | None) -> Kind:
+    """What zygote a program needs. Raises NotIsolatedError."""
     if not limits.namespaces and trusted_paths is None and os.geteuid() == 0:
         raise NotIsolatedError("a program is not run as root without namespaces")
-    with contextlib.ExitStack() as stack:
-        if limits.namespaces:
-            folder = launcher.WORKING_DIRECTORY  # a directory inside the namespaces: there is nothing to remove outside
-        else:
-            folder = tempfile.mkdtemp(prefix="program_")
-            stack.callback(remove_tree, folder)
-        # Files without a name: no other program finds them.
-        program, given, printed = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
-        for file, text in ((program, source), (given, stdin)):
-            file.write(text.encode(errors="replace"))
-            file.seek(0)
-        call = {
-            "folder": folder,
-            "timeout_s": limits.timeout_s,
-            "memory_bytes": limits.memory_bytes,
-            "file_bytes": limits.file_bytes,
-            "temporary_bytes": limits.temporary_bytes,
-            "num_files": NUM_OPEN_FILES,
-            "num_processes": limits.num_processes,
-            "with_errors": with_errors,
-        }
-        descriptors = [program.fileno(), given.fileno(), printed.fileno()]
-        ended = _call(call, descriptors, (limits.namespaces, preload, trusted_paths))
-        printed.seek(0)
-        output = printed.read(limits.file_bytes).decode(errors="replace")
-        return Run(ended["exit_code"], output, ended["cpu_s"])
+    return limits.namespaces, preload, trusted_paths
 
 
-Kind = tuple[bool, tuple[str, ...], tuple[str, ...] | None]  # namespaces, preload, trusted_paths
+def _folder(limits: Limits, stack: contextlib.ExitStack) -> str:
+    """The working directory of a program, removed with the stack."""
+    if limits.namespaces:
+        return launcher.WORKING_DIRECTORY  # a directory inside the namespaces: there is nothing to remove outside
+    folder = tempfile.mkdtemp(prefix="program_")
+    stack.callback(remove_tree, folder)
+    return folder
+
+
+def _files(source: str, stdin: str, stack: contextlib.ExitStack) -> tuple[list[int], IO[bytes]]:
+    """Descriptors of program, standard input and output, and the file of the last."""
+    # Files without a name: no other program finds them.
+    program, given, printed = [stack.enter_context(tempfile.TemporaryFile()) for _ in "123"]  # noqa: SIM115
+    for file, text in ((program, source), (given, stdin)):
+        file.write(text.encode(errors="replace"))
+        file.seek(0)
+    return [program.fileno(), given.fileno(), printed.fileno()], printed
+
+
+def _printed(file: IO[bytes], limits: Limits) -> str:
+    file.seek(0)
+    return file.read(limits.file_bytes).decode(errors="replace")
+
+
+def _fields(limits: Limits, folder: str, with_errors: bool) -> dict[str, Any]:
+    """Of a `zygote.Call`, the descriptors aside."""
+    fields = {name: value for name, value in vars(limits).items() if name != "namespaces"}
+    return fields | {"folder": folder, "num_files": NUM_OPEN_FILES, "with_errors": with_errors, "keep": None}
 
 
 def _call(call: dict[str, Any], descriptors: list[int], kind: Kind) -> dict[str, Any]:
     """How a program ended. Raises NotIsolatedError."""
+    answer, process = _begin(call, descriptors, kind)
+    with answer:
+        answer.settimeout(zygote.SETUP_S + call["timeout_s"] + MARGIN_S)
+        try:
+            ended = _receive(answer)
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+            return {"exit_code": None, "cpu_s": 0.0}
+    if ended is None:  # only a program without namespaces can end the process that waits for it
+        return {"exit_code": -signal.SIGKILL, "cpu_s": 0.0}
+    if "refused" in ended:
+        raise NotIsolatedError(ended["refused"])
+    return dict(ended)
+
+
+def _begin(call: dict[str, Any], descriptors: list[int], kind: Kind) -> tuple[socket.socket, int]:
+    """Where a call is answered, and the process that waits for its program. Raises NotIsolatedError."""
     for _ in range(MAX_TRIES):
         with contextlib.suppress(_Gone):
-            return _zygote(kind).call(call, descriptors)
+            return _zygote(kind).begin(call, descriptors)
     raise NotIsolatedError("the process that programs are forked from was ended from outside again and again")
 
 
@@ -174,32 +283,21 @@ class _Zygote:
     def has_ended(self) -> bool:
         return self._process.poll() is not None
 
-    def call(self, call: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
-        """How a program ended. Raises NotIsolatedError, or _Gone."""
+    def begin(self, call: dict[str, Any], descriptors: list[int]) -> tuple[socket.socket, int]:
+        """Where a call is answered, and the process that waits for its program. Raises _Gone."""
         answer, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with answer:
+        answer.settimeout(START_S)
+        try:
             with theirs:
-                try:
-                    socket.send_fds(self._control, [json.dumps(call).encode()], [*descriptors, theirs.fileno()])
-                except OSError as error:
-                    raise _Gone from error
-            answer.settimeout(zygote.SETUP_S + call["timeout_s"] + MARGIN_S)
-            begun = None
-            try:
-                begun = _receive(answer)
-                if begun is None:
-                    raise _Gone
-                ended = _receive(answer)
-            except TimeoutError:
-                if begun is not None:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(begun["process"], signal.SIGKILL)
-                return {"exit_code": None, "cpu_s": 0.0}
-        if ended is None:  # only a program without namespaces can end the process that waits for it
-            return {"exit_code": -signal.SIGKILL, "cpu_s": 0.0}
-        if "refused" in ended:
-            raise NotIsolatedError(ended["refused"])
-        return ended
+                socket.send_fds(self._control, [json.dumps(call).encode()], [*descriptors, theirs.fileno()])
+            begun = _receive(answer)
+        except OSError as error:
+            answer.close()
+            raise _Gone from error
+        if begun is None:
+            answer.close()
+            raise _Gone
+        return answer, begun["process"]
 
     def close(self) -> None:
         self._control.close()

@@ -11,23 +11,21 @@ running; the inner one becomes the program.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import json
 import os
-import random
 import resource
 import select
 import signal
 import socket
 import sys
-import time
-import types
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mega_rl.rewards import launcher
+from mega_rl.rewards import execution, keeping, launcher
 
 # Started where this package lies; nothing else of what it is told stands where a program could read it.
 BOOT = "import os, sys; sys.path.insert(0, os.getcwd()); from mega_rl.rewards.zygote import main; main({}, {})"
@@ -39,8 +37,9 @@ SETUP_S = 60.0  # for namespaces and mounts, on however busy a machine
 NUM_DESCRIPTORS = 4  # of a call: program, standard input, standard output, answer
 MAX_MESSAGE_BYTES = 1 << 16
 READY, STARTED = b"ready", b"started"
-PROGRAM = "program.py"
-OWN = ("mega_rl", "mega_rl.rewards", "mega_rl.rewards.launcher", "mega_rl.rewards.zygote")  # no program sees these
+STATE = "state"
+PARTS = ("execution", "keeping", "launcher", "zygote")
+OWN = ["mega_rl", "mega_rl.rewards", *(f"mega_rl.rewards.{name}" for name in PARTS)]  # not for programs
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,10 @@ def main(descriptor: int, is_bare: bool) -> None:
     control.send(READY)
     (program, given, printed, answer), fields = _serve(control, setup.parent)
     _outer(setup, Call(program, given, printed, answer, **fields))
-    run(PROGRAM)
+    path = os.path.abspath(keeping.PROGRAM)
+    names = execution.new_main(path)
+    if status := execution.execute(path, names):
+        sys.exit(status)
 
 
 def _serve(control: socket.socket, parent: int) -> tuple[list[int], dict[str, Any]]:
@@ -134,6 +136,7 @@ class Call:
     num_files: int
     num_processes: int
     with_errors: bool
+    keep: str | None  # of one program for the next: files, state; None: there is one program only
 
 
 def _outer(setup: Setup, call: Call) -> None:
@@ -154,8 +157,7 @@ def _outer(setup: Setup, call: Call) -> None:
         os._exit(1)
     if inner == 0:
         ours.close()
-        answer.close()
-        return _inner(setup, call, theirs)
+        return _inner(setup, call, theirs, answer)
     theirs.close()
     ours.settimeout(SETUP_S)
     try:
@@ -163,7 +165,7 @@ def _outer(setup: Setup, call: Call) -> None:
         if told != STARTED:
             _send(answer, {"refused": told.decode(errors="replace") or "the program's process ended before it began"})
             os._exit(1)
-        code = _wait(inner, call.timeout_s)
+        code = execution.wait(inner, call.timeout_s)
     except TimeoutError:
         code = None
     _end(inner, setup.namespaces)
@@ -177,20 +179,6 @@ def _send(answer: socket.socket, message: dict[str, Any]) -> None:
         answer.send(json.dumps(message).encode())
 
 
-def _wait(inner: int, timeout_s: float) -> int | None:
-    """The exit code, negative for a signal; None: out of time. The process is still to be ended."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        # Seen, but not waited for: until then its number stays that of its process group.
-        ended = os.waitid(os.P_PID, inner, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended is not None:
-            return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            return None
-        signal.sigtimedwait([signal.SIGCHLD], left_s)
-
-
 def _end(inner: int, namespaces: bool) -> None:
     """Leave nothing of the program running."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -202,7 +190,7 @@ def _end(inner: int, namespaces: bool) -> None:
         launcher.kill_children()
 
 
-def _inner(setup: Setup, call: Call, outer: socket.socket) -> None:
+def _inner(setup: Setup, call: Call, outer: socket.socket, answer: socket.socket) -> None:
     """Give up what the program must not have; what fails is told and ends the process."""
     try:
         os.setsid()  # out of the outer process's group, which the program could otherwise signal
@@ -216,15 +204,9 @@ def _inner(setup: Setup, call: Call, outer: socket.socket) -> None:
             launcher.see_only(setup.pairs, call.temporary_bytes)
         else:
             os.chdir(call.folder)
-        launcher.write_program(call.program)
-        if setup.trusted_paths is not None:
-            launcher.limit_memory_and_files(call.memory_bytes, call.file_bytes)
-        else:
-            launcher.gain_nothing()
-            launcher.drop_privileges()
-            launcher.limit_resources(
-                int(call.timeout_s) + 1, call.memory_bytes, call.file_bytes, call.num_files, call.num_processes
-            )
+        if call.keep is None:
+            launcher.write_program(call.program)
+            _give_up(setup, call, call.timeout_s)
         outer.send(STARTED)
         outer.setblocking(False)
         with contextlib.suppress(BlockingIOError):
@@ -234,37 +216,22 @@ def _inner(setup: Setup, call: Call, outer: socket.socket) -> None:
         outer.send(str(error).encode(errors="replace")[:MAX_MESSAGE_BYTES])
         os._exit(1)
     outer.detach()
+    if call.keep is not None:
+        give_up = functools.partial(_give_up, setup, call)
+        return keeping.Keeper(answer, give_up, call.keep == STATE, call.timeout_s, setup.namespaces).serve()
+    answer.detach()
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-    if setup.trusted_paths is None:
-        os.environ.clear()
-        os.environ.update(PATH="/usr/bin:/bin", LANG="C.UTF-8", HOME=call.folder, TMPDIR=call.folder)
-        for name in OWN:
-            sys.modules.pop(name, None)
+    execution.new_streams()
 
 
-def run(name: str) -> None:
-    """Run a program of the working directory as if the interpreter had been started with it."""
-    for descriptor, stream, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
-        before = getattr(sys, stream)  # it has looked at what its descriptor was
-        buffering = 1 if stream == "stderr" else -1
-        after = open(descriptor, mode, buffering, before.encoding, before.errors, closefd=False)  # noqa: SIM115
-        setattr(sys, stream, after)
-        setattr(sys, f"__{stream}__", after)
-    if "numpy.random" in sys.modules:  # the standard library's generator starts anew by itself
-        sys.modules["numpy.random"].seed()
-    random.seed()
-    module = types.ModuleType("__main__")
-    path = os.path.abspath(name)
-    vars(module).update(__file__=path, __builtins__=__builtins__, __cached__=None)
-    sys.modules["__main__"] = module
-    sys.argv[:] = sys.orig_argv[:] = [name]
-    try:
-        with open(path, "rb") as file:
-            code = compile(file.read(), path, "exec", dont_inherit=True)
-        exec(code, vars(module))
-    except SystemExit:
-        raise
-    except BaseException as error:
-        trace = error.__traceback__
-        sys.excepthook(type(error), error.with_traceback(trace and trace.tb_next), trace and trace.tb_next)
-        sys.exit(1)
+def _give_up(setup: Setup, call: Call, timeout_s: float) -> None:
+    """Rights, resources, environment and modules that the program has no business with. Raises StepError, OSError."""
+    if setup.trusted_paths is not None:
+        return launcher.limit_memory_and_files(call.memory_bytes, call.file_bytes)
+    launcher.gain_nothing()
+    launcher.drop_privileges()
+    launcher.limit_resources(int(timeout_s) + 1, call.memory_bytes, call.file_bytes, call.num_files, call.num_processes)
+    os.environ.clear()
+    os.environ.update(PATH="/usr/bin:/bin", LANG="C.UTF-8", HOME=call.folder, TMPDIR=call.folder)
+    for name in [name for name in sys.modules if name in OWN]:
+        del sys.modules[name]

@@ -218,3 +218,22 @@ def test_a_python_interpreter_as_retool_has_it() -> None:
     assert slow.messages[0]["content"].endswith("error: the program did not end within 0.5 s")
     with pytest.raises(InputError, match="python_sandbox: form 'x'"):
         answer("", form="x")
+
+
+@pytest.mark.skipif(not HAS_NAMESPACES and os.geteuid() == 0, reason="no program is run here")
+@pytest.mark.parametrize(
+    ("keep", "found"),
+    [("nothing", ["no file", "no name"]), ("files", ["a file", "no name"]), ("state", ["a file", "a name"])],
+)
+def test_what_an_interpreter_keeps(keep: Any, found: list[str]) -> None:
+    isolation: Any = "namespaces" if HAS_NAMESPACES else "limits"
+    environment = PythonSandbox(PROMPT, 0, timeout_s=60.0, isolation=isolation, keep=keep)
+    look = "import os\nprint('a file' if os.path.exists('x') else 'no file')\n"
+    look += "print('a name' if 'y' in globals() else 'no name')"
+    for program in ("open('x', 'w').close(); y = 1", look):
+        reply = environment.step(Turn(f"```python\n{program}\n```"))
+        assert isinstance(reply, Reply)
+    environment.close()
+    assert reply.messages[0]["content"].split("\n") == found
+    with pytest.raises(InputError, match="a service keeps nothing"):
+        PythonSandbox(PROMPT, 0, service="http://127.0.0.1:1", keep="files")
