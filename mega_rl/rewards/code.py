@@ -6,11 +6,13 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from mega_rl.rewards.remote import SandboxClient, ServiceError
 from mega_rl.rewards.sandbox import Limits, Run, obstacle, run_program
 
+Runner = Callable[[str, str, Limits], Run]  # source, standard input
 CODE_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 
@@ -23,6 +25,7 @@ def code_tests(
     timeout_s: float = 4.0,
     memory_bytes: int = 536870912,
     isolation: Literal["namespaces", "limits"] = "namespaces",
+    service: str = "",
 ) -> float:
     """Runs the last fenced code block of a response, as Python, against the tests in the ground truth.
 
@@ -35,33 +38,34 @@ def code_tests(
         memory_bytes: address space of each process of the program.
         isolation: limits is for systems without unprivileged namespaces, and leaves the program what the user of the
             run may do: files, network, other processes of that user. It is refused to root.
+        service: the address of a sandbox service (http://HOST:PORT) that runs the programs instead, with its isolation.
 
     Raises:
         ValueError: a ground truth that is not in one of the two forms.
-        OSError: no namespaces, if they are asked for; root, if they are not.
+        OSError: no namespaces, if they are asked for; root, if they are not; a service that does not answer.
     """
     tests = _tests(ground_truth)
     blocks = CODE_BLOCK.findall(solution_str)
     if not blocks:
         return 0.0
     limits = Limits(timeout_s, memory_bytes, namespaces=isolation == "namespaces")
+    run: Runner = SandboxClient(service).run if service else run_program
     num_passed = 0
     for given, expected in tests:
-        passed = _passes(blocks[-1], given, expected, limits)
+        passed = _passes(run, blocks[-1], given, expected, limits)
         num_passed += passed
         if score == "all" and not passed:
             return 0.0
     return num_passed / len(tests)
 
 
-def _passes(code: str, given: str, expected: str | None, limits: Limits) -> bool:
+def _passes(run: Runner, code: str, given: str, expected: str | None, limits: Limits) -> bool:
     if expected is not None:
-        run = run_program(code, given, limits)
-        return run.exit_code == 0 and _lines(run.output) == _lines(expected)
+        ended = run(code, given, limits)
+        return ended.exit_code == 0 and _lines(ended.output) == _lines(expected)
     # A program that ends early, with whatever status, has not come to this line.
     done = secrets.token_hex(16)
-    run = run_program(f"{code}\n\n{given}\nprint({done!r})\n", "", limits)
-    return _ends_with(run, done)
+    return _ends_with(run(f"{code}\n\n{given}\nprint({done!r})\n", "", limits), done)
 
 
 def _ends_with(run: Run, done: str) -> bool:
@@ -91,10 +95,19 @@ def _tests(ground_truth: str) -> list[tuple[str, str | None]]:
 
 
 def _check_code_tests(
-    score: str = "all", timeout_s: float = 4.0, memory_bytes: int = 536870912, isolation: str = "namespaces"
+    score: str = "all",
+    timeout_s: float = 4.0,
+    memory_bytes: int = 536870912,
+    isolation: str = "namespaces",
+    service: str = "",
 ) -> None:
     if timeout_s <= 0 or memory_bytes < 1 << 26:
         raise ValueError(f"timeout_s {timeout_s} must be above 0 and memory_bytes {memory_bytes} at least {1 << 26}")
+    if service:
+        try:
+            return SandboxClient(service).check()
+        except ServiceError as error:
+            raise ValueError(f"{error}; start it with mega-rl sandbox-server, or correct the address") from error
     is_root = os.geteuid() == 0
     if isolation == "limits" and is_root:
         raise ValueError(

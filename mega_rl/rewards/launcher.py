@@ -1,10 +1,11 @@
-"""Gives up everything that an untrusted program must not have, then becomes that program.
+"""The steps by which a process gives up everything that an untrusted program must not have.
 
-A script that `sandbox.run_program` starts with a bare interpreter (``python -I -S launcher.py NUMBERS... PAIRS...``);
-it imports the standard library only, and other modules import it only for its names.
+A library of `mega_rl.rewards.zygote`, which runs by itself with a bare interpreter: it imports the standard library
+only, and other modules import it only for its names.
 
-With namespaces there are two processes: the outer one waits; the inner one is the first process of the program's own
-process namespace, so that when it ends, or when the outer one is killed, the kernel kills every other process in there.
+With namespaces there are two processes for a program: the outer one waits; the inner one is the first process of the
+program's own process namespace, so that when it ends, or when the outer one is killed, the kernel kills every other
+process in there.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Sequence
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
@@ -22,13 +24,13 @@ NAMESPACES = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_N
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_BIND, MS_REC, MS_PRIVATE = 1 << 12, 1 << 14, 1 << 18
 MNT_DETACH = 2
-PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 1, 24, 38, 47, 4
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 24, 36, 38
+PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
 CAPABILITY_VERSION_3 = 0x20080522
 MAX_CAPABILITIES = 64  # the kernel refuses the numbers that it does not know
 NOBODY = 65534  # the kernel's own number for a user or group that is none
-FAILED_EXIT = 86  # of the launcher, which then has written why to the report
+MAX_KILL_ROUNDS = 1000
 
-NUM_NUMBERS = 9  # arguments before the pairs of paths
 WORKING_DIRECTORY = "/tmp"  # of the program, with namespaces
 OLD_ROOT = "/old"
 DEVICES = ("null", "zero", "full", "random", "urandom")
@@ -41,47 +43,81 @@ class StepError(Exception):
     """A step that this system does not allow: the step's name, and the kernel's reason."""
 
 
-def main(arguments: list[str]) -> None:
-    """Become the program.
+def limit_resources(cpu_s: int, memory_bytes: int, file_bytes: int, num_files: int, num_processes: int) -> None:
+    """The limits of this process and of those that it starts, at most what it has already."""
+    _limit(
+        (resource.RLIMIT_CPU, cpu_s),
+        (resource.RLIMIT_AS, memory_bytes),
+        (resource.RLIMIT_FSIZE, file_bytes),
+        (resource.RLIMIT_NOFILE, num_files),
+        (resource.RLIMIT_NPROC, num_processes),
+        (resource.RLIMIT_CORE, 0),
+    )
 
-    Args:
-        arguments: CPU seconds; bytes of address space, of a file and of temporary files; open files; processes; 1 for
-            namespaces; descriptors of the program's text and of the report of what failed; then, with namespaces, what
-            the program sees of the system: source and place of each file or directory.
-    """
-    numbers = list(map(int, arguments[:NUM_NUMBERS]))
-    cpu_s, memory_bytes, file_bytes, temporary_bytes, num_files, num_processes, namespaces, text, report = numbers
-    pairs = arguments[NUM_NUMBERS:]
-    os.set_inheritable(report, False)
-    os.umask(0o022)
+
+def limit_memory_and_files(memory_bytes: int, file_bytes: int) -> None:
+    """The same for code of the user's, whose libraries may take much address space."""
+    _limit((resource.RLIMIT_DATA, memory_bytes), (resource.RLIMIT_FSIZE, file_bytes), (resource.RLIMIT_CORE, 0))
+
+
+def _limit(*limits: tuple[int, int]) -> None:
+    for limit, value in limits:
+        hard = resource.getrlimit(limit)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(limit, (value, value))
+
+
+def end_with_parent() -> None:
+    """The kernel kills this process when its parent ends; a change of user unsets it."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    outer = None
+
+
+def gain_nothing() -> None:
+    """Set-user-id programs do not help this process or those that it starts. Raises StepError."""
+    check("prctl no_new_privs", libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+
+
+def adopt_orphans() -> None:
+    """Descendants whose parents end become children of this process."""
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def children(process: int) -> list[int]:
+    """The child processes of a process, those that ended and were not waited for included."""
     try:
-        check("prctl no_new_privs", libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))  # set-user-id programs do not help
-        if namespaces:
-            outer = enter_namespaces()
-            see_only(list(zip(pairs[::2], pairs[1::2], strict=True)), temporary_bytes)
-        write_program(text)
-        drop_privileges()
-        if outer is not None and has_ended(outer):
-            os._exit(FAILED_EXIT)
-        limits = (
-            (resource.RLIMIT_CPU, cpu_s),
-            (resource.RLIMIT_AS, memory_bytes),
-            (resource.RLIMIT_FSIZE, file_bytes),
-            (resource.RLIMIT_NOFILE, num_files),
-            (resource.RLIMIT_NPROC, num_processes),
-            (resource.RLIMIT_CORE, 0),
-        )
-        for limit, value in limits:
-            hard = resource.getrlimit(limit)[1]
-            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-            resource.setrlimit(limit, (value, value))
-        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-        os.execv(sys.executable, [sys.executable, "-I", "-B", "program.py"])
-    except (StepError, OSError) as error:
-        os.write(report, str(error).encode(errors="replace")[:1000])
-        os._exit(FAILED_EXIT)
+        found: list[int] = []
+        for thread in os.listdir(f"/proc/{process}/task"):
+            with open(f"/proc/{process}/task/{thread}/children") as file:
+                found += map(int, file.read().split())
+        return found
+    except FileNotFoundError:  # a kernel that does not list children
+        return [int(name) for name in os.listdir("/proc") if name.isdigit() and _parent(int(name)) == process]
+
+
+def _parent(process: int) -> int | None:
+    try:
+        with open(f"/proc/{process}/stat", "rb") as file:
+            return int(file.read().rpartition(b")")[2].split()[1])
+    except OSError:  # it ended
+        return None
+
+
+def hide_memory() -> None:
+    """Other processes of the same user may not look into this one; `drop_privileges` ends that."""
+    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def kill_children() -> None:
+    """Kill all children of this process and, as it adopts orphans, whatever those started."""
+    for _ in range(MAX_KILL_ROUNDS):  # more than one if they multiply
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        for child in children(os.getpid()):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(child, signal.SIGKILL)
 
 
 def check(step: str, result: int) -> None:
@@ -90,14 +126,14 @@ def check(step: str, result: int) -> None:
         raise StepError(f"{step}: {os.strerror(ctypes.get_errno())}")
 
 
-def enter_namespaces() -> int:
-    """Go on as the first process of a new process namespace, with all capabilities in namespaces of its own only.
+def unshare(namespaces: int) -> None:
+    """Go on in new namespaces, a user namespace among them, with all capabilities in there only.
 
     The identities of the new user namespace are written by a process that stays outside of it: only that one may give
     the program another identity than the trainer's.
 
-    Returns:
-        A descriptor that tells whether the outer process still waits, see `has_ended`.
+    Raises:
+        StepError: this system does not allow it.
     """
     user, group = os.geteuid(), os.getegid()
     ready_read, ready_write = os.pipe()
@@ -105,30 +141,27 @@ def enter_namespaces() -> int:
     if writer == 0:
         os.close(ready_write)
         os._exit(0 if os.read(ready_read, 1) and map_identities(os.getppid(), user, group) else 1)
-    check("unshare", libc.unshare(NAMESPACES))
+    check("unshare", libc.unshare(namespaces))
     os.write(ready_write, b"1")
     os.close(ready_read)
     os.close(ready_write)
     if os.waitpid(writer, 0)[1] != 0:
         raise StepError("uid_map: this user's number cannot be mapped")
-    alive_read, alive_write = os.pipe()
-    inner = os.fork()
-    if inner:
-        os.close(alive_read)
-        status = os.waitpid(inner, 0)[1]
-        os._exit(os.waitstatus_to_exitcode(status) & 255)
-    os.close(alive_write)
-    os.setsid()  # out of the outer process's group, which the program could otherwise signal
-    return alive_read
 
 
-def has_ended(outer: int) -> bool:
-    """Whether the outer process ended before this one asked for the signal that tells of it."""
-    os.set_blocking(outer, False)
-    try:
-        return not os.read(outer, 1)
-    except BlockingIOError:
-        return False
+def own_interpreter() -> None:
+    """Namespaces of mounts and users in which the interpreter's file is read-only.
+
+    A process forked from an interpreter keeps a way to the interpreter's file, ``/proc/self/exe``, which leads past
+    everything that is mounted later: through it the file's owner could change the file's mode.
+
+    Raises:
+        StepError: this system does not allow it.
+    """
+    unshare(CLONE_NEWUSER | CLONE_NEWNS)  # mounts of the system still come and go in there, none comes out
+    interpreter = os.path.realpath(sys.executable)
+    mount(interpreter, interpreter, None, MS_BIND)
+    read_only(interpreter, MS_NODEV)
 
 
 def map_identities(process: int, user: int, group: int) -> bool:
@@ -157,7 +190,7 @@ def write(path: str, text: str) -> None:
         os.close(descriptor)
 
 
-def see_only(pairs: list[tuple[str, str]], temporary_bytes: int) -> None:
+def see_only(pairs: Sequence[Sequence[str]], temporary_bytes: int) -> None:
     """A root directory that holds the pairs, read-only, a few devices, this namespace's processes and a small /tmp."""
     with contextlib.suppress(OSError):  # a container's settings are read-only
         # Of the new user namespace: the program makes none of its own, where kernels have had most of their holes.
@@ -263,8 +296,5 @@ def drop_privileges() -> None:
         os.setresuid(NOBODY, NOBODY, NOBODY)
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
     check("capset", libc.capset(header, (ctypes.c_uint32 * 6)()))
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a change of user unsets it
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # a change of user unsets it too: the program may look at itself
+    end_with_parent()

@@ -25,6 +25,7 @@ from functools import partial
 from numbers import Real
 from typing import Any, TypeVar
 
+from mega_rl.rewards import launcher, sandbox
 from mega_rl.rewards.registry import BoundReward, bind
 
 HEADER = struct.Struct("!Q")  # bytes of the pickled message that follows
@@ -255,11 +256,12 @@ def _failure(error: BaseException) -> Answer:
 
 
 def _has_children() -> bool:
-    """Whether a child still runs; the ended ones are reaped."""
+    """Whether a child still runs, but for those that programs are forked from; the ended ones are reaped."""
     while True:
         try:
             if os.waitpid(-1, os.WNOHANG)[0] == 0:
-                return True
+                kept = sandbox.zygote_pids()
+                return not kept or not kept.issuperset(launcher.children(os.getpid()))
         except ChildProcessError:
             return False
 

@@ -18,7 +18,7 @@ ROWS = (
     ("models",),
     ("config", "observe"),
     ("platform", "algorithms", "rewards", "fleet"),
-    ("parallel",),
+    ("parallel", "environments"),
     ("data", "bridge"),
     ("megatron", "rollout", "planning"),
     ("evaluation",),

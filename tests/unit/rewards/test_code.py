@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 import socket
 import subprocess
 import sys
@@ -138,11 +139,16 @@ def _name(process: psutil.Process) -> str:
 
 
 def test_a_system_without_namespaces_is_told_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refused = Path(tmp_path, "launcher.py")
+    refused = Path(tmp_path, "mega_rl", "rewards")
+    refused.mkdir(parents=True)
+    for name in ("launcher", "zygote"):
+        shutil.copy(Path(sandbox.ROOT, "mega_rl", "rewards", f"{name}.py"), refused)
     text = Path(launcher.__file__).read_text()
-    assert "libc.unshare(NAMESPACES)" in text
-    refused.write_text(text.replace("libc.unshare(NAMESPACES)", "libc.unshare(-1)"))  # no such flags: unshare fails
-    monkeypatch.setattr(launcher, "__file__", str(refused))
+    assert "libc.unshare(namespaces)" in text
+    # No such flags: unshare fails.
+    Path(refused, "launcher.py").write_text(text.replace("libc.unshare(namespaces)", "libc.unshare(-1)"))
+    sandbox.close_zygotes()
+    monkeypatch.setattr(sandbox, "ROOT", str(tmp_path))
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert not sandbox.has_namespaces()
     with pytest.raises(ValueError, match="allows no unprivileged namespaces.* set isolation to limits"):

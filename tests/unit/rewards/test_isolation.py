@@ -54,6 +54,7 @@ for number in range(8): open(f'{TEMPORARY}/{number}', 'wb').write(bytes(1 << 24)
 through()
 """,
     "changes a device": "os.chmod('/dev/null', 0o666); through()",
+    "changes the interpreter": "os.chmod('/proc/self/exe', 0o755); through()",
     "sees other processes": "if len([n for n in os.listdir('/proc') if n.isdigit()]) > 1: through()",
 }
 # Without namespaces the program is a process of the trainer's user; docs/rewards.md says so.
@@ -63,10 +64,10 @@ STOPPED_BY_LIMITS = {
     "sets the host name",
     "has capabilities",
     "is root",
+    "kills its parent",
 }
 NOT_STOPPED_BY_LIMITS = {
     "kills the trainer",
-    "kills its parent",
     "stops the trainer",
     "reads the trainer's environment",
     "reads the training answers",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
 
 import pytest
 
+from mega_rl.rewards.sandbox import has_namespaces
 from tests.launch import run, run_copy
 
 
@@ -108,3 +110,24 @@ def test_every_sink_is_measured(tmp_path: Path) -> None:
     assert [row[0] for row in rows[1:]] == ["console", "metrics.jsonl", "TensorBoard", "run.log", "all"]
     document = json.loads(path.read_text())
     assert {len(seconds) for seconds in document["seconds"].values()} == {5} and document["share"] > 0
+
+
+def test_the_sandbox_is_measured_cold_and_warm(tmp_path: Path) -> None:
+    level = () if has_namespaces() else ("--limits",)
+    if level and os.geteuid() == 0:
+        pytest.skip("no program is run here")
+    path = tmp_path / "result.json"
+    launched = run((sys.executable, "benchmarks/sandbox.py", "--quick", "--json", str(path), *level)).check()
+    (rows,) = tables(launched.stdout)
+    assert [row[0] for row in rows[1:]] == ["cold", "warm", "warm / cold"]
+    assert all(figure > 0 for row in json.loads(path.read_text())["rows"] for figure in row[1:])
+
+
+@pytest.mark.slow
+def test_episodes_with_bad_tools_all_end_and_leave_nothing() -> None:
+    if not has_namespaces() and os.geteuid() == 0:
+        pytest.skip("no program is run here")
+    launched = run((sys.executable, "benchmarks/episodes.py", "--quick")).check()
+    (rows,) = tables(launched.stdout)
+    assert [row[:3] for row in rows[1:]] == [[kind, "4", "4"] for kind in ("hang", "die", "flood", "raise", "binary")]
+    assert "0 processes left" in launched.stdout

@@ -1,0 +1,79 @@
+"""A function of the user's that is called in a process of its own: nothing that it does reaches further."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mega_rl.errors import InputError
+from mega_rl.rewards.sandbox import Limits, run_program
+
+# What the function prints goes nowhere; what it returns is the output.
+PROGRAM = """
+import importlib, importlib.util, json, os, sys
+answer = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace")
+os.dup2(2, 1)
+def text_of(value):
+    if isinstance(value, str): return value
+    if isinstance(value, bytes): return value.decode(errors="replace")
+    return json.dumps(value, ensure_ascii=False, default=str)
+try:
+    function = importlib.import_module(MODULE)
+    for name in NAME.split("."):
+        function = getattr(function, name)
+    text = text_of(function(**json.loads(sys.stdin.buffer.read())))
+except BaseException as error:
+    text = f"error: {type(error).__name__}: {error}"
+answer.write(text)
+answer.close()
+os._exit(0)
+"""
+
+
+class CalledFunction:
+    """A plain function of a module; each call is a fork of a process that has imported the module."""
+
+    def __init__(self, function: Callable[..., Any], timeout_s: float, memory_bytes: int) -> None:
+        """Raises InputError: another process cannot find it by its module and name."""
+        module, name = function.__module__, function.__qualname__
+        if module == "__main__" or "<" in name or inspect.ismethod(function) or not _is_found(module, name):
+            raise InputError(
+                f"the tool {function.__name__} cannot be imported by another process, so that it could not be ended "
+                "when it hangs; put it at the top level of a module, or set is_in_process"
+            )
+        self.__name__ = function.__name__
+        self._module = module
+        self._program = PROGRAM.replace("MODULE", repr(module)).replace("NAME", repr(name))
+        self._limits = Limits(timeout_s, memory_bytes, namespaces=False)
+
+    def __call__(self, arguments: Mapping[str, Any]) -> str:
+        """What the model is told."""
+        run = run_program(
+            self._program,
+            json.dumps(arguments),
+            self._limits,
+            preload=(self._module,),
+            trusted_paths=_paths(),
+        )
+        if run.exit_code is None:
+            return f"error: {self.__name__} gave nothing within {self._limits.timeout_s:g} s"
+        if run.exit_code != 0:
+            return f"error: {self.__name__} ended its process with exit status {run.exit_code}"
+        return run.output
+
+
+def _is_found(module: str, name: str) -> bool:
+    found: Any = sys.modules.get(module)
+    spec = getattr(found, "__spec__", None)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return spec is not None and callable(found) and any(str(spec.origin).startswith(path) for path in _paths())
+
+
+def _paths() -> tuple[str, ...]:
+    """Where this process looks for modules; the empty path is the working directory."""
+    return tuple(os.path.abspath(path) for path in sys.path)

@@ -1,0 +1,51 @@
+"""What an environment is: what answers the model between its turns. Text in, messages out.
+
+An environment sees neither tokens' masks nor log-probabilities nor chat templates: the messages that it returns are
+what the model reads next. One is made anew for every response, as ``Environment(prompt, sample_index, **options)``.
+
+Beside `step` it may have, plain or ``async`` as it likes:
+
+- ``tools``: JSON schemas of functions, which the chat template shows the model;
+- ``start()``: messages that stand between the prompt and the first turn;
+- ``close()``: called once when the episode is over, whatever ended it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+Message = Mapping[str, Any]  # role, content and what else a chat template reads
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the model wrote until it stopped."""
+
+    text: str
+    number: int = 0  # 0, 1, ... in its episode
+    finish_reason: str = "stop"  # or length: cut at the limit of a turn
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the model reads next."""
+
+    messages: Sequence[Message]
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of this step; added up over the episode
+
+
+@dataclass(frozen=True)
+class End:
+    """The episode is over."""
+
+    reward: float | None = None  # None: the run's reward functions score the response
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """One episode of one response. A plain `step` runs in a thread: it may wait, but should know a limit of its own."""
+
+    def step(self, turn: Turn) -> Reply | End | Awaitable[Reply | End]: ...

@@ -1,0 +1,125 @@
+"""A Python interpreter as an environment, as ReTool has it: the model writes a program and reads what it prints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+from mega_rl.environments.protocol import End, Reply, Turn
+from mega_rl.errors import InputError
+from mega_rl.rewards.remote import SandboxClient
+from mega_rl.rewards.sandbox import Limits, Run, Session, SessionEndedError, run_program
+from mega_rl.types import Prompt
+
+FENCED = re.compile(r"```(?:python|py)[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+TAGGED = re.compile(r"<code>(.*?)</code>", re.DOTALL)
+
+
+class PythonSandbox:
+    """Runs the last program of a turn in the sandbox and replies with its output; a turn without one ends the episode.
+
+    Every program starts anew, unless `keep` says otherwise: what one defines, the next does not know.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        sample_index: int,
+        *,
+        form: Literal["fenced", "code"] = "fenced",
+        role: Literal["tool", "user"] = "tool",
+        timeout_s: float = 5.0,
+        memory_bytes: int = 1 << 30,
+        isolation: Literal["namespaces", "limits"] = "namespaces",
+        preload: Sequence[str] = (),
+        service: str = "",
+        keep: Literal["nothing", "files", "state"] = "nothing",
+    ) -> None:
+        """Make ready to run programs.
+
+        Args:
+            form: fenced: the program stands in a block that is marked as Python; code: between ``<code>`` and
+                ``</code>``, in such a block or not.
+            role: of the reply. A user's message has the output between ``<interpreter>`` and ``</interpreter>``.
+            timeout_s: of one program.
+            memory_bytes: address space of each process of a program.
+            isolation: as of the reward ``code_tests``.
+            preload: modules that programs often import, such as numpy and sympy: loaded once.
+
+            service: the address of a sandbox service that runs the programs instead, with its isolation and modules.
+            keep: from one program of an episode to the next: its files, or in one live interpreter all that it defines.
+
+        Raises:
+            InputError: an unknown form or role, an impossible limit, a service that is no address or should keep.
+        """
+        if form not in ("fenced", "code") or role not in ("tool", "user") or isolation not in ("namespaces", "limits"):
+            raise InputError(
+                f"python_sandbox: form {form!r}, role {role!r} or isolation {isolation!r} is unknown; choose fenced or "
+                "code, tool or user, namespaces or limits"
+            )
+        if keep not in ("nothing", "files", "state") or (service and keep != "nothing"):
+            raise InputError(f"python_sandbox: keep {keep!r}: choose nothing, files or state; a service keeps nothing")
+        if timeout_s <= 0 or memory_bytes < 1 << 26:
+            raise InputError(
+                f"python_sandbox: timeout_s {timeout_s} must be above 0, memory_bytes {memory_bytes} at least {1 << 26}"
+            )
+        self._form = form
+        self._role = role
+        self._limits = Limits(timeout_s, memory_bytes, namespaces=isolation == "namespaces")
+        self._preload = tuple(preload)
+        self._keep = keep
+        self._session: Session | None = None
+        try:
+            self._service = SandboxClient(service) if service else None
+        except ValueError as error:
+            raise InputError(f"python_sandbox: {error}") from error
+
+    def step(self, turn: Turn) -> Reply | End:
+        program = program_of(turn.text, self._form)
+        if program is None:
+            return End()
+        try:
+            run = self._run(program)
+            text = output_of(run, self._limits.timeout_s)
+        except SessionEndedError as error:
+            self.close()  # the next program begins a new one
+            run, text = Run(None, ""), f"error: {error}; what earlier programs left is lost"
+        if self._role == "user":
+            text = f"<interpreter>\n{text}\n</interpreter>"
+        failed = float(run.exit_code != 0)
+        return Reply([{"role": self._role, "content": text}], {"tool_calls": 1, "tool_errors": failed})
+
+    def _run(self, program: str) -> Run:
+        if self._service is not None:
+            return self._service.run(program, "", self._limits, with_errors=True)
+        if self._keep == "nothing":
+            return run_program(program, "", self._limits, with_errors=True, preload=self._preload)
+        if self._session is None:
+            self._session = Session(self._limits, self._preload, self._keep)
+        return self._session.run(program, with_errors=True)
+
+    def close(self) -> None:
+        """End the session of the episode, if there is one."""
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+
+def program_of(text: str, form: str) -> str | None:
+    """The last whole program that a turn asks to be run."""
+    found = (TAGGED if form == "code" else FENCED).findall(text)
+    if not found:
+        return None
+    inside = FENCED.findall(found[-1]) if form == "code" else []
+    return str(inside[-1] if inside else found[-1])
+
+
+def output_of(run: Run, timeout_s: float) -> str:
+    """What the model is told of a program."""
+    output = run.output.strip()
+    if run.exit_code is None:
+        return f"{output}\nerror: the program did not end within {timeout_s:g} s".lstrip()
+    if run.exit_code < 0:
+        return f"{output}\nerror: the program was ended by signal {-run.exit_code}".lstrip()
+    return output or ("(no output)" if run.exit_code == 0 else f"error: exit status {run.exit_code}")

@@ -1,0 +1,48 @@
+"""Waiting for functions of the user's, plain or ``async``: whatever they raise, the event loop goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+
+class RaisedError(Exception):
+    """A function raised something, `SystemExit` and the like included: its name and its words."""
+
+    def __init__(self, error: BaseException) -> None:
+        try:
+            words = str(error)
+        except Exception:  # noqa: BLE001 - its own __str__ raises
+            words = ""
+        super().__init__(f"{type(error).__name__}: {words}")
+
+
+async def result_of(function: Callable[..., Any], timeout_s: float, *arguments: Any, **named: Any) -> Any:
+    """What a function returns; a plain one runs in a thread, which it keeps if it runs out of time.
+
+    Raises:
+        TimeoutError: nothing came within the limit.
+        RaisedError: the function raised.
+    """
+
+    def plain() -> tuple[Any, BaseException | None]:
+        try:
+            return function(*arguments, **named), None
+        except BaseException as error:  # noqa: BLE001 - the user's code; a future cannot carry every exception
+            return None, error
+
+    async def coroutine() -> tuple[Any, BaseException | None]:
+        try:
+            return await function(*arguments, **named), None
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - as above
+            return None, error
+
+    work = coroutine() if inspect.iscoroutinefunction(function) else asyncio.to_thread(plain)
+    value, error = await asyncio.wait_for(work, timeout_s)
+    if error is not None:
+        raise RaisedError(error)
+    return value
