@@ -33,14 +33,15 @@ def inputs(num_tokens: int = T, dtype: torch.dtype = torch.float32) -> tuple[Ten
     return hidden_TD.to(dtype).requires_grad_(), weight_VD.to(dtype).requires_grad_(), target_ids_T
 
 
-def plain(hidden_TD: Tensor, weight_VD: Tensor, target_ids_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def plain(hidden_TD: Tensor, weight_VD: Tensor, target_ids_T: Tensor, temperature: float) -> tuple[Tensor, ...]:
     table_TV = torch.log_softmax(hidden_TD @ weight_VD[:NUM_VALID].t() / temperature, dim=-1)
-    return table_TV.gather(1, target_ids_T[:, None])[:, 0], -(table_TV.exp() * table_TV).sum(-1)
+    is_top_T = (table_TV.argmax(-1) == target_ids_T).to(table_TV)
+    return table_TV.gather(1, target_ids_T[:, None])[:, 0], -(table_TV.exp() * table_TV).sum(-1), is_top_T
 
 
-def weighted(statistics: tuple[Tensor, Tensor], logprob_coefficient: float, entropy_coefficient: float) -> Tensor:
+def weighted(statistics: tuple[Tensor, ...], logprob_coefficient: float, entropy_coefficient: float) -> Tensor:
     """A sum in which every position has a weight of its own, one of them zero."""
-    logprobs_T, entropy_T = statistics
+    logprobs_T, entropy_T, *_ = statistics
     weights_T = torch.linspace(-1.0, 2.0, logprobs_T.numel(), dtype=logprobs_T.dtype)
     weights_T[1:2] = 0.0
     return (weights_T * (logprob_coefficient * logprobs_T + entropy_coefficient * entropy_T)).sum()
