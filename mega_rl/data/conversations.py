@@ -170,6 +170,7 @@ def _templated_segments(
     One list, or several where the template rewrites what stands before a turn: then the turn begins a list, with all
     that the template writes before it.
     """
+    check_written(tokenizer, messages, tools)
     lists: list[list[Segment]] = []
     done, before = "", -1  # the rendered text that the last list already holds, and the place of its last response
     spans = spans_of(data.mask_spans)
@@ -199,7 +200,6 @@ def _templated_segments(
         lists[-1].append((encode(tokenizer, between), False))
         lists[-1] += [(ids, is_own and learnt[place]) for ids, is_own in response]
         done, before = done + between + text, place
-    check_written(tokenizer, messages, tools)
     return lists
 
 

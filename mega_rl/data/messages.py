@@ -72,10 +72,10 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(name, str) or not name:
         raise InputError(f"tool_calls has {shown(call)}: give every call a function with a name")
     arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        arguments = _parsed(arguments) if arguments.strip() else {}
-    if arguments is None:
+    if arguments is None or arguments == "":
         arguments = {}
+    if isinstance(arguments, str):
+        arguments = _parsed(arguments)
     if not isinstance(arguments, dict):
         raise InputError(
             f"the call of {shown(name)} has the arguments {shown(function.get('arguments'))}: give an object, or the "

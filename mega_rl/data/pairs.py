@@ -323,6 +323,7 @@ def _sequences(
     try:
         messages = as_messages(prompt, data.system_prompt)
         if uses_chat_template(tokenizer, data.chat_template):
+            check_written(tokenizer, [*messages, *answers], tools)
             prompt_ids = encode(tokenizer, apply_template(tokenizer, messages, add_generation_prompt=True, tools=tools))
             found = [_templated(tokenizer, messages, answer, tools) for answer in answers]
         else:
@@ -346,7 +347,6 @@ def _templated(tokenizer: PreTrainedTokenizerBase, messages: list[Message], answ
     through = apply_template(tokenizer, [*messages, answer], add_generation_prompt=False, tools=tools)
     if not through.startswith(context):
         raise InputError(f"the tokenizer's chat template rewrites the prompt once an answer follows it; {REMEDY}")
-    check_written(tokenizer, [*messages, answer], tools)
     segments = response_segments(tokenizer, response_after(tokenizer, context, through))
     return [token for ids, _ in segments for token in ids]
 

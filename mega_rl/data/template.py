@@ -59,8 +59,11 @@ def apply_template(
 
 def check_written(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Tools) -> None:
     """Raises InputError for what the template would leave out of a conversation without a word."""
-    able = _abilities(tokenizer, str(tokenizer.chat_template))
     calling = [message for message in messages if CALLS in message]
+    asks = tools or any(message["role"] == TOOL or message.keys() > {"role", "content"} for message in messages)
+    if not asks:
+        return
+    able = _abilities(tokenizer, str(tokenizer.chat_template))
     missing = {
         "tools": bool(tools) and not able.writes_tools,
         "tool_calls": bool(calling) and able.calls is None,

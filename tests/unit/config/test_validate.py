@@ -153,6 +153,8 @@ BAD_VALUES = [
     ("data.seed", -1),
     ("data.chat_template", "maybe"),
     ("data.max_val_samples", 0),
+    ("data.mask_spans", [["<a>"]]),
+    ("data.mask_spans", [["<a>", ""]]),
     ("rollout.placement", "elsewhere"),
     ("rollout.num_engines", 0),
     ("rollout.tensor_parallel_size", 0),
