@@ -112,7 +112,7 @@ def _model_files(found: _Problems) -> None:
 def _data(found: _Problems) -> None:
     data = found.config.data
     for key, is_set in {"mask_spans": data.mask_spans, "rewritten_history": data.rewritten_history != "refuse"}.items():
-        if is_set and found.config.trainer.stage != "sft":
+        if is_set and found.good(f"data.{key}") and found.config.trainer.stage != "sft":
             found.add(f"data.{key} is set, but only trainer.stage sft reads it: leave it out")
 
 

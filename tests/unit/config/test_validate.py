@@ -512,6 +512,14 @@ def test_noise_reads_the_masters(config, key, value):
     assert f"memory.{key}" in line and "aqn.enabled" in line
 
 
+@pytest.mark.parametrize(("key", "value"), [("mask_spans", [["<a>", "</a>"]]), ("rewritten_history", "keep")])
+def test_what_only_supervised_training_reads(config, key, value):
+    set_value(config, f"data.{key}", value)
+    assert problems(config) == [f"data.{key} is set, but only trainer.stage sft reads it: leave it out"]
+    config.trainer.stage = "sft"
+    assert problems(config) == []
+
+
 def test_recompute_keys_go_together(config):
     config.memory.recompute, config.memory.recompute_modules = "selective", ["core_attn", "mlp"]
     assert problems(config) == []
