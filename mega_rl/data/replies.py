@@ -17,7 +17,7 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from mega_rl.data.messages import ASSISTANT, CALLS, TOOL, Message
+from mega_rl.data.messages import ASSISTANT, CALLS, TOOL, Message, as_messages
 from mega_rl.data.template import CALL_ID, Tools, apply_template, probe_answer, probe_call
 from mega_rl.data.tokenizer import encode
 from mega_rl.errors import InputError
@@ -79,6 +79,7 @@ class ReplyTokens:
 
     def text(self, messages: Sequence[Message]) -> str:
         """The same as text, with the end of the turn before the replies."""
+        messages = as_messages(list(messages), None) if messages else []
         role = messages[0]["role"] if messages else "user"
         if role not in self._has_calls:
             self._try(role)
