@@ -188,6 +188,19 @@ GRANITE = """
 {% endfor %}
 {%- if add_generation_prompt %}<|start_of_role|>assistant<|end_of_role|>{% endif %}"""
 
+# A tool's answer says whose it is, which is known from the call alone; turns end with one of two tokens.
+HARMONY = """{% for message in messages %}
+{%- if message['tool_calls'] %}{% set ns = namespace(name=message['tool_calls'][0]['function']['name']) %}
+{{- '<|start|>assistant to=' + ns.name + '<|message|>' + message['tool_calls'][0]['function']['arguments'] | tojson -}}
+<|call|>
+{%- elif message['role'] == 'tool' %}
+{%- set calls = messages[loop.index0 - 1]['tool_calls'] %}
+{%- if not calls %}{{ raise_exception('an answer without a call') }}{% endif %}
+{{- '<|start|>' + calls[0]['function']['name'] + '<|message|>' + message['content'] }}<|end|>
+{%- else %}<|start|>{{ message['role'] }}<|message|>{{ message['content'] }}<|end|>
+{%- endif %}{% endfor %}
+{%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
+
 VICUNA = """{% for message in messages %}
 {%- if message['role'] == 'assistant' %}ASSISTANT: {{ message['content'] }}{{ eos_token }}
 {%- else %}USER: {{ message['content'] }} {% endif %}{% endfor %}
@@ -223,6 +236,12 @@ FAMILIES = {
     ),
     "granite": Family(
         GRANITE, ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>", "<|tool_call|>"), "<|end_of_text|>"
+    ),
+    "harmony": Family(
+        HARMONY,
+        ("<|start|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
+        "<|return|>",
+        ("<|end|>", "<|call|>"),
     ),
     "vicuna": Family(VICUNA, ("</s>",), "</s>"),
 }

@@ -24,7 +24,8 @@ from mega_rl.errors import InputError
 
 History = Literal["refuse", "keep"]
 MARK = "probeturn"
-LAST_MARK = f"{MARK}end"  # the name in the last call of a turn
+LAST_MARK = f"{MARK}end"  # the argument of the last call of a turn
+UNNAMED = "probeunnamed"  # the tool of an answer that does not say whose it is
 THOUGHT = f"<think>\nprobe thought\n</think>\n\n{MARK}"  # as models write it that think
 ASKED: Message = {"role": "user", "content": "probe question"}
 LED: Message = {"role": "system", "content": "probe system"}
@@ -120,7 +121,7 @@ class ReplyTokens:
         except InputError:  # it takes no message of the system
             leading = [ASKED]
             context = apply_template(self._tokenizer, leading, add_generation_prompt=True, tools=self._tools)
-        turn = _turn(has_calls, said)
+        turn = _turn(has_calls, said, [answer])
         through = apply_template(self._tokenizer, [*leading, turn], add_generation_prompt=False, tools=self._tools)
         whole = apply_template(
             self._tokenizer, [*leading, turn, answer, turn, answer], add_generation_prompt=True, tools=self._tools
@@ -135,10 +136,14 @@ class ReplyTokens:
 
     def _after_turn(self, messages: Sequence[Message], has_calls: bool) -> str:
         """What follows a turn, from its end token on."""
-        answers = [message for message in messages if message["role"] == TOOL]
-        turn = _turn(has_calls, MARK, [message.get("tool_call_id", CALL_ID) for message in answers] or [CALL_ID])
+        turn = _turn(has_calls, MARK, [message for message in messages if message["role"] == TOOL])
         text = apply_template(self._tokenizer, [ASKED, turn, *messages], add_generation_prompt=True, tools=self._tools)
-        return text[self._end(text, has_calls) :]
+        after = text[self._end(text, has_calls) :]
+        if UNNAMED in after:
+            raise InputError("the chat template writes which tool answers: give messages of tools a name")
+        if MARK in after:
+            raise InputError("it repeats what the assistant said")
+        return after
 
     def _end(self, text: str, has_calls: bool) -> int:
         """Where the end of the first turn stands; where nothing ends it, the end of its mark."""
@@ -150,9 +155,14 @@ class ReplyTokens:
         return min(places, default=start + len(mark))
 
 
-def _turn(has_calls: bool, said: str, ids: Sequence[str] = (CALL_ID,)) -> Message:
+def _turn(has_calls: bool, said: str, answers: Sequence[Message]) -> Message:
+    """A turn that says the mark, or that makes the calls which the answers belong to, with the mark in the last one."""
     if not has_calls:
         return {"role": ASSISTANT, "content": said}
-    names = [*(MARK for _ in ids[1:]), LAST_MARK]
-    calls = [call for name, call_id in zip(names, ids, strict=True) for call in probe_call("", name, call_id)[CALLS]]
+    marks = [*(MARK for _ in answers[1:]), LAST_MARK]
+    calls = [
+        call
+        for answer, mark in zip(answers or [{}], marks, strict=True)
+        for call in probe_call("", mark, answer.get("name", UNNAMED), answer.get("tool_call_id", CALL_ID))[CALLS]
+    ]
     return {"role": ASSISTANT, "content": "", CALLS: calls}

@@ -23,7 +23,6 @@ from mega_rl.errors import InputError, shortened
 Tools = Sequence[dict[str, Any]]
 CALL_ID = "callprobe"  # nine letters: what the strictest templates take
 _USER: Message = {"role": "user", "content": "probe question"}
-_ARGUMENTS = {"probe_key": "probe_value"}
 _TOOL = {
     "type": "function",
     "function": {
@@ -116,9 +115,11 @@ def _abilities(tokenizer: PreTrainedTokenizerBase, template: str) -> _Abilities:
     )
 
 
-def probe_call(content: str, name: str = "probe_name", call_id: str = CALL_ID) -> Message:
+def probe_call(
+    content: str, argument: str = "probe_value", name: str = "probe_name", call_id: str = CALL_ID
+) -> Message:
     """A message of the assistant that calls one tool."""
-    function = {"name": name, "arguments": _ARGUMENTS}
+    function = {"name": name, "arguments": {"probe_key": argument}}
     return {
         "role": "assistant",
         "content": content,

@@ -27,7 +27,11 @@ TOOLS = [
 THOUGHT = "<think>\nhm\n</think>\n\n"
 SAID = ["It is 4.", "é² \n<x>", "let me run it:\n```python\nprint(1)\n```"]
 REPLIES = ["4", "Traceback:\n  x  é", "no, <|im_end|> again\n"]
-CALLED = {"mistral", "deepseek"}  # whose answers of tools follow only what the template itself writes as a call
+CALLED = {
+    "mistral",
+    "deepseek",
+    "harmony",
+}  # whose answers of tools follow only what the template itself writes as a call
 WHO: dict[str, dict[str, str]] = {  # family -> role of the reply -> part of the sentence that refuses; "" if it can
     "chatml": {"tool": "", "user": ""},
     "qwen2.5": {"tool": "", "user": ""},
@@ -39,6 +43,7 @@ WHO: dict[str, dict[str, str]] = {  # family -> role of the reply -> part of the
     "deepseek": {"tool": "", "user": "is not append-only: after a message of user"},
     "glm": {"tool": "", "user": ""},
     "granite": {"tool": "", "user": ""},
+    "harmony": {"tool": ""},
     "vicuna": {"user": "is not append-only: after a message of user"},  # "ASSISTANT: " and a word are one token less
 }
 CASES = [(name, role) for name, roles in WHO.items() for role, refusal in roles.items() if not refusal]
@@ -50,7 +55,7 @@ def tools_of(name: str) -> list[dict[str, Any]]:
 
 
 def reply(role: str, content: str) -> Message:
-    return {"role": role, "content": content} | ({"tool_call_id": "abcdefghi"} if role == "tool" else {})
+    return {"role": role, "content": content} | ({"tool_call_id": "abcdefghi", "name": "add"} if role == "tool" else {})
 
 
 def turn(name: str, role: str, said: str) -> Message:
@@ -69,7 +74,10 @@ def sampled_of(name: str, conversation: list[Message], made: Message) -> str:
     context = apply_template(tokenizer, conversation, True, tools)
     through = apply_template(tokenizer, [*conversation, made], False, tools)
     assert through.startswith(context)
-    return through[len(context) :].removesuffix(tokenizer.eos_token)
+    body = through[len(context) :].removesuffix(tokenizer.eos_token)
+    for end in FAMILIES[name].ends:
+        body = body.removesuffix(end)
+    return body
 
 
 def test_there_are_ten_families() -> None:
@@ -140,6 +148,14 @@ def test_several_answers_and_several_roles() -> None:
     tokenizer = tokenizer_of("qwen2.5")
     both = ReplyTokens(tokenizer, roles=["tool"]).text([reply("tool", "4"), reply("user", "and?")])
     assert both.endswith("</tool_response><|im_end|>\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_an_answer_that_says_whose_it_is() -> None:
+    """Where only the call says so, and the call was sampled, the message has to."""
+    replies = ReplyTokens(tokenizer_of("harmony"), roles=["tool"], ends=ends_of("harmony"))
+    assert replies.text([reply("tool", "4")]) == "<|call|><|start|>add<|message|>4<|end|><|start|>assistant"
+    with pytest.raises(InputError, match="writes which tool answers: give messages of tools a name"):
+        replies([1], [{"role": "tool", "content": "4"}])
 
 
 def test_templates_without_an_end_of_their_turns_are_refused() -> None:
