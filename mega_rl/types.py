@@ -270,6 +270,7 @@ class TokenStats:
 
     logprobs: torch.Tensor  # [T] float32, nats, of target_ids after the sampling temperature
     entropy: torch.Tensor  # [T] float32, nats
+    is_top: torch.Tensor | None = None  # [T] float32, 1 where no token is more probable than the target
     own_experts: Mapping[int, torch.Tensor] | None = None  # as in the micro-batch, of this rank's layers; if recorded
 
 

@@ -146,8 +146,10 @@ class SftObjective:
     """Cross entropy, averaged over the learnt tokens of the global batch."""
 
     def __call__(self, stats: TokenStats, microbatch: Microbatch, denominators: Denominators) -> tuple[Tensor, Figures]:
-        """Loss [] with gradient, and sums over the learnt tokens: ``nll`` and ``entropy``, both nats."""
+        """Loss [] with gradient, and sums over the learnt tokens: ``nll`` and ``entropy``, both nats, and ``hits``."""
         nll_T, mask_T = -stats.logprobs, microbatch.loss_mask
         loss = token_mean(nll_T, mask_T, microbatch.cu_seqlens, denominators)
         values = {"nll": nll_T.detach(), "entropy": stats.entropy.detach()}
+        if stats.is_top is not None:
+            values["hits"] = stats.is_top
         return loss, Figures({name: masked_sum(values_T, mask_T) for name, values_T in values.items()})

@@ -116,6 +116,9 @@ RULES: dict[str, Rule] = {
     "data.train_batch_size": between(1, 1 << 18),
     "data.seed": seed(),
     "data.max_val_samples": nullable(between(1, MANY)),
+    "data.mask_spans": list_of(
+        Rule(lambda v: isinstance(v, list) and len(v) == 2 and all(v), "a list of two texts, as [<a>, </a>]")
+    ),
     "bridge.bucket_bytes": between(1 << 16, MAX_MEMORY_BYTES),
     "optimizer.lr": between(0, 100),
     "optimizer.min_lr": between(0, 100),

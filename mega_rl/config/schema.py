@@ -69,6 +69,12 @@ class DataConfig:
     seed: int = 0  # seed of the order of the training data
     chat_template: Literal["auto", "always", "never"] = "auto"  # auto: apply the tokenizer's, if it has one
     system_prompt: str | None = None  # system message of prompts that have none; null: leave them as they are
+    # sft: parts of a response that are not learnt from, as pairs of marks such as [["<interpreter>", "</interpreter>"]]
+    mask_spans: list[list[str]] = field(default_factory=list)
+    # sft: what becomes of a conversation whose earlier turns the chat template rewrites (thoughts). refuse: an error |
+    # split: such a turn begins a row of its own, in the context that the template gives it | keep: earlier turns stay
+    # as they were written
+    rewritten_history: Literal["refuse", "split", "keep"] = "refuse"
     max_val_samples: int | None = None  # use only this many rows of the validation data, from its start; null: all
 
 

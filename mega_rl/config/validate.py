@@ -46,6 +46,7 @@ def problems(config: RunConfig, world_size: int | None = None, has_files: bool =
     for field, rule in rules(stage if stage in STAGES else None).items():
         found.check(field, rule)
     found.lines += model_problems(config, world_size, found.good)[1]
+    _data(found)
     if has_files:
         _model_files(found)
         _data_files(found)
@@ -106,6 +107,13 @@ def _model_files(found: _Problems) -> None:
     path = found.config.model.path
     if found.good("model.path") and os.path.isdir(path):
         found.lines += [line for line in (tokenizer_problem(path), weights_problem(path)) if line is not None]
+
+
+def _data(found: _Problems) -> None:
+    data = found.config.data
+    for key, is_set in {"mask_spans": data.mask_spans, "rewritten_history": data.rewritten_history != "refuse"}.items():
+        if is_set and found.good(f"data.{key}") and found.config.trainer.stage != "sft":
+            found.add(f"data.{key} is set, but only trainer.stage sft reads it: leave it out")
 
 
 def _data_files(found: _Problems) -> None:

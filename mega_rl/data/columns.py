@@ -5,7 +5,8 @@ Rows are known by their columns:
   - ``prompt`` (text or messages), ``question``, or ``instruction`` with ``input`` and ``history`` (alpaca), all of
     them with ``system`` before them;
   - the expected text ``response``, ``answer``, ``output`` or ``solution``; ``reward_model.ground_truth`` (verl) goes
-    before these.
+    before these;
+  - ``tools`` (JSON schemas, or their JSON text) beside a conversation or a pair of answers.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mega_rl.data.messages import ASSISTANT, CALLS, TEXTS, TOOL, calls_of, tools_of
 from mega_rl.data.rows import Row
 from mega_rl.errors import InputError, shown
 
@@ -20,31 +22,49 @@ PROMPTS = ("prompt", "question", "instruction")
 TRUTHS = ("answer", "solution", "output", "response")
 RESPONSES = ("response", "answer", "output", "solution")
 ANSWERS = ("chosen", "rejected", "completion")  # of preference data: text, one message, or messages
-ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-# Columns, and keys of a message, that mean something that is not there yet.
-REFUSED = {
-    "tools": "tools are not there yet",
-    "tool_calls": "tools are not there yet",
-    "images": "only text models are trained",
-    "image": "only text models are trained",
-    "videos": "only text models are trained",
-    "audios": "only text models are trained",
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": ASSISTANT,
+    "assistant": ASSISTANT,
+    "function_call": ASSISTANT,  # its text is the call
+    "observation": TOOL,
+    "tool": TOOL,
+    "system": "system",
 }
+LOSSES = ("loss", "step_loss_mask", "weight")  # of a message, 0 or 1: slime's and OpenAI's names of the same key
+# Columns, and keys of a message, that mean something that is not there yet.
+REFUSED = {name: "only text models are trained" for name in ("images", "image", "videos", "audios")}
+# Those that only stages which learn from files read.
+TOOLS = {name: "a policy that samples has no tools to call" for name in ("tools", CALLS)}
 FINAL = "####"  # before the result in a solution of GSM8K
 
 
-def refuse_columns(row: Row) -> None:
+def refuse_columns(row: Row, takes_tools: bool = False) -> None:
     """Raises InputError for a column, or a key of a message, that would have to be dropped."""
-    for name, why in REFUSED.items():
+    refused = REFUSED if takes_tools else REFUSED | TOOLS
+    for name, why in refused.items():
         if _is_filled(row.get(name)):
             raise InputError(f"{row.where} has the column {name}, but {why}: take it out, or leave such rows out")
     for column in ("messages", "conversations", "prompt", *ANSWERS):
         messages = row.get(column)
         for message in messages if isinstance(messages, list) else (messages,):
-            found = [name for name in REFUSED if isinstance(message, Mapping) and _is_filled(message.get(name))]
+            found = [name for name in refused if isinstance(message, Mapping) and _is_filled(message.get(name))]
             if found:
-                why = REFUSED[found[0]]
+                why = refused[found[0]]
                 raise InputError(f"{row.where} has a message with {found[0]}, but {why}: leave such rows out")
+
+
+def row_tools(row: Row) -> list[dict[str, Any]]:
+    """The tools that the row offers; [] without.
+
+    Raises:
+        InputError: something else than JSON schemas or their JSON text.
+    """
+    try:
+        return tools_of(row.get("tools"))
+    except InputError as error:
+        raise InputError(f"{row.where}: {error}") from error
 
 
 def _is_filled(value: Any) -> bool:
@@ -129,11 +149,18 @@ def message_of(row: Row, turn: Any) -> dict[str, Any]:
         InputError: neither, or nobody's turn.
     """
     if isinstance(turn, Mapping) and isinstance(turn.get("role"), str):
-        return {"role": turn["role"], "content": turn.get("content")}
+        more = {key: turn.get(key) for key in (*TEXTS, CALLS, *LOSSES) if _is_filled(turn.get(key))}
+        return {"role": turn["role"], "content": turn.get("content"), **more}
     role = ROLES.get(str(turn.get("from"))) if isinstance(turn, Mapping) else None
     if role is None:
         raise InputError(f"{row.where} has the turn {shown(turn)}: give from (human, gpt or system) and value")
-    return {"role": role, "content": turn.get("value")}
+    losses = {key: turn.get(key) for key in LOSSES if turn.get(key) is not None}
+    if turn["from"] == "function_call":
+        try:
+            return {"role": role, "content": "", CALLS: calls_of(turn.get("value")), **losses}
+        except InputError as error:
+            raise InputError(f"{row.where}: {error}") from error
+    return {"role": role, "content": turn.get("value"), **losses}
 
 
 def response_of(row: Row) -> Any:

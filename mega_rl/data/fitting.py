@@ -46,7 +46,7 @@ def fitting(
     """
     limit, items, num_dropped = max_tokens(data), [], 0
     for row in rows:
-        refuse_columns(row)
+        refuse_columns(row, takes_tools=True)
         texts = texts_of(row)
         if is_surely_longer(tokenizer, texts, limit):
             problem = (

@@ -17,12 +17,14 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from mega_rl.config.schema import DataConfig
-from mega_rl.data.columns import message_of, messages_of, prompt_of, response_of
-from mega_rl.data.conversations import response_after
+from mega_rl.data.columns import LOSSES, message_of, messages_of, prompt_of, response_of, row_tools
+from mega_rl.data.conversations import REMEDY, response_after, response_segments
 from mega_rl.data.fitting import fitting, max_tokens
+from mega_rl.data.messages import ASSISTANT, CALLS, TOOL, Message, as_messages, texts_of
 from mega_rl.data.rows import Row, read_rows
 from mega_rl.data.stream import fingerprint
-from mega_rl.data.tokenizer import Message, apply_template, as_messages, encode, render_prompt, uses_chat_template
+from mega_rl.data.template import Tools, apply_template, check_written, uses_chat_template
+from mega_rl.data.tokenizer import encode, num_characters, render_prompt
 from mega_rl.errors import InputError, shown
 from mega_rl.types import Sequence
 
@@ -35,7 +37,6 @@ WANTED_VERDICT = (
     "`conversations` that end with the assistant"
 )
 VERDICTS = ("kto_tag", "label")  # LLaMA-Factory's and TRL's name of the same column
-USER, ASSISTANT = "user", "assistant"
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class PairDataset:
             "pairs",
             tokenizer,
             data,
-            texts_of=lambda row: max(_pair_texts(row), key=lambda texts: len(texts[-1])),
+            texts_of=lambda row: max(_pair_texts(row), key=lambda texts: num_characters(*texts)),
             item_of=lambda row: _pair(row, tokenizer, data),
             num_tokens_of=lambda pair: max(sequence.token_ids.numel() for sequence in pair.sequences),
         )
@@ -181,15 +182,16 @@ def _bytes(sequences: Any) -> list[bytes]:
 
 
 def _pair_texts(row: Row) -> tuple[list[Any], list[Any]]:
-    """Prompt and answer, twice."""
+    """Tools, prompt and answer, twice."""
     prompt, chosen, rejected = _prompt_and_answers(row)
-    return [prompt, chosen], [prompt, rejected]
+    tools = list(texts_of(row.get("tools")))
+    return [*tools, prompt, [chosen]], [*tools, prompt, [rejected]]
 
 
 def _pair(row: Row, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Pair:
     prompt, *answers = _prompt_and_answers(row)
     for name, answer in zip(("chosen", "rejected"), answers, strict=True):
-        if not answer.strip():
+        if _is_empty(answer):
             raise InputError(f"{row.where}: {name} is empty; give an answer, or leave the row out")
     chosen, rejected = _sequences(row, prompt, answers, tokenizer, data)
     if torch.equal(chosen.token_ids, rejected.token_ids):
@@ -203,7 +205,7 @@ def _pair(row: Row, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Pai
 
 def _judged_texts(row: Row) -> list[Any]:
     prompt, answer = _prompt_and_answer(row)
-    return [prompt, answer]
+    return [*texts_of(row.get("tools")), prompt, [answer]]
 
 
 def _judged(row: Row, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> tuple[Sequence, bool]:
@@ -213,7 +215,7 @@ def _judged(row: Row, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> t
     if len(found) > 1 or not isinstance(found[0], bool):
         raise InputError(f"{row.where}: kto_tag or label is {shown(found)}; give one of them, true or false")
     prompt, answer = _prompt_and_answer(row)
-    if not answer.strip():
+    if _is_empty(answer):
         raise InputError(f"{row.where}: the answer is empty; give one, or leave the row out")
     (sequence,) = _sequences(row, prompt, [answer], tokenizer, data)
     return sequence, found[0]
@@ -222,8 +224,8 @@ def _judged(row: Row, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> t
 # --- columns ---------------------------------------------------------------------------------------------------------
 
 
-def _prompt_and_answers(row: Row) -> tuple[Any, str, str]:
-    """The prompt (text or messages), and both answers as text."""
+def _prompt_and_answers(row: Row) -> tuple[Any, Message, Message]:
+    """The prompt (text or messages), and both answers."""
     chosen, rejected = row.get("chosen"), row.get("rejected")
     if chosen is None or rejected is None:
         raise row.missing(WANTED)
@@ -231,13 +233,13 @@ def _prompt_and_answers(row: Row) -> tuple[Any, str, str]:
         prompt = _own_prompt(row)
         if prompt is None:
             raise row.missing(WANTED)
-        return prompt, _answer_text(row, "chosen", chosen), _answer_text(row, "rejected", rejected)
+        return prompt, _answer_message(row, "chosen", chosen), _answer_message(row, "rejected", rejected)
     first, second = ([message_of(row, turn) for turn in turns] for turns in (chosen, rejected))
     prompt, last = first[:-1], (first[-1], second[-1])
     if second[:-1] != prompt:
         raise InputError(f"{row.where}: chosen and rejected differ before their last messages; make them one prompt")
     _check_own_prompt(row, prompt)
-    return prompt, _answer_text(row, "chosen", last[0]), _answer_text(row, "rejected", last[1])
+    return prompt, _answer_message(row, "chosen", last[0]), _answer_message(row, "rejected", last[1])
 
 
 def _begins_with_prompt(row: Row, answer: Any) -> bool:
@@ -263,51 +265,70 @@ def _own_prompt(row: Row) -> Any:
         if not isinstance(last, Mapping) or last.get("role") == ASSISTANT:
             raise InputError(f"{row.where}: the conversation before the answers must end with the user; correct it")
         return messages
-    prompt, system = prompt_of(row), row.get("system")
-    if isinstance(prompt, list):
-        return [message_of(row, turn) for turn in prompt]
-    if isinstance(prompt, str) and isinstance(system, str) and system:
-        return [{"role": "system", "content": system}, {"role": USER, "content": prompt}]
-    return prompt
+    prompt = prompt_of(row)
+    return [message_of(row, turn) for turn in prompt] if isinstance(prompt, list) else prompt
 
 
-def _prompt_and_answer(row: Row) -> tuple[Any, str]:
-    """The prompt (text or messages), and the only answer as text."""
+def _prompt_and_answer(row: Row) -> tuple[Any, Message]:
+    """The prompt (text or messages), and the only answer."""
     messages = messages_of(row)
     if isinstance(messages, list) and len(messages) > 1 and row.get("completion") is None:
-        return messages[:-1], _answer_text(row, "the conversation", messages[-1])
+        return messages[:-1], _answer_message(row, "the conversation", messages[-1])
     answer = response_of(row) if row.get("completion") is None else row.get("completion")
     prompt = _own_prompt(row)
     if prompt is None or answer is None:
         raise row.missing(WANTED_VERDICT)
-    return prompt, _answer_text(row, "the answer", answer)
+    return prompt, _answer_message(row, "the answer", answer)
 
 
-def _answer_text(row: Row, name: str, answer: Any) -> str:
-    """Text, one message of the assistant, or a list of just that, as text."""
+def _answer_message(row: Row, name: str, answer: Any) -> Message:
+    """Text, one message of the assistant, or a list of just that, as a message, which may call tools."""
     if isinstance(answer, str):
-        return answer
+        return {"role": ASSISTANT, "content": answer}
     message = answer[0] if isinstance(answer, list) and len(answer) == 1 else answer
     if isinstance(message, Mapping):
         message = message_of(row, message)
-        if message["role"] == ASSISTANT and isinstance(message["content"], str):
-            return str(message["content"])
+        _refuse_losses(row, [message])
+        try:
+            (found,) = as_messages([message], None)
+        except InputError as error:
+            raise InputError(f"{row.where}: {name}: {error}") from error
+        if found["role"] == ASSISTANT:
+            return found
     raise InputError(f"{row.where}: {name} is {shown(answer)}; make it text, or one message of the assistant")
+
+
+def _is_empty(answer: Message) -> bool:
+    return not answer["content"].strip() and CALLS not in answer
+
+
+def _refuse_losses(row: Row, messages: Any) -> None:
+    """Raises InputError where a message says that it is not learnt from, which only supervised training heeds."""
+    for message in messages if isinstance(messages, list) else ():
+        found = [key for key in LOSSES if isinstance(message, Mapping) and message.get(key) is not None]
+        if found and message.get("role") == ASSISTANT and not message[found[0]]:
+            raise InputError(
+                f"{row.where} has an answer with {found[0]}, but an answer is judged as a whole: take {found[0]} out"
+            )
 
 
 # --- tokens ----------------------------------------------------------------------------------------------------------
 
 
 def _sequences(
-    row: Row, prompt: Any, answers: list[str], tokenizer: PreTrainedTokenizerBase, data: DataConfig
+    row: Row, prompt: Any, answers: list[Message], tokenizer: PreTrainedTokenizerBase, data: DataConfig
 ) -> list[Sequence]:
     """Every answer, through its end of sequence, behind the tokens of the same prompt."""
+    tools = row_tools(row)
     try:
         messages = as_messages(prompt, data.system_prompt)
-        _, prompt_ids = render_prompt(tokenizer, messages, data.chat_template)
-        is_templated = uses_chat_template(tokenizer, data.chat_template)
-        render = _templated if is_templated else _plain
-        found = [render(tokenizer, messages, answer) for answer in answers]
+        if uses_chat_template(tokenizer, data.chat_template):
+            check_written(tokenizer, [*messages, *answers], tools)
+            prompt_ids = encode(tokenizer, apply_template(tokenizer, messages, add_generation_prompt=True, tools=tools))
+            found = [_templated(tokenizer, messages, answer, tools) for answer in answers]
+        else:
+            _, prompt_ids = render_prompt(tokenizer, messages, data.chat_template)
+            found = [_plain(tokenizer, messages, answer, tools) for answer in answers]
     except InputError as error:
         raise InputError(str(error) if row.where in str(error) else f"{row.where}: {error}") from error
     # Position t predicts token t + 1, so the mask of the tokens moves one to the left.
@@ -315,20 +336,19 @@ def _sequences(
     return [Sequence(torch.tensor([*prompt_ids, *ids]), m) for ids, m in zip(found, mask, strict=True)]
 
 
-def _plain(tokenizer: PreTrainedTokenizerBase, messages: list[Message], answer: str) -> list[int]:
-    return [*encode(tokenizer, answer), int(tokenizer.eos_token_id)]
+def _plain(tokenizer: PreTrainedTokenizerBase, messages: list[Message], answer: Message, tools: Tools) -> list[int]:
+    if tools or any(CALLS in message or message["role"] == TOOL for message in [*messages, answer]):
+        raise InputError("tools and their calls need a chat template; choose another tokenizer, or leave the row out")
+    return [*encode(tokenizer, answer["content"]), int(tokenizer.eos_token_id)]
 
 
-def _templated(tokenizer: PreTrainedTokenizerBase, messages: list[Message], answer: str) -> list[int]:
-    context = apply_template(tokenizer, messages, add_generation_prompt=True)
-    whole = [*messages, {"role": ASSISTANT, "content": answer}]
-    through = apply_template(tokenizer, whole, add_generation_prompt=False)
+def _templated(tokenizer: PreTrainedTokenizerBase, messages: list[Message], answer: Message, tools: Tools) -> list[int]:
+    context = apply_template(tokenizer, messages, add_generation_prompt=True, tools=tools)
+    through = apply_template(tokenizer, [*messages, answer], add_generation_prompt=False, tools=tools)
     if not through.startswith(context):
-        raise InputError(
-            "the tokenizer's chat template rewrites the prompt once an answer follows it; correct the template, or set "
-            "data.chat_template to never"
-        )
-    return response_after(tokenizer, context, through)[1]
+        raise InputError(f"the tokenizer's chat template rewrites the prompt once an answer follows it; {REMEDY}")
+    segments = response_segments(tokenizer, response_after(tokenizer, context, through))
+    return [token for ids, _ in segments for token in ids]
 
 
 def _mismatched(answers: list[Sequence], limit: int, key: str) -> list[Sequence]:

@@ -7,16 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from mega_rl.data.template_steps import MAX_TEMPLATE_STEPS, TooManySteps, bounded_template
-from mega_rl.errors import InputError, shortened, shown
+from mega_rl.data.messages import CALLS, Message, as_messages, texts_of
+from mega_rl.data.template import apply_template, uses_chat_template
+from mega_rl.errors import InputError, shortened
 from mega_rl.models.files import tokenizer_problem
 
 MAX_TOKEN_CHARACTERS = 256  # no vocabulary has longer tokens; a text of more per token has too many tokens
 BEGINNING_CHARACTERS = 16  # per token that a text may have, of what is encoded of a very long one first
-Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": ...}
 
 
 def load_tokenizer(model_path: str, key: str = "model.path") -> PreTrainedTokenizerBase:
@@ -42,7 +41,7 @@ def load_tokenizer(model_path: str, key: str = "model.path") -> PreTrainedTokeni
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
     except Exception as error:  # the tokenizers library raises bare Exception for a malformed tokenizer.json
-        cause = _cause(error)
+        cause = shortened(next(iter(str(error).splitlines()), type(error).__name__))
         raise InputError(
             f"{key}: the tokenizer in {model_path} cannot be loaded ({cause}); copy its files again"
         ) from error
@@ -64,19 +63,16 @@ def padding_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int | 
     return vocab_size - 1 if vocab_size > len(tokenizer) else None
 
 
-def _cause(error: Exception) -> str:
-    return shortened(next(iter(str(error).splitlines()), type(error).__name__))
-
-
 def num_characters(*texts: Any) -> int:
-    """Of texts and lists of chat messages together; whatever is neither counts nothing."""
+    """Of texts and lists of chat messages together, tool calls included; whatever is neither counts nothing."""
     return sum(len(content) for content in _contents(texts))
 
 
 def _contents(texts: Iterable[Any]) -> list[str]:
-    lists = [text if isinstance(text, list) else [text] for text in texts]
-    contents = [part.get("content") if isinstance(part, Mapping) else part for parts in lists for part in parts]
-    return [content for content in contents if isinstance(content, str)]
+    parts = [part for text in texts for part in (text if isinstance(text, list) else [text])]
+    contents = [part.get("content") if isinstance(part, Mapping) else part for part in parts]
+    calls = [part.get(CALLS) for part in parts if isinstance(part, Mapping)]
+    return [*(content for content in contents if isinstance(content, str)), *texts_of(calls)]
 
 
 def is_surely_longer(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Any], max_tokens: int) -> bool:
@@ -92,56 +88,6 @@ def is_surely_longer(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Any], m
     if length < 4 * beginning:  # soon encoded as a whole
         return False
     return any(len(encode(tokenizer, part[:beginning])) > 2 * max_tokens for part in _contents(texts))
-
-
-def uses_chat_template(tokenizer: PreTrainedTokenizerBase, mode: str) -> bool:
-    """Whether prompts are rendered with the tokenizer's template.
-
-    Args:
-        mode: ``data.chat_template``: auto (where there is one), always, never.
-    """
-    if mode not in ("auto", "always", "never"):
-        raise InputError(f"data.chat_template is {mode!r}; choose auto, always or never")
-    if mode == "always" and not tokenizer.chat_template:
-        raise InputError("data.chat_template is always but the tokenizer has no chat template; use auto or never")
-    return mode != "never" and bool(tokenizer.chat_template)
-
-
-def as_messages(prompt: Any, system_prompt: str | None) -> list[Message]:
-    """A string or a list of chat messages as messages, led by the system prompt if they bring none.
-
-    Raises:
-        InputError: neither a string nor a non-empty list of ``{"role": str, "content": str}``.
-    """
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if not isinstance(messages, list) or not messages:
-        raise InputError(f"a prompt is text or a list of chat messages, not {shown(prompt)}")
-    for message in messages:
-        if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            raise InputError(f"a chat message needs role and content, both text, not {shown(message)}")
-    # Only these two keys: parquet fills keys of other rows with nulls, which templates read as tool calls.
-    messages = [{"role": message["role"], "content": message["content"]} for message in messages]
-    if system_prompt is not None and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": system_prompt})
-    return messages
-
-
-def apply_template(tokenizer: PreTrainedTokenizerBase, messages: list[Message], add_generation_prompt: bool) -> str:
-    """The messages as text; a template that refuses them, or does not end, is an InputError."""
-    try:
-        with bounded_template():
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
-    except TooManySteps as error:
-        raise InputError(
-            f"the tokenizer's chat template takes more than {MAX_TEMPLATE_STEPS} steps for one row; correct its loops, "
-            "or set data.chat_template to never"
-        ) from error
-    except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError, MemoryError) as error:
-        # a template is a program: what it raises besides its own errors are Python's
-        cause = _cause(error)
-        raise InputError(f"the tokenizer's chat template refuses the messages ({cause}); fix their roles") from error
-    assert isinstance(text, str)
-    return text
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool = False) -> list[int]:

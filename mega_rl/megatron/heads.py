@@ -28,7 +28,7 @@ Output = Callable[[GPTModel, Tensor, Tensor], Tensor]  # (model, hidden states [
 
 
 def vocabulary_head(spec: TrainerSpec, shape: ModelShape) -> Output:
-    """Log-probabilities of the targets and the entropy, ``[2, T]``."""
+    """Log-probabilities of the targets, the entropy and whether the target is the most probable token, ``[3, T]``."""
     rows = padded_vocab_size(shape.vocab_size, spec.parallel.tensor) // spec.parallel.tensor
     start = rows * parallel_state.get_tensor_model_parallel_rank()
     shard = VocabularyShard(

@@ -1,4 +1,4 @@
-"""Token log-probabilities and entropy from hidden states, over a vocabulary split between tensor-parallel ranks.
+"""Token log-probabilities, entropy and hits from hidden states, over a vocabulary split between tensor-parallel ranks.
 
 The vocabulary is never gathered, and the float32 logits of a whole batch never exist at once: they are computed tile by
 tile, some tokens by some vocabulary rows, and computed again in the backward pass. A tile on a CPU is small enough for
@@ -117,7 +117,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, target_ids_T: Tensor, shard: VocabularyShard
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         tiles = _Tiles(hidden_TD, weight_VD, target_ids_T, shard)
         vocabulary = tiles.vocabulary()
         # Each tile's maximum and sums: the sums are relative to the tile's own maximum until the last tile is known.
@@ -147,11 +147,14 @@ class _TokenLogprobs(torch.autograd.Function):
         entropy_T = log_total_T - expected_T / total_T
         ctx.save_for_backward(hidden_TD, weight_VD, target_ids_T, maximum_T + log_total_T, entropy_T)
         ctx.shard = shard
-        return (target_T - maximum_T) - log_total_T, entropy_T
+        # Maximum and target are the same float32 numbers on their way through the collectives: nothing is rounded.
+        is_top_T = (target_T == maximum_T).float()
+        ctx.mark_non_differentiable(is_top_T)
+        return (target_T - maximum_T) - log_total_T, entropy_T, is_top_T
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        grad_logprobs_T, grad_entropy_T = gradients
+        grad_logprobs_T, grad_entropy_T, _ = gradients
         hidden_TD, weight_VD, target_ids_T, log_z_T, entropy_T = ctx.saved_tensors
         tiles = _Tiles(hidden_TD, weight_VD, target_ids_T, ctx.shard)
         # d logp / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy)
@@ -189,8 +192,11 @@ class _TokenLogprobs(torch.autograd.Function):
 
 def token_logprobs(
     hidden_TD: Tensor, weight_VD: Tensor, target_ids_T: Tensor, shard: VocabularyShard
-) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the targets and entropy of every position: float32 [T], nats, the same on all ranks.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What is said of every position: float32 [T] each, the same on all ranks.
+
+    Log-probabilities of the targets and entropy, in nats; and 1 where no token is more probable than the target, else
+    0, which has no gradient.
 
     The gradient with respect to ``hidden_TD`` is this rank's part: the caller's collective must sum it over the group.
     """

@@ -285,7 +285,7 @@ class MegatronPolicy:
             record_experts: also which experts took each token of this rank, for ``Microbatch.own_experts``.
         """
         recorded: list[dict[int, Tensor]] | None = [{} for _ in microbatches] if record_experts else None
-        stats = [TokenStats(*rows) for rows in self._outputs(microbatches, 2, recorded)]
+        stats = [TokenStats(*rows) for rows in self._outputs(microbatches, 3, recorded)]
         if recorded is None:
             return stats
         experts = ({layer: chosen.cpu() for layer, chosen in own.items()} for own in recorded)

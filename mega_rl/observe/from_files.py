@@ -23,6 +23,14 @@ LEARNING = (
     ),
     *(MetricSpec(f"{stage}val_perplexity", "1", "exp(val_loss)") for stage in NEXT_TOKENS),
     *(
+        MetricSpec(f"{stage}token_accuracy", "fraction", "learnt tokens that no other token is more probable than")
+        for stage in NEXT_TOKENS
+    ),
+    *(
+        MetricSpec(f"{stage}val_token_accuracy", "fraction", "the same on the validation files")
+        for stage in NEXT_TOKENS
+    ),
+    *(
         MetricSpec(
             f"{stage}loss", "1", "objective that is minimised, over the global batch", console="loss {value:.4f}"
         )
@@ -83,6 +91,7 @@ def _chart(stages: tuple[str, ...], *names: str) -> tuple[str, ...]:
 # Titles of charts, as ``metrics.CHARTS``.
 CHARTS: Mapping[str, tuple[str, ...]] = {
     "loss on files": _chart(FROM_FILES, "loss", "val_loss"),
+    "right tokens": _chart(NEXT_TOKENS, "token_accuracy", "val_token_accuracy"),
     "ranked as judged": _chart(JUDGED, "accuracy", "val_accuracy"),
     "margin": ("dpo/margin", "dpo/val_margin", "rm/margin", "rm/val_margin"),
     "rewards of answers": _chart(PREFERENCES, "chosen_reward", "rejected_reward"),

@@ -15,4 +15,6 @@ def run(config: RunConfig) -> None:
         dataset, held_out = read(session, ConversationDataset)
         if dataset.num_dropped:
             session.say(f"data: {dataset.num_dropped} conversations longer than the length limits left out")
+        if len(dataset) > dataset.num_conversations:
+            session.say(f"data: {dataset.num_conversations} conversations became {len(dataset)} rows (split)")
         next_tokens.train(session, "sft", dataset, [] if held_out is None else held_out.sequences)

@@ -17,11 +17,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 TOTAL_STEPS = 8
 
 
-def held_out_loss(model_dir: Path, rows: list[tuple[str, str]]) -> float:
-    """Mean negative log-likelihood of the responses and their ends, in nats per token, as transformers has it."""
+def held_out(model_dir: Path, rows: list[tuple[str, str]]) -> tuple[float, float]:
+    """Of the responses and their ends: mean negative log-likelihood in nats, and hits, per token, by transformers."""
     model = AutoModelForCausalLM.from_pretrained(model_dir).eval()
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    total, count = 0.0, 0
+    total, hits, count = 0.0, 0, 0
     for prompt, response in rows:
         prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
         ids = prompt_ids + tokenizer(response, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
@@ -29,8 +29,9 @@ def held_out_loss(model_dir: Path, rows: list[tuple[str, str]]) -> float:
             logprobs = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
         learnt = range(len(prompt_ids) - 1, len(ids) - 1)
         total -= sum(float(logprobs[position, ids[position + 1]]) for position in learnt)
+        hits += sum(int(logprobs[position].argmax()) == ids[position + 1] for position in learnt)
         count += len(learnt)
-    return total / count
+    return total / count, hits / count
 
 
 def test_loss_falls_and_everything_is_logged(sft_run: Path) -> None:
@@ -48,9 +49,12 @@ def test_loss_falls_and_everything_is_logged(sft_run: Path) -> None:
 def test_exported_model_is_the_one_that_was_validated(sft_run: Path, tiny_world: TinyWorld) -> None:
     file = tiny_world.sft_rows.with_name("sft_val.jsonl")
     rows = [(row.get("prompt"), row.get("response")) for row in read_rows([str(file)], "file")]
-    logged = metrics_of(sft_run)[TOTAL_STEPS]["sft/val_loss"]
-    assert held_out_loss(sft_run / "huggingface", rows) == pytest.approx(logged, rel=1e-5)
-    assert held_out_loss(tiny_world.model, rows) != pytest.approx(logged, rel=1e-1)
+    logged = metrics_of(sft_run)[TOTAL_STEPS]
+    loss, accuracy = held_out(sft_run / "huggingface", rows)
+    assert loss == pytest.approx(logged["sft/val_loss"], rel=1e-5)
+    assert accuracy == logged["sft/val_token_accuracy"] > 0, "not one token more or less"
+    assert held_out(tiny_world.model, rows)[0] != pytest.approx(logged["sft/val_loss"], rel=1e-1)
+    assert 0 < logged["sft/token_accuracy"] <= 1
 
 
 def test_resume_after_kill_inside_a_save_with_a_damaged_checkpoint(

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from mega_rl.data.columns import REFUSED
+from mega_rl.data.columns import REFUSED, TOOLS
 from mega_rl.data.rows import Row
 
 NOTHING: tuple[Any, ...] = (None, [], {}, "")  # of a column or key that other rows use
+# What no set takes, and why.
+LEFT_OUT = REFUSED | {name: "training reads such rows as they are, without this tool" for name in TOOLS}
 DUPLICATE = "duplicate"
 CONTRADICTED = "the same as another row, but for the answer"
 
@@ -86,7 +88,7 @@ def collect(rows: Iterable[Row], make: Make, columns: frozenset[str]) -> tuple[l
         counts.num_read += 1
         counts.unused.update(name for name, value in row.fields.items() if name not in columns and value not in NOTHING)
         try:
-            for name, why in REFUSED.items():
+            for name, why in LEFT_OUT.items():
                 if row.get(name) not in NOTHING:
                     raise Dropped(f"with {name}, but {why}")
             record = make(row)

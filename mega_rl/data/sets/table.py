@@ -14,6 +14,7 @@ from mega_rl.data.sets.counting import Counts, Kept, Make, collect, digest
 from mega_rl.data.sets.files import TRAIN, VALIDATION, files_of_splits, rows_of
 from mega_rl.data.sets.preferences import kto, pair
 from mega_rl.data.sets.problems import aime, dapo, gsm8k, hendrycks_math
+from mega_rl.data.sets.retool import retool
 from mega_rl.errors import InputError
 
 OVERLAP = "its problem is in the validation data too"
@@ -79,6 +80,12 @@ SETS: dict[str, DataSet] = {
         sharegpt,
         frozenset({"conversations", "messages", "system"}),
         skip=re.compile(r"_gen\b"),
+    ),
+    "retool": DataSet(
+        "ReTool-SFT: 2,000 solutions that run code, JoeYing/ReTool-SFT on Hugging Face. What stands in <code> and "
+        "<interpreter> there becomes calls of a tool and its answers. For supervised training.",
+        retool,
+        frozenset({"messages"}),
     ),
     "pairs": DataSet(
         "Pairs of a better and a worse response: TRL's forms with and without a prompt, LLaMA-Factory's, "

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mega_rl.data.columns import REFUSED, ROLES
+from mega_rl.data.columns import ROLES
 from mega_rl.data.rows import Row
-from mega_rl.data.sets.counting import NOTHING, Dropped
+from mega_rl.data.sets.counting import LEFT_OUT, NOTHING, Dropped
 from mega_rl.data.tokenizer import Message
 
 EMPTY = "empty"
@@ -35,12 +35,12 @@ def turns_of(value: Any) -> list[Message]:
 def _turn(part: Any) -> Message:
     if not isinstance(part, Mapping):
         raise Dropped("no text and no messages")
-    for name, why in REFUSED.items():
+    for name, why in LEFT_OUT.items():
         if part.get(name) not in NOTHING:
             raise Dropped(f"with {name}, but {why}")
     role, content = (part.get("role"), part.get("content")) if "role" in part else (part.get("from"), part.get("value"))
     if role in TOOL_ROLES:
-        raise Dropped(f"with a message of a tool, but {REFUSED['tools']}")
+        raise Dropped(f"with a message of a tool, but {LEFT_OUT['tools']}")
     known = ROLES.get(str(role)) or MORE_ROLES.get(str(role))
     if known is None:
         raise Dropped("with a message of an unknown role")

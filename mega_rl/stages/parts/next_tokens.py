@@ -38,14 +38,23 @@ def update(
     """One optimizer step; returns its metrics, named ``section/...``. Collective."""
     denominators = denominators_of(batch, session.config.data.max_response_length)
     loss = partial(SftObjective(), denominators=denominators)
-    _, metrics = learn(session, model, pack_for_rank(session.share, batch), loss, is_read)
+    totals, metrics = learn(session, model, pack_for_rank(session.share, batch), loss, is_read)
     metrics["tokens"] = float(denominators.num_tokens)
+    metrics["token_accuracy"] = totals.sums["hits"] / denominators.num_tokens
     return {f"{section}/{name}": value for name, value in metrics.items()}
 
 
 def validate(session: Session, model: MegatronEngine, section: str, sequences: list[Sequence]) -> dict[str, float]:
-    """Mean negative log-likelihood per learnt token, in nats, and its exponential. Collective."""
-    loss = partial(SftObjective(), denominators=denominators_of(sequences, session.config.data.max_response_length))
-    nll = measured(session, model, pack_for_rank(session.share, sequences), loss).sums["loss"]
-    perplexity = float(torch.tensor(nll, dtype=torch.float64).exp())
-    return {f"{section}/val_loss": nll, f"{section}/val_perplexity": perplexity}
+    """Of the learnt tokens: their mean negative log-likelihood in nats, its exponential, and hits. Collective.
+
+    A hit is a token that no other one is more probable than.
+    """
+    denominators = denominators_of(sequences, session.config.data.max_response_length)
+    loss = partial(SftObjective(), denominators=denominators)
+    sums = measured(session, model, pack_for_rank(session.share, sequences), loss).sums
+    values = {
+        "loss": sums["loss"],
+        "perplexity": float(torch.tensor(sums["loss"], dtype=torch.float64).exp()),
+        "token_accuracy": sums["hits"] / denominators.num_tokens,
+    }
+    return {f"{section}/val_{name}": value for name, value in values.items()}

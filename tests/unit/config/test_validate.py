@@ -153,6 +153,8 @@ BAD_VALUES = [
     ("data.seed", -1),
     ("data.chat_template", "maybe"),
     ("data.max_val_samples", 0),
+    ("data.mask_spans", [["<a>"]]),
+    ("data.mask_spans", [["<a>", ""]]),
     ("rollout.placement", "elsewhere"),
     ("rollout.num_engines", 0),
     ("rollout.tensor_parallel_size", 0),
@@ -508,6 +510,14 @@ def test_noise_reads_the_masters(config, key, value):
     config.aqn.enabled = True
     (line,) = problems(config)
     assert f"memory.{key}" in line and "aqn.enabled" in line
+
+
+@pytest.mark.parametrize(("key", "value"), [("mask_spans", [["<a>", "</a>"]]), ("rewritten_history", "keep")])
+def test_what_only_supervised_training_reads(config, key, value):
+    set_value(config, f"data.{key}", value)
+    assert problems(config) == [f"data.{key} is set, but only trainer.stage sft reads it: leave it out"]
+    config.trainer.stage = "sft"
+    assert problems(config) == []
 
 
 def test_recompute_keys_go_together(config):

@@ -22,31 +22,59 @@ from mega_rl.data.prompts import PromptDataset
 from mega_rl.data.rows import read_rows
 from mega_rl.data.synthetic import arithmetic_tokenizer, bpe_tokenizer
 from mega_rl.errors import InputError
+from tests.chat_templates import tokenizer_of
 from tests.fuzzing import TEXTS, VALUES, accepted_or_sentence, cases
 
-TOKENIZERS = (arithmetic_tokenizer(), bpe_tokenizer(["Hi there", "user", "assistant", "system"], 300))
+TOKENIZERS = (
+    arithmetic_tokenizer(),
+    bpe_tokenizer(["Hi there", "user", "assistant", "system"], 300),
+    tokenizer_of("qwen3"),
+    tokenizer_of("mistral"),
+)
 FIELDS = st.sampled_from(
     ["prompt", "answer", "response", "messages", "reward_model", "extra_info", "data_source", "ground_truth", "x"]
-    + ["chosen", "rejected", "conversations", "label", "margin", "completion", "system"]
+    + ["chosen", "rejected", "conversations", "label", "margin", "completion", "system", "tools"]
+)
+ARGUMENTS = st.sampled_from(['{"a": 1}', '{"a": ', "[]", "null", '"\\\\ud800"', "[" * 5000]) | VALUES
+FUNCTIONS = st.fixed_dictionaries({"name": TEXTS | VALUES, "arguments": ARGUMENTS})
+CALLS = st.lists(
+    st.fixed_dictionaries({"function": FUNCTIONS | VALUES}, optional={"id": VALUES}) | FUNCTIONS, max_size=2
 )
 MESSAGES = st.lists(
     st.fixed_dictionaries(
-        {"role": st.sampled_from(["user", "assistant", "system"]) | VALUES, "content": TEXTS | VALUES},
-        optional={"name": VALUES},
+        {"role": st.sampled_from(["user", "assistant", "system", "tool"]) | VALUES, "content": TEXTS | VALUES},
+        optional={
+            "name": VALUES,
+            "tool_calls": CALLS | VALUES,
+            "tool_call_id": VALUES,
+            "reasoning_content": TEXTS | VALUES,
+            "loss": VALUES,
+            "step_loss_mask": st.sampled_from([0, 1]) | VALUES,
+        },
     ),
-    max_size=3,
+    max_size=4,
 )
-ROWS = st.dictionaries(FIELDS, VALUES | MESSAGES | TEXTS | st.fixed_dictionaries({"ground_truth": VALUES}), max_size=5)
+TOOLS = st.lists(st.fixed_dictionaries({"type": TEXTS, "function": FUNCTIONS | VALUES}) | VALUES, max_size=2)
+ROWS = st.dictionaries(
+    FIELDS, VALUES | MESSAGES | TOOLS | TEXTS | st.fixed_dictionaries({"ground_truth": VALUES}), max_size=5
+)
+TALKS = st.fixed_dictionaries({"messages": MESSAGES}, optional={"tools": TOOLS | ARGUMENTS})
 
 
 def outcome(path: Path, tokenizer: PreTrainedTokenizerFast, does_filter: bool) -> None:
-    data = DataConfig(max_prompt_length=16, max_response_length=16, filter_overlong_prompts=does_filter)
+    data = DataConfig(
+        max_prompt_length=64,
+        max_response_length=64,
+        filter_overlong_prompts=does_filter,
+        mask_spans=[["a", "e"], ["\\0", "("]],
+        rewritten_history="keep" if does_filter else "split",
+    )
     for dataset in (PromptDataset, ConversationDataset, PairDataset, JudgedDataset):
         accepted_or_sentence(lambda kind=dataset: kind.from_files([str(path)], tokenizer, data))
 
 
 @cases(120)
-@given(st.lists(ROWS, min_size=1, max_size=3), st.sampled_from(TOKENIZERS), st.booleans())
+@given(st.lists(ROWS | TALKS, min_size=1, max_size=3), st.sampled_from(TOKENIZERS), st.booleans())
 def test_rows_of_json(
     tmp_path: Path, rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerFast, does_filter: bool
 ) -> None:

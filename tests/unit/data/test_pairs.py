@@ -83,7 +83,7 @@ def test_a_system_message_and_a_margin_are_taken(tmp_path: Path) -> None:
         ({"prompt": "1+1=", "chosen": USER, "rejected": "3"}, "one message of the assistant"),
         ({"messages": [USER, GOOD], "chosen": "2", "rejected": "3"}, "must end with the user"),
         ({"prompt": "1+1=", "chosen": "2", "rejected": "3", "margin": "much"}, "margin is 'much'"),
-        ({"prompt": "1+1=", "chosen": {**GOOD, "tool_calls": [1]}, "rejected": "3"}, "tools are not there yet"),
+        ({"prompt": "1+1=", "chosen": {**GOOD, "tool_calls": [1]}, "rejected": "3"}, "chosen: tool_calls is [1]: give"),
     ],
 )
 def test_a_pair_that_cannot_be_used_names_its_row(tmp_path: Path, row: dict[str, Any], words: str) -> None:

@@ -129,7 +129,10 @@ def test_a_stream_of_prompts(tmp_path: Path, plain: Any) -> None:
     [
         ({"text": "1", "answer": "2"}, "line 1 has answer, text but needs `prompt`, `question`"),
         ({"prompt": "1=", "answer": "2", "images": ["a.png"]}, "line 1 has the column images, but only text"),
-        ({"prompt": "1=", "answer": "2", "tools": [{"name": "f"}]}, "line 1 has the column tools, but tools are not"),
+        (
+            {"prompt": "1=", "answer": "2", "tools": [{"name": "f"}]},
+            "line 1 has the column tools, but a policy",
+        ),
         ({"prompt": "1="}, "line 1 has prompt but needs"),
         ({"prompt": "1=", "reward_model": {"style": "rule"}}, "has prompt, reward_model but needs"),
         ({"prompt": "1=", "reward_model": "rule"}, "reward_model is 'rule'; make it an object"),
@@ -179,7 +182,7 @@ def test_templates_that_refuse_or_rewrite_are_told(tmp_path: Path) -> None:
     tokenizer = bpe_tokenizer(["x"], 300)
     turns = [{"role": role, "content": "x"} for role in ("user", "assistant", "user", "assistant")]
     tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    with pytest.raises(InputError, match="line 1: the tokenizer's chat template rewrites .* rows of one response"):
+    with pytest.raises(InputError, match="line 1: the tokenizer's chat template rewrites .* 2; correct the template"):
         conversation_text(tmp_path, {"messages": turns}, tokenizer)
     tokenizer.chat_template = "{{ raise_exception('only users') }}"
     with pytest.raises(InputError, match=r"line 1: the tokenizer's chat template refuses the messages \(only users\)"):

@@ -168,9 +168,9 @@ def test_sharegpt_becomes_messages(tmp_path: Path) -> None:
         "does not end with a message of the assistant",
         "user and assistant do not take turns, the user first",
         "empty",
-        "with a message of a tool, but tools are not there yet",
+        "with a message of a tool, but training reads such rows as they are, without this tool",
         "with a message of an unknown role",
-        "with tools, but tools are not there yet",
+        "with tools, but training reads such rows as they are, without this tool",
         "with images, but only text models are trained",
     ]
 

@@ -5,8 +5,14 @@ Letters: T tokens, D hidden width, V vocabulary rows, padding included.
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -33,14 +39,15 @@ def inputs(num_tokens: int = T, dtype: torch.dtype = torch.float32) -> tuple[Ten
     return hidden_TD.to(dtype).requires_grad_(), weight_VD.to(dtype).requires_grad_(), target_ids_T
 
 
-def plain(hidden_TD: Tensor, weight_VD: Tensor, target_ids_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def plain(hidden_TD: Tensor, weight_VD: Tensor, target_ids_T: Tensor, temperature: float) -> tuple[Tensor, ...]:
     table_TV = torch.log_softmax(hidden_TD @ weight_VD[:NUM_VALID].t() / temperature, dim=-1)
-    return table_TV.gather(1, target_ids_T[:, None])[:, 0], -(table_TV.exp() * table_TV).sum(-1)
+    is_top_T = (table_TV.argmax(-1) == target_ids_T).to(table_TV)
+    return table_TV.gather(1, target_ids_T[:, None])[:, 0], -(table_TV.exp() * table_TV).sum(-1), is_top_T
 
 
-def weighted(statistics: tuple[Tensor, Tensor], logprob_coefficient: float, entropy_coefficient: float) -> Tensor:
+def weighted(statistics: tuple[Tensor, ...], logprob_coefficient: float, entropy_coefficient: float) -> Tensor:
     """A sum in which every position has a weight of its own, one of them zero."""
-    logprobs_T, entropy_T = statistics
+    logprobs_T, entropy_T, *_ = statistics
     weights_T = torch.linspace(-1.0, 2.0, logprobs_T.numel(), dtype=logprobs_T.dtype)
     weights_T[1:2] = 0.0
     return (weights_T * (logprob_coefficient * logprobs_T + entropy_coefficient * entropy_T)).sum()
@@ -137,3 +144,45 @@ def test_a_frozen_head_costs_no_gradient(monkeypatch: pytest.MonkeyPatch) -> Non
         num_products.append(len(products))
     assert torch.equal(*gradients)
     assert num_products[0] == 2 * num_products[1] > 0
+
+
+@dataclass(frozen=True)
+class Half(VocabularyShard):
+    """One of two shards, whose ranks are threads."""
+
+    rank: int = 0
+    sent: list[Tensor | None] = field(default_factory=lambda: [None, None])
+    barrier: threading.Barrier = field(default_factory=lambda: threading.Barrier(2, timeout=60))
+
+    def reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        self.sent[self.rank] = tensor.clone()
+        self.barrier.wait()
+        both = torch.stack([part for part in self.sent if part is not None])
+        self.barrier.wait()
+        return both.amax(0) if op == dist.ReduceOp.MAX else both.sum(0)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hits_over_a_split_vocabulary_are_those_of_the_whole(temperature: float, dtype: torch.dtype) -> None:
+    """To the token: of the targets a third is most probable, a third second, the others are drawn."""
+    generator = torch.Generator().manual_seed(1)
+    hidden_TD, weight_VD = (torch.randn(n, D, generator=generator).to(dtype) for n in (60, V))
+    logits_TV = (hidden_TD @ weight_VD.t()).float()[:, :NUM_VALID] / temperature
+    top_T2 = logits_TV.topk(2, dim=-1).indices
+    drawn_T = torch.randint(0, NUM_VALID, (20,), generator=generator)
+    target_ids_T = torch.cat([top_T2[:20, 0], top_T2[20:40, 1], drawn_T])
+    half, first = V // 2, Half(None, 0, V // 2, temperature, 7)
+    second = Half(None, half, NUM_VALID - half, temperature, 7, 1, first.sent, first.barrier)
+
+    def hits(shard: VocabularyShard, weight: Tensor) -> Tensor:
+        with torch.no_grad():
+            return token_logprobs(hidden_TD, weight, target_ids_T, shard)[2]
+
+    with ThreadPoolExecutor(2) as pool:
+        other = pool.submit(hits, second, weight_VD[half:])
+        own_T, other_T = hits(first, weight_VD[:half]), other.result()
+    highest_T = logits_TV.amax(-1)
+    expected_T = (logits_TV.gather(1, target_ids_T[:, None])[:, 0] == highest_T).float()
+    assert torch.equal(own_T, expected_T) and torch.equal(other_T, expected_T)
+    assert expected_T[:20].all() and not expected_T.all()

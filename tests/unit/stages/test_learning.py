@@ -43,7 +43,8 @@ class Actor:
 
     def token_stats(self, microbatches: Sequence[Microbatch], record_experts: bool = False) -> list[TokenStats]:
         experts = {0: torch.zeros(1, 1)} if record_experts else None
-        return [TokenStats(logprobs_of(m, 0.0) + self.off, torch.ones(m.num_tokens), experts) for m in microbatches]
+        shifted = ((logprobs_of(m, 0.0) + self.off, torch.ones(m.num_tokens)) for m in microbatches)
+        return [TokenStats(*rows, own_experts=experts) for rows in shifted]
 
     def forward_backward(self, microbatches: list[Microbatch], loss_function: Any) -> list[Figures]:
         self.batches.append(microbatches)
