@@ -167,7 +167,10 @@ def _ranks(
         state = trainer_state(config, layout, rank, held[stage], has_reference)
         further = others(rank)
         phases = tuple(_phases(config, shape, machine.platform, state, activations[stage], engine, further))
-        host = (*_host(config, state, engine, machine.platform, further), *_routing(config, shape.mixture, layout, rank))
+        host = (
+            *_host(config, state, engine, machine.platform, further),
+            *_routing(config, shape.mixture, layout, rank),
+        )
         ranks.append(RankMemory(rank, stage, state, activations[stage], phases, host))
     return tuple(ranks)
 
