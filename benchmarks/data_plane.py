@@ -10,7 +10,7 @@ ones. Three ways from there to packed micro-batches, in turn on each slice of th
 Sent: bytes of one copy of the batch, with all that is said about it. Moved: bytes into all four ranks together.
 Resident: how much the rank that holds most has grown, its micro-batches left out. All per response token of the batch.
 
-Then rank 0 of a job of 1,024 ranks, with torch's fake process group, whose collectives move nothing: the seconds of
+Then rank 0 of a job of 1,024 ranks, with torch's fake process group, whose collectives move nothing: the CPU seconds of
 everything that a step does with the outlines of the whole batch, all of which come from this rank. Copying the tokens
 themselves is told apart. The latency of a network is not in it.
 """
@@ -169,7 +169,7 @@ def _nbytes(one: Trajectory) -> int:
 
 
 def control_plane(num_responses: int, num_tokens: int) -> tuple[dict[str, float], float]:
-    """Seconds of rank 0 of a large job for everything but the tokens, by what is done; and for copying the tokens."""
+    """CPU seconds of rank 0 of a large job for all but the tokens, by what is done; and for copying the tokens."""
     dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
     layout = ParallelLayout.create(WORLD, tensor=MODEL_RANKS)
     depot, share = Depot(layout, 0, dist.group.WORLD), BatchShare(layout, 0, 8 * (NUM_PROMPT + num_tokens), 1, 0)
@@ -180,9 +180,9 @@ def control_plane(num_responses: int, num_tokens: int) -> tuple[dict[str, float]
     sampled = [some[nearest[int(np.searchsorted(nearest, n, "right")) - 1]] for n in lengths]
 
     def timed(what: str, work: Callable[[], Any]) -> Any:
-        begin = time.perf_counter()
+        begin = time.process_time()
         result = work()
-        found[what] = time.perf_counter() - begin
+        found[what] = time.process_time() - begin
         return result
 
     def outlined() -> dict[int, OutlinedGroup]:
@@ -211,15 +211,15 @@ def control_plane(num_responses: int, num_tokens: int) -> tuple[dict[str, float]
 
 
 class _Stopwatch:
-    """A function that counts the seconds of its calls."""
+    """A function that counts the CPU seconds of its calls."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._function, self.seconds = function, 0.0
 
     def __call__(self, *arguments: Any) -> None:
-        begin = time.perf_counter()
+        begin = time.process_time()
         self._function(*arguments)
-        self.seconds += time.perf_counter() - begin
+        self.seconds += time.process_time() - begin
 
 
 def main() -> None:
@@ -245,7 +245,7 @@ def main() -> None:
         f"\n\nRank 0 of {WORLD:,} with {size[0]:,} responses: {100 * total / STEP_S:.2f} % of a step of "
         f"{STEP_S:.0f} s\n\n"
     )
-    text += table(["what", "ms"], rows)
+    text += table(["what", "CPU ms"], rows)
     results = {"ways": ways, "control_plane_s": seconds, "copying_s": copying, "size": size}
     publish("Data plane", text, "cpu", results, arguments.json)
 
