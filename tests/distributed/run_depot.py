@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,11 +15,17 @@ import torch
 import torch.distributed as dist
 
 from mega_rl.data.packing import sequence_of
+from mega_rl.evaluation.evaluate import Answered, EvaluationSettings, evaluate, outlined
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
+from mega_rl.parallel.rendezvous import Rendezvous
 from mega_rl.parallel.sending import spread
-from mega_rl.rollout.collect import OutlinedGroup, PromptGroup
+from mega_rl.parallel.store import shared_store
+from mega_rl.rollout.collect import OutlinedGroup, PromptGroup, Quota, Round
 from mega_rl.rollout.depot import Depot
+from mega_rl.rollout.engine import Ended, Request
+from mega_rl.rollout.replicas import collect_everywhere
+from mega_rl.rollout.requests import make_requests
 from mega_rl.stages.parts import learning, rollout_metrics
 from mega_rl.stages.parts.batches import BatchShare, denominators_of, pack_brought, pack_for_rank
 from mega_rl.types import Outline, Prompt, Routing, Score, Sequence, Tokens, Trajectory
@@ -89,8 +98,8 @@ def check(layout: ParallelLayout, engines: EngineLayout) -> int:
         for ticket, group in enumerate(groups)
         if engines.replica_ranks(ticket % engines.num_replicas)[0] == rank
     }
-    outlined = {ticket: group for part in spread(own, engines.leaders()) for ticket, group in part.items()}
-    batch = [outlined[ticket] for ticket in range(len(groups))]
+    everywhere = {ticket: group for part in spread(own, engines.leaders()) for ticket, group in part.items()}
+    batch = [everywhere[ticket] for ticket in range(len(groups))]
     samples = learning.with_advantages(batch, "grpo")
     share = BatchShare(layout, rank, max_tokens=64, pad_multiple=4, pad_token_id=0, attention_slope=0.01)
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
@@ -154,6 +163,69 @@ def a_reward_model_gets_its_share(layout: ParallelLayout) -> None:
     assert sorted(i for part in seen for i in part) == list(range(len(outlines)))
 
 
+class EnginesElsewhere:
+    """Ends two responses in a step; like ``RemoteEngines`` it gives rank 0 the responses, the others the requests."""
+
+    weight_version = 3
+
+    def __init__(self) -> None:
+        self.under_way: list[Request] = []
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self.under_way)
+
+    def check(self, requests: SequenceOf[Request]) -> None: ...
+
+    def submit(self, requests: SequenceOf[Request]) -> None:
+        self.under_way += requests
+
+    def step(self) -> SequenceOf[Ended]:
+        ended, self.under_way = self.under_way[:2], self.under_way[2:]
+        return ended if dist.get_rank() else [self.answer(request) for request in ended]
+
+    def answer(self, request: Request) -> Trajectory:
+        ids = [request.prompt.index, request.sample_index]
+        return Trajectory.single_turn(request.prompt, request.sample_index, ids, [-1.0, -0.5], "", "stop", 3)
+
+
+def engines_elsewhere_answer_rank_0_alone(layout: ParallelLayout) -> None:
+    """Groups are sampled, dropped and replaced, and prompts evaluated, with all tokens on rank 0."""
+    rank, engine, depot, store = dist.get_rank(), EnginesElsewhere(), Depot.open(layout, 60), shared_store(60)
+    engines, rendezvous = EngineLayout(WORLD, WORLD), Rendezvous(store, rank, WORLD)
+
+    def draw(ticket: int) -> list[Request]:
+        prompt = Prompt(10 + ticket, (1, 2), "", "", "made")
+        return make_requests([prompt], n=3, step=0, seed=0, max_tokens=4, temperature=1.0)
+
+    def score(trajectory: Trajectory) -> Future[Score]:
+        assert rank == 0
+        future: Future[Score] = Future()
+        future.set_result(Score(float(trajectory.prompt.index % 2 * trajectory.sample_index)))  # every other is dropped
+        return future
+
+    quota = Quota(4, 4, 20, is_kept=lambda scores: len({one.value for one in scores}) > 1)
+    of_step = Round(0, quota, draw, score, store, rank == 0, dist.group.WORLD)
+    groups = collect_everywhere(engine, engines, of_step, rendezvous, depot)  # type: ignore[arg-type]
+    assert len(groups) == 8 and sum(quota.is_kept(group.scores) for group in groups) == 4
+    outlines = [outline for group in groups for outline in group.outlines]
+    assert [(o.prompt_index, o.sample_index) for o in outlines] == [(10 + t, n) for t in range(8) for n in range(3)]
+    assert {(o.owner, o.num_sampled, o.newest_version) for o in outlines} == {(0, 2, 3)}
+    assert len(depot._own) == (len(outlines) if rank == 0 else 0)
+
+    mine: list[Answered] = []
+    settings = EvaluationSettings(engines, n=2, temperature=1.0, max_tokens=4, seed=0)
+    scorer: Any = SimpleNamespace(start=score)
+    prompts = [Prompt(index, (1, 2), "", "", "made") for index in range(3)]
+    evaluate(engine, scorer, prompts, settings, mine.append, rendezvous)  # type: ignore[arg-type]
+    rows = outlined(mine, engines, depot)
+    assert [(row.outline.prompt_index, row.is_greedy) for row in rows] == [
+        (i // n, n == 1) for n in (1, 2) for i in range(3 * n)
+    ]
+    assert all(other == rows for other in gather_objects(rows))
+    dist.barrier()
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     lengths_are_those_that_are_sent()
@@ -166,6 +238,7 @@ def main() -> None:
         # Once to a data-parallel rank, unless its first rank owns them, and from there to the others of its group.
         assert (copies - 1) * least <= sent <= copies * least, (name, sent, least)
         a_reward_model_gets_its_share(layout)
+        engines_elsewhere_answer_rank_0_alone(layout)
         if dist.get_rank() == 0:
             print(f"ROUTED {name}: {sent} bytes of {least}", flush=True)
     dist.destroy_process_group()
