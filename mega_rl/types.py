@@ -1,7 +1,8 @@
 """The records that pass between the stages of training: frozen, typed, a shape and a unit on every field.
 
 Letters in shapes: B sequences, G samples per prompt, T packed tokens of a micro-batch, L tokens of one trajectory, R
-tokens of one response, M layers that have experts, K experts of a token in one layer.
+tokens of one response, S sampled tokens of one trajectory, M layers that have experts, K experts of a token in one
+layer.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -156,6 +157,25 @@ class Trajectory:
         """The sync whose weights sampled the last tokens; with one span, all of them."""
         return self.spans[-1].version
 
+    def outline(self, owner: int = 0, number: int = 0) -> Outline:
+        """What the ranks that do not hold it know of it; ``owner`` holds it, as its ``number``-th one."""
+        routed = self.routed_experts
+        return Outline(
+            owner,
+            number,
+            self.prompt.index,
+            self.sample_index,
+            self.prompt.data_source,
+            len(self.prompt.token_ids),
+            len(self.token_ids),
+            self.num_sampled,
+            float(self.logprobs.sum(dtype=np.float64)),
+            self.finish_reason,
+            self.spans[0].version,
+            self.newest_version,
+            None if routed is None else Routing(routed.dtype.name, *routed.shape[1:]),
+        )
+
     @property
     def is_single_turn(self) -> bool:
         """Whether it is what ``single_turn`` makes: one response, all of it sampled with the weights of one sync."""
@@ -177,6 +197,86 @@ class Trajectory:
         for array in (self.token_ids, self.loss_mask, self.logprobs, self.routed_experts):
             if array is not None:
                 array.flags.writeable = False
+
+
+class Routing(NamedTuple):
+    """What the experts of every token of a trajectory look like as an array [L-1, M, K]."""
+
+    dtype: str  # uint8 or uint16
+    num_layers: int  # M
+    experts_per_token: int  # K
+
+
+class Outline(NamedTuple):
+    """A trajectory without its tokens: numbers that every rank has, while the tokens lie with one of them.
+
+    About 60 bytes in a message, however long the trajectory is.
+    """
+
+    owner: int  # the rank that holds the tokens
+    number: int  # of the trajectory among those that the owner has held
+    prompt_index: int
+    sample_index: int
+    data_source: str
+    num_prompt: int  # tokens of the prompt
+    num_tokens: int  # L
+    num_sampled: int  # S
+    logprob_sum: float  # nats, of all sampled tokens
+    finish_reason: str
+    oldest_version: int  # of the weights that sampled its first tokens
+    newest_version: int  # and its last ones
+    routing: Routing | None = None
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """No other trajectory of the run has it."""
+        return self.owner, self.number
+
+    @property
+    def num_token_bytes(self) -> int:
+        """Of ids (int32), mask (a bit each, whole words of 4 bytes) and log-probabilities (float32, if sampled)."""
+        return 4 * (self.num_tokens + -(-self.num_tokens // 32) + self.num_sampled)
+
+    @property
+    def num_routing_bytes(self) -> int:
+        if self.routing is None:
+            return 0
+        dtype, *shape = self.routing
+        return int(np.dtype(dtype).itemsize * (self.num_tokens - 1) * math.prod(shape))
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a trainer learns from of one trajectory: its arrays as they were sent, 8.1 bytes a sampled token."""
+
+    token_ids: npt.NDArray[np.int32]  # [L]
+    mask_bits: npt.NDArray[np.uint8]  # [>= L / 8]: ``loss_mask``, eight tokens to a byte
+    sampled_logprobs: npt.NDArray[np.float32]  # [S]
+    routed_experts: npt.NDArray[np.unsignedinteger[Any]] | None = None  # [L-1, M, K]
+
+    @property
+    def loss_mask(self) -> npt.NDArray[np.bool_]:
+        """[L]: True on sampled tokens only."""
+        return np.unpackbits(self.mask_bits, count=len(self.token_ids)).view(np.bool_)
+
+    @property
+    def logprobs(self) -> npt.NDArray[np.float32]:
+        """[L]: nats; 0 outside the mask."""
+        logprobs = np.zeros(len(self.token_ids), np.float32)
+        logprobs[self.loss_mask] = self.sampled_logprobs
+        return logprobs
+
+
+class TokenSource(Protocol):
+    """Where the tokens of outlined trajectories are to be had."""
+
+    def bring(self, parts: SequenceOf[SequenceOf[Outline]]) -> list[Tokens]:
+        """The tokens of this rank's part, in its order. Collective.
+
+        Args:
+            parts: what each data-parallel rank wants; the same on all ranks.
+        """
+        ...
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -208,9 +308,9 @@ class Score:
 
 @dataclass(frozen=True)
 class Sample:
-    """A trajectory with its reward and advantage: what the trainer learns from."""
+    """A trajectory with its reward and advantage: what the trainer learns from, but for the tokens themselves."""
 
-    trajectory: Trajectory
+    outline: Outline
     score: Score
     advantage: float  # the same for every sampled token
 

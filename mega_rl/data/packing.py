@@ -6,35 +6,44 @@ experts of a token.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+
 import numpy as np
 import torch
 
-from mega_rl.types import Microbatch, Sample, Sequence
+from mega_rl.types import Microbatch, Sequence, Tokens, Trajectory
 
 
-def sequence_from_sample(sample: Sample) -> Sequence:
+def sequence_of(tokens: Tokens | Trajectory, advantage: float) -> Sequence:
     """A trajectory as one training sequence.
 
     Position t predicts token t + 1, so the first response token is predicted at the last prompt position. The loss
     mask is 1 exactly where a sampled token is predicted; advantages and the engine's log-probabilities stand there
     and are 0 elsewhere.
     """
-    trajectory = sample.trajectory
-    assert trajectory.prompt.token_ids, "a response needs a prompt token that predicts its first one"
-    loss_mask = torch.from_numpy(trajectory.loss_mask[1:].astype(np.float32))
+    mask = tokens.loss_mask
+    assert not mask[0], "a response needs a prompt token that predicts its first one"
+    loss_mask = torch.from_numpy(mask[1:].astype(np.float32))
     return Sequence(
-        token_ids=torch.from_numpy(trajectory.token_ids.astype(np.int64)),
+        token_ids=torch.from_numpy(tokens.token_ids.astype(np.int64)),
         loss_mask=loss_mask,
-        advantages=loss_mask * sample.advantage,
-        rollout_logprobs=torch.from_numpy(trajectory.logprobs[1:].copy()),
-        routed_experts=trajectory.routed_experts,
+        advantages=loss_mask * advantage,
+        rollout_logprobs=torch.from_numpy(tokens.logprobs[1:].copy()),
+        routed_experts=tokens.routed_experts,
     )
 
 
-def pack(sequences: list[Sequence], indices: list[int], pad_to_multiple: int, pad_token_id: int) -> Microbatch:
+def pack(
+    sequences: SequenceOf[Sequence] | Mapping[int, Sequence],
+    indices: list[int],
+    pad_to_multiple: int,
+    pad_token_id: int,
+) -> Microbatch:
     """Concatenates the L input positions of ``sequences[i] for i in indices`` into one micro-batch.
 
     Args:
+        sequences: all of a batch, or those that this rank needs by their places in the batch.
         indices: which of the sequences, in packing order; kept as ``sequence_indices``. None of them gives a
         micro-batch
             of nothing but a tail: where there are fewer sequences than data-parallel ranks, all must still take part.
@@ -44,7 +53,7 @@ def pack(sequences: list[Sequence], indices: list[int], pad_to_multiple: int, pa
     """
     chosen = [sequences[index] for index in indices]
     lengths = [sequence.token_ids.numel() - 1 for sequence in chosen]
-    assert sequences and min(lengths, default=1) >= 1, "each sequence needs at least one prediction"
+    assert min(lengths, default=1) >= 1, "each sequence needs at least one prediction"
     tail = -sum(lengths) % pad_to_multiple if chosen else pad_to_multiple
     padding = torch.full((tail,), pad_token_id, dtype=torch.int64)
     if tail:
@@ -58,8 +67,8 @@ def pack(sequences: list[Sequence], indices: list[int], pad_to_multiple: int, pa
         cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int32), lengths_B.cumsum(0, dtype=torch.int32)]),
         max_seqlen=max(lengths),
         sequence_indices=tuple(indices),
-        advantages=_optional([sequence.advantages for sequence in sequences], indices, tail),
-        rollout_logprobs=_optional([sequence.rollout_logprobs for sequence in sequences], indices, tail),
+        advantages=_optional([sequence.advantages for sequence in chosen], tail),
+        rollout_logprobs=_optional([sequence.rollout_logprobs for sequence in chosen], tail),
         routed_experts=_routed_experts(chosen, tail),
     )
 
@@ -89,8 +98,8 @@ def _concatenate(values: list[torch.Tensor], tail: int) -> torch.Tensor:
     return torch.cat([*values, torch.zeros(tail)])
 
 
-def _optional(values: list[torch.Tensor | None], indices: list[int], tail: int) -> torch.Tensor | None:
-    """The chosen ones of a field that all sequences have, or None where none has it."""
+def _optional(values: list[torch.Tensor | None], tail: int) -> torch.Tensor | None:
+    """A field that all sequences have, or None where none has it; where there are no sequences, it is there."""
     present = [value for value in values if value is not None]
     assert len(present) in (0, len(values)), "a field is there for all sequences or for none"
-    return _concatenate([present[index] for index in indices], tail) if present else None
+    return _concatenate(present, tail) if present or not values else None

@@ -6,18 +6,21 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from queue import SimpleQueue
 
 import torch.distributed as dist
 
 from mega_rl.observe.heartbeat import HEART
-from mega_rl.parallel.collectives import gather_objects, together
+from mega_rl.parallel.collectives import together
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.parallel.rendezvous import Rendezvous
+from mega_rl.parallel.sending import spread
 from mega_rl.rewards.scorer import Scorer
-from mega_rl.rollout.engine import Request, Sampler
+from mega_rl.rollout.depot import Depot
+from mega_rl.rollout.engine import Ended, Request, Sampler, whole
 from mega_rl.rollout.requests import make_requests
-from mega_rl.types import Prompt, Score, Trajectory
+from mega_rl.types import Outline, Prompt, Score, Trajectory
 
 STREAM = 1 << 32  # keeps the seeds of evaluations apart from training seeds of any step
 
@@ -46,6 +49,15 @@ class Row:
     score: Score
     is_greedy: bool
     seed: int | None = None  # that it was sampled with; None: greedy
+
+
+@dataclass(frozen=True)
+class OutlinedRow:
+    """The same as every rank knows it: without the tokens."""
+
+    outline: Outline
+    score: Score
+    is_greedy: bool
 
 
 @dataclass(frozen=True)
@@ -95,14 +107,20 @@ def evaluate(
         rendezvous.wait("sampling and scoring")
 
 
-def gathered(mine: Sequence[Answered]) -> list[Row]:
+def outlined(mine: Sequence[Answered], layout: EngineLayout, depot: Depot) -> list[OutlinedRow]:
     """The rows of all ranks on every rank, by the prompts' indices: all greedy ones, then all sampled ones. Collective.
 
     Args:
         mine: what ``evaluate`` gave to ``take`` on this rank.
+        layout: of the engines.
+        depot: where the trajectories stay.
     """
-    found = sorted((a for part in gather_objects(list(mine)) for a in part), key=lambda answered: answered.prompt.index)
-    rows = [row for answered in found for row in answered.rows]
+    own = [
+        (answered.prompt.index, [OutlinedRow(depot.add(r.trajectory), r.score, r.is_greedy) for r in answered.rows])
+        for answered in mine
+    ]
+    found = sorted((one for part in spread(own, layout.leaders()) for one in part), key=itemgetter(0))
+    rows = [row for _, of_prompt in found for row in of_prompt]
     return [row for is_greedy in (True, False) for row in rows if row.is_greedy is is_greedy]
 
 
@@ -138,9 +156,9 @@ class _UnderWay:
         self._num_known: dict[int, int] = defaultdict(int)  # scores of a prompt, known or failed
         self._told: SimpleQueue[int] = SimpleQueue()  # the prompt of each score, as it comes to be known
 
-    def add(self, ended: Sequence[Trajectory]) -> None:
+    def add(self, ended: Sequence[Ended]) -> None:
         """Start to score these, and hand on the prompts that have become complete."""
-        for trajectory in ended:
+        for trajectory in whole(ended):
             index = trajectory.prompt.index
             score = self._scorer.start(trajectory)
             self._scores[index][trajectory.sample_index] = trajectory, score
@@ -169,7 +187,7 @@ def _row(request: Request, trajectory: Trajectory, score: Future[Score]) -> Row:
     return Row(trajectory, score.result(), False, request.seed)
 
 
-def evaluation_metrics(rows: Sequence[Row]) -> dict[str, float]:
+def evaluation_metrics(rows: Sequence[OutlinedRow]) -> dict[str, float]:
     """Per data source: ``greedy/acc``, ``acc/mean@1`` and ``acc/best@n``.
 
     ``greedy/acc`` is the mean score of greedy answers, ``acc/mean@1`` the expected score of one sampled answer (of the
@@ -182,7 +200,7 @@ def evaluation_metrics(rows: Sequence[Row]) -> dict[str, float]:
         metrics[f"val-core/{source}/greedy/acc"] = _mean([v for group in values for v in group])
     lengths: dict[str, list[float]] = defaultdict(list)
     for row in sampled or greedy:
-        lengths[row.trajectory.prompt.data_source].append(row.trajectory.num_sampled)
+        lengths[row.outline.data_source].append(row.outline.num_sampled)
     for source, values in _by_prompt(sampled or greedy).items():
         metrics[f"val-core/{source}/acc/mean@1"] = _mean([v for group in values for v in group])
         if (size := max(map(len, values))) > 1:
@@ -191,13 +209,12 @@ def evaluation_metrics(rows: Sequence[Row]) -> dict[str, float]:
     return metrics
 
 
-def _by_prompt(rows: Sequence[Row]) -> dict[str, list[list[float]]]:
+def _by_prompt(rows: Sequence[OutlinedRow]) -> dict[str, list[list[float]]]:
     """data source -> prompts -> the known scores of their samples; a prompt without any is left out."""
     groups: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         if row.score.is_known:
-            prompt = row.trajectory.prompt
-            groups[prompt.data_source][prompt.index].append(row.score.value)
+            groups[row.outline.data_source][row.outline.prompt_index].append(row.score.value)
     return {source: list(prompts.values()) for source, prompts in groups.items()}
 
 

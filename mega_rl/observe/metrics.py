@@ -118,7 +118,7 @@ _MEMORY = (
     MetricSpec("memory/peak_device_gib", "GiB", "device memory of the largest rank, in the run so far", "max"),
     MetricSpec("memory/peak_host_gib/*", "GiB", "the same within one phase of the step", "max"),
     MetricSpec("memory/peak_device_gib/*", "GiB", "the same within one phase of the step", "max"),
-    MetricSpec("rollout/routing_bytes", "bytes", "experts of the step's tokens, held by every rank", "last"),
+    MetricSpec("rollout/routing_bytes", "bytes", "experts of the step's tokens, over all ranks", "last"),
 )
 _SYNC = (
     MetricSpec("bridge/seconds", "s", "time of one sync, slowest rank", "max"),

@@ -140,6 +140,13 @@ class ParallelLayout:
         """Global ranks that share the tokens of the same sequences, by context coordinate."""
         return self._groups("context", self.context)
 
+    def sequence_groups(self) -> list[list[int]]:
+        """Global ranks that learn from the same sequences, by data coordinate, each group ascending."""
+        groups: list[list[int]] = [[] for _ in range(self.data)]
+        for rank in range(self.world_size):
+            groups[self.coordinates(rank).data].append(rank)
+        return groups
+
     def data_groups(self) -> list[list[int]]:
         """Global ranks that hold the same weights and the same part of other sequences, by data coordinate."""
         return self._groups("data", self.data)
@@ -188,6 +195,10 @@ class EngineLayout:
         """The tensor-parallel rank of a global rank within its engine."""
         assert 0 <= rank < self.world_size, (rank, self)
         return rank % self.tensor_parallel_size
+
+    def leaders(self) -> list[int]:
+        """The first global rank of every engine."""
+        return list(range(0, self.world_size, self.tensor_parallel_size))
 
     def replica_ranks(self, replica: int) -> range:
         """The global ranks of one engine, by tensor-parallel rank."""

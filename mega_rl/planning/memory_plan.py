@@ -167,7 +167,10 @@ def _ranks(
         state = trainer_state(config, layout, rank, held[stage], has_reference)
         further = others(rank)
         phases = tuple(_phases(config, shape, machine.platform, state, activations[stage], engine, further))
-        host = (*_host(config, state, engine, machine.platform, further), *_routing(config, shape.mixture, layout.data))
+        host = (
+            *_host(config, state, engine, machine.platform, further),
+            *_routing(config, shape.mixture, layout, rank),
+        )
         ranks.append(RankMemory(rank, stage, state, activations[stage], phases, host))
     return tuple(ranks)
 
@@ -281,15 +284,19 @@ def _host(
         yield Item(name, (workers.num_workers or WORKERS_PER_RANK) * workers.memory_bytes, ESTIMATE)
 
 
-def _routing(config: RunConfig, mixture: Mixture | None, num_replicas: int) -> Iterator[Item]:
-    """Experts that engines chose: every rank holds those of all samples, and copies those of its micro-batches."""
+def _routing(config: RunConfig, mixture: Mixture | None, layout: ParallelLayout, rank: int) -> Iterator[Item]:
+    """Experts that engines chose: a rank holds those of its samples, also packed into micro-batches, and an engine's
+    first rank those of what the engine sampled, twice while they are sent."""
     if mixture is None or not samples(config) or config.rollout.routing_replay != "rollout":
         return
     data, n = config.data, config.rollout.n
     num_tokens = data.train_batch_size * n * (data.max_prompt_length + data.max_response_length - 1)
     per_token = len(mixture.layers) * mixture.experts_per_token
-    copy = num_tokens // num_replicas * per_token * EXPERT_BYTES_PACKED
-    yield Item("experts of the tokens", num_tokens * per_token * mixture.expert_bytes + copy, ESTIMATE)
+    share = num_tokens // layout.data * per_token * (mixture.expert_bytes + EXPERT_BYTES_PACKED)
+    is_separate = config.rollout.placement == "separate"
+    engines = EngineLayout(layout.world_size, layout.world_size if is_separate else config.rollout.tensor_parallel_size)
+    sampled = num_tokens // engines.num_replicas if engines.tensor_rank(rank) == 0 else 0
+    yield Item("experts of the tokens", share + 2 * sampled * per_token * mixture.expert_bytes, ESTIMATE)
 
 
 def _sync_volume(config: RunConfig, shape: ModelShape, layout: ParallelLayout, platform: str) -> SyncVolume:

@@ -14,7 +14,7 @@ from mega_rl.rewards.dispatch import PoolError
 from mega_rl.rewards.pool import Answers, Pool, WorkerPool, pack
 from mega_rl.rewards.registry import BUILT_IN, part_name
 from mega_rl.rewards.worker import MAX_VALUE, SCORE, Answer, Sample, Setup
-from mega_rl.types import Score, Trajectory, UnknownReward
+from mega_rl.types import Outline, Score, TokenSource, Trajectory, UnknownReward
 
 WORKERS_PER_RANK = 2  # where `reward_workers.num_workers` says nothing
 
@@ -28,8 +28,12 @@ class WeightedReward:
 class Judge(Protocol):
     """Scores what workers cannot: many trajectories at once, on all ranks together, when sampling has ended."""
 
-    def complete(self, trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> list[Score]:
-        """The scores with its own part in them; one that has it already stays. Collective."""
+    def complete(self, outlines: Sequence[Outline], scores: Sequence[Score], source: TokenSource) -> list[Score]:
+        """The scores with its own part in them; one that has it already stays. Collective.
+
+        Args:
+            source: has the tokens of the outlined trajectories.
+        """
         ...
 
 

@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.collectives import broadcast_object
-from mega_rl.rollout.engine import Request, Sampler
-from mega_rl.types import Score, Trajectory
+from mega_rl.rollout.engine import Ended, Request, Sampler, whole
+from mega_rl.types import Outline, Score, Trajectory
 
 MAX_SCORING_WAIT_S = 5.0
 
@@ -36,13 +36,21 @@ class PromptGroup:
 
 
 @dataclass(frozen=True)
+class OutlinedGroup:
+    """The same as every rank knows it: without the tokens."""
+
+    outlines: tuple[Outline, ...]
+    scores: tuple[Score, ...]
+
+
+@dataclass(frozen=True)
 class Quota:
     """How many groups one step wants; tickets count from 0 in every step."""
 
     num_groups: int
     num_initial: int
     budget: int  # tickets that may be drawn at most
-    is_kept: Callable[[PromptGroup], bool]
+    is_kept: Callable[[Sequence[Score]], bool]  # of the scores of a group
 
     def __post_init__(self) -> None:
         assert 0 <= self.num_initial <= self.budget and self.num_groups >= 0, self
@@ -93,7 +101,7 @@ class _UnderWay:
 
     sizes: dict[int, int] = field(default_factory=dict)  # ticket -> responses wanted
     tickets: dict[int, int] = field(default_factory=dict)  # prompt index -> ticket
-    ended: dict[int, list[Trajectory]] = field(default_factory=dict)  # ticket -> ended so far
+    ended: dict[int, list[Ended]] = field(default_factory=dict)  # ticket -> ended so far
 
     def __bool__(self) -> bool:
         return bool(self.sizes)
@@ -103,21 +111,21 @@ class _UnderWay:
         assert index not in self.tickets, f"prompt {index} is under way twice"
         self.tickets[index], self.sizes[ticket], self.ended[ticket] = ticket, len(requests), []
 
-    def add_ended(self, trajectories: Sequence[Trajectory]) -> int:
-        """Takes ended trajectories in; returns how many groups they complete."""
+    def add_ended(self, ended: Sequence[Ended]) -> int:
+        """Takes ended responses in; returns how many groups they complete."""
         num_complete = 0
-        for trajectory in trajectories:
-            ticket = self.tickets[trajectory.prompt.index]
-            self.ended[ticket].append(trajectory)
+        for one in ended:
+            ticket = self.tickets[one.prompt.index]
+            self.ended[ticket].append(one)
             if len(self.ended[ticket]) == self.sizes[ticket]:
                 self.ended[ticket].sort(key=lambda t: t.sample_index)
                 num_complete += 1
         return num_complete
 
-    def remove(self, ticket: int) -> list[Trajectory]:
-        trajectories = self.ended.pop(ticket)
-        del self.sizes[ticket], self.tickets[trajectories[0].prompt.index]
-        return trajectories
+    def remove(self, ticket: int) -> list[Ended]:
+        ended = self.ended.pop(ticket)
+        del self.sizes[ticket], self.tickets[ended[0].prompt.index]
+        return ended
 
 
 class _Scoring:
@@ -156,9 +164,8 @@ class _Scoring:
             if self._num_known[ticket] < self._under_way.sizes[ticket]:
                 continue
             found = self._scores.pop(ticket)
-            group = tuple(self._under_way.ended[ticket])
-            scores = tuple(found[trajectory.sample_index].result() for trajectory in group)
-            is_kept = self._round.quota.is_kept(PromptGroup(group, scores))
+            scores = tuple(found[one.sample_index].result() for one in self._under_way.ended[ticket])
+            is_kept = self._round.quota.is_kept(scores)
             decisions.append(Decision(ticket, scores, None if is_kept else self._round.replacement()))
         return decisions
 
@@ -166,7 +173,8 @@ class _Scoring:
 def collect(engine: Sampler, of_step: Round, own: Sequence[int]) -> dict[int, PromptGroup]:
     """Sample and score this engine's tickets, and those that it draws for dropped groups; returns ticket -> group.
 
-    Every rank of the engine calls it with the same arguments; dropped groups are in the result too.
+    Every rank of the engine calls it with the same arguments; dropped groups are in the result too. Only the leader
+    keeps the groups: to the other ranks nothing is returned.
 
     Args:
         own: this engine's part of ``range(num_initial)`` of the quota.
@@ -184,7 +192,7 @@ def collect(engine: Sampler, of_step: Round, own: Sequence[int]) -> dict[int, Pr
     num_unscored = 0  # groups of which all trajectories have ended
     while under_way:
         ended = engine.step()
-        for trajectory in ended if of_step.is_leader else ():
+        for trajectory in whole(ended) if of_step.is_leader else ():
             scoring.start(trajectory)
         num_unscored += under_way.add_ended(ended)
         if not num_unscored:
@@ -192,7 +200,9 @@ def collect(engine: Sampler, of_step: Round, own: Sequence[int]) -> dict[int, Pr
         is_idle = engine.num_unfinished == 0
         for decision in of_step.share(scoring.decide(wait_for_one=is_idle) if of_step.is_leader else []):
             num_unscored -= 1
-            groups[decision.ticket] = PromptGroup(tuple(under_way.remove(decision.ticket)), decision.scores)
+            found = under_way.remove(decision.ticket)
+            if of_step.is_leader:
+                groups[decision.ticket] = PromptGroup(tuple(whole(found)), decision.scores)
             if decision.replacement is not None:
                 start(decision.replacement)
     return groups

@@ -33,6 +33,16 @@ class Request:
         return self.temperature == 0.0
 
 
+Ended = Trajectory | Request  # a response that has ended: the request alone where another rank has the response
+
+
+def whole(ended: Sequence[Ended]) -> list[Trajectory]:
+    """The trajectories, on a rank that has them."""
+    found = [one for one in ended if isinstance(one, Trajectory)]
+    assert len(found) == len(ended), "the responses are with another rank of the engine"
+    return found
+
+
 class Sampler(Protocol):
     """Answers requests: an engine, this rank's tensor-parallel part of one, or a stand-in for engines elsewhere.
 
@@ -64,10 +74,11 @@ class Sampler(Protocol):
             InputError: as ``check``.
         """
 
-    def step(self) -> list[Trajectory]:
+    def step(self) -> Sequence[Ended]:
         """Sample about one more token per response; returns the responses that have ended, in the order of submission.
 
-        Which call ends a response may depend on the engine; the response itself does not.
+        The first rank of an engine gets trajectories; to the others their requests may be enough. Which call ends a
+        response may depend on the engine; the response itself does not.
         """
 
     @property

@@ -35,9 +35,9 @@ def train(session: Session) -> None:
     # Both take the actor for what model.path holds: it is resumed after them.
     reference = building.reference(session, actor)
     engine, sync = building.engine_and_sync(session, actor, noise)
-    layout, rendezvous = session.engine_layout, session.rendezvous
-    builder = BatchBuilder(config, layout, timers, prompts, engine, scorer, rendezvous)
-    validator = Validator(config, layout, timers, session.say, held_out, sync, engine, scorer, rendezvous)
+    layout, rendezvous, depot = session.engine_layout, session.rendezvous, session.depot
+    builder = BatchBuilder(config, layout, timers, prompts, engine, scorer, rendezvous, depot)
+    validator = Validator(config, layout, timers, session.say, held_out, sync, engine, scorer, rendezvous, depot)
     probe = EngineProbe(engine, layout, session.shape.vocab_size, config, session.say)
     learner = building.learner(session, actor, reference, total_steps)
     watch = RewardWatch(session.say)

@@ -27,7 +27,7 @@ from mega_rl.bridge.mapping.vllm import vllm_slices
 from mega_rl.bridge.slices import extents, indices
 from mega_rl.config.schema import RolloutConfig
 from mega_rl.errors import InputError
-from mega_rl.evaluation.evaluate import STREAM, Answered, EvaluationSettings, Row, evaluate, gathered
+from mega_rl.evaluation.evaluate import STREAM, Answered, EvaluationSettings, Row, evaluate
 from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.collectives import broadcast_object, gather_objects
 from mega_rl.parallel.layout import EngineLayout
@@ -415,7 +415,9 @@ def replicas(directory: Path, tensor_parallel_size: int) -> None:
         mine: list[Answered] = []
         evaluate(engine, Unscored(), prompts, settings, mine.append)  # type: ignore[arg-type]
         assert (layout.tensor_rank(rank) == 0) or not mine
-        return gathered(mine)
+        found = sorted((a for part in gather_objects(mine) for a in part), key=lambda answered: answered.prompt.index)
+        rows = [row for answered in found for row in answered.rows]
+        return [row for is_greedy in (True, False) for row in rows if row.is_greedy is is_greedy]
 
     def everywhere() -> None:
         shared = answers(engine, prompts)

@@ -29,6 +29,7 @@ from mega_rl.config.schema import RolloutConfig
 from mega_rl.models.shape import read_model_shape
 from mega_rl.observe.heartbeat import HEART, Wait
 from mega_rl.parallel.collectives import together
+from mega_rl.rollout.engine import Request, whole
 from mega_rl.rollout.remote.engine_process import EngineProcess, EngineSpec
 from mega_rl.rollout.remote.engines import RemoteEngines
 from mega_rl.rollout.remote.sink import RemoteSink
@@ -194,15 +195,22 @@ def flipped_bit_is_found(trainer: Trainer) -> None:
 
 
 def responses_come_as_they_end(trainer: Trainer) -> None:
-    """Submitted bit by bit, the responses are those of one batch, and an engine with less to do is done before."""
+    """Submitted bit by bit, the responses are those of one batch, and an engine with less to do is done before.
+
+    Rank 0 has the responses; the other ranks know which requests they answer.
+    """
     requests = make_requests(PROMPTS, n=2, step=1, seed=3, max_tokens=NUM_TOKENS, temperature=1.0)
     expected = {(t.prompt.index, t.sample_index): answer_of(t) for t in trainer.engines.generate(requests)}
     trainer.engines.submit(requests[:2])
-    found = trainer.engines.step()
+    found = list(trainer.engines.step())
     trainer.engines.submit(requests[2:])
     while trainer.engines.num_unfinished:
         found += trainer.engines.step()
-    assert {(t.prompt.index, t.sample_index): answer_of(t) for t in found} == expected and len(found) == 4
+    assert {(one.prompt.index, one.sample_index) for one in found} == expected.keys() and len(found) == 4
+    if dist.get_rank() == 0:
+        assert {(t.prompt.index, t.sample_index): answer_of(t) for t in whole(found)} == expected
+    else:
+        assert all(isinstance(one, Request) for one in found), "no tokens are sent to those who do not learn from them"
 
 
 def stopped_engine_is_known(trainer: Trainer) -> None:

@@ -16,11 +16,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from mega_rl.observe.heartbeat import HEART
-from mega_rl.parallel.layout import EngineLayout
+from mega_rl.parallel.layout import EngineLayout, ParallelLayout
 from mega_rl.parallel.rendezvous import Rendezvous
 from mega_rl.parallel.store import shared_store
 from mega_rl.parallel.watch import watched
 from mega_rl.rollout.collect import Quota, Round
+from mega_rl.rollout.depot import Depot
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.replicas import collect_everywhere
 from mega_rl.rollout.requests import make_requests
@@ -71,12 +72,13 @@ def main(directory: Path) -> None:
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=COLLECTIVE_S))
     rank, store = dist.get_rank(), shared_store(COLLECTIVE_S)
     rendezvous = Rendezvous(store, rank, 2)
-    of_step = Round(0, Quota(4, 4, 4, lambda group: True), draw, score, store)
+    of_step = Round(0, Quota(4, 4, 4, lambda scores: True), draw, score, store)
     with watched(store, directory, 600.0, COLLECTIVE_S):
         HEART.step = 1
         with HEART.during("generate"):
+            depot = Depot(ParallelLayout.create(2), rank)
             engine = Engine(DIFFERENCE_S * rank)
-            groups = collect_everywhere(engine, EngineLayout(2, 1), of_step, rendezvous)  # type: ignore[arg-type]
+            groups = collect_everywhere(engine, EngineLayout(2, 1), of_step, rendezvous, depot)  # type: ignore[arg-type]
             print(f"COLLECTED {rank} {len(groups)}", flush=True)
             if rank == 1:
                 os._exit(0)  # as if its launcher saw nothing wrong

@@ -16,13 +16,13 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 
 from mega_rl import platform
 from mega_rl.config.schema import RolloutConfig
-from mega_rl.data.packing import pack, sequence_from_sample
+from mega_rl.data.packing import pack, sequence_of
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.platform.accelerator import HostDevice
 from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.vllm.engine import VLLMEngine
-from mega_rl.types import Microbatch, Sample, Score, TokenStats, Trajectory
+from mega_rl.types import Microbatch, TokenStats, Trajectory
 from tests.distributed.engine_support import build_engine, groups, run_config
 from tests.distributed.layouts import Case
 from tests.distributed.parity_reference import OBJECTIVES
@@ -95,7 +95,7 @@ def main() -> None:
         for dtype in ("float32", "bfloat16"):
             trainer = build_engine(run_config(CASE, OBJECTIVE, dtype), layout, directory, 1)
             trajectories = sample(directory, dtype)
-            sequences = [sequence_from_sample(Sample(t, Score(0.0), 0.0)) for t in trajectories]
+            sequences = [sequence_of(t, 0.0) for t in trajectories]
             microbatch = pack(sequences, list(range(len(sequences)))[::-1], pad_to_multiple=8, pad_token_id=EOS)
             figures = {name: compare(trainer, microbatch, name == "replayed") for name in ("replayed", "free")}
             if dist.get_rank() == 0:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.collectives import broadcast_object, together
-from mega_rl.rollout.engine import Request
+from mega_rl.rollout.engine import Ended, Request
 from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.placement import Fleet
 from mega_rl.rollout.requests import check_length
@@ -22,7 +22,8 @@ MAX_STEPS = 64  # of an engine between two words of it: so long the other ranks 
 class RemoteEngines:
     """A ``Sampler`` whose every method is collective over the trainer's ranks; rank 0 talks to the engines.
 
-    A failure of one engine is raised on every rank. The weights come through a ``RemoteSink``, which sets
+    Rank 0 gets the trajectories, and the others the requests that they answer. A failure of one engine is raised on
+    every rank. The weights come through a ``RemoteSink``, which sets
     ``weight_version``.
     """
 
@@ -31,7 +32,7 @@ class RemoteEngines:
         self.collective_timeout_s = spec.collective_timeout_s
         self.weight_version = 0
         self._fleet: Fleet | None = None  # on rank 0 only
-        self._num_unfinished = 0
+        self._under_way: dict[tuple[int, int], Request] = {}  # (prompt, sample) -> request without a response yet
         self._loads = [0] * num_engines  # unfinished requests of every engine; counted on rank 0 only
         self._advancing: dict[int, list[Any]] = {}  # engine -> calls that wait for its next responses; on rank 0 only
         with together("starting the rollout engines"):
@@ -51,11 +52,11 @@ class RemoteEngines:
 
     @property
     def num_unfinished(self) -> int:
-        return self._num_unfinished
+        return len(self._under_way)
 
     def submit(self, requests: Sequence[Request]) -> None:
         self.check(requests)
-        self._num_unfinished += len(requests)
+        self._under_way |= {(request.prompt.index, request.sample_index): request for request in requests}
         with together("submitting requests"):
             if self._fleet is not None:
                 for _, group in groupby(requests, key=lambda request: request.prompt.index):
@@ -64,11 +65,11 @@ class RemoteEngines:
                     self._loads[engine] += len(part)
                     self._fleet.submit_to(engine, "submit", part)
 
-    def step(self) -> list[Trajectory]:
+    def step(self) -> Sequence[Ended]:
         """What the first engine has ended that ends any, or has sampled for a while; the others sample on meanwhile."""
         trajectories: list[Trajectory] = []
         with together("sampling"):
-            if self._fleet is not None and self._num_unfinished:
+            if self._fleet is not None and self._under_way:
                 for engine, load in enumerate(self._loads):
                     if load and engine not in self._advancing:
                         self._advancing[engine] = self._fleet.submit_to(engine, "advance", MAX_STEPS)
@@ -77,9 +78,9 @@ class RemoteEngines:
                 trajectories = self._fleet.results(calls, "sampling", first_worker=first_worker)[0]
                 HEART.mark()
                 self._loads[engine] -= len(trajectories)
-        trajectories = broadcast_object(trajectories)
-        self._num_unfinished -= len(trajectories)
-        return trajectories
+        ended = broadcast_object([(t.prompt.index, t.sample_index) for t in trajectories])
+        answered = [self._under_way.pop(key) for key in ended]
+        return answered if self._fleet is None else trajectories
 
     def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
         found: list[dict[int, float]] = []
@@ -91,9 +92,12 @@ class RemoteEngines:
         return broadcast_object(found)
 
     def generate(self, requests: Sequence[Request]) -> list[Trajectory]:
-        assert not self._num_unfinished, "generation while other responses are under way"
+        """As ``Sampler.generate``; unlike after ``step`` every rank has the trajectories, so it is for few of them."""
+        assert not self._under_way, "generation while other responses are under way"
         self.submit(requests)
         found: dict[tuple[int, int], Trajectory] = {}
-        while self._num_unfinished:
-            found |= {(t.prompt.index, t.sample_index): t for t in self.step()}
+        while self._under_way:
+            ended = self.step()
+            found |= {(t.prompt.index, t.sample_index): t for t in ended if isinstance(t, Trajectory)}
+        found = broadcast_object(found)
         return [found[request.prompt.index, request.sample_index] for request in requests]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -20,7 +20,8 @@ from mega_rl.observe.timers import Timers
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.parallel.rendezvous import Rendezvous
 from mega_rl.rewards.scorer import Scorer
-from mega_rl.rollout.collect import PromptGroup, Quota, Round
+from mega_rl.rollout.collect import OutlinedGroup, PromptGroup, Quota, Round
+from mega_rl.rollout.depot import Depot
 from mega_rl.rollout.engine import Request, Sampler
 from mega_rl.rollout.records import to_group, to_rows
 from mega_rl.rollout.replicas import collect_everywhere, engine_ranks
@@ -32,18 +33,19 @@ from mega_rl.types import Prompt, Score, Trajectory
 class Batch:
     """The groups of one step."""
 
-    learnt: list[PromptGroup]  # that the step learns from: carried ones first, then in the order of their prompts
-    carried: list[PromptGroup]  # kept ones above ``data.train_batch_size``: the next step's first
-    dropped: list[PromptGroup]  # whose samples all have the same reward
+    learnt: list[OutlinedGroup]  # that the step learns from: carried ones first, then in the order of their prompts
+    carried: list[OutlinedGroup]  # kept ones above ``data.train_batch_size``: the next step's first
+    dropped: list[OutlinedGroup]  # whose samples all have the same reward
     metrics: Mapping[str, float]
+    depot: Depot  # where the tokens of all of them are to be had
 
     @property
-    def generated(self) -> list[PromptGroup]:
+    def generated(self) -> list[OutlinedGroup]:
         """Everything that the step sampled or took over."""
         return [group for groups in self.by_outcome.values() for group in groups]
 
     @property
-    def by_outcome(self) -> dict[str, list[PromptGroup]]:
+    def by_outcome(self) -> dict[str, list[OutlinedGroup]]:
         return {"learnt": self.learnt, "carried": self.carried, "dropped": self.dropped}
 
 
@@ -64,6 +66,7 @@ class BatchBuilder:
         engine: Sampler,
         scorer: Scorer,
         rendezvous: Rendezvous,
+        depot: Depot,
     ) -> None:
         """Collective over all ranks."""
         self._config, self._layout, self._timers = config, layout, timers
@@ -72,10 +75,13 @@ class BatchBuilder:
         self._ranks = engine_ranks(layout, config.trainer.collective_timeout_s)
         self._rendezvous = rendezvous
         self._scoring_time = _BusyTime()
-        self._carried: list[PromptGroup] = []
+        self._depot = depot
+        self._carried: list[OutlinedGroup] = []
+        self._done: list[OutlinedGroup] = []  # of the step before, whose tokens are still here
 
     def build(self, step: int) -> Batch:
-        """The groups of one step; collective."""
+        """The groups of one step; collective. The tokens of the step before that were not carried are forgotten."""
+        self._depot.drop(outline for group in self._done for outline in group.outlines)
         config, carried, quota = self._config, self._carried, self._quota()
         prompts = _Tickets(self._stream, one_by_one=self._settings.enabled)
 
@@ -92,13 +98,13 @@ class BatchBuilder:
 
         store = self._rendezvous.store
         of_step = Round(step, quota, draw, self._start_scoring, store, self._is_leader, self._ranks)
-        found = collect_everywhere(self._engine, self._layout, of_step, self._rendezvous)
+        found = collect_everywhere(self._engine, self._layout, of_step, self._rendezvous, self._depot)
         prompts.finish(len(found))
         self._timers.add("reward", self._scoring_time.take())  # beside the sampling
-        dropped = [group for group in found if not quota.is_kept(group)]
-        kept = carried + [group for group in found if quota.is_kept(group)]
+        dropped = [group for group in found if not quota.is_kept(group.scores)]
+        kept = carried + [group for group in found if quota.is_kept(group.scores)]
         wanted = config.data.train_batch_size
-        self._carried = kept[wanted:]
+        self._carried, self._done = kept[wanted:], kept[:wanted] + dropped
         is_short = self._settings.enabled and len(kept) < wanted
         figures = {
             "generated": len(found),
@@ -109,7 +115,7 @@ class BatchBuilder:
             "budget_exhausted": float(is_short),
         }
         metrics = {f"rollout/groups_{name}": float(value) for name, value in figures.items()}
-        return Batch(kept[:wanted], self._carried, dropped, metrics)
+        return Batch(kept[:wanted], self._carried, dropped, metrics, self._depot)
 
     def judged(self, batch: Batch) -> Batch:
         """The batch with the scores of a reward model, if there is one; the engines sleep by then. Collective."""
@@ -117,8 +123,8 @@ class BatchBuilder:
         if judge is None:
             return batch
         groups = batch.generated
-        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        found = iter(judge.complete(trajectories, [score for group in groups for score in group.scores]))
+        outlines = [outline for group in groups for outline in group.outlines]
+        found = iter(judge.complete(outlines, [score for group in groups for score in group.scores], self._depot))
         learnt, self._carried, dropped = (
             [replace(group, scores=tuple(islice(found, len(group.scores)))) for group in part]
             for part in batch.by_outcome.values()
@@ -138,28 +144,31 @@ class BatchBuilder:
     def _quota(self) -> Quota:
         settings, size = self._settings, self._config.data.train_batch_size
         if not settings.enabled:
-            return Quota(size, size, size, is_kept=lambda group: True)
+            return Quota(size, size, size, is_kept=lambda scores: True)
         missing = max(0, size - len(self._carried))
         initial = max(0, math.ceil(settings.oversample * size) - len(self._carried)) if missing else 0
         budget = min(math.ceil(settings.budget * size), len(self._stream.dataset))  # no prompt twice in a step
         return Quota(missing, min(initial, budget), budget, is_kept=self._has_signal)
 
-    def _has_signal(self, group: PromptGroup) -> bool:
-        """Whether the group's samples with a known reward differ in it, or in the part of it that ``metric`` names."""
+    def _has_signal(self, scores: Sequence[Score]) -> bool:
+        """Whether a group's samples with a known reward differ in it, or in the part of it that ``metric`` names."""
         metric = self._settings.metric
-        known = [score for score in group.scores if score.is_known]
+        known = [score for score in scores if score.is_known]
         return len({score.value if metric is None else score.parts[metric] for score in known}) > 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next step goes on: plain values."""
-        return {"stream": self._stream.state_dict(), "carried": [to_rows(group) for group in self._carried]}
+        """Where the next step goes on: plain values. Collective; on rank 0, the others have no carried groups."""
+        groups = self._depot.groups_to_first(self._carried)
+        return {"stream": self._stream.state_dict(), "carried": [to_rows(group) for group in groups]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` was taken; raises InputError if it belongs to other data."""
         self._stream.load_state_dict(state["stream"])
-        self._carried = [to_group(rows) for rows in state["carried"]]
+        groups = [to_group(rows) for rows in state["carried"]]
         if self._config.rollout.routing_replay != "rollout":  # the run that saved them may have replayed
-            self._carried = [_without_routing(group) for group in self._carried]
+            groups = [_without_routing(group) for group in groups]
+        outlines = iter(self._depot.adopt([trajectory for group in groups for trajectory in group.trajectories]))
+        self._carried = [OutlinedGroup(tuple(islice(outlines, len(group.scores))), group.scores) for group in groups]
 
 
 def _without_routing(group: PromptGroup) -> PromptGroup:

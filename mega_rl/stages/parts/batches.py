@@ -5,6 +5,8 @@ Letters: T packed tokens of a micro-batch, L predictions of one sequence.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from mega_rl import platform
@@ -14,7 +16,7 @@ from mega_rl.observe.timers import GIB, Timers
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.parallel.schedule import balance
-from mega_rl.types import Figures, Microbatch, Sequence
+from mega_rl.types import Figures, Microbatch, Outline, Sequence, Tokens, TokenSource
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,17 @@ class BatchShare:
         return self.layout.is_counted(self.rank)
 
     @property
+    def data_rank(self) -> int:
+        return self.layout.coordinates(self.rank).data
+
+    def plan(self, lengths: SequenceOf[int]) -> list[list[list[int]]]:
+        """Sequences of so many tokens to data-parallel ranks and their micro-batches, as ``balance`` returns them."""
+        layout = self.layout
+        # An interleaved pipeline goes round in groups of as many micro-batches as it has stages.
+        group = layout.pipeline if layout.num_chunks > 1 else 1
+        return balance(lengths, layout.data, self.max_tokens, group, self.attention_slope)
+
+    @property
     def is_last_stage(self) -> bool:
         return self.layout.coordinates(self.rank).pipeline == self.layout.pipeline - 1
 
@@ -45,13 +58,31 @@ def pack_for_rank(share: BatchShare, sequences: list[Sequence], unit: int = 1) -
         unit: so many sequences in a row, such as the two answers of a pair, share a micro-batch and keep their order.
     """
     lengths = [sum(s.loss_mask.numel() for s in sequences[i : i + unit]) for i in range(0, len(sequences), unit)]
-    layout = share.layout
-    # An interleaved pipeline goes round in groups of as many micro-batches as it has stages.
-    group = layout.pipeline if layout.num_chunks > 1 else 1
-    plan = balance(lengths, layout.data, share.max_tokens, group, share.attention_slope)
-    own = plan[layout.coordinates(share.rank).data]
+    own = share.plan(lengths)[share.data_rank]
     places = [[unit * index + k for index in indices for k in range(unit)] for indices in own]
     return [pack(sequences, indices, share.pad_multiple, share.pad_token_id) for indices in places]
+
+
+def pack_brought(
+    share: BatchShare,
+    outlines: SequenceOf[Outline],
+    lengths: SequenceOf[int],
+    source: TokenSource,
+    sequence_of: Callable[[int, Tokens], Sequence],
+) -> list[Microbatch]:
+    """The same, of trajectories whose tokens come to this rank only if they are in its share. Collective.
+
+    Args:
+        lengths: of the sequences that are made of them, as the trainer counts: one less than their tokens.
+        source: has the tokens.
+        sequence_of: a sequence out of its place among the outlines and its tokens.
+    """
+    plan = share.plan(lengths)
+    parts = [[index for indices in of_rank for index in indices] for of_rank in plan]
+    brought = source.bring([[outlines[index] for index in part] for part in parts])
+    pairs = zip(parts[share.data_rank], brought, strict=True)
+    sequences = {index: sequence_of(index, tokens) for index, tokens in pairs}
+    return [pack(sequences, indices, share.pad_multiple, share.pad_token_id) for indices in plan[share.data_rank]]
 
 
 def denominators_of(sequences: list[Sequence], max_response_tokens: int) -> Denominators:

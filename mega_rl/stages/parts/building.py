@@ -337,7 +337,8 @@ def learner(session: Session, actor: MegatronEngine, reference: Reference | None
     """With a critic, if the advantage needs one, which must be there before the actor is resumed."""
     config = session.config
     value = critic(session, actor, total_steps) if has_critic(config) else None
-    return Learner(config, session.share, session.timers, session.say, actor, reference, objective(config), value)
+    common = session.share, session.depot, session.timers, session.say
+    return Learner(config, *common, actor, reference, objective(config), value)
 
 
 def critic(session: Session, actor: MegatronEngine, total_steps: int) -> Critic:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
@@ -52,6 +52,7 @@ class Difference:
     num_tokens: int  # learnt ones
     sequence: int  # index into the list that was packed
     position: int  # index among the learnt tokens of that sequence
+    token: int  # its id
     values: tuple[float, float]
 
 
@@ -84,6 +85,7 @@ def difference(
         num_tokens=int(learnt_T.sum()),
         sequence=microbatch.sequence_indices[row],
         position=int(learnt_T[starts[row] : place].sum()),
+        token=int(microbatch.target_ids[place]),
         values=(float(first_T[place]), float(second_T[place])),
     )
 
@@ -95,7 +97,7 @@ def merged(differences: Iterable[Difference | None]) -> Difference | None:
         return None
     worst = max(found, key=lambda part: part.largest)
     total, num_tokens = sum(part.total for part in found), sum(part.num_tokens for part in found)
-    return Difference(worst.largest, total, num_tokens, worst.sequence, worst.position, worst.values)
+    return replace(worst, total=total, num_tokens=num_tokens)
 
 
 class EngineHistory:
@@ -189,7 +191,8 @@ class Gates:
 
     def _compare(self, samples: Sequence[Sample]) -> None:
         """The update's log-probabilities with the recomputed ones and the engine's."""
-        fresh = {i for i, s in enumerate(samples) if all(x.version == self.version for x in s.trajectory.spans)}
+        wanted = (self.version, self.version)
+        fresh = {i for i, s in enumerate(samples) if (s.outline.oldest_version, s.outline.newest_version) == wanted}
         for microbatch, updated_T in self.updated:
             if (recomputed_T := self.logprobs.get(microbatch.sequence_indices)) is not None:
                 self.found["ppo_kl"].append(difference(recomputed_T, updated_T, microbatch))
@@ -355,10 +358,9 @@ def report(
     quantity, first, second = GATES[name]
     lines = [f"  {name}: {quantity} is {value:.3g}, and {allowance}"]
     if worst is not None:
-        trajectory = samples[worst.sequence].trajectory
-        token = trajectory.sampled_ids[worst.position]
+        outline = samples[worst.sequence].outline
         lines.append(
-            f"    worst token: prompt {trajectory.prompt.index}, sample {trajectory.sample_index}, response token "
-            f"{worst.position} (id {token}): {first} {worst.values[0]:.6g}, {second} {worst.values[1]:.6g}"
+            f"    worst token: prompt {outline.prompt_index}, sample {outline.sample_index}, response token "
+            f"{worst.position} (id {worst.token}): {first} {worst.values[0]:.6g}, {second} {worst.values[1]:.6g}"
         )
     return [*lines, f"    {hint}", f"    to go on regardless: trainer.gates.disabled=[{name}]"]

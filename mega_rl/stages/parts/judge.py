@@ -12,9 +12,10 @@ from mega_rl.errors import InputError
 from mega_rl.megatron.reference import Frozen
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.rewards.scorer import WeightedReward
-from mega_rl.stages.parts.batches import BatchShare, pack_for_rank
+from mega_rl.stages.parts.batches import BatchShare, pack_brought
 from mega_rl.stages.parts.values import scored_at_end
-from mega_rl.types import Score, Trajectory
+from mega_rl.types import Outline, Score, Tokens, TokenSource
+from mega_rl.types import Sequence as TrainingSequence
 
 
 class RewardModel:
@@ -29,26 +30,30 @@ class RewardModel:
     def __init__(self, reward: WeightedReward, model: Frozen, share: BatchShare) -> None:
         self._reward, self._model, self._share = reward, model, share
 
-    def complete(self, trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> list[Score]:
-        """As ``Judge.complete``; every rank has all trajectories.
+    def complete(self, outlines: Sequence[Outline], scores: Sequence[Score], source: TokenSource) -> list[Score]:
+        """As ``Judge.complete``.
 
         Raises:
             InputError: a value is not finite.
         """
         name, weight = self._reward.name, self._reward.weight
         wanted = [place for place, score in enumerate(scores) if name not in score.parts]
-        values = self._values([trajectories[place] for place in wanted])
+        values = self._values([outlines[place] for place in wanted], source)
         found = list(scores)
         for place, value in zip(wanted, values, strict=True):
             parts = {**found[place].parts, name: value}
             found[place] = replace(found[place], value=found[place].value + weight * value, parts=parts)
         return found
 
-    def _values(self, trajectories: Sequence[Trajectory]) -> list[float]:
-        if not trajectories:
+    def _values(self, outlines: Sequence[Outline], source: TokenSource) -> list[float]:
+        if not outlines:
             return []
-        sequences = [scored_at_end(torch.from_numpy(t.token_ids.astype(np.int64))) for t in trajectories]
-        microbatches = pack_for_rank(self._share, sequences)
+
+        def sequence(place: int, tokens: Tokens) -> TrainingSequence:
+            return scored_at_end(torch.from_numpy(tokens.token_ids.astype(np.int64)))
+
+        lengths = [outline.num_tokens for outline in outlines]  # every token is looked at, the last one too
+        microbatches = pack_brought(self._share, outlines, lengths, source, sequence)
         own: dict[int, float] = {}
         with self._model.on_device() as model:
             for microbatch, values_T in zip(microbatches, model.token_values(microbatches), strict=True):
@@ -61,4 +66,4 @@ class RewardModel:
             raise InputError(
                 f"the reward {self._reward.name} gives values that are not finite: give another reward model"
             )
-        return [found[place] for place in range(len(trajectories))]
+        return [found[place] for place in range(len(outlines))]

@@ -18,31 +18,41 @@ from mega_rl.algorithms.objective import PolicyObjective
 from mega_rl.algorithms.reduce import Denominators
 from mega_rl.config import RunConfig
 from mega_rl.config.schema import AlgorithmConfig
-from mega_rl.data.packing import sequence_from_sample
+from mega_rl.data.packing import sequence_of
 from mega_rl.megatron.engine import LossFunction, MegatronEngine
 from mega_rl.megatron.reference import Reference
 from mega_rl.observe.metrics import MAXIMA, MEANS
 from mega_rl.observe.timers import Timers
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.schedule import split_even
-from mega_rl.rollout.collect import PromptGroup
-from mega_rl.stages.parts.batches import BatchShare, Totals, denominators_of, pack_for_rank, totals_of
+from mega_rl.rollout.collect import OutlinedGroup
+from mega_rl.stages.parts.batches import BatchShare, Totals, pack_brought, totals_of
 from mega_rl.stages.parts.critic import Critic
 from mega_rl.stages.parts.gates import Gates
 from mega_rl.stages.parts.progress import warn_if_skipped
-from mega_rl.types import Microbatch, Sample
+from mega_rl.types import Microbatch, Sample, Sequence, Tokens, TokenSource
 
 
-def with_advantages(groups: SequenceOf[PromptGroup], advantage: str) -> list[Sample]:
+def with_advantages(groups: SequenceOf[OutlinedGroup], advantage: str) -> list[Sample]:
     """Samples in the order of the groups.
 
     A score that is NaN is unknown: its sample has advantage 0 and no part in its group, and ``update`` leaves it out.
     """
-    pairs = [(t, s) for group in groups for t, s in zip(group.trajectories, group.scores, strict=True)]
+    pairs = [(o, s) for group in groups for o, s in zip(group.outlines, group.scores, strict=True)]
     rewards = torch.tensor([score.value for _, score in pairs], dtype=torch.float64)
-    numbers = torch.tensor([number for number, group in enumerate(groups) for _ in group.trajectories])
+    numbers = torch.tensor([number for number, group in enumerate(groups) for _ in group.outlines])
     advantages = ADVANTAGES[advantage].function(rewards, numbers).tolist() if pairs else []
-    return [Sample(t, s, a) for (t, s), a in zip(pairs, advantages, strict=True)]
+    return [Sample(o, s, a) for (o, s), a in zip(pairs, advantages, strict=True)]
+
+
+def pack_samples(share: BatchShare, samples: SequenceOf[Sample], source: TokenSource) -> list[Microbatch]:
+    """This rank's share of the samples, with the tokens of no others. Collective."""
+
+    def sequence(place: int, tokens: Tokens) -> Sequence:
+        return sequence_of(tokens, samples[place].advantage)
+
+    outlines = [sample.outline for sample in samples]
+    return pack_brought(share, outlines, [outline.num_tokens - 1 for outline in outlines], source, sequence)
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,7 @@ class Learner:
     Args:
         config: only ``algorithm``, ``aqn``, ``rollout.routing_replay`` and ``data.max_response_length`` are read.
         share: this rank's share of every minibatch.
+        source: has the samples' tokens, of which this rank takes those that it learns from.
         timers: time the phases.
         say: tells the user.
         actor: what learns.
@@ -72,6 +83,7 @@ class Learner:
         self,
         config: RunConfig,
         share: BatchShare,
+        source: TokenSource,
         timers: Timers,
         say: Callable[[str], None],
         actor: MegatronEngine,
@@ -82,7 +94,7 @@ class Learner:
         self._algorithm, self._aqn = config.algorithm, config.aqn
         self._records_experts = config.rollout.routing_replay == "recompute"
         self._max_response_tokens = config.data.max_response_length
-        self._share, self._timers, self._say = share, timers, say
+        self._share, self._source, self._timers, self._say = share, source, timers, say
         self._actor, self._reference, self._objective, self._critic = actor, reference, objective, critic
 
     def update(
@@ -128,9 +140,9 @@ class Learner:
 
     def _prepared(self, samples: list[Sample], behaviour: AbstractContextManager[None] | None) -> list[Minibatch]:
         """The samples cut into minibatches and packed, with everything that the objective reads. Collective."""
-        sequences = [sequence_from_sample(sample) for sample in samples]
-        parts = split_even(len(sequences), min(self._algorithm.minibatches_per_step, len(sequences)))
-        packed = [pack_for_rank(self._share, [sequences[i] for i in part]) for part in parts]
+        cuts = split_even(len(samples), min(self._algorithm.minibatches_per_step, len(samples)))
+        parts = [[samples[i] for i in cut] for cut in cuts]
+        packed = [pack_samples(self._share, part, self._source) for part in parts]
         with self._timers("old_logprobs"), behaviour or nullcontext():
             packed = [self._with_old_logprobs(microbatches) for microbatches in packed]
         with self._timers("reference_logprobs"):
@@ -138,13 +150,13 @@ class Learner:
                 packed = [_with_reference_logprobs(self._reference, microbatches) for microbatches in packed]
         packed = self._shaped(packed)
         return [
-            Minibatch(
-                [samples[i] for i in part],
-                denominators_of([sequences[i] for i in part], self._max_response_tokens),
-                microbatches,
-            )
+            Minibatch(part, self._denominators(part), microbatches)
             for part, microbatches in zip(parts, packed, strict=True)
         ]
+
+    def _denominators(self, samples: list[Sample]) -> Denominators:
+        num_tokens = sum(sample.outline.num_sampled for sample in samples)
+        return Denominators(num_tokens, len(samples), self._max_response_tokens)
 
     def _gradients(self, minibatch: Minibatch, gates: Gates | None) -> tuple[Totals, dict[str, float]]:
         """Forward and backward pass: the figures over all ranks, and the metrics of the gates. Collective."""

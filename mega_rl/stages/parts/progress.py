@@ -26,7 +26,9 @@ Validations = dict[str, dict[str, float]]  # "first" and "last" -> validation me
 class Source(Protocol):
     """What a stage learns from; its state is what a checkpoint needs to go on with the next batch."""
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """The state, whole on rank 0. Collective."""
+        ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
@@ -102,7 +104,8 @@ def save_if_due(
 
     def content() -> dict[str, Any]:
         metrics = {name: float(value) for name, value in progress.metrics.items()}
-        data = source.state_dict() if is_first() else {}  # the same on all ranks; only the first writes it
+        data = source.state_dict()  # only the first rank's is written
+        data = data if is_first() else {}
         return {"data": data, "validations": progress.validations, "metrics": metrics}
 
     if memory is not None:

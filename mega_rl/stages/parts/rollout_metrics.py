@@ -9,7 +9,7 @@ from pathlib import Path
 from mega_rl.bridge.outgoing.noise import AqnNoise
 from mega_rl.config import RunConfig
 from mega_rl.config.schema import LoggingConfig
-from mega_rl.data.packing import sequence_from_sample, unpack
+from mega_rl.data.packing import unpack
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.observe.metrics import Metrics
 from mega_rl.observe.observer import Observer
@@ -17,21 +17,22 @@ from mega_rl.observe.sinks import ShownSample
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.rollout.records import to_rows, write_step
 from mega_rl.stages.parts.batch_builder import Batch
-from mega_rl.stages.parts.batches import BatchShare, pack_for_rank
+from mega_rl.stages.parts.batches import BatchShare
+from mega_rl.stages.parts.learning import pack_samples
 from mega_rl.stages.parts.scoring import unknown_metrics
 from mega_rl.stages.parts.weight_sync import Pushed
-from mega_rl.types import Sample, Score, Trajectory
+from mega_rl.types import Sample, Score, TokenSource, Trajectory
 
 ROLLOUTS = "rollouts"  # under the output directory
 
 
 def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Rewards, lengths and the sampling policy's entropy of one batch (no collective: every rank has all samples)."""
+    """Rewards, lengths and the sampling policy's entropy of one batch (no collective: every rank has all outlines)."""
     if not samples:
         return {}
-    lengths = [sample.trajectory.num_sampled for sample in samples]
-    logprobs = [logprob for sample in samples for logprob in sample.trajectory.sampled_logprobs.tolist()]
-    routed = [t.routed_experts.nbytes for s in samples if (t := s.trajectory).routed_experts is not None]
+    outlines = [sample.outline for sample in samples]
+    lengths = [outline.num_sampled for outline in outlines]
+    routed = [outline.num_routing_bytes for outline in outlines if outline.routing is not None]
     return (
         _reward_metrics(samples)
         | ({"rollout/routing_bytes": float(sum(routed))} if routed else {})
@@ -39,11 +40,10 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
             "response_length/mean": sum(lengths) / len(lengths),
             "response_length/max": float(max(lengths)),
             "response_length/min": float(min(lengths)),
-            "response_length/clip_fraction": sum(s.trajectory.finish_reason == "length" for s in samples)
-            / len(samples),
-            "prompt_length/mean": sum(len(s.trajectory.prompt.token_ids) for s in samples) / len(samples),
+            "response_length/clip_fraction": sum(o.finish_reason == "length" for o in outlines) / len(samples),
+            "prompt_length/mean": sum(o.num_prompt for o in outlines) / len(samples),
             # -log p of the sampled tokens estimates the entropy of the policy that sampled them
-            "rollout/entropy": -sum(logprobs) / max(1, len(logprobs)),
+            "rollout/entropy": -sum(o.logprob_sum for o in outlines) / max(1, sum(lengths)),
         }
     )
 
@@ -59,8 +59,7 @@ def _reward_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     groups: dict[tuple[int, int], set[float]] = defaultdict(set)
     parts: dict[str, list[float]] = defaultdict(list)
     for sample in known:
-        trajectory = sample.trajectory
-        groups[trajectory.newest_version, trajectory.prompt.index].add(sample.score.value)
+        groups[sample.outline.newest_version, sample.outline.prompt_index].add(sample.score.value)
         for name, value in sample.score.parts.items():
             parts[name].append(value)
     metrics |= {
@@ -99,15 +98,16 @@ def show(
     dropped), ``advantage`` and ``logprob_diff``, the mean |trainer - engine| over the response's tokens in nats before
     the update; both are null if the step does not learn from the sample.
     """
-    observer.samples(
-        step, "rollout", [shown_sample(s.trajectory, s.score) for s in samples[: logging.num_text_samples]]
-    )
+    shown = samples[: logging.num_text_samples]
+    texts = batch.depot.to_first([sample.outline for sample in shown])
+    observer.samples(step, "rollout", [shown_sample(t, s.score) for t, s in zip(texts, shown, strict=False)])
     observer.distribution(step, "rewards", [sample.score.value for sample in samples])
     observer.distribution(step, "advantages", [sample.advantage for sample in samples])
-    observer.distribution(step, "response_lengths", [float(sample.trajectory.num_sampled) for sample in samples])
+    observer.distribution(step, "response_lengths", [float(sample.outline.num_sampled) for sample in samples])
     if logging.dump_rollouts == 0:
         return
-    differences = logprob_differences(share, actor, samples) if samples else []
+    differences = logprob_differences(share, actor, samples, batch.depot) if samples else []
+    whole = {outcome: batch.depot.groups_to_first(groups) for outcome, groups in batch.by_outcome.items()}
     if share.rank == 0:
         learnt = iter(
             [{"advantage": s.advantage, "logprob_diff": d} for s, d in zip(samples, differences, strict=True)]
@@ -115,23 +115,24 @@ def show(
         others = {"advantage": None, "logprob_diff": None}
         rows = [
             {"step": step, "outcome": outcome, **row, **(next(learnt) if outcome == "learnt" else others)}
-            for outcome, groups in batch.by_outcome.items()
+            for outcome, groups in whole.items()
             for group in groups
             for row in to_rows(group)
         ]
         write_step(output_dir / ROLLOUTS, step, rows, logging.dump_rollouts)
 
 
-def logprob_differences(share: BatchShare, actor: MegatronEngine, samples: Sequence[Sample]) -> list[float]:
+def logprob_differences(
+    share: BatchShare, actor: MegatronEngine, samples: Sequence[Sample], source: TokenSource
+) -> list[float]:
     """Mean |trainer - engine| over each response's tokens, nats, under the present weights. Collective."""
-    sequences = [sequence_from_sample(sample) for sample in samples]
-    microbatches = pack_for_rank(share, sequences)
+    microbatches = pack_samples(share, samples, source)
     own: dict[int, float] = {}
     for microbatch, stats in zip(microbatches, actor.token_stats(microbatches), strict=True):
         assert microbatch.rollout_logprobs is not None, "samples have the engine's log-probabilities"
         difference_T = (stats.logprobs - microbatch.rollout_logprobs).abs() * microbatch.loss_mask
         for index, values in zip(microbatch.sequence_indices, unpack(difference_T, microbatch), strict=True):
-            own[index] = float(values.sum()) / max(1.0, float(sequences[index].loss_mask.sum()))
+            own[index] = float(values.sum()) / max(1.0, float(samples[index].outline.num_sampled))
     found: dict[int, float] = {}
     for part in gather_objects(own):
         found |= part
@@ -157,8 +158,8 @@ def time_metrics(seconds: Mapping[str, float], samples: Sequence[Sample]) -> dic
     for name, value in seconds.items():
         own.add(name, value)
     slowest = Metrics().merge(gather_objects(own)).result()
-    num_sampled = sum(sample.trajectory.num_sampled for sample in samples)
-    num_tokens = num_sampled + sum(len(sample.trajectory.prompt.token_ids) for sample in samples)
+    num_sampled = sum(sample.outline.num_sampled for sample in samples)
+    num_tokens = num_sampled + sum(sample.outline.num_prompt for sample in samples)
     return slowest | {
         "throughput/tokens_per_s": num_tokens / max(slowest["time/step_s"], 1e-9),
         "rollout/tokens_per_s": num_sampled / max(slowest["time/generate_s"], 1e-9),

@@ -14,8 +14,8 @@ from mega_rl.rewards import node
 from mega_rl.rewards.pool import Pool
 from mega_rl.rewards.scorer import Judge, Scorer, start_workers, weighted
 from mega_rl.rewards.worker import RAISED
-from mega_rl.rollout.collect import PromptGroup
-from mega_rl.types import Score, Trajectory
+from mega_rl.rollout.collect import OutlinedGroup
+from mega_rl.types import Outline, Score
 
 MAX_UNKNOWN_STEPS = 5  # in a row
 MAX_SAMPLES_TOLD = 3  # per line
@@ -64,12 +64,11 @@ class RewardWatch:
         self._steps_in_a_row = 0
         self._is_first = True
 
-    def tell(self, trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> None:
+    def tell(self, outlines: Sequence[Outline], scores: Sequence[Score]) -> None:
         """One line per reward and cause, with the samples and what happened to the first one."""
         found: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
-        for trajectory, score in zip(trajectories, scores, strict=True):
-            prompt = trajectory.prompt
-            sample = f"{prompt.data_source} prompt {prompt.index} sample {trajectory.sample_index}"
+        for outline, score in zip(outlines, scores, strict=True):
+            sample = f"{outline.data_source} prompt {outline.prompt_index} sample {outline.sample_index}"
             for name, unknown in score.unknown.items():
                 found[name, unknown.cause].append((sample, unknown.detail))
         for (name, cause), samples in found.items():
@@ -81,16 +80,16 @@ class RewardWatch:
                 f"{listed}{more}; on the first of them it {samples[0][1]}"
             )
 
-    def check(self, groups: Sequence[PromptGroup]) -> None:
+    def check(self, groups: Sequence[OutlinedGroup]) -> None:
         """The same for a training step, whose groups are those of all ranks.
 
         Raises:
             InputError: no score has been known for `MAX_UNKNOWN_STEPS` steps, or a reward raised on every sample of the
                 first one: no later one will fare better.
         """
-        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        outlines = [outline for group in groups for outline in group.outlines]
         scores = [score for group in groups for score in group.scores]
-        self.tell(trajectories, scores)
+        self.tell(outlines, scores)
         is_first, self._is_first = self._is_first and bool(scores), self._is_first and not scores
         if not scores or any(score.is_known for score in scores):
             self._steps_in_a_row = 0

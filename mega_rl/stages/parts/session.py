@@ -40,6 +40,7 @@ from mega_rl.parallel.rendezvous import Rendezvous
 from mega_rl.parallel.store import shared_store
 from mega_rl.parallel.watch import watched
 from mega_rl.platform.versions import installed
+from mega_rl.rollout.depot import Depot
 from mega_rl.stages.parts.batches import BatchShare
 from mega_rl.stages.parts.memory import StateInMemory, state_in_memory
 from mega_rl.stages.parts.notice import Notice
@@ -84,6 +85,11 @@ class Session:
             pad_token_id=int(self.tokenizer.pad_token_id or 0),
             attention_slope=attention_slope(self.shape),
         )
+
+    @cached_property
+    def depot(self) -> Depot:
+        """The tokens of what is sampled. All ranks ask for it together for the first time."""
+        return Depot.open(self.layout, self.config.trainer.collective_timeout_s)
 
     @property
     def export_dir(self) -> Path:

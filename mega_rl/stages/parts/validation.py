@@ -9,13 +9,14 @@ import torch.distributed as dist
 
 from mega_rl.config import RunConfig
 from mega_rl.data.prompts import PromptDataset
-from mega_rl.evaluation.evaluate import Answered, EvaluationSettings, evaluate, evaluation_metrics, gathered
+from mega_rl.evaluation.evaluate import Answered, EvaluationSettings, evaluate, evaluation_metrics, outlined
 from mega_rl.observe.console import before_after_table
 from mega_rl.observe.observer import Observer
 from mega_rl.observe.timers import Timers
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.parallel.rendezvous import Rendezvous
 from mega_rl.rewards.scorer import Scorer
+from mega_rl.rollout.depot import Depot
 from mega_rl.rollout.engine import Sampler
 from mega_rl.stages.parts.progress import Validations
 from mega_rl.stages.parts.rollout_metrics import shown_sample
@@ -36,7 +37,8 @@ class Validator:
         sync: Sync,
         engine: Sampler,
         scorer: Scorer,
-        rendezvous: Rendezvous | None = None,
+        rendezvous: Rendezvous | None,
+        depot: Depot,
     ) -> None:
         settings = config.validation
         self.settings = EvaluationSettings(
@@ -45,7 +47,7 @@ class Validator:
         self.num_shown = config.logging.num_text_samples
         self.timers, self.watch = timers, RewardWatch(say)
         self.dataset, self.sync, self.engine, self.scorer = held_out, sync, engine, scorer
-        self.rendezvous = rendezvous
+        self.rendezvous, self.depot = rendezvous, depot
         self.results: Validations = {}
 
     def validate(self, observer: Observer, step: int) -> dict[str, float]:
@@ -56,17 +58,21 @@ class Validator:
             self.sync.push(version=step, is_validation=True)
             mine: list[Answered] = []
             evaluate(self.engine, self.scorer, self.dataset.prompts, self.settings, mine.append, self.rendezvous)
-            rows = gathered(mine)
+            rows = outlined(mine, self.settings.layout, self.depot)
             self.sync.end_sampling()
             if self.scorer.judge is not None:
-                scores = self.scorer.judge.complete([row.trajectory for row in rows], [row.score for row in rows])
+                outlines = [row.outline for row in rows]
+                scores = self.scorer.judge.complete(outlines, [row.score for row in rows], self.depot)
                 rows = [replace(row, score=score) for row, score in zip(rows, scores, strict=True)]
         metrics = evaluation_metrics(rows)
         greedy, sampled = ([row for row in rows if row.is_greedy is is_greedy] for is_greedy in (True, False))
         for part in (greedy, sampled):
-            self.watch.tell([row.trajectory for row in part], [row.score for row in part])
-        shown = [shown_sample(row.trajectory, row.score) for row in greedy[: self.num_shown]]
-        observer.samples(step, "validation", shown)
+            self.watch.tell([row.outline for row in part], [row.score for row in part])
+        shown = greedy[: self.num_shown]
+        texts = self.depot.to_first([row.outline for row in shown])
+        self.depot.drop(row.outline for row in rows)
+        samples = [shown_sample(trajectory, row.score) for trajectory, row in zip(texts, shown, strict=False)]
+        observer.samples(step, "validation", samples)
         self.results.setdefault("first", metrics)
         self.results["last"] = metrics
         return metrics

@@ -10,24 +10,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mega_rl.data.packing import pack, sequence_from_sample, unpack
-from mega_rl.types import Prompt, Sample, Score, Sequence, Span, Trajectory
+from mega_rl.data.packing import pack, sequence_of, unpack
+from mega_rl.types import Prompt, Sequence, Span, Trajectory
 from tests.trajectories import two_turns
 
 PAD = 99
 tokens = st.lists(st.integers(0, 50), min_size=1, max_size=9)
 
 
-def sample_of(prompt_ids: list[int], response_ids: list[int], advantage: float) -> Sample:
+def answer(prompt_ids: list[int], response_ids: list[int]) -> Trajectory:
     logprobs = tuple(-0.5 - position for position in range(len(response_ids)))
     prompt = Prompt(0, tuple(prompt_ids), "", "", "s")
-    trajectory = Trajectory.single_turn(prompt, 0, response_ids, logprobs, "", "stop", 0)
-    return Sample(trajectory, Score(0.0), advantage)
+    return Trajectory.single_turn(prompt, 0, response_ids, logprobs, "", "stop", 0)
 
 
 @given(tokens, tokens)
 def test_a_sample_is_learnt_from_on_its_response_alone(prompt_ids: list[int], response_ids: list[int]) -> None:
-    sequence = sequence_from_sample(sample_of(prompt_ids, response_ids, advantage=-1.5))
+    sequence = sequence_of(answer(prompt_ids, response_ids), advantage=-1.5)
     assert sequence.advantages is not None and sequence.rollout_logprobs is not None
     assert sequence.token_ids.tolist() == prompt_ids + response_ids
     assert len(sequence.loss_mask) == len(prompt_ids) + len(response_ids) - 1
@@ -41,8 +40,8 @@ def test_a_sample_is_learnt_from_on_its_response_alone(prompt_ids: list[int], re
 
 @pytest.mark.parametrize("spans", [(Span(3, 1),), (Span(3, 1), Span(8, 4))])  # also inside of a turn
 def test_of_several_turns_only_the_sampled_tokens_are_learnt_from(spans: tuple[Span, ...]) -> None:
-    sequence = sequence_from_sample(Sample(two_turns(spans), Score(0.0), advantage=2.0))
-    packed = pack([sequence_from_sample(sample_of([1, 2], [3], 1.0)), sequence], [1], 1, PAD)
+    sequence = sequence_of(two_turns(spans), advantage=2.0)
+    packed = pack([sequence_of(answer([1, 2], [3]), 1.0), sequence], [1], 1, PAD)
     assert packed.advantages is not None and packed.rollout_logprobs is not None
     assert packed.token_ids.tolist() == [3, 14, 4, 50, 51, 90, 91, 52, 53]
     assert packed.target_ids.tolist() == [14, 4, 50, 51, 90, 91, 52, 53, 2]
@@ -55,11 +54,11 @@ def test_of_several_turns_only_the_sampled_tokens_are_learnt_from(spans: tuple[S
 
 
 def test_experts_lie_beside_their_tokens_and_are_minus_one_where_they_are_not_known() -> None:
-    given, unknown = sample_of([1, 2], [3, 4], 1.0), sample_of([5], [6, 7], 1.0)
+    given, unknown = answer([1, 2], [3, 4]), answer([5], [6, 7])
     experts = np.arange(6, dtype=np.uint8).reshape(3, 1, 2) + 250  # of the first sample
     sequences = [
-        sequence_from_sample(dataclasses.replace(s, trajectory=dataclasses.replace(s.trajectory, routed_experts=e)))
-        for s, e in ((given, experts), (unknown, None))
+        sequence_of(dataclasses.replace(trajectory, routed_experts=e), 1.0)
+        for trajectory, e in ((given, experts), (unknown, None))
     ]
     packed = pack(sequences, [1, 0], 4, PAD)
     assert packed.routed_experts is not None and packed.routed_experts.dtype == torch.int16
@@ -72,7 +71,7 @@ def test_experts_lie_beside_their_tokens_and_are_minus_one_where_they_are_not_kn
 @st.composite
 def packs(draw: st.DrawFn) -> tuple[list[Sequence], list[int], int]:
     samples = draw(st.lists(st.tuples(tokens, tokens), min_size=1, max_size=6))
-    sequences = [sequence_from_sample(sample_of(p, r, float(i + 1))) for i, (p, r) in enumerate(samples)]
+    sequences = [sequence_of(answer(p, r), float(i + 1)) for i, (p, r) in enumerate(samples)]
     order = draw(st.permutations(range(len(sequences))))
     count = draw(st.integers(1, len(sequences)))
     return sequences, list(order[:count]), draw(st.sampled_from([1, 2, 4, 7, 16]))
@@ -138,7 +137,7 @@ def test_values_with_more_dimensions_and_of_another_length() -> None:
 
 
 def test_a_rank_without_sequences_still_has_something_to_compute() -> None:
-    sequences = [sequence_from_sample(sample_of([1, 2], [3], 1.0))]
+    sequences = [sequence_of(answer([1, 2], [3]), 1.0)]
     packed = pack(sequences, [], 4, PAD)
     assert packed.num_tokens == 4 and packed.cu_seqlens.tolist() == [0, 4] and not packed.loss_mask.any()
     assert packed.advantages is not None and packed.rollout_logprobs is not None

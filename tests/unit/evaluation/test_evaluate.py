@@ -5,11 +5,16 @@ from __future__ import annotations
 import pytest
 
 from mega_rl.errors import InputError
-from mega_rl.evaluation.evaluate import Answered, EvaluationSettings, evaluate, evaluation_metrics, gathered
-from mega_rl.parallel.layout import EngineLayout
+from mega_rl.evaluation.evaluate import Answered, EvaluationSettings, evaluate, evaluation_metrics, outlined
+from mega_rl.parallel.layout import EngineLayout, ParallelLayout
+from mega_rl.rollout.depot import Depot
 from tests.answering import PROMPTS, FakeEngine, FakeScorer
 
 LAYOUT = EngineLayout(1, 1)
+
+
+def depot() -> Depot:
+    return Depot(ParallelLayout.create(1), 0)
 
 
 def answers(settings: EvaluationSettings, engine: FakeEngine | None = None) -> list[Answered]:
@@ -22,14 +27,15 @@ def test_metrics_and_rows_of_an_evaluation() -> None:
     engine = FakeEngine()
     mine = answers(EvaluationSettings(LAYOUT, n=2, temperature=0.7, max_tokens=4, seed=3), engine)
     assert [a.prompt.index for a in mine] == [2, 1, 0], "as soon as the last answer of a prompt is scored"
-    rows = gathered(mine)
-    assert [(r.trajectory.prompt.index, r.trajectory.sample_index, r.is_greedy) for r in rows] == [
+    rows = outlined(mine, LAYOUT, depot())
+    assert [(r.outline.prompt_index, r.outline.sample_index, r.is_greedy) for r in rows] == [
         *((i, 0, True) for i in range(3)),
         *((i, n, False) for i in range(3) for n in range(2)),
     ]
     sampled = {(r.prompt.index, r.sample_index): r.seed for r in engine.requests if not r.greedy}
-    assert {(r.trajectory.prompt.index, r.trajectory.sample_index): r.seed for r in rows if not r.is_greedy} == sampled
-    assert len(set(sampled.values())) == 6 and all(row.seed is None for row in rows[:3])
+    found = [row for one in mine for row in one.rows]
+    assert {(r.trajectory.prompt.index, r.trajectory.sample_index): r.seed for r in found if not r.is_greedy} == sampled
+    assert len(set(sampled.values())) == 6 and all(row.seed is None for row in found if row.is_greedy)
     assert sorted(request.temperature for request in engine.requests) == [0.0] * 3 + [0.7] * 6
     assert all(request.max_tokens == 4 for request in engine.requests)
     assert len({(r.prompt.index, r.sample_index) for r in engine.requests}) == 9, (
@@ -48,14 +54,15 @@ def test_metrics_and_rows_of_an_evaluation() -> None:
 
 
 def test_without_samples_the_greedy_answers_stand_for_them() -> None:
-    rows = gathered(answers(EvaluationSettings(LAYOUT, n=0, temperature=1.0, max_tokens=4, seed=3)))
+    rows = outlined(answers(EvaluationSettings(LAYOUT, n=0, temperature=1.0, max_tokens=4, seed=3)), LAYOUT, depot())
     metrics = evaluation_metrics(rows)
     assert len(rows) == 3 and metrics["val-core/b/acc/mean@1"] == metrics["val-core/b/greedy/acc"] == 0.0
     assert metrics["val-aux/a/response_length/mean"] == 1.0 and not any("best" in name for name in metrics)
 
 
 def test_without_greedy_answers_there_are_only_samples() -> None:
-    rows = gathered(answers(EvaluationSettings(LAYOUT, n=2, temperature=1.0, max_tokens=4, seed=3, is_greedy=False)))
+    settings = EvaluationSettings(LAYOUT, n=2, temperature=1.0, max_tokens=4, seed=3, is_greedy=False)
+    rows = outlined(answers(settings), LAYOUT, depot())
     assert [row.is_greedy for row in rows] == [False] * 6
     assert "val-core/a/greedy/acc" not in evaluation_metrics(rows)
 

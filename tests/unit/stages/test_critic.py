@@ -15,6 +15,7 @@ from mega_rl.config.algorithm import PRESETS
 from mega_rl.megatron.offload import PARTS
 from mega_rl.observe.timers import Timers
 from mega_rl.rewards.scorer import WeightedReward
+from mega_rl.rollout.collect import OutlinedGroup
 from mega_rl.stages.parts import building, learning
 from mega_rl.stages.parts.critic import Critic
 from mega_rl.stages.parts.gates import GateWatch
@@ -80,12 +81,13 @@ class World(Learning):
         reference: Any = Reference()
         common = (self.share, Timers(), self.said.append)
         critic = Critic(self.config.critic, *common, self.engine, self.actor, updates_per_step=2)
-        learner = Learner(self.config, *common, self.actor, reference, building.objective(self.config), critic)
+        of_learner = (self.share, self.depot, Timers(), self.said.append)
+        learner = Learner(self.config, *of_learner, self.actor, reference, building.objective(self.config), critic)
         watch = GateWatch(self.config, True, self.said.append)
         trajectories, scores = trajectories_and_scores()
         found = []
         for step in range(num_steps):
-            groups: list[Any] = [SimpleNamespace(trajectories=trajectories, scores=scores)]
+            groups = [OutlinedGroup(tuple(map(self.depot.add, trajectories)), tuple(scores))]
             samples = learning.with_advantages(groups, "gae")
             found.append(learner.update(samples, watch.of_step(step, version=0, sigma=0.0)))
         return found
@@ -166,9 +168,10 @@ def test_a_reward_model_adds_its_part_once(world: World) -> None:
     frozen: Any = SimpleNamespace(on_device=on_device)
     judge = RewardModel(WeightedReward("model", 0.5), frozen, world.share)
     scores = [Score(1.5, {"a": 1.5}), *scores[1:]]
-    found = judge.complete(trajectories, scores)
+    outlines = [world.depot.add(trajectory) for trajectory in trajectories]
+    found = judge.complete(outlines, scores, world.depot)
     assert [score.parts["model"] for score in found] == [float(t.token_ids[-1]) for t in trajectories]
     assert found[0] == Score(1.5 + 0.5 * float(trajectories[0].token_ids[-1]), {"a": 1.5, **found[0].parts})
     unknown = [not score.is_known for score in scores]
     assert [not score.is_known for score in found] == unknown and any(unknown)
-    assert judge.complete(trajectories, found)[0] is found[0]
+    assert judge.complete(outlines, found, world.depot)[0] is found[0]

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from mega_rl.bridge.outgoing.noise import AqnNoise
 from mega_rl.config import RunConfig
 from mega_rl.errors import InputError
-from mega_rl.evaluation.evaluate import Row, evaluation_metrics
+from mega_rl.evaluation.evaluate import OutlinedRow, evaluation_metrics
 from mega_rl.observe.metrics import match
-from mega_rl.rollout.collect import PromptGroup
+from mega_rl.rollout.collect import OutlinedGroup
 from mega_rl.stages.parts import learning, rollout_metrics, scoring
 from mega_rl.stages.parts.batches import Totals
 from mega_rl.stages.parts.progress import is_due
 from mega_rl.stages.parts.weight_sync import Pushed
-from mega_rl.types import Prompt, Sample, Score, Trajectory, UnknownReward
+from mega_rl.types import Prompt, Routing, Sample, Score, Trajectory, UnknownReward
 
 
 def sample(prompt_index: int, reward: float, length: int = 2, finish: str = "stop", **parts: float) -> Sample:
     prompt = Prompt(prompt_index, (1, 2, 3), "", "", "s")
     trajectory = Trajectory.single_turn(prompt, 0, (5,) * length, (-0.5,) * length, "", finish, 0)
-    return Sample(trajectory, Score(reward, parts), 0.0)
+    return Sample(trajectory.outline(), Score(reward, parts), 0.0)
+
+
+def group_of(samples: Sequence[Sample]) -> OutlinedGroup:
+    return OutlinedGroup(tuple(s.outline for s in samples), tuple(s.score for s in samples))
 
 
 def test_sample_metrics_by_hand() -> None:
@@ -40,8 +44,7 @@ def test_sample_metrics_by_hand() -> None:
 
 def test_the_bytes_of_experts_are_shown_if_there_are_any() -> None:
     plain = sample(0, 1.0)
-    experts = np.zeros((4, 3, 2), np.uint8)
-    routed = replace(plain, trajectory=replace(plain.trajectory, routed_experts=experts))
+    routed = replace(plain, outline=plain.outline._replace(routing=Routing("uint8", 3, 2)))
     assert rollout_metrics.sample_metrics([plain, routed, routed])["rollout/routing_bytes"] == 2 * 4 * 3 * 2
     assert "rollout/routing_bytes" not in rollout_metrics.sample_metrics([plain])
 
@@ -55,7 +58,7 @@ def test_advantages_go_by_group_even_where_two_have_the_same_prompt() -> None:
     groups = []
     for rewards in ((1.0, 0.0), (0.0, 0.0)):
         samples = [sample(7, reward) for reward in rewards]
-        groups.append(PromptGroup(tuple(s.trajectory for s in samples), tuple(s.score for s in samples)))
+        groups.append(group_of(samples))
     values = [s.advantage for s in learning.with_advantages(groups, "grpo")]
     assert values[0] == pytest.approx(0.5 / (0.5**0.5 + 1e-6)) and values[1] == -values[0]
     assert values[2:] == [0.0, 0.0] and learning.with_advantages([], "grpo") == []
@@ -64,7 +67,7 @@ def test_advantages_go_by_group_even_where_two_have_the_same_prompt() -> None:
 def unknown(prompt_index: int, cause: str = "raised") -> Sample:
     known = sample(prompt_index, 0.0)
     score = Score(math.nan, {"a": 1.0}, {"b": UnknownReward(cause, "raised KeyError: 'x'")})
-    return Sample(known.trajectory, score, 0.0)
+    return Sample(known.outline, score, 0.0)
 
 
 def test_unknown_samples_are_counted_and_left_out() -> None:
@@ -86,7 +89,7 @@ def test_unknown_rewards_are_told_by_sample_and_end_the_run_when_nothing_else_co
     bad, good = unknown(7), sample(7, 1.0)
 
     def step(*samples: Sample) -> None:
-        watch.check([PromptGroup(tuple(s.trajectory for s in samples), tuple(s.score for s in samples))])
+        watch.check([group_of(samples)])
 
     step(good, bad)
     assert said == [
@@ -107,15 +110,14 @@ def test_a_reward_that_raises_on_every_first_sample_ends_the_run_at_once() -> No
     said: list[str] = []
     watch = scoring.RewardWatch(said.append)
     bad = [unknown(index) for index in range(5)]
-    group = PromptGroup(tuple(s.trajectory for s in bad), tuple(s.score for s in bad))
     with pytest.raises(InputError, match="the reward b fails on all 5 samples of the first step: it raised KeyError"):
-        watch.check([group])
+        watch.check([group_of(bad)])
     assert "for 5 of 5 samples: s prompt 0 sample 0, s prompt 1 sample 0, s prompt 2 sample 0 and 2 more" in said[0]
 
 
 def test_validation_leaves_unknown_scores_out() -> None:
     samples = [sample(0, 1.0), unknown(0), unknown(1), sample(2, 0.0), sample(2, 1.0)]
-    greedy, sampled = ([Row(s.trajectory, s.score, is_greedy) for s in samples] for is_greedy in (True, False))
+    greedy, sampled = ([OutlinedRow(s.outline, s.score, is_greedy) for s in samples] for is_greedy in (True, False))
     metrics = evaluation_metrics(greedy[:3] + sampled)
     assert metrics["val-core/s/greedy/acc"] == 1.0
     assert (metrics["val-core/s/acc/mean@1"], metrics["val-core/s/acc/best@2"]) == (2 / 3, 1.0)

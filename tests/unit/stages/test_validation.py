@@ -7,12 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from mega_rl.config import RunConfig
-from mega_rl.parallel.layout import EngineLayout
+from mega_rl.parallel.layout import EngineLayout, ParallelLayout
+from mega_rl.rollout.depot import Depot
 from mega_rl.stages.parts.validation import Validator
 from mega_rl.stages.parts.weight_sync import Pushed
 from tests.answering import PROMPTS, FakeEngine, FakeScorer
 
-LAYOUT = EngineLayout(1, 1)
+LAYOUT, DEPOT = EngineLayout(1, 1), Depot(ParallelLayout.create(1), 0)
 
 
 class Sync:
@@ -33,7 +34,7 @@ def test_a_validation_is_an_evaluation_between_two_calls_of_the_sync() -> None:
     config.logging.num_text_samples = 2
     timers: Any = lambda name: nullcontext()  # noqa: E731
     dataset: Any = SimpleNamespace(prompts=PROMPTS)
-    validator = Validator(config, LAYOUT, timers, said.append, dataset, sync, engine, FakeScorer())  # type: ignore[arg-type]
+    validator = Validator(config, LAYOUT, timers, said.append, dataset, sync, engine, FakeScorer(), None, DEPOT)  # type: ignore[arg-type]
     observer: Any = SimpleNamespace(samples=lambda step, tag, rows: shown.append((step, tag, len(rows))))
     first = validator.validate(observer, step=0)
     second = validator.validate(observer, step=6)
@@ -48,5 +49,5 @@ def test_a_validation_is_an_evaluation_between_two_calls_of_the_sync() -> None:
 def test_without_a_data_set_there_is_no_validation() -> None:
     sync: Any = Sync()
     timers: Any = None
-    validator = Validator(RunConfig(), LAYOUT, timers, print, None, sync, FakeEngine(), FakeScorer())  # type: ignore[arg-type]
+    validator = Validator(RunConfig(), LAYOUT, timers, print, None, sync, FakeEngine(), FakeScorer(), None, DEPOT)  # type: ignore[arg-type]
     assert validator.validate(SimpleNamespace(), step=0) == {} and sync.calls == []  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mega_rl.rewards.sandbox import has_namespaces
-from tests.launch import run, run_copy
+from tests.launch import REPO, run, run_copy, torchrun
 
 
 def tables(output: str) -> list[list[list[str]]]:
@@ -100,6 +100,21 @@ def test_help(script: str) -> None:
 def test_too_large_a_case_is_refused() -> None:
     launched = run_copy(Path("benchmarks/logprob.py"), "--tokens", 10**9)
     assert launched.returncode == 1 and "error: --tokens 1000000000" in launched.stdout
+
+
+@pytest.mark.slow
+def test_routed_tokens_are_sent_once(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    launched = torchrun(REPO / "benchmarks" / "data_plane.py", "--quick", "--json", path, nproc=4).check()
+    ways, parts = tables(launched.stdout)
+    assert [row[0] for row in ways[1:]] == ["lists", "whole", "routed"]
+    assert [row[0] for row in parts[-2:]] == ["all of it", "tokens"]
+    figures = json.loads(path.read_text())["ways"]
+    # Responses of 100 tokens behind prompts of 200: ids of 300, log-probabilities of 100, a bit for each, an outline.
+    assert 4 * 4 < figures["routed"][0] < 4 * 4 + 2 < figures["whole"][0] < figures["lists"][0]
+    # Two data-parallel ranks with two ranks each: once to one of them, once from there to the other.
+    assert figures["routed"][1] < 2 * figures["routed"][0]
+    assert figures["whole"][1] >= 3 * figures["whole"][0], "every rank gets all of it"
 
 
 @pytest.mark.slow

@@ -136,12 +136,14 @@ def test_an_engine_that_stays_awake_is_there_in_training(models: Path, capsys: p
 def test_replayed_experts_are_held_by_the_host(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe, model = "gspo_math_qwen3_30b_a3b.yaml", "Qwen3-30B-A3B"
     sizes = ("data.train_batch_size=4", "rollout.n=2", "data.max_prompt_length=100", "data.max_response_length=901")
+    engine = "rollout.tensor_parallel_size=4"
     found = []
     for mode in ("rollout", "off"):
-        _, figures, _ = plan(capsys, models, recipe, model, 16, *sizes, f"rollout.routing_replay={mode}")
-        found.append({item["name"]: item["num_bytes"] for item in figures["ranks"][0]["host"]})
-    share = figures["layout"]["data"]
-    assert found[0].pop("experts of the tokens") == 8 * 1000 * 48 * 8 + 8 * 1000 // share * 48 * 8 * 2
+        _, figures, _ = plan(capsys, models, recipe, model, 16, *sizes, engine, f"rollout.routing_replay={mode}")
+        found.append([{item["name"]: item["num_bytes"] for item in rank["host"]} for rank in figures["ranks"][:2]])
+    share, sampled = 8 * 1000 // figures["layout"]["data"], 8 * 1000 // 4
+    bytes_of = [rank.pop("experts of the tokens") for rank in found[0]]
+    assert bytes_of == [(share * 3 + 2 * sampled) * 48 * 8, share * 3 * 48 * 8], "only the first rank of an engine"
     assert found[0] == found[1]
 
 
