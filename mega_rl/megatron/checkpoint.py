@@ -283,18 +283,6 @@ def _check_tuning(directory: Path, progress: Mapping[str, Any], engine: Megatron
         )
 
 
-def companion_records(engine: MegatronEngine) -> dict[str, Any]:
-    """What the progress says of the further models of a run, by their names."""
-    return {
-        name: {
-            "model": model_record(other.policy.shape),
-            "skipped_steps": other.stepper.skipped.state_dict(),
-            "shares_base": bool(other.policy.shared),
-        }
-        for name, other in engine.companions.items()
-    }
-
-
 def _last_line(error: BaseException) -> str:
     return shortened((str(error).strip().splitlines() or [type(error).__name__])[-1])
 

@@ -14,7 +14,7 @@ from tests.launch import REPO, ranks
 SCRIPT = REPO / "tests" / "distributed" / "run_shared_critic.py"
 CASES = (
     Case(2, tensor=2, sequence=True, families=("qwen2",)),  # tied embeddings: the policy's head is the critic's input
-    Case(2, pipeline=2, families=("qwen2",)),
+    Case(2, pipeline=2, virtual_pipeline=2, families=("qwen2",)),
     Case(2, expert=2, overlap=True, families=("qwen3_moe",)),
 )
 
