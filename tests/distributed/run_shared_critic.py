@@ -108,7 +108,11 @@ def check(case: Case, layout: ParallelLayout, family: str, directory: Path) -> N
     microbatches = pack_for_rank(case, layout, sequences)
     policy_loss = loss_of(OBJECTIVE, sequences)
     actor, alone = (build_engine(config, layout, model, 10) for _ in range(2))
-    shared, separate = (critic_of(config, actor, model, base) for base in (actor.policy, None))
+    mover = TrainerOffload(replace(config.memory, offload=list(PARTS)), actor.wrapped, actor.optimizer, is_active=True)
+    mover.to_host(*PARTS)  # as a stage does, so that the weights are not on a device twice
+    shared = critic_of(config, actor, model, actor.policy)
+    mover.to_device()
+    separate = critic_of(config, actor, model, None)
     actor.companions["critic"] = shared
     root = directory / f"{family}_{case.name}"
 

@@ -167,7 +167,7 @@ def test_ppo_killed_and_resumed_is_the_same_run(ppo_run: Path, root: Path, tmp_p
 def test_a_critic_on_shared_weights_killed_and_resumed_is_the_same_run(
     ppo_run: Path, root: Path, tmp_path: Path
 ) -> None:
-    """Of adapters; it answers nothing itself, so that the engine of the first run is another policy soon."""
+    """Its policy learns from the answers of another one, which the gate of the engine would find out."""
     keys = ["tuning.method=lora", "tuning.adapter.rank=4", "critic.path=null", "critic.shares_base=true"]
     keys += [f"rollout.replay={ppo_run}/rollouts", "trainer.gates.disabled=[engine]"]
     copies(root / "ppo.yaml", tmp_path / "whole", *keys).check()
