@@ -5,6 +5,7 @@ SHELL := /bin/bash
 
 VENV ?= .venv
 QUICKSTART_DIR ?= runs/quickstart
+CHAIN_DIR ?= runs/quickstart_chain
 PYTEST_ARGS ?=
 NPU_PYTEST_ARGS ?=
 MINDSPEED ?=
@@ -18,7 +19,7 @@ ifdef PYTHON
 export PYTHON
 endif
 
-.PHONY: help venv quickstart test test-fast test-cpu test-npu fuzz durations lint format types reference tensorboard clean
+.PHONY: help venv quickstart quickstart-chain test test-fast test-cpu test-npu fuzz durations lint format types reference tensorboard clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -28,6 +29,9 @@ venv: ## build the environment in .venv (VENV=...), no work where it is up to da
 
 quickstart: venv ## train a tiny model with GRPO from nothing, under 10 minutes on 2 cores
 	@VENV="$(abspath $(VENV))" QUICKSTART_DIR="$(QUICKSTART_DIR)" tools/quickstart.sh
+
+quickstart-chain: venv ## SFT, a reward model and PPO; DPO; SFT with adapters, merged, GRPO: each from the one before
+	@VENV="$(abspath $(VENV))" QUICKSTART_DIR="$(CHAIN_DIR)" tools/quickstart.sh chain
 
 test: $(if $(PYTEST_ARGS),,test-npu) test-cpu ## the whole suite: test-npu, then test-cpu; narrowed by PYTEST_ARGS, test-cpu alone
 

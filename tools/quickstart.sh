@@ -1,17 +1,29 @@
 #!/usr/bin/env bash
 # From nothing to a model trained with GRPO: tiny model, additions, supervised warm-up, reinforcement learning.
 #
-#   VENV=.venv QUICKSTART_DIR=runs/quickstart tools/quickstart.sh       (what `make quickstart` does)
+#   VENV=.venv QUICKSTART_DIR=runs/quickstart tools/quickstart.sh           (what `make quickstart` does)
+#   VENV=.venv QUICKSTART_DIR=runs/quickstart_chain tools/quickstart.sh chain     (what `make quickstart-chain` does)
 #
+# With "chain" every stage begins where another one ended: SFT -> reward model -> PPO; SFT -> DPO; SFT -> SFT with
+# adapters -> merged -> GRPO. QUICKSTART_SEED (0) is that of the weights, of the data and of all runs.
 # Starts over each time: QUICKSTART_DIR is removed first, but only where this script made it (it leaves a marker there).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+what=${1:-grpo}
 dir=${QUICKSTART_DIR:-runs/quickstart}
+seed=${QUICKSTART_SEED:-0}
 python=${VENV:-$PWD/.venv}/bin/python
 marker="$dir/.made_by_quickstart"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" HF_HUB_OFFLINE=1
 
+case "$what" in
+    grpo | chain) ;;
+    *)
+        echo "quickstart: '$what' is neither grpo nor chain" >&2
+        exit 2
+        ;;
+esac
 if [ ! -x "$python" ]; then
     echo "quickstart: no environment at ${VENV:-.venv}: run 'make quickstart', which builds it" >&2
     exit 1
@@ -29,28 +41,60 @@ mkdir -p "$dir"
 touch "$marker"
 
 summary=()
-phase() { # phase NAME COMMAND...: run it and note the seconds
-    local name=$1 started=$SECONDS
+phase() { # phase NAME COMMAND...: run it and note the seconds, and the processor's of everything that it started
+    local name=$1 started=$SECONDS before
     shift
     echo
     echo "[quickstart] $name"
+    times >"$dir/.times"
+    before=$(processor_seconds)
     "$@"
-    summary+=("$(printf '%-28s %5d s' "$name" $((SECONDS - started)))")
+    times >"$dir/.times"
+    summary+=("$(printf '%-28s %5d s %5d s of processors' "$name" $((SECONDS - started)) \
+        $(($(processor_seconds) - before)))")
+}
+processor_seconds() { # what `times` has last said of the children that have ended, user and system together
+    awk 'NR == 2 { gsub(/[ms]/, " "); print int($1 * 60 + $2 + $3 * 60 + $4) }' "$dir/.times"
 }
 train() { # train CONFIG [key=value ...] on two ranks, on a port that is free
     local port
     port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
     "$python" -m torch.distributed.run --nproc-per-node 2 --master-addr 127.0.0.1 --master-port "$port" \
-        tools/train.py --config "$@"
+        tools/train.py --config "$@" "trainer.seed=$seed" "data.seed=$seed"
+}
+held_out() { # held_out MODEL OUT: the held-out sums, once greedy and eight times sampled
+    "$python" tools/eval.py "$1" --config configs/quickstart.yaml --data "$dir/data/val.jsonl" --samples 8 \
+        --tensor-parallel 1 --out "$2"
 }
 
-phase "tiny model" "$python" tools/make_tiny_model.py --family qwen2 --tokenizer arithmetic --out "$dir/model"
-phase "data set" "$python" tools/prepare_data.py arithmetic --out "$dir/data"
+phase "tiny model" "$python" tools/make_tiny_model.py --family qwen2 --tokenizer arithmetic --seed "$seed" \
+    --out "$dir/model"
+phase "data set" "$python" tools/prepare_data.py arithmetic --seed "$seed" --out "$dir/data"
 phase "supervised warm-up" train configs/quickstart_sft.yaml \
     "model.path=$dir/model" "data.train_files=[$dir/data/sft.jsonl]" "trainer.output_dir=$dir/sft"
-phase "GRPO" train configs/quickstart.yaml \
-    "model.path=$dir/sft/huggingface" "data.train_files=[$dir/data/train.jsonl]" \
-    "data.val_files=[$dir/data/val.jsonl]" "trainer.output_dir=$dir/grpo"
+prompts=("data.train_files=[$dir/data/train.jsonl]" "data.val_files=[$dir/data/val.jsonl]")
+pairs=("data.train_files=[$dir/data/pairs.jsonl]" "data.val_files=[$dir/data/pairs_val.jsonl]")
+
+if [ "$what" = chain ]; then
+    phase "reward model" train configs/quickstart_rm.yaml "model.path=$dir/sft/huggingface" "${pairs[@]}" \
+        "trainer.output_dir=$dir/rm"
+    phase "PPO with it" train configs/quickstart_ppo.yaml "model.path=$dir/sft/huggingface" "${prompts[@]}" \
+        "critic.path=$dir/rm/huggingface" "trainer.output_dir=$dir/ppo" \
+        "rewards=[{name: model, options: {path: $dir/rm}}, {name: exact_match, weight: 0.0}]"
+    phase "DPO" train configs/quickstart_dpo.yaml "model.path=$dir/sft/huggingface" "${pairs[@]}" \
+        "trainer.output_dir=$dir/dpo"
+    phase "SFT with adapters" train configs/quickstart_lora_sft.yaml "model.path=$dir/sft/huggingface" "${prompts[@]}" \
+        "trainer.output_dir=$dir/lora_sft"
+    phase "merge" "$python" tools/merge_lora.py "$dir/sft/huggingface" "$dir/lora_sft/adapter" -o "$dir/merged" --verify
+    phase "GRPO of the merged model" train configs/quickstart.yaml "model.path=$dir/merged" "${prompts[@]}" \
+        "trainer.output_dir=$dir/grpo"
+    for stage in sft ppo dpo; do # what GRPO begins and ends with, its own validation says
+        phase "held-out sums: $stage" held_out "$dir/$stage/huggingface" "$dir/eval/$stage"
+    done
+else
+    phase "GRPO" train configs/quickstart.yaml "model.path=$dir/sft/huggingface" "${prompts[@]}" \
+        "trainer.output_dir=$dir/grpo"
+fi
 
 echo
 echo "[quickstart] done"

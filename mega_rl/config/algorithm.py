@@ -68,6 +68,31 @@ def _is_section(preset: dict[str, Any], key: str, given: dict[str, Any]) -> bool
     return isinstance(preset[key], dict) and isinstance(given.get(key), dict)
 
 
+def _sharing_problems(config: RunConfig) -> Iterator[str]:
+    """Sentences on a critic that is to train on the policy's frozen weights."""
+    tuning, path = config.tuning, config.critic.path
+    if config.algorithm.advantage != CRITIC_ADVANTAGE:
+        yield (
+            f"critic.shares_base is true, but algorithm.advantage {config.algorithm.advantage!r} has no critic: set "
+            "algorithm.name to ppo, or critic.shares_base to false"
+        )
+    elif tuning.method != "lora":
+        yield (
+            f"critic.shares_base is true, but with tuning.method {tuning.method!r} the policy trains weights that the "
+            "critic would have: set tuning.method to lora, or critic.shares_base to false"
+        )
+    elif tuning.also_train:
+        yield (
+            "critic.shares_base is true, but tuning.also_train trains weights of the policy that the critic would "
+            "have: set it to [], or critic.shares_base to false"
+        )
+    elif path is not None:
+        yield (
+            f"critic.shares_base is true, which is a critic on the weights of model.path, but critic.path is "
+            f"{shown(path)}: remove it, or set critic.shares_base to false"
+        )
+
+
 def algorithm_problems(config: RunConfig, is_good: Callable[..., bool]) -> Iterator[str]:
     """Sentences on keys of ``algorithm`` that do not go together; ``is_good(*fields)``: each is valid by itself."""
     algorithm, rollout = config.algorithm, config.rollout
@@ -82,6 +107,8 @@ def algorithm_problems(config: RunConfig, is_good: Callable[..., bool]) -> Itera
             f"critic.path is {shown(critic.path)}, but algorithm.advantage {algorithm.advantage!r} has no critic: set "
             "algorithm.name to ppo, or remove it"
         )
+    if critic.shares_base:
+        yield from _sharing_problems(config)
     total = config.trainer.total_steps if is_good("critic.warmup_steps", "trainer.total_steps") else None
     if algorithm.advantage == CRITIC_ADVANTAGE and total is not None and critic.warmup_steps >= total:
         yield (

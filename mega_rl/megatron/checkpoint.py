@@ -283,14 +283,6 @@ def _check_tuning(directory: Path, progress: Mapping[str, Any], engine: Megatron
         )
 
 
-def companion_records(engine: MegatronEngine) -> dict[str, Any]:
-    """What the progress says of the further models of a run, by their names."""
-    return {
-        name: {"model": model_record(other.policy.shape), "skipped_steps": other.stepper.skipped.state_dict()}
-        for name, other in engine.companions.items()
-    }
-
-
 def _last_line(error: BaseException) -> str:
     return shortened((str(error).strip().splitlines() or [type(error).__name__])[-1])
 
@@ -324,6 +316,7 @@ def load(directory: Path, engine: MegatronEngine) -> dict[str, Any]:
                 "it was written with, or set checkpoint.resume=never"
             )
         _check_model(directory, companions[name]["model"], companion, f"{name}.path")
+        _check_sharing(directory, companions[name].get("shares_base", False), companion, f"{name}.shares_base")
         companion.offload.to_device()
     state, _ = sharded_state(engine, is_loading=True)
     loaded, generators = read_state(directory, state)
@@ -345,6 +338,15 @@ def _check_model(directory: Path, saved: Mapping[str, Any], engine: MegatronEngi
         raise InputError(
             f"checkpoint {directory} is of another model: {key} is {shown(saved.get(key))} there and {own!r} in "
             f"{field}; choose the model it was trained from, or checkpoint.resume=never"
+        )
+
+
+def _check_sharing(directory: Path, saved: bool, engine: MegatronEngine, field: str) -> None:
+    own = bool(engine.policy.shared)
+    if saved != own:
+        raise InputError(
+            f"checkpoint {directory} was written with {field}={str(saved).lower()}, and this run has "
+            f"{str(own).lower()}: set it to that of the checkpoint, or checkpoint.resume to never"
         )
 
 

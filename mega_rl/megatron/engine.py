@@ -51,6 +51,7 @@ class MegatronEngine:
         weights: where the starting weights come from.
         total_optimizer_steps: the length of the learning-rate schedule.
         max_skipped_steps: consecutive steps without a finite gradient that end the run; 0: never.
+        base: whose frozen weights this model trains on, instead of a copy of its own; None: its own.
     """
 
     def __init__(
@@ -63,8 +64,11 @@ class MegatronEngine:
         weights: HFReader | NewScore,
         total_optimizer_steps: int,
         max_skipped_steps: int,
+        base: MegatronPolicy | None = None,
     ) -> None:
         self.policy = MegatronPolicy(spec, shape, layout, device)
+        if base is not None:
+            self.policy.share_from(base)
         self.policy.load_huggingface(weights)
         self._weights = weights
         chunks, overlap = self.policy.chunks, spec.parallel
@@ -98,7 +102,8 @@ class MegatronEngine:
             [*hf_tensors(shape), *adapter_tensors(shape, self.policy.plan.adapters)],
             max_skipped_steps,
         )
-        self.offload = TrainerOffload(spec.memory, self.wrapped, self.optimizer, platform.current().has_own_memory)
+        is_active, shares = platform.current().has_own_memory, base is not None
+        self.offload = TrainerOffload(spec.memory, self.wrapped, self.optimizer, is_active, shares)
         self.companions: dict[str, MegatronEngine] = {}  # further models of the run; a checkpoint of this one has them
 
     @cached_property

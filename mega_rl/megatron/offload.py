@@ -106,6 +106,7 @@ class TrainerOffload:
         models: the data-parallel wrappers of this rank's model chunks.
         optimizer: whose state goes with "optimizer", float32 master weights included.
         is_active: false makes every call do nothing.
+        shares_frozen: whether what is not trained is another model's, which alone moves it.
     """
 
     def __init__(
@@ -114,7 +115,9 @@ class TrainerOffload:
         models: Sequence[DistributedDataParallel],
         optimizer: MegatronOptimizer,
         is_active: bool,
+        shares_frozen: bool = False,
     ) -> None:
+        self._shares_frozen = shares_frozen
         self._parts = frozenset(settings.offload) if is_active else frozenset()
         self._models, self._optimizer = models, optimizer
         self._storages = {"weights": HostStorages(), "optimizer": HostStorages()}
@@ -151,7 +154,8 @@ class TrainerOffload:
             self._has_gradients = True
 
     def _weights(self) -> Iterator[Tensor]:
-        return (parameter.data for model in self._models for parameter in model.parameters())
+        own = (parameter for model in self._models for parameter in model.parameters())
+        return (parameter.data for parameter in own if parameter.requires_grad or not self._shares_frozen)
 
     def _optimizer_tensors(self) -> Iterator[Tensor]:
         """Masters and moments; a float32 model's weights are their own masters and not among them."""

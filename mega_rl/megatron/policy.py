@@ -113,6 +113,9 @@ class MegatronPolicy:
         self.parameters: dict[str, torch.nn.Parameter] = {}
         self.is_replaced = False  # inside of ``replaced``
         self.frozen: dict[str, Tensor] = {}  # weights of the model that are no parameters: no gradient reaches them
+        self.shared: frozenset[str] = (
+            frozenset()
+        )  # names in ``parameters`` of those that lie in another policy's memory
         self.collect_parameters()
 
     def collect_parameters(self) -> None:
@@ -189,8 +192,10 @@ class MegatronPolicy:
 
     @torch.no_grad()
     def load_huggingface(self, reader: HFReader | NewScore) -> None:
-        """Fill every parameter from a Hugging Face directory, reading only this rank's slices of each file."""
+        """Fill every parameter but the shared ones from a Hugging Face directory, reading only this rank's slices."""
         for piece in self._own_slices():
+            if piece.local_name in self.shared:
+                continue
             HEART.mark()
             weight = reader.read(piece.hf_name, piece.hf_box)
             # Frozen weights are float32 whatever the model is, but are exported and sent to the engine in its dtype.
@@ -202,6 +207,18 @@ class MegatronPolicy:
         for own, others in ((self.parameters, other.parameters), (self.frozen, other.frozen)):
             for name, weight in own.items():
                 weight.copy_(others[name])
+
+    def share_from(self, other: MegatronPolicy) -> None:
+        """Let go of this policy's weights that are not trained and have those of another one, which must not be either.
+
+        Args:
+            other: of the same layout, with the same decoder.
+        """
+        self.shared = frozenset(name for name, weight in self.parameters.items() if not weight.requires_grad)
+        for name in self.shared:
+            theirs = other.parameters[name]
+            assert not theirs.requires_grad and theirs.shape == self.parameters[name].shape, name
+            self.parameters[name].data = theirs.data
 
     # --- forward -----------------------------------------------------------------------------------------------------
 

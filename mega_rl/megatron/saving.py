@@ -36,7 +36,6 @@ from mega_rl.errors import InputError
 from mega_rl.megatron.checkpoint import (
     GENERATORS,
     all_checkpoints,
-    companion_records,
     directory_of,
     sharded_state,
     tuning_record,
@@ -185,6 +184,18 @@ class CheckpointWriter:
                     f"({cause(self.root, error)}, {free_bytes(self.root):,} bytes free); free the disk or choose "
                     "another trainer.output_dir; earlier checkpoints are untouched"
                 ) from error
+
+
+def companion_records(engine: MegatronEngine) -> dict[str, Any]:
+    """What the progress says of the further models of a run, by their names."""
+    return {
+        name: {
+            "model": model_record(other.policy.shape),
+            "skipped_steps": other.stepper.skipped.state_dict(),
+            "shares_base": bool(other.policy.shared),
+        }
+        for name, other in engine.companions.items()
+    }
 
 
 def difference(directory: Path, reports: list[Report]) -> str | None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from mega_rl.bridge.mapping.tuning import tuning_plan
+from mega_rl.bridge.mapping.tuning import critic_tuning, tuning_plan
 from mega_rl.config.model import REWARD_KEY
-from mega_rl.config.schema import RunConfig, TuningConfig
+from mega_rl.config.schema import RunConfig
 from mega_rl.config.stage import has_critic, model_directory, reward_model, samples
 from mega_rl.models.shape import SUFFIXES, VALUE, ModelShape, read_model_shape, value_shape
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.activations import ActivationModel, Activations, Tokens
-from mega_rl.planning.state import TrainerState, stage_parameters, trainer_state
+from mega_rl.planning.state import StageParameters, TrainerState, stage_parameters, trainer_state
 from mega_rl.platform.operators.memory import OperatorMemory
 
 
@@ -50,28 +50,34 @@ def companions(
     Raises:
         InputError: the directory of one holds no value model.
     """
-    models: list[tuple[str, ModelShape, bool]] = []
+    models: list[tuple[str, ModelShape, bool, bool]] = []  # name, shape, is trained, has the policy's frozen weights
     if has_critic(config):
         path = config.critic.path
         own = shape if path is None else read_model_shape(path, "critic.path", tuple(SUFFIXES))
-        models.append(("critic", value_shape(own), True))
+        models.append(("critic", value_shape(own), True, config.critic.shares_base))
     if samples(config) and (reward := reward_model(config)) is not None:
-        models.append(("reward model", read_model_shape(model_directory(reward), REWARD_KEY, VALUE), False))
+        models.append(("reward model", read_model_shape(model_directory(reward), REWARD_KEY, VALUE), False, False))
     stages = range(layout.pipeline)
-    held = [
-        [stage_parameters(config, one, layout, stage, tuning_plan(TuningConfig(), one)) for stage in stages]
-        for _, one, _ in models
-    ]
+    held = [[_held(config, one, layout, stage, shares) for stage in stages] for _, one, _, shares in models]
     of_stages = [
         [ActivationModel(config, one, layout, operators, tokens).of_stage(stage) for stage in stages]
-        for _, one, _ in models
+        for _, one, _, _ in models
     ]
 
     def of_rank(rank: int) -> list[Companion]:
         stage = layout.coordinates(rank).pipeline
         return [
             Companion(name, trainer_state(config, layout, rank, own[stage], False), activations[stage], is_trained)
-            for (name, _, is_trained), own, activations in zip(models, held, of_stages, strict=True)
+            for (name, _, is_trained, _), own, activations in zip(models, held, of_stages, strict=True)
         ]
 
     return of_rank
+
+
+def _held(
+    config: RunConfig, shape: ModelShape, layout: ParallelLayout, stage: int, shares_base: bool
+) -> StageParameters:
+    """What a companion has of its own on the ranks of a pipeline stage."""
+    plan = tuning_plan(critic_tuning(config.tuning, shares_base), shape)
+    parameters = stage_parameters(config, shape, layout, stage, plan)
+    return replace(parameters, frozen=()) if shares_base else parameters

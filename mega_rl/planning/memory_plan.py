@@ -276,7 +276,9 @@ def _host(
         if engine is not None and config.rollout.placement == "colocated" and _sleeps(config, platform):
             yield Item("weights of the sleeping engine", engine.weights, ESTIMATE)
     if config.checkpoint.async_save:
-        yield Item("checkpoint under way", state.weights - state.frozen + state.optimizer, ESTIMATE)
+        trained = [state, *(one.state for one in others if one.is_trained)]
+        copied = sum(one.weights - one.frozen + one.optimizer for one in trained)
+        yield Item("checkpoint under way", copied, ESTIMATE)
     if samples(config):
         workers = config.reward_workers
         # Those of the whole node if their number is given: how many ranks share them is not known here.

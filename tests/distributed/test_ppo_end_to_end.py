@@ -13,9 +13,10 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 from mega_rl.data.rows import read_rows, write_jsonl
 from tests.distributed import training
 from tests.distributed.training import TinyWorld, computed, digests, metrics_of, steps_saved
-from tests.launch import once
+from tests.launch import Launched, once, ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+STRUCK = "tests/distributed/run_struck_stage.py"
 RM = """
 model: {{path: {model}, dtype: float32}}
 data:
@@ -148,28 +149,56 @@ def test_scores_of_the_reward_model_are_those_of_transformers(ppo_run: Path, rm_
     )
 
 
-def test_rm_resumes_exactly(rm_run: Path, root: Path, tmp_path: Path) -> None:
-    resume_and_compare(root / "rm.yaml", rm_run, 3, tmp_path / "run", ("rm/", "data/"))
+LEARNT = ("critic/", "actor/", "reward/")
 
 
-def test_ppo_resumes_exactly(ppo_run: Path, root: Path, tmp_path: Path) -> None:
+def test_rm_killed_and_resumed_is_the_same_run(rm_run: Path, root: Path, tmp_path: Path) -> None:
+    struck(root / "rm.yaml", tmp_path / "run", after=4, saved=3)
+    resume_and_compare(root / "rm.yaml", rm_run, tmp_path / "run", ("rm/", "data/"))
+
+
+def test_ppo_killed_and_resumed_is_the_same_run(ppo_run: Path, root: Path, tmp_path: Path) -> None:
     """With the rollouts of the first run, so that no engine is started: the critic's state decides the rest."""
-    learnt = ("critic/", "actor/", "reward/")
-    resume_and_compare(root / "ppo.yaml", ppo_run, 2, tmp_path / "run", learnt, f"rollout.replay={ppo_run}/rollouts")
+    replay = f"rollout.replay={ppo_run}/rollouts"
+    struck(root / "ppo.yaml", tmp_path / "run", replay, after=3, saved=2)
+    resume_and_compare(root / "ppo.yaml", ppo_run, tmp_path / "run", LEARNT, replay)
 
 
-def resume_and_compare(
-    config: Path, run: Path, step: int, output_dir: Path, names: tuple[str, ...], *overrides: str
+def test_a_critic_on_shared_weights_killed_and_resumed_is_the_same_run(
+    ppo_run: Path, root: Path, tmp_path: Path
 ) -> None:
-    """Go on from a checkpoint in the middle of a run; metrics and exported weights must come out the same."""
-    assert step in steps_saved(run)
-    resume = f"checkpoint.resume={training.checkpoint(run, step)}"
-    resumed = training.train(config, output_dir, resume, *overrides, timeout=300).check()
-    assert f"resuming after step {step}" in resumed.stdout
+    """Its policy learns from the answers of another one, which the gate of the engine would find out."""
+    keys = ["tuning.method=lora", "tuning.adapter.rank=4", "critic.path=null", "critic.shares_base=true"]
+    keys += [f"rollout.replay={ppo_run}/rollouts", "trainer.gates.disabled=[engine]"]
+    copies(root / "ppo.yaml", tmp_path / "whole", *keys).check()
+    metrics = metrics_of(tmp_path / "whole")
+    assert metrics[1]["reward/mean"] == metrics_of(ppo_run)[1]["reward/mean"]
+    assert all(metrics[step]["critic/grad_norm"] > 0 for step in range(1, 5))
+    assert metrics[1]["critic/value_mean"] == 0 != metrics[3]["critic/value_mean"]
+    struck(root / "ppo.yaml", tmp_path / "run", *keys, after=3, saved=2)
+    resume_and_compare(root / "ppo.yaml", tmp_path / "whole", tmp_path / "run", LEARNT, *keys)
 
-    def later(directory: Path) -> dict[int, dict[str, float]]:
-        rows = {done: computed(row) for done, row in metrics_of(directory).items() if done > step}
+
+def copies(config: Path, output_dir: Path, *overrides: str, struck_after: int | None = None) -> Launched:
+    """A run in copies of a warm process, or one whose ranks are killed in the middle of the step after."""
+    script, first = ("tools/train.py", ()) if struck_after is None else (STRUCK, (struck_after,))
+    return ranks(script, *first, "--config", config, f"trainer.output_dir={output_dir}", *overrides)
+
+
+def struck(config: Path, output_dir: Path, *overrides: str, after: int, saved: int) -> None:
+    launched = copies(config, output_dir, *overrides, struck_after=after)
+    assert launched.returncode != 0 and steps_saved(output_dir) == [saved], launched.stdout[-3000:]
+
+
+def resume_and_compare(config: Path, run: Path, output_dir: Path, names: tuple[str, ...], *overrides: str) -> None:
+    """Go on from what a killed run has left; metrics of all steps and exported weights must be those of ``run``."""
+    (saved,) = steps_saved(output_dir)
+    resumed = copies(config, output_dir, *overrides).check()
+    assert f"resuming after step {saved}" in resumed.stdout
+
+    def named(directory: Path) -> dict[int, dict[str, float]]:
+        rows = {done: computed(row) for done, row in metrics_of(directory).items() if done > 0}
         return {done: {n: v for n, v in row.items() if n.startswith(names)} for done, row in rows.items()}
 
-    assert later(output_dir) == later(run) and later(run)
+    assert named(output_dir) == named(run) and all(named(run).values())
     assert digests(output_dir / "huggingface") == digests(run / "huggingface")

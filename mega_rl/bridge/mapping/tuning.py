@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import groupby
 
 from mega_rl.bridge.mapping.megatron import megatron_series
-from mega_rl.bridge.mapping.tensors import hf_tensors, roles
+from mega_rl.bridge.mapping.tensors import SCORE, hf_tensors, roles
 from mega_rl.bridge.series import slices_of
 from mega_rl.config.schema import AdapterConfig, TuningConfig
 from mega_rl.errors import InputError, shown
@@ -67,6 +67,14 @@ def tuning_plan(settings: TuningConfig, shape: ModelShape) -> TuningPlan:
         raise InputError("tuning leaves nothing to train: name more modules")
     _check_whole(trained, shape)
     return TuningPlan(frozenset(trained), adapters, is_full=False)
+
+
+def critic_tuning(policy: TuningConfig, shares_base: bool) -> TuningConfig:
+    """What trains a critic: all of it, or its head and new adapters like the policy's, on weights that stay as they
+    are."""
+    if not shares_base:
+        return TuningConfig()
+    return replace(policy, also_train=[SCORE], adapter=replace(policy.adapter, path=None, new=False))
 
 
 def matches(entry: str, name: str) -> bool:

@@ -14,7 +14,7 @@ from mega_rl.algorithms.objective import PolicyObjective
 from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.bridge.mapping.adapter import adapter_tensors
 from mega_rl.bridge.mapping.tensors import hf_tensors, roles
-from mega_rl.bridge.mapping.tuning import AdapterPlan
+from mega_rl.bridge.mapping.tuning import AdapterPlan, critic_tuning
 from mega_rl.bridge.mapping.vllm_slots import Slots
 from mega_rl.bridge.outgoing.noise import AqnNoise, AqnTransform
 from mega_rl.bridge.outgoing.quantize import SimulatedQuantization
@@ -129,8 +129,9 @@ def trainer(
     shape: ModelShape,
     weights: HFReader | NewScore,
     num_optimizer_steps: int,
+    base: MegatronPolicy | None = None,
 ) -> MegatronEngine:
-    """Any model that is trained at the session's layout."""
+    """Any model that is trained at the session's layout; ``base``: whose frozen weights it shares."""
     return MegatronEngine(
         spec,
         optimizer,
@@ -140,6 +141,7 @@ def trainer(
         weights,
         num_optimizer_steps,
         session.config.trainer.max_skipped_steps,
+        base,
     )
 
 
@@ -342,7 +344,10 @@ def learner(session: Session, actor: MegatronEngine, reference: Reference | None
 
 
 def critic(session: Session, actor: MegatronEngine, total_steps: int) -> Critic:
-    """A critic that begins as ``critic.path`` says; with a new head every value begins at 0."""
+    """A critic that begins as ``critic.path`` says; with a new head every value begins at 0.
+
+    One that shares the policy's weights is first built with its own, which the policy makes room for if it can.
+    """
     config, settings = session.config, session.config.critic
     with together("opening the critic"):
         shape, weights = open_value_model(settings.path or config.model.path, "critic.path", seed=None)
@@ -351,7 +356,12 @@ def critic(session: Session, actor: MegatronEngine, total_steps: int) -> Critic:
     updates = config.algorithm.minibatches_per_step
     optimizer = replace(config.optimizer, lr=settings.lr, min_lr=0.0, warmup_steps=0, decay_steps=None)
     optimizer.schedule = "constant"
-    engine = trainer(session, companion_spec(config), optimizer, shape, weights, total_steps * updates)
+    spec = replace(companion_spec(config), tuning=critic_tuning(config.tuning, settings.shares_base))
+    base = actor.policy if settings.shares_base else None
+    if base is not None:
+        actor.offload.to_host(*PARTS)
+    engine = trainer(session, spec, optimizer, shape, weights, total_steps * updates, base)
+    actor.offload.to_device()
     return Critic(settings, session.share, session.timers, session.say, engine, actor, updates)
 
 

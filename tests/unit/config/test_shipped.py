@@ -257,7 +257,7 @@ def test_a_variant_for_a_machine_differs_in_named_keys_only() -> None:
 
 
 # Of stages that learn from files.
-FROM_FILES = {"quickstart_sft.yaml", "quickstart_pt.yaml", "quickstart_rm.yaml", "quickstart_dpo.yaml"}
+FROM_FILES = {f"quickstart_{stage}.yaml" for stage in ("sft", "lora_sft", "pt", "rm", "dpo")}
 QUICKSTARTS = sorted(ON_CPU - {"grpo_gsm8k_cpu.yaml", "quickstart.yaml", "quickstart_lora.yaml"} - FROM_FILES)
 
 

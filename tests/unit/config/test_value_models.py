@@ -101,6 +101,35 @@ def test_a_critic_belongs_to_gae(config: RunConfig, tmp_path: Path) -> None:
     assert "critic.path" in line and "absent" in line
 
 
+def test_a_critic_shares_weights_that_stay_as_they_are(config: RunConfig, tmp_path: Path) -> None:
+    def words(*parts: str) -> None:
+        (line,) = of_files_nothing(config)
+        assert all(part in line for part in ("critic.shares_base", *parts)), line
+
+    config.critic.shares_base = True
+    words("algorithm.name to ppo")
+    config.algorithm.advantage, config.rollout.n = "gae", 1
+    words("tuning.method 'full'", "tuning.method to lora")
+    config.tuning.method = "lora"
+    assert of_files_nothing(config) == []
+    config.tuning.also_train = ["norm.weight"]
+    words("tuning.also_train", "[]")
+    config.tuning.also_train, config.critic.path = [], str(tmp_path / "model")
+    words("critic.path", "remove it")
+
+
+def test_a_plan_has_the_shared_weights_once(config: RunConfig) -> None:
+    config.rewards, config.algorithm.advantage, config.rollout.n = [RewardConfig("exact_match")], "gae", 1
+    config.tuning.method, config.critic.shares_base = "lora", True
+    phases = make_plan(config, trained_shape(config), Machine(1, 1 << 34, 0, "cuda")).ranks[0].phases
+    (working,) = [phase for phase in phases if phase.name == "critic"]
+    items = {item.name: item.num_bytes for item in working.items}
+    # rank 16 in two layers: query, output, gate, up and down of 64 to 64, key and value of 64 to 32
+    adapters = 16 * 2 * (5 * (64 + 64) + 2 * (64 + 32))
+    assert items["critic"] == pytest.approx(18 * (adapters + 64), rel=0.002)  # and the head; 2 + 4 + 12 bytes a weight
+    assert items["weights"] > 2 * 64 * 1000, "the policy's, which it works on"
+
+
 def test_only_a_stage_of_values_trains_a_reward_model(config: RunConfig, tmp_path: Path) -> None:
     config.model.path = str(tmp_path / "run" / "huggingface")
     (line,) = of_files_nothing(config)
