@@ -1,8 +1,8 @@
 """AdamW that keeps its float32 masters itself, so that its state may be in host memory, or its moments in bfloat16.
 
-Megatron has both only in TransformerEngine's FusedAdam and asks for them by that class's methods, which are written here
-for every device. The update is computed on the device by the kernel that is used otherwise, a window of elements at a
-time: state on the host gives the bits that state on the device gives.
+Megatron has both only in TransformerEngine's FusedAdam, whose methods it asks for; here they are for every device. The
+update is computed on the device by the kernel that is used otherwise, a window of elements at a time: state on the host
+gives the bits that state on the device gives.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -98,12 +99,11 @@ class FrugalAdam(GroupStepAdam):
 
     def allocate(self) -> None:
         """Make the state of all parameters: masters of what they are now, moments of zero."""
-        order = 0
+        orders = count()
         for number, group in enumerate(self.param_groups):
             of_dtypes: dict[torch.dtype, list[tuple[Tensor, int]]] = {}
-            for order, parameter in enumerate(group["params"], start=order):
-                of_dtypes.setdefault(parameter.dtype, []).append((parameter, order))
-            order += 1
+            for parameter in group["params"]:
+                of_dtypes.setdefault(parameter.dtype, []).append((parameter, next(orders)))
             for parameters in of_dtypes.values():
                 for chosen in self._chosen([parameter for parameter, _ in parameters]):
                     self._blocks.append(self._block(number, [parameters[index] for index in chosen]))

@@ -56,7 +56,7 @@ def optimizer_config(settings: OptimizerConfig, spec: TrainerSpec) -> MegatronOp
         params_dtype=spec.dtype,
         use_distributed_optimizer=True,
     )
-    # Set afterwards: Megatron would ask for TransformerEngine. Masters and gradients then are as its FusedAdam has them.
+    # Set afterwards: Megatron would ask for TransformerEngine, whose FusedAdam has masters and gradients in this form.
     config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = is_frugal(spec.memory)
     return config
 

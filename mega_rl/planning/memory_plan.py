@@ -230,6 +230,9 @@ def _phases(
         yield _phase("sync", [weights, *asleep, written, buffers])
         yield _phase("rollout", [Item("weights", stays("weights", state.weights), EXACT), *asleep, share])
     trainer = [weights, gradients, Item("optimizer", optimizer, EXACT)]
+    # Without an engine the optimizer is away whenever there are activations.
+    is_between = "optimizer" in away and not samples(config)
+    learning = [weights, gradients] if is_between else trainer
     if samples(config) or needs_reference(config):
         forward = Item("activations", activations.forward_only, MODEL)
         yield _phase("log-probabilities", [*trainer, reference, *waiting.values(), forward, *awake])
@@ -242,13 +245,23 @@ def _phases(
     yield _phase(
         "training",
         [
-            *trainer,
+            *learning,
             *resident,
             Item("activations", activations.kept, MODEL),
             Item("working memory", activations.working, MODEL),
             *awake,
         ],
     )
+    passing = [
+        Item("optimizer windows", state.update.windows, MODEL),
+        Item("rounding of moments", state.update.rounding, ESTIMATE),
+    ]
+    if is_between or any(item.num_bytes for item in passing):
+        yield _phase("update", [*trainer, *resident, *passing, *awake])
+    if any(one.is_trained for one in others):  # a checkpoint is of all that is trained, which is on the device together
+        whole = [Item(one.name, one.num_bytes, EXACT) for one in others if one.is_trained]
+        names = {item.name for item in whole}
+        yield _phase("save", [*trainer, *(item for item in resident if item.name not in names), *whole, *awake])
 
 
 def _phase(name: str, items: list[Item]) -> Phase:
@@ -266,10 +279,10 @@ def _host(
         if "optimizer" in memory.offload:
             yield Item("optimizer away", state.optimizer, ESTIMATE)
         for one in others:
-            if away := one.resident(()) - one.resident(memory.offload):
+            if away := one.resident(()) - one.resident(memory.offload) + one.host_bytes:
                 yield Item(f"{one.name} away", away, ESTIMATE)
         if memory.optimizer_on_host:
-            yield Item("optimizer on host", state.optimizer + state.gradients, ESTIMATE)
+            yield Item("optimizer on host", state.optimizer, ESTIMATE)
         if engine is not None and config.rollout.placement == "colocated" and _sleeps(config, platform):
             yield Item("weights of the sleeping engine", engine.weights, ESTIMATE)
     if config.checkpoint.async_save:

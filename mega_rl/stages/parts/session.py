@@ -154,6 +154,10 @@ def describe(session: Session, found: Sequence[str]) -> None:
         session.say(line)
     if session.config.memory.offload and not here.has_own_memory:
         session.say(f"memory.offload does nothing on the {here.name} platform: its device memory is the host's")
+    if session.config.memory.optimizer_on_host and not here.has_own_memory:
+        session.say(
+            f"memory.optimizer_on_host saves nothing on the {here.name} platform: its device memory is the host's"
+        )
     ranks = gather_objects(own_name())
     if session.is_main:
         versions = [f"  {name} {version}" for name, version in installed().items() if version is not None]
