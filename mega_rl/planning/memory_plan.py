@@ -24,7 +24,7 @@ from mega_rl.parallel.layout import EngineLayout, ParallelLayout
 from mega_rl.planning.activations import ActivationModel, Activations
 from mega_rl.planning.companions import Companion, companions
 from mega_rl.planning.engine import EngineMemory, engine_memory
-from mega_rl.planning.state import TrainerState, stage_parameters, trainer_state
+from mega_rl.planning.state import TrainerState, UpdateMemory, stage_parameters, trainer_state
 from mega_rl.planning.steps import fullest_microbatches
 from mega_rl.platform.operators.memory import OPERATOR_MEMORY
 from mega_rl.rewards.scorer import WORKERS_PER_RANK
@@ -252,16 +252,27 @@ def _phases(
             *awake,
         ],
     )
-    passing = [
-        Item("optimizer windows", state.update.windows, MODEL),
-        Item("rounding of moments", state.update.rounding, ESTIMATE),
-    ]
-    if is_between or any(item.num_bytes for item in passing):
-        yield _phase("update", [*trainer, *resident, *passing, *awake])
-    if any(one.is_trained for one in others):  # a checkpoint is of all that is trained, which is on the device together
-        whole = [Item(one.name, one.num_bytes, EXACT) for one in others if one.is_trained]
-        names = {item.name for item in whole}
-        yield _phase("save", [*trainer, *(item for item in resident if item.name not in names), *whole, *awake])
+    yield from _after_training([*trainer, *awake], resident, state, others, is_between)
+
+
+def _after_training(
+    trainer: list[Item], resident: list[Item], state: TrainerState, others: list[Companion], is_between: bool
+) -> Iterator[Phase]:
+    """The optimizer's step, if it has what training has not, and a checkpoint, if there is more than the policy in it.
+
+    Args:
+        is_between: the optimizer's state is on the device during its step alone.
+    """
+    if is_between or state.update != UpdateMemory():
+        passing = [
+            Item("optimizer windows", state.update.windows, MODEL),
+            Item("rounding of moments", state.update.rounding, ESTIMATE),
+        ]
+        yield _phase("update", [*trainer, *resident, *passing])
+    whole = {one.name: Item(one.name, one.num_bytes, EXACT) for one in others if one.is_trained}
+    if whole:
+        rest = [item for item in resident if item.name not in whole]
+        yield _phase("save", [*trainer, *rest, *whole.values()])
 
 
 def _phase(name: str, items: list[Item]) -> Phase:

@@ -108,8 +108,8 @@ class Buffer:
 class UpdateMemory:
     """Bytes that an optimizer step takes on the device besides the state that is there, for its largest window."""
 
-    windows: int  # of state that is on the host otherwise
-    rounding: int  # float32 copies of bfloat16 moments, and the bits that they are rounded with
+    windows: int = 0  # of state that is on the host otherwise
+    rounding: int = 0  # float32 copies of bfloat16 moments, and the bits that they are rounded with
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class TrainerState:
     masters: int  # float32 copies of bfloat16 weights, this rank's share
     moments: int  # Adam's two, this rank's share
     reference: int  # weights of the frozen copy; 0 without one
-    update: UpdateMemory = UpdateMemory(0, 0)
+    update: UpdateMemory = UpdateMemory()
     frozen: int = 0  # of ``weights`` those that are not trained, which no checkpoint holds
 
     @property
@@ -244,9 +244,7 @@ def stage_parameters(
 
 
 def update_memory(config: RunConfig, num_elements: int) -> UpdateMemory:
-    """Args:
-    num_elements: whose state the rank has.
-    """
+    """What a rank takes for the step of an optimizer that has the state of ``num_elements``."""
     memory, window = config.memory, min(WINDOW_ELEMENTS, num_elements)
     moment = DTYPES[memory.optimizer_state_dtype].itemsize
     per_element = 2 * moment + (4 if config.model.dtype == "bfloat16" else 0)
