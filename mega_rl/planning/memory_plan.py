@@ -298,6 +298,8 @@ def _host(
             yield Item("weights of the sleeping engine", engine.weights, ESTIMATE)
     if config.checkpoint.async_save:
         yield Item("checkpoint under way", state.weights - state.frozen + state.optimizer, ESTIMATE)
+    elif memory.optimizer_on_host:  # a checkpoint is written from a copy of what is on the host
+        yield Item("checkpoint under way", state.optimizer, ESTIMATE)
     if samples(config):
         workers = config.reward_workers
         # Those of the whole node if their number is given: how many ranks share them is not known here.

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mega_rl import platform
+from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.config.schema import AdapterConfig, RunConfig, TuningConfig
 from mega_rl.megatron import checkpoint, frugal_adam, local_state
 from mega_rl.megatron.engine import MegatronEngine
@@ -108,6 +109,8 @@ def host(world: World) -> None:
     assert max(windows, default=2) >= 2, windows  # or nothing is cut
     assert world.train(device, 3) == world.train(on_host, 3)
     assert_same(bits_of(device), bits_of(on_host))
+    norms = [name for name in hf_tensors(device.policy.shape) if "norm" in name]
+    assert_same(device.master_weights(norms), on_host.master_weights(norms))  # which noise is added to
     rounded = [world.engine(where, "bfloat16") for where in (False, True)]
     for engine in rounded:
         world.train(engine, 3)

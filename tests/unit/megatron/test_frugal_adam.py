@@ -61,6 +61,10 @@ def test_the_place_of_the_state_changes_nothing(dtype: torch.dtype, moments: tor
     assert all(own["exp_avg"].dtype == moments for own in there.state.values())
     cuts = [[(p.order, p.start, p.end) for w in block.windows() for p in w] for block in there._blocks]
     assert sum(end - start for cut in cuts for _, start, end in cut) == sum(SIZES) and max(map(len, cuts)) > 1
+    wholes = [
+        view for own in there.state.values() for view in own.values() if view.nbytes == view.untyped_storage().nbytes()
+    ]
+    assert len(wholes) == (len(SIZES) if dtype == torch.float32 else 0)  # weights that are their own masters
     assert all(w[-1].place + w[-1].end - w[-1].start - w[0].place <= 512 for b in there._blocks for w in b.windows())
 
 
