@@ -123,8 +123,8 @@ class FrugalAdam(GroupStepAdam):
         dtypes = dict.fromkeys(MOMENTS, self.moment_dtype) | ({} if is_master else {MASTER: torch.float32})
         if self.on_host:
             is_pinned = platform.current().has_own_memory
-            # Longer than what lies in it, so that no parameter's state is a whole storage: a checkpoint then is written from
-            # a copy, which the next step does not change and a forked writer may read.
+            # Longer than what lies in it, so that no parameter's state is a whole storage: then a checkpoint is written
+            # from a copy, which the next step does not change and a forked writer may read.
             size = end + ALIGNMENT
             block.state = {name: torch.zeros(size, dtype=dtype, pin_memory=is_pinned) for name, dtype in dtypes.items()}
         for parameter, _, place in block.parameters:
