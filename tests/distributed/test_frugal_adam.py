@@ -8,6 +8,7 @@ import pytest
 
 from tests.launch import REPO, Launched, once, ranks
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SCRIPT = REPO / "tests" / "distributed" / "run_frugal_adam.py"
 CHECKS = [
     *[
@@ -24,12 +25,11 @@ CHECKS = [
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Launched]:
     @once
     def run() -> Launched:
-        return ranks(SCRIPT, "--dir", tmp_path_factory.mktemp("model"), nproc=2, timeout=240)
+        return ranks(SCRIPT, "--dir", tmp_path_factory.mktemp("model"), nproc=2, timeout=400)
 
     return run
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS)
 def test_frugal_adam(launch: Callable[[], Launched], check: str) -> None:
     launched = launch()
