@@ -100,8 +100,9 @@ class Own:
         sequences: list[Sequence],
         layout: ParallelLayout,
         tuning: TuningConfig | None = None,
+        memory: MemoryConfig | None = None,
     ) -> None:
-        parallel, memory = ParallelConfig(), MemoryConfig()
+        parallel, memory = ParallelConfig(), memory or MemoryConfig()
         spec = TrainerSpec(DTYPES[case.dtype], parallel, memory, 1.0, 1024, tuning=tuning or TuningConfig())
         optimizer = OptimizerConfig(lr=LR, weight_decay=WEIGHT_DECAY, clip_grad=CLIP, beta1=BETAS[0], beta2=BETAS[1])
         device = platform.current().set_device(0)

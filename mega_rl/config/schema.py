@@ -241,7 +241,7 @@ class ParallelConfig:
 
 @dataclass
 class MemoryConfig:
-    """What the trainer gives up to need less device memory; nothing here changes a result."""
+    """What the trainer gives up to need less device memory; only optimizer_state_dtype changes a result."""
 
     # Activations that are dropped and computed again in the backward pass: those of some modules (selective) or of
     # whole layers (full).
@@ -250,10 +250,11 @@ class MemoryConfig:
     # TransformerEngine); null: mlp and moe, as far as the model has them
     recompute_modules: list[Literal["core_attn", "mlp", "moe", "shared_experts"]] | None = None
     recompute_num_layers: int | None = None  # full only: the first so many layers of every pipeline stage; null: all
-    # What the trainer moves to host memory while a colocated engine samples.
+    # What the trainer moves to host memory while a colocated engine samples; in the other stages optimizer alone, and
+    # whenever no update runs.
     offload: list[OffloadPart] = field(default_factory=list)
-    optimizer_on_host: bool = False  # keep and compute AdamW on the host (needs TransformerEngine)
-    optimizer_state_dtype: Dtype = "float32"  # dtype of Adam's two moments; bfloat16 needs TransformerEngine
+    optimizer_on_host: bool = False  # keep AdamW's state on the host; an update passes it through the device in pieces
+    optimizer_state_dtype: Dtype = "float32"  # dtype of Adam's two moments; bfloat16 changes results a little
 
 
 @dataclass

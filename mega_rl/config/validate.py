@@ -20,6 +20,7 @@ from mega_rl.models.files import tokenizer_problem, weights_problem
 MANIFEST = "manifest.json"  # what every whole checkpoint of the trainer has
 RECORDED = "step_*.jsonl"  # the files of recorded rollouts
 MAX_NAME_BYTES = 255  # of one part of a path
+OTHER_ADAMS = ("optimizer_selection", "swap_optimizer")  # features of MindSpeed
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
@@ -229,17 +230,11 @@ def _memory(found: _Problems) -> None:
         found.add(
             "memory.offload has 'optimizer', which memory.optimizer_on_host keeps on the host: remove one of them"
         )
-    if memory.offload and not samples(found.config):
+    idle = [part for part in memory.offload if part != "optimizer"]
+    if idle and not samples(found.config):
         found.add(
-            f"memory.offload is {memory.offload}, but only a run of stage rl has an engine to make room for: set it "
-            "to []"
-        )
-    has_noise = samples(found.config) and found.config.aqn.enabled
-    if has_noise and (memory.optimizer_on_host or memory.optimizer_state_dtype != "float32"):
-        key = "optimizer_on_host" if memory.optimizer_on_host else "optimizer_state_dtype"
-        fix = "false" if memory.optimizer_on_host else "float32"
-        found.add(
-            f"memory.{key} hides the float32 masters that aqn.enabled reads: set it to {fix}, or aqn.enabled to false"
+            f"memory.offload has {idle[0]!r}, but stage {found.config.trainer.stage} has no engine that works while "
+            "the trainer waits: leave at most optimizer"
         )
 
 
@@ -250,12 +245,19 @@ def _overlap(found: _Problems) -> None:
 
 
 def _mindspeed(found: _Problems) -> None:
-    mindspeed = found.config.platform.mindspeed
+    mindspeed, memory = found.config.platform.mindspeed, found.config.memory
     if mindspeed.mode == "off" and mindspeed.features:
         name = next(iter(mindspeed.features))
         found.add(
             f"platform.mindspeed.features has {name!r}, but platform.mindspeed.mode is 'off': set it to auto, or "
             "remove the feature"
+        )
+    other = [name for name in mindspeed.features if name.replace("-", "_") in OTHER_ADAMS]
+    if other and (memory.optimizer_on_host or memory.optimizer_state_dtype != "float32"):
+        key = "optimizer_on_host" if memory.optimizer_on_host else "optimizer_state_dtype"
+        found.add(
+            f"platform.mindspeed.features has {other[0]!r}, which replaces the optimizer that memory.{key} is done by: "
+            "remove one of them"
         )
 
 

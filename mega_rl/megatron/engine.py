@@ -26,6 +26,7 @@ from mega_rl.megatron.optimizer import (
     OptimizerStep,
     build_optimizer,
     learning_rate_schedule,
+    master_of,
     owned_range,
 )
 from mega_rl.megatron.policy import MegatronPolicy
@@ -190,7 +191,7 @@ class MegatronEngine:
                 masters[name] = parameter.detach().float()
                 continue
             full = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
-            shard = getattr(parameter, "main_param", None)
+            shard = master_of(self.optimizer, parameter)
             if shard is not None:
                 start, end = owned_range(self.optimizer, parameter)
                 full[start:end] = shard.detach()

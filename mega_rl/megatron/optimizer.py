@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from mega_rl.bridge.slices import Slice
 from mega_rl.config.schema import MemoryConfig, OptimizerConfig
 from mega_rl.errors import InputError
 from mega_rl.megatron import adam, optimizer_state
+from mega_rl.megatron.frugal_adam import MASTER, FrugalAdam, frugal_adam
 from mega_rl.megatron.spec import TrainerSpec
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.types import DTYPES
@@ -41,28 +42,8 @@ class OptimizerStats:
     bad_parameter: str | None = None  # of a skipped step: the first parameter whose gradient is not finite
 
 
-def check_supported(memory: MemoryConfig, device: torch.device) -> None:
-    """Raise InputError, before anything is built, if an optimizer is asked for that this device does not have."""
-    if memory.optimizer_on_host and device.type == "cpu":
-        raise InputError(
-            "memory.optimizer_on_host is true, but on the CPU platform the optimizer is on the host anyway and "
-            "Megatron's CPU optimizer does not run there: set it to false"
-        )
-    needs_fused = memory.optimizer_on_host or memory.optimizer_state_dtype != "float32"
-    found = importlib.util.find_spec("transformer_engine")
-    if needs_fused and (found is None or found.loader is None):  # MindSpeed puts an empty module in its place
-        key = "optimizer_on_host" if memory.optimizer_on_host else "optimizer_state_dtype"
-        fix = "false" if memory.optimizer_on_host else "float32"
-        raise InputError(
-            f"memory.{key} is {getattr(memory, key)!r}, which Megatron's precision-aware optimizer does on "
-            f"TransformerEngine alone: install transformer_engine, or set it to {fix}"
-        )
-
-
 def optimizer_config(settings: OptimizerConfig, spec: TrainerSpec) -> MegatronOptimizerConfig:
-    memory = spec.memory
-    state_dtype = DTYPES[memory.optimizer_state_dtype]
-    return MegatronOptimizerConfig(
+    config = MegatronOptimizerConfig(
         optimizer="adam",
         lr=settings.lr,
         min_lr=settings.min_lr,
@@ -74,13 +55,15 @@ def optimizer_config(settings: OptimizerConfig, spec: TrainerSpec) -> MegatronOp
         bf16=spec.dtype == torch.bfloat16,
         params_dtype=spec.dtype,
         use_distributed_optimizer=True,
-        optimizer_cpu_offload=memory.optimizer_on_host,
-        optimizer_offload_fraction=1.0 if memory.optimizer_on_host else 0.0,
-        # Megatron's CPU optimizer takes its gradients the way the precision-aware one does.
-        use_precision_aware_optimizer=memory.optimizer_on_host or state_dtype != torch.float32,
-        exp_avg_dtype=state_dtype,
-        exp_avg_sq_dtype=state_dtype,
     )
+    # Set afterwards: Megatron would ask for TransformerEngine, whose FusedAdam has masters and gradients in this form.
+    config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = is_frugal(spec.memory)
+    return config
+
+
+def is_frugal(memory: MemoryConfig) -> bool:
+    """Whether ``FrugalAdam`` is needed; otherwise Megatron's optimizer keeps the masters."""
+    return memory.optimizer_on_host or memory.optimizer_state_dtype != "float32"
 
 
 def build_optimizer(
@@ -88,10 +71,20 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """AdamW with decoupled decay; biases and norms, which are Megatron's one-dimensional parameters, do not decay."""
     adam.install()
-    optimizer = get_megatron_optimizer(optimizer_config(settings, spec), list(models), use_gloo_process_groups=False)
+    config, memory = optimizer_config(settings, spec), spec.memory
+    kind = frugal_adam(memory.optimizer_on_host, DTYPES[memory.optimizer_state_dtype])
+    with adam.used(kind) if is_frugal(memory) else nullcontext():
+        optimizer = get_megatron_optimizer(config, list(models), use_gloo_process_groups=False)
     for part in chained(optimizer):
         optimizer_state.install(part)
+        if isinstance(part.optimizer, FrugalAdam):
+            part._copy_model_params_to_main_params = partial(_masters_from_weights, part.optimizer)
+            part.optimizer.allocate()
     return optimizer
+
+
+def _masters_from_weights(optimizer: FrugalAdam, state_dict: None = None) -> None:
+    optimizer.masters_from_weights()
 
 
 def learning_rate_schedule(
@@ -150,6 +143,17 @@ def ensure_state(optimizer: MegatronOptimizer) -> None:
     for part in chained(optimizer):
         if part.init_state_fn is not None:
             part.init_state_fn(part.optimizer, part.config)
+
+
+def master_of(optimizer: MegatronOptimizer, parameter: torch.nn.Parameter) -> Tensor | None:
+    """The float32 master of what ``owned_range`` says of a parameter, where it lies; None if that is nothing."""
+    for part in chained(optimizer):
+        if parameter in part.model_param_gbuf_map:
+            group, place = part.model_param_group_index_map[parameter]
+            own = part.optimizer.param_groups[group]["params"][place]
+            master: Tensor = part.optimizer.state[own][MASTER] if isinstance(part.optimizer, FrugalAdam) else own
+            return master
+    return None
 
 
 def owned_range(optimizer: MegatronOptimizer, parameter: torch.nn.Parameter) -> tuple[int, int]:

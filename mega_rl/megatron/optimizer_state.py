@@ -114,8 +114,6 @@ def _load(optimizer: DistributedOptimizer, state: State) -> None:
             for kind, pieces in state[name].items()
         }
         optimizer._set_main_param_and_optimizer_states(parameter, read)
-    if hasattr(optimizer.optimizer, "_sync_hdo_state_to_sub_optimizers"):  # the one on the host
-        optimizer.optimizer._sync_hdo_state_to_sub_optimizers()
 
 
 def owned(optimizer: DistributedOptimizer) -> Iterator[tuple[str, torch.nn.Parameter, tuple[int, int]]]:

@@ -214,12 +214,25 @@ def _recompute(plan: MemoryPlan) -> Iterator[Candidate]:
 
 
 def _offload(plan: MemoryPlan) -> Iterator[Candidate]:
-    parts = list(plan.config.memory.offload)
-    for part in OFFLOAD:
-        if part not in parts and plan.machine.platform != "cpu":
+    memory = plan.config.memory
+    parts = list(memory.offload)
+    for part in OFFLOAD if samples(plan.config) else ("optimizer",):
+        is_there = part in parts or (part == "optimizer" and memory.optimizer_on_host)
+        if not is_there and plan.machine.platform != "cpu":
             parts = [*parts, part]
             keys = {"memory.offload": parts}
             yield Candidate(keys, plan.machine.num_devices, "host memory, and copies at every step")
+
+
+def _optimizer_on_host(plan: MemoryPlan) -> Iterator[Candidate]:
+    memory = plan.config.memory
+    if not memory.optimizer_on_host and plan.machine.platform != "cpu":
+        keys: dict[str, Any] = {"memory.optimizer_on_host": True}
+        if "optimizer" in memory.offload:
+            keys["memory.offload"] = [part for part in memory.offload if part != "optimizer"]
+        yield Candidate(
+            keys, plan.machine.num_devices, "host memory, and the state's way to the device at every update"
+        )
 
 
 def _loss_tiles(plan: MemoryPlan) -> Iterator[Candidate]:
@@ -262,6 +275,7 @@ PROPOSALS: tuple[Proposal, ...] = (
     _recompute,
     _offload,
     _loss_tiles,
+    _optimizer_on_host,
     _engine_share,
     _layout,
     _layout,
@@ -286,6 +300,9 @@ def _less_recompute(plan: MemoryPlan) -> Iterator[Candidate]:
 
 def _less_offload(plan: MemoryPlan) -> Iterator[Candidate]:
     parts = plan.config.memory.offload
+    if plan.config.memory.optimizer_on_host:
+        keys = {"memory.optimizer_on_host": False}
+        yield Candidate(keys, plan.machine.num_devices, "the optimizer's state stays on the device")
     for kept in range(len(parts)):
         yield Candidate({"memory.offload": parts[:kept]}, plan.machine.num_devices, "fewer copies at every step")
 

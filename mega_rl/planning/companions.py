@@ -24,18 +24,25 @@ class Companion:
     state: TrainerState  # of a frozen model only the weights count
     activations: Activations
     is_trained: bool
+    keeps_optimizer: bool = True  # on the device; false: its state is always on the host
 
     @property
     def num_bytes(self) -> int:
         """While it works."""
-        return self.state.by_kind_total if not self.is_trained else self.state.total
+        return self.resident(())
 
     def resident(self, away: Collection[str]) -> int:
         """While it does not. ``away``: the parts that are on the host then."""
         parts = {"weights": self.state.by_kind_total if not self.is_trained else self.state.weights}
         if self.is_trained:
-            parts |= {"gradients": self.state.gradients, "optimizer": self.state.optimizer}
+            optimizer = self.state.optimizer if self.keeps_optimizer else 0
+            parts |= {"gradients": self.state.gradients, "optimizer": optimizer}
         return sum(size for part, size in parts.items() if part not in away)
+
+    @property
+    def host_bytes(self) -> int:
+        """What is always on the host."""
+        return 0 if self.keeps_optimizer or not self.is_trained else self.state.optimizer
 
 
 def companions(
@@ -65,9 +72,11 @@ def companions(
     ]
 
     def of_rank(rank: int) -> list[Companion]:
-        stage = layout.coordinates(rank).pipeline
+        stage, is_kept = layout.coordinates(rank).pipeline, not config.memory.optimizer_on_host
         return [
-            Companion(name, trainer_state(config, layout, rank, own[stage], False), activations[stage], is_trained)
+            Companion(
+                name, trainer_state(config, layout, rank, own[stage], False), activations[stage], is_trained, is_kept
+            )
             for (name, _, is_trained, _), own, activations in zip(models, held, of_stages, strict=True)
         ]
 

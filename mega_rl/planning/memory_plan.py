@@ -24,7 +24,7 @@ from mega_rl.parallel.layout import EngineLayout, ParallelLayout
 from mega_rl.planning.activations import ActivationModel, Activations
 from mega_rl.planning.companions import Companion, companions
 from mega_rl.planning.engine import EngineMemory, engine_memory
-from mega_rl.planning.state import TrainerState, stage_parameters, trainer_state
+from mega_rl.planning.state import TrainerState, UpdateMemory, stage_parameters, trainer_state
 from mega_rl.planning.steps import fullest_microbatches
 from mega_rl.platform.operators.memory import OPERATOR_MEMORY
 from mega_rl.rewards.scorer import WORKERS_PER_RANK
@@ -233,6 +233,9 @@ def _phases(
         yield _phase("sync", [weights, *asleep, written, buffers])
         yield _phase("rollout", [Item("weights", stays("weights", state.weights), EXACT), *asleep, share])
     trainer = [weights, gradients, Item("optimizer", optimizer, EXACT)]
+    # Without an engine the optimizer is away whenever there are activations.
+    is_between = "optimizer" in away and not samples(config)
+    learning = [weights, gradients] if is_between else trainer
     if samples(config) or needs_reference(config):
         forward = Item("activations", activations.forward_only, MODEL)
         yield _phase("log-probabilities", [*trainer, reference, *waiting.values(), forward, *awake])
@@ -245,13 +248,34 @@ def _phases(
     yield _phase(
         "training",
         [
-            *trainer,
+            *learning,
             *resident,
             Item("activations", activations.kept, MODEL),
             Item("working memory", activations.working, MODEL),
             *awake,
         ],
     )
+    yield from _after_training([*trainer, *awake], resident, state, others, is_between)
+
+
+def _after_training(
+    trainer: list[Item], resident: list[Item], state: TrainerState, others: list[Companion], is_between: bool
+) -> Iterator[Phase]:
+    """The optimizer's step, if it has what training has not, and a checkpoint, if there is more than the policy in it.
+
+    Args:
+        is_between: the optimizer's state is on the device during its step alone.
+    """
+    if is_between or state.update != UpdateMemory():
+        passing = [
+            Item("optimizer windows", state.update.windows, MODEL),
+            Item("rounding of moments", state.update.rounding, ESTIMATE),
+        ]
+        yield _phase("update", [*trainer, *resident, *passing])
+    whole = {one.name: Item(one.name, one.num_bytes, EXACT) for one in others if one.is_trained}
+    if whole:
+        rest = [item for item in resident if item.name not in whole]
+        yield _phase("save", [*trainer, *rest, *whole.values()])
 
 
 def _phase(name: str, items: list[Item]) -> Phase:
@@ -269,16 +293,18 @@ def _host(
         if "optimizer" in memory.offload:
             yield Item("optimizer away", state.optimizer, ESTIMATE)
         for one in others:
-            if away := one.resident(()) - one.resident(memory.offload):
+            if away := one.resident(()) - one.resident(memory.offload) + one.host_bytes:
                 yield Item(f"{one.name} away", away, ESTIMATE)
         if memory.optimizer_on_host:
-            yield Item("optimizer on host", state.optimizer + state.gradients, ESTIMATE)
+            yield Item("optimizer on host", state.optimizer, ESTIMATE)
         if engine is not None and config.rollout.placement == "colocated" and _sleeps(config, platform):
             yield Item("weights of the sleeping engine", engine.weights, ESTIMATE)
+    trained = [state, *(one.state for one in others if one.is_trained)]
     if config.checkpoint.async_save:
-        trained = [state, *(one.state for one in others if one.is_trained)]
         copied = sum(one.weights - one.frozen + one.optimizer for one in trained)
         yield Item("checkpoint under way", copied, ESTIMATE)
+    elif memory.optimizer_on_host:  # a checkpoint is written from a copy of what is on the host
+        yield Item("checkpoint under way", sum(one.optimizer for one in trained), ESTIMATE)
     if samples(config):
         workers = config.reward_workers
         # Those of the whole node if their number is given: how many ranks share them is not known here.

@@ -20,6 +20,7 @@ from mega_rl.bridge.series import Series, slices_of
 from mega_rl.config.schema import RunConfig
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.platform.transfers import NUM_SLOTS, WINDOW_ELEMENTS
 from mega_rl.types import DTYPES
 
 START_MULTIPLE = 64  # elements; a parameter begins at a multiple of it
@@ -104,6 +105,14 @@ class Buffer:
 
 
 @dataclass(frozen=True)
+class UpdateMemory:
+    """Bytes that an optimizer step takes on the device besides the state that is there, for its largest window."""
+
+    windows: int = 0  # of state that is on the host otherwise
+    rounding: int = 0  # float32 copies of bfloat16 moments, and the bits that they are rounded with
+
+
+@dataclass(frozen=True)
 class TrainerState:
     """Bytes of one rank that stay from step to step."""
 
@@ -113,6 +122,7 @@ class TrainerState:
     masters: int  # float32 copies of bfloat16 weights, this rank's share
     moments: int  # Adam's two, this rank's share
     reference: int  # weights of the frozen copy; 0 without one
+    update: UpdateMemory = UpdateMemory()
     frozen: int = 0  # of ``weights`` those that are not trained, which no checkpoint holds
 
     @property
@@ -233,6 +243,18 @@ def stage_parameters(
     return StageParameters(tuple(buffers), tuple(frozen))
 
 
+def update_memory(config: RunConfig, num_elements: int) -> UpdateMemory:
+    """What a rank takes for the step of an optimizer that has the state of ``num_elements``."""
+    memory, window = config.memory, min(WINDOW_ELEMENTS, num_elements)
+    moment = DTYPES[memory.optimizer_state_dtype].itemsize
+    per_element = 2 * moment + (4 if config.model.dtype == "bfloat16" else 0)
+    return UpdateMemory(
+        windows=NUM_SLOTS * window * per_element if memory.optimizer_on_host else 0,
+        # Two moments, and at most the bits, a sum and its upper half for one of them.
+        rounding=window * (2 * 4 + 3 * 4) if memory.optimizer_state_dtype == "bfloat16" else 0,
+    )
+
+
 def trainer_state(
     config: RunConfig, layout: ParallelLayout, rank: int, held: StageParameters, has_reference: bool
 ) -> TrainerState:
@@ -259,6 +281,7 @@ def trainer_state(
         gradients=4 * num_padded,
         masters=4 * owned if config.model.dtype == "bfloat16" else 0,
         moments=2 * DTYPES[config.memory.optimizer_state_dtype].itemsize * owned,
+        update=update_memory(config, owned),
         frozen=weight_bytes * sum(p.num_elements for p in held.frozen),
         reference=sum(by_kind.values()) - by_kind.get("adapters", 0) if has_reference else 0,
     )

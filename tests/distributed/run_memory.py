@@ -21,7 +21,7 @@ from mega_rl.config.schema import RunConfig
 from mega_rl.errors import InputError
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.offload import PARTS, TrainerOffload
-from mega_rl.megatron.optimizer import chained, check_supported, owned_range
+from mega_rl.megatron.optimizer import chained, owned_range
 from mega_rl.megatron.policy import MegatronPolicy
 from mega_rl.megatron.reference import FrozenCopy
 from mega_rl.parallel.collectives import gather_objects
@@ -225,20 +225,6 @@ def skipped(world: World) -> None:
         raise AssertionError("the run went on after three skipped steps in a row")
 
 
-def refusals(world: World) -> None:
-    """Optimizers that this device does not have are refused with the key and the fix."""
-    for key, value in (("optimizer_on_host", True), ("optimizer_state_dtype", "bfloat16")):
-        config = world.config()
-        check_supported(config.memory, torch.device("cpu"))
-        setattr(config.memory, key, value)
-        try:
-            check_supported(config.memory, torch.device("cpu"))
-        except InputError as error:
-            assert f"memory.{key}" in str(error), error
-        else:
-            raise AssertionError(f"memory.{key} was accepted")
-
-
 def two_models(world: World) -> None:
     """Models of another type, temperature and learning rate live beside each other in one process."""
     first = world.engine(world.config())
@@ -260,7 +246,7 @@ def two_models(world: World) -> None:
     assert rates == [LR, 7 * LR], rates
 
 
-CHECKS: tuple[Callable[[World], None], ...] = (recompute, offload, reference, decay, skipped, refusals, two_models)
+CHECKS: tuple[Callable[[World], None], ...] = (recompute, offload, reference, decay, skipped, two_models)
 
 
 def main() -> None:

@@ -23,8 +23,9 @@ from mega_rl.bridge.reshard.plan import compile_plan
 from mega_rl.bridge.reshard.proof import Proof, colocated
 from mega_rl.bridge.series import slices_of
 from mega_rl.bridge.slices import Box, indices
-from mega_rl.megatron import checkpoint
+from mega_rl.megatron import checkpoint, frugal_adam
 from mega_rl.megatron.offload import PARTS
+from mega_rl.megatron.optimizer import chained
 from tests.distributed import run_memory, tiny_models
 from tests.distributed.engine_support import groups, own_device
 from tests.distributed.layouts import Case
@@ -49,6 +50,25 @@ def offload(world: World) -> None:
     assert freed >= (2 + 4 + 4 + 8) * num_parameters, (freed, num_parameters)  # weights, gradients, masters, moments
     engine.offload.to_device()
     assert torch.npu.memory_allocated() >= before
+
+
+def optimizer_on_host(world: World) -> None:
+    """State in pinned memory that passes the device on streams of its own gives the bits of state on the device."""
+    frugal_adam.WINDOW_ELEMENTS = 2048  # so that windows follow each other
+    for moments in ("float32", "bfloat16"):
+        ends = []
+        for on_host in (False, True):
+            config = world.config("bfloat16")
+            config.memory.optimizer_on_host, config.memory.optimizer_state_dtype = on_host, moments  # type: ignore[assignment]
+            engine = world.engine(config)
+            for _ in range(2):
+                world.backward(engine)
+                engine.optimizer_step()
+            ends.append({name: p.detach().clone() for name, p in engine.policy.parameters.items()})
+            states = [own for part in chained(engine.optimizer) for own in part.optimizer.state.values()]
+            assert {own["exp_avg"].device.type for own in states} == {"cpu" if on_host else "npu"}
+            assert not on_host or all(own["exp_avg"].is_pinned() for own in states)
+        run_memory.assert_equal(*ends)
 
 
 def checkpoint_round_trip(world: World) -> None:
@@ -144,6 +164,7 @@ def bridge(world: World) -> None:
 
 CHECKS: tuple[Callable[[World], None], ...] = (
     offload,
+    optimizer_on_host,
     run_memory.reference,
     run_memory.skipped,
     checkpoint_round_trip,

@@ -141,6 +141,7 @@ def test_state_is_kept_moved_and_restored(tmp_path: Path) -> None:
     passed = [line.removeprefix("PASSED ") for line in launched.stdout.splitlines() if line.startswith("PASSED ")]
     assert passed == [
         "offload",
+        "optimizer_on_host",
         "reference",
         "skipped",
         "checkpoint_round_trip",

@@ -35,6 +35,7 @@ from mega_rl.bridge.reshard.execute import Read
 from mega_rl.bridge.slices import Box, extents, indices
 from mega_rl.config.schema import AqnConfig, NormRole
 from mega_rl.errors import InputError
+from mega_rl.platform.rounding import NUM_BITS, round_stochastically
 
 ROUTER_NORM = "router_norm"
 DEFAULT_ROLES = ("input_layernorm", "post_attention_layernorm")
@@ -249,7 +250,8 @@ class SyncNoise:
         noisy = weight + own.noise[indices(box)].to(weight.device)
         if self.config.rounding == "stochastic" and out_dtype != torch.float32:
             assert own.rounding_bits is not None
-            return _round_stochastically(noisy, own.rounding_bits[indices(box)].to(weight.device), out_dtype)
+            assert out_dtype == torch.bfloat16, f"stochastic rounding to {out_dtype}"
+            return round_stochastically(noisy, own.rounding_bits[indices(box)].to(weight.device))
         return noisy if self.config.rounding == "fp32" else noisy.to(out_dtype)
 
     def _tensor_noise(self, hf_name: str, full_shape: tuple[int, ...]) -> _TensorNoise:
@@ -260,7 +262,7 @@ class SyncNoise:
             bits = None
             if self.config.rounding == "stochastic":
                 generator = _generator(f"aqn-v1|{seed}|{version}|{hf_name}|rounding")
-                bits = torch.from_numpy(generator.integers(0, 1 << 16, size=full_shape, dtype=numpy.int32))
+                bits = torch.from_numpy(generator.integers(0, 1 << NUM_BITS, size=full_shape, dtype=numpy.int32))
             self._drawn[hf_name] = _TensorNoise(torch.from_numpy(noise), bits, int.from_bytes(digest, "little"))
         return self._drawn[hf_name]
 
@@ -358,10 +360,3 @@ def _between(start: float, end: float, way: float) -> float:
 def _generator(key: str) -> numpy.random.Generator:
     digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
     return numpy.random.Generator(numpy.random.Philox(key=int.from_bytes(digest, "little")))
-
-
-def _round_stochastically(values: Tensor, bits: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Float32 to bfloat16, up with the probability of the part cut off: add 16 random bits, then truncate."""
-    assert out_dtype == torch.bfloat16, f"stochastic rounding to {out_dtype}"
-    kept = (values.contiguous().view(torch.int32) + bits) & -65536
-    return kept.view(torch.float32).to(out_dtype)

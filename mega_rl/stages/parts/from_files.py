@@ -119,10 +119,14 @@ def learn(
 ) -> tuple[Totals, dict[str, float]]:
     """One optimizer step: the figures over all ranks, and metrics by the last parts of their names. Collective.
 
+    With optimizer in ``memory.offload`` its state is on the host while there are activations.
+
     Args:
         is_read: more than the next forward and backward pass reads the weights.
     """
+    model.offload.to_host("optimizer")
     totals = totals_of(session.share, model.forward_backward(microbatches, loss))
+    model.offload.to_device("optimizer")
     step = model.optimizer_step(next_is_forward_backward=not is_read)
     warn_if_skipped(session.say, model, step)
     return totals, {

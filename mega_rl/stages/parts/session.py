@@ -21,7 +21,6 @@ from mega_rl.config.stage import ADAPTER, EXPORT, exports_adapter
 from mega_rl.data.tokenizer import load_tokenizer
 from mega_rl.errors import Stopped
 from mega_rl.megatron import checkpoint
-from mega_rl.megatron.optimizer import check_supported
 from mega_rl.megatron.policy import initialize_groups
 from mega_rl.megatron.saving import CheckpointWriter
 from mega_rl.models.flops import attention_slope
@@ -161,6 +160,10 @@ def describe(session: Session, found: Sequence[str]) -> None:
         session.say(line)
     if session.config.memory.offload and not here.has_own_memory:
         session.say(f"memory.offload does nothing on the {here.name} platform: its device memory is the host's")
+    if session.config.memory.optimizer_on_host and not here.has_own_memory:
+        session.say(
+            f"memory.optimizer_on_host saves nothing on the {here.name} platform: its device memory is the host's"
+        )
     ranks = gather_objects(own_name())
     if session.is_main:
         versions = [f"  {name} {version}" for name, version in installed().items() if version is not None]
@@ -200,7 +203,6 @@ def _opened(config: RunConfig, device: torch.device, store: dist.Store) -> Itera
         weights = HFReader(config.model.path)
         weights.check(shape)
         tokenizer = load_tokenizer(config.model.path)
-        check_supported(config.memory, device)
     initialize_groups(layout, config.trainer.seed, config.trainer.collective_timeout_s)
     here.seed(config.trainer.seed)
     output_dir = Path(config.trainer.output_dir)

@@ -504,12 +504,15 @@ def test_the_stable_phase_of_wsd_is_what_warm_up_and_decay_leave(config):
 
 
 @pytest.mark.parametrize(("key", "value"), [("optimizer_on_host", True), ("optimizer_state_dtype", "bfloat16")])
-def test_noise_reads_the_masters(config, key, value):
-    setattr(config.memory, key, value)
+@pytest.mark.parametrize("feature", ["optimizer-selection", "swap_optimizer"])
+def test_another_optimizer_of_mindspeed_has_no_state_to_move(config, key, value, feature):
+    config.platform.mindspeed.features = {feature: True}
     assert problems(config) == []
-    config.aqn.enabled = True
+    setattr(config.memory, key, value)
     (line,) = problems(config)
-    assert f"memory.{key}" in line and "aqn.enabled" in line
+    assert f"memory.{key}" in line and repr(feature) in line
+    config.platform.mindspeed.features = {"use_flash_attn": True}
+    assert problems(config) == []
 
 
 @pytest.mark.parametrize(("key", "value"), [("mask_spans", [["<a>", "</a>"]]), ("rewritten_history", "keep")])
@@ -569,9 +572,18 @@ def test_an_optimizer_on_the_host_is_not_offloaded(config):
     assert problems(config) == []
     config.memory.optimizer_on_host = True
     assert len(problems(config)) == 1
-    config.memory.optimizer_on_host, config.trainer.stage = False, "sft"
-    (line,) = problems(config)
-    assert "memory.offload" in line and "engine" in line
+    config.memory.optimizer_on_host = False
+
+
+@pytest.mark.parametrize("stage", ["pt", "sft", "rm", "dpo", "kto"])
+def test_without_an_engine_the_optimizer_alone_is_offloaded(config, stage):
+    config.trainer.stage = stage
+    before = problems(config)
+    config.memory.offload = ["optimizer"]
+    assert problems(config) == before
+    config.memory.offload = ["optimizer", "gradients"]
+    (line,) = (line for line in problems(config) if line not in before)
+    assert "memory.offload has 'gradients'" in line and "no engine" in line and "optimizer" in line
 
 
 def test_unrounded_noise_needs_a_float32_engine(config):

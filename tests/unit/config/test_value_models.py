@@ -12,7 +12,7 @@ from mega_rl.config.model import trained_shape
 from mega_rl.config.schema import RewardConfig
 from mega_rl.config.stage import model_directory
 from mega_rl.models.shape import SUFFIXES, ModelShape, parse_config
-from mega_rl.planning.memory_plan import Machine, make_plan
+from mega_rl.planning.memory_plan import Machine, RankMemory, make_plan
 
 LANGUAGE = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -158,13 +158,44 @@ def test_a_plan_has_the_further_models(config: RunConfig) -> None:
     config.rewards, config.algorithm.advantage = plain, "gae"
     both = make_plan(config, trained_shape(config), machine).ranks[0]
     added = {phase.name for phase in both.phases} - {phase.name for phase in alone.phases}
-    assert added == {"critic", "reward model"}
-    in_training = {item.name: item.num_bytes for item in both.phases[-1].items}
+    assert added == {"critic", "reward model", "save"}
+    in_training = named(both, "training")
     decoder = in_training["reward model"]  # bfloat16, as many weights as the policy: its output layer is its embedding
     assert decoder == pytest.approx(2 * (64 * 1000 + 2 * (64 * 64 * 2 + 64 * 64 + 3 * 64 * 64)), rel=0.02)
     assert in_training["critic"] == pytest.approx(9 * decoder, rel=0.02)  # 2 + 4 + 12 bytes a weight
     config.memory.offload = ["weights", "gradients", "optimizer"]
     away = make_plan(config, trained_shape(config), machine).ranks[0]
-    assert not {"critic", "reward model"} & {item.name for item in away.phases[-1].items}
+    assert not {"critic", "reward model"} & set(named(away, "training"))
     host = {item.name for item in away.host}
     assert {"critic away", "reward model away"} <= host
+
+
+def named(rank: RankMemory, phase: str) -> dict[str, int]:
+    (found,) = (one for one in rank.phases if one.name == phase)
+    return {item.name: item.num_bytes for item in found.items}
+
+
+def test_a_save_has_policy_and_critic_on_the_device(config: RunConfig) -> None:
+    machine = Machine(1, 1 << 34, 0, "cuda")
+    config.algorithm.advantage, config.rewards = "gae", [RewardConfig("exact_match")]
+    config.memory.offload = ["weights", "gradients", "optimizer"]
+    (rank,) = make_plan(config, trained_shape(config), machine).ranks
+    saved, working = named(rank, "save"), named(rank, "critic")
+    assert saved["critic"] == working["critic"] > 0 and {"weights", "gradients", "optimizer"} <= set(saved)
+    assert "optimizer" not in working
+
+
+def test_a_critic_has_its_optimizer_where_the_policy_has(config: RunConfig) -> None:
+    machine = Machine(1, 1 << 34, 0, "cuda")
+    config.algorithm.advantage, config.rewards = "gae", [RewardConfig("exact_match")]
+    (here,) = make_plan(config, trained_shape(config), machine).ranks
+    config.memory.optimizer_on_host = True
+    (there,) = make_plan(config, trained_shape(config), machine).ranks
+    host = {item.name: item.num_bytes for item in there.host}
+    for phase in ("training", "critic", "save"):
+        assert named(here, phase)["critic"] - named(there, phase)["critic"] == host["critic away"] > 0
+        assert "optimizer" not in named(there, phase)
+    assert host["optimizer on host"] == there.state.optimizer
+    config.memory.offload = ["weights", "gradients"]
+    (away,) = make_plan(config, trained_shape(config), machine).ranks
+    assert {item.name: item.num_bytes for item in away.host}["critic away"] == named(here, "critic")["critic"]

@@ -80,6 +80,20 @@ def test_adapters_take_the_bytes_that_are_planned(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_optimizers_state_takes_the_bytes_that_are_planned(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    launched = run((sys.executable, "benchmarks/optimizer.py", "--quick", "--json", str(path))).check()
+    document = json.loads(path.read_text())
+    (case,), losses = document["results"], document["losses"]
+    ways = case["ways"]
+    assert list(ways)[:2] == ["device, float32", "host, float32"] and len(ways) == 4
+    assert all(way["bytes"] == way["planned_bytes"] > 0 for way in ways.values())
+    assert ways["host, bfloat16"]["bytes"] < ways["host, float32"]["bytes"] == ways["device, float32"]["bytes"]
+    assert list(losses) == ["0.95", "0.999"] and all(len(one) == 3 for way in losses.values() for one in way.values())
+    assert [len(rows) for rows in tables(launched.stdout)] == [5, 3]
+
+
+@pytest.mark.slow
 def test_plan_of_a_large_model(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     launched = run((sys.executable, "benchmarks/plan.py", "--quick", "--json", str(path))).check()

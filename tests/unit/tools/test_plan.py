@@ -241,3 +241,37 @@ def test_bad_input_is_a_sentence(models: Path, arguments: list[str], expected: s
     with pytest.raises(InputError) as caught:
         TOOL.main([*options, *arguments])
     assert expected in str(caught.value)
+
+
+def sharding_table(page: str) -> list[tuple[list[str], list[str]]]:
+    """The keys and the figures of every row of the table that says what stands for ZeRO and FSDP."""
+    lines = (REPO / "docs" / page).read_text().split("## ZeRO", 1)[1].split("\n## ", 1)[0].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    return [(row[1].strip("`").split(), row[2:]) for row in rows[2:]]
+
+
+def test_the_table_of_zero_and_fsdp_is_what_the_plan_says(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = sharding_table("plan.md")
+    assert sharding_table("plan_zh.md") == table and len(table) == 9
+    for keys, figures in table:
+        _, found, _ = plan(capsys, models, "sft_qwen2.5_7b.yaml", "Qwen2.5-7B-Instruct", 8, *keys)
+        ranks = [(sum(items(one).values()), rank, one) for rank in found["ranks"] for one in rank["phases"]]
+        most, rank, _ = max(ranks, key=lambda found: found[0])
+        state, training = rank["state"], items(rank["phases"][0])
+        sizes = [state["weights"], state["gradients"], training.get("optimizer", 0), most]
+        sizes.append(sum(item["num_bytes"] for item in rank["host"]))
+        assert figures == [f"{size / GIB:.1f}" if size else "-" for size in sizes], keys
+
+
+def test_the_optimizer_between_updates(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is away while there are activations; on the host it passes the device in windows that are counted."""
+    phases = {}
+    for keys in ((), ("memory.offload=[optimizer]",), ("memory.optimizer_on_host=true",)):
+        _, figures, _ = plan(capsys, models, "sft_qwen2.5_7b.yaml", "Qwen2.5-7B-Instruct", 8, *keys)
+        phases[keys] = {one["name"]: items(one) for one in figures["ranks"][0]["phases"]}
+    here, away, on_host = phases.values()
+    assert list(here) == ["training"] and list(away) == list(on_host) == ["training", "update"]
+    assert "optimizer" not in away["training"] and away["update"]["optimizer"] == here["training"]["optimizer"] > 0
+    assert "optimizer" not in on_host["training"] | on_host["update"]
+    assert on_host["update"]["optimizer windows"] == 2 * 2**23 * 12
+    assert not any("activations" in one for one in (away["update"], on_host["update"]))
