@@ -12,8 +12,9 @@ from tests.launch import REPO, Launched, torchrun
 
 CPU = {"MEGA_RL_PLATFORM": "cpu", "PYTHONPATH": str(REPO)}  # without the wheels on its path, as on any machine
 NPU = {"MEGA_RL_PLATFORM": "npu"}
+HAS_MINDSPEED = importlib.util.find_spec("mindspeed") is not None
 NEEDS_MINDSPEED = pytest.mark.skipif(
-    importlib.util.find_spec("mindspeed") is None,
+    not HAS_MINDSPEED,
     reason="MindSpeed is not there, and on no package index: `make test-npu MINDSPEED=ITS_CHECKOUT`",
 )
 
