@@ -31,8 +31,8 @@ def after_atb(module: ModuleType) -> None:
 def after_extension(module: ModuleType) -> None:
     """vllm-ascend's compiled operators; its allocator for sleeping stays, over the pretended memory of a device.
 
-    What was imported by now is kept out of the collections of garbage, eight of which each engine asks for as it starts:
-    half a second each.
+    What was imported by now is kept out of the collections of garbage, eight of which each engine asks for as it
+    starts: half a second each.
     """
     kernels.replace("_C_ascend", ROLLOUT)
     gc.freeze()
