@@ -120,6 +120,8 @@ npu_rollout() {
         return
     fi
     rm -f "$home"/rollout/vllm/*.so # kernels for a CPU, of another torch; none is called on device npu
+    # what about twenty processes of the tests import, some seconds each if it is not compiled
+    "$venv/bin/python" -m compileall -q "$home/rollout/vllm" "$home/rollout/vllm_ascend" || true
     cp "$pin" "$home/rollout_installed.txt"
 }
 

@@ -42,7 +42,7 @@ from mega_rl.megatron.checkpoint import (
 )
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.offload import PARTS
-from mega_rl.megatron.writers import Shards, ShardStrategy, prepare_writers, writers_end_with_us
+from mega_rl.megatron.writers import Shards, ShardStrategy, WriterEndedError, prepare_writers, writers_end_with_us
 from mega_rl.parallel.collectives import gather_objects, gather_to_first, own_name, together
 
 UNFINISHED = (".step_*.incomplete", ".step_*.replaced")  # what a killed save leaves
@@ -183,6 +183,12 @@ class CheckpointWriter:
                     f"the checkpoint of step {step} cannot be written under {self.root} by {own_name()} "
                     f"({cause(self.root, error)}, {free_bytes(self.root):,} bytes free); free the disk or choose "
                     "another trainer.output_dir; earlier checkpoints are untouched"
+                ) from error
+            except WriterEndedError as error:
+                raise InputError(
+                    f"the checkpoint of step {step} is not written: a process of {own_name()} that was writing it "
+                    f"{error}; if the host is short of memory, take less of it (checkpoint.async_save, "
+                    "checkpoint.local, memory.offload); earlier checkpoints are untouched"
                 ) from error
 
 

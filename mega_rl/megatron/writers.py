@@ -9,12 +9,13 @@ import queue
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
+import psutil
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.exchange_utils import determine_main_replica_uniform_distribution
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
@@ -29,6 +30,10 @@ from mega_rl.bridge.files.manifest import Written, written
 
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
+
+
+class WriterEndedError(Exception):
+    """A process that was writing a checkpoint is gone, and its part with it; says how it ended."""
 
 
 class _Channel:
@@ -89,11 +94,12 @@ class Shards:
 
         Raises:
             OSError: a file was not written to its end.
+            WriterEndedError: nobody was left to write it.
         """
         results = self._writer.retrieve_write_results()
         if isinstance(results, tuple):  # an error, and where it was raised
-            error = results[0].__cause__ or results[0]
-            raise error if isinstance(error, OSError) else OSError(str(error))
+            error = results[0].__cause__ or WriterEndedError("ended without a report")
+            raise error if isinstance(error, OSError | WriterEndedError) else OSError(str(error))
         files: list[Written] | OSError = self._channel.get_nowait() if results else []
         if isinstance(files, OSError):
             raise files
@@ -114,11 +120,49 @@ def _write_and_report(
     write: Callable[..., None], root: Path, channel: _Channel, rank: int, buckets: list[Any], results: Any
 ) -> None:
     """Megatron's ``write``, then the sizes and digests of its files: who wrote a file hashes it."""
-    write(rank, buckets, results)
+    try:
+        with _noticing_ended_writers():
+            write(rank, buckets, results)
+    except WriterEndedError as error:
+        results.put(error)
+        return
     try:
         channel.put(written(root, [Path(path) for path, *_ in buckets]))
     except OSError as error:
         channel.put(error)
+
+
+@contextmanager
+def _noticing_ended_writers() -> Iterator[None]:
+    """Ends the wait for the processes that are forked in this block if one of them does not end well.
+
+    Megatron waits until each of them has reported, for ever if one is killed. The kernel's signal interrupts that.
+
+    Raises:
+        WriterEndedError: one of them ended badly; the others are killed.
+    """
+    this = psutil.Process()
+    others = set(this.children())
+
+    def look(*_: Any) -> None:
+        for writer in set(this.children()) - others:
+            with suppress(ChildProcessError):  # it was waited for
+                end = os.waitid(os.P_PID, writer.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if end is None or end.si_status == 0:
+                    continue
+                how = "exit status" if end.si_code == os.CLD_EXITED else "signal"
+                raise WriterEndedError(f"ended with {how} {end.si_status}")
+
+    before = signal.signal(signal.SIGCHLD, look)
+    try:
+        yield
+    except WriterEndedError:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for writer in set(this.children()) - others:
+            writer.kill()
+        raise
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 class ShardStrategy(TorchDistSaveShardedStrategy):

@@ -15,7 +15,7 @@ import torch
 from mega_rl import platform
 from mega_rl.config import RunConfig
 from mega_rl.errors import InputError, shown
-from mega_rl.parallel.collectives import join_world
+from mega_rl.parallel.collectives import join_world, own_name
 from mega_rl.parallel.store import keep_to_loopback
 
 TORCHRUN_MARK = "TORCHELASTIC_RUN_ID"  # an environment variable that torchrun gives to the processes it starts
@@ -70,6 +70,24 @@ def may_be_launcher(pid: int) -> bool:
         return pid != 1
 
 
+def out_of_memory(error: Exception) -> str | None:
+    """One sentence if an allocation of this rank failed: which rank, what it asked for, and which keys take less."""
+    of_device = isinstance(error, torch.OutOfMemoryError) or str(error).startswith("NPU out of memory")
+    of_host = isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
+    if not of_device and not of_host:
+        return None
+    if of_device:
+        whose, less = "device", "rollout.vllm.gpu_memory_utilization, set memory.recompute or memory.offload"
+    else:
+        whose, less = "host", "reward_workers.num_workers, use less of memory.offload, checkpoint.async_save"
+        less += " and checkpoint.local"
+    asked = (str(error).strip().splitlines() or [type(error).__name__])[0][:300].rstrip(".")
+    return (
+        f"{own_name()} ran out of its {whose}'s memory ({asked}): lower trainer.max_tokens_per_microbatch or {less}, "
+        "or spread the model over more ranks (parallel.*); tools/plan.py says what fits"
+    )
+
+
 def fail(error: Exception) -> None:
     """Say what is wrong and leave at once, so that torchrun ends the other ranks instead of letting them wait."""
     is_input = isinstance(error, InputError)
@@ -79,6 +97,8 @@ def fail(error: Exception) -> None:
         print(f"error: {error}", file=sys.stderr)
     else:
         traceback.print_exception(error)
+        if (sentence := out_of_memory(error)) is not None:
+            print(f"error: {sentence}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(2 if is_input else 1)

@@ -28,7 +28,7 @@ from tests.distributed.training import HELD, TRAIN, TinyWorld, metrics_of, steps
 from tests.families import ENGINE
 from tests.launch import Launched, free_port, started, torchrun, torchrun_command
 from tests.npu import emulation
-from tests.npu.platforms import CPU, NPU
+from tests.npu.platforms import CPU, HAS_MINDSPEED, NEEDS_MINDSPEED, NPU
 
 pytestmark = [
     pytest.mark.slow,
@@ -67,7 +67,21 @@ CASES = {
         (*COMMON, *BRIEF, *ONE_RANK, "rollout.placement=separate"), 1, 2, EXPERTS, True, is_separate=True
     ),
 }
+WITH_MINDSPEED = {
+    "experts over two ranks": Case(
+        (*COMMON, *BRIEF, "rollout.tensor_parallel_size=1", "parallel.tensor=1", "parallel.sequence=false")
+        + ("parallel.expert=2", "platform.mindspeed.mode=required"),
+        2,
+        2,
+        EXPERTS,
+        True,
+    )
+}
 RESUMED = "two ranks, killed and resumed"
+
+
+NAMES = [*CASES, *(pytest.param(name, marks=NEEDS_MINDSPEED) for name in WITH_MINDSPEED)]
+ALL = CASES | WITH_MINDSPEED
 
 
 @dataclass(frozen=True)
@@ -97,11 +111,11 @@ def ran(
     mixture: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Callable[[str], Ran]]:
-    """What a case left behind; all of them run once, two at a time, in the order of ``CASES``."""
+    """What a case left behind; all that can run do so once, two at a time, in the order of ``ALL``."""
     root = tmp_path_factory.mktemp("loop")
     with ThreadPoolExecutor(2) as pool:
         futures: dict[str, Future[Ran]] = {}
-        for number, (name, case) in enumerate(CASES.items()):
+        for number, (name, case) in enumerate((ALL if HAS_MINDSPEED else CASES).items()):
             arguments = ("--config", str(tiny_world.rl), *case.overrides)
             if case.is_mixture:
                 arguments = (*arguments, f"model.path={mixture}")
@@ -116,13 +130,13 @@ def both_platforms(name: str, root: Path, arguments: tuple[str, ...]) -> Ran:
     counts.mkdir()
     env = NPU | {emulation.COUNTS_VARIABLE: str(counts)}
     own = (*arguments, "platform.name=npu", f"trainer.output_dir={root / 'npu'}")
-    launch = kill_and_resume if name == RESUMED else beside_a_cluster if CASES[name].is_separate else torchrun_on
-    output = launch(own, CASES[name].num_ranks, env).check().stdout
+    launch = kill_and_resume if name == RESUMED else beside_a_cluster if ALL[name].is_separate else torchrun_on
+    output = launch(own, ALL[name].num_ranks, env).check().stdout
     replayed = (*arguments, "platform.name=cpu", f"trainer.output_dir={root / 'cpu'}", "rollout.vllm={}")
     replayed += (f"rollout.replay={root / 'npu' / 'rollouts'}",)
     replayed += ("rollout.placement=colocated", "bridge.verify=off", "logging.dump_rollouts=0")
-    replayed += ("checkpoint.save_freq=-1", "validation.test_freq=-1")
-    torchrun(TRAIN, *replayed, nproc=CASES[name].num_ranks, timeout=600, env=CPU).check()
+    replayed += ("checkpoint.save_freq=-1", "validation.test_freq=-1", "platform.mindspeed.mode=auto")
+    torchrun(TRAIN, *replayed, nproc=ALL[name].num_ranks, timeout=600, env=CPU).check()
     operators: Counter[str] = Counter()
     for file in counts.glob("*.json"):
         operators.update(json.loads(file.read_text()))
@@ -160,10 +174,10 @@ def steps_of(directory: Path) -> list[dict[str, float]]:
     return [row for step, row in sorted(metrics_of(directory).items()) if step]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_training_is_that_of_the_cpu(ran: Callable[[str], Ran], name: str) -> None:
     npu, cpu = steps_of(ran(name).npu), steps_of(ran(name).cpu)
-    assert len(npu) == len(cpu) == CASES[name].num_steps
+    assert len(npu) == len(cpu) == ALL[name].num_steps
     for own, expected in zip(npu, cpu, strict=True):
         compared = [key for key in expected if key.startswith(("actor/", "reward/", "response_length/"))]
         assert {"actor/loss", "actor/grad_norm", "reward/mean"} <= set(compared), compared
@@ -171,7 +185,7 @@ def test_training_is_that_of_the_cpu(ran: Callable[[str], Ran], name: str) -> No
             assert own[key] == pytest.approx(expected[key], rel=FLOAT32, abs=1e-7), key
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_trainer_and_engine_agree(ran: Callable[[str], Ran], name: str) -> None:
     for row in steps_of(ran(name).npu):
         if row["aqn/sigma"] == 0:
@@ -181,12 +195,12 @@ def test_trainer_and_engine_agree(ran: Callable[[str], Ran], name: str) -> None:
             assert 1e-3 < row["rollout/logprob_diff_mean"] < 1.0
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_operators_of_ascend_ran(
     ran: Callable[[str], Ran], name: str, report_operators: Callable[[str, Mapping[str, int]], None]
 ) -> None:
     operators = ran(name).operators
-    assert all(operators[operator] for operator in CASES[name].operators), operators
+    assert all(operators[operator] for operator in ALL[name].operators), operators
     report_operators(f"tools/train.py, {name}", operators)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from mega_rl.errors import InputError
 from mega_rl.platform.npu import NpuPlatform
 from tests.launch import REPO, Launched, run
+from tests.npu.platforms import NEEDS_MINDSPEED
 from tests.unit.platform.test_mindspeed import packages  # noqa: F401 - a fixture
 from tests.unit.tools.test_train import command, config  # noqa: F401 - a fixture
 
@@ -114,15 +114,14 @@ import torch
 from mega_rl import platform
 from mega_rl.config.schema import MindSpeedConfig
 platform.select("npu", None, MindSpeedConfig(mode="required", features={"use_flash_attn": True}))
-compiled = torch.compile
+import torch.distributed as dist
+compiled, all_reduce = torch.compile, dist.all_reduce
 print(*platform.prepare(), sep="\\n")
-assert torch.compile is compiled
+assert torch.compile is compiled and dist.all_reduce is dist.distributed_c10d.all_reduce is all_reduce
 """
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("mindspeed") is None, reason="MindSpeed is not installed; it is on no package index"
-)
+@NEEDS_MINDSPEED
 def test_the_real_mindspeed_patches_megatron() -> None:
     out = python(REAL).check().stdout
     assert "MindSpeed " in out and " replaced " in out and "megatron.core.transformer.transformer_config: " in out

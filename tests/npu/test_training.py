@@ -9,7 +9,6 @@ may be the next number, 2^-8 away.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -25,7 +24,7 @@ from tests.distributed import tiny_models
 from tests.distributed.layouts import Case
 from tests.distributed.training import SFT, TRAIN, metrics_of
 from tests.npu.figures import NUM_STEPS, Figures
-from tests.npu.platforms import on_cpu, on_npu
+from tests.npu.platforms import NEEDS_MINDSPEED, on_cpu, on_npu
 
 HERE = Path(__file__).parent
 NUM_LAYERS = 2
@@ -117,9 +116,9 @@ def test_figures_are_those_of_the_cpu(both: Both) -> None:
             assert largest_difference(list(ours.values()), list(theirs.values())) < WEIGHTS[dtype], where
 
 
-def test_mindspeed_is_used_if_it_is_there(both: Both) -> None:
-    is_there = importlib.util.find_spec("mindspeed") is not None
-    assert {figures.has_mindspeed for figures in both.npu.values()} == {is_there}
+@NEEDS_MINDSPEED
+def test_the_figures_are_of_a_trainer_that_mindspeed_has_patched(both: Both) -> None:
+    assert all(figures.has_mindspeed for figures in both.npu.values())
     assert not any(figures.has_mindspeed for figures in both.cpu.values())
 
 
@@ -136,18 +135,19 @@ def test_fused_operators_ran(both: Both, report_operators: Callable[[str, Mappin
 
 
 def test_state_is_kept_moved_and_restored(tmp_path: Path) -> None:
-    """Offload, checkpoints, generators, memory and the bridge's resharding, by two tensor-parallel ranks."""
+    """Offload, checkpoints, generators, memory and the bridge's resharding, by two ranks, experts apart."""
     launched = on_npu(HERE / "run_state.py", "--dir", tmp_path, nproc=2).check()
     passed = [line.removeprefix("PASSED ") for line in launched.stdout.splitlines() if line.startswith("PASSED ")]
     assert passed == [
-        "offload",
-        "optimizer_on_host",
-        "reference",
-        "skipped",
-        "checkpoint_round_trip",
-        "generators",
-        "memory",
-        "bridge",
+        "qwen2 offload",
+        "qwen2 optimizer_on_host",
+        "qwen2 reference",
+        "qwen2 skipped",
+        "qwen2 checkpoint_round_trip",
+        "qwen2 generators",
+        "qwen2 memory",
+        "qwen2 bridge",
+        "qwen3_moe checkpoint_round_trip",
     ]
 
 

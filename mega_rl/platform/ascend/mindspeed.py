@@ -75,8 +75,18 @@ NOT_CALLED = (
 )
 # What features ask of the rest of Megatron-LM's command line, as far as every run of mega_rl answers it alike.
 FACTS = ("--use-distributed-optimizer",)
-# Patches of torch that Megatron needs while it is imported, and that the engine in this process must not see.
-ONLY_AT_IMPORT = ("torch.compile", "torch.jit.script")
+# What MindSpeed replaces and gets back once Megatron is imported.
+PUT_BACK = (
+    # The engine in this process needs the compiler, which MindSpeed switches off.
+    "torch.compile",
+    "torch.jit.script",
+    # MindSpeed's reduces a copy of a float64 tensor, and drops the sum.
+    "torch.distributed.all_reduce",
+    # MindSpeed's leave an optimizer that has made no step yet without one, and refuse to load it: no run could resume.
+    "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.state_dict",
+    "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.load_state_dict",
+    "megatron.core.optimizer.optimizer.ChainedOptimizer._synchronize_steps",
+)
 
 
 def is_used(config: MindSpeedConfig) -> bool:
@@ -126,12 +136,21 @@ def enable(config: MindSpeedConfig) -> list[str]:
     _import_adaptor(command_line, [name for name in given if name not in OPERATORS])
     patches = importlib.import_module("mindspeed.patch_utils").MindSpeedPatchesManager.patches_info
     _refuse_without_effect(given, manager)
-    for name in ONLY_AT_IMPORT:
+    for name in PUT_BACK:
         if name in patches:
-            setattr(patches[name].orig_module, patches[name].orig_func_name, patches[name].orig_func)
+            _put_back(patches[name])
     _remove_empty("flash_attn")
-    lasting = {name: patch for name, patch in patches.items() if patch.is_applied and name not in ONLY_AT_IMPORT}
+    lasting = {name: patch for name, patch in patches.items() if patch.is_applied and name not in PUT_BACK}
     return report(given, lasting)
+
+
+def _put_back(patch: Any) -> None:
+    """Undo what MindSpeed did, who has replaced the function under its name in every module that had it."""
+    name, replaced = patch.orig_func_name, getattr(patch.orig_module, patch.orig_func_name)
+    setattr(patch.orig_module, name, patch.orig_func)
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(name) is replaced:  # asks no module that imports others to answer
+            setattr(module, name, patch.orig_func)
 
 
 def _remove_empty(package: str) -> None:

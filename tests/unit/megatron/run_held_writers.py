@@ -1,6 +1,7 @@
 """Stays amid a checkpoint for ever, with each writer process of Megatron at its first byte: ``plain|async DIRECTORY``.
 
-``plain``: this process forks the writers. ``async``: it forks one in the background, which forks them.
+``plain``: this process forks the writers. ``async``: it forks one in the background, which forks them, and looks after
+it as a run does in every step.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync  # noqa: E402
 
 from mega_rl.megatron import saving  # noqa: E402
+from mega_rl.parallel.process import fail  # noqa: E402
 
 
 def main() -> None:
@@ -41,9 +43,15 @@ def main() -> None:
     engine = MagicMock()
     engine.policy.layout.expert = 1
     engine.stepper.skipped.state_dict.return_value = {}
-    saving.CheckpointWriter(root, keep=0, is_async=mode == "async").save(1, engine, {})
-    time.sleep(600)
+    writer = saving.CheckpointWriter(root, keep=0, is_async=mode == "async")
+    writer.save(1, engine, {})
+    while True:
+        writer.poll()
+        time.sleep(0.05)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except Exception as error:  # noqa: BLE001 - as the entry of a run
+        fail(error)

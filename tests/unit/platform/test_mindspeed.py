@@ -37,6 +37,7 @@ class Feature:
 class MindSpeedFeaturesManager:
     FEATURES_LIST = [
         Feature("basic", {}, ["torch.compile", "victim.Class.method", "victim.function"], level=0),
+        Feature("torch", {}, ["torch.distributed.all_reduce"], level=0),
         Feature("buffer_pad", {"--buffer-pad": {"type": int}}, ["victim.pad"]),
         Feature("zero_memory", {"--zero-memory": {"choices": ["disable", "level0"]}}, ["victim.memory"]),
         Feature("reuse_param", {"--reuse-param": {"action": "store_true"}}, ["victim.reuse"]),
@@ -50,7 +51,7 @@ class MindSpeedFeaturesManager:
             feature.register_args(parser)
 """
 PATCHES = """
-import importlib
+import importlib, sys
 class Patch:
     def __init__(self, name, function):
         self.orig_module_name, self.orig_func_name = name.rsplit(".", 1)
@@ -60,6 +61,9 @@ class Patch:
             self.orig_module = self.orig_module.Class
         self.orig_func = getattr(self.orig_module, self.orig_func_name)
         setattr(self.orig_module, self.orig_func_name, function)
+        for other in list(sys.modules.values()):  # who has imported the function by its name
+            if getattr(other, "__dict__", {}).get(self.orig_func_name) is self.orig_func:
+                setattr(other, self.orig_func_name, function)
         self.is_applied = True
 class MindSpeedPatchesManager:
     patches_info = {}
@@ -170,12 +174,14 @@ import logging, sys, torch
 from mega_rl.config.schema import MindSpeedConfig
 from mega_rl.platform.ascend import mindspeed
 sys.argv = ["tool", "--config", "mine"]
-compiled = torch.compile
+import torch.distributed as dist
+compiled, all_reduce = torch.compile, dist.all_reduce
 lines = mindspeed.enable(MindSpeedConfig(features={"buffer-pad": 8, "use_flash_attn": True}))
 print(*lines, sep="\\n")
 import victim
 assert victim.function() == victim.Class().method() == victim.pad() == "patched" and victim.memory is print
 assert torch.compile is compiled and sys.argv == ["tool", "--config", "mine"]
+assert dist.all_reduce is dist.distributed_c10d.all_reduce is all_reduce
 assert logging.getLogger().level == logging.WARNING
 try:
     mindspeed.enable(MindSpeedConfig(features={"profile": True}))
