@@ -273,7 +273,7 @@ class GatesConfig:
 class ProfileConfig:
     """Which steps are recorded, as traces with a table of the costliest operators; docs/profile.md."""
 
-    steps: list[int] = field(default_factory=list)  # numbers of steps, from 1; the third is the first that is typical
+    steps: list[int] = field(default_factory=list)  # numbers of steps, from 1; the first two are seldom typical
     ranks: list[int] = field(default_factory=lambda: [0])  # numbers of the ranks that record them
 
 

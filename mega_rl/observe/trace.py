@@ -40,13 +40,12 @@ class _Event:
 
 
 def read_events(directory: Path) -> list[dict[str, Any]]:
-    """The events of the trace that a platform recorded in a directory."""
-    compressed = sorted(directory.glob("*.json.gz"))
-    if compressed:
-        with gzip.open(compressed[0], "rt", encoding="utf-8") as file:
-            found = json.load(file)
-    else:
-        found = json.loads(next(iter(sorted(directory.rglob("trace_view.json")))).read_text(encoding="utf-8"))
+    """The events of the trace that a platform recorded in a directory; none if its profiler failed."""
+    files = [*directory.glob("*.json.gz"), *directory.rglob("trace_view.json")]
+    if not files:
+        return []
+    with gzip.open(files[0]) if files[0].suffix == ".gz" else files[0].open("rb") as file:
+        found = json.load(file)
     events: list[dict[str, Any]] = found["traceEvents"] if isinstance(found, dict) else found
     return events
 

@@ -115,7 +115,11 @@ class NpuPlatform:
 
     def load(self) -> DeviceLoad | None:
         free_bytes, total_bytes = _torch_npu().mem_get_info(self._device)
-        return DeviceLoad(_torch_npu().utilization(self._device) / 100, total_bytes - free_bytes)
+        try:
+            busy = _torch_npu().utilization(self._device) / 100
+        except RuntimeError:  # a CANN that does not tell
+            busy = None
+        return DeviceLoad(busy, total_bytes - free_bytes)
 
     def peak_flops(self) -> float | None:
         return ascend_peak(_torch_npu().get_device_name(self._device))

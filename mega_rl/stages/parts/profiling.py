@@ -47,6 +47,9 @@ class Profiling:
             self._is_on = False
         with HEART.waiting("the table of the profile", is_for_ranks=False):
             costs = trace.costs_of(trace.read_events(directory))
+        if not costs:
+            self._say(f"warning: the profiler left no trace of step {number}, rank {self._rank}, in {directory}")
+            return
         title = f"Step {number}, rank {self._rank}: the costliest operators of each phase"
         replace_file(directory / trace.TABLE, trace.as_text(costs, title))
         self._say(f"profile of step {number}, rank {self._rank}: {directory / trace.TABLE}")
