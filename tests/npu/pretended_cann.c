@@ -101,12 +101,6 @@ int aclrtGetMemInfo(int32_t kind, size_t *free_bytes, size_t *total_bytes) {
     *free_bytes = *total_bytes - used_bytes[bound_device < 0 ? 0 : bound_device];
     return if_any_device();
 }
-struct utilisation { int32_t cube, vector, aicpu, memory; void *extension; };
-int aclrtGetDeviceUtilizationRate(int32_t device, struct utilisation *out) {
-    (void)device;
-    *out = (struct utilisation){40, 40, 0, 0, NULL}; /* percent */
-    return if_any_device();
-}
 int aclrtMemcpy(void *to, size_t room, const void *from, size_t bytes, int32_t kind) {
     (void)room; (void)kind;
     memcpy(to, from, bytes);
