@@ -107,7 +107,9 @@ _VALIDATION = (
 )
 _SPEED = (
     MetricSpec("throughput/tokens_per_s", "tokens/s", "trained tokens per second of step", "last", "{value:.0f} tok/s"),
-    MetricSpec("throughput/mfu", "fraction", "share of a device's peak in tflops_per_device", "last", "mfu {value:.0%}"),
+    MetricSpec(
+        "throughput/mfu", "fraction", "share of a device's peak in tflops_per_device", "last", "mfu {value:.0%}"
+    ),
     MetricSpec("throughput/tflops_per_device", "TFLOP/s", "model operations while the trainer computes", "last"),
     MetricSpec("device/utilisation", "fraction", "of the time in which a kernel ran, mean of the devices", "last"),
     MetricSpec("time/step_s", "s", "wall time of the whole step", "max", "{value:.1f} s"),
