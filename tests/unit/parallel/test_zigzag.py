@@ -25,7 +25,7 @@ def test_a_tail_makes_every_ranks_share_divisible() -> None:
 
 
 @given(LENGTHS, st.integers(2, 4), st.integers(1, 4))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_ranks_hold_every_token_once_and_work_equally_long(lengths: list[int], num_ranks: int, multiple: int) -> None:
     padded = padded_lengths(lengths, num_ranks, multiple)
     assert all(0 <= p - n < 2 * num_ranks for p, n in zip(padded, lengths, strict=False))
@@ -49,7 +49,7 @@ def test_a_part_sees_every_position_up_to_its_own_end() -> None:
 
 
 @given(LENGTHS, st.integers(2, 4), st.integers(1, 4))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_the_keys_of_a_part_are_those_before_its_queries(lengths: list[int], num_ranks: int, multiple: int) -> None:
     padded = padded_lengths(lengths, num_ranks, multiple)
     shares = [zigzag_positions(padded, num_ranks, rank) for rank in range(num_ranks)]
