@@ -157,8 +157,8 @@ class ActivationModel:
         if not self._gathers_keys:
             kept = tokens * (q + k + self.operators.attention_outputs * out) * item
             return kept + tokens * heads * 4 * self.operators.softmax_floats
-        # The keys and values that the two parts of every sequence see: all of them, and those of a part once more. Where
-        # no fused kernel does without, the masks of the longest sequence.
+        # The keys and values that the two parts of every sequence see: all, and those of a part once more. Without a
+        # fused kernel also the masks of the longest sequence.
         parts = 2 * self.layout.context
         seen = tokens * (parts + 1) // 2
         needs_mask = not self.operators.has_fused_norm
