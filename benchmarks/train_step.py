@@ -44,8 +44,6 @@ from mega_rl.types import DTYPES, Figures, Microbatch, Sequence, TokenStats
 OWN, PADDED, ALONE = "mega_rl", "transformers, padded", "transformers, one by one"
 LR, BETAS, WEIGHT_DECAY, CLIP = 1e-4, (0.9, 0.95), 0.01, 1.0
 GIB = 2**30
-# bf16 matrix products without sparsity, TFLOP/s, of the vendors' data sheets; others: --peak-tflops
-PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0}
 
 
 @dataclass(frozen=True)
@@ -163,17 +161,6 @@ def _right_padded(sequences: list[Sequence]) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def step_flops(case: Case, num_parameters: int, sequences: list[Sequence]) -> float:
-    """Forward and backward: 6 per weight and token; causal attention 6 * layers * width * sum of squared lengths.
-
-    Weights are those in matrix products: the tied embedding counts once, as the output layer. Source: PaLM's
-    definition of model FLOPs (arXiv 2204.02311, appendix B), the masked half of the attention left out.
-    """
-    lengths = [s.loss_mask.numel() for s in sequences]
-    attention = 6 * case.model["num_hidden_layers"] * case.model["hidden_size"] * sum(n * n for n in lengths)
-    return 6.0 * num_parameters * sum(lengths) + attention
-
-
 def timed(step: Callable[[], float]) -> tuple[float, float]:
     """Seconds, and CPU seconds of this process: what other programs take does not count there."""
     begin, cpu_begin = time.perf_counter(), time.process_time()
@@ -234,7 +221,8 @@ def run_case(name: str, case: Case, layout: ParallelLayout, arguments: argparse.
         "cpu_speedup": speedups(cpu_seconds),
     }
     if here.name != "cpu":
-        achieved = step_flops(case, num_parameters, sequences) / statistics.median(seconds[OWN]) / 1e12
+        flops = own.engine.policy.flops.of([s.loss_mask.numel() for s in sequences], with_gradient=True)
+        achieved = flops / statistics.median(seconds[OWN]) / 1e12
         result |= {"tflops": achieved, "mfu": achieved / peak_tflops(arguments), "peak_bytes": peak_bytes}
     return result
 
@@ -243,11 +231,12 @@ def peak_tflops(arguments: argparse.Namespace) -> float:
     """Of this device; raises InputError where it is neither given nor known."""
     if arguments.peak_tflops:
         return float(arguments.peak_tflops)
-    name = torch.get_device_module(platform.current().name).get_device_name()
-    known = [value for part, value in PEAK_TFLOPS.items() if part in name]
-    if not known:
-        raise InputError(f"--peak-tflops is missing and {name} is not in the list; give its dense bf16 TFLOP/s")
-    return known[0]
+    known = platform.current().peak_flops()
+    if known is None:
+        raise InputError(
+            "--peak-tflops is missing, and the peak of this device is not known; give its dense bf16 TFLOP/s"
+        )
+    return known / 1e12
 
 
 def report(results: list[dict[str, Any]], arguments: argparse.Namespace) -> None:

@@ -355,6 +355,12 @@ class Microbatch:
     def num_tokens(self) -> int:
         return int(self.token_ids.numel())
 
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence, the tail left out; of a micro-batch whose tensors are on the host."""
+        borders = self.cu_seqlens[: len(self.sequence_indices) + 1].tolist()
+        return [end - start for start, end in pairwise(borders)]
+
     def replace(self, **changes: Any) -> Microbatch:
         return dataclasses.replace(self, **changes)
 

@@ -11,7 +11,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from mega_rl.config import save_resolved
 from mega_rl.config.schema import RunConfig
-from mega_rl.observe import Observer, run_log
+from mega_rl.observe import run_log
+from mega_rl.observe.observer import Observer
 from mega_rl.observe.run_log import RunLog
 from mega_rl.observe.sinks import ShownSample
 from mega_rl.rollout.collect import PromptGroup

@@ -144,6 +144,8 @@ RULES: dict[str, Rule] = {
     "trainer.collective_timeout_s": between(1, MANY),
     "trainer.stall_timeout_s": between(1, MANY),
     "trainer.max_skipped_steps": between(0, MANY),
+    "trainer.profile.steps": list_of(between(1, MANY)),
+    "trainer.profile.ranks": list_of(between(0, MANY)),
     "validation.test_freq": step_interval(),
     "checkpoint.save_freq": nullable(step_interval()),
     "checkpoint.keep_checkpoints": between(0, MANY),
@@ -157,6 +159,7 @@ RULES: dict[str, Rule] = {
     "logging.dump_rollouts": between(-1, MANY),
     "platform.name": text(),  # the platform package knows the names
     "platform.num_threads": nullable(between(1, 4096)),
+    "platform.peak_tflops": nullable(above(0, 1 << 20)),
     "rollout.num_engines": between(1, 1 << 16),
     "rollout.tensor_parallel_size": between(1, MANY),
     "rollout.n": between(1, 1 << 16),

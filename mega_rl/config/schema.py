@@ -277,6 +277,14 @@ class GatesConfig:
 
 
 @dataclass
+class ProfileConfig:
+    """Which steps are recorded, as traces with a table of the costliest operators; docs/profile.md."""
+
+    steps: list[int] = field(default_factory=list)  # numbers of steps, from 1; the first two are seldom typical
+    ranks: list[int] = field(default_factory=lambda: [0])  # numbers of the ranks that record them
+
+
+@dataclass
 class TrainerConfig:
     """What is run, how long, and where it writes."""
 
@@ -296,6 +304,7 @@ class TrainerConfig:
     max_skipped_steps: int = 5  # a run ends after so many optimizer steps in a row without finite gradients; 0: never
     logprob_chunk_tokens: int = 1024  # tokens per chunk when computing log-probabilities; bounds the float32 logits
     gates: GatesConfig = field(default_factory=GatesConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     # More fields of Megatron-core's TransformerConfig; config/megatron_fields.py says which, and why not the others.
     megatron: dict[str, Any] = field(default_factory=dict)
 
@@ -357,6 +366,9 @@ class PlatformConfig:
     # cpu, cuda or npu; auto: what the environment variable MEGA_RL_PLATFORM says, else the first that is present
     name: str = "auto"
     num_threads: int | None = None  # CPU threads per rank; null: this host's cores / its ranks
+    # 10^12 operations per second that one device reaches at most in bfloat16 matrix products, for throughput/mfu; null:
+    # what is known of the chip
+    peak_tflops: float | None = None
     deterministic: bool = False  # the same run on the same devices gives the same bits; slower
     mindspeed: MindSpeedConfig = field(default_factory=MindSpeedConfig)
 

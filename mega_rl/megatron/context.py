@@ -47,8 +47,8 @@ def local_input(microbatch: Microbatch, context_parallel_group: Any, multiple: i
         token_ids, target_ids, position_ids = (x[None] for x in tokens)
         return LocalInput(token_ids, target_ids, position_ids, packing, None, microbatch.routed_experts)
     padded = padded_lengths(lengths, num_ranks, multiple)
-    sources = torch.tensor(unpadded_positions(lengths, padded))
-    shares = [torch.tensor(zigzag_positions(padded, num_ranks, rank)) for rank in range(num_ranks)]
+    sources = unpadded_positions(lengths, padded)
+    shares = [zigzag_positions(padded, num_ranks, rank) for rank in range(num_ranks)]
     sources_of_all = sources[torch.cat(shares)]
     places = torch.nonzero(sources_of_all != PADDING)[:, 0]
     pack_order = torch.empty_like(places)

@@ -21,6 +21,7 @@ from torch import Tensor
 from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.bridge.mapping.adapter import adapter_series
 from mega_rl.bridge.mapping.megatron import chunk_prefix, rank_series
+from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.mapping.tuning import tuning_plan
 from mega_rl.bridge.series import Series, slices_of
 from mega_rl.bridge.slices import Box, Slice
@@ -33,8 +34,10 @@ from mega_rl.megatron.routing import Routing
 from mega_rl.megatron.spec import TrainerSpec
 from mega_rl.megatron.tuning.plan import tune
 from mega_rl.megatron.value import NewScore
+from mega_rl.models.flops import pass_flops
 from mega_rl.models.shape import ModelShape
 from mega_rl.observe.heartbeat import HEART
+from mega_rl.observe.work import WORK
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.types import Microbatch, TokenStats
 
@@ -110,6 +113,7 @@ class MegatronPolicy:
         self.chunks: list[PolicyModel] = build_model(spec, shape, device)
         self.plan = tuning_plan(spec.tuning, shape)
         self.adapters = tune(self.chunks, self.plan, shape, layout, spec.seed)
+        self.flops = pass_flops(shape, hf_tensors(shape), self.plan.trained, self.plan.adapters.ranks)
         self.parameters: dict[str, torch.nn.Parameter] = {}
         self.is_replaced = False  # inside of ``replaced``
         self.frozen: dict[str, Tensor] = {}  # weights of the model that are no parameters: no gradient reaches them
@@ -256,6 +260,8 @@ class MegatronPolicy:
             local = local_input(microbatch, parallel_state.get_context_parallel_group(), multiple)
             local.packing.routing = self.routing_of(microbatch, local, recorded[number] if recorded else None)
             HEART.mark()
+            if module is chunks[0]:
+                WORK.add(self.flops.of(on_host.lengths, with_gradient=not forward_only))
             output = module(
                 local.token_ids, local.position_ids, None, labels=local.target_ids, packed_seq_params=local.packing
             )

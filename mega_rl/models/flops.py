@@ -1,41 +1,146 @@
-"""What a token costs: the weights that multiply it, and the attention to the tokens before it."""
+"""Floating-point operations of one pass of a model, counted tensor by tensor from what the model has to compute.
+
+A matrix product of n weights takes 2 n operations (a multiplication and an addition) per token in the forward pass, 2 n
+for the gradient of its weights where they are trained, and 2 n for the gradient of its input where something before it
+is trained. Attention is counted for the pairs of a query and a key that it sees, so one half of the square of a
+sequence's length. Not counted: what an implementation does more than that (recomputed activations, masked or padded
+positions, logits that are computed twice) and what is no matrix product. Source of the convention: PaLM (arXiv
+2204.02311, appendix B), here with frozen weights and the masked half of attention taken as they are.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
 from mega_rl.models.shape import ModelShape
 
-
-def matmul_weights(shape: ModelShape) -> int:
-    """Weights that one token is multiplied by: of its own experts only, the output layer included, no embedding."""
-    layers = sum(_attention_weights(shape) + _mlp_weights(shape, layer) for layer in range(shape.num_layers))
-    return layers + shape.hidden_size * shape.vocab_size
+Sizes = Mapping[str, tuple[int, ...]]  # Hugging Face tensor -> its shape
 
 
-def attention_slope(shape: ModelShape) -> float:
-    """1 / the number of tokens of a sequence at which causal attention costs as much as all matrix products.
+@dataclass(frozen=True)
+class PassFlops:
+    """Operations of one pass over packed sequences; a pair is a query and a key that it sees, in all layers and heads.
 
-    A token's matrix products take 2 FLOPs a weight. Its attention, to n / 2 keys on average in a sequence of n tokens,
-    takes 2 FLOPs for each key and column of the queries, and 2 for each key and column of the values.
+    The gradient's operations come on top of those of the forward pass.
     """
-    query_columns = shape.num_heads * (shape.latent.key_dim if shape.latent else shape.head_dim)
-    return shape.num_layers * (query_columns + shape.attention_size) / (2 * matmul_weights(shape))
+
+    forward_per_token: float
+    forward_per_pair: float
+    backward_per_token: float
+    backward_per_pair: float
+
+    def of(self, lengths: Iterable[int], with_gradient: bool) -> float:
+        """Operations of sequences of so many tokens each: their forward pass, or forward and backward pass."""
+        tokens = pairs = 0
+        for length in lengths:
+            tokens += length
+            pairs += length * (length + 1) // 2
+        total = self.forward_per_token * tokens + self.forward_per_pair * pairs
+        if with_gradient:
+            total += self.backward_per_token * tokens + self.backward_per_pair * pairs
+        return total
+
+    @property
+    def attention_slope(self) -> float:
+        """1 / the number of tokens of a sequence at which its attention costs as much as all matrix products."""
+        return self.forward_per_pair / (2 * self.forward_per_token)
 
 
-def _attention_weights(shape: ModelShape) -> int:
-    hidden, heads, latent = shape.hidden_size, shape.num_heads, shape.latent
-    out = shape.attention_size * hidden
-    if latent is None:
-        return hidden * (shape.q_size + 2 * shape.kv_size) + out
-    queries = heads * latent.key_dim
-    q = hidden * queries if latent.q_rank is None else latent.q_rank * (hidden + queries)
-    down = hidden * (latent.kv_rank + latent.rope_dim)
-    return q + down + latent.kv_rank * heads * (latent.nope_dim + latent.value_dim) + out
+def pass_flops(
+    shape: ModelShape, sizes: Sizes, trained: Collection[str] | None = None, ranks: Mapping[str, int] | None = None
+) -> PassFlops:
+    """What a pass of the model costs.
+
+    Args:
+        shape: the model.
+        sizes: every tensor of its checkpoint.
+        trained: the tensors that are trained whole; None: all.
+        ranks: weight -> rank of the adapter beside it.
+    """
+    count = _Count(sizes, trained, ranks or {})
+    embedding = f"{shape.decoder}.embed_tokens.weight"
+    needs = count.trains(embedding)
+    for layer in range(shape.num_layers):
+        name = f"{shape.decoder}.layers.{layer}."
+        needs = _attention(count, shape, name, needs) or needs
+        normed = needs or count.trains(f"{name}post_attention_layernorm.weight")
+        is_mixture = shape.has_experts(layer)
+        needs = (_experts(count, shape, name, normed) if is_mixture else _mlp(count, f"{name}mlp", normed)) or needs
+    needs = needs or count.trains(f"{shape.decoder}.norm.weight")
+    count.product("score.weight" if shape.head == "value" else embedding if shape.tied else "lm_head.weight", needs)
+    return PassFlops(count.forward, count.pair_forward, count.backward, count.pair_backward)
 
 
-def _mlp_weights(shape: ModelShape, layer: int) -> int:
-    """Gate, up and down projections, and the router of a layer with experts."""
+@dataclass
+class _Count:
+    """Operations so far. ``needs``: whether a gradient is wanted of a value, as something before it is trained."""
+
+    sizes: Sizes
+    trained: Collection[str] | None
+    ranks: Mapping[str, int]
+    forward: float = field(default=0.0, init=False)  # per token
+    backward: float = field(default=0.0, init=False)
+    pair_forward: float = field(default=0.0, init=False)
+    pair_backward: float = field(default=0.0, init=False)
+
+    def trains(self, name: str) -> bool:
+        """Whether the model has this tensor and trains it."""
+        return name in self.sizes and (self.trained is None or name in self.trained)
+
+    def product(self, weight: str, needs: bool, share: float = 1.0) -> bool:
+        """A linear layer that ``share`` of the tokens pass, with its adapter; returns whether its output ``needs``."""
+        rows, columns = self.sizes[weight]
+        own = rows * columns * share
+        is_trained = self.trains(weight)
+        self.forward += 2 * own
+        self.backward += 2 * own * (is_trained + needs)
+        rank = self.ranks.get(weight, 0)
+        a, b = rank * columns * share, rank * rows * share
+        self.forward += 2 * (a + b)
+        self.backward += 2 * (a + b) + 2 * b + 2 * a * needs
+        return needs or is_trained or rank > 0 or self.trains(f"{weight.removesuffix('weight')}bias")
+
+    def attention(self, shape: ModelShape, q: bool, k: bool, v: bool) -> bool:
+        scores = 2 * shape.num_heads * (shape.latent.key_dim if shape.latent else shape.head_dim)
+        values = 2 * shape.attention_size
+        self.pair_forward += scores + values
+        # The gradients of the probabilities, the values, the queries and the keys.
+        self.pair_backward += values * ((q or k) + v) + scores * (q + k)
+        return q or k or v
+
+
+def _attention(count: _Count, shape: ModelShape, name: str, needs: bool) -> bool:
+    x = needs or count.trains(f"{name}input_layernorm.weight")
+    name += "self_attn."
+    if shape.latent is None:
+        q, k, v = (count.product(f"{name}{part}_proj.weight", x) for part in "qkv")
+        q, k = (value or count.trains(f"{name}{part}_norm.weight") for part, value in (("q", q), ("k", k)))
+    else:
+        if shape.latent.q_rank is not None:
+            x_of_q = count.product(f"{name}q_a_proj.weight", x) or count.trains(f"{name}q_a_layernorm.weight")
+            q = count.product(f"{name}q_b_proj.weight", x_of_q)
+        else:
+            q = count.product(f"{name}q_proj.weight", x)
+        down = count.product(f"{name}kv_a_proj_with_mqa.weight", x)
+        k = v = count.product(f"{name}kv_b_proj.weight", down or count.trains(f"{name}kv_a_layernorm.weight"))
+    return count.product(f"{name}o_proj.weight", count.attention(shape, q, k, v))
+
+
+def _mlp(count: _Count, name: str, needs: bool, share: float = 1.0) -> bool:
+    gate, up = (count.product(f"{name}.{part}_proj.weight", needs, share) for part in ("gate", "up"))
+    return count.product(f"{name}.down_proj.weight", gate or up, share)
+
+
+def _experts(count: _Count, shape: ModelShape, name: str, needs: bool) -> bool:
+    """A router, the experts, of which every one takes its even share of the tokens, and what all tokens pass."""
     mixture = shape.mixture
-    if mixture is None or not shape.has_experts(layer):
-        return 3 * shape.hidden_size * shape.ffn_size
-    width = mixture.experts_per_token * mixture.ffn_size + mixture.shared_ffn_size
-    return shape.hidden_size * (3 * width + mixture.num_experts + mixture.shared_gate)
+    assert mixture is not None
+    found = [count.product(f"{name}mlp.gate.weight", needs)]
+    share = mixture.experts_per_token / mixture.num_experts
+    found += [_mlp(count, f"{name}mlp.experts.{expert}", needs, share) for expert in range(mixture.num_experts)]
+    if mixture.shared_ffn_size:
+        found.append(_mlp(count, f"{name}mlp.{mixture.shared_name}", needs))
+    if mixture.shared_gate:
+        found.append(count.product(f"{name}mlp.shared_expert_gate.weight", needs))
+    return any(found)

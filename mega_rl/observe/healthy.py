@@ -55,6 +55,8 @@ HEALTHY: dict[str, str] = {
     "val-core/*/acc/mean@*": "rises and comes nearer to the greedy one",
     "val-core/*/acc/best@*": "does not fall: a fall is lost variety",
     "throughput/tokens_per_s": "steady to within a tenth after the first steps",
+    "throughput/mfu": "0.35 to 0.5 with long sequences of a dense model in bfloat16; far less: see docs/profile.md",
+    "device/utilisation": "above 0.9 in a run without an engine; it says that kernels ran, not that they are fast",
     "rollout/tokens_per_s": "steady to within a tenth after the first steps, at equal lengths",
     "time/step_s": "steady; the first step is longer",
     "time/sync_s": "at most a tenth of time/step_s",

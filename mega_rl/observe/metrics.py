@@ -20,6 +20,8 @@ PHASES = (
     *("generate", "sync", "reward", "old_logprobs", "reference_logprobs", "values", "critic"),
     *("update", "validate", "save", "step"),
 )
+# In which the trainer's models compute: what throughput/mfu goes by.
+PHASES_OF_TRAINER = ("old_logprobs", "reference_logprobs", "values", "critic", "update")
 
 
 # In reading order.
@@ -105,6 +107,11 @@ _VALIDATION = (
 )
 _SPEED = (
     MetricSpec("throughput/tokens_per_s", "tokens/s", "trained tokens per second of step", "last", "{value:.0f} tok/s"),
+    MetricSpec(
+        "throughput/mfu", "fraction", "share of a device's peak in tflops_per_device", "last", "mfu {value:.0%}"
+    ),
+    MetricSpec("throughput/tflops_per_device", "TFLOP/s", "model operations while the trainer computes", "last"),
+    MetricSpec("device/utilisation", "fraction", "of the time in which a kernel ran, mean of the devices", "last"),
     MetricSpec("time/step_s", "s", "wall time of the whole step", "max", "{value:.1f} s"),
     *(
         MetricSpec(f"time/{phase}_s", "s", f"wall time of the phase {phase}, slowest rank", "max")
@@ -118,6 +125,9 @@ _MEMORY = (
     MetricSpec("memory/peak_device_gib", "GiB", "device memory of the largest rank, in the run so far", "max"),
     MetricSpec("memory/peak_host_gib/*", "GiB", "the same within one phase of the step", "max"),
     MetricSpec("memory/peak_device_gib/*", "GiB", "the same within one phase of the step", "max"),
+    MetricSpec("device/memory_used_gib", "GiB", "on the fullest device, all processes, seen once a second", "max"),
+    MetricSpec("device/memory_reserved_gib", "GiB", "held by torch's cache as the step ends, largest rank", "max"),
+    MetricSpec("device/memory_total_gib", "GiB", "that a device has", "max"),
     MetricSpec("rollout/routing_bytes", "bytes", "experts of the step's tokens, over all ranks", "last"),
 )
 _SYNC = (
@@ -176,6 +186,7 @@ CHARTS: Mapping[str, tuple[str, ...]] = {
     "gradient norm": ("actor/grad_norm", "critic/grad_norm"),
     "gates of the first step": ("gate/reference", "gate/ppo_kl", "gate/ratio", "gate/engine"),
     "accuracy": ("val-core/*/greedy/acc", "val-core/*/acc/mean@*", "val-core/*/acc/best@*"),
+    "memory of the device": ("device/memory_used_gib", "device/memory_reserved_gib", "device/memory_total_gib"),
     "peak memory": ("memory/peak_host_gib", "memory/peak_device_gib"),
     "host memory of the phases": ("memory/peak_host_gib/*",),
     "device memory of the phases": ("memory/peak_device_gib/*",),

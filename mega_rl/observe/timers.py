@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from mega_rl.observe.heartbeat import HEART
 from mega_rl.observe.metrics import match
@@ -15,19 +15,24 @@ GIB = 1 << 30
 class Timers:
     """``with timers("generate"): ...`` adds wall time to a phase; phases may nest, but not inside themselves.
 
-    With ``memory`` each phase also has its peaks, those of the phases within it included.
+    With ``memory`` each phase also has its peaks, those of the phases within it included. ``within`` is a context that
+    every phase runs in, given its name.
 
     Accelerator work that was only queued is not waited for: synchronise inside the block if that matters.
     """
 
     def __init__(
-        self, clock: Callable[[], float] = time.perf_counter, memory: Callable[[], Mapping[str, int]] = dict
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        memory: Callable[[], Mapping[str, int]] = dict,
+        within: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._clock = clock  # seconds, monotonic
         self._seconds: dict[str, float] = {}
         self._running: set[str] = set()
         self._memory = memory  # peak bytes since its last call, by place: "host", "device"
         self._peaks: dict[str, int] = {}  # metric name -> bytes
+        self._within = within
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -43,7 +48,7 @@ class Timers:
         self._running.add(name)
         begin = self._clock()
         try:
-            with HEART.during(phase):
+            with HEART.during(phase), self._within(phase):
                 yield
         finally:
             self._take_peaks()
@@ -55,6 +60,11 @@ class Timers:
         name = f"time/{phase}_s"
         match(name)
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Metric name -> seconds of all blocks that ended since the last ``collect``."""
+        return self._seconds
 
     def collect(self) -> dict[str, float]:
         """Metric name -> seconds of all blocks that ended since the last call, and begins anew."""

@@ -157,10 +157,13 @@ class ActivationModel:
         if not self._gathers_keys:
             kept = tokens * (q + k + self.operators.attention_outputs * out) * item
             return kept + tokens * heads * 4 * self.operators.softmax_floats
-        # Every rank has all keys and values; a mask says which of them its two parts of a sequence see.
-        everything = tokens * self.layout.context
-        mask = -(-self.tokens.longest // self.layout.context) * self.tokens.longest * item
-        return (tokens * (q + 2 * out) + everything * 2 * k) * item + tokens * heads * 4 + mask
+        # The keys and values that the two parts of every sequence see: all, and those of a part once more. Without a
+        # fused kernel also the masks of the longest sequence.
+        parts = 2 * self.layout.context
+        seen = tokens * (parts + 1) // 2
+        needs_mask = not self.operators.has_fused_norm
+        mask = (parts + 1) * (-(-self.tokens.longest // parts)) ** 2 * item if needs_mask else 0
+        return (tokens * (q + 2 * out) + seen * 2 * k) * item + tokens * heads * 4 + mask
 
     def _latent_projections(self) -> int:
         """Compressed queries, keys and values, and what they are multiplied out to."""

@@ -7,8 +7,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.config.schema import RunConfig
-from mega_rl.models.flops import attention_slope, matmul_weights
+from mega_rl.models.flops import pass_flops
 from mega_rl.models.shape import ModelShape
 from mega_rl.planning.engine import engine_weight_bytes
 from mega_rl.types import DTYPES
@@ -53,10 +54,11 @@ def speeds(config: RunConfig, shape: ModelShape, device: Device, mean_tokens: fl
     width = latent.kv_rank + latent.rope_dim if latent else 2 * shape.kv_size / min(tensor, shape.num_kv_heads)
     context = config.data.max_prompt_length / 2 + mean_tokens / 2
     read_s = shape.num_layers * width * item * context / bytes_per_s
-    multiply_s = 2 * matmul_weights(shape) / tensor / (device.flops_per_s * DECODING_SHARE)
+    one = pass_flops(shape, hf_tensors(shape))
+    multiply_s = one.forward_per_token / tensor / (device.flops_per_s * DECODING_SHARE)
     # Forward and backward pass; one more forward pass for the reference model, and for pi_old with several minibatches.
     passes = 3 + (config.algorithm.kl_coefficient > 0) + (config.algorithm.minibatches_per_step > 1)
-    flops = 2 * passes * matmul_weights(shape) * (1 + attention_slope(shape) * mean_tokens)
+    flops = passes * one.forward_per_token * (1 + one.attention_slope * mean_tokens)
     return Speeds(
         engine_weight_bytes(config, shape) / bytes_per_s,
         read_s + multiply_s,

@@ -12,7 +12,7 @@ import torch.utils.deterministic
 from mega_rl.config.schema import MindSpeedConfig
 from mega_rl.errors import InputError
 from mega_rl.platform import environment
-from mega_rl.platform.base import MemoryStats, Platform, ProcessRole, Setting
+from mega_rl.platform.base import DeviceLoad, MemoryStats, Platform, ProcessRole, Setting
 from mega_rl.platform.cpu import CpuPlatform
 from mega_rl.platform.cuda import CudaPlatform
 from mega_rl.platform.environment import Applied
@@ -21,6 +21,7 @@ from mega_rl.platform.roles import engine_role, trainer_role
 
 __all__ = [
     "PLATFORMS",
+    "DeviceLoad",
     "MemoryStats",
     "Platform",
     "ProcessRole",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +23,14 @@ class MemoryStats:
     device_peak_bytes: int  # most in tensors since the last ``reset_peak_memory``
     device_total_bytes: int  # what the device has
     host_peak_bytes: int
+
+
+@dataclass(frozen=True)
+class DeviceLoad:
+    """What the driver says of the device at this moment, all processes that use it together."""
+
+    busy: float | None  # share of the driver's last sampling period in which a kernel ran, 0 to 1; None: it cannot tell
+    used_bytes: int
 
 
 @dataclass(frozen=True)
@@ -108,6 +118,18 @@ class Platform(Protocol):
 
     def reset_peak_memory(self) -> bool:
         """Start a new peak on device and host; False if the host's stays that of the whole process."""
+
+    def load(self) -> DeviceLoad | None:
+        """What the device does now, asked of the driver without waiting for it; None if there is no device of its own.
+
+        Any thread may call it after ``set_device``.
+        """
+
+    def peak_flops(self) -> float | None:
+        """Operations per second that the device reaches at most, in bfloat16 matrix products; None: not known."""
+
+    def recorded(self, directory: Path) -> AbstractContextManager[None]:
+        """Records operators and kernels of the block; afterwards a trace of them is in ``directory``."""
 
     def seed(self, seed: int) -> None:
         """Seed torch's generators, the device's included."""

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity
 
 from mega_rl.config.schema import MindSpeedConfig
 from mega_rl.platform import accelerator
-from mega_rl.platform.base import MemoryStats, ProcessRole, Setting
+from mega_rl.platform.base import DeviceLoad, MemoryStats, ProcessRole, Setting
 from mega_rl.platform.host import host_peak_bytes, reset_host_peak
 from mega_rl.platform.operators.torch_kernels import TorchOperators
+from mega_rl.platform.trace import recorded
 
 
 class CpuPlatform:
@@ -59,6 +63,15 @@ class CpuPlatform:
 
     def reset_peak_memory(self) -> bool:
         return reset_host_peak()
+
+    def load(self) -> DeviceLoad | None:
+        return None
+
+    def peak_flops(self) -> float | None:
+        return None
+
+    def recorded(self, directory: Path) -> AbstractContextManager[None]:
+        return recorded(directory, [ProfilerActivity.CPU])
 
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed)

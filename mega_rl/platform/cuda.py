@@ -6,17 +6,22 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity
 
 from mega_rl.config.schema import MindSpeedConfig
 from mega_rl.errors import InputError
-from mega_rl.platform.base import MemoryStats, ProcessRole, Setting
+from mega_rl.platform.base import DeviceLoad, MemoryStats, ProcessRole, Setting
 from mega_rl.platform.host import host_peak_bytes, reset_host_peak
 from mega_rl.platform.operators.attention import VarlenPacking
 from mega_rl.platform.operators.torch_kernels import TorchOperators
+from mega_rl.platform.peaks import cuda_peak
+from mega_rl.platform.trace import recorded
 
 FLASH_MAX_WIDTH = 256  # widest head that flash-attention takes
 _ENVIRONMENT = (
@@ -71,6 +76,7 @@ class CudaPlatform:
     visible_devices_variable: str | None = "CUDA_VISIBLE_DEVICES"
     actor_options: Mapping[str, Any] = {"num_cpus": 1, "num_gpus": 1}
     operators: TorchOperators = FlashOperators()
+    _device = torch.device("cuda", 0)  # of this process; a new thread begins with the first one
 
     def absence(self) -> str | None:
         return None if torch.cuda.is_available() else "no such device is usable here: install its driver, or choose cpu"
@@ -99,6 +105,7 @@ class CudaPlatform:
     def set_device(self, local_rank: int) -> torch.device:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
+        self._device = device
         return device
 
     def synchronize(self) -> None:
@@ -115,6 +122,20 @@ class CudaPlatform:
     def reset_peak_memory(self) -> bool:
         torch.cuda.reset_peak_memory_stats()
         return reset_host_peak()
+
+    def load(self) -> DeviceLoad | None:
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
+        try:
+            busy = torch.cuda.utilization(self._device) / 100
+        except (ModuleNotFoundError, RuntimeError):  # without nvidia-ml-py, or a driver that does not tell
+            busy = None
+        return DeviceLoad(busy, total_bytes - free_bytes)
+
+    def peak_flops(self) -> float | None:
+        return cuda_peak(torch.cuda.get_device_name(self._device))
+
+    def recorded(self, directory: Path) -> AbstractContextManager[None]:
+        return recorded(directory, [ProfilerActivity.CPU, ProfilerActivity.CUDA])
 
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed)

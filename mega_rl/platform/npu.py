@@ -6,7 +6,9 @@ import functools
 import importlib
 import importlib.util
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +20,11 @@ from mega_rl.platform.ascend import devices as ascend_devices
 from mega_rl.platform.ascend import environment as ascend_environment
 from mega_rl.platform.ascend import install as ascend_install
 from mega_rl.platform.ascend import mindspeed as mindspeed_adaptor
-from mega_rl.platform.base import MemoryStats, ProcessRole, Setting
+from mega_rl.platform.base import DeviceLoad, MemoryStats, ProcessRole, Setting
 from mega_rl.platform.host import host_peak_bytes, reset_host_peak
 from mega_rl.platform.operators.npu_kernels import AscendOperators
 from mega_rl.platform.operators.torch_kernels import TorchOperators
+from mega_rl.platform.peaks import ascend_peak
 
 
 @functools.cache
@@ -50,6 +53,7 @@ class NpuPlatform:
     visible_devices_variable: str | None = "ASCEND_RT_VISIBLE_DEVICES"
     actor_options: Mapping[str, Any] = {"num_cpus": 1, "resources": {"NPU": 1}}
     operators: TorchOperators = AscendOperators()
+    _device = 0  # of this process; a new thread begins with the first one
 
     def absence(self) -> str | None:
         if importlib.util.find_spec("torch_npu") is None:
@@ -89,6 +93,7 @@ class NpuPlatform:
     def set_device(self, local_rank: int) -> torch.device:
         ascend_devices.check_local_rank(local_rank, _num_visible(), ascend_devices.read_mask(os.environ))
         _torch_npu().set_device(local_rank)  # a logical id within the mask
+        self._device = local_rank
         return torch.device("npu", local_rank)
 
     def synchronize(self) -> None:
@@ -107,6 +112,26 @@ class NpuPlatform:
     def reset_peak_memory(self) -> bool:
         _torch_npu().reset_peak_memory_stats()
         return reset_host_peak()
+
+    def load(self) -> DeviceLoad | None:
+        free_bytes, total_bytes = _torch_npu().mem_get_info(self._device)
+        try:
+            busy = _torch_npu().utilization(self._device) / 100
+        except RuntimeError:  # a CANN that does not tell
+            busy = None
+        return DeviceLoad(busy, total_bytes - free_bytes)
+
+    def peak_flops(self) -> float | None:
+        return ascend_peak(_torch_npu().get_device_name(self._device))
+
+    @contextmanager
+    def recorded(self, directory: Path) -> Iterator[None]:
+        """torch_npu writes a directory of its own, in which ``trace_view.json`` is the trace."""
+        profiler = importlib.import_module("torch_npu.profiler")
+        activities = [profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.NPU]
+        handler = profiler.tensorboard_trace_handler(str(directory))
+        with profiler.profile(activities=activities, on_trace_ready=handler):
+            yield
 
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from mega_rl.config import RunConfig
-from mega_rl.observe.heartbeat import HEART
 from mega_rl.stages.parts import building, learning, progress, rollout_metrics
 from mega_rl.stages.parts.batch_builder import BatchBuilder
-from mega_rl.stages.parts.batches import memory_metrics
 from mega_rl.stages.parts.behaviour import behaviour_policy
 from mega_rl.stages.parts.engine_probe import EngineProbe
 from mega_rl.stages.parts.export import export_trained
@@ -49,8 +47,7 @@ def train(session: Session) -> None:
         if config.validation.val_before_train and state.step == 0:
             observer.log(0, validator.validate(observer, step=0) | timers.collect())
         for step in range(state.step, total_steps):
-            HEART.step = step + 1
-            with timers("step"):
+            with session.step(step + 1):
                 with timers("sync"):
                     pushed = sync.push(version=step)
                 probe.check(pushed)
@@ -75,7 +72,7 @@ def train(session: Session) -> None:
             reached = Progress(done, validator.results, metrics)
             freq = 1 if notice.is_given() else config.checkpoint.save_freq
             progress.save_if_due(session.checkpoints, freq, timers, actor, builder, reached, total_steps, memory)
-            metrics |= rollout_metrics.time_metrics(timers.collect(), samples) | memory_metrics(timers)
+            metrics |= session.device_metrics() | rollout_metrics.time_metrics(timers.collect(), samples)
             observer.log(done, metrics)
             session.stop_if_given(notice, done)
 

@@ -51,7 +51,8 @@ def write_world(root: Path) -> TinyWorld:
 
 @pytest.fixture(scope="session")
 def sft_run(tiny_world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of an uninterrupted supervised run; not to be written to."""
+    """The directory of an uninterrupted supervised run, one step of it recorded; not to be written to."""
     output_dir = tmp_path_factory.mktemp("sft") / "run"
-    train(tiny_world.sft, output_dir).check()
+    profile = "trainer.profile={steps: [3], ranks: [1]}"
+    train(tiny_world.sft, output_dir, profile, "platform.peak_tflops=2.0").check()
     return output_dir

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from mega_rl.megatron.engine import LossFunction, MegatronEngine
 from mega_rl.megatron.reference import WithoutAdapters
 from mega_rl.megatron.saving import CheckpointWriter
 from mega_rl.models.shape import ModelShape, read_model_shape
+from mega_rl.observe.heartbeat import HEART
+from mega_rl.observe.work import WORK
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.state import stage_parameters, trainer_state
@@ -155,6 +158,14 @@ def check_state(engine: MegatronEngine, config: RunConfig, shape: ModelShape, la
         assert planned.masters == sum(p.numel() * p.element_size() for p in masters)
 
 
+def check_work(engine: MegatronEngine, layout: ParallelLayout, sequences: list[Sequence]) -> None:
+    """Every sequence is counted once by a whole replica of the model, and no padding."""
+    own = WORK.collect((HEART.phase,)) * layout.data / layout.world_size
+    lengths = [sequence.loss_mask.numel() for sequence in sequences]
+    counted, expected = sum(gather_objects(own)), engine.policy.flops.of(lengths, with_gradient=True)
+    assert math.isclose(counted, expected, rel_tol=1e-9), (counted, expected)
+
+
 def check_checkpoint(tuned: TuningCase, engine: MegatronEngine, reference: Reference, directory: Path) -> None:
     """The first case of a variant saves what it has after one step; each one resumes from it, at its own layout."""
     root = directory / f"checkpoints_{tuned.family}_{tuned.variant}_{tuned.dtype}"
@@ -197,7 +208,9 @@ def check(tuned: TuningCase, layout: ParallelLayout, directory: Path) -> dict[st
             wanted = reference.merged[piece.hf_name][indices(piece.hf_box)]
             errors.note("merged", float((own - wanted).abs().max()), piece.hf_name)
     for number, step in enumerate(reference.steps):
+        WORK.collect(())
         engine.forward_backward(ms, loss_of(OBJECTIVE, sequences))
+        check_work(engine, layout, sequences)
         compare_gradients(engine, pieces, step.gradients, errors)
         stats = engine.optimizer_step()
         assert not stats.skipped

@@ -46,6 +46,20 @@ def test_loss_falls_and_everything_is_logged(sft_run: Path) -> None:
     assert steps_saved(sft_run) == [4, 6, 8]
 
 
+def test_a_step_is_recorded_and_every_step_says_what_share_of_the_device_it_used(sft_run: Path) -> None:
+    (directory,) = (sft_run / "profile").rglob("rank_*")
+    assert directory == sft_run / "profile" / "step_00000003" / "rank_00001"
+    table = (directory / "operators.md").read_text()
+    phases = [line for line in table.splitlines() if line.startswith("## ")]
+    assert any(phase.startswith("## update: host, ") for phase in phases), table
+    update = table.partition("## update: host")[2].partition("## ")[0]
+    assert "| aten::mm |" in update or "| aten::addmm |" in update
+    assert 3 <= len([line for line in update.splitlines() if line.startswith("| ")]) <= 11, "a header and ten rows"
+    for row in metrics_of(sft_run).values():
+        assert row["throughput/mfu"] == pytest.approx(row["throughput/tflops_per_device"] / 2.0)
+        assert row["throughput/tflops_per_device"] > 0.0
+
+
 def test_exported_model_is_the_one_that_was_validated(sft_run: Path, tiny_world: TinyWorld) -> None:
     file = tiny_world.sft_rows.with_name("sft_val.jsonl")
     rows = [(row.get("prompt"), row.get("response")) for row in read_rows([str(file)], "file")]

@@ -25,6 +25,7 @@ CLOCKS = (
     "time/",
     "throughput/",
     "memory/",
+    "device/",
     "bridge/seconds",
     "bridge/gb_per_s",
     "bridge/plan_s",

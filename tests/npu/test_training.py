@@ -151,6 +151,7 @@ def test_state_is_kept_moved_and_restored(tmp_path: Path) -> None:
     ]
 
 
+MEMORY = ("used", "reserved", "total")
 SFT_OVERRIDES = (
     "trainer.total_steps=4",
     "checkpoint.save_freq=-1",
@@ -176,6 +177,9 @@ def test_supervised_run_is_that_of_the_cpu(tmp_path: Path) -> None:
         series[name] = [row for step, row in sorted(metrics_of(directory).items()) if step]
     assert len(series["npu"]) == 4
     assert series["npu"][-1]["memory/peak_device_gib"] > 0.0 == series["cpu"][-1]["memory/peak_device_gib"]
+    of_device = {"throughput/mfu", *(f"device/memory_{kind}_gib" for kind in MEMORY)}
+    assert of_device <= set(series["npu"][-1]) and not of_device & set(series["cpu"][-1])
+    assert series["npu"][-1]["device/memory_used_gib"] >= series["npu"][-1]["device/memory_reserved_gib"] > 0.0
     for own, expected in zip(series["npu"], series["cpu"], strict=True):
         for name in ("sft/loss", "sft/grad_norm"):
             assert own[name] == pytest.approx(expected[name], rel=FLOAT32)

@@ -153,14 +153,24 @@ def batched_calls(cu_seqlens: Tensor) -> tuple[list[LengthGroup], Tensor]:
     return groups, inverse_T.to(device)
 
 
+@once_per_tensor
+def kept_masks(cu_seqlens: Tensor) -> dict[tuple[int, int], Tensor]:
+    """Numbers of queries and keys -> their mask, as far as the sequences of a pack have needed one."""
+    return {}
+
+
+def lower_right(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+    """bool [Q, P]: the last query sees all keys, each one before it one fewer."""
+    return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)
+
+
 def sdpa(
     q_BQHD: Tensor, k_BPKD: Tensor, v_BPKD: Tensor, scale: float, causal: bool, is_visible_QP: Tensor | None = None
 ) -> Tensor:
     """torch's SDPA with heads behind positions: [B, Q, H, D]. ``is_visible_QP`` replaces causality."""
     num_queries, num_keys = q_BQHD.shape[1], k_BPKD.shape[1]
     if causal and is_visible_QP is None and num_queries != num_keys:  # torch would align at the first key
-        ones = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_BQHD.device)
-        is_visible_QP = ones.tril(num_keys - num_queries)
+        is_visible_QP = lower_right(num_queries, num_keys, q_BQHD.device)
     out_BHQD = F.scaled_dot_product_attention(
         q_BQHD.transpose(1, 2),
         k_BPKD.transpose(1, 2),
@@ -181,7 +191,14 @@ def sdpa_attention(
     is_short = len(q_THD) < MIN_SEPARATE_LENGTH * len(queries.lengths)
     if not (is_short and causal and queries.positions == keys.positions):
         parts = zip(q_THD.split(queries.lengths), *(x.split(keys.lengths) for x in (k_SKD, v_SKD)), strict=True)
-        outputs = [sdpa(q[None], k[None], v[None], softmax_scale, causal).flatten(0, 1) for q, k, v in parts]
+        masks = kept_masks(packing.cu_seqlens_q)
+        outputs = []
+        for q, k, v in parts:
+            mask = None
+            if causal and len(q) != len(k):  # torch would align at the first key; every layer takes the same mask
+                size = len(q), len(k)
+                mask = masks[size] if size in masks else masks.setdefault(size, lower_right(*size, q.device))
+            outputs.append(sdpa(q[None], k[None], v[None], softmax_scale, causal, mask).flatten(0, 1))
         return torch.cat(outputs)
     groups, inverse_T = batched_calls(packing.cu_seqlens_q)
     outputs = []

@@ -9,10 +9,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
-from mega_rl import platform
 from mega_rl.algorithms.reduce import Denominators
 from mega_rl.data.packing import pack
-from mega_rl.observe.timers import GIB, Timers
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.parallel.schedule import balance
@@ -113,16 +111,4 @@ def totals_of(share: BatchShare, reports: list[Figures]) -> Totals:
             own.include(report)
     for part in gather_objects(own):
         total.include(part)
-    return total
-
-
-def memory_metrics(timers: Timers) -> dict[str, float]:
-    """Peak memory of the largest rank, in the run and in every phase of the step. Collective."""
-    stats = platform.current().memory()
-    here = {"host": stats.host_peak_bytes, "device": stats.device_peak_bytes}
-    own = {f"memory/peak_{place}_gib": peak / GIB for place, peak in here.items()}
-    total: dict[str, float] = {}
-    for part in gather_objects(own | timers.collect_peaks()):
-        for name, value in part.items():
-            total[name] = max(value, total.get(name, 0.0))
     return total

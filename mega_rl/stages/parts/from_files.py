@@ -13,10 +13,9 @@ from mega_rl.config import RunConfig
 from mega_rl.config.schema import DataConfig
 from mega_rl.data.stream import Dataset, Stream
 from mega_rl.megatron.engine import LossFunction, MegatronEngine, ValueLoss
-from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.collectives import gather_objects, together
 from mega_rl.stages.parts import progress
-from mega_rl.stages.parts.batches import Totals, memory_metrics, pack_for_rank, totals_of
+from mega_rl.stages.parts.batches import Totals, pack_for_rank, totals_of
 from mega_rl.stages.parts.export import export_trained
 from mega_rl.stages.parts.progress import Progress, warn_if_skipped
 from mega_rl.stages.parts.session import Session
@@ -81,8 +80,8 @@ def loop(
     state = progress.resume(session.checkpoint, session.memory, model, stream, session.say)
     with session.observer(state, total_steps) as observer, session.notice() as notice:
         for step in range(state.step, total_steps):
-            HEART.step = done = step + 1
-            with timers("step"):
+            done = step + 1
+            with session.step(done):
                 batch = stream.next_batch()
                 with timers("update"):
                     metrics = update(batch, weights_are_read(config, done, total_steps))
@@ -93,8 +92,9 @@ def loop(
             reached = Progress(done, metrics=metrics)
             freq = 1 if notice.is_given() else save_freq
             progress.save_if_due(session.checkpoints, freq, timers, model, stream, reached, total_steps, session.memory)
+            metrics |= session.device_metrics()
             seconds = timers.collect()
-            metrics |= seconds | memory_metrics(timers)
+            metrics |= seconds
             speed = sum(map(num_tokens, batch)) / max(seconds["time/step_s"], 1e-9)
             observer.log(done, metrics | {"throughput/tokens_per_s": speed})
             session.stop_if_given(notice, done)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -15,15 +15,16 @@ from transformers import PreTrainedTokenizerBase
 
 from mega_rl import platform
 from mega_rl.bridge.files.huggingface import HFReader
+from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.config import RunConfig, samples
 from mega_rl.config.model import check_model
 from mega_rl.config.stage import ADAPTER, EXPORT, exports_adapter
 from mega_rl.data.tokenizer import load_tokenizer
-from mega_rl.errors import Stopped
+from mega_rl.errors import InputError, Stopped
 from mega_rl.megatron import checkpoint
 from mega_rl.megatron.policy import initialize_groups
 from mega_rl.megatron.saving import CheckpointWriter
-from mega_rl.models.flops import attention_slope
+from mega_rl.models.flops import pass_flops
 from mega_rl.models.shape import ModelShape
 from mega_rl.observe import run_log
 from mega_rl.observe.heartbeat import HEART
@@ -44,7 +45,9 @@ from mega_rl.stages.parts.batches import BatchShare
 from mega_rl.stages.parts.memory import StateInMemory, state_in_memory
 from mega_rl.stages.parts.notice import Notice
 from mega_rl.stages.parts.output import CHECKPOINTS, take_output, writing_to
+from mega_rl.stages.parts.profiling import Profiling
 from mega_rl.stages.parts.progress import Progress
+from mega_rl.stages.parts.speed import LoadWatch, device_metrics
 
 ENVIRONMENT = "environment.txt"  # under the output directory: versions, variables and ranks
 STACKS = "stacks"  # under the output directory: where every rank was when the watch ended a run
@@ -67,6 +70,8 @@ class Session:
     checkpoints: CheckpointWriter
     timers: Timers
     rendezvous: Rendezvous  # of all ranks
+    profiling: Profiling
+    load: LoadWatch
 
     @property
     def is_main(self) -> bool:
@@ -82,13 +87,26 @@ class Session:
             max_tokens=config.trainer.max_tokens_per_microbatch,
             pad_multiple=self.layout.tensor if config.parallel.sequence else 1,
             pad_token_id=int(self.tokenizer.pad_token_id or 0),
-            attention_slope=attention_slope(self.shape),
+            attention_slope=pass_flops(self.shape, hf_tensors(self.shape)).attention_slope,
         )
 
     @cached_property
     def depot(self) -> Depot:
         """The tokens of what is sampled. All ranks ask for it together for the first time."""
         return Depot.open(self.layout, self.config.trainer.collective_timeout_s)
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """The block is this training step, from 1."""
+        HEART.step = number
+        with self.profiling.step(number), self.timers("step"):
+            yield
+
+    def device_metrics(self) -> dict[str, float]:
+        """Speed and memory of the devices in the step that ends; before the timers are collected. Collective."""
+        given = self.config.platform.peak_tflops
+        peak = platform.current().peak_flops() if given is None else given * 1e12
+        return device_metrics(self.timers, self.layout, self.load, peak)
 
     @property
     def export_dir(self) -> Path:
@@ -153,6 +171,15 @@ def take_peaks() -> dict[str, int]:
     return peaks | ({"device": stats.device_peak_bytes} if stats.device_total_bytes else {})
 
 
+def _check_ranks(config: RunConfig, num_ranks: int) -> None:
+    beyond = [rank for rank in config.trainer.profile.ranks if rank >= num_ranks]
+    if beyond:
+        raise InputError(
+            f"trainer.profile.ranks has {beyond[0]}, but this run has {num_ranks} ranks: name some of 0 to "
+            f"{num_ranks - 1}"
+        )
+
+
 def describe(session: Session, found: Sequence[str]) -> None:
     """Say what was found so far, and leave what the run has to work with in a file, for the report."""
     here = platform.current()
@@ -203,6 +230,7 @@ def _opened(config: RunConfig, device: torch.device, store: dist.Store) -> Itera
         weights = HFReader(config.model.path)
         weights.check(shape)
         tokenizer = load_tokenizer(config.model.path)
+        _check_ranks(config, dist.get_world_size())
     initialize_groups(layout, config.trainer.seed, config.trainer.collective_timeout_s)
     here.seed(config.trainer.seed)
     output_dir = Path(config.trainer.output_dir)
@@ -211,7 +239,8 @@ def _opened(config: RunConfig, device: torch.device, store: dist.Store) -> Itera
     lock, resume, warnings = take_output(config, layout, memory.step if memory is not None else None)
     settings = config.checkpoint
     writer = CheckpointWriter(output_dir / CHECKPOINTS, settings.keep_checkpoints, settings.async_save)
-    timers = Timers(memory=take_peaks)
+    profiling = Profiling(config.trainer.profile, output_dir, dist.get_rank(), partial(print, flush=True))
+    timers = Timers(memory=take_peaks, within=profiling.phase)
     rendezvous = Rendezvous(store, dist.get_rank(), dist.get_world_size())
     session = Session(
         config,
@@ -227,11 +256,14 @@ def _opened(config: RunConfig, device: torch.device, store: dist.Store) -> Itera
         writer,
         timers,
         rendezvous,
+        profiling,
+        LoadWatch(here.load),
     )
     with writing_to(output_dir), RUN_LOG.opened(output_dir / run_log.FILE, dist.get_rank(), dist.get_world_size()):
         describe(session, [*platform.prepare(), *warnings])
         yield session
         session.checkpoints.finish()
+        session.load.end()
     with HEART.waiting("the other ranks to end"):
         dist.barrier()
     if lock is not None:

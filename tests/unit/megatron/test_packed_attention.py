@@ -5,6 +5,7 @@ Letters: T packed tokens, L one sequence's, H query heads, K key/value heads, D 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import pytest
@@ -13,7 +14,9 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from mega_rl.megatron import attention as module
 from mega_rl.megatron.attention import PackedAttention, PackedSequences, packed_sequences
+from mega_rl.parallel.zigzag import zigzag_positions
 
 D = 8
 RAGGED = [7, 19, 1, 30, 41, 3, 12, 1, 12, 5, 50, 9]
@@ -32,18 +35,22 @@ def borders(lengths: list[int]) -> list[int]:
     return [0, *accumulate(lengths)]
 
 
-class OneRank:
-    """A context-parallel group of one."""
+@dataclass(frozen=True)
+class Group:
+    """A context-parallel group as one of its ranks sees it."""
+
+    num_ranks: int = 1
+    own: int = 0
 
     def size(self) -> int:
-        return 1
+        return self.num_ranks
 
     def rank(self) -> int:
-        return 0
+        return self.own
 
 
-def packing_of(lengths: list[int]) -> PackedSequences:
-    return packed_sequences(lengths, OneRank(), torch.device("cpu"))
+def packing_of(lengths: list[int], group: Group = Group()) -> PackedSequences:  # noqa: B008 - it cannot be changed
+    return packed_sequences(lengths, group, torch.device("cpu"))
 
 
 def attention(num_heads: int, num_kv_heads: int, softmax_scale: float | None = None) -> PackedAttention:
@@ -83,6 +90,34 @@ def test_equals_each_sequence_alone(lengths: list[int], num_heads: int, num_kv_h
     exact = torch.cat(parts)
     exact.backward(upstream.double())
     torch.testing.assert_close(own.double(), exact, atol=2e-6, rtol=1e-5)
+    for a, b in zip(own_inputs, exact_inputs, strict=True):
+        assert a.grad is not None and b.grad is not None
+        torch.testing.assert_close(a.grad.double(), b.grad, atol=5e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("lengths", [[8], [16, 8, 48, 8, 24], [8] * 5], ids=str)
+def test_ranks_that_share_sequences_equal_each_sequence_alone(
+    lengths: list[int], num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rank in turn, with the keys and values that the ranks would have collected."""
+    generator = torch.Generator().manual_seed(0)
+    qkv = [torch.randn(sum(lengths), n, D, generator=generator) for n in (4, 2, 2)]
+    upstream = torch.randn(sum(lengths), 4 * D, generator=generator)
+    own_inputs = [x.clone().requires_grad_() for x in qkv]
+    shares = [zigzag_positions(lengths, num_ranks, rank) for rank in range(num_ranks)]
+    monkeypatch.setattr(module, "gather_from_sequence_parallel_region", lambda x, **_: x)  # they are given whole
+    gathered = torch.cat(shares)
+    for rank, share in enumerate(shares):
+        packing = packing_of(lengths, Group(num_ranks, rank))
+        query, key, value = own_inputs[0][share], own_inputs[1][gathered], own_inputs[2][gathered]
+        own = attention(4, 2)(query, key, value, packed_seq_params=packing)
+        exact = torch.cat([plain(*(x[a:b] for x in qkv), scale=D**-0.5) for a, b in pairwise(borders(lengths))])
+        torch.testing.assert_close(own, exact[share], atol=2e-6, rtol=1e-5)
+        own.backward(upstream[share])
+    exact_inputs = [x.double().requires_grad_() for x in qkv]
+    parts = [plain(*(x[a:b] for x in exact_inputs), scale=D**-0.5) for a, b in pairwise(borders(lengths))]
+    torch.cat(parts).backward(upstream.double())
     for a, b in zip(own_inputs, exact_inputs, strict=True):
         assert a.grad is not None and b.grad is not None
         torch.testing.assert_close(a.grad.double(), b.grad, atol=5e-6, rtol=1e-5)

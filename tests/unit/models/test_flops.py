@@ -1,43 +1,129 @@
-"""What a token costs, against transformers' own parameters and torch's count of operations."""
+"""What a pass of a model costs, against torch's own count of the operations of transformers' models."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+import transformers
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from mega_rl.models.flops import attention_slope, matmul_weights
-from mega_rl.models.shape import parse_config
+from mega_rl.bridge.mapping.tensors import hf_tensors
+from mega_rl.bridge.mapping.tuning import tuning_plan
+from mega_rl.config.schema import AdapterConfig, TuningConfig
+from mega_rl.models.flops import PassFlops, pass_flops
+from mega_rl.models.shape import ModelShape, parse_config, value_shape
 from tests import families
+
+LENGTHS = (24, 48)
+Forward = Callable[[Tensor], Tensor]
+FREEZE = TuningConfig(method="freeze", train_layers=2, train_modules="mlp")
+NORMS = TuningConfig(method="freeze", train_layers=1, train_modules="self_attn", also_train=["input_layernorm.weight"])
+
+
+def new_model(name: str) -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    model = families.CONTRACT.new_model(name, attn_implementation="eager")
+    model.config._experts_implementation = "eager"  # a loop of plain products
+    return model.requires_grad_(False)
+
+
+def counted(forward: Forward, num_tokens: int, with_gradient: bool) -> float:
+    """torch's count of one sequence, without the angles of rotary positions, which are a product there."""
+    with FlopCounterMode(display=False, depth=3) as counter:
+        output = forward(torch.arange(num_tokens)[None])
+        if with_gradient:
+            output.sum().backward()
+    rotary = sum(
+        sum(found.values()) for name, found in counter.get_flop_counts().items() if name.endswith(".rotary_emb")
+    )
+    return counter.get_total_flops() - rotary
+
+
+def by_torch(forward: Forward, with_gradient: bool) -> tuple[float, float]:
+    """Operations per token, and per pair of a query and a key, of which torch counts the masked ones too."""
+    short, long = LENGTHS
+    at_short, at_long = (counted(forward, n, with_gradient) for n in LENGTHS)
+    per_pair = (at_long / long - at_short / short) / (long - short)
+    return at_short / short - per_pair * short, per_pair
+
+
+def check(flops: PassFlops, forward: Forward) -> None:
+    expected = *by_torch(forward, False), *by_torch(forward, True)
+    both = flops.forward_per_token + flops.backward_per_token, flops.forward_per_pair + flops.backward_per_pair
+    assert (flops.forward_per_token, flops.forward_per_pair, *both) == pytest.approx(expected, rel=1e-9)
+
+
+def shape_of(name: str) -> ModelShape:
+    return parse_config(families.CONTRACT.config(name), name)
 
 
 @pytest.mark.parametrize("name", families.CONTRACT.own)
-def test_weights_that_multiply_a_token_are_those_of_the_model(name: str) -> None:
-    model = families.CONTRACT.new_model(name)
-    config = families.CONTRACT.config(name)
-    expected = 0
-    for weight, tensor in model.named_parameters():
-        if tensor.dim() < 2 or "embed_tokens" in weight:
-            continue
-        share = 1.0
-        if ".experts." in weight:  # a token passes some of a layer's experts
-            share = config["num_experts_per_tok"] / config.get("num_experts", config.get("n_routed_experts", 0))
-        expected += round(tensor.numel() * share)
-    if config["tie_word_embeddings"]:
-        expected += config["vocab_size"] * config["hidden_size"]
-    assert matmul_weights(parse_config(config, name)) == expected
+def test_a_pass_of_every_family(name: str) -> None:
+    shape, model = shape_of(name), new_model(name).requires_grad_(True)
+    check(pass_flops(shape, hf_tensors(shape)), lambda ids: model(ids).logits)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3_whole_queries"])
-def test_attention_costs_as_much_as_the_products_at_the_length_that_the_slope_says(name: str) -> None:
-    """What grows with the square of the length, by torch's count, which has all keys and not the causal half."""
-    shape = parse_config(families.CONTRACT.config(name), name)
-    model = families.CONTRACT.new_model(name, attn_implementation="eager")
+TUNED = {
+    "freeze": ("qwen3", FREEZE),
+    "freeze_biases": ("qwen2", TuningConfig(method="freeze", train_layers=2, train_modules="self_attn")),
+    "freeze_from_below": ("deepseek_v3", TuningConfig(method="freeze", train_layers=-2, train_modules="all")),
+    "freeze_experts": ("qwen2_moe", FREEZE),
+    "one_norm": ("deepseek_v3", NORMS),
+    "lora": ("qwen3", TuningConfig(method="lora", adapter=AdapterConfig(rank=4, targets=["q_proj", "down_proj"]))),
+    "lora_latent": (
+        "deepseek_v3",
+        TuningConfig(method="lora", adapter=AdapterConfig(rank=4, targets=["all-linear"], exclude=["*.mlp.experts.*"])),
+    ),
+    "lora_and_router": (
+        "qwen2_moe",
+        TuningConfig(method="lora", adapter=AdapterConfig(rank=3, targets=["v_proj"]), also_train=["mlp.gate.weight"]),
+    ),
+}
 
-    def flops(tokens: int) -> int:
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            model(torch.arange(tokens)[None])
-        return counter.get_total_flops()
 
-    squared = (flops(96) - 2 * flops(48)) / (96**2 - 2 * 48**2)
-    assert squared / 2 == pytest.approx(attention_slope(shape) * 2 * matmul_weights(shape), rel=1e-6)
+@pytest.mark.parametrize("case", TUNED)
+def test_a_pass_of_which_some_weights_are_trained(case: str) -> None:
+    name, tuning = TUNED[case]
+    shape, model = shape_of(name), new_model(name)
+    plan = tuning_plan(tuning, shape)
+    for weight, parameter in model.named_parameters():
+        first = weight.replace(".experts.", ".experts.0.") + ".weight"  # transformers has all of a layer in one
+        parts = [first.replace("gate_up_proj", part) for part in ("gate_proj", "up_proj")]
+        parameter.requires_grad_(weight in plan.trained or all(part in plan.trained for part in parts))
+    for weight, rank in plan.adapters.ranks.items():
+        module = model.get_submodule(weight.removesuffix(".weight"))
+        a = torch.nn.Linear(module.in_features, rank, bias=False)
+        b = torch.nn.Linear(rank, module.out_features, bias=False)
+        module.register_forward_hook(lambda _, x, out, a=a, b=b: out + b(a(x[0])))
+    flops = pass_flops(shape, hf_tensors(shape), plan.trained, plan.adapters.ranks)
+    check(flops, lambda ids: model(ids).logits)
+
+
+def test_a_pass_of_a_model_with_a_value_head() -> None:
+    shape = value_shape(shape_of("qwen3"))
+    model = new_model("qwen3").requires_grad_(True)
+    score = torch.nn.Linear(shape.hidden_size, 1, bias=False)
+    check(pass_flops(shape, hf_tensors(shape)), lambda ids: score(model.model(ids).last_hidden_state))
+
+
+def test_adapters_of_experts_cost_their_share_of_the_tokens() -> None:
+    """transformers has no layer to attach them to: here by the sizes."""
+    shape = shape_of("qwen3_moe")
+    tuning = TuningConfig(method="lora", adapter=AdapterConfig(rank=2, targets=["*.mlp.experts.*"]))
+    plain = pass_flops(shape, hf_tensors(shape), frozenset())
+    adapted = pass_flops(shape, hf_tensors(shape), frozenset(), tuning_plan(tuning, shape).adapters.ranks)
+    assert shape.mixture is not None
+    of_one = 2 * 3 * (shape.hidden_size + shape.mixture.ffn_size)  # rank x gate, up and down
+    per_layer = shape.mixture.experts_per_token * of_one
+    assert adapted.forward_per_token - plain.forward_per_token == 2 * per_layer * len(shape.mixture.layers)
+
+
+def test_causal_attention_counts_what_it_sees_and_products_what_they_multiply() -> None:
+    flops = PassFlops(forward_per_token=10.0, forward_per_pair=3.0, backward_per_token=20.0, backward_per_pair=6.0)
+    assert flops.of([1, 4], with_gradient=False) == 10.0 * 5 + 3.0 * (1 + 10)
+    assert flops.of([1, 4], with_gradient=True) == 3 * flops.of([1, 4], with_gradient=False)
+    length = 1 / flops.attention_slope
+    assert flops.forward_per_pair * length**2 / 2 == flops.forward_per_token * length

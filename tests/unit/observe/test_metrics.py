@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mega_rl.observe import METRICS, Metrics, Timers
 from mega_rl.observe.metric import DISTRIBUTION
-from mega_rl.observe.metrics import CHARTS, PHASES, SECTIONS, laid_out, match
+from mega_rl.observe.metrics import CHARTS, METRICS, PHASES, SECTIONS, Metrics, laid_out, match
+from mega_rl.observe.timers import Timers
 
 
 def test_declarations_are_unique_complete_and_formattable():

@@ -23,10 +23,10 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from mega_rl.config.schema import LoggingConfig
 from mega_rl.errors import InputError
-from mega_rl.observe import Observer, before_after_table, read_jsonl
-from mega_rl.observe.console import ConsoleSink, format_line
+from mega_rl.observe.console import ConsoleSink, before_after_table, format_line
 from mega_rl.observe.metrics import SECTIONS
-from mega_rl.observe.sinks import JsonlSink, ShownSample
+from mega_rl.observe.observer import Observer
+from mega_rl.observe.sinks import JsonlSink, ShownSample, read_jsonl
 from mega_rl.observe.tensorboard import TensorBoardSink, heading, markdown_table, tag
 from mega_rl.observe.trackers import SwanlabSink, WandbSink
 
