@@ -22,8 +22,13 @@ from mega_rl.stages.parts import building
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 SHIPPED = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yaml"))
 ON_CPU = {"grpo_gsm8k_cpu.yaml"} | {name for name in SHIPPED if name.startswith("quickstart")}
-# Recipes for Ascend: the objective, the data, the model, how many cards of which kind, and whether a machine has 16.
-ON_ASCEND = re.compile(r"(grpo|dapo|aqn)_(gsm8k|math)_(.+)_(8|16)x(910b|910c)(_box16)?\.yaml")
+# Recipes for Ascend: whether adapters are trained, the objective or stage, the data of objectives, the model, how many
+# cards of which kind, and whether a machine has 16.
+ON_ASCEND = re.compile(
+    r"(?P<lora>lora_)?(?:(?P<objective>grpo|dapo|aqn)_(?P<data>gsm8k|math)|(?P<stage>sft|dpo|rm))_(?P<model>.+)"
+    r"_(?P<cards>8|16)x(?P<kind>910b|910c)(?P<box>_box16)?\.yaml"
+)
+DATA_OF_STAGE = {"sft": "sft", "dpo": "pairs", "rm": "pairs"}
 DEVICES_PER_CARD = {"910b": 1, "910c": 2}
 CARDS_PER_NODE = {None: 8, "_box16": 16}
 GIB = 1 << 30
@@ -142,18 +147,21 @@ def ascend_recipes() -> dict[str, re.Match[str]]:
 @pytest.mark.parametrize("name", ascend_recipes())
 def test_a_recipe_for_ascend_is_what_its_name_says(name: str) -> None:
     match = ascend_recipes()[name]
-    algorithm, data, model, num_cards, kind, box = match.groups()
+    objective, stage, kind = match["objective"], match["stage"], match["kind"]
     config = load_config(CONFIGS / name)
     assert config.platform.name == "npu"
-    assert config.aqn.enabled == (algorithm == "aqn")
-    assert config.algorithm.name in (("grpo", "dapo") if algorithm == "aqn" else (algorithm,))
-    assert Path(config.data.train_files[0]).parent.name == data
-    assert Path(config.model.path).name.lower().replace("-", "_").startswith(model)
+    assert config.trainer.stage == (stage or "rl")
+    assert config.tuning.method == ("lora" if match["lora"] else "full")
+    assert config.aqn.enabled == (objective == "aqn")
+    if objective:
+        assert config.algorithm.name in (("grpo", "dapo") if objective == "aqn" else (objective,))
+    assert Path(config.data.train_files[0]).parent.name == (match["data"] or DATA_OF_STAGE[stage])
+    assert Path(config.model.path).name.lower().replace("-", "_").startswith(match["model"])
     assert config.trainer.output_dir == f"runs/{Path(name).stem}"
     head = (CONFIGS / name).read_text()
-    assert num_processes(name) == int(num_cards) * DEVICES_PER_CARD[kind]
+    assert num_processes(name) == int(match["cards"]) * DEVICES_PER_CARD[kind]
     per_node = re.search(r"--nproc-per-node (\d+)", head)
-    assert per_node is not None and int(per_node[1]) == CARDS_PER_NODE[box] * DEVICES_PER_CARD[kind]
+    assert per_node is not None and int(per_node[1]) == CARDS_PER_NODE[match["box"]] * DEVICES_PER_CARD[kind]
 
 
 @pytest.mark.parametrize("name", ascend_recipes())
@@ -166,14 +174,14 @@ def test_a_recipe_for_ascend_fits_as_its_head_says(name: str, tmp_path: Path) ->
     assert figures is not None
     assert plan.worst.fullest.num_bytes / GIB == pytest.approx(int(figures[1]), abs=1)
     match = ascend_recipes()[name]
-    ranks_per_node = CARDS_PER_NODE[match[6]] * DEVICES_PER_CARD[match[5]]
+    ranks_per_node = CARDS_PER_NODE[match["box"]] * DEVICES_PER_CARD[match["kind"]]
     host = max(sum(item.num_bytes for item in rank.host) for rank in plan.ranks) * ranks_per_node / GIB
     assert host == pytest.approx(int(figures[2]), abs=10)
 
 
 def test_every_model_and_objective_has_recipes_for_ascend() -> None:
-    recipes = [match.groups() for match in ascend_recipes().values()]
-    models = {recipe[2] for recipe in recipes}
+    recipes = list(ascend_recipes().values())
+    models = {recipe["model"] for recipe in recipes}
     assert models == {
         "qwen2.5_0.5b",
         "qwen2.5_1.5b",
@@ -183,9 +191,16 @@ def test_every_model_and_objective_has_recipes_for_ascend() -> None:
         "qwen3_14b",
         "qwen3_30b_a3b",
     }
-    for algorithm in ("grpo", "dapo", "aqn"):
-        assert len({recipe[2] for recipe in recipes if recipe[0] == algorithm}) >= 3, algorithm
-    assert {recipe[3:] for recipe in recipes} == {
+    for objective in ("grpo", "dapo", "aqn"):
+        assert len({recipe["model"] for recipe in recipes if recipe["objective"] == objective}) >= 3, objective
+    assert {recipe["stage"] for recipe in recipes} == {None, "sft", "dpo", "rm"}
+    assert {(recipe["objective"], recipe["stage"]) for recipe in recipes if recipe["lora"]} == {
+        ("grpo", None),
+        ("dapo", None),
+        (None, "sft"),
+        (None, "dpo"),
+    }
+    assert {(recipe["cards"], recipe["kind"], recipe["box"]) for recipe in recipes} == {
         *((num, kind, None) for num in ("8", "16") for kind in ("910b", "910c")),
         ("16", "910b", "_box16"),
     }
@@ -199,14 +214,21 @@ def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-# In these a recipe for another machine always differs from the one that it is a variant of.
-MACHINE = {"platform.name", "rollout.vllm.enforce_eager", "trainer.output_dir"}
+# In these a recipe for another machine always differs from the one that it is a variant of; one that samples also in
+# the last.
+MACHINE = {"platform.name", "trainer.output_dir"}
+EAGER = "rollout.vllm.enforce_eager"
 # Variant -> the other keys in which it differs from the file without the machine in its name.
 VARIANTS: dict[str, set[str]] = {
     "dapo_math_qwen3_14b_16x910b.yaml": set(),
     "dapo_math_qwen3_14b_16x910b_box16.yaml": set(),
     "dapo_math_qwen3_14b_8x910c.yaml": set(),
     "grpo_gsm8k_qwen2.5_7b_8x910b.yaml": set(),
+    "lora_grpo_gsm8k_qwen2.5_7b_8x910b.yaml": set(),
+    "lora_dapo_math_qwen2.5_32b_8x910c.yaml": set(),
+    "dpo_qwen2.5_7b_8x910b.yaml": set(),
+    "rm_qwen2.5_7b_8x910b.yaml": set(),
+    "sft_qwen2.5_7b_8x910b.yaml": {"checkpoint.async_save"},
     "grpo_gsm8k_qwen2.5_0.5b_8x910b.yaml": {
         "algorithm.minibatches_per_step",
         "checkpoint.async_save",
@@ -253,7 +275,8 @@ def plain_name(name: str) -> str:
 def test_a_variant_for_a_machine_differs_in_named_keys_only() -> None:
     assert VARIANTS.keys() == {name for name in SHIPPED if plain_name(name) != name and plain_name(name) in SHIPPED}
     for name, keys in VARIANTS.items():
-        assert different_keys(name, plain_name(name)) == MACHINE | keys, name
+        samples = load_config(CONFIGS / name).trainer.stage == "rl"
+        assert different_keys(name, plain_name(name)) == MACHINE | keys | ({EAGER} if samples else set()), name
 
 
 # Of stages that learn from files.
