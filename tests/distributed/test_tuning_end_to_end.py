@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from mega_rl.bridge.files.torch_dist import read_index
 from mega_rl.data.rows import read_rows
 from tests.distributed import training
-from tests.distributed.test_sft_end_to_end import held_out_loss
+from tests.distributed.test_sft_end_to_end import held_out
 from tests.distributed.training import TinyWorld, computed, digests, metrics_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -31,7 +31,7 @@ def test_export_has_the_adapters_in_it(lora_run: Path, tiny_world: TinyWorld) ->
     assert losses[-1] < 0.9 * losses[0]
     file = tiny_world.sft_rows.with_name("sft_val.jsonl")
     rows = [(row.get("prompt"), row.get("response")) for row in read_rows([str(file)], "file")]
-    assert held_out_loss(lora_run / "huggingface", rows) == pytest.approx(metrics[8]["sft/val_loss"], rel=1e-5)
+    assert held_out(lora_run / "huggingface", rows)[0] == pytest.approx(metrics[8]["sft/val_loss"], rel=1e-5)
     after, before = (load_file(path / "model.safetensors") for path in (lora_run / "huggingface", tiny_world.model))
     assert set(after) == set(before)
     changed = {name for name in after if (after[name] != before[name]).any()}

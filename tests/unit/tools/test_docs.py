@@ -26,6 +26,7 @@ OTHER_WORDS = {
     "归一化权重": "归一化层（LayerNorm/RMSNorm）权重",
     "全部页面": "全部文档",
     "逐比特": "逐位",
+    "训练器": "训练端",
 }
 UNTRANSLATED = re.compile(r"(?<![\w（/-])(rank|token|checkpoint|loss)s?(?![\w/-])", re.ASCII)
 BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
