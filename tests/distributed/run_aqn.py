@@ -84,12 +84,11 @@ def new_session(config: RunConfig, layout: ParallelLayout, model_dir: Path, engi
     engines, device = EngineLayout(dist.get_world_size(), engine_size), torch.device("cpu")
     shape, weights, writer = read_model_shape(model_dir), HFReader(model_dir), CheckpointWriter(out / "c", 0, False)
     config.model.path = str(model_dir)
-    tokenizer: Any = None
-    rendezvous: Any = None
-    timers = Timers()
+    unused: Any = None
     return Session(
-        config, device, layout, engines, shape, weights, tokenizer, out, None, None, writer, timers, rendezvous
-    )
+        config, device, layout, engines, shape, weights, tokenizer=unused, output_dir=out, checkpoint=None, memory=None,
+        checkpoints=writer, timers=Timers(), rendezvous=unused, profiling=unused, load=unused,
+    )  # fmt: skip
 
 
 def aqn_config(case: Case, dtype: str = "float32", four_bits: str | None = None) -> RunConfig:
