@@ -21,7 +21,8 @@ for key, value in {
     os.environ.setdefault(key, value)
 
 # Machines are busy: how long an example takes says nothing.
-settings.register_profile("mega_rl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# The same examples in every run of the suite: what is found at random belongs into `make fuzz`.
+settings.register_profile("mega_rl", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("mega_rl")
 
 

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from mega_rl import platform
 from mega_rl.config.schema import RolloutConfig
-from mega_rl.data.packing import pack, sequence_from_sample
+from mega_rl.data.packing import pack, sequence_of
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.routing import Router
 from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.vllm.engine import VLLMEngine
-from mega_rl.types import Microbatch, Sample, Score, Trajectory
+from mega_rl.types import Microbatch, Trajectory
 from tests.distributed.engine_support import build_engine, groups, own_device, run_config
 from tests.distributed.layouts import Case
 from tests.distributed.parity_reference import OBJECTIVES
@@ -92,7 +92,7 @@ def main() -> None:
     with groups(case) as layout:
         for dtype in ("float32", "bfloat16"):
             trainer = build_engine(run_config(case, objective, dtype), layout, directory, 1)
-            sequences = [sequence_from_sample(Sample(t, Score(0.0), 0.0)) for t in sample(directory, dtype)]
+            sequences = [sequence_of(t, advantage=0.0) for t in sample(directory, dtype)]
             microbatch = pack(sequences, list(range(len(sequences))), pad_to_multiple=8, pad_token_id=EOS)
             found[dtype] = asdict(compare(trainer, microbatch.to(own_device())))
     result.write_text(json.dumps(found))

@@ -60,7 +60,7 @@ def ticks(low: float, high: float, count: int, *, whole: bool = False) -> list[f
     if whole:
         step = max(1.0, step)
     first = math.ceil(low / step)
-    return [number * step for number in range(first, first + 2 * count + 2) if number * step <= high * (1 + 1e-12)]
+    return [number * step for number in range(first, first + 2 * count + 2) if number * step <= high + 1e-9 * step]
 
 
 @dataclass(frozen=True)
