@@ -15,8 +15,8 @@ import pytest
 
 from mega_rl.rewards import sandbox
 from mega_rl.rewards.sandbox import Limits, run_program
-from mega_rl.rewards.worker import _has_children
 from tests.enclosure import needs_enclosure, run_enclosed
+from tests.launch import run_copy
 
 HAS_NAMESPACES = sandbox.has_namespaces()
 LIMITS = Limits(timeout_s=20.0, memory_bytes=1 << 29, namespaces=HAS_NAMESPACES)
@@ -140,12 +140,21 @@ def test_the_warm_process_and_its_programs_end_with_their_owner() -> None:
     eventually(lambda: all(map(gone, everything)))
 
 
+# In a process of its own: it asks for all children, and reaps them.
+CHILDREN = """
+import subprocess
+from mega_rl.rewards.sandbox import Limits, has_namespaces, run_program, zygote_pids
+from mega_rl.rewards.worker import _has_children
+run_program("print(1)", "", Limits(20.0, 1 << 29, namespaces=has_namespaces()))
+print(len(zygote_pids()), _has_children())
+with subprocess.Popen(("sleep", "600")) as child:
+    print(_has_children())
+    child.kill()
+"""
+
+
 def test_the_warm_process_is_not_what_a_reward_left_behind() -> None:
-    printed("1")
-    assert not _has_children()
-    with subprocess.Popen(("sleep", "60")) as child:
-        assert _has_children()
-        child.kill()
+    assert run_copy(CHILDREN).check().stdout.split() == ["1", "False", "True"]
 
 
 # A program without namespaces ends the process that waits for it, or the warm one: the others' calls do not suffer.
