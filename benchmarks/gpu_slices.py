@@ -342,7 +342,7 @@ def logprob(bench: Bench) -> None:
 
     def both() -> None:
         hidden_TD.grad = weight_VD.grad = None
-        logprobs_T, _ = token_logprobs(hidden_TD, weight_VD, target_ids_T, shard)
+        logprobs_T, *_ = token_logprobs(hidden_TD, weight_VD, target_ids_T, shard)
         logprobs_T.sum().backward()
 
     products_s = bench.seconds(products)

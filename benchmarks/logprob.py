@@ -78,7 +78,7 @@ def measure(way: str, arguments: argparse.Namespace) -> Measurement:
         if way == "plain":
             logprobs_T = plain(hidden_TD, weight_VD, target_ids_T, arguments.temperature)
         else:
-            logprobs_T, _ = token_logprobs(hidden_TD, weight_VD, target_ids_T, shard)
+            logprobs_T, *_ = token_logprobs(hidden_TD, weight_VD, target_ids_T, shard)
         loss = (coefficients_T * logprobs_T).sum()
         loss.backward()
         assert hidden_TD.grad is not None and weight_VD.grad is not None

@@ -29,7 +29,7 @@ PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
 CAPABILITY_VERSION_3 = 0x20080522
 MAX_CAPABILITIES = 64  # the kernel refuses the numbers that it does not know
 NOBODY = 65534  # the kernel's own number for a user or group that is none
-MAX_KILL_ROUNDS = 1000
+MAX_KILL_ROUNDS, KILL_WAIT_S = 1000, 0.05
 
 WORKING_DIRECTORY = "/tmp"  # of the program, with namespaces
 OLD_ROOT = "/old"
@@ -118,6 +118,7 @@ def kill_children() -> None:
         for child in children(os.getpid()):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(child, signal.SIGKILL)
+        signal.sigtimedwait([signal.SIGCHLD], KILL_WAIT_S)  # they take their time on a busy machine
 
 
 def check(step: str, result: int) -> None:
