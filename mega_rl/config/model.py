@@ -58,6 +58,15 @@ def model_problems(
         found += length_problems(shape, *lengths, budget, context, sequences_per_row(config))
     if is_good(*(f"parallel.{name}" for name in SIZES)):
         found += trainer_problems(shape, parallel, world_size)
+    if shape is not None and shape.tied and is_good("parallel.pipeline", "memory.optimizer_state_dtype"):
+        tuning, moments = config.tuning, config.memory.optimizer_state_dtype
+        is_trained = tuning.method == "full" or bool(tuning.also_train)
+        if parallel.pipeline > 1 and is_trained and moments != "float32":
+            found.append(  # each of the two copies would round its own moments with other bits
+                f"memory.optimizer_state_dtype is {moments!r}, but the model's tied embedding lies on the first and on "
+                f"the last of {parallel.pipeline} pipeline stages, where it would not stay the same: set it to "
+                "float32, or parallel.pipeline to 1"
+            )
     if has_critic(config) and config.critic.path is not None and is_good("critic.path"):
         found += _value_model_problems(config, world_size, config.critic.path, "critic.path", is_good, SUFFIXES)
     if samples(config) and (reward := reward_model(config)) is not None and isinstance(reward.options.get("path"), str):

@@ -42,8 +42,7 @@ def problems(config: RunConfig, world_size: int | None = None, has_files: bool =
     """
     assert world_size is None or world_size >= 1
     found = _Problems(config)
-    is_sampled = samples(config)
-    stage = config.trainer.stage
+    is_sampled, stage = samples(config), config.trainer.stage
     for field, rule in rules(stage if stage in STAGES else None).items():
         found.check(field, rule)
     found.lines += model_problems(config, world_size, found.good)[1]

@@ -35,12 +35,9 @@ from mega_rl.bridge.files.manifest import (
 from mega_rl.bridge.files.manifest import MANIFEST as MANIFEST
 from mega_rl.bridge.files.manifest import PROGRESS as PROGRESS
 from mega_rl.bridge.files.manifest import WEIGHTS as WEIGHTS
-from mega_rl.bridge.files.peft_config import CONFIG_FILE
 from mega_rl.bridge.files.plain import open_plain
 from mega_rl.bridge.files.progress import read_progress
-from mega_rl.bridge.files.sampled_digest import weights_digest
 from mega_rl.bridge.files.torch_dist_write import CONTENT
-from mega_rl.config.schema import TuningConfig
 from mega_rl.errors import InputError, shortened, shown
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.layers import frozen_weights
@@ -229,15 +226,7 @@ def tuning_record(engine: MegatronEngine) -> dict[str, Any]:
     if engine.policy.plan.is_full:
         return {}
     tuning = engine.policy.spec.tuning
-    return {"tuning": {"settings": asdict(tuning), "base": engine.base, "start": _adapter_at_start(tuning)}}
-
-
-def _adapter_at_start(tuning: TuningConfig) -> str | None:
-    """A digest of the adapter that training goes on from, wherever its directory is now; None: it starts with none."""
-    adapter = tuning.adapter
-    if tuning.method != "lora" or adapter.path is None or adapter.new:
-        return None
-    return weights_digest(Path(adapter.path), CONFIG_FILE)
+    return {"tuning": {"settings": asdict(tuning), "base": engine.base, "start": engine.adapter_start}}
 
 
 def _compared(tuning: Mapping[str, Any], method: str) -> dict[str, Any]:
@@ -276,7 +265,10 @@ def _check_tuning(directory: Path, progress: Mapping[str, Any], engine: Megatron
             f"checkpoint {directory} holds what was trained on another base than the weights in model.path{merged}: "
             f"name there what it was trained from, {never}"
         )
-    if "start" in record and record["start"] != _adapter_at_start(tuning):
+    own, path = tuning.adapter, saved.get("adapter", {}).get("path")
+    # Checkpoints of before name the directory alone.
+    is_same = record["start"] == engine.adapter_start if "start" in record else own.new or path == own.path
+    if method == "lora" and not is_same:
         raise InputError(
             f"checkpoint {directory} is of a run that began with another adapter than that of tuning.adapter.path: set "
             f"it to that adapter, or to null if there was none, {never}"

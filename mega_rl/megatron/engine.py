@@ -105,6 +105,7 @@ class MegatronEngine:
         )
         is_active, shares = platform.current().has_own_memory, base is not None
         self.offload = TrainerOffload(spec.memory, self.wrapped, self.optimizer, is_active, shares)
+        self.adapter_start: str | None = None  # a digest of the adapter that training goes on from
         self.companions: dict[str, MegatronEngine] = {}  # further models of the run; a checkpoint of this one has them
 
     @cached_property

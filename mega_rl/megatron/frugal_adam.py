@@ -86,8 +86,9 @@ def placed(sizes: Sequence[int], block_elements: int) -> list[list[int]]:
 class FrugalAdam(GroupStepAdam):
     """AdamW of parameters whose gradients stand in ``decoupled_grad``; float32 ones are their own masters.
 
-    Moments in bfloat16 are rounded stochastically, with bits that follow from step, parameter and element: rounded to
-    the nearest, a mean of squares could no longer follow gradients that change by less than its last bit.
+    Moments in bfloat16 are rounded stochastically, with bits that follow from step, parameter and place in
+    this rank's part: rounded to the nearest, a mean of squares could no longer follow gradients that change by less
+    than its last bit.
     """
 
     on_host: bool  # whether the state is in host memory and passes the device in windows

@@ -44,7 +44,8 @@ def read_events(directory: Path) -> list[dict[str, Any]]:
     files = [*directory.glob("*.json.gz"), *directory.rglob("trace_view.json")]
     if not files:
         return []
-    with gzip.open(files[0]) if files[0].suffix == ".gz" else files[0].open("rb") as file:
+    newest = max(files, key=lambda file: file.stat().st_mtime)  # one of a run before a resume may lie beside it
+    with gzip.open(newest) if newest.suffix == ".gz" else newest.open("rb") as file:
         found = json.load(file)
     events: list[dict[str, Any]] = found["traceEvents"] if isinstance(found, dict) else found
     return events

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 TERA = 1e12
 # A part of the name that the driver gives -> 10^12 operations per second; the first that fits counts. Sources: the
 # vendor's data sheets, which state the double for NVIDIA, with sparsity.
@@ -34,7 +36,9 @@ _ASCEND = {
 
 def cuda_peak(name: str) -> float | None:
     """Operations per second of a CUDA device; None: the chip is not known."""
-    return next((peak * TERA for part, peak in _CUDA if part in name), None)
+    if " MIG " in name:  # a part of one
+        return None
+    return next((peak * TERA for part, peak in _CUDA if re.search(rf"{re.escape(part)}(?!\d)", name)), None)
 
 
 def ascend_peak(name: str) -> float | None:

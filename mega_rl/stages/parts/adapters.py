@@ -12,7 +12,9 @@ from torch import Tensor
 from mega_rl import platform
 from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.bridge.files.peft import PeftReader, target_modules, write_adapter
+from mega_rl.bridge.files.peft_config import CONFIG_FILE
 from mega_rl.bridge.files.peft_config import AdapterConfig as PeftConfig
+from mega_rl.bridge.files.sampled_digest import weights_digest
 from mega_rl.bridge.lora import Factors, merged
 from mega_rl.bridge.mapping.adapter import adapter_tensors, full_adapter_series, names_of
 from mega_rl.bridge.mapping.tensors import roles
@@ -136,21 +138,24 @@ class MergedReader(HFReader):
         return merged(weight, self._adapter.factors(name), box) if name in self._adapter.weights else weight
 
 
-def starting_point(tuning: TuningConfig, shape: ModelShape, model: HFReader) -> tuple[HFReader, PeftReader | None]:
-    """What the frozen weights are read from, and the adapter that training goes on from; collective.
+def starting_point(
+    tuning: TuningConfig, shape: ModelShape, model: HFReader
+) -> tuple[HFReader, PeftReader | None, str | None]:
+    """What the frozen weights are read from, the adapter that training goes on from, and its digest; collective.
 
     Raises:
         InputError: on every rank, an adapter that cannot be read, or not be gone on from with these settings.
     """
     settings = tuning.adapter
     if tuning.method != "lora" or settings.path is None:
-        return model, None
+        return model, None, None
     with together("reading the adapter of tuning.adapter.path"):
         adapter = PeftReader(settings.path, shape, model.model_dir, "tuning.adapter.path")
         if settings.new:
-            return MergedReader(model.model_dir, adapter), None
+            return MergedReader(model.model_dir, adapter), None, None
         check_continued(adapter, tuning_plan(tuning, shape).adapters, settings)
-    return model, adapter
+        digest = weights_digest(adapter.directory, CONFIG_FILE)
+    return model, adapter, digest
 
 
 def check_continued(adapter: PeftReader, plan: AdapterPlan, settings: AdapterConfig) -> None:

@@ -114,10 +114,11 @@ def companion_spec(config: RunConfig) -> TrainerSpec:
 def actor(session: Session, num_optimizer_steps: int) -> MegatronEngine:
     """The policy that is trained, with the adapter that it goes on from."""
     config = session.config
-    weights, adapter = adapters.starting_point(config.tuning, session.shape, session.weights)
+    weights, adapter, digest = adapters.starting_point(config.tuning, session.shape, session.weights)
     actor = trainer(session, trainer_spec(config), config.optimizer, session.shape, weights, num_optimizer_steps)
     if adapter is not None:
         adapters.load_adapter(actor, adapter)
+        actor.adapter_start = digest
         session.say(f"tuning.adapter.path: training goes on from the adapter in {adapter.directory}")
     return actor
 

@@ -46,7 +46,10 @@ class Profiling:
         finally:
             self._is_on = False
         with HEART.waiting("the table of the profile", is_for_ranks=False):
-            costs = trace.costs_of(trace.read_events(directory))
+            try:
+                costs = trace.costs_of(trace.read_events(directory))
+            except (OSError, ValueError):  # the profiler was stopped while it wrote
+                costs = {}
         if not costs:
             self._say(f"warning: the profiler left no trace of step {number}, rank {self._rank}, in {directory}")
             return

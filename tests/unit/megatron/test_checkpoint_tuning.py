@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save
 
-from mega_rl.bridge.files.peft_config import CONFIG_FILE
 from mega_rl.config.schema import AdapterConfig, TuningConfig
 from mega_rl.errors import InputError
 from mega_rl.megatron.checkpoint import _check_tuning, tuning_record
@@ -20,9 +16,11 @@ LORA = TuningConfig(method="lora")
 FREEZE = TuningConfig(method="freeze")
 
 
-def engine_of(tuning: TuningConfig, base: str = "a" * 32) -> Any:
+def engine_of(tuning: TuningConfig, base: str = "a" * 32, start: str | None = None) -> Any:
     plan = SimpleNamespace(is_full=tuning.method == "full")
-    return SimpleNamespace(policy=SimpleNamespace(plan=plan, spec=SimpleNamespace(tuning=tuning)), base=base)
+    return SimpleNamespace(
+        policy=SimpleNamespace(plan=plan, spec=SimpleNamespace(tuning=tuning)), base=base, adapter_start=start
+    )
 
 
 @pytest.mark.parametrize("tuning", [TuningConfig(), LORA, FREEZE], ids=lambda tuning: tuning.method)
@@ -55,25 +53,24 @@ def test_another_base_is_refused() -> None:
         _check_tuning(Path("c"), tuning_record(engine_of(LORA)), engine_of(LORA, base="b" * 32))
 
 
-def adapter(directory: Path, content: bytearray) -> str:
-    directory.mkdir()
-    (directory / CONFIG_FILE).write_text("{}")
-    (directory / "adapter_model.safetensors").write_bytes(save({"A": torch.frombuffer(content, dtype=torch.uint8)}))
-    return str(directory)
-
-
 def going_on(path: str | None, *, new: bool = False) -> TuningConfig:
     return TuningConfig(method="lora", adapter=AdapterConfig(path=path, new=new))
 
 
-def test_the_adapter_of_the_start_may_move_but_not_change(tmp_path: Path) -> None:
-    here = adapter(tmp_path / "here", bytearray(b"one"))
-    record = tuning_record(engine_of(going_on(here)))
-    moved = shutil.move(here, tmp_path / "there")
-    _check_tuning(Path("c"), record, engine_of(going_on(str(moved))))
-    for other in (adapter(tmp_path / "other", bytearray(b"two")), None):
+def test_the_adapter_of_the_start_may_move_but_not_change() -> None:
+    record = tuning_record(engine_of(going_on("here"), start="one"))
+    _check_tuning(Path("c"), record, engine_of(going_on("there"), start="one"))
+    for other in (engine_of(going_on("here"), start="two"), engine_of(going_on(None))):
         with pytest.raises(InputError, match=r"began with another adapter than that of tuning\.adapter\.path"):
-            _check_tuning(Path("c"), record, engine_of(going_on(other)))
+            _check_tuning(Path("c"), record, other)
+
+
+def test_a_checkpoint_of_before_names_the_directory_of_the_adapter() -> None:
+    record = tuning_record(engine_of(going_on("here")))
+    del record["tuning"]["start"]
+    _check_tuning(Path("c"), record, engine_of(going_on("here"), start="one"))
+    with pytest.raises(InputError, match="began with another adapter"):
+        _check_tuning(Path("c"), record, engine_of(going_on("there"), start="one"))
 
 
 def test_another_merged_adapter_is_refused_by_its_key() -> None:

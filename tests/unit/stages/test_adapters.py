@@ -11,6 +11,8 @@ import torch
 
 from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.bridge.files.peft import PeftReader
+from mega_rl.bridge.files.peft_config import CONFIG_FILE
+from mega_rl.bridge.files.sampled_digest import weights_digest
 from mega_rl.bridge.lora import merged
 from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.mapping.tuning import tuning_plan
@@ -66,8 +68,8 @@ def test_a_new_adapter_begins_from_the_merged_weights(root: Path) -> None:
     """What the trainer then reads, box by box, is the weight with the adapter in it; all else is the file's."""
     model = HFReader(root / "qwen2")
     shape = read_model_shape(root / "qwen2")
-    reader, adapter = starting_point(tuning(path=str(root / "qwen2_adapter"), new=True), shape, model)
-    assert adapter is None
+    reader, adapter, digest = starting_point(tuning(path=str(root / "qwen2_adapter"), new=True), shape, model)
+    assert adapter is None and digest is None
     factors = adapter_of(root)
     for name, size in hf_tensors(shape).items():
         weight = model.read(name, whole_box(size))
@@ -76,8 +78,9 @@ def test_a_new_adapter_begins_from_the_merged_weights(root: Path) -> None:
         assert torch.equal(expected, weight) == (name not in factors.weights)
         part = ((1, 5), *((1, 3) for _ in size[1:]))
         assert torch.equal(reader.read(name, part), expected[indices(part)])
-    assert starting_point(tuning(), shape, model) == (model, None)
-    assert starting_point(tuning(path=str(root / "qwen2_adapter")), shape, model)[1] is not None
+    assert starting_point(tuning(), shape, model) == (model, None, None)
+    _, adapter, digest = starting_point(tuning(path=str(root / "qwen2_adapter")), shape, model)
+    assert adapter is not None and digest == weights_digest(root / "qwen2_adapter", CONFIG_FILE)
 
 
 def test_only_what_can_change_is_sent_again(root: Path) -> None:
