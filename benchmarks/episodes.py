@@ -56,11 +56,12 @@ def main() -> None:
     if not namespaces and os.geteuid() == 0:
         parser.error("this system allows no unprivileged namespaces; run as another user than root")
     count = 20 if arguments.quick else arguments.episodes
-    began, started = time.time(), time.perf_counter()
+    started = time.perf_counter()
     episodes = asyncio.run(run_all(count, arguments.workers, arguments.timeout_s, namespaces))
     seconds = time.perf_counter() - started
+    processes = psutil.Process().children(recursive=True)
     sandbox.close_zygotes()
-    left = [process for process in psutil.process_iter() if is_left(process, began)]
+    _, left = psutil.wait_procs(processes, timeout=60)  # who has answered may still be about to end
     rows = []
     for kind in KINDS:
         own = [episode for number, episode in enumerate(episodes) if KINDS[number % len(KINDS)] == kind]
@@ -74,15 +75,6 @@ def main() -> None:
     publish("Episodes with bad tools", text, f"{arguments.workers} threads", results, arguments.json)
     if left or sum(row[2] + row[3] for row in rows) != count:
         sys.exit("an episode or a process was lost")
-
-
-def is_left(process: psutil.Process, began: float) -> bool:
-    """Whether it was forked for a tool since then, and runs."""
-    try:
-        is_ours = process.create_time() > began - 1 and "mega_rl.rewards.zygote" in " ".join(process.cmdline())
-        return is_ours and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:  # it ended
-        return False
 
 
 async def run_all(count: int, num_threads: int, timeout_s: float, namespaces: bool) -> list[Episode]:

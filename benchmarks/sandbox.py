@@ -15,6 +15,7 @@ import statistics
 import time
 from pathlib import Path
 
+import psutil
 from report import publish, table
 
 from mega_rl.rewards import sandbox
@@ -79,8 +80,12 @@ def zygote_cpu_s() -> float:
     """Of the processes that programs are forked from, the programs aside."""
     total_s = 0.0
     for pid in sandbox.zygote_pids():
-        with open(f"/proc/{pid}/schedstat") as file:  # nanoseconds; stat has ticks of ten milliseconds
-            total_s += int(file.read().split()[0]) / 1e9
+        try:
+            with open(f"/proc/{pid}/schedstat") as file:  # nanoseconds; other figures have ticks of ten milliseconds
+                total_s += int(file.read().split()[0]) / 1e9
+        except FileNotFoundError:  # a kernel without it
+            times = psutil.Process(pid).cpu_times()
+            total_s += times.user + times.system
     return total_s
 
 

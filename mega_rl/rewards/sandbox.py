@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -33,7 +34,7 @@ NUM_OPEN_FILES = 64
 ROOT = str(Path(__file__).resolve().parents[2])
 MARGIN_S = 30.0  # beyond all limits of a call; then its processes were stopped from outside
 START_S = 120.0  # of a zygote, with what it loads, on however busy a machine
-MAX_TRIES = 5  # of a call whose zygote was ended from outside
+MAX_TRIES, TRY_AGAIN_S = 5, 0.2  # of a call whose zygote was ended from outside
 # Libraries that a zygote loads compute in one thread, as only one is left after a fork.
 THREADS = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
 # What of a tree of installed programs may be seen: not what else a project keeps beside them, such as data and output.
@@ -234,6 +235,7 @@ def _begin(call: dict[str, Any], descriptors: list[int], kind: Kind) -> tuple[so
     for _ in range(MAX_TRIES):
         with contextlib.suppress(_Gone):
             return _zygote(kind).begin(call, descriptors)
+        time.sleep(TRY_AGAIN_S)  # one that was killed is not seen to have ended at once
     raise NotIsolatedError("the process that programs are forked from was ended from outside again and again")
 
 
@@ -271,6 +273,8 @@ class _Zygote:
             told = self._control.recv(zygote.MAX_MESSAGE_BYTES)
         except TimeoutError:
             told = f"not ready after {START_S:g} s".encode()
+        except OSError as error:
+            told = str(error).encode()
         if told != zygote.READY:
             self.close()
             raise NotIsolatedError(told.decode(errors="replace") or "the process that programs are forked from ended")
@@ -329,7 +333,7 @@ def _zygote(kind: Kind) -> _Zygote:
 
 def zygote_pids() -> set[int]:
     """The processes that this one keeps to fork programs from."""
-    return {found.pid for (process, _), found in _zygotes.items() if process == os.getpid()}
+    return {found.pid for (process, _), found in list(_zygotes.items()) if process == os.getpid()}
 
 
 def close_zygotes() -> None:

@@ -74,6 +74,7 @@ def main(descriptor: int, is_bare: bool) -> None:
             started = command(descriptor, is_bare=False)
             os.execv(started[0], started)
     except (launcher.StepError, OSError) as error:
+        control.recv(MAX_MESSAGE_BYTES)  # closed with this unread, the other end would lose what is sent to it
         control.send(str(error).encode(errors="replace"))
         os._exit(1)
     sys.path.remove(os.getcwd())
@@ -162,12 +163,13 @@ def _outer(setup: Setup, call: Call) -> None:
     ours.settimeout(SETUP_S)
     try:
         told = ours.recv(MAX_MESSAGE_BYTES)
-        if told != STARTED:
-            _send(answer, {"refused": told.decode(errors="replace") or "the program's process ended before it began"})
-            os._exit(1)
-        code = execution.wait(inner, call.timeout_s)
     except TimeoutError:
-        code = None
+        _end(inner, setup.namespaces)
+        told = f"the program has not begun after {SETUP_S:g} s".encode()
+    if told != STARTED:
+        _send(answer, {"refused": told.decode(errors="replace") or "the program's process ended before it began"})
+        os._exit(1)
+    code = execution.wait(inner, call.timeout_s)
     _end(inner, setup.namespaces)
     spent = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     _send(answer, {"exit_code": code, "cpu_s": sum(usage.ru_utime + usage.ru_stime for usage in spent)})

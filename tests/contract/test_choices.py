@@ -61,6 +61,7 @@ WITHOUT_TABLE = {
     "aqn.old_logprobs",
     "bridge.verify",
     "data.chat_template",
+    "data.rewritten_history",
     "memory.recompute",
     "platform.mindspeed.mode",
     "preference.reference",

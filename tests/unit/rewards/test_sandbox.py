@@ -16,7 +16,7 @@ import pytest
 from mega_rl.rewards import sandbox
 from mega_rl.rewards.sandbox import Limits, run_program
 from tests.enclosure import needs_enclosure, run_enclosed
-from tests.launch import run_copy
+from tests.launch import alive, run_copy
 
 HAS_NAMESPACES = sandbox.has_namespaces()
 LIMITS = Limits(timeout_s=20.0, memory_bytes=1 << 29, namespaces=HAS_NAMESPACES)
@@ -136,8 +136,7 @@ def test_the_warm_process_and_its_programs_end_with_their_owner() -> None:
         eventually(lambda: len(warm.children(recursive=True)) > 1)
         everything = [warm, *warm.children(recursive=True)]
         owner.kill()
-    gone = lambda process: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE  # noqa: E731
-    eventually(lambda: all(map(gone, everything)))
+    eventually(lambda: not any(alive(process.pid) for process in everything))
 
 
 # In a process of its own: it asks for all children, and reaps them.
