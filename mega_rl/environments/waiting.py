@@ -36,8 +36,11 @@ async def result_of(function: Callable[..., Any], timeout_s: float, *arguments: 
     async def coroutine() -> tuple[Any, BaseException | None]:
         try:
             return await function(*arguments, **named), None
-        except asyncio.CancelledError:
-            raise
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # out of time, or the caller was cancelled
+                raise
+            return None, error  # of the function's own
         except BaseException as error:  # noqa: BLE001 - as above
             return None, error
 

@@ -78,6 +78,37 @@ class Async:
         return End(1.0)
 
 
+class Cancelled:
+    async def step(self, turn: Turn) -> Reply | End:
+        raise asyncio.CancelledError
+
+
+def test_an_async_step_that_raises_a_cancellation_costs_its_episode_only() -> None:
+    episode = run(Cancelled(), ["a"])
+    assert (episode.stop, episode.cause) == ("failed", "raised")
+    assert episode.detail == "step raised CancelledError: "
+
+
+class Waiting:
+    async def step(self, turn: Turn) -> Reply | End:
+        await asyncio.Event().wait()
+        return End()
+
+
+def test_an_episode_that_is_cancelled_ends_so() -> None:
+    async def cancelled() -> None:
+        task = asyncio.create_task(run_episode(Waiting(), scripted(["a"]), LIMITS))
+        for _ in range(10):  # until it waits in the step
+            await asyncio.sleep(0)
+        task.cancel()
+        await task
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancelled())
+    episode = run(Waiting(), ["a"], EpisodeLimits(step_timeout_s=0.1))
+    assert (episode.stop, episode.cause) == ("failed", "timed_out")
+
+
 def test_an_async_environment_without_anything_else() -> None:
     assert run(Async(), ["a"]).reward == 1.0
 
