@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any, Literal
 
 from mega_rl.environments.protocol import End, Environment, Message, Reply, Turn
@@ -114,15 +116,33 @@ async def _step(environment: Environment, turn: Turn, timeout_s: float) -> Reply
     answer = await _limited(environment.step, (turn,), timeout_s)
     if not isinstance(answer, Reply | End):
         raise _Failure("not_a_reply", f"step returned {answer!r:.60}, which is neither a Reply nor an End")
-    return answer if isinstance(answer, End) else _checked(answer)
+    if isinstance(answer, Reply):
+        return _checked(answer)
+    reward = None if answer.reward is None else _number(answer.reward, "the reward")
+    return End(reward, _metrics(answer.metrics))
+
+
+def _number(value: Any, name: str) -> float:
+    """Raises _Failure."""
+    with contextlib.suppress(OverflowError):
+        if isinstance(value, Real) and math.isfinite(value):
+            return float(value)
+    raise _Failure("not_a_reply", f"{name} is {value!r:.60}, which is not a finite number")
+
+
+def _metrics(metrics: Any) -> dict[str, float]:
+    """Raises _Failure."""
+    if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
+        raise _Failure("not_a_reply", f"the metrics are {metrics!r:.60}, which are not numbers by name")
+    return {name: _number(value, f"the metric {name:.60}") for name, value in metrics.items()}
 
 
 def _checked(reply: Reply) -> Reply:
-    """Raises _Failure if a message is none."""
+    """Raises _Failure if a message is none, or a metric."""
     try:
         messages = tuple(reply.messages)
         if all("role" in message and isinstance(message.get("content", ""), str | list) for message in messages):
-            return replace(reply, messages=messages)
+            return replace(reply, messages=messages, metrics=_metrics(reply.metrics))
     except (TypeError, AttributeError):
         pass
     raise _Failure("not_a_reply", f"{reply.messages!r:.60} is not a list of messages with role and content")

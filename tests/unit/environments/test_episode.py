@@ -138,6 +138,14 @@ def raises(error: BaseException) -> Callable[[], Any]:
         (lambda: Reply(["text"]), "not_a_reply", "is not a list of messages"),  # type: ignore[list-item]
         (lambda: Reply([{"role": "tool", "content": b"\xff"}]), "not_a_reply", "is not a list of messages"),
         (lambda: Reply(5), "not_a_reply", "is not a list of messages"),  # type: ignore[arg-type]
+        (lambda: Reply([], None), "not_a_reply", "the metrics are None"),  # type: ignore[arg-type]
+        (lambda: Reply([], {"a": "1"}), "not_a_reply", "the metric a is '1'"),  # type: ignore[dict-item]
+        (lambda: Reply([], {"a": float("nan")}), "not_a_reply", "the metric a is nan"),
+        (lambda: End(None, [("a", 1)]), "not_a_reply", "which are not numbers by name"),  # type: ignore[arg-type]
+        (lambda: End(None, {1: 1.0}), "not_a_reply", "which are not numbers by name"),  # type: ignore[dict-item]
+        (lambda: End("1"), "not_a_reply", "the reward is '1', which is not a finite number"),  # type: ignore[arg-type]
+        (lambda: End(float("inf")), "not_a_reply", "the reward is inf"),
+        (lambda: End(10**400), "not_a_reply", "the reward is 1000"),
     ],
 )
 def test_a_failing_environment_costs_its_episode_only(failure: Callable[[], Any], cause: str, detail: str) -> None:
