@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from mega_rl.rewards.sandbox import Limits, Run
 
 TOKEN = "MEGA_RL_SANDBOX_TOKEN"  # variable of the environment, on both sides
+MAX_BODY_BYTES = 1 << 24  # of a request
 MAX_ANSWER_BYTES = 1 << 27
 MARGIN_S = 60.0  # of one attempt, beyond the time limit of its program
 WAIT_S = 0.2, 2.0  # shortest and longest pause before another attempt, on average
@@ -42,15 +43,18 @@ class SandboxClient:
             patience_s: how long to try anew while the service is full or cannot be reached.
 
         Raises:
-            ServiceError: no answer, or a refusal.
+            ServiceError: no answer, a refusal, or more than a request may hold.
         """
-        body = {
+        fields = {
             "source": source,
             "stdin": stdin,
             "timeout_s": limits.timeout_s,
             "memory_bytes": limits.memory_bytes,
             "with_errors": with_errors,
         }
+        body = json.dumps(fields).encode()
+        if len(body) > MAX_BODY_BYTES:
+            raise ServiceError(f"the program and its input are {len(body)} bytes as JSON, more than {MAX_BODY_BYTES}")
         deadline = time.monotonic() + patience_s
         pause_s = WAIT_S[0]
         while True:
@@ -69,13 +73,13 @@ class SandboxClient:
         if status != http.client.OK:
             raise ServiceError(f"the sandbox service {self._url} refuses: {_reason(answer)} (status {status})")
 
-    def _ask(self, method: str, path: str, body: Any, timeout_s: float) -> tuple[int, Any]:
+    def _ask(self, method: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, Any]:
         """Status and answer; status 0 and a reason if there was none (a program may be run twice)."""
         connection = self._connection(self._host, self._port, timeout=timeout_s)
         token = os.environ.get(TOKEN, "")
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
         try:
-            connection.request(method, path, None if body is None else json.dumps(body).encode(), headers)
+            connection.request(method, path, body, headers)
             response = connection.getresponse()
             data = response.read(MAX_ANSWER_BYTES)
         except (OSError, http.client.HTTPException) as error:

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from mega_rl.rewards.remote import MAX_BODY_BYTES
 from mega_rl.rewards.sandbox import Limits, run_program
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-MAX_BODY_BYTES = 1 << 24
 READ_TIMEOUT_S = 30.0  # for a request to arrive
 # Name of a field -> what it may be. All but the source may be left out.
 FIELDS: Mapping[str, type | tuple[type, ...]] = {
@@ -128,7 +128,7 @@ class _Handler(BaseHTTPRequestHandler):
         service = self.server.service
         if self._is_allowed():
             if self.path != "/health":
-                return self._answer(http.HTTPStatus.NOT_FOUND, {"error": "there are GET /health and POST /run"})
+                return self._refuse(http.HTTPStatus.NOT_FOUND, "there are GET /health and POST /run")
             answer = {"running": service.running, "waiting": service.waiting, "workers": service.num_workers}
             self._answer(http.HTTPStatus.OK, answer)
 
@@ -136,16 +136,16 @@ class _Handler(BaseHTTPRequestHandler):
         if not self._is_allowed():
             return
         if self.path != "/run":
-            return self._answer(http.HTTPStatus.NOT_FOUND, {"error": "there are GET /health and POST /run"})
+            return self._refuse(http.HTTPStatus.NOT_FOUND, "there are GET /health and POST /run")
         # A page in a browser cannot send this kind to another address without asking, which nobody answers.
         if self.headers.get_content_type() != "application/json":
-            return self._answer(http.HTTPStatus.UNSUPPORTED_MEDIA_TYPE, {"error": "send application/json"})
-        length = self.headers.get("Content-Length", "")
-        if not (length.isdecimal() and len(length) < 12 and int(length) <= MAX_BODY_BYTES):
+            return self._refuse(http.HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "send application/json")
+        length = self._length()
+        if length is None or length > MAX_BODY_BYTES:
             error = f"give a Content-Length of at most {MAX_BODY_BYTES}"
-            return self._answer(http.HTTPStatus.REQUEST_ENTITY_TOO_LARGE, {"error": error})
+            return self._refuse(http.HTTPStatus.REQUEST_ENTITY_TOO_LARGE, error)
         try:
-            request = json.loads(self.rfile.read(int(length)))
+            request = json.loads(self.rfile.read(length))
         except (ValueError, RecursionError):
             return self._answer(http.HTTPStatus.BAD_REQUEST, {"error": "the request is not JSON"})
         self._answer(*self.server.service.run(request))
@@ -155,8 +155,20 @@ class _Handler(BaseHTTPRequestHandler):
         given = self.headers.get("Authorization", "")
         if token is None or hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
             return True
-        self._answer(http.HTTPStatus.UNAUTHORIZED, {"error": "the token is missing or wrong"})
+        self._refuse(http.HTTPStatus.UNAUTHORIZED, "the token is missing or wrong")
         return False
+
+    def _length(self) -> int | None:
+        """Bytes of the body, as the client gives them."""
+        length = self.headers.get("Content-Length", "")
+        return int(length) if length.isdecimal() and len(length) < 12 else None
+
+    def _refuse(self, status: http.HTTPStatus, error: str) -> None:
+        """Answer at once, then read the body: a client that still sends when the connection ends loses the answer."""
+        self._answer(status, {"error": error})
+        left = min(self._length() or 0, MAX_BODY_BYTES)
+        while left > 0 and (data := self.rfile.read1(min(left, 1 << 16))):
+            left -= len(data)
 
     def _answer(self, status: http.HTTPStatus, answer: Mapping[str, Any]) -> None:
         data = json.dumps(answer).encode()

@@ -19,7 +19,7 @@ from mega_rl.environments.python import PythonSandbox
 from mega_rl.errors import InputError
 from mega_rl.rewards import sandbox
 from mega_rl.rewards.code import _check_code_tests, code_tests
-from mega_rl.rewards.remote import TOKEN, SandboxClient, ServiceError
+from mega_rl.rewards.remote import MAX_BODY_BYTES, TOKEN, SandboxClient, ServiceError
 from mega_rl.rewards.sandbox import Limits, Run
 from mega_rl.rewards.service import Server, Service
 from mega_rl.types import Prompt
@@ -99,6 +99,15 @@ def test_a_bad_request_is_refused_in_a_sentence(
 ) -> None:
     found, answer = ask(served, "POST", "/run", body, **headers)
     assert found == status and sentence in answer["error"]
+
+
+def test_a_refused_client_with_a_large_body_reads_why(served: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN, "another-token-of-the-tests")
+    client = SandboxClient(url(served))
+    with pytest.raises(ServiceError, match=r"the token is missing or wrong \(status 401\)"):
+        client.run("", "x" * (MAX_BODY_BYTES - 1000), LIMITS, patience_s=0.0)
+    with pytest.raises(ServiceError, match=f"bytes as JSON, more than {MAX_BODY_BYTES}"):
+        client.run("", "x" * MAX_BODY_BYTES, LIMITS, patience_s=0.0)
 
 
 def test_the_state_of_the_service(served: Server) -> None:
