@@ -16,7 +16,7 @@ from typing import Any
 
 from mega_rl.errors import InputError
 from mega_rl.rewards import sandbox
-from mega_rl.rewards.remote import TOKEN
+from mega_rl.rewards.remote import TOKEN, token_of
 from mega_rl.rewards.service import LOOPBACK, Server, Service
 
 MIN_TOKEN = 16  # characters
@@ -37,7 +37,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def service_of(options: argparse.Namespace) -> Service:
     """Raises InputError."""
-    token = os.environ.pop(TOKEN, None) or None  # no program, and no process of one, inherits it
+    try:
+        token = token_of(os.environ.pop(TOKEN, "")) or None  # no program, and no process of one, inherits it
+    except ValueError as error:
+        raise InputError(f"{error}; make another one") from error
     if token is None and options.host not in LOOPBACK:
         raise InputError(f"--host {options.host} can be reached from elsewhere; put a token into {TOKEN}")
     if token is not None and len(token) < MIN_TOKEN:

@@ -23,15 +23,24 @@ class ServiceError(OSError):
     """A service does not answer, or refuses: which one and why."""
 
 
+def token_of(text: str) -> str:
+    """The token in a variable, which may end in a new line. Raises ValueError, which does not show it."""
+    token = text.strip()
+    if not (token.isascii() and token.isprintable()):
+        raise ValueError(f"the token in {TOKEN} may have printable ASCII characters only")
+    return token
+
+
 class SandboxClient:
     """Programs of this process, run by a service."""
 
     def __init__(self, url: str) -> None:
-        """Raises ValueError: no URL of such a service."""
+        """Raises ValueError: no URL of such a service, or a token that no header can hold."""
         parts = urlsplit(url)
         is_plain = not (parts.username or parts.password or parts.query or parts.fragment) and parts.path in ("", "/")
         if parts.scheme not in ("http", "https") or not parts.hostname or not is_plain:
             raise ValueError(f"service {url!r} is no address; write http://HOST:PORT, and the token into {TOKEN}")
+        self._token = token_of(os.environ.get(TOKEN, ""))
         self._url = url
         self._host, self._port = parts.hostname, parts.port
         self._connection = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
@@ -76,8 +85,9 @@ class SandboxClient:
     def _ask(self, method: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, Any]:
         """Status and answer; status 0 and a reason if there was none (a program may be run twice)."""
         connection = self._connection(self._host, self._port, timeout=timeout_s)
-        token = os.environ.get(TOKEN, "")
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        headers = {"Content-Type": "application/json"}
+        if self._token:
+            headers["Authorization"] = f"Bearer {self._token}"
         try:
             connection.request(method, path, body, headers)
             response = connection.getresponse()

@@ -150,6 +150,16 @@ def test_what_is_no_address_is_refused(address: str) -> None:
             PythonSandbox(Prompt(0, (1,), "?", "", "t"), 0, service=address)
 
 
+def test_a_token_may_end_in_a_new_line_and_is_never_shown(served: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN, f" {SECRET}\n")
+    SandboxClient(url(served)).check()
+    for token in (f"{SECRET}\n{SECRET}", f"{SECRET}\u4e2d", f"{SECRET}\xe9"):
+        monkeypatch.setenv(TOKEN, token)
+        with pytest.raises(ValueError, match="may have printable ASCII characters only") as raised:
+            SandboxClient(url(served))
+        assert SECRET not in str(raised.value)
+
+
 def test_nobody_there_is_told_at_start() -> None:
     with pytest.raises(ValueError, match="127.0.0.1:9 refuses: no answer.*; start it with mega-rl sandbox-server"):
         _check_code_tests(service="http://127.0.0.1:9")
@@ -178,6 +188,8 @@ def test_the_server_runs_until_a_signal_and_leaves_nothing() -> None:
     [
         (("--host", "0.0.0.0"), "", f"can be reached from elsewhere; put a token into {TOKEN}"),
         ((), "short", "has 5 characters; give it at least 16"),
+        ((), "short" + " " * 20 + "\n", "has 5 characters; give it at least 16"),
+        ((), "\u4e2d" * 16, "may have printable ASCII characters only"),
         (("--workers", "0"), "", "must be above 0"),
         (("--port", "99999"), "", "cannot be listened on"),
     ],
