@@ -6,6 +6,7 @@ as there are workers, as many more requests wait as the queue holds, and all oth
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import http
 import json
@@ -21,7 +22,7 @@ from mega_rl.rewards.remote import MAX_BODY_BYTES
 from mega_rl.rewards.sandbox import Limits, run_program
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-READ_TIMEOUT_S = 30.0  # for a request to arrive
+READ_TIMEOUT_S = 30.0  # for a whole request to arrive
 # Name of a field -> what it may be. All but the source may be left out.
 FIELDS: Mapping[str, type | tuple[type, ...]] = {
     "source": str, "stdin": str, "timeout_s": (int, float), "memory_bytes": int, "with_errors": bool,
@@ -106,7 +107,11 @@ class Server(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._connections.acquire(blocking=False):
-            super().process_request(request, client_address)
+            try:
+                super().process_request(request, client_address)
+            except Exception:  # there is no further thread, which would have released it
+                self._connections.release()
+                raise
         else:
             self.shutdown_request(request)
 
@@ -121,8 +126,23 @@ class Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    timeout = READ_TIMEOUT_S
+    timeout = READ_TIMEOUT_S  # of each wait
     server: Server
+
+    def setup(self) -> None:
+        super().setup()
+        self._deadline = threading.Timer(READ_TIMEOUT_S, self._cut)
+        self._deadline.daemon = True
+        self._deadline.start()
+
+    def finish(self) -> None:
+        self._deadline.cancel()
+        super().finish()
+
+    def _cut(self) -> None:
+        """End a connection whose request did not arrive in time."""
+        with contextlib.suppress(OSError):  # it has ended already
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     def do_GET(self) -> None:  # noqa: N802 - the name that the library calls
         service = self.server.service
@@ -145,7 +165,9 @@ class _Handler(BaseHTTPRequestHandler):
             error = f"give a Content-Length of at most {MAX_BODY_BYTES}"
             return self._refuse(http.HTTPStatus.REQUEST_ENTITY_TOO_LARGE, error)
         try:
-            request = json.loads(self.rfile.read(length))
+            body = self.rfile.read(length)
+            self._deadline.cancel()
+            request = json.loads(body)
         except (ValueError, RecursionError):
             return self._answer(http.HTTPStatus.BAD_REQUEST, {"error": "the request is not JSON"})
         self._answer(*self.server.service.run(request))

@@ -6,9 +6,11 @@ import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -108,6 +110,35 @@ def test_a_refused_client_with_a_large_body_reads_why(served: Server, monkeypatc
         client.run("", "x" * (MAX_BODY_BYTES - 1000), LIMITS, patience_s=0.0)
     with pytest.raises(ServiceError, match=f"bytes as JSON, more than {MAX_BODY_BYTES}"):
         client.run("", "x" * MAX_BODY_BYTES, LIMITS, patience_s=0.0)
+
+
+def test_a_request_that_never_ends_is_cut(served: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mega_rl.rewards.service.READ_TIMEOUT_S", 0.2)
+    head = f"POST /run HTTP/1.0\r\nAuthorization: Bearer {SECRET}\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(served.server_address[:2], timeout=0.02) as connection:  # type: ignore[arg-type]
+        connection.sendall(f"{head}Content-Length: {MAX_BODY_BYTES}\r\n\r\n".encode())
+        deadline = time.monotonic() + 60.0
+        while time.monotonic() < deadline:
+            try:
+                connection.sendall(b" ")
+                assert connection.recv(1) == b""
+                return
+            except TimeoutError:
+                continue
+            except OSError:
+                return
+    pytest.fail("the service still reads")
+
+
+def test_a_thread_that_cannot_start_takes_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with Server("127.0.0.1", 0, Service(None, num_workers=1, max_waiting=1)) as server:
+        monkeypatch.setattr(threading.Thread, "start", fails)
+        for _ in range(100):  # more than there are places
+            with pytest.raises(RuntimeError, match="new thread"):
+                server.process_request(None, None)
 
 
 def test_the_state_of_the_service(served: Server) -> None:
