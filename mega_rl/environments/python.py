@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Sequence
 from typing import Literal
 
@@ -70,6 +71,8 @@ class PythonSandbox:
         self._preload = tuple(preload)
         self._keep = keep
         self._session: Session | None = None
+        self._is_closed = False
+        self._lock = threading.Lock()  # of the session and of whether it is over
         try:
             self._service = SandboxClient(service) if service else None
         except ValueError as error:
@@ -83,7 +86,7 @@ class PythonSandbox:
             run = self._run(program)
             text = output_of(run, self._limits.timeout_s)
         except SessionEndedError as error:
-            self.close()  # the next program begins a new one
+            self._end_session()  # the next program begins a new one
             run, text = Run(None, ""), f"error: {error}; what earlier programs left is lost"
         if self._role == "user":
             text = f"<interpreter>\n{text}\n</interpreter>"
@@ -95,15 +98,29 @@ class PythonSandbox:
             return self._service.run(program, "", self._limits, with_errors=True)
         if self._keep == "nothing":
             return run_program(program, "", self._limits, with_errors=True, preload=self._preload)
-        if self._session is None:
-            self._session = Session(self._limits, self._preload, self._keep)
-        return self._session.run(program, with_errors=True)
+        session = self._session
+        if session is None:
+            session = Session(self._limits, self._preload, self._keep)
+            with self._lock:
+                is_late = self._is_closed  # the episode ended meanwhile, by a limit of time for example
+                if not is_late:
+                    self._session = session
+            if is_late:
+                session.close()
+                raise SessionEndedError("the episode is over")
+        return session.run(program, with_errors=True)
 
     def close(self) -> None:
-        """End the session of the episode, if there is one."""
-        if self._session is not None:
-            self._session.close()
-            self._session = None
+        """End the session of the episode, if there is one; there will be no other."""
+        with self._lock:
+            self._is_closed = True
+        self._end_session()
+
+    def _end_session(self) -> None:
+        with self._lock:
+            session, self._session = self._session, None
+        if session is not None:
+            session.close()
 
 
 def program_of(text: str, form: str) -> str | None:

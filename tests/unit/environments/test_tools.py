@@ -220,6 +220,26 @@ def test_a_python_interpreter_as_retool_has_it() -> None:
         answer("", form="x")
 
 
+def test_a_session_that_is_made_after_the_end_is_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    class Late:
+        def __init__(self, *_: Any) -> None:
+            environment.close()  # as an episode does that ends while the session is made
+
+        def close(self) -> None:
+            done.append("closed")
+
+        def run(self, *_: Any, **__: Any) -> None:
+            done.append("run")
+
+    monkeypatch.setattr("mega_rl.environments.python.Session", Late)
+    environment = PythonSandbox(PROMPT, 0, keep="files")
+    reply = environment.step(Turn("```python\nprint(1)\n```"))
+    assert done == ["closed"] and isinstance(reply, Reply)
+    assert reply.messages[0]["content"].startswith("error: the episode is over")
+
+
 @pytest.mark.skipif(not HAS_NAMESPACES and os.geteuid() == 0, reason="no program is run here")
 @pytest.mark.parametrize(
     ("keep", "found"),
