@@ -157,16 +157,20 @@ def test_a_full_service_says_so_and_the_client_tries_anew(served: Server, monkey
     monkeypatch.setattr("mega_rl.rewards.service.run_program", held)
     service, client, runs = served.service, SandboxClient(url(served)), list[Run]()
     threads = [threading.Thread(target=lambda: runs.append(client.run("print(1)", "", LIMITS))) for _ in range(6)]
+    late = threading.Thread(target=lambda: runs.append(client.run("print(1)", "", LIMITS, patience_s=600.0)))
     for thread in threads:
         thread.start()
-    while (service.running, service.waiting) != (2, 4):
-        may_run.wait(0.02)
-    assert ask(served, "POST", "/run", b'{"source": ""}') == (429, {"error": "4 requests wait already"})
-    with pytest.raises(ServiceError, match=r"refuses: 4 requests wait already \(status 429\)"):
-        client.run("", "", LIMITS, patience_s=0.0)
-    late = threading.Thread(target=lambda: runs.append(client.run("print(1)", "", LIMITS, patience_s=600.0)))
-    late.start()
-    may_run.set()
+    try:
+        deadline = time.monotonic() + 120.0
+        while (service.running, service.waiting) != (2, 4) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert (service.running, service.waiting) == (2, 4)
+        assert ask(served, "POST", "/run", b'{"source": ""}') == (429, {"error": "4 requests wait already"})
+        with pytest.raises(ServiceError, match=r"refuses: 4 requests wait already \(status 429\)"):
+            client.run("", "", LIMITS, patience_s=0.0)
+        late.start()
+    finally:
+        may_run.set()
     for thread in (*threads, late):
         thread.join()
     assert runs == [Run(0, "1\n")] * 7
@@ -192,8 +196,11 @@ def test_a_token_may_end_in_a_new_line_and_is_never_shown(served: Server, monkey
 
 
 def test_nobody_there_is_told_at_start() -> None:
-    with pytest.raises(ValueError, match="127.0.0.1:9 refuses: no answer.*; start it with mega-rl sandbox-server"):
-        _check_code_tests(service="http://127.0.0.1:9")
+    with socket.socket() as deaf:  # has a port, and does not listen
+        deaf.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{deaf.getsockname()[1]}"
+        with pytest.raises(ValueError, match=f"{address} refuses: no answer.*; start it with mega-rl sandbox-server"):
+            _check_code_tests(service=f"http://{address}")
 
 
 SERVER = (sys.executable, str(REPO / "tools" / "sandbox_server.py"))
