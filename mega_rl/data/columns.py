@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mega_rl.data.messages import ASSISTANT, CALLS, TEXTS, TOOL, calls_of, tools_of
+from mega_rl.data.messages import ASSISTANT, CALLS, REFUSED_KEYS, TEXTS, TOOL, calls_of, tools_of
 from mega_rl.data.rows import Row
 from mega_rl.errors import InputError, shown
 
@@ -148,7 +148,7 @@ def message_of(row: Row, turn: Any) -> dict[str, Any]:
     Raises:
         InputError: neither, nobody's turn, or a ``function_call`` without calls.
     """
-    keys = (*TEXTS, CALLS, *LOSSES)
+    keys = (*TEXTS, CALLS, *LOSSES, *REFUSED_KEYS)  # those that are refused are refused by as_messages
     more = {key: turn[key] for key in keys if _is_filled(turn.get(key))} if isinstance(turn, Mapping) else {}
     if isinstance(turn, Mapping) and isinstance(turn.get("role"), str):
         return {"role": turn["role"], "content": turn.get("content"), **more}

@@ -244,6 +244,17 @@ def test_thoughts_in_a_key_of_their_own(tmp_path: Path) -> None:
             "qwen2.5",
             "give its calls in value, and only there",
         ),
+        (
+            {"messages": [ASKED, {"role": "assistant", "content": None, "function_call": {"name": "run"}}]},
+            "qwen2.5",
+            "a chat message has function_call, which is not read: write it as tool_calls, its newer form",
+        ),
+        ({"messages": [ASKED, saying("4", thinking="hm")]}, "qwen3", "has thinking, which is not read: name it reas"),
+        (
+            {"conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "4", "reasoning": "hm"}]},
+            "qwen3",
+            "has reasoning, which is not read: name it reasoning_content",
+        ),
         ({"messages": [{**calling({}), "role": "user"}, saying("4")]}, "qwen2.5", "only the assistant calls tools"),
         ({"messages": [ASKED, saying("4", tool_call_id=3)]}, "qwen2.5", "the tool_call_id 3: make it text"),
         (
@@ -260,6 +271,17 @@ def test_rows_that_cannot_be_learnt_from(tmp_path: Path, row: dict[str, Any], fa
     with pytest.raises(InputError) as caught:
         read(tmp_path, row, family=family)
     assert words in str(caught.value) and "rows.jsonl line 1" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_keys_that_are_not_read_may_be_null(tmp_path: Path) -> None:
+    nulls = {"function_call": {"name": None, "arguments": None}, "thinking": None, "reasoning": ""}
+    assert read(tmp_path, {"messages": [ASKED, saying("4", **nulls)]}) == read(
+        tmp_path, {"messages": [ASKED, saying("4")]}
+    )
+    path = tmp_path / "pairs.jsonl"
+    write_jsonl(path, [{"prompt": "?", "chosen": saying("4", thinking="hm"), "rejected": saying("5")}])
+    with pytest.raises(InputError, match="line 1: chosen: a chat message has thinking, which is not read: name it"):
+        PairDataset.from_files([str(path)], tokenizer_of("qwen2.5"), DataConfig())
 
 
 def test_tools_need_a_template(tmp_path: Path) -> None:
