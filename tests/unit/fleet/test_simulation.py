@@ -145,6 +145,7 @@ def test_lengths_of_files(tmp_path: Path) -> None:
         ("a.txt", "", "a.txt is empty"),
         ("a.txt", "1e3\n", "a.txt:1 is '1e3'"),
         ("a.jsonl", '{"prompt": {}}\n', "a.jsonl:1 is not a recorded rollout (KeyError: 'index')"),
+        ("a.jsonl", "[" * 200_000 + "\n", "a.jsonl:1 is not a recorded rollout (RecursionError: "),
         ("a.jsonl", "[1\n", "a.jsonl:1 is not a recorded rollout"),
     ],
 )
