@@ -34,7 +34,27 @@ from mega_rl.observe.timeline import Activity, lanes, write_trace
 from mega_rl.planning.engine import NUM_SEQUENCES
 from mega_rl.planning.speeds import DEVICES, speeds
 
-USED = ("data.train_batch_size", "data.max_response_length", "rollout.n", "rollout.tensor_parallel_size")
+USED = (
+    "data.train_batch_size",
+    "data.max_response_length",
+    "rollout.n",
+    "rollout.tensor_parallel_size",
+    "parallel.tensor",
+    "parallel.pipeline",
+    "parallel.context",
+)
+TIMES = (
+    "fixed_ms",
+    "per_response_ms",
+    "train_s",
+    "colocated_train_s",
+    "load_s",
+    "colocated_load_s",
+    "hours_between_deaths",
+    "restart_s",
+)
+NOT_ZERO = ("train_s", "colocated_train_s", "hours_between_deaths")
+LEAST, MOST = 1e-6, 1e9  # of a time that is not 0: a smaller or larger one is a mistake
 MODES = ("synchronous", "pinned", "in_flight")
 MAX_ENGINES_DRAWN = 32
 COLOURS = {"sampling": "#4c78a8", "training": "#54a24b", "loading weights": "#e45756", "waiting": "#d9d9d9"}
@@ -97,12 +117,15 @@ def check(options: argparse.Namespace, config: RunConfig) -> None:
         if not rule.holds(value):
             raise InputError(f"{field} is {shown(value)}: set it to {rule.expected}")
     slots = config.rollout.vllm.get("max_num_seqs", NUM_SEQUENCES)
-    if not isinstance(slots, int) or slots < 1:
+    if not isinstance(slots, int) or isinstance(slots, bool) or slots < 1:
         raise InputError(f"rollout.vllm.max_num_seqs is {shown(slots)}: set it to a whole number of at least 1")
     if bad := [eta for eta in options.eta if not 1 <= eta <= 64]:
         raise InputError(f"--eta {bad[0]}: give whole numbers from 1 to 64; eta 0 is the synchronous mode")
-    if options.hours_between_deaths == 0:
-        raise InputError("--hours-between-deaths is 0: give a number above 0, or leave it out")
+    for name in TIMES:
+        value, may_be_0 = getattr(options, name), name not in NOT_ZERO
+        if value is not None and not (LEAST <= value <= MOST or (value == 0 and may_be_0)):
+            zero = "0, or " if may_be_0 else ""
+            raise InputError(f"--{name.replace('_', '-')} is {value:g}: give {zero}a number from {LEAST:g} to {MOST:g}")
     given = [options.fixed_ms, options.per_response_ms, options.train_s]
     if options.device is None and None in given:
         raise InputError(

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mega_rl.data.messages import ASSISTANT, CALLS, TEXTS, TOOL, calls_of, tools_of
+from mega_rl.data.messages import ASSISTANT, CALLS, REFUSED_KEYS, TEXTS, TOOL, calls_of, tools_of
 from mega_rl.data.rows import Row
 from mega_rl.errors import InputError, shown
 
@@ -146,21 +146,24 @@ def message_of(row: Row, turn: Any) -> dict[str, Any]:
     """A turn, with ``role`` and ``content`` or with ``from`` and ``value``, as a message.
 
     Raises:
-        InputError: neither, or nobody's turn.
+        InputError: neither, nobody's turn, or a ``function_call`` without calls.
     """
+    keys = (*TEXTS, CALLS, *LOSSES, *REFUSED_KEYS)  # those that are refused are refused by as_messages
+    more = {key: turn[key] for key in keys if _is_filled(turn.get(key))} if isinstance(turn, Mapping) else {}
     if isinstance(turn, Mapping) and isinstance(turn.get("role"), str):
-        more = {key: turn.get(key) for key in (*TEXTS, CALLS, *LOSSES) if _is_filled(turn.get(key))}
         return {"role": turn["role"], "content": turn.get("content"), **more}
     role = ROLES.get(str(turn.get("from"))) if isinstance(turn, Mapping) else None
     if role is None:
         raise InputError(f"{row.where} has the turn {shown(turn)}: give from (human, gpt or system) and value")
-    losses = {key: turn.get(key) for key in LOSSES if turn.get(key) is not None}
-    if turn["from"] == "function_call":
-        try:
-            return {"role": role, "content": "", CALLS: calls_of(turn.get("value")), **losses}
-        except InputError as error:
-            raise InputError(f"{row.where}: {error}") from error
-    return {"role": role, "content": turn.get("value"), **losses}
+    if turn["from"] != "function_call":
+        return {"role": role, "content": turn.get("value"), **more}
+    try:
+        calls = calls_of(turn.get("value"))
+    except InputError as error:
+        raise InputError(f"{row.where}: {error}") from error
+    if bool(calls) == (CALLS in more):  # none, or some in both
+        raise InputError(f"{row.where} has the turn {shown(turn)}: give its calls in value, and only there")
+    return {"role": role, "content": "", **({CALLS: calls} if calls else {}), **more}
 
 
 def response_of(row: Row) -> Any:

@@ -16,6 +16,12 @@ from mega_rl.errors import InputError, shown
 Message = dict[str, Any]
 TEXTS = ("name", "tool_call_id", "reasoning_content")
 CALLS = "tool_calls"  # [{"type": "function", "id": ..., "function": {"name": ..., "arguments": {...}}}]
+# Keys of a message that other programs write, and what to do with them: they would be lost.
+REFUSED_KEYS = {
+    "function_call": "write it as tool_calls, its newer form",
+    "thinking": "name it reasoning_content",
+    "reasoning": "name it reasoning_content",
+}
 ASSISTANT, TOOL = "assistant", "tool"
 
 
@@ -25,7 +31,8 @@ def as_messages(prompt: Any, system_prompt: str | None) -> list[Message]:
     Of a message that calls tools, the content may be null, which becomes "".
 
     Raises:
-        InputError: neither a string nor a non-empty list of ``{"role": str, "content": str}``, or calls that are none.
+        InputError: neither a string nor a non-empty list of ``{"role": str, "content": str}``, calls that are none, or
+            a key of ``REFUSED_KEYS``.
     """
     given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not isinstance(given, list) or not given:
@@ -37,6 +44,9 @@ def as_messages(prompt: Any, system_prompt: str | None) -> list[Message]:
 
 
 def _message(message: Any) -> Message:
+    for key, remedy in REFUSED_KEYS.items():
+        if isinstance(message, Mapping) and without_nulls(message.get(key)) not in (None, "", [], {}):
+            raise InputError(f"a chat message has {key}, which is not read: {remedy}, or take it out")
     calls = calls_of(message.get(CALLS)) if isinstance(message, Mapping) else []
     content = message.get("content") if isinstance(message, Mapping) else None
     if calls and content is None:

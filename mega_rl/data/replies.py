@@ -75,7 +75,7 @@ class ReplyTokens:
             InputError: messages that the template refuses.
         """
         ids = encode(self._tokenizer, self.text(messages))
-        has_end = bool(sampled_ids) and sampled_ids[-1] in self._ends and sampled_ids[-1] == ids[0]
+        has_end = bool(sampled_ids) and sampled_ids[-1] in self._ends and ids[:1] == [sampled_ids[-1]]
         return ids[1:] if has_end else ids
 
     def text(self, messages: Sequence[Message]) -> str:
@@ -103,8 +103,8 @@ class ReplyTokens:
         said = [MARK] if has_calls else [MARK, THOUGHT]
         try:
             answer = {**probe_answer("probe answer"), "role": role} if role == TOOL else {**ASKED, "role": role}
-            first = encode(self._tokenizer, self._after_turn([answer], has_calls))[0]
-            if first not in self._ends:
+            first = encode(self._tokenizer, self._after_turn([answer], has_calls))[:1]
+            if not first or first[0] not in self._ends:
                 ends = ", ".join(self._end_texts)
                 return f"ends no turn with {ends}: make the token that ends a turn the end-of-sequence token"
             if self._history == "keep" or all(self._appends(answer, has_calls, text) for text in said):

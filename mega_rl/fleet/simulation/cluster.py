@@ -13,6 +13,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from mega_rl.errors import InputError
 from mega_rl.fleet import events
 from mega_rl.fleet.engines import Limits
 from mega_rl.fleet.events import Decision, Event
@@ -22,6 +23,7 @@ from mega_rl.fleet.tickets import Rules
 from mega_rl.observe.timeline import Activity
 
 NEVER = float("inf")
+MOST_DEATHS = 100  # of an engine, on average, before the next step is trained
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class Simulation:
         self.machines = [_Machine() for _ in range(cluster.engines)]
         self.activities: list[Activity] = []
         self.num_deaths = 0
+        self._num_deaths_before = 0  # the newest trained step
         self.ends_s: list[float] = []  # of trained steps
         self._idle_s: list[float] = []  # of the trainer before each step
         self._waits_since_s = 0.0
@@ -156,6 +159,11 @@ class Simulation:
     def _die(self, event: events.Died) -> None:
         if self.machines[event.engine].alive == event.life:
             self.num_deaths += 1
+            if self.num_deaths - self._num_deaths_before > MOST_DEATHS * self.cluster.engines:
+                raise InputError(
+                    f"engines that die every {self.cluster.hours_between_deaths:g} hours do so more than {MOST_DEATHS} "
+                    "times each before a step is trained: simulate more hours between deaths"
+                )
             self._tell(event)
 
     def _kill(self, decision: events.Kill) -> None:
@@ -210,6 +218,8 @@ class Simulation:
         machine = self.machines[engine]
         self._catch_up(engine)
         life = machine.alive
+        # The one that was planned has ended, also where its time is lost in rounding the clock's.
+        machine.progress = max(machine.progress, machine.under_way[0][0] - 1e-6)
         while machine.under_way and machine.under_way[0][0] <= machine.progress + 1e-6:
             end, attempt, sample, begin = heapq.heappop(machine.under_way)
             if not machine.under_way:
@@ -279,6 +289,7 @@ class Simulation:
 
     def _end_training(self, event: events.Published) -> None:
         self.ends_s.append(self.now)
+        self._num_deaths_before = self.num_deaths
         self._step_lengths.pop(event.version - 1, None)
         self._is_training, self._waits_since_s = False, self.now
         self._tell(event)

@@ -113,7 +113,7 @@ def _recorded(path: Path) -> list[list[int]]:
         try:
             row = json.loads(line)
             index, tokens = row["prompt"]["index"], len(row["token_ids"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise InputError(f"{path}:{number} is not a recorded rollout ({type(error).__name__}: {error})") from error
         if index != last or not groups:
             groups.append([])

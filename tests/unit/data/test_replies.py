@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -166,3 +167,10 @@ def test_templates_without_an_end_of_their_turns_are_refused() -> None:
     with pytest.raises(InputError, match="takes no message of wizard after a turn"):
         tokenizer = tokenizer_of("gemma")
         ReplyTokens(tokenizer, roles=["user"], ends=ends_of("gemma"))([1], [reply("wizard", "x")])
+
+
+def test_a_template_that_writes_nothing_after_a_turn_is_refused() -> None:
+    tokenizer = copy.copy(tokenizer_of("qwen2.5"))
+    tokenizer.chat_template = "{% for m in messages[:2] %}{{ m.content }}{% endfor %}"
+    with pytest.raises(InputError, match="^the chat template of qwen2.5 ends no turn with <.im_end.>: make the token"):
+        ReplyTokens(tokenizer, roles=["user"], history="keep")

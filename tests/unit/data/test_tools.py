@@ -86,6 +86,21 @@ def test_calls_are_learnt_and_answers_of_tools_are_not(tmp_path: Path, tools: An
     assert read(tmp_path, {"conversations": turns, "tools": tools}) == [(text, learnt)], "as LLaMA-Factory has them"
 
 
+def test_a_turn_of_sharegpt_keeps_its_calls_its_thought_and_its_loss(tmp_path: Path) -> None:
+    names = {"user": "human", "assistant": "gpt", "tool": "observation"}
+    talk = [ASKED, calling({"code": "1"}, "Let me:", loss=0), answering("4"), saying("4.", reasoning_content="four")]
+    turns = [{**message, "from": names[message["role"]], "value": message["content"]} for message in talk]
+    turns = [{key: value for key, value in turn.items() if key not in ("role", "content")} for turn in turns]
+    how: dict[str, Any] = {"family": "qwen3", "rewritten_history": "split"}
+    expected = read(tmp_path, {"messages": talk, "tools": [RUN]}, **how)
+    ((text, learnt),) = expected  # nothing of the first answer is learnt from
+    assert "Let me:" in text and "<tool_call>" in text and learnt == ["<think>\nfour\n</think>\n\n4.<|im_end|>"]
+    assert read(tmp_path, {"conversations": turns, "tools": [RUN]}, **how) == expected
+    turns[1] |= {"from": "function_call", "value": ""}
+    ((text, learnt),) = read(tmp_path, {"conversations": turns, "tools": [RUN]}, **how)
+    assert '"name": "run"' in text and "Let me" not in text and len(learnt) == 1
+
+
 def test_keys_that_parquet_fills_with_nulls_are_left_out(tmp_path: Path) -> None:
     """The union of all arguments and of all schemas is the type of their columns."""
     other = {"type": "function", "function": {"name": "look", "parameters": {"properties": {"page": {"type": "x"}}}}}
@@ -219,6 +234,27 @@ def test_thoughts_in_a_key_of_their_own(tmp_path: Path) -> None:
             "qwen2.5",
             "give every call a function with",
         ),
+        (
+            {"conversations": [{"from": "human", "value": "?"}, {"from": "function_call", "value": ""}]},
+            "qwen2.5",
+            "line 1 has the turn {'from': 'function_call', 'value': ''}: give its calls in value, and only there",
+        ),
+        (
+            {"conversations": [{"from": "function_call", "value": '{"name": "a"}', "tool_calls": [{"name": "b"}]}]},
+            "qwen2.5",
+            "give its calls in value, and only there",
+        ),
+        (
+            {"messages": [ASKED, {"role": "assistant", "content": None, "function_call": {"name": "run"}}]},
+            "qwen2.5",
+            "a chat message has function_call, which is not read: write it as tool_calls, its newer form",
+        ),
+        ({"messages": [ASKED, saying("4", thinking="hm")]}, "qwen3", "has thinking, which is not read: name it reas"),
+        (
+            {"conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "4", "reasoning": "hm"}]},
+            "qwen3",
+            "has reasoning, which is not read: name it reasoning_content",
+        ),
         ({"messages": [{**calling({}), "role": "user"}, saying("4")]}, "qwen2.5", "only the assistant calls tools"),
         ({"messages": [ASKED, saying("4", tool_call_id=3)]}, "qwen2.5", "the tool_call_id 3: make it text"),
         (
@@ -235,6 +271,17 @@ def test_rows_that_cannot_be_learnt_from(tmp_path: Path, row: dict[str, Any], fa
     with pytest.raises(InputError) as caught:
         read(tmp_path, row, family=family)
     assert words in str(caught.value) and "rows.jsonl line 1" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_keys_that_are_not_read_may_be_null(tmp_path: Path) -> None:
+    nulls = {"function_call": {"name": None, "arguments": None}, "thinking": None, "reasoning": ""}
+    assert read(tmp_path, {"messages": [ASKED, saying("4", **nulls)]}) == read(
+        tmp_path, {"messages": [ASKED, saying("4")]}
+    )
+    path = tmp_path / "pairs.jsonl"
+    write_jsonl(path, [{"prompt": "?", "chosen": saying("4", thinking="hm"), "rejected": saying("5")}])
+    with pytest.raises(InputError, match="line 1: chosen: a chat message has thinking, which is not read: name it"):
+        PairDataset.from_files([str(path)], tokenizer_of("qwen2.5"), DataConfig())
 
 
 def test_tools_need_a_template(tmp_path: Path) -> None:

@@ -31,6 +31,11 @@ def test_a_synchronous_step_is_the_sum_of_its_parts() -> None:
     assert outcome.tokens_per_s == pytest.approx(1600 / outcome.step_s)
 
 
+def test_tokens_that_are_shorter_than_the_clock_can_tell_end_too() -> None:
+    outcome = run("synchronous", 0, replace(SMALL, load_s=1e9, fixed_s=1e-9, per_response_s=0.0)).outcome
+    assert outcome.step_s == pytest.approx(1e9 + 3.0)
+
+
 def test_overlap_takes_the_longer_of_both() -> None:
     """In flight a step's last responses share their engines with the next step's first ones, and end later."""
     even = replace(SMALL, train_s=SAMPLING_S, load_s=0.0)
@@ -145,6 +150,7 @@ def test_lengths_of_files(tmp_path: Path) -> None:
         ("a.txt", "", "a.txt is empty"),
         ("a.txt", "1e3\n", "a.txt:1 is '1e3'"),
         ("a.jsonl", '{"prompt": {}}\n', "a.jsonl:1 is not a recorded rollout (KeyError: 'index')"),
+        ("a.jsonl", "[" * 200_000 + "\n", "a.jsonl:1 is not a recorded rollout (RecursionError: "),
         ("a.jsonl", "[1\n", "a.jsonl:1 is not a recorded rollout"),
     ],
 )
