@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -154,7 +155,8 @@ def beside_a_cluster(arguments: tuple[str, ...], num_ranks: int, env: Mapping[st
     with TemporaryDirectory(prefix="ray") as scratch:  # Ray's sockets lie there: a long path is refused
         options = f"--head --block --num-cpus 2 --temp-dir {scratch} --port {address.partition(':')[2]}"
         quiet = "--disable-usage-stats --include-dashboard false --object-store-memory 134217728"
-        command = ("ray", "start", *options.split(), *quiet.split(), "--resources", '{"NPU": 1}')
+        ray = Path(sys.executable).with_name("ray")
+        command = (str(ray), "start", *options.split(), *quiet.split(), "--resources", '{"NPU": 1}')
         with started(command, env={**env, MASK: "1"}) as cluster:
             cluster.wait_for("Ray runtime started", timeout=120)
             return torchrun_on(arguments, num_ranks, {**env, MASK: "0", "RAY_ADDRESS": address})
