@@ -630,6 +630,16 @@ def test_a_dense_model_has_no_experts_to_replay(config, mode):
     assert line.startswith(f"rollout.routing_replay is '{mode}'") and "has no experts" in line
 
 
+def test_moments_of_a_tied_embedding_on_two_stages_stay_the_same(config):
+    """Each stage would round those of its own copy with other random bits."""
+    config.memory.optimizer_state_dtype, config.parallel.pipeline = "bfloat16", 2
+    for is_tied, method, is_refused in ((False, "full", False), (True, "lora", False), (True, "full", True)):
+        with_model(config, tie_word_embeddings=is_tied)
+        config.tuning.method = method
+        found = [line for line in problems(config) if "tied embedding" in line]
+        assert len(found) == is_refused and all("memory.optimizer_state_dtype" in line for line in found)
+
+
 @pytest.mark.parametrize("verify", ["sample", "all"])
 def test_verifying_needs_live_weights(config, verify):
     config.bridge.verify = verify
