@@ -18,6 +18,7 @@ class AdapterConfig:
     exclude: list[str] = field(default_factory=list)  # of these, written the same way, those without one
     expert_rank: int | None = None  # rank of the adapters of experts, of which there are many; null: as rank
     rslora: bool = False  # the scale is alpha / sqrt(rank) (arXiv 2312.03732)
+    dropout: float = 0.0  # share of the input of an adapter that is dropped in training; stages pt, sft, dpo and kto
     # PEFT directory of an adapter to go on training; null: start with adapters that add nothing
     path: str | None = None
     new: bool = False  # merge the adapter of path into the weights at the start, and train another one

@@ -110,6 +110,7 @@ RULES: dict[str, Rule] = {
     "tuning.adapter.targets": list_of(text()),
     "tuning.adapter.exclude": list_of(text()),
     "tuning.adapter.expert_rank": nullable(between(1, 1 << 14)),
+    "tuning.adapter.dropout": fraction(),
     "tuning.adapter.path": nullable(text()),
     "data.max_prompt_length": between(1, MANY),
     "data.max_response_length": between(1, MANY),

@@ -234,7 +234,11 @@ def _compared(tuning: Mapping[str, Any], method: str) -> dict[str, Any]:
     keys = {"full": (), "freeze": ("train_layers", "train_modules", "also_train"), "lora": ("also_train",)}[method]
     found = {key: tuning.get(key) for key in keys}
     if method == "lora":
-        found |= {f"adapter.{key}": value for key, value in tuning.get("adapter", {}).items() if key != "path"}
+        found |= {
+            f"adapter.{key}": value
+            for key, value in tuning.get("adapter", {}).items()
+            if key not in ("path", "dropout")
+        }
     return found
 
 
@@ -347,6 +351,7 @@ def _restore(engine: MegatronEngine, loaded: Mapping[str, Any], skipped_steps: M
         chunk.load_state_dict(loaded[name], strict=engine.policy.plan.is_full)
     with own_hyperparameters(engine.optimizer):
         engine.optimizer.load_state_dict(loaded["optimizer"])
+    engine.lr_schedule.num_steps = 0  # Megatron adds the saved number to it
     engine.lr_schedule.load_state_dict(loaded["lr_schedule"])
     engine.stepper.skipped.load_state_dict(skipped_steps)
 

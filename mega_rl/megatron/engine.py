@@ -150,7 +150,9 @@ class MegatronEngine:
             loss, figures = loss_function(output, microbatch)
             return loss, Figures({"loss": loss.detach(), **figures.sums}, figures.maxima)
 
-        return self.policy.schedule(self.wrapped, microbatches, on_output, forward_only=False)
+        return self.policy.schedule(
+            self.wrapped, microbatches, on_output, False, dropout_step=self.lr_schedule.num_steps
+        )
 
     def optimizer_step(self, next_is_forward_backward: bool = False) -> OptimizerStats:
         """Clip the global gradient norm and step; a gradient that is not finite skips the step.
