@@ -191,6 +191,7 @@ RULES: dict[str, Rule] = {
     "kto.undesirable_weight": between(0, 1000),
     "reward_model.centre": between(0, 1000),
     "critic.path": nullable(text()),
+    **dict.fromkeys(("critic.tensor", "critic.pipeline", "critic.context"), nullable(between(1, MANY))),
     "critic.lr": between(0, 100),
     "critic.gamma": between(0, 1),
     "critic.lam": between(0, 1),

@@ -191,7 +191,8 @@ def sharded_state(engine: MegatronEngine, is_loading: bool) -> tuple[dict[str, A
         _number_steps(state["optimizer"])
     state["lr_schedule"] = engine.lr_schedule.state_dict()
     for name, companion in engine.companions.items():
-        state[name] = sharded_state(companion, is_loading)[0]
+        with companion.in_its_groups():
+            state[name] = sharded_state(companion, is_loading)[0]
         add_prefix_for_sharding(state[name], f"{name}.")
     return state, dict(CONTENT)
 
@@ -318,7 +319,8 @@ def load(directory: Path, engine: MegatronEngine) -> dict[str, Any]:
     loaded, generators = read_state(directory, state)
     _restore(engine, loaded, progress["skipped_steps"])
     for name, companion in engine.companions.items():
-        _restore(companion, loaded[name], companions[name]["skipped_steps"])
+        with companion.in_its_groups():
+            _restore(companion, loaded[name], companions[name]["skipped_steps"])
         companion.offload.to_host(*PARTS)
     if len(generators) == dist.get_world_size():  # for another number of ranks the states do not fit
         try:
