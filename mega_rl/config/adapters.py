@@ -41,6 +41,7 @@ def adapter_problems(config: RunConfig, has_files: bool) -> list[str]:
             "made of: unset one of the two, set algorithm.kl_coefficient to 0, or merge the adapter first with "
             "tools/merge_lora.py"
         )
+    found += _dropout_problems(config)
     if not samples(config) or rollout.adapter == "auto":
         return found
     if method != "lora":
@@ -49,6 +50,25 @@ def adapter_problems(config: RunConfig, has_files: bool) -> list[str]:
         found.append(
             "rollout.adapter is 'slots', which are written live, but rollout.weight_update is 'reload': set the one to "
             "merged or the other to auto"
+        )
+    return found
+
+
+def _dropout_problems(config: RunConfig) -> list[str]:
+    rate, memory = config.tuning.adapter.dropout, config.memory
+    if not rate or config.tuning.method != "lora":
+        return []
+    found, set_to_0 = [], "set tuning.adapter.dropout to 0"
+    if samples(config):
+        found.append(
+            f"tuning.adapter.dropout is {rate:g}, but a policy that drops a part of its input in an update is not the "
+            f"one that sampled, so that every ratio of the two would be noise: {set_to_0}"
+        )
+    if memory.recompute == "selective" and memory.recompute_modules != ["core_attn"]:
+        found.append(
+            f"tuning.adapter.dropout is {rate:g}, and memory.recompute 'selective' begins in the middle of a layer, "
+            "which no longer knows its tokens there: set memory.recompute to full or none, memory.recompute_modules to "
+            f"[core_attn], or {set_to_0}"
         )
     return found
 

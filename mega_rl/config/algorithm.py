@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 from mega_rl.config.schema import CRITIC_ADVANTAGE, GroupBaseline, RunConfig
+from mega_rl.config.stage import critic_parallel
 from mega_rl.errors import shown
 
 # What a name sets if the user does not: differences from the schema's defaults, which are GRPO's.
@@ -90,6 +91,11 @@ def _sharing_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"critic.shares_base is true, which is a critic on the weights of model.path, but critic.path is "
             f"{shown(path)}: remove it, or set critic.shares_base to false"
+        )
+    elif critic_parallel(config) is not config.parallel:
+        yield (
+            "critic.shares_base is true, which is a critic on the policy's own weights, but critic.tensor, "
+            "critic.pipeline or critic.context cuts them otherwise: set these to null, or critic.shares_base to false"
         )
 
 

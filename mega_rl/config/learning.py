@@ -18,6 +18,7 @@ class AdapterConfig:
     exclude: list[str] = field(default_factory=list)  # of these, written the same way, those without one
     expert_rank: int | None = None  # rank of the adapters of experts, of which there are many; null: as rank
     rslora: bool = False  # the scale is alpha / sqrt(rank) (arXiv 2312.03732)
+    dropout: float = 0.0  # share of the input of an adapter that is dropped in training; stages pt, sft, dpo and kto
     # PEFT directory of an adapter to go on training; null: start with adapters that add nothing
     path: str | None = None
     new: bool = False  # merge the adapter of path into the weights at the start, and train another one
@@ -70,10 +71,13 @@ class RewardModelConfig:
 
 @dataclass
 class CriticConfig:
-    """The model whose values ``algorithm.advantage=gae`` goes by; read with it only. Its layout is the policy's."""
+    """The model whose values ``algorithm.advantage=gae`` goes by; read with it only."""
 
     path: str | None = None  # a reward model's directory, or a language model's; null: model.path with a new head
     shares_base: bool = False  # with tuning.method lora: adapters and a head on the policy's own frozen weights
+    tensor: int | None = None  # its own parallel.tensor; null: the policy's
+    pipeline: int | None = None  # its own parallel.pipeline, not interleaved; null: the policy's
+    context: int | None = None  # its own parallel.context; null: the policy's
     lr: float = 1e-5  # constant; what else AdamW needs is that of ``optimizer``
     gamma: float = 1.0  # discount per token
     lam: float = 1.0  # lambda of GAE: 1 trusts what was rewarded alone, 0 the critic alone

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from mega_rl.config.schema import RunConfig
-from mega_rl.config.stage import has_critic, model_directory, reward_model, samples, sequences_per_row, trains_values
+from mega_rl.config.stage import (
+    critic_parallel,
+    has_critic,
+    model_directory,
+    reward_model,
+    samples,
+    sequences_per_row,
+    trains_values,
+)
 from mega_rl.errors import input_error
 from mega_rl.models.fit import engine_problems, length_problems, trainer_problems
 from mega_rl.models.shape import (
@@ -21,6 +29,7 @@ from mega_rl.models.shape import (
 
 REWARD_KEY = "rewards.model.options.path"  # what sentences call the directory of a reward model
 SIZES = ("tensor", "context", "pipeline", "virtual_pipeline", "expert", "expert_tensor")  # of the parallel section
+CRITIC_SIZES = ("critic.tensor", "critic.context", "critic.pipeline")
 
 
 def check_model(config: RunConfig, world_size: int) -> ModelShape:
@@ -69,6 +78,8 @@ def model_problems(
             )
     if has_critic(config) and config.critic.path is not None and is_good("critic.path"):
         found += _value_model_problems(config, world_size, config.critic.path, "critic.path", is_good, SUFFIXES)
+    if has_critic(config) and is_good(*CRITIC_SIZES):
+        found += _own_layout_problems(config, shape, world_size, is_good)
     if samples(config) and (reward := reward_model(config)) is not None and isinstance(reward.options.get("path"), str):
         found += _value_model_problems(config, world_size, model_directory(reward), REWARD_KEY, is_good, VALUE)
     if samples(config) and is_good("rollout.tensor_parallel_size"):
@@ -86,6 +97,19 @@ def model_problems(
             last = shape.vocab_size - 1
             found.append(f"rollout.stop_token_ids has {beyond[0]}: give ids up to the vocabulary's last, {last}")
     return shape, found
+
+
+def _own_layout_problems(
+    config: RunConfig, shape: ModelShape | None, world_size: int | None, is_good: Callable[..., bool]
+) -> list[str]:
+    """Misfits of the critic's model with a layout of its own."""
+    own = critic_parallel(config)
+    if own is config.parallel or not is_good(*(f"parallel.{name}" for name in SIZES)):
+        return []
+    if config.critic.path is not None:
+        shape = inspect_model(config.critic.path, "critic.path", tuple(SUFFIXES))[0]
+    sizes = f"critic.tensor {own.tensor}, critic.pipeline {own.pipeline} and critic.context {own.context}"
+    return [f"with {sizes} the critic cannot be trained: {line}" for line in trainer_problems(shape, own, world_size)]
 
 
 def _value_model_problems(

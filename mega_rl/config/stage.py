@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
-from mega_rl.config.schema import CRITIC_ADVANTAGE, RewardConfig, RunConfig, TuningConfig
+from mega_rl.config.schema import CRITIC_ADVANTAGE, ParallelConfig, RewardConfig, RunConfig, TuningConfig
 from mega_rl.models.files import CONFIG_FILE
 
 MODEL_REWARD = "model"  # the name of a reward
@@ -63,6 +64,17 @@ def model_directory(reward: RewardConfig) -> str:
     path = str(reward.options["path"])
     export = os.path.join(path, EXPORT)
     return export if os.path.isdir(export) and not os.path.exists(os.path.join(path, CONFIG_FILE)) else path
+
+
+def critic_parallel(config: RunConfig) -> ParallelConfig:
+    """The layout of the critic: the policy's, but for the sizes that ``critic`` sets and what follows from them."""
+    own, policy = config.critic, config.parallel
+    sizes = {name: getattr(own, name) or getattr(policy, name) for name in ("tensor", "pipeline", "context")}
+    if all(getattr(policy, name) == size for name, size in sizes.items()):
+        return policy
+    chunks = policy.virtual_pipeline if sizes["pipeline"] == policy.pipeline else None
+    shares_tokens = sizes["tensor"] > 1 and (policy.sequence or policy.tensor == 1)
+    return replace(policy, **sizes, virtual_pipeline=chunks, sequence=shares_tokens)
 
 
 def has_critic(config: RunConfig) -> bool:

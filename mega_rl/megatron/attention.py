@@ -42,6 +42,7 @@ class PackedSequences(PackedSeqParams):
     keys_S: Tensor | None = None  # int64, with context parallelism: where each key lies in the tokens of all ranks
     rotary_T11D: Tensor | None = None  # float32 angles of every token, if the layers rotate by themselves
     routing: Routing | None = None  # which experts take this rank's tokens; None: the routers choose
+    token_keys_N: Tensor | None = None  # int64 [L], what dropout knows this rank's tokens by; None: no dropout
 
 
 def packed_sequences(lengths: Sequence[int], context_parallel_group: Any, device: torch.device) -> PackedSequences:

@@ -191,7 +191,8 @@ def sharded_state(engine: MegatronEngine, is_loading: bool) -> tuple[dict[str, A
         _number_steps(state["optimizer"])
     state["lr_schedule"] = engine.lr_schedule.state_dict()
     for name, companion in engine.companions.items():
-        state[name] = sharded_state(companion, is_loading)[0]
+        with companion.in_its_groups():
+            state[name] = sharded_state(companion, is_loading)[0]
         add_prefix_for_sharding(state[name], f"{name}.")
     return state, dict(CONTENT)
 
@@ -234,7 +235,11 @@ def _compared(tuning: Mapping[str, Any], method: str) -> dict[str, Any]:
     keys = {"full": (), "freeze": ("train_layers", "train_modules", "also_train"), "lora": ("also_train",)}[method]
     found = {key: tuning.get(key) for key in keys}
     if method == "lora":
-        found |= {f"adapter.{key}": value for key, value in tuning.get("adapter", {}).items() if key != "path"}
+        found |= {
+            f"adapter.{key}": value
+            for key, value in tuning.get("adapter", {}).items()
+            if key not in ("path", "dropout")
+        }
     return found
 
 
@@ -314,7 +319,8 @@ def load(directory: Path, engine: MegatronEngine) -> dict[str, Any]:
     loaded, generators = read_state(directory, state)
     _restore(engine, loaded, progress["skipped_steps"])
     for name, companion in engine.companions.items():
-        _restore(companion, loaded[name], companions[name]["skipped_steps"])
+        with companion.in_its_groups():
+            _restore(companion, loaded[name], companions[name]["skipped_steps"])
         companion.offload.to_host(*PARTS)
     if len(generators) == dist.get_world_size():  # for another number of ranks the states do not fit
         try:
@@ -347,6 +353,7 @@ def _restore(engine: MegatronEngine, loaded: Mapping[str, Any], skipped_steps: M
         chunk.load_state_dict(loaded[name], strict=engine.policy.plan.is_full)
     with own_hyperparameters(engine.optimizer):
         engine.optimizer.load_state_dict(loaded["optimizer"])
+    engine.lr_schedule.num_steps = 0  # Megatron adds the saved number to it
     engine.lr_schedule.load_state_dict(loaded["lr_schedule"])
     engine.stepper.skipped.load_state_dict(skipped_steps)
 

@@ -26,6 +26,7 @@ class LocalInput:
     target_ids: Tensor  # [1, L] int64
     position_ids: Tensor  # [1, L] int64
     packing: PackedSequences
+    sources: Tensor | None  # [L] int64, where each token lies in the pack; None: L is T
     pack_order: Tensor | None  # [T] int64, where each packed token lies in the tokens of all ranks; None: L is T
     routed_experts: Tensor | None  # [L, M, K] int16, as in the micro-batch
 
@@ -45,7 +46,7 @@ def local_input(microbatch: Microbatch, context_parallel_group: Any, multiple: i
         assert microbatch.num_tokens % multiple == 0, (microbatch.num_tokens, multiple)
         packing = packed_sequences(lengths, context_parallel_group, device)
         token_ids, target_ids, position_ids = (x[None] for x in tokens)
-        return LocalInput(token_ids, target_ids, position_ids, packing, None, microbatch.routed_experts)
+        return LocalInput(token_ids, target_ids, position_ids, packing, None, None, microbatch.routed_experts)
     padded = padded_lengths(lengths, num_ranks, multiple)
     sources = unpadded_positions(lengths, padded)
     shares = [zigzag_positions(padded, num_ranks, rank) for rank in range(num_ranks)]
@@ -58,7 +59,7 @@ def local_input(microbatch: Microbatch, context_parallel_group: Any, multiple: i
     packing = packed_sequences(padded, context_parallel_group, device)
     token_ids, target_ids, position_ids = (x[own][None] for x in tokens)
     routed_experts = None if microbatch.routed_experts is None else microbatch.routed_experts[own]
-    return LocalInput(token_ids, target_ids, position_ids, packing, pack_order.to(device), routed_experts)
+    return LocalInput(token_ids, target_ids, position_ids, packing, own, pack_order.to(device), routed_experts)
 
 
 def in_pack_order(output: Tensor, local: LocalInput) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -20,6 +21,7 @@ from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.series import Series, slices_of
 from mega_rl.bridge.slices import Slice
 from mega_rl.config.schema import OptimizerConfig
+from mega_rl.megatron.groups import Groups
 from mega_rl.megatron.offload import TrainerOffload
 from mega_rl.megatron.optimizer import (
     OptimizerStats,
@@ -53,6 +55,8 @@ class MegatronEngine:
         total_optimizer_steps: the length of the learning-rate schedule.
         max_skipped_steps: consecutive steps without a finite gradient that end the run; 0: never.
         base: whose frozen weights this model trains on, instead of a copy of its own; None: its own.
+        groups: of a layout that is not that of the process; the engine is built, and every method called, inside of
+            ``in_its_groups``. None: the process's.
     """
 
     def __init__(
@@ -66,7 +70,9 @@ class MegatronEngine:
         total_optimizer_steps: int,
         max_skipped_steps: int,
         base: MegatronPolicy | None = None,
+        groups: Groups | None = None,
     ) -> None:
+        self._groups = groups
         self.policy = MegatronPolicy(spec, shape, layout, device)
         if base is not None:
             self.policy.share_from(base)
@@ -107,6 +113,10 @@ class MegatronEngine:
         self.offload = TrainerOffload(spec.memory, self.wrapped, self.optimizer, is_active, shares)
         self.adapter_start: str | None = None  # a digest of the adapter that training goes on from
         self.companions: dict[str, MegatronEngine] = {}  # further models of the run; a checkpoint of this one has them
+
+    def in_its_groups(self) -> AbstractContextManager[None]:
+        """Inside, Megatron has the process groups of this engine's layout."""
+        return nullcontext() if self._groups is None else self._groups.current()
 
     @cached_property
     def base(self) -> str:
@@ -150,7 +160,9 @@ class MegatronEngine:
             loss, figures = loss_function(output, microbatch)
             return loss, Figures({"loss": loss.detach(), **figures.sums}, figures.maxima)
 
-        return self.policy.schedule(self.wrapped, microbatches, on_output, forward_only=False)
+        return self.policy.schedule(
+            self.wrapped, microbatches, on_output, False, dropout_step=self.lr_schedule.num_steps
+        )
 
     def optimizer_step(self, next_is_forward_backward: bool = False) -> OptimizerStats:
         """Clip the global gradient norm and step; a gradient that is not finite skips the step.

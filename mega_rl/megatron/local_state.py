@@ -39,7 +39,8 @@ def to_bytes(engine: MegatronEngine, progress: Mapping[str, Any]) -> bytes:
 
 def _state(engine: MegatronEngine) -> dict[str, Any]:
     engine.offload.to_device()
-    engine.collect_weights()
+    with engine.in_its_groups():
+        engine.collect_weights()
     ensure_state(engine.optimizer)
     return {
         "weights": _weights(engine),

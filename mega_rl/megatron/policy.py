@@ -32,6 +32,7 @@ from mega_rl.megatron.layers import frozen_weights
 from mega_rl.megatron.model import PolicyModel, build_model
 from mega_rl.megatron.routing import Routing
 from mega_rl.megatron.spec import TrainerSpec
+from mega_rl.megatron.tuning.dropout import token_keys
 from mega_rl.megatron.tuning.plan import tune
 from mega_rl.megatron.value import NewScore
 from mega_rl.models.flops import pass_flops
@@ -233,6 +234,7 @@ class MegatronPolicy:
         on_output: Callable[[Microbatch, Tensor], tuple[Tensor, Any]],
         forward_only: bool,
         recorded: Sequence[dict[int, Tensor]] | None = None,
+        dropout_step: int | None = None,
     ) -> list[Any]:
         """Run Megatron's schedule over the micro-batches; the last pipeline stage returns what ``on_output`` reported.
 
@@ -243,6 +245,7 @@ class MegatronPolicy:
             on_output: (micro-batch, what the head makes of it, [n, T]) -> (loss to differentiate, report).
             forward_only: no backward pass.
             recorded: one per micro-batch, which takes up the experts of every layer on this rank; None: not wanted.
+            dropout_step: the optimizer step whose dropout the adapters have; None: they have none.
         """
 
         assert len(chunks) == 1 or len(microbatches) % self.layout.pipeline == 0, len(microbatches)
@@ -259,6 +262,9 @@ class MegatronPolicy:
             microbatch = on_host.to(self.device)
             local = local_input(microbatch, parallel_state.get_context_parallel_group(), multiple)
             local.packing.routing = self.routing_of(microbatch, local, recorded[number] if recorded else None)
+            if dropout_step is not None and self.plan.adapters.dropout:
+                keys = token_keys(on_host, self.spec.seed, dropout_step).to(self.device)
+                local.packing.token_keys_N = keys if local.sources is None else keys[local.sources]
             HEART.mark()
             if module is chunks[0]:
                 WORK.add(self.flops.of(on_host.lengths, with_gradient=not forward_only))

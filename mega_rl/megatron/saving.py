@@ -89,7 +89,8 @@ class CheckpointWriter:
         self.finish()
         for one in (engine, *engine.companions.values()):
             one.offload.to_device()
-            one.collect_weights()
+            with one.in_its_groups():
+                one.collect_weights()
         partial = self.root / f".step_{step:08d}.incomplete"
         generators = gather_objects(platform.current().rng_state())
         state, metadata = sharded_state(engine, is_loading=False)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from mega_rl.bridge.mapping.tuning import critic_tuning, tuning_plan
 from mega_rl.config.model import REWARD_KEY
 from mega_rl.config.schema import RunConfig
-from mega_rl.config.stage import has_critic, model_directory, reward_model, samples
+from mega_rl.config.stage import critic_parallel, has_critic, model_directory, reward_model, samples
 from mega_rl.models.shape import SUFFIXES, VALUE, ModelShape, read_model_shape, value_shape
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.activations import ActivationModel, Activations, Tokens
@@ -57,28 +57,39 @@ def companions(
     Raises:
         InputError: the directory of one holds no value model.
     """
-    models: list[tuple[str, ModelShape, bool, bool]] = []  # name, shape, is trained, has the policy's frozen weights
+    models: list[tuple[str, ModelShape, bool, bool, RunConfig]] = []  # name, shape, is trained, shares weights, layout
     if has_critic(config):
         path = config.critic.path
         own = shape if path is None else read_model_shape(path, "critic.path", tuple(SUFFIXES))
-        models.append(("critic", value_shape(own), True, config.critic.shares_base))
+        at_its_layout = replace(config, parallel=critic_parallel(config))
+        models.append(("critic", value_shape(own), True, config.critic.shares_base, at_its_layout))
     if samples(config) and (reward := reward_model(config)) is not None:
-        models.append(("reward model", read_model_shape(model_directory(reward), REWARD_KEY, VALUE), False, False))
-    stages = range(layout.pipeline)
-    held = [[_held(config, one, layout, stage, shares) for stage in stages] for _, one, _, shares in models]
-    of_stages = [
-        [ActivationModel(config, one, layout, operators, tokens).of_stage(stage) for stage in stages]
-        for _, one, _, _ in models
-    ]
+        shape = read_model_shape(model_directory(reward), REWARD_KEY, VALUE)
+        models.append(("reward model", shape, False, False, config))
+    parts = [_of_ranks(*model, layout.world_size, operators, tokens) for model in models]
+    return lambda rank: [of_rank(rank) for of_rank in parts]
 
-    def of_rank(rank: int) -> list[Companion]:
+
+def _of_ranks(
+    name: str,
+    shape: ModelShape,
+    is_trained: bool,
+    shares_base: bool,
+    config: RunConfig,
+    world_size: int,
+    operators: OperatorMemory,
+    tokens: Tokens,
+) -> Callable[[int], Companion]:
+    """rank -> what one of them takes there, at the layout of ``config``."""
+    layout = ParallelLayout.of(config.parallel, world_size)
+    held = [_held(config, shape, layout, stage, shares_base) for stage in range(layout.pipeline)]
+    model = ActivationModel(config, shape, layout, operators, tokens)
+    activations = [model.of_stage(stage) for stage in range(layout.pipeline)]
+
+    def of_rank(rank: int) -> Companion:
         stage, is_kept = layout.coordinates(rank).pipeline, not config.memory.optimizer_on_host
-        return [
-            Companion(
-                name, trainer_state(config, layout, rank, own[stage], False), activations[stage], is_trained, is_kept
-            )
-            for (name, _, is_trained, _), own, activations in zip(models, held, of_stages, strict=True)
-        ]
+        state = trainer_state(config, layout, rank, held[stage], False)
+        return Companion(name, state, activations[stage], is_trained, is_kept)
 
     return of_rank
 

@@ -1,6 +1,7 @@
-"""Started by torchrun: every family's log-probabilities, entropies and gradients against transformers', in float32.
+"""Started by torchrun: log-probabilities, entropies, gradients and values of every family against transformers'.
 
-Prints ``CONTRACT {json}`` on rank 0: family -> figure -> largest error over all ranks, relative to the largest value.
+Prints ``CONTRACT {json}`` on rank 0: family -> figure -> largest error over all ranks, in float32, relative to the
+largest value.
 """
 
 from __future__ import annotations
@@ -13,18 +14,20 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor
 
 from mega_rl import platform
 from mega_rl.bridge.files.huggingface import HFReader
-from mega_rl.bridge.mapping.tensors import hf_tensors, roles
-from mega_rl.bridge.slices import indices
+from mega_rl.bridge.mapping.tensors import SCORE, hf_tensors, roles
+from mega_rl.bridge.slices import indices, whole_box
 from mega_rl.config.schema import MemoryConfig, OptimizerConfig, ParallelConfig
 from mega_rl.data.packing import pack
 from mega_rl.megatron.engine import MegatronEngine
-from mega_rl.megatron.policy import initialize_groups
+from mega_rl.megatron.policy import MegatronPolicy, initialize_groups
 from mega_rl.megatron.spec import TrainerSpec
-from mega_rl.models.shape import read_model_shape
+from mega_rl.megatron.value import NewScore
+from mega_rl.models.shape import read_model_shape, value_shape
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.types import Figures, Microbatch, Sequence, TokenStats
@@ -65,6 +68,22 @@ def error(own: Tensor, expected: Tensor) -> float:
     return float((own - expected).abs().max() / expected.abs().max().clamp_min(1e-3))
 
 
+def compare_values(family: str, engine: MegatronEngine, directory: Path, m: Microbatch) -> float:
+    """The largest error of the values that the model with a new head gives to all positions."""
+    base, shape = families.make(family), value_shape(engine.policy.shape)
+    head = NewScore(HFReader(directory), shape.hidden_size, seed=2)
+    base.config.num_labels, base.config.pad_token_id = 1, 0
+    model = getattr(transformers, shape.architecture)(base.config)
+    model.model.load_state_dict(base.model.state_dict())
+    weight = head.read(SCORE, whole_box((1, shape.hidden_size)))
+    with torch.no_grad():
+        hidden = [model.model(s.token_ids[None, :-1]).last_hidden_state[0] for s in make_sequences()]
+    policy = MegatronPolicy(engine.policy.spec, shape, engine.policy.layout, torch.device("cpu"))
+    policy.load_huggingface(head)
+    (values,) = policy.token_values([m])
+    return error(values[: sum(LENGTHS)], torch.cat(hidden) @ weight[0])
+
+
 def check(family: str, directory: Path, parallel: ParallelConfig, layout: ParallelLayout) -> dict[str, float]:
     sequences = make_sequences()
     logprobs, entropy, gradients = reference(family, sequences)
@@ -94,6 +113,7 @@ def check(family: str, directory: Path, parallel: ParallelConfig, layout: Parall
     assert not engine.optimizer_step().skipped
     for name, weight in frozen.items():
         assert torch.equal(weight, engine.policy.frozen[name]), f"a step moved {name}"
+    figures["values"] = compare_values(family, engine, directory, m)
     covered = {piece.hf_name for rank in range(dist.get_world_size()) for piece in engine.slices_of(rank)}
     assert covered == set(hf_tensors(shape)), family
     return figures

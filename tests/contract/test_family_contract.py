@@ -252,6 +252,7 @@ def run(models: Path, nproc: int, *arguments: object) -> dict[str, dict[str, flo
     done = launch.ranks(SCRIPT, models, *arguments, nproc=nproc, timeout=300).check()
     line = next(line for line in done.stdout.splitlines() if line.startswith("CONTRACT "))
     figures: dict[str, dict[str, float]] = json.loads(line.removeprefix("CONTRACT "))
+    assert all(set(errors) == {"logprobs", "entropy", "gradients", "values"} for errors in figures.values())
     return figures
 
 

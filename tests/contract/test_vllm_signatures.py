@@ -234,3 +234,13 @@ def test_the_receiver_is_an_engine_of_every_version(version: str, monkeypatch: p
     assert model.bias.tolist() == [1, 1, 0] and joined == [(link.point, 1)]
     for name in set(entry["abstract"]) - set(order):
         inspect.signature(getattr(engine, name)).bind(*entry["abstract"][name])
+
+
+def test_slots_of_adapters_have_one_layout() -> None:
+    """Per projection A [slots, 1, rank, columns] and B [slots, 1, own rows, rank], which ``live_slots`` views."""
+    oldest, newest = (recorded(f"vllm-{version}")["slots"] for version in (OLDEST, NEWEST))
+    assert oldest == newest and set(oldest) == set(record.SLOTS)
+    assigned = "\n".join(statement for statements in oldest.values() for statement in statements)
+    words = " ".join(assigned.split())
+    assert "torch.zeros(max_loras, 1, lora_a_out_size, self.input_size" in words
+    assert "torch.zeros(max_loras, 1, lora_b_out_size, lora_config.max_lora_rank" in words

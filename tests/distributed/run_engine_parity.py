@@ -100,7 +100,8 @@ def compare_gradients(engine: MegatronEngine, gradients: dict[str, torch.Tensor]
         if start == end:
             continue
         own, expected = parameter.main_grad.flatten()[start:end], full.flatten()[start:end]
-        errors.note("gradients", float((own - expected).abs().max() / scale[name].max()), name)
+        largest = scale[name].max().clamp(min=torch.finfo(torch.float32).tiny)  # 0 of an expert that no token went to
+        errors.note("gradients", float((own - expected).abs().max() / largest), name)
     dist.all_reduce(num_owned[0], group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     dist.all_reduce(num_owned[1], group=parallel_state.get_expert_data_parallel_group())
     assert int(num_owned.sum()) == sum(p.numel() for p in engine.policy.parameters.values()), "gradients left out"

@@ -1,7 +1,8 @@
 """Started by torchrun: the engine with a value head against transformers' ``*ForSequenceClassification``, on two ranks.
 
 Prints one line of JSON after ``VALUES`` per family and layout on rank 0: figure -> [largest error, where it is]. Also
-exports, and loads a language model with a new head; what is read back is compared bit for bit.
+exports, and loads a language model with a new head; what is read back is compared bit for bit, and every layout goes on
+from one checkpoint. Gradients and optimizer take the bytes of the memory plan.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from mega_rl.bridge.files.huggingface import HFReader, value_changes
 from mega_rl.bridge.mapping.tensors import SCORE
 from mega_rl.bridge.slices import whole_box
 from mega_rl.data.packing import pack, unpack
+from mega_rl.megatron import checkpoint
 from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.megatron.saving import CheckpointWriter
 from mega_rl.megatron.value import NewScore
 from mega_rl.models.shape import read_model_shape, value_shape
 from mega_rl.parallel.layout import ParallelLayout
@@ -34,9 +37,12 @@ from tests.distributed.engine_support import groups, own_device, run_config, tot
 from tests.distributed.layouts import Case
 from tests.distributed.parity_reference import OBJECTIVES
 from tests.distributed.run_engine_parity import Errors, compare_gradients
+from tests.distributed.run_tuning_parity import check_state
+from tests.families import as_saved
 
 LENGTHS = ((7, 19), (30, 4), (12, 12), (5, 41))  # tokens of the two answers of each pair
 PAD = 0
+WITH_FILES = ("qwen2", "deepseek_v3")  # families whose exports and checkpoints are looked at
 
 
 def reward_model(family: str) -> transformers.PreTrainedModel:
@@ -46,7 +52,7 @@ def reward_model(family: str) -> transformers.PreTrainedModel:
     model = getattr(transformers, type(base).__name__.replace("CausalLM", "SequenceClassification"))(config).eval()
     model.model.load_state_dict(base.model.state_dict())
     torch.manual_seed(9)
-    torch.nn.init.normal_(model.score.weight)
+    torch.nn.init.normal_(model.score.weight, std=0.25)  # values of order 1
     return model
 
 
@@ -68,10 +74,12 @@ def build(case: Case, layout: ParallelLayout, shape: Any, weights: Any) -> Megat
 def check(case: Case, layout: ParallelLayout, family: str, directory: Path) -> None:
     model, errors = reward_model(family), Errors()
     ids = answers(model.config.vocab_size)
-    expected = [model.score(model.model(input_ids=row[None]).last_hidden_state)[0, :, 0] for row in ids]
+    with torch.no_grad():
+        expected = [model.score(model.model(input_ids=row[None]).last_hidden_state)[0, :, 0] for row in ids]
     loss = bradley_terry(torch.stack([model(input_ids=row[None]).logits[0, 0] for row in ids]))
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    gradients = as_saved(gradients)
     norm = float(torch.sqrt(torch.stack([g.square().sum() for g in gradients.values()]).sum()))
 
     shape = read_model_shape(directory / family, allowed=["value"])
@@ -94,6 +102,7 @@ def check(case: Case, layout: ParallelLayout, family: str, directory: Path) -> N
     errors.note("loss", abs(total_loss(layout, reports) - float(loss)))
     compare_gradients(engine, gradients, errors)
     errors.note("norm", abs(engine.optimizer_step().grad_norm - norm) / norm)
+    check_state(engine, run_config(case, OBJECTIVES["sft"]), shape, layout)
     figures = errors.of_all_ranks()
     if dist.get_rank() == 0:
         line = json.dumps({"layout": case.name, "family": family, "errors": figures})
@@ -106,7 +115,7 @@ def check_files(case: Case, layout: ParallelLayout, family: str, directory: Path
     shape = value_shape(read_model_shape(source))
     engine = build(case, layout, shape, NewScore(HFReader(source), shape.hidden_size, seed=5))
     export_huggingface(engine, target, source, 1 << 20, value_changes(shape, PAD))
-    dist.barrier()
+    check_checkpoint(engine, directory / f"{family}_checkpoints")
     row = answers(shape.vocab_size)[3]
     microbatch = pack([Sequence(torch.cat([row, row[-1:]]), torch.ones(len(row)))], [0], 4 * case.tensor, PAD)
     (values,) = engine.policy.token_values([microbatch.to(own_device())])
@@ -128,6 +137,22 @@ def check_files(case: Case, layout: ParallelLayout, family: str, directory: Path
         print(f"EXPORTED {family} {case.name}\n", end="", flush=True)
 
 
+def check_checkpoint(engine: MegatronEngine, root: Path) -> None:
+    """The first layout of a family writes one; the others go on from it."""
+    dist.barrier()
+    if root.exists():
+        with torch.no_grad():
+            for weight in (*engine.policy.parameters.values(), *engine.policy.frozen.values()):
+                weight.fill_(7.0)
+        checkpoint.load(checkpoint.directory_of(root, 1), engine)
+    else:
+        dist.barrier()
+        writer = CheckpointWriter(root, 0, is_async=False)
+        writer.save(1, engine, {"data": {}, "validations": {}})
+        writer.finish()
+    dist.barrier()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", type=json.loads, required=True, help="JSON list of the arguments of Case")
@@ -146,7 +171,8 @@ def main() -> None:
             for family in case.families:
                 check(case, layout, family, arguments.dir)
             if case.tensor * case.pipeline > 1 and case.virtual_pipeline is None:
-                check_files(case, layout, case.families[0], arguments.dir)
+                for family in (family for family in WITH_FILES if family in case.families):
+                    check_files(case, layout, family, arguments.dir)
     dist.destroy_process_group()
 
 

@@ -1,4 +1,7 @@
-"""A reward model from pairs, then PPO with it as reward and as critic, through ``tools/train.py`` on two processes."""
+"""A reward model from pairs, then PPO with it as reward and as critic, through ``tools/train.py`` on two processes.
+
+The critic has a layout of its own: two replicas beside a policy of one.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ data:
   max_response_length: 5
 rollout: {{tensor_parallel_size: 2, n: 1, kv_cache_bytes: 16777216}}
 algorithm: {{name: ppo, minibatches_per_step: 2, kl_coefficient: 0.01}}
-critic: {{path: {rm}, lr: 1.0e-3, warmup_steps: 1, gamma: 0.99, lam: 0.95}}
+critic: {{path: {rm}, tensor: 1, lr: 1.0e-3, warmup_steps: 1, gamma: 0.99, lam: 0.95}}
 rewards:
   - {{name: model, weight: 2.0, options: {{path: {rm_run}}}}}
   - {{name: exact_match}}
@@ -168,7 +171,13 @@ def test_a_critic_on_shared_weights_killed_and_resumed_is_the_same_run(
     ppo_run: Path, root: Path, tmp_path: Path
 ) -> None:
     """Its policy learns from the answers of another one, which the gate of the engine would find out."""
-    keys = ["tuning.method=lora", "tuning.adapter.rank=4", "critic.path=null", "critic.shares_base=true"]
+    keys = [
+        "tuning.method=lora",
+        "tuning.adapter.rank=4",
+        "critic.path=null",
+        "critic.shares_base=true",
+        "critic.tensor=null",
+    ]
     keys += [f"rollout.replay={ppo_run}/rollouts", "trainer.gates.disabled=[engine]"]
     copies(root / "ppo.yaml", tmp_path / "whole", *keys).check()
     metrics = metrics_of(tmp_path / "whole")

@@ -16,9 +16,11 @@ CASES = (
     Case(2, families=FAMILIES),
     Case(2, tensor=2, families=FAMILIES),
     Case(2, tensor=2, sequence=True, families=FAMILIES),
-    Case(2, pipeline=2, families=FAMILIES),
+    Case(2, pipeline=2, families=(*FAMILIES, "deepseek_v3")),
     Case(2, pipeline=2, virtual_pipeline=2, families=("qwen2",)),
-    Case(2, context=2, families=FAMILIES),
+    Case(2, context=2, families=(*FAMILIES, "qwen3_moe")),
+    Case(2, expert=2, families=("qwen3_moe",)),
+    Case(2, tensor=2, sequence=True, expert=2, expert_tensor=1, families=("qwen3_moe", "deepseek_v3")),
 )
 FIGURES = {"values", "loss", "gradients", "norm"}
 LIMIT = 2e-5  # absolute, of values of order 1; gradients relative to the largest of the tensor
@@ -49,5 +51,8 @@ def test_values_equal_transformers(output: list[str], case: Case, family: str) -
 
 @pytest.mark.slow
 def test_a_new_head_is_exported_for_transformers_at_every_layout(output: list[str]) -> None:
-    exported = {line.split()[2] for line in output if line.startswith("EXPORTED ")}
-    assert exported == {CASES[1].name, CASES[2].name, CASES[3].name}
+    exported = {tuple(line.split()[1:]) for line in output if line.startswith("EXPORTED ")}
+    assert exported == {
+        *(("qwen2", CASES[number].name) for number in (1, 2, 3)),
+        *(("deepseek_v3", CASES[number].name) for number in (3, 7)),
+    }

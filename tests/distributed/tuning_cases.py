@@ -26,6 +26,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "exclude": ["*.layers.1.mlp.*"],
         },
     },
+    "lora_dropout": {
+        "method": "lora",
+        "adapter": {"rank": 4, "alpha": 8.0, "dropout": 0.4, "exclude": ["*.layers.1.*.q_proj"]},
+    },
+    "lora_dropout_shared": {
+        "method": "lora",
+        "adapter": {"rank": 4, "alpha": 8.0, "dropout": 0.4, "targets": ["*.self_attn.*", "*.shared_experts.*"]},
+    },
     "last": {"method": "freeze", "train_layers": 1},
     "first": {"method": "freeze", "train_layers": -1, "train_modules": "mlp", "also_train": ["norm.weight"]},
 }
@@ -54,6 +62,10 @@ TWO = (
     TuningCase(Case(2, overlap=True), "qwen2", "lora_dense", recompute="full"),
     TuningCase(Case(2, tensor=2, sequence=True), "qwen2", "lora_part", recompute="selective"),
     TuningCase(Case(2, pipeline=2), "qwen2", "lora_part"),
+    TuningCase(Case(2, pipeline=2, virtual_pipeline=2), "qwen3", "lora_dropout", recompute="full"),
+    TuningCase(Case(2, tensor=2), "qwen3", "lora_dropout"),
+    TuningCase(Case(2, context=2), "qwen3", "lora_dropout"),
+    TuningCase(Case(2, tensor=2, sequence=True), "deepseek_v3", "lora_dropout_shared", recompute="full"),
     TuningCase(Case(2, expert_tensor=2), "qwen3_moe", "lora"),
     TuningCase(Case(2, expert=2), "qwen3_moe", "lora", recompute="full"),
     TuningCase(Case(2, tensor=2, sequence=True), "qwen3_moe", "lora", recompute="full"),

@@ -1,20 +1,25 @@
 """What transformers and torch's autograd say of a tuned model: no adapter library and no Megatron here.
 
 With adapters the model's weights are W + scale * B A, put in with ``torch.func.functional_call``, so that the gradients
-of A and B come by autograd through the merged weights.
+of A and B come by autograd through the merged weights. With dropout a hook adds to every linear layer what its adapter
+makes of its own input, as an adapter library does it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 
 from mega_rl.bridge.mapping.adapter import adapter_tensors, names_of
-from mega_rl.bridge.mapping.tuning import AdapterPlan, TuningPlan
+from mega_rl.bridge.mapping.tuning import AdapterPlan, TuningPlan, module_of
+from mega_rl.data.packing import pack
+from mega_rl.megatron.tuning.dropout import column_keys, dropped, token_keys
 from mega_rl.models.shape import ModelShape
 from mega_rl.types import Sequence
 from tests.distributed.parity_reference import BETAS, CLIP, EPS, LR, WEIGHT_DECAY, Objective, num_learnt
@@ -73,6 +78,49 @@ def _as_in_memory(model: transformers.PreTrainedModel, saved: Mapping[str, Tenso
     return tensors
 
 
+READ_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # of one input, which has one mask
+
+
+def of_mask(weight: str, ranks: Mapping[str, int]) -> str:
+    """The adapted weight whose columns the mask of a weight goes by: the first that reads the same input."""
+    module = module_of(weight)
+    prefix, _, own = module.rpartition(".")
+    group = next((names for names in READ_TOGETHER if own in names), (own,))
+    return next(name for name in (f"{prefix}.{one}.weight" for one in group) if name in ranks)
+
+
+@contextmanager
+def dropout(
+    model: transformers.PreTrainedModel,
+    plan: AdapterPlan,
+    factors: Mapping[str, Tensor],
+    s: Sequence,
+    at: tuple[int, int],
+) -> Iterator[None]:
+    """Adapters beside the linear layers of a model that is given the sequence of place ``at[0]`` in step ``at[1]``."""
+    place, step = at
+    keys = token_keys(pack({place: s}, [place], 1, 0), seed=0, step=step)
+
+    def hook_of(weight: str, rank: int) -> Any:
+        a, b = (factors[name] for name in names_of(weight))
+        columns = column_keys(of_mask(weight, plan.ranks), range(a.shape[1]))
+
+        def add(_: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            x = inputs[0][0]
+            is_kept = dropped(torch.ones_like(x), keys, columns, plan.dropout) > 0
+            return output + plan.scale(rank) * ((x * is_kept / (1 - plan.dropout)) @ a.t() @ b.t())[None]
+
+        return add
+
+    hooks = [
+        model.get_submodule(module_of(weight)).register_forward_hook(hook_of(weight, rank))
+        for weight, rank in plan.ranks.items()
+    ]
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
 def train(
     model: transformers.PreTrainedModel,
     shape: ModelShape,
@@ -95,6 +143,7 @@ def train(
     num_tokens = num_learnt(sequences)
 
     def statistics(sequence: Sequence, with_adapters: bool) -> tuple[Tensor, Tensor]:
+        """With adapters merged, or without any, or with those that the model has beside its layers."""
         weights = saved | merge(saved, factors, plan.adapters) if with_adapters else saved
         arguments = {"input_ids": sequence.token_ids[None, :-1]}
         output = torch.func.functional_call(model, _as_in_memory(model, weights), kwargs=arguments)
@@ -105,10 +154,14 @@ def train(
         base, logprobs = ([statistics(s, is_on)[0] for s in sequences] for is_on in (False, True))
         merged = merge(saved, factors, plan.adapters)
     steps = []
-    for _ in range(NUM_STEPS):
+    for number in range(NUM_STEPS):
         adamw.zero_grad()
-        for s in sequences:
-            logp, entropy = statistics(s, with_adapters=True)
+        for place, s in enumerate(sequences):
+            if plan.adapters.dropout:
+                with dropout(model, plan.adapters, factors, s, (place, number)):
+                    logp, entropy = statistics(s, with_adapters=False)
+            else:
+                logp, entropy = statistics(s, with_adapters=True)
             objective(logp, entropy, s.advantages, s.loss_mask, num_tokens).backward()
         gradients = {name: p.grad.clone() for name, p in trained.items()}
         norm = float(torch.nn.utils.clip_grad_norm_(trained.values(), CLIP))

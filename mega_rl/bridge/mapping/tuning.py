@@ -26,6 +26,7 @@ class AdapterPlan:
     ranks: Mapping[str, int] = field(default_factory=dict)  # weight -> rank of its adapter, in the model's order
     alpha: float = 1.0
     rslora: bool = False
+    dropout: float = 0.0  # share of an adapter's input that is dropped in training
 
     def scale(self, rank: int) -> float:
         """What B A is multiplied by: alpha / r, or alpha / sqrt(r) with ``rslora``, as in PEFT."""
@@ -144,7 +145,12 @@ def _adapter_plan(settings: AdapterConfig, shape: ModelShape) -> AdapterPlan:
             f"{key}.{field_name} is {ranks[large]}, more than {large} of {rows} x {columns} can have: set it to at "
             f"most {min(rows, columns)}"
         )
-    return AdapterPlan(ranks, settings.alpha, settings.rslora)
+    if settings.dropout and any(EXPERTS in module for module in chosen):
+        raise InputError(
+            f"{key}.dropout is {settings.dropout:g}, but experts have adapters, whose tokens come from other ranks in "
+            f"an order of their own: add *.experts.* to {key}.exclude, or set {key}.dropout to 0"
+        )
+    return AdapterPlan(ranks, settings.alpha, settings.rslora, settings.dropout)
 
 
 def _some_experts(chosen: set[str], modules: Iterable[str]) -> str | None:

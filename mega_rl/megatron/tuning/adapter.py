@@ -39,6 +39,7 @@ from torch.nn.functional import linear
 from mega_rl.bridge.mapping.adapter import AdaptedWeight, Projection, adapted_weights
 from mega_rl.bridge.mapping.tuning import EXPERTS, AdapterPlan, module_of
 from mega_rl.bridge.series import Number, Series, hf_name_of
+from mega_rl.megatron.tuning.dropout import DroppedProduct, column_keys
 from mega_rl.platform.operators import dispatch as operators
 
 
@@ -72,6 +73,9 @@ class Adapter(torch.nn.Module):
     """
 
     A: Tensor
+    dropout = 0.0
+    column_keys_D: Tensor  # with dropout: of the layer's input
+    token_keys_N: Tensor | None = None  # of all tokens of the micro-batch under way; None: nothing is dropped
 
     def __init__(
         self,
@@ -118,7 +122,7 @@ class Adapter(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., columns] of the layer's input -> [..., local rows]."""
-        hidden = linear(x, self.A) * self.scale
+        hidden = self._product(x) * self.scale
         if self.is_split and self.is_column and self.is_sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         elif self.is_split and self.is_column:
@@ -129,6 +133,20 @@ class Adapter(torch.nn.Module):
             hidden = reduce_from_tensor_model_parallel_region(hidden)
         pairs = zip(hidden.split(self.rank, -1), self.factors(), strict=True)
         return self.join([linear(h, b) for h, b in pairs])
+
+    def _product(self, x: Tensor) -> Tensor:
+        if self.token_keys_N is None:
+            return linear(x, self.A)
+        keys = self.token_keys_N
+        if self.is_column and self.is_sequence_parallel:  # x has the tokens of this rank
+            keys = keys.chunk(self.group.size())[self.group.rank()]
+        return DroppedProduct.apply(x, self.A, keys, self.column_keys_D, self.dropout)
+
+    def drop(self, rate: float, number: Number) -> None:
+        """Have dropout of the layer's input, one mask for all projections; ``number``: layer and expert."""
+        first = next(one for one in self.projections if one.number is not None)
+        keys = column_keys(hf_name_of(first.hf_name, number), range(*first.columns))
+        self.dropout, self.column_keys_D = rate, keys.to(self.A.device)
 
     def join(self, outputs: Sequence[Tensor]) -> Tensor:
         """Per adapted projection [..., own rows] -> [..., local rows], zeros where there is no adapter."""
@@ -196,11 +214,23 @@ def attach(
             sequence = chunk.config.sequence_parallel
             adapter = Adapter(layer.weight, kind, plan.scale(kind.rank), is_column, is_expert, sequence)
             adapter.initialise(number, seed, sizes)
+            if plan.dropout:
+                adapter.drop(plan.dropout, number)
             layer.adapter, adapters[name] = adapter, adapter
             layer.sharded_state_dict = partial(_sharded_state_dict, layer)
             if not is_expert:  # those are multiplied together, by ``product_of_experts``
                 layer.register_forward_hook(_add, prepend=True)  # before what else changes the output
+    if plan.dropout:
+        for layer in chunk.decoder.layers:
+            own = [module for module in layer.modules() if isinstance(module, Adapter)]
+            layer.register_forward_pre_hook(partial(_announce, own), with_kwargs=True)
     return adapters
+
+
+def _announce(adapters: list[Adapter], _: Any, __: Any, keywords: Mapping[str, Any]) -> None:
+    """Full recomputation calls a layer again when another micro-batch's keys may be in its adapters."""
+    for adapter in adapters:
+        adapter.token_keys_N = keywords["packed_seq_params"].token_keys_N
 
 
 def _add(layer: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,12 +25,13 @@ from mega_rl.bridge.series import Series, slices_of
 from mega_rl.bridge.slices import Box
 from mega_rl.config import RunConfig, has_critic, samples, workers_rewards
 from mega_rl.config.model import REWARD_KEY
-from mega_rl.config.schema import OptimizerConfig, RewardConfig, TuningConfig
-from mega_rl.config.stage import model_directory, reward_model
+from mega_rl.config.schema import OptimizerConfig, ParallelConfig, RewardConfig, TuningConfig
+from mega_rl.config.stage import critic_parallel, model_directory, reward_model
 from mega_rl.data.prompts import PromptDataset, PromptStream
 from mega_rl.data.stream import Stream
 from mega_rl.errors import InputError
 from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.megatron.groups import Groups
 from mega_rl.megatron.offload import PARTS
 from mega_rl.megatron.policy import MegatronPolicy
 from mega_rl.megatron.reference import Frozen, FrozenCopy, Reference, StartingAdapters, WithoutAdapters
@@ -37,6 +39,7 @@ from mega_rl.megatron.spec import TrainerSpec
 from mega_rl.megatron.value import NewScore
 from mega_rl.models.shape import VALUE, ModelShape
 from mega_rl.parallel.collectives import gather_objects, together
+from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.rewards.registry import needs_truth
 from mega_rl.rewards.scorer import Scorer, WeightedReward
 from mega_rl.rollout.engine import ProbedSampler
@@ -48,6 +51,7 @@ from mega_rl.rollout.sinks import Weights, WeightSink, colocated_layout, colocat
 from mega_rl.rollout.vllm.engine import VLLMEngine
 from mega_rl.rollout.vllm.options import engine_settings, num_loading_engines
 from mega_rl.stages.parts import adapters
+from mega_rl.stages.parts.batches import BatchShare
 from mega_rl.stages.parts.critic import Critic
 from mega_rl.stages.parts.judge import RewardModel
 from mega_rl.stages.parts.learning import Learner
@@ -131,18 +135,20 @@ def trainer(
     weights: HFReader | NewScore,
     num_optimizer_steps: int,
     base: MegatronPolicy | None = None,
+    groups: Groups | None = None,
 ) -> MegatronEngine:
-    """Any model that is trained at the session's layout; ``base``: whose frozen weights it shares."""
+    """Any model that is trained, at the layout of ``spec``; as ``MegatronEngine``."""
     return MegatronEngine(
         spec,
         optimizer,
         shape,
-        session.layout,
+        ParallelLayout.of(spec.parallel, session.layout.world_size),
         session.device,
         weights,
         num_optimizer_steps,
         session.config.trainer.max_skipped_steps,
         base,
+        groups,
     )
 
 
@@ -357,13 +363,26 @@ def critic(session: Session, actor: MegatronEngine, total_steps: int) -> Critic:
     updates = config.algorithm.minibatches_per_step
     optimizer = replace(config.optimizer, lr=settings.lr, min_lr=0.0, warmup_steps=0, decay_steps=None)
     optimizer.schedule = "constant"
-    spec = replace(companion_spec(config), tuning=critic_tuning(config.tuning, settings.shares_base))
+    tuning = critic_tuning(config.tuning, settings.shares_base)
+    spec = replace(companion_spec(config), parallel=critic_parallel(config), tuning=tuning)
     base = actor.policy if settings.shares_base else None
     if base is not None:
         actor.offload.to_host(*PARTS)
-    engine = trainer(session, spec, optimizer, shape, weights, total_steps * updates, base)
+    groups, share = _own_layout(session, spec.parallel)
+    with nullcontext() if groups is None else groups.current():
+        engine = trainer(session, spec, optimizer, shape, weights, total_steps * updates, base, groups)
     actor.offload.to_device()
-    return Critic(settings, session.share, session.timers, session.say, engine, actor, updates)
+    return Critic(settings, share, session.timers, session.say, engine, actor, updates, groups is not None)
+
+
+def _own_layout(session: Session, parallel: ParallelConfig) -> tuple[Groups | None, BatchShare]:
+    """Groups of the critic's layout, None if it is the policy's, and this rank's share of minibatches; collective."""
+    trainer, layout = session.config.trainer, ParallelLayout.of(parallel, session.layout.world_size)
+    if parallel == session.config.parallel:
+        return None, session.share
+    groups = Groups(layout, trainer.seed, trainer.collective_timeout_s)
+    multiple = layout.tensor if parallel.sequence else 1
+    return groups, replace(session.share, layout=layout, pad_multiple=multiple)
 
 
 def objective(config: RunConfig) -> PolicyObjective:

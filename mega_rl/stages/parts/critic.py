@@ -18,6 +18,7 @@ from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.offload import PARTS
 from mega_rl.observe.timers import Timers
 from mega_rl.stages.parts.batches import BatchShare, Totals, totals_of
+from mega_rl.stages.parts.critic_layout import OwnLayout
 from mega_rl.stages.parts.progress import warn_if_skipped
 from mega_rl.types import Microbatch
 
@@ -32,12 +33,13 @@ class Critic:
 
     Args:
         settings: of the advantages and of the values' loss.
-        share: this rank's share of every minibatch.
+        share: this rank's share of every minibatch, at the critic's layout.
         timers: time the phases.
         say: tells the user.
-        engine: with a value head, at the actor's layout.
+        engine: with a value head.
         actor: whose checkpoints have the critic from now on.
         updates_per_step: the optimizer steps of a training step.
+        has_own_layout: whether the engine's layout is not the actor's.
     """
 
     def __init__(
@@ -49,9 +51,11 @@ class Critic:
         engine: MegatronEngine,
         actor: MegatronEngine,
         updates_per_step: int,
+        has_own_layout: bool = False,
     ) -> None:
         self._settings, self._share, self._timers, self._say = settings, share, timers, say
         self._engine, self._actor, self._updates_per_step = engine, actor, updates_per_step
+        self._own_layout = OwnLayout(share) if has_own_layout else None
         self._objective = ValueObjective(settings.clip_value)
         actor.companions[NAME] = engine
         engine.offload.to_host(*PARTS)
@@ -82,7 +86,11 @@ class Critic:
             return microbatch.replace(advantages=advantages_T, values=values_T, returns=returns_T)
 
         with self._timers("values"), self._working():
-            values = [self._engine.policy.token_values(own_routes(microbatches)) for microbatches in packed]
+            values_of = self._engine.policy.token_values
+            if self._own_layout is not None:
+                values = self._own_layout.values(packed, values_of)
+            else:
+                values = [values_of(own_routes(microbatches)) for microbatches in packed]
         return [
             [of_one(m, values_T) for m, values_T in zip(microbatches, of_part, strict=True)]
             for microbatches, of_part in zip(packed, values, strict=True)
@@ -92,9 +100,12 @@ class Critic:
         """One optimizer step for every minibatch; returns metrics. Collective."""
         total, grad_norm, lr, num_tokens = Totals(), 0.0, 0.0, 0
         with self._timers("critic"), self._working():
-            for number, (microbatches, denominators) in enumerate(minibatches, start=1):
+            own = [own_routes(microbatches) for microbatches, _ in minibatches]
+            if self._own_layout is not None:
+                own = self._own_layout.to_learn(own)
+            for number, (microbatches, (_, denominators)) in enumerate(zip(own, minibatches, strict=True), start=1):
                 loss = partial(self._objective, denominators=denominators)
-                total.include(totals_of(self._share, self._engine.forward_backward(own_routes(microbatches), loss)))
+                total.include(totals_of(self._share, self._engine.forward_backward(microbatches, loss)))
                 is_last = number == len(minibatches)
                 step = self._engine.optimizer_step(next_is_forward_backward=not is_last)
                 warn_if_skipped(self._say, self._engine, step)
@@ -116,7 +127,8 @@ class Critic:
     def _working(self) -> Iterator[None]:
         self._actor.offload.to_host("gradients", "optimizer")
         self._engine.offload.to_device()
-        yield
+        with self._engine.in_its_groups():
+            yield
         self._engine.offload.to_host(*PARTS)
         self._actor.offload.to_device("gradients", "optimizer")
 

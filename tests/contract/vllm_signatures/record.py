@@ -32,6 +32,11 @@ CPU_EXPERTS_023 = "vllm.model_executor.layers.fused_moe.cpu_fused_moe.CPUFusedMO
 # What the branches of vllm_versions.py rest upon, besides the names that it writes out.
 BRANCHES = (EXPERTS_MODULE, CPU_EXPERTS, CPU_EXPERTS_023)
 LORA = ("lora_target_modules",)
+LAYERS = "vllm.lora.layers"
+SLOTS = (  # what makes the slots of an adapter, whose shapes ``bridge.mapping.vllm_slots`` and ``adapter_slots`` go by
+    f"{LAYERS}.base_linear.BaseLinearLayerWithLoRA.create_lora_weights",
+    f"{LAYERS}.column_parallel_linear.MergedColumnParallelLinearWithLoRA.create_lora_weights",
+)
 VALUES = {  # the lists of what may be said -> the engine argument that we say
     "vllm.config.model.LogprobsMode": "logprobs_mode",
     "vllm.config.parallel.DistributedExecutorBackend": "distributed_executor_backend",
@@ -88,10 +93,20 @@ def ascend_paths() -> list[str]:
     return sorted(found | {f"vllm_ascend.envs.env_variables.{name}" for name in names})
 
 
+def statements(package: Package, path: str) -> list[str]:
+    """The statements of a function, without its documentation."""
+    found = package.find(path)
+    assert found is not None and isinstance(found.node, ast.FunctionDef), path
+    body = found.node.body[ast.get_docstring(found.node) is not None :]
+    return [ast.unparse(statement) for statement in body]
+
+
 def read(name: str, package: Package) -> dict[str, Any]:
     """The record of a package, as it stands in its file."""
     names = ascend_paths() if name == "vllm_ascend" else paths()
     record = {"version": package.version(name), "names": {path: package.describe(path) for path in names}}
+    if name == "vllm":
+        record["slots"] = {path: statements(package, path) for path in SLOTS}
     if name == "vllm_ascend":
         record["additional_config"] = sorted(option_names(package.roots[0] / name))
     return record

@@ -90,6 +90,7 @@ def test_targets_and_exclusions_go_by_ends_of_names_or_patterns() -> None:
         ("qwen3", {"expert_rank": 2}, "tuning.adapter.expert_rank is 2, but no expert has an adapter"),
         ("qwen3_moe", {"expert_rank": 25}, "tuning.adapter.expert_rank is 25, more than model.layers.0.mlp.experts.0"),
         ("qwen3_moe", {"exclude": ["*.experts.3.up_proj"]}, "not that of every expert of its layer"),
+        ("qwen3_moe", {"dropout": 0.1}, "tuning.adapter.dropout is 0.1, but experts have adapters"),
         ("qwen3", {"also_train": ["o_proj"]}, "which has an adapter too"),
         ("qwen3", {"also_train": ["nrm"]}, "tuning.also_train has 'nrm', which is no tensor of this model"),
         ("deepseek_v3", {"also_train": ["e_score_correction_bias"]}, "which is no tensor of this model"),

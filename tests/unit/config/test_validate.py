@@ -659,6 +659,24 @@ def test_supervised_runs_do_not_look_at_rl_sections(config):
     assert len(problems(config, 2)) == 1
 
 
+DROPOUT = {"trainer.stage": "sft", "tuning.method": "lora", "tuning.adapter.dropout": 0.1}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        DROPOUT,
+        DROPOUT | {"memory.recompute": "full"},
+        DROPOUT | {"memory.recompute": "selective", "memory.recompute_modules": ["core_attn"]},
+        {"tuning.adapter.dropout": 0.1},  # there are no adapters
+    ],
+)
+def test_dropout_of_adapters_where_it_is_sound(config, changes):
+    for field, value in changes.items():
+        set_value(config, field, value)
+    assert problems(config) == []
+
+
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
@@ -668,6 +686,8 @@ def test_supervised_runs_do_not_look_at_rl_sections(config):
         ({"tuning.method": "lora", "tuning.adapter.new": True}, "tuning.adapter.path, which is null"),
         ({"tuning.method": "lora", "tuning.adapter.path": ".", "tuning.also_train": ["norm.weight"]}, "reference"),
         ({"rollout.adapter": "merged"}, "set it to auto"),
+        ({"tuning.method": "lora", "tuning.adapter.dropout": 0.1}, "not the one that sampled"),
+        (DROPOUT | {"memory.recompute": "selective"}, "begins in the middle of a layer"),
         ({"tuning.method": "lora", "rollout.adapter": "slots", "rollout.weight_update": "reload"}, "reload"),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 from mega_rl.config import RunConfig, problems
 from mega_rl.config.model import trained_shape
 from mega_rl.config.schema import RewardConfig
-from mega_rl.config.stage import model_directory
+from mega_rl.config.stage import critic_parallel, model_directory
 from mega_rl.models.shape import SUFFIXES, ModelShape, parse_config
 from mega_rl.planning.memory_plan import Machine, RankMemory, make_plan
 
@@ -199,3 +199,36 @@ def test_a_critic_has_its_optimizer_where_the_policy_has(config: RunConfig) -> N
     config.memory.offload = ["weights", "gradients"]
     (away,) = make_plan(config, trained_shape(config), machine).ranks
     assert {item.name: item.num_bytes for item in away.host}["critic away"] == named(here, "critic")["critic"]
+
+
+def test_a_critic_with_a_layout_of_its_own(config: RunConfig) -> None:
+    config.rewards, config.algorithm.advantage, config.rollout.n = [RewardConfig("exact_match")], "gae", 1
+    config.parallel.tensor, config.parallel.sequence = 2, True
+    assert critic_parallel(config) is config.parallel
+    config.critic.tensor, config.critic.pipeline = 1, 2
+    own = critic_parallel(config)
+    assert (own.tensor, own.pipeline, own.context, own.sequence) == (1, 2, 1, False)
+    assert problems(config, 4, has_files=False) == []
+    config.critic.tensor = 3
+    lines = problems(config, 6, has_files=False)
+    words = "with critic.tensor 3, critic.pipeline 2 and critic.context 1 the critic cannot be trained: parallel.tensor"
+    assert lines and all(line.startswith(words) for line in lines)
+    config.critic.tensor, config.tuning.method, config.critic.shares_base = 1, "lora", True
+    (line,) = problems(config, 4, has_files=False)
+    assert "critic.shares_base" in line and "critic.pipeline" in line
+
+
+def test_a_plan_has_the_critic_at_its_own_layout(config: RunConfig) -> None:
+    config.rewards, config.algorithm.advantage = [RewardConfig("exact_match")], "gae"
+    config.parallel.tensor, config.parallel.sequence = 2, True
+    machine = Machine(2, 1 << 34, 0, "cuda")
+
+    def of_critic() -> tuple[int, int]:
+        found = make_plan(config, trained_shape(config), machine).ranks
+        return named(found[0], "training")["critic"], named(found[1], "training")["critic"]
+
+    cut = of_critic()
+    config.critic.tensor = 1
+    whole = of_critic()  # weights and gradients twice, the optimizer's state over two data-parallel ranks
+    assert cut[0] == cut[1] and whole[0] == whole[1]
+    assert 1.2 * cut[0] < whole[0] < 1.5 * cut[0]

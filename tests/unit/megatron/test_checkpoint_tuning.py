@@ -28,6 +28,14 @@ def test_the_same_run_goes_on(tuning: TuningConfig) -> None:
     _check_tuning(Path("c"), tuning_record(engine_of(tuning)), engine_of(tuning))
 
 
+def test_dropout_may_change_and_is_not_in_records_from_before() -> None:
+    other = TuningConfig(method="lora", adapter=AdapterConfig(dropout=0.1))
+    _check_tuning(Path("c"), tuning_record(engine_of(LORA)), engine_of(other))
+    record = tuning_record(engine_of(LORA))
+    del record["tuning"]["settings"]["adapter"]["dropout"]
+    _check_tuning(Path("c"), record, engine_of(LORA))
+
+
 def test_checkpoints_from_before_are_of_full_training() -> None:
     assert tuning_record(engine_of(TuningConfig())) == {}
 

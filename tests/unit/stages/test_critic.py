@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,6 +50,9 @@ class CriticEngine(Actor):
         super().__init__()
         self.policy: Any = SimpleNamespace(token_values=lambda ms: [values_of(m) for m in ms])
         self.offload, self.lr_schedule = Offload("critic", done), SimpleNamespace(num_steps=0)
+
+    def in_its_groups(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def forward_backward(self, microbatches: list[Microbatch], loss_function: Any) -> list[Figures]:
         self.batches.append(microbatches)
