@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
+
 from mega_rl.algorithms.pairs import AnswersApart
 from mega_rl.algorithms.preference import PreferenceObjective, answer_sums
 from mega_rl.config import RunConfig

@@ -158,7 +158,8 @@ def test_bradley_terry_is_trls() -> None:
     margins, parts = torch.tensor(case["margins"], dtype=D), ([0, 4, 2], [1, 5, 3])
     chosen, rejected = scores.view(-1, 2).unbind(1)
     shares = [
-        bradley_terry_shares(chosen[p], rejected[p], margins[p], case["centre"], NUM_PAIRS).sum() for p in map(list, parts)
+        bradley_terry_shares(chosen[p], rejected[p], margins[p], case["centre"], NUM_PAIRS).sum()
+        for p in map(list, parts)
     ]
     total = torch.stack(shares).sum()
     total.backward()
