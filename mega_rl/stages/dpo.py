@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -112,7 +113,7 @@ def prepared(
     sequences = [one for pair in batch for one in pair.sequences]
     num_tokens_B = torch.stack([one.loss_mask.sum() for one in sequences])
     reference_B = None if reference is None else reference.of(batch)
-    counts = {"num_pairs": len(batch), "num_chosen_tokens": int(num_tokens_B[::2].sum())}
+    counts: dict[str, Any] = {"num_pairs": len(batch), "num_chosen_tokens": int(num_tokens_B[::2].sum())}
     if fits(session.share, sequences, unit=2):
         return pack_for_rank(session.share, sequences, unit=2), partial(loss, reference_B=reference_B, **counts)
     model.collect_weights()

@@ -7,6 +7,7 @@ end, so that it is among the positions that are computed.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -77,7 +78,8 @@ def prepared(session: Session, model: MegatronEngine, batch: list[Pair]) -> tupl
     """This rank's micro-batches of a global batch, and their loss, as ``dpo.prepared``. Collective."""
     sequences = [scored_at_end(one.token_ids) for pair in batch for one in pair.sequences]
     loss = PairwiseObjective(session.config.reward_model.centre)
-    settings = {"margins_P": torch.tensor([pair.margin or 0.0 for pair in batch]), "num_pairs": len(batch)}
+    margins_P = torch.tensor([pair.margin or 0.0 for pair in batch])
+    settings: dict[str, Any] = {"margins_P": margins_P, "num_pairs": len(batch)}
     if fits(session.share, sequences, unit=2):
         return pack_for_rank(session.share, sequences, unit=2), partial(loss, **settings)
     model.collect_weights()
