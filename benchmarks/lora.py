@@ -4,6 +4,13 @@ Three engines take turns, step by step, in one process, on the same packed batch
 every linear layer, and the last quarter of the layers with the rest frozen. A step is forward, backward, clipping and
 AdamW. The bytes are Megatron's buffers and the optimizer's tensors as they lie in memory, beside what
 ``mega_rl.planning`` says of them. Target: a step with adapters takes at most 0.90 of a full one.
+
+Where TRL and PEFT are installed, a step of TRL's SFTTrainer with PEFT's adapters takes turns with them: the same model,
+sequences, rank and optimizer, all linear layers too. Target: ours takes at most 0.95 of it. The environment has no
+TRL: preference.py says how to make one beside it that has; PEFT is added, and the script run there:
+
+    peer/bin/pip install --no-deps peft==0.21.2
+    PYTHONPATH=$PWD peer/bin/python benchmarks/lora.py --threads 1
 """
 
 from __future__ import annotations
@@ -12,25 +19,42 @@ import argparse
 import os
 import statistics
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from report import publish, table
-from train_step import CASES, Case, Own, make_sequences, qwen2, timed, write_model
+from train_step import (
+    BETAS,
+    CASES,
+    CLIP,
+    LR,
+    WEIGHT_DECAY,
+    Case,
+    Own,
+    make_sequences,
+    qwen2,
+    timed,
+    write_model,
+)
+from transformers import AutoModelForCausalLM
 
 from mega_rl import platform
 from mega_rl.bridge.mapping.tuning import tuning_plan
 from mega_rl.config.schema import AdapterConfig, RunConfig, TuningConfig
+from mega_rl.data.synthetic import arithmetic_tokenizer
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.optimizer import chained
 from mega_rl.megatron.policy import initialize_groups
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.state import stage_parameters, trainer_state
+from mega_rl.types import DTYPES, Sequence
 
-FULL, LORA, FREEZE = "full", "lora, rank 16", "freeze, last quarter"
+FULL, LORA, FREEZE, PEER = "full", "lora, rank 16", "freeze, last quarter", "TRL SFTTrainer + PEFT, rank 16"
+RANK = 16
 MIB = 1 << 20
 ALL = {**CASES, "7M": Case(qwen2(256, 768, 4, 4, 2, 16384), 4, 128, 128, "float32", 512)}
 
@@ -39,9 +63,62 @@ def ways(case: Case) -> dict[str, TuningConfig]:
     quarter = max(1, case.model["num_hidden_layers"] // 4)
     return {
         FULL: TuningConfig(),
-        LORA: TuningConfig(method="lora", adapter=AdapterConfig(rank=16)),
+        LORA: TuningConfig(method="lora", adapter=AdapterConfig(rank=RANK)),
         FREEZE: TuningConfig(method="freeze", train_layers=quarter),
     }
+
+
+class Peer:
+    """TRL's trainer with PEFT's adapters, step by step: its batch, its loss, its optimizer."""
+
+    def __init__(self, directory: Path, case: Case, sequences: list[Sequence]) -> None:
+        from datasets import Dataset
+        from peft import LoraConfig
+        from trl import SFTConfig, SFTTrainer
+
+        settings = SFTConfig(
+            output_dir=str(directory / "trl"),
+            per_device_train_batch_size=len(sequences),
+            gradient_checkpointing=False,
+            max_length=case.max_length + 1,
+            learning_rate=LR,
+            adam_beta1=BETAS[0],
+            adam_beta2=BETAS[1],
+            weight_decay=WEIGHT_DECAY,
+            lr_scheduler_type="constant",
+            report_to=[],
+            use_cpu=True,
+            bf16=False,
+            max_steps=1000,
+        )
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPES[case.dtype], attn_implementation="sdpa")
+        own = AdapterConfig(rank=RANK)
+        adapter = LoraConfig(r=RANK, lora_alpha=own.alpha or RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+        rows = Dataset.from_dict({"input_ids": [sequence.token_ids.tolist() for sequence in sequences]})
+        self.trainer = SFTTrainer(
+            model=model,
+            args=settings,
+            train_dataset=rows,
+            processing_class=arithmetic_tokenizer(),
+            peft_config=adapter,
+        )
+        self.batch = next(iter(self.trainer.get_train_dataloader()))
+        self.optimizer = self.trainer.create_optimizer()
+        self.model = self.trainer.model.train()
+        self.trainer.current_gradient_accumulation_steps = 1  # what its own loop would have set
+
+    def step(self) -> float:
+        loss = self.trainer.training_step(self.model, dict(self.batch))
+        torch.nn.utils.clip_grad_norm_([p for p in self.model.parameters() if p.requires_grad], CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss)
+
+
+def medians(seconds: dict[str, list[tuple[float, float]]], way: str, other: str) -> tuple[float, float]:
+    """Of the steps of a way over those of another one, pair by pair: by the clock, and by CPU time."""
+    pairs = [[a / b for a, b in zip(*pair, strict=True)] for pair in zip(seconds[way], seconds[other], strict=True)]
+    return statistics.median(pair[0] for pair in pairs), statistics.median(pair[1] for pair in pairs)
 
 
 def measured_bytes(engine: MegatronEngine) -> int:
@@ -69,27 +146,33 @@ def run_case(name: str, case: Case, layout: ParallelLayout, num_steps: int) -> d
     with tempfile.TemporaryDirectory() as scratch:
         num_parameters = write_model(case, Path(scratch))
         engines = {way: Own(Path(scratch), case, sequences, layout, tuning) for way, tuning in ways(case).items()}
-    first = [own.step() for own in engines.values()]
+        taking_turns: dict[str, Own | Peer] = {**engines}
+        if find_spec("trl") is not None and find_spec("peft") is not None and platform.current().name == "cpu":
+            taking_turns[PEER] = Peer(Path(scratch), case, sequences)
+    first = [way.step() for way in taking_turns.values()]
     assert max(first) - min(first) <= 1e-4 * max(first), f"first losses differ: {first}"
-    seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in engines}
+    seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in taking_turns}
     for number in range(num_steps):
-        for way in list(engines)[:: 1 if number % 2 == 0 else -1]:
-            seconds[way].append(timed(engines[way].step))
+        for way in list(taking_turns)[:: 1 if number % 2 == 0 else -1]:
+            seconds[way].append(timed(taking_turns[way].step))
     shape, found = engines[FULL].engine.policy.shape, {}
     for way, own in engines.items():
         trained = [p for p in own.engine.policy.parameters.values() if p.requires_grad]
-        pairs = zip(seconds[way], seconds[FULL], strict=True)
-        ratios = [tuple(mine / full for mine, full in zip(*pair, strict=True)) for pair in pairs]
+        ratio, cpu_ratio = medians(seconds, way, FULL)
         found[way] = {
             "trained": sum(p.numel() for p in trained),
             "seconds": [pair[0] for pair in seconds[way]],
-            "ratio": statistics.median(ratio[0] for ratio in ratios),
-            "cpu_ratio": statistics.median(ratio[1] for ratio in ratios),
+            "ratio": ratio,
+            "cpu_ratio": cpu_ratio,
             "bytes": measured_bytes(own.engine),
             "planned_bytes": planned_bytes(case, ways(case)[way], shape, layout),
         }
         assert found[way]["bytes"] == found[way]["planned_bytes"], found[way]
-    return {"case": name, "num_parameters": num_parameters, "ways": found}
+    result: dict[str, Any] = {"case": name, "num_parameters": num_parameters, "ways": found}
+    if PEER in seconds:
+        ratio, cpu_ratio = medians(seconds, LORA, PEER)
+        result["peer"] = {"seconds": seconds[PEER], "ratio": ratio, "cpu_ratio": cpu_ratio}
+    return result
 
 
 def report(results: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
@@ -107,8 +190,13 @@ def report(results: list[dict[str, Any]], arguments: argparse.Namespace) -> None
         for result in results
         for way, figures in result["ways"].items()
     ]
+    told = [
+        [f"{LORA} / {PEER}", f"{peer['ratio']:.2f}", f"{peer['cpu_ratio']:.2f}"]
+        for peer in (result["peer"] for result in results if "peer" in result)
+    ]
+    beside = table(["against the peer", "time", "CPU time"], told) if told else "TRL or PEFT is not here: see --help"
     title = f"Training step by what is trained (medians of {arguments.steps} alternating steps; bytes as planned)"
-    publish(title, table(header, rows), platform.current().name, {"results": results}, arguments.json)
+    publish(title, f"{table(header, rows)}\n\n{beside}", platform.current().name, {"results": results}, arguments.json)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -181,9 +181,12 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each way (default: 5)")
     parser.add_argument("--longest", type=int, default=512, help="tokens of the longest sequence (default: 512)")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads (default: torch's choice)")
     parser.add_argument("--quick", action="store_true", help="a tiny model, 2 steps: shows that it works, not how fast")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args(argv)
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
     sizes, longest, steps = (QUICK, 32, 2) if arguments.quick else (MODEL, arguments.longest, arguments.steps)
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         os.environ.setdefault(name, value)

@@ -79,7 +79,7 @@ if [ "$what" = chain ]; then
     phase "reward model" train configs/quickstart_rm.yaml "model.path=$dir/sft/huggingface" "${pairs[@]}" \
         "trainer.output_dir=$dir/rm"
     phase "PPO with it" train configs/quickstart_ppo.yaml "model.path=$dir/sft/huggingface" "${prompts[@]}" \
-        "critic.path=$dir/rm/huggingface" "trainer.output_dir=$dir/ppo" \
+        "critic.path=$dir/rm/huggingface" "trainer.output_dir=$dir/ppo" algorithm.kl_coefficient=0.2 \
         "rewards=[{name: model, options: {path: $dir/rm}}, {name: exact_match, weight: 0.0}]"
     phase "DPO" train configs/quickstart_dpo.yaml "model.path=$dir/sft/huggingface" "${pairs[@]}" \
         "trainer.output_dir=$dir/dpo"

@@ -151,5 +151,5 @@ class SftObjective:
         loss = token_mean(nll_T, mask_T, microbatch.cu_seqlens, denominators)
         values = {"nll": nll_T.detach(), "entropy": stats.entropy.detach()}
         if stats.is_top is not None:
-            values["hits"] = stats.is_top
+            values["hits"] = stats.is_top.detach()
         return loss, Figures({name: masked_sum(values_T, mask_T) for name, values_T in values.items()})

@@ -1,7 +1,8 @@
 """Objectives on preferences: pairs of answers (DPO and its family), judged answers (KTO), scores (Bradley-Terry).
 
 As all objectives they return shares that are divided by counts of the global batch (see `reduce`): they add up over
-micro-batches and data-parallel ranks, whatever the split, as long as both answers of a pair lie in one micro-batch.
+micro-batches and data-parallel ranks, whatever the split, as long as both answers of a pair lie in one micro-batch; for
+answers that lie apart see ``pairs``.
 
 Letters in names: T packed tokens of a micro-batch, B its sequences without the padding tail, P pairs of sequences:
 2i is the chosen answer, 2i + 1 the rejected one.
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mega_rl.algorithms.pairs import PairShares
 from mega_rl.algorithms.reduce import sequence_index
 from mega_rl.types import Figures, Microbatch, TokenStats
 
@@ -84,21 +86,46 @@ class PreferenceObjective:
             num_pairs: of the global batch.
             num_chosen_tokens: learnt tokens of its chosen answers.
         """
-        num_tokens = answer_sums(torch.ones_like(microbatch.loss_mask), microbatch).view(-1, 2)
-        policy = answer_sums(stats.logprobs, microbatch).view(-1, 2)
-        reference = torch.zeros_like(policy)
+        num_tokens_B = answer_sums(torch.ones_like(microbatch.loss_mask), microbatch)
+        sums_B = answer_sums(stats.logprobs, microbatch)
+        chosen = list(microbatch.sequence_indices)
+        return self.of_pairs(
+            sums_B.view(-1, 2),
+            num_tokens_P2=num_tokens_B.view(-1, 2),
+            reference_P2=None if reference_B is None else reference_B[chosen].view(-1, 2),
+            num_pairs=num_pairs,
+            num_chosen_tokens=num_chosen_tokens,
+        ).summed()
+
+    def of_pairs(
+        self,
+        sums_P2: Tensor,
+        *,
+        num_tokens_P2: Tensor,
+        reference_P2: Tensor | None,
+        num_pairs: int,
+        num_chosen_tokens: int,
+    ) -> PairShares:
+        """The same, pair by pair.
+
+        Args:
+            sums_P2: log-probabilities of both answers, summed over their tokens.
+            num_tokens_P2: how many tokens these are.
+            reference_P2: as ``reference_B`` above.
+        """
+        policy, reference, num_tokens = sums_P2, torch.zeros_like(sums_P2), num_tokens_P2.to(sums_P2)
         if self.needs_reference:
-            assert reference_B is not None, f"{self.loss} compares with a reference"
-            reference = reference_B[list(microbatch.sequence_indices)].to(policy).view(-1, 2)
-        sums_P2, ratios_P2 = policy, policy - reference
+            assert reference_P2 is not None, f"{self.loss} compares with a reference"
+            reference = reference_P2.to(sums_P2)
+        ratios_P2 = policy - reference
         if self.loss in AVERAGED:
             policy, ratios_P2 = policy / num_tokens.clamp_min(1), ratios_P2 / num_tokens.clamp_min(1)
         answers = Answers(*policy.unbind(1), *ratios_P2.unbind(1))
         losses_P, chosen_P = self.pair_losses(answers), sums_P2[:, 0]
-        loss = losses_P.sum() / num_pairs
+        shares_P = losses_P / num_pairs
         coefficient = 1.0 if self.loss == "orpo" else self.sft_coefficient  # ORPO is its own supervised part
         if coefficient:
-            loss = loss - coefficient * chosen_P.sum() / num_chosen_tokens
+            shares_P = shares_P - coefficient * chosen_P / num_chosen_tokens
         rewards_P2 = self.beta * ratios_P2.detach()
         figures = {
             "preference_loss": losses_P.detach(),
@@ -109,7 +136,7 @@ class PreferenceObjective:
             "chosen_logprob": sums_P2[:, 0].detach(),
             "rejected_logprob": sums_P2[:, 1].detach(),
         }
-        return loss, Figures({name: values_P.sum() for name, values_P in figures.items()})
+        return PairShares(shares_P, figures)
 
 
 PairLoss = Callable[[PreferenceObjective, Answers], Tensor]
@@ -230,10 +257,10 @@ def kto_kl(policy_B: Tensor, reference_B: Tensor) -> float:
     return max(0.0, float((policy_B - reference_B).mean()))
 
 
-def bradley_terry_share(
+def bradley_terry_shares(
     chosen_P: Tensor, rejected_P: Tensor, margins_P: Tensor | None, centre: float, num_pairs: int
 ) -> Tensor:
-    """Share [] of the mean of ``-log sigmoid(chosen - rejected - margin) + centre * (chosen + rejected)^2``.
+    """[P] shares of the mean of ``-log sigmoid(chosen - rejected - margin) + centre * (chosen + rejected)^2``.
 
     Args:
         chosen_P: scores of a reward model.
@@ -242,4 +269,4 @@ def bradley_terry_share(
         num_pairs: of the global batch.
     """
     gap_P = chosen_P - rejected_P if margins_P is None else chosen_P - rejected_P - margins_P
-    return (-F.logsigmoid(gap_P) + centre * (chosen_P + rejected_P) ** 2).sum() / num_pairs
+    return (-F.logsigmoid(gap_P) + centre * (chosen_P + rejected_P) ** 2) / num_pairs

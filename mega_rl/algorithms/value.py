@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.preference import bradley_terry_share
+from mega_rl.algorithms.pairs import PairShares
+from mega_rl.algorithms.preference import bradley_terry_shares
 from mega_rl.algorithms.reduce import Denominators, masked_sum, sequence_index, token_mean
 from mega_rl.types import Figures, Microbatch
 
@@ -107,6 +108,11 @@ class ValueObjective:
         return loss, Figures({name: masked_sum(x_T.detach(), mask_T) for name, x_T in figures.items()})
 
 
+def values_at_ends(values_T: Tensor, microbatch: Microbatch) -> Tensor:
+    """[B] the value of the last position of every sequence, without that of the padding tail."""
+    return values_T[microbatch.cu_seqlens[1 : len(microbatch.sequence_indices) + 1].long() - 1]
+
+
 @dataclass(frozen=True)
 class PairwiseObjective:
     """Bradley-Terry on the scores of two answers; a score is the value of a sequence's last token."""
@@ -123,17 +129,21 @@ class PairwiseObjective:
             margins_P: [pairs of the batch that was packed] by how much the chosen answer should score higher.
             num_pairs: of the global batch.
         """
-        ends = microbatch.cu_seqlens[1 : len(microbatch.sequence_indices) + 1].long() - 1
-        chosen, rejected = values_T[ends].view(-1, 2).unbind(1)
-        margins = margins_P[[index // 2 for index in microbatch.sequence_indices[::2]]].to(chosen)
-        loss = bradley_terry_share(chosen, rejected, margins, self.centre, num_pairs)
+        margins = margins_P[[index // 2 for index in microbatch.sequence_indices[::2]]]
+        scores_P2 = values_at_ends(values_T, microbatch).view(-1, 2)
+        return self.of_pairs(scores_P2, margins_P=margins, num_pairs=num_pairs).summed()
+
+    def of_pairs(self, scores_P2: Tensor, *, margins_P: Tensor, num_pairs: int) -> PairShares:
+        """The same, pair by pair, of the scores of both answers."""
+        chosen, rejected = scores_P2.unbind(1)
+        losses_P = bradley_terry_shares(chosen, rejected, margins_P.to(chosen), self.centre, num_pairs)
         figures = {
             "accuracy": (chosen > rejected).to(chosen),
             "margin": chosen - rejected,
             "chosen_score": chosen,
             "rejected_score": rejected,
         }
-        return loss, Figures({name: x.detach().sum() for name, x in figures.items()})
+        return PairShares(losses_P, {name: x.detach() for name, x in figures.items()})
 
 
 def explained_variance(sums: dict[str, float], num_tokens: int) -> float:

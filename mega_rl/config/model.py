@@ -11,7 +11,6 @@ from mega_rl.config.stage import (
     model_directory,
     reward_model,
     samples,
-    sequences_per_row,
     trains_values,
 )
 from mega_rl.errors import input_error
@@ -64,7 +63,7 @@ def model_problems(
         budget = config.trainer.max_tokens_per_microbatch if is_good("trainer.max_tokens_per_microbatch") else None
         context = parallel.context if is_good("parallel.context") else None
         lengths = (data.max_prompt_length, data.max_response_length)
-        found += length_problems(shape, *lengths, budget, context, sequences_per_row(config))
+        found += length_problems(shape, *lengths, budget, context)
     if is_good(*(f"parallel.{name}" for name in SIZES)):
         found += trainer_problems(shape, parallel, world_size)
     if shape is not None and shape.tied and is_good("parallel.pipeline", "memory.optimizer_state_dtype"):

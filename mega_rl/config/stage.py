@@ -28,7 +28,7 @@ def samples(config: RunConfig) -> bool:
 
 
 def sequences_per_row(config: RunConfig) -> int:
-    """Sequences of one row of the data, which share a micro-batch: 2 where a row is a pair of answers."""
+    """Sequences of one row of the data: 2 where a row is a pair of answers, which share a micro-batch if they fit."""
     return 2 if config.trainer.stage in PAIRED else 1
 
 

@@ -165,14 +165,12 @@ def length_problems(
     max_response_length: int,
     budget: int | None,
     context: int | None,
-    num_together: int = 1,
 ) -> list[str]:
     """Why sequences of the greatest length cannot be trained on.
 
     Args:
         budget: ``trainer.max_tokens_per_microbatch``, None if it is not known.
         context: ``parallel.context``, None if it is not known.
-        num_together: sequences that share a micro-batch: 2 where each is one answer of a pair.
     """
     longest, found = max_prompt_length + max_response_length, []
     limit = shape.max_position_embeddings if shape else longest
@@ -180,9 +178,8 @@ def length_problems(
         lengths = f"data.max_prompt_length {max_prompt_length} + data.max_response_length {max_response_length}"
         fix = f"make the sum at most the model's max_position_embeddings, {limit}"
         found.append(f"{lengths} is {longest} tokens: {fix}")
-    if budget is not None and budget < num_together * longest:
-        what = "the longest sequence" if num_together == 1 else f"{num_together} x the longest sequence (a pair)"
-        fix = f"set it to at least {what}, {num_together * longest}"
+    if budget is not None and budget < longest:
+        fix = f"set it to at least the longest sequence, {longest}"
         found.append(f"trainer.max_tokens_per_microbatch is {budget}: {fix}")
     if context is not None and context > 1 and longest < 2 * context:  # each rank has two parts of a sequence
         fix = f"set it to at most half of the longest sequence, {longest} tokens"

@@ -178,12 +178,14 @@ def _engine_share(plan: MemoryPlan) -> Iterator[Candidate]:
 
 def _microbatch(plan: MemoryPlan) -> Iterator[Candidate]:
     longest = plan.config.data.max_prompt_length + plan.config.data.max_response_length
-    longest *= sequences_per_row(plan.config)
+    together = sequences_per_row(plan.config) * longest
     budget = plan.config.trainer.max_tokens_per_microbatch
     while budget > longest:
-        budget = max(longest, budget // 2)
+        budget = max(together if budget > together else longest, budget // 2)
         keys = {"trainer.max_tokens_per_microbatch": budget}
-        yield Candidate(keys, plan.machine.num_devices, "smaller matrix products, more of them")
+        cost = "smaller matrix products, more of them"
+        apart = "; pairs are split, which takes a forward pass more" if budget < together else ""
+        yield Candidate(keys, plan.machine.num_devices, cost + apart)
 
 
 def _length(plan: MemoryPlan) -> Iterator[Candidate]:

@@ -52,8 +52,10 @@ def fullest_microbatches(config: RunConfig, layout: ParallelLayout) -> Tokens:
     parts = config.algorithm.minibatches_per_step if is_sampled else 1
     num_units = data.train_batch_size * (config.rollout.n if is_sampled else 1) // parts
     longest = data.max_prompt_length + data.max_response_length - 1  # the last token predicts nothing
-    unit_tokens = sequences_per_row(config) * longest  # what shares a micro-batch: one sequence, or those of a pair
     budget = config.trainer.max_tokens_per_microbatch
+    unit_tokens = sequences_per_row(config) * longest  # what shares a micro-batch: one sequence, or those of a pair
+    if unit_tokens > budget:  # the answers of a pair lie apart
+        num_units, unit_tokens = sequences_per_row(config) * num_units, longest
     multiple = layout.pipeline if layout.num_chunks > 1 else 1
     # What parallel.schedule.balance comes to for equal lengths.
     num_microbatches = multiple * -(-num_units // (layout.data * multiple * (budget // unit_tokens)))

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
-from mega_rl.algorithms.preference import PreferenceObjective
+import torch
+
+from mega_rl.algorithms.pairs import AnswersApart
+from mega_rl.algorithms.preference import PreferenceObjective, answer_sums
 from mega_rl.config import RunConfig
 from mega_rl.config.schema import PreferenceConfig
 from mega_rl.data.pairs import Pair, PairDataset
 from mega_rl.megatron.engine import LossFunction, MegatronEngine
 from mega_rl.stages.parts import building
-from mega_rl.stages.parts.batches import pack_for_rank
-from mega_rl.stages.parts.from_files import learn, loop, measured, read, stream_of
+from mega_rl.stages.parts.batches import fits, pack_for_rank
+from mega_rl.stages.parts.from_files import learn, loop, measured, read, stream_of, summed_logprobs
 from mega_rl.stages.parts.reference_logprobs import ReferenceLogprobs, reference_logprobs
 from mega_rl.stages.parts.session import Session, open_session
 from mega_rl.types import Microbatch
@@ -75,7 +79,7 @@ def update(
     is_read: bool,
 ) -> dict[str, float]:
     """One optimizer step; returns its metrics. Collective."""
-    microbatches, loss_function = prepared(session, loss, reference, batch)
+    microbatches, loss_function = prepared(session, model, loss, reference, batch)
     totals, metrics = learn(session, model, microbatches, loss_function, is_read)
     metrics |= {name: totals.sums[name] / len(batch) for name in FIGURES}
     return {f"dpo/{name}": value for name, value in metrics.items()}
@@ -89,19 +93,36 @@ def validate(
     held_out: list[Pair],
 ) -> dict[str, float]:
     """Loss and figures of held-out pairs. Collective."""
-    sums = measured(session, model, *prepared(session, loss, reference, held_out)).sums
+    sums = measured(session, model, *prepared(session, model, loss, reference, held_out)).sums
     means = {name: sums[name] / len(held_out) for name in ("accuracy", "margin")}
     return {"dpo/val_loss": sums["loss"]} | {f"dpo/val_{name}": value for name, value in means.items()}
 
 
 def prepared(
-    session: Session, loss: PreferenceObjective, reference: ReferenceLogprobs | None, batch: list[Pair]
+    session: Session,
+    model: MegatronEngine,
+    loss: PreferenceObjective,
+    reference: ReferenceLogprobs | None,
+    batch: list[Pair],
 ) -> tuple[list[Microbatch], LossFunction]:
-    """This rank's micro-batches of a global batch, both answers of a pair in one, and their loss."""
-    microbatches = pack_for_rank(session.share, [one for pair in batch for one in pair.sequences], unit=2)
-    return microbatches, partial(
-        loss,
-        reference_B=None if reference is None else reference.of(batch),
-        num_pairs=len(batch),
-        num_chosen_tokens=int(sum(float(pair.chosen.loss_mask.sum()) for pair in batch)),
+    """This rank's micro-batches of a global batch, and their loss. Collective.
+
+    Both answers of a pair lie in one micro-batch; if there is no room for those of every pair, no two need to, which
+    takes a forward pass more.
+    """
+    sequences = [one for pair in batch for one in pair.sequences]
+    num_tokens_B = torch.stack([one.loss_mask.sum() for one in sequences])
+    reference_B = None if reference is None else reference.of(batch)
+    counts: dict[str, Any] = {"num_pairs": len(batch), "num_chosen_tokens": int(num_tokens_B[::2].sum())}
+    if fits(session.share, sequences, unit=2):
+        return pack_for_rank(session.share, sequences, unit=2), partial(loss, reference_B=reference_B, **counts)
+    model.collect_weights()
+    shares_of = partial(
+        loss.of_pairs,
+        num_tokens_P2=num_tokens_B.view(-1, 2),
+        reference_P2=None if reference_B is None else reference_B.view(-1, 2),
+        **counts,
     )
+    sums_B = summed_logprobs(session, model, sequences)
+    apart = AnswersApart(shares_of, sums_B, lambda stats, microbatch: answer_sums(stats.logprobs, microbatch))
+    return pack_for_rank(session.share, sequences), apart

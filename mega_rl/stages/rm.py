@@ -7,10 +7,12 @@ end, so that it is among the positions that are computed.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 
-from mega_rl.algorithms.value import PairwiseObjective
+from mega_rl.algorithms.pairs import AnswersApart
+from mega_rl.algorithms.value import PairwiseObjective, values_at_ends
 from mega_rl.config import RunConfig
 from mega_rl.data.pairs import Pair
 from mega_rl.data.tokenizer import padding_token
@@ -18,8 +20,8 @@ from mega_rl.megatron.engine import MegatronEngine, ValueLoss
 from mega_rl.parallel.collectives import together
 from mega_rl.stages.dpo import pairs
 from mega_rl.stages.parts import building
-from mega_rl.stages.parts.batches import pack_for_rank
-from mega_rl.stages.parts.from_files import learn, loop, measured, stream_of
+from mega_rl.stages.parts.batches import fits, pack_for_rank
+from mega_rl.stages.parts.from_files import end_values, learn, loop, measured, stream_of
 from mega_rl.stages.parts.session import Session, open_session
 from mega_rl.stages.parts.values import open_value_model, scored_at_end
 from mega_rl.types import Microbatch
@@ -60,7 +62,7 @@ def train(session: Session) -> None:
 
 def update(session: Session, model: MegatronEngine, batch: list[Pair], is_read: bool) -> dict[str, float]:
     """One optimizer step; returns its metrics. Collective."""
-    microbatches, loss = prepared(session, batch)
+    microbatches, loss = prepared(session, model, batch)
     totals, metrics = learn(session, model, microbatches, loss, is_read)
     metrics |= {name: totals.sums[name] / len(batch) for name in FIGURES}
     return {f"rm/{name}": value for name, value in metrics.items()}
@@ -68,13 +70,20 @@ def update(session: Session, model: MegatronEngine, batch: list[Pair], is_read: 
 
 def validate(session: Session, model: MegatronEngine, held_out: list[Pair]) -> dict[str, float]:
     """Loss and figures of held-out pairs. Collective."""
-    sums = measured(session, model, *prepared(session, held_out)).sums
+    sums = measured(session, model, *prepared(session, model, held_out)).sums
     return {"rm/val_loss": sums["loss"]} | {f"rm/val_{n}": sums[n] / len(held_out) for n in ("accuracy", "margin")}
 
 
-def prepared(session: Session, batch: list[Pair]) -> tuple[list[Microbatch], ValueLoss]:
-    """This rank's micro-batches of a global batch, both answers of a pair in one, and their loss."""
+def prepared(session: Session, model: MegatronEngine, batch: list[Pair]) -> tuple[list[Microbatch], ValueLoss]:
+    """This rank's micro-batches of a global batch, and their loss, as ``dpo.prepared``. Collective."""
     sequences = [scored_at_end(one.token_ids) for pair in batch for one in pair.sequences]
-    margins_P = torch.tensor([pair.margin or 0.0 for pair in batch])
     loss = PairwiseObjective(session.config.reward_model.centre)
-    return pack_for_rank(session.share, sequences, unit=2), partial(loss, margins_P=margins_P, num_pairs=len(batch))
+    margins_P = torch.tensor([pair.margin or 0.0 for pair in batch])
+    settings: dict[str, Any] = {"margins_P": margins_P, "num_pairs": len(batch)}
+    if fits(session.share, sequences, unit=2):
+        return pack_for_rank(session.share, sequences, unit=2), partial(loss, **settings)
+    model.collect_weights()
+    values_B = end_values(session, model, sequences)
+    return pack_for_rank(session.share, sequences), AnswersApart(
+        partial(loss.of_pairs, **settings), values_B, values_at_ends
+    )

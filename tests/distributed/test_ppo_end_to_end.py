@@ -129,6 +129,15 @@ def test_the_exported_reward_model_is_the_one_that_was_validated(rm_run: Path, r
     assert float((chosen - rejected).mean()) == pytest.approx(metrics[6]["rm/val_margin"], abs=2e-5)
 
 
+def test_answers_of_pairs_apart_change_nothing(rm_run: Path, root: Path) -> None:
+    """Micro-batches of 13 tokens hold every answer, and not the two of every pair."""
+    keys = ("trainer.max_tokens_per_microbatch=13", "trainer.total_steps=2", "checkpoint.export_hf=false")
+    ranks("tools/train.py", "--config", root / "rm.yaml", f"trainer.output_dir={root / 'apart'}", *keys).check()
+    own, expected = metrics_of(root / "apart")[2], metrics_of(rm_run)[2]
+    for name in ("loss", "grad_norm", "accuracy", "margin", "chosen_score", "rejected_score"):
+        assert own[f"rm/{name}"] == pytest.approx(expected[f"rm/{name}"], rel=1e-4, abs=1e-5), name
+
+
 def test_ppo_learns_with_a_reward_model_and_a_critic(ppo_run: Path, rm_run: Path) -> None:
     metrics = metrics_of(ppo_run)
     first = metrics[1]

@@ -157,6 +157,16 @@ def test_a_layout_changes_nothing(run_of: Callable[..., Path], stage: str, layou
                 assert own[step][name] == pytest.approx(value, rel=1e-3, abs=1e-4), (step, name)
 
 
+def test_answers_of_pairs_apart_change_nothing(run_of: Callable[..., Path]) -> None:
+    """Micro-batches of 9 tokens hold every answer and no pair of more tokens."""
+    small = ("data.max_prompt_length=4", "data.max_response_length=5", "trainer.max_tokens_per_microbatch=9")
+    apart, expected = metrics_of(run_of("dpo", "stages", *small)), metrics_of(run_of("dpo", "stages"))
+    for name, value in computed(expected[2]).items():
+        if "val" not in name and not name.startswith("data"):
+            assert apart[2][name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+    assert apart[NUM_STEPS]["dpo/val_loss"] == pytest.approx(expected[NUM_STEPS]["dpo/val_loss"], rel=1e-3)
+
+
 @pytest.mark.parametrize("stage", ["pt", "dpo", "kto"])
 def test_killed_and_resumed_it_is_the_same_run(run_of: Callable[..., Path], tmp_path: Path, stage: str) -> None:
     """And the reference's log-probabilities are computed once, whatever the policy is by then."""

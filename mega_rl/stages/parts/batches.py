@@ -49,6 +49,12 @@ class BatchShare:
         return self.layout.coordinates(self.rank).pipeline == self.layout.pipeline - 1
 
 
+def fits(share: BatchShare, sequences: list[Sequence], unit: int) -> bool:
+    """Whether every ``unit`` sequences in a row find room in one micro-batch."""
+    lengths = [sequence.loss_mask.numel() for sequence in sequences]
+    return all(sum(lengths[i : i + unit]) <= share.max_tokens for i in range(0, len(lengths), unit))
+
+
 def pack_for_rank(share: BatchShare, sequences: list[Sequence], unit: int = 1) -> list[Microbatch]:
     """This data-parallel rank's share of a global list of sequences; every rank gets equally many micro-batches.
 

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from mega_rl.algorithms.preference import answer_sums
+from mega_rl.algorithms.value import values_at_ends
 from mega_rl.config import RunConfig
 from mega_rl.config.schema import DataConfig
 from mega_rl.data.stream import Dataset, Stream
@@ -152,15 +153,25 @@ def measured(
 
 def summed_logprobs(session: Session, model: MegatronEngine, sequences: list[Sequence]) -> torch.Tensor:
     """[sequences] float64: log-probabilities of the learnt tokens under the present weights, summed. Collective."""
-    sums = torch.zeros(len(sequences), dtype=torch.float64)
     microbatches = pack_for_rank(session.share, sequences)
-    stats = model.token_stats(microbatches)
-    own: dict[int, float] = {}
-    for one, microbatch in zip(stats, microbatches, strict=True):
-        values = answer_sums(one.logprobs.double(), microbatch)
-        own |= dict(zip(microbatch.sequence_indices, values.tolist(), strict=True))
+    stats = zip(model.token_stats(microbatches), microbatches, strict=True)
+    return _of_all(session, microbatches, [answer_sums(one.logprobs.double(), m) for one, m in stats], len(sequences))
+
+
+def end_values(session: Session, model: MegatronEngine, sequences: list[Sequence]) -> torch.Tensor:
+    """[sequences] float64: the values of their last positions under the present weights. Collective."""
+    microbatches = pack_for_rank(session.share, sequences)
+    values = zip(model.policy.token_values(microbatches), microbatches, strict=True)
+    return _of_all(session, microbatches, [values_at_ends(values_T, m) for values_T, m in values], len(sequences))
+
+
+def _of_all(session: Session, microbatches: list[Microbatch], own: list[torch.Tensor], num: int) -> torch.Tensor:
+    """[num] float64: every sequence's number, from the ranks that have it."""
+    found = torch.zeros(num, dtype=torch.float64)
+    places = [place for microbatch in microbatches for place in microbatch.sequence_indices]
+    values = [value for numbers_B in own for value in numbers_B.tolist()]
     is_counted = session.share.is_counted and session.share.is_last_stage
-    for part in gather_objects(own if is_counted else {}):
+    for part in gather_objects(dict(zip(places, values, strict=True)) if is_counted else {}):
         for place, value in part.items():
-            sums[place] = value
-    return sums
+            found[place] = value
+    return found

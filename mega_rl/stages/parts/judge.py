@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from mega_rl.algorithms.value import values_at_ends
 from mega_rl.errors import InputError
 from mega_rl.megatron.reference import Frozen
 from mega_rl.parallel.collectives import gather_objects
@@ -57,8 +58,8 @@ class RewardModel:
         own: dict[int, float] = {}
         with self._model.on_device() as model:
             for microbatch, values_T in zip(microbatches, model.token_values(microbatches), strict=True):
-                ends = microbatch.cu_seqlens[1 : len(microbatch.sequence_indices) + 1].long() - 1
-                own |= dict(zip(microbatch.sequence_indices, values_T[ends].tolist(), strict=True))
+                values = values_at_ends(values_T, microbatch).tolist()
+                own |= dict(zip(microbatch.sequence_indices, values, strict=True))
         found: dict[int, float] = {}
         for part in gather_objects(own):
             found |= part

@@ -321,6 +321,15 @@ def test_sft_is_the_mean_negative_log_probability() -> None:
     assert metrics["nll"] == pytest.approx(learnt.sum().item(), rel=1e-12)
 
 
+def test_figures_of_supervised_training_keep_no_graph() -> None:
+    """The engine's statistics are rows of one tensor with gradient, the hits among them."""
+    stats, microbatch = make_batch([6, 4], seed=5).microbatch([0, 1], 0)
+    rows = torch.stack([stats.logprobs, stats.entropy, (stats.logprobs > -1.0).double()])
+    _, figures = SftObjective()(TokenStats(*rows), microbatch, Denominators(10, 2, MAX_RESPONSE))
+    assert set(figures.sums) == {"nll", "entropy", "hits"}
+    assert not any(value.requires_grad for value in figures.sums.values())
+
+
 def test_a_missing_field_is_found_at_once() -> None:
     stats, microbatch = make_batch([4], seed=0).microbatch([0], 0)
     counts = Denominators(4, 1, 4)

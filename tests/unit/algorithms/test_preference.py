@@ -11,12 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from mega_rl.algorithms.pairs import AnswersApart
 from mega_rl.algorithms.preference import (
     PAIR_LOSSES,
     KtoObjective,
     PreferenceObjective,
     answer_sums,
-    bradley_terry_share,
+    bradley_terry_shares,
     kto_kl,
 )
 from mega_rl.types import Figures, Microbatch, TokenStats
@@ -103,6 +104,26 @@ def test_a_loss_on_pairs_is_trls(case: dict[str, Any], packing: str) -> None:
             assert sums[own] / NUM_PAIRS == pytest.approx(case["metrics"][theirs], abs=1e-7)
 
 
+@pytest.mark.parametrize("packing", SINGLES)
+@pytest.mark.parametrize("case", RECORDED["cases"], ids=name_of)
+def test_answers_that_lie_apart_are_learnt_from_as_pairs_are(case: dict[str, Any], packing: str) -> None:
+    """Every gradient of every answer, the loss and the figures, wherever the answers lie."""
+    settings = settings_of(case)
+    total, gradients, sums = learnt(pairs(settings), PACKINGS["one"])
+    shares_of = partial(
+        settings.of_pairs,
+        num_tokens_P2=torch.tensor(LENGTHS).view(-1, 2),
+        reference_P2=REFERENCE_B.view(-1, 2),
+        num_pairs=NUM_PAIRS,
+        num_chosen_tokens=CHOSEN_TOKENS,
+    )
+    scores_B = torch.stack([answer.sum() for answer in POLICY])
+    apart = AnswersApart(shares_of, scores_B, lambda stats, microbatch: answer_sums(stats.logprobs, microbatch))
+    _, own_gradients, own_sums = learnt(apart, SINGLES[packing])
+    assert float((torch.cat(own_gradients) - torch.cat(gradients)).abs().max()) <= 1e-12
+    assert own_sums == pytest.approx({**sums, "loss": total}, abs=1e-12, rel=1e-12)
+
+
 def test_every_loss_is_recorded() -> None:
     assert {case["loss"] for case in RECORDED["cases"]} == set(PAIR_LOSSES)
 
@@ -137,13 +158,14 @@ def test_bradley_terry_is_trls() -> None:
     margins, parts = torch.tensor(case["margins"], dtype=D), ([0, 4, 2], [1, 5, 3])
     chosen, rejected = scores.view(-1, 2).unbind(1)
     shares = [
-        bradley_terry_share(chosen[p], rejected[p], margins[p], case["centre"], NUM_PAIRS) for p in map(list, parts)
+        bradley_terry_shares(chosen[p], rejected[p], margins[p], case["centre"], NUM_PAIRS).sum()
+        for p in map(list, parts)
     ]
     total = torch.stack(shares).sum()
     total.backward()
     assert float(total.detach()) == pytest.approx(case["value"], abs=1e-12, rel=0)
     assert float((scores.grad - torch.tensor(case["gradient"], dtype=D)).abs().max()) <= 1e-12
-    without = bradley_terry_share(chosen, rejected, None, 0.0, NUM_PAIRS)
+    without = bradley_terry_shares(chosen, rejected, None, 0.0, NUM_PAIRS).sum()
     assert float(without.detach()) == pytest.approx(float(F.softplus(rejected - chosen).mean().detach()))
 
 

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mega_rl.algorithms.pairs import AnswersApart
 from mega_rl.algorithms.reduce import Denominators
-from mega_rl.algorithms.value import ValueObjective, explained_variance, gae, rewards_at_ends
+from mega_rl.algorithms.value import (
+    PairwiseObjective,
+    ValueObjective,
+    explained_variance,
+    gae,
+    rewards_at_ends,
+    values_at_ends,
+)
 from mega_rl.types import Microbatch
 
 
@@ -97,6 +108,35 @@ def test_the_loss_and_its_gradient(clip: float | None) -> None:
     variance = 1 - (returns - old)[learnt].var(correction=0) / returns[learnt].var(correction=0)
     sums = {name: float(value) for name, value in figures.sums.items()}
     assert explained_variance(sums, 7) == pytest.approx(float(variance))
+
+
+def test_scores_of_answers_that_lie_apart_are_learnt_from_as_those_of_pairs() -> None:
+    lengths = [3, 2, 4, 1, 2, 5]
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(n, generator=generator, dtype=torch.float64) for n in lengths]
+    margins = torch.tensor([0.0, 0.5, 1.0])
+
+    def learnt(loss: Any, packing: list[list[int]]) -> tuple[Tensor, dict[str, float]]:
+        own, sums = [v.clone().requires_grad_() for v in values], dict[str, float]()
+        for indices in packing:
+            values_T = torch.cat([*(own[i] for i in indices), torch.full((2,), 9.0)])
+            ends = torch.tensor([0, *(lengths[i] for i in indices), 2]).cumsum(0).int()
+            ids = torch.zeros(len(values_T), dtype=torch.int64)
+            share, figures = loss(values_T, Microbatch(ids, ids, ids, ids.float(), ends, 5, tuple(indices)))
+            (share + 0 * sum(v.sum() for v in own)).backward()
+            for name, value in {"loss": share.detach(), **figures.sums}.items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+        return torch.cat([v.grad for v in own if v.grad is not None]), sums
+
+    objective = PairwiseObjective(centre=0.1)
+    settings = {"margins_P": margins, "num_pairs": 3}
+    together, sums = learnt(partial(objective, **settings), [[2, 3], [0, 1, 4, 5]])
+    scores_B = torch.stack([v[-1] for v in values])
+    apart = AnswersApart(partial(objective.of_pairs, **settings), scores_B, values_at_ends)
+    for packing in ([[0, 1, 2, 3, 4, 5]], [[5, 0], [3], [], [1, 4, 2]]):
+        own, own_sums = learnt(apart, packing)
+        assert float((own - together).abs().max()) <= 1e-12
+        assert own_sums == pytest.approx(sums, abs=1e-12)
 
 
 def test_returns_that_do_not_vary_explain_nothing() -> None:

@@ -110,3 +110,13 @@ def test_micro_batches_are_those_of_the_schedule(prompts: int, length: int, budg
     tokens = fullest_microbatches(config, layout)
     assert tokens.num_microbatches == len(expected[0]) and tokens.longest == length
     assert max(len(part) for rank in expected for part in rank) * length <= tokens.num_tokens
+
+
+@pytest.mark.parametrize("budget", [200, 199, 100])
+def test_answers_of_pairs_are_planned_apart_where_they_do_not_fit_together(budget: int) -> None:
+    config = RunConfig()
+    config.trainer.stage, config.trainer.max_tokens_per_microbatch, config.data.train_batch_size = "dpo", budget, 8
+    config.data.max_prompt_length, config.data.max_response_length = 1, 100
+    layout = ParallelLayout.create(2)
+    lengths = [200] * 8 if budget == 200 else [100] * 16
+    assert fullest_microbatches(config, layout).num_microbatches == len(balance(lengths, 2, budget)[0])
