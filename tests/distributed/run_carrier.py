@@ -63,7 +63,7 @@ class World:
         self.sink = StoreSink(Weights(shape, torch.float32, 1 << 16, torch.device("cpu")), 1, num_slots=2)
         self.sink.connect([self.slices])
         assert self.sink.store is not None
-        self.carrier = RayCarrier(spec, 2, self.sink.store, self.sink.stored, requests)
+        self.carrier = RayCarrier(spec, 2, requests, self.sink.store, self.sink.stored)
         self.steward = Steward(RULES, LIMITS, range(2))
         self.told: list[Any] = []  # decisions and events, in their order
         self.batches: list[list[list[Any]]] = []  # by step and ticket

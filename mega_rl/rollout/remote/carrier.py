@@ -63,7 +63,7 @@ class RayCarrier:
     """A ``Carrier``: every engine is some actors, in a placement group that its next life uses again."""
 
     def __init__(
-        self, spec: EngineSpec, num_engines: int, store: Store, stored: Mapping[int, Stored], requests: Requests
+        self, spec: EngineSpec, num_engines: int, requests: Requests, store: Store, stored: Mapping[int, Stored]
     ) -> None:
         """Find room for the engines; none is started.
 
