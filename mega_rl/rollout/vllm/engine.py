@@ -259,9 +259,8 @@ class VLLMEngine:
         write(self.parameters())
         if not forget_prefixes(self._llm):
             raise RuntimeError(f"The engine kept prefixes computed before weight version {version}.")
-        for name, num_sampled in num_sampled_tokens(self._llm).items():
-            request = self._under_way[int(name)]
-            first = len(request.prompt.token_ids)
+        for name, num_sampled in num_sampled_tokens(self._llm).items() if self._under_way else ():
+            first = len(self._under_way[int(name)].prompt.token_ids)
             spans = self._spans.setdefault(int(name), [Span(first, self._version)])
             if spans[-1].start == first + num_sampled:
                 del spans[-1]
