@@ -22,6 +22,8 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -96,32 +98,36 @@ class Bench:
         store = Store(self.form) if self.rank == 0 else None
         location = broadcast_object(store and store.location)
         self.store = store or Store(self.form, location)
-        self.figures: dict[str, list[float]] = {"put": [], "take": [], "group": []}
+        # By way, of every round: seconds, and CPU seconds.
+        self.figures: dict[str, list[tuple[float, float]]] = {"put": [], "take": [], "group": []}
         self.bytes = {"written": 0, "sent": 0}
 
     def read(self, name: str, hf_name: str, hf_box: Box, box: Box) -> torch.Tensor:
         return self.weights[name][indices(box)]
 
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        start, cpu_start = time.perf_counter(), time.process_time()
+        yield
+        self.figures[name].append((time.perf_counter() - start, time.process_time() - cpu_start))
+
     def through_store(self, version: int) -> None:
         dist.barrier()
-        start = time.perf_counter()
         digest = {}
         if self.deposit is not None:
-            write = HashedWrite(write_into(self.store.parameters(0, version)), self.form.salt)
-            self.bytes["written"] = self.deposit.run(self.read, write, DTYPE).bytes_local
-            digest = write.digest()
-            self.figures["put"].append(time.perf_counter() - start)
+            with self.timed("put"):
+                write = HashedWrite(write_into(self.store.parameters(0, version)), self.form.salt)
+                self.bytes["written"] = self.deposit.run(self.read, write, DTYPE).bytes_local
+                digest = write.digest()
         stored = Stored(version, [summed(gather_objects(digest))])
         if self.deposit is None:
-            start = time.perf_counter()
-            take(self.store, 0, stored, self.live)
-            self.figures["take"].append(time.perf_counter() - start)
+            with self.timed("take"):
+                take(self.store, 0, stored, self.live)
 
     def through_group(self, version: int) -> None:
         dist.barrier()
-        start = time.perf_counter()
-        self.bytes["sent"] = self.transfer.run(self.read, write_into(self.live), DTYPE).bytes_sent
-        self.figures["group"].append(time.perf_counter() - start)
+        with self.timed("group"):
+            self.bytes["sent"] = self.transfer.run(self.read, write_into(self.live), DTYPE).bytes_sent
 
     def clear(self) -> None:
         for tensor in self.live.values():
@@ -138,13 +144,13 @@ def worker(rank: int, arguments: argparse.Namespace, directory: Path) -> None:
             bench.clear()
             way(version)
     found = gather_objects((bench.figures, bench.bytes, bench.plan_s))
-    seconds = {
-        name: [max(parts) for parts in zip(*(f[name][1:] for f, _, _ in found if f[name]), strict=True)]
-        for name in bench.figures
-    }
+    rounds = {name: list(zip(*(f[name][1:] for f, _, _ in found if f[name]), strict=True)) for name in bench.figures}
+    seconds = {name: [max(s for s, _ in parts) for parts in of_way] for name, of_way in rounds.items()}
+    cpu_seconds = {name: [sum(s for _, s in parts) for parts in of_way] for name, of_way in rounds.items()}
     moved = {name: sum(b[name] for _, b, _ in found) for name in bench.bytes}
     if rank == 0:
-        result = {"seconds": seconds, "bytes": moved, "slot_bytes": sum(bench.form.slot_bytes), "plan_s": found[0][2]}
+        result = {"seconds": seconds, "cpu_seconds": cpu_seconds, "bytes": moved, "plan_s": found[0][2]}
+        result["slot_bytes"] = sum(bench.form.slot_bytes)
         (directory / "results.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
@@ -157,9 +163,11 @@ def compare(arguments: argparse.Namespace) -> None:
         results = json.loads((directory / "results.json").read_text())
     seconds = {name: statistics.median(runs) for name, runs in results["seconds"].items()}
     put, taken, group = (seconds[name] for name in ("put", "take", "group"))
-    header = ("way", "GB written", "GB sent", "trainer held, s", "engine held, s", "whole, s")
+    of_put, of_take, of_group = (statistics.median(results["cpu_seconds"][name]) for name in ("put", "take", "group"))
+    header = ("way", "GB written", "GB sent", "trainer held, s", "engine held, s", "whole, s", "CPU seconds of all")
     written, sent = (results["bytes"][name] / 1e9 for name in ("written", "sent"))
-    rows = [["store", written, 0.0, put, taken, put + taken], ["group", 0.0, sent, group, group, group]]
+    rows = [["store", written, 0.0, put, taken, put + taken, of_put + of_take]]
+    rows.append(["group", 0.0, sent, group, group, group, of_group])
     size = results["slot_bytes"] / 1e9
     title = f"Weight store: {size:.2f} GB of bfloat16 to {NUM_ENGINES} engines, {os.cpu_count()} cores, median of "
     publish(title + str(arguments.rounds), table(header, rows), platform.current().name, results, arguments.json)
