@@ -49,6 +49,8 @@ from mega_rl.rollout.vllm.engine import VLLMEngine
 from mega_rl.rollout.vllm.options import engine_settings, num_loading_engines
 from mega_rl.stages.parts import adapters
 from mega_rl.stages.parts.critic import Critic
+from mega_rl.stages.parts.fleet import fleet_and_sync
+from mega_rl.stages.parts.fleet_batches import Fleet
 from mega_rl.stages.parts.judge import RewardModel
 from mega_rl.stages.parts.learning import Learner
 from mega_rl.stages.parts.scoring import scorer_of_node
@@ -161,9 +163,11 @@ def reference(session: Session, actor: MegatronEngine) -> Reference | None:
     return FrozenCopy(policy, session.config.memory, platform.current().has_own_memory)
 
 
-def engine_and_sync(session: Session, actor: MegatronEngine, noise: AqnNoise) -> tuple[ProbedSampler, Sync]:
+def engine_and_sync(session: Session, actor: MegatronEngine, noise: AqnNoise) -> tuple[ProbedSampler | Fleet, Sync]:
     """The sampler, asleep if it can sleep, and the sync that gives it the actor's weights; collective."""
     config = session.config
+    if config.rollout.mode != "synchronous":
+        return fleet_and_sync(session, actor, noise)
     if config.rollout.replay is not None:
         session.say(f"rollout.replay: responses come from {config.rollout.replay}, there is no engine to validate with")
         records = ReplayEngine(Path(config.rollout.replay), session.shape.mixture)
@@ -383,4 +387,5 @@ def objective(config: RunConfig) -> PolicyObjective:
         importance_level=algorithm.importance_level,
         importance_floor=algorithm.importance_floor,
         reduction=algorithm.loss_reduction,
+        num_ages=config.rollout.max_staleness + 1,
     )
