@@ -44,9 +44,13 @@ class PretendedSync:
 def main(engines: int, seed: int, death: int, crash: int, arguments: list[str]) -> None:
     carriers: list[PretendedCarrier] = []
 
+    made = building.engine_and_sync
+
     def pretended(
         session: Session, actor: MegatronEngine, noise: object
     ) -> tuple[Fleet | PretendedSampler, PretendedSync]:
+        if session.config.rollout.replay is not None:
+            return made(session, actor, noise)
         sync = PretendedSync(actor)
         mode = session.config.rollout.mode
 

@@ -71,3 +71,53 @@ def test_pinned_runs_do_not_depend_on_engines(tiny_world: TinyWorld, tmp_path: P
     assert [row["rollout/staleness_max"] for row in learnt(one).values()] == [0, 1, 1, 1, 1]
     assert [row["rollout/staleness_mean"] for row in learnt(one).values()] == [0, 1, 1, 1, 1]
     assert steps_saved(one) == steps_saved(four) == [1, 2, 3, 4, 5]
+
+
+def test_a_killed_run_goes_on_exactly(tiny_world: TinyWorld, tmp_path: Path) -> None:
+    """With two steps in the air, on two data-parallel ranks, with other engines before and after."""
+    pinned = ("rollout.mode=pinned", "rollout.max_staleness=2", "checkpoint.async_save=true")
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    train(tiny_world, whole, *pinned, nproc=2).check()
+    assert train(tiny_world, cut, *pinned, engines=2, seed=3, deaths=30, crash=3, nproc=2).returncode != 0
+    saved = steps_saved(cut)
+    assert saved and max(saved) < 4
+    again = train(tiny_world, cut, *pinned, engines=4, seed=4, deaths=30, nproc=2).check()
+    assert f"resuming after step {max(saved)}" in again.stdout
+    assert learnt(cut) == learnt(whole) and sampled(cut) == sampled(whole)
+    assert [row["rollout/staleness_max"] for row in learnt(whole).values()] == [0, 1, 2, 2, 2]
+    progress = json.loads((cut / "checkpoints" / "step_00000003" / "progress.json").read_text())
+    state = progress["data"]["fleet"]
+    assert state["trained"] == 3 and sorted(state["steps"]) == ["3", "4"]  # sampled by weights that it has not
+    other = train(tiny_world, cut, *pinned, "rollout.max_staleness=1", "trainer.total_steps=6", nproc=2)
+    assert other.returncode != 0 and "was written with rollout.max_staleness=2" in other.stdout
+
+
+def test_without_staleness_it_is_the_synchronous_run(tiny_world: TinyWorld, tmp_path: Path) -> None:
+    plain = "algorithm.dynamic_sampling.enabled=false"  # replacements come of another order
+    train(tiny_world, tmp_path / "synchronous", plain, "rollout.mode=synchronous").check()
+    train(tiny_world, tmp_path / "pinned", plain, "rollout.mode=pinned", engines=3, seed=1, deaths=30).check()
+    synchronous, pinned = learnt(tmp_path / "synchronous"), learnt(tmp_path / "pinned")
+    carried = {"rollout/groups_carried_in", "rollout/groups_carried_out"}
+    assert pinned == {step: {k: v for k, v in row.items() if k not in carried} for step, row in synchronous.items()}
+
+
+def test_a_run_in_flight_keeps_the_bound_and_is_replayed(tiny_world: TinyWorld, tmp_path: Path) -> None:
+    mode = ("rollout.mode=in_flight", "rollout.max_staleness=2")
+    first, cut = tmp_path / "first", tmp_path / "cut"
+    assert died(train(tiny_world, first, *mode, engines=2, seed=5, deaths=30)) > 3
+    rows = sampled(first)
+    assert any(len(row["spans"]) > 1 for row in rows if "spans" in row)
+    for row in rows:
+        versions = [span["version"] for span in row["spans"]] if "spans" in row else [row["weight_version"]]
+        assert row["sampled_for"] == row["step"] and row["step"] - 3 <= min(versions) <= max(versions) < row["step"]
+    metrics = learnt(first)
+    shares = [sum(v for k, v in row.items() if "/tokens_of_staleness/" in k) for row in metrics.values()]
+    assert shares == pytest.approx([1.0] * STEPS)
+    assert all(0 < row["rollout/ess"] <= 1 for row in metrics.values())
+    replayed = train(tiny_world, tmp_path / "again", *mode, f"rollout.replay={first / 'rollouts'}", engines=3)
+    replayed.check()
+    assert learnt(tmp_path / "again") == metrics
+    # its partial responses are gone on with
+    assert train(tiny_world, cut, *mode, engines=2, seed=6, crash=3).returncode != 0
+    train(tiny_world, cut, *mode, engines=1, seed=7).check()
+    assert list(learnt(cut)) == [1, 2, 3, 4, 5]
