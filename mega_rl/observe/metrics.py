@@ -85,7 +85,11 @@ _AGREEMENT = (
     MetricSpec("rollout/logprob_diff_max", "nats", "largest |trainer - engine| of a token", "max"),
     MetricSpec("rollout/kl", "nats", "KL of the sampling policy from the trainer's, estimated on its samples"),
     MetricSpec("rollout/entropy", "nats", "of the policy that sampled, per token"),
-    MetricSpec("rollout/staleness_mean", "steps", "from the weights that sampled a token to those that learn from it, per token"),
+    MetricSpec(
+        "rollout/staleness_mean",
+        "steps",
+        "between the weights that sampled a token and those that learn, mean",
+    ),
     MetricSpec("rollout/staleness_max", "steps", "the same, of the oldest token", "max"),
     MetricSpec("rollout/ess", "fraction", "effective sample size, (sum w)^2 / (tokens x sum w^2), of uncapped weights"),
     MetricSpec("rollout/tokens_of_staleness/*", "fraction", "tokens whose weights are so many steps older"),
@@ -152,7 +156,10 @@ _SYNC = (
     MetricSpec("bridge/gb_per_s", "GB/s", "10^9 bytes moved per second of sync, all ranks", "sum"),
     MetricSpec("bridge/verified_tensors", "tensors", "compared by the proof of one sync", "last"),
     MetricSpec(
-        "rollout/weight_version", "version", "of the weights that the step trains, the newest that sample for it", "last"
+        "rollout/weight_version",
+        "version",
+        "of the weights that the step trains; none are newer",
+        "last",
     ),
 )
 _ROLLOUTS = (

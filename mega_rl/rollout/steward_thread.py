@@ -120,9 +120,8 @@ class StewardThread:
                 if self._failure is not None:
                     raise self._failure
                 if time.monotonic() - self._heard_at > self._limit_s:
-                    raise RuntimeError(
-                        f"{what} are waited for, and nothing came for {self._limit_s:g} s: {self._who()}"
-                    )
+                    who = f"nothing came for {self._limit_s:g} s from {self._who()}"
+                    raise RuntimeError(f"{what} cannot be waited for any longer: {who}")
                 HEART.mark()  # this wait has a limit of its own
                 self._changed.wait(TICK_S)
 

@@ -33,7 +33,7 @@ def requests(key: Key, samples: Sequence[int]) -> list[Request]:
 
 def score(trajectory: Trajectory) -> Future[Score]:
     found: Future[Score] = Future()
-    found.set_result(Score(float(trajectory.token_ids.sum() % 3)))
+    found.set_result(Score(float(trajectory.token_ids.sum() % 5)))
     return found
 
 
@@ -75,7 +75,7 @@ def rest(thread: StewardThread, first: int = 0) -> list[object]:
 def test_what_is_delivered_depends_on_no_engine_and_a_checkpoint_goes_on_exactly() -> None:
     with running(engines=1) as (thread, _):
         whole = rest(thread)
-    assert all(len(step.kept) == 2 for step in whole) and any(step.dropped for step in whole)
+    assert all(step.kept for step in whole) and any(step.dropped for step in whole)
     with running(engines=3, death=50, seed=4) as (thread, _):
         assert [thread.take(0), thread.published(1)][0] == whole[0]
         assert thread.take(1) == whole[1]
