@@ -28,7 +28,7 @@ def number(*parts: object) -> int:
 
 
 def length(request: Request) -> int:
-    return 1 + number(request.seed, "length") % request.max_tokens
+    return 2 + number(request.seed, "length") % (request.max_tokens - 1)
 
 
 @dataclass
@@ -36,7 +36,12 @@ class Response:
     """A response under way."""
 
     request: Request
+    step: int  # that learns from it
     tokens: list[tuple[int, float, int]] = field(default_factory=list)  # id, log-probability, version
+
+    def may_advance(self, version: int, is_pinned: bool) -> bool:
+        """Unpinned ones wait for the last weights that they may have before their last token, so all are mixed."""
+        return is_pinned or version >= self.step or len(self.tokens) < length(self.request) - 1
 
     @property
     def has_ended(self) -> bool:
@@ -57,14 +62,14 @@ class Response:
         return replace(whole, spans=tuple(Span(start + i, versions[i]) for i in changes))
 
     @classmethod
-    def of(cls, request: Request, prefix: Trajectory | None) -> Response:
+    def of(cls, request: Request, step: int, prefix: Trajectory | None) -> Response:
         if prefix is None:
-            return cls(request)
+            return cls(request, step)
         start = len(request.prompt.token_ids)
         assert prefix.turns == (Turn(PROMPT, 0, start), Turn(ASSISTANT, start, len(prefix.token_ids)))
         versions = np.repeat(*np.array(prefix.outline().versions).T).tolist()
         pairs = zip(prefix.sampled_ids.tolist(), prefix.sampled_logprobs.tolist(), versions, strict=True)
-        return cls(request, list(pairs))
+        return cls(request, step, list(pairs))
 
 
 @dataclass
@@ -102,7 +107,7 @@ class PretendedCarrier:
             self.num_issued += len(decision.samples)
             made = self._requests(decision.key, decision.samples)
             for sample, request, prefix in zip(decision.samples, made, decision.prefixes, strict=True):
-                engine.under_way[decision.attempt, sample] = Response.of(request, prefix)
+                engine.under_way[decision.attempt, sample] = Response.of(request, decision.key.step, prefix)
 
     def events(self, wait_s: float) -> list[events.Event]:
         if self._engines and self._random.randrange(1000) < self._death:
@@ -126,6 +131,8 @@ class PretendedCarrier:
             if self._random.random() < 0.5:
                 continue
             if not response.has_ended:
+                if not response.may_advance(engine.version, self._is_pinned):
+                    continue
                 response.advance(engine.version, self._weights(engine.version))
             if response.has_ended:
                 del engine.under_way[attempt, sample]
@@ -134,6 +141,13 @@ class PretendedCarrier:
                 self._said.append(events.Answered(name, engine.life, attempt, sample, oldest, found))
             elif not self._is_pinned:
                 self._said.append(events.Advanced(name, engine.life, attempt, sample, response.trajectory("")))
+
+    def has_begun(self, step: int) -> bool:
+        """Whether an engine has tokens of a response of this step; called by any thread."""
+        under_way = [
+            response for engine in list(self._engines.values()) for response in list(engine.under_way.values())
+        ]
+        return any(response.step == step and response.tokens for response in under_way)
 
     def close(self) -> None:
         self._engines.clear()
@@ -162,7 +176,7 @@ class PretendedSampler:
         return self.generate(requests)
 
     def generate(self, requests: Sequence[Request]) -> list[Trajectory]:
-        responses = [Response(request) for request in requests]
+        responses = [Response(request, self.weight_version) for request in requests]
         for response in responses:
             while not response.has_ended:
                 response.advance(self.weight_version, self._weights(self.weight_version))

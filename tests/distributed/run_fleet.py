@@ -7,6 +7,7 @@ in the middle of one.
 from __future__ import annotations
 
 import sys
+import time
 import zlib
 from itertools import chain
 
@@ -26,10 +27,16 @@ class PretendedSync:
     """Gives engines what tells the actor's weights from all others."""
 
     def __init__(self, actor: MegatronEngine) -> None:
-        self.actor, self.digests, self.sampler = actor, {}, PretendedSampler(lambda version: self.digests[version])
+        self.actor, self.digests = actor, dict[int, int]()
+        self.sampler = PretendedSampler(self.digests.__getitem__)
+        self.carriers: list[PretendedCarrier] = []
 
     def push(self, version: int, is_validation: bool = False) -> Pushed:
         assert not is_validation
+        if self.carriers:  # weights change within responses, whoever is faster
+            until = time.monotonic() + 100
+            while not self.carriers[-1].has_begun(version) and time.monotonic() < until:
+                time.sleep(0.01)
         digest = 0
         for parameter in chain(*(chunk.parameters() for chunk in self.actor.policy.chunks)):
             digest = zlib.crc32(parameter.detach().cpu().numpy().tobytes(), digest)
@@ -58,7 +65,11 @@ def main(engines: int, seed: int, death: int, crash: int, arguments: list[str]) 
             carriers.append(PretendedCarrier(requests, sync.digests.__getitem__, mode == "pinned", seed, death))
             return carriers[-1]
 
-        fleet = Fleet(engines, Limits(slots=6, restarts=10_000), opened)
+        if mode == "in_flight":
+            sync.carriers = carriers
+        # unpinned responses stay with their engine until the next weights come, so there must be room for more
+        slots = 6 if mode == "pinned" else 1000
+        fleet = Fleet(engines, Limits(slots=slots, restarts=10_000), opened)
         return (sync.sampler if mode == "synchronous" else fleet), sync
 
     building.engine_and_sync = pretended
