@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial as partial_call
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -50,10 +50,11 @@ UNFINISHED = (".step_*.incomplete", ".step_*.replaced")  # what a killed save le
 COMMON = "common.pt"  # Megatron's file of what is no tensor
 
 
+@runtime_checkable
 class Late(Protocol):
     """A part of a checkpoint that is not known yet when its tensors are written."""
 
-    def get(self, wait: bool) -> dict[str, Any] | None:
+    def get_late(self, wait: bool) -> dict[str, Any] | None:
         """The part, once; on rank 0, the only one that calls it.
 
         Args:
@@ -98,14 +99,14 @@ class CheckpointWriter:
         self._calls = AsyncCallsQueue() if is_async else None
         self._open: _Open | None = None
 
-    def save(self, step: int, engine: MegatronEngine, progress: Mapping[str, Any], late: Late | None = None) -> None:
+    def save(self, step: int, engine: MegatronEngine, progress: Mapping[str, Any]) -> None:
         """Write one checkpoint. All ranks call it.
 
         Args:
             step: the number of finished steps, which names it.
             engine: whose weights, optimizer and schedule are written.
-            progress: what else a resume needs (plain values); only rank 0's is written.
-            late: its key ``data``, if that is not known yet: the checkpoint gets its name in a later call.
+            progress: what else a resume needs (plain values); only rank 0's is written. If its key ``data`` is
+                ``Late`` on all ranks, the checkpoint gets its name in a later call.
         """
         engine.policy.refuse_replaced("a checkpoint")
         assert engine.offload.is_complete, "a checkpoint needs weights and optimizer on the device"
@@ -118,6 +119,7 @@ class CheckpointWriter:
         state, metadata = sharded_state(engine, is_loading=False)
         tuning = tuning_record(engine)
         state, common = save_preprocess({**state, "content_metadata": metadata})
+        late = progress["data"] if isinstance(progress.get("data"), Late) else None
         content = {
             **progress,
             "step": step,
@@ -168,7 +170,7 @@ class CheckpointWriter:
         found: dict[str, Any] | None = None
         with together("closing a checkpoint"):
             if dist.get_rank() == 0:
-                found = self._open.late.get(wait)
+                found = self._open.late.get_late(wait)
         if not broadcast_object(found is not None):
             return
         publish, self._open = self._open.publish, None

@@ -9,9 +9,9 @@ from mega_rl.stages.parts import building, learning, progress, rollout_metrics
 from mega_rl.stages.parts.behaviour import behaviour_policy
 from mega_rl.stages.parts.engine_probe import EngineProbe
 from mega_rl.stages.parts.export import export_trained
-from mega_rl.stages.parts.fleet import batches
 from mega_rl.stages.parts.gates import GateWatch
 from mega_rl.stages.parts.progress import Progress
+from mega_rl.stages.parts.sampling import sampling
 from mega_rl.stages.parts.scoring import RewardWatch
 from mega_rl.stages.parts.session import Session, open_session
 from mega_rl.stages.parts.validation import Validator
@@ -34,11 +34,10 @@ def train(session: Session) -> None:
     actor = building.actor(session, building.policy_updates(config, total_steps))
     # Both take the actor for what model.path holds: it is resumed after them.
     reference = building.reference(session, actor)
-    engine, sync = building.engine_and_sync(session, actor, noise)
+    builder, sync = sampling(session, actor, noise, prompts, scorer, total_steps)
     layout, rendezvous, depot = session.engine_layout, session.rendezvous, session.depot
-    builder = batches(session, prompts, engine, scorer, total_steps)
     validator = Validator(config, layout, timers, say, held_out, sync, builder.sampler, scorer, rendezvous, depot)
-    probe = EngineProbe(engine, layout, session.shape.vocab_size, config, say)
+    probe = EngineProbe(builder.probed, layout, session.shape.vocab_size, config, say)
     learner = building.learner(session, actor, reference, total_steps)
     watch = RewardWatch(say)
     state = progress.resume(session.checkpoint, memory, actor, builder, say)

@@ -14,7 +14,7 @@ from itertools import chain
 from mega_rl.fleet.carrier import Requests
 from mega_rl.fleet.engines import Limits
 from mega_rl.megatron.engine import MegatronEngine
-from mega_rl.stages.parts import building
+from mega_rl.stages.parts import building, sampling
 from mega_rl.stages.parts.fleet_batches import Fleet
 from mega_rl.stages.parts.session import Session
 from mega_rl.stages.parts.weight_sync import Pushed
@@ -51,13 +51,9 @@ class PretendedSync:
 def main(engines: int, seed: int, death: int, crash: int, arguments: list[str]) -> None:
     carriers: list[PretendedCarrier] = []
 
-    made = building.engine_and_sync
-
     def pretended(
         session: Session, actor: MegatronEngine, noise: object
     ) -> tuple[Fleet | PretendedSampler, PretendedSync]:
-        if session.config.rollout.replay is not None:
-            return made(session, actor, noise)
         sync = PretendedSync(actor)
         mode = session.config.rollout.mode
 
@@ -72,7 +68,7 @@ def main(engines: int, seed: int, death: int, crash: int, arguments: list[str]) 
         fleet = Fleet(engines, Limits(slots=slots, restarts=10_000), opened)
         return (sync.sampler if mode == "synchronous" else fleet), sync
 
-    building.engine_and_sync = pretended
+    sampling.store_fleet = building.engine_and_sync = pretended
     if crash:
         die(crash)
     try:

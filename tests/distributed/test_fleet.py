@@ -14,9 +14,9 @@ import pytest
 from tests.distributed.training import CLOCKS, TinyWorld, metrics_of, steps_saved
 from tests.launch import Launched, ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SCRIPT = "tests/distributed/run_fleet.py"
-STEPS = 5
+STEPS = 4
 SETTINGS = (
     "data.val_files=[]",
     "validation={test_freq: -1, val_before_train: false}",
@@ -25,7 +25,7 @@ SETTINGS = (
     "aqn.enabled=false",
     "bridge.verify=off",
     "parallel={tensor: 1, sequence: false}",
-    "trainer={total_steps: 5, gates: {disabled: [engine]}}",
+    "trainer={total_steps: 4, gates: {disabled: [engine]}}",
     "checkpoint={export_hf: false, save_freq: 1, keep_checkpoints: 0}",
     "logging={tensorboard: false, dump_rollouts: -1, progress: false, num_text_samples: 0}",
 )
@@ -66,11 +66,11 @@ def test_pinned_runs_do_not_depend_on_engines(tiny_world: TinyWorld, tmp_path: P
     one, four = tmp_path / "one", tmp_path / "four"
     assert died(train(tiny_world, one, *pinned)) == 0
     assert died(train(tiny_world, four, *pinned, engines=4, seed=7, deaths=30)) > 3
-    assert list(learnt(one)) == [1, 2, 3, 4, 5] and learnt(four) == learnt(one)
+    assert list(learnt(one)) == [1, 2, 3, 4] and learnt(four) == learnt(one)
     assert sampled(four) == sampled(one) and any(row["outcome"] == "dropped" for row in sampled(one))
-    assert [row["rollout/staleness_max"] for row in learnt(one).values()] == [0, 1, 1, 1, 1]
-    assert [row["rollout/staleness_mean"] for row in learnt(one).values()] == [0, 1, 1, 1, 1]
-    assert steps_saved(one) == steps_saved(four) == [1, 2, 3, 4, 5]
+    assert [row["rollout/staleness_max"] for row in learnt(one).values()] == [0, 1, 1, 1]
+    assert [row["rollout/staleness_mean"] for row in learnt(one).values()] == [0, 1, 1, 1]
+    assert steps_saved(one) == steps_saved(four) == [1, 2, 3, 4]
 
 
 def test_a_killed_run_goes_on_exactly(tiny_world: TinyWorld, tmp_path: Path) -> None:
@@ -78,16 +78,16 @@ def test_a_killed_run_goes_on_exactly(tiny_world: TinyWorld, tmp_path: Path) -> 
     pinned = ("rollout.mode=pinned", "rollout.max_staleness=2", "checkpoint.async_save=true")
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     train(tiny_world, whole, *pinned, nproc=2).check()
-    assert train(tiny_world, cut, *pinned, engines=2, seed=3, deaths=30, crash=3, nproc=2).returncode != 0
+    assert train(tiny_world, cut, *pinned, engines=2, seed=3, deaths=30, crash=2, nproc=2).returncode != 0
     saved = steps_saved(cut)
-    assert saved and max(saved) < 4
+    assert saved and max(saved) < 3
     again = train(tiny_world, cut, *pinned, engines=4, seed=4, deaths=30, nproc=2).check()
     assert f"resuming after step {max(saved)}" in again.stdout
     assert learnt(cut) == learnt(whole) and sampled(cut) == sampled(whole)
-    assert [row["rollout/staleness_max"] for row in learnt(whole).values()] == [0, 1, 2, 2, 2]
-    progress = json.loads((cut / "checkpoints" / "step_00000003" / "progress.json").read_text())
+    assert [row["rollout/staleness_max"] for row in learnt(whole).values()] == [0, 1, 2, 2]
+    progress = json.loads((cut / "checkpoints" / "step_00000002" / "progress.json").read_text())
     state = progress["data"]["fleet"]
-    assert state["trained"] == 3 and sorted(state["steps"]) == ["3", "4"]  # sampled by weights that it has not
+    assert state["trained"] == 2 and sorted(state["steps"]) == ["2", "3"]  # sampled by weights that it has not
 
 
 def test_without_staleness_it_is_the_synchronous_run(tiny_world: TinyWorld, tmp_path: Path) -> None:
@@ -116,6 +116,6 @@ def test_a_run_in_flight_keeps_the_bound_and_is_replayed(tiny_world: TinyWorld, 
     replayed.check()
     assert learnt(tmp_path / "again") == metrics
     # its partial responses are gone on with
-    assert train(tiny_world, cut, *mode, engines=2, seed=6, crash=3).returncode != 0
+    assert train(tiny_world, cut, *mode, engines=2, seed=6, crash=2).returncode != 0
     train(tiny_world, cut, *mode, engines=1, seed=7).check()
-    assert list(learnt(cut)) == [1, 2, 3, 4, 5]
+    assert list(learnt(cut)) == [1, 2, 3, 4]

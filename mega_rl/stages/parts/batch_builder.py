@@ -25,10 +25,11 @@ from mega_rl.parallel.rendezvous import Rendezvous
 from mega_rl.rewards.scorer import Scorer
 from mega_rl.rollout.collect import OutlinedGroup, PromptGroup, Quota, Round
 from mega_rl.rollout.depot import Depot
-from mega_rl.rollout.engine import Request, Sampler
+from mega_rl.rollout.engine import ProbedSampler, Request, Sampler
 from mega_rl.rollout.records import to_group, to_rows
 from mega_rl.rollout.replicas import collect_everywhere, engine_ranks
 from mega_rl.rollout.requests import make_requests
+from mega_rl.rollout.temperature_probe import Probed
 from mega_rl.types import Prompt, Score, Trajectory
 
 
@@ -62,6 +63,11 @@ class Batches(Protocol):
         """What validation may sample from; None: nothing."""
         ...
 
+    @property
+    def probed(self) -> Probed:
+        """The engines, for questions before anything is sampled."""
+        ...
+
     def build(self, step: int) -> Batch:
         """The groups of one step, after the push of the weights that it trains. Collective."""
         ...
@@ -93,7 +99,7 @@ class BatchBuilder:
         layout: EngineLayout,
         timers: Timers,
         stream: PromptStream,
-        engine: Sampler,
+        engine: ProbedSampler,
         scorer: Scorer,
         rendezvous: Rendezvous,
         depot: Depot,
@@ -103,7 +109,7 @@ class BatchBuilder:
         self._stream, self._engine, self._scorer = stream, engine, scorer
         self._is_leader = layout.tensor_rank(dist.get_rank()) == 0
         self._ranks = engine_ranks(layout, config.trainer.collective_timeout_s)
-        self._rendezvous, self.sampler = rendezvous, engine
+        self._rendezvous, self.sampler, self.probed = rendezvous, engine, engine
         self._scoring_time = BusyTime()
         self._depot = depot
         self._carried: list[OutlinedGroup] = []

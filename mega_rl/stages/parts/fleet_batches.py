@@ -90,7 +90,7 @@ class FleetBatches:
         self._thread: StewardThread | None = None  # on rank 0, from the first step on
         self._done: list[OutlinedGroup] = []  # of the step before
         self._num_built = 0  # steps of the run so far
-        self.sampler = None
+        self.sampler, self.probed = None, fleet
 
     def build(self, step: int) -> Batch:
         """As of ``Batches``. The tokens of the step before are forgotten.
@@ -233,7 +233,7 @@ class LateState:
     version: int
     rest: Mapping[str, Any]  # what is known already
 
-    def get(self, wait: bool) -> dict[str, Any] | None:
+    def get_late(self, wait: bool) -> dict[str, Any] | None:
         """As of ``Late``."""
         assert self.thread is not None, "rank 0 asks"
         found = self.thread.committed(self.version, wait)

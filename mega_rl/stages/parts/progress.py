@@ -116,11 +116,7 @@ def save_if_due(
         writer.poll()
         return
     with timers("save"), HEART.measured(partial(bytes_written, writer.root)):
-        data = source.state_dict()
-        if isinstance(data, dict):
-            writer.save(progress.step, actor, {"data": data if is_first() else {}, **rest})
-        else:
-            writer.save(progress.step, actor, rest, late=data)
+        writer.save(progress.step, actor, {"data": source.state_dict(), **rest})
         if progress.step == total_steps:
             writer.finish()
 
