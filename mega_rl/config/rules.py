@@ -161,6 +161,7 @@ RULES: dict[str, Rule] = {
     "platform.num_threads": nullable(between(1, 4096)),
     "platform.peak_tflops": nullable(above(0, 1 << 20)),
     "rollout.num_engines": between(1, 1 << 16),
+    "rollout.max_staleness": between(0, 1 << 10),
     "rollout.tensor_parallel_size": between(1, MANY),
     "rollout.n": between(1, 1 << 16),
     "rollout.temperature": between(MIN_TEMPERATURE, 1000),
