@@ -162,6 +162,8 @@ RULES: dict[str, Rule] = {
     "platform.peak_tflops": nullable(above(0, 1 << 20)),
     "rollout.num_engines": between(1, 1 << 16),
     "rollout.max_staleness": between(0, 1 << 10),
+    "rollout.engine_timeout_s": above(0, MANY),
+    "rollout.engine_restarts": between(0, MANY),
     "rollout.tensor_parallel_size": between(1, MANY),
     "rollout.n": between(1, 1 << 16),
     "rollout.temperature": between(MIN_TEMPERATURE, 1000),

@@ -93,6 +93,10 @@ class RolloutConfig:
     # in_flight: engines take new weights while they sample (docs/asynchronous.md); the last two need placement separate
     mode: Literal["synchronous", "pinned", "in_flight"] = "synchronous"
     max_staleness: int = 0  # steps that weights may be older than the step that learns from what they sampled
+    # pinned and in_flight only: an engine with work in hand that makes no step for so many seconds is ended and started
+    # again, as one that has died
+    engine_timeout_s: float = 600.0
+    engine_restarts: int = 3  # of one engine, pinned and in_flight only; then the run goes on without it
     stop: list[str] = field(default_factory=list)  # strings that end a response, besides the end-of-sequence token
     stop_token_ids: list[int] = field(default_factory=list)  # tokens that end a response
     ignore_eos: bool = False  # go on sampling after the end-of-sequence token

@@ -62,8 +62,9 @@ def store_fleet(session: Session, actor: MegatronEngine, noise: AqnNoise) -> tup
 
 
 def limits_of(config: RolloutConfig) -> Limits:
-    """What an engine may take: as many responses as vLLM samples at a time."""
-    return Limits(slots=int(config.vllm.get("max_num_seqs") or Limits.slots))
+    """What an engine may take, and how long: as many responses as vLLM samples at a time."""
+    slots = int(config.vllm.get("max_num_seqs") or Limits.slots)
+    return Limits(slots, progress_s=config.engine_timeout_s, restarts=config.engine_restarts)
 
 
 def sampling(
