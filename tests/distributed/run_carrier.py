@@ -39,7 +39,7 @@ from tests.distributed.run_remote_engines import place
 
 NUM_TOKENS = 24
 RULES = Rules(num_groups=4, group_size=2, total_steps=4)
-LIMITS = Limits(progress_s=10.0, start_s=400.0, restarts=20)  # a slow machine may cost a life more
+LIMITS = Limits(progress_s=10.0, start_s=1000.0, restarts=20)  # a slow machine may cost a life more
 KILLED_IN, STOPPED_IN, NEW_WEIGHTS = 1, 3, 2  # steps, and the version that differs from the one before
 
 

@@ -172,7 +172,8 @@ def check_room(form: Form, available: int) -> None:
         raise InputError(
             f"the weight store takes {form.total_bytes / 1e9:.1f} GB of each node's host memory "
             f"({form.num_slots} versions of {sum(form.slot_bytes) / 1e9:.1f} GB), and this host has "
-            f"{available / 1e9:.1f} GB left: lower rollout.max_staleness, set rollout.dtype to bfloat16, or use hosts with more memory"
+            f"{available / 1e9:.1f} GB left: lower rollout.max_staleness, set rollout.dtype to bfloat16, or use hosts "
+            "with more memory"
         )
 
 
