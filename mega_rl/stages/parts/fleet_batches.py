@@ -19,6 +19,7 @@ from mega_rl.fleet.engines import Limits
 from mega_rl.fleet.ledger import STATE_VERSION
 from mega_rl.fleet.steward import Steward
 from mega_rl.fleet.tickets import Key, Rules
+from mega_rl.observe.heartbeat import HEART
 from mega_rl.observe.timers import Timers
 from mega_rl.parallel.collectives import together
 from mega_rl.parallel.rendezvous import Rendezvous
@@ -199,7 +200,8 @@ class FleetBatches:
         is_kept = partial(has_signal, settings.metric) if settings.enabled else _keep_all
         limit_s = SILENCE * max(fleet.limits.start_s, fleet.limits.progress_s)
         steward = Steward(self._rules, fleet.limits, range(fleet.num_engines), state)
-        carrier = fleet.open(self.requests)
+        with HEART.waiting("room for the rollout engines", is_for_ranks=False):
+            carrier = fleet.open(self.requests)
         return StewardThread(steward, carrier, self._start_scoring, is_kept, scores, limit_s)
 
     def requests(self, key: Key, samples: Sequence[int]) -> list[Request]:
