@@ -171,10 +171,14 @@ class Trajectory:
             self.num_sampled,
             float(self.logprobs.sum(dtype=np.float64)),
             self.finish_reason,
-            self.spans[0].version,
-            self.newest_version,
+            self._versions(),
             None if routed is None else Routing(routed.dtype.name, *routed.shape[1:]),
         )
+
+    def _versions(self) -> tuple[tuple[int, int], ...]:
+        bounds = [*(span.start for span in self.spans), len(self.token_ids)]
+        counts = [int(self.loss_mask[start:stop].sum()) for start, stop in pairwise(bounds)]
+        return tuple((span.version, count) for span, count in zip(self.spans, counts, strict=True))
 
     @property
     def is_single_turn(self) -> bool:
@@ -223,14 +227,33 @@ class Outline(NamedTuple):
     num_sampled: int  # S
     logprob_sum: float  # nats, of all sampled tokens
     finish_reason: str
-    oldest_version: int  # of the weights that sampled its first tokens
-    newest_version: int  # and its last ones
+    # (of the weights, sampled tokens), ascending: which weights sampled how many of the tokens, from the first one on
+    versions: tuple[tuple[int, int], ...]
     routing: Routing | None = None
 
     @property
     def key(self) -> tuple[int, int]:
         """No other trajectory of the run has it."""
         return self.owner, self.number
+
+    @property
+    def oldest_version(self) -> int:
+        """Of the weights that sampled its first tokens."""
+        return self.versions[0][0]
+
+    @property
+    def newest_version(self) -> int:
+        """Of the weights that sampled its last tokens."""
+        return self.versions[-1][0]
+
+    def staleness(self, step: int) -> npt.NDArray[np.int64]:
+        """[S]: how many steps the weights that sampled each token are older than those that learn from it.
+
+        Args:
+            step: that learns, counted from 0: it trains weights of this version.
+        """
+        versions, counts = zip(*self.versions, strict=True)
+        return step - np.repeat(np.array(versions, np.int64), counts)
 
     @property
     def num_token_bytes(self) -> int:
@@ -324,6 +347,9 @@ class Sequence:
     advantages: torch.Tensor | None = None  # [L] float32
     rollout_logprobs: torch.Tensor | None = None  # [L] float32, 0 outside the mask
     routed_experts: npt.NDArray[np.unsignedinteger[Any]] | None = None  # [L, M, K]: the engine's choice; None: unknown
+    staleness: torch.Tensor | None = (
+        None  # [L] int64, steps that the weights behind a learnt token are older than the step
+    )
 
 
 @dataclass(frozen=True)
@@ -343,6 +369,7 @@ class Microbatch:
     advantages: torch.Tensor | None = None  # [T] float32
     rollout_logprobs: torch.Tensor | None = None  # [T] float32, nats
     old_logprobs: torch.Tensor | None = None  # [T] float32, nats: pi_old of the objective
+    staleness: torch.Tensor | None = None  # [T] int64, steps; it counts on learnt tokens only
     reference_logprobs: torch.Tensor | None = None  # [T] float32, nats
     values: torch.Tensor | None = None  # [T] float32, of a critic before the update, in units of the reward
     returns: torch.Tensor | None = None  # [T] float32, what these values should have been

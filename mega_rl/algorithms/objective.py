@@ -15,11 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.correction import CORRECTIONS, LOG_WEIGHTS
+from mega_rl.algorithms.correction import CORRECTIONS, LOG_WEIGHTS, MAX_LOG_WEIGHT
 from mega_rl.algorithms.kl import KL_ESTIMATORS
 from mega_rl.algorithms.policy_loss import cispo_loss, gspo_loss, ppo_clip_loss
 from mega_rl.algorithms.reduce import REDUCTIONS, Denominators, masked_sum, token_mean
 from mega_rl.types import Figures, Microbatch, TokenStats
+
+POOLED = "pooled/"  # begins the names of sums that are added up over all minibatches of a step before they say anything
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,7 @@ class PolicyObjective:
     importance_level: str = "token"  # a key of LOG_WEIGHTS
     importance_floor: float = 0.0  # smallest weight that "mask" keeps
     reduction: str  # a key of REDUCTIONS
+    num_ages: int = 0  # a micro-batch that carries staleness is also told of by it, from 0 to num_ages - 1
 
     def __post_init__(self) -> None:
         assert self.objective in OBJECTIVES, self.objective
@@ -58,7 +61,9 @@ class PolicyObjective:
         the policy itself. Sums: ``pg_loss`` (with its importance weight), ``entropy``, ``ratio``, ``ppo_kl``
         (``logp_old - logp``), ``clip_fraction``, ``dual_clip_fraction``; ``kl`` if the micro-batch carries
         reference_logprobs; ``importance_weight``, ``importance_bounded`` (1 for a token whose weight a bound decides),
-        ``rollout_kl`` (``logp_rollout - logp``) and ``rollout_logprob_abs_diff`` if it carries rollout_logprobs.
+        ``rollout_kl`` (``logp_rollout - logp``) and ``rollout_logprob_abs_diff`` if it carries rollout_logprobs, and as
+        `POOLED` figures ``pooled/weight`` and ``pooled/weight_squared`` (uncapped) and, where it carries staleness too,
+        ``pooled/tokens/AGE`` and ``pooled/rollout_kl/AGE``.
         Maxima: ``ratio``, and ``rollout_logprob_abs_diff`` if there is one.
         """
         logprobs_T, mask_T = stats.logprobs, microbatch.loss_mask
@@ -100,11 +105,18 @@ class PolicyObjective:
             return None, {}
         rollout_kl_T = microbatch.rollout_logprobs - logprobs_T
         figures = {"rollout_kl": rollout_kl_T, "rollout_logprob_abs_diff": rollout_kl_T.abs()}
-        if self.importance_cap is None:
-            return None, figures | {"importance_weight": torch.ones_like(old_logprobs_T)}
         log_weights_T = LOG_WEIGHTS[self.importance_level](
             old_logprobs_T, microbatch.rollout_logprobs, microbatch.loss_mask, microbatch.cu_seqlens
         )
+        uncapped_T = log_weights_T.clamp_max(MAX_LOG_WEIGHT).exp()
+        figures |= {f"{POOLED}weight": uncapped_T, f"{POOLED}weight_squared": uncapped_T.square()}
+        if microbatch.staleness is not None:
+            for age in range(self.num_ages):
+                is_of_age_T = (microbatch.staleness == age).to(rollout_kl_T)
+                figures[f"{POOLED}tokens/{age}"] = is_of_age_T
+                figures[f"{POOLED}rollout_kl/{age}"] = rollout_kl_T * is_of_age_T
+        if self.importance_cap is None:
+            return None, figures | {"importance_weight": torch.ones_like(old_logprobs_T)}
         correct = CORRECTIONS[self.importance_correction]
         weights_T, is_bounded_T = correct(log_weights_T, self.importance_floor, self.importance_cap)
         return weights_T, figures | {"importance_weight": weights_T, "importance_bounded": is_bounded_T.to(weights_T)}

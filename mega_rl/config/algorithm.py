@@ -6,6 +6,7 @@ import typing
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
+from mega_rl.config.modes import mode_problems
 from mega_rl.config.schema import CRITIC_ADVANTAGE, GroupBaseline, RunConfig
 from mega_rl.config.stage import critic_parallel
 from mega_rl.errors import shown
@@ -170,10 +171,12 @@ def _importance_problems(config: RunConfig, is_good: Callable[..., bool]) -> Ite
 
 
 def sampling_problems(config: RunConfig) -> Iterator[str]:
-    """Sentences on engine options with which it would sample from another distribution than the trainer computes."""
+    """Sentences on how an engine may not sample: from another distribution than the trainer computes, or at another
+    time than the rest can do with."""
     for option in RESHAPING_OPTIONS:
         if config.rollout.vllm.get(option):
             yield (
                 f"rollout.vllm.{option} changes the distribution that the engine samples from, which the trainer's "
                 "log-probabilities do not follow: remove it"
             )
+    yield from mode_problems(config)

@@ -88,6 +88,15 @@ class RolloutConfig:
     dtype: Dtype | None = None  # dtype of the engine's weights and activations; null: as model.dtype
     placement: Literal["colocated", "separate"] = "colocated"  # engines in the trainer's processes, or in others (Ray)
     num_engines: int = 1  # placement separate only; colocated engines are as many as the ranks allow
+    # synchronous: sampling and training take turns | pinned: engines sample while the trainer trains, a step with the
+    # weights of exactly max_staleness steps before, so that nothing depends on the engines' speed, number or death |
+    # in_flight: engines take new weights while they sample (docs/asynchronous.md); the last two need placement separate
+    mode: Literal["synchronous", "pinned", "in_flight"] = "synchronous"
+    max_staleness: int = 0  # steps that weights may be older than the step that learns from what they sampled
+    # pinned and in_flight only: an engine with work in hand that makes no step for so many seconds is ended and started
+    # again, as one that has died
+    engine_timeout_s: float = 600.0
+    engine_restarts: int = 3  # of one engine, pinned and in_flight only; then the run goes on without it
     stop: list[str] = field(default_factory=list)  # strings that end a response, besides the end-of-sequence token
     stop_token_ids: list[int] = field(default_factory=list)  # tokens that end a response
     ignore_eos: bool = False  # go on sampling after the end-of-sequence token

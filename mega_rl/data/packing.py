@@ -10,27 +10,38 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from mega_rl.types import Microbatch, Sequence, Tokens, Trajectory
 
 
-def sequence_of(tokens: Tokens | Trajectory, advantage: float) -> Sequence:
+def sequence_of(
+    tokens: Tokens | Trajectory, advantage: float, staleness: npt.NDArray[np.int64] | None = None
+) -> Sequence:
     """A trajectory as one training sequence.
 
     Position t predicts token t + 1, so the first response token is predicted at the last prompt position. The loss
     mask is 1 exactly where a sampled token is predicted; advantages and the engine's log-probabilities stand there
     and are 0 elsewhere.
+
+    Args:
+        staleness: [S], of the sampled tokens; None: it is not asked for.
     """
     mask = tokens.loss_mask
     assert not mask[0], "a response needs a prompt token that predicts its first one"
     loss_mask = torch.from_numpy(mask[1:].astype(np.float32))
+    ages = None
+    if staleness is not None:
+        ages = torch.zeros(len(mask) - 1, dtype=torch.int64)
+        ages[torch.from_numpy(mask[1:])] = torch.from_numpy(staleness)
     return Sequence(
         token_ids=torch.from_numpy(tokens.token_ids.astype(np.int64)),
         loss_mask=loss_mask,
         advantages=loss_mask * advantage,
         rollout_logprobs=torch.from_numpy(tokens.logprobs[1:].copy()),
         routed_experts=tokens.routed_experts,
+        staleness=ages,
     )
 
 
@@ -69,6 +80,7 @@ def pack(
         sequence_indices=tuple(indices),
         advantages=_optional([sequence.advantages for sequence in chosen], tail),
         rollout_logprobs=_optional([sequence.rollout_logprobs for sequence in chosen], tail),
+        staleness=_optional([sequence.staleness for sequence in chosen], tail),
         routed_experts=_routed_experts(chosen, tail),
     )
 
@@ -95,7 +107,7 @@ def _routed_experts(sequences: list[Sequence], tail: int) -> torch.Tensor | None
 
 
 def _concatenate(values: list[torch.Tensor], tail: int) -> torch.Tensor:
-    return torch.cat([*values, torch.zeros(tail)])
+    return torch.cat([*values, torch.zeros(tail, dtype=values[0].dtype if values else None)])
 
 
 def _optional(values: list[torch.Tensor | None], tail: int) -> torch.Tensor | None:

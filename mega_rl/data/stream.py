@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Mapping
 from typing import Any, Generic, Protocol, TypeVar
@@ -48,6 +49,16 @@ def generator(*key: int | str) -> np.random.Generator:
 def epoch_order(num_items: int, shuffle: bool, seed: int, epoch: int) -> np.ndarray:
     """The positions of an epoch: [num_items] int64, a permutation."""
     return generator("data-order", seed, epoch).permutation(num_items) if shuffle else np.arange(num_items)
+
+
+@functools.lru_cache(maxsize=2)
+def _remembered_order(num_items: int, shuffle: bool, seed: int, epoch: int) -> np.ndarray:
+    return epoch_order(num_items, shuffle, seed, epoch)
+
+
+@functools.lru_cache(maxsize=2)
+def _spare_order(num_items: int, seed: int, batch: int) -> np.ndarray:
+    return generator("spare-order", seed, batch).permutation(num_items)
 
 
 class Stream(Generic[Item]):
@@ -102,6 +113,20 @@ class Stream(Generic[Item]):
             self._move_to(self._epoch + 1, 0)
         self._position += 1
         return self.dataset[int(self._order[self._position - 1])]
+
+    def item(self, batch: int, place: int) -> Item:
+        """One item of the ``batch``-th batch of a run that takes only whole batches; the stream stays where it is."""
+        return self.dataset[int(self._batch(batch)[place])]
+
+    def spare(self, batch: int, place: int) -> Item:
+        """An item that this batch has not: in an order of its own for every batch, each at most once."""
+        order = _spare_order(len(self.dataset), self.seed, batch)
+        return self.dataset[int(order[~np.isin(order, self._batch(batch))][place])]
+
+    def _batch(self, batch: int) -> np.ndarray:
+        epoch, number = divmod(batch, self.steps_per_epoch)
+        order = _remembered_order(len(self.dataset), self.shuffle, self.seed, epoch)
+        return order[number * self.batch_size : (number + 1) * self.batch_size]
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next batch starts, and of what data: plain values."""

@@ -77,7 +77,8 @@ class Published(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """The trainer has saved its state at the newest version; ``Commit`` follows with what belongs to it."""
+    """The trainer has saved its state at the newest version, which may not be published yet; ``Commit`` follows with
+    what belongs to it."""
 
     version: int
 

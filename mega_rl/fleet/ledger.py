@@ -210,10 +210,15 @@ class Ledger:
             for ticket, group in sorted(self._steps[step].groups.items())
         ]
 
-    def state_dict(self) -> dict[str, Any]:
-        """All that has been sampled and not trained; what is under way counts as waiting."""
-        steps = {step: self.step_state(step) for step in sorted(self._steps)}
-        return {"format": STATE_VERSION, "trained": self.trained, "steps": steps}
+    def state_dict(self, trained: int | None = None) -> dict[str, Any]:
+        """All that has been sampled and not trained; what is under way counts as waiting.
+
+        Args:
+            trained: steps that have been, if that has not been told yet.
+        """
+        first = self.trained if trained is None else trained
+        steps = {step: self.step_state(step) for step in sorted(self._steps) if step >= first}
+        return {"format": STATE_VERSION, "trained": first, "steps": steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state_dict``; what has no result waits to be issued again.

@@ -180,9 +180,12 @@ class Steward:
 
     def _save(self, event: events.Saved, now: float) -> None:
         version = event.version
-        assert version == self.ledger.trained, f"version {version} is saved while {self.ledger.trained} is the newest"
+        newest = self.ledger.trained
+        assert version in (newest, newest + 1) and version <= self.delivered, (
+            f"version {version} is saved after {newest}"
+        )
         if not self.rules.is_pinned:
-            self._out.append(events.Commit(version, self.ledger.state_dict()))
+            self._out.append(events.Commit(version, self.ledger.state_dict(version)))
             return
         # Later steps are pinned to this version or newer ones, so they can be sampled again.
         self._saved[version] = {step: self.ledger.step_state(step) for step in range(version, self.delivered)}

@@ -12,11 +12,12 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial as partial_call
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -43,10 +44,31 @@ from mega_rl.megatron.checkpoint import (
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.offload import PARTS
 from mega_rl.megatron.writers import Shards, ShardStrategy, WriterEndedError, prepare_writers, writers_end_with_us
-from mega_rl.parallel.collectives import gather_objects, gather_to_first, own_name, together
+from mega_rl.parallel.collectives import broadcast_object, gather_objects, gather_to_first, own_name, together
 
 UNFINISHED = (".step_*.incomplete", ".step_*.replaced")  # what a killed save leaves
 COMMON = "common.pt"  # Megatron's file of what is no tensor
+
+
+@runtime_checkable
+class Late(Protocol):
+    """A part of a checkpoint that is not known yet when its tensors are written."""
+
+    def get_late(self, wait: bool) -> dict[str, Any] | None:
+        """The part, once; on rank 0, the only one that calls it.
+
+        Args:
+            wait: until it is there; else None if it is not.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class _Open:
+    """A checkpoint whose tensors are written or on their way, and that still waits for its late part."""
+
+    late: Late
+    publish: Callable[[Mapping[str, Any]], None]  # given it; on other ranks nothing
 
 
 class Report(NamedTuple):
@@ -75,6 +97,7 @@ class CheckpointWriter:
         prepare_writers()
         self._strategy = ShardStrategy()
         self._calls = AsyncCallsQueue() if is_async else None
+        self._open: _Open | None = None
 
     def save(self, step: int, engine: MegatronEngine, progress: Mapping[str, Any]) -> None:
         """Write one checkpoint. All ranks call it.
@@ -82,7 +105,8 @@ class CheckpointWriter:
         Args:
             step: the number of finished steps, which names it.
             engine: whose weights, optimizer and schedule are written.
-            progress: what else a resume needs (plain values); only rank 0's is written.
+            progress: what else a resume needs (plain values); only rank 0's is written. If its key ``data`` is
+                ``Late`` on all ranks, the checkpoint gets its name in a later call.
         """
         engine.policy.refuse_replaced("a checkpoint")
         assert engine.offload.is_complete, "a checkpoint needs weights and optimizer on the device"
@@ -96,31 +120,33 @@ class CheckpointWriter:
         state, metadata = sharded_state(engine, is_loading=False)
         tuning = tuning_record(engine)
         state, common = save_preprocess({**state, "content_metadata": metadata})
+        late = progress["data"] if isinstance(progress.get("data"), Late) else None
+        content = {
+            **progress,
+            "step": step,
+            "skipped_steps": engine.stepper.skipped.state_dict(),
+            "model": model_record(engine.policy.shape),
+            "world_size": dist.get_world_size(),
+            "expert_parallel": engine.policy.layout.expert,
+            **tuning,
+            "companions": companion_records(engine),
+        }
         with self._on_disk(step):
             if dist.get_rank() == 0:
                 sweep(self.root)
                 (partial / WEIGHTS).mkdir(parents=True)
-                content = {
-                    **progress,
-                    "step": step,
-                    "skipped_steps": engine.stepper.skipped.state_dict(),
-                    "model": model_record(engine.policy.shape),
-                    "world_size": dist.get_world_size(),
-                    "expert_parallel": engine.policy.layout.expert,
-                    **tuning,
-                    "companions": companion_records(engine),
-                }
-                document, columns = extract(content)
-                (partial / PROGRESS).write_text(json.dumps(document, indent=1))
-                if columns:
-                    (partial / COLUMNS).write_bytes(to_bytes(columns))
+                if late is None:
+                    _write_progress(partial, content)
                 (partial / GENERATORS).write_bytes(_saved(generators))
                 (partial / WEIGHTS / COMMON).write_bytes(_saved(common))
                 save_config(CheckpointingConfig("torch_dist", 1), str(partial / WEIGHTS))
         replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
         shards = self._strategy.shards(state, partial, WEIGHTS, replicas)
         request = shards.request()
-        request.add_finalize_fn(partial_call(self._publish, step, partial, shards))
+        if late is None:
+            request.add_finalize_fn(partial_call(self._publish, step, partial, shards, None))
+        else:
+            self._open = _Open(late, lambda data: self._publish(step, partial, shards, {**content, "data": data}))
         with writers_end_with_us():
             if self._calls is None:
                 request.execute_sync()
@@ -130,18 +156,36 @@ class CheckpointWriter:
             companion.offload.to_host(*PARTS)
 
     def poll(self) -> None:
-        """Give the checkpoint under way its name if all ranks have written it. All ranks call it."""
-        if self._calls is not None:
-            self._calls.maybe_finalize_async_calls(blocking=False)
+        """Give the checkpoint under way its name if all of it is there. All ranks call it."""
+        self._close(wait=False)
 
     def finish(self) -> None:
         """Wait for the checkpoint under way. All ranks call it."""
-        if self._calls is not None:
-            self._calls.maybe_finalize_async_calls(blocking=True)
+        self._close(wait=True)
 
-    def _publish(self, step: int, partial: Path, shards: Shards) -> None:
-        """Make a completely written checkpoint one that can be chosen, and remove the oldest ones."""
+    def _close(self, wait: bool) -> None:
+        if self._calls is not None:
+            self._calls.maybe_finalize_async_calls(blocking=wait)
+        if self._open is None or (self._calls is not None and self._calls.get_num_unfinalized_calls()):
+            return
+        found: dict[str, Any] | None = None
+        with together("closing a checkpoint"):
+            if dist.get_rank() == 0:
+                found = self._open.late.get_late(wait)
+        if not broadcast_object(found is not None):
+            return
+        publish, self._open = self._open.publish, None
+        publish(found or {})
+
+    def _publish(self, step: int, partial: Path, shards: Shards, progress: Mapping[str, Any] | None) -> None:
+        """Make a completely written checkpoint one that can be chosen, and remove the oldest ones.
+
+        Args:
+            progress: is written now; None: it is there.
+        """
         with self._on_disk(step):
+            if dist.get_rank() == 0 and progress is not None:
+                _write_progress(partial, progress)
             results, files = shards.reported()
         reports = gather_to_first(Report(own_name(), results, files))
         with self._on_disk(step):
@@ -191,6 +235,13 @@ class CheckpointWriter:
                     f"{error}; if the host is short of memory, take less of it (checkpoint.async_save, "
                     "checkpoint.local, memory.offload); earlier checkpoints are untouched"
                 ) from error
+
+
+def _write_progress(directory: Path, content: Mapping[str, Any]) -> None:
+    document, columns = extract(content)
+    (directory / PROGRESS).write_text(json.dumps(document, indent=1))
+    if columns:
+        (directory / COLUMNS).write_bytes(to_bytes(columns))
 
 
 def companion_records(engine: MegatronEngine) -> dict[str, Any]:

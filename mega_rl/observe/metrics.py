@@ -85,6 +85,15 @@ _AGREEMENT = (
     MetricSpec("rollout/logprob_diff_max", "nats", "largest |trainer - engine| of a token", "max"),
     MetricSpec("rollout/kl", "nats", "KL of the sampling policy from the trainer's, estimated on its samples"),
     MetricSpec("rollout/entropy", "nats", "of the policy that sampled, per token"),
+    MetricSpec(
+        "rollout/staleness_mean",
+        "steps",
+        "between the weights that sampled a token and those that learn, mean",
+    ),
+    MetricSpec("rollout/staleness_max", "steps", "the same, of the oldest token", "max"),
+    MetricSpec("rollout/ess", "fraction", "effective sample size, (sum w)^2 / (tokens x sum w^2), of uncapped weights"),
+    MetricSpec("rollout/tokens_of_staleness/*", "fraction", "tokens whose weights are so many steps older"),
+    MetricSpec("rollout/kl_of_staleness/*", "nats", "rollout/kl of these tokens alone"),
     MetricSpec("gate/reference", "nats", "first step: largest |policy - reference| of a token", "max"),
     MetricSpec("gate/ppo_kl", "nats", "first step: largest |pi_old - policy| of a token", "max"),
     MetricSpec("gate/ratio", "1", "first step: largest distance of the ratio from 1", "max"),
@@ -118,7 +127,7 @@ _SPEED = (
         for phase in PHASES
         if phase != "step"
     ),
-    MetricSpec("rollout/tokens_per_s", "tokens/s", "sampled tokens per second of generation, all engines", "sum"),
+    MetricSpec("rollout/tokens_per_s", "tokens/s", "sampled tokens per second that the trainer waits for them", "sum"),
 )
 _MEMORY = (
     MetricSpec("memory/peak_host_gib", "GiB", "resident memory of the largest rank, in the run so far", "max"),
@@ -146,7 +155,12 @@ _SYNC = (
     MetricSpec("bridge/largest_sender", "1", "bytes sent by the busiest rank over the mean", "max"),
     MetricSpec("bridge/gb_per_s", "GB/s", "10^9 bytes moved per second of sync, all ranks", "sum"),
     MetricSpec("bridge/verified_tensors", "tensors", "compared by the proof of one sync", "last"),
-    MetricSpec("rollout/weight_version", "version", "sync whose weights sampled", "last"),
+    MetricSpec(
+        "rollout/weight_version",
+        "version",
+        "of the weights that the step trains; none are newer",
+        "last",
+    ),
 )
 _ROLLOUTS = (
     MetricSpec("response_length/mean", "tokens", "per sample"),

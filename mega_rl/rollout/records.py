@@ -30,10 +30,11 @@ def to_rows(group: PromptGroup) -> list[dict[str, Any]]:
     no NaN.
     """
     pairs = zip(group.trajectories, group.scores, strict=True)
-    return [_from_trajectory(trajectory) | {"score": _from_score(score)} for trajectory, score in pairs]
+    return [row_of_trajectory(trajectory) | {"score": row_of_score(score)} for trajectory, score in pairs]
 
 
-def _from_trajectory(trajectory: Trajectory) -> dict[str, Any]:
+def row_of_trajectory(trajectory: Trajectory) -> dict[str, Any]:
+    """The same of one trajectory, without its score."""
     after_prompt = slice(len(trajectory.prompt.token_ids), None)
     row = {
         "prompt": dataclasses.asdict(trajectory.prompt),
@@ -56,7 +57,7 @@ def _from_trajectory(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def _from_score(score: Score) -> dict[str, Any]:
+def row_of_score(score: Score) -> dict[str, Any]:
     return dataclasses.asdict(score) | {"value": score.value if score.is_known else None}
 
 
@@ -86,11 +87,11 @@ def to_group(rows: Iterable[Mapping[str, Any]]) -> PromptGroup:
     """The inverse of ``to_rows``."""
     listed = list(rows)
     return PromptGroup(
-        tuple(trajectory_of_row(row) for row in listed), tuple(_to_score(row["score"]) for row in listed)
+        tuple(trajectory_of_row(row) for row in listed), tuple(score_of_row(row["score"]) for row in listed)
     )
 
 
-def _to_score(row: Mapping[str, Any]) -> Score:
+def score_of_row(row: Mapping[str, Any]) -> Score:
     unknown = {name: UnknownReward(**why) for name, why in row["unknown"].items()}
     value = math.nan if row["value"] is None else row["value"]
     return Score(value, row["parts"], unknown)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,74 @@ import numpy as np
 import numpy.typing as npt
 
 from mega_rl.errors import InputError
+from mega_rl.fleet import events
+from mega_rl.fleet.carrier import Requests
 from mega_rl.models.mixture import Mixture
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.records import read_step, trajectory_of_row
 from mega_rl.types import Trajectory
+
+MOST_STEPS = 16  # that are kept beside the newest; an older one would be read again
+
+
+class Records:
+    """What a run recorded, step by step.
+
+    Args:
+        directory: holds one file per step, as ``logging.dump_rollouts`` writes them.
+        mixture: the experts of the model that learns; None if it has none.
+    """
+
+    def __init__(self, directory: Path, mixture: Mixture | None) -> None:
+        self._directory, self._mixture = directory, mixture
+        self._steps: dict[int, dict[tuple[int, int], Trajectory]] = {}  # step -> (prompt, sample) -> response
+
+    def read(self, step: int) -> None:
+        """Have what was sampled for a step, counted from 1; earlier ones are forgotten.
+
+        Raises:
+            InputError: no rollouts of that step were recorded.
+        """
+        # synchronous runs sample a step with the weights of its own version, and keep what is carried in both files
+        rows = read_step(self._directory, step)
+        own = [row for row in rows if row.get("sampled_for", row["weight_version"] + 1) == step]
+        of_step = {(t.prompt.index, t.sample_index): t for t in map(trajectory_of_row, own)}
+        self._steps = {known: found for known, found in self._steps.items() if known >= step - MOST_STEPS}
+        self._steps[step] = of_step
+
+    def has_read(self, step: int) -> bool:
+        return step in self._steps
+
+    def find(self, step: int, request: Request) -> Trajectory:
+        """The response to a request of a step that has been read.
+
+        Raises:
+            InputError: there is none, or it has not the experts that are asked for.
+        """
+        key = request.prompt.index, request.sample_index
+        found = self._steps.get(step, {}).get(key)
+        if found is None or found.prompt.token_ids != request.prompt.token_ids:
+            raise InputError(
+                f"rollout.replay={self._directory} has no sample {key[1]} of prompt {key[0]} at step {step}: replay "
+                "with the data, data.seed, data.train_batch_size, rollout.n, rollout.mode and rollout.max_staleness of "
+                "the recorded run"
+            )
+        if not request.with_routing:
+            return dataclasses.replace(found, routed_experts=None)
+        if found.routed_experts is None or not self._fits(found.routed_experts):
+            what = "no experts" if found.routed_experts is None else "another model's experts"
+            raise InputError(
+                f"rollout.replay={self._directory} has {what} of sample {key[1]} of prompt {key[0]} at step {step}: "
+                "set rollout.routing_replay=off, or record with this model and rollout.routing_replay=rollout"
+            )
+        return found
+
+    def _fits(self, routed_LMK: npt.NDArray[np.unsignedinteger[Any]]) -> bool:
+        mixture = self._mixture
+        if mixture is None or routed_LMK.shape[1:] != (len(mixture.layers), mixture.experts_per_token):
+            return False
+        ordered = np.sort(routed_LMK, axis=-1)
+        return bool((ordered < mixture.num_experts).all() and (ordered[..., 1:] != ordered[..., :-1]).all())
 
 
 class ReplayEngine:
@@ -25,14 +90,9 @@ class ReplayEngine:
     """
 
     def __init__(self, directory: Path, mixture: Mixture | None) -> None:
-        """
-        Args:
-            directory: holds one file per step, as ``logging.dump_rollouts`` writes them.
-            mixture: the experts of the model that learns; None if it has none.
-        """
-        self._directory, self._mixture = directory, mixture
+        """The arguments are those of ``Records``."""
+        self._records = Records(directory, mixture)
         self._version = 0
-        self._recorded: dict[tuple[int, int], Trajectory] = {}  # (prompt, sample) -> response, of the present version
         self._under_way: list[Request] = []
 
     @property
@@ -64,38 +124,49 @@ class ReplayEngine:
         return []
 
     def _find(self, request: Request) -> Trajectory:
-        key = request.prompt.index, request.sample_index
-        found = self._recorded.get(key)
-        if found is None or found.prompt.token_ids != request.prompt.token_ids:
-            raise InputError(
-                f"rollout.replay={self._directory} has no sample {key[1]} of prompt {key[0]} at step "
-                f"{self._version + 1}: replay with the data, data.seed, data.train_batch_size and rollout.n of the "
-                "recorded run"
-            )
-        if not request.with_routing:
-            return dataclasses.replace(found, routed_experts=None)
-        if found.routed_experts is None or not self._fits(found.routed_experts):
-            what = "no experts" if found.routed_experts is None else "another model's experts"
-            raise InputError(
-                f"rollout.replay={self._directory} has {what} of sample {key[1]} of prompt {key[0]} at step "
-                f"{self._version + 1}: set rollout.routing_replay=off, or record with this model and "
-                "rollout.routing_replay=rollout"
-            )
-        return found
-
-    def _fits(self, routed_LMK: npt.NDArray[np.unsignedinteger[Any]]) -> bool:
-        mixture = self._mixture
-        if mixture is None or routed_LMK.shape[1:] != (len(mixture.layers), mixture.experts_per_token):
-            return False
-        ordered = np.sort(routed_LMK, axis=-1)
-        return bool((ordered < mixture.num_experts).all() and (ordered[..., 1:] != ordered[..., :-1]).all())
+        return self._records.find(self._version + 1, request)
 
     def turn_to(self, version: int) -> None:
-        """Answer from now on with the rollouts that were sampled with the weights of ``version``.
+        """Answer from now on with the rollouts of the step that trains the weights of ``version``.
 
         Raises:
-            InputError: no rollouts of that version were recorded.
+            InputError: no rollouts of that step were recorded.
         """
-        rows = [row for row in read_step(self._directory, version + 1) if row["weight_version"] == version]
-        self._recorded = {(t.prompt.index, t.sample_index): t for t in map(trajectory_of_row, rows)}
+        self._records.read(version + 1)
         self._version = version
+
+
+class RecordedCarrier:
+    """A ``Carrier`` whose engines answer at once with what a run recorded for the same step."""
+
+    def __init__(self, records: Records, requests: Requests) -> None:
+        self._records, self._requests = records, requests
+        self._said: list[events.Event] = []
+
+    def carry(self, decision: events.Start | events.Kill | events.Load | events.Issue) -> None:
+        """As of ``Carrier``; InputError if the records have no such step or sample."""
+        if isinstance(decision, events.Start):
+            self._said.append(events.Started(decision.engine, decision.life))
+        elif isinstance(decision, events.Load):
+            self._said.append(events.Loaded(decision.engine, decision.life, decision.version))
+        elif isinstance(decision, events.Issue):
+            self._answer(decision)
+
+    def _answer(self, issue: events.Issue) -> None:
+        step = issue.key.step + 1
+        if not self._records.has_read(step):
+            self._records.read(step)
+        for sample, request in zip(issue.samples, self._requests(issue.key, issue.samples), strict=True):
+            found = self._records.find(step, request)
+            oldest = found.spans[0].version
+            self._said.append(events.Answered(issue.engine, issue.life, issue.attempt, sample, oldest, found))
+
+    def events(self, wait_s: float) -> list[events.Event]:
+        """As of ``Carrier``; there is never anything to wait for but the loop."""
+        said, self._said = self._said, []
+        if not said:
+            time.sleep(wait_s)
+        return said
+
+    def close(self) -> None:
+        """Do nothing."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 from mega_rl.config import RunConfig
 from mega_rl.stages.parts import building, learning, progress, rollout_metrics
-from mega_rl.stages.parts.batch_builder import BatchBuilder
 from mega_rl.stages.parts.behaviour import behaviour_policy
 from mega_rl.stages.parts.engine_probe import EngineProbe
 from mega_rl.stages.parts.export import export_trained
 from mega_rl.stages.parts.gates import GateWatch
 from mega_rl.stages.parts.progress import Progress
+from mega_rl.stages.parts.sampling import sampling
 from mega_rl.stages.parts.scoring import RewardWatch
 from mega_rl.stages.parts.session import Session, open_session
 from mega_rl.stages.parts.validation import Validator
@@ -22,7 +24,7 @@ def run(config: RunConfig) -> None:
 
 
 def train(session: Session) -> None:
-    config, timers, memory = session.config, session.timers, session.memory
+    config, timers, memory, say = session.config, session.timers, session.memory, session.say
     # What can refuse the configuration comes first, what takes long to build after it.
     prompts = building.prompt_stream(session)
     total_steps = building.total_steps(config, prompts.steps_per_epoch)
@@ -32,18 +34,17 @@ def train(session: Session) -> None:
     actor = building.actor(session, building.policy_updates(config, total_steps))
     # Both take the actor for what model.path holds: it is resumed after them.
     reference = building.reference(session, actor)
-    engine, sync = building.engine_and_sync(session, actor, noise)
+    builder, sync = sampling(session, actor, noise, prompts, scorer, total_steps)
     layout, rendezvous, depot = session.engine_layout, session.rendezvous, session.depot
-    builder = BatchBuilder(config, layout, timers, prompts, engine, scorer, rendezvous, depot)
-    validator = Validator(config, layout, timers, session.say, held_out, sync, engine, scorer, rendezvous, depot)
-    probe = EngineProbe(engine, layout, session.shape.vocab_size, config, session.say)
+    validator = Validator(config, layout, timers, say, held_out, sync, builder.sampler, scorer, rendezvous, depot)
+    probe = EngineProbe(builder.probed, layout, session.shape.vocab_size, config, say)
     learner = building.learner(session, actor, reference, total_steps)
-    watch = RewardWatch(session.say)
-    state = progress.resume(session.checkpoint, memory, actor, builder, session.say)
-    gates = GateWatch(config, session.share.is_counted, session.say, state.step, state.metrics)
+    watch = RewardWatch(say)
+    state = progress.resume(session.checkpoint, memory, actor, builder, say)
+    gates = GateWatch(config, session.share.is_counted, say, state.step, state.metrics)
     validator.results |= state.validations
 
-    with session.observer(state, total_steps) as observer, session.notice() as notice:
+    with session.observer(state, total_steps) as observer, session.notice() as notice, closing(builder):
         if config.validation.val_before_train and state.step == 0:
             observer.log(0, validator.validate(observer, step=0) | timers.collect())
         for step in range(state.step, total_steps):

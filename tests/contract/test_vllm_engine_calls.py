@@ -83,6 +83,19 @@ def test_an_update_in_place_wakes_writes_and_forgets_prefixes(version: str, buil
 
 
 @VERSIONS
+def test_weights_taken_between_two_steps_put_requests_back(version: str, build: Any) -> None:
+    engine, llm = build(version)
+    taken: list[Any] = []
+    engine.exchange(taken.append, 4)
+    assert taken == [PARAMETERS] and engine.weight_version == 4
+    assert llm.calls[-1][1]["reset_running_requests"] is True
+    assert llm.since() == ["receiver_begin_update", "receiver_parameters", "reset_prefix_cache"]
+    llm.resets = False
+    with pytest.raises(RuntimeError, match="kept prefixes computed before weight version 5"):
+        engine.exchange(taken.append, 5)
+
+
+@VERSIONS
 def test_a_reload_unpacks_before_and_packs_after(version: str, build: Any) -> None:
     engine, llm = build(version)
     engine.use_loader()

@@ -13,7 +13,7 @@ import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -140,6 +140,40 @@ def writes(
         live[piece.local_name][indices(piece.local_box)] = full[piece.hf_name][indices(piece.hf_box)]
     engine.finish_update(version)
     return equals_hf(engine, model)
+
+
+def weights_change_under_way(engine: VLLMEngine, model: PreTrainedModel, path: Path) -> None:
+    """Responses go on with new weights as if these had computed all that was there; each token tells its version.
+
+    With keys and values of the old weights the rest would be another: the first prompt is long.
+    """
+    questions, before = [prompt(0, LONG), prompt(1, 7)], engine.weight_version
+    whole = make_requests(questions, n=1, step=0, seed=0, max_tokens=12, temperature=0.0)
+    old = [answer_of(trajectory) for trajectory in engine.generate(whole)]
+    engine.submit(whole)
+    for _ in range(5):
+        assert not engine.step(), "ended before the weights changed"
+    perturb(model, 5, 0.05)
+    full = dict(hf_weights(model))
+
+    def write(live: Mapping[str, torch.Tensor]) -> None:
+        for piece in vllm_slices(read_model_shape(path), 1, 0):
+            live[piece.local_name][indices(piece.local_box)] = full[piece.hf_name][indices(piece.hf_box)]
+
+    engine.exchange(write, before + 1)
+    found: list[Trajectory] = []
+    while engine.num_unfinished:
+        found += engine.step()
+    for trajectory, question, first in zip(sorted(found, key=lambda t: t.prompt.index), questions, old, strict=True):
+        start, changed = trajectory.spans
+        num_old = changed.start - start.start
+        assert (start.version, changed.version) == (before, before + 1) and 0 < num_old <= 5, trajectory.spans
+        answer = answer_of(trajectory)
+        assert answer[:num_old] == first[:num_old]
+        prefix = Prompt(question.index, question.token_ids + answer[:num_old], "", "", "test")
+        assert answer[num_old:] == hf_greedy(model, prefix, len(answer) - num_old)
+    (later, *_) = engine.generate(whole)
+    assert [span.version for span in later.spans] == [before + 1]
 
 
 def same_samples_in_any_batch(engine: VLLMEngine) -> None:
@@ -329,6 +363,7 @@ def single(directory: Path) -> None:
             check("stops", stops, live)
             check("groups_survive_a_dropped_engine", groups_survive_a_dropped_engine, path, live)
             check("bad_input", bad_input, path, live, packed)
+            check("weights_change_under_way", weights_change_under_way, live, model, path)
         check(f"{family}_live_writes", takes_live_writes, live, model, path, 1, 0)
         check(f"{family}_live_loader", takes_weights, live, model, 2, 23)
         check(f"{family}_reload", takes_weights, packed, twin, 1, 23)

@@ -41,7 +41,7 @@ def start(**resources: Any) -> None:
 
 def refused(num_engines: int, engine_size: int) -> str:
     try:
-        check_room(fleet._nodes(ray), bundle(OPTIONS), num_engines, engine_size)
+        check_room(fleet.nodes(ray), bundle(OPTIONS), num_engines, engine_size)
     except InputError as error:
         return str(error)
     raise AssertionError("accepted")

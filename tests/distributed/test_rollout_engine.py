@@ -20,6 +20,7 @@ SINGLE = [f"{family}_{name}" for family in FAMILIES for name in (*PER_FAMILY, "r
     "probe_of_the_temperature",
     "stops",
     "bad_input",
+    "weights_change_under_way",
     "live_equals_fresh_engine",
     "reload_equals_fresh_engine",
     "live_then_reload",

@@ -185,7 +185,7 @@ class _Exchange:
 
     def pack(self, read: Read, dtype: torch.dtype) -> None:
         for p, part in _parts(self.outgoing, self.bucket.sends()):
-            part.copy_(_checked_read(read, p, dtype))
+            part.copy_(checked_read(read, p, dtype))
 
     def start(self, group: dist.ProcessGroup | None) -> None:
         sizes = self.receive_sizes, self.send_sizes
@@ -215,7 +215,7 @@ class _Clock:
 
 def _copy_local(copies: Iterable[Move], read: Read, write: Write, dtype: torch.dtype) -> None:
     for p in copies:
-        write(p.dst_name, p.hf_name, p.hf_box, p.dst_box, _checked_read(read, p, dtype))
+        write(p.dst_name, p.hf_name, p.hf_box, p.dst_box, checked_read(read, p, dtype))
 
 
 def _parts(flat: torch.Tensor, pieces: Iterable[Move]) -> Iterator[tuple[Move, torch.Tensor]]:
@@ -228,7 +228,8 @@ def _parts(flat: torch.Tensor, pieces: Iterable[Move]) -> Iterator[tuple[Move, t
     assert start == flat.numel(), f"pieces of {start} elements in a buffer of {flat.numel()}"
 
 
-def _checked_read(read: Read, p: Move, dtype: torch.dtype) -> torch.Tensor:
+def checked_read(read: Read, p: Move, dtype: torch.dtype) -> torch.Tensor:
+    """One piece, of the shape and dtype that the plan says."""
     tensor = read(p.src_name, p.hf_name, p.hf_box, p.src_box)
     assert tensor.shape == extents(p.hf_box) and tensor.dtype == dtype, (
         f"{p.hf_name}: the source gave {tuple(tensor.shape)} {tensor.dtype}, not {extents(p.hf_box)} {dtype}"

@@ -6,6 +6,7 @@ import datetime
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from mega_rl.parallel.joint_group import MeetingPoint, join_store, open_meeting
 from mega_rl.parallel.store import LOOPBACK
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.receiver import Link
+from mega_rl.rollout.remote.weight_store import Form, Location, Store, Stored, take
 from mega_rl.rollout.vllm.receiving_engine import ReceivingEngine
 from mega_rl.types import Trajectory
 
@@ -45,6 +47,14 @@ class EngineProcess:
     def __init__(self) -> None:
         self._store: dist.TCPStore | None = None
         self._engine: ReceivingEngine | None = None
+        self._tensor_rank = 0
+        self._num_steps = 0  # of the engine, in ``proceed``
+        self._tickets: dict[int, tuple[int, int]] = {}  # request's number -> attempt and sample of its ticket
+        self._weights: Store | None = None  # of this node, from the first ``load`` on
+
+    def whereabouts(self) -> tuple[str, int]:
+        """This process's node in Ray's words, and its number there."""
+        return _runtime().get_node_id(), os.getpid()
 
     def process_id(self) -> int:
         return os.getpid()
@@ -79,6 +89,7 @@ class EngineProcess:
         os.environ.update(RANK=str(tensor_rank), LOCAL_RANK=str(index), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
         os.environ.update(MASTER_ADDR=point.host, MASTER_PORT=str(point.port))
         torch.set_num_threads(spec.num_threads)
+        self._tensor_rank = tensor_rank
         device = here.set_device(index)
         if point.world_size > 1 or index > 0:  # an engine without a group takes the first device that it sees
             store = self._store or join_store(point)
@@ -129,6 +140,37 @@ class EngineProcess:
                 return ended
         return []
 
+    def issue(self, attempt: int, samples: Sequence[int], requests: Sequence[Request]) -> None:
+        """Begin with samples of a ticket; ``proceed`` returns them under the number of the attempt."""
+        self._tickets |= zip(self.engine.enter(requests), ((attempt, sample) for sample in samples), strict=True)
+
+    def proceed(self, max_steps: int) -> list[tuple[int, int, Trajectory]]:
+        """``advance`` for what ``issue`` began: (attempt, sample, response), on the engine's first worker only."""
+        ended: list[tuple[int, Trajectory]] = []
+        for _ in range(max_steps):
+            if ended or not self.engine.num_unfinished:
+                break
+            ended = self.engine.numbered_step()
+            self._num_steps += 1
+        answers = [(*self._tickets.pop(number), trajectory) for number, trajectory in ended]
+        return [] if self._tensor_rank else answers
+
+    def pulse(self) -> int:
+        """Steps that the engine has made so far. Answers while another thread samples or loads."""
+        return self._num_steps
+
+    def load(self, form: Form, location: Location, stored: Stored) -> None:
+        """Take a version from the store of this node, and prove it; requests under way go on with it.
+
+        Raises:
+            InputError: the engine cannot be written to in place.
+            RuntimeError: the engine holds something else after it.
+        """
+        if self._weights is None:
+            self._weights = Store(form, location)
+        write = partial(take, self._weights, self._tensor_rank, stored)
+        self.engine.exchange(write, stored.version)
+
     def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
         return self.engine.first_logprobs(prompt_ids, temperature)
 
@@ -139,6 +181,11 @@ def _select(spec: EngineSpec) -> platform.Platform:
 
 def _assigned() -> dict[str, list[str]]:
     """The devices that Ray gave to this actor, by resource name."""
+    return _runtime().get_accelerator_ids()
+
+
+def _runtime() -> Any:
+    """Ray's word for this actor and its surroundings."""
     import ray
 
-    return ray.get_runtime_context().get_accelerator_ids()
+    return ray.get_runtime_context()

@@ -43,11 +43,11 @@ class Fleet:
         self._process_ids: list[int] = []
         self._workers: list[Any] = []
         options = platform.current().actor_options
-        check_room(_nodes(self._ray), bundle(options), num_engines, self.engine_size)
+        check_room(nodes(self._ray), bundle(options), num_engines, self.engine_size)
         for _ in range(num_engines):
             self._workers += place(self._ray, self.engine_size, options)
         self._process_ids = self.call("process_id", [()] * self.num_workers, "starting")
-        is_here = is_one_node() and len(_nodes(self._ray)) == 1  # trainer and engines
+        is_here = is_one_node() and len(nodes(self._ray)) == 1  # trainer and engines
         self.host = LOOPBACK if is_here else self._ray.util.get_node_ip_address()  # of this process
         firsts, size = range(0, self.num_workers, self.engine_size), self.engine_size
         opened = [(first, self._workers[first].open.remote(spec)) for first in firsts]
@@ -141,6 +141,15 @@ class Fleet:
 
 def place(ray: Any, size: int, actor_options: Mapping[str, Any]) -> list[Any]:
     """The actors of one engine of ``size`` workers, on one node."""
+    return spawn(ray, reserve(ray, size, actor_options), size, actor_options)
+
+
+def reserve(ray: Any, size: int, actor_options: Mapping[str, Any]) -> Any:
+    """A placement group for the workers of one engine, on one node.
+
+    Raises:
+        InputError: nobody has freed so much within ``PLACEMENT_TIMEOUT_S``.
+    """
     worker = bundle(actor_options)
     group = ray.util.placement_group([worker] * size, strategy="STRICT_PACK")
     if not group.wait(PLACEMENT_TIMEOUT_S):
@@ -151,15 +160,26 @@ def place(ray: Any, size: int, actor_options: Mapping[str, Any]) -> list[Any]:
             f"node of the Ray cluster, where { ({name: free.get(name, 0) for name in worker}) } is free: wait for its "
             "other users, lower rollout.num_engines or rollout.tensor_parallel_size, or add nodes."
         )
+    return group
+
+
+def spawn(
+    ray: Any, group: Any, size: int, actor_options: Mapping[str, Any], call_groups: Mapping[str, int] | None = None
+) -> list[Any]:
+    """An actor in every place of a placement group.
+
+    Args:
+        call_groups: by name, sets of calls that do not wait for others, and how many calls of each may run at a time.
+    """
     strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-    remote_class = ray.remote(EngineProcess)
+    remote_class = ray.remote(concurrency_groups=dict(call_groups or {}))(EngineProcess)
     return [
         remote_class.options(**actor_options, scheduling_strategy=strategy(group, part)).remote()
         for part in range(size)
     ]
 
 
-def _nodes(ray: Any) -> list[Mapping[str, float]]:
+def nodes(ray: Any) -> list[Mapping[str, float]]:
     """The resources of every node that is alive."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import itemgetter
 from pathlib import Path
@@ -38,8 +38,8 @@ from mega_rl.rollout.vllm.environment import (
 )
 from mega_rl.rollout.vllm.options import LOGPROBS_MODE, engine_arguments
 from mega_rl.rollout.vllm.sockets import remove_socket_names
-from mega_rl.rollout.vllm.versions import leave_routing_to_first_rank
-from mega_rl.types import Trajectory
+from mega_rl.rollout.vllm.versions import forget_prefixes, leave_routing_to_first_rank, num_sampled_tokens
+from mega_rl.types import Span, Trajectory
 
 
 class VLLMEngine:
@@ -80,6 +80,7 @@ class VLLMEngine:
         self._version = 0
         self._under_way: dict[int, Request] = {}  # by number of submission
         self._num_submitted = 0
+        self._spans: dict[int, list[Span]] = {}  # of responses under way that the weights of several syncs sample
         self._loaded: set[str] | None = None  # names loaded by the update under way; None outside of one
         self._llm = _construct(str(model_path), rollout, max_model_len, device_type, dtype, slots)
         self._call("receiver_set_up", LOGPROBS_MODE)
@@ -105,8 +106,13 @@ class VLLMEngine:
         return len(self._under_way)
 
     def submit(self, requests: Sequence[Request]) -> None:
+        self.enter(requests)
+
+    def enter(self, requests: Sequence[Request]) -> list[int]:
+        """``submit``; returns the requests' numbers, which ``numbered_step`` gives back with their responses."""
         assert self._loaded is None, "generation inside a weight update"
         self.check(requests)
+        first = self._num_submitted + 1
         if requests and not self._under_way:
             self._generators.seed(requests[0].seed)
         with self._generators.in_use():
@@ -117,19 +123,20 @@ class VLLMEngine:
                 self._llm.llm_engine.add_request(
                     str(self._num_submitted), prompt, self._sampling_params(request), lora_request=self._adapter
                 )
+        return list(range(first, self._num_submitted + 1))
 
     def step(self) -> list[Trajectory]:
-        return [trajectory for _, trajectory in self._step()]
+        return [trajectory for _, trajectory in self.numbered_step()]
 
     def generate(self, requests: Sequence[Request]) -> list[Trajectory]:
         assert not self._under_way, "generation while other responses are under way"
         self.submit(requests)
         done: list[tuple[int, Trajectory]] = []
         while self._under_way:
-            done += self._step()
+            done += self.numbered_step()
         return [trajectory for _, trajectory in sorted(done, key=itemgetter(0))]
 
-    def _step(self) -> list[tuple[int, Trajectory]]:
+    def numbered_step(self) -> list[tuple[int, Trajectory]]:
         """The responses that one step of the engine ends, with their numbers of submission, ascending."""
         if not self._under_way:
             return []
@@ -142,7 +149,9 @@ class VLLMEngine:
     def _trajectory(self, number: int, output: Any) -> Trajectory:
         request = self._under_way.pop(number)
         experts = self._routed_experts(number, request, output) if request.with_routing else None
-        return trajectory_of_output(request, output, self._version, experts)
+        trajectory = trajectory_of_output(request, output, self._version, experts)
+        spans = self._spans.pop(number, None)
+        return trajectory if spans is None else dataclasses.replace(trajectory, spans=tuple(spans))
 
     def _routed_experts(
         self, number: int, request: Request, output: Any
@@ -233,6 +242,29 @@ class VLLMEngine:
                 )
         if not self._llm.reset_prefix_cache():
             raise RuntimeError(f"The engine kept prefixes computed before weight version {version}.")
+        self._version = version
+
+    def exchange(self, write: Callable[[Mapping[str, torch.Tensor]], None], version: int) -> None:
+        """Have ``write`` put the weights of ``version`` into the live parameters, between two steps.
+
+        Requests may be under way: they go on with the new weights, whose keys and values are computed anew for all that
+        they have so far, and their trajectories tell which tokens came of which version.
+
+        Raises:
+            InputError: as ``parameters``.
+            RuntimeError: cached prefixes could not be forgotten.
+        """
+        assert self._loaded is None, "weights inside a weight update"
+        self._call("receiver_begin_update")
+        write(self.parameters())
+        if not forget_prefixes(self._llm):
+            raise RuntimeError(f"The engine kept prefixes computed before weight version {version}.")
+        for name, num_sampled in num_sampled_tokens(self._llm).items() if self._under_way else ():
+            first = len(self._under_way[int(name)].prompt.token_ids)
+            spans = self._spans.setdefault(int(name), [Span(first, self._version)])
+            if spans[-1].start == first + num_sampled:
+                del spans[-1]
+            spans.append(Span(first + num_sampled, version))
         self._version = version
 
     def sleep(self) -> None:

@@ -208,6 +208,11 @@ def engine_settings(rollout: RolloutConfig, engine: int) -> RolloutConfig:
     """
     if engine < num_loading_engines(rollout, engine + 1):
         return rollout
+    return without_weights(rollout)
+
+
+def without_weights(rollout: RolloutConfig) -> RolloutConfig:
+    """The settings of an engine that reads no weights when it starts."""
     return dataclasses.replace(rollout, vllm={**rollout.vllm, "load_format": "dummy"})
 
 

@@ -163,6 +163,22 @@ def _apply_experts(
         output.index_add_(0, tokens, result * topk_weights[tokens, places, None].to(result.dtype))
 
 
+def forget_prefixes(llm: Any) -> bool:
+    """Drop all cached keys and values; requests that run are put back and computed anew. False: some were kept."""
+    return bool(llm.reset_prefix_cache(reset_running_requests=True))
+
+
+def num_sampled_tokens(llm: Any) -> dict[str, int]:
+    """Tokens that the unfinished requests of an engine in this process have so far, by the names it was given."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    return {external_name(name): request.num_output_tokens for name, request in scheduler.requests.items()}
+
+
+def external_name(name: str) -> str:
+    """The name under which a request was added; the engine may have put a word of its own behind it."""
+    return name.split("-")[0]
+
+
 def leave_routing_to_first_rank(llm: Any) -> None:
     """Let an engine of several ranks return the experts of its tokens on its first rank only.
 

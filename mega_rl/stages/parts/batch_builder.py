@@ -8,24 +8,28 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch.distributed as dist
 
 from mega_rl.config import RunConfig
 from mega_rl.config.schema import DynamicSamplingConfig
 from mega_rl.data.prompts import PromptStream
+from mega_rl.megatron.saving import Late
 from mega_rl.observe.timers import Timers
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.parallel.rendezvous import Rendezvous
 from mega_rl.rewards.scorer import Scorer
 from mega_rl.rollout.collect import OutlinedGroup, PromptGroup, Quota, Round
 from mega_rl.rollout.depot import Depot
-from mega_rl.rollout.engine import Request, Sampler
+from mega_rl.rollout.engine import ProbedSampler, Request, Sampler
 from mega_rl.rollout.records import to_group, to_rows
 from mega_rl.rollout.replicas import collect_everywhere, engine_ranks
 from mega_rl.rollout.requests import make_requests
+from mega_rl.rollout.temperature_probe import Probed
 from mega_rl.types import Prompt, Score, Trajectory
 
 
@@ -38,6 +42,8 @@ class Batch:
     dropped: list[OutlinedGroup]  # whose samples all have the same reward
     metrics: Mapping[str, float]
     depot: Depot  # where the tokens of all of them are to be had
+    # The step, from 1, that all of them were sampled for, where the weights may be older; None: that of their version.
+    sampled_for: int | None = None
 
     @property
     def generated(self) -> list[OutlinedGroup]:
@@ -47,6 +53,36 @@ class Batch:
     @property
     def by_outcome(self) -> dict[str, list[OutlinedGroup]]:
         return {"learnt": self.learnt, "carried": self.carried, "dropped": self.dropped}
+
+
+class Batches(Protocol):
+    """Where the groups of every step come from; what a checkpoint holds of it is as of a ``Source``."""
+
+    @property
+    def sampler(self) -> Sampler | None:
+        """What validation may sample from; None: nothing."""
+        ...
+
+    @property
+    def probed(self) -> Probed:
+        """The engines, for questions before anything is sampled."""
+        ...
+
+    def build(self, step: int) -> Batch:
+        """The groups of one step, after the push of the weights that it trains. Collective."""
+        ...
+
+    def judged(self, batch: Batch) -> Batch:
+        """The batch with the scores of a reward model, if there is one; the engines sleep by then. Collective."""
+        ...
+
+    def state_dict(self) -> dict[str, Any] | Late: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None:
+        """Sample no more; not collective."""
+        ...
 
 
 class BatchBuilder:
@@ -63,7 +99,7 @@ class BatchBuilder:
         layout: EngineLayout,
         timers: Timers,
         stream: PromptStream,
-        engine: Sampler,
+        engine: ProbedSampler,
         scorer: Scorer,
         rendezvous: Rendezvous,
         depot: Depot,
@@ -73,8 +109,8 @@ class BatchBuilder:
         self._stream, self._engine, self._scorer = stream, engine, scorer
         self._is_leader = layout.tensor_rank(dist.get_rank()) == 0
         self._ranks = engine_ranks(layout, config.trainer.collective_timeout_s)
-        self._rendezvous = rendezvous
-        self._scoring_time = _BusyTime()
+        self._rendezvous, self.sampler, self.probed = rendezvous, engine, engine
+        self._scoring_time = BusyTime()
         self._depot = depot
         self._carried: list[OutlinedGroup] = []
         self._done: list[OutlinedGroup] = []  # of the step before, whose tokens are still here
@@ -115,21 +151,17 @@ class BatchBuilder:
             "budget_exhausted": float(is_short),
         }
         metrics = {f"rollout/groups_{name}": float(value) for name, value in figures.items()}
+        metrics |= staleness_metrics(step, kept[:wanted])
         return Batch(kept[:wanted], self._carried, dropped, metrics, self._depot)
 
     def judged(self, batch: Batch) -> Batch:
-        """The batch with the scores of a reward model, if there is one; the engines sleep by then. Collective."""
-        judge = self._scorer.judge
-        if judge is None:
-            return batch
-        groups = batch.generated
-        outlines = [outline for group in groups for outline in group.outlines]
-        found = iter(judge.complete(outlines, [score for group in groups for score in group.scores], self._depot))
-        learnt, self._carried, dropped = (
-            [replace(group, scores=tuple(islice(found, len(group.scores)))) for group in part]
-            for part in batch.by_outcome.values()
-        )
-        return replace(batch, learnt=learnt, carried=self._carried, dropped=dropped)
+        """As of ``Batches``."""
+        batch = judged(batch, self._scorer)
+        self._carried = batch.carried
+        return batch
+
+    def close(self) -> None:
+        """Do nothing: its engines end with their processes."""
 
     def _start_scoring(self, trajectory: Trajectory) -> Future[Score]:
         self._scoring_time.begin()
@@ -148,13 +180,7 @@ class BatchBuilder:
         missing = max(0, size - len(self._carried))
         initial = max(0, math.ceil(settings.oversample * size) - len(self._carried)) if missing else 0
         budget = min(math.ceil(settings.budget * size), len(self._stream.dataset))  # no prompt twice in a step
-        return Quota(missing, min(initial, budget), budget, is_kept=self._has_signal)
-
-    def _has_signal(self, scores: Sequence[Score]) -> bool:
-        """Whether a group's samples with a known reward differ in it, or in the part of it that ``metric`` names."""
-        metric = self._settings.metric
-        known = [score for score in scores if score.is_known]
-        return len({score.value if metric is None else score.parts[metric] for score in known}) > 1
+        return Quota(missing, min(initial, budget), budget, is_kept=partial(has_signal, settings.metric))
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next step goes on: plain values. Collective; on rank 0, the others have no carried groups."""
@@ -171,11 +197,40 @@ class BatchBuilder:
         self._carried = [OutlinedGroup(tuple(islice(outlines, len(group.scores))), group.scores) for group in groups]
 
 
+def judged(batch: Batch, scorer: Scorer) -> Batch:
+    """The batch with the scores of the scorer's reward model, if it has one. Collective."""
+    if scorer.judge is None:
+        return batch
+    groups = batch.generated
+    outlines = [outline for group in groups for outline in group.outlines]
+    found = iter(scorer.judge.complete(outlines, [score for group in groups for score in group.scores], batch.depot))
+    learnt, carried, dropped = (
+        [replace(group, scores=tuple(islice(found, len(group.scores)))) for group in part]
+        for part in batch.by_outcome.values()
+    )
+    return replace(batch, learnt=learnt, carried=carried, dropped=dropped)
+
+
+def has_signal(metric: str | None, scores: Sequence[Score]) -> bool:
+    """Whether a group's samples with a known reward differ in it, or in the part of it that ``metric`` names."""
+    known = [score for score in scores if score.is_known]
+    return len({score.value if metric is None else score.parts[metric] for score in known}) > 1
+
+
+def staleness_metrics(step: int, groups: Sequence[OutlinedGroup]) -> dict[str, float]:
+    """How many steps older than the trained ones the weights are that sampled the tokens; ``step`` counts from 0."""
+    ages = [outline.staleness(step) for group in groups for outline in group.outlines]
+    if not any(map(len, ages)):
+        return {}
+    all_ages = np.concatenate(ages)
+    return {"rollout/staleness_mean": float(all_ages.mean()), "rollout/staleness_max": float(all_ages.max())}
+
+
 def _without_routing(group: PromptGroup) -> PromptGroup:
     return replace(group, trajectories=tuple(replace(t, routed_experts=None) for t in group.trajectories))
 
 
-class _BusyTime:
+class BusyTime:
     """Seconds in which at least one of several things was under way; they begin and end in any thread."""
 
     def __init__(self) -> None:

@@ -174,27 +174,37 @@ def engine_and_sync(session: Session, actor: MegatronEngine, noise: AqnNoise) ->
         session.say(f"rollout.replay: responses come from {config.rollout.replay}, there is no engine to validate with")
         records = ReplayEngine(Path(config.rollout.replay), session.shape.mixture)
         return records, RecordedSync(records, noise)
-    dtype, weight_update = DTYPES[config.rollout.dtype or config.model.dtype], config.rollout.weight_update
-    plan = actor.policy.plan.adapters
-    slots = adapters.engine_slots(config.rollout, session.shape, plan, session.device.type, session.say)
-    changing = adapters.changing(config, actor.policy, noise, slots is not None)
-    of_slots = None if slots is None else plan
-    weights = Weights(session.shape, dtype, config.bridge.bucket_bytes, session.device, changing, of_slots)
+    weights, slots = engine_weights(session, actor, noise)
     if config.rollout.placement == "separate":
         rollout = config.rollout
         size = rollout.tensor_parallel_size
         wanted = remote_layout(session.shape, size, rollout.num_engines * size)
         load = load_proof(session, actor, weights, wanted)
         engines = remote_engines(session, slots)
-        sink: WeightSink = remote_sink(engines, weights, load, weight_update)
+        sink: WeightSink = remote_sink(engines, weights, load, rollout.weight_update)
         return engines, weight_sync(session, actor, sink, noise, weights.slots)
     engine, sink = colocated_engine(session, actor, weights, slots)
     return engine, weight_sync(session, actor, sink, noise, weights.slots)
 
 
+def engine_weights(session: Session, actor: MegatronEngine, noise: AqnNoise) -> tuple[Weights, Slots | None]:
+    """What the engines are sent, and the slots of their adapters; None: they have none."""
+    config, plan = session.config, actor.policy.plan.adapters
+    dtype = DTYPES[config.rollout.dtype or config.model.dtype]
+    slots = adapters.engine_slots(config.rollout, session.shape, plan, session.device.type, session.say)
+    changing = adapters.changing(config, actor.policy, noise, slots is not None)
+    of_slots = None if slots is None else plan
+    return Weights(session.shape, dtype, config.bridge.bucket_bytes, session.device, changing, of_slots), slots
+
+
 def remote_engines(session: Session, slots: Slots | None) -> RemoteEngines:
+    return RemoteEngines(engine_spec(session, slots), session.config.rollout.num_engines)
+
+
+def engine_spec(session: Session, slots: Slots | None) -> EngineSpec:
+    """What engines in processes of their own are started with."""
     config = session.config
-    spec = EngineSpec(
+    return EngineSpec(
         str(Path(config.model.path).resolve()),
         config.rollout,
         config.data.max_prompt_length + config.data.max_response_length,
@@ -205,7 +215,6 @@ def remote_engines(session: Session, slots: Slots | None) -> RemoteEngines:
         config.trainer.collective_timeout_s,
         slots,
     )
-    return RemoteEngines(spec, config.rollout.num_engines)
 
 
 def colocated_engine(
@@ -402,4 +411,5 @@ def objective(config: RunConfig) -> PolicyObjective:
         importance_level=algorithm.importance_level,
         importance_floor=algorithm.importance_floor,
         reduction=algorithm.loss_reduction,
+        num_ages=config.rollout.max_staleness + 1,
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from mega_rl.algorithms.advantage import ADVANTAGES, power_sums, whiten, with_penalty_to_go
 from mega_rl.algorithms.kl import KL_ESTIMATORS
-from mega_rl.algorithms.objective import PolicyObjective
+from mega_rl.algorithms.objective import POOLED, PolicyObjective
 from mega_rl.algorithms.reduce import Denominators
 from mega_rl.config import RunConfig
 from mega_rl.config.schema import AlgorithmConfig
@@ -45,11 +46,18 @@ def with_advantages(groups: SequenceOf[OutlinedGroup], advantage: str) -> list[S
     return [Sample(o, s, a) for (o, s), a in zip(pairs, advantages, strict=True)]
 
 
-def pack_samples(share: BatchShare, samples: SequenceOf[Sample], source: TokenSource) -> list[Microbatch]:
-    """This rank's share of the samples, with the tokens of no others. Collective."""
+def pack_samples(
+    share: BatchShare, samples: SequenceOf[Sample], source: TokenSource, step: int | None = None
+) -> list[Microbatch]:
+    """This rank's share of the samples, with the tokens of no others. Collective.
+
+    Args:
+        step: that learns from them, counted from 0, by which their staleness is told; None: it is not.
+    """
 
     def sequence(place: int, tokens: Tokens) -> Sequence:
-        return sequence_of(tokens, samples[place].advantage)
+        staleness = None if step is None else samples[place].outline.staleness(step)
+        return sequence_of(tokens, samples[place].advantage, staleness)
 
     outlines = [sample.outline for sample in samples]
     return pack_brought(share, outlines, [outline.num_tokens - 1 for outline in outlines], source, sequence)
@@ -68,7 +76,8 @@ class Learner:
     """Changes the actor's weights by scored samples.
 
     Args:
-        config: only ``algorithm``, ``aqn``, ``rollout.routing_replay`` and ``data.max_response_length`` are read.
+        config: only ``algorithm``, ``aqn``, ``rollout.mode``, ``rollout.routing_replay`` and
+            ``data.max_response_length`` are read.
         share: this rank's share of every minibatch.
         source: has the samples' tokens, of which this rank takes those that it learns from.
         timers: time the phases.
@@ -92,6 +101,7 @@ class Learner:
         critic: Critic | None = None,
     ) -> None:
         self._algorithm, self._aqn = config.algorithm, config.aqn
+        self._tells_ages = config.rollout.mode == "in_flight"  # else all tokens of a step have the same
         self._records_experts = config.rollout.routing_replay == "recompute"
         self._max_response_tokens = config.data.max_response_length
         self._share, self._source, self._timers, self._say = share, source, timers, say
@@ -115,7 +125,9 @@ class Learner:
         if not samples:
             self._say("warning: no sample of this step has a reward that is known, so it learns nothing")
             return {}
-        minibatches = self._prepared(samples, behaviour)
+        trained = gates.version if self._tells_ages and gates is not None else None
+        minibatches = self._prepared(samples, behaviour, trained)
+        pooled: dict[str, float] = defaultdict(float)
         metrics: dict[str, float] = {}
         learns = self._critic is None or not self._critic.learns_alone
         if self._critic is not None:
@@ -126,6 +138,9 @@ class Learner:
                 is_first, is_last = minibatch is minibatches[0], minibatch is minibatches[-1]
                 totals, gate_metrics = self._gradients(minibatch, gates if is_first else None)
                 metrics |= gate_metrics
+                for name in [name for name in totals.sums if name.startswith(POOLED)]:
+                    pooled[name.removeprefix(POOLED)] += totals.sums.pop(name)
+                pooled["num_tokens"] += minibatch.denominators.num_tokens
                 if not learns:  # what the gates and the metrics say of the policy, which stays as it is
                     _accumulate(metrics, totals, minibatch.denominators.num_tokens, num_parts=1)
                     continue
@@ -136,13 +151,16 @@ class Learner:
                 metrics["actor/grad_norm"] = metrics.get("actor/grad_norm", 0.0) + step.grad_norm / len(minibatches)
                 metrics["actor/lr"] = step.lr
         skipped = {"actor/skipped_steps": num_skipped, "actor/skipped_steps_total": self._actor.stepper.skipped.total}
+        metrics |= _pooled_metrics(pooled)
         return metrics | {name: float(value) for name, value in skipped.items()}
 
-    def _prepared(self, samples: list[Sample], behaviour: AbstractContextManager[None] | None) -> list[Minibatch]:
+    def _prepared(
+        self, samples: list[Sample], behaviour: AbstractContextManager[None] | None, step: int | None
+    ) -> list[Minibatch]:
         """The samples cut into minibatches and packed, with everything that the objective reads. Collective."""
         cuts = split_even(len(samples), min(self._algorithm.minibatches_per_step, len(samples)))
         parts = [[samples[i] for i in cut] for cut in cuts]
-        packed = [pack_samples(self._share, part, self._source) for part in parts]
+        packed = [pack_samples(self._share, part, self._source, step) for part in parts]
         with self._timers("old_logprobs"), behaviour or nullcontext():
             packed = [self._with_old_logprobs(microbatches) for microbatches in packed]
         with self._timers("reference_logprobs"):
@@ -240,6 +258,20 @@ def _differing(reference: Reference | None, actor: MegatronEngine) -> str | None
     assert reference is not None, "only a run with a reference compares with one"
     found = gather_objects(reference.differing(actor.policy))
     return next((name for name in found if name is not None), None)
+
+
+def _pooled_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """Metrics of what was added up over all minibatches, see `POOLED`."""
+    num_tokens = sums["num_tokens"]
+    if not num_tokens or "weight" not in sums:
+        return {}
+    metrics = {"rollout/ess": sums["weight"] ** 2 / (num_tokens * sums["weight_squared"])}
+    for name, number in sums.items():
+        kind, _, age = name.partition("/")
+        if kind == "tokens" and number:
+            metrics[f"rollout/tokens_of_staleness/{age}"] = number / num_tokens
+            metrics[f"rollout/kl_of_staleness/{age}"] = sums[f"rollout_kl/{age}"] / number
+    return metrics
 
 
 def _accumulate(metrics: dict[str, float], found: Totals, num_tokens: int, num_parts: int) -> None:

@@ -14,7 +14,7 @@ from mega_rl.errors import InputError, shown
 from mega_rl.megatron import checkpoint
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.optimizer import OptimizerStats
-from mega_rl.megatron.saving import CheckpointWriter
+from mega_rl.megatron.saving import CheckpointWriter, Late
 from mega_rl.observe.heartbeat import HEART
 from mega_rl.observe.timers import Timers
 from mega_rl.parallel.collectives import is_first, together
@@ -26,8 +26,8 @@ Validations = dict[str, dict[str, float]]  # "first" and "last" -> validation me
 class Source(Protocol):
     """What a stage learns from; its state is what a checkpoint needs to go on with the next batch."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state, whole on rank 0. Collective."""
+    def state_dict(self) -> dict[str, Any] | Late:
+        """The state, whole on rank 0, or what gives it later. Collective."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
@@ -102,11 +102,12 @@ def save_if_due(
 ) -> None:
     """Write a checkpoint of ``progress`` if one is due, else complete one under way; keep a copy too. Collective."""
 
+    metrics = {name: float(value) for name, value in progress.metrics.items()}
+    rest = {"validations": progress.validations, "metrics": metrics}
+
     def content() -> dict[str, Any]:
-        metrics = {name: float(value) for name, value in progress.metrics.items()}
         data = source.state_dict()  # only the first rank's is written
-        data = data if is_first() else {}
-        return {"data": data, "validations": progress.validations, "metrics": metrics}
+        return {"data": data if is_first() else {}, **rest}
 
     if memory is not None:
         with timers("save"):
@@ -115,7 +116,7 @@ def save_if_due(
         writer.poll()
         return
     with timers("save"), HEART.measured(partial(bytes_written, writer.root)):
-        writer.save(progress.step, actor, content())
+        writer.save(progress.step, actor, {"data": source.state_dict(), **rest})
         if progress.step == total_steps:
             writer.finish()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 from mega_rl.bridge.outgoing.noise import AqnNoise
@@ -56,10 +57,14 @@ def _reward_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         return metrics
     rewards = [sample.score.value for sample in known]
     mean = sum(rewards) / len(rewards)
-    groups: dict[tuple[int, int], set[float]] = defaultdict(set)
+    groups: dict[int, set[float]] = defaultdict(set)
     parts: dict[str, list[float]] = defaultdict(list)
-    for sample in known:
-        groups[sample.outline.newest_version, sample.outline.prompt_index].add(sample.score.value)
+    # the samples of a group stand side by side, from the first one on
+    numbers = accumulate(int(sample.outline.sample_index == 0) for sample in samples)
+    for sample, number in zip(samples, numbers, strict=True):
+        if not sample.score.is_known:
+            continue
+        groups[number].add(sample.score.value)
         for name, value in sample.score.parts.items():
             parts[name].append(value)
     metrics |= {
@@ -94,9 +99,10 @@ def show(
 ) -> None:
     """Samples of the step on the dashboards and, with ``logging.dump_rollouts``, all of them in a file.
 
-    Collective. A row of the file is what ``records.to_rows`` says, with ``step``, ``outcome`` (learnt, carried,
-    dropped), ``advantage`` and ``logprob_diff``, the mean |trainer - engine| over the response's tokens in nats before
-    the update; both are null if the step does not learn from the sample.
+    Collective. A row of the file is what ``records.to_rows`` says, with ``step``, ``sampled_for`` (the same, where the
+    weights need not be that step's), ``outcome`` (learnt, carried, dropped), ``advantage`` and ``logprob_diff``, the
+    mean |trainer - engine| over the response's tokens in nats before the update; both are null if the step does not
+    learn from the sample.
     """
     shown = samples[: logging.num_text_samples]
     texts = batch.depot.to_first([sample.outline for sample in shown])
@@ -113,8 +119,9 @@ def show(
             [{"advantage": s.advantage, "logprob_diff": d} for s, d in zip(samples, differences, strict=True)]
         )
         others = {"advantage": None, "logprob_diff": None}
+        head = {"step": step} | ({} if batch.sampled_for is None else {"sampled_for": batch.sampled_for})
         rows = [
-            {"step": step, "outcome": outcome, **row, **(next(learnt) if outcome == "learnt" else others)}
+            {**head, "outcome": outcome, **row, **(next(learnt) if outcome == "learnt" else others)}
             for outcome, groups in whole.items()
             for group in groups
             for row in to_rows(group)

@@ -35,7 +35,7 @@ class Validator:
         say: Callable[[str], None],
         held_out: PromptDataset | None,
         sync: Sync,
-        engine: Sampler,
+        engine: Sampler | None,
         scorer: Scorer,
         rendezvous: Rendezvous | None,
         depot: Depot,
@@ -54,6 +54,7 @@ class Validator:
         """Metrics of the actor's present weights, see ``evaluation_metrics``; collective."""
         if self.dataset is None:
             return {}
+        assert self.engine is not None, "there is held-out data, and nothing to sample from"
         with self.timers("validate"):
             self.sync.push(version=step, is_validation=True)
             mine: list[Answered] = []

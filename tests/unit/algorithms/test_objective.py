@@ -282,9 +282,10 @@ def test_metrics_by_hand() -> None:
         old_logprobs=vector([9.0, 0.0, 2 * half]),
         rollout_logprobs=vector([9.0, half, half]),
         reference_logprobs=vector([9.0, half, half]),
+        staleness=vector([0, 0, 2]),
     )
     stats = TokenStats(logprobs=vector([9.0, half, half], requires_grad=True), entropy=vector([9.0, 0.25, 0.5]))
-    _, figures = replace(PLAIN, importance_cap=1.75)(stats, microbatch, Denominators(2, 1, 4))
+    _, figures = replace(PLAIN, importance_cap=1.75, num_ages=3)(stats, microbatch, Denominators(2, 1, 4))
     maxima = {name: value.item() for name, value in figures.maxima.items()}
     assert maxima == pytest.approx({"ratio": 2.0, "rollout_logprob_abs_diff": 0.0}, abs=1e-6)
     assert {name: value.item() for name, value in figures.sums.items()} == pytest.approx(
@@ -300,6 +301,10 @@ def test_metrics_by_hand() -> None:
             "importance_bounded": 1.0,
             "rollout_kl": 0.0,
             "rollout_logprob_abs_diff": 0.0,
+            "pooled/weight": 2.0 + 0.5,
+            "pooled/weight_squared": 4.0 + 0.25,
+            **{f"pooled/tokens/{age}": number for age, number in enumerate((1.0, 0.0, 1.0))},
+            **{f"pooled/rollout_kl/{age}": 0.0 for age in range(3)},
         },
         abs=1e-6,
     )

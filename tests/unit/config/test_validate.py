@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from fnmatch import fnmatch
 from pathlib import Path
@@ -704,3 +705,39 @@ def test_a_function_called_as_the_reward_model_is_not_taken_for_it() -> None:
     assert any(
         "rewards[1].name" in line and "rename the function" in line for line in problems(config, has_files=False)
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rollout.mode": "synchronous"}, "rollout.max_staleness is 1, but with rollout.mode 'synchronous'"),
+        ({"rollout.placement": "colocated"}, "colocated engines take turns with the trainer"),
+        ({"rollout.seeds": "engine"}, "rollout.seeds is 'engine'"),
+        ({"checkpoint.local": 1}, "checkpoint.local is 1"),
+        ({"data.val_files": None}, "the engines have no pause for validation"),
+        ({"algorithm.dynamic_sampling.oversample": 1.5}, "no group waits for the next step"),
+        ({"algorithm.importance_cap": None}, "importance weights are what corrects for the older weights"),
+        ({"aqn.enabled": True, "aqn.old_logprobs": "none"}, "aqn.old_logprobs is 'none'"),
+        ({"aqn.enabled": True, "aqn.old_logprobs": "recompute_noisy"}, "no longer has the weights"),
+        ({"rollout.max_staleness": -1}, "rollout.max_staleness is -1"),
+    ],
+)
+def test_engines_that_sample_meanwhile(config, changes, words):
+    config.rollout.placement, config.rollout.mode, config.rollout.max_staleness = "separate", "pinned", 1
+    config.algorithm.dynamic_sampling.enabled = True
+    config.data.val_files = []
+    config.validation.test_freq = -1
+    config.model.dtype = "bfloat16"
+    assert problems(config) == []
+    for field, value in changes.items():
+        *path, name = field.split(".")
+        section = functools.reduce(getattr, path, config)
+        setattr(section, name, config.data.train_files if field == "data.val_files" else value)
+    found = problems(config)
+    assert len(found) == 1 and words in found[0], found
+
+
+def test_experts_of_weights_that_change_within_a_response(config):
+    config.rollout.placement, config.rollout.mode, config.data.val_files = "separate", "in_flight", []
+    config.rollout.routing_replay, config.validation.test_freq = "rollout", -1
+    assert any("the weights change within a response" in line for line in problems(config))

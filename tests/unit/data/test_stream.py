@@ -120,3 +120,13 @@ def test_a_batch_that_cannot_be_filled_is_refused(batch_size: int) -> None:
 def test_fingerprints_see_content_order_and_borders() -> None:
     parts = [[b"ab", b"c"], [b"a", b"bc"], [b"c", b"ab"], [b"ab", b"d"], [b"ab"]]
     assert len({fingerprint(part) for part in parts}) == len(parts)
+
+
+@given(st.integers(1, 5), st.integers(0, 12), st.booleans())
+def test_any_batch_of_a_run_is_known_by_its_number_and_has_spares(batch_size: int, batch: int, shuffle: bool) -> None:
+    source = stream(batch_size, shuffle)
+    expected = take(stream(batch_size, shuffle), batch + 1)[batch]
+    assert "".join(source.item(batch, place) for place in range(batch_size)) == expected
+    spares = [source.spare(batch, place) for place in range(10 - batch_size)]
+    assert sorted([*expected, *spares]) == list("abcdefghij") and source.epochs == 0
+    assert spares != [source.spare(batch + 1, place) for place in range(10 - batch_size)] or batch_size > 3

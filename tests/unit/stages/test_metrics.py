@@ -21,9 +21,11 @@ from mega_rl.stages.parts.weight_sync import Pushed
 from mega_rl.types import Prompt, Routing, Sample, Score, Trajectory, UnknownReward
 
 
-def sample(prompt_index: int, reward: float, length: int = 2, finish: str = "stop", **parts: float) -> Sample:
+def sample(
+    prompt_index: int, reward: float, length: int = 2, finish: str = "stop", index: int = 0, **parts: float
+) -> Sample:
     prompt = Prompt(prompt_index, (1, 2, 3), "", "", "s")
-    trajectory = Trajectory.single_turn(prompt, 0, (5,) * length, (-0.5,) * length, "", finish, 0)
+    trajectory = Trajectory.single_turn(prompt, index, (5,) * length, (-0.5,) * length, "", finish, 0)
     return Sample(trajectory.outline(), Score(reward, parts), 0.0)
 
 
@@ -32,7 +34,7 @@ def group_of(samples: Sequence[Sample]) -> OutlinedGroup:
 
 
 def test_sample_metrics_by_hand() -> None:
-    samples = [sample(0, 1.0), sample(0, 0.0, 4, "length"), sample(1, 1.0), sample(1, 1.0)]
+    samples = [sample(0, 1.0), sample(0, 0.0, 4, "length", 1), sample(1, 1.0), sample(1, 1.0, index=1)]
     metrics = rollout_metrics.sample_metrics(samples)
     assert metrics["reward/mean"] == 0.75 and metrics["reward/std"] == pytest.approx(0.5)
     assert (metrics["reward/min"], metrics["reward/max"]) == (0.0, 1.0)

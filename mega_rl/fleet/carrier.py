@@ -1,0 +1,35 @@
+"""Who carries the steward's decisions out: real engines, or stand-ins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from mega_rl.fleet.events import Event, Issue, Kill, Load, Start
+from mega_rl.fleet.tickets import Key
+
+# What an ``Issue`` asks for: (ticket, sample numbers) -> a ``mega_rl.rollout.engine.Request`` for each, with its seed.
+# Every carrier is given one when it is made.
+Requests = Callable[[Key, Sequence[int]], list[Any]]
+
+
+class Carrier(Protocol):
+    """The engines of a fleet. One thread, which takes part in no collective, calls all methods.
+
+    ``Answered.result`` is a ``mega_rl.types.Trajectory``. ``Advanced.prefix`` is one too: of all tokens so far, with no
+    text and no reason for an end; so are the prefixes of an ``Issue``.
+    """
+
+    def carry(self, decision: Start | Kill | Load | Issue) -> None:
+        """Begin with what was decided; returns at once, without waiting for an engine."""
+        ...
+
+    def events(self, wait_s: float) -> list[Event]:
+        """What the engines have said since the last call: ``Started``, ``Loaded``, ``Answered``, ``Advanced``,
+        ``Pulsed``, ``Died``; waits at most ``wait_s`` seconds for the first.
+        """
+        ...
+
+    def close(self) -> None:
+        """End all engines."""
+        ...

@@ -1,0 +1,64 @@
+"""The nodes that engines are on, seen from the trainer's rank 0: their processes, and how versions get there."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from mega_rl.rollout.remote.relay import NodeHelper
+from mega_rl.rollout.remote.weight_store import Location, Store
+
+FAN_OUT = 2  # nodes that a node passes a version on to
+NUM_CALLS = 4  # that a node's helper answers at a time: it may give while it takes
+
+
+class Nodes:
+    """No method waits for another node."""
+
+    def __init__(self, ray: Any, store: Store) -> None:
+        """``store``: of this node."""
+        self._ray, self._store, self.form = ray, store, store.form
+        self._own = ray.get_runtime_context().get_node_id()
+        self._here = NodeHelper(store.form, store.location)
+        self._helpers: dict[str, Any] = {}  # node -> its actor; of this node only if there are others
+        self._fetched: dict[int, dict[str, Any]] = defaultdict(dict)  # version -> node -> Ray's reference to a location
+        self._is_direct: set[int] = set()  # versions that failed to arrive somewhere: every node asks this one
+
+    def meet(self, node: str) -> None:
+        """Make ready for engines on this node."""
+        if node == self._own or node in self._helpers:
+            return
+        if self._own not in self._helpers:
+            self._helpers[self._own] = self._helper(self._own, self._store.location)
+        self._helpers[node] = self._helper(node, None)
+
+    def kill(self, node: str, processes: Sequence[int]) -> None:
+        if node == self._own:
+            self._here.kill(processes)
+        else:
+            self._helpers[node].kill.remote(processes)
+
+    def location(self, node: str, version: int) -> Any:
+        """Where a node has a version, or Ray's reference to that, which is there once the version is."""
+        if node == self._own:
+            return self._store.location
+        for old in [old for old in self._fetched if old <= version - self.form.num_slots]:
+            del self._fetched[old]
+        there = self._fetched[version]
+        if node not in there:
+            sources = [self._own, *there]
+            source = self._own if version in self._is_direct else sources[len(there) // FAN_OUT]
+            before = there.get(source, self._store.location)
+            there[node] = self._helpers[node].fetch.remote(version, self._helpers[source], before)
+        return there[node]
+
+    def forget(self, node: str, version: int) -> None:
+        """The version did not arrive: it is copied anew when it is wanted again."""
+        if self._fetched[version].pop(node, None) is not None:
+            self._is_direct.add(version)
+
+    def _helper(self, node: str, location: Location | None) -> Any:
+        affinity = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+        options = {"num_cpus": 0, "max_concurrency": NUM_CALLS, "max_restarts": -1, "scheduling_strategy": affinity}
+        return self._ray.remote(NodeHelper).options(**options).remote(self.form, location)

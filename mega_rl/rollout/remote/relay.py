@@ -1,0 +1,79 @@
+"""What a node does for its engines besides the engines: it ends their processes, and holds a store of its own.
+
+The trainer's node has the first store. Every other node with engines copies versions from a node that has them, in
+pieces through Ray, so that a version crosses the network once for each node, and the trainer's node sends it to two.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mega_rl.rollout.remote.weight_store import Form, Location, Store
+
+CHUNK_BYTES = 1 << 24
+NUM_AHEAD = 2  # chunks that are asked for before the one that is being written
+
+
+class NodeHelper:
+    """Of one node: in the trainer's rank 0, or as an actor of Ray on another node."""
+
+    def __init__(self, form: Form, location: Location | None = None) -> None:
+        """Attach to the node's store, or take memory for one.
+
+        Raises:
+            InputError: the host has not so much memory.
+        """
+        self._store = Store(form, location)
+
+    def kill(self, processes: Sequence[int]) -> None:
+        """End processes of this node at once, also those that have been stopped."""
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+    def chunk(self, worker: int, version: int, start: int, stop: int) -> npt.NDArray[np.uint8]:
+        """Bytes of a version's slot."""
+        found: npt.NDArray[np.uint8] = self._store.slot(worker, version)[start:stop].numpy()
+        return found
+
+    def fetch(self, version: int, source: Any, there: Location) -> Location:
+        """Copy a version from another node.
+
+        Args:
+            source: the actor of that node.
+            there: the answer of the same call there, for which Ray waits before it begins with this one.
+
+        Returns:
+            Where the version is now.
+
+        Raises:
+            RuntimeError: of Ray, if that node is gone.
+        """
+        import ray
+
+        asked: list[tuple[torch.Tensor, Any]] = []
+        for worker, start, stop in self._chunks():
+            here = self._store.slot(worker, version)[start:stop]
+            asked.append((here, source.chunk.remote(worker, version, start, stop)))
+            if len(asked) > NUM_AHEAD:
+                _write(ray, *asked.pop(0))
+        for pair in asked:
+            _write(ray, *pair)
+        return self._store.location
+
+    def _chunks(self) -> Iterator[tuple[int, int, int]]:
+        for worker, size in enumerate(self._store.form.slot_bytes):
+            for start in range(0, size, CHUNK_BYTES):
+                yield worker, start, min(start + CHUNK_BYTES, size)
+
+
+def _write(ray: Any, here: torch.Tensor, answer: Any) -> None:
+    here.numpy()[:] = ray.get(answer)

@@ -1,0 +1,156 @@
+"""The trainer's weights into the store of a node, version by version; engines fetch them from there when they want."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from mega_rl import platform
+from mega_rl.bridge.reshard.deposit import Deposit, Digest, HashedWrite, summed
+from mega_rl.bridge.reshard.execute import Ledger, Read, Transfer, Write, write_into
+from mega_rl.bridge.reshard.plan import Layout, compile_plan
+from mega_rl.bridge.series import Series, having
+from mega_rl.parallel.collectives import broadcast_object, gather_objects, is_first, together
+from mega_rl.rollout.remote.weight_store import Form, Store, Stored
+from mega_rl.rollout.sinks import Weights
+
+SEPARATOR = "/"  # between the number of a worker and the name of its parameter
+
+
+@dataclass(frozen=True)
+class Part:
+    """Moves what this rank has to give; collective or not, as its plan is."""
+
+    move: Callable[[Read, Write], Ledger]
+    is_collective: bool
+
+
+class StoreSink:
+    """A ``WeightSink`` whose engines fetch their weights; every method is collective over the trainer's ranks.
+
+    The store is on the node of rank 0. If all ranks are there, each writes what it holds, every byte once, and nothing
+    is sent; else the ranks of that node receive what the others hold, and write it. An update has ended when the
+    version is whole in the store: no engine is waited for.
+    """
+
+    inspect = None  # every load is proved by its digest, in the engine
+
+    def __init__(self, weights: Weights, engine_size: int, num_slots: int, num_here: int | None = None) -> None:
+        """
+        Args:
+            engine_size: workers of one engine.
+            num_slots: versions that engines may ask for, and one that is being written.
+            num_here: trainer ranks on rank 0's node, the first ones; None: as the launcher says.
+
+        Raises:
+            InputError: on every rank, if that node has not so much memory.
+        """
+        self._weights, self._version = weights, 0
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._num_here = num_here or min(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+        self._world = world
+        series = tuple(tuple(weights.worker_layout(engine_size, worker)) for worker in range(engine_size))
+        salt = broadcast_object(int.from_bytes(os.urandom(7), "big"))
+        self.form = Form(series, weights.dtype, num_slots, salt)
+        self._store: Store | None = None
+        with together("taking the memory of the weight store"):
+            if is_first():
+                self._store = Store(self.form)
+        location = broadcast_object(self._store and self._store.location)
+        with together("finding the weight store"):
+            if self._rank < self._num_here:
+                self._store = self._store or Store(self.form, location)
+        self._whole: Part | None = None
+        self._changing: Part | None = None  # what can differ from one update to the next
+        self._filled: set[int] = set()  # slots that hold every tensor of some version
+        self._digests: list[Digest] = [{} for _ in series]  # by worker, of the newest version; on rank 0 only
+        self.stored: dict[int, Stored] = {}  # by version, what engines may ask for; on rank 0 only
+
+    @property
+    def store(self) -> Store | None:
+        """Of this rank's node; None on the other nodes."""
+        return self._store
+
+    @property
+    def weight_version(self) -> int:
+        return self._version
+
+    def layout(self) -> list[list[Series]]:
+        return [list(series) for series in self.form.workers]
+
+    def connect(self, sources: Layout) -> None:
+        """Plan every update; no engine takes part."""
+        wanted = [[_of_worker(one, worker) for one in series] for worker, series in enumerate(self.form.workers)]
+        self._whole = self._changing = self._plan(sources, wanted)
+        if (names := self._weights.changing) is not None:
+            self._changing = self._plan(sources, [having(series, names) for series in wanted])
+
+    def update(self, read: Read, version: int) -> Ledger:
+        """Write a version over the oldest one, which nobody may ask for any more."""
+        assert self._whole is not None and self._changing is not None, "an update before connect"
+        slot = self.form.slot(version)
+        part = self._changing if slot in self._filled else self._whole
+        self.stored.pop(version - self.form.num_slots, None)
+        write = HashedWrite(write_into(self._memory(version)), self.form.salt)
+        with torch.no_grad(), nullcontext() if part.is_collective else together("writing into the weight store"):
+            ledger = part.move(read, write)
+        parts = gather_objects(write.digest())
+        self._filled.add(slot)
+        self._version = version
+        if is_first():
+            self._publish(version, summed(parts))
+        return ledger
+
+    def begin_sampling(self) -> None:
+        """Do nothing: engines fetch the weights when they want."""
+
+    def make_room(self) -> None:
+        """Do nothing: the engines have devices of their own."""
+
+    def _publish(self, version: int, found: Digest) -> None:
+        for (name, hf_name), value in found.items():
+            worker, local_name = name.split(SEPARATOR)
+            self._digests[int(worker)][local_name, hf_name] = value
+        self.stored[version] = Stored(version, [dict(digest) for digest in self._digests])
+
+    def _memory(self, version: int) -> dict[str, torch.Tensor]:
+        """The version's slot, by the names of ``_of_worker``; nothing on a rank without a store."""
+        if self._store is None:
+            return {}
+        parameters = (self._store.parameters(worker, version) for worker in range(len(self.form.workers)))
+        return {
+            f"{worker}{SEPARATOR}{name}": tensor
+            for worker, named in enumerate(parameters)
+            for name, tensor in named.items()
+        }
+
+    def _plan(self, sources: Layout, wanted: Sequence[Sequence[Series]]) -> Part:
+        dtype = self._weights.dtype
+        if self._num_here == self._world:
+            everything = [series for of_worker in wanted for series in of_worker]
+            deposit = Deposit(compile_plan([*sources, []], [*([] for _ in sources), everything]), self._rank)
+            return Part(lambda read, write: deposit.run(read, write, dtype), is_collective=False)
+        destinations: list[list[Series]] = [[] for _ in sources]
+        for worker, series in enumerate(wanted):
+            destinations[worker % self._num_here] += series
+        transfer = Transfer(
+            compile_plan(sources, destinations),
+            self._rank,
+            self._world,
+            None,
+            self._weights.bucket_bytes,
+            self._weights.device,
+            platform.current().synchronize,
+        )
+        return Part(lambda read, write: transfer.run(read, write, dtype), is_collective=True)
+
+
+def _of_worker(series: Series, worker: int) -> Series:
+    """The same series under a name that no other worker's parameter has."""
+    return replace(series, local_name=f"{worker}{SEPARATOR}{series.local_name}")

@@ -1,0 +1,238 @@
+"""The thread of rank 0 that runs a steward: it hears engines, scorers and the loop, and enters no collective.
+
+The loop tells it what has been trained and takes whole steps from it; whatever ends the thread is raised in the loop.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from mega_rl.errors import InputError
+from mega_rl.fleet import events
+from mega_rl.fleet.carrier import Carrier
+from mega_rl.fleet.engines import Condition
+from mega_rl.fleet.events import Decision, Event
+from mega_rl.fleet.steward import Steward
+from mega_rl.fleet.tickets import Key
+from mega_rl.observe.heartbeat import HEART
+from mega_rl.rollout.collect import PromptGroup
+from mega_rl.types import Score, Trajectory
+
+POLL_S = 0.02  # an engine is waited for so long before scores and the loop are heard again
+TICK_S = 1.0  # between two looks at the limits of engines
+CLOSE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """All that was sampled for one step, in the order of the tickets."""
+
+    kept: dict[Key, PromptGroup]
+    dropped: dict[Key, PromptGroup]
+
+
+class StewardThread:
+    """Runs a steward beside the loop. Its methods are called by the loop's thread.
+
+    Args:
+        steward: that nobody has begun with.
+        carrier: the engines; closed by the thread when it ends.
+        score: starts the scoring of a trajectory.
+        is_kept: whether a step learns from a group with these scores.
+        scores: of groups that are already decided in what the steward goes on from.
+        limit_s: how long nothing at all may come while a step is waited for; the steward's own limits are below it.
+    """
+
+    def __init__(
+        self,
+        steward: Steward,
+        carrier: Carrier,
+        score: Callable[[Trajectory], Future[Score]],
+        is_kept: Callable[[Sequence[Score]], bool],
+        scores: Mapping[Key, tuple[Score, ...]],
+        limit_s: float,
+    ) -> None:
+        self._steward, self._carrier, self._score, self._is_kept = steward, carrier, score, is_kept
+        self._limit_s = limit_s
+        self._scores = dict(scores)
+        self._scoring: dict[Key, list[Future[Score]]] = {}
+        self._told: SimpleQueue[Event | Key] = SimpleQueue()  # by the loop; a key: of a group that is scored
+        self._changed = threading.Condition()  # guards what follows
+        self._delivered: dict[int, Delivered] = {}
+        self._committed: dict[int, tuple[dict[str, Any], dict[Key, tuple[Score, ...]]]] = {}
+        self._failure: Exception | None = None
+        self._heard_at = time.monotonic()
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="steward", daemon=True)
+        self._thread.start()
+
+    # What the loop asks and tells.
+
+    def take(self, step: int) -> Delivered:
+        """What was sampled for a step, as soon as it is whole; each step is taken once.
+
+        Raises:
+            InputError: no engine is left, or a reward cannot be computed any more.
+            RuntimeError: nothing came for ``limit_s`` from anybody.
+        """
+        with self._changed:
+            self._wait_for(lambda: step in self._delivered, f"the samples of step {step + 1}")
+            return self._delivered.pop(step)
+
+    def published(self, version: int) -> None:
+        """The weights of this version can be fetched: the step before it has been learned from."""
+        self._told.put(events.Published(version))
+
+    def saved(self, version: int) -> None:
+        """The trainer's part of a checkpoint of this version is written; ``committed`` gives the rest."""
+        self._told.put(events.Saved(version))
+
+    def committed(self, version: int, wait: bool) -> tuple[dict[str, Any], dict[Key, tuple[Score, ...]]] | None:
+        """The steward's state for the checkpoint of a version, and the scores of its decided groups, once.
+
+        Args:
+            wait: until it is there; else None if it is not.
+
+        Raises: as ``take``.
+        """
+        with self._changed:
+            if wait or self._failure is not None:
+                self._wait_for(lambda: version in self._committed, f"what the checkpoint of step {version} has to hold")
+            return self._committed.pop(version, None)
+
+    def close(self) -> None:
+        """End the engines and the thread."""
+        self._is_closing.set()
+        with HEART.waiting("the rollout engines to end", is_for_ranks=False):
+            self._thread.join(CLOSE_S)
+
+    def _wait_for(self, is_there: Callable[[], bool], what: str) -> None:
+        self._heard_at = time.monotonic()
+        with HEART.waiting(f"{what}, from the rollout engines", is_for_ranks=False):
+            while not is_there():
+                if self._failure is not None:
+                    raise self._failure
+                if time.monotonic() - self._heard_at > self._limit_s:
+                    who = f"nothing came for {self._limit_s:g} s from {self._who()}"
+                    raise RuntimeError(f"{what} cannot be waited for any longer: {who}")
+                HEART.mark()  # this wait has a limit of its own
+                self._changed.wait(TICK_S)
+
+    def _who(self) -> str:
+        """Who could still say something, in words."""
+        engines = [e for e in list(self._steward.engines.values()) if e.condition is not Condition.GONE]
+        busy = [f"engine {e.number} ({e.condition.value}, {e.load} responses under way)" for e in engines]
+        scoring = [f"the scores of {len(self._scoring)} groups"] if self._scoring else []
+        return ", ".join([*busy, *scoring]) or "anybody"
+
+    # What the thread does.
+
+    def _run(self) -> None:
+        try:
+            self._carry_out(self._steward.begin(time.monotonic()))
+            ticked_at = time.monotonic()
+            while not self._is_closing.is_set() and not self._steward.has_ended:
+                num_told = self._hear_loop()
+                for event in self._carrier.events(0.0 if num_told else POLL_S):
+                    self._hear_engine(event)
+                if time.monotonic() - ticked_at > TICK_S:
+                    ticked_at = time.monotonic()
+                    self._handle(events.Ticked())
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is raised where the loop waits
+            self._fail(error)
+        finally:
+            self._carrier.close()
+
+    def _hear_loop(self) -> int:
+        """Take in what the loop told and which groups have been scored; returns how much that was."""
+        number = 0
+        while not self._is_closing.is_set():
+            try:
+                told = self._told.get_nowait()
+            except Empty:
+                break
+            number += 1
+            if isinstance(told, Key):
+                self._end_scoring(told)
+            else:
+                self._handle(told)
+        return number
+
+    def _hear_engine(self, event: Event) -> None:
+        if not isinstance(event, events.Pulsed):
+            self._heard_at = time.monotonic()
+            HEART.mark()
+        self._handle(event)
+
+    def _handle(self, event: Event) -> None:
+        self._carry_out(self._steward.handle(event, time.monotonic()))
+
+    def _carry_out(self, decisions: Sequence[Decision]) -> None:
+        for decision in decisions:
+            if isinstance(decision, events.Start | events.Kill | events.Load | events.Issue):
+                self._carrier.carry(decision)
+            elif isinstance(decision, events.Score):
+                self._begin_scoring(decision)
+            elif isinstance(decision, events.Deliver):
+                self._deliver(decision)
+            elif isinstance(decision, events.Commit):
+                self._commit(decision)
+            elif isinstance(decision, events.End) and decision.is_failure:
+                self._fail(InputError(decision.sentence))
+            # ``Forget`` needs nothing: a store of weights keeps the newest ones that the rules can ask for
+
+    def _begin_scoring(self, decision: events.Score) -> None:
+        found = self._scoring[decision.key] = [self._score(trajectory) for trajectory in decision.results]
+        left = _Countdown(len(found), partial(self._told.put, decision.key))
+        for score in found:
+            score.add_done_callback(left.one)
+
+    def _end_scoring(self, key: Key) -> None:
+        self._heard_at = time.monotonic()
+        scores = self._scores[key] = tuple(score.result() for score in self._scoring.pop(key))
+        self._handle(events.Scored(key, self._is_kept(scores)))
+
+    def _deliver(self, decision: events.Deliver) -> None:
+        trained = self._steward.ledger.trained
+        self._scores = {key: found for key, found in self._scores.items() if key.step >= trained}
+        kept = {key: PromptGroup(results, self._scores[key]) for key, results in decision.groups}
+        dropped = {}
+        for row in self._steward.ledger.step_state(decision.step):
+            key = Key(decision.step, row["ticket"])
+            if key not in kept:
+                dropped[key] = PromptGroup(tuple(row["results"].values()), self._scores[key])
+        with self._changed:
+            self._delivered[decision.step] = Delivered(kept, dropped)
+            self._changed.notify_all()
+
+    def _commit(self, decision: events.Commit) -> None:
+        scores = {key: found for key, found in self._scores.items() if key.step >= decision.version}
+        with self._changed:
+            self._committed[decision.version] = decision.state, scores
+            self._changed.notify_all()
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
+
+
+class _Countdown:
+    """Calls a function when so many futures are done, in whatever thread the last of them is."""
+
+    def __init__(self, number: int, call: Callable[[], None]) -> None:
+        self._left, self._call, self._lock = number, call, threading.Lock()
+
+    def one(self, _: Future[Score]) -> None:
+        with self._lock:
+            self._left -= 1
+            is_last = self._left == 0
+        if is_last:
+            self._call()

@@ -1,0 +1,85 @@
+"""Where ``rollout.mode`` decides: the engines of a fleet, and what the steps of a run come from."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from mega_rl.bridge.outgoing.noise import AqnNoise
+from mega_rl.config.schema import RolloutConfig
+from mega_rl.data.prompts import PromptStream
+from mega_rl.fleet.carrier import Requests
+from mega_rl.fleet.engines import Limits
+from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.rewards.scorer import Scorer
+from mega_rl.rollout.remote.carrier import RayCarrier
+from mega_rl.rollout.remote.store_sink import StoreSink
+from mega_rl.rollout.replay import RecordedCarrier, Records
+from mega_rl.stages.parts import building
+from mega_rl.stages.parts.batch_builder import BatchBuilder, Batches
+from mega_rl.stages.parts.fleet_batches import Fleet, FleetBatches
+from mega_rl.stages.parts.session import Session
+from mega_rl.stages.parts.weight_sync import Pushed, Sync
+
+
+class RecordedFleetSync:
+    """A ``Sync`` of recorded rollouts: nothing is sent."""
+
+    def __init__(self, noise: AqnNoise) -> None:
+        self._noise = noise
+
+    def push(self, version: int, is_validation: bool = False) -> Pushed:
+        assert not is_validation, "records hold no validation"
+        return Pushed(version, self._noise.sigma(version))
+
+    def end_sampling(self) -> None:
+        """Do nothing: no memory was taken."""
+
+
+def recorded_fleet(session: Session, actor: MegatronEngine, noise: AqnNoise) -> tuple[Fleet, Sync]:
+    """Engines that answer with what a run recorded, and their sync."""
+    config = session.config.rollout
+    assert config.replay is not None, "there are records"
+    session.say(f"rollout.replay: responses come from {config.replay}, there is no engine to validate with")
+    records = Records(Path(config.replay), session.shape.mixture)
+    return Fleet(config.num_engines, limits_of(config), partial(RecordedCarrier, records)), RecordedFleetSync(noise)
+
+
+def store_fleet(session: Session, actor: MegatronEngine, noise: AqnNoise) -> tuple[Fleet, Sync]:
+    """Engines that fetch their weights, and the sync that puts the actor's where they find them. Collective."""
+    config = session.config.rollout
+    weights, slots = building.engine_weights(session, actor, noise)
+    spec = building.engine_spec(session, slots)
+    # A version is written while engines may still ask for those that the step before it could be sampled with.
+    sink = StoreSink(weights, config.tensor_parallel_size, num_slots=config.max_staleness + 2)
+
+    def opened(requests: Requests) -> RayCarrier:
+        assert sink.store is not None, "rank 0 has the store"
+        return RayCarrier(spec, config.num_engines, requests, sink.store, sink.stored)
+
+    sync = building.weight_sync(session, actor, sink, noise, weights.slots)
+    return Fleet(config.num_engines, limits_of(config), opened), sync
+
+
+def limits_of(config: RolloutConfig) -> Limits:
+    """What an engine may take, and how long: as many responses as vLLM samples at a time."""
+    slots = int(config.vllm.get("max_num_seqs") or Limits.slots)
+    return Limits(slots, progress_s=config.engine_timeout_s, restarts=config.engine_restarts)
+
+
+def sampling(
+    session: Session,
+    actor: MegatronEngine,
+    noise: AqnNoise,
+    prompts: PromptStream,
+    scorer: Scorer,
+    total_steps: int,
+) -> tuple[Batches, Sync]:
+    """What every step learns from, and the sync that gives the engines behind it the actor's weights. Collective."""
+    config, timers, rendezvous, depot = session.config, session.timers, session.rendezvous, session.depot
+    if config.rollout.mode == "synchronous":
+        engine, sync = building.engine_and_sync(session, actor, noise)
+        return BatchBuilder(config, session.engine_layout, timers, prompts, engine, scorer, rendezvous, depot), sync
+    make = store_fleet if config.rollout.replay is None else recorded_fleet
+    fleet, sync = make(session, actor, noise)
+    return FleetBatches(config, timers, prompts, fleet, scorer, rendezvous, depot, total_steps), sync

@@ -1,0 +1,311 @@
+"""The carrier of real engines without engines: a Ray whose actors answer one call whenever somebody waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mega_rl import platform
+from mega_rl.bridge.series import Series
+from mega_rl.config.schema import RolloutConfig
+from mega_rl.errors import InputError
+from mega_rl.fleet import events
+from mega_rl.fleet.engines import Limits
+from mega_rl.fleet.steward import Steward
+from mega_rl.fleet.tickets import Key, Rules
+from mega_rl.rollout.engine import Request
+from mega_rl.rollout.remote import carrier as under_test
+from mega_rl.rollout.remote.carrier import RayCarrier
+from mega_rl.rollout.remote.engine_process import EngineSpec
+from mega_rl.rollout.remote.weight_store import Form, Store, Stored
+from mega_rl.types import Prompt, Trajectory
+
+NORM = Series("model.norm.weight", ((0, 5),), "model.norm.weight", ((0, 5),))
+RULES = Rules(num_groups=4, group_size=2, total_steps=3)
+LIMITS = Limits(progress_s=20.0, start_s=100.0, restarts=1)
+NUM_STEPS = 40  # of an engine for a response
+
+
+class ActorGone(Exception):
+    """``ray.exceptions.RayActorError``."""
+
+
+class TaskFailed(Exception):
+    """``ray.exceptions.RayTaskError``."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+class LaterError(Exception):
+    """``ray.exceptions.RayError``, of none of the kinds above."""
+
+
+@dataclass(eq=False)
+class Answer:
+    value: Any = None
+    error: Exception | None = None
+    is_there: bool = False
+
+
+@dataclass(eq=False)
+class Worker:
+    """An actor: one worker of an engine, which answers a call at a time; pulses wait for nobody."""
+
+    process: int
+    rank: int
+    state: str = "runs"  # or "stopped", or "gone"
+    failures: dict[str, Exception] = field(default_factory=dict)  # method -> what it raises
+    version: int = -1
+    num_steps: int = 0
+    calls: list[tuple[str, tuple[Any, ...], Answer]] = field(default_factory=list)
+    todo: dict[tuple[int, int], tuple[Request, int]] = field(default_factory=dict)  # ticket -> request, steps left
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+        def remote(*arguments: Any) -> Answer:
+            answer = Answer()
+            self.calls.append((name, arguments, answer))
+            return answer
+
+        return SimpleNamespace(remote=remote, options=lambda concurrency_group: SimpleNamespace(remote=remote))
+
+    def go_on(self) -> None:
+        if self.state == "gone":
+            for _, _, answer in self.calls:
+                answer.error, answer.is_there = ActorGone(), True
+            self.calls.clear()
+        for name, arguments, answer in self.calls[:1] if self.state == "runs" else ():
+            del self.calls[0]
+            answer.is_there = True
+            if name in self.failures:
+                answer.error = TaskFailed(self.failures[name])
+            else:
+                answer.value = getattr(self, f"do_{name}")(*arguments)
+
+    def do_whereabouts(self) -> tuple[str, int]:
+        return "own", self.process
+
+    def do_open(self, spec: EngineSpec) -> str:
+        assert spec.rollout.vllm["load_format"] == "dummy", "weights come from the store"
+        return "a meeting point"
+
+    def do_start(self, spec: EngineSpec, rank: int, point: Answer) -> None:
+        assert rank == self.rank
+
+    def do_load(self, form: Form, location: Any, stored: Stored) -> None:
+        assert not self.todo, "weights under a pinned ticket"
+        self.version = stored.version
+
+    def do_issue(self, attempt: int, samples: Sequence[int], requests: Sequence[Request]) -> None:
+        self.todo |= {(attempt, sample): (r, NUM_STEPS) for sample, r in zip(samples, requests, strict=True)}
+
+    def do_proceed(self, max_steps: int) -> list[tuple[int, int, Trajectory]]:
+        self.num_steps += max_steps
+        self.todo = {ticket: (request, left - max_steps) for ticket, (request, left) in self.todo.items()}
+        ended = {ticket: request for ticket, (request, left) in self.todo.items() if left <= 0}
+        self.todo = {ticket: entry for ticket, entry in self.todo.items() if ticket not in ended}
+        return [] if self.rank else [(*ticket, self.answer(request)) for ticket, request in ended.items()]
+
+    def do_pulse(self) -> int:
+        return self.num_steps
+
+    def answer(self, request: Request) -> Trajectory:
+        tokens = [self.version + 1, request.prompt.index, request.seed]
+        return Trajectory.single_turn(
+            request.prompt, request.sample_index, tokens, [-1.0] * 3, "", "stop", self.version
+        )
+
+
+class FakeRay:
+    """Time passes when somebody waits, a second each time."""
+
+    exceptions = SimpleNamespace(RayActorError=ActorGone, RayTaskError=TaskFailed, RayError=LaterError)
+
+    def __init__(self) -> None:
+        self.workers: list[Worker] = []
+        self.now = 0.0
+
+    def spawn(self, ray: Any, group: str, size: int, options: Any, call_groups: Any) -> list[Worker]:
+        found = [Worker(len(self.workers) + rank, rank) for rank in range(size)]
+        self.workers += found
+        return found
+
+    def wait(
+        self, answers: list[Answer], num_returns: int = 1, timeout: float = 0
+    ) -> tuple[list[Answer], list[Answer]]:
+        assert answers and len(set(map(id, answers))) == len(answers)
+        if timeout:
+            self.now += 1
+            for worker in self.workers:
+                worker.go_on()
+        ready = [answer for answer in answers if answer.is_there][:num_returns]
+        return ready, [answer for answer in answers if answer not in ready]
+
+    def get(self, found: Any) -> Any:
+        if isinstance(found, list):
+            return [self.get(one) for one in found]
+        assert found.is_there, "that would block"
+        if found.error is not None:
+            raise found.error
+        return found.value
+
+    def kill(self, worker: Worker) -> None:
+        worker.state = "gone"
+
+    def shutdown(self) -> None:
+        assert all(worker.state == "gone" for worker in self.workers)
+
+
+class FakeNodes:
+    def __init__(self, ray: FakeRay, store: Store) -> None:
+        self.form, self._ray = store.form, ray
+
+    def meet(self, node: str) -> None:
+        assert node == "own"
+
+    def location(self, node: str, version: int) -> str:
+        return node
+
+    def forget(self, node: str, version: int) -> None: ...
+
+    def kill(self, node: str, processes: Sequence[int]) -> None:
+        for process in processes:
+            self._ray.workers[process].state = "gone"
+
+
+def requests(key: Key, samples: Sequence[int]) -> list[Request]:
+    prompt = Prompt(key.ticket, (5, 6), "", "", "test")
+    return [Request(prompt, sample, seed=10 * key.ticket + sample, max_tokens=8) for sample in samples]
+
+
+class Run:
+    """A steward and the carrier of two engines."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, size: int = 1) -> None:
+        platform.select("cpu")
+        self.ray, self.told, self.batches = FakeRay(), [], []
+        self.on_issue: Callable[[events.Issue, list[Worker]], None] = lambda decision, workers: None
+        monkeypatch.setattr(under_test, "connected_ray", lambda num_workers: (self.ray, None))
+        monkeypatch.setattr(under_test, "nodes", lambda ray: [{"CPU": 2.0 * size}])
+        monkeypatch.setattr(under_test, "reserve", lambda ray, size, options: "a place")
+        monkeypatch.setattr(under_test, "spawn", self.ray.spawn)
+        monkeypatch.setattr(under_test, "Nodes", FakeNodes)
+        monkeypatch.setattr(under_test.time, "monotonic", lambda: self.ray.now)
+        rollout = RolloutConfig(placement="separate", num_engines=2, tensor_parallel_size=size)
+        spec = EngineSpec("", rollout, 64, "float32", "cpu", is_deterministic=False, num_threads=1)
+        store = Store(Form(((NORM,),) * size, torch.float32, num_slots=2, salt=1))
+        self.stored = {0: Stored(0, [])}
+        self.carrier = RayCarrier(spec, 2, requests, store, self.stored)
+        self.steward = Steward(RULES, LIMITS, range(2))
+
+    def go(self) -> events.End:
+        todo = list(self.steward.begin(self.ray.now))
+        while True:
+            following: list[events.Decision] = []
+            said: list[events.Event] = []
+            for decision in todo:
+                if isinstance(decision, events.End):
+                    self.carrier.close()
+                    return decision
+                self.do(decision, said)
+            for event in [*said, *self.carrier.events(1.0), events.Ticked()]:
+                following += self.steward.handle(event, self.ray.now)
+            todo = following
+
+    def do(self, decision: events.Decision, said: list[events.Event]) -> None:
+        self.told.append(decision)
+        if isinstance(decision, events.Score):
+            said.append(events.Scored(decision.key, is_kept=True))
+        elif isinstance(decision, events.Deliver):
+            self.batches.append([[(r.sampled_ids.tolist(), r.spans) for r in group] for _, group in decision.groups])
+            self.stored[decision.step + 1] = Stored(decision.step + 1, [])
+            said.append(events.Published(decision.step + 1))
+        elif isinstance(decision, events.Start | events.Kill | events.Load | events.Issue):
+            if isinstance(decision, events.Issue):
+                self.on_issue(decision, self.carrier._lives[decision.engine].workers)
+            self.carrier.carry(decision)
+
+    def whys(self) -> list[str]:
+        """Why engines were ended before the run was."""
+        return [d.why for d in self.told if isinstance(d, events.Kill)]
+
+
+def undisturbed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    run = Run(monkeypatch)
+    assert not run.go().is_failure and not run.whys()[:-2], run.whys()
+    assert [batch[0][0][0][0] for batch in run.batches] == [1, 2, 3], "each step has weights of its own"
+    return run.batches
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("strike", ["gone", "stopped"])
+def test_an_engine_that_dies_or_stops_with_work_costs_no_token(
+    monkeypatch: pytest.MonkeyPatch, strike: str, size: int
+) -> None:
+    expected, run, struck = undisturbed(monkeypatch), Run(monkeypatch, size), []
+
+    def on_issue(decision: events.Issue, workers: list[Worker]) -> None:
+        if decision.key.step == 1 and not struck:
+            struck.append(workers)
+            workers[-1].state = strike  # one process of it is enough
+
+    run.on_issue = on_issue
+    assert not run.go().is_failure and run.batches == expected
+    (why, *_) = run.whys()
+    assert ("was gone while" if strike == "gone" else "20 s were not enough for it to go on with") in why
+    assert all(worker.state == "gone" for worker in struck[0]), "the others of its processes too"
+    issues = [d for d in run.told if isinstance(d, events.Issue) and d.key.step == 1]
+    assert len(issues) > RULES.num_groups, "its work was given out again"
+
+
+def test_without_restarts_left_the_run_ends_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch)
+
+    def on_issue(decision: events.Issue, workers: list[Worker]) -> None:
+        if decision.key.step == 1:
+            workers[0].state = "gone"
+
+    run.on_issue = on_issue
+    end = run.go()
+    assert end.is_failure and end.sentence.startswith("no rollout engine is left (engine ") and len(run.batches) == 1
+    assert len([d for d in run.told if isinstance(d, events.Start)]) == 4, "each was started again once"
+
+
+def test_weights_that_cannot_be_proved_are_the_end_of_a_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, run = undisturbed(monkeypatch), Run(monkeypatch)
+    spawn = run.ray.spawn
+
+    def broken_once(*arguments: Any) -> list[Worker]:
+        workers = spawn(*arguments)
+        if len(run.ray.workers) == 1:
+            workers[0].failures["load"] = RuntimeError("the engine holds another model.norm.weight")
+        return workers
+
+    monkeypatch.setattr(under_test, "spawn", broken_once)
+    assert not run.go().is_failure and run.batches == expected
+    assert run.whys()[0] == "it failed while loading weights: the engine holds another model.norm.weight"
+    issued = {(d.engine, d.life) for d in run.told if isinstance(d, events.Issue)}
+    assert (0, 0) not in issued, "it never served"
+
+
+def test_what_the_user_must_change_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch)
+    spawn = run.ray.spawn
+
+    def refusing(*arguments: Any) -> list[Worker]:
+        workers = spawn(*arguments)
+        workers[0].failures["start"] = InputError("vLLM does not accept the rollout settings")
+        return workers
+
+    monkeypatch.setattr(under_test, "spawn", refusing)
+    with pytest.raises(InputError, match="vLLM does not accept"):
+        run.go()

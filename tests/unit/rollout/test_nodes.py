@@ -1,0 +1,114 @@
+"""How a version gets from the trainer's node to others: with stand-ins for Ray, its actors and their answers."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mega_rl.bridge.series import Series
+from mega_rl.rollout.remote import relay
+from mega_rl.rollout.remote.nodes import Nodes
+from mega_rl.rollout.remote.relay import NodeHelper
+from mega_rl.rollout.remote.weight_store import Form, Store
+
+NORM = Series("model.norm.weight", ((0, 5),), "model.norm.weight", ((0, 5),))
+FORM = Form(((NORM,),), torch.float32, num_slots=2, salt=1)
+
+
+class Actor:
+    """Answers at once, with the node that it is on."""
+
+    def __init__(self, node: str, asked: list[tuple[Any, ...]]) -> None:
+        self.node = node
+        self.fetch = SimpleNamespace(remote=lambda version, source, there: self._fetched(version, source, there))
+        self.kill = SimpleNamespace(remote=lambda processes: asked.append(("kill", node, processes)))
+        self.asked = asked
+
+    def _fetched(self, version: int, source: Actor, there: Any) -> str:
+        self.asked.append(("fetch", version, self.node, source.node, there))
+        return f"{version} at {self.node}"
+
+
+class FakeRay:
+    """Of the node "own"."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+        strategies = SimpleNamespace(NodeAffinitySchedulingStrategy=lambda node, soft: node)
+        self.util = SimpleNamespace(scheduling_strategies=strategies)
+
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(get_node_id=lambda: "own")
+
+    def remote(self, kind: type) -> Any:
+        assert kind is NodeHelper
+        made = SimpleNamespace(node="")
+
+        def options(**given: Any) -> Any:
+            made.node = given["scheduling_strategy"]
+            return SimpleNamespace(remote=lambda form, location: Actor(made.node, self.asked))
+
+        return SimpleNamespace(options=options)
+
+
+def test_each_node_takes_a_version_once_and_passes_it_on_to_two() -> None:
+    ray, store = FakeRay(), Store(FORM)
+    nodes = Nodes(ray, store)
+    for node in ("own", "a", "b", "c", "d", "e"):
+        nodes.meet(node)
+        nodes.meet(node)
+    assert nodes.location("own", 0) == store.location and not ray.asked
+    for _ in range(2):
+        assert [nodes.location(node, 0) for node in "abcde"] == [f"0 at {node}" for node in "abcde"]
+    own = store.location
+    assert ray.asked == [
+        ("fetch", 0, "a", "own", own),
+        ("fetch", 0, "b", "own", own),
+        ("fetch", 0, "c", "a", "0 at a"),
+        ("fetch", 0, "d", "a", "0 at a"),
+        ("fetch", 0, "e", "b", "0 at b"),
+    ]
+    store.close()
+
+
+def test_what_did_not_arrive_comes_from_the_first_node_next() -> None:
+    ray, store = FakeRay(), Store(FORM)
+    nodes = Nodes(ray, store)
+    for node in "abc":
+        nodes.meet(node)
+        nodes.location(node, 0)
+    nodes.forget("c", 0)
+    nodes.location("c", 0)
+    assert ray.asked[-2:] == [("fetch", 0, "c", "a", "0 at a"), ("fetch", 0, "c", "own", store.location)]
+    nodes.location("a", 2)
+    nodes.location("a", 0)  # its slot was the newer one's meanwhile
+    assert ray.asked[-1] == ("fetch", 0, "a", "own", store.location)
+    nodes.kill("b", [7])
+    assert ray.asked[-1] == ("kill", "b", [7])
+    store.close()
+
+
+def test_a_slot_is_copied_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two stores on this machine stand for two nodes."""
+    monkeypatch.setattr(relay, "CHUNK_BYTES", 3000)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda answer: answer))
+    there, here = Store(FORM), Store(FORM)
+    there.parameters(0, 1)["model.norm.weight"].copy_(torch.arange(5))
+    asked: list[tuple[int, ...]] = []
+    source = NodeHelper(FORM, there.location)
+
+    def chunk(*where: int) -> Any:
+        asked.append(where)
+        return source.chunk(*where)
+
+    helper = NodeHelper(FORM, here.location)
+    found = helper.fetch(1, SimpleNamespace(chunk=SimpleNamespace(remote=chunk)), there.location)
+    assert found == here.location and asked == [(0, 1, 0, 3000), (0, 1, 3000, 4096)]
+    assert here.parameters(0, 1)["model.norm.weight"].tolist() == [0, 1, 2, 3, 4]
+    assert here.parameters(0, 0)["model.norm.weight"].tolist() == [0] * 5, "the other version's slot"
+    there.close()
+    here.close()

@@ -1,0 +1,127 @@
+"""The thread between a steward and the loop: what it hands over, and that whatever ends it is raised at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+
+import pytest
+
+from mega_rl.errors import InputError
+from mega_rl.fleet import events
+from mega_rl.fleet.carrier import Requests
+from mega_rl.fleet.engines import Limits
+from mega_rl.fleet.steward import Steward
+from mega_rl.fleet.tickets import Key, Rules
+from mega_rl.rollout.engine import Request
+from mega_rl.rollout.fleet_state import decoded, encoded
+from mega_rl.rollout.requests import make_requests
+from mega_rl.rollout.steward_thread import StewardThread
+from mega_rl.types import Prompt, Score, Trajectory
+from tests.pretended_fleet import PretendedCarrier
+
+MANY_LIVES = Limits(slots=3, restarts=10_000)
+RULES = Rules(num_groups=2, group_size=2, total_steps=4, eta=1, budget=4)
+
+
+def requests(key: Key, samples: Sequence[int]) -> list[Request]:
+    prompt = Prompt(10 * key.step + key.ticket, (1, 2), "x", "0", "digits")
+    made = make_requests([prompt], n=RULES.group_size, step=key.step, seed=3, max_tokens=6, temperature=1.0)
+    return [made[sample] for sample in samples]
+
+
+def score(trajectory: Trajectory) -> Future[Score]:
+    found: Future[Score] = Future()
+    found.set_result(Score(float(trajectory.token_ids.sum() % 5)))
+    return found
+
+
+def differ(scores: Sequence[Score]) -> bool:
+    return len({score.value for score in scores}) > 1
+
+
+@contextmanager
+def running(
+    engines: int = 2,
+    death: int = 0,
+    limits: Limits = MANY_LIVES,
+    scoring: Callable[[Trajectory], Future[Score]] = score,
+    state: tuple[dict[str, object], dict[Key, tuple[Score, ...]]] | None = None,
+    carrier: Callable[[Requests], PretendedCarrier] | None = None,
+    limit_s: float = 60.0,
+    seed: int = 0,
+) -> Iterator[tuple[StewardThread, PretendedCarrier]]:
+    made = carrier(requests) if carrier else PretendedCarrier(requests, lambda v: v, True, seed=seed, death=death)
+    steward = Steward(RULES, limits, range(engines), None if state is None else state[0])
+    thread = StewardThread(steward, made, scoring, differ, {} if state is None else state[1], limit_s)
+    try:
+        yield thread, made
+    finally:
+        thread.close()
+    assert made.is_closed
+
+
+def rest(thread: StewardThread, first: int = 0) -> list[object]:
+    """All steps from ``first``, each published when it has been taken."""
+    found = []
+    for step in range(first, RULES.total_steps):
+        if step > first:
+            thread.published(step)
+        found.append(thread.take(step))
+    return found
+
+
+def test_what_is_delivered_depends_on_no_engine_and_a_checkpoint_goes_on_exactly() -> None:
+    with running(engines=1) as (thread, _):
+        whole = rest(thread)
+    assert all(step.kept for step in whole) and any(step.dropped for step in whole)
+    with running(engines=3, death=50, seed=4) as (thread, _):
+        assert [thread.take(0), thread.published(1)][0] == whole[0]
+        assert thread.take(1) == whole[1]
+        thread.saved(2)  # before its weights are published: what it waits for needs only older ones
+        state = thread.committed(2, wait=True)
+    assert state is not None and list(state[0]["steps"]) == [2]
+    state = decoded(encoded(*state))
+    with running(engines=2, death=50, seed=5, state=state) as (thread, carrier):
+        assert thread.committed(2, wait=False) is None
+        assert rest(thread, first=2) == whole[2:]
+    assert set(dict.fromkeys(key.step for key in state[1])) == {2}
+
+
+def test_without_engines_the_loop_is_told_at_once() -> None:
+    with running(engines=2, death=1000, limits=Limits(restarts=1)) as (thread, _):
+        for _ in range(2):  # and again
+            with pytest.raises(InputError, match=r"no rollout engine is left \(engine \d: it was killed\)"):
+                thread.take(0)
+        with pytest.raises(InputError, match="no rollout engine"):
+            thread.committed(1, wait=False)
+
+
+def test_what_scoring_and_engines_raise_is_raised_in_the_loop() -> None:
+    def failing(trajectory: Trajectory) -> Future[Score]:
+        found: Future[Score] = Future()
+        found.set_exception(InputError("the reward exact_match is gone"))
+        return found
+
+    with running(scoring=failing) as (thread, _), pytest.raises(InputError, match="exact_match is gone"):
+        thread.take(0)
+
+    class Broken(PretendedCarrier):
+        def carry(self, decision: events.Start | events.Kill | events.Load | events.Issue) -> None:
+            raise ValueError("a defect")
+
+    broken = lambda wanted: Broken(wanted, lambda v: v, True)  # noqa: E731
+    with running(carrier=broken) as (thread, _), pytest.raises(ValueError, match="a defect"):
+        thread.take(0)
+
+
+def test_a_wait_has_a_limit_that_names_who_is_waited_for() -> None:
+    class Silent(PretendedCarrier):
+        def events(self, wait_s: float) -> list[events.Event]:
+            return [event for event in super().events(wait_s) if not isinstance(event, events.Answered)]
+
+    silent = lambda wanted: Silent(wanted, lambda v: v, True)  # noqa: E731
+    sentence = r"the samples of step 1 cannot be waited for any longer: nothing came for 0.3 s from engine 0 \("
+    with running(engines=1, carrier=silent, limit_s=0.3) as (thread, _), pytest.raises(RuntimeError, match=sentence):
+        thread.take(0)

@@ -1,0 +1,82 @@
+"""What a fleet's runs draw, and which checkpoints they go on from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mega_rl.config.schema import RunConfig
+from mega_rl.data.stream import Stream, fingerprint
+from mega_rl.errors import InputError
+from mega_rl.fleet.engines import Limits
+from mega_rl.fleet.tickets import Key
+from mega_rl.observe.timers import Timers
+from mega_rl.rollout.requests import sample_seed
+from mega_rl.stages.parts.fleet_batches import Fleet, FleetBatches
+from mega_rl.types import Prompt
+
+
+class Prompts:
+    fingerprint = fingerprint([b"prompts"])
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, position: int) -> Prompt:
+        return Prompt(position, (1, position), str(position), "0", "digits")
+
+
+def batches(mode: str = "pinned", eta: int = 1, enabled: bool = True) -> FleetBatches:
+    config = RunConfig()
+    config.rollout.mode, config.rollout.max_staleness, config.rollout.n = mode, eta, 3
+    config.data.train_batch_size, config.data.max_response_length = 2, 8
+    config.algorithm.dynamic_sampling.enabled = enabled
+    fleet = Fleet(5, Limits(), lambda _: pytest.fail("nothing is started"))
+    stream = Stream(Prompts(), 2, True, 0)
+    return FleetBatches(config, Timers(), stream, fleet, *[None] * 3, total_steps=10)  # type: ignore[arg-type]
+
+
+def state(**changes: Any) -> dict[str, Any]:
+    made = batches()
+    rules = {
+        "rollout.mode": "pinned", "rollout.max_staleness": 1, "rollout.n": 3, "data.train_batch_size": 2
+    }  # fmt: skip
+    fleet = {"format": 1, "trained": 2, "steps": {"2": []}}
+    return {"stream": made._stream.state_dict(), "carried": [], "rules": rules, "fleet": fleet} | changes
+
+
+def test_requests_have_the_seeds_of_their_step_and_sample() -> None:
+    made = batches()
+    first, second = made.requests(Key(3, 1), (0, 2))
+    prompt = Stream(Prompts(), 2, True, 0).item(3, 1)
+    assert first.prompt == second.prompt == prompt and (first.sample_index, second.sample_index) == (0, 2)
+    assert second.seed == sample_seed(0, 3, prompt.index, 2)
+    of_step = [made.requests(Key(3, ticket), (0,))[0].prompt.index for ticket in range(9)]
+    assert sorted(of_step) == list(range(9))  # replacements too: no prompt twice in a step
+
+
+def test_a_budget_is_never_larger_than_the_data_and_groups_are_cut_for_many_engines() -> None:
+    rules = batches()._rules
+    assert (rules.budget, rules.num_parts, rules.num_steps(0), rules.is_pinned) == (9, 3, 2, True)
+    assert batches(enabled=False)._rules.budget is None and not batches("in_flight")._rules.is_pinned
+
+
+def test_a_checkpoint_goes_on_with_the_rules_that_it_was_made_with() -> None:
+    batches().load_state_dict(state())
+    with pytest.raises(
+        InputError, match=r"rollout.max_staleness=1, and this run has rollout.max_staleness=2.* as they"
+    ):
+        batches(eta=2).load_state_dict(state())
+    with pytest.raises(InputError, match="written with rollout.mode=pinned"):
+        batches("in_flight").load_state_dict(state())
+
+
+def test_a_synchronous_checkpoint_has_nothing_in_the_air() -> None:
+    synchronous = {"stream": state()["stream"], "carried": []}
+    with pytest.raises(InputError, match="was written by a run with rollout.mode=synchronous"):
+        batches().load_state_dict(synchronous)
+    batches(eta=0).load_state_dict(synchronous)
+    batches("in_flight").load_state_dict(synchronous)
+    with pytest.raises(InputError, match="carried from step to step"):
+        batches("in_flight").load_state_dict(synchronous | {"carried": [[]]})
