@@ -12,7 +12,7 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from mega_rl.data.messages import ASSISTANT, CALLS, Message
-from mega_rl.environments.tools import Parser
+from mega_rl.environments.tools import Parsed, Parser
 from mega_rl.rollout.openai_requests import Asked
 from mega_rl.types import Trajectory
 
@@ -59,21 +59,27 @@ def answer_of(
         parse: finds the calls of tools; None: there are none.
     """
     ids, logprobs = trajectory.sampled_ids.tolist(), trajectory.logprobs[trajectory.loss_mask].tolist()
-    text, calls, reason = trajectory.text, [], trajectory.finish_reason
+    text, calls, reason = trajectory.text, list[Mapping[str, Any]](), trajectory.finish_reason
     if parse is not None:
         # With special tokens, which mark the calls of some models, but without the one that ended the turn.
         written = ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
-        parsed = parse(str(tokenizer.decode(written, skip_special_tokens=False)))
-        calls = [
-            {
-                "id": uuid.uuid4().hex[:ID_LENGTH],
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in parsed.calls
-        ]
-        text, reason = (parsed.content, "tool_calls") if calls else (text, reason)
+        before, calls = calls_of(str(tokenizer.decode(written, skip_special_tokens=False)), parse)
+        text, reason = (before, "tool_calls") if calls else (text, reason)
     return Answer(number, ids, logprobs, text, reason, calls, trajectory.prompt.token_ids)
+
+
+def calls_of(text: str, parse: Parser | None) -> tuple[str, list[Mapping[str, Any]]]:
+    """What stands before the calls of a turn, and the calls."""
+    parsed = Parsed(text, ()) if parse is None else parse(text)
+    calls = [
+        {
+            "id": uuid.uuid4().hex[:ID_LENGTH],
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for call in parsed.calls
+    ]
+    return parsed.content, calls
 
 
 @dataclass
