@@ -63,8 +63,8 @@ def execute(path: str, names: dict[str, Any]) -> int:
 def run_and_end(path: str, names: dict[str, Any]) -> NoReturn:
     """Run the file and end this process as an interpreter does, but that modules are left as they are.
 
-    Taking them apart writes to all of their memory, which this process shares with the one that it was forked from: with
-    much loaded, that is half of the time of a short program.
+    Taking them apart writes to all of their memory, which this process shares with the one that it was forked from:
+    with much loaded, that is half of the time of a short program.
     """
     try:
         status = execute(path, names)

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import secrets
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,16 @@ from mega_rl.rollout.openai_answers import Answer, Form, calls_of, error
 from mega_rl.rollout.openai_requests import chat_of
 
 # What the run decides: an agent that asks for something else would be trained as what it is not.
-OF_THE_RUN = ("temperature", "max_tokens", "max_completion_tokens", "n", "seed", "stop", "logprobs", "stream")
+OF_THE_RUN: Mapping[str, tuple[Any, ...]] = {
+    "logprobs": (None, False),
+    "max_completion_tokens": (None,),
+    "max_tokens": (None,),
+    "n": (None, 1),
+    "seed": (None,),
+    "stop": (None, []),
+    "stream": (None, False),
+    "temperature": (None,),
+}
 
 
 @dataclass
@@ -120,8 +129,8 @@ class Address:
 
     async def _turn(self, caller: _Caller, body: Any) -> dict[str, Any]:
         chat = chat_of(body, 1.0)
-        for name in OF_THE_RUN:
-            if body.get(name) not in (None, False):
+        for name, allowed in OF_THE_RUN.items():
+            if body.get(name) not in allowed:
                 raise InputError(f"{name} is the run's to choose: leave it out")
         new, keys = caller.new(chat.messages), [key_of(message) for message in chat.messages]
         turn = await caller.generate(new)

@@ -81,6 +81,7 @@ class _EngineThread(threading.Thread):
             if self._is_closing:
                 return False
             taken, self._inbox = self._inbox, []
+        self._told |= {requests[0].prompt.index: tell for what, requests, tell in taken if what == "submit"}
         for what, requests, tell in taken:
             if what == "abort":
                 self._told.pop(requests[0].prompt.index, None)
@@ -89,8 +90,8 @@ class _EngineThread(threading.Thread):
                 continue
             try:
                 self._sampler.submit(requests)
-                self._told[requests[0].prompt.index] = tell
             except InputError as error:
+                del self._told[requests[0].prompt.index]
                 tell(error)
         return True
 
