@@ -31,6 +31,7 @@ import uvicorn
 
 from mega_rl import platform
 from mega_rl.config import RunConfig, validate
+from mega_rl.config.schema import RewardConfig
 from mega_rl.data.tokenizer import load_tokenizer
 from mega_rl.errors import InputError
 from mega_rl.evaluation.configuration import evaluation_config
@@ -93,10 +94,12 @@ def keys_of(options: argparse.Namespace) -> list[str]:
 
 def check(options: argparse.Namespace) -> None:
     """Raises InputError: impossible options."""
-    for name in ("max_requests", "max_sessions", "step", "tensor_parallel", "engines", "max_model_len"):
+    for name in ("max_requests", "max_sessions", "step", "tensor_parallel", "engines"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise InputError(f"--{name.replace('_', '-')} is {value}; give at least 1")
+    if options.max_model_len is not None and options.max_model_len < 2:
+        raise InputError(f"--max-model-len is {options.max_model_len}; a prompt and a response take at least 2 tokens")
     for name in ("session_idle_s", "grace_s"):
         if not getattr(options, name) > 0:
             raise InputError(f"--{name.replace('_', '-')} is {getattr(options, name)}; give more than 0")
@@ -116,7 +119,11 @@ def configured(options: argparse.Namespace, weights: Weights) -> RunConfig:
         num_engines=options.engines or 1,
         seeds="request",
     )
-    config = replace(config, rollout=rollout)
+    length = options.max_model_len or config.data.max_prompt_length + config.data.max_response_length
+    trainer = replace(config.trainer, max_tokens_per_microbatch=max(length, config.trainer.max_tokens_per_microbatch))
+    data = replace(config.data, max_prompt_length=length - 1, max_response_length=1)  # a client says how much of either
+    rewards = config.rewards or [RewardConfig("boxed")]  # a configuration has some; nothing is scored here
+    config = replace(config, rollout=rollout, trainer=trainer, data=data, rewards=rewards)
     validate(config, 1, has_files=False)
     rollout.weight_update = "reload"  # engines load for themselves, in the form that is fastest
     return config
@@ -174,7 +181,7 @@ def endpoint_of(options: argparse.Namespace, config: RunConfig, scratch: Path, w
     if weights.is_checkpoint:
         export(weights, config.model.path, scratch / "model", CONVERTER)
         config.model.path = str(scratch / "model")
-    length = options.max_model_len or config.data.max_prompt_length + config.data.max_response_length
+    length = config.data.max_prompt_length + config.data.max_response_length
     vocab_size = read_model_shape(config.model.path).vocab_size
     engines, prepare = samplers(config, length)
     parse_calls = None if options.tool_parser is None else tool_parser(options.tool_parser, tokenizer)

@@ -22,6 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mega_rl.data.tiny_model import TinyModelSpec, write_tiny_model
+from mega_rl.parallel.process import fail
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.records import read_step, to_group
 from mega_rl.rollout.vllm.streaming_engine import StreamingEngine
@@ -69,6 +70,8 @@ def main() -> None:
         serve.main([str(model), *options, *recorded, *keys])
     except SystemExit as ended:
         print(f"ENDED {ended.code}", flush=True)
+    except Exception as error:  # noqa: BLE001 - the agents wait for what will never come
+        fail(error)
     agents.join(60)
 
 

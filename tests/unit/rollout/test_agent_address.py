@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,9 @@ openai = pytest.importorskip("openai")  # comes with vLLM, which need not be the
 from mega_rl.environments.agent import AgentEnvironment, Generate  # noqa: E402
 from mega_rl.environments.episode import Episode, EpisodeLimits, run_episode  # noqa: E402
 from mega_rl.environments.protocol import Message, Reply, Turn  # noqa: E402
+from mega_rl.errors import InputError  # noqa: E402
 from mega_rl.rollout.agent_address import Address  # noqa: E402
+from mega_rl.rollout.verifiers_agents import verifiers_episode  # noqa: E402
 from mega_rl.types import Prompt  # noqa: E402
 from tests.chat_templates import tokenizer_of  # noqa: E402
 from tests.serving import parse_calls  # noqa: E402
@@ -84,3 +88,43 @@ def test_a_conversation_that_does_not_go_on_is_refused() -> None:
 
     (episode,) = asyncio.run(run(agent, ["one", "two"]))
     assert episode.reward == 1.0 and episode.metrics["turns"] == 2
+
+
+class Rehearsal:
+    """A fake of what is used of verifiers' environments (0.1): it drives itself with a client, and a rubric scores."""
+
+    def __init__(self) -> None:
+        self.rubric = self
+
+    async def rollout(self, row: Any, client: Any, model: str, sampling_args: Any) -> dict[str, Any]:
+        assert client.client_type == "openai_chat_completions" and row["example_id"] == 4
+        async with openai.AsyncOpenAI(base_url=client.api_base_url, api_key="none", max_retries=0) as asked:
+            answer = await asked.chat.completions.create(model=model, messages=row["prompt"], n=1, **sampling_args)
+        return {"said": answer.choices[0].message.content, "answer": row["answer"], "error": None}
+
+    async def score_rollout(self, state: dict[str, Any]) -> None:
+        state["reward"] = float(state["said"] == state["answer"])
+        state["metrics"] = {"num_turns": 1}
+
+
+def test_an_environment_of_verifiers_drives_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "verifiers", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "verifiers.types", None)
+    address = Address(tokenizer_of("qwen2.5"))
+    with pytest.raises(InputError, match="pip install 'verifiers<0.2'"):
+        verifiers_episode(Rehearsal(), address)
+    monkeypatch.setitem(sys.modules, "verifiers.types", SimpleNamespace(ClientConfig=SimpleNamespace))
+    prompt = Prompt(4, (1,), "<user>What is 2 + 2?", "four", "test", {"messages": ASK})
+
+    async def generate(messages: Sequence[Message]) -> Turn:
+        return Turn("four")
+
+    async def one() -> Episode:
+        environment = AgentEnvironment(prompt, 0, episode=verifiers_episode(Rehearsal(), address))
+        try:
+            return await run_episode(environment, generate, LIMITS)
+        finally:
+            await address.close()
+
+    episode = asyncio.run(one())
+    assert (episode.stop, episode.reward, episode.metrics["num_turns"]) == ("environment", 1.0, 1.0), episode
