@@ -16,6 +16,7 @@ import time
 import types
 from typing import Any, NoReturn
 
+wait_for_threads = vars(threading)["_shutdown"]  # what an interpreter calls at its end
 UNWRITTEN = 120  # exit status of an interpreter whose output could not be written
 
 
@@ -70,8 +71,8 @@ def run_and_end(path: str, names: dict[str, Any]) -> NoReturn:
         status = execute(path, names)
     except SystemExit as error:
         status = _status_of(error)
-    with contextlib.suppress(BaseException):  # as an interpreter: whatever is raised here changes nothing any more
-        threading._shutdown()  # type: ignore[attr-defined] - waits for threads, as at every end
+    with contextlib.suppress(BaseException):  # whatever is raised from here on changes nothing any more
+        wait_for_threads()
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
     with contextlib.suppress(BaseException):

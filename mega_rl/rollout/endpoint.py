@@ -34,7 +34,7 @@ class Model:
 
 
 @dataclass
-class Turn:
+class Question:
     """One prompt, and the responses that are asked for to it."""
 
     form: Form
@@ -60,7 +60,7 @@ class Endpoint:
     num_sampled: int = 0  # tokens, so far
     _words: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "words"))
 
-    def turns(self, kind: Kind, body: Any, session: str | None) -> list[Turn]:
+    def turns(self, kind: Kind, body: Any, session: str | None) -> list[Question]:
         """What a request asks for, whose prompts are still to be rendered. Raises InputError."""
         if kind == "chat":
             chat = chat_of(body, self.model.temperature)
@@ -69,7 +69,7 @@ class Endpoint:
             owner, conversations = self._owner(session, chat.asked, 1)
             self._check_size(chat.messages)
             opening = conversations.open(chat.messages, chat.tools)
-            return [Turn(self._form(kind, chat.asked), opening, owner, self.parse if chat.tools else None)]
+            return [Question(self._form(kind, chat.asked), opening, owner, self.parse if chat.tools else None)]
         if kind == "tokens":
             ids, asked = tokens_of(body, self.model.temperature)
             prompts: list[str | list[int]] = [ids]
@@ -80,7 +80,7 @@ class Endpoint:
         owner, conversations = self._owner(session, asked, len(prompts))
         form = self._form(kind, asked)
         return [
-            Turn(form, conversations.open_tokens(self._ids(prompt)), owner, None, number)
+            Question(form, conversations.open_tokens(self._ids(prompt)), owner, None, number)
             for number, prompt in enumerate(prompts)
         ]
 
@@ -111,22 +111,22 @@ class Endpoint:
         check_ids(prompt, self.model.vocab_size)
         return prompt
 
-    async def whole(self, turns: Sequence[Turn], session: str | None) -> dict[str, Any]:
+    async def whole(self, turns: Sequence[Question], session: str | None) -> dict[str, Any]:
         """The answer to a request. Raises as `answers`."""
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._collected(turn, session)) for turn in turns]
-        except* Exception as several:  # of the first one, the others were cancelled
+        except ExceptionGroup as several:  # the first one; it had the others cancelled
             raise several.exceptions[0] from None
         found = [answer for task in tasks for answer in task.result()]
         return turns[0].form.whole(found, sum(len(turn.opening.token_ids) for turn in turns))
 
-    async def _collected(self, turn: Turn, session: str | None) -> list[Answer]:
+    async def _collected(self, turn: Question, session: str | None) -> list[Answer]:
         async with contextlib.aclosing(self.answers(turn, session)) as events:
             found = [event async for event in events if isinstance(event, Answer)]
         return sorted(found, key=lambda answer: answer.number)
 
-    async def stream(self, turn: Turn, session: str | None) -> AsyncGenerator[bytes, None]:
+    async def stream(self, turn: Question, session: str | None) -> AsyncGenerator[bytes, None]:
         """The events of one prompt's answers. Raises as `answers`."""
         form, seen = turn.form, set[int]()
         num_sampled, is_held = 0, turn.parse is not None  # what may be a call is not told before it is one or not
@@ -148,7 +148,7 @@ class Endpoint:
                 yield form.last(event)
         yield form.end(len(turn.opening.token_ids), num_sampled)
 
-    async def answers(self, turn: Turn, session: str | None) -> AsyncGenerator[Piece | Answer, None]:
+    async def answers(self, turn: Question, session: str | None) -> AsyncGenerator[Piece | Answer, None]:
         """Pieces and whole answers to one prompt, as they come; a turn of a session is recorded before it is told.
 
         Raises:
@@ -180,7 +180,7 @@ class Endpoint:
                 if not is_finished:
                     opening.leave()
 
-    def _requests(self, turn: Turn) -> list[Request]:
+    def _requests(self, turn: Question) -> list[Request]:
         """Raises InputError."""
         asked, ids = turn.asked, turn.opening.token_ids
         room = self.model.max_model_len - len(ids)

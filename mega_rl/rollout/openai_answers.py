@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -71,7 +70,7 @@ def answer_of(
 def calls_of(text: str, parse: Parser | None) -> tuple[str, list[Mapping[str, Any]]]:
     """What stands before the calls of a turn, and the calls."""
     parsed = Parsed(text, ()) if parse is None else parse(text)
-    calls = [
+    calls: list[Mapping[str, Any]] = [
         {
             "id": uuid.uuid4().hex[:ID_LENGTH],
             "type": "function",
@@ -91,7 +90,6 @@ class Form:
     asked: Asked
     tokenizer: PreTrainedTokenizerBase
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    created_s: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, answers: Sequence[Answer], num_prompt_tokens: int) -> dict[str, Any]:
         """
@@ -106,8 +104,8 @@ class Form:
     def _head(self, place: int) -> dict[str, Any]:
         beginning, name = NAMES[self.kind][0], NAMES[self.kind][place]
         if self.kind == "tokens":
-            return {"request_id": beginning + self.id, "model": self.model, "created": self.created_s}
-        return {"id": beginning + self.id, "object": name, "created": self.created_s, "model": self.model}
+            return {"request_id": beginning + self.id, "model": self.model, "created": 0}
+        return {"id": beginning + self.id, "object": name, "created": 0, "model": self.model}
 
     def _choice(self, answer: Answer) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": answer.number, "finish_reason": answer.finish_reason}
