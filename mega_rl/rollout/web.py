@@ -35,6 +35,7 @@ STATUSES: tuple[tuple[type[Exception], int, str], ...] = (  # the first that fit
     (UnknownSessionError, 404, "not_found_error"),
     (EndedSessionError, 409, "conflict_error"),
     (InputError, 400, "invalid_request_error"),
+    (RecursionError, 400, "invalid_request_error"),
     (FullError, 429, "rate_limit_error"),
     (EngineLostError, 503, "server_error"),
 )
@@ -143,7 +144,10 @@ async def _body(request: Request) -> Any:
         data += part
         if len(data) > MAX_BODY_BYTES:
             raise _TooLargeError
-    return json.loads(data) if data else {}
+    found = json.loads(data) if data else {}
+    if b"\\u" in data:  # half of a character may be escaped, which no tokenizer takes
+        json.dumps(found, ensure_ascii=False).encode()
+    return found
 
 
 async def _while_there(work: Awaitable[T], receive: Receive) -> T | None:

@@ -143,6 +143,8 @@ def test_only_json_from_this_machine_and_of_some_size_is_read(served: Served) ->
     json_type = {"Content-Type": "application/json"}
     assert HTTP.post(path, content=b"{", headers=json_type).status_code == 400
     assert HTTP.post(path, content=b"[" * 100_000, headers=json_type).status_code == 400
+    assert HTTP.post(path, content=rb'{"prompt": "half \ud800"}', headers=json_type).status_code == 400
+    assert HTTP.post(path, content=rb'{"prompt": "whole \ud83d\ude00"}', headers=json_type).status_code == 200
     assert HTTP.post(path, content=b" " * ((1 << 24) + 1), headers=json_type).status_code == 413
     assert HTTP.post(path, json={"prompt": [400]}).json()["error"]["message"].startswith("there is no token 400")
     assert HTTP.get(served.url + "/nowhere").status_code == 404
