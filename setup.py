@@ -41,6 +41,9 @@ EXTRAS = {
     ],
     "separate": ["ray>=2.40,<3"],  # rollout.placement=separate
     "wandb": ["wandb>=0.19"],
+    "gymnasium": ["gymnasium>=1,<2"],  # environments of others: docs/serve.md
+    "mcp": ["mcp>=2,<3"],
+    "verifiers": ["verifiers>=0.1.14,<0.2"],
     "dev": [
         "hypothesis>=6.100",
         "matplotlib>=3.9",

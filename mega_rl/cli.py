@@ -41,6 +41,7 @@ TOOLS: Mapping[str, Tool] = {
     "merge": Tool("merge_lora.py", "add an adapter to its model"),
     "import": Tool("import_config.py", "make a configuration from another trainer's"),
     "prepare": Tool("prepare_data.py", "make data files"),
+    "serve": Tool("serve.py", "serve a model to agents, and record what they do"),
     "sandbox-server": Tool("sandbox_server.py", "run untrusted programs for other machines"),
     "tiny-model": Tool("make_tiny_model.py", "make a small model with random weights"),
 }

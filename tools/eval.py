@@ -19,8 +19,6 @@ import argparse
 import importlib
 import json
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -41,6 +39,7 @@ from mega_rl.errors import InputError
 from mega_rl.evaluation.comparison import compare
 from mega_rl.evaluation.configuration import DATA, check, check_layout, evaluation_config, settings_of
 from mega_rl.evaluation.evaluate import Answered, EvaluationSettings, evaluate
+from mega_rl.evaluation.exporting import export
 from mega_rl.evaluation.grading import Grading, outcomes
 from mega_rl.evaluation.records import RESULTS, SUMMARY, Directory, Part, read_results, read_settings
 from mega_rl.evaluation.summary import Bootstrap, default_ks, summarise, table
@@ -261,12 +260,7 @@ def exported(weights: Weights, model: str, target: Path) -> str:
     with together("exporting the checkpoint"):
         if is_first() and not target.is_dir():
             say(f"exporting {weights.directory}")
-            command = ["megatron-to-hf", "--checkpoint", str(weights.directory), "--model", model, "--out", str(target)]
-            made = subprocess.run([sys.executable, str(tool), *command], stderr=subprocess.PIPE, text=True, check=False)
-            if made.returncode == 2:
-                raise InputError(made.stderr.strip().removeprefix("error: "))
-            if made.returncode:
-                raise RuntimeError(f"tools/convert.py ended with {made.returncode}: {made.stderr}")
+            export(weights, model, target, tool)
     return str(target)
 
 

@@ -310,8 +310,9 @@ class _Zygote:
         self._process.wait()
 
 
-_zygotes: dict[tuple[int, Kind], _Zygote] = {}
-_lock = threading.Lock()
+_zygotes: dict[tuple[int, Kind], _Zygote] = {}  # by process and kind
+_gates: dict[tuple[int, Kind], threading.Lock] = {}  # held while a zygote of the kind starts
+_lock = threading.Lock()  # of both; never for long
 
 
 def _receive(answer: socket.socket) -> Any:
@@ -323,11 +324,15 @@ def _zygote(kind: Kind) -> _Zygote:
     """The zygote of this process, started if there is none; a process that was forked from this one gets its own."""
     key = os.getpid(), kind
     with _lock:
+        gate = _gates.setdefault(key, threading.Lock())
+    with gate:  # whoever wants one of another kind does not wait until this one has started
         found = _zygotes.get(key)
         if found is None or found.has_ended():
             if found is not None:
                 found.close()
-            found = _zygotes[key] = _Zygote(kind)
+            found = _Zygote(kind)
+            with _lock:
+                _zygotes[key] = found
         return found
 
 

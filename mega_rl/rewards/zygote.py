@@ -63,7 +63,7 @@ def command(control: int, is_bare: bool) -> tuple[str, ...]:
 
 
 def main(descriptor: int, is_bare: bool) -> None:
-    """Serve calls until the parent ends; returns in the processes of programs only, after the program."""
+    """Serve calls until the parent ends; the process of a program ends with it."""
     os.umask(0o022)
     control = socket.socket(fileno=descriptor)
     try:
@@ -91,9 +91,7 @@ def main(descriptor: int, is_bare: bool) -> None:
     (program, given, printed, answer), fields = _serve(control, setup.parent)
     _outer(setup, Call(program, given, printed, answer, **fields))
     path = os.path.abspath(keeping.PROGRAM)
-    names = execution.new_main(path)
-    if status := execution.execute(path, names):
-        sys.exit(status)
+    execution.run_and_end(path, execution.new_main(path))
 
 
 def _serve(control: socket.socket, parent: int) -> tuple[list[int], dict[str, Any]]:

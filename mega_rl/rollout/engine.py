@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from mega_rl.rollout.temperature_probe import Probed
 from mega_rl.types import Prompt, Trajectory
@@ -24,6 +24,7 @@ class Request:
     temperature: float = 1.0  # 0: greedy
     with_routing: bool = False  # the trajectory brings the experts that the engine chose
     with_logprobs: bool = True  # else the trajectory's log-probabilities are all 0, and the engine is faster
+    stop: tuple[str, ...] = ()  # strings that end this response, besides those of the engine
 
     def __post_init__(self) -> None:
         assert self.max_tokens >= 1 and self.temperature >= 0.0 and 0 <= self.seed < 2**63, self
@@ -84,6 +85,28 @@ class Sampler(Protocol):
     @property
     def num_unfinished(self) -> int:
         """Submitted requests whose trajectory ``step`` has not yet returned."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one step of an engine added to a response."""
+
+    prompt_index: int
+    sample_index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]  # nats, one per token
+    text: str  # may lag behind the tokens: half of a character is no text
+
+
+@runtime_checkable
+class StreamingSampler(Sampler, Protocol):
+    """A sampler that shows responses as they grow, and gives them up."""
+
+    def pieces(self) -> Sequence[Piece]:
+        """What the last ``step`` added to responses; together, the pieces of one are its trajectory."""
+
+    def abort(self, requests: Sequence[Request]) -> None:
+        """Sample no more for these requests, of which ``step`` then returns nothing; of one that has ended: nothing."""
 
 
 class ProbedSampler(Sampler, Probed, Protocol):

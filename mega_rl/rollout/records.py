@@ -112,6 +112,13 @@ def write_step(directory: Path, step: int, rows: Iterable[Mapping[str, Any]], nu
     return path
 
 
+def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Add rows to a file of one step, all of them in one write."""
+    text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False, default=str) + "\n" for row in rows)
+    with path.open("ab", buffering=0) as file:
+        file.write(text.encode())
+
+
 def read_step(directory: Path, step: int) -> list[dict[str, Any]]:
     """The rows of one step.
 

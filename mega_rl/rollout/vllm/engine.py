@@ -298,7 +298,7 @@ class VLLMEngine:
             temperature=request.temperature,
             seed=None if request.greedy or self._rollout.seeds == "engine" else request.seed,
             max_tokens=request.max_tokens,
-            stop=list(self._rollout.stop) or None,
+            stop=[*self._rollout.stop, *request.stop] or None,
             stop_token_ids=list(self._rollout.stop_token_ids) or None,
             ignore_eos=self._rollout.ignore_eos,
             logprobs=0 if request.with_logprobs else None,  # only the sampled token's

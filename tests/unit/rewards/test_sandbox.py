@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -94,6 +95,36 @@ def test_an_error_is_told_as_the_interpreter_does() -> None:
     assert run.output.startswith("Traceback (most recent call last):\n") and "ZeroDivisionError" in run.output
     assert "SyntaxError" in printed("def f(:")
     assert run_program("raise SystemExit(7)", "", LIMITS).exit_code == 7
+
+
+def test_a_program_ends_as_under_an_interpreter() -> None:
+    source = "import atexit, sys\nclass A:\n    def __del__(self): print('taken apart')\na = A()\n"
+    source += "atexit.register(print, 'at exit')\n"
+    run = run_program(source + "sys.exit('why')", "", LIMITS, with_errors=True)
+    assert run.exit_code == 1 and sorted(run.output.split("\n")) == ["", "at exit", "taken apart", "why"]
+    for ending, code in (("sys.exit(300)", 44), ("sys.exit()", 0), ("sys.exit(None)", 0), ("sys.stdout.close()", 0)):
+        assert run_program(f"import sys\n{ending}", "", LIMITS).exit_code == code
+    assert run_program("print('x' * 99)\nimport os; os.close(1)", "", LIMITS).exit_code == 120
+
+
+def test_one_that_starts_does_not_hold_up_those_of_other_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed("1")
+    may_start = threading.Event()
+
+    class Slow:
+        def __init__(self, kind: object) -> None:
+            assert may_start.wait(120)
+            raise sandbox.NotIsolatedError("this was slow")
+
+    monkeypatch.setattr(sandbox, "_Zygote", Slow)
+    with ThreadPoolExecutor(2) as threads:
+        slow = threads.submit(run_program, "1", "", LIMITS, preload=("sqlite3", "a kind of its own"))
+        try:
+            assert threads.submit(printed, "print(2)").result(timeout=60) == "2"
+        finally:
+            may_start.set()
+        with pytest.raises(sandbox.NotIsolatedError, match="this was slow"):
+            slow.result()
 
 
 def test_preloaded_modules_are_there() -> None:
