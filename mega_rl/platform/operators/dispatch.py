@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mega_rl import platform
-from mega_rl.platform.operators.attention import VarlenPacking, check_arguments, check_heads
+from mega_rl.platform.operators.attention import VarlenPacking, check_arguments
 from mega_rl.platform.operators.torch_kernels import TorchOperators
 
 
@@ -55,38 +55,6 @@ def varlen_attention(
     packing = VarlenPacking(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     check_arguments(q, k, v, packing, causal)
     return _own().varlen_attention(q, k, v, packing, softmax_scale=softmax_scale, causal=causal)
-
-
-def dense_attention(
-    q_BQHD: Tensor,
-    k_BPKD: Tensor,
-    v_BPKD: Tensor,
-    *,
-    softmax_scale: float,
-    causal: bool = False,
-    is_visible_QP: Tensor | None = None,
-) -> Tensor:
-    """Attention of sequences of equal length, differentiable: [B, Q, H, D of the values].
-
-    Args:
-        causal: as in ``varlen_attention``.
-        is_visible_QP: bool, the keys that each query sees, at least one; in place of ``causal``.
-    """
-    check_heads(q_BQHD, k_BPKD, v_BPKD, dims="[sequences, positions, heads, width]")
-    if q_BQHD.shape[0] != k_BPKD.shape[0]:
-        raise ValueError(f"queries and keys need equal numbers of sequences: {_shapes(q=q_BQHD, k=k_BPKD)}")
-    num_queries, num_keys = q_BQHD.shape[1], k_BPKD.shape[1]
-    if causal and num_queries > num_keys:
-        raise ValueError(f"causal attention needs at least as many keys as queries, not {num_keys} and {num_queries}")
-    if causal and is_visible_QP is not None:
-        raise ValueError("a mask replaces causality: give one of causal and is_visible_QP")
-    if is_visible_QP is not None and (
-        is_visible_QP.dtype != torch.bool or is_visible_QP.shape != (num_queries, num_keys)
-    ):
-        raise ValueError(f"is_visible_QP must be bool [{num_queries}, {num_keys}]: {_shapes(mask=is_visible_QP)}")
-    return _own().dense_attention(
-        q_BQHD, k_BPKD, v_BPKD, softmax_scale=softmax_scale, causal=causal, is_visible_QP=is_visible_QP
-    )
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:

@@ -29,7 +29,7 @@ MAX_WEIGHTS = 128  # in a list; one stacked tensor may hold more
 ROWS, REDUCED_ROWS = 0, 2  # group_type: experts own rows of the result, or rows that the product sums over
 ONE_RESULT = 3  # split_item
 CUMULATIVE = 0  # group_list_type: ends, not lengths
-MASK_IS_COMPLETE, CAUSAL_AT_THE_END = 1, 3  # sparse_mode
+CAUSAL_AT_THE_END = 3  # sparse_mode
 
 
 def _torch_npu() -> Any:
@@ -140,34 +140,6 @@ class AscendOperators(TorchOperators):
             )
         ]
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-
-    def dense_attention(
-        self,
-        q_BQHD: Tensor,
-        k_BPKD: Tensor,
-        v_BPKD: Tensor,
-        *,
-        softmax_scale: float,
-        causal: bool,
-        is_visible_QP: Tensor | None,
-    ) -> Tensor:
-        _check_heads(q_BQHD, v_BPKD)
-        mask, mode = None, 0
-        if causal:
-            mask, mode = _causal_mask(q_BQHD.device), CAUSAL_AT_THE_END
-        elif is_visible_QP is not None:
-            mask, mode = ~is_visible_QP, MASK_IS_COMPLETE
-        return _torch_npu().npu_fusion_attention(
-            q_BQHD,
-            k_BPKD,
-            v_BPKD,
-            head_num=q_BQHD.shape[2],
-            input_layout="BSND",
-            atten_mask=mask,
-            scale=softmax_scale,
-            keep_prob=1.0,
-            sparse_mode=mode,
-        )[0]
 
     def rms_norm(self, x: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
         return _torch_npu().npu_rms_norm(x, weight_D, epsilon=epsilon)[0]

@@ -1,7 +1,7 @@
 """Every operator of ``platform.operators`` in plain torch, for the CPU and for platforms that have no kernel for it.
 
-Letters: T rows (tokens), B sequences, Q and P positions of queries and keys, H query heads, K key/value heads, D width,
-F width of a gate, E experts, N rows sorted by expert, V vocabulary.
+Letters: T rows (tokens), S packed keys, H query heads, K key/value heads, D width, F width of a gate, E experts, N rows
+sorted by expert.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mega_rl.platform.operators.attention import VarlenPacking, sdpa, sdpa_attention
+from mega_rl.platform.operators.attention import VarlenPacking, sdpa_attention
 
 
 class _Swiglu(torch.autograd.Function):
@@ -82,18 +82,6 @@ class TorchOperators:
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, packing: VarlenPacking, *, softmax_scale: float, causal: bool
     ) -> Tensor:
         return sdpa_attention(q_THD, k_SKD, v_SKD, packing, softmax_scale=softmax_scale, causal=causal)
-
-    def dense_attention(
-        self,
-        q_BQHD: Tensor,
-        k_BPKD: Tensor,
-        v_BPKD: Tensor,
-        *,
-        softmax_scale: float,
-        causal: bool,
-        is_visible_QP: Tensor | None,
-    ) -> Tensor:
-        return sdpa(q_BQHD, k_BPKD, v_BPKD, softmax_scale, causal, is_visible_QP)
 
     def rms_norm(self, x: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
         return F.rms_norm(x, weight_D.shape, weight_D, epsilon)

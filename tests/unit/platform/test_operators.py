@@ -68,11 +68,12 @@ def test_the_references_are_torchs_own_operators(dtype: torch.dtype) -> None:
     x = {name: x.float() for name, x in cases["rms_norm"].items()}
     theirs = F.rms_norm(x["x"], x["weight"].shape, x["weight"], 1e-5)
     torch.testing.assert_close(reference.rms_norm(x["x"], x["weight"], 1e-5), theirs, **close)
-    q, k, v = (cases["dense_mask"][name].float().transpose(1, 2) for name in "qkv")
-    mask = cases["dense_mask"]["mask"]
-    theirs = F.scaled_dot_product_attention(q, k, v, mask, scale=0.3, enable_gqa=True).transpose(1, 2)
-    x = cases["dense_mask"]
-    ours = reference.dense_attention(x["q"], x["k"], x["v"], softmax_scale=0.3, is_visible_QP=mask)
+    x = cases["varlen_causal"]
+    q, k, v = (x[name][:9].float() for name in "qkv")
+    mask = (torch.arange(9)[:, None] + torch.arange(9)) % 3 != 0
+    heads_first = (x.transpose(0, 1) for x in (q, k, v))
+    theirs = F.scaled_dot_product_attention(*heads_first, mask, scale=0.3, enable_gqa=True).transpose(0, 1)
+    ours = reference.attention(q, k, v, softmax_scale=0.3, is_visible_QP=mask)
     torch.testing.assert_close(ours, theirs, **close)
 
 
@@ -137,12 +138,6 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 GOOD: dict[str, dict[str, Any]] = {
-    "dense_attention": {
-        "q_BQHD": zeros(2, 3, 4, 8),
-        "k_BPKD": zeros(2, 5, 2, 8),
-        "v_BPKD": zeros(2, 5, 2, 8),
-        "softmax_scale": 1.0,
-    },
     "rms_norm": {"x": zeros(3, 8), "weight_D": zeros(8), "epsilon": 1e-6},
     "swiglu": {"gate_and_up": zeros(3, 8), "weights_T": zeros(3)},
     "rotary": {"x_THD": zeros(3, 2, 8), "cos_TD": zeros(3, 8), "sin_TD": zeros(3, 8)},
@@ -159,13 +154,6 @@ GOOD: dict[str, dict[str, Any]] = {
     },
 }
 WRONG: list[tuple[str, dict[str, Any], str]] = [
-    ("dense_attention", {"q_BQHD": zeros(6, 4, 8)}, r"takes \[sequences, positions, heads, width\]"),
-    ("dense_attention", {"q_BQHD": zeros(2, 3, 3, 8)}, "multiple of the key heads"),
-    ("dense_attention", {"q_BQHD": zeros(1, 3, 4, 8)}, "equal numbers of sequences"),
-    ("dense_attention", {"q_BQHD": zeros(2, 6, 4, 8), "causal": True}, "at least as many keys"),
-    ("dense_attention", {"causal": True, "is_visible_QP": torch.ones(3, 5).bool()}, "a mask replaces causality"),
-    ("dense_attention", {"is_visible_QP": torch.ones(5, 3).bool()}, r"bool \[3, 5\]"),
-    ("dense_attention", {"is_visible_QP": torch.ones(3, 5)}, r"bool \[3, 5\]"),
     ("rms_norm", {"weight_D": zeros(7)}, r"a weight \[D\]"),
     ("rms_norm", {"weight_D": zeros(8, dtype=torch.bfloat16)}, "of the same dtype"),
     ("rms_norm", {"epsilon": 0.0}, "epsilon above 0"),
@@ -203,8 +191,8 @@ def test_wrong_arguments_are_refused(name: str, wrong: dict[str, Any], sentence:
 
 
 def _attend(num_heads: int, width: int, value_width: int) -> None:
-    q, v = zeros(1, 1, num_heads, width), zeros(1, 1, num_heads, value_width)
-    operators.dense_attention(q, q, v, softmax_scale=1.0)
+    q, v, one = zeros(1, num_heads, width), zeros(1, num_heads, value_width), torch.tensor([0, 1], dtype=torch.int32)
+    operators.varlen_attention(q, q, v, one, one, 1, 1, softmax_scale=1.0, causal=True)
 
 
 @pytest.mark.parametrize(
