@@ -75,6 +75,8 @@ def model_problems(
         shared_world = world_size if rollout.placement == "colocated" else None
         has_whole_experts = bool(rollout.vllm.get("enable_expert_parallel"))
         found += engine_problems(shape, rollout.tensor_parallel_size, shared_world, has_whole_experts)
+    if shape is not None:
+        found += _router_problems(config, shape)
     if samples(config) and shape is not None and shape.mixture is None and rollout.routing_replay != "off":
         found.append(
             f"rollout.routing_replay is {rollout.routing_replay!r}, but the model of model.path has no experts: set it "
@@ -86,6 +88,24 @@ def model_problems(
             last = shape.vocab_size - 1
             found.append(f"rollout.stop_token_ids has {beyond[0]}: give ids up to the vocabulary's last, {last}")
     return shape, found
+
+
+def _router_problems(config: RunConfig, shape: ModelShape) -> list[str]:
+    router, found = config.router, []
+    given = [name for name in ("aux_loss", "z_loss", "bias_update_rate") if getattr(router, name)]
+    if given and shape.mixture is None:
+        found.append(f"router.{given[0]} is {getattr(router, given[0])}, but the model of model.path has no experts: 0")
+    elif router.bias_update_rate and not (shape.mixture and shape.mixture.score_bias):
+        found.append(
+            f"router.bias_update_rate is {router.bias_update_rate}, but the routers of a {shape.family} model have no "
+            "bias: set it to 0, and router.aux_loss to more"
+        )
+    elif router.bias_update_rate and config.tuning.method != "full":
+        found.append(
+            f"router.bias_update_rate is {router.bias_update_rate}, but with tuning.method {config.tuning.method} the "
+            "bias is a part of the base, which does not change: set it to 0"
+        )
+    return found
 
 
 def _value_model_problems(

@@ -28,6 +28,9 @@ from mega_rl.config.learning import (
     RewardModelConfig as RewardModelConfig,
 )
 from mega_rl.config.learning import (
+    RouterConfig as RouterConfig,
+)
+from mega_rl.config.learning import (
     TuningConfig as TuningConfig,
 )
 
@@ -379,6 +382,7 @@ class RunConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     tuning: TuningConfig = field(default_factory=TuningConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     bridge: BridgeConfig = field(default_factory=BridgeConfig)

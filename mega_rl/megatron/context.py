@@ -28,6 +28,7 @@ class LocalInput:
     packing: PackedSequences
     pack_order: Tensor | None  # [T] int64, where each packed token lies in the tokens of all ranks; None: L is T
     routed_experts: Tensor | None  # [L, M, K] int16, as in the micro-batch
+    sources: Tensor | None  # [L] int64 on the host, where each token stands in the pack, or ``PADDING``; None: L is T
 
 
 def local_input(microbatch: Microbatch, context_parallel_group: Any, multiple: int) -> LocalInput:
@@ -45,7 +46,7 @@ def local_input(microbatch: Microbatch, context_parallel_group: Any, multiple: i
         assert microbatch.num_tokens % multiple == 0, (microbatch.num_tokens, multiple)
         packing = packed_sequences(lengths, context_parallel_group, device)
         token_ids, target_ids, position_ids = (x[None] for x in tokens)
-        return LocalInput(token_ids, target_ids, position_ids, packing, None, microbatch.routed_experts)
+        return LocalInput(token_ids, target_ids, position_ids, packing, None, microbatch.routed_experts, None)
     padded = padded_lengths(lengths, num_ranks, multiple)
     sources = unpadded_positions(lengths, padded)
     shares = [zigzag_positions(padded, num_ranks, rank) for rank in range(num_ranks)]
@@ -54,11 +55,12 @@ def local_input(microbatch: Microbatch, context_parallel_group: Any, multiple: i
     pack_order = torch.empty_like(places)
     pack_order[sources_of_all[places]] = places
     # Padding computes the first token again: it stands behind every token of its sequence, which never see it.
-    own = sources[shares[context_parallel_group.rank()]].clamp_min(0).to(device)
+    own_sources = sources[shares[context_parallel_group.rank()]]
+    own = own_sources.clamp_min(0).to(device)
     packing = packed_sequences(padded, context_parallel_group, device)
     token_ids, target_ids, position_ids = (x[own][None] for x in tokens)
     routed_experts = None if microbatch.routed_experts is None else microbatch.routed_experts[own]
-    return LocalInput(token_ids, target_ids, position_ids, packing, pack_order.to(device), routed_experts)
+    return LocalInput(token_ids, target_ids, position_ids, packing, pack_order.to(device), routed_experts, own_sources)
 
 
 def in_pack_order(output: Tensor, local: LocalInput) -> Tensor:
