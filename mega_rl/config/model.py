@@ -94,7 +94,8 @@ def _router_problems(config: RunConfig, shape: ModelShape) -> list[str]:
     router, found = config.router, []
     given = [name for name in ("aux_loss", "z_loss", "bias_update_rate") if getattr(router, name)]
     if given and shape.mixture is None:
-        found.append(f"router.{given[0]} is {getattr(router, given[0])}, but the model of model.path has no experts: 0")
+        value = getattr(router, given[0])
+        found.append(f"router.{given[0]} is {value}, but the model of model.path has no experts: set it to 0")
     elif router.bias_update_rate and not (shape.mixture and shape.mixture.score_bias):
         found.append(
             f"router.bias_update_rate is {router.bias_update_rate}, but the routers of a {shape.family} model have no "

@@ -55,25 +55,24 @@ class Routers:
     """The routers of a model of transformers: what they saw in the last forward pass, and whom they chose in a step."""
 
     def __init__(self, model: transformers.PreTrainedModel, losses: RouterLosses) -> None:
-        self.losses, self.seen, self.loads = losses, [], {}  # type: ignore[var-annotated]
-        modules = dict(model.named_modules())
-        self.gates = {name: modules[name] for name in modules if name.endswith("mlp.gate")} if losses.aux_loss else {}
-        for name, gate in self.gates.items():
-            gate.register_forward_hook(partial(self._see, modules[name.removesuffix(".gate")]))
+        self.losses = losses
+        self.seen: list[tuple[Tensor, Tensor, int]] = []  # logits and scores [L, E], experts of a token
+        self.loads: dict[torch.nn.Module, Tensor] = {}
+        for name, module in model.named_modules() if losses.aux_loss else ():
+            if name.endswith("mlp.gate"):
+                module.register_forward_hook(self._see)
 
-    def _see(self, layer: torch.nn.Module, gate: torch.nn.Module, inputs: tuple[Tensor], output: object) -> None:
-        logits_LE = inputs[0].flatten(0, -2) @ gate.weight.t()
-        is_sigmoid = hasattr(gate, "e_score_correction_bias")
-        scores_LE = logits_LE.sigmoid() if is_sigmoid else logits_LE.softmax(-1)
-        K = layer.top_k if is_sigmoid else gate.top_k
-        self.seen.append((logits_LE, scores_LE / scores_LE.sum(-1, keepdim=True), K))
-        if is_sigmoid:
-            chosen = layer.route_tokens_to_experts(output if isinstance(output, Tensor) else output[0])[0]
-            load = torch.bincount(chosen.flatten(), minlength=logits_LE.shape[1])
-            self.loads[gate] = self.loads.get(gate, 0) + load
+    def _see(self, gate: torch.nn.Module, inputs: tuple[Tensor], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        logits_LE, chosen_LK = inputs[0].flatten(0, -2) @ gate.weight.t(), output[2]
+        has_bias = hasattr(gate, "e_score_correction_bias")
+        scores_LE = logits_LE.sigmoid() if has_bias else logits_LE.softmax(-1)
+        self.seen.append((logits_LE, scores_LE / scores_LE.sum(-1, keepdim=True), chosen_LK.shape[-1]))
+        if has_bias and torch.is_grad_enabled():
+            load = torch.bincount(chosen_LK.flatten(), minlength=logits_LE.shape[1])
+            self.loads[gate] = self.loads[gate] + load if gate in self.loads else load
 
     def loss(self, num_sequences: int, num_tokens: int) -> Tensor:
-        """Of the sequence that was computed last: arXiv 2412.19437, equations 17 to 20; arXiv 2202.08906, equation 5."""
+        """Of the sequence that was computed last: arXiv 2412.19437, equation 17; arXiv 2202.08906, equation 5."""
         total = torch.zeros(())
         for logits_LE, scores_LE, K in self.seen:
             E, is_chosen_LE = logits_LE.shape[1], torch.zeros_like(logits_LE)

@@ -90,6 +90,24 @@ def test_a_good_configuration_has_no_problems_and_is_not_changed(config):
     assert config == before
 
 
+@pytest.mark.parametrize(
+    ("model", "key", "method", "sentence"),
+    [
+        (MODEL, "aux_loss", "full", "router.aux_loss is 0.1, but the model of model.path has no experts: set it to 0"),
+        (MODEL, "z_loss", "full", "router.z_loss is 0.1, but the model of model.path has no experts: set it to 0"),
+        (MODEL | EXPERTS, "bias_update_rate", "full", "the routers of a qwen3_moe model have no bias"),
+        (MODEL | EXPERTS, "aux_loss", "full", None),
+        (MODEL | EXPERTS, "z_loss", "lora", None),
+    ],
+)
+def test_routers_learn_where_there_are_some(config, model, key, method, sentence):
+    Path(config.model.path, "config.json").write_text(json.dumps(model))
+    setattr(config.router, key, 0.1)
+    config.tuning.method = method
+    found = [line for line in problems(config) if "router" in line]
+    assert len(found) == (sentence is not None) and all(sentence in line for line in found)
+
+
 def test_every_key_of_the_schema_is_checked():
     assert set(leaf_names()) == set(rules()) | WITHOUT_RULE
     assert not set(rules()) & WITHOUT_RULE
