@@ -139,8 +139,12 @@ def _grouped(name: str, random: Random, counts: Sequence[int]) -> OperatorCase:
     names = [f"weight{i}" for i in range(len(counts))]
     return OperatorCase(
         name,
-        {"x": random(sum(counts), 6), **{name: random(10, 6) for name in names}},
-        lambda x: operators.grouped_matmul(x["x"], [x[name] for name in names], counts),
+        {
+            "x": random(sum(counts), 6),
+            **{name: random(10, 6) for name in names},
+            "ends": torch.tensor(counts).cumsum(0),
+        },
+        lambda x: operators.grouped_matmul(x["x"], [x[name] for name in names], x["ends"]),
         lambda x: reference.grouped_matmul(x["x"], [x[name] for name in names], counts),
         ("npu_grouped_matmul",) if sum(counts) else (),
     )

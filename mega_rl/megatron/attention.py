@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from torch import Tensor
 from mega_rl.megatron.routing import Routing
 from mega_rl.parallel.zigzag import visible_keys
 from mega_rl.platform.operators import dispatch as operators
+from mega_rl.platform.operators.attention import place_borders
 
 
 @dataclass
@@ -54,7 +54,7 @@ def packed_sequences(lengths: Sequence[int], context_parallel_group: Any, device
     """
     num_ranks, rank = context_parallel_group.size(), context_parallel_group.rank()
     if num_ranks == 1:
-        starts = _borders(lengths, device)
+        starts = place_borders(lengths, device)
         longest = (max(lengths), max(lengths))
         return _record(lengths, context_parallel_group, device, starts, cu_seqlens_of_keys=starts, longest=longest)
     parts = visible_keys(lengths, num_ranks, rank)
@@ -62,21 +62,17 @@ def packed_sequences(lengths: Sequence[int], context_parallel_group: Any, device
         lengths,
         context_parallel_group,
         device,
-        _borders(parts.num_queries, device),
-        cu_seqlens_of_keys=_borders(parts.num_keys, device),
+        place_borders(parts.num_queries, device),
+        cu_seqlens_of_keys=place_borders(parts.num_keys, device),
         longest=(max(parts.num_queries), max(parts.num_keys)),
         keys_S=parts.keys.to(device),
     )
 
 
-def _borders(lengths: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-
-
 def _record(
     lengths: Sequence[int], context_parallel_group: Any, device: torch.device, cu_seqlens: Tensor, **of_keys: Any
 ) -> PackedSequences:
-    whole = _borders([sum(lengths) // context_parallel_group.size()], device)
+    whole = place_borders([sum(lengths) // context_parallel_group.size()], device)
     return PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=whole,

@@ -5,6 +5,7 @@ Letters: T packed tokens of the micro-batch, L tokens of this rank, M layers wit
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -31,15 +32,18 @@ class LocalInput:
     sources: Tensor | None  # [L] int64 on the host, where each token stands in the pack, or ``PADDING``; None: L is T
 
 
-def local_input(microbatch: Microbatch, context_parallel_group: Any, multiple: int) -> LocalInput:
+def local_input(
+    microbatch: Microbatch, borders: Sequence[int], context_parallel_group: Any, multiple: int
+) -> LocalInput:
     """This rank's share of a micro-batch, whose tensors lie on the device.
 
     Args:
+        borders: ``cu_seqlens`` of the micro-batch on the host, which need not wait for the device then.
         context_parallel_group: whose ranks share every sequence.
         multiple: L becomes a multiple of it; without context parallelism the micro-batch must have it already.
     """
     device = microbatch.token_ids.device
-    lengths = [end - start for start, end in pairwise(microbatch.cu_seqlens.tolist())]
+    lengths = [end - start for start, end in pairwise(borders)]
     num_ranks = context_parallel_group.size()
     tokens = (microbatch.token_ids, microbatch.target_ids, microbatch.position_ids)
     if num_ranks == 1:

@@ -258,7 +258,8 @@ class MegatronPolicy:
         ) -> tuple[Tensor, Callable[[Tensor], Any]]:
             number, on_host = next(iterator)
             microbatch = on_host.to(self.device)
-            local = local_input(microbatch, parallel_state.get_context_parallel_group(), multiple)
+            borders = on_host.cu_seqlens.tolist()
+            local = local_input(microbatch, borders, parallel_state.get_context_parallel_group(), multiple)
             routing = self.routing_of(microbatch, local, recorded[number] if recorded else None)
             if balancing is not None:
                 routing = replace(routing or Routing(), balance=balancing.of(on_host, local.sources))

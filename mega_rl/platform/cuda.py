@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
@@ -19,11 +20,12 @@ from mega_rl.errors import InputError
 from mega_rl.platform.base import DeviceLoad, MemoryStats, ProcessRole, Setting
 from mega_rl.platform.host import host_peak_bytes, reset_host_peak
 from mega_rl.platform.operators.attention import VarlenPacking
-from mega_rl.platform.operators.torch_kernels import TorchOperators
+from mega_rl.platform.operators.torch_kernels import GroupedMatmul, TorchOperators
 from mega_rl.platform.peaks import cuda_peak
 from mega_rl.platform.trace import recorded
 
 FLASH_MAX_WIDTH = 256  # widest head that flash-attention takes
+GROUPED_MULTIPLE = 8  # of the sizes of bfloat16 weights in a grouped product: whole lots of 16 bytes
 _ENVIRONMENT = (
     Setting("CUDA_DEVICE_MAX_CONNECTIONS", "1", "Megatron-core's order of kernels and collectives relies on it"),
     Setting("TORCH_NCCL_AVOID_RECORD_STREAMS", "1", "buffers of collectives are freed sooner"),
@@ -66,6 +68,23 @@ class FlashOperators(TorchOperators):
             causal=causal,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
+
+    def grouped_matmul(self, x_ND: Tensor, weights_FD: Sequence[Tensor], ends_E: Tensor) -> Tensor:
+        is_aligned = all(size % GROUPED_MULTIPLE == 0 for size in weights_FD[0].shape)
+        if x_ND.dtype != torch.bfloat16 or not is_aligned or not hasattr(F, "grouped_mm"):
+            return super().grouped_matmul(x_ND, weights_FD, ends_E)
+        return GroupedMatmul.apply(_Products(), x_ND.contiguous(), ends_E, *weights_FD)
+
+
+class _Products:
+    """``GroupedProducts`` by torch's grouped product, which takes the weights of all experts as one tensor."""
+
+    def rows(self, x_ND: Tensor, weights_FD: Sequence[Tensor], ends_E: Tensor, is_transposed: bool) -> Tensor:
+        weights_EFD = torch.stack(list(weights_FD))
+        return F.grouped_mm(x_ND, weights_EFD.transpose(1, 2) if is_transposed else weights_EFD, offs=ends_E.int())
+
+    def sums(self, grad_NF: Tensor, x_ND: Tensor, ends_E: Tensor) -> Tensor:
+        return F.grouped_mm(grad_NF.t(), x_ND, offs=ends_E.int())
 
 
 class CudaPlatform:

@@ -134,6 +134,15 @@ def test_fused_operators_ran(both: Both, report_operators: Callable[[str, Mappin
         report_operators(what, figures.operators)
 
 
+def test_the_host_does_not_wait_in_a_layer(both: Both) -> None:
+    """But for the numbers of rows that ranks exchange with expert parallelism, once in every layer with experts."""
+    for (family, dtype), figures in both.npu.items():
+        copies = 4 * NUM_LAYERS * figures.num_microbatches  # of what is sent and received, together
+        exchanges = both.layout != "tp1" and family == "qwen3_moe"
+        assert figures.host_reads == ({"_to_copy": copies} if exchanges else {}), f"{family} {dtype}"
+        assert both.cpu[family, dtype].host_reads == {}
+
+
 def test_state_is_kept_moved_and_restored(tmp_path: Path) -> None:
     """Offload, checkpoints, generators, memory and the bridge's resharding, by two ranks, experts apart."""
     launched = on_npu(HERE / "run_state.py", "--dir", tmp_path, nproc=2).check()

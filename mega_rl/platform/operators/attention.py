@@ -7,7 +7,7 @@ keys, H query heads, K key/value heads, D head width.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TypeVar
@@ -48,9 +48,22 @@ class Borders:
     longest: int
 
 
+_placed: MutableMapping[Tensor, Borders] = WeakTensorKeyDictionary()  # of tensors whose numbers the host has anyway
+
+
+def place_borders(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """``cu_seqlens`` of sequences of these lengths; ``read_borders`` of it does not wait for the device."""
+    positions = tuple(accumulate(lengths, initial=0))
+    cu_seqlens = torch.tensor(positions, dtype=torch.int32, device=device)
+    _placed[cu_seqlens] = Borders(positions, tuple(lengths), max(lengths))
+    return cu_seqlens
+
+
 @once_per_tensor
 def read_borders(cu_seqlens: Tensor) -> Borders:
     """Copy ``cu_seqlens`` from the device and check it; ValueError if it does not bound sequences."""
+    if cu_seqlens in _placed:
+        return _placed[cu_seqlens]
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
         raise ValueError(f"cu_seqlens must be int32 [B + 1], not {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
     positions = tuple(cu_seqlens.tolist())

@@ -16,6 +16,7 @@ from torch import Tensor
 from mega_rl import platform
 from mega_rl.platform.operators.attention import VarlenPacking, check_arguments
 from mega_rl.platform.operators.torch_kernels import TorchOperators
+from mega_rl.platform.operators.torch_kernels import chosen_experts as chosen_experts
 
 
 def _own() -> TorchOperators:
@@ -119,23 +120,25 @@ def rotary(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     return _own().rotary(x_THD, cos_TD, sin_TD)
 
 
-def grouped_matmul(x_ND: Tensor, weights_FD: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
-    """The first ``counts[0]`` rows times the first weight transposed, the next by the second, ...: [N, F].
+def grouped_matmul(x_ND: Tensor, weights_FD: Sequence[Tensor], ends_E: Tensor) -> Tensor:
+    """The rows up to ``ends_E[0]`` times the first weight transposed, the next by the second, ...: [N, F].
 
     Args:
         weights_FD: of E experts, as linear layers hold them.
-        counts: rows of every expert, E numbers that add up to N; some may be 0.
+        ends_E: int64 on the device, where the rows of every expert end; the last number is N. Nobody waits for them.
     """
-    if not weights_FD or len(counts) != len(weights_FD):
-        raise ValueError(f"one count for each weight, not {len(counts)} for {len(weights_FD)}")
+    if not weights_FD or ends_E.shape != (len(weights_FD),) or ends_E.dtype != torch.int64:
+        raise ValueError(f"one end for each of {len(weights_FD)} weights, in int64: {_shapes(ends=ends_E)}")
     first = weights_FD[0]
     if x_ND.dim() != 2 or first.dim() != 2 or x_ND.shape[1] != first.shape[1] or x_ND.dtype != first.dtype:
         raise ValueError(f"grouped_matmul takes [N, D], weights [F, D] of its dtype: {_shapes(x=x_ND, weight=first)}")
     if any(weight.shape != first.shape or weight.dtype != first.dtype for weight in weights_FD):
         raise ValueError("the weights of grouped_matmul need one shape and dtype")
-    if min(counts) < 0 or sum(counts) != x_ND.shape[0]:
-        raise ValueError(f"counts must be 0 or more and add up to {x_ND.shape[0]} rows: {list(counts)}")
-    return _own().grouped_matmul(x_ND, weights_FD, counts)
+    if ends_E.device.type == "cpu":  # elsewhere: a wait
+        ends = ends_E.tolist()
+        if ends != sorted(ends) or ends[0] < 0 or ends[-1] != x_ND.shape[0]:
+            raise ValueError(f"ends must rise from 0 or more to {x_ND.shape[0]}, the number of rows: {ends}")
+    return _own().grouped_matmul(x_ND, weights_FD, ends_E)
 
 
 def permute_tokens(x_TD: Tensor, is_routed_TE: Tensor, experts_per_token: int) -> tuple[Tensor, Tensor]:

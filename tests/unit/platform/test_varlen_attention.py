@@ -28,6 +28,7 @@ from mega_rl.platform.operators.attention import (
     batched_calls,
     check_arguments,
     length_groups,
+    place_borders,
     read_borders,
 )
 from mega_rl.platform.operators.npu_kernels import AscendOperators
@@ -107,6 +108,13 @@ def test_the_fused_operator_gets_at_most_a_thousand_sequences(
     *qkv, _ = inputs(lengths, lengths, 1, 1)
     AscendOperators().varlen_attention(*qkv, packing_of(lengths, lengths), softmax_scale=SCALE, causal=True)
     assert [len(call.kwargs["actual_seq_qlen"]) for call in fused.calls] == calls
+
+
+def test_borders_that_the_host_placed_are_not_read_back() -> None:
+    placed = place_borders(RAGGED, torch.device("cpu"))
+    assert torch.equal(placed, borders(RAGGED)) and placed.dtype == torch.int32
+    placed[1] = 0  # not looked at any more
+    assert read_borders(placed) == read_borders(borders(RAGGED))
 
 
 def test_layers_share_what_is_read_from_the_borders() -> None:
