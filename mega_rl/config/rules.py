@@ -140,7 +140,7 @@ RULES: dict[str, Rule] = {
     "trainer.total_steps": nullable(between(1, MANY)),
     "trainer.total_epochs": nullable(between(1, MANY)),
     "trainer.seed": seed(),
-    "trainer.max_tokens_per_microbatch": between(1, MANY),
+    "trainer.max_tokens_per_microbatch": nullable(between(1, MANY)),
     "trainer.collective_timeout_s": between(1, MANY),
     "trainer.stall_timeout_s": between(1, MANY),
     "trainer.max_skipped_steps": between(0, MANY),

@@ -77,7 +77,7 @@ class MegatronEngine:
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=True,
-            overlap_grad_reduce=overlap.overlap_grad_reduce,
+            overlap_grad_reduce=bool(overlap.overlap_grad_reduce),
             overlap_param_gather=overlap.overlap_param_gather,
         )
         model_config = chunks[0].config
