@@ -50,8 +50,9 @@ def train(case: Case, layout: ParallelLayout, family: str, objective_name: str, 
         assert not step.skipped, step
         figures.norms.append(step.grad_norm)
     figures.operators = {name: count - before.get(name, 0) for name, count in operator_counts().items()}
+    on_host = [microbatch.to(torch.device("cpu")) for microbatch in microbatches]
     with HostReads() as reads:
-        engine.forward_backward([m.to(torch.device("cpu")) for m in microbatches], loss_function)
+        engine.forward_backward(on_host, loss_function)
     figures.host_reads = dict(reads.counts)
     own = {name: p.detach().to("cpu", copy=True) for name, p in engine.policy.parameters.items()}
     figures.weights = gather_objects(own)
