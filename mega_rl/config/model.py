@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from mega_rl.config.schema import RunConfig
+from mega_rl.config.schema import ParallelConfig, RunConfig
 from mega_rl.config.stage import has_critic, model_directory, reward_model, samples, sequences_per_row, trains_values
 from mega_rl.errors import input_error
 from mega_rl.models.fit import engine_problems, length_problems, trainer_problems
@@ -77,6 +77,8 @@ def model_problems(
         found += engine_problems(shape, rollout.tensor_parallel_size, shared_world, has_whole_experts)
     if shape is not None:
         found += _router_problems(config, shape)
+        if is_good("parallel.context", "parallel.tensor", "parallel.context_method"):
+            found += _context_problems(parallel, shape)
     if samples(config) and shape is not None and shape.mixture is None and rollout.routing_replay != "off":
         found.append(
             f"rollout.routing_replay is {rollout.routing_replay!r}, but the model of model.path has no experts: set it "
@@ -88,6 +90,19 @@ def model_problems(
             last = shape.vocab_size - 1
             found.append(f"rollout.stop_token_ids has {beyond[0]}: give ids up to the vocabulary's last, {last}")
     return shape, found
+
+
+def _context_problems(parallel: ParallelConfig, shape: ModelShape) -> list[str]:
+    """Heads that tensor-parallel ranks leave, which Ulysses divides among the context-parallel ones."""
+    kv_heads = shape.num_heads if shape.latent else shape.num_kv_heads
+    ranks = parallel.tensor * parallel.context
+    if parallel.context_method != "ulysses" or not (shape.num_heads % ranks or kv_heads % ranks):
+        return []
+    return [
+        f"parallel.context_method is 'ulysses', which divides the model's {shape.num_heads} heads and {kv_heads} "
+        f"key/value heads by parallel.tensor {parallel.tensor} x parallel.context {parallel.context}: lower one of "
+        "them, or set it to gather"
+    ]
 
 
 def _router_problems(config: RunConfig, shape: ModelShape) -> list[str]:

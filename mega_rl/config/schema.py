@@ -35,6 +35,7 @@ from mega_rl.config.learning import (
 )
 
 Dtype = Literal["float32", "bfloat16"]
+ContextMethod = Literal["gather", "ulysses"]
 # What a norm is in the model, whatever its Hugging Face name; bridge/outgoing/noise.py explains each.
 NormRole = Literal[
     "input_layernorm", "post_attention_layernorm", "router_norm", "q_norm", "k_norm", "latent_norm", "output_norm",
@@ -236,6 +237,9 @@ class ParallelConfig:
     pipeline: int = 1  # ranks that each hold some of the layers
     virtual_pipeline: int | None = None  # interleaved pipeline: model chunks per rank; null: off
     context: int = 1  # ranks that share the tokens of every sequence
+    # What these ranks exchange in attention (docs/context.md). gather: each gets all keys and values | ulysses: each
+    # gets all tokens of some heads, which it must be possible to divide
+    context_method: ContextMethod = "gather"
     expert: int = 1  # ranks that divide the experts of a layer among them
     expert_tensor: int | None = None  # ranks that share the weights of one expert; null: as tensor
     sequence: bool = False  # sequence parallelism: tensor-parallel ranks share the tokens outside of attention and MLP

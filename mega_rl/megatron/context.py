@@ -14,6 +14,7 @@ import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
+from mega_rl.config.schema import ContextMethod
 from mega_rl.megatron.attention import PackedSequences, packed_sequences
 from mega_rl.parallel.zigzag import PADDING, padded_lengths, unpadded_positions, zigzag_positions
 from mega_rl.types import Microbatch
@@ -33,7 +34,11 @@ class LocalInput:
 
 
 def local_input(
-    microbatch: Microbatch, borders: Sequence[int], context_parallel_group: Any, multiple: int
+    microbatch: Microbatch,
+    borders: Sequence[int],
+    context_parallel_group: Any,
+    multiple: int,
+    method: ContextMethod = "gather",
 ) -> LocalInput:
     """This rank's share of a micro-batch, whose tensors lie on the device.
 
@@ -41,6 +46,7 @@ def local_input(
         borders: ``cu_seqlens`` of the micro-batch on the host, which need not wait for the device then.
         context_parallel_group: whose ranks share every sequence.
         multiple: L becomes a multiple of it; without context parallelism the micro-batch must have it already.
+        method: how the ranks share attention.
     """
     device = microbatch.token_ids.device
     lengths = [end - start for start, end in pairwise(borders)]
@@ -61,7 +67,7 @@ def local_input(
     # Padding computes the first token again: it stands behind every token of its sequence, which never see it.
     own_sources = sources[shares[context_parallel_group.rank()]]
     own = own_sources.clamp_min(0).to(device)
-    packing = packed_sequences(padded, context_parallel_group, device)
+    packing = packed_sequences(padded, context_parallel_group, device, method)
     token_ids, target_ids, position_ids = (x[own][None] for x in tokens)
     routed_experts = None if microbatch.routed_experts is None else microbatch.routed_experts[own]
     return LocalInput(token_ids, target_ids, position_ids, packing, pack_order.to(device), routed_experts, own_sources)

@@ -259,7 +259,8 @@ class MegatronPolicy:
             number, on_host = next(iterator)
             microbatch = on_host.to(self.device)
             borders = on_host.cu_seqlens.tolist()
-            local = local_input(microbatch, borders, parallel_state.get_context_parallel_group(), multiple)
+            group, method = parallel_state.get_context_parallel_group(), self.spec.parallel.context_method
+            local = local_input(microbatch, borders, group, multiple, method)
             routing = self.routing_of(microbatch, local, recorded[number] if recorded else None)
             if balancing is not None:
                 routing = replace(routing or Routing(), balance=balancing.of(on_host, local.sources))

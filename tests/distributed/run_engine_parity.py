@@ -129,7 +129,8 @@ def compare_logits(
     if layout.pipeline > 1:
         return  # the log-probabilities of all stages are compared
     with torch.no_grad():
-        own = local_input(m, m.cu_seqlens.tolist(), parallel_state.get_context_parallel_group(), layout.tensor)
+        group, method = parallel_state.get_context_parallel_group(), engine.policy.spec.parallel.context_method
+        own = local_input(m, m.cu_seqlens.tolist(), group, layout.tensor, method)
         own.packing.routing = engine.policy.routing_of(m, own)
         (model,) = engine.policy.chunks
         local = model(own.token_ids, own.position_ids, None, packed_seq_params=own.packing)

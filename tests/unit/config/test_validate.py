@@ -108,6 +108,16 @@ def test_routers_learn_where_there_are_some(config, model, key, method, sentence
     assert len(found) == (sentence is not None) and all(sentence in line for line in found)
 
 
+@pytest.mark.parametrize(("tensor", "context", "is_good"), [(1, 2, True), (2, 1, True), (2, 2, False), (1, 4, False)])
+def test_ulysses_divides_heads(config, tensor, context, is_good):
+    """4 heads and 2 key/value heads."""
+    parallel = config.parallel
+    parallel.tensor, parallel.context, parallel.context_method = tensor, context, "ulysses"
+    found = [line for line in problems(config) if "ulysses" in line]
+    assert len(found) == (not is_good)
+    assert all("4 heads and 2 key/value heads" in line and "set it to gather" in line for line in found)
+
+
 def test_every_key_of_the_schema_is_checked():
     assert set(leaf_names()) == set(rules()) | WITHOUT_RULE
     assert not set(rules()) & WITHOUT_RULE
