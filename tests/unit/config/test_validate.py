@@ -262,7 +262,6 @@ BAD_VALUES = [
     ("parallel.expert", 2),  # a model without experts
     ("parallel.expert_tensor", 0),
     ("parallel.expert_tensor", 1),  # a model without experts
-    ("parallel.overlap_param_gather", True),  # not without the other overlap
     ("parallel.sequence", True),
     ("trainer.stage", "dqo"),
     ("trainer.output_dir", ""),
@@ -416,6 +415,11 @@ def test_a_layout_of_all_axes_fits(config):
     parallel.expert, parallel.expert_tensor, parallel.sequence = 4, 1, True
     parallel.overlap_grad_reduce = parallel.overlap_param_gather = True
     assert problems(config, 12) == []
+    parallel.overlap_grad_reduce = None  # left to the plan, which turns it on then
+    assert problems(config, 12) == []
+    parallel.overlap_grad_reduce = False
+    (line,) = problems(config, 12)
+    assert "parallel.overlap_param_gather is True" in line
 
 
 def test_heads_of_the_trainer(config):
