@@ -268,6 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     validate(config, has_files=False)
     machine = machine_of(options, config)
     shape = trained_shape(config)
+    validate(config, machine.num_devices, has_files=False)
     config, chosen = automatic(config, shape, machine)
     plan = make_plan(config, shape, machine)
     changes = spend(plan, shape) if plan.fits else advise(plan, shape)
