@@ -86,33 +86,12 @@ def _varlen(
     )
 
 
-def _dense(name: str, random: Random, num_queries: int, causal: bool, mask: Tensor | None) -> OperatorCase:
-    num_keys = 9
-    inputs = {"q": random(3, num_queries, 4, D), "k": random(3, num_keys, 2, D), "v": random(3, num_keys, 2, D)}
-    visible = reference.causal_mask(num_queries, num_keys) if causal else mask
-    if mask is not None:
-        inputs["mask"] = mask
-    return OperatorCase(
-        name,
-        inputs,
-        lambda x: operators.dense_attention(
-            x["q"], x["k"], x["v"], softmax_scale=SCALE, causal=causal, is_visible_QP=x.get("mask")
-        ),
-        lambda x: reference.dense_attention(x["q"], x["k"], x["v"], softmax_scale=SCALE, is_visible_QP=visible),
-        ("npu_fusion_attention", "npu_fusion_attention_grad"),
-    )
-
-
 def _attention_cases(random: Random) -> list[OperatorCase]:
-    stripes = (torch.arange(5)[:, None] + torch.arange(9)) % 3 != 0  # no mask that a mode stands for
     return [
         _varlen("varlen_causal", random, RAGGED, RAGGED, causal=True),
         _varlen("varlen_full", random, RAGGED, RAGGED, causal=False),
         _varlen("varlen_more_keys", random, (3, 1, 20, 7), (3, 9, 33, 8), causal=True),
         _varlen("varlen_narrow_values", random, RAGGED, RAGGED, causal=True, value_width=D // 2),
-        _dense("dense_causal", random, 5, causal=True, mask=None),
-        _dense("dense_full", random, 5, causal=False, mask=None),
-        _dense("dense_mask", random, 5, causal=False, mask=stripes),
     ]
 
 
@@ -160,8 +139,12 @@ def _grouped(name: str, random: Random, counts: Sequence[int]) -> OperatorCase:
     names = [f"weight{i}" for i in range(len(counts))]
     return OperatorCase(
         name,
-        {"x": random(sum(counts), 6), **{name: random(10, 6) for name in names}},
-        lambda x: operators.grouped_matmul(x["x"], [x[name] for name in names], counts),
+        {
+            "x": random(sum(counts), 6),
+            **{name: random(10, 6) for name in names},
+            "ends": torch.tensor(counts).cumsum(0),
+        },
+        lambda x: operators.grouped_matmul(x["x"], [x[name] for name in names], x["ends"]),
         lambda x: reference.grouped_matmul(x["x"], [x[name] for name in names], counts),
         ("npu_grouped_matmul",) if sum(counts) else (),
     )

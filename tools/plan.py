@@ -29,6 +29,7 @@ from mega_rl.config.stage import samples
 from mega_rl.errors import InputError
 from mega_rl.models.shape import ModelShape
 from mega_rl.planning.advice import Change, advise, spend
+from mega_rl.planning.automatic import automatic
 from mega_rl.planning.memory_plan import Item, Machine, MemoryPlan, Phase, make_plan, smallest_world
 from mega_rl.planning.steps import RunLength, fullest_microbatches, run_length
 from mega_rl.platform.operators.memory import OPERATOR_MEMORY
@@ -267,12 +268,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     validate(config, has_files=False)
     machine = machine_of(options, config)
     shape = trained_shape(config)
+    validate(config, machine.num_devices, has_files=False)
+    config, chosen = automatic(config, shape, machine)
     plan = make_plan(config, shape, machine)
     changes = spend(plan, shape) if plan.fits else advise(plan, shape)
     length = run_length(config)
     if options.json:
         print(json.dumps(as_json(plan, length, changes), indent=2))
     else:
+        for line in chosen:
+            print(line)
         show(plan, shape, length, changes)
     if plan.fits:
         return 0

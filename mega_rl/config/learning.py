@@ -39,6 +39,19 @@ class TuningConfig:
 
 
 @dataclass
+class RouterConfig:
+    """What the routers of a model with experts learn besides the stage's objective; docs/router.md."""
+
+    aux_loss: float = 0.0  # weight of the load-balancing loss, which is 1 per layer if all experts are used alike
+    # the tokens that it averages over: those of a sequence, whichever way a batch is packed, or those of a micro-batch
+    aux_loss_over: Literal["sequence", "microbatch"] = "sequence"
+    z_loss: float = 0.0  # weight of the loss that keeps the router's logits small
+    # After every optimizer step the bias of each expert's score moves by this, up if the expert took fewer tokens than
+    # the mean; models that have such a bias (DeepSeek-V3)
+    bias_update_rate: float = 0.0
+
+
+@dataclass
 class PreferenceConfig:
     """The loss on pairs of a chosen and a rejected answer (stage dpo); ``docs/preference.md`` has the formulas."""
 

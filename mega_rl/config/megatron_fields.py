@@ -58,6 +58,10 @@ KEYS: dict[str, str] = {
     "offload_modules": "memory.recompute",
     "min_offloaded_tensor_size": "memory.recompute",
     "moe_enable_routing_replay": "rollout.routing_replay",
+    "moe_router_load_balancing_type": "router.aux_loss_over",
+    "moe_aux_loss_coeff": "router.aux_loss",
+    "moe_z_loss_coeff": "router.z_loss",
+    "moe_router_bias_update_rate": "router.bias_update_rate",
 }
 
 # Why the others cannot be set: the end of a sentence -> fields.
@@ -77,14 +81,13 @@ OTHERS: dict[str, str] = {
         hidden_dropout attention_dropout fp32_residual_connection apply_query_key_layer_scaling
         attention_softmax_in_fp32 moe_router_force_load_balancing moe_input_jitter_eps moe_token_dropping
         moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy moe_apply_probs_on_input
-        moe_router_bias_update_rate qk_clip qk_clip_alpha qk_clip_threshold fp8 fp8_recipe fp8_param
+        qk_clip qk_clip_alpha qk_clip_threshold fp8 fp8_recipe fp8_param
         fp8_quantizer_factory fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad
         fp8_dot_product_attention fp8_multi_head_attention tp_only_amax_red first_last_layers_bf16
         num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 fp4 fp4_recipe fp4_param fp4_quantizer_factory
         quant_recipe""",
     "would add to the objective, which the stage alone defines: leave it out": """
-        moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff mtp_num_layers mtp_loss_scaling_factor
-        mtp_standalone""",
+        mtp_num_layers mtp_loss_scaling_factor mtp_standalone""",
     "would part the layers otherwise than the weight sync and checkpoints do: leave it out": """
         num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout
         account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split""",

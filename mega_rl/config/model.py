@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from mega_rl.config.schema import RunConfig
+from mega_rl.config.schema import ParallelConfig, RunConfig
 from mega_rl.config.stage import (
     critic_parallel,
     has_critic,
@@ -85,6 +85,10 @@ def model_problems(
         shared_world = world_size if rollout.placement == "colocated" else None
         has_whole_experts = bool(rollout.vllm.get("enable_expert_parallel"))
         found += engine_problems(shape, rollout.tensor_parallel_size, shared_world, has_whole_experts)
+    if shape is not None:
+        found += _router_problems(config, shape)
+        if is_good("parallel.context", "parallel.tensor", "parallel.context_method"):
+            found += _context_problems(parallel, shape)
     if samples(config) and shape is not None and shape.mixture is None and rollout.routing_replay != "off":
         found.append(
             f"rollout.routing_replay is {rollout.routing_replay!r}, but the model of model.path has no experts: set it "
@@ -109,6 +113,38 @@ def _own_layout_problems(
         shape = inspect_model(config.critic.path, "critic.path", tuple(SUFFIXES))[0]
     sizes = f"critic.tensor {own.tensor}, critic.pipeline {own.pipeline} and critic.context {own.context}"
     return [f"with {sizes} the critic cannot be trained: {line}" for line in trainer_problems(shape, own, world_size)]
+
+
+def _context_problems(parallel: ParallelConfig, shape: ModelShape) -> list[str]:
+    """Heads that tensor-parallel ranks leave, which Ulysses divides among the context-parallel ones."""
+    kv_heads = shape.num_heads if shape.latent else shape.num_kv_heads
+    ranks = parallel.tensor * parallel.context
+    if parallel.context_method != "ulysses" or not (shape.num_heads % ranks or kv_heads % ranks):
+        return []
+    return [
+        f"parallel.context_method is 'ulysses', which divides the model's {shape.num_heads} heads and {kv_heads} "
+        f"key/value heads by parallel.tensor {parallel.tensor} x parallel.context {parallel.context}: lower one of "
+        "them, or set it to gather"
+    ]
+
+
+def _router_problems(config: RunConfig, shape: ModelShape) -> list[str]:
+    router, found = config.router, []
+    given = [name for name in ("aux_loss", "z_loss", "bias_update_rate") if getattr(router, name)]
+    if given and shape.mixture is None:
+        value = getattr(router, given[0])
+        found.append(f"router.{given[0]} is {value}, but the model of model.path has no experts: set it to 0")
+    elif router.bias_update_rate and not (shape.mixture and shape.mixture.score_bias):
+        found.append(
+            f"router.bias_update_rate is {router.bias_update_rate}, but the routers of a {shape.family} model have no "
+            "bias: set it to 0, and router.aux_loss to more"
+        )
+    elif router.bias_update_rate and config.tuning.method != "full":
+        found.append(
+            f"router.bias_update_rate is {router.bias_update_rate}, but with tuning.method {config.tuning.method} the "
+            "bias is a part of the base, which does not change: set it to 0"
+        )
+    return found
 
 
 def _value_model_problems(

@@ -28,10 +28,14 @@ from mega_rl.config.learning import (
     RewardModelConfig as RewardModelConfig,
 )
 from mega_rl.config.learning import (
+    RouterConfig as RouterConfig,
+)
+from mega_rl.config.learning import (
     TuningConfig as TuningConfig,
 )
 
 Dtype = Literal["float32", "bfloat16"]
+ContextMethod = Literal["gather", "ulysses"]
 # What a norm is in the model, whatever its Hugging Face name; bridge/outgoing/noise.py explains each.
 NormRole = Literal[
     "input_layernorm", "post_attention_layernorm", "router_norm", "q_norm", "k_norm", "latent_norm", "output_norm",
@@ -40,6 +44,7 @@ NormRole = Literal[
 OffloadPart = Literal["weights", "gradients", "optimizer"]
 # Advantages that compare the samples of one prompt with each other, so that rollout.n must be at least 2.
 GroupBaseline = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"]
+TOKENS_PER_MICROBATCH = 16384
 CRITIC_ADVANTAGE = "gae"  # the one that a critic's values make
 
 # The share of a device's memory that vLLM may take while the trainer lives on the same device, unless
@@ -241,10 +246,15 @@ class ParallelConfig:
     pipeline: int = 1  # ranks that each hold some of the layers
     virtual_pipeline: int | None = None  # interleaved pipeline: model chunks per rank; null: off
     context: int = 1  # ranks that share the tokens of every sequence
+    # What these ranks exchange in attention (docs/context.md). gather: each gets all keys and values | ulysses: each
+    # gets all tokens of some heads, which it must be possible to divide
+    context_method: ContextMethod = "gather"
     expert: int = 1  # ranks that divide the experts of a layer among them
     expert_tensor: int | None = None  # ranks that share the weights of one expert; null: as tensor
     sequence: bool = False  # sequence parallelism: tensor-parallel ranks share the tokens outside of attention and MLP
-    overlap_grad_reduce: bool = False  # sum gradients over data-parallel ranks while the backward pass still runs
+    # sum gradients over data-parallel ranks while the backward pass still runs; null: on accelerators, if all weights
+    # are trained
+    overlap_grad_reduce: bool | None = None
     overlap_param_gather: bool = False  # collect updated weights while the next forward pass already runs
 
 
@@ -253,8 +263,8 @@ class MemoryConfig:
     """What the trainer gives up to need less device memory; only optimizer_state_dtype changes a result."""
 
     # Activations that are dropped and computed again in the backward pass: those of some modules (selective) or of
-    # whole layers (full).
-    recompute: Literal["none", "selective", "full"] = "none"
+    # whole layers (full). auto: the least that leaves a tenth of the device's memory free by the plan
+    recompute: Literal["none", "selective", "full", "auto"] = "none"
     # selective only; what can be computed again by itself in a decoder layer (Megatron's layernorm and moe_act need
     # TransformerEngine); null: mlp and moe, as far as the model has them
     recompute_modules: list[Literal["core_attn", "mlp", "moe", "shared_experts"]] | None = None
@@ -304,7 +314,8 @@ class TrainerConfig:
     total_steps: int | None = None  # length of the run in steps; give this or total_epochs
     total_epochs: int | None = None  # length in epochs, without what dynamic sampling draws besides; or total_steps
     seed: int = 0  # seed of the model's initialisation and of sampling
-    max_tokens_per_microbatch: int = 16384  # tokens of one forward pass, all its sequences together
+    # tokens of one forward pass, all its sequences together; null: the default, or less if the plan has no room for it
+    max_tokens_per_microbatch: int | None = TOKENS_PER_MICROBATCH
     # Rarely set.
     collective_timeout_s: float = 1800.0  # a rank that waits longer than this for another one ends the run
     # A run ends, and names the rank, when a rank gives no sign of life or no rank makes progress for this long. The
@@ -388,6 +399,7 @@ class RunConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     tuning: TuningConfig = field(default_factory=TuningConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     bridge: BridgeConfig = field(default_factory=BridgeConfig)

@@ -239,7 +239,7 @@ def _memory(found: _Problems) -> None:
 
 def _overlap(found: _Problems) -> None:
     parallel = found.config.parallel
-    if parallel.overlap_param_gather and not parallel.overlap_grad_reduce:
+    if parallel.overlap_param_gather and parallel.overlap_grad_reduce is False:
         found.add("parallel.overlap_param_gather is True: set it to false, or parallel.overlap_grad_reduce to true too")
 
 

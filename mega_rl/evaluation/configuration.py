@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mega_rl.config import RunConfig, load_config, validate
-from mega_rl.config.schema import DataConfig, RolloutConfig, TrainerConfig
+from mega_rl.config.schema import TOKENS_PER_MICROBATCH, DataConfig, RolloutConfig, TrainerConfig
 from mega_rl.errors import InputError
 from mega_rl.evaluation.weights import Weights
 
@@ -39,7 +39,7 @@ def evaluation_config(file: Path | None, overrides: Sequence[str], weights: Weig
     trainer = TrainerConfig(
         seed=given.trainer.seed,
         total_steps=1,
-        max_tokens_per_microbatch=max(length, TrainerConfig.max_tokens_per_microbatch),
+        max_tokens_per_microbatch=max(length, TOKENS_PER_MICROBATCH),
         collective_timeout_s=given.trainer.collective_timeout_s,
     )
     rollout = replace(

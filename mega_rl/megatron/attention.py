@@ -12,20 +12,44 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from mega_rl.config.schema import ContextMethod
 from mega_rl.megatron.routing import Routing
-from mega_rl.parallel.zigzag import visible_keys
+from mega_rl.parallel.zigzag import visible_keys, zigzag_positions
 from mega_rl.platform.operators import dispatch as operators
+from mega_rl.platform.operators.attention import place_borders
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Ulysses (arXiv 2309.14509): a rank gives its tokens' other heads away and gets all tokens of its own heads.
+
+    Letters: C ranks, P tokens of all ranks, which are L of each.
+    """
+
+    in_pack_order_P: Tensor  # int64, where each token of the pack lies in the tokens of all ranks, rank after rank
+    by_rank_P: Tensor  # int64, the reverse
+    group: Any
+
+    def to_heads(self, x_LHD: Tensor) -> Tensor:
+        """All tokens of the pack in its order, and this rank's heads: [P, H / C, D]."""
+        parts_CLHD = x_LHD.unflatten(1, (self.group.size(), -1)).transpose(0, 1)
+        received = all_to_all(self.group, parts_CLHD.flatten(0, 1).contiguous())
+        return received.index_select(0, self.in_pack_order_P)
+
+    def to_tokens(self, x_PHD: Tensor) -> Tensor:
+        """The reverse of ``to_heads``."""
+        received = all_to_all(self.group, x_PHD.index_select(0, self.by_rank_P))
+        return received.unflatten(0, (self.group.size(), -1)).transpose(0, 1).flatten(1, 2)
 
 
 @dataclass
@@ -39,45 +63,61 @@ class PackedSequences(PackedSeqParams):
     cu_seqlens: Tensor | None = None  # int32 [B + 1], where the queries of a sequence, or of a part of one, begin
     cu_seqlens_of_keys: Tensor | None = None  # the same of the keys that they see; one tensor if these are the same
     longest: tuple[int, int] = (0, 0)  # queries and keys of one sequence or part
-    keys_S: Tensor | None = None  # int64, with context parallelism: where each key lies in the tokens of all ranks
+    # With context parallelism one of both: where each key lies in the tokens of all ranks, int64; or how heads are
+    # exchanged for tokens.
+    keys_S: Tensor | None = None
+    exchange: Exchange | None = None
     rotary_T11D: Tensor | None = None  # float32 angles of every token, if the layers rotate by themselves
     routing: Routing | None = None  # which experts take this rank's tokens; None: the routers choose
     token_keys_N: Tensor | None = None  # int64 [L], what dropout knows this rank's tokens by; None: no dropout
 
 
-def packed_sequences(lengths: Sequence[int], context_parallel_group: Any, device: torch.device) -> PackedSequences:
+def packed_sequences(
+    lengths: Sequence[int], context_parallel_group: Any, device: torch.device, method: ContextMethod = "gather"
+) -> PackedSequences:
     """The packing of one micro-batch, built once and used by every layer.
 
     Args:
         lengths: of the sequences; with context parallelism the padded ones.
         context_parallel_group: whose ranks share the sequences.
         device: of the tokens.
+        method: how the ranks share attention.
     """
     num_ranks, rank = context_parallel_group.size(), context_parallel_group.rank()
-    if num_ranks == 1:
-        starts = _borders(lengths, device)
+    exchange = None
+    if num_ranks > 1 and method == "ulysses":
+        by_rank = torch.cat([zigzag_positions(lengths, num_ranks, other) for other in range(num_ranks)])
+        in_pack_order = torch.empty_like(by_rank)
+        in_pack_order[by_rank] = torch.arange(len(by_rank))
+        exchange = Exchange(in_pack_order.to(device), by_rank.to(device), context_parallel_group)
+    if num_ranks == 1 or exchange is not None:
+        starts = place_borders(lengths, device)
         longest = (max(lengths), max(lengths))
-        return _record(lengths, context_parallel_group, device, starts, cu_seqlens_of_keys=starts, longest=longest)
+        return _record(
+            lengths,
+            context_parallel_group,
+            device,
+            starts,
+            cu_seqlens_of_keys=starts,
+            longest=longest,
+            exchange=exchange,
+        )
     parts = visible_keys(lengths, num_ranks, rank)
     return _record(
         lengths,
         context_parallel_group,
         device,
-        _borders(parts.num_queries, device),
-        cu_seqlens_of_keys=_borders(parts.num_keys, device),
+        place_borders(parts.num_queries, device),
+        cu_seqlens_of_keys=place_borders(parts.num_keys, device),
         longest=(max(parts.num_queries), max(parts.num_keys)),
         keys_S=parts.keys.to(device),
     )
 
 
-def _borders(lengths: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-
-
 def _record(
     lengths: Sequence[int], context_parallel_group: Any, device: torch.device, cu_seqlens: Tensor, **of_keys: Any
 ) -> PackedSequences:
-    whole = _borders([sum(lengths) // context_parallel_group.size()], device)
+    whole = place_borders([sum(lengths) // context_parallel_group.size()], device)
     return PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=whole,
@@ -120,7 +160,9 @@ class PackedAttention(MegatronModule):
     ) -> Tensor:
         """query [T, H, D], key and value [T, K, D] -> [T, H * D]."""
         assert packed_seq_params is not None, "every batch is packed"
-        packing = packed_seq_params
+        packing, exchange = packed_seq_params, packed_seq_params.exchange
+        if exchange is not None:
+            query, key, value = (exchange.to_heads(x) for x in (query, key, value))
         if packing.keys_S is not None:
             # Every rank sees all keys and values, and sums the gradients of its own over the ranks.
             key, value = (
@@ -134,4 +176,4 @@ class PackedAttention(MegatronModule):
         output_THD = operators.varlen_attention(
             query, key, value, queries, keys, *packing.longest, softmax_scale=self.scale, causal=True
         )
-        return output_THD.flatten(1)
+        return (output_THD if exchange is None else exchange.to_tokens(output_THD)).flatten(1)

@@ -416,6 +416,4 @@ def _load_weights(directory: Path, engine: MegatronEngine) -> None:
     loaded = _read(directory, state)
     for name, chunk in _named_chunks(engine).items():
         chunk.load_state_dict(loaded[name])
-    for weight in engine.policy.frozen.values():
-        weight.copy_(weight.to(engine.policy.spec.dtype))  # a float32 tensor, but rounded as the engine has it
     engine.optimizer.reload_model_params()

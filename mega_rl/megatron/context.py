@@ -5,6 +5,7 @@ Letters: T packed tokens of the micro-batch, L tokens of this rank, M layers wit
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
+from mega_rl.config.schema import ContextMethod
 from mega_rl.megatron.attention import PackedSequences, packed_sequences
 from mega_rl.parallel.zigzag import PADDING, padded_lengths, unpadded_positions, zigzag_positions
 from mega_rl.types import Microbatch
@@ -26,27 +28,35 @@ class LocalInput:
     target_ids: Tensor  # [1, L] int64
     position_ids: Tensor  # [1, L] int64
     packing: PackedSequences
-    sources: Tensor | None  # [L] int64, where each token lies in the pack; None: L is T
     pack_order: Tensor | None  # [T] int64, where each packed token lies in the tokens of all ranks; None: L is T
     routed_experts: Tensor | None  # [L, M, K] int16, as in the micro-batch
+    sources: Tensor | None  # [L] int64 on the host, where each token stands in the pack, or ``PADDING``; None: L is T
 
 
-def local_input(microbatch: Microbatch, context_parallel_group: Any, multiple: int) -> LocalInput:
+def local_input(
+    microbatch: Microbatch,
+    borders: Sequence[int],
+    context_parallel_group: Any,
+    multiple: int,
+    method: ContextMethod = "gather",
+) -> LocalInput:
     """This rank's share of a micro-batch, whose tensors lie on the device.
 
     Args:
+        borders: ``cu_seqlens`` of the micro-batch on the host, which need not wait for the device then.
         context_parallel_group: whose ranks share every sequence.
         multiple: L becomes a multiple of it; without context parallelism the micro-batch must have it already.
+        method: how the ranks share attention.
     """
     device = microbatch.token_ids.device
-    lengths = [end - start for start, end in pairwise(microbatch.cu_seqlens.tolist())]
+    lengths = [end - start for start, end in pairwise(borders)]
     num_ranks = context_parallel_group.size()
     tokens = (microbatch.token_ids, microbatch.target_ids, microbatch.position_ids)
     if num_ranks == 1:
         assert microbatch.num_tokens % multiple == 0, (microbatch.num_tokens, multiple)
         packing = packed_sequences(lengths, context_parallel_group, device)
         token_ids, target_ids, position_ids = (x[None] for x in tokens)
-        return LocalInput(token_ids, target_ids, position_ids, packing, None, None, microbatch.routed_experts)
+        return LocalInput(token_ids, target_ids, position_ids, packing, None, microbatch.routed_experts, None)
     padded = padded_lengths(lengths, num_ranks, multiple)
     sources = unpadded_positions(lengths, padded)
     shares = [zigzag_positions(padded, num_ranks, rank) for rank in range(num_ranks)]
@@ -55,11 +65,12 @@ def local_input(microbatch: Microbatch, context_parallel_group: Any, multiple: i
     pack_order = torch.empty_like(places)
     pack_order[sources_of_all[places]] = places
     # Padding computes the first token again: it stands behind every token of its sequence, which never see it.
-    own = sources[shares[context_parallel_group.rank()]].clamp_min(0).to(device)
-    packing = packed_sequences(padded, context_parallel_group, device)
+    own_sources = sources[shares[context_parallel_group.rank()]]
+    own = own_sources.clamp_min(0).to(device)
+    packing = packed_sequences(padded, context_parallel_group, device, method)
     token_ids, target_ids, position_ids = (x[own][None] for x in tokens)
     routed_experts = None if microbatch.routed_experts is None else microbatch.routed_experts[own]
-    return LocalInput(token_ids, target_ids, position_ids, packing, own, pack_order.to(device), routed_experts)
+    return LocalInput(token_ids, target_ids, position_ids, packing, pack_order.to(device), routed_experts, own_sources)
 
 
 def in_pack_order(output: Tensor, local: LocalInput) -> Tensor:

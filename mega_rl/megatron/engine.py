@@ -21,6 +21,7 @@ from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.series import Series, slices_of
 from mega_rl.bridge.slices import Slice
 from mega_rl.config.schema import OptimizerConfig
+from mega_rl.megatron.balance import Balancing, Totals
 from mega_rl.megatron.groups import Groups
 from mega_rl.megatron.offload import TrainerOffload
 from mega_rl.megatron.optimizer import (
@@ -82,7 +83,7 @@ class MegatronEngine:
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=True,
-            overlap_grad_reduce=overlap.overlap_grad_reduce,
+            overlap_grad_reduce=bool(overlap.overlap_grad_reduce),
             overlap_param_gather=overlap.overlap_param_gather,
         )
         model_config = chunks[0].config
@@ -101,6 +102,8 @@ class MegatronEngine:
         # The wrapper moves parameters into one buffer; the names stay, the tensors' storage does not.
         self.policy.collect_parameters()
         self.gathers_late = overlap.overlap_param_gather
+        self._balancing: Balancing | None = None  # the routers in the last forward and backward pass
+        self.router_metrics: dict[str, float] = {}  # of the last optimizer step; none if the model has no experts
         self._is_scattered = False  # whether a rank holds new values only of its own share of the weights
         self.stepper = OptimizerStep(
             self.optimizer,
@@ -160,9 +163,28 @@ class MegatronEngine:
             loss, figures = loss_function(output, microbatch)
             return loss, Figures({"loss": loss.detach(), **figures.sums}, figures.maxima)
 
+        self._balancing = self._new_balancing(microbatches)
         return self.policy.schedule(
-            self.wrapped, microbatches, on_output, False, dropout_step=self.lr_schedule.num_steps
+            self.wrapped,
+            microbatches,
+            on_output,
+            forward_only=False,
+            dropout_step=self.lr_schedule.num_steps,
+            balancing=self._balancing,
         )
+
+    def _new_balancing(self, microbatches: Sequence[Microbatch]) -> Balancing | None:
+        """What the routers of experts learn and take down in one pass; None if the model has none. Collective."""
+        policy = self.policy
+        settings, mixture, layout = policy.spec.router, policy.shape.mixture, policy.layout
+        if mixture is None:
+            return None
+        has_losses = bool(settings.aux_loss or settings.z_loss)
+        totals = Totals.of(microbatches, layout.is_counted(dist.get_rank())) if has_losses else None
+        shard = (
+            (layout.tensor, parallel_state.get_tensor_model_parallel_rank()) if policy.is_sequence_parallel else (1, 0)
+        )
+        return Balancing(settings, mixture, policy.shape.num_layers, totals, shard, policy.device)
 
     def optimizer_step(self, next_is_forward_backward: bool = False) -> OptimizerStats:
         """Clip the global gradient norm and step; a gradient that is not finite skips the step.
@@ -175,10 +197,18 @@ class MegatronEngine:
         self.policy.refuse_replaced("an optimizer step")
         self.lr_schedule.step(1)
         stats = self.stepper(lr=max(float(group["lr"]) for group in self.optimizer.param_groups))
+        if self._balancing is not None:
+            self.router_metrics = self._balancing.finish(self._router_biases(), not stats.skipped)
         self._is_scattered = self.gathers_late
         if not next_is_forward_backward:
             self.collect_weights()
         return stats
+
+    def _router_biases(self) -> dict[int, Tensor]:
+        """Layer of the model -> the bias [E] of its router's scores, of this rank's layers."""
+        layers = [layer for chunk in self.policy.chunks for layer in chunk.decoder.layers]
+        routers = [layer.mlp.router for layer in layers if hasattr(layer.mlp, "router")]
+        return {router.router_replay.layer: router.expert_bias for router in routers if router.expert_bias is not None}
 
     def collect_weights(self) -> None:
         """Collect the new weights from the data-parallel ranks, if that was left to the next ``forward_backward``."""

@@ -37,10 +37,10 @@ def _mixture_settings(mixture: Mixture, num_layers: int) -> dict[str, Any]:
         "moe_router_num_groups": mixture.num_groups if is_grouped else None,
         "moe_router_group_topk": mixture.groups_per_token if is_grouped else None,
         "moe_router_enable_expert_bias": mixture.score_bias,
-        "moe_router_bias_update_rate": 0.0,  # Megatron would move the bias at every step
+        "moe_router_bias_update_rate": 0.0,  # ``balance`` moves it
         # As the engine's: vLLM computes the logits in the model's dtype unless config.json says otherwise.
         "moe_router_dtype": "fp32" if mixture.float32_router else None,
-        # No auxiliary loss: only the stage has an objective, and the engine routes without one.
+        # ``balance`` has them
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": False,

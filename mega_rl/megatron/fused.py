@@ -8,6 +8,7 @@
 | experts | ``experts`` of the MoE spec (``GroupedExperts``) |
 | rotary | ``apply_rotary_pos_emb``, a name that two modules import: replaced there |
 | permutation | ``permute`` and ``unpermute``, names that the token dispatcher imports: replaced there |
+| exchange of tokens | the dispatcher's class, a name that the MoE layer imports: replaced there (``Dispatcher``) |
 
 Letters: T tokens of this rank, H heads, D width, E experts of all ranks, N rows sorted by expert.
 """
@@ -17,10 +18,12 @@ from __future__ import annotations
 from typing import Any
 
 import megatron.core.transformer.attention as attention
+import megatron.core.transformer.moe.moe_layer as moe_layer
 import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 import megatron.core.transformer.multi_latent_attention as multi_latent_attention
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -37,11 +40,42 @@ class GroupedExperts(SequentialMLP):
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
         """Rows [N, D] sorted by expert, how many each has, and their weights [N] -> [N, D]; there is no bias."""
-        rows = permuted_local_hidden_states
-        counts = [len(rows)] if len(self.local_experts) == 1 else tokens_per_expert.tolist()
+        rows, ends_E = permuted_local_hidden_states, tokens_per_expert.cumsum(0)
         first, second = ([getattr(x, name) for x in self.local_experts] for name in ("linear_fc1", "linear_fc2"))
-        hidden = operators.swiglu(product_of_experts(rows, first, counts), permuted_probs)
-        return product_of_experts(hidden, second, counts), None
+        hidden = operators.swiglu(product_of_experts(rows, first, ends_E), permuted_probs)
+        return product_of_experts(hidden, second, ends_E), None
+
+
+class Dispatcher(MoEAlltoAllTokenDispatcher):
+    """Megatron's exchange of tokens between ranks, which has experts' counts of rows stay on the device.
+
+    The host has to know how many rows the ranks exchange, and waits for that once in every layer. If they exchange none
+    there is nothing to wait for, and nothing to sort either: the rows stand by expert already.
+    """
+
+    @property
+    def _exchanges_none(self) -> bool:
+        return self.ep_size * self.tp_size == 1
+
+    def preprocess(self, routing_map: Tensor) -> Tensor:
+        self._counts_E: Tensor = super().preprocess(routing_map)
+        return self._counts_E
+
+    def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:
+        if self._exchanges_none:
+            return tokens_per_expert
+        return super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
+
+    def dispatch_postprocess(self, global_input_tokens: Tensor, global_probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if not self._exchanges_none:
+            rows, _, weights = super().dispatch_postprocess(global_input_tokens, global_probs)
+            return rows, self._counts_E, weights
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc1_forward_and_act(global_input_tokens)
+        return global_input_tokens, self._counts_E, global_probs
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states if self._exchanges_none else super().combine_preprocess(hidden_states)
 
 
 def use_in_mlp(spec: ModuleSpec) -> None:
@@ -74,8 +108,12 @@ def permute(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rows [N, D] of the tokens [T, D] by the map [T, E], their weights [N] of ``probs`` [T, E], and their order."""
     assert not fused and not drop_and_pad, "no tokens are dropped"
-    rows_ND, order_N = operators.permute_tokens(tokens, routing_map, num_out_tokens // max(1, len(tokens)))
-    return rows_ND, probs.t().masked_select(routing_map.t()), order_N
+    experts_per_token = num_out_tokens // max(1, len(tokens))
+    rows_ND, order_N = operators.permute_tokens(tokens, routing_map, experts_per_token)
+    weights_TK = probs.gather(1, operators.chosen_experts(routing_map, experts_per_token))
+    places_N = torch.empty_like(order_N)  # of every row among the weights, which stand token by token
+    places_N[order_N.long()] = torch.arange(len(order_N), dtype=order_N.dtype, device=order_N.device)
+    return rows_ND, weights_TK.flatten().index_select(0, places_N), order_N
 
 
 def unpermute(
@@ -95,3 +133,4 @@ def install() -> None:
     """Replace the names for which Megatron's specs have no place."""
     attention.apply_rotary_pos_emb = multi_latent_attention.apply_rotary_pos_emb = apply_rotary
     token_dispatcher.permute, token_dispatcher.unpermute = permute, unpermute
+    moe_layer.MoEAlltoAllTokenDispatcher = Dispatcher

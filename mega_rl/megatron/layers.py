@@ -122,5 +122,8 @@ def _layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpe
 
 
 def frozen_weights(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Weights of the model that are no parameters: the routers' score biases, which no gradient ever reaches."""
+    """Weights of the model that are no parameters: the routers' score biases, which no gradient ever reaches.
+
+    They are float32 whatever the model is, but are used, exported and sent to the engine in its dtype.
+    """
     return {name: buffer for name, buffer in model.named_buffers() if name.endswith("router.expert_bias")}

@@ -86,7 +86,7 @@ def _megatron_logits(shape: ModelShape, weights_dir: Path, token_ids_T: Tensor) 
             max_seqlen=length,
             sequence_indices=(0,),
         ).to(device)
-        local = local_input(microbatch, parallel_state.get_context_parallel_group(), 1)
+        local = local_input(microbatch, microbatch.cu_seqlens.tolist(), parallel_state.get_context_parallel_group(), 1)
         labels = local.target_ids if shape.head == "value" else None
         logits = model(local.token_ids, local.position_ids, None, packed_seq_params=local.packing, labels=labels)
         if shape.head == "value":

@@ -27,6 +27,7 @@ from mega_rl.bridge.series import Series, slices_of
 from mega_rl.bridge.slices import Box, Slice
 from mega_rl.config.schema import TrainerConfig
 from mega_rl.errors import InputError
+from mega_rl.megatron.balance import Balancing
 from mega_rl.megatron.context import LocalInput, in_pack_order, local_input
 from mega_rl.megatron.layers import frozen_weights
 from mega_rl.megatron.model import PolicyModel, build_model
@@ -203,8 +204,7 @@ class MegatronPolicy:
                 continue
             HEART.mark()
             weight = reader.read(piece.hf_name, piece.hf_box)
-            # Frozen weights are float32 whatever the model is, but are exported and sent to the engine in its dtype.
-            self.local(piece.local_name, piece.local_box).copy_(weight.to(self.spec.dtype))
+            self.local(piece.local_name, piece.local_box).copy_(weight)
 
     @torch.no_grad()
     def copy_from(self, other: MegatronPolicy) -> None:
@@ -235,6 +235,7 @@ class MegatronPolicy:
         forward_only: bool,
         recorded: Sequence[dict[int, Tensor]] | None = None,
         dropout_step: int | None = None,
+        balancing: Balancing | None = None,
     ) -> list[Any]:
         """Run Megatron's schedule over the micro-batches; the last pipeline stage returns what ``on_output`` reported.
 
@@ -246,8 +247,8 @@ class MegatronPolicy:
             forward_only: no backward pass.
             recorded: one per micro-batch, which takes up the experts of every layer on this rank; None: not wanted.
             dropout_step: the optimizer step whose dropout the adapters have; None: they have none.
+            balancing: what the routers learn and take down in this pass; None: nothing.
         """
-
         assert len(chunks) == 1 or len(microbatches) % self.layout.pipeline == 0, len(microbatches)
         multiple = self.layout.tensor if self.is_sequence_parallel else 1
 
@@ -260,11 +261,17 @@ class MegatronPolicy:
         ) -> tuple[Tensor, Callable[[Tensor], Any]]:
             number, on_host = next(iterator)
             microbatch = on_host.to(self.device)
-            local = local_input(microbatch, parallel_state.get_context_parallel_group(), multiple)
-            local.packing.routing = self.routing_of(microbatch, local, recorded[number] if recorded else None)
+            borders = on_host.cu_seqlens.tolist()
+            group, method = parallel_state.get_context_parallel_group(), self.spec.parallel.context_method
+            local = local_input(microbatch, borders, group, multiple, method)
+            routing = self.routing_of(microbatch, local, recorded[number] if recorded else None)
+            if balancing is not None:
+                routing = replace(routing or Routing(), balance=balancing.of(on_host, local.sources))
+            local.packing.routing = routing
             if dropout_step is not None and self.plan.adapters.dropout:
-                keys = token_keys(on_host, self.spec.seed, dropout_step).to(self.device)
-                local.packing.token_keys_N = keys if local.sources is None else keys[local.sources]
+                keys = token_keys(on_host, self.spec.seed, dropout_step)
+                own = keys if local.sources is None else keys[local.sources.clamp_min(0)]
+                local.packing.token_keys_N = own.to(self.device)
             HEART.mark()
             if module is chunks[0]:
                 WORK.add(self.flops.of(on_host.lengths, with_gradient=not forward_only))

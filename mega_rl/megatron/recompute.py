@@ -24,6 +24,7 @@ def recompute_settings(memory: MemoryConfig, shape: ModelShape) -> dict[str, Any
     Raises:
         InputError: a named module that this model does not have, which Megatron would pass over in silence.
     """
+    assert memory.recompute != "auto", "the session has asked the plan"
     if memory.recompute == "none":
         return {}
     if memory.recompute == "full":

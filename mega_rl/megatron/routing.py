@@ -16,9 +16,12 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
+
+from mega_rl.megatron.balance import Balance
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class Routing:
 
     given: Mapping[int, Tensor] = field(default_factory=dict)  # layer -> [N, K]; -1, or no entry: the router chooses
     recorded: dict[int, Tensor] | None = None  # layer -> [N, K] int16: filled in by the routers if it is there
+    balance: Balance | None = None  # of a pass that learns
 
 
 class Choice:
@@ -76,6 +80,30 @@ class Router(TopKRouter):
     def gating(self, input: Tensor) -> Tensor:
         """Logits rounded as ``moe_router_dtype`` says; what follows is computed in float32, as in the engine."""
         return super().gating(input).float()
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Weights of the chosen experts and where they are, [N, E] each, of the logits [N, 1, E]."""
+        config, choice = self.config, self.router_replay
+        logits_NE = logits.view(-1, config.num_moe_experts)
+        balance = choice.routing.balance if choice.routing is not None and torch.is_grad_enabled() else None
+        if balance is not None:
+            logits_NE = balance.with_losses(logits_NE, self.topk, self.score_function)
+        # The bias is float32 whatever the model is, so that small changes add up; the engine has it in its dtype.
+        bias = None if self.expert_bias is None else self.expert_bias.to(config.params_dtype).float()
+        weights_NE, is_routed_NE = topk_routing_with_score_function(
+            logits_NE,
+            self.topk,
+            use_pre_softmax=config.moe_router_pre_softmax,
+            num_groups=config.moe_router_num_groups,
+            group_topk=config.moe_router_group_topk,
+            scaling_factor=config.moe_router_topk_scaling_factor,
+            score_function=self.score_function,
+            expert_bias=bias,
+            router_replay=choice,
+        )
+        if balance is not None:
+            balance.note(choice.layer, is_routed_NE)
+        return weights_NE, is_routed_NE
 
 
 class MixtureLayer(TransformerLayer):

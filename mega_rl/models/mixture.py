@@ -25,7 +25,7 @@ class Mixture:
     shared_name: str = "shared_expert"  # its module in the checkpoint
     shared_gate: bool = False  # its output is scaled by a sigmoid of the token
     scores: str = "softmax"  # softmax | sigmoid, of the router's logits
-    score_bias: bool = False  # a bias added to the scores for the choice only; never trained
+    score_bias: bool = False  # a bias added to the scores for the choice only; no gradient reaches it
     num_groups: int = 1  # experts are chosen from the best groups_per_token of the groups
     groups_per_token: int = 1
     weight_scale: float = 1.0  # the chosen experts' weights are multiplied by it

@@ -17,8 +17,10 @@ from mega_rl.config.schema import OffloadPart
 from mega_rl.config.stage import sequences_per_row
 from mega_rl.errors import InputError
 from mega_rl.models.shape import ModelShape
+from mega_rl.planning.automatic import HEADROOM
 from mega_rl.planning.engine import engine_share
 from mega_rl.planning.memory_plan import Machine, MemoryPlan, make_plan
+from mega_rl.planning.steps import budget_of
 
 SHARE_STEP = 0.05  # by which gpu_memory_utilization is lowered at a time
 MIN_SHARE = 0.1
@@ -28,7 +30,6 @@ MIN_RESPONSE = 256  # tokens
 MIN_CHUNK = 256  # tokens
 MAX_DOUBLINGS = 6  # of the number of devices, or of the tokens of a micro-batch
 MAX_SPENDING = 2048  # layers x devices up to which memory is spent: it takes a dozen plans, each seconds beyond that
-HEADROOM = 0.1  # of a device's memory that is left over: as far as peaks of activations were from the plan
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ def _engine_share(plan: MemoryPlan) -> Iterator[Candidate]:
 def _microbatch(plan: MemoryPlan) -> Iterator[Candidate]:
     longest = plan.config.data.max_prompt_length + plan.config.data.max_response_length
     together = sequences_per_row(plan.config) * longest
-    budget = plan.config.trainer.max_tokens_per_microbatch
+    budget = budget_of(plan.config)
     while budget > longest:
         budget = max(together if budget > together else longest, budget // 2)
         keys = {"trainer.max_tokens_per_microbatch": budget}
@@ -192,7 +193,7 @@ def _length(plan: MemoryPlan) -> Iterator[Candidate]:
     data, response = plan.config.data, plan.config.data.max_response_length // 2
     if response >= MIN_RESPONSE:
         longest = sequences_per_row(plan.config) * (data.max_prompt_length + response)
-        budget = min(plan.config.trainer.max_tokens_per_microbatch, longest)
+        budget = min(budget_of(plan.config), longest)
         keys = {"data.max_response_length": response, "trainer.max_tokens_per_microbatch": budget}
         cost = "responses are cut: changes what is learnt"
         yield Candidate(keys, plan.machine.num_devices, cost, is_last_resort=True)
@@ -326,7 +327,7 @@ def _larger_microbatch(plan: MemoryPlan) -> Iterator[Candidate]:
     longest = data.max_prompt_length + data.max_response_length
     sequences = data.train_batch_size * (config.rollout.n if samples(config) else sequences_per_row(config))
     most = longest * math.ceil(sequences / (plan.layout.data * config.algorithm.minibatches_per_step))
-    budget = config.trainer.max_tokens_per_microbatch
+    budget = budget_of(config)
     for doubling in range(MAX_DOUBLINGS, 0, -1):
         if budget << doubling <= most:
             keys = {"trainer.max_tokens_per_microbatch": budget << doubling}

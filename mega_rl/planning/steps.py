@@ -46,13 +46,20 @@ def _count_rows(file: Path) -> int | None:
         return sum(1 for line in lines if line.strip())
 
 
+def budget_of(config: RunConfig) -> int:
+    """Tokens of a micro-batch, of a configuration that leaves nothing to the plan any more."""
+    budget = config.trainer.max_tokens_per_microbatch
+    assert budget is not None, "see automatic.py"
+    return budget
+
+
 def fullest_microbatches(config: RunConfig, layout: ParallelLayout) -> Tokens:
     """Micro-batches of an optimizer step whose sequences all have their greatest length."""
     data, is_sampled = config.data, samples(config)
     parts = config.algorithm.minibatches_per_step if is_sampled else 1
     num_units = data.train_batch_size * (config.rollout.n if is_sampled else 1) // parts
     longest = data.max_prompt_length + data.max_response_length - 1  # the last token predicts nothing
-    budget = config.trainer.max_tokens_per_microbatch
+    budget = budget_of(config)
     unit_tokens = sequences_per_row(config) * longest  # what shares a micro-batch: one sequence, or those of a pair
     if unit_tokens > budget:  # the answers of a pair lie apart
         num_units, unit_tokens = sequences_per_row(config) * num_units, longest

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
@@ -19,11 +20,13 @@ from mega_rl.errors import InputError
 from mega_rl.platform.base import DeviceLoad, MemoryStats, ProcessRole, Setting
 from mega_rl.platform.host import host_peak_bytes, reset_host_peak
 from mega_rl.platform.operators.attention import VarlenPacking
-from mega_rl.platform.operators.torch_kernels import TorchOperators
+from mega_rl.platform.operators.torch_kernels import GroupedMatmul, TorchOperators
 from mega_rl.platform.peaks import cuda_peak
 from mega_rl.platform.trace import recorded
 
 FLASH_MAX_WIDTH = 256  # widest head that flash-attention takes
+MAX_MASK = 1 << 26  # of queries x keys: 8,192 of each
+GROUPED_MULTIPLE = 8  # of the sizes of bfloat16 weights in a grouped product: whole lots of 16 bytes
 _ENVIRONMENT = (
     Setting("CUDA_DEVICE_MAX_CONNECTIONS", "1", "Megatron-core's order of kernels and collectives relies on it"),
     Setting("TORCH_NCCL_AVOID_RECORD_STREAMS", "1", "buffers of collectives are freed sooner"),
@@ -44,6 +47,25 @@ def _flash_attention() -> Callable[..., Tensor] | None:
     return importlib.import_module("flash_attn").flash_attn_varlen_func
 
 
+def attention_backend() -> str:
+    """What computes attention, for the user."""
+    if _flash_attention() is not None:
+        return "attention in half precision: flash_attn"
+    return "attention: torch's SDPA, one sequence after another, since flash_attn is not installed"
+
+
+def _refuse_large_masks(packing: VarlenPacking, causal: bool) -> None:
+    """torch takes other lengths of queries than of keys by a mask only, and then has no fused kernel for them."""
+    queries, keys = packing.borders_q.lengths, packing.borders_k.lengths
+    num_masked = max((q * k for q, k in zip(queries, keys, strict=True) if q != k), default=0)
+    if causal and num_masked > MAX_MASK:
+        raise InputError(
+            f"attention of one part of a sequence would take a mask of {num_masked:,} numbers and torch's slow kernel, "
+            "since flash_attn does not do it: install it, set model.dtype to bfloat16, or parallel.context_method to "
+            "ulysses, or parallel.context to 1"
+        )
+
+
 class FlashOperators(TorchOperators):
     """torch's operators, which have CUDA kernels, and flash_attn for packed sequences if it is installed."""
 
@@ -53,6 +75,7 @@ class FlashOperators(TorchOperators):
         flash, width = _flash_attention(), q_THD.shape[-1]
         is_half = q_THD.dtype in (torch.float16, torch.bfloat16)
         if flash is None or not is_half or v_SKD.shape[-1] != width or width > FLASH_MAX_WIDTH:
+            _refuse_large_masks(packing, causal)
             return super().varlen_attention(q_THD, k_SKD, v_SKD, packing, softmax_scale=softmax_scale, causal=causal)
         return flash(
             q_THD,
@@ -66,6 +89,23 @@ class FlashOperators(TorchOperators):
             causal=causal,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
+
+    def grouped_matmul(self, x_ND: Tensor, weights_FD: Sequence[Tensor], ends_E: Tensor) -> Tensor:
+        is_aligned = all(size % GROUPED_MULTIPLE == 0 for size in weights_FD[0].shape)
+        if x_ND.dtype != torch.bfloat16 or not is_aligned or not hasattr(F, "grouped_mm"):
+            return super().grouped_matmul(x_ND, weights_FD, ends_E)
+        return GroupedMatmul.apply(_Products(), x_ND.contiguous(), ends_E, *weights_FD)
+
+
+class _Products:
+    """``GroupedProducts`` by torch's grouped product, which takes the weights of all experts as one tensor."""
+
+    def rows(self, x_ND: Tensor, weights_FD: Sequence[Tensor], ends_E: Tensor, is_transposed: bool) -> Tensor:
+        weights_EFD = torch.stack(list(weights_FD))
+        return F.grouped_mm(x_ND, weights_EFD.transpose(1, 2) if is_transposed else weights_EFD, offs=ends_E.int())
+
+    def sums(self, grad_NF: Tensor, x_ND: Tensor, ends_E: Tensor) -> Tensor:
+        return F.grouped_mm(grad_NF.t(), x_ND, offs=ends_E.int())
 
 
 class CudaPlatform:
@@ -94,7 +134,7 @@ class CudaPlatform:
         return ()
 
     def prepare(self, mindspeed: MindSpeedConfig | None = None) -> Sequence[str]:
-        return ()
+        return (attention_backend(),)
 
     def actor_device(self, assigned: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> int:
         return 0  # Ray shows an actor only its own device

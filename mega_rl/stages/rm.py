@@ -6,6 +6,7 @@ end, so that it is among the positions that are computed.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -47,7 +48,7 @@ def train(session: Session) -> None:
             "transformers then scores one sequence at a time"
         )
     total_steps = building.total_steps(config, stream.steps_per_epoch)
-    spec = building.companion_spec(config)
+    spec = replace(building.companion_spec(config), router=config.router)
     model = building.trainer(session, spec, config.optimizer, shape, weights, total_steps)
     loop(
         session,

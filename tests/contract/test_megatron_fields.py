@@ -51,7 +51,7 @@ def test_nothing_that_the_trainer_sets_is_free() -> None:
         ({"use_flash_attn": True}, "is no field of Megatron-core's TransformerConfig: those that can be set are"),
         ({"tensor_model_parallel_size": 2}, "is set by parallel.tensor: give that instead"),
         ({"num_layers": 2}, "is read from the config.json of model.path"),
-        ({"moe_aux_loss_coeff": 0.1}, "would add to the objective"),
+        ({"moe_aux_loss_coeff": 0.1}, "is set by router.aux_loss: give that instead"),
         ({"apply_rope_fusion": True}, "needs kernels of TransformerEngine"),
         ({"batch_p2p_sync": 1}, "trainer.megatron.batch_p2p_sync is 1: set it to true or false"),
         ({"microbatch_group_size_per_vp_stage": True}, "is True: set it to a whole number >= 1"),

@@ -51,7 +51,16 @@ def run_config(case: Case, objective: Objective, dtype: str = "float32") -> RunC
     config.rollout.temperature = 0.7  # of no consequence in the supervised stage
     config.model.dtype = dtype
     parallel = config.parallel
-    for axis in ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor", "sequence"):
+    for axis in (
+        "tensor",
+        "pipeline",
+        "virtual_pipeline",
+        "context",
+        "context_method",
+        "expert",
+        "expert_tensor",
+        "sequence",
+    ):
         setattr(parallel, axis, getattr(case, axis))
     parallel.overlap_grad_reduce = parallel.overlap_param_gather = case.overlap
     config.optimizer.lr, config.optimizer.weight_decay = LR, WEIGHT_DECAY

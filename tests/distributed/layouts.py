@@ -18,6 +18,7 @@ class Case:
     pipeline: int = 1
     virtual_pipeline: int | None = None
     context: int = 1
+    context_method: str = "gather"
     expert: int = 1
     expert_tensor: int | None = None
     sequence: bool = False
@@ -30,6 +31,7 @@ class Case:
         parts = [f"tp{self.tensor}{'_sp' if self.sequence else ''}", f"pp{self.pipeline}"]
         parts += [f"vpp{self.virtual_pipeline}"] if self.virtual_pipeline else []
         parts += [f"cp{self.context}"] if self.context > 1 else []
+        parts += [self.context_method] if self.context_method != "gather" else []
         parts += [f"ep{self.expert}"] if self.expert > 1 else []
         parts += [f"etp{self.expert_tensor}"] if self.expert_tensor else []
         parts += [f"dp{self.num_ranks // (self.tensor * self.context * self.pipeline)}"]

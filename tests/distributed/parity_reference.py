@@ -42,6 +42,54 @@ class Objective:
 OBJECTIVES = {"sft": Objective("sft", 1.0, 0.0), "rl": Objective("rl", 0.7, 0.1)}
 
 
+@dataclass(frozen=True)
+class RouterLosses:
+    """What routers learn besides, in the words of ``config.router``; sequence by sequence."""
+
+    aux_loss: float = 0.0
+    z_loss: float = 0.0
+    bias_update_rate: float = 0.0
+
+
+class Routers:
+    """The routers of a model of transformers: what they saw in the last forward pass, and whom they chose in a step."""
+
+    def __init__(self, model: transformers.PreTrainedModel, losses: RouterLosses) -> None:
+        self.losses = losses
+        self.seen: list[tuple[Tensor, Tensor, int]] = []  # logits and scores [L, E], experts of a token
+        self.loads: dict[torch.nn.Module, Tensor] = {}
+        for name, module in model.named_modules() if losses.aux_loss else ():
+            if name.endswith("mlp.gate"):
+                module.register_forward_hook(self._see)
+
+    def _see(self, gate: torch.nn.Module, inputs: tuple[Tensor], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        logits_LE, chosen_LK = inputs[0].flatten(0, -2) @ gate.weight.t(), output[2]
+        has_bias = hasattr(gate, "e_score_correction_bias")
+        scores_LE = logits_LE.sigmoid() if has_bias else logits_LE.softmax(-1)
+        self.seen.append((logits_LE, scores_LE / scores_LE.sum(-1, keepdim=True), chosen_LK.shape[-1]))
+        if has_bias and torch.is_grad_enabled():
+            load = torch.bincount(chosen_LK.flatten(), minlength=logits_LE.shape[1])
+            self.loads[gate] = self.loads[gate] + load if gate in self.loads else load
+
+    def loss(self, num_sequences: int, num_tokens: int) -> Tensor:
+        """Of the sequence that was computed last: arXiv 2412.19437, equation 17; arXiv 2202.08906, equation 5."""
+        total = torch.zeros(())
+        for logits_LE, scores_LE, K in self.seen:
+            E, is_chosen_LE = logits_LE.shape[1], torch.zeros_like(logits_LE)
+            is_chosen_LE.scatter_(1, scores_LE.topk(K).indices, 1.0)
+            balance = (is_chosen_LE.mean(0) * E / K * scores_LE.mean(0)).sum()
+            z = logits_LE.exp().sum(-1).log().square().sum()
+            total = total + self.losses.aux_loss * balance / num_sequences + self.losses.z_loss * z / num_tokens
+        self.seen.clear()
+        return total
+
+    @torch.no_grad()
+    def move_biases(self) -> None:
+        for gate, load in self.loads.items():
+            gate.e_score_correction_bias += self.losses.bias_update_rate * torch.sign(load.float().mean() - load)
+        self.loads.clear()
+
+
 def make_sequences(
     objective: Objective, vocab_size: int, experts: tuple[int, int, int] | None = None
 ) -> list[Sequence]:
@@ -117,7 +165,12 @@ def _statistics(logits: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor
     return table.gather(1, ids[1:, None])[:, 0], -(table.exp() * table).sum(-1)
 
 
-def train(model: transformers.PreTrainedModel, sequences: list[Sequence], objective: Objective) -> Reference:
+def train(
+    model: transformers.PreTrainedModel,
+    sequences: list[Sequence],
+    objective: Objective,
+    losses: RouterLosses = RouterLosses(),  # noqa: B008 - frozen
+) -> Reference:
     """Train ``model`` on every sequence by itself, so without any padding or packing."""
     with torch.no_grad():
         logits = [logits_of(model, s) for s in sequences]
@@ -127,7 +180,8 @@ def train(model: transformers.PreTrainedModel, sequences: list[Sequence], object
         {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
     ]
     adamw = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
-    num_tokens = num_learnt(sequences)
+    num_tokens, num_positions = num_learnt(sequences), sum(s.loss_mask.numel() for s in sequences)
+    routers = Routers(model, losses)
     steps = []
     first_weights: dict[str, Tensor] = {}
     for _ in range(NUM_STEPS):
@@ -136,12 +190,14 @@ def train(model: transformers.PreTrainedModel, sequences: list[Sequence], object
         for s in sequences:
             logprobs, entropy = _statistics(logits_of(model, s), s.token_ids, objective.temperature)
             part = objective(logprobs, entropy, s.advantages, s.loss_mask, num_tokens)
-            part.backward()
+            (part + routers.loss(len(sequences), num_positions)).backward()
             loss += part.item()
         gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
         norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP))
         adamw.step()
-        weights = as_saved({name: p.detach().clone() for name, p in model.named_parameters()})
+        routers.move_biases()
+        biases = {name: b.clone() for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")}
+        weights = as_saved({name: p.detach().clone() for name, p in model.named_parameters()} | biases)
         first_weights = first_weights or weights
         steps.append(Step(loss, norm, as_saved(gradients)))
     return Reference(logits, [a for a, _ in pairs], [b for _, b in pairs], steps, first_weights, weights)

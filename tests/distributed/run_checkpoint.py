@@ -58,6 +58,7 @@ Tensors = dict[str, dict[str, torch.Tensor]]  # kind ("weight", "master", "exp_a
 
 def config_of(case: Case, dtype: str) -> RunConfig:
     config = run_config(case, OBJECTIVE, dtype)
+    config.router.bias_update_rate = 0.01  # of the families that have such a bias
     config.optimizer.schedule, config.optimizer.warmup_steps, config.optimizer.min_lr = "cosine", 1, 1e-4
     return config
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from mega_rl import platform
 from mega_rl.bridge.slices import indices
+from mega_rl.config.schema import RouterConfig
 from mega_rl.data.packing import unpack
 from mega_rl.megatron.context import in_pack_order, local_input
 from mega_rl.megatron.engine import MegatronEngine
@@ -34,8 +36,15 @@ from tests.distributed.engine_support import (
     run_config,
     total_loss,
 )
-from tests.distributed.layouts import MIXTURE, Case
-from tests.distributed.parity_reference import NUM_STEPS, OBJECTIVES, Reference, make_sequences, train
+from tests.distributed.layouts import LATENT, MIXTURE, Case
+from tests.distributed.parity_reference import (
+    NUM_STEPS,
+    OBJECTIVES,
+    Reference,
+    RouterLosses,
+    make_sequences,
+    train,
+)
 
 
 class Errors:
@@ -58,11 +67,19 @@ def sequences_of(family: str, objective: str) -> list[Sequence]:
     return make_sequences(OBJECTIVES[objective], tiny_models.vocab_size(family), experts)
 
 
+def router_losses(family: str, objective: str) -> RouterLosses:
+    """Large enough to be seen: in the gradient of a router they weigh as much as the objective."""
+    if objective != "sft" or family not in (*MIXTURE, *LATENT):
+        return RouterLosses()
+    return RouterLosses(aux_loss=0.3, z_loss=0.02, bias_update_rate=0.01 if family in LATENT else 0.0)
+
+
 def save_references(families: list[str], directory: Path) -> None:
     """The models, and every rank its share of what transformers says of them."""
     pairs = [(family, objective) for family in families for objective in OBJECTIVES]
     for family, objective in pairs[dist.get_rank() :: dist.get_world_size()]:
-        reference = train(tiny_models.make(family), sequences_of(family, objective), OBJECTIVES[objective])
+        sequences, losses = sequences_of(family, objective), router_losses(family, objective)
+        reference = train(tiny_models.make(family), sequences, OBJECTIVES[objective], losses)
         torch.save(reference, directory / f"{family}_{objective}.pt")
     if dist.get_rank() == 0:  # transformers writes nothing on the others
         for family in families:
@@ -113,7 +130,8 @@ def compare_logits(
     if layout.pipeline > 1:
         return  # the log-probabilities of all stages are compared
     with torch.no_grad():
-        own = local_input(m, parallel_state.get_context_parallel_group(), layout.tensor)
+        group, method = parallel_state.get_context_parallel_group(), engine.policy.spec.parallel.context_method
+        own = local_input(m, m.cu_seqlens.tolist(), group, layout.tensor, method)
         own.packing.routing = engine.policy.routing_of(m, own)
         (model,) = engine.policy.chunks
         local = model(own.token_ids, own.position_ids, None, packed_seq_params=own.packing)
@@ -152,7 +170,9 @@ def check_skipped_step(engine: MegatronEngine, ms: list[Microbatch], loss_functi
 def check(case: Case, layout: ParallelLayout, family: str, objective_name: str, directory: Path) -> None:
     objective = OBJECTIVES[objective_name]
     sequences, reference = sequences_of(family, objective_name), reference_of(family, objective_name, directory)
-    engine = build_engine(run_config(case, objective), layout, directory / family, NUM_STEPS)
+    config = run_config(case, objective)
+    config.router = RouterConfig(**asdict(router_losses(family, objective_name)))
+    engine = build_engine(config, layout, directory / family, NUM_STEPS)
     microbatches, errors = pack_for_rank(case, layout, sequences), Errors()
     compare_logits(engine, layout, microbatches[0], reference.logits, errors)
     compare_statistics(engine, microbatches, reference, errors)
@@ -167,6 +187,9 @@ def check(case: Case, layout: ParallelLayout, family: str, objective_name: str, 
     for name, expected in local_tensors(engine, reference.weights).items():
         own = engine.policy.parameters[name].detach()
         errors.note("weights", float((own - expected).abs().max()), name)
+    for piece in engine.slices_of(dist.get_rank()):
+        if (bias := engine.policy.frozen.get(piece.local_name)) is not None:
+            errors.note("weights", float((bias - reference.weights[piece.hf_name]).abs().max()), piece.hf_name)
     check_skipped_step(engine, microbatches, loss_function)
     figures = errors.of_all_ranks()
     if dist.get_rank() == 0:

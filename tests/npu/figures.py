@@ -18,6 +18,7 @@ class Figures:
     norms: list[float] = field(default_factory=list)
     weights: list[dict[str, torch.Tensor]] = field(default_factory=list)  # rank -> local name -> after the last step
     operators: dict[str, int] = field(default_factory=dict)  # of rank 0 in forward, backward and steps; {} on the CPU
+    host_reads: dict[str, int] = field(default_factory=dict)  # of rank 0 in one forward and backward pass
     num_microbatches: int = 0  # of rank 0, a step
     has_mindspeed: bool = False  # MindSpeed has patched Megatron-core
 

@@ -22,6 +22,7 @@ from tests.distributed import tiny_models
 from tests.distributed.engine_support import build_engine, groups, loss_of, pack_for_rank, run_config, total_loss
 from tests.distributed.layouts import Case
 from tests.distributed.parity_reference import OBJECTIVES, make_sequences
+from tests.host_reads import HostReads
 from tests.npu.figures import NUM_STEPS, Figures
 
 
@@ -49,6 +50,10 @@ def train(case: Case, layout: ParallelLayout, family: str, objective_name: str, 
         assert not step.skipped, step
         figures.norms.append(step.grad_norm)
     figures.operators = {name: count - before.get(name, 0) for name, count in operator_counts().items()}
+    on_host = [microbatch.to(torch.device("cpu")) for microbatch in microbatches]
+    with HostReads() as reads:
+        engine.forward_backward(on_host, loss_function)
+    figures.host_reads = dict(reads.counts)
     own = {name: p.detach().to("cpu", copy=True) for name, p in engine.policy.parameters.items()}
     figures.weights = gather_objects(own)
     return figures

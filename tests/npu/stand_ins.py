@@ -44,21 +44,12 @@ def _hidden(num_queries: int, num_keys: int, atten_mask: Tensor | None, sparse_m
     """bool [Q, P], True where a key is hidden; None: every key is seen."""
     if atten_mask is None:
         return None  # whatever the mode says
-    assert atten_mask.dtype in (torch.bool, torch.uint8), atten_mask.dtype
-    mask = atten_mask.bool()
-    if sparse_mode in (0, 1):
-        assert mask.shape == (num_queries, num_keys), "these modes take the whole mask"
-        return mask
     assert sparse_mode == 3, f"sparse mode {sparse_mode} is not used"
     return torch.ones(num_queries, num_keys, dtype=torch.bool).triu(num_keys - num_queries + 1)
 
 
 def _sequences(layout: str, query: Tensor, key: Tensor, q_ends: Any, kv_ends: Any) -> Iterator[tuple[Any, Any]]:
     """Indices of the queries and of the keys of every sequence."""
-    if layout == "BSND":
-        assert q_ends is kv_ends is None and query.shape[0] == key.shape[0]
-        yield from ((b, b) for b in range(query.shape[0]))
-        return
     assert layout == "TND", f"layout {layout} is not used"
     for ends, tensor in ((q_ends, query), (kv_ends, key)):
         assert all(type(end) is int for end in ends), "Python integers"
@@ -91,10 +82,6 @@ def _attend(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     total = weights.sum(-1, keepdim=True)
     output = torch.einsum("krqp,pkd->qkrd", weights / total, _wide(v)).flatten(1, 2)
     return output, *(x[..., 0].flatten(0, 1).t() for x in (maximum, total))
-
-
-def _joined(layout: str, parts: list[Tensor]) -> Tensor:
-    return torch.cat(parts) if layout == "TND" else torch.stack(parts)
 
 
 @stand_in
@@ -131,7 +118,7 @@ def npu_fusion_attention(
     for own, other in _sequences(input_layout, query, key, actual_seq_qlen, actual_seq_kvlen):
         q, k, v = query[own], key[other], value[other]
         parts.append(_attend(_scores(q, k, scale, _hidden(len(q), len(k), atten_mask, sparse_mode)), v))
-    output, maximum, total = (_joined(input_layout, list(part)) for part in zip(*parts, strict=True))
+    output, maximum, total = (torch.cat(part) for part in zip(*parts, strict=True))
     statistics = (x[..., None].repeat_interleave(8, -1) for x in (maximum, total))  # blocks of 32 bytes
     return output.to(query.dtype), *statistics, query.new_empty(0), 0, 0, 0
 
@@ -188,7 +175,7 @@ def npu_fusion_attention_grad(
         to_q = torch.einsum("krqp,pkd->qkrd", to_scores, _wide(k)).flatten(1, 2)
         to_k = torch.einsum("krqp,qkrd->pkd", to_scores, _wide(q).unflatten(1, (num_kv_heads, -1)))
         parts.append((to_q, to_k, torch.einsum("krqp,qkrd->pkd", weights, grad_QKRD)))
-    gradients = (_joined(input_layout, list(part)).to(query.dtype) for part in zip(*parts, strict=True))
+    gradients = (torch.cat(part).to(query.dtype) for part in zip(*parts, strict=True))
     return *gradients, query.new_empty(0), query.new_empty(0)
 
 

@@ -246,9 +246,9 @@ def _sharded_state_dict(layer: Any, prefix: str = "", sharded_offsets: tuple = (
     return make_sharded_tensors_for_checkpoint(state, prefix, axes, sharded_offsets, **groups)
 
 
-def product_of_experts(rows_ND: Tensor, layers: Sequence[Any], counts: list[int]) -> Tensor:
-    """Rows sorted by expert through one linear layer of every expert, with their adapters; ``counts`` sum to N."""
-    output = operators.grouped_matmul(rows_ND, [layer.weight for layer in layers], counts)
+def product_of_experts(rows_ND: Tensor, layers: Sequence[Any], ends_E: Tensor) -> Tensor:
+    """Rows sorted by expert, whose end ``ends_E``, through one linear layer of every expert, with their adapters."""
+    output = operators.grouped_matmul(rows_ND, [layer.weight for layer in layers], ends_E)
     adapters: list[Adapter] = [layer.adapter for layer in layers if hasattr(layer, "adapter")]
     if not adapters or not adapters[0].is_on:
         return output
@@ -260,9 +260,9 @@ def product_of_experts(rows_ND: Tensor, layers: Sequence[Any], counts: list[int]
     elif own.is_split:
         summed = iter(_SumGradients.apply(own.group, *(b for bs in others for b in bs)))
         others = [[next(summed) for _ in bs] for bs in others]
-    hidden = operators.grouped_matmul(rows_ND, first, counts) * own.scale
+    hidden = operators.grouped_matmul(rows_ND, first, ends_E) * own.scale
     parts = [
-        operators.grouped_matmul(part.contiguous(), list(bs), counts)
+        operators.grouped_matmul(part.contiguous(), list(bs), ends_E)
         for part, bs in zip(hidden.split(own.rank, -1), zip(*others, strict=True), strict=True)
     ]
     return output + own.join(parts)

@@ -7,7 +7,7 @@ keys, H query heads, K key/value heads, D head width.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TypeVar
@@ -48,9 +48,22 @@ class Borders:
     longest: int
 
 
+_placed: MutableMapping[Tensor, Borders] = WeakTensorKeyDictionary()  # of tensors whose numbers the host has anyway
+
+
+def place_borders(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """``cu_seqlens`` of sequences of these lengths; ``read_borders`` of it does not wait for the device."""
+    positions = tuple(accumulate(lengths, initial=0))
+    cu_seqlens = torch.tensor(positions, dtype=torch.int32, device=device)
+    _placed[cu_seqlens] = Borders(positions, tuple(lengths), max(lengths))
+    return cu_seqlens
+
+
 @once_per_tensor
 def read_borders(cu_seqlens: Tensor) -> Borders:
     """Copy ``cu_seqlens`` from the device and check it; ValueError if it does not bound sequences."""
+    if cu_seqlens in _placed:
+        return _placed[cu_seqlens]
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
         raise ValueError(f"cu_seqlens must be int32 [B + 1], not {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
     positions = tuple(cu_seqlens.tolist())
@@ -78,11 +91,10 @@ class VarlenPacking:
         return read_borders(self.cu_seqlens_k)
 
 
-def check_heads(q: Tensor, k: Tensor, v: Tensor, dims: str) -> None:
-    """Raise ValueError if widths, heads or dtypes do not fit; ``dims`` names the dimensions, heads and width last."""
+def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
-    if any(x.dim() != dims.count(",") + 1 for x in (q, k, v)):
-        raise ValueError(f"attention takes {dims}: {shapes}")
+    if any(x.dim() != 3 for x in (q, k, v)):
+        raise ValueError(f"attention takes [tokens, heads, width]: {shapes}")
     if k.shape[:-1] != v.shape[:-1] or q.shape[-1] != k.shape[-1]:
         raise ValueError(f"keys and values need equal tokens and heads, queries and keys equal width: {shapes}")
     if q.shape[-2] % k.shape[-2] != 0:
@@ -93,7 +105,7 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor, dims: str) -> None:
 
 def check_arguments(q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, packing: VarlenPacking, causal: bool) -> None:
     """Raise ValueError for what a fused kernel would accept and answer with meaningless numbers."""
-    check_heads(q_THD, k_SKD, v_SKD, dims="[tokens, heads, width]")
+    _check_heads(q_THD, k_SKD, v_SKD)
     queries, keys = packing.borders_q, packing.borders_k
     if (queries.positions[-1], keys.positions[-1]) != (q_THD.shape[0], k_SKD.shape[0]):
         raise ValueError(
@@ -167,10 +179,10 @@ def lower_right(num_queries: int, num_keys: int, device: torch.device) -> Tensor
 def sdpa(
     q_BQHD: Tensor, k_BPKD: Tensor, v_BPKD: Tensor, scale: float, causal: bool, is_visible_QP: Tensor | None = None
 ) -> Tensor:
-    """torch's SDPA with heads behind positions: [B, Q, H, D]. ``is_visible_QP`` replaces causality."""
-    num_queries, num_keys = q_BQHD.shape[1], k_BPKD.shape[1]
-    if causal and is_visible_QP is None and num_queries != num_keys:  # torch would align at the first key
-        is_visible_QP = lower_right(num_queries, num_keys, q_BQHD.device)
+    """torch's SDPA with heads behind positions: [B, Q, H, D].
+
+    ``is_visible_QP`` replaces causality, which torch aligns at the first key and not at the last.
+    """
     out_BHQD = F.scaled_dot_product_attention(
         q_BQHD.transpose(1, 2),
         k_BPKD.transpose(1, 2),

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from mega_rl import platform
-from mega_rl.platform.operators.attention import VarlenPacking, check_arguments, check_heads
+from mega_rl.platform.operators.attention import VarlenPacking, check_arguments
 from mega_rl.platform.operators.torch_kernels import TorchOperators
+from mega_rl.platform.operators.torch_kernels import chosen_experts as chosen_experts
 
 
 def _own() -> TorchOperators:
@@ -55,38 +56,6 @@ def varlen_attention(
     packing = VarlenPacking(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     check_arguments(q, k, v, packing, causal)
     return _own().varlen_attention(q, k, v, packing, softmax_scale=softmax_scale, causal=causal)
-
-
-def dense_attention(
-    q_BQHD: Tensor,
-    k_BPKD: Tensor,
-    v_BPKD: Tensor,
-    *,
-    softmax_scale: float,
-    causal: bool = False,
-    is_visible_QP: Tensor | None = None,
-) -> Tensor:
-    """Attention of sequences of equal length, differentiable: [B, Q, H, D of the values].
-
-    Args:
-        causal: as in ``varlen_attention``.
-        is_visible_QP: bool, the keys that each query sees, at least one; in place of ``causal``.
-    """
-    check_heads(q_BQHD, k_BPKD, v_BPKD, dims="[sequences, positions, heads, width]")
-    if q_BQHD.shape[0] != k_BPKD.shape[0]:
-        raise ValueError(f"queries and keys need equal numbers of sequences: {_shapes(q=q_BQHD, k=k_BPKD)}")
-    num_queries, num_keys = q_BQHD.shape[1], k_BPKD.shape[1]
-    if causal and num_queries > num_keys:
-        raise ValueError(f"causal attention needs at least as many keys as queries, not {num_keys} and {num_queries}")
-    if causal and is_visible_QP is not None:
-        raise ValueError("a mask replaces causality: give one of causal and is_visible_QP")
-    if is_visible_QP is not None and (
-        is_visible_QP.dtype != torch.bool or is_visible_QP.shape != (num_queries, num_keys)
-    ):
-        raise ValueError(f"is_visible_QP must be bool [{num_queries}, {num_keys}]: {_shapes(mask=is_visible_QP)}")
-    return _own().dense_attention(
-        q_BQHD, k_BPKD, v_BPKD, softmax_scale=softmax_scale, causal=causal, is_visible_QP=is_visible_QP
-    )
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
@@ -151,23 +120,25 @@ def rotary(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     return _own().rotary(x_THD, cos_TD, sin_TD)
 
 
-def grouped_matmul(x_ND: Tensor, weights_FD: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
-    """The first ``counts[0]`` rows times the first weight transposed, the next by the second, ...: [N, F].
+def grouped_matmul(x_ND: Tensor, weights_FD: Sequence[Tensor], ends_E: Tensor) -> Tensor:
+    """The rows up to ``ends_E[0]`` times the first weight transposed, the next by the second, ...: [N, F].
 
     Args:
         weights_FD: of E experts, as linear layers hold them.
-        counts: rows of every expert, E numbers that add up to N; some may be 0.
+        ends_E: int64 on the device, where the rows of every expert end; the last number is N. Nobody waits for them.
     """
-    if not weights_FD or len(counts) != len(weights_FD):
-        raise ValueError(f"one count for each weight, not {len(counts)} for {len(weights_FD)}")
+    if not weights_FD or ends_E.shape != (len(weights_FD),) or ends_E.dtype != torch.int64:
+        raise ValueError(f"one end for each of {len(weights_FD)} weights, in int64: {_shapes(ends=ends_E)}")
     first = weights_FD[0]
     if x_ND.dim() != 2 or first.dim() != 2 or x_ND.shape[1] != first.shape[1] or x_ND.dtype != first.dtype:
         raise ValueError(f"grouped_matmul takes [N, D], weights [F, D] of its dtype: {_shapes(x=x_ND, weight=first)}")
     if any(weight.shape != first.shape or weight.dtype != first.dtype for weight in weights_FD):
         raise ValueError("the weights of grouped_matmul need one shape and dtype")
-    if min(counts) < 0 or sum(counts) != x_ND.shape[0]:
-        raise ValueError(f"counts must be 0 or more and add up to {x_ND.shape[0]} rows: {list(counts)}")
-    return _own().grouped_matmul(x_ND, weights_FD, counts)
+    if ends_E.device.type == "cpu":  # elsewhere: a wait
+        ends = ends_E.tolist()
+        if ends != sorted(ends) or ends[0] < 0 or ends[-1] != x_ND.shape[0]:
+            raise ValueError(f"ends must rise from 0 or more to {x_ND.shape[0]}, the number of rows: {ends}")
+    return _own().grouped_matmul(x_ND, weights_FD, ends_E)
 
 
 def permute_tokens(x_TD: Tensor, is_routed_TE: Tensor, experts_per_token: int) -> tuple[Tensor, Tensor]:

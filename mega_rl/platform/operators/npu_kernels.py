@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from mega_rl.errors import InputError
 from mega_rl.platform.operators.attention import VarlenPacking, once_per_tensor, read_borders
-from mega_rl.platform.operators.torch_kernels import TorchOperators
+from mega_rl.platform.operators.torch_kernels import GroupedMatmul, TorchOperators
 
 MAX_SEQUENCES = 1000  # of one npu_fusion_attention call in the layout TND
 MAX_HEADS = 256
@@ -29,7 +28,7 @@ MAX_WEIGHTS = 128  # in a list; one stacked tensor may hold more
 ROWS, REDUCED_ROWS = 0, 2  # group_type: experts own rows of the result, or rows that the product sums over
 ONE_RESULT = 3  # split_item
 CUMULATIVE = 0  # group_list_type: ends, not lengths
-MASK_IS_COMPLETE, CAUSAL_AT_THE_END = 1, 3  # sparse_mode
+CAUSAL_AT_THE_END = 3  # sparse_mode
 
 
 def _torch_npu() -> Any:
@@ -64,12 +63,6 @@ def _check_heads(q: Tensor, v: Tensor) -> None:
         raise InputError(f"attention on Ascend takes at most {MAX_HEADS} heads, not {num_heads}")
 
 
-@functools.lru_cache(maxsize=8)
-def _group_ends(counts: tuple[int, ...], device: torch.device) -> Tensor:
-    """int64 [E] on the device; both products of a layer and their gradients share it."""
-    return torch.tensor(list(accumulate(counts)), device=device)
-
-
 def _as_list(weights_FD: Sequence[Tensor], is_transposed: bool) -> list[Tensor]:
     """Weights as the operator takes them: matrices one by one, without a copy, if it can take them so."""
     if weights_FD[0].dtype != torch.float32 and len(weights_FD) <= MAX_WEIGHTS:
@@ -78,41 +71,19 @@ def _as_list(weights_FD: Sequence[Tensor], is_transposed: bool) -> list[Tensor]:
     return [weights_EFD.transpose(1, 2) if is_transposed else weights_EFD]
 
 
-class _GroupedMatmul(torch.autograd.Function):
-    """npu_grouped_matmul has no gradient of its own."""
+class _Products:
+    """``GroupedProducts`` by npu_grouped_matmul."""
 
-    @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, counts: tuple[int, ...], *weights_FD: Tensor) -> Tensor:
-        ctx.save_for_backward(x_ND, *weights_FD)
-        ctx.counts = counts
-        if len(x_ND) == 0:
-            return x_ND.new_zeros(0, weights_FD[0].shape[0])
-        return _product(x_ND, _as_list(weights_FD, is_transposed=True), counts, ROWS)
+    def rows(self, x_ND: Tensor, weights_FD: Sequence[Tensor], ends_E: Tensor, is_transposed: bool) -> Tensor:
+        return _product(x_ND, _as_list(weights_FD, is_transposed), ends_E, ROWS)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_NF,), (x_ND, *weights_FD) = gradients, ctx.saved_tensors
-        if len(x_ND) == 0:
-            return torch.zeros_like(x_ND), None, *(torch.zeros_like(weight_FD) for weight_FD in weights_FD)
-        grad_x_ND = None
-        if ctx.needs_input_grad[0]:
-            grad_x_ND = _product(grad_NF, _as_list(weights_FD, is_transposed=False), ctx.counts, ROWS)
-        if not any(ctx.needs_input_grad[2:]):
-            return grad_x_ND, None, *(None for _ in weights_FD)
-        parts_EFD = _product(grad_NF.t(), [x_ND], ctx.counts, REDUCED_ROWS)
-        # Nothing says what the kernel writes for an expert without rows.
-        grads = (part if count else torch.zeros_like(part) for part, count in zip(parts_EFD, ctx.counts, strict=True))
-        return grad_x_ND, None, *grads
+    def sums(self, grad_NF: Tensor, x_ND: Tensor, ends_E: Tensor) -> Tensor:
+        return _product(grad_NF.t(), [x_ND], ends_E, REDUCED_ROWS)
 
 
-def _product(left: Tensor, right: list[Tensor], counts: tuple[int, ...], group_type: int) -> Tensor:
+def _product(left: Tensor, right: list[Tensor], ends_E: Tensor, group_type: int) -> Tensor:
     return _torch_npu().npu_grouped_matmul(
-        [left],
-        right,
-        group_list=_group_ends(counts, left.device),
-        split_item=ONE_RESULT,
-        group_type=group_type,
-        group_list_type=CUMULATIVE,
+        [left], right, group_list=ends_E, split_item=ONE_RESULT, group_type=group_type, group_list_type=CUMULATIVE
     )[0]
 
 
@@ -141,34 +112,6 @@ class AscendOperators(TorchOperators):
         ]
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
-    def dense_attention(
-        self,
-        q_BQHD: Tensor,
-        k_BPKD: Tensor,
-        v_BPKD: Tensor,
-        *,
-        softmax_scale: float,
-        causal: bool,
-        is_visible_QP: Tensor | None,
-    ) -> Tensor:
-        _check_heads(q_BQHD, v_BPKD)
-        mask, mode = None, 0
-        if causal:
-            mask, mode = _causal_mask(q_BQHD.device), CAUSAL_AT_THE_END
-        elif is_visible_QP is not None:
-            mask, mode = ~is_visible_QP, MASK_IS_COMPLETE
-        return _torch_npu().npu_fusion_attention(
-            q_BQHD,
-            k_BPKD,
-            v_BPKD,
-            head_num=q_BQHD.shape[2],
-            input_layout="BSND",
-            atten_mask=mask,
-            scale=softmax_scale,
-            keep_prob=1.0,
-            sparse_mode=mode,
-        )[0]
-
     def rms_norm(self, x: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
         return _torch_npu().npu_rms_norm(x, weight_D, epsilon=epsilon)[0]
 
@@ -187,8 +130,8 @@ class AscendOperators(TorchOperators):
         cos_1T1D, sin_1T1D = cos_TD[None, :, None], sin_TD[None, :, None]
         return _torch_npu().npu_rotary_mul(x_THD[None], cos_1T1D, sin_1T1D, rotary_mode="half")[0]
 
-    def grouped_matmul(self, x_ND: Tensor, weights_FD: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
-        return _GroupedMatmul.apply(x_ND, tuple(counts), *weights_FD)
+    def grouped_matmul(self, x_ND: Tensor, weights_FD: Sequence[Tensor], ends_E: Tensor) -> Tensor:
+        return GroupedMatmul.apply(_Products(), x_ND, ends_E, *weights_FD)
 
     def permute_tokens(self, x_TD: Tensor, is_routed_TE: Tensor, experts_per_token: int) -> tuple[Tensor, Tensor]:
         """The order here is the row of every token's first, second, ... expert."""

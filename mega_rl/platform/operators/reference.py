@@ -53,16 +53,6 @@ def varlen_attention(
     return torch.cat(outputs)
 
 
-def dense_attention(
-    q_BQHD: Tensor, k_BPKD: Tensor, v_BPKD: Tensor, *, softmax_scale: float, is_visible_QP: Tensor | None = None
-) -> Tensor:
-    """Sequences of equal length: [B, Q, H, D of the values]."""
-    parts = zip(q_BQHD, k_BPKD, v_BPKD, strict=True)
-    return torch.stack(
-        [attention(q, k, v, softmax_scale=softmax_scale, is_visible_QP=is_visible_QP) for q, k, v in parts]
-    )
-
-
 def rms_norm(x: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
     """``x / sqrt(mean(x^2) + epsilon) * weight``. Source: arXiv 1910.07467, equation 4."""
     x = _wide(x)

@@ -1,19 +1,20 @@
 """Every operator of ``platform.operators`` in plain torch, for the CPU and for platforms that have no kernel for it.
 
-Letters: T rows (tokens), B sequences, Q and P positions of queries and keys, H query heads, K key/value heads, D width,
-F width of a gate, E experts, N rows sorted by expert, V vocabulary.
+Letters: T rows (tokens), S packed keys, H query heads, K key/value heads, D width, F width of a gate, E experts, N rows
+sorted by expert.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from itertools import pairwise
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mega_rl.platform.operators.attention import VarlenPacking, sdpa, sdpa_attention
+from mega_rl.platform.operators.attention import VarlenPacking, sdpa_attention
 
 
 class _Swiglu(torch.autograd.Function):
@@ -70,9 +71,55 @@ class _Unpermute(torch.autograd.Function):
         return grad_TD.index_select(0, tokens_N), None, None
 
 
+def chosen_experts(is_routed_TE: Tensor, experts_per_token: int) -> Tensor:
+    """int64 [T, K]: the experts of every token, ascending; the host does not wait for how many there are."""
+    num_experts = is_routed_TE.shape[1]
+    ranks_E = torch.arange(num_experts, 0, -1, device=is_routed_TE.device, dtype=torch.float32)
+    return (is_routed_TE * ranks_E).topk(experts_per_token, dim=1).indices
+
+
 def _sums_by_token(rows_ND: Tensor, order_N: Tensor, num_tokens: int) -> Tensor:
     """The sum of every token's rows, which ``order_N`` names token by token, equally many each: [T, D]."""
     return F.embedding_bag(order_N.view(num_tokens, -1), rows_ND, mode="sum")
+
+
+class GroupedProducts(Protocol):
+    """The two products of a platform's fused kernel, of which neither has a gradient of its own."""
+
+    def rows(self, x_ND: Tensor, weights_FD: Sequence[Tensor], ends_E: Tensor, is_transposed: bool) -> Tensor:
+        """Each expert's rows times its weight or, as linear layers want it, its weight transposed."""
+        ...
+
+    def sums(self, grad_NF: Tensor, x_ND: Tensor, ends_E: Tensor) -> Tensor:
+        """``grad.t() @ x`` of each expert's rows: [E, F, D]; whatever it likes for experts without rows."""
+        ...
+
+
+class GroupedMatmul(torch.autograd.Function):
+    """Keeps the weights as they are: no copy of those of a whole layer lives until the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, products: GroupedProducts, x_ND: Tensor, ends_E: Tensor, *weights_FD: Tensor) -> Tensor:
+        ctx.save_for_backward(x_ND, ends_E, *weights_FD)
+        ctx.products = products
+        if len(x_ND) == 0:
+            return x_ND.new_zeros(0, weights_FD[0].shape[0])
+        return products.rows(x_ND, weights_FD, ends_E, is_transposed=True)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_NF,), (x_ND, ends_E, *weights_FD) = gradients, ctx.saved_tensors
+        if len(x_ND) == 0:
+            return None, torch.zeros_like(x_ND), None, *(torch.zeros_like(weight_FD) for weight_FD in weights_FD)
+        grad_NF, grad_x_ND = grad_NF.contiguous(), None
+        if ctx.needs_input_grad[1]:
+            grad_x_ND = ctx.products.rows(grad_NF, weights_FD, ends_E, is_transposed=False)
+        if not any(ctx.needs_input_grad[3:]):
+            return None, grad_x_ND, None, *(None for _ in weights_FD)
+        parts_EFD = ctx.products.sums(grad_NF, x_ND, ends_E)
+        # Nothing says what the kernels write for an expert without rows.
+        is_idle_E = ends_E == torch.cat([ends_E.new_zeros(1), ends_E[:-1]])
+        return None, grad_x_ND, None, *parts_EFD.masked_fill_(is_idle_E[:, None, None], 0.0).unbind()
 
 
 class TorchOperators:
@@ -82,18 +129,6 @@ class TorchOperators:
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, packing: VarlenPacking, *, softmax_scale: float, causal: bool
     ) -> Tensor:
         return sdpa_attention(q_THD, k_SKD, v_SKD, packing, softmax_scale=softmax_scale, causal=causal)
-
-    def dense_attention(
-        self,
-        q_BQHD: Tensor,
-        k_BPKD: Tensor,
-        v_BPKD: Tensor,
-        *,
-        softmax_scale: float,
-        causal: bool,
-        is_visible_QP: Tensor | None,
-    ) -> Tensor:
-        return sdpa(q_BQHD, k_BPKD, v_BPKD, softmax_scale, causal, is_visible_QP)
 
     def rms_norm(self, x: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
         return F.rms_norm(x, weight_D.shape, weight_D, epsilon)
@@ -106,18 +141,19 @@ class TorchOperators:
         rotated_THD = torch.cat((-second, first), dim=-1)
         return x_THD * cos_TD[:, None] + rotated_THD * sin_TD[:, None]
 
-    def grouped_matmul(self, x_ND: Tensor, weights_FD: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
-        parts = zip(x_ND.split(list(counts)), weights_FD, strict=True)
+    def grouped_matmul(self, x_ND: Tensor, weights_FD: Sequence[Tensor], ends_E: Tensor) -> Tensor:
+        counts = [end - start for start, end in pairwise([0, *ends_E.tolist()])]
+        parts = zip(x_ND.split(counts), weights_FD, strict=True)
         return torch.cat([F.linear(part_ND, weight_FD) for part_ND, weight_FD in parts])
 
     def permute_tokens(self, x_TD: Tensor, is_routed_TE: Tensor, experts_per_token: int) -> tuple[Tensor, Tensor]:
         """The order here is the row of every token's first, second, ... expert."""
         num_tokens, num_experts = is_routed_TE.shape
-        is_routed_ET = is_routed_TE.t()
-        tokens_ET = torch.arange(num_tokens, device=x_TD.device).expand(num_experts, -1)
-        rows_ET = is_routed_ET.flatten().cumsum(0).view(num_experts, num_tokens) - 1
-        order_N = rows_ET.t().masked_select(is_routed_TE)
-        return _Permute.apply(x_TD, tokens_ET.masked_select(is_routed_ET), order_N), order_N
+        rows_ET = is_routed_TE.t().flatten().cumsum(0).view(num_experts, num_tokens) - 1
+        order_N = rows_ET.t().gather(1, chosen_experts(is_routed_TE, experts_per_token)).flatten()
+        tokens_N = torch.empty_like(order_N)
+        tokens_N[order_N] = torch.arange(len(order_N), device=x_TD.device) // experts_per_token
+        return _Permute.apply(x_TD, tokens_N, order_N), order_N
 
     def unpermute_tokens(self, rows_ND: Tensor, order_N: Tensor, is_routed_TE: Tensor) -> Tensor:
         return _Unpermute.apply(rows_ND, order_N, is_routed_TE.shape[0])

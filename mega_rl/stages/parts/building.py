@@ -25,7 +25,7 @@ from mega_rl.bridge.series import Series, slices_of
 from mega_rl.bridge.slices import Box
 from mega_rl.config import RunConfig, has_critic, samples, workers_rewards
 from mega_rl.config.model import REWARD_KEY
-from mega_rl.config.schema import OptimizerConfig, ParallelConfig, RewardConfig, TuningConfig
+from mega_rl.config.schema import OptimizerConfig, ParallelConfig, RewardConfig, RouterConfig, TuningConfig
 from mega_rl.config.stage import critic_parallel, model_directory, reward_model
 from mega_rl.data.prompts import PromptDataset, PromptStream
 from mega_rl.data.stream import Stream
@@ -106,13 +106,14 @@ def trainer_spec(config: RunConfig) -> TrainerSpec:
         chunk_tokens=config.trainer.logprob_chunk_tokens,
         fields=config.trainer.megatron,
         tuning=config.tuning,
+        router=config.router,
         seed=config.trainer.seed,
     )
 
 
 def companion_spec(config: RunConfig) -> TrainerSpec:
-    """The further models of a run: ``tuning`` is of the policy."""
-    return replace(trainer_spec(config), tuning=TuningConfig())
+    """The further models of a run: ``tuning`` and ``router`` are of the policy."""
+    return replace(trainer_spec(config), tuning=TuningConfig(), router=RouterConfig())
 
 
 def actor(session: Session, num_optimizer_steps: int) -> MegatronEngine:

@@ -85,7 +85,7 @@ def loop(
             with session.step(done):
                 batch = stream.next_batch()
                 with timers("update"):
-                    metrics = update(batch, weights_are_read(config, done, total_steps))
+                    metrics = update(batch, weights_are_read(config, done, total_steps)) | model.router_metrics
             if validate is not None and progress.is_due(done, config.validation.test_freq, total_steps):
                 with timers("validate"):
                     metrics |= validate()

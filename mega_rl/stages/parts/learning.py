@@ -149,7 +149,7 @@ class Learner:
                 num_skipped += step.skipped
                 _accumulate(metrics, totals, minibatch.denominators.num_tokens, len(minibatches))
                 metrics["actor/grad_norm"] = metrics.get("actor/grad_norm", 0.0) + step.grad_norm / len(minibatches)
-                metrics["actor/lr"] = step.lr
+                metrics |= {"actor/lr": step.lr, **self._actor.router_metrics}
         skipped = {"actor/skipped_steps": num_skipped, "actor/skipped_steps_total": self._actor.stepper.skipped.total}
         metrics |= _pooled_metrics(pooled)
         return metrics | {name: float(value) for name, value in skipped.items()}

@@ -39,6 +39,9 @@ from mega_rl.parallel.process import join
 from mega_rl.parallel.rendezvous import Rendezvous
 from mega_rl.parallel.store import shared_store
 from mega_rl.parallel.watch import watched
+from mega_rl.planning.automatic import RESERVE_BYTES, automatic
+from mega_rl.planning.memory_plan import Machine
+from mega_rl.planning.steps import budget_of
 from mega_rl.platform.versions import installed
 from mega_rl.rollout.depot import Depot
 from mega_rl.stages.parts.batches import BatchShare
@@ -84,7 +87,7 @@ class Session:
         return BatchShare(
             self.layout,
             dist.get_rank(),
-            max_tokens=config.trainer.max_tokens_per_microbatch,
+            max_tokens=budget_of(config),
             pad_multiple=self.layout.tensor if config.parallel.sequence else 1,
             pad_token_id=int(self.tokenizer.pad_token_id or 0),
             attention_slope=pass_flops(self.shape, hf_tensors(self.shape)).attention_slope,
@@ -231,6 +234,9 @@ def _opened(config: RunConfig, device: torch.device, store: dist.Store) -> Itera
         weights.check(shape)
         tokenizer = load_tokenizer(config.model.path)
         _check_ranks(config, dist.get_world_size())
+    device_bytes = min(gather_objects(here.memory().device_total_bytes))
+    machine = Machine(dist.get_world_size(), device_bytes, RESERVE_BYTES, here.name)
+    config, chosen = automatic(config, shape, machine)
     initialize_groups(layout, config.trainer.seed, config.trainer.collective_timeout_s)
     here.seed(config.trainer.seed)
     output_dir = Path(config.trainer.output_dir)
@@ -260,7 +266,7 @@ def _opened(config: RunConfig, device: torch.device, store: dist.Store) -> Itera
         LoadWatch(here.load),
     )
     with writing_to(output_dir), RUN_LOG.opened(output_dir / run_log.FILE, dist.get_rank(), dist.get_world_size()):
-        describe(session, [*platform.prepare(), *warnings])
+        describe(session, [*platform.prepare(), *warnings, *chosen])
         yield session
         session.checkpoints.finish()
         session.load.end()

@@ -16,6 +16,7 @@ from mega_rl.config.algorithm import PRESETS
 from mega_rl.config.model import check_model
 from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.planning.automatic import automatic
 from mega_rl.planning.memory_plan import Machine, make_plan
 from mega_rl.stages.parts import building
 
@@ -168,7 +169,8 @@ def test_a_recipe_for_ascend_is_what_its_name_says(name: str) -> None:
 def test_a_recipe_for_ascend_fits_as_its_head_says(name: str, tmp_path: Path) -> None:
     config = load_here(name, tmp_path)
     machine = Machine(num_processes(name), 61 * GIB, 4 * GIB, "npu")  # of the 64 GiB what torch can allocate
-    plan = make_plan(config, read_model_shape(config.model.path), machine, with_sync=False)
+    shape = read_model_shape(config.model.path)
+    plan = make_plan(automatic(config, shape, machine)[0], shape, machine, with_sync=False)
     assert plan.fits
     figures = SIZED.search((CONFIGS / name).read_text())
     assert figures is not None

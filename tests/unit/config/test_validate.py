@@ -91,6 +91,34 @@ def test_a_good_configuration_has_no_problems_and_is_not_changed(config):
     assert config == before
 
 
+@pytest.mark.parametrize(
+    ("model", "key", "method", "sentence"),
+    [
+        (MODEL, "aux_loss", "full", "router.aux_loss is 0.1, but the model of model.path has no experts: set it to 0"),
+        (MODEL, "z_loss", "full", "router.z_loss is 0.1, but the model of model.path has no experts: set it to 0"),
+        (MODEL | EXPERTS, "bias_update_rate", "full", "the routers of a qwen3_moe model have no bias"),
+        (MODEL | EXPERTS, "aux_loss", "full", None),
+        (MODEL | EXPERTS, "z_loss", "lora", None),
+    ],
+)
+def test_routers_learn_where_there_are_some(config, model, key, method, sentence):
+    Path(config.model.path, "config.json").write_text(json.dumps(model))
+    setattr(config.router, key, 0.1)
+    config.tuning.method = method
+    found = [line for line in problems(config) if "router" in line]
+    assert len(found) == (sentence is not None) and all(sentence in line for line in found)
+
+
+@pytest.mark.parametrize(("tensor", "context", "is_good"), [(1, 2, True), (2, 1, True), (2, 2, False), (1, 4, False)])
+def test_ulysses_divides_heads(config, tensor, context, is_good):
+    """4 heads and 2 key/value heads."""
+    parallel = config.parallel
+    parallel.tensor, parallel.context, parallel.context_method = tensor, context, "ulysses"
+    found = [line for line in problems(config) if "ulysses" in line]
+    assert len(found) == (not is_good)
+    assert all("4 heads and 2 key/value heads" in line and "set it to gather" in line for line in found)
+
+
 def test_every_key_of_the_schema_is_checked():
     assert set(leaf_names()) == set(rules()) | WITHOUT_RULE
     assert not set(rules()) & WITHOUT_RULE
@@ -235,7 +263,6 @@ BAD_VALUES = [
     ("parallel.expert", 2),  # a model without experts
     ("parallel.expert_tensor", 0),
     ("parallel.expert_tensor", 1),  # a model without experts
-    ("parallel.overlap_param_gather", True),  # not without the other overlap
     ("parallel.sequence", True),
     ("trainer.stage", "dqo"),
     ("trainer.output_dir", ""),
@@ -389,6 +416,11 @@ def test_a_layout_of_all_axes_fits(config):
     parallel.expert, parallel.expert_tensor, parallel.sequence = 4, 1, True
     parallel.overlap_grad_reduce = parallel.overlap_param_gather = True
     assert problems(config, 12) == []
+    parallel.overlap_grad_reduce = None  # left to the plan, which turns it on then
+    assert problems(config, 12) == []
+    parallel.overlap_grad_reduce = False
+    (line,) = problems(config, 12)
+    assert "parallel.overlap_param_gather is True" in line
 
 
 def test_heads_of_the_trainer(config):

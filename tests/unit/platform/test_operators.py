@@ -9,17 +9,20 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mega_rl import platform
 from mega_rl.errors import InputError
+from mega_rl.platform import cuda
+from mega_rl.platform.cuda import FlashOperators
 from mega_rl.platform.operators import dispatch as operators
 from mega_rl.platform.operators import npu_kernels as npu_operators
 from mega_rl.platform.operators import reference
 from mega_rl.platform.operators.npu_kernels import AscendOperators
 from mega_rl.platform.operators.torch_kernels import TorchOperators
 from tests.npu.recorder import RecordingTorchNpu
-from tests.operator_cases import OperatorCase, compare, operator_cases, outcome
+from tests.operator_cases import OperatorCase, Tensors, compare, operator_cases, outcome
 
 ALL = [(dtype, case) for dtype in (torch.float32, torch.bfloat16) for case in operator_cases(dtype)]
 IDS = [f"{case.name}-{str(dtype).removeprefix('torch.')}" for dtype, case in ALL]
@@ -68,11 +71,12 @@ def test_the_references_are_torchs_own_operators(dtype: torch.dtype) -> None:
     x = {name: x.float() for name, x in cases["rms_norm"].items()}
     theirs = F.rms_norm(x["x"], x["weight"].shape, x["weight"], 1e-5)
     torch.testing.assert_close(reference.rms_norm(x["x"], x["weight"], 1e-5), theirs, **close)
-    q, k, v = (cases["dense_mask"][name].float().transpose(1, 2) for name in "qkv")
-    mask = cases["dense_mask"]["mask"]
-    theirs = F.scaled_dot_product_attention(q, k, v, mask, scale=0.3, enable_gqa=True).transpose(1, 2)
-    x = cases["dense_mask"]
-    ours = reference.dense_attention(x["q"], x["k"], x["v"], softmax_scale=0.3, is_visible_QP=mask)
+    x = cases["varlen_causal"]
+    q, k, v = (x[name][:9].float() for name in "qkv")
+    mask = (torch.arange(9)[:, None] + torch.arange(9)) % 3 != 0
+    heads_first = (x.transpose(0, 1) for x in (q, k, v))
+    theirs = F.scaled_dot_product_attention(*heads_first, mask, scale=0.3, enable_gqa=True).transpose(0, 1)
+    ours = reference.attention(q, k, v, softmax_scale=0.3, is_visible_QP=mask)
     torch.testing.assert_close(ours, theirs, **close)
 
 
@@ -91,7 +95,7 @@ def test_experts_of_a_list_are_given_one_by_one_where_the_operator_takes_it(on_a
     def shapes(dtype: torch.dtype, num_experts: int) -> list[list[list[int]]]:
         on_ascend.calls.clear()
         weights = [torch.zeros(3, 2, dtype=dtype) for _ in range(num_experts)]
-        operators.grouped_matmul(torch.zeros(num_experts, 2, dtype=dtype), weights, [1] * num_experts)
+        operators.grouped_matmul(torch.zeros(num_experts, 2, dtype=dtype), weights, torch.arange(1, num_experts + 1))
         return [[list(weight.shape) for weight in call.args[1]] for call in on_ascend.calls]
 
     assert shapes(torch.bfloat16, 128) == [[[2, 3]] * 128]
@@ -111,6 +115,28 @@ class SharedPlaces(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("counts", [(4, 0, 7, 1), (0, 0, 12, 0), (12, 0, 0, 0)])
+def test_experts_are_one_product_on_cuda(monkeypatch: pytest.MonkeyPatch, counts: tuple[int, ...]) -> None:
+    """torch's grouped product has a kernel for CPUs too; experts without rows get a gradient of zero."""
+    calls = []
+    grouped_mm = F.grouped_mm
+    monkeypatch.setattr(cuda.F, "grouped_mm", lambda *args, **kwargs: calls.append(1) or grouped_mm(*args, **kwargs))
+    generator = torch.Generator().manual_seed(0)
+    inputs = {"x": torch.randn(12, 16, generator=generator).bfloat16(), "ends": torch.tensor(counts).cumsum(0)}
+    inputs |= {f"weight{i}": torch.randn(8, 16, generator=generator).bfloat16() for i in range(4)}
+
+    def product(x: Tensors) -> Tensor:
+        return FlashOperators().grouped_matmul(x["x"], [x[f"weight{i}"] for i in range(4)], x["ends"])
+
+    def expected(x: Tensors) -> Tensor:
+        return reference.grouped_matmul(x["x"], [x[f"weight{i}"] for i in range(4)], counts)
+
+    compare(OperatorCase("grouped_matmul", inputs, product, expected, ()), torch.bfloat16)
+    assert len(calls) == 3, "one product, with two gradients"
+    odd = [torch.ones(3, 16, dtype=torch.bfloat16)] * 4
+    assert FlashOperators().grouped_matmul(inputs["x"], odd, inputs["ends"]).shape == (12, 3) and len(calls) == 3
+
+
 def test_tokens_are_summed_in_one_order() -> None:
     """Forward and backward pass, so that the same batch gives the same bits on CUDA too."""
     generator = torch.Generator().manual_seed(0)
@@ -128,7 +154,7 @@ def test_tokens_are_summed_in_one_order() -> None:
 
 def test_frozen_experts_cost_no_gradient(on_ascend: RecordingTorchNpu) -> None:
     x, weights = torch.ones(3, 2, requires_grad=True), [torch.ones(4, 2), torch.ones(4, 2)]
-    operators.grouped_matmul(x, weights, [1, 2]).sum().backward()
+    operators.grouped_matmul(x, weights, torch.tensor([1, 3])).sum().backward()
     assert len(on_ascend.calls) == 2 and torch.equal(x.grad, torch.full((3, 2), 4.0))
 
 
@@ -137,16 +163,10 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 GOOD: dict[str, dict[str, Any]] = {
-    "dense_attention": {
-        "q_BQHD": zeros(2, 3, 4, 8),
-        "k_BPKD": zeros(2, 5, 2, 8),
-        "v_BPKD": zeros(2, 5, 2, 8),
-        "softmax_scale": 1.0,
-    },
     "rms_norm": {"x": zeros(3, 8), "weight_D": zeros(8), "epsilon": 1e-6},
     "swiglu": {"gate_and_up": zeros(3, 8), "weights_T": zeros(3)},
     "rotary": {"x_THD": zeros(3, 2, 8), "cos_TD": zeros(3, 8), "sin_TD": zeros(3, 8)},
-    "grouped_matmul": {"x_ND": zeros(3, 8), "weights_FD": [zeros(4, 8), zeros(4, 8)], "counts": [1, 2]},
+    "grouped_matmul": {"x_ND": zeros(3, 8), "weights_FD": [zeros(4, 8), zeros(4, 8)], "ends_E": torch.tensor([1, 3])},
     "permute_tokens": {
         "x_TD": zeros(2, 8),
         "is_routed_TE": torch.tensor([[True, False, True], [False, True, True]]),
@@ -159,13 +179,6 @@ GOOD: dict[str, dict[str, Any]] = {
     },
 }
 WRONG: list[tuple[str, dict[str, Any], str]] = [
-    ("dense_attention", {"q_BQHD": zeros(6, 4, 8)}, r"takes \[sequences, positions, heads, width\]"),
-    ("dense_attention", {"q_BQHD": zeros(2, 3, 3, 8)}, "multiple of the key heads"),
-    ("dense_attention", {"q_BQHD": zeros(1, 3, 4, 8)}, "equal numbers of sequences"),
-    ("dense_attention", {"q_BQHD": zeros(2, 6, 4, 8), "causal": True}, "at least as many keys"),
-    ("dense_attention", {"causal": True, "is_visible_QP": torch.ones(3, 5).bool()}, "a mask replaces causality"),
-    ("dense_attention", {"is_visible_QP": torch.ones(5, 3).bool()}, r"bool \[3, 5\]"),
-    ("dense_attention", {"is_visible_QP": torch.ones(3, 5)}, r"bool \[3, 5\]"),
     ("rms_norm", {"weight_D": zeros(7)}, r"a weight \[D\]"),
     ("rms_norm", {"weight_D": zeros(8, dtype=torch.bfloat16)}, "of the same dtype"),
     ("rms_norm", {"epsilon": 0.0}, "epsilon above 0"),
@@ -176,10 +189,10 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("rotary", {"cos_TD": zeros(3, 4)}, r"tables \[3, 8\]"),
     ("rotary", {"sin_TD": zeros(3, 8, dtype=torch.bfloat16)}, r"tables \[3, 8\] like x"),
     ("rotary", {"cos_TD": zeros(3, 8).requires_grad_()}, "no gradient for its angles"),
-    ("grouped_matmul", {"counts": [1, 1]}, "add up to 3 rows"),
-    ("grouped_matmul", {"counts": [4, -1]}, "0 or more"),
-    ("grouped_matmul", {"counts": [3]}, "one count for each weight"),
-    ("grouped_matmul", {"weights_FD": [], "counts": []}, "one count for each weight"),
+    ("grouped_matmul", {"ends_E": torch.tensor([1, 2])}, "from 0 or more to 3, the number of rows"),
+    ("grouped_matmul", {"ends_E": torch.tensor([4, 3])}, "must rise"),
+    ("grouped_matmul", {"ends_E": torch.tensor([3])}, "one end for each of 2 weights"),
+    ("grouped_matmul", {"ends_E": torch.tensor([1, 3], dtype=torch.int32)}, "in int64"),
     ("grouped_matmul", {"weights_FD": [zeros(4, 8), zeros(3, 8)]}, "one shape and dtype"),
     ("grouped_matmul", {"weights_FD": [zeros(8, 4), zeros(8, 4)]}, "weights .F, D. of its dtype"),
     ("permute_tokens", {"experts_per_token": 1}, "must hold 1 experts"),
@@ -203,8 +216,8 @@ def test_wrong_arguments_are_refused(name: str, wrong: dict[str, Any], sentence:
 
 
 def _attend(num_heads: int, width: int, value_width: int) -> None:
-    q, v = zeros(1, 1, num_heads, width), zeros(1, 1, num_heads, value_width)
-    operators.dense_attention(q, q, v, softmax_scale=1.0)
+    q, v, one = zeros(1, num_heads, width), zeros(1, num_heads, value_width), torch.tensor([0, 1], dtype=torch.int32)
+    operators.varlen_attention(q, q, v, one, one, 1, 1, softmax_scale=1.0, causal=True)
 
 
 @pytest.mark.parametrize(

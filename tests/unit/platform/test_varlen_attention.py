@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mega_rl import platform
+from mega_rl.errors import InputError
 from mega_rl.platform import cuda
 from mega_rl.platform.cuda import FlashOperators
 from mega_rl.platform.operators import dispatch as operators
@@ -28,6 +29,7 @@ from mega_rl.platform.operators.attention import (
     batched_calls,
     check_arguments,
     length_groups,
+    place_borders,
     read_borders,
 )
 from mega_rl.platform.operators.npu_kernels import AscendOperators
@@ -109,6 +111,13 @@ def test_the_fused_operator_gets_at_most_a_thousand_sequences(
     assert [len(call.kwargs["actual_seq_qlen"]) for call in fused.calls] == calls
 
 
+def test_borders_that_the_host_placed_are_not_read_back() -> None:
+    placed = place_borders(RAGGED, torch.device("cpu"))
+    assert torch.equal(placed, borders(RAGGED)) and placed.dtype == torch.int32
+    placed[1] = 0  # not looked at any more
+    assert read_borders(placed) == read_borders(borders(RAGGED))
+
+
 def test_layers_share_what_is_read_from_the_borders() -> None:
     packing = packing_of(RAGGED, RAGGED)
     assert packing.borders_q is packing.borders_k is read_borders(packing.cu_seqlens_q)
@@ -147,6 +156,23 @@ class TestFlashAttention:
         self, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, width: int, value_width: int
     ) -> None:
         assert self.call(monkeypatch, dtype, width, value_width) == []
+
+    def test_a_slow_kernel_is_refused_where_it_would_be_felt(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Parts of sequences, as context parallelism gathers keys, need a mask in torch; whole ones do not."""
+        monkeypatch.setattr(cuda, "_flash_attention", lambda: None)
+        monkeypatch.setattr(cuda, "MAX_MASK", 99)
+        assert "SDPA" in cuda.attention_backend()
+
+        def attend(length_q: int, length_k: int, causal: bool = True) -> None:
+            q, kv = torch.zeros(length_q, 2, 8), torch.zeros(length_k, 2, 8)
+            packing = packing_of([length_q], [length_k])
+            FlashOperators().varlen_attention(q, kv, kv, packing, softmax_scale=SCALE, causal=causal)
+
+        attend(9, 11)
+        attend(30, 30)
+        attend(9, 12, causal=False)
+        with pytest.raises(InputError, match=r"mask of 108 numbers.*context_method to ulysses"):
+            attend(9, 12)
 
     def test_without_the_library_sdpa_is_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: None)

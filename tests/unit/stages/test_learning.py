@@ -40,6 +40,7 @@ class Actor:
         self.off, self.num_steps = off, 0
         self.batches: list[list[Microbatch]] = []
         self.stepper = SimpleNamespace(skipped=SimpleNamespace(total=0, in_a_row=0))
+        self.router_metrics: dict[str, float] = {}
         self.policy = None
 
     def token_stats(self, microbatches: Sequence[Microbatch], record_experts: bool = False) -> list[TokenStats]:

@@ -49,9 +49,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plan(
     capsys: pytest.CaptureFixture[str], models: Path, recipe: str, model: str, devices: int, *more: str
 ) -> tuple[int, dict[str, Any], str]:
-    """Exit status, the figures, and what stands on stderr."""
+    """Exit status, the figures, and what stands on stderr; nothing is left to the plan itself."""
     options = ["--config", str(CONFIGS / recipe), "--devices", str(devices), "--json", f"model.path={models / model}"]
-    status = TOOL.main([*options, *more])
+    is_left = "recompute: auto" in (CONFIGS / recipe).read_text() and not any(
+        "memory.recompute=" in key for key in more
+    )
+    given = ["memory.recompute=full"] if is_left else []
+    status = TOOL.main([*options, *given, *more])
     output = capsys.readouterr()
     return status, json.loads(output.out), output.err
 
@@ -195,6 +199,7 @@ def test_tables(models: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert TOOL.main(["--config", recipe, *keys]) == 1
     output = capsys.readouterr()
     assert all(phase in output.out for phase in PHASES) and "TOO MUCH" in output.out and "Advice" in output.out
+    assert "memory.recompute auto: full; by the plan " in output.out and "nothing smaller was left" in output.out
     assert "on 2 devices of 29.80 GiB" in output.out  # the fewest that the layout and the engine can start on
     assert "run:    30 steps of 600 rows" in output.out  # 15 epochs of 2 full batches
     assert output.err.count("\n") == 1
@@ -218,7 +223,8 @@ def test_memory_that_is_left_over_is_spent(models: Path, capsys: pytest.CaptureF
     status, after, _ = plan(capsys, models, recipe, model, 8, *large, *keys)
     assert status == 0 and after["excess_bytes"] == figures["spending"][-1]["excess_bytes"]
     assert -after["excess_bytes"] >= 0.1 * after["machine"]["device_bytes"]
-    assert TOOL.main(["--config", str(CONFIGS / recipe), f"model.path={models / model}", "--devices", "8", *large]) == 0
+    options = ["--config", str(CONFIGS / recipe), f"model.path={models / model}", "memory.recompute=full", *large]
+    assert TOOL.main([*options, "--devices", "8"]) == 0
     assert "left over could buy" in capsys.readouterr().out
 
 

@@ -1,0 +1,77 @@
+"""What a configuration leaves to the plan of its memory: recomputation, tokens of a micro-batch, overlapped sums."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Literal
+
+from mega_rl.config.schema import TOKENS_PER_MICROBATCH, RunConfig
+from mega_rl.config.stage import sequences_per_row
+from mega_rl.models.shape import ModelShape
+from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.planning.memory_plan import Machine, make_plan
+
+Way = Literal["none", "selective", "full"]
+WAYS: tuple[Way, ...] = ("none", "selective", "full")  # of recomputation, from the fastest to the smallest
+HEADROOM = 0.1  # of a device's memory that is left over: as far as peaks of activations were from the plan
+RESERVE_BYTES = 4 << 30  # of a device, for what no plan counts: driver, communication buffers, fragmentation
+GIB = 1 << 30
+
+
+def automatic(config: RunConfig, shape: ModelShape, machine: Machine) -> tuple[RunConfig, list[str]]:
+    """The configuration with a value in the place of each that is left to the plan, and a sentence on each.
+
+    The first of these that leaves ``HEADROOM`` free is taken: the micro-batch as long as by default, then half as long
+    and so on down to the longest row; of each the least recomputation. If none does it is the last one.
+    """
+    found, lines = copy.deepcopy(config), []
+    if found.parallel.overlap_grad_reduce is None:
+        found.parallel.overlap_grad_reduce = _overlaps(found, machine)
+        if found.parallel.overlap_grad_reduce:
+            lines.append("parallel.overlap_grad_reduce: gradients are summed while the backward pass runs")
+    asks_way, asks_budget = found.memory.recompute == "auto", found.trainer.max_tokens_per_microbatch is None
+    if asks_way or asks_budget:
+        room = _choose(found, shape, machine)
+        way, budget = found.memory.recompute, found.trainer.max_tokens_per_microbatch
+        lines += [f"memory.recompute auto: {way}; {room}"] if asks_way else []
+        lines += [f"trainer.max_tokens_per_microbatch null: {budget}; {room}"] if asks_budget else []
+    return found, lines
+
+
+def _choose(config: RunConfig, shape: ModelShape, machine: Machine) -> str:
+    """Set both keys of ``config``; returns why."""
+    ways = WAYS if config.memory.recompute == "auto" else (config.memory.recompute,)
+    tries = [(way, budget) for budget in _budgets(config) for way in ways]
+    if machine.platform == "cpu":  # its memory is the host's, which is not planned for
+        config.memory.recompute, config.trainer.max_tokens_per_microbatch = tries[0]
+        return "as always on a CPU"
+    taken = ""
+    for way, budget in tries:
+        config.memory.recompute, config.trainer.max_tokens_per_microbatch = way, budget
+        plan = make_plan(config, shape, machine, with_sync=False)
+        num_bytes = plan.worst.fullest.num_bytes
+        taken = f"by the plan {num_bytes / GIB:.1f} of {machine.device_bytes / GIB:.1f} GiB of a device are taken"
+        if plan.fits and -plan.excess_bytes >= HEADROOM * machine.device_bytes:
+            return taken
+    return f"{taken}, and nothing smaller was left to try: see tools/plan.py"
+
+
+def _overlaps(config: RunConfig, machine: Machine) -> bool:
+    """On accelerators, with more than one replica; with frozen weights a bucket may wait for gradients in vain."""
+    layout = ParallelLayout.of(config.parallel, machine.num_devices)
+    asked = bool(config.parallel.overlap_param_gather)  # which needs it
+    return asked or (machine.platform != "cpu" and layout.data * layout.context > 1 and config.tuning.method == "full")
+
+
+def _budgets(config: RunConfig) -> Iterator[int]:
+    """Tokens of a micro-batch to try, longest first."""
+    if (given := config.trainer.max_tokens_per_microbatch) is not None:
+        yield given
+        return
+    longest = sequences_per_row(config) * (config.data.max_prompt_length + config.data.max_response_length)
+    budget = max(TOKENS_PER_MICROBATCH, longest)
+    while budget > longest:
+        yield budget
+        budget //= 2
+    yield longest
