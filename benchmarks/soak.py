@@ -4,8 +4,8 @@
 
 ``made-up`` is rl with invented responses in the place of an engine: several times faster, and what grows there is not
 the engine's. A tiny model on two processes of a CPU; a checkpoint every 20 steps, a validation every 50 (not with
-made-up), TensorBoard and JSON on. Memory is the mean of a tenth of the steps: the second tenth, when everything has been
-used once, and the last. The growth is what the project holds below 1 %.
+made-up), TensorBoard and JSON on. Memory is the mean of a tenth of the steps: the second tenth, when everything has
+been used once, and the last. The growth is what the project holds below 1 %.
 """
 
 from __future__ import annotations
