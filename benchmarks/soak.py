@@ -39,7 +39,7 @@ from tools import train  # noqa: E402
 
 SETTINGS = ("checkpoint.save_freq=20", "validation.test_freq=50", "checkpoint.export_hf=false")
 OUTPUT = "MEGA_RL_SOAK"  # the directory that ranks write their figures to
-OBJECTS_EVERY = 100  # steps: to count objects takes a while
+OBJECTS_EVERY = int(os.environ.get("MEGA_RL_SOAK_OBJECTS_EVERY", 100))  # steps: to count objects takes a while
 MADE_UP = "made-up"
 
 
