@@ -44,7 +44,7 @@ MOMENT = "MEGA_RL_STRUCK"  # as ``struck.py`` has it
 INSIDE = "MEGA_RL_FAULTS_INSIDE"  # set in the namespaces
 SHM = Path("/dev/shm")
 STRUCK = Path(__file__).with_name("struck.py")
-LIMIT_S = 180.0
+LIMIT_S = 600.0  # of one run: on a machine that does much else, a start alone takes minutes
 STALL_S = 8
 SETTINGS = {
     "sft": ("trainer.total_steps=6", "checkpoint.save_freq=2", "validation.test_freq=4"),

@@ -1,10 +1,11 @@
 """Whether a long run grows: resident memory, live objects of Python, open files and threads of each rank, by step.
 
-    python benchmarks/soak.py [--stage sft|rl] [--steps 700] [--json PATH]
+    python benchmarks/soak.py [--stage sft|rl|made-up] [--steps 700] [--json PATH]
 
-A tiny model on two processes of a CPU; a checkpoint every 20 steps, a validation every 50, TensorBoard and JSON on.
-Memory is the mean of a tenth of the steps: the second tenth, when everything has been used once, and the last. The
-growth is what the project holds below 1 %.
+``made-up`` is rl with invented responses in the place of an engine: several times faster, and what grows there is not
+the engine's. A tiny model on two processes of a CPU; a checkpoint every 20 steps, a validation every 50 (not with
+made-up), TensorBoard and JSON on. Memory is the mean of a tenth of the steps: the second tenth, when everything has
+been used once, and the last. The growth is what the project holds below 1 %.
 """
 
 from __future__ import annotations
@@ -28,13 +29,37 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from report import publish, table  # noqa: E402
 
 from mega_rl.observe.timers import Timers  # noqa: E402
+from mega_rl.rollout.engine import Request  # noqa: E402
+from mega_rl.rollout.replay import ReplayEngine  # noqa: E402
+from mega_rl.stages.parts import building  # noqa: E402
+from mega_rl.types import Trajectory  # noqa: E402
 from tests.distributed import conftest  # noqa: E402
 from tests.launch import run, torchrun_command  # noqa: E402
 from tools import train  # noqa: E402
 
 SETTINGS = ("checkpoint.save_freq=20", "validation.test_freq=50", "checkpoint.export_hf=false")
 OUTPUT = "MEGA_RL_SOAK"  # the directory that ranks write their figures to
-OBJECTS_EVERY = 100  # steps: to count objects takes a while
+OBJECTS_EVERY = int(os.environ.get("MEGA_RL_SOAK_OBJECTS_EVERY", 100))  # steps: to count objects takes a while
+MADE_UP = "made-up"
+
+
+class MadeUpEngine(ReplayEngine):
+    """Answers every request with digits of its seed."""
+
+    def _find(self, request: Request) -> Trajectory:
+        digits = [int(digit) for digit in str(request.seed)[: request.max_tokens]]
+        return Trajectory.single_turn(
+            request.prompt,
+            request.sample_index,
+            [3 + digit for digit in digits],
+            [-2.5] * len(digits),
+            "".join(map(str, digits)),
+            "length",
+            self._version,
+        )
+
+    def turn_to(self, version: int) -> None:
+        self._version = version
 
 
 def rank(arguments: list[str]) -> None:
@@ -49,7 +74,7 @@ def rank(arguments: list[str]) -> None:
             nonlocal number
             if name == "step":
                 row: dict[str, Any] = {"rss": process.memory_info().rss, "files": process.num_fds()}
-                row["threads"] = process.num_threads()
+                row["threads"], row["blocks"] = process.num_threads(), sys.getallocatedblocks()
                 if number % OBJECTS_EVERY == OBJECTS_EVERY - 1:
                     gc.collect()
                     kinds = Counter(type(thing).__name__ for thing in gc.get_objects())
@@ -60,6 +85,7 @@ def rank(arguments: list[str]) -> None:
                 yield
 
         Timers.__call__ = noted  # type: ignore[method-assign, assignment]
+        building.ReplayEngine = MadeUpEngine  # type: ignore[misc]
         train.main(arguments)
 
 
@@ -76,6 +102,7 @@ def figures(path: Path) -> dict[str, Any]:
         "growth_percent": 100 * (memory[1] / memory[0] - 1),
         "files": [early[0]["files"], late[-1]["files"]],
         "threads": [early[0]["threads"], late[-1]["threads"]],
+        "blocks": [early[0]["blocks"], late[-1]["blocks"]],
         "objects": [counted[0]["objects"], counted[-1]["objects"]],
         "grown_kinds": dict((last - first).most_common(5)),
     }
@@ -83,7 +110,7 @@ def figures(path: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stage", choices=("sft", "rl"), default="sft")
+    parser.add_argument("--stage", choices=("sft", "rl", MADE_UP), default="sft")
     parser.add_argument("--steps", type=int, default=700, help="at least 300")
     parser.add_argument("--json", type=Path, metavar="PATH")
     options = parser.parse_args()
@@ -91,16 +118,20 @@ def main() -> None:
         root = Path(scratch)
         (root / "world").mkdir()
         world = conftest.write_world(root / "world")
-        arguments = ("--config", getattr(world, options.stage), f"trainer.output_dir={root / 'run'}")
+        stage, extra = options.stage, ()
+        if stage == MADE_UP:
+            (root / "step_000001.jsonl").touch()  # a name that the configuration wants to see; nothing is read of it
+            stage, extra = "rl", (f"rollout.replay={root}", "trainer.gates.disabled=[engine]")
+        arguments = ("--config", getattr(world, stage), f"trainer.output_dir={root / 'run'}", *extra)
         command = torchrun_command(__file__, *arguments, *SETTINGS, f"trainer.total_steps={options.steps}")
         launched = run(command, timeout=6 * 3600, env={OUTPUT: scratch}).check()
         found = {path.stem: figures(path) for path in sorted(root.glob("rank*.jsonl"))}
-    names = ("rss_mib", "growth_percent", "files", "threads", "objects")
+    names = ("rss_mib", "growth_percent", "files", "threads", "blocks", "objects")
     rows = [
         [name, *(f"{f[0]} -> {f[1]}" if isinstance(f := row[n], list) else f for n in names)]
         for name, row in found.items()
     ]
-    header = ["process", "resident MiB", "growth %", "open files", "threads", "objects"]
+    header = ["process", "resident MiB", "growth %", "open files", "threads", "blocks of Python", "objects"]
     title = f"{options.steps} steps of {options.stage}, {launched.seconds:.0f} s"
     publish(title, table(header, rows), "cpu", {"ranks": found}, options.json)
 

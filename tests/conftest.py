@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import fuzzing
+
 REPO = Path(__file__).resolve().parent.parent
 
 # Before anything imports torch: small tensors are slowest on many threads, and no test may reach for a network.
@@ -30,6 +32,14 @@ def pytest_report_header() -> str | None:
     if "NPU_STUB_DEVICES" in os.environ:
         return None
     return "tests/npu is not collected here: `make test-npu` runs it in a process that imports torch_npu"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for test, tally in fuzzing.TALLIES.items() if fuzzing.NUM_EXAMPLES else ():
+        terminalreporter.write_line(
+            f"{test}: {tally.accepted} accepted, {tally.refused} refused, {tally.traceback} tracebacks, "
+            f"slowest {tally.slowest_s:.2f} s"
+        )
 
 
 @pytest.fixture(scope="session")

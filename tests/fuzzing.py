@@ -2,13 +2,17 @@
 
 Every case ends in one of two ways: it is accepted, or an ``InputError`` says in a sentence what is wrong. In the suite
 the cases are the same every time, and the time limit of the suite is the only one. ``make fuzz`` sets
-``MEGA_RL_FUZZ_EXAMPLES``: as many cases of each test, other ones every time, and each within ``LIMIT``.
+``MEGA_RL_FUZZ_EXAMPLES``: as many cases of each test, other ones every time, each within ``LIMIT``, and within
+``CPU_LIMIT_S`` of a processor's time. At its end it says how many were accepted and refused, test by test.
 """
 
 from __future__ import annotations
 
 import os
+import time
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
@@ -18,7 +22,8 @@ from hypothesis import strategies
 from mega_rl.errors import MAX_LISTED, InputError
 
 NUM_EXAMPLES = os.environ.get("MEGA_RL_FUZZ_EXAMPLES")
-LIMIT = timedelta(seconds=10)  # of one case, on a machine that does other things too
+LIMIT = timedelta(seconds=60)  # of one case, also of one that waits, on a machine that does other things too
+CPU_LIMIT_S = 1.0  # of one answer; what other programs do counts little in it
 MAX_SENTENCE = 4000  # characters of one problem: a few values, and the choices for them
 
 T = TypeVar("T")
@@ -59,13 +64,37 @@ def cases(number: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
     )
 
 
+@dataclass
+class Tally:
+    """What became of the cases of one test; ``slowest_s`` is the longest answer, in seconds of a processor."""
+
+    accepted: int = 0
+    refused: int = 0
+    traceback: int = 0
+    slowest_s: float = 0.0
+
+
+TALLIES: dict[str, Tally] = defaultdict(Tally)  # of each test, where ``make fuzz`` runs it
+
+
 def accepted_or_sentence(call: Callable[[], T]) -> T | None:
     """What ``call`` returns, or None if it refuses with an InputError whose text somebody can read."""
+    tally, begin = TALLIES[os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0]], time.thread_time()
     try:
-        return call()
+        result = call()
+        tally.accepted += 1
+        return result
     except InputError as error:
+        tally.refused += 1
         first, *problems = str(error).split("\n  ")
         assert first and len(problems) <= MAX_LISTED + 1
         assert all(len(line) <= MAX_SENTENCE for line in (first, *problems)), str(error)[:10_000]
         str(error).encode()  # can be printed
         return None
+    except Exception:
+        tally.traceback += 1
+        raise
+    finally:
+        seconds = time.thread_time() - begin
+        tally.slowest_s = max(tally.slowest_s, seconds)
+        assert not NUM_EXAMPLES or seconds <= CPU_LIMIT_S, f"the answer took {seconds:.1f} s of a processor"

@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mega_rl import platform
+from mega_rl.bridge.mapping.tensors import roles
 from mega_rl.bridge.mapping.tuning import tuning_plan
+from mega_rl.bridge.outgoing.noise import AqnNoise
 from mega_rl.config import load_config, samples, to_yaml, validate, workers_rewards
 from mega_rl.config.model import trained_shape
 from mega_rl.config.schema import RunConfig
@@ -59,8 +61,10 @@ def check_sampling(config: RunConfig) -> None:
     """What the engine and the reward workers of a run would refuse as they start; nothing heavy is started.
 
     Raises:
-        InputError: an argument of vLLM that is not one or is ours, or a reward that cannot be used.
+        InputError: an argument of vLLM that is not one or is ours, a reward that cannot be used, noise for no tensor.
     """
+    if config.aqn.enabled:
+        AqnNoise(config.aqn, total_steps=1).targets(roles(trained_shape(config)))
     if config.rollout.replay is None:
         check_options(config.rollout.vllm, installed_arguments(), config.platform.name)
     if rewards := workers_rewards(config):

@@ -8,6 +8,8 @@ from mega_rl.config.schema import RunConfig
 from mega_rl.config.stage import ADAPTER, samples, trains_values
 from mega_rl.errors import shown
 
+PEFT_CONFIG = "adapter_config.json"  # what PEFT writes beside the weights of an adapter
+
 
 def adapter_problems(config: RunConfig, has_files: bool) -> list[str]:
     """Every problem as a sentence; ``has_files`` false asks for no file but the model's."""
@@ -33,6 +35,8 @@ def adapter_problems(config: RunConfig, has_files: bool) -> list[str]:
         )
     elif settings.path is not None and has_files and not os.path.isdir(settings.path):
         found.append(f"tuning.adapter.path is {shown(settings.path)}, which is no directory: give one that PEFT wrote")
+    elif settings.path is not None and has_files and not os.path.isfile(os.path.join(settings.path, PEFT_CONFIG)):
+        found.append(f"tuning.adapter.path is {shown(settings.path)}, which has no {PEFT_CONFIG}: give what PEFT wrote")
     if settings.new and settings.path is None:
         found.append("tuning.adapter.new merges the adapter of tuning.adapter.path, which is null: set it to false")
     if not settings.new and settings.path is not None and config.tuning.also_train and _has_reference(config):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 
 from mega_rl.config.schema import ParallelConfig, RunConfig
 from mega_rl.config.stage import (
@@ -14,7 +14,7 @@ from mega_rl.config.stage import (
     trains_values,
 )
 from mega_rl.errors import input_error
-from mega_rl.models.fit import engine_problems, length_problems, trainer_problems
+from mega_rl.models.fit import engine_problems, length_problems, recompute_problems, trainer_problems
 from mega_rl.models.shape import (
     LANGUAGE,
     SUFFIXES,
@@ -75,6 +75,10 @@ def model_problems(
                 f"the last of {parallel.pipeline} pipeline stages, where it would not stay the same: set it to "
                 "float32, or parallel.pipeline to 1"
             )
+    if shape is not None and is_good("memory.recompute_modules", "memory.recompute_num_layers"):
+        found += recompute_problems(shape, config.memory.recompute_modules, config.memory.recompute_num_layers)
+    if is_good("trainer.profile.steps", "trainer.profile.ranks", "trainer.total_steps"):
+        found += _profile_problems(config, world_size)
     if has_critic(config) and config.critic.path is not None and is_good("critic.path"):
         found += _value_model_problems(config, world_size, config.critic.path, "critic.path", is_good, SUFFIXES)
     if has_critic(config) and is_good(*CRITIC_SIZES):
@@ -145,6 +149,20 @@ def _router_problems(config: RunConfig, shape: ModelShape) -> list[str]:
             "bias is a part of the base, which does not change: set it to 0"
         )
     return found
+
+
+def _profile_problems(config: RunConfig, world_size: int | None) -> Iterator[str]:
+    """Steps and ranks of ``trainer.profile`` that this run does not have: nothing would be recorded of them."""
+    profile, total = config.trainer.profile, config.trainer.total_steps
+    if profile.steps and not profile.ranks:
+        yield "trainer.profile.ranks is [], so that no rank records trainer.profile.steps: name one, such as 0"
+    if world_size is not None and max(profile.ranks, default=0) >= world_size:
+        yield (
+            f"trainer.profile.ranks has {max(profile.ranks)}, but this run has {world_size} ranks: name some of 0 to "
+            f"{world_size - 1}"
+        )
+    if total is not None and max(profile.steps, default=0) > total:
+        yield f"trainer.profile.steps has {max(profile.steps)}, but trainer.total_steps is {total}: name earlier ones"
 
 
 def _value_model_problems(

@@ -148,10 +148,8 @@ def _trainer(found: _Problems) -> None:
             f"model.path is {shown(model)}, where this run would write its own weights: set "
             "trainer.output_dir to another directory, or checkpoint.export_hf to false"
         )
-    if found.good("trainer.output_dir"):
-        reason = _obstacle(trainer.output_dir)
-        if reason is not None:
-            found.add(f"trainer.output_dir is {shown(trainer.output_dir)}, {reason}: give a directory, new or existing")
+    if found.good("trainer.output_dir") and (reason := _obstacle(trainer.output_dir)) is not None:
+        found.add(f"trainer.output_dir is {shown(trainer.output_dir)}, {reason}: give a directory, new or existing")
     known = checkpoint.resume in ("auto", "never")
     is_whole = os.path.isfile(os.path.join(checkpoint.resume, MANIFEST))
     if found.good("checkpoint.resume") and not known and not is_whole:
@@ -164,6 +162,8 @@ def _trainer(found: _Problems) -> None:
 def _obstacle(path: str) -> str | None:
     """Why no directory can be made at ``path``, or written to; None if one can."""
     real = os.path.realpath(path)
+    if path.startswith("~"):
+        return "whose ~ only a shell replaces"
     if real == "/":
         return "which is the root of the file system"
     if real.startswith(("/proc/", "/sys/")):

@@ -6,13 +6,20 @@ dry run, the session and the planner, ``tools/convert.py`` for itself; code belo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from mega_rl.models.shape import ModelShape
 
 VOCAB_PADDING = 64  # rows; vLLM's DEFAULT_VOCAB_PADDING_SIZE
 MAX_DIVISORS = 8  # the most divisors that a sentence lists
+# The values of memory.recompute_modules -> whether a model has such modules.
+RECOMPUTABLE: Mapping[str, Callable[[ModelShape], bool]] = {
+    "core_attn": lambda shape: True,
+    "mlp": lambda shape: any(not shape.has_experts(layer) for layer in range(shape.num_layers)),
+    "moe": lambda shape: shape.mixture is not None,
+    "shared_experts": lambda shape: shape.mixture is not None and shape.mixture.shared_ffn_size > 0,
+}
 
 
 class TrainerSizes(Protocol):
@@ -184,6 +191,25 @@ def length_problems(
     if context is not None and context > 1 and longest < 2 * context:  # each rank has two parts of a sequence
         fix = f"set it to at most half of the longest sequence, {longest} tokens"
         found.append(f"parallel.context is {context}: {fix}")
+    return found
+
+
+def recompute_problems(shape: ModelShape, modules: Sequence[str] | None, num_layers: int | None) -> list[str]:
+    """Why not all that is named can be computed again: Megatron would pass over the rest in silence.
+
+    Args:
+        modules: ``memory.recompute_modules``.
+        num_layers: ``memory.recompute_num_layers``.
+    """
+    present = [name for name, is_present in RECOMPUTABLE.items() if is_present(shape)]
+    found = [
+        f"memory.recompute_modules has {name!r}, which this model does not have: choose of {', '.join(present)}"
+        for name in modules or ()
+        if name not in present
+    ]
+    if num_layers is not None and num_layers > shape.num_layers:
+        fix = f"set it to at most {shape.num_layers}, or to null for all"
+        found.append(f"memory.recompute_num_layers is {num_layers}, more than the layers of the model: {fix}")
     return found
 
 

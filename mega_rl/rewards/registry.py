@@ -16,6 +16,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -232,6 +233,8 @@ def _check_value(name: str, key: str, value: Any, hint: Any) -> None:
     is_wrong_bool = isinstance(value, bool) and hint is not bool  # bool is an int to Python
     if kinds is not None and (is_wrong_bool or not isinstance(value, kinds)):
         raise ValueError(f"rewards: the option {key} of {name} is {value!r}; give a value of type {hint.__name__}")
+    if name in BUILT_IN and isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"rewards: the option {key} of {name} is {value!r}; give a finite number")
 
 
 def _module(name: str, source: str) -> ModuleType:

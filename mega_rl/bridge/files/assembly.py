@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from mega_rl.errors import InputError
+from mega_rl.observe.heartbeat import HEART
 
 JOB = ".job.json"  # a file of the unfinished directory: which job it belongs to, and how far that job is
 LOCK = ".lock"
@@ -40,11 +41,13 @@ def literal_file(content: bytes | str) -> FileImage:
 
 
 def fsync(path: Path) -> None:
+    """Wait until the file or directory is on its disk, however slow that is: every one is progress of this process."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
+    HEART.mark()
 
 
 def disk_error(out_dir: Path, error: OSError) -> InputError:

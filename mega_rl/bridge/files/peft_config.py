@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from mega_rl.bridge.files.plain import read_json
+from mega_rl.config.adapters import PEFT_CONFIG as CONFIG_FILE
 from mega_rl.errors import InputError, shortened, shown
 
-CONFIG_FILE = "adapter_config.json"
 # Fields of adapter_config.json that change no product of the factors; all others must be off.
 _HARMLESS = {
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config", "exclude_modules",

@@ -65,24 +65,41 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }  # fmt: skip
 
 
-for _name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+for _name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_gpu_blocks_override"):
     _VALUES[_name] = lambda value: isinstance(value, int) and value >= 1, "give a whole number >= 1"
-# The annotations of vLLM's arguments that say all; those of its own types are left to it.
+# The annotations of vLLM's arguments that say all, beside words in quotes; those of its own types are left to it.
 _TYPES: dict[str, type | tuple[type, ...]] = {"bool": bool, "int": int, "float": (int, float), "str": str}
 
 
 def installed_arguments() -> Mapping[str, str] | None:
     """The names of the installed vLLM's engine arguments and their annotations, from its source; None without vLLM.
 
-    It is not imported: that takes seconds and chooses vLLM's platform.
+    A type that is a list of words stands there as these words, such as ``'auto' | 'fp8'``. vLLM is not imported: that
+    takes seconds and chooses its platform.
     """
     found = importlib.util.find_spec("vllm")
     if found is None or found.origin is None:
         return None
-    source = (Path(found.origin).parent / "engine" / "arg_utils.py").read_text(encoding="utf-8")
+    package = Path(found.origin).parent
+    words = dict(_word_lists(package / "config"))
+    source = (package / "engine" / "arg_utils.py").read_text(encoding="utf-8")
     classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs")
     fields = (field for node in classes for field in node.body if isinstance(field, ast.AnnAssign))
-    return {field.target.id: ast.unparse(field.annotation) for field in fields if isinstance(field.target, ast.Name)}
+    return {
+        field.target.id: " | ".join(words.get(kind, kind) for kind in ast.unparse(field.annotation).split(" | "))
+        for field in fields
+        if isinstance(field.target, ast.Name)
+    }
+
+
+def _word_lists(folder: Path) -> Iterator[tuple[str, str]]:
+    """The names of vLLM's types that are lists of words, and the words as ``installed_arguments`` writes them."""
+    for path in folder.glob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            match node:
+                case ast.Assign([ast.Name(name)], ast.Subscript(ast.Name("Literal"), ast.Tuple(values))):
+                    if all(isinstance(value, ast.Constant) and isinstance(value.value, str) for value in values):
+                        yield name, " | ".join(map(ast.unparse, values))
 
 
 def check_options(options: Mapping[str, Any], known: Collection[str] | None, device_type: str) -> None:
@@ -114,13 +131,15 @@ def check_options(options: Mapping[str, Any], known: Collection[str] | None, dev
 
 
 def _fits(value: Any, annotation: str) -> bool:
-    """Whether an argument can have this value; yes if its annotation has other types than ``_TYPES``."""
+    """Whether an argument can have this value; yes if its annotation has other types than ``_TYPES`` and words."""
     kinds = annotation.split(" | ")
-    if not all(kind in _TYPES or kind == "None" for kind in kinds):
+    words = [kind for kind in kinds if kind.startswith("'")]
+    if not all(kind in _TYPES or kind == "None" for kind in kinds if kind not in words):
         return True
     if value is None or isinstance(value, bool):
         return ("None" if value is None else "bool") in kinds
-    return any(isinstance(value, _TYPES[kind]) for kind in kinds if kind not in ("None", "bool"))
+    types = [kind for kind in kinds if kind not in ("None", "bool", *words)]
+    return repr(value) in words or any(isinstance(value, _TYPES[kind]) for kind in types)
 
 
 def engine_arguments(

@@ -20,7 +20,7 @@ from mega_rl.config import RunConfig, samples
 from mega_rl.config.model import check_model
 from mega_rl.config.stage import ADAPTER, EXPORT, exports_adapter
 from mega_rl.data.tokenizer import load_tokenizer
-from mega_rl.errors import InputError, Stopped
+from mega_rl.errors import Stopped
 from mega_rl.megatron import checkpoint
 from mega_rl.megatron.policy import initialize_groups
 from mega_rl.megatron.saving import CheckpointWriter
@@ -174,15 +174,6 @@ def take_peaks() -> dict[str, int]:
     return peaks | ({"device": stats.device_peak_bytes} if stats.device_total_bytes else {})
 
 
-def _check_ranks(config: RunConfig, num_ranks: int) -> None:
-    beyond = [rank for rank in config.trainer.profile.ranks if rank >= num_ranks]
-    if beyond:
-        raise InputError(
-            f"trainer.profile.ranks has {beyond[0]}, but this run has {num_ranks} ranks: name some of 0 to "
-            f"{num_ranks - 1}"
-        )
-
-
 def describe(session: Session, found: Sequence[str]) -> None:
     """Say what was found so far, and leave what the run has to work with in a file, for the report."""
     here = platform.current()
@@ -233,7 +224,6 @@ def _opened(config: RunConfig, device: torch.device, store: dist.Store) -> Itera
         weights = HFReader(config.model.path)
         weights.check(shape)
         tokenizer = load_tokenizer(config.model.path)
-        _check_ranks(config, dist.get_world_size())
     device_bytes = min(gather_objects(here.memory().device_total_bytes))
     machine = Machine(dist.get_world_size(), device_bytes, RESERVE_BYTES, here.name)
     config, chosen = automatic(config, shape, machine)

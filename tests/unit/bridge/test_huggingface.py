@@ -16,6 +16,7 @@ from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.slices import indices, whole_box
 from mega_rl.errors import InputError
 from mega_rl.models.shape import read_model_shape
+from mega_rl.observe.heartbeat import HEART
 from tests.families import FILES
 
 FAMILIES = tuple(FILES.own)
@@ -114,6 +115,17 @@ def test_a_killed_writers_leftovers_do_not_get_into_the_next_output(tmp_path: Pa
         for name, size in hf_tensors(shape).items():
             writer.write(name, reader.read(name, whole_box(size)))
     assert not (tmp_path / "out" / "stale").exists()
+
+
+def test_every_file_that_reaches_the_disk_is_progress(tmp_path: Path) -> None:
+    """Else the watch over the ranks ends a run whose storage is slow, in the middle of its export."""
+    model = save_model(tmp_path / "m")
+    before = HEART.count
+    with HFWriter(tmp_path / "out", read_model_shape(model), torch.float32, 1 << 30, model) as writer:
+        for name, tensor in load_file(model / "model.safetensors").items():
+            writer.write(name, tensor)
+        assert HEART.count == before
+    assert HEART.count - before >= len(list((tmp_path / "out").iterdir()))
 
 
 def test_an_output_that_cannot_be_written(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ def test_changed_values(tmp_path: Path, family: str, changes: dict[str, Any]) ->
     (tmp_path / "config.json").write_text(json.dumps(GOOD[family] | changes))
     shape, problems = inspect_model(tmp_path)
     assert (shape is None) == bool(problems)
+    assert accepted_or_sentence(lambda: read_model_shape(tmp_path)) == shape
     assert all(len(problem) < 2000 and "\n" not in problem for problem in problems)
     sizes = ParallelConfig(tensor=2, pipeline=3, expert=2)
     for line in [

@@ -173,7 +173,9 @@ def test_preserved_process_puts_everything_back(monkeypatch: pytest.MonkeyPatch)
     [
         ("bool", "maybe", False), ("bool", True, True), ("int | None", "abc", False), ("int | None", None, True),
         ("int", None, False), ("int", True, False), ("float", 1, True), ("str | None", 3, False),
-        ("QuantizationMethods | str | None", 3, True),
+        ("QuantizationMethods | str | None", 3, True), ("'auto' | 'fp8'", "int3", False),
+        ("'auto' | None", "auto", True),
+        ("'auto' | None", None, True), ("'auto' | Other", "int3", True), ("'auto' | str", "int3", True),
     ],
 )  # fmt: skip
 def test_a_value_must_be_of_the_type_that_vllm_declares(annotation: str, value: object, fits: bool) -> None:

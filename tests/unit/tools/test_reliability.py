@@ -11,14 +11,16 @@ from tests.launch import REPO, run_copy
 PAGE = REPO / "docs" / "reliability.md"
 BENCHMARK = "benchmarks/faults.py"
 MIN_FAULTS = 40
+NUM_FINDINGS = 21
 SOME = ("kill -9 of rank 1 in update", "kill -9 of torchrun in generate", "kill -9 of a reward worker in generate")
 
 
-def rows() -> list[list[str]]:
-    """The cells of every fault."""
+def rows(width: int) -> list[list[str]]:
+    """The cells of every fault (4 wide) or finding (2 wide)."""
     lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
     cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
-    return [row for row in cells if row[0] != "fault"]
+    assert all(len(row) in (2, 4) and all(row) for row in cells)
+    return [row for row in cells if row[0] not in ("fault", "finding") and len(row) == width]
 
 
 def functions(file: Path) -> set[str]:
@@ -40,10 +42,16 @@ def missing(cell: str) -> list[str]:
 
 
 def test_every_fault_has_a_test() -> None:
-    found = rows()
-    assert len(found) >= MIN_FAULTS and all(len(row) == 4 and all(row) for row in found)
+    found = rows(4)
+    assert len(found) >= MIN_FAULTS
     assert len({row[0] for row in found}) == len(found)
     assert {row[0]: missing(row[2]) for row in found if missing(row[2])} == {}
+
+
+def test_every_finding_has_a_test() -> None:
+    found = rows(2)
+    assert [row[0].partition(":")[0] for row in found] == [str(number) for number in range(1, NUM_FINDINGS + 1)]
+    assert {row[0]: missing(row[1]) for row in found if missing(row[1])} == {}
 
 
 def test_what_is_missing_is_found() -> None:
