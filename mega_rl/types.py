@@ -316,6 +316,21 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Images:
+    """The pictures of a sequence or a micro-batch, as the model's image processor cut them, in the order of places.
+
+    Letters: P patches, C numbers of a patch, N pictures, F merged patches, each a token of the language model.
+    """
+
+    patches: torch.Tensor  # [P, C] float32, of all pictures one after the other
+    grids: torch.Tensor  # [N, 3] int64: frames, rows and columns of patches of each picture
+    places: torch.Tensor  # [F] int64: the token of every merged patch, by its number; never looked up by its id
+
+    def to(self, device: torch.device) -> Images:
+        return Images(self.patches.to(device), self.grids.to(device), self.places.to(device))
+
+
+@dataclass(frozen=True)
 class Sequence:
     """One training sequence before packing; position t of every per-token field predicts ``token_ids[t + 1]``."""
 
@@ -324,6 +339,8 @@ class Sequence:
     advantages: torch.Tensor | None = None  # [L] float32
     rollout_logprobs: torch.Tensor | None = None  # [L] float32, 0 outside the mask
     routed_experts: npt.NDArray[np.unsignedinteger[Any]] | None = None  # [L, M, K]: the engine's choice; None: unknown
+    images: Images | None = None  # places count the tokens of this sequence
+    position_ids: torch.Tensor | None = None  # [3, L] int64: time, height and width; None: 0, 1, ... of text
 
 
 @dataclass(frozen=True)
@@ -335,7 +352,7 @@ class Microbatch:
 
     token_ids: torch.Tensor  # [T] int64
     target_ids: torch.Tensor  # [T] int64, the token that each position predicts
-    position_ids: torch.Tensor  # [T] int64, restarting at 0 in every sequence
+    position_ids: torch.Tensor  # [T], or [3, T] with pictures: int64, restarting at 0 in every sequence
     loss_mask: torch.Tensor  # [T] float32
     cu_seqlens: torch.Tensor  # [B+1] int32, cumulative lengths with the leading 0
     max_seqlen: int  # tokens, of the longest sequence
@@ -350,6 +367,7 @@ class Microbatch:
     # policy itself chose in an earlier pass. None, -1 or a layer without an entry: the router chooses.
     routed_experts: torch.Tensor | None = None  # [T, M, K] int16
     own_experts: Mapping[int, torch.Tensor] | None = None  # layer -> [N, K] int16, for the N tokens of this rank
+    images: Images | None = None  # places count packed tokens
 
     @property
     def num_tokens(self) -> int:
@@ -367,7 +385,7 @@ class Microbatch:
     def to(self, device: torch.device) -> Microbatch:
         """The same micro-batch with its tensors on ``device``; ``cu_seqlens`` too."""
         values: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return self.replace(**{k: v.to(device) for k, v in values.items() if isinstance(v, torch.Tensor)})
+        return self.replace(**{k: v.to(device) for k, v in values.items() if isinstance(v, torch.Tensor | Images)})
 
 
 @dataclass(frozen=True)

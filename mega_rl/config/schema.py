@@ -48,11 +48,20 @@ COLOCATED_MEMORY_SHARE = 0.4
 
 
 @dataclass
+class VisionConfig:
+    """What is trained of the part of a model that sees pictures; for models that have one, with tuning.method full."""
+
+    freeze: bool = True  # the blocks over patches stay as they are
+    freeze_merger: bool = True  # what makes the language model's embeddings of their output, too
+
+
+@dataclass
 class ModelConfig:
     """The policy; the reference model is the policy as it was before training."""
 
     path: str = MISSING  # Hugging Face directory, or the id of a model in the local cache of Hugging Face or ModelScope
     dtype: Dtype = "bfloat16"  # what the trainer computes in; the optimizer's master weights are float32
+    vision: VisionConfig = field(default_factory=VisionConfig)
 
 
 @dataclass

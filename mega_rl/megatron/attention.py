@@ -26,6 +26,16 @@ from torch import Tensor
 from mega_rl.megatron.routing import Routing
 from mega_rl.parallel.zigzag import visible_keys
 from mega_rl.platform.operators import dispatch as operators
+from mega_rl.types import Images
+
+
+@dataclass(frozen=True)
+class LocalImages:
+    """All pictures of a micro-batch, and which of their features stand in this rank's tokens."""
+
+    images: Images
+    features_K: Tensor  # int64, numbers of the features that stand here; one may stand twice (padding)
+    places_K: Tensor  # int64, where each of them stands in this rank's tokens
 
 
 @dataclass
@@ -42,6 +52,10 @@ class PackedSequences(PackedSeqParams):
     keys_S: Tensor | None = None  # int64, with context parallelism: where each key lies in the tokens of all ranks
     rotary_T11D: Tensor | None = None  # float32 angles of every token, if the layers rotate by themselves
     routing: Routing | None = None  # which experts take this rank's tokens; None: the routers choose
+    images: LocalImages | None = None
+    # Features that the first layers add to their output (DeepStack), and the tokens of this rank that they belong to.
+    deepstack: tuple[Tensor, ...] = ()
+    deepstack_places_K: Tensor | None = None
 
 
 def packed_sequences(lengths: Sequence[int], context_parallel_group: Any, device: torch.device) -> PackedSequences:

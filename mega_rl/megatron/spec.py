@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mega_rl.config.schema import MemoryConfig, ParallelConfig, TuningConfig
+from mega_rl.config.schema import MemoryConfig, ParallelConfig, TuningConfig, VisionConfig
 
 
 @dataclass(frozen=True)
@@ -25,4 +25,5 @@ class TrainerSpec:
     chunk_tokens: int  # bounds the working memory: at most the float32 logits of so many tokens are held at once
     fields: Mapping[str, Any] = field(default_factory=dict)  # more fields of Megatron's configuration, checked ones
     tuning: TuningConfig = field(default_factory=TuningConfig)  # which weights are trained
+    vision: VisionConfig = field(default_factory=VisionConfig)  # which weights of a tower are trained with the rest
     seed: int = 0  # of the first values of adapters

@@ -5,9 +5,9 @@ Letters: L positions of one sequence, V vocabulary, M layers with experts, K exp
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from unittest import mock
 
@@ -15,7 +15,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from mega_rl.types import Sequence
+from mega_rl.models.positions import Placed, image_positions, picture_places
+from mega_rl.models.shape import ModelShape
+from mega_rl.types import Images, Sequence
 from tests.families import as_saved
 
 LENGTHS = (7, 19, 30, 41, 3, 12, 1, 12, 5, 50, 9)  # positions; the total is odd, so packs of a multiple have a tail
@@ -64,6 +66,37 @@ def make_sequences(
     return sequences
 
 
+def with_pictures(sequences: list[Sequence], shape: ModelShape, tokens: Mapping[str, int]) -> list[Sequence]:
+    """The same, with pictures of random patches in the place of random tokens: none, one or two in each.
+
+    Args:
+        tokens: names of ``config.json`` for the tokens of pictures -> their ids.
+    """
+    tower, generator, found = shape.tower, torch.Generator().manual_seed(5), []
+    assert tower is not None
+    for number, sequence in enumerate(sequences):
+        length, ids, first = sequence.loss_mask.numel(), sequence.token_ids.clone(), 2
+        placed = []
+        for rows, columns in [(4, 6), (6, 4)][: number % 3]:
+            end = first + tower.num_tokens(rows, columns)
+            if end + 1 > length:
+                break
+            ids[first - 1], ids[first:end] = tokens["vision_start_token_id"], tokens["image_token_id"]
+            ids[end] = tokens["vision_end_token_id"]
+            placed.append(Placed(first, rows, columns))
+            first = end + 3
+        if not placed:
+            found.append(sequence)
+            continue
+        grids = torch.tensor([[1, rows, columns] for _, rows, columns in placed])
+        patches = torch.randn(int(grids.prod(1).sum()), tower.patch_numbers, generator=generator)
+        images = Images(patches, grids, picture_places(placed, tower))
+        positions = image_positions(length, placed, tower.merge)
+        found.append(replace(sequence, token_ids=ids, images=images, position_ids=positions))
+    assert sum(sequence.images is not None for sequence in found) >= 4, "too few pictures"
+    return found
+
+
 def _forced_router(gate: torch.nn.Module, experts_LK: Tensor, hidden_LD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What transformers' router of Qwen3-MoE returns if it chooses these experts: their weights add up to 1."""
     logits_LE = hidden_LD.reshape(len(experts_LK), -1) @ gate.weight.t()
@@ -85,8 +118,12 @@ def replayed(model: transformers.PreTrainedModel, sequence: Sequence) -> Iterato
 
 def logits_of(model: transformers.PreTrainedModel, sequence: Sequence) -> Tensor:
     """[L, V]."""
+    ids, pictures = sequence.token_ids[None, :-1], {}
+    if (images := sequence.images) is not None:
+        types = torch.zeros_like(ids).index_fill_(1, images.places, 1)
+        pictures = {"pixel_values": images.patches, "image_grid_thw": images.grids, "mm_token_type_ids": types}
     with replayed(model, sequence):
-        return model(sequence.token_ids[None, :-1]).logits[0]
+        return model(ids, **pictures).logits[0]
 
 
 def num_learnt(sequences: list[Sequence]) -> int:

@@ -34,8 +34,8 @@ from tests.distributed.engine_support import (
     run_config,
     total_loss,
 )
-from tests.distributed.layouts import MIXTURE, Case
-from tests.distributed.parity_reference import NUM_STEPS, OBJECTIVES, Reference, make_sequences, train
+from tests.distributed.layouts import MIXTURE, VISION, Case
+from tests.distributed.parity_reference import NUM_STEPS, OBJECTIVES, Reference, make_sequences, train, with_pictures
 
 
 class Errors:
@@ -55,7 +55,12 @@ class Errors:
 
 def sequences_of(family: str, objective: str) -> list[Sequence]:
     experts = tiny_models.experts(family) if family in MIXTURE and objective == "rl" else None
-    return make_sequences(OBJECTIVES[objective], tiny_models.vocab_size(family), experts)
+    is_text = family not in VISION
+    num_text = tiny_models.vocab_size(family) - (0 if is_text else len(tiny_models.picture_tokens(family)))
+    sequences = make_sequences(OBJECTIVES[objective], num_text, experts)
+    if is_text:
+        return sequences
+    return with_pictures(sequences, tiny_models.shape(family), tiny_models.picture_tokens(family))
 
 
 def save_references(families: list[str], directory: Path) -> None:
@@ -151,7 +156,10 @@ def check_skipped_step(engine: MegatronEngine, ms: list[Microbatch], loss_functi
 def check(case: Case, layout: ParallelLayout, family: str, objective_name: str, directory: Path) -> None:
     objective = OBJECTIVES[objective_name]
     sequences, reference = sequences_of(family, objective_name), reference_of(family, objective_name, directory)
-    engine = build_engine(run_config(case, objective), layout, directory / family, NUM_STEPS)
+    config = run_config(case, objective)
+    config.model.vision.freeze = config.model.vision.freeze_merger = False
+    config.memory.recompute = case.recompute
+    engine = build_engine(config, layout, directory / family, NUM_STEPS)
     microbatches, errors = pack_for_rank(case, layout, sequences), Errors()
     compare_logits(engine, layout, microbatches[0], reference.logits, errors)
     compare_statistics(engine, microbatches, reference, errors)

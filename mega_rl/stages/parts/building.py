@@ -102,6 +102,7 @@ def trainer_spec(config: RunConfig) -> TrainerSpec:
         chunk_tokens=config.trainer.logprob_chunk_tokens,
         fields=config.trainer.megatron,
         tuning=config.tuning,
+        vision=config.model.vision,
         seed=config.trainer.seed,
     )
 

@@ -1,0 +1,112 @@
+"""The vision tower in the trainer: transformers' own module, whole on every rank of the first pipeline stage.
+
+Letters: P patches, C numbers of a patch, N pictures, F merged patches (tokens of the language model), K of them in this
+rank's tokens, L tokens of this rank, D hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from mega_rl.megatron.attention import PackedSequences
+from mega_rl.models.vision import Tower
+
+ATTENTION = "sdpa"  # of the tower, on every platform
+
+
+class VisionTower(torch.nn.Module):
+    """transformers' vision tower with what Megatron needs to know of its parameters."""
+
+    def __init__(self, tower: Tower, config: TransformerConfig) -> None:
+        super().__init__()
+        with torch.device("cpu"):
+            self.module = _module(tower).to(config.params_dtype)
+        for parameter in self.module.parameters():
+            # Under sequence parallelism each rank puts only the features of its own tokens into the sequence, so that
+            # its gradient is a part; Megatron sums those of marked parameters over the tensor-parallel ranks.
+            parameter.sequence_parallel = config.sequence_parallel
+
+    def forward(self, patches_PC: Tensor, grids_N3: Tensor) -> list[Tensor]:
+        """[F, D] embeddings of the merged patches, then as many again for every layer that adds some (DeepStack)."""
+        weight = next(self.module.parameters())
+        is_trained = any(parameter.requires_grad for parameter in self.module.parameters())
+        with torch.set_grad_enabled(is_trained and torch.is_grad_enabled()):
+            output = self.module(patches_PC.to(weight.dtype), grid_thw=grids_N3)
+        return [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+
+
+def _module(tower: Tower) -> Any:
+    sizes = {
+        "depth": tower.num_blocks,
+        "hidden_size": tower.hidden_size,
+        "intermediate_size": tower.ffn_size,
+        "num_heads": tower.num_heads,
+        "in_channels": tower.channels,
+        "patch_size": tower.patch,
+        "temporal_patch_size": tower.frames,
+        "spatial_merge_size": tower.merge,
+        "out_hidden_size": tower.out_size,
+        "attn_implementation": ATTENTION,
+    }
+    if tower.kind == "qwen2_5_vl":
+        from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+
+        own = {"window_size": tower.window, "fullatt_block_indexes": list(tower.whole_blocks)}
+        return Qwen2_5_VisionTransformerPretrainedModel(Qwen2_5_VLVisionConfig(**sizes, **own))
+    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+
+    own = {"num_position_embeddings": tower.num_positions, "deepstack_visual_indexes": list(tower.deepstack)}
+    return Qwen3VLVisionModel(Qwen3VLVisionConfig(**sizes, **own))
+
+
+def with_pictures(vision: VisionTower, embedded_L1D: Tensor, packing: PackedSequences, config: Any) -> Tensor:
+    """The embeddings with those of pictures in their places; of this rank's share under sequence parallelism.
+
+    What DeepStack's layers add is left in ``packing``.
+    """
+    local = packing.images
+    assert local is not None
+    num_own = embedded_L1D.shape[0]
+    first = num_own * parallel_state.get_tensor_model_parallel_rank() if config.sequence_parallel else 0
+    is_here_K = (local.places_K >= first) & (local.places_K < first + num_own)
+    places_K, features_K = local.places_K[is_here_K] - first, local.features_K[is_here_K]
+    features_FD, *deepstack = vision(local.images.patches, local.images.grids)
+    values_K1D = features_FD[features_K].to(embedded_L1D.dtype)[:, None]
+    embedded_L1D = embedded_L1D.index_copy(0, places_K, values_K1D)  # by place, since padding repeats a token
+    aside = [features[features_K].to(embedded_L1D.dtype) for features in deepstack]
+    leaves = [features.detach().requires_grad_(features.requires_grad) for features in aside]
+    packing.deepstack, packing.deepstack_places_K = tuple(leaves), places_K
+    return _Aside.apply(leaves, embedded_L1D, *aside)
+
+
+class _Aside(torch.autograd.Function):
+    """The identity, whose backward pass also brings home what gradients have gathered in ``leaves`` by then.
+
+    Layers further up add these leaves by themselves. A recomputed layer runs a backward pass of its own; with anything
+    but leaves it would run through the vision tower once per layer.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, leaves: Sequence[Tensor], main: Tensor, *aside: Tensor) -> Tensor:
+        ctx.leaves = leaves
+        return main.view_as(main)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return (None, gradients[0], *(leaf.grad for leaf in ctx.leaves))
+
+
+def add_features(hidden_L1D: Tensor, layer: int, packing: PackedSequences | None) -> Tensor:
+    """The output of a layer, counted from 0, with the features that DeepStack adds to it."""
+    if packing is None or layer >= len(packing.deepstack):
+        return hidden_L1D
+    assert packing.deepstack_places_K is not None
+    return hidden_L1D.index_add(0, packing.deepstack_places_K, packing.deepstack[layer][:, None])
