@@ -315,19 +315,34 @@ class Sample:
     advantage: float  # the same for every sampled token
 
 
+class Picture(Protocol):
+    """A picture that is read when it is needed."""
+
+    @property
+    def key(self) -> str:
+        """The same for the same patches only."""
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of patches."""
+
+    def patches(self) -> torch.Tensor:
+        """[rows x columns, C] float32: what the model's image processor makes of it, C numbers of a patch.
+
+        Raises:
+            InputError: it cannot be read any more.
+        """
+
+
 @dataclass(frozen=True)
 class Images:
-    """The pictures of a sequence or a micro-batch, as the model's image processor cut them, in the order of places.
+    """The pictures of a sequence or a micro-batch, in the order of their tokens."""
 
-    Letters: P patches, C numbers of a patch, N pictures, F merged patches, each a token of the language model.
-    """
-
-    patches: torch.Tensor  # [P, C] float32, of all pictures one after the other
-    grids: torch.Tensor  # [N, 3] int64: frames, rows and columns of patches of each picture
-    places: torch.Tensor  # [F] int64: the token of every merged patch, by its number; never looked up by its id
+    pictures: tuple[Picture, ...]
+    places: torch.Tensor  # [F] int64: every token of a picture by its number, never looked up by its id
 
     def to(self, device: torch.device) -> Images:
-        return Images(self.patches.to(device), self.grids.to(device), self.places.to(device))
+        return Images(self.pictures, self.places.to(device))
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,7 @@ class VisionConfig:
 
     freeze: bool = True  # the blocks over patches stay as they are
     freeze_merger: bool = True  # what makes the language model's embeddings of their output, too
+    cache_bytes: int = 4 << 30  # of host memory of every rank, for what a wholly frozen tower has made of pictures
 
 
 @dataclass
@@ -72,6 +73,8 @@ class DataConfig:
     val_files: list[str] = field(default_factory=list)  # held-out data in the same formats; []: no validation
     max_prompt_length: int = 512  # tokens
     max_response_length: int = 1024  # tokens
+    max_pixels: int = 1_003_520  # of a picture; a larger one is made smaller (at 28 x 28 a token, 1,280 tokens)
+    max_images: int = 16  # pictures of a row
     train_batch_size: int = 128  # per step: prompts (rl), conversations (sft), texts (pt), pairs (dpo), answers (kto)
     filter_overlong_prompts: bool = True  # leave out prompts over max_prompt_length; false: such a prompt is an error
     shuffle: bool = True  # a new order in every epoch; false: the order of the files

@@ -99,11 +99,8 @@ def _images(sequences: list[Sequence], lengths: list[int]) -> Images | None:
     found = [(start, s.images) for start, s in zip(starts, sequences, strict=True) if s.images is not None]
     if not found:
         return None
-    return Images(
-        patches=torch.cat([images.patches for _, images in found]),
-        grids=torch.cat([images.grids for _, images in found]),
-        places=torch.cat([start + images.places for start, images in found]),
-    )
+    pictures = tuple(picture for _, images in found for picture in images.pictures)
+    return Images(pictures, torch.cat([start + images.places for start, images in found]))
 
 
 def _routed_experts(sequences: list[Sequence], tail: int) -> torch.Tensor | None:

@@ -32,7 +32,7 @@ from mega_rl.megatron.vision import VisionTower, with_pictures
 from mega_rl.models.fit import trainer_problems
 from mega_rl.models.positions import rotary_axes
 from mega_rl.models.shape import ModelShape
-from mega_rl.models.vision import NUM_AXES, Tower
+from mega_rl.models.vision import NUM_AXES
 
 
 class PolicyModel(GPTModel):
@@ -43,12 +43,23 @@ class PolicyModel(GPTModel):
     """
 
     def __init__(
-        self, *args: Any, inverse_frequencies: Tensor, head: Output, tower: Tower | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        inverse_frequencies: Tensor,
+        head: Output,
+        axes: Tensor | None = None,
+        vision: VisionTower | None = None,
+        **kwargs: Any,
     ) -> None:
+        """
+        Args:
+            axes: int64 [D/2], the axis of positions that turns each pair of channels; None: positions have one axis.
+            vision: turns pictures into embeddings, on the first pipeline stage.
+        """
         super().__init__(*args, **kwargs)
         self.inverse_frequencies = inverse_frequencies
-        self.rotary_axes = None if tower is None else rotary_axes(tower).to(inverse_frequencies.device)
-        self.vision = VisionTower(tower, self.config) if tower is not None and self.pre_process else None
+        self.rotary_axes = axes
+        self.vision = vision
         if not self.config.multi_latent_attention:  # with it the layers apply rotary positions themselves
             self.rotary_pos_emb.inv_freq = inverse_frequencies
         self.head = head
@@ -200,14 +211,16 @@ def build_model(spec: TrainerSpec, shape: ModelShape, device: torch.device) -> l
     config, parallel = transformer_config(spec, shape), spec.parallel
     head = HEADS[shape.head](spec, shape)
     groups = process_groups(parallel)
-    chunks = []
+    tower, chunks = shape.tower, []
+    axes = None if tower is None else rotary_axes(tower).to(device)
     for chunk in [None] if parallel.virtual_pipeline is None else range(parallel.virtual_pipeline):
+        is_first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk)
         model = PolicyModel(
             config=config,
             transformer_layer_spec=layer_specs(config, shape, chunk),
             vocab_size=padded_vocab_size(shape.vocab_size, parallel.tensor),
             max_sequence_length=shape.max_position_embeddings,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
+            pre_process=is_first,
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
             parallel_output=True,
             share_embeddings_and_output_weights=shape.tied,
@@ -215,7 +228,8 @@ def build_model(spec: TrainerSpec, shape: ModelShape, device: torch.device) -> l
             rotary_base=int(shape.rope_theta),
             inverse_frequencies=inverse_frequencies(shape).to(device),
             head=head,
-            tower=shape.tower,
+            axes=axes,
+            vision=VisionTower(tower, config, spec.vision.cache_bytes) if tower is not None and is_first else None,
             pg_collection=groups,
             vp_stage=chunk,
         )

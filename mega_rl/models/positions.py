@@ -44,19 +44,18 @@ def image_positions(num_tokens: int, pictures: Sequence[Placed], merge: int) -> 
     for first, rows, columns in pictures:
         text(first)
         height, width = rows // merge, columns // merge
-        axes = torch.meshgrid(torch.zeros(1, dtype=torch.int64), torch.arange(height), torch.arange(width), indexing="ij")
+        axes = torch.meshgrid(
+            torch.zeros(1, dtype=torch.int64), torch.arange(height), torch.arange(width), indexing="ij"
+        )
         parts.append(torch.stack(axes).reshape(NUM_AXES, -1) + position)
         position, token = position + max(height, width), first + height * width
     text(num_tokens)
     return torch.cat(parts, dim=1)
 
 
-def picture_places(pictures: Sequence[Placed], tower: Tower) -> Tensor:
-    """int64 [F]: the tokens of all pictures, in order."""
-    return torch.cat(
-        [torch.arange(p.first, p.first + tower.num_tokens(p.rows, p.columns)) for p in pictures]
-        or [torch.zeros(0, dtype=torch.int64)]
-    )
+def picture_places(pictures: Sequence[Placed], merge: int) -> Tensor:
+    """int64 [F]: the tokens of one picture or several, in order."""
+    return torch.cat([torch.arange(p.first, p.first + p.rows * p.columns // merge**2) for p in pictures])
 
 
 def rotary_axes(tower: Tower) -> Tensor:

@@ -46,10 +46,6 @@ class Tower:
         """Numbers in one patch, as an image processor gives it."""
         return self.channels * self.frames * self.patch**2
 
-    def num_tokens(self, rows: int, columns: int) -> int:
-        """Tokens of a picture of so many patches."""
-        return (rows // self.merge) * (columns // self.merge)
-
 
 def tower_tensors(tower: Tower) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The tower's tensors in its own order: name and shape."""
@@ -203,6 +199,8 @@ def _checked(tower: Tower, config: ConfigValues, values: ConfigValues, text: Con
         values.add(f"out_hidden_size is {tower.out_size}, but the language model's hidden_size is {shown(hidden)}")
     layers = text.get("num_hidden_layers")
     if isinstance(layers, int) and len(tower.deepstack) > layers:
-        values.add(f"deepstack_visual_indexes has {len(tower.deepstack)} entries, more than the model's {layers} layers")
+        values.add(
+            f"deepstack_visual_indexes has {len(tower.deepstack)} entries, more than the model's {layers} layers"
+        )
     config.problems += values.problems
     return tower

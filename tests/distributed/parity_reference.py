@@ -66,6 +66,18 @@ def make_sequences(
     return sequences
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """A picture that is there already."""
+
+    key: str
+    grid: tuple[int, int]
+    content: Tensor
+
+    def patches(self) -> Tensor:
+        return self.content
+
+
 def with_pictures(sequences: list[Sequence], shape: ModelShape, tokens: Mapping[str, int]) -> list[Sequence]:
     """The same, with pictures of random patches in the place of random tokens: none, one or two in each.
 
@@ -78,7 +90,7 @@ def with_pictures(sequences: list[Sequence], shape: ModelShape, tokens: Mapping[
         length, ids, first = sequence.loss_mask.numel(), sequence.token_ids.clone(), 2
         placed = []
         for rows, columns in [(4, 6), (6, 4)][: number % 3]:
-            end = first + tower.num_tokens(rows, columns)
+            end = first + rows * columns // tower.merge**2
             if end + 1 > length:
                 break
             ids[first - 1], ids[first:end] = tokens["vision_start_token_id"], tokens["image_token_id"]
@@ -88,9 +100,12 @@ def with_pictures(sequences: list[Sequence], shape: ModelShape, tokens: Mapping[
         if not placed:
             found.append(sequence)
             continue
-        grids = torch.tensor([[1, rows, columns] for _, rows, columns in placed])
-        patches = torch.randn(int(grids.prod(1).sum()), tower.patch_numbers, generator=generator)
-        images = Images(patches, grids, picture_places(placed, tower))
+        drawn = (torch.randn(p.rows * p.columns, tower.patch_numbers, generator=generator) for p in placed)
+        pictures = [
+            Drawn(f"{number}.{i}", (p.rows, p.columns), patches)
+            for i, (p, patches) in enumerate(zip(placed, drawn, strict=True))
+        ]
+        images = Images(tuple(pictures), picture_places(placed, tower.merge))
         positions = image_positions(length, placed, tower.merge)
         found.append(replace(sequence, token_ids=ids, images=images, position_ids=positions))
     assert sum(sequence.images is not None for sequence in found) >= 4, "too few pictures"
@@ -121,7 +136,9 @@ def logits_of(model: transformers.PreTrainedModel, sequence: Sequence) -> Tensor
     ids, pictures = sequence.token_ids[None, :-1], {}
     if (images := sequence.images) is not None:
         types = torch.zeros_like(ids).index_fill_(1, images.places, 1)
-        pictures = {"pixel_values": images.patches, "image_grid_thw": images.grids, "mm_token_type_ids": types}
+        grids = torch.tensor([(1, *picture.grid) for picture in images.pictures])
+        patches = torch.cat([picture.patches() for picture in images.pictures])
+        pictures = {"pixel_values": patches, "image_grid_thw": grids, "mm_token_type_ids": types}
     with replayed(model, sequence):
         return model(ids, **pictures).logits[0]
 
