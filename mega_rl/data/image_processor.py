@@ -45,7 +45,7 @@ def picture_reader(
     size = settings.get("size") or {}
     least = size.get("shortest_edge", settings.get("min_pixels"))
     most = size.get("longest_edge", settings.get("max_pixels"))
-    if not all(isinstance(pixels, int) and pixels > 0 for pixels in (least, most)):
+    if not (isinstance(least, int) and isinstance(most, int) and 0 < least <= most):
         raise InputError(f"{file}: size is {shown(size)}; give shortest_edge and longest_edge, in pixels")
     smallest = (tower.patch * tower.merge) ** 2
     if data.max_pixels < smallest:

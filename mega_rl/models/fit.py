@@ -90,8 +90,9 @@ def _layer_problems(shape: ModelShape, parallel: TrainerSizes) -> Iterator[str]:
     if shape.num_layers // chunks < num_seeing:
         field = "parallel.pipeline" if parallel.virtual_pipeline is None else "parallel.virtual_pipeline"
         yield (
-            f"{field} leaves {shape.num_layers // chunks} layers to the first stage, but the model's first {num_seeing} "
-            "layers add features of pictures (deepstack_visual_indexes), which are made there: set it lower"
+            f"{field} leaves {shape.num_layers // chunks} layers to the first stage, but the model's first "
+            f"{num_seeing} layers add features of pictures (deepstack_visual_indexes), which are made there: set it "
+            "lower"
         )
 
 

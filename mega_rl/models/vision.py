@@ -148,7 +148,7 @@ def _tower_values(config: ConfigValues) -> ConfigValues:
     return ConfigValues(section, f"{config.where}, vision_config")
 
 
-def _sizes(values: ConfigValues, blocks: int, hidden: int, ffn: int, patch: int) -> dict[str, int]:
+def _sizes(values: ConfigValues, blocks: int, hidden: int, ffn: int, patch: int) -> dict[str, Any]:
     """What both kinds have, with transformers' defaults."""
     return {
         "num_blocks": values.integer("depth", blocks, most=MAX_BLOCKS),

@@ -141,7 +141,7 @@ def _rank_slices(shape: ModelShape, layout: ParallelLayout, rank: int, padded: i
             layout.tensor,
             at.tensor,
             layout.layers_of_chunk(shape.num_layers, at.pipeline, chunk),
-            has_embedding=False,
+            has_embedding=at.pipeline == 0 and chunk == 0,
             has_output=at.pipeline == layout.pipeline - 1 and chunk == layout.num_chunks - 1,
             padded_vocab_size=padded,
             expert_parallel=layout.expert,
