@@ -51,7 +51,7 @@ def write(directory: Path, family: str) -> Path:
         **families.TRAINER.common,
         "head_dim": 16,
         "vocab_size": len(own),
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 3,
         "max_position_embeddings": 1024,
         "rope_parameters": families.three_axes(
             sections, **({"mrope_interleaved": True} if family == "qwen3_vl" else {})
