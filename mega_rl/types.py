@@ -338,6 +338,36 @@ class Sample:
     advantage: float  # the same for every sampled token
 
 
+class Picture(Protocol):
+    """A picture that is read when it is needed."""
+
+    @property
+    def key(self) -> str:
+        """The same for the same patches only."""
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of patches."""
+
+    def patches(self) -> torch.Tensor:
+        """[rows x columns, C] float32: what the model's image processor makes of it, C numbers of a patch.
+
+        Raises:
+            InputError: it cannot be read any more.
+        """
+
+
+@dataclass(frozen=True)
+class Images:
+    """The pictures of a sequence or a micro-batch, in the order of their tokens."""
+
+    pictures: tuple[Picture, ...]
+    places: torch.Tensor  # [F] int64: every token of a picture by its number, never looked up by its id
+
+    def to(self, device: torch.device) -> Images:
+        return Images(self.pictures, self.places.to(device))
+
+
 @dataclass(frozen=True)
 class Sequence:
     """One training sequence before packing; position t of every per-token field predicts ``token_ids[t + 1]``."""
@@ -350,6 +380,8 @@ class Sequence:
     staleness: torch.Tensor | None = (
         None  # [L] int64, steps that the weights behind a learnt token are older than the step
     )
+    images: Images | None = None  # places count the tokens of this sequence
+    position_ids: torch.Tensor | None = None  # [3, L] int64: time, height and width; None: 0, 1, ... of text
 
 
 @dataclass(frozen=True)
@@ -361,7 +393,7 @@ class Microbatch:
 
     token_ids: torch.Tensor  # [T] int64
     target_ids: torch.Tensor  # [T] int64, the token that each position predicts
-    position_ids: torch.Tensor  # [T] int64, restarting at 0 in every sequence
+    position_ids: torch.Tensor  # [T], or [3, T] with pictures: int64, restarting at 0 in every sequence
     loss_mask: torch.Tensor  # [T] float32
     cu_seqlens: torch.Tensor  # [B+1] int32, cumulative lengths with the leading 0
     max_seqlen: int  # tokens, of the longest sequence
@@ -377,6 +409,7 @@ class Microbatch:
     # policy itself chose in an earlier pass. None, -1 or a layer without an entry: the router chooses.
     routed_experts: torch.Tensor | None = None  # [T, M, K] int16
     own_experts: Mapping[int, torch.Tensor] | None = None  # layer -> [N, K] int16, for the N tokens of this rank
+    images: Images | None = None  # places count packed tokens
 
     @property
     def num_tokens(self) -> int:
@@ -394,7 +427,7 @@ class Microbatch:
     def to(self, device: torch.device) -> Microbatch:
         """The same micro-batch with its tensors on ``device``; ``cu_seqlens`` too."""
         values: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return self.replace(**{k: v.to(device) for k, v in values.items() if isinstance(v, torch.Tensor)})
+        return self.replace(**{k: v.to(device) for k, v in values.items() if isinstance(v, torch.Tensor | Images)})
 
 
 @dataclass(frozen=True)

@@ -27,13 +27,16 @@ OPTIONS: dict[str, Keys] = {
     "qwen2_moe": {},
     "qwen3_moe": {"norm_topk_prob": True},
     "deepseek_v3": {},
+    "qwen2_5_vl": {},
+    "qwen3_vl": {},
 }
 
 
 def new_model(family: str, keys: Keys) -> transformers.PreTrainedModel:
     """A model as transformers makes it, from the global generator."""
     architecture = ARCHITECTURES[family]
-    config = getattr(transformers, f"{architecture.removesuffix('ForCausalLM')}Config")
+    stem = architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
+    config = getattr(transformers, f"{stem}Config")
     model: transformers.PreTrainedModel = getattr(transformers, architecture)(config(**{**OPTIONS[family], **keys}))
     return model
 
@@ -61,7 +64,18 @@ class Scale:
         return self.variants.get(name, name)
 
     def keys(self, name: str) -> dict[str, Any]:
-        return {**self.common, **self.own[name]}
+        """Of a model with a vision tower: those of its language model are in ``text_config``."""
+        own = self.own[name]
+        if "vision_config" in own:
+            text = {**self.common, **own["text_config"]}
+            return {**own, "text_config": text, "tie_word_embeddings": text["tie_word_embeddings"]}
+        return {**self.common, **own}
+
+    def text_keys(self, name: str) -> dict[str, Any]:
+        """Of the language model, whatever else the model has."""
+        keys = self.keys(name)
+        text: dict[str, Any] = keys.get("text_config", keys)
+        return text
 
     def config(self, name: str) -> dict[str, Any]:
         """What a ``config.json`` must say."""
@@ -69,7 +83,10 @@ class Scale:
         return {"architectures": [ARCHITECTURES[family]], **OPTIONS[family], **self.keys(name)}
 
     def new_model(self, name: str, **changes: Any) -> transformers.PreTrainedModel:
-        return new_model(self.family(name), {**self.keys(name), **changes})
+        """``changes``: other keys, of the language model."""
+        keys = self.keys(name)
+        keys = {**keys, "text_config": keys["text_config"] | changes} if "text_config" in keys else {**keys, **changes}
+        return new_model(self.family(name), keys)
 
 
 LATENT: dict[str, Any] = {  # compressed queries and keys, a dense first layer
@@ -91,6 +108,33 @@ DEEPSEEK: dict[str, Any] = {  # grouped routing with a bias, shared experts
     "topk_group": 2,
     "n_shared_experts": 2,
 }
+TOWER: dict[str, Any] = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+QWEN2_5_TOWER: dict[str, Any] = {**TOWER, "patch_size": 4, "window_size": 16, "fullatt_block_indexes": [1]}
+QWEN3_TOWER: dict[str, Any] = {
+    **TOWER,
+    "patch_size": 4,
+    "num_position_embeddings": 36,
+    "deepstack_visual_indexes": [0, 1],
+}
+
+
+def picture_tokens(vocab_size: int) -> dict[str, int]:
+    """The last four of the vocabulary: what the configuration calls them."""
+    names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+    return {name: vocab_size - 4 + number for number, name in enumerate(names)}
+
+
+def three_axes(sections: list[int], **more: Any) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections, **more}
+
+
 CONTRACT = Scale(  # what every family must hold
     common={
         "hidden_size": 32,
@@ -111,6 +155,20 @@ CONTRACT = Scale(  # what every family must hold
         "qwen3_moe": {**EXPERTS, "head_dim": 16, "mlp_only_layers": [1]},
         "deepseek_v3": DEEPSEEK,
         "deepseek_v3_whole_queries": {**DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1},
+        "qwen2_5_vl": {
+            "text_config": {
+                "num_attention_heads": 4,
+                "rope_parameters": three_axes([2, 1, 1]),
+                "tie_word_embeddings": True,
+            },
+            "vision_config": {**QWEN2_5_TOWER, "out_hidden_size": 32},
+            **picture_tokens(131),
+        },
+        "qwen3_vl": {
+            "text_config": {"head_dim": 16, "rope_parameters": three_axes([3, 3, 2], mrope_interleaved=True)},
+            "vision_config": {**QWEN3_TOWER, "out_hidden_size": 32},
+            **picture_tokens(131),
+        },
     },
     variants={"deepseek_v3_whole_queries": "deepseek_v3"},
 )
@@ -142,6 +200,16 @@ TRAINER = Scale(  # the trainer at every layout; the vocabulary of two families 
             "n_group": 2,
             "topk_group": 1,
             "n_shared_experts": 1,
+        },
+        "qwen2_5_vl": {
+            "text_config": {"rope_parameters": three_axes([2, 3, 3]), "vocab_size": 251},
+            "vision_config": {**QWEN2_5_TOWER, "out_hidden_size": 64},
+            **picture_tokens(251),
+        },
+        "qwen3_vl": {
+            "text_config": {"head_dim": 32, "rope_parameters": three_axes([6, 5, 5], mrope_interleaved=True)},
+            "vision_config": {**QWEN3_TOWER, "out_hidden_size": 64},
+            **picture_tokens(250),
         },
     },
 )
@@ -196,7 +264,10 @@ def make(name: str) -> transformers.PreTrainedModel:
 def as_saved(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors by their names in memory -> by the names of the checkpoint, where every expert has its own."""
     saved: dict[str, Tensor] = {}
+    is_qwen2_5_vl = "model.visual.merger.ln_q.weight" in tensors
     for name, tensor in tensors.items():
+        if is_qwen2_5_vl:
+            name = name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
         prefix, fused, part = name.rpartition(".experts.")
         if part == "gate_up_proj":
             for expert, (gate, up) in enumerate(matrix.chunk(2) for matrix in tensor):

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     platform.check_name(config.platform.name)
     world_size = processes()
     validate(config, world_size if options.dry_run else world_size or 1)
-    tuning_plan(config.tuning, trained_shape(config))  # refuses names that the model does not have
+    tuning_plan(config.tuning, trained_shape(config), config.model.vision)  # refuses names that the model does not have
     if options.dry_run:
         if samples(config):
             check_sampling(config)

@@ -79,6 +79,13 @@ def model_problems(
         found += recompute_problems(shape, config.memory.recompute_modules, config.memory.recompute_num_layers)
     if is_good("trainer.profile.steps", "trainer.profile.ranks", "trainer.total_steps"):
         found += _profile_problems(config, world_size)
+    vision = config.model.vision
+    trains_tower = config.tuning.method == "full" and not (vision.freeze and vision.freeze_merger)
+    if shape is not None and shape.tower and trains_tower and parallel.overlap_grad_reduce:
+        found.append(  # a micro-batch without a picture would leave a bucket of gradients waiting
+            "parallel.overlap_grad_reduce is True, but model.vision trains the tower, which has no gradient where "
+            "there is no picture: set it to false, or freeze and freeze_merger of model.vision to true"
+        )
     if has_critic(config) and config.critic.path is not None and is_good("critic.path"):
         found += _value_model_problems(config, world_size, config.critic.path, "critic.path", is_good, SUFFIXES)
     if has_critic(config) and is_good(*CRITIC_SIZES):

@@ -53,11 +53,21 @@ COLOCATED_MEMORY_SHARE = 0.4
 
 
 @dataclass
+class VisionConfig:
+    """What is trained of the part of a model that sees pictures; for models that have one, with tuning.method full."""
+
+    freeze: bool = True  # the blocks over patches stay as they are
+    freeze_merger: bool = True  # what makes the language model's embeddings of their output, too
+    cache_bytes: int = 4 << 30  # of host memory of every rank, for what a wholly frozen tower has made of pictures
+
+
+@dataclass
 class ModelConfig:
     """The policy; the reference model is the policy as it was before training."""
 
     path: str = MISSING  # Hugging Face directory, or the id of a model in the local cache of Hugging Face or ModelScope
     dtype: Dtype = "bfloat16"  # what the trainer computes in; the optimizer's master weights are float32
+    vision: VisionConfig = field(default_factory=VisionConfig)
 
 
 @dataclass
@@ -68,6 +78,8 @@ class DataConfig:
     val_files: list[str] = field(default_factory=list)  # held-out data in the same formats; []: no validation
     max_prompt_length: int = 512  # tokens
     max_response_length: int = 1024  # tokens
+    max_pixels: int = 1_003_520  # of a picture; a larger one is made smaller (at 28 x 28 a token, 1,280 tokens)
+    max_images: int = 16  # pictures of a row
     train_batch_size: int = 128  # per step: prompts (rl), conversations (sft), texts (pt), pairs (dpo), answers (kto)
     filter_overlong_prompts: bool = True  # leave out prompts over max_prompt_length; false: such a prompt is an error
     shuffle: bool = True  # a new order in every epoch; false: the order of the files

@@ -34,7 +34,10 @@ ROLES = {
 }
 LOSSES = ("loss", "step_loss_mask", "weight")  # of a message, 0 or 1: slime's and OpenAI's names of the same key
 # Columns, and keys of a message, that mean something that is not there yet.
-REFUSED = {name: "only text models are trained" for name in ("images", "image", "videos", "audios")}
+REFUSED = {
+    **dict.fromkeys(("images", "image"), "only stage sft of a vision-language model reads pictures"),
+    **dict.fromkeys(("videos", "audios"), "no model is trained on them"),
+}
 # Those that only stages which learn from files read.
 TOOLS = {name: "a policy that samples has no tools to call" for name in ("tools", CALLS)}
 FINAL = "####"  # before the result in a solution of GSM8K

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,13 +14,15 @@ from mega_rl.config.schema import DataConfig
 from mega_rl.data.columns import LOSSES, messages_of, prompt_of, response_of, row_tools
 from mega_rl.data.fitting import fitting
 from mega_rl.data.messages import ASSISTANT, CALLS, TOOL, Message, as_messages, texts_of
+from mega_rl.data.pictures import FilePicture, PictureReader
 from mega_rl.data.replies import ReplyTokens
 from mega_rl.data.rows import Row, read_rows
 from mega_rl.data.stream import Stream, fingerprint
 from mega_rl.data.template import Tools, apply_template, check_written, uses_chat_template
 from mega_rl.data.tokenizer import encode, render_prompt
 from mega_rl.errors import InputError, shown
-from mega_rl.types import Sequence
+from mega_rl.models.positions import Placed, image_positions, picture_places
+from mega_rl.types import Images, Sequence
 
 WANTED = "`messages`, or `prompt`, `question` or `instruction` with `response`, `answer` or `output`"
 
@@ -42,7 +45,8 @@ class ConversationDataset:
         self.num_dropped = num_dropped  # conversations longer than the limits
         self.num_conversations = len(sequences) if num_conversations is None else num_conversations  # those left
         parts = [tensor.numpy().tobytes() for item in sequences for tensor in (item.token_ids, item.loss_mask)]
-        self.fingerprint = fingerprint(parts)
+        pictures = [picture.key.encode() for item in sequences if item.images for picture in item.images.pictures]
+        self.fingerprint = fingerprint([*parts, *pictures])
 
     @classmethod
     def from_files(
@@ -53,26 +57,30 @@ class ConversationDataset:
         *,
         key: str = "data.train_files",
         max_samples: int | None = None,
+        pictures: PictureReader | None = None,
     ) -> ConversationDataset:
         """Reads, renders and filters by ``max_prompt_length + max_response_length`` tokens in all.
 
         Args:
             key: the configuration field that lists ``files``, for messages.
             max_samples: take the first rows only, before filtering.
+            pictures: reads those of the rows; None: the model sees none.
 
         Raises:
             InputError: unreadable files, rows without the needed fields, overlong ones if they are not
                 filtered, or nothing left.
         """
         rows = read_rows(files, key)[:max_samples]
+        seen = [(row, []) if pictures is None else pictures.take(row) for row in rows]
+        of_row = {id(row): found for row, found in seen}
         conversations, num_dropped = fitting(
-            rows,
+            [row for row, _ in seen],
             key,
             "conversations",
             tokenizer,
             data,
             texts_of=_texts,
-            item_of=lambda row: _sequences(row, tokenizer, data),
+            item_of=lambda row: _sequences(row, tokenizer, data, of_row[id(row)], pictures),
             num_tokens_of=lambda sequences: max(sequence.token_ids.numel() for sequence in sequences),
         )
         return cls([one for sequences in conversations for one in sequences], num_dropped, len(conversations))
@@ -90,7 +98,13 @@ def _texts(row: Row) -> list[Any]:
     return [prompt_of(row), response_of(row), *tools] if messages is None else [messages, *tools]
 
 
-def _sequences(row: Row, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> list[Sequence]:
+def _sequences(
+    row: Row,
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+    pictures: list[FilePicture],
+    reader: PictureReader | None,
+) -> list[Sequence]:
     try:
         messages, learnt = _messages(row, data.system_prompt)
         tools = row_tools(row)
@@ -98,9 +112,12 @@ def _sequences(row: Row, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -
             parts = _templated_segments(tokenizer, messages, learnt, tools, data)
         else:
             parts = [_plain_segments(tokenizer, messages, learnt, tools, data)]
+        learning = [segments for segments in parts if any(is_learnt for _, is_learnt in segments)]
+        found = [
+            _sequence(segments) if reader is None else _seeing(segments, pictures, reader) for segments in learning
+        ]
     except InputError as error:
         raise InputError(str(error) if row.where in str(error) else f"{row.where}: {error}") from error
-    found = [_sequence(segments) for segments in parts if any(is_learnt for _, is_learnt in segments)]
     if not found:
         raise InputError(
             f"{row.where}: nothing of the conversation is learnt from: see its {', '.join(LOSSES)} and "
@@ -114,6 +131,33 @@ def _sequence(segments: list[Segment]) -> Sequence:
     learnt = [float(is_learnt) for ids, is_learnt in segments for _ in ids]
     # Position t predicts token t + 1, so the mask of the tokens moves one to the left.
     return Sequence(torch.tensor(token_ids), torch.tensor(learnt[1:]))
+
+
+def _seeing(segments: list[Segment], pictures: list[FilePicture], reader: PictureReader) -> Sequence:
+    """The same with pictures, each token of which the template wrote one becoming as many as it has."""
+    made: list[Segment] = []
+    placed: list[Placed] = []
+    num_tokens = 0
+    for ids, is_learnt in segments:
+        own: list[int] = []
+        for token in ids:
+            if token != reader.token:
+                own.append(token)
+                continue
+            if is_learnt or len(placed) == len(pictures):
+                raise InputError(
+                    "a text has the special token of a picture: take it out, and write <image> where a picture belongs"
+                )
+            picture = pictures[len(placed)]
+            placed.append(Placed(num_tokens + len(own), *picture.grid))
+            own += [token] * reader.num_tokens(picture)
+        made.append((own, is_learnt))
+        num_tokens += len(own)
+    sequence = _sequence(made)
+    if not placed:
+        return sequence
+    images = Images(tuple(pictures[: len(placed)]), picture_places(placed, reader.merge))
+    return replace(sequence, images=images, position_ids=image_positions(num_tokens - 1, placed, reader.merge))
 
 
 def _messages(row: Row, system_prompt: str | None) -> tuple[list[Message], list[bool]]:

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mega_rl.types import Microbatch, Sequence, Tokens, Trajectory
+from mega_rl.models.vision import NUM_AXES
+from mega_rl.types import Images, Microbatch, Sequence, Tokens, Trajectory
 
 
 def sequence_of(
@@ -73,7 +74,7 @@ def pack(
     return Microbatch(
         token_ids=torch.cat([sequence.token_ids[:-1] for sequence in chosen] + [padding]),
         target_ids=torch.cat([sequence.token_ids[1:] for sequence in chosen] + [padding]),
-        position_ids=torch.cat([torch.arange(length) for length in lengths]),
+        position_ids=_positions(chosen, lengths),
         loss_mask=_concatenate([sequence.loss_mask for sequence in chosen], tail),
         cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int32), lengths_B.cumsum(0, dtype=torch.int32)]),
         max_seqlen=max(lengths),
@@ -82,6 +83,7 @@ def pack(
         rollout_logprobs=_optional([sequence.rollout_logprobs for sequence in chosen], tail),
         staleness=_optional([sequence.staleness for sequence in chosen], tail),
         routed_experts=_routed_experts(chosen, tail),
+        images=_images(chosen, lengths),
     )
 
 
@@ -90,6 +92,27 @@ def unpack(values_T: torch.Tensor, microbatch: Microbatch) -> list[torch.Tensor]
     assert values_T.shape[0] == microbatch.num_tokens, "one value per packed position"
     borders = microbatch.cu_seqlens.tolist()
     return [values_T[borders[i] : borders[i + 1]] for i in range(len(microbatch.sequence_indices))]
+
+
+def _positions(sequences: list[Sequence], lengths: list[int]) -> torch.Tensor:
+    """[T], or [3, T] where a sequence has pictures; text, and the tail, counts 0, 1, ... on every axis."""
+    given = [sequence.position_ids for sequence in sequences] + [None] * (len(lengths) - len(sequences))
+    if all(positions is None for positions in given):
+        return torch.cat([torch.arange(length) for length in lengths])
+    parts = [
+        torch.arange(length).expand(NUM_AXES, -1) if positions is None else positions[:, :length]
+        for positions, length in zip(given, lengths, strict=True)
+    ]
+    return torch.cat(parts, dim=1)
+
+
+def _images(sequences: list[Sequence], lengths: list[int]) -> Images | None:
+    starts = [sum(lengths[:number]) for number in range(len(sequences))]
+    found = [(start, s.images) for start, s in zip(starts, sequences, strict=True) if s.images is not None]
+    if not found:
+        return None
+    pictures = tuple(picture for _, images in found for picture in images.pictures)
+    return Images(pictures, torch.cat([start + images.places for start, images in found]))
 
 
 def _routed_experts(sequences: list[Sequence], tail: int) -> torch.Tensor | None:

@@ -27,6 +27,7 @@ from mega_rl.megatron.routing import Routing
 from mega_rl.parallel.zigzag import visible_keys, zigzag_positions
 from mega_rl.platform.operators import dispatch as operators
 from mega_rl.platform.operators.attention import place_borders
+from mega_rl.types import Images
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,15 @@ class Exchange:
         return received.unflatten(0, (self.group.size(), -1)).transpose(0, 1).flatten(1, 2)
 
 
+@dataclass(frozen=True)
+class LocalImages:
+    """All pictures of a micro-batch, and which of their features stand in this rank's tokens."""
+
+    images: Images
+    features_K: Tensor  # int64, numbers of the features that stand here; one may stand twice (padding)
+    places_K: Tensor  # int64, where each of them stands in this rank's tokens
+
+
 @dataclass
 class PackedSequences(PackedSeqParams):
     """Megatron's packing record with what attention needs; ``cp_group`` holds the context-parallel ranks.
@@ -70,6 +80,10 @@ class PackedSequences(PackedSeqParams):
     rotary_T11D: Tensor | None = None  # float32 angles of every token, if the layers rotate by themselves
     routing: Routing | None = None  # which experts take this rank's tokens; None: the routers choose
     token_keys_N: Tensor | None = None  # int64 [L], what dropout knows this rank's tokens by; None: no dropout
+    images: LocalImages | None = None
+    # Features that the first layers add to their output (DeepStack), and the tokens of this rank that they belong to.
+    deepstack: tuple[Tensor, ...] = ()
+    deepstack_places_K: Tensor | None = None
 
 
 def packed_sequences(

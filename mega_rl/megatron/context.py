@@ -15,9 +15,9 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 
 from mega_rl.config.schema import ContextMethod
-from mega_rl.megatron.attention import PackedSequences, packed_sequences
+from mega_rl.megatron.attention import LocalImages, PackedSequences, packed_sequences
 from mega_rl.parallel.zigzag import PADDING, padded_lengths, unpadded_positions, zigzag_positions
-from mega_rl.types import Microbatch
+from mega_rl.types import Images, Microbatch
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class LocalInput:
 
     token_ids: Tensor  # [1, L] int64
     target_ids: Tensor  # [1, L] int64
-    position_ids: Tensor  # [1, L] int64
+    position_ids: Tensor  # [A, L] int64, A axes: 1, or 3 where there are pictures
     packing: PackedSequences
     pack_order: Tensor | None  # [T] int64, where each packed token lies in the tokens of all ranks; None: L is T
     routed_experts: Tensor | None  # [L, M, K] int16, as in the micro-batch
@@ -51,12 +51,14 @@ def local_input(
     device = microbatch.token_ids.device
     lengths = [end - start for start, end in pairwise(borders)]
     num_ranks = context_parallel_group.size()
-    tokens = (microbatch.token_ids, microbatch.target_ids, microbatch.position_ids)
+    tokens = (microbatch.token_ids, microbatch.target_ids)
+    positions_AT = microbatch.position_ids.reshape(-1, microbatch.num_tokens)
     if num_ranks == 1:
         assert microbatch.num_tokens % multiple == 0, (microbatch.num_tokens, multiple)
         packing = packed_sequences(lengths, context_parallel_group, device)
-        token_ids, target_ids, position_ids = (x[None] for x in tokens)
-        return LocalInput(token_ids, target_ids, position_ids, packing, None, microbatch.routed_experts, None)
+        packing.images = _local_images(microbatch.images, torch.arange(microbatch.num_tokens, device=device))
+        token_ids, target_ids = (x[None] for x in tokens)
+        return LocalInput(token_ids, target_ids, positions_AT, packing, None, microbatch.routed_experts, None)
     padded = padded_lengths(lengths, num_ranks, multiple)
     sources = unpadded_positions(lengths, padded)
     shares = [zigzag_positions(padded, num_ranks, rank) for rank in range(num_ranks)]
@@ -68,9 +70,23 @@ def local_input(
     own_sources = sources[shares[context_parallel_group.rank()]]
     own = own_sources.clamp_min(0).to(device)
     packing = packed_sequences(padded, context_parallel_group, device, method)
-    token_ids, target_ids, position_ids = (x[own][None] for x in tokens)
+    packing.images = _local_images(microbatch.images, own)
+    token_ids, target_ids = (x[own][None] for x in tokens)
+    positions_AL = positions_AT[:, own]
     routed_experts = None if microbatch.routed_experts is None else microbatch.routed_experts[own]
-    return LocalInput(token_ids, target_ids, position_ids, packing, pack_order.to(device), routed_experts, own_sources)
+    return LocalInput(token_ids, target_ids, positions_AL, packing, pack_order.to(device), routed_experts, own_sources)
+
+
+def _local_images(images: Images | None, own_L: Tensor) -> LocalImages | None:
+    """``own_L``: which packed token each token of this rank is; padding repeats one."""
+    if images is None:
+        return None
+    num_packed = int(torch.maximum(own_L.max(), images.places.max())) + 1
+    feature_of_T = torch.full((num_packed,), -1, device=own_L.device)
+    feature_of_T[images.places] = torch.arange(images.places.numel(), device=own_L.device)
+    feature_L = feature_of_T[own_L]
+    places_K = torch.nonzero(feature_L >= 0)[:, 0]
+    return LocalImages(images, feature_L[places_K], places_K)
 
 
 def in_pack_order(output: Tensor, local: LocalInput) -> Tensor:

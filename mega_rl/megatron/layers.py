@@ -17,12 +17,13 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from torch import Tensor
 
 from mega_rl.megatron.attention import PackedAttention, PackedSequences
 from mega_rl.megatron.fused import use_in_mlp
 from mega_rl.megatron.routing import MixtureLayer, Router
+from mega_rl.megatron.vision import add_features
 from mega_rl.models.shape import ModelShape
 from mega_rl.platform.operators import dispatch as operators
 
@@ -51,6 +52,14 @@ class _TokenTable(torch.nn.Module):
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
         return self.table_T11D
+
+
+class SeeingLayer(TransformerLayer):
+    """A layer that adds features of pictures to its output where the micro-batch has some for it (DeepStack)."""
+
+    def forward(self, *args: Any, packed_seq_params: Any, **kwargs: Any) -> Any:
+        hidden_L1D, context = super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+        return add_features(hidden_L1D, self.layer_number - 1, packed_seq_params), context
 
 
 class LatentSelfAttention(MLASelfAttention):
@@ -94,6 +103,8 @@ def layer_specs(config: TransformerConfig, shape: ModelShape, chunk: int | None 
     last = first + get_num_layers_to_build(config, vp_stage=chunk)
     dense = _layer_spec(config, num_experts=None)
     sparse = _layer_spec(config, num_experts=config.num_moe_experts) if shape.mixture else dense
+    if shape.tower is not None and shape.tower.deepstack:
+        dense.module = SeeingLayer
     layers = [sparse if shape.has_experts(layer) else dense for layer in range(first, last)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 

@@ -60,7 +60,8 @@ def _transformers_logits(shape: ModelShape, directory: Path, token_ids_T: Tensor
         options: dict[str, Any] = {"dtype": torch.float32, "local_files_only": True}
         scorer = transformers.AutoModelForSequenceClassification.from_pretrained(directory, **options).eval()
         return scorer.score(scorer.model(token_ids_T[None]).last_hidden_state)[0].float()
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+    kind = transformers.AutoModelForImageTextToText if shape.tower else transformers.AutoModelForCausalLM
+    model = kind.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
     return model.eval()(token_ids_T[None]).logits[0].float()
 
 

@@ -28,8 +28,11 @@ from mega_rl.megatron.heads import HEADS, OUTPUT_LAYERS, Output
 from mega_rl.megatron.layers import layer_specs
 from mega_rl.megatron.recompute import recompute_settings
 from mega_rl.megatron.spec import TrainerSpec
+from mega_rl.megatron.vision import VisionTower, with_pictures
 from mega_rl.models.fit import trainer_problems
+from mega_rl.models.positions import rotary_axes
 from mega_rl.models.shape import ModelShape
+from mega_rl.models.vision import NUM_AXES
 
 
 class PolicyModel(GPTModel):
@@ -39,20 +42,42 @@ class PolicyModel(GPTModel):
     ``[2, T]``, or values ``[1, T]``; without labels this rank's logits ``[1, T, V]`` as GPTModel does.
     """
 
-    def __init__(self, *args: Any, inverse_frequencies: Tensor, head: Output, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        inverse_frequencies: Tensor,
+        head: Output,
+        axes: Tensor | None = None,
+        vision: VisionTower | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """
+        Args:
+            axes: int64 [D/2], the axis of positions that turns each pair of channels; None: positions have one axis.
+            vision: turns pictures into embeddings, on the first pipeline stage.
+        """
         super().__init__(*args, **kwargs)
         self.inverse_frequencies = inverse_frequencies
+        self.rotary_axes = axes
+        self.vision = vision
         if not self.config.multi_latent_attention:  # with it the layers apply rotary positions themselves
             self.rotary_pos_emb.inv_freq = inverse_frequencies
         self.head = head
 
     def _preprocess(self, *args: Any, position_ids: Tensor, packed_seq_params: PackedSequences, **kwargs: Any) -> tuple:
+        if self.vision is not None and packed_seq_params.images is not None:
+            embedded = self.embedding(input_ids=kwargs["input_ids"], position_ids=None)
+            kwargs["decoder_input"] = with_pictures(self.vision, embedded, packed_seq_params, self.config)
         outputs = super()._preprocess(*args, position_ids=position_ids, packed_seq_params=packed_seq_params, **kwargs)
         # One row per token instead of one per position, so that positions restart in every sequence.
         if self.config.multi_latent_attention:
             angles = position_ids[0][:, None] * self.inverse_frequencies
             packed_seq_params.rotary_T11D = torch.cat([angles, angles], dim=-1)[:, None, None]
             return outputs
+        if self.rotary_axes is not None:
+            positions_3L = position_ids.expand(NUM_AXES, -1)
+            angles = positions_3L[self.rotary_axes].t() * self.inverse_frequencies
+            return (outputs[0], torch.cat([angles, angles], dim=-1)[:, None, None], *outputs[2:])
         table_S11D = outputs[1]
         return (outputs[0], table_S11D[position_ids[0]], *outputs[2:])
 
@@ -186,14 +211,16 @@ def build_model(spec: TrainerSpec, shape: ModelShape, device: torch.device) -> l
     config, parallel = transformer_config(spec, shape), spec.parallel
     head = HEADS[shape.head](spec, shape)
     groups = process_groups(parallel)
-    chunks = []
+    tower, chunks = shape.tower, []
+    axes = None if tower is None else rotary_axes(tower).to(device)
     for chunk in [None] if parallel.virtual_pipeline is None else range(parallel.virtual_pipeline):
+        is_first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk)
         model = PolicyModel(
             config=config,
             transformer_layer_spec=layer_specs(config, shape, chunk),
             vocab_size=padded_vocab_size(shape.vocab_size, parallel.tensor),
             max_sequence_length=shape.max_position_embeddings,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
+            pre_process=is_first,
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
             parallel_output=True,
             share_embeddings_and_output_weights=shape.tied,
@@ -201,6 +228,8 @@ def build_model(spec: TrainerSpec, shape: ModelShape, device: torch.device) -> l
             rotary_base=int(shape.rope_theta),
             inverse_frequencies=inverse_frequencies(shape).to(device),
             head=head,
+            axes=axes,
+            vision=VisionTower(tower, config, spec.vision.cache_bytes) if tower is not None and is_first else None,
             pg_collection=groups,
             vp_stage=chunk,
         )

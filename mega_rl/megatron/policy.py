@@ -113,7 +113,7 @@ class MegatronPolicy:
     def __init__(self, spec: TrainerSpec, shape: ModelShape, layout: ParallelLayout, device: torch.device) -> None:
         self.spec, self.shape, self.layout, self.device = spec, shape, layout, device
         self.chunks: list[PolicyModel] = build_model(spec, shape, device)
-        self.plan = tuning_plan(spec.tuning, shape)
+        self.plan = tuning_plan(spec.tuning, shape, spec.vision)
         self.adapters = tune(self.chunks, self.plan, shape, layout, spec.seed)
         self.flops = pass_flops(shape, hf_tensors(shape), self.plan.trained, self.plan.adapters.ranks)
         self.parameters: dict[str, torch.nn.Parameter] = {}

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mega_rl.config.schema import MemoryConfig, ParallelConfig, RouterConfig, TuningConfig
+from mega_rl.config.schema import MemoryConfig, ParallelConfig, RouterConfig, TuningConfig, VisionConfig
 
 
 @dataclass(frozen=True)
@@ -26,4 +26,5 @@ class TrainerSpec:
     fields: Mapping[str, Any] = field(default_factory=dict)  # more fields of Megatron's configuration, checked ones
     tuning: TuningConfig = field(default_factory=TuningConfig)  # which weights are trained
     router: RouterConfig = field(default_factory=RouterConfig)  # what routers of experts learn besides
+    vision: VisionConfig = field(default_factory=VisionConfig)  # which weights of a tower are trained with the rest
     seed: int = 0  # of the first values of adapters

@@ -92,6 +92,15 @@ def _layer_problems(shape: ModelShape, parallel: TrainerSizes) -> Iterator[str]:
         product = f"parallel.pipeline {parallel.pipeline} x parallel.virtual_pipeline {parallel.virtual_pipeline}"
         fix = f"make the product a divisor of {shape.num_layers}"
         yield f"{product} does not divide the model's num_hidden_layers: {fix}"
+    chunks = parallel.pipeline * (parallel.virtual_pipeline or 1)
+    num_seeing = len(shape.tower.deepstack) if shape.tower else 0
+    if shape.num_layers // chunks < num_seeing:
+        field = "parallel.pipeline" if parallel.virtual_pipeline is None else "parallel.virtual_pipeline"
+        yield (
+            f"{field} leaves {shape.num_layers // chunks} layers to the first stage, but the model's first "
+            f"{num_seeing} layers add features of pictures (deepstack_visual_indexes), which are made there: set it "
+            "lower"
+        )
 
 
 def tensor_problems(shape: ModelShape, tensor: int) -> list[str]:
@@ -146,6 +155,11 @@ def engine_problems(
         found.append(
             f"trainer.stage is 'rl', which does not take a {shape.family} model, whose latent attention the engine "
             "keeps in weights of its own: train it with sft"
+        )
+    if shape.tower:
+        found.append(
+            f"trainer.stage is 'rl', which does not take a {shape.family} model yet: engines are given no pictures: "
+            "train it with sft"
         )
     sizes = [("num_attention_heads", shape.num_heads), ("padded vocabulary", engine_vocab_size(shape))]
     if shape.has_dense_layers:

@@ -17,6 +17,7 @@ from mega_rl.models.config_values import ConfigValues
 from mega_rl.models.files import CONFIG_FILE, read_config
 from mega_rl.models.latent import LatentAttention, read_latent
 from mega_rl.models.mixture import Mixture, read_deepseek_mixture, read_qwen_mixture
+from mega_rl.models.vision import ReadTower, Tower, read_qwen2_5_tower, read_qwen3_tower, text_values
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class Family:
     mixture: Callable[[ConfigValues], Mixture] | None = None  # reads the experts; None: all layers are dense
     latent: Callable[[ConfigValues], LatentAttention] | None = None  # None: grouped-query attention
     decoder: str = "model"  # what the checkpoint's names of the decoder's tensors begin with
+    tower: ReadTower | None = None  # reads the part that sees pictures; None: there is none
+    tower_prefix: str = ""  # what the checkpoint's names of the tower's tensors begin with
 
 
 FAMILIES: dict[str, Family] = {
@@ -49,6 +52,17 @@ FAMILIES: dict[str, Family] = {
         "qwen3_moe", qk_norm=True, window="all_layers", mixture=partial(read_qwen_mixture, False)
     ),
     "DeepseekV3ForCausalLM": Family("deepseek_v3", mixture=read_deepseek_mixture, latent=read_latent),
+    "Qwen2_5_VLForConditionalGeneration": Family(
+        "qwen2_5_vl", qkv_bias=True, free_head_dim=False, tower=read_qwen2_5_tower, tower_prefix="visual"
+    ),
+    "Qwen3VLForConditionalGeneration": Family(
+        "qwen3_vl",
+        qk_norm=True,
+        default_head_dim=128,
+        decoder="model.language_model",
+        tower=read_qwen3_tower,
+        tower_prefix="model.visual",
+    ),
 }
 BY_NAME = {family.name: family for family in FAMILIES.values()}
 Head = Literal["vocabulary", "value"]  # what stands on the last layer: logits of all tokens, or one number
@@ -82,12 +96,18 @@ class ModelShape:
     mixture: Mixture | None = None  # None: every layer is dense
     latent: LatentAttention | None = None  # None: grouped-query attention; else head_dim is that of queries and keys
     head: Head = "vocabulary"  # value: a reward model or critic, whose ``tied`` is always false
+    tower: Tower | None = None  # what sees pictures; None: a model of text alone
 
     @property
     def architecture(self) -> str:
         """The first of ``architectures`` in config.json."""
         name = next(name for name, family in FAMILIES.items() if family.name == self.family)
-        return name.removesuffix(SUFFIXES["vocabulary"]) + SUFFIXES[self.head]
+        return name.replace(SUFFIXES["vocabulary"], SUFFIXES[self.head])
+
+    @property
+    def tower_prefix(self) -> str:
+        """What the checkpoint's names of the tower's tensors begin with."""
+        return BY_NAME[self.family].tower_prefix
 
     @property
     def decoder(self) -> str:
@@ -167,6 +187,10 @@ def inspect_config(
     family, head = _family(values, allowed)
     if family is None:  # nothing is known of its other keys
         return None, values.problems
+    whole = values
+    if family.tower:
+        values = ConfigValues(text_values(config), where)
+    tower = family.tower(whole, values) if family.tower else None
     _unsupported(values, family)
     if head == "value":
         _one_label(values)
@@ -174,7 +198,7 @@ def inspect_config(
     num_layers, hidden = values.integer("num_hidden_layers", most=MAX_LAYERS), values.integer("hidden_size")
     positions = values.integer("max_position_embeddings")
     _window(values, family)
-    theta, scaling = _rope(values)
+    theta, scaling = _rope(values, tower is not None)
     latent = family.latent(values) if family.latent else None
     shape = ModelShape(
         family=family.name,
@@ -195,17 +219,29 @@ def inspect_config(
         mixture=family.mixture(values) if family.mixture else None,
         latent=latent,
         head=head,
+        tower=tower,
     )
+    if tower is not None:
+        _axes_fit(values, tower, shape.head_dim)
+        values.problems[:0] = whole.problems
     return (None if values.problems else shape), values.problems
+
+
+def _axes_fit(config: ConfigValues, tower: Tower, head_dim: int) -> None:
+    if config.good("mrope_section") and 2 * sum(tower.rope_sections) != head_dim:
+        sections = list(tower.rope_sections)
+        config.add(f"mrope_section is {sections}, which must add up to half of the head's {head_dim} channels")
 
 
 def _family(config: ConfigValues, allowed: Collection[Head]) -> tuple[Family | None, Head]:
     """By the first architecture, the only one that transformers and vLLM look at too."""
     names = config.get("architectures")
     first = names[0] if isinstance(names, list) and names else None
-    end = SUFFIXES["vocabulary"]
     by_architecture = {
-        name.removesuffix(end) + SUFFIXES[head]: (family, head) for head in allowed for name, family in FAMILIES.items()
+        name.replace(SUFFIXES["vocabulary"], SUFFIXES[head]): (family, head)
+        for head in allowed
+        for name, family in FAMILIES.items()
+        if head == "vocabulary" or family.tower is None
     }
     if isinstance(first, str) and first in by_architecture:
         return by_architecture[first]
@@ -294,13 +330,19 @@ def _head_dim(config: ConfigValues, family: Family, hidden: int, heads: int) -> 
     return hidden // heads
 
 
-def _rope(config: ConfigValues) -> tuple[float, dict[str, Any] | None]:
-    """theta and scaling, from rope_parameters (transformers 5) or rope_theta and rope_scaling (transformers 4)."""
+def _rope(config: ConfigValues, has_axes: bool) -> tuple[float, dict[str, Any] | None]:
+    """theta and scaling, from rope_parameters (transformers 5) or rope_theta and rope_scaling (transformers 4).
+
+    ``has_axes``: positions have three axes (``mrope``), which is no scaling.
+    """
     given = {"rope_theta": config.get("rope_theta"), **config.section("rope_scaling")}
     given |= config.section("rope_parameters")
     rope = ConfigValues(given, config.where)
     theta = 10000.0 if rope.get("rope_theta") is None else rope.number("rope_theta", 0.0)
-    scaling = _rope_scaling(rope)
+    if rope.get("mrope_section") is not None and not has_axes:
+        rope.add("mrope_section is set, but the model sees no pictures; remove it in a copy of the file")
+    is_plain = has_axes and rope.get("rope_type", rope.get("type")) == "mrope"
+    scaling = None if is_plain else _rope_scaling(rope)
     if any(source.get("partial_rotary_factor") not in (None, 1) for source in (config, rope)):
         rope.add("partial_rotary_factor is not 1; only full rotary embedding is supported")
     config.problems += rope.problems

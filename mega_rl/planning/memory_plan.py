@@ -152,7 +152,7 @@ def make_plan(config: RunConfig, shape: ModelShape, machine: Machine, with_sync:
 def _ranks(
     config: RunConfig, shape: ModelShape, machine: Machine, layout: ParallelLayout, engine: EngineMemory | None
 ) -> tuple[RankMemory, ...]:
-    tuning = tuning_plan(config.tuning, shape)
+    tuning = tuning_plan(config.tuning, shape, config.model.vision)
     is_under_adapters = bool(tuning.adapters.ranks) and not tuning.trained  # the frozen weights are the reference
     has_reference = samples(config) and config.algorithm.kl_coefficient != 0 and not is_under_adapters
     trains_head = (embedding_name(shape) if shape.tied else LM_HEAD) in tuning.trained

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 DENSE = ("qwen2", "qwen3", "llama")
 MIXTURE = ("qwen3_moe",)
 LATENT = ("deepseek_v3",)
+VISION = ("qwen2_5_vl", "qwen3_vl")
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Case:
     overlap: bool = False  # of gradient reduction and parameter gathering
     max_tokens: int = 64  # of a micro-batch: a few of them per step
     families: tuple[str, ...] = DENSE
+    recompute: str = "none"
 
     @property
     def name(self) -> str:
@@ -37,6 +39,7 @@ class Case:
         parts += [f"dp{self.num_ranks // (self.tensor * self.context * self.pipeline)}"]
         parts += ["overlap"] if self.overlap else []
         parts += [f"{self.max_tokens}tokens"] if self.max_tokens != 64 else []
+        parts += [f"{self.recompute}_recompute"] if self.recompute != "none" else []
         return "_".join(parts)
 
 

@@ -5,9 +5,9 @@ Letters: L positions of one sequence, V vocabulary, M layers with experts, K exp
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from unittest import mock
 
@@ -15,7 +15,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from mega_rl.types import Sequence
+from mega_rl.models.positions import Placed, image_positions, picture_places
+from mega_rl.models.shape import ModelShape
+from mega_rl.types import Images, Sequence
 from tests.families import as_saved
 
 LENGTHS = (7, 19, 30, 41, 3, 12, 1, 12, 5, 50, 9)  # positions; the total is odd, so packs of a multiple have a tail
@@ -112,6 +114,52 @@ def make_sequences(
     return sequences
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """A picture that is there already."""
+
+    key: str
+    grid: tuple[int, int]
+    content: Tensor
+
+    def patches(self) -> Tensor:
+        return self.content
+
+
+def with_pictures(sequences: list[Sequence], shape: ModelShape, tokens: Mapping[str, int]) -> list[Sequence]:
+    """The same, with pictures of random patches in the place of random tokens: none, one or two in each.
+
+    Args:
+        tokens: names of ``config.json`` for the tokens of pictures -> their ids.
+    """
+    tower, generator, found = shape.tower, torch.Generator().manual_seed(5), []
+    assert tower is not None
+    for number, sequence in enumerate(sequences):
+        length, ids, first = sequence.loss_mask.numel(), sequence.token_ids.clone(), 2
+        placed = []
+        for rows, columns in [(4, 6), (6, 4)][: number % 3]:
+            end = first + rows * columns // tower.merge**2
+            if end + 1 > length:
+                break
+            ids[first - 1], ids[first:end] = tokens["vision_start_token_id"], tokens["image_token_id"]
+            ids[end] = tokens["vision_end_token_id"]
+            placed.append(Placed(first, rows, columns))
+            first = end + 3
+        if not placed:
+            found.append(sequence)
+            continue
+        drawn = (torch.randn(p.rows * p.columns, tower.patch_numbers, generator=generator) for p in placed)
+        pictures = [
+            Drawn(f"{number}.{i}", (p.rows, p.columns), patches)
+            for i, (p, patches) in enumerate(zip(placed, drawn, strict=True))
+        ]
+        images = Images(tuple(pictures), picture_places(placed, tower.merge))
+        positions = image_positions(length, placed, tower.merge)
+        found.append(replace(sequence, token_ids=ids, images=images, position_ids=positions))
+    assert sum(sequence.images is not None for sequence in found) >= 4, "too few pictures"
+    return found
+
+
 def _forced_router(gate: torch.nn.Module, experts_LK: Tensor, hidden_LD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What transformers' router of Qwen3-MoE returns if it chooses these experts: their weights add up to 1."""
     logits_LE = hidden_LD.reshape(len(experts_LK), -1) @ gate.weight.t()
@@ -133,8 +181,14 @@ def replayed(model: transformers.PreTrainedModel, sequence: Sequence) -> Iterato
 
 def logits_of(model: transformers.PreTrainedModel, sequence: Sequence) -> Tensor:
     """[L, V]."""
+    ids, pictures = sequence.token_ids[None, :-1], {}
+    if (images := sequence.images) is not None:
+        types = torch.zeros_like(ids).index_fill_(1, images.places, 1)
+        grids = torch.tensor([(1, *picture.grid) for picture in images.pictures])
+        patches = torch.cat([picture.patches() for picture in images.pictures])
+        pictures = {"pixel_values": patches, "image_grid_thw": grids, "mm_token_type_ids": types}
     with replayed(model, sequence):
-        return model(sequence.token_ids[None, :-1]).logits[0]
+        return model(ids, **pictures).logits[0]
 
 
 def num_learnt(sequences: list[Sequence]) -> int:

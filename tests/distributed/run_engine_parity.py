@@ -36,7 +36,7 @@ from tests.distributed.engine_support import (
     run_config,
     total_loss,
 )
-from tests.distributed.layouts import LATENT, MIXTURE, Case
+from tests.distributed.layouts import LATENT, MIXTURE, VISION, Case
 from tests.distributed.parity_reference import (
     NUM_STEPS,
     OBJECTIVES,
@@ -44,6 +44,7 @@ from tests.distributed.parity_reference import (
     RouterLosses,
     make_sequences,
     train,
+    with_pictures,
 )
 
 
@@ -64,7 +65,12 @@ class Errors:
 
 def sequences_of(family: str, objective: str) -> list[Sequence]:
     experts = tiny_models.experts(family) if family in MIXTURE and objective == "rl" else None
-    return make_sequences(OBJECTIVES[objective], tiny_models.vocab_size(family), experts)
+    is_text = family not in VISION
+    num_text = tiny_models.vocab_size(family) - (0 if is_text else len(tiny_models.picture_tokens(family)))
+    sequences = make_sequences(OBJECTIVES[objective], num_text, experts)
+    if is_text:
+        return sequences
+    return with_pictures(sequences, tiny_models.shape(family), tiny_models.picture_tokens(family))
 
 
 def router_losses(family: str, objective: str) -> RouterLosses:
@@ -172,6 +178,8 @@ def check(case: Case, layout: ParallelLayout, family: str, objective_name: str, 
     sequences, reference = sequences_of(family, objective_name), reference_of(family, objective_name, directory)
     config = run_config(case, objective)
     config.router = RouterConfig(**asdict(router_losses(family, objective_name)))
+    config.model.vision.freeze = config.model.vision.freeze_merger = False
+    config.memory.recompute = case.recompute
     engine = build_engine(config, layout, directory / family, NUM_STEPS)
     microbatches, errors = pack_for_rank(case, layout, sequences), Errors()
     compare_logits(engine, layout, microbatches[0], reference.logits, errors)

@@ -13,17 +13,20 @@ from dataclasses import asdict
 
 import pytest
 
-from tests.distributed.layouts import DENSE, LATENT, MIXTURE, Case
+from tests.distributed.layouts import DENSE, LATENT, MIXTURE, VISION, Case
 from tests.launch import REPO, once, ranks
 
 CASES = (
-    Case(1, families=DENSE + MIXTURE),
+    Case(1, families=DENSE + MIXTURE + VISION),
     Case(1, max_tokens=200),
     Case(2, tensor=2),
     Case(2, tensor=2, sequence=True, families=DENSE + MIXTURE),
+    Case(2, tensor=2, sequence=True, recompute="full", families=VISION),
     Case(2, pipeline=2),
     Case(2, pipeline=2, virtual_pipeline=2),
-    Case(2, context=2, families=DENSE + MIXTURE),
+    Case(2, pipeline=2, families=VISION),
+    Case(2, pipeline=2, virtual_pipeline=2, families=VISION[:1]),  # DeepStack wants its layers on the first chunk
+    Case(2, context=2, families=DENSE + MIXTURE + VISION),
     Case(2, context=2, context_method="ulysses", families=("qwen3", *LATENT)),
     Case(2, overlap=True),
     Case(2, expert=2, families=MIXTURE),
@@ -33,7 +36,8 @@ CASES = (
     Case(4, tensor=4, families=("llama",)),
     Case(4, tensor=2),
     Case(4, tensor=2, sequence=True, pipeline=2),
-    Case(4, tensor=2, sequence=True, context=2),
+    Case(4, tensor=2, sequence=True, context=2, families=DENSE + VISION[1:]),
+    Case(4, tensor=2, pipeline=2, families=VISION),
     Case(4, pipeline=2, virtual_pipeline=2, overlap=True),
     Case(4, tensor=2, sequence=True, context=2, context_method="ulysses", families=("llama",)),
     Case(4, pipeline=2, context=2),

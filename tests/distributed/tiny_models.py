@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import transformers
 
+from mega_rl.models.shape import ModelShape, parse_config
+from tests import families
 from tests.families import TRAINER
 
 FAMILIES = tuple(TRAINER.own)
 
 
 def vocab_size(family: str) -> int:
-    size: int = TRAINER.keys(family)["vocab_size"]
+    size: int = TRAINER.text_keys(family)["vocab_size"]
     return size
+
+
+def shape(family: str) -> ModelShape:
+    return parse_config({**TRAINER.config(family), "text_config": text_config(family)}, family)
+
+
+def text_config(family: str) -> dict[str, Any]:
+    return {"num_hidden_layers": 4, **TRAINER.text_keys(family)}
+
+
+def picture_tokens(family: str) -> dict[str, int]:
+    """The tokens at the end of the vocabulary that mean pictures."""
+    return families.picture_tokens(vocab_size(family))
 
 
 def experts(family: str, num_layers: int = 4) -> tuple[int, int, int]:

@@ -34,6 +34,9 @@ COPIED_FILES = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 )
 DTYPE_NAMES = {  # safetensors' spelling
     torch.float32: "F32",

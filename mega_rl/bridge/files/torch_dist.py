@@ -36,7 +36,7 @@ from mega_rl.errors import InputError, shortened, shown
 from mega_rl.models.shape import ModelShape
 
 INDEX = ".metadata"
-MODEL_KEYS = ("embedding.", "decoder.", "output_layer.")  # what a model's weights begin with
+MODEL_KEYS = ("embedding.", "decoder.", "output_layer.", "vision.")  # what a model's weights begin with
 INDEX_CLASSES = {  # module -> what an index may name of it
     "torch.distributed.checkpoint.metadata": {
         "Metadata",

@@ -20,7 +20,7 @@ from mega_rl.parallel.layout import ParallelLayout
 EMBEDDING_KEY, OUTPUT_KEY = "embedding.word_embeddings.weight", "output_layer.weight"  # whose rows are padded
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(.+)$")
-_LINEAR = re.compile(r"\.linear_\w+\.weight$")
+_LINEAR = re.compile(r"^(?!vision\.).*\.linear_\w+\.weight$")
 # Megatron names the norms before grouped-query attention and before the MLP as TransformerEngine's fused layers do: its
 # own layers always, TransformerEngine's only where they are fused, which a norm before experts is not.
 _FUSED_NORMS = {
@@ -141,7 +141,7 @@ def _rank_slices(shape: ModelShape, layout: ParallelLayout, rank: int, padded: i
             layout.tensor,
             at.tensor,
             layout.layers_of_chunk(shape.num_layers, at.pipeline, chunk),
-            has_embedding=False,
+            has_embedding=at.pipeline == 0 and chunk == 0,
             has_output=at.pipeline == layout.pipeline - 1 and chunk == layout.num_chunks - 1,
             padded_vocab_size=padded,
             expert_parallel=layout.expert,

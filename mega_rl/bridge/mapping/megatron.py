@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from mega_rl.bridge.mapping.tensors import LM_HEAD, SCORE, embedding_name, final_norm_name, layer_name
+from mega_rl.bridge.mapping.tower import trainer_tower
 from mega_rl.bridge.series import EXPERT, LAYER, Numbers, Series, numbered, slices_of
 from mega_rl.bridge.slices import Slice, stack_rows, take_columns, whole
 from mega_rl.models.fit import expert_problems, tensor_problems
@@ -52,6 +53,7 @@ def megatron_series(
     series: list[Series] = []
     vocab = (shape, tensor_parallel, tp_rank, padded_vocab_size)
     if has_embedding:
+        series += trainer_tower(shape)
         series += numbered(_vocab_rows("embedding.word_embeddings.weight", embedding_name(shape), *vocab))
     for alike in shape.like_layers(layers):
         numbers = Numbers(alike, layers.start)

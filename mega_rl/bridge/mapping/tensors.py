@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from mega_rl.bridge.mapping.tower import tower_names, whole_tower
 from mega_rl.bridge.series import EXPERT as EXPERT_NUMBER
 from mega_rl.bridge.series import LAYER, Numbers, Series, numbered
 from mega_rl.bridge.slices import whole
@@ -32,6 +33,7 @@ ROLES = (
     "router_bias",
     "linear",
     "bias",
+    "vision",  # all of the tower that sees pictures
 )
 
 
@@ -177,6 +179,8 @@ def _tensors(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...], str]]:
         yield SCORE, (1, shape.hidden_size), "score"
     elif not shape.tied:
         yield LM_HEAD, (shape.vocab_size, shape.hidden_size), "lm_head"
+    for name, _, size in tower_names(shape):
+        yield name, size, "vision"
 
 
 def full_series(shape: ModelShape) -> list[Series]:
@@ -191,4 +195,5 @@ def full_series(shape: ModelShape) -> list[Series]:
             series += numbered([whole(name, name, size)], Numbers(layers, experts=experts))
     heads = {LM_HEAD: vocab, SCORE: (1, shape.hidden_size)}
     present = [whole(name, name, size) for name, size in heads.items() if name in hf_tensors(shape)]
-    return series + numbered([whole(final_norm, final_norm, (shape.hidden_size,)), *present])
+    series += numbered([whole(final_norm, final_norm, (shape.hidden_size,)), *present])
+    return series + whole_tower(shape)

@@ -10,8 +10,9 @@ from itertools import groupby
 
 from mega_rl.bridge.mapping.megatron import megatron_series
 from mega_rl.bridge.mapping.tensors import SCORE, hf_tensors, roles
+from mega_rl.bridge.mapping.tower import frozen_names
 from mega_rl.bridge.series import slices_of
-from mega_rl.config.schema import AdapterConfig, TuningConfig
+from mega_rl.config.schema import AdapterConfig, TuningConfig, VisionConfig
 from mega_rl.errors import InputError, shown
 from mega_rl.models.shape import ModelShape
 
@@ -42,8 +43,11 @@ class TuningPlan:
     is_full: bool  # every tensor is trained
 
 
-def tuning_plan(settings: TuningConfig, shape: ModelShape) -> TuningPlan:
+def tuning_plan(settings: TuningConfig, shape: ModelShape, vision: VisionConfig | None = None) -> TuningPlan:
     """What ``settings`` train of a model.
+
+    Args:
+        vision: what stays as it is of a tower that sees pictures; None: as by default.
 
     Raises:
         InputError: a name that matches nothing, more layers than there are, or a choice that leaves nothing to train
@@ -51,7 +55,9 @@ def tuning_plan(settings: TuningConfig, shape: ModelShape) -> TuningPlan:
     """
     every = frozenset(name for name, role in roles(shape).items() if role != "router_bias")  # no gradient reaches it
     if settings.method == "full":
-        return TuningPlan(every, AdapterPlan(), is_full=True)
+        vision = vision or VisionConfig()
+        frozen = frozen_names(shape, vision.freeze, vision.freeze_merger)
+        return TuningPlan(every - frozen, AdapterPlan(), is_full=not frozen)
     trained = {name for entry in settings.also_train for name in _found(entry, every, "tuning.also_train", "tensor")}
     adapters = AdapterPlan()
     if settings.method == "freeze":

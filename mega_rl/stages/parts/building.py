@@ -107,6 +107,7 @@ def trainer_spec(config: RunConfig) -> TrainerSpec:
         fields=config.trainer.megatron,
         tuning=config.tuning,
         router=config.router,
+        vision=config.model.vision,
         seed=config.trainer.seed,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol, Self, TypeVar
 
 import torch
@@ -42,15 +43,19 @@ class FromFiles(Protocol):
     ) -> Self: ...
 
 
-def read(session: Session, kind: type[Data]) -> tuple[Data, Data | None]:
-    """The training data and the held-out data, if there is any. Collective."""
+def read(session: Session, kind: type[Data], options: Callable[[], dict[str, Any]] = dict) -> tuple[Data, Data | None]:
+    """The training data and the held-out data, if there is any. Collective.
+
+    Args:
+        options: further arguments of ``from_files``; what it raises is raised on every rank.
+    """
     data, tokenizer = session.config.data, session.tokenizer
     with together("reading the data"):
-        dataset, held_out = kind.from_files(data.train_files, tokenizer, data), None
+        from_files: Callable[..., Data] = partial(kind.from_files, **options())
+        dataset, held_out = from_files(data.train_files, tokenizer, data), None
         if data.val_files:
-            held_out = kind.from_files(
-                data.val_files, tokenizer, data, key="data.val_files", max_samples=data.max_val_samples
-            )
+            limit = data.max_val_samples
+            held_out = from_files(data.val_files, tokenizer, data, key="data.val_files", max_samples=limit)
     return dataset, held_out
 
 

@@ -40,6 +40,7 @@ EXPERTS = {  # with 8 of them
 # Their type says all, or conditions in validate.py check them.
 WITHOUT_RULE = {
     "tuning.adapter.rslora", "tuning.adapter.new", "critic.shares_base",
+    "model.vision.freeze", "model.vision.freeze_merger",
     "algorithm.dynamic_sampling.enabled",
     "data.train_files", "data.val_files", "data.filter_overlong_prompts", "data.shuffle", "data.system_prompt",
     "rollout.ignore_eos", "rollout.vllm",

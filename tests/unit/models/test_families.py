@@ -8,6 +8,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mega_rl.bridge.mapping.tensors import LM_HEAD, hf_tensors
+from mega_rl.bridge.mapping.tower import tower_names
 from mega_rl.data import tiny_model
 from mega_rl.models import shape as shapes
 from mega_rl.models.fit import engine_problems
@@ -43,6 +44,7 @@ def test_layouts_name_families_by_what_they_have() -> None:
         (layouts.DENSE, False, False),
         (layouts.MIXTURE, True, False),
         (layouts.LATENT, True, True),
+        (layouts.VISION, False, False),
     ):
         for name in names:
             assert (BY_NAME[name].mixture is not None, BY_NAME[name].latent is not None) == (has_experts, is_latent)
@@ -61,8 +63,12 @@ def test_engines_are_tested_with_every_family_that_they_take() -> None:
 def test_names_of_the_decoder_begin_as_its_family_says(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = shape_of(family)
     before = hf_tensors(shape)
-    assert all(name.startswith("model.") or name == LM_HEAD for name in before)
-    elsewhere = dataclasses.replace(BY_NAME[family], decoder="model.language_model")
+    decoder = BY_NAME[family].decoder
+    others = (LM_HEAD, *(name for name, _, _ in tower_names(shape)))
+    assert all(name.startswith(f"{decoder}.") or name in others for name in before)
+    elsewhere = dataclasses.replace(BY_NAME[family], decoder="model.elsewhere")
     monkeypatch.setitem(shapes.BY_NAME, family, elsewhere)
-    moved = {name if name == LM_HEAD else f"model.language_{name}": size for name, size in before.items()}
+    moved = {
+        name if name in others else name.replace(decoder, "model.elsewhere", 1): size for name, size in before.items()
+    }
     assert hf_tensors(shape) == moved

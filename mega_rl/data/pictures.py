@@ -1,0 +1,246 @@
+"""Pictures of data rows: found, checked by their first bytes, and read only where they are learnt from.
+
+A row brings them in the column ``images`` (or ``image``), or in the content parts of its messages; where they stand is
+``<image>`` in the text, or the part. A picture is encoded bytes, a path relative to the data file, or a data URL. What
+is kept of it until it is needed is that alone: rows, batches and checkpoints never hold pixels.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from mega_rl.data.rows import Row
+from mega_rl.errors import InputError, shortened, shown
+
+COLUMNS = ("images", "image")
+MARK = "<image>"  # stands for a picture in a text
+MODES = ("RGB", "RGBA", "L", "LA", "P", "1")  # whose colours nobody has to guess
+MAX_FILE_BYTES = 1 << 28
+MAX_SIDE_PIXELS = 1 << 16
+MAX_PIXELS = 1 << 27  # of a picture before it is made smaller: more is a mistake, or meant to fill the memory
+MAX_RATIO = 200  # of the longer side to the shorter one, as the image processors have it
+CONTENTS = ("messages", "conversations", "prompt", "question", "instruction", "chosen", "rejected", "completion")
+
+
+@dataclass(frozen=True)
+class FilePicture:
+    """A picture as its encoded bytes or its file, with the grid of patches that it becomes; a ``types.Picture``."""
+
+    where: str  # for messages: the row and the number of the picture in it
+    source: bytes | Path
+    digest: str  # of the encoded bytes
+    grid: tuple[int, int]
+    reader: PictureReader
+
+    @property
+    def key(self) -> str:
+        return f"{self.digest}-{self.grid[0]}x{self.grid[1]}"
+
+    def patches(self) -> Tensor:
+        """Raises InputError for a file that has changed, or that cannot be decoded."""
+        content = _content(self.source, self.where)
+        if _digest(content) != self.digest:
+            raise InputError(f"{self.where} has changed since the run began: put it back as it was")
+        with _readable(self.where), Image.open(io.BytesIO(content)) as image:
+            return self.reader.patches(image, self.grid)
+
+
+class PictureReader:
+    """Makes patches of pictures as one model wants them.
+
+    Args:
+        processor: transformers' image processor of the model, the one that needs no torchvision.
+        mark: what the chat template writes for a picture, one token of it per patch of the language model.
+        token: that token.
+        max_images: of a row.
+    """
+
+    def __init__(self, processor: Any, mark: str, token: int, max_images: int) -> None:
+        self._processor, self.mark, self.token, self._max_images = processor, mark, token, max_images
+        self.merge: int = processor.merge_size
+
+    def take(self, row: Row) -> tuple[Row, list[FilePicture]]:
+        """The row as text, with ``mark`` in the place of every picture, and the pictures in that order.
+
+        Raises:
+            InputError: pictures that cannot be used, or more or fewer of them than places.
+        """
+        column = next((row.get(name) for name in COLUMNS if row.get(name) is not None), None)
+        given = column if isinstance(column, list) else [] if column is None else [column]
+        found: list[Any] = []
+        fields = {name: value for name, value in row.fields.items() if name not in COLUMNS}
+        if not given and MARK not in str(fields.get("prompt")) and not _has_parts(fields):
+            return row, []
+        rest = iter(given)
+        fields |= {name: self._as_text(fields[name], rest, found, row) for name in CONTENTS if fields.get(name)}
+        left = len(list(rest))
+        if left:
+            raise InputError(
+                f"{row.where} has {len(given)} pictures but {len(given) - left} places for them: write {MARK} once for "
+                "each, where it belongs"
+            )
+        if len(found) > self._max_images:
+            raise InputError(
+                f"{row.where} has {len(found)} pictures, more than data.max_images {self._max_images}: raise it, or "
+                "leave such rows out"
+            )
+        pictures = [self._picture(value, f"{row.where}, picture {i + 1}", row.file) for i, value in enumerate(found)]
+        return replace(row, fields=fields), pictures
+
+    def _as_text(self, value: Any, rest: Iterator[Any], found: list[Any], row: Row) -> Any:
+        """A text, a message, or a list of messages, its pictures taken out."""
+        if isinstance(value, str):
+            parts = value.split(MARK)
+            found += [_next(rest, row) for _ in parts[1:]]
+            return self.mark.join(parts)
+        if isinstance(value, list):
+            is_content = all(isinstance(part, Mapping) and "type" in part for part in value)
+            made = [self._as_text(part, rest, found, row) for part in value]
+            return "".join(made) if is_content and all(isinstance(part, str) for part in made) else made
+        if not isinstance(value, Mapping):
+            return value
+        if "type" in value and "role" not in value:
+            return self._part(value, rest, found, row)
+        keys = [key for key in ("content", "value") if value.get(key)]
+        return {**value, **{key: self._as_text(value[key], rest, found, row) for key in keys}}
+
+    def _part(self, part: Mapping[str, Any], rest: Iterator[Any], found: list[Any], row: Row) -> str:
+        kind = part["type"]
+        if kind == "text" and isinstance(part.get("text"), str):
+            return str(self._as_text(part["text"], rest, found, row))
+        if kind in ("image", "image_url"):
+            own = next((part[key] for key in ("image", "image_url", "url", "path", "bytes") if part.get(key)), None)
+            if isinstance(own, Mapping) and "url" in own:
+                own = own["url"]
+            found.append(_next(rest, row) if own is None else own)
+            return self.mark
+        what = "videos are not trained on" if kind == "video" else "give parts of type text and image"
+        raise InputError(f"{row.where} has a content part of type {shown(kind)}: {what}, or leave such rows out")
+
+    def _picture(self, value: Any, where: str, file: Path) -> FilePicture:
+        source = _source(value, where, file)
+        content = _content(source, where)
+        with _readable(where), Image.open(io.BytesIO(content)) as image:
+            _check(image, where)
+            grid = self._grid(image.width, image.height)
+            image.draft("RGB", (1, 1))  # a JPEG is decoded coarsely, which finds a cut one as well
+            image.load()
+        return FilePicture(where, source, _digest(content), grid, self)
+
+    def _grid(self, width: int, height: int) -> tuple[int, int]:
+        """Rows and columns of patches of a picture of so many pixels."""
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        patch, size = self._processor.patch_size, self._processor.size
+        limits = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
+        rows, columns = smart_resize(height, width, factor=patch * self.merge, **limits)
+        return rows // patch, columns // patch
+
+    def patches(self, image: Image.Image, grid: tuple[int, int]) -> Tensor:
+        """[rows x columns, C] float32 of a picture that becomes this grid."""
+        made = self._processor(images=[image.convert("RGB")], return_tensors="np")
+        assert tuple(made["image_grid_thw"][0]) == (1, *grid), "the grid was foretold otherwise"
+        return torch.from_numpy(np.ascontiguousarray(made["pixel_values"], dtype=np.float32))
+
+    def num_tokens(self, picture: FilePicture) -> int:
+        """Of the language model."""
+        return picture.grid[0] * picture.grid[1] // self.merge**2
+
+
+def _has_parts(fields: Mapping[str, Any]) -> bool:
+    """Whether a message has content parts, or its text a place for a picture."""
+    for name in CONTENTS:
+        messages = fields.get(name)
+        for message in messages if isinstance(messages, list) else [messages]:
+            content = message
+            if isinstance(message, Mapping):
+                content = message.get("content") or message.get("value")
+            if isinstance(content, list) or (isinstance(content, str) and MARK in content):
+                return True
+    return False
+
+
+def _next(rest: Iterator[Any], row: Row) -> Any:
+    found = next(rest, None)
+    if found is None:
+        raise InputError(f"{row.where} has more places for pictures than pictures: take {MARK} out, or add the picture")
+    return found
+
+
+def _source(value: Any, where: str, file: Path) -> bytes | Path:
+    if isinstance(value, Mapping):  # as the datasets library stores pictures
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, bytes | bytearray):
+        return bytes(value)
+    if not isinstance(value, str) or not value:
+        raise InputError(f"{where} is {shown(value)}: give encoded bytes, a path, or a data URL")
+    if value.startswith("data:"):
+        _, is_encoded, text = value.partition(";base64,")
+        try:
+            return base64.b64decode(text, validate=True) if is_encoded else b""
+        except binascii.Error as error:
+            raise InputError(f"{where} is a data URL that is not base64 ({error}): write it again") from error
+    if "://" in value[:16]:
+        raise InputError(f"{where} is {shown(value)}: nothing is downloaded; store the file and give its path")
+    return (file.parent / value).absolute()
+
+
+def _content(source: bytes | Path, where: str) -> bytes:
+    if isinstance(source, bytes):
+        return source
+    try:
+        if not source.is_file():
+            raise InputError(f"{where}: {shortened(str(source))} is no file; correct the path")
+        if source.stat().st_size > MAX_FILE_BYTES:
+            raise InputError(f"{where}: {source} has more than {MAX_FILE_BYTES} bytes; store it smaller")
+        return source.read_bytes()
+    except (OSError, ValueError) as error:
+        raise InputError(f"{where}: {shortened(str(source))} cannot be read ({error}); make it readable") from error
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _check(image: Image.Image, where: str) -> None:
+    """Raises InputError by what the picture's first bytes say."""
+    width, height = image.size
+    if min(width, height) < 1:
+        raise InputError(f"{where} has {width} x {height} pixels: leave it out")
+    if max(width, height) > MAX_SIDE_PIXELS or width * height > MAX_PIXELS:
+        raise InputError(f"{where} has {width} x {height} pixels, more than anything needs: store it smaller")
+    if max(width, height) > MAX_RATIO * min(width, height):
+        raise InputError(f"{where} has {width} x {height} pixels: one side is over {MAX_RATIO} times the other; cut it")
+    if getattr(image, "n_frames", 1) > 1:
+        raise InputError(f"{where} has {image.n_frames} frames: store one of them")  # type: ignore[attr-defined]
+    if image.mode not in MODES:
+        raise InputError(f"{where} has the colours {image.mode}: convert it to RGB")
+
+
+@contextmanager
+def _readable(where: str) -> Iterator[None]:
+    """What the imaging library raises for bytes that are no picture, or half of one, is one sentence."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # ``_check`` has a limit of its own
+            yield
+    except InputError:
+        raise
+    except Exception as error:  # every decoder raises its own kinds
+        raise InputError(
+            f"{where} cannot be read ({shortened(str(error))}): store it again, or leave it out"
+        ) from error

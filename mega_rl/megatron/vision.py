@@ -1,0 +1,161 @@
+"""The vision tower in the trainer: transformers' own module, whole on every rank of the first pipeline stage.
+
+Letters: P patches, C numbers of a patch, N pictures, F merged patches (tokens of the language model), K of them in this
+rank's tokens, L tokens of this rank, D hidden width.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from mega_rl.megatron.attention import PackedSequences
+from mega_rl.models.vision import Tower
+from mega_rl.types import Picture
+
+ATTENTION = "sdpa"  # of the tower, on every platform
+
+
+class VisionTower(torch.nn.Module):
+    """transformers' vision tower with what Megatron needs to know of its parameters.
+
+    What a frozen tower makes of a picture stays on the host as long as there is room: other passes over the same
+    picture, other samples of its prompt and later epochs neither read it nor compute it again.
+    """
+
+    def __init__(self, tower: Tower, config: TransformerConfig, cache_bytes: int) -> None:
+        super().__init__()
+        self.module = _module(tower).to(config.params_dtype)
+        for parameter in self.module.parameters():
+            # Under sequence parallelism each rank puts only the features of its own tokens into the sequence, so that
+            # its gradient is a part; Megatron sums those of marked parameters over the tensor-parallel ranks.
+            parameter.sequence_parallel = config.sequence_parallel
+        self._merge = tower.merge
+        self._known = _Features(cache_bytes)
+
+    def forward(self, pictures: Sequence[Picture]) -> list[Tensor]:
+        """[F, D] embeddings of the merged patches of all pictures, then as many again for every layer that adds some
+        (DeepStack)."""
+        if any(parameter.requires_grad for parameter in self.module.parameters()):
+            return self._computed(pictures)
+        weight = next(self.module.parameters())
+        missing = {p.key: p for p in pictures if p.key not in self._known}
+        with torch.no_grad():
+            found = self._computed(list(missing.values())) if missing else []
+        sizes = [p.grid[0] * p.grid[1] // self._merge**2 for p in missing.values()]
+        made = dict(zip(missing, zip(*(features.split(sizes) for features in found), strict=True), strict=True))
+        parts = [made[p.key] if p.key in made else self._known.get(p.key, weight.device) for p in pictures]
+        for key, features in made.items():
+            self._known.put(key, features)
+        return [torch.cat(level) for level in zip(*parts, strict=True)]
+
+    def _computed(self, pictures: Sequence[Picture]) -> list[Tensor]:
+        weight = next(self.module.parameters())
+        patches_PC = torch.cat([picture.patches() for picture in pictures]).to(weight.device, weight.dtype)
+        grids_N3 = torch.tensor([(1, *picture.grid) for picture in pictures], device=weight.device)
+        output = self.module(patches_PC, grid_thw=grids_N3)
+        return [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+
+
+class _Features:
+    """Features of pictures on the host, the least recently used ones forgotten first."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self._num_bytes = max_bytes, 0
+        self._of_key: OrderedDict[str, tuple[Tensor, ...]] = OrderedDict()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._of_key
+
+    def get(self, key: str, device: torch.device) -> tuple[Tensor, ...]:
+        self._of_key.move_to_end(key)
+        return tuple(features.to(device) for features in self._of_key[key])
+
+    def put(self, key: str, features: Sequence[Tensor]) -> None:
+        held = tuple(one.cpu().clone() for one in features)
+        self._of_key[key] = held
+        self._num_bytes += _size(held)
+        while self._num_bytes > self._max_bytes:
+            _, oldest = self._of_key.popitem(last=False)
+            self._num_bytes -= _size(oldest)
+
+
+def _size(features: Sequence[Tensor]) -> int:
+    return sum(one.nbytes for one in features)
+
+
+def _module(tower: Tower) -> Any:
+    sizes = {
+        "depth": tower.num_blocks,
+        "hidden_size": tower.hidden_size,
+        "intermediate_size": tower.ffn_size,
+        "num_heads": tower.num_heads,
+        "in_channels": tower.channels,
+        "patch_size": tower.patch,
+        "temporal_patch_size": tower.frames,
+        "spatial_merge_size": tower.merge,
+        "out_hidden_size": tower.out_size,
+        "attn_implementation": ATTENTION,
+    }
+    if tower.kind == "qwen2_5_vl":
+        from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+
+        own = {"window_size": tower.window, "fullatt_block_indexes": list(tower.whole_blocks)}
+        return Qwen2_5_VisionTransformerPretrainedModel(Qwen2_5_VLVisionConfig(**sizes, **own))
+    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+
+    own = {"num_position_embeddings": tower.num_positions, "deepstack_visual_indexes": list(tower.deepstack)}
+    return Qwen3VLVisionModel(Qwen3VLVisionConfig(**sizes, **own))
+
+
+def with_pictures(vision: VisionTower, embedded_L1D: Tensor, packing: PackedSequences, config: Any) -> Tensor:
+    """The embeddings with those of pictures in their places; of this rank's share under sequence parallelism.
+
+    What DeepStack's layers add is left in ``packing``.
+    """
+    local = packing.images
+    assert local is not None
+    num_own = embedded_L1D.shape[0]
+    first = num_own * parallel_state.get_tensor_model_parallel_rank() if config.sequence_parallel else 0
+    is_here_K = (local.places_K >= first) & (local.places_K < first + num_own)
+    places_K, features_K = local.places_K[is_here_K] - first, local.features_K[is_here_K]
+    features_FD, *deepstack = vision(local.images.pictures)
+    values_K1D = features_FD[features_K].to(embedded_L1D.dtype)[:, None]
+    embedded_L1D = embedded_L1D.index_copy(0, places_K, values_K1D)  # by place, since padding repeats a token
+    aside = [features[features_K].to(embedded_L1D.dtype) for features in deepstack]
+    leaves = [features.detach().requires_grad_(features.requires_grad) for features in aside]
+    packing.deepstack, packing.deepstack_places_K = tuple(leaves), places_K
+    return _Aside.apply(leaves, embedded_L1D, *aside)
+
+
+class _Aside(torch.autograd.Function):
+    """The identity, whose backward pass also brings home what gradients have gathered in ``leaves`` by then.
+
+    Layers further up add these leaves by themselves. A recomputed layer runs a backward pass of its own; with anything
+    but leaves it would run through the vision tower once per layer.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, leaves: Sequence[Tensor], main: Tensor, *aside: Tensor) -> Tensor:
+        ctx.leaves = leaves
+        return main.view_as(main)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return (None, gradients[0], *(leaf.grad for leaf in ctx.leaves))
+
+
+def add_features(hidden_L1D: Tensor, layer: int, packing: PackedSequences | None) -> Tensor:
+    """The output of a layer, counted from 0, with the features that DeepStack adds to it."""
+    if packing is None or layer >= len(packing.deepstack):
+        return hidden_L1D
+    assert packing.deepstack_places_K is not None
+    return hidden_L1D.index_add(0, packing.deepstack_places_K, packing.deepstack[layer][:, None])

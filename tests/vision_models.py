@@ -1,0 +1,87 @@
+"""Tiny vision-language models as directories: weights, tokenizer, chat template and image processor, all of our own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tests import families
+
+MARK = "<|vision_start|><|image_pad|><|vision_end|>"
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
+VIDEO = "<|video_pad|>"
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.content is string %}"
+    "{{ message.content }}{% else %}{% for part in message.content %}{% if part.type == 'image' %}"
+    + MARK
+    + "{% else %}"
+    "{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PATCH, MERGE = 4, 2
+TOWERS = {"qwen2_5_vl": families.QWEN2_5_TOWER, "qwen3_vl": families.QWEN3_TOWER}
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes and special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=[*SPECIAL, VIDEO],
+    )
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def write(directory: Path, family: str) -> Path:
+    """A float32 model with its files."""
+    own = tokenizer()
+    ids = {name: own.convert_tokens_to_ids(f"<|{name}|>") for name in ("vision_start", "vision_end")}
+    sections = {"qwen2_5_vl": [2, 3, 3], "qwen3_vl": [3, 3, 2]}[family]
+    text = {
+        **families.TRAINER.common,
+        "head_dim": 16,
+        "vocab_size": len(own),
+        "num_hidden_layers": 3,
+        "max_position_embeddings": 1024,
+        "rope_parameters": families.three_axes(
+            sections, **({"mrope_interleaved": True} if family == "qwen3_vl" else {})
+        ),
+        "bos_token_id": None,
+        "eos_token_id": own.eos_token_id,
+        "pad_token_id": own.pad_token_id,
+    }
+    torch.manual_seed(0)
+    model = families.new_model(
+        family,
+        {
+            "text_config": text,
+            "vision_config": {**TOWERS[family], "out_hidden_size": text["hidden_size"]},
+            "tie_word_embeddings": False,
+            "image_token_id": own.convert_tokens_to_ids("<|image_pad|>"),
+            "video_token_id": own.convert_tokens_to_ids(VIDEO),
+            **{f"{name}_token_id": number for name, number in ids.items()},
+        },
+    )
+    model.save_pretrained(directory)
+    own.save_pretrained(directory)
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessorPil",
+        "patch_size": PATCH,
+        "temporal_patch_size": 2,
+        "merge_size": MERGE,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+        "size": {"shortest_edge": 4 * (PATCH * MERGE) ** 2, "longest_edge": 64 * (PATCH * MERGE) ** 2},
+    }
+    (directory / "preprocessor_config.json").write_text(json.dumps(processor))
+    return directory
