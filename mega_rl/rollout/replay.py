@@ -14,7 +14,7 @@ from mega_rl.errors import InputError
 from mega_rl.models.mixture import Mixture
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.records import read_step, trajectory_of_row
-from mega_rl.types import Trajectory
+from mega_rl.types import Prompt, Trajectory
 
 
 class ReplayEngine:
@@ -66,7 +66,7 @@ class ReplayEngine:
     def _find(self, request: Request) -> Trajectory:
         key = request.prompt.index, request.sample_index
         found = self._recorded.get(key)
-        if found is None or found.prompt.token_ids != request.prompt.token_ids:
+        if found is None or not _is_of(found, request.prompt):
             raise InputError(
                 f"rollout.replay={self._directory} has no sample {key[1]} of prompt {key[0]} at step "
                 f"{self._version + 1}: replay with the data, data.seed, data.train_batch_size and rollout.n of the "
@@ -99,3 +99,10 @@ class ReplayEngine:
         rows = [row for row in read_step(self._directory, version + 1) if row["weight_version"] == version]
         self._recorded = {(t.prompt.index, t.sample_index): t for t in map(trajectory_of_row, rows)}
         self._version = version
+
+
+def _is_of(recorded: Trajectory, prompt: Prompt) -> bool:
+    """Whether it answers this prompt; one of an episode may have got further messages from its environment."""
+    if recorded.episode is not None:
+        return (recorded.prompt.ground_truth, recorded.prompt.data_source) == (prompt.ground_truth, prompt.data_source)
+    return recorded.prompt.token_ids == prompt.token_ids
