@@ -1,4 +1,4 @@
-"""An engine without a model: what it samples follows from the tokens that it is given and the seed, and nothing else."""
+"""An engine without a model: what it samples follows from the tokens that it is given and the seed."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import zip_longest
 from typing import Any
 
@@ -140,6 +141,7 @@ class ToolEnvironment:
             return f"error: {error}"
 
 
+@cache
 def schema(function: Callable[..., Any]) -> Mapping[str, Any]:
     """The JSON schema of a function, as chat templates take it. Raises InputError."""
     from transformers.utils import get_json_schema  # two seconds, for runs with tools only

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
+from mega_rl.config.environment import ENVIRONMENT
 from mega_rl.config.schema import RewardConfig, RewardWorkersConfig
 from mega_rl.errors import InputError
 from mega_rl.rewards.dispatch import PoolError
@@ -16,7 +17,6 @@ from mega_rl.rewards.registry import BUILT_IN, part_name
 from mega_rl.rewards.worker import MAX_VALUE, SCORE, Answer, Sample, Setup
 from mega_rl.types import Outcome, Outline, Score, TokenSource, Trajectory, UnknownReward
 
-ENVIRONMENT = "environment"  # the part of a score that an environment gave
 WORKERS_PER_RANK = 2  # where `reward_workers.num_workers` says nothing
 
 
@@ -66,11 +66,11 @@ class Scorer:
         The future raises what `score` does.
         """
         result: Future[Score] = Future()
-        known = Score(0.0) if self.pool is None else None
+        known, has_rewards = None, self.pool is not None or self.judge is not None
         if trajectory.episode is not None:
-            known = score_of(trajectory.episode, has_rewards=self.pool is not None or self.judge is not None) or known
-        if known is not None:
-            result.set_result(known)
+            known = score_of(trajectory.episode, has_rewards)
+        if known is not None or self.pool is None:
+            result.set_result(known or Score(0.0))
             return result
 
         def finish(answered: Future[Answers]) -> None:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from mega_rl.data.replies import ReplyTokens
+from mega_rl.data.template import Tools
 from mega_rl.data.tokenizer import encode
 from mega_rl.environments.episode import MAX_DETAIL_LENGTH, Episode, EpisodeLimits, NoRoomError, Slots, run_episode
 from mega_rl.environments.protocol import Environment, Message
@@ -39,6 +40,7 @@ class Plan:
     max_turn_tokens: int | None = None  # of one turn; None: what the episode has left
     scored: Scored = "last_turn"  # the text of the trajectory
     workers: int = 64  # calls of environments at once
+    tools: Tools = ()  # that prompts offer, as JSON schemas
 
 
 @dataclass(frozen=True)

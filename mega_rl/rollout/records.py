@@ -26,8 +26,8 @@ def to_rows(group: PromptGroup) -> list[dict[str, Any]]:
     ``token_ids`` and ``logprobs`` are those of the tokens after the prompt, ``weight_version`` is the newest one. Only
     a trajectory of several turns or spans has the keys ``loss_mask`` (0 or 1, for the same tokens), ``spans`` and
     ``turns`` (whose indices count from the prompt's first token), only an episode has ``episode`` besides (its
-    ``Outcome``), and only one with routing has ``routed_experts``: the array's ``dtype``, ``shape`` and, in base64, its bytes, little-endian. A score that is not known is None: JSON has
-    no NaN.
+    ``Outcome``), and only one with routing has ``routed_experts``: the array's ``dtype``, ``shape`` and, in base64, its
+    bytes, little-endian. A score that is not known is None: JSON has no NaN.
     """
     pairs = zip(group.trajectories, group.scores, strict=True)
     return [_from_trajectory(trajectory) | {"score": _from_score(score)} for trajectory, score in pairs]

@@ -7,6 +7,7 @@ from mega_rl.stages.parts import building, learning, progress, rollout_metrics
 from mega_rl.stages.parts.batch_builder import BatchBuilder
 from mega_rl.stages.parts.behaviour import behaviour_policy
 from mega_rl.stages.parts.engine_probe import EngineProbe
+from mega_rl.stages.parts.episodes import with_episodes
 from mega_rl.stages.parts.export import export_trained
 from mega_rl.stages.parts.gates import GateWatch
 from mega_rl.stages.parts.progress import Progress
@@ -33,6 +34,7 @@ def train(session: Session) -> None:
     # Both take the actor for what model.path holds: it is resumed after them.
     reference = building.reference(session, actor)
     engine, sync = building.engine_and_sync(session, actor, noise)
+    engine = with_episodes(session.config, session.engine_layout, engine, session.plan)
     layout, rendezvous, depot = session.engine_layout, session.rendezvous, session.depot
     builder = BatchBuilder(config, layout, timers, prompts, engine, scorer, rendezvous, depot)
     validator = Validator(config, layout, timers, session.say, held_out, sync, engine, scorer, rendezvous, depot)
