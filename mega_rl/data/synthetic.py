@@ -159,9 +159,7 @@ def arithmetic_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def bpe_tokenizer(
-    texts: Iterable[str], vocab_size: int, template: str = CHATML_TEMPLATE
-) -> PreTrainedTokenizerFast:
+def bpe_tokenizer(texts: Iterable[str], vocab_size: int, template: str = CHATML_TEMPLATE) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer trained on the texts, with a ChatML template; <|im_end|> ends a sequence.
 
     Args:
