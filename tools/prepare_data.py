@@ -13,7 +13,7 @@ has something to learn by reinforcement. pairs.jsonl and pairs_val.jsonl have a 
 texts.jsonl and texts_val.jsonl are documents of sums.
 
 ``products`` makes up products of two numbers: train.jsonl and val.jsonl (``473*892=?`` and ``421916``) and sft.jsonl,
-conversations of which only --call-fraction ask a calculator and the others make an answer up.
+conversations of which only --call-fraction ask a calculator; the others end without an answer.
 
 Every file appears whole or not at all.
 """

@@ -63,7 +63,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a configuration, and a run of it in ``run``."""
     directory = tmp_path_factory.mktemp("episodes")
     tokenizer = bpe_tokenizer(WORDS, 400, TOOLS_TEMPLATE)
-    write_tiny_model(directory / "model", TinyModelSpec(hidden_size=64, ffn=96), tokenizer)
+    write_tiny_model(directory / "model", TinyModelSpec(hidden_size=64, num_heads=2, ffn=96), tokenizer)
     write_jsonl(directory / "train.jsonl", products_data(ProductsSpec(num_train=40, num_val=1, num_sft=1))["train"])
     environment = directory / "lengths_of_turns.py"
     environment.write_text(ENVIRONMENT)

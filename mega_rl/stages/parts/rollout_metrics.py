@@ -77,10 +77,12 @@ def _reward_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def shown_sample(trajectory: Trajectory, score: Score) -> ShownSample:
-    """What a dashboard shows of one answer."""
-    prompt = trajectory.prompt
+    """What a dashboard shows of one answer; of an episode, who said what."""
+    prompt, text = trajectory.prompt, trajectory.text
+    if trajectory.episode is not None:
+        text = "\n".join(f"[{turn.role}] {turn.text}" for turn in trajectory.turns[1:])
     return ShownSample(
-        prompt.text, trajectory.text, prompt.ground_truth, score.value, trajectory.num_sampled, trajectory.finish_reason
+        prompt.text, text, prompt.ground_truth, score.value, trajectory.num_sampled, trajectory.finish_reason
     )
 
 
