@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -20,11 +24,17 @@ from mega_rl.data.synthetic import bpe_tokenizer
 from mega_rl.data.tokenizer import encode, render_prompt
 from mega_rl.environments.episode import EpisodeLimits
 from mega_rl.environments.protocol import End, Message, Reply, Turn
+from mega_rl.observe.metrics import match
+from mega_rl.rewards.scorer import Scorer
+from mega_rl.rollout.collect import PromptGroup
 from mega_rl.rollout.conversations import Plan
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.episodes import MAX_WAIT_S, EpisodeSampler, turn_seed
+from mega_rl.rollout.records import to_group, to_rows, write_step
+from mega_rl.rollout.replay import ReplayEngine
 from mega_rl.rollout.requests import make_requests
-from mega_rl.types import ASSISTANT, PROMPT, Prompt, Trajectory
+from mega_rl.stages.parts.episodes import episode_metrics, without_reward
+from mega_rl.types import ASSISTANT, PROMPT, Prompt, Sample, Score, Trajectory
 from tests.chat_templates import TEXTS
 from tests.scripted_engine import ScriptedEngine
 
@@ -266,3 +276,91 @@ def test_no_more_environments_work_at_once_than_there_are_workers() -> None:
 def test_turns_have_seeds_of_their_own(turn: int) -> None:
     seeds = {turn_seed(seed, number) for seed in range(50) for number in (0, turn)}
     assert len(seeds) == 100 and all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_the_ranks_of_an_engine_submit_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leader runs the environments; the other rank learns what to submit before the same step of the engine."""
+    told: SimpleQueue[Any] = SimpleQueue()
+    is_leader = threading.local()
+
+    def broadcast(value: Any, group: Any) -> Any:
+        if is_leader.value:
+            told.put(value)
+            return value
+        return told.get(timeout=60)
+
+    monkeypatch.setattr("mega_rl.rollout.episodes.broadcast_object", broadcast)
+    engines = [ScriptedEngine(tokenizer(), order=4) for _ in range(2)]
+    wanted = requests()
+
+    def rank(number: int) -> list[Any]:
+        is_leader.value = number == 0
+        made = EpisodeSampler(engines[number], plan(SlowEcho), number == 0, ranks=object())
+        made.submit(wanted)
+        ended: list[Any] = []
+        while made.num_unfinished:
+            ended += made.step()
+        made.close()
+        return ended
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(rank, range(2))
+    assert engines[0].requests == engines[1].requests and len(engines[0].requests) == 36
+    assert [(t.prompt.index, t.sample_index) for t in first] == [(r.prompt.index, r.sample_index) for r in second]
+    assert all(isinstance(r, Request) for r in second)
+    assert sorted(first, key=lambda t: (t.prompt.index, t.sample_index)) == episodes(plan(), wanted)
+
+
+def test_records_and_replays_of_episodes(tmp_path: Path) -> None:
+    wanted = requests(2, 3)
+    found = episodes(plan(Opening), wanted)
+    groups = [PromptGroup(tuple(found[i : i + 3]), (Score(1.0),) * 3) for i in (0, 3)]
+    rows = [json.loads(json.dumps(row)) for group in groups for row in to_rows(group)]
+    assert [to_group(rows[:3]), to_group(rows[3:])] == groups
+    write_step(tmp_path, 8, rows, -1)
+    replay = ReplayEngine(tmp_path, None)
+    replay.turn_to(7)
+    assert replay.generate(wanted) == found
+
+
+def test_the_environment_scores_or_the_rewards_do() -> None:
+    scorer = Scorer([], None)
+    (given, *_) = episodes(plan(), requests(1, 1))
+    score = scorer.start(given).result()
+    assert given.episode is not None and score.parts == {"environment": given.episode.reward}
+
+    class Silent(Echo):
+        def step(self, turn: Turn) -> Reply | End:
+            return End()
+
+    (silent,) = episodes(plan(Silent), requests(1, 1))
+    unknown = scorer.start(silent).result()
+    assert not unknown.is_known and unknown.unknown["environment"].cause == "missing"
+    (failed,) = episodes(plan(Bad), requests(1, 1))
+    assert scorer.start(failed).result().unknown["environment"].cause == "raised"
+    (cut,) = episodes(plan(limits=EpisodeLimits(max_turns=1, step_timeout_s=120.0)), requests(1, 1))
+    assert cut.episode is not None and cut.episode.stop == "turns"
+    left_out = without_reward(cut.episode)
+    assert left_out.failure is not None and left_out.failure.cause == "unfinished"
+    assert without_reward(given.episode) == given.episode
+
+
+def test_metrics_of_episodes() -> None:
+    class Calling(Echo):
+        def step(self, turn: Turn) -> Reply | End:
+            if turn.number == 1:
+                return End(1.0)
+            of_tool = {"tool_calls/add": 2, "tool_errors/add": 1, "tool_s/add": 4.0}
+            return Reply([{"role": "tool", "content": "3"}], {"tool_calls": 2, "tool_s": 4.0, **of_tool})
+
+    found = [*episodes(plan(Calling), requests(1, 3)), *episodes(plan(Bad), requests(1, 1))]
+    samples = [Sample(trajectory.outline(), Score(1.0), 0.0) for trajectory in found]
+    metrics = episode_metrics(samples)
+    assert metrics["episode/turns"] == 6 / 4 and metrics["episode/failed_fraction"] == 1 / 4
+    assert metrics["episode/tool_calls"] == metrics["episode/tool_calls/add"] == 6 / 4
+    assert metrics["episode/tool_errors/add"] == 0.5 and metrics["episode/tool_s/add"] == 2.0
+    assert metrics["episode/reply_tokens"] == sum(
+        turn.stop - turn.start for t in found for turn in t.turns if turn.role == "tool"
+    ) / len(found)
+    assert all(match(name) for name in metrics)
+    assert episode_metrics([]) == {}
