@@ -22,25 +22,23 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
-from mega_rl.data.products import ProductsSpec, products_data
+from mega_rl.data.products import ProductsData, ProductsSpec, products_data
 from mega_rl.data.rows import write_jsonl
 from mega_rl.data.sets.table import SETS, prepare, write
-from mega_rl.data.synthetic import ArithmeticSpec, arithmetic_data
+from mega_rl.data.synthetic import ArithmeticData, ArithmeticSpec, arithmetic_data
 from mega_rl.errors import InputError
 
 
 def prepare_arithmetic(out: Path, spec: ArithmeticSpec) -> list[Path]:
     """Writes a file for every table of ``ArithmeticData`` into ``out``."""
-    data = arithmetic_data(spec)
-    return write_tables(out, {field.name: getattr(data, field.name) for field in fields(data)})
+    return write_tables(out, arithmetic_data(spec))
 
 
-def write_tables(out: Path, tables: Mapping[str, list[dict[str, Any]]]) -> list[Path]:
+def write_tables(out: Path, data: ArithmeticData | ProductsData) -> list[Path]:
+    tables = {field.name: getattr(data, field.name) for field in fields(data)}
     for name, records in tables.items():
         write_jsonl(out / f"{name}.jsonl", records)
     return [out / f"{name}.jsonl" for name in tables]

@@ -56,8 +56,17 @@ class ProductsSpec:
     seed: int = 0
 
 
-def products_data(spec: ProductsSpec) -> dict[str, list[dict[str, Any]]]:
-    """Rows by the name of their file: train and val (prompt, answer) and sft (messages, tools).
+@dataclass(frozen=True)
+class ProductsData:
+    """A table for each file."""
+
+    train: list[dict[str, Any]]  # {"prompt": "473*892=?", "answer": "421916", "data_source": "products"}
+    val: list[dict[str, Any]]  # the same, held out
+    sft: list[dict[str, Any]]  # {"messages": [...], "tools": [...]}
+
+
+def products_data(spec: ProductsSpec) -> ProductsData:
+    """Prompts for training and validation, and conversations about other products.
 
     Raises:
         InputError: a count below 1, a fraction outside of [0, 1], or more products than there are.
@@ -73,7 +82,7 @@ def products_data(spec: ProductsSpec) -> dict[str, list[dict[str, Any]]]:
     pairs = _pairs(spec)
     prompts = [_prompt(*next(pairs)) for _ in range(wanted)]
     sft = [_conversation(*next(pairs), item, spec) for item in range(spec.num_sft)]
-    return {"train": prompts[: spec.num_train], "val": prompts[spec.num_train :], "sft": sft}
+    return ProductsData(prompts[: spec.num_train], prompts[spec.num_train :], sft)
 
 
 def _pairs(spec: ProductsSpec) -> Iterator[tuple[int, int]]:

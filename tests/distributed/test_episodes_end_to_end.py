@@ -65,7 +65,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("episodes")
     tokenizer = bpe_tokenizer(WORDS, 400, TOOLS_TEMPLATE)
     write_tiny_model(directory / "model", TinyModelSpec(hidden_size=64, num_heads=2, ffn=96), tokenizer)
-    write_jsonl(directory / "train.jsonl", products_data(ProductsSpec(num_train=40, num_val=1, num_sft=1))["train"])
+    write_jsonl(directory / "train.jsonl", products_data(ProductsSpec(num_train=40, num_val=1, num_sft=1)).train)
     environment = directory / "lengths_of_turns.py"
     environment.write_text(ENVIRONMENT)
     names = {"model": directory / "model", "train": directory / "train.jsonl", "environment": environment}
