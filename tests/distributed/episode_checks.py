@@ -90,7 +90,7 @@ def collected(
 @torch.no_grad()
 def equals_model(trajectory: Trajectory, model: PreTrainedModel) -> None:
     """The engine's log-probabilities of all turns are those of one pass over the whole conversation."""
-    ids = torch.from_numpy(trajectory.token_ids).long()
+    ids = torch.from_numpy(trajectory.token_ids.copy()).long()
     logprobs = model(ids[None]).logits[0, :-1].float().log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
     mask = torch.from_numpy(trajectory.loss_mask.copy())[1:]
     difference = (logprobs - torch.from_numpy(trajectory.logprobs.copy())[1:])[mask].abs().max().item()
