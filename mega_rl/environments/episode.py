@@ -62,14 +62,9 @@ async def run_episode(
 ) -> Episode:
     """Let the model and the environment take turns until one of them, or a limit, ends it.
 
-    Plain functions of the environment run in the default executor of the event loop: give the loop one with as many
-    threads as episodes should wait at once. A failure of the environment never raises; one of `generate` does, after
-    the environment was closed.
-
-    Args:
-        count_tokens: of a text, without a chat template. The default counts characters.
-        slots: entered for each call of the environment, such as a semaphore that many episodes share; waiting for it is
-            not a part of the call's time.
+    Plain functions of the environment run in the event loop's default executor. What it does never raises; a failure of
+    `generate` does, after the environment was closed. ``slots``, such as a semaphore, is entered for each call of the
+    environment, outside of its time; ``count_tokens`` is of a text without a chat template.
     """
     events: list[Turn | Reply] = []
     metrics: Counter[str] = Counter()
@@ -102,7 +97,7 @@ async def run_episode(
                 return end("environment", answer.reward)
             reply = take(answer)
             if number + 1 == limits.max_turns:
-                return end("turns")  # nobody would read the reply
+                break  # nobody would read the reply
             if limits.max_tokens is not None and num_tokens >= limits.max_tokens:
                 return end("tokens")
             events.append(reply)
