@@ -63,14 +63,14 @@ train() { # train CONFIG [key=value ...] on two ranks, on a port that is free
     "$python" -m torch.distributed.run --nproc-per-node 2 --master-addr 127.0.0.1 --master-port "$port" \
         tools/train.py --config "$@" "trainer.seed=$seed" "data.seed=$seed"
 }
-held_out() { # held_out MODEL OUT: the held-out sums, once greedy and eight times sampled
-    "$python" tools/eval.py "$1" --config "configs/quickstart$suffix.yaml" --data "$dir/data/val.jsonl" --samples 8 \
+held_out() { # held_out MODEL OUT: the held-out problems, once greedy and $samples times sampled
+    "$python" tools/eval.py "$1" --config "configs/quickstart$suffix.yaml" --data "$dir/data/val.jsonl" --samples "$samples" \
         --tensor-parallel 1 --out "$2"
 }
 
-task=arithmetic suffix=""
+task=arithmetic suffix="" samples=8
 if [ "$what" = tools ]; then
-    task=products suffix=_tools
+    task=products suffix=_tools samples=0
 fi
 phase "tiny model" "$python" tools/make_tiny_model.py --family qwen2 --tokenizer "$task" --seed "$seed" \
     --out "$dir/model"
