@@ -6,6 +6,7 @@ SHELL := /bin/bash
 VENV ?= .venv
 QUICKSTART_DIR ?= runs/quickstart
 CHAIN_DIR ?= runs/quickstart_chain
+TOOLS_DIR ?= runs/quickstart_tools
 PYTEST_ARGS ?=
 NPU_PYTEST_ARGS ?=
 MINDSPEED ?=
@@ -19,7 +20,7 @@ ifdef PYTHON
 export PYTHON
 endif
 
-.PHONY: help venv quickstart quickstart-chain test test-fast test-cpu test-npu fuzz durations lint format types reference tensorboard clean
+.PHONY: help venv quickstart quickstart-chain quickstart-tools test test-fast test-cpu test-npu fuzz durations lint format types reference tensorboard clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -32,6 +33,9 @@ quickstart: venv ## train a tiny model with GRPO from nothing, under 10 minutes 
 
 quickstart-chain: venv ## SFT, a reward model and PPO; DPO; SFT with adapters, merged, GRPO: each from the one before
 	@VENV="$(abspath $(VENV))" QUICKSTART_DIR="$(CHAIN_DIR)" tools/quickstart.sh chain
+
+quickstart-tools: venv ## train a tiny model to ask a calculator for what it cannot compute, over several turns
+	@VENV="$(abspath $(VENV))" QUICKSTART_DIR="$(TOOLS_DIR)" tools/quickstart.sh tools
 
 test: $(if $(PYTEST_ARGS),,test-npu) test-cpu ## the whole suite: test-npu, then test-cpu; narrowed by PYTEST_ARGS, test-cpu alone
 

@@ -54,6 +54,17 @@ class Turn:
     role: str  # PROMPT, ASSISTANT, or that of the message that answered the assistant, such as "tool" or "user"
     start: int
     stop: int
+    text: str = ""  # of its tokens, special ones included; only episodes have it
+
+
+class Outcome(NamedTuple):
+    """How an episode ended: a conversation of the model with an environment."""
+
+    stop: str  # environment, turns, tokens (these two: a limit) or failed
+    num_turns: int  # of the model
+    reward: float | None  # that the environment gave; None: the run's rewards score it
+    failure: UnknownReward | None  # of the environment: its reward is unknown
+    metrics: Mapping[str, float]  # by the environment's own names, added up over the episode
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,10 +88,11 @@ class Trajectory:
     logprobs: npt.NDArray[np.float32]  # [L]: nats, under the engine's (possibly noisy) policy; 0 outside the mask
     spans: tuple[Span, ...]  # ascending; the first begins at the first sampled token
     turns: tuple[Turn, ...]  # side by side over all tokens; the first is the prompt
-    text: str  # of the sampled tokens, without special tokens
+    text: str  # of the sampled tokens, without special tokens; of an episode, of the turns that rewards score
     finish_reason: str  # "stop" or "length": why the last response ended
     # [L-1, M, K] uint8 or uint16: which experts the engine sent every token to; the last token was never an input.
     routed_experts: npt.NDArray[np.unsignedinteger[Any]] | None = None
+    episode: Outcome | None = None  # None: no environment took part
 
     def __post_init__(self) -> None:
         length, num_prompt = len(self.token_ids), len(self.prompt.token_ids)
@@ -173,6 +185,7 @@ class Trajectory:
             self.finish_reason,
             self._versions(),
             None if routed is None else Routing(routed.dtype.name, *routed.shape[1:]),
+            self.episode,
         )
 
     def _versions(self) -> tuple[tuple[int, int], ...]:
@@ -184,7 +197,8 @@ class Trajectory:
     def is_single_turn(self) -> bool:
         """Whether it is what ``single_turn`` makes: one response, all of it sampled with the weights of one sync."""
         num_after_prompt = len(self.token_ids) - len(self.prompt.token_ids)
-        return len(self.turns) == 2 and len(self.spans) == 1 and self.num_sampled == num_after_prompt
+        is_plain = self.episode is None and len(self.spans) == 1 and len(self.turns) == 2
+        return is_plain and self.num_sampled == num_after_prompt
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Trajectory):
@@ -214,7 +228,7 @@ class Routing(NamedTuple):
 class Outline(NamedTuple):
     """A trajectory without its tokens: numbers that every rank has, while the tokens lie with one of them.
 
-    About 60 bytes in a message, however long the trajectory is.
+    About 60 bytes in a message, however long the trajectory is; what an episode's environment says comes on top.
     """
 
     owner: int  # the rank that holds the tokens
@@ -230,6 +244,7 @@ class Outline(NamedTuple):
     # (of the weights, sampled tokens), ascending: which weights sampled how many of the tokens, from the first one on
     versions: tuple[tuple[int, int], ...]
     routing: Routing | None = None
+    episode: Outcome | None = None
 
     @property
     def key(self) -> tuple[int, int]:

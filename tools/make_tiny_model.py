@@ -19,6 +19,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
+from mega_rl.data.products import TOOLS_TEMPLATE, WORDS
 from mega_rl.data.rows import read_rows
 from mega_rl.data.synthetic import arithmetic_tokenizer, bpe_tokenizer
 from mega_rl.data.tiny_model import FAMILIES, TinyModelSpec, write_tiny_model
@@ -32,7 +33,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="directory to make")
     parser.add_argument("--overwrite", action="store_true", help="replace --out where it exists")
     parser.add_argument("--family", choices=sorted(FAMILIES), default=default.family)
-    parser.add_argument("--tokenizer", choices=["arithmetic", "bpe"], default="arithmetic")
+    parser.add_argument("--tokenizer", choices=["arithmetic", "products", "bpe"], default="arithmetic")
     parser.add_argument("--bpe-text", nargs="+", default=[], metavar="FILE", help="what --tokenizer bpe trains on")
     parser.add_argument("--vocab-size", type=int, default=None, help="tokens of --tokenizer bpe (default 2048)")
     for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "ffn", "max_positions", "seed"):
@@ -47,10 +48,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def make_tokenizer(kind: str, text_files: list[str], vocab_size: int | None) -> PreTrainedTokenizerFast:
-    if kind == "arithmetic":
+    if kind != "bpe":
         if text_files or vocab_size is not None:
             raise InputError("--bpe-text and --vocab-size belong to --tokenizer bpe; leave them out or choose it")
-        return arithmetic_tokenizer()
+        return arithmetic_tokenizer() if kind == "arithmetic" else bpe_tokenizer(WORDS, 400, TOOLS_TEMPLATE)
     if not text_files:
         raise InputError("--tokenizer bpe needs --bpe-text with at least one file to train on")
     return bpe_tokenizer(read_texts(text_files), 2048 if vocab_size is None else vocab_size)

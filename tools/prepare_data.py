@@ -12,6 +12,9 @@ styles, and only --plain-fraction of them in the plain one that counts as an ans
 has something to learn by reinforcement. pairs.jsonl and pairs_val.jsonl have a plain right answer and a worse one;
 texts.jsonl and texts_val.jsonl are documents of sums.
 
+``products`` makes up products of two numbers: train.jsonl and val.jsonl (``473*892=?`` and ``421916``) and sft.jsonl,
+conversations of which only --call-fraction ask a calculator; the others end without an answer.
+
 Every file appears whole or not at all.
 """
 
@@ -22,15 +25,19 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+from mega_rl.data.products import ProductsData, ProductsSpec, products_data
 from mega_rl.data.rows import write_jsonl
 from mega_rl.data.sets.table import SETS, prepare, write
-from mega_rl.data.synthetic import ArithmeticSpec, arithmetic_data
+from mega_rl.data.synthetic import ArithmeticData, ArithmeticSpec, arithmetic_data
 from mega_rl.errors import InputError
 
 
 def prepare_arithmetic(out: Path, spec: ArithmeticSpec) -> list[Path]:
     """Writes a file for every table of ``ArithmeticData`` into ``out``."""
-    data = arithmetic_data(spec)
+    return write_tables(out, arithmetic_data(spec))
+
+
+def write_tables(out: Path, data: ArithmeticData | ProductsData) -> list[Path]:
     tables = {field.name: getattr(data, field.name) for field in fields(data)}
     for name, records in tables.items():
         write_jsonl(out / f"{name}.jsonl", records)
@@ -62,14 +69,18 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         )
     arithmetic = commands.add_parser("arithmetic", help="additions, answered in several styles in the supervised part")
     arithmetic.add_argument("--out", type=Path, required=True, help="directory to write to")
-    for field in fields(ArithmeticSpec):
-        arithmetic.add_argument(
-            f"--{field.name.replace('_', '-')}",
-            type=float if field.name == "plain_fraction" else int,
-            default=field.default,
-            help=f"default {field.default}",
-        )
+    add_fields(arithmetic, ArithmeticSpec)
+    products = commands.add_parser("products", help="products, and conversations with a calculator about them")
+    products.add_argument("--out", type=Path, required=True, help="directory to write to")
+    add_fields(products, ProductsSpec)
     return parser.parse_args(argv)
+
+
+def add_fields(command: argparse.ArgumentParser, spec: type[ArithmeticSpec] | type[ProductsSpec]) -> None:
+    for field in fields(spec):
+        kind = float if field.name.endswith("_fraction") else int
+        option = f"--{field.name.replace('_', '-')}"
+        command.add_argument(option, type=kind, default=field.default, help=f"default {field.default}")
 
 
 def prepare_set(arguments: argparse.Namespace) -> list[Path]:
@@ -93,6 +104,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if arguments.command in SETS:
             written = prepare_set(arguments)
+        elif arguments.command == "products":
+            made = ProductsSpec(**{field.name: getattr(arguments, field.name) for field in fields(ProductsSpec)})
+            written = write_tables(arguments.out, products_data(made))
         else:
             spec = ArithmeticSpec(**{field.name: getattr(arguments, field.name) for field in fields(ArithmeticSpec)})
             written = prepare_arithmetic(arguments.out, spec)

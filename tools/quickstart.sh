@@ -3,9 +3,10 @@
 #
 #   VENV=.venv QUICKSTART_DIR=runs/quickstart tools/quickstart.sh           (what `make quickstart` does)
 #   VENV=.venv QUICKSTART_DIR=runs/quickstart_chain tools/quickstart.sh chain     (what `make quickstart-chain` does)
+#   VENV=.venv QUICKSTART_DIR=runs/quickstart_tools tools/quickstart.sh tools     (what `make quickstart-tools` does)
 #
 # With "chain" every stage begins where another one ended: SFT -> reward model -> PPO; SFT -> DPO; SFT -> SFT with
-# adapters -> merged -> GRPO. QUICKSTART_SEED (0) is that of the weights, of the data and of all runs.
+# adapters -> merged -> GRPO. With "tools" the model learns to ask a calculator for products. QUICKSTART_SEED (0) is that of the weights, of the data and of all runs.
 # Starts over each time: QUICKSTART_DIR is removed first, but only where this script made it (it leaves a marker there).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -18,9 +19,9 @@ marker="$dir/.made_by_quickstart"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" HF_HUB_OFFLINE=1
 
 case "$what" in
-    grpo | chain) ;;
+    grpo | chain | tools) ;;
     *)
-        echo "quickstart: '$what' is neither grpo nor chain" >&2
+        echo "quickstart: '$what' is none of grpo, chain and tools" >&2
         exit 2
         ;;
 esac
@@ -62,15 +63,19 @@ train() { # train CONFIG [key=value ...] on two ranks, on a port that is free
     "$python" -m torch.distributed.run --nproc-per-node 2 --master-addr 127.0.0.1 --master-port "$port" \
         tools/train.py --config "$@" "trainer.seed=$seed" "data.seed=$seed"
 }
-held_out() { # held_out MODEL OUT: the held-out sums, once greedy and eight times sampled
-    "$python" tools/eval.py "$1" --config configs/quickstart.yaml --data "$dir/data/val.jsonl" --samples 8 \
+held_out() { # held_out MODEL OUT: the held-out problems, once greedy and $samples times sampled
+    "$python" tools/eval.py "$1" --config "configs/quickstart$suffix.yaml" --data "$dir/data/val.jsonl" --samples "$samples" \
         --tensor-parallel 1 --out "$2"
 }
 
-phase "tiny model" "$python" tools/make_tiny_model.py --family qwen2 --tokenizer arithmetic --seed "$seed" \
+task=arithmetic suffix="" samples=8
+if [ "$what" = tools ]; then
+    task=products suffix=_tools samples=0
+fi
+phase "tiny model" "$python" tools/make_tiny_model.py --family qwen2 --tokenizer "$task" --seed "$seed" \
     --out "$dir/model"
-phase "data set" "$python" tools/prepare_data.py arithmetic --seed "$seed" --out "$dir/data"
-phase "supervised warm-up" train configs/quickstart_sft.yaml \
+phase "data set" "$python" tools/prepare_data.py "$task" --seed "$seed" --out "$dir/data"
+phase "supervised warm-up" train "configs/quickstart${suffix}_sft.yaml" \
     "model.path=$dir/model" "data.train_files=[$dir/data/sft.jsonl]" "trainer.output_dir=$dir/sft"
 prompts=("data.train_files=[$dir/data/train.jsonl]" "data.val_files=[$dir/data/val.jsonl]")
 pairs=("data.train_files=[$dir/data/pairs.jsonl]" "data.val_files=[$dir/data/pairs_val.jsonl]")
@@ -92,8 +97,11 @@ if [ "$what" = chain ]; then
         phase "held-out sums: $stage" held_out "$dir/$stage/huggingface" "$dir/eval/$stage"
     done
 else
-    phase "GRPO" train configs/quickstart.yaml "model.path=$dir/sft/huggingface" "${prompts[@]}" \
+    phase "GRPO" train "configs/quickstart$suffix.yaml" "model.path=$dir/sft/huggingface" "${prompts[@]}" \
         "trainer.output_dir=$dir/grpo"
+fi
+if [ "$what" = tools ]; then # an evaluation answers in one turn: no calculator answers it
+    phase "held-out products, no tool" held_out "$dir/grpo/huggingface" "$dir/eval"
 fi
 
 echo

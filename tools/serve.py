@@ -120,7 +120,7 @@ def configured(options: argparse.Namespace, weights: Weights) -> RunConfig:
         seeds="request",
     )
     length = options.max_model_len or config.data.max_prompt_length + config.data.max_response_length
-    trainer = replace(config.trainer, max_tokens_per_microbatch=max(length, config.trainer.max_tokens_per_microbatch))
+    trainer = replace(config.trainer, max_tokens_per_microbatch=None)
     data = replace(config.data, max_prompt_length=length - 1, max_response_length=1)  # a client says how much of either
     rewards = config.rewards or [RewardConfig("boxed")]  # a configuration has some; nothing is scored here
     config = replace(config, rollout=rollout, trainer=trainer, data=data, rewards=rewards)

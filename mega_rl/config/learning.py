@@ -1,9 +1,9 @@
-"""A part of the schema: which weights are trained, and what single stages and objectives are set by."""
+"""A part of the schema: which weights are trained, what single stages and objectives are set by, and environments."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass
@@ -96,3 +96,25 @@ class CriticConfig:
     lam: float = 1.0  # lambda of GAE: 1 trusts what was rewarded alone, 0 the critic alone
     clip_value: float | None = 0.5  # an update moves a value by so much at most, in units of the reward; null: off
     warmup_steps: int = 0  # steps in the beginning in which the critic alone learns
+
+
+@dataclass
+class EnvironmentConfig:
+    """What answers the model between its turns, so that a response is an episode of several; docs/episodes.md."""
+
+    # tools | python_sandbox | number_guessing | package.module:Class | path/to/file.py:Class; null: single turns
+    name: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the environment
+    tool_parser: str = "hermes"  # tools only: which of vLLM's parsers reads the calls that the model writes
+    max_turns: int = 4  # of the model in one episode
+    # Tokens of one turn; null: what is left of data.max_response_length, which is of all turns and replies together.
+    max_turn_tokens: int | None = None
+    max_reply_tokens: int = 1024  # of each message of the environment; a longer one is cut in its middle, and says so
+    step_timeout_s: float = 30.0  # limit of one answer of the environment; past it the reward of the episode is unknown
+    workers: int = 64  # answers that the environments of one engine work on at once
+    scored: Literal["last_turn", "all_turns"] = "last_turn"  # the text that rewards are given of an episode
+    # Episodes that a limit of turns or tokens ends. score: as all others | leave_out: nothing is learnt from them
+    unfinished: Literal["score", "leave_out"] = "score"
+    # A chat template that writes earlier turns otherwise than they were sampled (thoughts left out). refuse: an error |
+    # keep: what was sampled stays
+    history: Literal["refuse", "keep"] = "refuse"

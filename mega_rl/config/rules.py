@@ -175,6 +175,13 @@ RULES: dict[str, Rule] = {
     "rollout.stop_token_ids": list_of(at_least(0)),
     "rollout.replay": nullable(text()),
     "rollout.kv_cache_bytes": between(1 << 20, MAX_MEMORY_BYTES),
+    "environment.name": nullable(text()),
+    "environment.tool_parser": text(),
+    "environment.max_turns": between(1, MANY),
+    "environment.max_turn_tokens": nullable(between(1, MANY)),
+    "environment.max_reply_tokens": between(1, MANY),
+    "environment.step_timeout_s": between(0.01, 7 * 24 * 3600),
+    "environment.workers": between(1, 1 << 16),
     "validation.n": between(0, 1 << 16),
     "validation.temperature": between(MIN_TEMPERATURE, 1000),
     "algorithm.clip_ratio_low": Rule(lambda v: _is_number(v) and 0 < v <= 1, "a number > 0 and <= 1"),
@@ -224,7 +231,7 @@ RULES: dict[str, Rule] = {
 # Beginnings of the keys that one stage reads alone: sections, and keys of sections that other stages read otherwise.
 READ_BY = {
     "rl": (
-        "rollout.", "bridge.", "algorithm.", "critic.", "aqn.", "reward_workers.", "trainer.gates.",
+        "rollout.", "environment.", "bridge.", "algorithm.", "critic.", "aqn.", "reward_workers.", "trainer.gates.",
         "validation.n", "validation.temperature",
     ),
     "dpo": ("preference.",),

@@ -19,6 +19,9 @@ from mega_rl.config.learning import (
     CriticConfig as CriticConfig,
 )
 from mega_rl.config.learning import (
+    EnvironmentConfig as EnvironmentConfig,
+)
+from mega_rl.config.learning import (
     KtoConfig as KtoConfig,
 )
 from mega_rl.config.learning import (
@@ -407,13 +410,14 @@ class PlatformConfig:
 
 @dataclass
 class RunConfig:
-    """All sections. Only stage rl reads rollout, algorithm, critic, aqn, rewards and reward_workers."""
+    """All sections. Only stage rl reads rollout, environment, algorithm, critic, aqn, rewards, reward_workers."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     tuning: TuningConfig = field(default_factory=TuningConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     bridge: BridgeConfig = field(default_factory=BridgeConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)

@@ -9,6 +9,7 @@ from typing import Any
 
 from mega_rl.config.adapters import adapter_problems
 from mega_rl.config.algorithm import algorithm_problems, sampling_problems
+from mega_rl.config.environment import environment_problems, score_parts
 from mega_rl.config.megatron_fields import field_problems
 from mega_rl.config.model import model_problems
 from mega_rl.config.rules import Rule, any_number, rules, text
@@ -301,8 +302,7 @@ def _placement(found: _Problems) -> None:
 
 def _rewards(found: _Problems) -> None:
     rewards = found.config.rewards
-    if not rewards:
-        found.add("rewards is []: an rl run needs at least one, such as rewards=[{name: NAME}]")
+    found.lines += environment_problems(found.config)
     names: set[str] = set()
     for index, reward in enumerate(rewards):
         field = f"rewards[{index}]"
@@ -373,7 +373,7 @@ def _dynamic_sampling(found: _Problems) -> None:
         found.add(f"{field}.enabled drops groups of equal reward, and rollout.n is 1: set rollout.n to at least 2")
     if found.good(f"{field}.budget", f"{field}.oversample") and settings.budget < settings.oversample:
         found.add(f"{field}.budget is {settings.budget}: set it to at least {field}.oversample, {settings.oversample}")
-    parts = [reward.name.rpartition(":")[2] for reward in found.config.rewards]
+    parts = score_parts(found.config)
     if reward_model(found.config) is not None and settings.metric in (None, MODEL_REWARD):
         found.add(
             f"{field}.enabled drops groups while others are sampled, but the reward {MODEL_REWARD!r} is known when all "

@@ -11,6 +11,7 @@ from mega_rl.config.schema import DataConfig
 from mega_rl.data.columns import prompt_of, refuse_columns, truth_of
 from mega_rl.data.rows import Row, read_rows
 from mega_rl.data.stream import Stream, fingerprint
+from mega_rl.data.template import Tools
 from mega_rl.data.tokenizer import is_surely_longer, num_characters, render_prompt
 from mega_rl.errors import InputError, shown
 from mega_rl.parallel.collectives import gather_objects, together, work_shared
@@ -45,6 +46,7 @@ class PromptDataset:
         key: str = "data.train_files",
         max_samples: int | None = None,
         needs_truth: bool = True,
+        tools: Tools = (),
     ) -> PromptDataset:
         """Reads, renders and filters. Collective: every rank reads all rows and tokenises an even share of them.
 
@@ -52,6 +54,7 @@ class PromptDataset:
             key: the configuration field that lists ``files``, for messages.
             max_samples: take the first rows only, before filtering; ``data.max_val_samples`` for validation.
             needs_truth: whether a reward compares with the ground truth, so that a row without one is an error.
+            tools: that every prompt offers, as JSON schemas.
 
         Raises:
             InputError: on every rank, for unreadable files, files that differ between ranks, rows without the needed
@@ -67,7 +70,7 @@ class PromptDataset:
                 "files"
             )
         found = work_shared(
-            range(len(rows)), lambda index: _fitting_prompt(index, rows[index], tokenizer, data, needs_truth)
+            range(len(rows)), lambda index: _fitting_prompt(index, rows[index], tokenizer, data, needs_truth, tools)
         )
         prompts = [prompt for prompt in found if prompt is not None]
         if not prompts:
@@ -85,7 +88,7 @@ class PromptDataset:
 
 
 def _fitting_prompt(
-    index: int, row: Row, tokenizer: PreTrainedTokenizerBase, data: DataConfig, needs_truth: bool
+    index: int, row: Row, tokenizer: PreTrainedTokenizerBase, data: DataConfig, needs_truth: bool, tools: Tools
 ) -> Prompt | None:
     """The prompt of a row; None if it is overlong and such are to be left out."""
     limit, where = data.max_prompt_length, row.where
@@ -98,7 +101,7 @@ def _fitting_prompt(
             "shorten it or set data.filter_overlong_prompts"
         )
     else:
-        prompt = _prompt(index, row, tokenizer, data, needs_truth)
+        prompt = _prompt(index, row, tokenizer, data, needs_truth, tools)
         if len(prompt.token_ids) <= limit:
             return prompt
         problem = (
@@ -110,7 +113,9 @@ def _fitting_prompt(
     return None
 
 
-def _prompt(index: int, row: Row, tokenizer: PreTrainedTokenizerBase, data: DataConfig, needs_truth: bool) -> Prompt:
+def _prompt(
+    index: int, row: Row, tokenizer: PreTrainedTokenizerBase, data: DataConfig, needs_truth: bool, tools: Tools
+) -> Prompt:
     content, truth = prompt_of(row), truth_of(row)
     if content is None:
         raise row.missing(WANTED)
@@ -120,7 +125,7 @@ def _prompt(index: int, row: Row, tokenizer: PreTrainedTokenizerBase, data: Data
     if not isinstance(extra_info, Mapping):
         raise InputError(f"{row.where}: extra_info is {shown(extra_info)}; make it an object or leave it out")
     try:
-        text, token_ids = render_prompt(tokenizer, content, data.chat_template, data.system_prompt)
+        text, token_ids = render_prompt(tokenizer, content, data.chat_template, data.system_prompt, tools)
     except InputError as error:
         raise InputError(f"{row.where}: {error}") from error
     return Prompt(

@@ -57,8 +57,8 @@ class ReplyTokens:
         history: History = "refuse",
     ) -> None:
         self._tokenizer, self._tools, self._history = tokenizer, tools, history
-        self._ends = {int(tokenizer.eos_token_id), *ends}
-        self._end_texts = [str(tokenizer.convert_ids_to_tokens(end)) for end in sorted(self._ends)]
+        self.ends = frozenset({int(tokenizer.eos_token_id), *ends})
+        self._end_texts = [str(tokenizer.convert_ids_to_tokens(end)) for end in sorted(self.ends)]
         self._has_calls: dict[str, bool] = {}  # role -> whether only a turn with tool calls may come before it
         for role in roles:
             self._try(role)
@@ -75,7 +75,7 @@ class ReplyTokens:
             InputError: messages that the template refuses.
         """
         ids = encode(self._tokenizer, self.text(messages))
-        has_end = bool(sampled_ids) and sampled_ids[-1] in self._ends and ids[:1] == [sampled_ids[-1]]
+        has_end = bool(sampled_ids) and sampled_ids[-1] in self.ends and ids[:1] == [sampled_ids[-1]]
         return ids[1:] if has_end else ids
 
     def text(self, messages: Sequence[Message]) -> str:
@@ -85,6 +85,21 @@ class ReplyTokens:
         if role not in self._has_calls:
             self._try(role)
         return self._after_turn(messages, self._has_calls[role])
+
+    def opening(self, text: str, messages: Sequence[Message]) -> str:
+        """The text of a prompt with further messages at its end: before the generation prompt, which closes both.
+
+        Raises:
+            InputError: messages that the template refuses, or the prompt does not end as its prompts do.
+        """
+        asked, whole = ([ASKED], [ASKED, *as_messages(list(messages), None)])
+        closed = apply_template(self._tokenizer, asked, add_generation_prompt=False, tools=self._tools)
+        ready = apply_template(self._tokenizer, asked, add_generation_prompt=True, tools=self._tools)
+        longer = apply_template(self._tokenizer, whole, add_generation_prompt=True, tools=self._tools)
+        begin = ready.removeprefix(closed)
+        if not text.endswith(begin) or not ready.startswith(closed) or not longer.startswith(closed):
+            raise InputError("the chat template cannot append messages to a prompt: let start() return none")
+        return text.removesuffix(begin) + longer.removeprefix(closed)
 
     def _try(self, role: str) -> None:
         """Raises InputError unless the template can answer a turn with a message of this role."""
@@ -104,7 +119,7 @@ class ReplyTokens:
         try:
             answer = {**probe_answer("probe answer"), "role": role} if role == TOOL else {**ASKED, "role": role}
             first = encode(self._tokenizer, self._after_turn([answer], has_calls))[:1]
-            if not first or first[0] not in self._ends:
+            if not first or first[0] not in self.ends:
                 ends = ", ".join(self._end_texts)
                 return f"ends no turn with {ends}: make the token that ends a turn the end-of-sequence token"
             if self._history == "keep" or all(self._appends(answer, has_calls, text) for text in said):

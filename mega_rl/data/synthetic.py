@@ -159,11 +159,12 @@ def arithmetic_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+def bpe_tokenizer(texts: Iterable[str], vocab_size: int, template: str = CHATML_TEMPLATE) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer trained on the texts, with a ChatML template; <|im_end|> ends a sequence.
 
     Args:
         vocab_size: tokens in all, the 256 bytes and 3 special tokens included; texts too short give fewer.
+        template: of chats.
 
     Raises:
         InputError: a vocabulary too small for the bytes.
@@ -183,7 +184,7 @@ def bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerF
         tokenizer_object=tokenizer,
         pad_token="<|endoftext|>",
         eos_token="<|im_end|>",
-        chat_template=CHATML_TEMPLATE,
+        chat_template=template,
         clean_up_tokenization_spaces=False,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mega_rl.data.messages import CALLS, Message, as_messages, texts_of
-from mega_rl.data.template import apply_template, uses_chat_template
+from mega_rl.data.template import Tools, apply_template, uses_chat_template
 from mega_rl.errors import InputError, shortened
 from mega_rl.models.files import tokenizer_problem
 
@@ -103,6 +104,7 @@ def render_prompt(
     prompt: str | list[Message],
     chat_template: str = "auto",
     system_prompt: str | None = None,
+    tools: Tools = (),
 ) -> tuple[str, list[int]]:
     """The text and the token ids from which a response is sampled.
 
@@ -113,13 +115,14 @@ def render_prompt(
     Args:
         chat_template: auto | always | never.
         system_prompt: a leading system message for prompts without one.
+        tools: that the chat template offers, as JSON schemas.
 
     Raises:
         InputError: malformed messages, an empty prompt, or ``always`` without a template.
     """
     messages = as_messages(prompt, system_prompt)
     if uses_chat_template(tokenizer, chat_template):
-        text = apply_template(tokenizer, messages, add_generation_prompt=True)
+        text = apply_template(tokenizer, messages, add_generation_prompt=True, tools=tools)
         ids = encode(tokenizer, text)
     else:
         text = "\n".join(message["content"] for message in messages)
@@ -127,3 +130,13 @@ def render_prompt(
     if not ids:
         raise InputError("the prompt is empty: a response needs at least one token to follow")
     return text, ids
+
+
+def generation_ends(model_path: str) -> list[int]:
+    """Tokens that end a response besides the end-of-sequence token, as generation_config.json says."""
+    file = Path(model_path, "generation_config.json")
+    try:
+        ends = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+    except (OSError, ValueError, AttributeError):
+        return []  # the engine says what is wrong with it
+    return [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)]

@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from mega_rl.environments.waiting import RaisedError, result_of
 # What the model writes next, given what it has not read yet: the messages of `start`, then those of each reply.
 Generate = Callable[[Sequence[Message]], Awaitable[Turn]]
 Stop = Literal["environment", "turns", "tokens", "failed"]
+Slots = AbstractAsyncContextManager[Any] | None
 MAX_CHARACTERS_PER_TOKEN = 16  # a longer reply is cut before its tokens are counted
 MAX_DETAIL_LENGTH = 300  # characters
 
@@ -43,6 +45,10 @@ class Episode:
     detail: str = ""
 
 
+class NoRoomError(Exception):
+    """`Generate` raises it: what the model reads next leaves no room for a turn."""
+
+
 class _Failure(Exception):
     """Cause and detail."""
 
@@ -52,15 +58,13 @@ async def run_episode(
     generate: Generate,
     limits: EpisodeLimits,
     count_tokens: Callable[[str], int] = len,
+    slots: Slots = None,
 ) -> Episode:
     """Let the model and the environment take turns until one of them, or a limit, ends it.
 
-    Plain functions of the environment run in the default executor of the event loop: give the loop one with as many
-    threads as episodes should wait at once. A failure of the environment never raises; one of `generate` does, after
-    the environment was closed.
-
-    Args:
-        count_tokens: of a text, without a chat template. The default counts characters.
+    Plain functions of the environment run in the event loop's default executor. What it does never raises; a failure of
+    `generate` does, after the environment was closed. ``slots``, such as a semaphore, is entered for each call of the
+    environment, outside of its time; ``count_tokens`` is of a text without a chat template.
     """
     events: list[Turn | Reply] = []
     metrics: Counter[str] = Counter()
@@ -79,7 +83,7 @@ async def run_episode(
         return Episode(tuple(events), stop, reward, {key: float(metrics[key]) for key in metrics}, cause, detail)
 
     try:
-        opening = await _start(environment, limits.step_timeout_s)
+        opening = await _start(environment, limits.step_timeout_s, slots)
         if opening.messages:
             events.append(take(opening))
         messages: Sequence[Message] = opening.messages
@@ -87,18 +91,22 @@ async def run_episode(
             turn = replace(await generate(messages), number=number)
             events.append(turn)
             num_tokens += len(turn.token_ids) or count_tokens(turn.text)
-            answer = await _step(environment, turn, limits.step_timeout_s)
+            answer = await _step(environment, turn, limits.step_timeout_s, slots)
             if isinstance(answer, End):
                 metrics.update(answer.metrics)
                 return end("environment", answer.reward)
             reply = take(answer)
             if number + 1 == limits.max_turns:
-                return end("turns")  # nobody would read the reply
+                break  # nobody would read the reply
             if limits.max_tokens is not None and num_tokens >= limits.max_tokens:
                 return end("tokens")
             events.append(reply)
             messages = reply.messages
         return end("turns")
+    except NoRoomError:
+        if events and isinstance(events[-1], Reply):
+            events.pop()  # nobody reads it
+        return end("tokens")
     except _Failure as failure:
         cause, detail = failure.args
         return end("failed", None, cause, detail)
@@ -106,14 +114,14 @@ async def run_episode(
         await _close(environment, limits.close_timeout_s)
 
 
-async def _start(environment: Environment, timeout_s: float) -> Reply:
+async def _start(environment: Environment, timeout_s: float, slots: Slots) -> Reply:
     start = getattr(environment, "start", None)
-    messages = () if start is None else await _limited(start, (), timeout_s)
+    messages = () if start is None else await _limited(start, (), timeout_s, slots)
     return _checked(Reply(messages or ()))
 
 
-async def _step(environment: Environment, turn: Turn, timeout_s: float) -> Reply | End:
-    answer = await _limited(environment.step, (turn,), timeout_s)
+async def _step(environment: Environment, turn: Turn, timeout_s: float, slots: Slots) -> Reply | End:
+    answer = await _limited(environment.step, (turn,), timeout_s, slots)
     if not isinstance(answer, Reply | End):
         raise _Failure("not_a_reply", f"step returned {answer!r:.60}, which is neither a Reply nor an End")
     if isinstance(answer, Reply):
@@ -148,10 +156,13 @@ def _checked(reply: Reply) -> Reply:
     raise _Failure("not_a_reply", f"{reply.messages!r:.60} is not a list of messages with role and content")
 
 
-async def _limited(function: Callable[..., Any], arguments: tuple[Any, ...], timeout_s: float) -> Any:
+async def _limited(
+    function: Callable[..., Any], arguments: tuple[Any, ...], timeout_s: float, slots: Slots = None
+) -> Any:
     """The result of a plain or an ``async`` function. Raises _Failure."""
     try:
-        return await result_of(function, timeout_s, *arguments)
+        async with slots or contextlib.nullcontext():
+            return await result_of(function, timeout_s, *arguments)
     except TimeoutError:
         raise _Failure("timed_out", f"{function.__name__} gave nothing within {timeout_s:g} s") from None
     except RaisedError as error:

@@ -18,6 +18,8 @@ class NumberGuessing:
     The secret number depends on the prompt's number alone, so all samples of a prompt play the same game.
     """
 
+    roles = ("user",)
+
     def __init__(self, prompt: Prompt, sample_index: int, *, highest: int = 100, max_guesses: int = 8) -> None:
         """Choose the number. Raises InputError: no number to guess, or no guess."""
         if highest < 1 or max_guesses < 1:

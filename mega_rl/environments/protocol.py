@@ -5,7 +5,9 @@ what the model reads next. One is made anew for every response, as ``Environment
 
 Beside `step` it may have, plain or ``async`` as it likes:
 
-- ``tools``: JSON schemas of functions, which the chat template shows the model;
+- ``tools``: JSON schemas of functions, which the chat template shows the model; a run asks the first environment that
+  it makes, for all of them;
+- ``roles``: of the messages that it replies with, which the chat template is tried with when a run starts;
 - ``start()``: messages that stand between the prompt and the first turn;
 - ``close()``: called once when the episode is over, whatever ended it.
 """

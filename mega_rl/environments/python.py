@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Sequence
 from typing import Literal
 
@@ -66,7 +67,7 @@ class PythonSandbox:
                 f"python_sandbox: timeout_s {timeout_s} must be above 0, memory_bytes {memory_bytes} at least {1 << 26}"
             )
         self._form = form
-        self._role = role
+        self.roles = (role,)
         self._limits = Limits(timeout_s, memory_bytes, namespaces=isolation == "namespaces")
         self._preload = tuple(preload)
         self._keep = keep
@@ -82,16 +83,17 @@ class PythonSandbox:
         program = program_of(turn.text, self._form)
         if program is None:
             return End()
+        began = time.monotonic()
         try:
             run = self._run(program)
             text = output_of(run, self._limits.timeout_s)
         except SessionEndedError as error:
             self._end_session()  # the next program begins a new one
             run, text = Run(None, ""), f"error: {error}; what earlier programs left is lost"
-        if self._role == "user":
+        if self.roles == ("user",):
             text = f"<interpreter>\n{text}\n</interpreter>"
-        failed = float(run.exit_code != 0)
-        return Reply([{"role": self._role, "content": text}], {"tool_calls": 1, "tool_errors": failed})
+        metrics = {"tool_calls": 1, "tool_errors": float(run.exit_code != 0), "tool_s": time.monotonic() - began}
+        return Reply([{"role": self.roles[0], "content": text}], metrics)
 
     def _run(self, program: str) -> Run:
         if self._service is not None:

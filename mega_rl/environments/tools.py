@@ -9,6 +9,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import zip_longest
 from typing import Any
 
 from mega_rl.environments.called import CalledFunction
@@ -47,6 +49,8 @@ class ToolEnvironment:
 
     Whatever a tool does is a reply that begins with ``error:``: it raises, hangs, ends its process, returns too much.
     """
+
+    roles = ("tool",)
 
     def __init__(
         self,
@@ -92,16 +96,29 @@ class ToolEnvironment:
             return Reply([{"role": "tool", "content": error}], {"tool_calls": 1, "tool_errors": 1})
         if not parsed.calls:
             return End()
-        began = time.monotonic()
-        answers = await asyncio.gather(*(self._answer(call) for call in parsed.calls[:MAX_CALLS]))
+        timed = await asyncio.gather(*(self._timed_answer(call) for call in parsed.calls[:MAX_CALLS]))
+        answers, took = [answer for answer, _ in timed], [seconds for _, seconds in timed]
         left = [f"error: at most {MAX_CALLS} calls are answered in one turn"] * (len(parsed.calls) - MAX_CALLS)
         messages: list[Message] = [
             {"role": "tool", "name": call.name, "content": answer}
             for call, answer in zip(parsed.calls, [*answers, *left], strict=True)
         ]
-        metrics = Counter({"tool_calls": len(messages), "tool_s": time.monotonic() - began})
-        metrics["tool_errors"] = sum(str(message["content"]).startswith("error:") for message in messages)
-        return Reply(messages, metrics)
+        return Reply(messages, self._metrics(messages, took))
+
+    def _metrics(self, messages: Sequence[Message], took: Sequence[float]) -> Counter[str]:
+        """Of all calls, and of each tool by its name; ``took``: seconds of those that were made."""
+        metrics: Counter[str] = Counter()
+        for message, seconds in zip_longest(messages, took, fillvalue=0.0):
+            assert isinstance(message, Mapping)
+            found = {"tool_calls": 1, "tool_errors": int(message["content"].startswith("error:")), "tool_s": seconds}
+            metrics.update(found)
+            if message["name"] in self._functions:  # not what the model made up
+                metrics.update({f"{metric}/{message['name']}": value for metric, value in found.items()})
+        return metrics
+
+    async def _timed_answer(self, call: ToolCall) -> tuple[str, float]:
+        began = time.monotonic()
+        return await self._answer(call), time.monotonic() - began
 
     async def _answer(self, call: ToolCall) -> str:
         """What the model is told."""
@@ -124,6 +141,7 @@ class ToolEnvironment:
             return f"error: {error}"
 
 
+@cache
 def schema(function: Callable[..., Any]) -> Mapping[str, Any]:
     """The JSON schema of a function, as chat templates take it. Raises InputError."""
     from transformers.utils import get_json_schema  # two seconds, for runs with tools only

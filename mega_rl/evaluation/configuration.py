@@ -43,7 +43,14 @@ def evaluation_config(file: Path | None, overrides: Sequence[str], weights: Weig
         collective_timeout_s=given.trainer.collective_timeout_s,
     )
     rollout = replace(
-        given.rollout, n=RolloutConfig.n, adapter="auto", simulated_quantization=None, routing_replay="off", replay=None
+        given.rollout,
+        n=RolloutConfig.n,
+        adapter="auto",
+        simulated_quantization=None,
+        routing_replay="off",
+        replay=None,
+        mode="synchronous",
+        max_staleness=0,
     )
     return RunConfig(
         model=given.model,

@@ -178,6 +178,19 @@ _ROLLOUTS = (
     MetricSpec("rollout/groups_carried_in", "groups", "kept by an earlier step and learnt from in this one", "sum"),
     MetricSpec("rollout/groups_carried_out", "groups", "kept above the batch size, for the next step", "sum"),
     MetricSpec("rollout/groups_budget_exhausted", "1", "1 where a step learns from fewer groups than it wants", "max"),
+    MetricSpec("episode/turns", "turns", "of the model, per episode"),
+    MetricSpec("episode/reply_tokens", "tokens", "that environments wrote, per episode; they are not learnt"),
+    MetricSpec("episode/replies_cut", "messages", "shortened to environment.max_reply_tokens, per episode"),
+    MetricSpec("episode/tool_calls", "calls", "of tools, per episode"),
+    MetricSpec("episode/tool_errors", "calls", "of tools that were answered with an error, per episode"),
+    MetricSpec("episode/tool_s", "s", "in calls of tools, per episode"),
+    MetricSpec("episode/tool_calls/*", "calls", "of this tool, per episode"),
+    MetricSpec("episode/tool_errors/*", "fraction", "of the calls of this tool that were answered with an error"),
+    MetricSpec("episode/tool_s/*", "s", "per call of this tool"),
+    MetricSpec("episode/failed_fraction", "fraction", "episodes that a failure of their environment ended"),
+    MetricSpec("episode/turns_limit_fraction", "fraction", "episodes that environment.max_turns ended"),
+    MetricSpec("episode/tokens_limit_fraction", "fraction", "episodes that data.max_response_length ended"),
+    MetricSpec("episode/*", "1", "what an environment counts by this name, per episode"),
     MetricSpec("response_lengths", "tokens", "of every sample", DISTRIBUTION),
 )
 _BY_SECTION: Mapping[str, tuple[MetricSpec, ...]] = {
@@ -227,6 +240,12 @@ CHARTS: Mapping[str, tuple[str, ...]] = {
         "bridge/verify_s",
         "bridge/seconds",
     ),
+    "why episodes end": (
+        "episode/failed_fraction",
+        "episode/turns_limit_fraction",
+        "episode/tokens_limit_fraction",
+    ),
+    "calls by tool": ("episode/tool_calls/*",),
     **from_files.CHARTS,
     "seconds of the phases": tuple(f"time/{phase}_s" for phase in PHASES if phase != "step"),
 }

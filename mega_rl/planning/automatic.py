@@ -58,10 +58,16 @@ def _choose(config: RunConfig, shape: ModelShape, machine: Machine) -> str:
 
 
 def _overlaps(config: RunConfig, machine: Machine) -> bool:
-    """On accelerators, with more than one replica; with frozen weights a bucket may wait for gradients in vain."""
+    """On accelerators, with more than one replica.
+
+    Where weights are frozen, or a tower is trained that not every micro-batch passes, a bucket may wait for gradients
+    in vain.
+    """
     layout = ParallelLayout.of(config.parallel, machine.num_devices)
     asked = bool(config.parallel.overlap_param_gather)  # which needs it
-    return asked or (machine.platform != "cpu" and layout.data * layout.context > 1 and config.tuning.method == "full")
+    vision = config.model.vision
+    has_all = config.tuning.method == "full" and vision.freeze and vision.freeze_merger
+    return asked or (machine.platform != "cpu" and layout.data * layout.context > 1 and has_all)
 
 
 def _budgets(config: RunConfig) -> Iterator[int]:

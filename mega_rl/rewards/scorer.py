@@ -8,13 +8,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
+from mega_rl.config.environment import ENVIRONMENT
 from mega_rl.config.schema import RewardConfig, RewardWorkersConfig
 from mega_rl.errors import InputError
 from mega_rl.rewards.dispatch import PoolError
 from mega_rl.rewards.pool import Answers, Pool, WorkerPool, pack
 from mega_rl.rewards.registry import BUILT_IN, part_name
 from mega_rl.rewards.worker import MAX_VALUE, SCORE, Answer, Sample, Setup
-from mega_rl.types import Outline, Score, TokenSource, Trajectory, UnknownReward
+from mega_rl.types import Outcome, Outline, Score, TokenSource, Trajectory, UnknownReward
 
 WORKERS_PER_RANK = 2  # where `reward_workers.num_workers` says nothing
 
@@ -65,8 +66,11 @@ class Scorer:
         The future raises what `score` does.
         """
         result: Future[Score] = Future()
-        if self.pool is None:
-            result.set_result(Score(0.0))
+        known, has_rewards = None, self.pool is not None or self.judge is not None
+        if trajectory.episode is not None:
+            known = score_of(trajectory.episode, has_rewards)
+        if known is not None or self.pool is None:
+            result.set_result(known or Score(0.0))
             return result
 
         def finish(answered: Future[Answers]) -> None:
@@ -96,6 +100,17 @@ class Scorer:
         """End the workers, or this process's connection to them."""
         if self.pool is not None:
             self.pool.close()
+
+
+def score_of(episode: Outcome, has_rewards: bool) -> Score | None:
+    """What the environment says; None: the run's rewards score the episode."""
+    if episode.failure is not None:
+        return Score(math.nan, {}, {ENVIRONMENT: episode.failure})
+    if episode.reward is not None:
+        return Score(episode.reward, {ENVIRONMENT: episode.reward})
+    if not has_rewards:
+        return Score(math.nan, {}, {ENVIRONMENT: UnknownReward("missing", "gave none, and the list rewards is empty")})
+    return None
 
 
 def build_scorer(rewards: Sequence[RewardConfig], workers: RewardWorkersConfig | None = None) -> Scorer:
@@ -141,11 +156,12 @@ def _answers(answered: Future[Answers]) -> Answers:
 
 
 def _sample(trajectory: Trajectory) -> Sample:
-    prompt = trajectory.prompt
+    prompt, episode = trajectory.prompt, trajectory.episode
+    of_episode = {} if episode is None else {"episode": {"stop": episode.stop, **episode.metrics}}
     return (
         prompt.data_source,
         trajectory.text,
         prompt.ground_truth,
-        {"prompt": prompt.text} | dict(prompt.extra_info),
+        {"prompt": prompt.text} | dict(prompt.extra_info) | of_episode,
         trajectory.num_sampled,
     )

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from mega_rl.errors import InputError
 from mega_rl.rollout.collect import PromptGroup
-from mega_rl.types import Prompt, Score, Span, Trajectory, Turn, UnknownReward
+from mega_rl.types import Outcome, Prompt, Score, Span, Trajectory, Turn, UnknownReward
 
 PATTERN = "step_{:06d}.jsonl"
 
@@ -25,9 +25,9 @@ def to_rows(group: PromptGroup) -> list[dict[str, Any]]:
 
     ``token_ids`` and ``logprobs`` are those of the tokens after the prompt, ``weight_version`` is the newest one. Only
     a trajectory of several turns or spans has the keys ``loss_mask`` (0 or 1, for the same tokens), ``spans`` and
-    ``turns`` (whose indices count from the prompt's first token), and only one with routing has ``routed_experts``: the
-    array's ``dtype``, ``shape`` and, in base64, its bytes, little-endian. A score that is not known is None: JSON has
-    no NaN.
+    ``turns`` (whose indices count from the prompt's first token), only an episode has ``episode`` besides (its
+    ``Outcome``), and only one with routing has ``routed_experts``: the array's ``dtype``, ``shape`` and, in base64, its
+    bytes, little-endian. A score that is not known is None: JSON has no NaN.
     """
     pairs = zip(group.trajectories, group.scores, strict=True)
     return [row_of_trajectory(trajectory) | {"score": row_of_score(score)} for trajectory, score in pairs]
@@ -48,6 +48,8 @@ def row_of_trajectory(trajectory: Trajectory) -> dict[str, Any]:
     if (routed := trajectory.routed_experts) is not None:
         data = base64.b64encode(routed.astype(routed.dtype.newbyteorder("<")).tobytes()).decode("ascii")
         row["routed_experts"] = {"dtype": routed.dtype.name, "shape": list(routed.shape), "data": data}
+    if trajectory.episode is not None:
+        row["episode"] = _plain(trajectory.episode._asdict())
     if trajectory.is_single_turn:
         return row
     return row | {
@@ -55,6 +57,15 @@ def row_of_trajectory(trajectory: Trajectory) -> dict[str, Any]:
         "spans": [dataclasses.asdict(span) for span in trajectory.spans],
         "turns": [dataclasses.asdict(turn) for turn in trajectory.turns],
     }
+
+
+def _plain(outcome: dict[str, Any]) -> dict[str, Any]:
+    failure = outcome["failure"]
+    return outcome | {"failure": failure and dataclasses.asdict(failure), "metrics": dict(outcome["metrics"])}
+
+
+def _outcome(row: Mapping[str, Any]) -> Outcome:
+    return Outcome(**{**row, "failure": row["failure"] and UnknownReward(**row["failure"])})
 
 
 def row_of_score(score: Score) -> dict[str, Any]:
@@ -74,6 +85,7 @@ def trajectory_of_row(row: Mapping[str, Any]) -> Trajectory:
         loss_mask=np.array([0] * len(prompt.token_ids) + row["loss_mask"], np.bool_),
         spans=tuple(Span(**span) for span in row["spans"]),
         turns=tuple(Turn(**turn) for turn in row["turns"]),
+        episode=_outcome(row["episode"]) if "episode" in row else None,
     )
 
 

@@ -17,7 +17,7 @@ from mega_rl.fleet.carrier import Requests
 from mega_rl.models.mixture import Mixture
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.records import read_step, trajectory_of_row
-from mega_rl.types import Trajectory
+from mega_rl.types import Prompt, Trajectory
 
 MOST_STEPS = 16  # that are kept beside the newest; an older one would be read again
 
@@ -58,7 +58,7 @@ class Records:
         """
         key = request.prompt.index, request.sample_index
         found = self._steps.get(step, {}).get(key)
-        if found is None or found.prompt.token_ids != request.prompt.token_ids:
+        if found is None or not _is_of(found, request.prompt):
             raise InputError(
                 f"rollout.replay={self._directory} has no sample {key[1]} of prompt {key[0]} at step {step}: replay "
                 "with the data, data.seed, data.train_batch_size, rollout.n, rollout.mode and rollout.max_staleness of "
@@ -170,3 +170,10 @@ class RecordedCarrier:
 
     def close(self) -> None:
         """Do nothing."""
+
+
+def _is_of(recorded: Trajectory, prompt: Prompt) -> bool:
+    """Whether it answers this prompt; one of an episode may have got further messages from its environment."""
+    if recorded.episode is not None:
+        return (recorded.prompt.ground_truth, recorded.prompt.data_source) == (prompt.ground_truth, prompt.data_source)
+    return recorded.prompt.token_ids == prompt.token_ids

@@ -36,6 +36,7 @@ from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.temperature_probe import measured_temperatures, probe_prompt
 from mega_rl.rollout.vllm.engine import VLLMEngine
 from mega_rl.types import Prompt, Score, Trajectory
+from tests.distributed.episode_checks import episodes
 from tests.distributed.rollout_support import (
     EOS,
     answer_of,
@@ -391,6 +392,7 @@ def tensor(directory: Path) -> None:
         check(f"{family}_live_loader", takes_weights, live, model, 2, 23)
         if family == "qwen2":
             check(f"{family}_probe", probe_of_the_temperature, live)
+            check(f"{family}_episodes", episodes, live, model, path)
             packed = start(path, tensor_parallel_size=2, weight_update="reload")
             check(f"{family}_reload", takes_weights, packed, tiny_model(family, tied=tied), 1, 23)
 

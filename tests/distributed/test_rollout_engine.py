@@ -26,7 +26,11 @@ SINGLE = [f"{family}_{name}" for family in FAMILIES for name in (*PER_FAMILY, "r
     "live_then_reload",
     "incomplete_reload",
 ]
-TENSOR = [f"{family}_{name}" for family in FAMILIES for name in PER_FAMILY] + ["qwen2_probe", "qwen2_reload"]
+TENSOR = [f"{family}_{name}" for family in FAMILIES for name in PER_FAMILY] + [
+    "qwen2_probe",
+    "qwen2_episodes",
+    "qwen2_reload",
+]
 LATER = [
     f"{family}_{name}"
     for family in ("mistral", "qwen2_moe", "qwen3_moe")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mega_rl.types import ASSISTANT, PROMPT, Prompt, Span, Trajectory, Turn
+from mega_rl.types import ASSISTANT, PROMPT, Outcome, Prompt, Span, Trajectory, Turn
 from tests.trajectories import two_turns
 
 QUESTION = Prompt(7, (4, 8), "?", "7", "arithmetic", {"level": [1]})
@@ -99,6 +99,7 @@ def test_equal_if_all_fields_are() -> None:
         {"text": "c"},
         {"finish_reason": "length"},
         {"routed_experts": np.zeros((3, 1, 1), np.uint8)},
+        {"episode": Outcome("environment", 1, None, None, {})},
     ]
     assert {name for changes in others for name in changes} == {field.name for field in dataclasses.fields(Trajectory)}
     assert all(dataclasses.replace(single(), **changes) != single() for changes in others)

@@ -155,8 +155,11 @@ def _checked(row: Mapping[str, Any]) -> dict[str, Any]:
     sampled = [bool(bit) for bit in row.get("loss_mask", [1] * len(ids))]
     if len(sampled) != len(ids):
         raise ValueError("tokens and loss_mask do not belong together")
+    episode = row.get("episode")
     return {
         "prompt": str(row["prompt"]["text"]),
+        "turns": _turns(row, len(ids)) if episode is not None else [],
+        "stop": str(episode["stop"]) if episode is not None else "",
         "expected": str(row["prompt"]["ground_truth"]),
         "text": str(row["text"]),
         "finish_reason": str(row["finish_reason"]),
@@ -169,3 +172,13 @@ def _checked(row: Mapping[str, Any]) -> dict[str, Any]:
         "logprob_diff": number(row.get("logprob_diff")),
         "outcome": str(row.get("outcome", "")),
     }
+
+
+def _turns(row: Mapping[str, Any], num_tokens: int) -> list[tuple[str, int, int]]:
+    """Role, begin and end of every turn after the prompt, counted from its end; raises where they are none."""
+    turns = [(str(turn["role"]), int(turn["start"]), int(turn["stop"])) for turn in row["turns"]]
+    num_prompt = turns[0][2]
+    found = [(role, start - num_prompt, stop - num_prompt) for role, start, stop in turns[1:]]
+    if any(not 0 <= start <= stop <= num_tokens for _, start, stop in found):
+        raise ValueError("turns and tokens do not belong together")
+    return found

@@ -79,12 +79,25 @@ def tokens(row: Mapping[str, Any], decode: Decode | None) -> str:
     return "".join(parts)
 
 
+def conversation(row: Mapping[str, Any], decode: Decode | None) -> str:
+    """What followed the prompt: a response, or the turns of an episode, each with who wrote it."""
+    if not row["turns"] or decode is None:
+        return f'<pre class="response">{tokens(row, decode)}</pre>'
+    parts = []
+    for role, start, stop in row["turns"]:
+        part = {key: row[key][start:stop] for key in ("token_ids", "logprobs", "sampled")}
+        kind = "response" if any(part["sampled"]) else "reply"
+        parts.append(f'<h5>{escape(role)}</h5><pre class="{kind}">{tokens({**row, **part}, decode)}</pre>')
+    return "".join(parts)
+
+
 def card(row: Mapping[str, Any], decode: Decode | None) -> str:
     """One sample with its prompt, its reward and what the step made of it."""
     facts = [f"{len(row['token_ids'])} tokens", f"ended by {row['finish_reason']}"]
     facts += [f"advantage {row['advantage']:.3g}"] if row["advantage"] is not None else []
     facts += [f"|trainer - engine| {row['logprob_diff']:.1e} nats"] if row["logprob_diff"] is not None else []
     facts += [row["outcome"]] if row["outcome"] else []
+    facts += [f"{len(row['turns'])} turns and replies, stopped by {row['stop']}"] if row["turns"] else []
     if len(row["parts"]) > 1:
         facts += [f"{name} {'unknown' if value is None else f'{value:.3g}'}" for name, value in row["parts"].items()]
     reward = "unknown" if row["reward"] is None else f"{row['reward']:.3g}"
@@ -93,7 +106,7 @@ def card(row: Mapping[str, Any], decode: Decode | None) -> str:
         prompt = f"... {prompt[-MAX_PROMPT_CHARACTERS:]}"
     return (
         f'<article><header><b class="reward">reward {reward}</b> <span>{escape(" · ".join(facts))}</span></header>'
-        f'<pre class="prompt">{escape(prompt)}</pre><pre class="response">{tokens(row, decode)}</pre>'
+        f'<pre class="prompt">{escape(prompt)}</pre>{conversation(row, decode)}'
         f'<p class="note">expected <code>{escape(row["expected"][:MAX_PROMPT_CHARACTERS])}</code></p></article>'
     )
 

@@ -30,6 +30,7 @@ from mega_rl.rollout.records import to_group, to_rows
 from mega_rl.rollout.replicas import collect_everywhere, engine_ranks
 from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.temperature_probe import Probed
+from mega_rl.stages.parts.episodes import without_reward
 from mega_rl.types import Prompt, Score, Trajectory
 
 
@@ -164,6 +165,8 @@ class BatchBuilder:
         """Do nothing: its engines end with their processes."""
 
     def _start_scoring(self, trajectory: Trajectory) -> Future[Score]:
+        if (episode := trajectory.episode) is not None and self._config.environment.unfinished == "leave_out":
+            trajectory = replace(trajectory, episode=without_reward(episode))
         self._scoring_time.begin()
         score = self._scorer.start(trajectory)
         score.add_done_callback(lambda _: self._scoring_time.end())

@@ -65,7 +65,11 @@ from mega_rl.types import DTYPES
 def prompt_stream(session: Session) -> PromptStream:
     data = session.config.data
     dataset = PromptDataset.from_files(
-        data.train_files, session.tokenizer, data, needs_truth=needs_truth(session.config.rewards)
+        data.train_files,
+        session.tokenizer,
+        data,
+        needs_truth=_needs_truth(session.config),
+        tools=() if session.plan is None else session.plan.tools,
     )
     if dataset.num_dropped:
         session.say(f"data: {dataset.num_dropped} prompts longer than {data.max_prompt_length} tokens left out")
@@ -83,8 +87,14 @@ def validation_prompts(session: Session) -> PromptDataset | None:
         data,
         key="data.val_files",
         max_samples=data.max_val_samples,
-        needs_truth=needs_truth(session.config.rewards),
+        needs_truth=_needs_truth(session.config),
+        tools=() if session.plan is None else session.plan.tools,
     )
+
+
+def _needs_truth(config: RunConfig) -> bool:
+    """Whether a row without a ground truth is an error; an environment may do without one."""
+    return needs_truth(config.rewards) and (bool(config.rewards) or config.environment.name is None)
 
 
 def total_steps(config: RunConfig, steps_per_epoch: int) -> int:
@@ -332,6 +342,8 @@ def scorer(session: Session) -> Scorer:
     config = session.config
     reward = reward_model(config)
     judge = None if reward is None else judge_of(session, reward)
+    if not config.rewards:  # the environment gives them
+        return Scorer([], None)
     return scorer_of_node(workers_rewards(config), config.reward_workers, judge)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from mega_rl.algorithms.value import values_at_ends
+from mega_rl.config.environment import ENVIRONMENT
 from mega_rl.errors import InputError
 from mega_rl.megatron.reference import Frozen
 from mega_rl.parallel.collectives import gather_objects
@@ -32,13 +33,13 @@ class RewardModel:
         self._reward, self._model, self._share = reward, model, share
 
     def complete(self, outlines: Sequence[Outline], scores: Sequence[Score], source: TokenSource) -> list[Score]:
-        """As ``Judge.complete``.
+        """As ``Judge.complete``; the reward that an environment gave stays what it is.
 
         Raises:
             InputError: a value is not finite.
         """
         name, weight = self._reward.name, self._reward.weight
-        wanted = [place for place, score in enumerate(scores) if name not in score.parts]
+        wanted = [place for place, score in enumerate(scores) if not {name, ENVIRONMENT} & score.parts.keys()]
         values = self._values([outlines[place] for place in wanted], source)
         found = list(scores)
         for place, value in zip(wanted, values, strict=True):

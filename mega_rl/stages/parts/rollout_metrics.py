@@ -19,6 +19,7 @@ from mega_rl.parallel.collectives import gather_objects
 from mega_rl.rollout.records import to_rows, write_step
 from mega_rl.stages.parts.batch_builder import Batch
 from mega_rl.stages.parts.batches import BatchShare
+from mega_rl.stages.parts.episodes import episode_metrics
 from mega_rl.stages.parts.learning import pack_samples
 from mega_rl.stages.parts.scoring import unknown_metrics
 from mega_rl.stages.parts.weight_sync import Pushed
@@ -36,6 +37,7 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     routed = [outline.num_routing_bytes for outline in outlines if outline.routing is not None]
     return (
         _reward_metrics(samples)
+        | episode_metrics(samples)
         | ({"rollout/routing_bytes": float(sum(routed))} if routed else {})
         | {
             "response_length/mean": sum(lengths) / len(lengths),
@@ -80,10 +82,12 @@ def _reward_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def shown_sample(trajectory: Trajectory, score: Score) -> ShownSample:
-    """What a dashboard shows of one answer."""
-    prompt = trajectory.prompt
+    """What a dashboard shows of one answer; of an episode, who said what."""
+    prompt, text = trajectory.prompt, trajectory.text
+    if trajectory.episode is not None:
+        text = "\n".join(f"[{turn.role}] {turn.text}" for turn in trajectory.turns[1:])
     return ShownSample(
-        prompt.text, trajectory.text, prompt.ground_truth, score.value, trajectory.num_sampled, trajectory.finish_reason
+        prompt.text, text, prompt.ground_truth, score.value, trajectory.num_sampled, trajectory.finish_reason
     )
 
 

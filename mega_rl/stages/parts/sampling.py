@@ -17,6 +17,7 @@ from mega_rl.rollout.remote.store_sink import StoreSink
 from mega_rl.rollout.replay import RecordedCarrier, Records
 from mega_rl.stages.parts import building
 from mega_rl.stages.parts.batch_builder import BatchBuilder, Batches
+from mega_rl.stages.parts.episodes import with_episodes
 from mega_rl.stages.parts.fleet_batches import Fleet, FleetBatches
 from mega_rl.stages.parts.session import Session
 from mega_rl.stages.parts.weight_sync import Pushed, Sync
@@ -78,8 +79,10 @@ def sampling(
     """What every step learns from, and the sync that gives the engines behind it the actor's weights. Collective."""
     config, timers, rendezvous, depot = session.config, session.timers, session.rendezvous, session.depot
     if config.rollout.mode == "synchronous":
+        layout = session.engine_layout
         engine, sync = building.engine_and_sync(session, actor, noise)
-        return BatchBuilder(config, session.engine_layout, timers, prompts, engine, scorer, rendezvous, depot), sync
+        engine = with_episodes(config, layout, engine, session.plan)
+        return BatchBuilder(config, layout, timers, prompts, engine, scorer, rendezvous, depot), sync
     make = store_fleet if config.rollout.replay is None else recorded_fleet
     fleet, sync = make(session, actor, noise)
     return FleetBatches(config, timers, prompts, fleet, scorer, rendezvous, depot, total_steps), sync

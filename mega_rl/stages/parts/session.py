@@ -44,7 +44,9 @@ from mega_rl.planning.memory_plan import Machine
 from mega_rl.planning.steps import budget_of
 from mega_rl.platform.versions import installed
 from mega_rl.rollout.depot import Depot
+from mega_rl.rollout.episode_tokens import Plan
 from mega_rl.stages.parts.batches import BatchShare
+from mega_rl.stages.parts.episodes import plan_of
 from mega_rl.stages.parts.memory import StateInMemory, state_in_memory
 from mega_rl.stages.parts.notice import Notice
 from mega_rl.stages.parts.output import CHECKPOINTS, take_output, writing_to
@@ -97,6 +99,12 @@ class Session:
     def depot(self) -> Depot:
         """The tokens of what is sampled. All ranks ask for it together for the first time."""
         return Depot.open(self.layout, self.config.trainer.collective_timeout_s)
+
+    @cached_property
+    def plan(self) -> Plan | None:
+        """How episodes go on, if there is an environment. All ranks ask for it together for the first time."""
+        with together("making an environment"):
+            return plan_of(self.config, self.tokenizer)
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:

@@ -282,8 +282,10 @@ def test_a_variant_for_a_machine_differs_in_named_keys_only() -> None:
 
 
 # Of stages that learn from files.
-FROM_FILES = {f"quickstart_{stage}.yaml" for stage in ("sft", "lora_sft", "pt", "rm", "dpo")}
-QUICKSTARTS = sorted(ON_CPU - {"grpo_gsm8k_cpu.yaml", "quickstart.yaml", "quickstart_lora.yaml"} - FROM_FILES)
+FROM_FILES = {f"quickstart_{stage}.yaml" for stage in ("sft", "tools_sft", "lora_sft", "pt", "rm", "dpo")}
+QUICKSTARTS = sorted(
+    ON_CPU - {"grpo_gsm8k_cpu.yaml", "quickstart.yaml", "quickstart_lora.yaml", "quickstart_tools.yaml"} - FROM_FILES
+)
 
 
 @pytest.mark.parametrize("name", QUICKSTARTS)

@@ -76,7 +76,7 @@ def unknown_keys(text: str) -> list[str]:
     sections = {field.name for field in dataclasses.fields(RunConfig)}
     candidates = (re.fullmatch(r"([a-z_]+(?:\.[a-z_0-9]+)+)(?:\s*[:=].*)?", span) for span in spans(text))
     keys = {found[1] for found in candidates if found and found[1].split(".")[0] in sections}
-    files = set(ROOMS) | {key for key in keys if key.rsplit(".", 1)[1] in ("py", "md", "json", "yaml")}
+    files = set(ROOMS) | {key for key in keys if key.rsplit(".", 1)[1] in ("py", "md", "json", "txt", "yaml")}
     return sorted(key for key in keys - files - OTHER_SPELLINGS if not is_key(key))
 
 

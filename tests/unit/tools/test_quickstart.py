@@ -95,4 +95,4 @@ def test_the_plain_quickstart_is_two_runs(tmp_path: Path) -> None:
 
 def test_another_word_is_refused(tmp_path: Path) -> None:
     launched = run((str(SCRIPT), "chains"), env={"VENV": str(tmp_path)})
-    assert launched.returncode == 2 and "'chains' is neither grpo nor chain" in launched.stdout
+    assert launched.returncode == 2 and "'chains' is none of grpo, chain and tools" in launched.stdout

@@ -1,0 +1,110 @@
+"""From the section ``environment`` of a configuration to environments: classes and functions by their names."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mega_rl.config.environment import BUILT_IN, TOOLS
+from mega_rl.config.schema import EnvironmentConfig
+from mega_rl.environments.protocol import Environment
+from mega_rl.environments.tools import Parser
+from mega_rl.errors import InputError, shown
+from mega_rl.types import Prompt
+
+FUNCTIONS = {
+    "calculate": "mega_rl.environments.functions:calculate",
+    "local_search": "mega_rl.environments.functions:local_search",
+}
+PROBE = Prompt(0, (0,), "", "", "")  # an environment made for it is asked what it offers, and nothing else
+
+
+class Maker:
+    """Makes the environments of a run.
+
+    Args:
+        config: with a name.
+        parse: reads tool calls; only the environment ``tools`` has a use for it.
+
+    Raises:
+        InputError: nothing of that name, or options that it does not take.
+    """
+
+    def __init__(self, config: EnvironmentConfig, parse: Parser) -> None:
+        assert config.name is not None, "a run of single turns makes no environments"
+        self._kind = found(BUILT_IN.get(config.name, config.name), "environment.name")
+        self._options = dict(config.options)
+        if config.name == TOOLS:
+            functions = [tool(entry) for entry in self._options["functions"]]
+            self._options |= {"functions": functions, "parse": parse}
+        try:
+            inspect.signature(self._kind).bind(PROBE, 0, **self._options)
+            made = self(PROBE, 0)
+        except InputError as error:
+            raise InputError(f"environment.options: {error}") from error
+        except Exception as error:  # the user's code
+            raise InputError(
+                f"environment.name {config.name} cannot be made with environment.options ({type(error).__name__}: "
+                f"{error}); correct them"
+            ) from error
+        self.tools: Sequence[dict[str, Any]] = [dict(schema) for schema in getattr(made, "tools", ())]
+        self.roles: Sequence[str] = tuple(getattr(made, "roles", ()))
+        if not callable(getattr(made, "step", None)):
+            raise InputError(f"environment.name {config.name} has no method step(turn); write one")
+
+    def __call__(self, prompt: Prompt, sample_index: int) -> Environment:
+        made: Environment = self._kind(prompt, sample_index, **self._options)
+        return made
+
+
+def tool(entry: Any) -> Callable[..., Any]:
+    """A function by its name, or what a function of that name returns for options: ``{name: ..., options: {...}}``."""
+    key = "environment.options.functions"
+    name, options = (entry.get("name"), entry.get("options")) if isinstance(entry, Mapping) else (entry, None)
+    if not isinstance(name, str) or not isinstance(options, Mapping | None):
+        raise InputError(f"{key} has {shown(entry)}: give a name, or name and options")
+    function = found(FUNCTIONS.get(name, name), key)
+    if options is None:
+        return function
+    try:
+        made = function(**options)
+    except TypeError as error:
+        raise InputError(f"{key}: {name} does not take these options ({error})") from error
+    if not callable(made):
+        raise InputError(f"{key}: {name} with options returns {shown(made)}, which is no function")
+    return made  # type: ignore[no-any-return]
+
+
+def found(name: str, key: str) -> Callable[..., Any]:
+    """What stands behind ``package.module:name`` or ``path/to/file.py:name``.
+
+    A file is imported by its own name, from its directory, so that other processes can import it too.
+
+    Raises:
+        InputError: nothing of that name can be imported.
+    """
+    source, _, attribute = name.rpartition(":")
+    module = source
+    if source.endswith(".py"):
+        file = Path(source).absolute()
+        module = file.stem
+        if str(file.parent) not in sys.path:
+            sys.path.insert(0, str(file.parent))
+    try:
+        imported = importlib.import_module(module)
+    except BaseException as error:  # importing runs the user's code
+        raise InputError(
+            f"{key}: {shown(name)} cannot be imported ({type(error).__name__}: {error}); correct the name, or fix or "
+            "install the module"
+        ) from error
+    if source.endswith(".py") and not os.path.samefile(imported.__file__ or os.devnull, source):
+        raise InputError(f"{key}: {shown(name)} has the file name of another module, {module}; rename the file")
+    value = getattr(imported, attribute, None)
+    if not callable(value):
+        raise InputError(f"{key}: {source} has no {shown(attribute)} that can be called; correct the name")
+    return value  # type: ignore[no-any-return]

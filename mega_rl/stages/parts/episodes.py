@@ -1,0 +1,127 @@
+"""Episodes of a run: from the section ``environment`` to a sampler, and what they were like as metrics."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from mega_rl import platform
+from mega_rl.config import RunConfig
+from mega_rl.config.environment import TOOLS
+from mega_rl.data.replies import ReplyTokens
+from mega_rl.data.template import check_written, uses_chat_template
+from mega_rl.data.tokenizer import generation_ends
+from mega_rl.environments.choice import Maker
+from mega_rl.environments.episode import EpisodeLimits
+from mega_rl.environments.tools import Parsed, Parser
+from mega_rl.errors import InputError
+from mega_rl.parallel.collectives import together
+from mega_rl.parallel.layout import EngineLayout
+from mega_rl.rollout.engine import ProbedSampler
+from mega_rl.rollout.episode_tokens import Plan
+from mega_rl.rollout.episodes import EpisodeSampler
+from mega_rl.rollout.replicas import engine_ranks
+from mega_rl.rollout.vllm.environment import preserved_process, set_environment
+from mega_rl.rollout.vllm.tool_parsers import check_parser, tool_parser
+from mega_rl.types import Outcome, Sample, UnknownReward
+
+UNFINISHED = {"turns", "tokens"}  # why episodes stop that a limit has ended
+
+
+def plan_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Plan | None:
+    """How the episodes of a run go on; None: single turns.
+
+    Raises:
+        InputError: no such environment, options that it does not take, or a chat template that cannot write episodes.
+    """
+    settings = config.environment
+    if settings.name is None:
+        return None
+    if not uses_chat_template(tokenizer, config.data.chat_template):
+        raise InputError(
+            f"environment.name is {settings.name}, and turns are parted by the chat template, which the tokenizer of "
+            f"{config.model.path} does not have: give it one"
+        )
+    maker = Maker(settings, late_parser(settings.tool_parser, tokenizer))
+    if settings.name == TOOLS:
+        check_parser(settings.tool_parser)
+    check_written(tokenizer, [], maker.tools)
+    replies = ReplyTokens(
+        tokenizer,
+        maker.tools,
+        maker.roles,
+        [*generation_ends(config.model.path), *config.rollout.stop_token_ids],
+        settings.history,
+    )
+    limits = EpisodeLimits(settings.max_turns, settings.max_reply_tokens, None, settings.step_timeout_s)
+    return Plan(
+        maker, replies, tokenizer, limits, settings.max_turn_tokens, settings.scored, settings.workers, maker.tools
+    )
+
+
+def late_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> Parser:
+    """A parser of vLLM's that is made when it is first used: vLLM takes seconds to import, and wants its variables."""
+
+    def parse(text: str) -> Parsed:
+        return _parser(name, tokenizer)(text)
+
+    return parse
+
+
+@cache
+def _parser(name: str, tokenizer: PreTrainedTokenizerBase) -> Parser:
+    device_type = platform.current().name
+    set_environment(device_type)
+    with preserved_process(device_type):
+        return tool_parser(name, tokenizer)
+
+
+def with_episodes(config: RunConfig, layout: EngineLayout, engine: ProbedSampler, plan: Plan | None) -> ProbedSampler:
+    """The engine, whose responses are episodes if there is an environment and nothing is replayed. Collective."""
+    if plan is None or config.rollout.replay is not None:
+        return engine
+    is_leader = layout.tensor_rank(dist.get_rank()) == 0
+    with together("making the parser of tool calls"):
+        if is_leader and config.environment.name == TOOLS:
+            _parser(config.environment.tool_parser, plan.tokenizer)
+    return EpisodeSampler(engine, plan, is_leader, engine_ranks(layout, config.trainer.collective_timeout_s))
+
+
+def without_reward(episode: Outcome) -> Outcome:
+    """The same, with an unknown reward if a limit has ended it."""
+    if episode.stop not in UNFINISHED or episode.failure is not None:
+        return episode
+    return episode._replace(failure=UnknownReward("unfinished", f"was left out: a limit of {episode.stop} ended it"))
+
+
+def episode_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """What the episodes of a step were like; empty without episodes.
+
+    What an environment counts is given as a mean over its episodes, and what a tool counts, as a mean over its calls.
+    """
+    episodes = [sample.outline.episode for sample in samples if sample.outline.episode is not None]
+    if not episodes:
+        return {}
+    sums: Counter[str] = Counter()
+    for episode in episodes:
+        sums.update(episode.metrics)
+    count = len(episodes)
+    replies = [sample.outline.num_tokens - sample.outline.num_prompt - sample.outline.num_sampled for sample in samples]
+    metrics = {f"episode/{name}": value / count for name, value in sums.items() if "/" not in name}
+    for name, value in sums.items():
+        kind, _, of_tool = name.partition("/")
+        if of_tool:
+            calls = max(1, sums[f"tool_calls/{of_tool}"])
+            metrics[f"episode/{name}"] = value / (count if kind == "tool_calls" else calls)
+    stops = Counter(episode.stop for episode in episodes)
+    return metrics | {
+        "episode/turns": sum(episode.num_turns for episode in episodes) / count,
+        "episode/reply_tokens": sum(replies) / count,
+        "episode/failed_fraction": stops["failed"] / count,
+        "episode/turns_limit_fraction": stops["turns"] / count,
+        "episode/tokens_limit_fraction": stops["tokens"] / count,
+    }
