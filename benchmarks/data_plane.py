@@ -35,6 +35,7 @@ from report import publish, table
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mega_rl.data.packing import sequence_of
+from mega_rl.microbatch import Microbatch, Sequence
 from mega_rl.observe.metrics import Metrics
 from mega_rl.parallel.collectives import gather_objects, join_world
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
@@ -44,7 +45,7 @@ from mega_rl.rollout.depot import Depot
 from mega_rl.stages.parts import learning, rollout_metrics
 from mega_rl.stages.parts.batches import BatchShare, pack_for_rank
 from mega_rl.stages.parts.scoring import RewardWatch
-from mega_rl.types import Microbatch, Outline, Prompt, Sample, Score, Sequence, Trajectory
+from mega_rl.types import Outline, Prompt, Sample, Score, Trajectory
 
 STEP_S = 60.0
 NUM_PROMPT, GROUP = 200, 16  # tokens of a prompt, samples of it

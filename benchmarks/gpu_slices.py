@@ -42,14 +42,14 @@ from mega_rl.megatron.logprob import VocabularyShard, token_logprobs
 from mega_rl.megatron.offload import TrainerOffload
 from mega_rl.megatron.policy import initialize_groups
 from mega_rl.megatron.spec import TrainerSpec
+from mega_rl.microbatch import Figures, Microbatch, Sequence as TokenSequence, TokenStats
 from mega_rl.models.mixture import Mixture
 from mega_rl.models.shape import ModelShape, read_model_shape
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.activations import ActivationModel, Tokens
 from mega_rl.planning.state import stage_parameters, trainer_state
 from mega_rl.platform.operators.memory import OPERATOR_MEMORY
-from mega_rl.types import DTYPES, Figures, Microbatch, TokenStats
-from mega_rl.types import Sequence as TokenSequence
+from mega_rl.types import DTYPES
 from tests import families
 from tests.operator_cases import TOLERANCES, compare, operator_cases
 

@@ -40,13 +40,14 @@ from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.optimizer import chained
 from mega_rl.megatron.policy import destroy_groups, initialize_groups
 from mega_rl.megatron.spec import TrainerSpec
+from mega_rl.microbatch import Figures, Microbatch, Sequence, TokenStats
 from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.activations import ActivationModel, Tokens
 from mega_rl.planning.state import TrainerState, stage_parameters, trainer_state
 from mega_rl.platform.operators.memory import OPERATOR_MEMORY
-from mega_rl.types import DTYPES, Figures, Microbatch, Sequence, TokenStats
+from mega_rl.types import DTYPES
 
 NUM_RANKS = 2
 ACTIVATIONS = ("kept", "peak", "forward")

@@ -36,10 +36,10 @@ from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.optimizer import chained
 from mega_rl.megatron.policy import initialize_groups
 from mega_rl.megatron.spec import TrainerSpec
+from mega_rl.microbatch import Figures, Microbatch, Sequence, TokenStats
 from mega_rl.models.shape import ModelShape, read_model_shape
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.state import stage_parameters, trainer_state
-from mega_rl.types import Figures, Microbatch, Sequence, TokenStats
 
 DEVICE = "device, float32"
 WAYS = {

@@ -36,10 +36,11 @@ from mega_rl.errors import InputError
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.policy import initialize_groups
 from mega_rl.megatron.spec import TrainerSpec
+from mega_rl.microbatch import Figures, Microbatch, Sequence, TokenStats
 from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.parallel.schedule import balance
-from mega_rl.types import DTYPES, Figures, Microbatch, Sequence, TokenStats
+from mega_rl.types import DTYPES
 
 OWN, PADDED, ALONE = "mega_rl", "transformers, padded", "transformers, one by one"
 LR, BETAS, WEIGHT_DECAY, CLIP = 1e-4, (0.9, 0.95), 0.01, 1.0

@@ -12,8 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from mega_rl.platform.operators import dispatch as operators
-from mega_rl.platform.operators import reference
+from mega_rl.platform.operators import dispatch as operators, reference
 
 D = 8
 SCALE = 0.4  # no kernel's default

@@ -19,7 +19,7 @@ from mega_rl.algorithms.correction import CORRECTIONS, LOG_WEIGHTS, MAX_LOG_WEIG
 from mega_rl.algorithms.kl import KL_ESTIMATORS
 from mega_rl.algorithms.policy_loss import cispo_loss, gspo_loss, ppo_clip_loss
 from mega_rl.algorithms.reduce import REDUCTIONS, Denominators, masked_sum, token_mean
-from mega_rl.types import Figures, Microbatch, TokenStats
+from mega_rl.microbatch import Figures, Microbatch, TokenStats
 
 POOLED = "pooled/"  # begins the names of sums that are added up over all minibatches of a step before they say anything
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mega_rl.types import Figures, Microbatch
+from mega_rl.microbatch import Figures, Microbatch
 
 
 @dataclass(frozen=True)

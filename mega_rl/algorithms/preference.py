@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mega_rl.algorithms.pairs import PairShares
 from mega_rl.algorithms.reduce import sequence_index
-from mega_rl.types import Figures, Microbatch, TokenStats
+from mega_rl.microbatch import Figures, Microbatch, TokenStats
 
 
 def answer_sums(values_T: Tensor, microbatch: Microbatch) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from mega_rl.algorithms.pairs import PairShares
 from mega_rl.algorithms.preference import bradley_terry_shares
 from mega_rl.algorithms.reduce import Denominators, masked_sum, sequence_index, token_mean
-from mega_rl.types import Figures, Microbatch
+from mega_rl.microbatch import Figures, Microbatch
 
 
 def rewards_at_ends(rewards_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:

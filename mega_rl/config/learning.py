@@ -39,6 +39,15 @@ class TuningConfig:
 
 
 @dataclass
+class VisionConfig:
+    """What is trained of the part of a model that sees pictures; for models that have one, with tuning.method full."""
+
+    freeze: bool = True  # the blocks over patches stay as they are
+    freeze_merger: bool = True  # what makes the language model's embeddings of their output, too
+    cache_bytes: int = 4 << 30  # of host memory of every rank, for what a wholly frozen tower has made of pictures
+
+
+@dataclass
 class RouterConfig:
     """What the routers of a model with experts learn besides the stage's objective; docs/router.md."""
 

@@ -66,26 +66,14 @@ def model_problems(
         found += length_problems(shape, *lengths, budget, context)
     if is_good(*(f"parallel.{name}" for name in SIZES)):
         found += trainer_problems(shape, parallel, world_size)
-    if shape is not None and shape.tied and is_good("parallel.pipeline", "memory.optimizer_state_dtype"):
-        tuning, moments = config.tuning, config.memory.optimizer_state_dtype
-        is_trained = tuning.method == "full" or bool(tuning.also_train)
-        if parallel.pipeline > 1 and is_trained and moments != "float32":
-            found.append(  # each of the two copies would round its own moments with other bits
-                f"memory.optimizer_state_dtype is {moments!r}, but the model's tied embedding lies on the first and on "
-                f"the last of {parallel.pipeline} pipeline stages, where it would not stay the same: set it to "
-                "float32, or parallel.pipeline to 1"
-            )
+    if shape is not None and is_good("parallel.pipeline", "memory.optimizer_state_dtype"):
+        found += _tied_problems(config, shape)
     if shape is not None and is_good("memory.recompute_modules", "memory.recompute_num_layers"):
         found += recompute_problems(shape, config.memory.recompute_modules, config.memory.recompute_num_layers)
     if is_good("trainer.profile.steps", "trainer.profile.ranks", "trainer.total_steps"):
         found += _profile_problems(config, world_size)
-    vision = config.model.vision
-    trains_tower = config.tuning.method == "full" and not (vision.freeze and vision.freeze_merger)
-    if shape is not None and shape.tower and trains_tower and parallel.overlap_grad_reduce:
-        found.append(  # a micro-batch without a picture would leave a bucket of gradients waiting
-            "parallel.overlap_grad_reduce is True, but model.vision trains the tower, which has no gradient where "
-            "there is no picture: set it to false, or freeze and freeze_merger of model.vision to true"
-        )
+    if shape is not None:
+        found += _tower_problems(config, shape)
     if has_critic(config) and config.critic.path is not None and is_good("critic.path"):
         found += _value_model_problems(config, world_size, config.critic.path, "critic.path", is_good, SUFFIXES)
     if has_critic(config) and is_good(*CRITIC_SIZES):
@@ -111,6 +99,29 @@ def model_problems(
             last = shape.vocab_size - 1
             found.append(f"rollout.stop_token_ids has {beyond[0]}: give ids up to the vocabulary's last, {last}")
     return shape, found
+
+
+def _tied_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
+    """Each of the two copies of a tied embedding would round its own moments with other bits."""
+    tuning, moments, stages = config.tuning, config.memory.optimizer_state_dtype, config.parallel.pipeline
+    is_trained = tuning.method == "full" or bool(tuning.also_train)
+    if shape.tied and stages > 1 and is_trained and moments != "float32":
+        yield (
+            f"memory.optimizer_state_dtype is {moments!r}, but the model's tied embedding lies on the first and on "
+            f"the last of {stages} pipeline stages, where it would not stay the same: set it to float32, or "
+            "parallel.pipeline to 1"
+        )
+
+
+def _tower_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
+    """A micro-batch without a picture would leave a bucket of gradients waiting."""
+    vision = config.model.vision
+    is_trained = config.tuning.method == "full" and not (vision.freeze and vision.freeze_merger)
+    if shape.tower and is_trained and config.parallel.overlap_grad_reduce:
+        yield (
+            "parallel.overlap_grad_reduce is True, but model.vision trains the tower, which has no gradient where "
+            "there is no picture: set it to false, or freeze and freeze_merger of model.vision to true"
+        )
 
 
 def _own_layout_problems(

@@ -14,27 +14,14 @@ from omegaconf import MISSING
 
 from mega_rl.config.learning import (
     AdapterConfig as AdapterConfig,
-)
-from mega_rl.config.learning import (
     CriticConfig as CriticConfig,
-)
-from mega_rl.config.learning import (
     EnvironmentConfig as EnvironmentConfig,
-)
-from mega_rl.config.learning import (
     KtoConfig as KtoConfig,
-)
-from mega_rl.config.learning import (
     PreferenceConfig as PreferenceConfig,
-)
-from mega_rl.config.learning import (
     RewardModelConfig as RewardModelConfig,
-)
-from mega_rl.config.learning import (
     RouterConfig as RouterConfig,
-)
-from mega_rl.config.learning import (
     TuningConfig as TuningConfig,
+    VisionConfig as VisionConfig,
 )
 
 Dtype = Literal["float32", "bfloat16"]
@@ -53,15 +40,6 @@ CRITIC_ADVANTAGE = "gae"  # the one that a critic's values make
 # The share of a device's memory that vLLM may take while the trainer lives on the same device, unless
 # rollout.vllm.gpu_memory_utilization says otherwise.
 COLOCATED_MEMORY_SHARE = 0.4
-
-
-@dataclass
-class VisionConfig:
-    """What is trained of the part of a model that sees pictures; for models that have one, with tuning.method full."""
-
-    freeze: bool = True  # the blocks over patches stay as they are
-    freeze_merger: bool = True  # what makes the language model's embeddings of their output, too
-    cache_bytes: int = 4 << 30  # of host memory of every rank, for what a wholly frozen tower has made of pictures
 
 
 @dataclass

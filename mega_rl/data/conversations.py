@@ -21,8 +21,8 @@ from mega_rl.data.stream import Stream, fingerprint
 from mega_rl.data.template import Tools, apply_template, check_written, uses_chat_template
 from mega_rl.data.tokenizer import encode, render_prompt
 from mega_rl.errors import InputError, shown
+from mega_rl.microbatch import Images, Sequence
 from mega_rl.models.positions import Placed, image_positions, picture_places
-from mega_rl.types import Images, Sequence
 
 WANTED = "`messages`, or `prompt`, `question` or `instruction` with `response`, `answer` or `output`"
 

@@ -6,15 +6,15 @@ experts of a token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Mapping, Sequence as SequenceOf
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from mega_rl.microbatch import Images, Microbatch, Sequence
 from mega_rl.models.vision import NUM_AXES
-from mega_rl.types import Images, Microbatch, Sequence, Tokens, Trajectory
+from mega_rl.types import Tokens, Trajectory
 
 
 def sequence_of(

@@ -26,7 +26,7 @@ from mega_rl.data.stream import fingerprint
 from mega_rl.data.template import Tools, apply_template, check_written, uses_chat_template
 from mega_rl.data.tokenizer import encode, num_characters, render_prompt
 from mega_rl.errors import InputError, shown
-from mega_rl.types import Sequence
+from mega_rl.microbatch import Sequence
 
 WANTED = (
     "`prompt`, `conversations`, `question` or `instruction` with `chosen` and `rejected`, or `chosen` and `rejected` "

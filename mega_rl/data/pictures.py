@@ -38,7 +38,7 @@ CONTENTS = ("messages", "conversations", "prompt", "question", "instruction", "c
 
 @dataclass(frozen=True)
 class FilePicture:
-    """A picture as its encoded bytes or its file, with the grid of patches that it becomes; a ``types.Picture``."""
+    """A ``Picture`` as its encoded bytes or its file, with the grid of patches that it becomes."""
 
     where: str  # for messages: the row and the number of the picture in it
     source: bytes | Path

@@ -14,7 +14,7 @@ from mega_rl.data.rows import Row, read_rows
 from mega_rl.data.stream import fingerprint
 from mega_rl.data.tokenizer import encode
 from mega_rl.errors import InputError, shown
-from mega_rl.types import Sequence
+from mega_rl.microbatch import Sequence
 
 
 class TextDataset:

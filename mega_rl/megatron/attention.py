@@ -24,10 +24,10 @@ from torch import Tensor
 
 from mega_rl.config.schema import ContextMethod
 from mega_rl.megatron.routing import Routing
+from mega_rl.microbatch import Images
 from mega_rl.parallel.zigzag import visible_keys, zigzag_positions
 from mega_rl.platform.operators import dispatch as operators
 from mega_rl.platform.operators.attention import place_borders
-from mega_rl.types import Images
 
 
 @dataclass(frozen=True)

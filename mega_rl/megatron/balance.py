@@ -24,10 +24,10 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, comput
 from torch import Tensor
 
 from mega_rl.config.learning import RouterConfig
+from mega_rl.microbatch import Microbatch
 from mega_rl.models.mixture import Mixture
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.zigzag import PADDING
-from mega_rl.types import Microbatch
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,9 @@ from mega_rl import platform
 from mega_rl.bridge.files.columns import Columns, from_bytes, restore
 from mega_rl.bridge.files.manifest import (
     COLUMNS,
+    MANIFEST as MANIFEST,
+    PROGRESS as PROGRESS,
+    WEIGHTS as WEIGHTS,
     Outline,
     changed,
     different_key,
@@ -32,9 +35,6 @@ from mega_rl.bridge.files.manifest import (
     model_record,
     read_outline,
 )
-from mega_rl.bridge.files.manifest import MANIFEST as MANIFEST
-from mega_rl.bridge.files.manifest import PROGRESS as PROGRESS
-from mega_rl.bridge.files.manifest import WEIGHTS as WEIGHTS
 from mega_rl.bridge.files.plain import open_plain
 from mega_rl.bridge.files.progress import read_progress
 from mega_rl.bridge.files.torch_dist_write import CONTENT

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from mega_rl.config.schema import ContextMethod
 from mega_rl.megatron.attention import LocalImages, PackedSequences, packed_sequences
+from mega_rl.microbatch import Images, Microbatch
 from mega_rl.parallel.zigzag import PADDING, padded_lengths, unpadded_positions, zigzag_positions
-from mega_rl.types import Images, Microbatch
 
 
 @dataclass(frozen=True)

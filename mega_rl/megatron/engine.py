@@ -35,9 +35,9 @@ from mega_rl.megatron.optimizer import (
 from mega_rl.megatron.policy import MegatronPolicy
 from mega_rl.megatron.spec import TrainerSpec
 from mega_rl.megatron.value import NewScore
+from mega_rl.microbatch import Figures, Microbatch, TokenStats
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.types import Figures, Microbatch, TokenStats
 
 LossFunction = Callable[[TokenStats, Microbatch], tuple[Tensor, Figures]]
 ValueLoss = Callable[[Tensor, Microbatch], tuple[Tensor, Figures]]  # of the values [T] of a value head

@@ -18,9 +18,9 @@ from mega_rl.megatron.context import local_input
 from mega_rl.megatron.policy import MegatronPolicy, initialize_groups
 from mega_rl.megatron.reading import load_sharded
 from mega_rl.megatron.spec import TrainerSpec
+from mega_rl.microbatch import Microbatch
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.types import Microbatch
 
 NUM_TOKENS = 24
 

@@ -36,12 +36,12 @@ from mega_rl.megatron.spec import TrainerSpec
 from mega_rl.megatron.tuning.dropout import token_keys
 from mega_rl.megatron.tuning.plan import tune
 from mega_rl.megatron.value import NewScore
+from mega_rl.microbatch import Microbatch, TokenStats
 from mega_rl.models.flops import pass_flops
 from mega_rl.models.shape import ModelShape
 from mega_rl.observe.heartbeat import HEART
 from mega_rl.observe.work import WORK
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.types import Microbatch, TokenStats
 
 
 def initialize_groups(
@@ -250,7 +250,6 @@ class MegatronPolicy:
             balancing: what the routers learn and take down in this pass; None: nothing.
         """
         assert len(chunks) == 1 or len(microbatches) % self.layout.pipeline == 0, len(microbatches)
-        multiple = self.layout.tensor if self.is_sequence_parallel else 1
 
         def finish(microbatch: Microbatch, local: LocalInput, output: Tensor) -> tuple[Tensor, Tensor, Any]:
             loss, report = on_output(microbatch, in_pack_order(output, local))
@@ -261,17 +260,13 @@ class MegatronPolicy:
         ) -> tuple[Tensor, Callable[[Tensor], Any]]:
             number, on_host = next(iterator)
             microbatch = on_host.to(self.device)
-            borders = on_host.cu_seqlens.tolist()
-            group, method = parallel_state.get_context_parallel_group(), self.spec.parallel.context_method
-            local = local_input(microbatch, borders, group, multiple, method)
+            local = self._local_input(on_host, microbatch)
             routing = self.routing_of(microbatch, local, recorded[number] if recorded else None)
             if balancing is not None:
                 routing = replace(routing or Routing(), balance=balancing.of(on_host, local.sources))
             local.packing.routing = routing
             if dropout_step is not None and self.plan.adapters.dropout:
-                keys = token_keys(on_host, self.spec.seed, dropout_step)
-                own = keys if local.sources is None else keys[local.sources.clamp_min(0)]
-                local.packing.token_keys_N = own.to(self.device)
+                local.packing.token_keys_N = self._token_keys(on_host, local, dropout_step)
             HEART.mark()
             if module is chunks[0]:
                 WORK.add(self.flops.of(on_host.lengths, with_gradient=not forward_only))
@@ -290,6 +285,18 @@ class MegatronPolicy:
             micro_batch_size=1,
             forward_only=forward_only,
         )
+
+    def _local_input(self, on_host: Microbatch, microbatch: Microbatch) -> LocalInput:
+        """This rank's share of a micro-batch, which is on the device too."""
+        multiple = self.layout.tensor if self.is_sequence_parallel else 1
+        group, method = parallel_state.get_context_parallel_group(), self.spec.parallel.context_method
+        return local_input(microbatch, on_host.cu_seqlens.tolist(), group, multiple, method)
+
+    def _token_keys(self, on_host: Microbatch, local: LocalInput, step: int) -> Tensor:
+        """What dropout knows this rank's tokens by in one optimizer step."""
+        keys = token_keys(on_host, self.spec.seed, step)
+        own = keys if local.sources is None else keys[local.sources.clamp_min(0)]
+        return own.to(self.device)
 
     @property
     def is_sequence_parallel(self) -> bool:

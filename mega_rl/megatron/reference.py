@@ -13,7 +13,7 @@ from mega_rl.config.schema import MemoryConfig
 from mega_rl.megatron.offload import HostStorages
 from mega_rl.megatron.policy import MegatronPolicy
 from mega_rl.megatron.tuning.adapter import disabled
-from mega_rl.types import Microbatch, TokenStats
+from mega_rl.microbatch import Microbatch, TokenStats
 
 
 class Reference(Protocol):

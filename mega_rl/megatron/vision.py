@@ -16,8 +16,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mega_rl.megatron.attention import PackedSequences
+from mega_rl.microbatch import Picture
 from mega_rl.models.vision import Tower
-from mega_rl.types import Picture
 
 ATTENTION = "sdpa"  # of the tower, on every platform
 

@@ -250,7 +250,7 @@ CHARTS: Mapping[str, tuple[str, ...]] = {
     "seconds of the phases": tuple(f"time/{phase}_s" for phase in PHASES if phase != "step"),
 }
 
-# What a policy's objective measures (`types.Figures`) -> the metric that is its mean over the learnt tokens.
+# What a policy's objective measures (`microbatch.Figures`) -> the metric that is its mean over the learnt tokens.
 MEANS = {
     "loss": "actor/loss",
     "pg_loss": "actor/pg_loss",

@@ -16,10 +16,12 @@ import torch
 from mega_rl.config.schema import MindSpeedConfig
 from mega_rl.errors import InputError
 from mega_rl.platform import accelerator, versions
-from mega_rl.platform.ascend import devices as ascend_devices
-from mega_rl.platform.ascend import environment as ascend_environment
-from mega_rl.platform.ascend import install as ascend_install
-from mega_rl.platform.ascend import mindspeed as mindspeed_adaptor
+from mega_rl.platform.ascend import (
+    devices as ascend_devices,
+    environment as ascend_environment,
+    install as ascend_install,
+    mindspeed as mindspeed_adaptor,
+)
 from mega_rl.platform.base import DeviceLoad, MemoryStats, ProcessRole, Setting
 from mega_rl.platform.host import host_peak_bytes, reset_host_peak
 from mega_rl.platform.operators.npu_kernels import AscendOperators

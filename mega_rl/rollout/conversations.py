@@ -19,8 +19,7 @@ from mega_rl.data.replies import History, ReplyTokens
 from mega_rl.data.template import Tools, apply_template, check_written
 from mega_rl.data.tokenizer import encode
 from mega_rl.errors import InputError
-from mega_rl.types import ASSISTANT as MODEL
-from mega_rl.types import PROMPT, Prompt, Span, Trajectory, Turn
+from mega_rl.types import ASSISTANT as MODEL, PROMPT, Prompt, Span, Trajectory, Turn
 
 MAX_TOOL_LISTS = 64  # for which the tokens of replies are kept ready
 Key = tuple[str, ...]  # what makes a message the same one, however a program writes it

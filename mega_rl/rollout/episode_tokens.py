@@ -19,8 +19,7 @@ from mega_rl.data.replies import ReplyTokens
 from mega_rl.data.template import Tools
 from mega_rl.data.tokenizer import encode
 from mega_rl.environments.episode import MAX_DETAIL_LENGTH, Episode, EpisodeLimits, NoRoomError, Slots, run_episode
-from mega_rl.environments.protocol import Environment, Message
-from mega_rl.environments.protocol import Turn as Said
+from mega_rl.environments.protocol import Environment, Message, Turn as Said
 from mega_rl.environments.waiting import RaisedError, result_of
 from mega_rl.errors import InputError
 from mega_rl.rollout.engine import Request

@@ -10,12 +10,12 @@ from mega_rl.algorithms.preference import KtoObjective, kto_kl
 from mega_rl.config import RunConfig
 from mega_rl.data.pairs import Judged, JudgedDataset
 from mega_rl.megatron.engine import LossFunction, MegatronEngine
+from mega_rl.microbatch import Microbatch
 from mega_rl.stages.parts import building
 from mega_rl.stages.parts.batches import pack_for_rank
 from mega_rl.stages.parts.from_files import learn, loop, measured, read, stream_of, summed_logprobs
 from mega_rl.stages.parts.reference_logprobs import ReferenceLogprobs, reference_logprobs
 from mega_rl.stages.parts.session import Session, open_session
-from mega_rl.types import Microbatch
 
 
 def run(config: RunConfig) -> None:

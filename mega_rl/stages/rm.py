@@ -18,6 +18,7 @@ from mega_rl.config import RunConfig
 from mega_rl.data.pairs import Pair
 from mega_rl.data.tokenizer import padding_token
 from mega_rl.megatron.engine import MegatronEngine, ValueLoss
+from mega_rl.microbatch import Microbatch
 from mega_rl.parallel.collectives import together
 from mega_rl.stages.dpo import pairs
 from mega_rl.stages.parts import building
@@ -25,7 +26,6 @@ from mega_rl.stages.parts.batches import fits, pack_for_rank
 from mega_rl.stages.parts.from_files import end_values, learn, loop, measured, stream_of
 from mega_rl.stages.parts.session import Session, open_session
 from mega_rl.stages.parts.values import open_value_model, scored_at_end
-from mega_rl.types import Microbatch
 
 FIGURES = ("accuracy", "margin", "chosen_score", "rejected_score")
 

@@ -27,10 +27,10 @@ from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.policy import MegatronPolicy, initialize_groups
 from mega_rl.megatron.spec import TrainerSpec
 from mega_rl.megatron.value import NewScore
+from mega_rl.microbatch import Figures, Microbatch, Sequence, TokenStats
 from mega_rl.models.shape import read_model_shape, value_shape
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.types import Figures, Microbatch, Sequence, TokenStats
 from tests import families
 
 LENGTHS = (7, 19, 3, 12, 1, 22)

@@ -11,8 +11,7 @@ import torch
 
 from mega_rl.config.schema import RolloutConfig
 from mega_rl.rollout.receiver import Link
-from mega_rl.rollout.vllm import engine as vllm_engine
-from mega_rl.rollout.vllm import receiving_engine
+from mega_rl.rollout.vllm import engine as vllm_engine, receiving_engine
 from mega_rl.rollout.vllm.engine import VLLMEngine
 from mega_rl.rollout.vllm.receiving_engine import ReceivingEngine
 from tests.contract.test_vllm_signatures import NEWEST, OLDEST, names, signature

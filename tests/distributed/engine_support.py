@@ -17,11 +17,11 @@ from mega_rl.config.schema import RunConfig
 from mega_rl.data.packing import pack
 from mega_rl.megatron.engine import LossFunction, MegatronEngine
 from mega_rl.megatron.policy import destroy_groups, initialize_groups
+from mega_rl.microbatch import Figures, Microbatch, Sequence, TokenStats
 from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.parallel.schedule import balance
 from mega_rl.stages.parts.building import trainer_spec
-from mega_rl.types import Figures, Microbatch, Sequence, TokenStats
 from tests.distributed.layouts import Case
 from tests.distributed.parity_reference import BETAS, CLIP, EPS, LR, WEIGHT_DECAY, Objective, num_learnt
 

@@ -15,9 +15,9 @@ import torch
 import transformers
 from torch import Tensor
 
+from mega_rl.microbatch import Images, Sequence
 from mega_rl.models.positions import Placed, image_positions, picture_places
 from mega_rl.models.shape import ModelShape
-from mega_rl.types import Images, Sequence
 from tests.families import as_saved
 
 LENGTHS = (7, 19, 30, 41, 3, 12, 1, 12, 5, 50, 9)  # positions; the total is odd, so packs of a multiple have a tail

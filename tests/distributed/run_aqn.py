@@ -42,8 +42,7 @@ from mega_rl.stages.parts.weight_sync import WeightSync
 from mega_rl.types import DTYPES
 from tests.distributed import rollout_support, tiny_models
 from tests.distributed.engine_support import build_engine, groups, loss_of, pack_for_rank, run_config
-from tests.distributed.layouts import AQN_CASES as CASES
-from tests.distributed.layouts import Case
+from tests.distributed.layouts import AQN_CASES as CASES, Case
 from tests.distributed.parity_reference import OBJECTIVES, make_sequences
 from tests.distributed.rollout_checks import check, equals_hf, shared_directory, start
 from tests.distributed.training import digests

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.microbatch import Microbatch, TokenStats
 from mega_rl.stages.parts import building
 from mega_rl.stages.parts.weight_sync import Pushed, WeightSync
-from mega_rl.types import Microbatch, TokenStats
 from tools import train
 
 

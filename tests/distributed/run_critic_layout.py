@@ -28,6 +28,7 @@ from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.groups import Groups
 from mega_rl.megatron.saving import CheckpointWriter
 from mega_rl.megatron.value import NewScore
+from mega_rl.microbatch import Microbatch
 from mega_rl.models.shape import value_shape
 from mega_rl.observe.timers import Timers
 from mega_rl.parallel.collectives import gather_objects
@@ -38,7 +39,6 @@ from mega_rl.platform.operators.memory import OPERATOR_MEMORY
 from mega_rl.stages.parts.batches import BatchShare
 from mega_rl.stages.parts.building import trainer_spec
 from mega_rl.stages.parts.critic import Critic
-from mega_rl.types import Microbatch
 from tests.distributed import tiny_models
 from tests.distributed.engine_support import build_engine, groups, loss_of, own_device, pack_for_rank, run_config
 from tests.distributed.layouts import Case

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Iterator, Sequence as SequenceOf
 from concurrent.futures import Future
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ import torch.distributed as dist
 
 from mega_rl.data.packing import sequence_of
 from mega_rl.evaluation.evaluate import Answered, EvaluationSettings, evaluate, outlined
+from mega_rl.microbatch import Sequence
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
 from mega_rl.parallel.rendezvous import Rendezvous
@@ -28,7 +28,7 @@ from mega_rl.rollout.replicas import collect_everywhere
 from mega_rl.rollout.requests import make_requests
 from mega_rl.stages.parts import learning, rollout_metrics
 from mega_rl.stages.parts.batches import BatchShare, denominators_of, pack_brought, pack_for_rank
-from mega_rl.types import Outline, Prompt, Routing, Score, Sequence, Tokens, Trajectory
+from mega_rl.types import Outline, Prompt, Routing, Score, Tokens, Trajectory
 from tests.trajectories import two_turns
 
 WORLD = 4

@@ -22,7 +22,7 @@ from mega_rl import platform
 from mega_rl.bridge.slices import indices
 from mega_rl.megatron import model, policy
 from mega_rl.megatron.engine import MegatronEngine
-from mega_rl.types import Microbatch, Sequence
+from mega_rl.microbatch import Microbatch, Sequence
 from tests.distributed import tiny_models
 from tests.distributed.engine_support import build_engine, groups, loss_of, pack_for_rank, run_config, total_loss
 from tests.distributed.layouts import EVEN_TOKENS, GUARDS, Case

@@ -23,9 +23,9 @@ from mega_rl.config.schema import RouterConfig
 from mega_rl.data.packing import unpack
 from mega_rl.megatron.context import in_pack_order, local_input
 from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.microbatch import Microbatch, Sequence
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.types import Microbatch, Sequence
 from tests.distributed import tiny_models
 from tests.distributed.engine_support import (
     build_engine,

@@ -24,9 +24,9 @@ from mega_rl.megatron.offload import PARTS, TrainerOffload
 from mega_rl.megatron.optimizer import chained, owned_range
 from mega_rl.megatron.policy import MegatronPolicy
 from mega_rl.megatron.reference import FrozenCopy
+from mega_rl.microbatch import Figures
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.types import Figures
 from tests.distributed import tiny_models
 from tests.distributed.engine_support import build_engine, groups, loss_of, own_device, pack_for_rank, run_config
 from tests.distributed.layouts import Case

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from mega_rl import platform
 from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.microbatch import Figures, Microbatch, TokenStats
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.types import Figures, Microbatch, TokenStats
 from tests.distributed import tiny_models
 from tests.distributed.engine_support import build_engine, groups, loss_of, pack_for_rank, run_config
 from tests.distributed.layouts import Case, recomputations

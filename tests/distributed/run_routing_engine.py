@@ -18,11 +18,12 @@ from mega_rl import platform
 from mega_rl.config.schema import RolloutConfig
 from mega_rl.data.packing import pack, sequence_of
 from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.microbatch import Microbatch, TokenStats
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.platform.accelerator import HostDevice
 from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.vllm.engine import VLLMEngine
-from mega_rl.types import Microbatch, TokenStats, Trajectory
+from mega_rl.types import Trajectory
 from tests.distributed.engine_support import build_engine, groups, run_config
 from tests.distributed.layouts import Case
 from tests.distributed.parity_reference import OBJECTIVES

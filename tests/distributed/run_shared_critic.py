@@ -27,13 +27,13 @@ from mega_rl.megatron.offload import PARTS, TrainerOffload
 from mega_rl.megatron.policy import MegatronPolicy
 from mega_rl.megatron.saving import CheckpointWriter
 from mega_rl.megatron.value import NewScore
+from mega_rl.microbatch import Figures, Microbatch
 from mega_rl.models.shape import value_shape
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.activations import Tokens
 from mega_rl.planning.companions import companions
 from mega_rl.platform.operators.memory import OPERATOR_MEMORY
 from mega_rl.stages.parts.building import trainer_spec
-from mega_rl.types import Figures, Microbatch
 from tests.distributed import tiny_models
 from tests.distributed.engine_support import build_engine, groups, loss_of, own_device, pack_for_rank, run_config
 from tests.distributed.layouts import Case

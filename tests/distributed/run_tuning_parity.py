@@ -25,6 +25,7 @@ from mega_rl.megatron import checkpoint
 from mega_rl.megatron.engine import LossFunction, MegatronEngine
 from mega_rl.megatron.reference import WithoutAdapters
 from mega_rl.megatron.saving import CheckpointWriter
+from mega_rl.microbatch import Figures, Microbatch, Sequence, TokenStats
 from mega_rl.models.shape import ModelShape, read_model_shape
 from mega_rl.observe.heartbeat import HEART
 from mega_rl.observe.work import WORK
@@ -32,7 +33,6 @@ from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.state import stage_parameters, trainer_state
 from mega_rl.stages.parts.adapters import local_reader, lora_merge
-from mega_rl.types import Figures, Microbatch, Sequence, TokenStats
 from tests.distributed import tiny_models
 from tests.distributed.engine_support import build_engine, groups, loss_of, owned_span, pack_for_rank, run_config
 from tests.distributed.parity_reference import OBJECTIVES, make_sequences

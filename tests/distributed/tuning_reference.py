@@ -20,8 +20,8 @@ from mega_rl.bridge.mapping.adapter import adapter_tensors, names_of
 from mega_rl.bridge.mapping.tuning import AdapterPlan, TuningPlan, module_of
 from mega_rl.data.packing import pack
 from mega_rl.megatron.tuning.dropout import column_keys, dropped, token_keys
+from mega_rl.microbatch import Sequence
 from mega_rl.models.shape import ModelShape
-from mega_rl.types import Sequence
 from tests.distributed.parity_reference import BETAS, CLIP, EPS, LR, WEIGHT_DECAY, Objective, num_learnt
 from tests.families import as_saved
 

@@ -19,9 +19,10 @@ from mega_rl.config.schema import RolloutConfig
 from mega_rl.data.packing import pack, sequence_of
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.routing import Router
+from mega_rl.microbatch import Microbatch
 from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.vllm.engine import VLLMEngine
-from mega_rl.types import Microbatch, Trajectory
+from mega_rl.types import Trajectory
 from tests.distributed.engine_support import build_engine, groups, own_device, run_config
 from tests.distributed.layouts import Case
 from tests.distributed.parity_reference import OBJECTIVES

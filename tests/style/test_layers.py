@@ -14,7 +14,7 @@ import pytest
 
 REPO = Path(__file__).resolve().parent.parent.parent
 ROWS = (
-    ("types", "errors"),
+    ("types", "microbatch", "errors"),
     ("models",),
     ("config", "observe"),
     ("platform", "algorithms", "rewards", "fleet"),

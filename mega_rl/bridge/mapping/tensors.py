@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from mega_rl.bridge.mapping.tower import tower_names, whole_tower
-from mega_rl.bridge.series import EXPERT as EXPERT_NUMBER
-from mega_rl.bridge.series import LAYER, Numbers, Series, numbered
+from mega_rl.bridge.series import EXPERT as EXPERT_NUMBER, LAYER, Numbers, Series, numbered
 from mega_rl.bridge.slices import whole
 from mega_rl.models.shape import ModelShape
 

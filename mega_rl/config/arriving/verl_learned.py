@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from mega_rl.config.arriving.draft import Draft
-from mega_rl.config.arriving.learned import AdapterKeys, CriticKeys, add_reward_model, has_critic, set_adapter
-from mega_rl.config.arriving.learned import set_critic as shared_critic
+from mega_rl.config.arriving.learned import (
+    AdapterKeys,
+    CriticKeys,
+    add_reward_model,
+    has_critic,
+    set_adapter,
+    set_critic as shared_critic,
+)
 
 MODEL, RM = "actor_rollout_ref.model.", "reward_model."
 FLAT = AdapterKeys(

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mega_rl.types import Microbatch
+from mega_rl.microbatch import Microbatch
 
 BITS = (1 << 32) - 1
 CHUNK = 1 << 22  # elements of a mask that are hashed at once: 8 bytes each

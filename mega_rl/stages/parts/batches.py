@@ -5,16 +5,16 @@ Letters: T packed tokens of a micro-batch, L predictions of one sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from mega_rl.algorithms.reduce import Denominators
 from mega_rl.data.packing import pack
+from mega_rl.microbatch import Figures, Microbatch, Sequence
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.parallel.schedule import balance
-from mega_rl.types import Figures, Microbatch, Outline, Sequence, Tokens, TokenSource
+from mega_rl.types import Outline, Tokens, TokenSource
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from mega_rl import platform
-from mega_rl.algorithms.objective import PolicyObjective
 from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.bridge.mapping.adapter import adapter_tensors
 from mega_rl.bridge.mapping.tensors import hf_tensors, roles
@@ -54,7 +53,7 @@ from mega_rl.stages.parts import adapters
 from mega_rl.stages.parts.batches import BatchShare
 from mega_rl.stages.parts.critic import Critic
 from mega_rl.stages.parts.judge import RewardModel
-from mega_rl.stages.parts.learning import Learner
+from mega_rl.stages.parts.learning import Learner, objective_of
 from mega_rl.stages.parts.scoring import scorer_of_node
 from mega_rl.stages.parts.session import Session
 from mega_rl.stages.parts.values import check_same_tokenizer, open_value_model
@@ -370,7 +369,7 @@ def learner(session: Session, actor: MegatronEngine, reference: Reference | None
     config = session.config
     value = critic(session, actor, total_steps) if has_critic(config) else None
     common = session.share, session.depot, session.timers, session.say
-    return Learner(config, *common, actor, reference, objective(config), value)
+    return Learner(config, *common, actor, reference, objective_of(config), value)
 
 
 def critic(session: Session, actor: MegatronEngine, total_steps: int) -> Critic:
@@ -406,24 +405,3 @@ def _own_layout(session: Session, parallel: ParallelConfig) -> tuple[Groups | No
     groups = Groups(layout, trainer.seed, trainer.collective_timeout_s)
     multiple = layout.tensor if parallel.sequence else 1
     return groups, replace(session.share, layout=layout, pad_multiple=multiple)
-
-
-def objective(config: RunConfig) -> PolicyObjective:
-    algorithm = config.algorithm
-    # If the engine's own log-probabilities are pi_old, or its noise is ignored as published, nothing is corrected.
-    is_corrected = not config.aqn.enabled or config.aqn.old_logprobs in ("decoupled", "recompute_noisy")
-    return PolicyObjective(
-        objective=algorithm.objective,
-        clip_low=algorithm.clip_ratio_low,
-        clip_high=algorithm.clip_ratio_high,
-        dual_clip=algorithm.dual_clip,
-        kl_coefficient=algorithm.kl_coefficient if algorithm.kl_in == "loss" else 0.0,
-        kl_estimator=algorithm.kl_estimator,
-        entropy_coefficient=algorithm.entropy_coefficient,
-        importance_cap=algorithm.importance_cap if is_corrected else None,
-        importance_correction=algorithm.importance_correction,
-        importance_level=algorithm.importance_level,
-        importance_floor=algorithm.importance_floor,
-        reduction=algorithm.loss_reduction,
-        num_ages=config.rollout.max_staleness + 1,
-    )

@@ -16,11 +16,11 @@ from mega_rl.algorithms.value import ValueObjective, explained_variance, gae, re
 from mega_rl.config.schema import CriticConfig
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.offload import PARTS
+from mega_rl.microbatch import Microbatch
 from mega_rl.observe.timers import Timers
 from mega_rl.stages.parts.batches import BatchShare, Totals, totals_of
 from mega_rl.stages.parts.critic_layout import OwnLayout
 from mega_rl.stages.parts.progress import warn_if_skipped
-from mega_rl.types import Microbatch
 
 NAME = "critic"  # among the actor's companions, and in checkpoints
 

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from mega_rl.data.packing import pack, unpack
+from mega_rl.microbatch import Microbatch, Sequence as TrainingSequence
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.rows import move
 from mega_rl.stages.parts.batches import BatchShare
-from mega_rl.types import Microbatch
-from mega_rl.types import Sequence as TrainingSequence
 
 
 class Part:

@@ -15,13 +15,13 @@ from mega_rl.config import RunConfig
 from mega_rl.config.schema import DataConfig
 from mega_rl.data.stream import Dataset, Stream
 from mega_rl.megatron.engine import LossFunction, MegatronEngine, ValueLoss
+from mega_rl.microbatch import Figures, Microbatch, Sequence
 from mega_rl.parallel.collectives import gather_objects, together
 from mega_rl.stages.parts import progress
 from mega_rl.stages.parts.batches import Totals, pack_for_rank, totals_of
 from mega_rl.stages.parts.export import export_trained
 from mega_rl.stages.parts.progress import Progress, warn_if_skipped
 from mega_rl.stages.parts.session import Session
-from mega_rl.types import Figures, Microbatch, Sequence
 
 Item = TypeVar("Item")
 Data = TypeVar("Data", bound="FromFiles")

@@ -20,8 +20,9 @@ from torch import Tensor
 from mega_rl import platform
 from mega_rl.config import RunConfig
 from mega_rl.megatron.engine import LossFunction, MegatronEngine
+from mega_rl.microbatch import Figures, Microbatch, TokenStats
 from mega_rl.parallel.collectives import gather_objects
-from mega_rl.types import Figures, Microbatch, Sample, TokenStats
+from mega_rl.types import Sample
 
 ENGINE_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}  # nats, mean over tokens; the coarser of the two types counts
 # Nats, largest of a token, where the same forward pass may give other bits: sums of the hardware in varying order.

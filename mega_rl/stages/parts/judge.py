@@ -12,12 +12,12 @@ from mega_rl.algorithms.value import values_at_ends
 from mega_rl.config.environment import ENVIRONMENT
 from mega_rl.errors import InputError
 from mega_rl.megatron.reference import Frozen
+from mega_rl.microbatch import Sequence as TrainingSequence
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.rewards.scorer import WeightedReward
 from mega_rl.stages.parts.batches import BatchShare, pack_brought
 from mega_rl.stages.parts.values import scored_at_end
 from mega_rl.types import Outline, Score, Tokens, TokenSource
-from mega_rl.types import Sequence as TrainingSequence
 
 
 class RewardModel:

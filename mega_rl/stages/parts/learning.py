@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Mapping, Sequence as SequenceOf
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +21,7 @@ from mega_rl.config.schema import AlgorithmConfig
 from mega_rl.data.packing import sequence_of
 from mega_rl.megatron.engine import LossFunction, MegatronEngine
 from mega_rl.megatron.reference import Reference
+from mega_rl.microbatch import Microbatch, Sequence
 from mega_rl.observe.metrics import MAXIMA, MEANS
 from mega_rl.observe.timers import Timers
 from mega_rl.parallel.collectives import gather_objects
@@ -31,7 +31,7 @@ from mega_rl.stages.parts.batches import BatchShare, Totals, pack_brought, total
 from mega_rl.stages.parts.critic import Critic
 from mega_rl.stages.parts.gates import Gates
 from mega_rl.stages.parts.progress import warn_if_skipped
-from mega_rl.types import Microbatch, Sample, Sequence, Tokens, TokenSource
+from mega_rl.types import Sample, Tokens, TokenSource
 
 
 def with_advantages(groups: SequenceOf[OutlinedGroup], advantage: str) -> list[Sample]:
@@ -283,3 +283,25 @@ def _accumulate(metrics: dict[str, float], found: Totals, num_tokens: int, num_p
     for figure, value in found.maxima.items():
         metric = MAXIMA[figure]
         metrics[metric] = max(metrics.get(metric, value), value)
+
+
+def objective_of(config: RunConfig) -> PolicyObjective:
+    """What the policy learns by."""
+    algorithm = config.algorithm
+    # If the engine's own log-probabilities are pi_old, or its noise is ignored as published, nothing is corrected.
+    is_corrected = not config.aqn.enabled or config.aqn.old_logprobs in ("decoupled", "recompute_noisy")
+    return PolicyObjective(
+        objective=algorithm.objective,
+        clip_low=algorithm.clip_ratio_low,
+        clip_high=algorithm.clip_ratio_high,
+        dual_clip=algorithm.dual_clip,
+        kl_coefficient=algorithm.kl_coefficient if algorithm.kl_in == "loss" else 0.0,
+        kl_estimator=algorithm.kl_estimator,
+        entropy_coefficient=algorithm.entropy_coefficient,
+        importance_cap=algorithm.importance_cap if is_corrected else None,
+        importance_correction=algorithm.importance_correction,
+        importance_level=algorithm.importance_level,
+        importance_floor=algorithm.importance_floor,
+        reduction=algorithm.loss_reduction,
+        num_ages=config.rollout.max_staleness + 1,
+    )

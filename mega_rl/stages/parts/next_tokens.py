@@ -9,11 +9,11 @@ import torch
 from mega_rl.algorithms.objective import SftObjective
 from mega_rl.data.stream import Dataset
 from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.microbatch import Sequence
 from mega_rl.stages.parts import building
 from mega_rl.stages.parts.batches import denominators_of, pack_for_rank
 from mega_rl.stages.parts.from_files import learn, loop, measured, stream_of
 from mega_rl.stages.parts.session import Session
-from mega_rl.types import Sequence
 
 
 def train(session: Session, section: str, dataset: Dataset[Sequence], held_out: list[Sequence]) -> None:

@@ -20,11 +20,11 @@ from mega_rl.bridge.files.peft_config import CONFIG_FILE
 from mega_rl.bridge.files.sampled_digest import weights_digest
 from mega_rl.data.rows import atomic_path
 from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.microbatch import Sequence
 from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.collectives import broadcast_object, is_first, together
 from mega_rl.stages.parts.from_files import summed_logprobs
 from mega_rl.stages.parts.session import Session
-from mega_rl.types import Sequence
 
 VALUES = "logprobs"  # the tensor in the file
 

@@ -12,8 +12,8 @@ from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.data.tokenizer import load_tokenizer
 from mega_rl.errors import InputError
 from mega_rl.megatron.value import NewScore
+from mega_rl.microbatch import Sequence
 from mega_rl.models.shape import SUFFIXES, Head, ModelShape, read_model_shape, value_shape
-from mega_rl.types import Sequence
 
 
 def open_value_model(

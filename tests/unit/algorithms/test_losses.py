@@ -7,8 +7,7 @@ import math
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from mega_rl.algorithms.correction import masked_weights, sequence_log_weights, token_log_weights, truncated_weights
 from mega_rl.algorithms.kl import KL_ESTIMATORS, k3

@@ -10,8 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from mega_rl.algorithms.advantage import power_sums, whiten, with_penalty_to_go
@@ -19,7 +18,7 @@ from mega_rl.algorithms.correction import CORRECTIONS, LOG_WEIGHTS
 from mega_rl.algorithms.kl import KL_ESTIMATORS
 from mega_rl.algorithms.objective import OBJECTIVES, PolicyObjective, SftObjective
 from mega_rl.algorithms.reduce import REDUCTIONS, Denominators, sequence_mean
-from mega_rl.types import Microbatch, TokenStats
+from mega_rl.microbatch import Microbatch, TokenStats
 
 MAX_RESPONSE = 16
 PLAIN = PolicyObjective(

@@ -20,7 +20,7 @@ from mega_rl.algorithms.preference import (
     bradley_terry_shares,
     kto_kl,
 )
-from mega_rl.types import Figures, Microbatch, TokenStats
+from mega_rl.microbatch import Figures, Microbatch, TokenStats
 
 RECORDED: dict[str, Any] = json.loads((Path(__file__).parent / "trl_preference.json").read_text())
 D = torch.float64

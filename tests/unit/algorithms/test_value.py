@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from mega_rl.algorithms.pairs import AnswersApart
@@ -21,7 +20,7 @@ from mega_rl.algorithms.value import (
     rewards_at_ends,
     values_at_ends,
 )
-from mega_rl.types import Microbatch
+from mega_rl.microbatch import Microbatch
 
 
 def loop(

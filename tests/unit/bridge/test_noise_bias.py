@@ -13,7 +13,7 @@ import torch
 from mega_rl.algorithms.objective import PolicyObjective
 from mega_rl.algorithms.reduce import Denominators
 from mega_rl.bridge.outgoing.noise import draw
-from mega_rl.types import Microbatch, TokenStats
+from mega_rl.microbatch import Microbatch, TokenStats
 
 THETA = (1.5, -1.0)
 REWARDS = (1.0, 0.0)

@@ -10,8 +10,7 @@ from itertools import chain
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from mega_rl.bridge.mapping.megatron import megatron_series, megatron_slices, padded_vocab_size
 from mega_rl.bridge.mapping.vllm import full_slices, vllm_series, vllm_slices

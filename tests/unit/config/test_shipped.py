@@ -18,7 +18,6 @@ from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.automatic import automatic
 from mega_rl.planning.memory_plan import Machine, make_plan
-from mega_rl.stages.parts import building
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 SHIPPED = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yaml"))
@@ -114,7 +113,7 @@ def test_a_shipped_config_is_valid_for_its_model_and_processes(name: str, tmp_pa
     layout = ParallelLayout.of(config.parallel, world_size)
     assert layout.data >= 1
     if config.trainer.stage == "rl":
-        building.objective(config)
+        learning.objective_of(config)
 
 
 @pytest.mark.parametrize("name", SHIPPED)

@@ -43,7 +43,7 @@ WITHOUT_RULE = {
     "model.vision.freeze", "model.vision.freeze_merger",
     "algorithm.dynamic_sampling.enabled",
     "data.train_files", "data.val_files", "data.filter_overlong_prompts", "data.shuffle", "data.system_prompt",
-    "rollout.ignore_eos", "rollout.vllm",
+    "rollout.ignore_eos", "rollout.vllm", "environment.options",
     "trainer.megatron", "aqn.enabled", "aqn.include_router_norms",
     "rewards[].name", "rewards[].weight", "rewards[].options", "parallel.sequence",
     "parallel.overlap_grad_reduce", "parallel.overlap_param_gather",
@@ -129,7 +129,7 @@ def test_every_key_of_the_schema_is_checked():
 
 def test_a_supervised_run_has_the_rules_of_what_it_reads():
     left_out = set(rules()) - set(rules("sft"))
-    sections = {"rollout", "bridge", "algorithm", "critic", "aqn", "reward_workers"}
+    sections = {"rollout", "environment", "bridge", "algorithm", "critic", "aqn", "reward_workers"}
     sections |= {"preference", "kto", "reward_model"}
     assert {name.partition(".")[0] for name in left_out} == sections | {"trainer", "validation"}
     assert not {name for name in rules("sft") if name.partition(".")[0] in sections}
@@ -725,7 +725,9 @@ def test_dropout_of_adapters_where_it_is_sound(config, changes):
         ({"tuning.method": "lora", "rollout.adapter": "slots", "rollout.weight_update": "reload"}, "reload"),
     ],
 )
-def test_adapters(config, changes, part):
+def test_adapters(config, changes, part, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "adapter_config.json").touch()
     for field, value in changes.items():
         set_value(config, field, value)
     (problem,) = problems(config)

@@ -7,11 +7,11 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from mega_rl.data.packing import pack, sequence_of, unpack
-from mega_rl.types import Prompt, Sequence, Span, Trajectory
+from mega_rl.microbatch import Sequence
+from mega_rl.types import Prompt, Span, Trajectory
 from tests.trajectories import two_turns
 
 PAD = 99

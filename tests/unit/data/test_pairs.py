@@ -14,7 +14,7 @@ from mega_rl.data.conversations import ConversationDataset
 from mega_rl.data.pairs import Judged, JudgedDataset, PairDataset
 from mega_rl.data.synthetic import arithmetic_tokenizer, bpe_tokenizer
 from mega_rl.errors import InputError
-from mega_rl.types import Sequence
+from mega_rl.microbatch import Sequence
 
 PLAIN, CHAT = arithmetic_tokenizer(), bpe_tokenizer(["Hi there", "user", "assistant", "system"], 300)
 DATA = DataConfig(max_prompt_length=60, max_response_length=20)

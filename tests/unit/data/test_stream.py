@@ -8,8 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from mega_rl.data.stream import Stream, epoch_order, fingerprint
 from mega_rl.errors import InputError

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from mega_rl.fleet.engines import Limits
 from mega_rl.fleet.tickets import Rules

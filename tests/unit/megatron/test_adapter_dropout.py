@@ -9,7 +9,7 @@ from torch import Tensor
 from mega_rl.data.packing import pack
 from mega_rl.megatron.tuning import dropout
 from mega_rl.megatron.tuning.dropout import DroppedProduct, column_keys, dropped, token_keys
-from mega_rl.types import Sequence
+from mega_rl.microbatch import Sequence
 
 NAME = "model.layers.0.self_attn.q_proj.weight"
 LENGTHS = (40, 7, 90)

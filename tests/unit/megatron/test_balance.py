@@ -13,9 +13,9 @@ from mega_rl.data.packing import pack
 from mega_rl.megatron import balance
 from mega_rl.megatron.balance import Balancing, Totals
 from mega_rl.megatron.routing import Router, Routing
+from mega_rl.microbatch import Microbatch, Sequence
 from mega_rl.models.mixture import Mixture
 from mega_rl.parallel.zigzag import PADDING
-from mega_rl.types import Microbatch, Sequence
 
 E, K, LAYERS = 6, 2, 3
 MIXTURE = Mixture(frozenset({0, 2}), E, K, ffn_size=8, normalize_weights=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from mega_rl.megatron.offload import SMALLEST_PIECE, HostMemory, HostStorages, piece_sizes
 

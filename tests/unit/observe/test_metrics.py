@@ -6,8 +6,7 @@ import math
 import pickle
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from mega_rl.observe.metric import DISTRIBUTION
 from mega_rl.observe.metrics import CHARTS, METRICS, PHASES, SECTIONS, Metrics, laid_out, match

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from mega_rl.parallel.zigzag import PADDING, padded_lengths, unpadded_positions, visible_keys, zigzag_positions
 

@@ -10,9 +10,11 @@ import pytest
 from mega_rl.config.schema import RolloutConfig
 from mega_rl.errors import InputError
 from mega_rl.platform import environment, versions
-from mega_rl.platform.ascend import devices as ascend_devices
-from mega_rl.platform.ascend import environment as ascend_environment
-from mega_rl.platform.ascend import install as ascend_install
+from mega_rl.platform.ascend import (
+    devices as ascend_devices,
+    environment as ascend_environment,
+    install as ascend_install,
+)
 from mega_rl.platform.ascend.devices import MASK
 from mega_rl.platform.base import ProcessRole, Setting
 from mega_rl.platform.roles import engine_role, trainer_role

@@ -12,17 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from mega_rl import platform
 from mega_rl.errors import InputError
 from mega_rl.platform import cuda
 from mega_rl.platform.cuda import FlashOperators
-from mega_rl.platform.operators import dispatch as operators
-from mega_rl.platform.operators import npu_kernels as npu_operators
-from mega_rl.platform.operators import reference
+from mega_rl.platform.operators import dispatch as operators, npu_kernels as npu_operators, reference
 from mega_rl.platform.operators.attention import (
     MAX_PADDING,
     VarlenPacking,

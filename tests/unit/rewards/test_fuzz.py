@@ -9,8 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from mega_rl.rewards.answers import read_answers, read_kinds, read_refusal
 from mega_rl.rewards.forms import is_equal

@@ -13,15 +13,16 @@ import torch
 
 from mega_rl.config.algorithm import PRESETS
 from mega_rl.megatron.offload import PARTS
+from mega_rl.microbatch import Figures, Microbatch
 from mega_rl.observe.timers import Timers
 from mega_rl.rewards.scorer import WeightedReward
 from mega_rl.rollout.collect import OutlinedGroup
-from mega_rl.stages.parts import building, learning
+from mega_rl.stages.parts import learning
 from mega_rl.stages.parts.critic import Critic
 from mega_rl.stages.parts.gates import GateWatch
 from mega_rl.stages.parts.judge import RewardModel
 from mega_rl.stages.parts.learning import Learner
-from mega_rl.types import Figures, Microbatch, Score
+from mega_rl.types import Score
 from tests.unit.stages.test_learning import LENGTHS, REWARDS, Actor, Learning, Reference, trajectories_and_scores
 
 GAMMA, LAM = 0.9, 0.8
@@ -85,7 +86,7 @@ class World(Learning):
         common = (self.share, Timers(), self.said.append)
         critic = Critic(self.config.critic, *common, self.engine, self.actor, updates_per_step=2)
         of_learner = (self.share, self.depot, Timers(), self.said.append)
-        learner = Learner(self.config, *of_learner, self.actor, reference, building.objective(self.config), critic)
+        learner = Learner(self.config, *of_learner, self.actor, reference, learning.objective_of(self.config), critic)
         watch = GateWatch(self.config, True, self.said.append)
         trajectories, scores = trajectories_and_scores()
         found = []

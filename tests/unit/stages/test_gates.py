@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from mega_rl.config import RunConfig
+from mega_rl.microbatch import Microbatch, TokenStats
 from mega_rl.stages.parts import gates
 from mega_rl.stages.parts.gates import Difference, EngineHistory, GateFailure, GateWatch, difference, merged
-from mega_rl.types import Microbatch, Prompt, Sample, Score, TokenStats, Trajectory
+from mega_rl.types import Prompt, Sample, Score, Trajectory
 
 LOGPROBS = torch.tensor(
     [-9.0, -1.0, -2.0, -3.0, -4.0, -5.0]

@@ -13,15 +13,16 @@ import torch
 
 from mega_rl.config import RunConfig
 from mega_rl.config.algorithm import PRESETS
+from mega_rl.microbatch import Figures, Microbatch, TokenStats
 from mega_rl.observe.timers import Timers
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.rollout.collect import OutlinedGroup
 from mega_rl.rollout.depot import Depot
-from mega_rl.stages.parts import building, learning
+from mega_rl.stages.parts import learning
 from mega_rl.stages.parts.batches import BatchShare
 from mega_rl.stages.parts.gates import GateFailure, GateWatch
 from mega_rl.stages.parts.learning import Learner
-from mega_rl.types import Figures, Microbatch, Prompt, Score, TokenStats, Trajectory
+from mega_rl.types import Prompt, Score, Trajectory
 
 NAN = float("nan")
 REWARDS = {0: [1.0, 0.0, NAN, 0.5], 1: [0.0, 0.0, 1.0, NAN], 2: [NAN, NAN, NAN, 1.0]}  # prompt -> its samples'
@@ -100,7 +101,7 @@ class Learning:
         samples = learning.with_advantages(groups, self.config.algorithm.advantage)
         reference: Any = Reference() if self.config.algorithm.kl_coefficient else None
         watch = GateWatch(self.config, True, self.said.append)
-        objective = building.objective(self.config)
+        objective = learning.objective_of(self.config)
         learner = Learner(self.config, self.share, self.depot, Timers(), self.said.append, actor, reference, objective)
         return learner.update(samples, watch.of_step(step, version=0, sigma=0.0) if has_gates else None)
 
