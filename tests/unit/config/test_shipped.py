@@ -18,6 +18,7 @@ from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.automatic import automatic
 from mega_rl.planning.memory_plan import Machine, make_plan
+from mega_rl.stages.parts import learning
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 SHIPPED = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yaml"))
