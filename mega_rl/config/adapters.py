@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from mega_rl.config.schema import RunConfig
-from mega_rl.config.stage import ADAPTER, samples, trains_values
+from mega_rl.config.stage import ADAPTER, samples, sequences_per_row, trains_values
 from mega_rl.errors import shown
 
 PEFT_CONFIG = "adapter_config.json"  # what PEFT writes beside the weights of an adapter
@@ -73,6 +73,17 @@ def _dropout_problems(config: RunConfig) -> list[str]:
             f"tuning.adapter.dropout is {rate:g}, and memory.recompute 'selective' begins in the middle of a layer, "
             "which no longer knows its tokens there: set memory.recompute to full or none, memory.recompute_modules to "
             f"[core_attn], or {set_to_0}"
+        )
+    budget, longest = (
+        config.trainer.max_tokens_per_microbatch,
+        config.data.max_prompt_length + config.data.max_response_length,
+    )
+    together = sequences_per_row(config) * longest
+    if budget is not None and longest <= budget < together:
+        found.append(
+            f"trainer.max_tokens_per_microbatch is {budget}, so that the answers of a long pair would be learnt apart, "
+            "by slopes of a forward pass that drops nothing, but tuning.adapter.dropout is "
+            f"{rate:g}: raise the former to {together}, or {set_to_0}"
         )
     return found
 
