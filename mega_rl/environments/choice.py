@@ -94,7 +94,7 @@ def found(name: str, key: str) -> Callable[..., Any]:
         file = Path(source).absolute()
         module = file.stem
         if str(file.parent) not in sys.path:
-            sys.path.insert(0, str(file.parent))
+            sys.path.append(str(file.parent))  # last: a file of its directory must not stand in for another module
     try:
         imported = importlib.import_module(module)
     except BaseException as error:  # importing runs the user's code

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mega_rl import platform
 from mega_rl.bridge.slices import indices
+from mega_rl.config.schema import RouterConfig
 from mega_rl.megatron import model, policy
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.microbatch import Microbatch, Sequence
@@ -31,6 +32,7 @@ from tests.distributed.run_engine_parity import (
     Errors,
     compare_gradients,
     reference_of,
+    router_losses,
     save_references,
     sequences_of,
 )
@@ -104,8 +106,11 @@ def errors_of_a_step(case: Case, guard: str | None, directory: Path) -> dict[str
     else:
         sequences, reference = sequences_of(family, "sft"), reference_of(family, "sft", directory)
     errors = Errors()
+    config = run_config(case, objective)
+    if case.max_tokens != EVEN_TOKENS:
+        config.router = RouterConfig(**dataclasses.asdict(router_losses(family, "sft")))  # as the reference has it
     with groups(case) as layout:
-        engine = build_engine(run_config(case, objective), layout, directory / family, 1)
+        engine = build_engine(config, layout, directory / family, 1)
         if guard in AFTER:
             AFTER[guard](engine)
         step = reference.steps[0]

@@ -82,4 +82,4 @@ def test_json_without_end(tmp_path: Path) -> None:
 def test_the_unchanged_ones_are_models(tmp_path: Path) -> None:
     for config in GOOD.values():
         (tmp_path / "config.json").write_text(json.dumps(config))
-        assert read_model_shape(tmp_path).num_layers == config["num_hidden_layers"]
+        assert read_model_shape(tmp_path).num_layers == config.get("text_config", config)["num_hidden_layers"]
