@@ -25,7 +25,9 @@ from mega_rl.models.shape import (
     read_model_shape,
     value_shape,
 )
+from mega_rl.models.vision import TOWER
 
+SEEING_STAGES = ("pt", "sft", "dpo", "kto")  # that train models with a vision tower; only sft reads pictures
 REWARD_KEY = "rewards.model.options.path"  # what sentences call the directory of a reward model
 SIZES = ("tensor", "context", "pipeline", "virtual_pipeline", "expert", "expert_tensor")  # of the parallel section
 CRITIC_SIZES = ("critic.tensor", "critic.context", "critic.pipeline")
@@ -114,11 +116,16 @@ def _tied_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
 
 
 def _tower_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
-    """A micro-batch without a picture would leave a bucket of gradients waiting."""
     vision = config.model.vision
     is_trained = config.tuning.method == "full" and not (vision.freeze and vision.freeze_merger)
-    if shape.tower and is_trained and config.parallel.overlap_grad_reduce:
+    is_trained |= any(TOWER in entry for entry in config.tuning.also_train)
+    if shape.tower and config.trainer.stage not in (*SEEING_STAGES, "rl"):  # of which engine_problems speaks
         yield (
+            f"trainer.stage is {config.trainer.stage!r}, which does not take a {shape.family} model: train it with one "
+            f"of {', '.join(SEEING_STAGES)}"
+        )
+    if shape.tower and is_trained and config.parallel.overlap_grad_reduce:
+        yield (  # a micro-batch without a picture would leave a bucket of gradients waiting
             "parallel.overlap_grad_reduce is True, but model.vision trains the tower, which has no gradient where "
             "there is no picture: set it to false, or freeze and freeze_merger of model.vision to true"
         )
@@ -134,7 +141,8 @@ def _own_layout_problems(
     if config.critic.path is not None:
         shape = inspect_model(config.critic.path, "critic.path", tuple(SUFFIXES))[0]
     sizes = f"critic.tensor {own.tensor}, critic.pipeline {own.pipeline} and critic.context {own.context}"
-    return [f"with {sizes} the critic cannot be trained: {line}" for line in trainer_problems(shape, own, world_size)]
+    lines = [*trainer_problems(shape, own, world_size), *(_context_problems(own, shape) if shape is not None else ())]
+    return [f"with {sizes} the critic cannot be trained: {line}" for line in lines]
 
 
 def _context_problems(parallel: ParallelConfig, shape: ModelShape) -> list[str]:

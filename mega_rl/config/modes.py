@@ -41,7 +41,7 @@ def mode_problems(config: RunConfig) -> Iterator[str]:
             f"checkpoint.local is {config.checkpoint.local}, but copies in memory do not hold what engines sample "
             f"meanwhile with rollout.mode {mode!r}: set it to 0, and checkpoint.save_freq to what a restart may cost"
         )
-    if config.environment.name is not None and rollout.replay is None:
+    if config.environment.name is not None:
         yield (
             f"environment.name is {config.environment.name!r}, but with rollout.mode {mode!r} engines answer single "
             "turns: set rollout.mode to synchronous"

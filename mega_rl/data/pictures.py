@@ -8,7 +8,6 @@ is kept of it until it is needed is that alone: rows, batches and checkpoints ne
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import io
 import warnings
@@ -25,15 +24,17 @@ from torch import Tensor
 
 from mega_rl.data.rows import Row
 from mega_rl.errors import InputError, shortened, shown
+from mega_rl.observe.heartbeat import HEART
 
 COLUMNS = ("images", "image")
 MARK = "<image>"  # stands for a picture in a text
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")  # others run programs, or are hardly ever read
 MODES = ("RGB", "RGBA", "L", "LA", "P", "1")  # whose colours nobody has to guess
 MAX_FILE_BYTES = 1 << 28
 MAX_SIDE_PIXELS = 1 << 16
 MAX_PIXELS = 1 << 27  # of a picture before it is made smaller: more is a mistake, or meant to fill the memory
 MAX_RATIO = 200  # of the longer side to the shorter one, as the image processors have it
-CONTENTS = ("messages", "conversations", "prompt", "question", "instruction", "chosen", "rejected", "completion")
+CONTENTS = ("system", "messages", "conversations", "prompt", "question", "instruction", "input")
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class FilePicture:
         content = _content(self.source, self.where)
         if _digest(content) != self.digest:
             raise InputError(f"{self.where} has changed since the run began: put it back as it was")
-        with _readable(self.where), Image.open(io.BytesIO(content)) as image:
+        with _readable(self.where), Image.open(io.BytesIO(content), formats=FORMATS) as image:
             return self.reader.patches(image, self.grid)
 
 
@@ -80,7 +81,7 @@ class PictureReader:
             InputError: pictures that cannot be used, or more or fewer of them than places.
         """
         column = next((row.get(name) for name in COLUMNS if row.get(name) is not None), None)
-        given = column if isinstance(column, list) else [] if column is None else [column]
+        given = [one for one in (column if isinstance(column, list) else [column]) if one is not None and one != ""]
         found: list[Any] = []
         fields = {name: value for name, value in row.fields.items() if name not in COLUMNS}
         if not given and MARK not in str(fields.get("prompt")) and not _has_parts(fields):
@@ -134,7 +135,8 @@ class PictureReader:
     def _picture(self, value: Any, where: str, file: Path) -> FilePicture:
         source = _source(value, where, file)
         content = _content(source, where)
-        with _readable(where), Image.open(io.BytesIO(content)) as image:
+        HEART.mark()
+        with _readable(where), Image.open(io.BytesIO(content), formats=FORMATS) as image:
             _check(image, where)
             grid = self._grid(image.width, image.height)
             image.draft("RGB", (1, 1))  # a JPEG is decoded coarsely, which finds a cut one as well
@@ -192,7 +194,7 @@ def _source(value: Any, where: str, file: Path) -> bytes | Path:
         _, is_encoded, text = value.partition(";base64,")
         try:
             return base64.b64decode(text, validate=True) if is_encoded else b""
-        except binascii.Error as error:
+        except ValueError as error:
             raise InputError(f"{where} is a data URL that is not base64 ({error}): write it again") from error
     if "://" in value[:16]:
         raise InputError(f"{where} is {shown(value)}: nothing is downloaded; store the file and give its path")

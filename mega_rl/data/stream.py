@@ -118,6 +118,11 @@ class Stream(Generic[Item]):
         """One item of the ``batch``-th batch of a run that takes only whole batches; the stream stays where it is."""
         return self.dataset[int(self._batch(batch)[place])]
 
+    def is_after(self, num_batches: int) -> bool:
+        """Whether what was taken are so many whole batches, and nothing else."""
+        epoch, number = divmod(num_batches - 1, self.steps_per_epoch) if num_batches else (0, -1)
+        return (self._epoch, self._position) == (epoch, (number + 1) * self.batch_size)
+
     def spare(self, batch: int, place: int) -> Item:
         """An item that this batch has not: in an order of its own for every batch, each at most once."""
         order = _spare_order(len(self.dataset), self.seed, batch)

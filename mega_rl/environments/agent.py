@@ -7,7 +7,6 @@ it has not read yet and returns its next turn; what the function returns is the 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from mega_rl.types import Prompt
 
 # From what the model has not read yet, its next turn. A text is one message of the user; nothing: it reads the prompt.
 Generate = Callable[[Sequence[Message] | str], Awaitable[Turn]]
+CLOSE_S = 5.0  # for a function that is cancelled
 EpisodeFunction = Callable[[Prompt, Generate], Awaitable[End | float | None]]
 
 
@@ -58,8 +58,9 @@ class AgentEnvironment:
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, RaisedError):
-                await self._task
+            await asyncio.wait({self._task}, timeout=CLOSE_S)  # the function may catch it, and go on
+            if self._task.done() and not self._task.cancelled():
+                self._task.exception()  # looked at, so that asyncio does not report it
 
     async def generate(self, messages: Sequence[Message] | str = ()) -> Turn:
         """What the function is given. Raises RuntimeError: another turn is waited for."""

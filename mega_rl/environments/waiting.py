@@ -45,7 +45,14 @@ async def result_of(function: Callable[..., Any], timeout_s: float, *arguments: 
             return None, error
 
     work = coroutine() if inspect.iscoroutinefunction(function) else asyncio.to_thread(plain)
-    value, error = await asyncio.wait_for(work, timeout_s)
+    task = asyncio.ensure_future(work)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=timeout_s)
+    finally:
+        task.cancel()  # not waited for: the user's code may catch it, and go on
+    if not done:
+        raise TimeoutError
+    value, error = task.result()
     if error is not None:
         raise RaisedError(error)
     return value

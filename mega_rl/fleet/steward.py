@@ -191,6 +191,11 @@ class Steward:
         self._saved[version] = {step: self.ledger.step_state(step) for step in range(version, self.delivered)}
         self._commit()
 
+    @property
+    def oldest_kept(self) -> int:
+        """The oldest step that is needed still: to be trained, or for a saved state that is not closed."""
+        return min([self.ledger.trained, *self._saved])
+
     def _commit(self) -> None:
         """Close every saved state whose steps that older weights sampled are whole."""
         for version in sorted(self._saved):

@@ -113,7 +113,7 @@ class Balancing:
             microbatch: on the host.
             sources: int64, where each token of this rank stands in the pack, or ``PADDING``; None: all in their order.
         """
-        lengths, device = torch.tensor(microbatch.lengths), self.losses.device
+        lengths, device = torch.tensor(microbatch.lengths, dtype=torch.int64), self.losses.device
         num_groups = len(lengths)
         groups_T = torch.full((microbatch.num_tokens,), num_groups)
         groups_T[: int(lengths.sum())] = torch.arange(num_groups).repeat_interleave(lengths)

@@ -224,10 +224,12 @@ def _trained(state: Mapping[str, Any], chunk: PolicyModel) -> dict[str, Any]:
 
 def tuning_record(engine: MegatronEngine) -> dict[str, Any]:
     """What a checkpoint says of a run that trains only a part: its settings, and where it began by hash. Collective."""
-    if engine.policy.plan.is_full:
-        return {}
-    tuning = engine.policy.spec.tuning
-    return {"tuning": {"settings": asdict(tuning), "base": engine.base, "start": engine.adapter_start}}
+    tuning, vision = engine.policy.spec.tuning, engine.policy.spec.vision
+    seeing = {"freeze": vision.freeze, "freeze_merger": vision.freeze_merger}
+    record: dict[str, Any] = {"vision": seeing} if engine.policy.shape.tower else {}
+    if not engine.policy.plan.is_full:
+        record["tuning"] = {"settings": asdict(tuning), "base": engine.base, "start": engine.adapter_start}
+    return record
 
 
 def _compared(tuning: Mapping[str, Any], method: str) -> dict[str, Any]:
@@ -261,9 +263,16 @@ def _check_tuning(directory: Path, progress: Mapping[str, Any], engine: Megatron
                 f"checkpoint {directory} was written with tuning.{key} {shown(before.get(key))}, and this run has "
                 f"{shown(value)}: set it to that of the checkpoint, {never}"
             )
+    seeing = progress.get("vision", {}) if method == "full" else {}
+    for key, value in seeing.items():
+        if value != getattr(engine.policy.spec.vision, key):
+            raise InputError(
+                f"checkpoint {directory} was written with model.vision.{key} {shown(value)}: set it to that of the "
+                f"checkpoint, {never}"
+            )
     if engine.policy.plan.is_full:
         return
-    if record["base"] != engine.base:
+    if record.get("base") != engine.base:
         is_merged = method == "lora" and tuning.adapter.new
         merged = " with the adapter of tuning.adapter.path merged into them" if is_merged else ""
         raise InputError(

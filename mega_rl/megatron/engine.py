@@ -180,7 +180,9 @@ class MegatronEngine:
         if mixture is None:
             return None
         has_losses = bool(settings.aux_loss or settings.z_loss)
-        totals = Totals.of(microbatches, layout.is_counted(dist.get_rank())) if has_losses else None
+        rank = dist.get_rank()  # every pipeline stage has the same micro-batches
+        is_counted = layout.is_counted(rank) and layout.coordinates(rank).pipeline == 0
+        totals = Totals.of(microbatches, is_counted) if has_losses else None
         shard = (
             (layout.tensor, parallel_state.get_tensor_model_parallel_rank()) if policy.is_sequence_parallel else (1, 0)
         )

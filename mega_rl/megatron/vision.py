@@ -31,8 +31,9 @@ class VisionTower(torch.nn.Module):
 
     def __init__(self, tower: Tower, config: TransformerConfig, cache_bytes: int) -> None:
         super().__init__()
-        self.module = _module(tower).to(config.params_dtype)
+        self.module = _module(tower)
         for parameter in self.module.parameters():
+            parameter.data = parameter.data.to(config.params_dtype)  # rotary frequencies, no parameters, stay float32
             # Under sequence parallelism each rank puts only the features of its own tokens into the sequence, so that
             # its gradient is a part; Megatron sums those of marked parameters over the tensor-parallel ranks.
             parameter.sequence_parallel = config.sequence_parallel

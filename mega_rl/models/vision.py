@@ -14,6 +14,7 @@ from typing import Any, Literal
 from mega_rl.errors import shown
 from mega_rl.models.config_values import ConfigValues
 
+TOWER = "visual"  # in the name of every tensor of a tower
 NUM_AXES = 3  # of a token's position: time, height, width
 MAX_BLOCKS = 4096
 IMAGE_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")

@@ -41,7 +41,7 @@ def automatic(config: RunConfig, shape: ModelShape, machine: Machine) -> tuple[R
 
 def _choose(config: RunConfig, shape: ModelShape, machine: Machine) -> str:
     """Set both keys of ``config``; returns why."""
-    ways = _ways(config) if config.memory.recompute == "auto" else (config.memory.recompute,)
+    ways = _ways(config, shape) if config.memory.recompute == "auto" else (config.memory.recompute,)
     tries = [(way, budget) for budget in _budgets(config) for way in ways]
     if machine.platform == "cpu":  # its memory is the host's, which is not planned for
         config.memory.recompute, config.trainer.max_tokens_per_microbatch = tries[0]
@@ -57,8 +57,13 @@ def _choose(config: RunConfig, shape: ModelShape, machine: Machine) -> str:
     return f"{taken}, and nothing smaller was left to try: see tools/plan.py"
 
 
-def _ways(config: RunConfig) -> tuple[Way, ...]:
-    """Selective recomputation begins in the middle of a layer, where dropout does not know its tokens."""
+def _ways(config: RunConfig, shape: ModelShape) -> tuple[Way, ...]:
+    """Selective recomputation begins in the middle of a layer, where dropout does not know its tokens.
+
+    A vision tower's activations are not planned for, so that a model with one always recomputes.
+    """
+    if shape.tower is not None:
+        return ("full",)
     has_dropout = config.tuning.method == "lora" and config.tuning.adapter.dropout > 0
     return tuple(way for way in WAYS if not (has_dropout and way == "selective"))
 

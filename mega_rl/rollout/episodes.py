@@ -28,6 +28,7 @@ from mega_rl.rollout.episode_tokens import Conversation, Next, Plan
 from mega_rl.rollout.waiting_threads import WaitingThreads
 from mega_rl.types import Prompt, Trajectory
 
+CLOSE_S = 10.0  # for environments that are cancelled
 MAX_WAIT_S = 0.5  # for environments, where no turn is being sampled: the other ranks wait in a collective meanwhile
 
 Key = tuple[int, int]  # prompt and sample: of one episode among those under way
@@ -149,7 +150,8 @@ class EpisodeSampler:
             others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
             for task in others:
                 task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
+            if others:
+                await asyncio.wait(others, timeout=CLOSE_S)
 
         asyncio.run_coroutine_threadsafe(cancel(), loop).result()
         loop.call_soon_threadsafe(loop.stop)

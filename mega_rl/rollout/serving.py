@@ -133,11 +133,11 @@ class Engines:
         return next((f"{t.name}: {t.failure}" for t in self._threads if t.failure is not None), None)
 
     def choose(self, session: str | None, num_responses: int) -> int:
-        """The engine that takes so many more responses. Raises FullError."""
+        """The engine that takes so many more responses; one that has failed only if all have. Raises FullError."""
         loads = [thread.load for thread in self._threads]
-        engine = min(range(len(loads)), key=loads.__getitem__)
-        if session is not None:
-            home = home_of(session, len(loads))
+        working = [number for number, thread in enumerate(self._threads) if thread.failure is None]
+        engine = min(working or range(len(loads)), key=loads.__getitem__)
+        if session is not None and (home := home_of(session, len(loads))) in working:
             engine = home if loads[home] <= loads[engine] + AFFINITY_MARGIN else engine
         if loads[engine] + num_responses > self.max_requests:
             raise FullError(f"{loads[engine]} responses are under way on each engine; try again later")

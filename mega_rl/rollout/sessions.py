@@ -66,6 +66,13 @@ class Counts:
     rows_begun_anew: int = 0  # within a session that had a row: what was sent did not go on from it
 
 
+def _is_finite(number: float) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:  # of an integer beyond all floats
+        return False
+
+
 class Sessions:
     """The sessions that are open."""
 
@@ -146,7 +153,7 @@ class Sessions:
         session = self.find(name)
         numbers = {"reward": value, **parts}
         for key, number in numbers.items():
-            if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+            if isinstance(number, bool) or not isinstance(number, int | float) or not _is_finite(number):
                 raise InputError(f"{key} is {shown(number)}; give a finite number")
         if session.num_under_way:
             raise EndedSessionError(f"a turn of the session {name} is under way; wait for it, or end its request")

@@ -187,6 +187,8 @@ class StewardThread:
             elif isinstance(decision, events.End) and decision.is_failure:
                 self._fail(InputError(decision.sentence))
             # ``Forget`` needs nothing: a store of weights keeps the newest ones that the rules can ask for
+        oldest = self._steward.oldest_kept
+        self._scores = {key: found for key, found in self._scores.items() if key.step >= oldest}
 
     def _begin_scoring(self, decision: events.Score) -> None:
         found = self._scoring[decision.key] = [self._score(trajectory) for trajectory in decision.results]
@@ -200,8 +202,6 @@ class StewardThread:
         self._handle(events.Scored(key, self._is_kept(scores)))
 
     def _deliver(self, decision: events.Deliver) -> None:
-        trained = self._steward.ledger.trained
-        self._scores = {key: found for key, found in self._scores.items() if key.step >= trained}
         kept = {key: PromptGroup(results, self._scores[key]) for key, results in decision.groups}
         dropped = {}
         for row in self._steward.ledger.step_state(decision.step):

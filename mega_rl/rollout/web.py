@@ -90,7 +90,7 @@ class _Door:
         await self.inside(scope, receive, send)
 
     def _refusal(self, request: Request) -> Response | None:
-        if request.url.path == SHOWN_TO_ALL:
+        if request.scope["path"] == SHOWN_TO_ALL:  # request.url is made of the Host header
             return None
         if self.keys:
             given = request.headers.get("authorization", "").encode()

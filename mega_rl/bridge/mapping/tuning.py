@@ -15,6 +15,7 @@ from mega_rl.bridge.series import slices_of
 from mega_rl.config.schema import AdapterConfig, TuningConfig, VisionConfig
 from mega_rl.errors import InputError, shown
 from mega_rl.models.shape import ModelShape
+from mega_rl.models.vision import TOWER
 
 ALL_LINEAR = "all-linear"
 EXPERTS = ".experts."  # in the name of every tensor of an expert
@@ -58,7 +59,12 @@ def tuning_plan(settings: TuningConfig, shape: ModelShape, vision: VisionConfig 
         vision = vision or VisionConfig()
         frozen = frozen_names(shape, vision.freeze, vision.freeze_merger)
         return TuningPlan(every - frozen, AdapterPlan(), is_full=not frozen)
-    trained = {name for entry in settings.also_train for name in _found(entry, every, "tuning.also_train", "tensor")}
+    language = {name for name in every if TOWER not in name}
+    trained = {
+        name
+        for entry in settings.also_train
+        for name in _found(entry, every if TOWER in entry else language, "tuning.also_train", "tensor")
+    }
     adapters = AdapterPlan()
     if settings.method == "freeze":
         trained |= _of_layers(settings, shape, every)

@@ -181,7 +181,10 @@ def available_bytes() -> int:
     """Host memory that this process may still take, as far as it can be known."""
     found = psutil.virtual_memory().available
     limit = LIMIT_OF_CONTAINER.read_text().strip() if LIMIT_OF_CONTAINER.exists() else "max"
-    return found if limit == "max" else min(found, int(limit))
+    if limit == "max":
+        return found
+    used = LIMIT_OF_CONTAINER.with_name("memory.current")
+    return min(found, int(limit) - (int(used.read_text()) if used.exists() else 0))
 
 
 def _places(slices: Sequence[Slice], dtype: torch.dtype) -> dict[str, Place]:

@@ -155,9 +155,14 @@ class FleetBatches:
                 self._refuse("has groups that a run with rollout.mode=synchronous carried from step to step")
             return
         for name, value in self._named_rules().items():
-            if state["rules"][name] != value:
+            if state["rules"].get(name, value) != value:
                 self._refuse(f"was written with {name}={state['rules'][name]}, and this run has {name}={value}")
-        self._state = state["fleet"]
+        fleet = state["fleet"]
+        missing = min(self._rules.eta, self._rules.total_steps - fleet["trained"]) - len(fleet["steps"])
+        if self._rules.is_pinned and missing > 0:
+            self._refuse(f"was written near the end of a run of fewer steps, and {missing} steps were not begun")
+        if dist.get_rank() == 0:
+            self._state = fleet
 
     def _refuse(self, why: str) -> NoReturn:
         raise InputError(
@@ -172,6 +177,7 @@ class FleetBatches:
             "rollout.mode": rollout.mode,
             "rollout.max_staleness": rollout.max_staleness,
             "rollout.n": rollout.n,
+            "rollout.routing_replay": rollout.routing_replay,
             "data.train_batch_size": size,
         }
 
@@ -196,6 +202,9 @@ class FleetBatches:
         if self._state is not None:
             state, scores = decoded(self._state)
             assert state["trained"] == step, f"a state of version {state['trained']} at step {step}"
+            self._state = None
+        elif not self._stream.is_after(step + 1):  # with the batch of this step
+            self._refuse(f"is of a synchronous run whose {step} steps drew something else than {step} whole batches")
         fleet, settings = self._fleet, self._config.algorithm.dynamic_sampling
         is_kept = partial(has_signal, settings.metric) if settings.enabled else _keep_all
         limit_s = SILENCE * max(fleet.limits.start_s, fleet.limits.progress_s)

@@ -129,3 +129,13 @@ def test_any_batch_of_a_run_is_known_by_its_number_and_has_spares(batch_size: in
     spares = [source.spare(batch, place) for place in range(10 - batch_size)]
     assert sorted([*expected, *spares]) == list("abcdefghij") and source.epochs == 0
     assert spares != [source.spare(batch + 1, place) for place in range(10 - batch_size)] or batch_size > 3
+
+
+def test_whole_batches_are_told_from_other_positions() -> None:
+    whole, single = stream(), stream()
+    assert whole.is_after(0) and not whole.is_after(1)
+    for taken in range(1, 2 * whole.steps_per_epoch + 2):
+        whole.next_batch()
+        assert whole.is_after(taken) and not whole.is_after(taken - 1)
+    single.next_item()
+    assert not single.is_after(0) and not single.is_after(1)

@@ -124,3 +124,11 @@ def test_a_step_smaller_than_the_dtype_moves_the_choice_in_the_end() -> None:
     assert router.routing(logits)[1].tolist() == [[True, False, False, False]]
     router.expert_bias[1] += 0.125
     assert router.routing(logits)[1].tolist() == [[False, True, False, False]]
+
+
+def test_a_micro_batch_of_nothing_but_its_tail() -> None:
+    """Where a rank has fewer sequences than others have micro-batches."""
+    empty = pack([], [], pad_to_multiple=4, pad_token_id=0)
+    for totals in (None, Totals(3, 20)):
+        found = balancing(totals, aux_loss=0.1).of(empty, None)
+        assert not found.is_token_N.any() and len(found.is_token_N) == 4

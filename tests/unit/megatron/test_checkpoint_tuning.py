@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mega_rl.config.schema import AdapterConfig, TuningConfig
+from mega_rl.config.schema import AdapterConfig, TuningConfig, VisionConfig
 from mega_rl.errors import InputError
 from mega_rl.megatron.checkpoint import _check_tuning, tuning_record
 
@@ -16,11 +16,28 @@ LORA = TuningConfig(method="lora")
 FREEZE = TuningConfig(method="freeze")
 
 
-def engine_of(tuning: TuningConfig, base: str = "a" * 32, start: str | None = None) -> Any:
-    plan = SimpleNamespace(is_full=tuning.method == "full")
-    return SimpleNamespace(
-        policy=SimpleNamespace(plan=plan, spec=SimpleNamespace(tuning=tuning)), base=base, adapter_start=start
-    )
+def engine_of(
+    tuning: TuningConfig, base: str = "a" * 32, start: str | None = None, vision: VisionConfig | None = None
+) -> Any:
+    """``vision``: of a model with a tower; None: of one without."""
+    is_full = tuning.method == "full" and (vision is None or not (vision.freeze or vision.freeze_merger))
+    plan, shape = SimpleNamespace(is_full=is_full), SimpleNamespace(tower=vision)
+    spec = SimpleNamespace(tuning=tuning, vision=vision or VisionConfig())
+    return SimpleNamespace(policy=SimpleNamespace(plan=plan, spec=spec, shape=shape), base=base, adapter_start=start)
+
+
+SEEING = [VisionConfig(), VisionConfig(freeze_merger=False), VisionConfig(freeze=False, freeze_merger=False)]
+
+
+@pytest.mark.parametrize("saved", SEEING)
+@pytest.mark.parametrize("own", SEEING)
+def test_a_tower_is_trained_on_as_it_was(saved: VisionConfig, own: VisionConfig) -> None:
+    record, engine = tuning_record(engine_of(TuningConfig(), vision=saved)), engine_of(TuningConfig(), vision=own)
+    if saved == own:
+        _check_tuning(Path("c"), record, engine)
+    else:
+        with pytest.raises(InputError, match="written with model.vision.freeze"):
+            _check_tuning(Path("c"), record, engine)
 
 
 @pytest.mark.parametrize("tuning", [TuningConfig(), LORA, FREEZE], ids=lambda tuning: tuning.method)

@@ -51,9 +51,10 @@ def running(
     carrier: Callable[[Requests], PretendedCarrier] | None = None,
     limit_s: float = 60.0,
     seed: int = 0,
+    rules: Rules = RULES,
 ) -> Iterator[tuple[StewardThread, PretendedCarrier]]:
     made = carrier(requests) if carrier else PretendedCarrier(requests, lambda v: v, True, seed=seed, death=death)
-    steward = Steward(RULES, limits, range(engines), None if state is None else state[0])
+    steward = Steward(rules, limits, range(engines), None if state is None else state[0])
     thread = StewardThread(steward, made, scoring, differ, {} if state is None else state[1], limit_s)
     try:
         yield thread, made
@@ -87,6 +88,43 @@ def test_what_is_delivered_depends_on_no_engine_and_a_checkpoint_goes_on_exactly
         assert thread.committed(2, wait=False) is None
         assert rest(thread, first=2) == whole[2:]
     assert set(dict.fromkeys(key.step for key in state[1])) == {2}
+
+
+class Slow(PretendedCarrier):
+    """Engines that answer for no step that is not asked for yet."""
+
+    newest = 0
+
+    def events(self, wait_s: float) -> list[events.Event]:
+        held = getattr(self, "_held", [])
+        said = [*held, *super().events(wait_s)]
+        self._held = [one for one in said if self._step_of(one) > self.newest]
+        return [one for one in said if self._step_of(one) <= self.newest]
+
+    @staticmethod
+    def _step_of(event: events.Event) -> int:
+        return event.result.prompt.index // 10 if isinstance(event, events.Answered) else 0
+
+
+def test_a_saved_state_keeps_its_scores_however_late_it_is_closed() -> None:
+    rules = Rules(num_groups=2, group_size=2, total_steps=5, eta=2, budget=4)
+    made: list[Slow] = []
+
+    def carrier(requests: Requests) -> Slow:
+        made.append(Slow(requests, lambda v: v, True, seed=1, death=0))
+        return made[0]
+
+    with running(carrier=carrier, rules=rules) as (thread, _):
+        for step in range(4):
+            if step == 2:
+                thread.saved(2)
+            if step:
+                thread.published(step)
+            made[0].newest = step
+            thread.take(step)
+        state = thread.committed(2, wait=True)
+    assert state is not None and list(state[0]["steps"]) == [2, 3]
+    assert {key.step for key in decoded(encoded(*state))[1]} == {2, 3}
 
 
 def test_without_engines_the_loop_is_told_at_once() -> None:

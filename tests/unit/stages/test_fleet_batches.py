@@ -27,6 +27,11 @@ class Prompts:
         return Prompt(position, (1, position), str(position), "0", "digits")
 
 
+@pytest.fixture(autouse=True)
+def first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mega_rl.stages.parts.fleet_batches.dist.get_rank", lambda: 0)
+
+
 def batches(mode: str = "pinned", eta: int = 1, enabled: bool = True) -> FleetBatches:
     config = RunConfig()
     config.rollout.mode, config.rollout.max_staleness, config.rollout.n = mode, eta, 3
@@ -40,7 +45,8 @@ def batches(mode: str = "pinned", eta: int = 1, enabled: bool = True) -> FleetBa
 def state(**changes: Any) -> dict[str, Any]:
     made = batches()
     rules = {
-        "rollout.mode": "pinned", "rollout.max_staleness": 1, "rollout.n": 3, "data.train_batch_size": 2
+        "rollout.mode": "pinned", "rollout.max_staleness": 1, "rollout.n": 3, "data.train_batch_size": 2,
+        "rollout.routing_replay": "off",
     }  # fmt: skip
     fleet = {"format": 1, "trained": 2, "steps": {"2": []}}
     return {"stream": made._stream.state_dict(), "carried": [], "rules": rules, "fleet": fleet} | changes
@@ -70,6 +76,15 @@ def test_a_checkpoint_goes_on_with_the_rules_that_it_was_made_with() -> None:
         batches(eta=2).load_state_dict(state())
     with pytest.raises(InputError, match="written with rollout.mode=pinned"):
         batches("in_flight").load_state_dict(state())
+
+
+def test_a_checkpoint_from_the_end_of_a_shorter_run_has_not_what_is_pinned_to_older_weights() -> None:
+    last = {"format": 1, "trained": 4, "steps": {}}
+    with pytest.raises(InputError, match="near the end of a run of fewer steps, and 1 steps were not begun"):
+        batches().load_state_dict(state(fleet=last))
+    batches().load_state_dict(state(fleet=last | {"trained": 10}))
+    with pytest.raises(InputError, match="rollout.routing_replay=recompute"):
+        batches().load_state_dict(state(rules=state()["rules"] | {"rollout.routing_replay": "recompute"}))
 
 
 def test_a_synchronous_checkpoint_has_nothing_in_the_air() -> None:

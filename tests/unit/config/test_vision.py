@@ -1,0 +1,83 @@
+"""What a run may do with a model that sees pictures, and what of its tower it trains."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mega_rl.bridge.mapping.tuning import tuning_plan
+from mega_rl.config.model import model_problems
+from mega_rl.config.schema import RunConfig, TuningConfig, VisionConfig
+from mega_rl.models.shape import ModelShape, parse_config
+from mega_rl.planning.automatic import automatic
+from mega_rl.planning.memory_plan import Machine
+from tests import families
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    (tmp_path / "config.json").write_text(json.dumps(families.CONTRACT.config("qwen3_vl")))
+    config = RunConfig()
+    config.model.path, config.trainer.stage = str(tmp_path), "sft"
+    config.data.max_prompt_length = config.data.max_response_length = 32
+    return config
+
+
+def shape() -> ModelShape:
+    return parse_config(families.CONTRACT.config("qwen3_vl"), "qwen3_vl")
+
+
+def problems(config: RunConfig) -> str:
+    return "; ".join(model_problems(config, 4)[1])
+
+
+def test_what_is_supported(config: RunConfig) -> None:
+    for stage in ("sft", "pt", "dpo", "kto"):
+        config.trainer.stage = stage
+        assert problems(config) == ""
+    config.trainer.stage = "rm"
+    assert "trainer.stage is 'rm', which does not take a qwen3_vl model" in problems(config)
+    config.trainer.stage = "rl"
+    assert "trainer.stage is 'rl', which does not take a qwen3_vl model yet" in problems(config)
+
+
+def test_the_first_layers_stand_on_the_first_stage(config: RunConfig) -> None:
+    config.parallel.pipeline = 4
+    assert "parallel.pipeline leaves 1 layers to the first stage, but the model's first 2 layers" in problems(config)
+    config.parallel.pipeline = 2
+    assert problems(config) == ""
+
+
+def test_overlapped_gradients_need_a_frozen_tower(config: RunConfig) -> None:
+    config.parallel.overlap_grad_reduce = True
+    assert problems(config) == ""
+    config.model.vision.freeze_merger = False
+    assert "parallel.overlap_grad_reduce is True, but model.vision trains the tower" in problems(config)
+    config.model.vision.freeze_merger, config.tuning = True, TuningConfig("lora", also_train=["*visual.merger.*"])
+    assert "parallel.overlap_grad_reduce is True" in problems(config)
+
+
+def test_names_reach_into_the_tower_only_where_they_say_so() -> None:
+    plan = tuning_plan(TuningConfig("lora", also_train=["norm.weight"]), shape())
+    assert plan.trained and not any("visual" in name for name in plan.trained)
+    plan = tuning_plan(TuningConfig("lora", also_train=["*visual.merger.*"]), shape())
+    assert plan.trained and all("visual.merger" in name for name in plan.trained)
+    assert not any("visual" in name for name in plan.adapters.ranks)
+
+
+@pytest.mark.parametrize(("freeze", "freeze_merger"), [(True, True), (True, False), (False, False)])
+def test_what_of_the_tower_is_trained(freeze: bool, freeze_merger: bool) -> None:
+    plan = tuning_plan(TuningConfig(), shape(), VisionConfig(freeze, freeze_merger))
+    seeing = {name for name in plan.trained if "visual" in name}
+    assert any(".blocks." in name for name in seeing) != freeze
+    assert any("merger" in name for name in seeing) != freeze_merger
+    assert plan.is_full == (not freeze and not freeze_merger)
+
+
+def test_what_is_not_planned_for_is_recomputed(config: RunConfig) -> None:
+    config.memory.recompute, config.trainer.total_steps = "auto", 1
+    config.data.train_files = ["rows.jsonl"]
+    machine = Machine(4, 64 << 30, 4 << 30, "cuda")
+    assert automatic(config, shape(), machine)[0].memory.recompute == "full"
