@@ -44,6 +44,12 @@ def environment_problems(config: RunConfig) -> list[str]:
         found.append(f"{name}, and turns are parted by the chat template: set data.chat_template to auto or always")
     if config.rollout.ignore_eos:
         found.append(f"{name}, and turns end with the end-of-sequence token: set rollout.ignore_eos to false")
+    sampling = config.algorithm.dynamic_sampling
+    if sampling.enabled and sampling.metric is not None:
+        found.append(
+            f"{name}, whose episodes have either the reward of the environment or those of rewards, but "
+            f"algorithm.dynamic_sampling.metric is {sampling.metric!r}: set it to null"
+        )
     return found
 
 

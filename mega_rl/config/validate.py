@@ -379,12 +379,7 @@ def _dynamic_sampling(found: _Problems) -> None:
             f"{field}.enabled drops groups while others are sampled, but the reward {MODEL_REWARD!r} is known when all "
             f"are: set {field}.metric to another reward, or {field}.enabled to false"
         )
-    if settings.metric is not None and found.config.environment.name is not None:
-        found.add(
-            f"{field}.metric is {settings.metric!r}, but an episode has either the reward of its environment or "
-            "those of rewards: set it to null"
-        )
-    elif settings.metric is not None and settings.metric not in parts:
+    if settings.metric is not None and settings.metric not in parts:
         found.add(f"{field}.metric is {settings.metric!r}: set it to null or one of the rewards, {', '.join(parts)}")
 
 

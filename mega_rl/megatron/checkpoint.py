@@ -224,8 +224,8 @@ def _trained(state: Mapping[str, Any], chunk: PolicyModel) -> dict[str, Any]:
 
 def tuning_record(engine: MegatronEngine) -> dict[str, Any]:
     """What a checkpoint says of a run that trains only a part: its settings, and where it began by hash. Collective."""
-    tuning, vision = engine.policy.spec.tuning, engine.policy.spec.vision
-    seeing = {"freeze": vision.freeze, "freeze_merger": vision.freeze_merger}
+    tuning, seen = engine.policy.spec.tuning, engine.policy.spec.vision
+    seeing = {"freeze": seen.freeze, "freeze_merger": seen.freeze_merger}
     record: dict[str, Any] = {"vision": seeing} if engine.policy.shape.tower else {}
     if not engine.policy.plan.is_full:
         record["tuning"] = {"settings": asdict(tuning), "base": engine.base, "start": engine.adapter_start}
@@ -249,8 +249,7 @@ def _check_tuning(directory: Path, progress: Mapping[str, Any], engine: Megatron
     """Raise InputError if the checkpoint trained something else, or on another base. Collective."""
     tuning = engine.policy.spec.tuning
     record = progress.get("tuning", {"settings": {"method": "full"}})
-    saved, method = record["settings"], tuning.method
-    never = "or checkpoint.resume to never"
+    saved, method, never = record["settings"], tuning.method, "or checkpoint.resume to never"
     if saved["method"] != method:
         raise InputError(
             f"checkpoint {directory} was written with tuning.method {shown(saved['method'])}, and this run has "
@@ -264,12 +263,10 @@ def _check_tuning(directory: Path, progress: Mapping[str, Any], engine: Megatron
                 f"{shown(value)}: set it to that of the checkpoint, {never}"
             )
     seeing = progress.get("vision", {}) if method == "full" else {}
-    for key, value in seeing.items():
-        if value != getattr(engine.policy.spec.vision, key):
-            raise InputError(
-                f"checkpoint {directory} was written with model.vision.{key} {shown(value)}: set it to that of the "
-                f"checkpoint, {never}"
-            )
+    if other := [key for key, value in seeing.items() if value != getattr(engine.policy.spec.vision, key)]:
+        raise InputError(
+            f"checkpoint {directory} was written with model.vision.{other[0]} {seeing[other[0]]}: set it so, {never}"
+        )
     if engine.policy.plan.is_full:
         return
     if record.get("base") != engine.base:
@@ -280,8 +277,7 @@ def _check_tuning(directory: Path, progress: Mapping[str, Any], engine: Megatron
             f"name there what it was trained from, {never}"
         )
     own, path = tuning.adapter, saved.get("adapter", {}).get("path")
-    # Checkpoints of before name the directory alone.
-    is_same = record["start"] == engine.adapter_start if "start" in record else own.new or path == own.path
+    is_same = record["start"] == engine.adapter_start if "start" in record else own.new or path == own.path  # of before
     if method == "lora" and not is_same:
         raise InputError(
             f"checkpoint {directory} is of a run that began with another adapter than that of tuning.adapter.path: set "

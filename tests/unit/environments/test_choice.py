@@ -114,3 +114,12 @@ def test_problems_that_the_configuration_shows() -> None:
     never.data.chat_template, never.rollout.ignore_eos = "never", True
     assert len(environment_problems(never)) == 2
     assert "rewards is []" in "; ".join(environment_problems(RunConfig()))
+
+
+def test_dynamic_sampling_compares_whole_rewards_of_episodes() -> None:
+    config = RunConfig(rewards=[RewardConfig(name="gsm8k")], environment=EnvironmentConfig(name="number_guessing"))
+    config.algorithm.dynamic_sampling.enabled = True
+    assert environment_problems(config) == []
+    config.algorithm.dynamic_sampling.metric = "gsm8k"
+    (problem,) = environment_problems(config)
+    assert "algorithm.dynamic_sampling.metric is 'gsm8k': set it to null" in problem
