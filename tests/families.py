@@ -264,7 +264,7 @@ def make(name: str) -> transformers.PreTrainedModel:
 def as_saved(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors by their names in memory -> by the names of the checkpoint, where every expert has its own."""
     saved: dict[str, Tensor] = {}
-    is_qwen2_5_vl = "model.visual.merger.ln_q.weight" in tensors
+    is_qwen2_5_vl = "model.language_model.layers.0.self_attn.q_proj.bias" in tensors
     for name, tensor in tensors.items():
         if is_qwen2_5_vl:
             name = name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")

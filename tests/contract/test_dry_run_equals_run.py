@@ -54,9 +54,11 @@ TP2 = {"parallel.tensor": 2, "parallel.sequence": True}
 ENGINE = "rollout.tensor_parallel_size"
 LONG_RESPONSE = {"data.max_response_length": 120, "trainer.max_tokens_per_microbatch": 136}
 
+# Families that no engine takes.
+WITHOUT_ENGINE = [name for name in families.CONTRACT.own if name.startswith("deepseek") or name.endswith("_vl")]
 CASES: dict[str, Case] = {
     # --- every family as transformers writes it
-    **{name: Case(name, keys=SFT if name.startswith("deepseek") else {}) for name in families.CONTRACT.own},
+    **{name: Case(name, keys=SFT if name in WITHOUT_ENGINE else {}) for name in families.CONTRACT.own},
     # --- the file
     "missing file": Case("qwen2", words=("has no config.json",), content=b""),
     "bad JSON": Case("qwen2", words=("is not valid JSON",), content=b'{"architectures": '),

@@ -45,7 +45,7 @@ class StreamingEngine(VLLMEngine):
             del self._under_way[number]
             self._growing.pop(number, None)
 
-    def _step(self) -> list[tuple[int, Trajectory]]:
+    def numbered_step(self) -> list[tuple[int, Trajectory]]:
         self._pieces = []
         if not self._under_way:
             return []
