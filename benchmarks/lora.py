@@ -40,6 +40,7 @@ from train_step import (
     write_model,
 )
 from transformers import AutoModelForCausalLM
+from trl_peer import TrlPeer, settings
 
 from mega_rl import platform
 from mega_rl.bridge.mapping.tuning import tuning_plan
@@ -69,7 +70,7 @@ def ways(case: Case) -> dict[str, TuningConfig]:
     }
 
 
-class Peer:
+class Peer(TrlPeer):
     """TRL's trainer with PEFT's adapters, step by step: its batch, its loss, its optimizer."""
 
     def __init__(self, directory: Path, case: Case, sequences: list[Sequence]) -> None:
@@ -77,43 +78,20 @@ class Peer:
         from peft import LoraConfig
         from trl import SFTConfig, SFTTrainer
 
-        settings = SFTConfig(
-            output_dir=str(directory / "trl"),
-            per_device_train_batch_size=len(sequences),
-            gradient_checkpointing=False,
-            max_length=case.max_length + 1,
-            learning_rate=LR,
-            adam_beta1=BETAS[0],
-            adam_beta2=BETAS[1],
-            weight_decay=WEIGHT_DECAY,
-            lr_scheduler_type="constant",
-            report_to=[],
-            use_cpu=True,
-            bf16=False,
-            max_steps=1000,
-        )
+        common = SFTConfig, directory, len(sequences), LR, BETAS, WEIGHT_DECAY
+        chosen = settings(*common, max_length=case.max_length + 1)
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPES[case.dtype], attn_implementation="sdpa")
         own = AdapterConfig(rank=RANK)
         adapter = LoraConfig(r=RANK, lora_alpha=own.alpha or RANK, target_modules="all-linear", task_type="CAUSAL_LM")
         rows = Dataset.from_dict({"input_ids": [sequence.token_ids.tolist() for sequence in sequences]})
-        self.trainer = SFTTrainer(
+        trainer = SFTTrainer(
             model=model,
-            args=settings,
+            args=chosen,
             train_dataset=rows,
             processing_class=arithmetic_tokenizer(),
             peft_config=adapter,
         )
-        self.batch = next(iter(self.trainer.get_train_dataloader()))
-        self.optimizer = self.trainer.create_optimizer()
-        self.model = self.trainer.model.train()
-        self.trainer.current_gradient_accumulation_steps = 1  # what its own loop would have set
-
-    def step(self) -> float:
-        loss = self.trainer.training_step(self.model, dict(self.batch))
-        torch.nn.utils.clip_grad_norm_([p for p in self.model.parameters() if p.requires_grad], CLIP)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return float(loss)
+        super().__init__(trainer, CLIP)
 
 
 def medians(seconds: dict[str, list[tuple[float, float]]], way: str, other: str) -> tuple[float, float]:

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from report import publish, table
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+from trl_peer import TrlPeer, settings
 
 from mega_rl import platform
 from mega_rl.algorithms.preference import PreferenceObjective, answer_sums
@@ -99,45 +100,20 @@ class Own:
         return sum(float(report.sums["loss"]) for report in reports)
 
 
-class Peer:
+class Peer(TrlPeer):
     """TRL's trainer, step by step: its batch, its loss, its optimizer."""
 
     def __init__(self, directory: Path, longest: int) -> None:
         from datasets import load_dataset
         from trl import DPOConfig, DPOTrainer
 
-        settings = DPOConfig(
-            output_dir=str(directory / "trl"),
-            per_device_train_batch_size=NUM_PAIRS,
-            gradient_checkpointing=False,
-            precompute_ref_log_probs=True,
-            max_length=2 * longest,
-            beta=BETA,
-            learning_rate=LR,
-            adam_beta1=BETAS[0],
-            adam_beta2=BETAS[1],
-            weight_decay=WEIGHT_DECAY,
-            lr_scheduler_type="constant",
-            report_to=[],
-            use_cpu=True,
-            bf16=False,
-            max_steps=1000,
-        )
+        common = DPOConfig, directory, NUM_PAIRS, LR, BETAS, WEIGHT_DECAY
+        own = settings(*common, precompute_ref_log_probs=True, max_length=2 * longest, beta=BETA)
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa")
         rows = load_dataset("json", data_files=str(directory / "pairs.jsonl"), split="train", cache_dir=str(directory))
         tokenizer = AutoTokenizer.from_pretrained(directory)
-        self.trainer = DPOTrainer(model=model, args=settings, train_dataset=rows, processing_class=tokenizer)
-        self.batch = next(iter(self.trainer.get_train_dataloader()))
-        self.optimizer = self.trainer.create_optimizer()
-        self.model = self.trainer.model.train()
-        self.trainer.current_gradient_accumulation_steps = 1  # what its own loop would have set
-
-    def step(self) -> float:
-        loss = self.trainer.training_step(self.model, dict(self.batch))
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return float(loss)
+        trainer = DPOTrainer(model=model, args=own, train_dataset=rows, processing_class=tokenizer)
+        super().__init__(trainer, CLIP)
 
 
 def timed(way: Own | Peer) -> tuple[float, float, float]:

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from report import publish, table
+from weight_sync import parse
 
 from mega_rl import platform
 from mega_rl.bridge.mapping.megatron import megatron_series, padded_vocab_size
@@ -173,24 +174,9 @@ def compare(arguments: argparse.Namespace) -> None:
     publish(title + str(arguments.rounds), table(header, rows), platform.current().name, results, arguments.json)
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=14, help="default: 14")
-    parser.add_argument("--hidden", type=int, default=1024, help="multiple of 256 (default: 1024)")
-    parser.add_argument("--vocabulary", type=int, default=32000, help="rows of the embedding (default: 32000)")
-    parser.add_argument("--bucket-mib", type=int, default=64, help="bridge.bucket_bytes, MiB (default: 64)")
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each way after one warm-up (default: 3)")
-    parser.add_argument("--quick", action="store_true", help="a small case, once: shows that it works, not how fast")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    arguments = parser.parse_args(argv)
-    if arguments.quick:
-        arguments.layers, arguments.hidden, arguments.vocabulary, arguments.rounds = 2, 256, 512, 1
-    return arguments
-
-
 def main(argv: list[str] | None = None) -> None:
     platform.select("cpu")  # the exchange is gloo's
-    compare(parse(argv))
+    compare(parse(argv, __doc__))
 
 
 if __name__ == "__main__":

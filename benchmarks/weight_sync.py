@@ -287,8 +287,9 @@ def compare(arguments: argparse.Namespace) -> None:
     publish(title, table(columns, rows), platform.current().name, {"results": results}, arguments.json)
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace:
+    """The size of the model and how often each way is measured."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=14, help="even (default: 14)")
     parser.add_argument("--hidden", type=int, default=1024, help="multiple of 256 (default: 1024)")
     parser.add_argument("--vocabulary", type=int, default=32000, help="rows of the embedding (default: 32000)")
@@ -304,7 +305,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     platform.select("cpu")  # the exchange is gloo's
-    compare(parse(argv))
+    compare(parse(argv, __doc__))
 
 
 if __name__ == "__main__":

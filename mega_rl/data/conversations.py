@@ -116,6 +116,12 @@ def _sequences(
         found = [
             _sequence(segments) if reader is None else _seeing(segments, pictures, reader) for segments in learning
         ]
+        most = max((len(one.images.pictures) for one in found if one.images is not None), default=0)
+        if found and most < len(pictures):
+            raise InputError(
+                f"the chat template writes {most} of {len(pictures)} pictures: take the model's own template, or leave "
+                "the row out"
+            )
     except InputError as error:
         raise InputError(str(error) if row.where in str(error) else f"{row.where}: {error}") from error
     if not found:

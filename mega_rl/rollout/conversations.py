@@ -22,6 +22,7 @@ from mega_rl.errors import InputError
 from mega_rl.types import ASSISTANT as MODEL, PROMPT, Prompt, Span, Trajectory, Turn
 
 MAX_TOOL_LISTS = 64  # for which the tokens of replies are kept ready
+MAX_ROWS = 256  # of one session, all of which are kept until its reward comes
 Key = tuple[str, ...]  # what makes a message the same one, however a program writes it
 
 
@@ -157,6 +158,7 @@ class Conversations:
 
         A row whose last turn that is goes on; from an earlier turn another row begins with the same tokens.
         """
+        self._check_room()
         keys, name = [key_of(message) for message in messages], _name(tools)
         best: tuple[int, Row, int] | None = None
         for row in self.rows:
@@ -174,11 +176,17 @@ class Conversations:
 
     def open_tokens(self, token_ids: Sequence[int]) -> Opening:
         """The same for a prompt in token space: a row goes on if the ids begin with all of its tokens."""
+        self._check_room()
         ids = list(token_ids)
         for row in sorted(self.rows, key=lambda row: -len(row.token_ids)):
             if ids[: len(row.token_ids)] == row.token_ids:
                 return Opening(row.token_ids[:], [], (), [], (), row, between=ids[len(row.token_ids) :])
         return Opening([], [], (), [], (), None, between=ids)
+
+    def _check_room(self) -> None:
+        """Raises InputError for a session that keeps more than any agent does."""
+        if len(self.rows) >= MAX_ROWS:
+            raise InputError(f"the session has {MAX_ROWS} conversations: give it its reward, or take another name")
 
     def finish(self, opening: Opening, sampled: Trajectory, message: Message | None) -> None:
         """Record the turn.

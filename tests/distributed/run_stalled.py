@@ -19,7 +19,7 @@ from mega_rl.rollout.vllm.engine import VLLMEngine
 from tools import train
 
 PLACES: dict[str, tuple[Any, str]] = {
-    "sample": (VLLMEngine, "_step"),
+    "sample": (VLLMEngine, "numbered_step"),
     "learn": (MegatronEngine, "optimizer_step"),
     "loop": (MegatronEngine, "optimizer_step"),
     "save": (saving, "sharded_state"),

@@ -14,7 +14,7 @@ from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.series import slices_of
 from mega_rl.bridge.slices import Box, indices
 from mega_rl.errors import InputError
-from mega_rl.models.shape import ModelShape
+from mega_rl.models.shape import parse_config
 from mega_rl.parallel.collectives import broadcast_object, gather_objects
 from mega_rl.rollout.remote import weight_store
 from mega_rl.rollout.remote.store_sink import StoreSink
@@ -22,24 +22,9 @@ from mega_rl.rollout.remote.weight_store import Store, take
 from mega_rl.rollout.sinks import Weights
 from tests.distributed.rollout_checks import check
 from tests.distributed.run_remote_engines import place
+from tests.families import FILES
 
-SHAPE = ModelShape(
-    family="qwen3",
-    num_layers=2,
-    hidden_size=32,
-    ffn_size=48,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    vocab_size=97,
-    tied=False,
-    qkv_bias=False,
-    qk_norm=True,
-    norm_eps=1e-6,
-    rope_theta=1e4,
-    rope_scaling=None,
-    max_position_embeddings=64,
-)
+SHAPE = parse_config(FILES.config("qwen3"), "qwen3")
 CHANGING = frozenset({"model.layers.1.self_attn.q_proj.weight"})
 
 

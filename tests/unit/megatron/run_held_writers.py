@@ -39,9 +39,10 @@ def main() -> None:
     state = {"tensor": ShardedTensor.from_rank_offsets("tensor", torch.arange(4.0))}
     saving.sharded_state = lambda *_, **__: (state, {})
     saving.parallel_state.get_data_parallel_group = lambda **_: dist.group.WORLD
-    saving.model_record = lambda _: {}
+    saving.model_record = saving.tuning_record = lambda _: {}
     engine = MagicMock()
     engine.policy.layout.expert = 1
+    engine.companions = {}
     engine.stepper.skipped.state_dict.return_value = {}
     writer = saving.CheckpointWriter(root, keep=0, is_async=mode == "async")
     writer.save(1, engine, {})

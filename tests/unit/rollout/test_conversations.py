@@ -11,6 +11,7 @@ import pytest
 from mega_rl.data.messages import Message
 from mega_rl.data.template import Tools
 from mega_rl.errors import InputError
+from mega_rl.rollout import conversations
 from mega_rl.rollout.conversations import Conversations, Opening, Renderer, read_back
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.records import read_step, to_group
@@ -212,3 +213,15 @@ def test_sessions_are_bounded_and_idle_ones_go(tmp_path: Path) -> None:
         sessions.open({"ground_truth": "\ud800"})
     with pytest.raises(InputError, match="prompt_index is -1; give 0 or more"):
         sessions.open({"prompt_index": -1})
+
+
+def test_a_session_keeps_only_so_many_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversations, "MAX_ROWS", 2)
+    found = Conversations()
+    for text in ("one", "two"):
+        talk(found, [{"role": "user", "content": text}], "yes")
+    sentence = "the session has 2 conversations: give it its reward, or take another name"
+    with pytest.raises(InputError, match=sentence):
+        found.open([USER], ())
+    with pytest.raises(InputError, match=sentence):
+        found.open_tokens([1, 2])
