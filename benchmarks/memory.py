@@ -96,12 +96,14 @@ class Case:
 
 
 TENSOR = {"parallel.tensor": 2, "parallel.sequence": True}
+ULYSSES = {"parallel.context": 2, "parallel.context_method": "ulysses"}
 STAGES = {"parallel.pipeline": 2}
 CHUNKS = {**STAGES, "parallel.virtual_pipeline": 2}
 QUICK = [
     Case("dense", TENSOR),
     Case("dense", {**STAGES, "model.dtype": "bfloat16"}, num_microbatches=4),
     Case("dense norms", {"parallel.context": 2}),
+    Case("dense norms", ULYSSES),
     Case("dense norms", {**CHUNKS, "memory.recompute": "full"}, num_microbatches=4),
     Case("experts", {"parallel.expert": 2, "model.dtype": "bfloat16"}),
     Case("experts", {**TENSOR, "memory.recompute": "selective"}),
@@ -126,6 +128,8 @@ CASES = [
     Case("dense norms", {**CHUNKS, "memory.recompute": "full"}, num_microbatches=4),
     Case("dense norms", {"parallel.context": 2}),
     Case("dense norms", {"parallel.context": 2, "model.dtype": "bfloat16"}, (1024, 1024)),
+    Case("dense norms", ULYSSES),
+    Case("dense", {**ULYSSES, "model.dtype": "bfloat16"}, (1024, 1024)),
     Case("experts", {}),
     Case("experts", {"model.dtype": "bfloat16"}, (1024,)),
     Case("experts", {"memory.recompute": "selective"}),

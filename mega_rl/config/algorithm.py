@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from mega_rl.config.modes import mode_problems
-from mega_rl.config.schema import CRITIC_ADVANTAGE, GroupBaseline, RunConfig
+from mega_rl.config.schema import CRITIC_ADVANTAGE, GroupBaseline, RolloutConfig, RunConfig
 from mega_rl.config.stage import critic_parallel
 from mega_rl.errors import shown
 
@@ -179,4 +179,22 @@ def sampling_problems(config: RunConfig) -> Iterator[str]:
                 f"rollout.vllm.{option} changes the distribution that the engine samples from, which the trainer's "
                 "log-probabilities do not follow: remove it"
             )
+    if config.rollout.weight_update != "reload":
+        yield from _placement_problems(config.rollout)
     yield from mode_problems(config)
+
+
+def _placement_problems(rollout: RolloutConfig) -> Iterator[str]:
+    """Live weights are written where vLLM's linear placement has each expert, from the first sync to the last."""
+    ascend = rollout.vllm.get("additional_config")
+    eplb = ascend.get("eplb_config") if isinstance(ascend, Mapping) else None
+    for option, moves in (
+        ("enable_eplb", rollout.vllm.get("enable_eplb")),
+        ("expert_placement_strategy", rollout.vllm.get("expert_placement_strategy", "linear") != "linear"),
+        ("additional_config.eplb_config", eplb),
+    ):
+        if moves:
+            yield (
+                f"rollout.vllm.{option} places experts where live weights would not find them: remove it, or set "
+                "rollout.weight_update to reload"
+            )

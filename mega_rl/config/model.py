@@ -8,6 +8,7 @@ from mega_rl.config.schema import ParallelConfig, RunConfig
 from mega_rl.config.stage import (
     critic_parallel,
     has_critic,
+    has_whole_experts,
     model_directory,
     reward_model,
     samples,
@@ -84,8 +85,7 @@ def model_problems(
         found += _value_model_problems(config, world_size, model_directory(reward), REWARD_KEY, is_good, VALUE)
     if samples(config) and is_good("rollout.tensor_parallel_size"):
         shared_world = world_size if rollout.placement == "colocated" else None
-        has_whole_experts = bool(rollout.vllm.get("enable_expert_parallel"))
-        found += engine_problems(shape, rollout.tensor_parallel_size, shared_world, has_whole_experts)
+        found += engine_problems(shape, rollout.tensor_parallel_size, shared_world, has_whole_experts(rollout))
     if shape is not None:
         found += _router_problems(config, shape)
         if is_good("parallel.context", "parallel.tensor", "parallel.context_method"):

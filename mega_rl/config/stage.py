@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from mega_rl.config.schema import CRITIC_ADVANTAGE, ParallelConfig, RewardConfig, RunConfig, TuningConfig
+from mega_rl.config.schema import CRITIC_ADVANTAGE, ParallelConfig, RewardConfig, RolloutConfig, RunConfig, TuningConfig
 from mega_rl.models.files import CONFIG_FILE
 
 MODEL_REWARD = "model"  # the name of a reward
@@ -25,6 +25,11 @@ def samples(config: RunConfig) -> bool:
     An unknown stage counts as one that does, so that a mistyped name hides no other problem.
     """
     return config.trainer.stage not in LEARNING_FROM_FILES
+
+
+def has_whole_experts(rollout: RolloutConfig) -> bool:
+    """Whether a worker of the engine holds some experts whole, not a part of each."""
+    return bool(rollout.vllm.get("enable_expert_parallel"))
 
 
 def sequences_per_row(config: RunConfig) -> int:

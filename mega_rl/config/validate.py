@@ -340,12 +340,6 @@ def _rollout_and_algorithm(found: _Problems) -> None:
             f"rollout.replay is {shown(rollout.replay)}, which holds no recorded rollouts: give the rollouts directory "
             "of a run that had logging.dump_rollouts set, or null"
         )
-    if rollout.vllm.get("enable_expert_parallel") and rollout.weight_update != "reload":
-        found.add(
-            "rollout.vllm.enable_expert_parallel is not supported with rollout.weight_update "
-            f"{rollout.weight_update!r}: remove it, and experts are cut by their width, or set rollout.weight_update "
-            "to reload"
-        )
     if rollout.routing_replay == "rollout" and rollout.vllm.get("enable_prefix_caching") is False:
         found.add(
             "rollout.routing_replay is 'rollout', but vLLM keeps the experts of its answers beside the prefix cache, "

@@ -120,7 +120,7 @@ class ActivationModel:
             return self._latent_projections()
         q, k = shape.q_size // self.layout.tensor, shape.kv_size // self.layout.tensor
         kept = self._angles(shape.head_dim)
-        if not (self._gathers_keys and not self._norms_keep_projection):
+        if not (self._exchanges and not self._norms_keep_projection):
             kept += tokens * (q + 2 * k) * item  # one tensor, of which the values are a view
         is_copied = shape.num_kv_heads > self.layout.tensor  # the queries of several groups, put side by side
         if self.operators.keeps_rotated:
@@ -139,7 +139,8 @@ class ActivationModel:
         return 0 if self.item == 4 else 4 * self.local * width * self.item
 
     @property
-    def _gathers_keys(self) -> bool:
+    def _exchanges(self) -> bool:
+        """Whether attention gets copies of its operands that context-parallel ranks have sent."""
         return self.layout.context > 1
 
     @property
@@ -154,16 +155,18 @@ class ActivationModel:
         heads = shape.num_heads // tensor
         if shape.latent:
             k = q
-        if not self._gathers_keys:
-            kept = tokens * (q + k + self.operators.attention_outputs * out) * item
-            return kept + tokens * heads * 4 * self.operators.softmax_floats
+        statistics = tokens * heads * 4 * self.operators.softmax_floats
+        if not self._exchanges:
+            return tokens * (q + k + self.operators.attention_outputs * out) * item + statistics
+        if self.config.parallel.context_method == "ulysses":  # all tokens of fewer heads, the result there and here
+            return tokens * (q + 2 * k + 2 * out) * item + statistics
         # The keys and values that the two parts of every sequence see: all, and those of a part once more. Without a
         # fused kernel also the masks of the longest sequence.
         parts = 2 * self.layout.context
         seen = tokens * (parts + 1) // 2
         needs_mask = not self.operators.has_fused_norm
         mask = (parts + 1) * (-(-self.tokens.longest // parts)) ** 2 * item if needs_mask else 0
-        return (tokens * (q + 2 * out) + seen * 2 * k) * item + tokens * heads * 4 + mask
+        return (tokens * (q + 2 * out) + seen * 2 * k) * item + statistics + mask
 
     def _latent_projections(self) -> int:
         """Compressed queries, keys and values, and what they are multiplied out to."""

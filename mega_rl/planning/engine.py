@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from mega_rl.bridge.mapping.vllm import vllm_series
 from mega_rl.bridge.slices import num_elements
 from mega_rl.config.schema import COLOCATED_MEMORY_SHARE, RunConfig
+from mega_rl.config.stage import has_whole_experts
 from mega_rl.models.fit import engine_vocab_size
 from mega_rl.models.shape import ModelShape
 from mega_rl.platform.operators.memory import OPERATOR_MEMORY
@@ -48,8 +49,7 @@ def engine_share(config: RunConfig) -> float:
 def engine_weight_bytes(config: RunConfig, shape: ModelShape) -> int:
     """Parameters of one worker, the padding of its vocabulary included; workers hold equally much."""
     tensor = config.rollout.tensor_parallel_size
-    experts = bool(config.rollout.vllm.get("enable_expert_parallel"))
-    series = vllm_series(shape, tensor, 0, experts)
+    series = vllm_series(shape, tensor, 0, has_whole_experts(config.rollout))
     elements = sum(num_elements(s.hf_box) * len(s.layers) * len(s.experts) for s in series)
     rows = engine_vocab_size(shape) // tensor
     padding = (rows - min(rows, shape.vocab_size)) * shape.hidden_size * (1 if shape.tied else 2)

@@ -16,7 +16,7 @@ from mega_rl.bridge.mapping.vllm import vllm_series
 from mega_rl.bridge.reshard.plan import compile_plan
 from mega_rl.bridge.series import Series
 from mega_rl.config.schema import RunConfig
-from mega_rl.config.stage import needs_reference, samples
+from mega_rl.config.stage import has_whole_experts, needs_reference, samples
 from mega_rl.config.validate import validate
 from mega_rl.models.mixture import Mixture
 from mega_rl.models.shape import ModelShape
@@ -335,7 +335,7 @@ def _sync_volume(config: RunConfig, shape: ModelShape, layout: ParallelLayout, p
     if _reloads(config, shape, platform):
         wanted = [full_series(shape)] * world_size
     else:
-        by_rank = [vllm_series(shape, size, rank) for rank in range(size)]
+        by_rank = [vllm_series(shape, size, rank, has_whole_experts(rollout)) for rank in range(size)]
         num_workers = world_size if rollout.placement == "colocated" else rollout.num_engines * size
         wanted = [by_rank[rank % size] for rank in range(num_workers)]
         if rollout.placement == "separate":  # trainer ranks first, then the engines' workers

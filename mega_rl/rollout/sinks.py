@@ -41,10 +41,15 @@ class Weights:
     device: torch.device  # of this trainer rank
     changing: frozenset[str] | None = None  # tensors that can differ from one sync to the next; None: all
     slots: AdapterPlan | None = None  # the adapters that engines keep in slots; None: they have none
+    has_whole_experts: bool = False  # whether a worker holds some experts whole, not a part of each
+
+    def loaded_layout(self, tensor_parallel: int, tp_rank: int) -> list[Series]:
+        """What one engine worker loads from a model's directory."""
+        return vllm_series(self.shape, tensor_parallel, tp_rank, self.has_whole_experts)
 
     def worker_layout(self, tensor_parallel: int, tp_rank: int) -> list[Series]:
         """What one engine worker holds of what is sent."""
-        series = vllm_series(self.shape, tensor_parallel, tp_rank)
+        series = self.loaded_layout(tensor_parallel, tp_rank)
         return series if self.slots is None else series + slot_series(self.shape, tensor_parallel, tp_rank, self.slots)
 
 
@@ -220,10 +225,10 @@ class LoaderSink:
         self._engine.sleep()
 
 
-def colocated_layout(shape: ModelShape, engines: EngineLayout) -> list[list[Series]]:
-    """What every worker of engines in the trainer's processes holds, [rank] -> its series."""
+def colocated_layout(weights: Weights, engines: EngineLayout) -> list[list[Series]]:
+    """What every worker of engines in the trainer's processes loads, [rank] -> its series."""
     size = engines.tensor_parallel_size
-    return [vllm_series(shape, size, engines.tensor_rank(rank)) for rank in range(engines.world_size)]
+    return [weights.loaded_layout(size, engines.tensor_rank(rank)) for rank in range(engines.world_size)]
 
 
 def colocated_transfer(sources: Layout, wanted: Layout, weights: Weights) -> Transfer:

@@ -205,7 +205,7 @@ CASES: dict[str, Case] = {
     "engine's experts": Case("qwen3_moe", {"moe_intermediate_size": 25}, ("the model's moe_intermediate_size",),
         {ENGINE: 2}, 2),
     "engine's whole experts": Case("qwen3_moe", {"moe_intermediate_size": 25}, (), {
-        ENGINE: 2, "rollout.vllm": {"enable_expert_parallel": True}, "rollout.weight_update": "reload"
+        ENGINE: 2, "rollout.vllm": {"enable_expert_parallel": True}
     }, 2),
     "engine's shared expert": Case("qwen2_moe", {"shared_expert_intermediate_size": 41}, ("shared expert's width",),
         {ENGINE: 2}, 2),

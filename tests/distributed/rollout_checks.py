@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from mega_rl.bridge.mapping.megatron import rank_series
 from mega_rl.bridge.mapping.vllm import vllm_slices
 from mega_rl.bridge.slices import extents, indices
 from mega_rl.config.schema import RolloutConfig
@@ -30,9 +31,10 @@ from mega_rl.errors import InputError
 from mega_rl.evaluation.evaluate import STREAM, Answered, EvaluationSettings, Row, evaluate
 from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.collectives import broadcast_object, gather_objects
-from mega_rl.parallel.layout import EngineLayout
+from mega_rl.parallel.layout import EngineLayout, ParallelLayout
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.requests import make_requests
+from mega_rl.rollout.sinks import InPlaceSink, Weights
 from mega_rl.rollout.temperature_probe import measured_temperatures, probe_prompt
 from mega_rl.rollout.vllm.engine import VLLMEngine
 from mega_rl.types import Prompt, Score, Trajectory
@@ -92,11 +94,13 @@ def equals_hf(engine: VLLMEngine, model: PreTrainedModel) -> float:
     return largest
 
 
-def layout_is_the_bridges(engine: VLLMEngine, path: Path, model: PreTrainedModel, size: int, tp_rank: int) -> None:
+def layout_is_the_bridges(
+    engine: VLLMEngine, path: Path, model: PreTrainedModel, size: int, tp_rank: int, has_whole_experts: bool = False
+) -> None:
     """Names, coverage and contents of the live parameters are what the bridge expects of this engine."""
     live, full = engine.parameters(), dict(hf_weights(model))
     covered = {name: torch.zeros(tensor.shape, dtype=torch.int) for name, tensor in live.items()}
-    for piece in vllm_slices(read_model_shape(path), size, tp_rank):
+    for piece in vllm_slices(read_model_shape(path), size, tp_rank, has_whole_experts):
         local = live[piece.local_name][indices(piece.local_box)]
         assert tuple(local.shape) == extents(piece.local_box), piece
         expected = full[piece.hf_name][indices(piece.hf_box)]
@@ -140,6 +144,22 @@ def writes(
     for piece in vllm_slices(read_model_shape(path), size, tp_rank):
         live[piece.local_name][indices(piece.local_box)] = full[piece.hf_name][indices(piece.hf_box)]
     engine.finish_update(version)
+    return equals_hf(engine, model)
+
+
+def takes_whole_experts(engine: VLLMEngine, model: PreTrainedModel, path: Path) -> float:
+    """A sync by the plan brings every worker its experts, from a trainer whose ranks have some whole too."""
+    equals_hf(engine, model)
+    layout, shape = ParallelLayout.create(2, expert=2), read_model_shape(path)
+    sources = [rank_series(shape, layout, rank) for rank in range(2)]
+    weights = Weights(shape, torch.float32, 1 << 16, torch.device("cpu"), has_whole_experts=True)
+    sink = InPlaceSink(engine, weights, EngineLayout(2, 2))
+    sink.connect(sources)
+    perturb(model, 17, 0.05)
+    full = dict(hf_weights(model))
+    ledger = sink.update(lambda local_name, name, box, local_box: full[name][indices(box)], 1)
+    experts = sum(tensor.numel() for name, tensor in full.items() if ".experts." in name)
+    assert ledger.bytes_local >= 4 * experts // 2, "own experts were sent"
     return equals_hf(engine, model)
 
 
@@ -378,7 +398,16 @@ def single(directory: Path) -> None:
 
 
 def tensor(directory: Path) -> None:
-    """Two ranks, one engine."""
+    """Two ranks, one engine; that with experts comes first, as in ``families``."""
+    model = tiny_model("qwen3_moe", tied=False)
+    path = directory / "experts"
+    if dist.get_rank() == 0:
+        save(model, path)
+    dist.barrier()
+    whole = start(path, tensor_parallel_size=2, vllm={"enable_expert_parallel": True})
+    check("experts_layout", layout_is_the_bridges, whole, path, model, 2, dist.get_rank(), True)
+    check("experts_sync", takes_whole_experts, whole, model, path)
+    check("experts_loader", takes_weights, whole, model, 2, 23)
     for family, tied in (("qwen2", True), ("qwen3", True), ("llama", False)):
         model = tiny_model(family, tied=tied)
         path = directory / family

@@ -302,7 +302,7 @@ class Live:
         self.noise = building.noise(self.session, 10)
         weights = Weights(self.session.shape, torch.float32, self.config.bridge.bucket_bytes, self.session.device)
         sink = InPlaceSink(self.engine, weights, self.session.engine_layout)
-        layout = colocated_layout(self.session.shape, self.session.engine_layout)
+        layout = colocated_layout(weights, self.session.engine_layout)
         assert sink.obstacle(building.load_proof(self.session, self.trainer, weights, layout)) is None
         self.sync = building.weight_sync(self.session, self.trainer, sink, self.noise)
         self.clean = clean_tensors(self.path)

@@ -27,6 +27,9 @@ SINGLE = [f"{family}_{name}" for family in FAMILIES for name in (*PER_FAMILY, "r
     "incomplete_reload",
 ]
 TENSOR = [f"{family}_{name}" for family in FAMILIES for name in PER_FAMILY] + [
+    "experts_layout",
+    "experts_sync",
+    "experts_loader",
     "qwen2_probe",
     "qwen2_episodes",
     "qwen2_reload",

@@ -60,7 +60,8 @@ def slots_of(shape: ModelShape, plan: AdapterPlan) -> Slots:
 
 def slot_series(shape: ModelShape, tensor_parallel: int, tp_rank: int, plan: AdapterPlan) -> list[Series]:
     """The slots of one worker, every element of its part of the adapter."""
-    weights = [series for series in vllm_series(shape, tensor_parallel, tp_rank) if not series.is_stacked]
+    series = vllm_series(shape, tensor_parallel, tp_rank, expert_parallel=True)  # however experts are cut, they go
+    weights = [one for one in series if not one.is_stacked]
     found = []
     for adapted in adapted_weights(weights, plan):
         layer, of_rank = adapted.like.local_name.removesuffix(".weight"), (0, adapted.rank)

@@ -10,14 +10,12 @@ import torch.distributed as dist
 
 from mega_rl import platform
 from mega_rl.bridge.mapping.live_check import difference
-from mega_rl.bridge.mapping.vllm import vllm_series
 from mega_rl.bridge.reshard.execute import Ledger, Read, Transfer
 from mega_rl.bridge.reshard.plan import Layout, compile_plan
 from mega_rl.bridge.reshard.proof import LoadProof
 from mega_rl.bridge.series import Series, slices_of
 from mega_rl.bridge.slices import Box
 from mega_rl.errors import InputError
-from mega_rl.models.shape import ModelShape
 from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.collectives import broadcast_object, together
 from mega_rl.parallel.joint_group import join_group, open_meeting
@@ -140,9 +138,9 @@ class RemoteSink:
         return [()] * self._engines.num_workers
 
 
-def remote_layout(shape: ModelShape, engine_size: int, num_workers: int) -> list[list[Series]]:
-    """What every worker of engines in other processes holds, [worker] -> its series."""
-    return [vllm_series(shape, engine_size, worker % engine_size) for worker in range(num_workers)]
+def remote_layout(weights: Weights, engine_size: int, num_workers: int) -> list[list[Series]]:
+    """What every worker of engines in other processes loads, [worker] -> its series."""
+    return [weights.loaded_layout(engine_size, worker % engine_size) for worker in range(num_workers)]
 
 
 def remote_sink(engines: RemoteEngines, weights: Weights, load: LoadProof, weight_update: str) -> RemoteSink:

@@ -151,12 +151,17 @@ def _apply_experts(
     apply_router_weight_on_input: bool = False,
     **_: Any,
 ) -> None:
-    """0.32's ``apply`` on plain weights: w1 [E, gate and up rows, D], w2 [E, D, rows]; ids and weights [T, K]."""
+    """0.32's ``apply`` on plain weights: w1 [E, gate and up rows, D], w2 [E, D, rows]; ids and weights [T, K].
+
+    With expert parallelism E counts this worker's experts only; a token's others are computed, and added, elsewhere.
+    """
     assert not apply_router_weight_on_input, "no supported family weights the experts' inputs"
     if (capture := getattr(layer, CAPTURE, None)) is not None:
         capture(topk_ids.clone())
     output.zero_()
-    for expert in topk_ids.unique().tolist():
+    if layer.expert_map is not None:
+        topk_ids = layer.expert_map[topk_ids.long()]  # -1: another worker's
+    for expert in topk_ids[topk_ids >= 0].unique().tolist():
         tokens, places = torch.where(topk_ids == expert)
         gate, up = F.linear(hidden_states[tokens], w1[expert]).chunk(2, dim=-1)
         result = F.linear(F.silu(gate) * up, w2[expert])

@@ -25,7 +25,7 @@ from mega_rl.bridge.slices import Box
 from mega_rl.config import RunConfig, has_critic, samples, workers_rewards
 from mega_rl.config.model import REWARD_KEY
 from mega_rl.config.schema import OptimizerConfig, ParallelConfig, RewardConfig, RouterConfig, TuningConfig
-from mega_rl.config.stage import critic_parallel, model_directory, reward_model
+from mega_rl.config.stage import critic_parallel, has_whole_experts, model_directory, reward_model
 from mega_rl.data.prompts import PromptDataset, PromptStream
 from mega_rl.data.stream import Stream
 from mega_rl.errors import InputError
@@ -189,7 +189,7 @@ def engine_and_sync(session: Session, actor: MegatronEngine, noise: AqnNoise) ->
     if config.rollout.placement == "separate":
         rollout = config.rollout
         size = rollout.tensor_parallel_size
-        wanted = remote_layout(session.shape, size, rollout.num_engines * size)
+        wanted = remote_layout(weights, size, rollout.num_engines * size)
         load = load_proof(session, actor, weights, wanted)
         engines = remote_engines(session, slots)
         sink: WeightSink = remote_sink(engines, weights, load, rollout.weight_update)
@@ -205,7 +205,8 @@ def engine_weights(session: Session, actor: MegatronEngine, noise: AqnNoise) -> 
     slots = adapters.engine_slots(config.rollout, session.shape, plan, session.device.type, session.say)
     changing = adapters.changing(config, actor.policy, noise, slots is not None)
     of_slots = None if slots is None else plan
-    return Weights(session.shape, dtype, config.bridge.bucket_bytes, session.device, changing, of_slots), slots
+    settings = session.shape, dtype, config.bridge.bucket_bytes, session.device, changing, of_slots
+    return Weights(*settings, has_whole_experts(config.rollout)), slots
 
 
 def remote_engines(session: Session, slots: Slots | None) -> RemoteEngines:
@@ -235,7 +236,7 @@ def colocated_engine(
     config, layout = session.config, session.engine_layout
     load = None
     if config.rollout.weight_update != "reload":
-        load = load_proof(session, actor, weights, colocated_layout(session.shape, layout))
+        load = load_proof(session, actor, weights, colocated_layout(weights, layout))
     actor.offload.to_host(*PARTS)  # an engine refuses to start if its share of the device is not free
     engine = VLLMEngine(
         config.model.path,

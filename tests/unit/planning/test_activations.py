@@ -26,6 +26,7 @@ def planned(
     chunks = keys.pop("virtual_pipeline", None)
     for name, value in sizes.items():
         setattr(config.parallel, name, value)
+    config.parallel.context_method = keys.pop("context_method", "gather")
     config.parallel.virtual_pipeline, config.parallel.sequence = chunks, keys.pop("sequence", False)
     for name, value in keys.items():
         setattr(config.memory, name, value)
@@ -59,6 +60,14 @@ def test_ranks_share_a_micro_batch() -> None:
     assert planned(context=2).kept < 0.7 * whole.kept
     half = planned(tokens=replace(TOKENS, num_tokens=8192))
     assert 0.49 < half.kept / whole.kept < 0.51
+
+
+@pytest.mark.parametrize("platform", ["cuda", "npu"])
+def test_exchanged_heads_keep_no_keys_of_other_ranks(platform: str) -> None:
+    """Gathered keys and values are kept as both parts of a sequence see them: all, and those of one part again."""
+    gathered, exchanged = (planned(platform=platform, context=4, context_method=m).kept for m in ("gather", "ulysses"))
+    own, layers, width = TOKENS.num_tokens // 4, 28, 512
+    assert gathered - exchanged == layers * 2 * 2 * width * (own * 9 // 2 - own)
 
 
 @pytest.mark.parametrize(("stages", "total"), [(4, 8), (4, 2), (2, 1)])

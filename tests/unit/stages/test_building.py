@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from mega_rl.bridge.outgoing.noise import AqnNoise
 from mega_rl.config import RunConfig
 from mega_rl.megatron.offload import PARTS
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.stages.parts import building
+from tests.unit.planning.test_state import shape_of
 
 
 @pytest.mark.parametrize("weight_update", ["auto", "reload"])
@@ -48,6 +50,25 @@ def test_the_actor_makes_room_while_the_engine_is_built(monkeypatch: pytest.Monk
     assert building.colocated_engine(session, actor, weights, None)[1] == "sink"
     compared = ("compared", "proof" if proofs else None)
     assert done == [*proofs, ("to host", PARTS), "built", compared, "asleep", "to device"]
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_an_engine_with_whole_experts_is_sent_them(is_whole: bool) -> None:
+    """What the configuration asks of vLLM reaches the layout that the plan of the sync is made for."""
+    config = RunConfig()
+    config.rollout.vllm = {"enable_expert_parallel": True} if is_whole else {}
+    shape, device = shape_of("Qwen3-30B-A3B"), torch.device("cpu")
+    session: Any = SimpleNamespace(config=config, shape=shape, device=device, say=print)
+    plan = SimpleNamespace(is_full=True, adapters=SimpleNamespace(ranks={}))
+    actor: Any = SimpleNamespace(policy=SimpleNamespace(shape=shape, plan=plan))
+    weights, slots = building.engine_weights(session, actor, AqnNoise(config.aqn, 10))
+    colocated = building.colocated_layout(weights, EngineLayout(8, 4))
+    assert slots is None and colocated == building.remote_layout(weights, 4, 8)
+    assert weights.worker_layout(4, 1) == colocated[5]
+    experts = [(len(series.experts), series.hf_box) for series in colocated[5] if series.is_stacked]
+    num_own, width = (32, 768) if is_whole else (128, 192)
+    assert {number for number, _ in experts} == {num_own}
+    assert {box[0][1] - box[0][0] for _, box in experts[:2]} == {width}
 
 
 @pytest.mark.parametrize(("stage", "temperature"), [("rl", 0.7), ("sft", 1.0)])

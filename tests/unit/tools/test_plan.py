@@ -40,6 +40,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "intermediate_size": 12288,
         "moe_intermediate_size": 1536,
     }
+    configs["Qwen3-8B-long"] = model_config("Qwen3-8B") | {"max_position_embeddings": 131072}
     for name, config in configs.items():
         (directory / name).mkdir()
         (directory / name / "config.json").write_text(json.dumps(config))
@@ -167,6 +168,21 @@ def test_supervised_training_has_one_phase(models: Path, capsys: pytest.CaptureF
     status, figures, _ = plan(capsys, models, "grpo_gsm8k_qwen2.5_7b.yaml", "Qwen2.5-7B-Instruct", 8, *keys)
     assert status == 0 and figures["engine"] is None and figures["sync"] is None
     assert [phase["name"] for phase in figures["ranks"][0]["phases"]] == ["training"]
+
+
+def test_128k_tokens_on_8_devices(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One sequence over all devices: what is left of the memory depends on what attention keeps of other ranks."""
+    lengths = ("data.max_prompt_length=1024", "data.max_response_length=130048")
+    parallel = ("parallel.tensor=1", "parallel.sequence=false", "parallel.context=8")
+    more = ("--device-memory", "141GB", "--platform", "cuda", *lengths, *parallel, "memory.recompute=selective")
+    excess = {}
+    for method in ("gather", "ulysses"):
+        keys = (*more, "trainer.max_tokens_per_microbatch=131072", f"parallel.context_method={method}")
+        status, figures, _ = plan(capsys, models, "sft_qwen2.5_7b.yaml", "Qwen3-8B-long", 8, *keys)
+        assert status == 0 and figures["layout"]["context"] == len(figures["ranks"]) == 8
+        excess[method] = figures["excess_bytes"]
+    of_keys = 2 * 1024 * 2 * 131072 // 8  # bytes of a rank's own keys and values in one of 36 layers
+    assert excess["gather"] - excess["ulysses"] == 36 * of_keys * 15 // 2
 
 
 def test_pairs_have_a_pass_over_the_reference_and_twice_the_sequences(

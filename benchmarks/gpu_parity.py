@@ -1,0 +1,84 @@
+"""Slices of ``gpu.py`` that compare: every operator, a step, the losses of a training."""
+
+import tempfile
+from typing import Any
+
+import torch
+from gpu_bench import TINY, Bench, RandomWeights, negative_loglikelihood, random_batch, shape_of
+from torch import Tensor
+
+from mega_rl.bridge.files.huggingface import HFReader
+from mega_rl.microbatch import Microbatch
+from mega_rl.models.shape import read_model_shape
+from tests import families
+from tests.operator_cases import TOLERANCES, compare, operator_cases
+
+FAMILIES = ("qwen2", "llama", "qwen3_moe", "deepseek_v3")  # of the parity of a step
+STEPS = 100  # of the compared losses
+TRAINED = shape_of("qwen2", 256, 768, 6, 4, 2, 4096)  # of the compared losses
+
+
+def operators(bench: Bench) -> None:
+    """Every operator of the facade, forward and backward, against its reference."""
+    for dtype in (torch.float32, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        for case in operator_cases(dtype):
+            try:
+                largest = compare(case, dtype, str(bench.device))
+                allowed = ", ".join(f"{value:g}" for value in TOLERANCES[dtype])
+                bench.row(operator=case.name, dtype=name, largest=largest, allowed=allowed)
+            except Exception as error:  # noqa: BLE001 - the other operators are compared all the same
+                bench.row(operator=case.name, dtype=name, error=f"{type(error).__name__}: {str(error)[:200]}")
+
+
+def step(bench: Bench) -> None:
+    """A forward and backward pass of small models with weights that make mistakes visible."""
+    for family in FAMILIES[:1] if bench.quick else FAMILIES:
+        model = families.make(family)
+        lengths = (24, 7, 40)
+        with tempfile.TemporaryDirectory() as scratch:
+            model.save_pretrained(scratch)
+            shape, reader = read_model_shape(scratch), HFReader(scratch)
+            batch = random_batch(shape, lengths, seed=0)
+            expected_T, expected_norm = by_transformers(model, batch)
+            for dtype in ("float32", "bfloat16"):
+                engine = bench.engine(shape, dtype, "none", reader)
+                difference_T = (engine.token_stats([batch])[0].logprobs - expected_T).abs()
+                engine.forward_backward([batch], negative_loglikelihood(batch.num_tokens))
+                norm = engine.optimizer_step().grad_norm
+                bench.row(
+                    model=family,
+                    dtype=dtype,
+                    mean=float(difference_T.mean()),
+                    largest=float(difference_T.max()),
+                    grad_norm=abs(norm / expected_norm - 1),
+                )
+
+
+def by_transformers(model: Any, batch: Microbatch) -> tuple[Tensor, float]:
+    """Log-probabilities [T] of the targets, and the norm of their mean's gradient; one sequence after the other."""
+    borders = batch.cu_seqlens.tolist()
+    parts = []
+    for start, end in zip(borders, borders[1:], strict=False):
+        logits_LV = model(batch.token_ids[None, start:end]).logits[0].float()
+        parts.append(logits_LV.log_softmax(-1).gather(1, batch.target_ids[start:end, None])[:, 0])
+    logprobs_T = torch.cat(parts)
+    (-logprobs_T.mean()).backward()
+    squares = sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None)
+    return logprobs_T.detach(), squares**0.5
+
+
+def losses(bench: Bench, dtype: str) -> None:
+    """The loss of every step of a training that is the same on every device."""
+    shape = TINY if bench.quick else TRAINED
+    engine = bench.engine(shape, dtype, "none", RandomWeights(torch.device("cpu")), lr=1e-3)
+    lengths = [16, 8] if bench.quick else [512, 300, 212]
+    batches = [random_batch(shape, lengths, seed) for seed in range(4)]
+    found: list[float] = []
+    for number in range(5 if bench.quick else STEPS):
+        batch = batches[number % len(batches)]
+        (report,) = engine.forward_backward([batch], negative_loglikelihood(batch.num_tokens))
+        engine.optimizer_step()
+        found.append(float(report.sums["loss"]))
+    bench.document["losses"] = found
+    bench.write()
