@@ -4,8 +4,8 @@
 
 prints the rows of the page whose faults have these words in them (all without words), with what was measured. A test
 that starts a run tells the seconds from the fault until the run had ended or gone on (pytest's ``record_property`` of
-``seconds``); of any other test the whole time counts, so its figure is an upper bound. What needs a namespace of its own
-(hostile programs, full disks) makes one in its test.
+``seconds``); of any other test the whole time counts, so its figure is an upper bound. What needs namespaces of its own
+(hostile programs, full disks) makes them in its test.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 
 REPO = Path(__file__).resolve().parents[1]
 PAGE = REPO / "docs" / "reliability.md"
-TEST = re.compile(r"`([\w/]+\.py::\w+)`")
+TEST = re.compile(r"`([\w/]+\.py(?:::\w+)+)`")
 
 
 @dataclass
