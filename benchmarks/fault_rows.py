@@ -2,7 +2,7 @@
 
     python benchmarks/faults.py --rows [WORDS ...]
 
-prints the rows of the page whose faults have these words in them (all without words), with what was measured. A test
+goes through the rows of the page whose faults have these words in them, or through all, and prints figures. A test
 that starts a run tells the seconds from the fault until the run had ended or gone on (pytest's ``record_property`` of
 ``seconds``); of any other test the whole time counts, so its figure is an upper bound. What needs namespaces of its own
 (hostile programs, full disks) makes them in its test.
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from report import publish, table
 
 REPO = Path(__file__).resolve().parents[1]
 PAGE = REPO / "docs" / "reliability.md"
@@ -67,13 +68,17 @@ def rows() -> dict[str, list[str]]:
     return {row[0]: TEST.findall(row[2]) for row in cells if len(row) == 4 and TEST.search(row[2])}
 
 
-def measured_rows(words: list[str]) -> tuple[dict[str, dict[str, str]], int]:
-    """Fault -> test -> its figure, and the exit status of pytest."""
+def publish_rows(words: list[str], json_path: Path | None) -> int:
+    """Run the tests of the rows with these words, print what they took, and return pytest's exit status."""
     chosen = {fault: tests for fault, tests in rows().items() if not words or any(word in fault for word in words)}
     tests = sorted({test for tests in chosen.values() for test in tests})
-    recorder = Recorder()
+    recorder, load = Recorder(), os.getloadavg()[0]
     os.chdir(REPO)
     options = ["-q", "-p", "no:cacheprovider", "-o", "timeout=0", *(f"tests/{test}" for test in tests)]
     status = int(pytest.main(options, plugins=[recorder]))
     figures = {test: found.text() for test, found in recorder.found.items()}
-    return {f: {test: figures.get(test, "not run") for test in tests} for f, tests in chosen.items()}, status
+    lines = [(fault, f"`{test}`", figures.get(test, "not run")) for fault, tests in chosen.items() for test in tests]
+    text = table(["fault", "test", "figure"], lines)
+    text += f"\n\nLoad of the machine: {load:.0f} before, {os.getloadavg()[0]:.0f} after."
+    publish("Faults that tests inject", text, "cpu", {"rows": lines}, json_path)
+    return status
