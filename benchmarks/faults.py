@@ -1,6 +1,7 @@
 """What becomes of a run to which something bad happens: how it ends or goes on, what is lost, what is left behind.
 
     python benchmarks/faults.py [--quick] [--only WORDS ...] [--list] [--json PATH]
+    python benchmarks/faults.py --rows [WORDS ...] [--json PATH]
 
 Small runs on two processes of a CPU, supervised where the engine is not what is hit. Each fault has a run of its own, a
 temporary folder and a shared-memory file system of its own (in namespaces of the benchmark, where the system has them).
@@ -14,6 +15,8 @@ bytes of the exported weights. Columns:
     left          processes after 20 s, shared-memory files, entries of the temporary folder (torchrun's own directory
                   aside): before / after the resume
     equal         whether metrics and weights are those of the run that nothing happened to
+
+``--rows`` runs the tests that docs/reliability.md names beside a fault and prints what they took: see fault_rows.py.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from fault_rows import publish_rows  # noqa: E402
 from report import publish, table  # noqa: E402
 
 from tests.distributed import conftest, training  # noqa: E402
@@ -377,6 +381,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a handful of them")
     parser.add_argument("--only", nargs="+", metavar="WORDS", help="those whose names have these words in them")
     parser.add_argument("--list", action="store_true", help="their names only")
+    parser.add_argument(
+        "--rows", nargs="*", metavar="WORDS", help="the faults of docs/reliability.md that tests inject"
+    )
     parser.add_argument("--json", type=Path, metavar="PATH")
     return parser.parse_args()
 
@@ -393,6 +400,8 @@ def enter_namespaces() -> None:
 
 def main() -> None:
     arguments = parse()
+    if arguments.rows is not None:
+        sys.exit(publish_rows(arguments.rows, arguments.json))
     if not arguments.list and INSIDE not in os.environ:
         enter_namespaces()
     with tempfile.TemporaryDirectory(prefix="faults_") as root:

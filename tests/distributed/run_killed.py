@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 from mega_rl.stages.parts.notice import Notice
@@ -23,6 +24,7 @@ def die(rank: int, after: int, output_dir: Path) -> None:
         if asked > after and int(os.environ["RANK"]) == rank:
             for manifest in output_dir.glob("checkpoints/*/manifest.json"):
                 manifest.write_text("unreadable")
+            print(f"killed at {time.monotonic():.3f}", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         return is_given(self)
 

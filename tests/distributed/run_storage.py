@@ -17,6 +17,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -157,10 +158,12 @@ def main() -> None:
         overrides += [f"trainer.output_dir={output_dir}", f"checkpoint.async_save={name == 'shards_lost'}"]
         argv = (__file__, name, str(output_dir), "--config", str(world.sft), *overrides)
         request = warm.Request(argv, 2, 20000 + number, {**os.environ, "OMP_NUM_THREADS": "1"}, str(log))
+        begin = time.monotonic()
         pid = os.fork()
         if pid == 0:
             os._exit(warm._launch(request))
         os.waitpid(pid, 0)
+        seconds = time.monotonic() - begin
         lines = [json.loads(line.partition(ANSWER)[2]) for line in log.read_text().splitlines() if ANSWER in line]
         saved = output_dir / "checkpoints"
         found[name] = {
@@ -168,6 +171,7 @@ def main() -> None:
             "checkpoints": {path.name: checkpoint.damage(path) for path in sorted(saved.glob("step_*"))},
             "left": sorted(path.name for path in output_dir.iterdir()),
             "log": log.read_text(),
+            "seconds": seconds,  # from the start of the ranks until both had ended
         }
     print(json.dumps(found))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,13 +17,17 @@ SCRIPT = REPO / "tests" / "distributed" / "run_stalled.py"
 LIMITS_S = {"sample": 8, "learn": 6, "loop": 6, "save": 6}  # a run that goes on makes progress within them
 
 
-def halted(world: TinyWorld, output_dir: Path, place: str, rank: int) -> Launched:
+def halted(
+    world: TinyWorld, output_dir: Path, place: str, rank: int, record_property: Callable[[str, object], None]
+) -> Launched:
     """A run in which ``rank`` comes to a halt at ``place``; it ends long before the limit of a collective."""
     config, modules = (world.rl, ENGINE) if place == "sample" else (world.sft, TRAINER)
     settings = (f"trainer.output_dir={output_dir}", f"trainer.stall_timeout_s={LIMITS_S[place]}")
     quick = ("validation.val_before_train=false", "checkpoint.save_freq=1")
     launched = ranks(SCRIPT, place, rank, "--config", config, *settings, *quick, timeout=150, modules=modules)
+    end = time.monotonic()
     assert launched.returncode == 1, launched.stdout
+    record_property("seconds", end - float(re.findall(r"halted at (\d+\.\d{3})", launched.stdout)[0]))
     return launched
 
 
@@ -31,10 +37,16 @@ def halted(world: TinyWorld, output_dir: Path, place: str, rank: int) -> Launche
     [("sample", "generate", "build"), ("learn", "update", "optimizer_step"), ("save", "save", "save_if_due")],
 )
 def test_a_stopped_rank_is_named(
-    tiny_world: TinyWorld, tmp_path: Path, place: str, phase: str, function: str, rank: int
+    tiny_world: TinyWorld,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+    place: str,
+    phase: str,
+    function: str,
+    rank: int,
 ) -> None:
     """In a spin loop of the engine's shared memory, in a collective of gloo, and in a save."""
-    launched = halted(tiny_world, tmp_path, place, rank)
+    launched = halted(tiny_world, tmp_path, place, rank, record_property)
     other = 1 - rank
     (sentence,) = re.findall(r"^error: (.*)$", launched.stdout, re.MULTILINE)
     who, what = rf"rank {rank} \(host \S+, pid \d+\)", rf"\d+ s: last phase `{phase}`, step 1; its process is"
@@ -45,9 +57,9 @@ def test_a_stopped_rank_is_named(
 
 
 def test_a_rank_that_turns_in_circles_is_named_and_all_stacks_are_written(
-    tiny_world: TinyWorld, tmp_path: Path
+    tiny_world: TinyWorld, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    launched = halted(tiny_world, tmp_path, "loop", 1)
+    launched = halted(tiny_world, tmp_path, "loop", 1, record_property)
     known = r"^error: rank 1 .* last phase `update`, step 1; it is working, or stuck"
     sentences = re.findall(known, launched.stdout, re.MULTILINE)
     assert len(sentences) == 2 and "error: rank 0" not in launched.stdout

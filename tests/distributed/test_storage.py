@@ -7,6 +7,7 @@ The disks are real ones: file systems in memory, mounted in namespaces of the te
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -50,9 +51,10 @@ def results() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("scenario", SENTENCES)
-def test_every_rank_says_the_same_sentence(scenario: str) -> None:
+def test_every_rank_says_the_same_sentence(scenario: str, record_property: Callable[[str, object], None]) -> None:
     parts, checkpoints = SENTENCES[scenario]
     found = results()[scenario]
+    record_property("seconds", found["seconds"])
     assert sorted(found["answers"]) == ["0", "1"], found["log"]
     said = set(found["answers"].values())
     assert len(said) == 1, found["log"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -29,34 +30,60 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ModelShape]
     return model, read_model_shape(model)
 
 
-def read_all(model: Path, shape: ModelShape) -> None:
+def read_all(model: Path, shape: ModelShape) -> dict[str, torch.Tensor]:
     reader = HFReader(model)
     reader.check(shape)
-    for name in reader.names():
-        reader.read(name, whole_box(reader.shape(name)))
+    found = {name: reader.read(name, whole_box(reader.shape(name))) for name in reader.names()}
     reader.stored(shape)
+    return found
 
 
-@cases(150)
-@given(st.data())
-def test_a_changed_index(sharded: tuple[Path, ModelShape], tmp_path: Path, data: st.DataObject) -> None:
-    model, shape = sharded
-    copy = tmp_path / "copy"
-    shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(model, copy)
-    content: Any = json.loads((model / INDEX).read_text())
+def change_index(copy: Path, content: Any, data: st.DataObject) -> tuple[Any, bool]:
+    """The index with a change, and whether it still says the same of the shards in ``copy``."""
     weights = content["weight_map"]
-    kind = data.draw(st.sampled_from(["shard", "name", "map", "all"]))
-    if kind == "shard":
+    kind = data.draw(st.sampled_from(["order", "more", "renamed", "shard", "name", "moved", "map", "all"]))
+    if kind == "order":
+        content["weight_map"] = {name: weights[name] for name in data.draw(st.permutations(sorted(weights)))}
+    elif kind == "more":
+        content[data.draw(st.sampled_from(["metadata", "x"]))] = data.draw(VALUES)
+    elif kind == "renamed":
+        old = data.draw(st.sampled_from(sorted(set(weights.values()))))
+        (copy / old).rename(copy / "other.safetensors")
+        content["weight_map"] = {n: "other.safetensors" if shard == old else shard for n, shard in weights.items()}
+    elif kind == "shard":
         weights[data.draw(st.sampled_from(sorted(weights)))] = data.draw(VALUES | TEXTS)
     elif kind == "name":
         weights[data.draw(TEXTS)] = data.draw(st.sampled_from(sorted(weights.values())))
+    elif kind == "moved":
+        weights[data.draw(st.sampled_from(sorted(weights)))] = data.draw(st.sampled_from(sorted(weights.values())))
     elif kind == "map":
         content["weight_map"] = data.draw(VALUES)
     else:
         content = data.draw(VALUES)
-    (copy / INDEX).write_text(json.dumps(content))
-    accepted_or_sentence(lambda: read_all(copy, shape))
+    return content, kind in ("order", "more", "renamed")
+
+
+def test_a_changed_index(sharded: tuple[Path, ModelShape], tmp_path: Path) -> None:
+    """One that says the same in other words gives the same weights; of any other one no wrong weight is read."""
+    model, shape = sharded
+    expected, copy, tally = read_all(model, shape), tmp_path / "copy", Counter[tuple[bool, bool]]()
+
+    @cases(100)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(model, copy)
+        content, is_same = change_index(copy, json.loads((model / INDEX).read_text()), data)
+        (copy / INDEX).write_text(json.dumps(content))
+        found = accepted_or_sentence(lambda: read_all(copy, shape))
+        tally[is_same, found is not None] += 1
+        if found is not None:
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert found is not None or not is_same, content
+
+    check()
+    assert tally[True, True] and tally[False, False], tally
 
 
 @cases(100)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from mega_rl.data.prompts import PromptDataset
 from mega_rl.data.rows import read_rows
 from mega_rl.data.synthetic import arithmetic_tokenizer, bpe_tokenizer
 from mega_rl.errors import InputError
+from mega_rl.microbatch import Sequence
 from tests.chat_templates import tokenizer_of
 from tests.fuzzing import TEXTS, VALUES, accepted_or_sentence, cases
 
@@ -60,7 +62,72 @@ ROWS = st.dictionaries(
 TALKS = st.fixed_dictionaries({"messages": MESSAGES}, optional={"tools": TOOLS | ARGUMENTS})
 
 
-def outcome(path: Path, tokenizer: PreTrainedTokenizerFast, does_filter: bool) -> None:
+DATASETS = (PromptDataset, ConversationDataset, PairDataset, JudgedDataset)
+NUMBERS = st.text("0123456789", min_size=1, max_size=8)  # every tokenizer has them as they are
+
+
+def asked(text: str) -> st.SearchStrategy[dict[str, Any]]:
+    """A prompt, in any of the columns that hold one."""
+    messages = [{"role": "user", "content": text}]
+    return st.sampled_from([{"prompt": text}, {"question": text}, {"prompt": messages}, {"instruction": text}])
+
+
+@st.composite
+def right_rows(draw: st.DrawFn) -> tuple[str, list[dict[str, Any]]]:
+    """What the rows of a file are, and two or three rows that are just that, with columns that mean nothing."""
+    kind = draw(st.sampled_from(["answered", "talk", "pair", "judged"]))
+    rows: list[dict[str, Any]] = []
+    for place in range(draw(st.integers(2, 3))):
+        prompt = f"{draw(NUMBERS)}{place}"  # no two rows have the same
+        row = draw(asked(prompt)) | draw(st.dictionaries(st.sampled_from(["x", "index"]), VALUES))
+        if kind == "answered":
+            row[draw(st.sampled_from(["answer", "response", "solution"]))] = draw(NUMBERS)
+        elif kind == "talk":
+            turns = [{"role": "user", "content": draw(NUMBERS)}, {"role": "assistant", "content": draw(NUMBERS)}]
+            row = {"messages": turns}
+        elif kind == "pair":
+            answers = draw(st.lists(NUMBERS, min_size=2, max_size=2, unique=True))
+            row |= dict(zip(("chosen", "rejected"), answers, strict=True))
+        else:
+            row |= {"completion": draw(NUMBERS), "label": draw(st.booleans())}
+        rows.append(row)
+    return kind, rows
+
+
+def learnt(sequence: Sequence, tokenizer: PreTrainedTokenizerFast) -> str:
+    """The text that is learnt, without the marks that a template puts around an answer."""
+    kept = [int(token) for token, mask in zip(sequence.token_ids[1:], sequence.loss_mask, strict=True) if mask]
+    return str(tokenizer.decode(kept, skip_special_tokens=True)).replace("<think>\n\n</think>\n\n", "").strip()
+
+
+def answer_of(row: dict[str, Any]) -> Any:
+    return next(row[name] for name in ("answer", "solution", "response") if name in row)
+
+
+def check_right(kind: str, rows: list[dict[str, Any]], dataset: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Every row is there, in its order, and says what it said in the file."""
+    assert len(dataset) == len(rows) and dataset.num_dropped == 0
+    if isinstance(dataset, PromptDataset):
+        for row, prompt in zip(rows, dataset.prompts, strict=True):
+            text = next(row[name] for name in ("prompt", "question", "instruction") if name in row)
+            assert (text if isinstance(text, str) else text[0]["content"]) in prompt.text
+            assert prompt.ground_truth == answer_of(row)
+        return
+    for row, item in zip(rows, (dataset[place] for place in range(len(rows))), strict=True):
+        if kind == "pair":
+            assert [learnt(s, tokenizer) for s in item.sequences] == [row["chosen"], row["rejected"]]
+        elif kind == "judged":
+            assert learnt(item.answer, tokenizer) == row["completion"] and item.is_good == row["label"]
+        else:
+            answer = row["messages"][1]["content"] if kind == "talk" else answer_of(row)
+            assert learnt(item, tokenizer) == answer
+
+
+KINDS = {"answered": DATASETS[:2], "talk": DATASETS[1:2], "pair": DATASETS[2:3], "judged": DATASETS[3:]}
+
+
+def outcomes(path: Path, tokenizer: PreTrainedTokenizerFast, does_filter: bool) -> dict[type, Any]:
+    """What each kind of data set makes of a file; None where it refuses it."""
     data = DataConfig(
         max_prompt_length=64,
         max_response_length=64,
@@ -68,8 +135,10 @@ def outcome(path: Path, tokenizer: PreTrainedTokenizerFast, does_filter: bool) -
         mask_spans=[["a", "e"], ["\\0", "("]],
         rewritten_history="keep" if does_filter else "split",
     )
-    for dataset in (PromptDataset, ConversationDataset, PairDataset, JudgedDataset):
-        accepted_or_sentence(lambda kind=dataset: kind.from_files([str(path)], tokenizer, data))
+    return {
+        dataset: accepted_or_sentence(lambda kind=dataset: kind.from_files([str(path)], tokenizer, data))
+        for dataset in DATASETS
+    }
 
 
 @cases(120)
@@ -79,7 +148,44 @@ def test_rows_of_json(
 ) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    outcome(path, tokenizer, does_filter)
+    outcomes(path, tokenizer, does_filter)
+
+
+def test_right_rows_of_json_and_those_with_a_change(tmp_path: Path) -> None:
+    """Right rows are accepted and say what they said; with one value changed, no row is lost without a word."""
+    path, tally = tmp_path / "rows.jsonl", Counter[tuple[str, str]]()
+
+    @cases(150)
+    @given(
+        right_rows(),
+        st.none() | st.tuples(st.integers(0, 1), st.integers(0, 9), VALUES | MESSAGES),
+        st.sampled_from(TOKENIZERS),
+        st.booleans(),
+    )
+    def check(
+        given_rows: tuple[str, list[dict[str, Any]]],
+        change: tuple[int, int, Any] | None,
+        tokenizer: PreTrainedTokenizerFast,
+        does_filter: bool,
+    ) -> None:
+        kind, rows = given_rows
+        if change is not None:
+            place, column, value = change
+            names = sorted(rows[place])
+            rows[place] = rows[place] | {names[column % len(names)]: value}
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        for dataset, found in outcomes(path, tokenizer, does_filter).items():
+            tally[dataset.__name__, "refused" if found is None else "accepted"] += 1
+            assert (
+                found is None or isinstance(found, ConversationDataset) or len(found) + found.num_dropped == len(rows)
+            )
+            if change is None and dataset in KINDS[kind]:
+                assert found is not None, f"{dataset.__name__} refused {rows}"
+                check_right(kind, rows, found, tokenizer)
+
+    check()
+    wanted = {(dataset.__name__, answer) for dataset in DATASETS for answer in ("accepted", "refused")}
+    assert wanted <= tally.keys(), tally
 
 
 @cases(120)
@@ -88,7 +194,7 @@ def test_lines_with_bytes_changed(tmp_path: Path, noise: bytes, start: int, end:
     path = tmp_path / "rows.jsonl"
     good = b'{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}\n'
     path.write_bytes(good[:start] + noise + good[end:])
-    outcome(path, TOKENIZERS[0], True)
+    outcomes(path, TOKENIZERS[0], True)
 
 
 @cases(60)
@@ -103,7 +209,7 @@ def test_parquet_with_bytes_changed(tmp_path: Path, data: st.DataObject) -> None
     for place in data.draw(st.lists(st.integers(0, len(whole) - 1), min_size=1, max_size=4)):
         whole[place] = data.draw(st.integers(0, 255))
     path.write_bytes(bytes(whole))
-    outcome(path, TOKENIZERS[0], True)
+    outcomes(path, TOKENIZERS[0], True)
 
 
 @pytest.mark.parametrize(
