@@ -49,7 +49,7 @@ def row_of_trajectory(trajectory: Trajectory) -> dict[str, Any]:
         data = base64.b64encode(routed.astype(routed.dtype.newbyteorder("<")).tobytes()).decode("ascii")
         row["routed_experts"] = {"dtype": routed.dtype.name, "shape": list(routed.shape), "data": data}
     if trajectory.episode is not None:
-        row["episode"] = _plain(trajectory.episode._asdict())
+        row["episode"] = row_of_outcome(trajectory.episode)
     if trajectory.is_single_turn:
         return row
     return row | {
@@ -59,12 +59,12 @@ def row_of_trajectory(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def _plain(outcome: dict[str, Any]) -> dict[str, Any]:
-    failure = outcome["failure"]
-    return outcome | {"failure": failure and dataclasses.asdict(failure), "metrics": dict(outcome["metrics"])}
+def row_of_outcome(outcome: Outcome) -> dict[str, Any]:
+    failure = outcome.failure
+    return outcome._asdict() | {"failure": failure and dataclasses.asdict(failure), "metrics": dict(outcome.metrics)}
 
 
-def _outcome(row: Mapping[str, Any]) -> Outcome:
+def outcome_of_row(row: Mapping[str, Any]) -> Outcome:
     return Outcome(**{**row, "failure": row["failure"] and UnknownReward(**row["failure"])})
 
 
@@ -85,7 +85,7 @@ def trajectory_of_row(row: Mapping[str, Any]) -> Trajectory:
         loss_mask=np.array([0] * len(prompt.token_ids) + row["loss_mask"], np.bool_),
         spans=tuple(Span(**span) for span in row["spans"]),
         turns=tuple(Turn(**turn) for turn in row["turns"]),
-        episode=_outcome(row["episode"]) if "episode" in row else None,
+        episode=outcome_of_row(row["episode"]) if "episode" in row else None,
     )
 
 

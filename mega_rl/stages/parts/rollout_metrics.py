@@ -16,10 +16,10 @@ from mega_rl.observe.metrics import Metrics
 from mega_rl.observe.observer import Observer
 from mega_rl.observe.sinks import ShownSample
 from mega_rl.parallel.collectives import gather_objects
+from mega_rl.rollout.episode_metrics import episode_metrics
 from mega_rl.rollout.records import to_rows, write_step
 from mega_rl.stages.parts.batch_builder import Batch
 from mega_rl.stages.parts.batches import BatchShare
-from mega_rl.stages.parts.episodes import episode_metrics
 from mega_rl.stages.parts.learning import pack_samples
 from mega_rl.stages.parts.scoring import unknown_metrics
 from mega_rl.stages.parts.weight_sync import Pushed
@@ -37,7 +37,7 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     routed = [outline.num_routing_bytes for outline in outlines if outline.routing is not None]
     return (
         _reward_metrics(samples)
-        | episode_metrics(samples)
+        | episode_metrics(outlines)
         | ({"rollout/routing_bytes": float(sum(routed))} if routed else {})
         | {
             "response_length/mean": sum(lengths) / len(lengths),

@@ -28,13 +28,14 @@ from mega_rl.observe.metrics import match
 from mega_rl.rewards.scorer import Scorer
 from mega_rl.rollout.collect import PromptGroup
 from mega_rl.rollout.engine import Request
+from mega_rl.rollout.episode_metrics import episode_metrics
 from mega_rl.rollout.episode_tokens import Plan
 from mega_rl.rollout.episodes import MAX_WAIT_S, EpisodeSampler, turn_seed
 from mega_rl.rollout.records import to_group, to_rows, write_step
 from mega_rl.rollout.replay import ReplayEngine
 from mega_rl.rollout.requests import make_requests
-from mega_rl.stages.parts.episodes import episode_metrics, without_reward
-from mega_rl.types import ASSISTANT, PROMPT, Prompt, Sample, Score, Trajectory
+from mega_rl.stages.parts.episodes import without_reward
+from mega_rl.types import ASSISTANT, PROMPT, Prompt, Score, Trajectory
 from tests.chat_templates import TEXTS
 from tests.scripted_engine import ScriptedEngine
 
@@ -354,8 +355,7 @@ def test_metrics_of_episodes() -> None:
             return Reply([{"role": "tool", "content": "3"}], {"tool_calls": 2, "tool_s": 4.0, **of_tool})
 
     found = [*episodes(plan(Calling), requests(1, 3)), *episodes(plan(Bad), requests(1, 1))]
-    samples = [Sample(trajectory.outline(), Score(1.0), 0.0) for trajectory in found]
-    metrics = episode_metrics(samples)
+    metrics = episode_metrics([trajectory.outline() for trajectory in found])
     assert metrics["episode/turns"] == 6 / 4 and metrics["episode/failed_fraction"] == 1 / 4
     assert metrics["episode/tool_calls"] == metrics["episode/tool_calls/add"] == 6 / 4
     assert metrics["episode/tool_errors/add"] == 0.5 and metrics["episode/tool_s/add"] == 2.0
