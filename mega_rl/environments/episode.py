@@ -39,10 +39,11 @@ class Episode:
 
     events: tuple[Turn | Reply, ...]  # in order; begins with a reply if there was something to start with
     stop: Stop
-    reward: float | None  # None: to be scored by the run's rewards, or unknown if the episode failed
+    reward: float | None  # of the end; None: to be scored by the run's rewards, or unknown if the episode failed
     metrics: dict[str, float]
     cause: str | None = None  # of a failure: timed_out, raised or not_a_reply
     detail: str = ""
+    turn_rewards: tuple[float, ...] = ()  # of every turn of the model, beside that of the end; (): there were none
 
 
 class NoRoomError(Exception):
@@ -68,6 +69,7 @@ async def run_episode(
     """
     events: list[Turn | Reply] = []
     metrics: Counter[str] = Counter()
+    rewards: list[float | None] = []  # of the turns
     num_tokens = 0
 
     def take(reply: Reply) -> Reply:
@@ -80,7 +82,10 @@ async def run_episode(
 
     def end(stop: Stop, reward: float | None = None, cause: str | None = None, detail: str = "") -> Episode:
         metrics["turns"] = sum(isinstance(event, Turn) for event in events)
-        return Episode(tuple(events), stop, reward, {key: float(metrics[key]) for key in metrics}, cause, detail)
+        given = any(of_turn is not None for of_turn in rewards) and stop != "failed"
+        turn_rewards = tuple(of_turn or 0.0 for of_turn in rewards) if given else ()
+        plain = {key: float(metrics[key]) for key in metrics}
+        return Episode(tuple(events), stop, reward, plain, cause, detail, turn_rewards)
 
     try:
         opening = await _start(environment, limits.step_timeout_s, slots)
@@ -92,6 +97,7 @@ async def run_episode(
             events.append(turn)
             num_tokens += len(turn.token_ids) or count_tokens(turn.text)
             answer = await _step(environment, turn, limits.step_timeout_s, slots)
+            rewards.append(answer.reward if isinstance(answer, Reply) else None)
             if isinstance(answer, End):
                 metrics.update(answer.metrics)
                 return end("environment", answer.reward)
@@ -150,7 +156,8 @@ def _checked(reply: Reply) -> Reply:
     try:
         messages = tuple(reply.messages)
         if all("role" in message and isinstance(message.get("content", ""), str | list) for message in messages):
-            return replace(reply, messages=messages, metrics=_metrics(reply.metrics))
+            reward = None if reply.reward is None else _number(reply.reward, "the reward of a turn")
+            return replace(reply, messages=messages, metrics=_metrics(reply.metrics), reward=reward)
     except (TypeError, AttributeError):
         pass
     raise _Failure("not_a_reply", f"{reply.messages!r:.60} is not a list of messages with role and content")

@@ -65,7 +65,8 @@ def row_of_outcome(outcome: Outcome) -> dict[str, Any]:
 
 
 def outcome_of_row(row: Mapping[str, Any]) -> Outcome:
-    return Outcome(**{**row, "failure": row["failure"] and UnknownReward(**row["failure"])})
+    failure = row["failure"] and UnknownReward(**row["failure"])
+    return Outcome(**{**row, "failure": failure, "turn_rewards": tuple(row.get("turn_rewards", ()))})
 
 
 def row_of_score(score: Score) -> dict[str, Any]:
@@ -106,7 +107,7 @@ def to_group(rows: Iterable[Mapping[str, Any]]) -> PromptGroup:
 def score_of_row(row: Mapping[str, Any]) -> Score:
     unknown = {name: UnknownReward(**why) for name, why in row["unknown"].items()}
     value = math.nan if row["value"] is None else row["value"]
-    return Score(value, row["parts"], unknown)
+    return Score(value, row["parts"], unknown, tuple(row.get("turn_rewards", ())))
 
 
 def write_step(directory: Path, step: int, rows: Iterable[Mapping[str, Any]], num_kept: int) -> Path:
