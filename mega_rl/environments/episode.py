@@ -81,11 +81,8 @@ async def run_episode(
         return replace(reply, messages=cut)
 
     def end(stop: Stop, reward: float | None = None, cause: str | None = None, detail: str = "") -> Episode:
-        metrics["turns"] = sum(isinstance(event, Turn) for event in events)
-        given = any(of_turn is not None for of_turn in rewards) and stop != "failed"
-        turn_rewards = tuple(of_turn or 0.0 for of_turn in rewards) if given else ()
-        plain = {key: float(metrics[key]) for key in metrics}
-        return Episode(tuple(events), stop, reward, plain, cause, detail, turn_rewards)
+        turn_rewards = () if stop == "failed" else _turn_rewards(rewards)
+        return Episode(tuple(events), stop, reward, _counts(metrics, events), cause, detail, turn_rewards)
 
     try:
         opening = await _start(environment, limits.step_timeout_s, slots)
@@ -118,6 +115,16 @@ async def run_episode(
         return end("failed", None, cause, detail)
     finally:
         await _close(environment, limits.close_timeout_s)
+
+
+def _counts(metrics: Counter[str], events: Sequence[Turn | Reply]) -> dict[str, float]:
+    turns = sum(isinstance(event, Turn) for event in events)
+    return {name: float(value) for name, value in metrics.items()} | {"turns": float(turns)}
+
+
+def _turn_rewards(rewards: Sequence[float | None]) -> tuple[float, ...]:
+    """Of every turn, 0 where it was given none; empty if none was given any."""
+    return tuple(reward or 0.0 for reward in rewards) if any(reward is not None for reward in rewards) else ()
 
 
 async def _start(environment: Environment, timeout_s: float, slots: Slots) -> Reply:
