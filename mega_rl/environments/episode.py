@@ -43,7 +43,7 @@ class Episode:
     metrics: dict[str, float]
     cause: str | None = None  # of a failure: timed_out, raised or not_a_reply
     detail: str = ""
-    turn_rewards: tuple[float, ...] = ()  # of every turn of the model, beside that of the end; (): there were none
+    turn_rewards: tuple[float, ...] = ()  # of every turn that was answered, beside that of the end; (): there were none
 
 
 class NoRoomError(Exception):
@@ -81,8 +81,7 @@ async def run_episode(
         return replace(reply, messages=cut)
 
     def end(stop: Stop, reward: float | None = None, cause: str | None = None, detail: str = "") -> Episode:
-        turn_rewards = () if stop == "failed" else _turn_rewards(rewards)
-        return Episode(tuple(events), stop, reward, _counts(metrics, events), cause, detail, turn_rewards)
+        return Episode(tuple(events), stop, reward, _counts(metrics, events), cause, detail, _turn_rewards(rewards))
 
     try:
         opening = await _start(environment, limits.step_timeout_s, slots)
@@ -123,7 +122,7 @@ def _counts(metrics: Counter[str], events: Sequence[Turn | Reply]) -> dict[str, 
 
 
 def _turn_rewards(rewards: Sequence[float | None]) -> tuple[float, ...]:
-    """Of every turn, 0 where it was given none; empty if none was given any."""
+    """Of every turn that was answered, 0 where it was given none; empty if none was given any."""
     return tuple(reward or 0.0 for reward in rewards) if any(reward is not None for reward in rewards) else ()
 
 

@@ -18,7 +18,6 @@ from mega_rl.data.synthetic import bpe_tokenizer
 from mega_rl.data.tiny_model import TinyModelSpec, write_tiny_model
 from mega_rl.rollout.records import read_step, trajectory_of_row
 from mega_rl.types import ASSISTANT, Trajectory
-from tests.distributed import training
 from tests.distributed.training import computed, metrics_of, steps_saved
 from tests.launch import ENGINE, Launched, ranks
 
@@ -60,7 +59,13 @@ class Lengths:
 CONFIG = """
 model: {{path: {model}, dtype: float32}}
 data: {{train_files: [{train}], val_files: [{train}], max_val_samples: 2, train_batch_size: 4}}
-rollout: {{tensor_parallel_size: 2, n: 4, kv_cache_bytes: 16777216, vllm: {{block_size: 32}}}}
+# one response at a time, and nothing out of a cache: which turns meet in the engine, and are rounded together, depends
+# on how fast environments answer
+rollout:
+  tensor_parallel_size: 2
+  n: 4
+  kv_cache_bytes: 16777216
+  vllm: {{block_size: 32, max_num_seqs: 1, enable_prefix_caching: false}}
 environment: {{name: '{environment}:Lengths', options: {{bound: 20}}, max_turn_tokens: 9, step_timeout_s: 600}}
 algorithm:
   kl_coefficient: 0.01
@@ -88,7 +93,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     environment.write_text(ENVIRONMENT)
     names = {"model": directory / "model", "train": directory / "train.jsonl", "environment": environment}
     (directory / "config.yaml").write_text(CONFIG.format(**names))
-    training.train(directory / "config.yaml", directory / "run").check()
+    copies(directory, directory / "run").check()
     return directory
 
 
@@ -110,10 +115,11 @@ def learnt(run: Path) -> list[tuple[dict[str, Any], Trajectory]]:
 
 def test_trainer_and_engine_agree_over_all_turns(world: Path) -> None:
     metrics = metrics_of(world / "run")
-    assert all(metrics[step]["rollout/logprob_diff_max"] < 1e-5 for step in (1, 2))
+    assert metrics[1]["rollout/logprob_diff_max"] < 1e-5
     assert metrics[2]["actor/kl"] > 0 and metrics[2]["actor/grad_norm"] > 0
-    differences = [row["logprob_diff"] for row, _ in learnt(world / "run")]
-    assert len(differences) == 32 and all(difference < 1e-6 for difference in differences)  # mean, before the update
+    rows = [row for row, _ in learnt(world / "run")]
+    own = [row["logprob_diff"] for row in rows if row["weight_version"] == row["step"] - 1]  # others were carried over
+    assert len(rows) == 32 > len(own) and all(difference < 1e-6 for difference in own)  # mean, before the update
 
 
 def test_episodes_are_learnt_from_and_counted(world: Path) -> None:

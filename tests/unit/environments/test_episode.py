@@ -77,7 +77,7 @@ def test_rewards_of_turns() -> None:
     assert (limit.stop, limit.reward, limit.turn_rewards) == ("turns", None, (0.5, 1.0)), "nobody reads the last reply"
     assert run(Paying(), ["", "end"]).turn_rewards == (), "none was given"
     bad = run(Paying(), ["1", "inf"])
-    assert (bad.cause, bad.turn_rewards) == ("not_a_reply", ()) and "the reward of a turn is inf" in bad.detail
+    assert (bad.cause, bad.turn_rewards) == ("not_a_reply", (0.5,)) and "the reward of a turn is inf" in bad.detail
 
     async def no_room(messages: Sequence[Message]) -> Turn:
         if messages:

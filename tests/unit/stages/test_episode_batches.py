@@ -118,7 +118,7 @@ def test_dynamic_sampling_of_episodes_goes_on_exactly_after_a_kill() -> None:
         batch, rows = resumed.step(step)
         assert rows == expected[step][1] and batch.metrics == expected[step][0].metrics
     paid = [row for _, rows in expected for row in rows["learnt"] if any(row["score"]["turn_rewards"])]
-    assert paid and all(row["score"]["turn_rewards"] == list(row["episode"]["turn_rewards"]) for row in paid)
+    assert paid and all(row["score"]["turn_rewards"] == row["episode"]["turn_rewards"] for row in paid)
     for run in (whole, cut, resumed):
         run.engine.close()
 
