@@ -61,7 +61,13 @@ def row_of_trajectory(trajectory: Trajectory) -> dict[str, Any]:
 
 def row_of_outcome(outcome: Outcome) -> dict[str, Any]:
     failure = outcome.failure
-    return outcome._asdict() | {"failure": failure and dataclasses.asdict(failure), "metrics": dict(outcome.metrics)}
+    row = outcome._asdict() | {"failure": failure and dataclasses.asdict(failure), "metrics": dict(outcome.metrics)}
+    return _without_empty_turns(row)
+
+
+def _without_empty_turns(row: dict[str, Any]) -> dict[str, Any]:
+    """The row without rewards of turns where there are none, as it was before there could be any."""
+    return {name: value for name, value in row.items() if value or name != "turn_rewards"}
 
 
 def outcome_of_row(row: Mapping[str, Any]) -> Outcome:
@@ -70,7 +76,8 @@ def outcome_of_row(row: Mapping[str, Any]) -> Outcome:
 
 
 def row_of_score(score: Score) -> dict[str, Any]:
-    return dataclasses.asdict(score) | {"value": score.value if score.is_known else None}
+    row = dataclasses.asdict(score) | {"value": score.value if score.is_known else None}
+    return _without_empty_turns(row)
 
 
 def trajectory_of_row(row: Mapping[str, Any]) -> Trajectory:
