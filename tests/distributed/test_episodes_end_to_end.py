@@ -106,7 +106,7 @@ def copies(world: Path, output_dir: Path, *overrides: str, struck_after: int | N
     """A run in copies of a warm process, or one whose ranks are killed in the step after ``struck_after``."""
     script, first = ("tools/train.py", ()) if struck_after is None else (STRUCK, (struck_after,))
     arguments = ("--config", world / "config.yaml", f"trainer.output_dir={output_dir}", *overrides)
-    return ranks(script, *first, *arguments, modules=ENGINE)
+    return ranks(script, *first, *arguments, modules=ENGINE, timeout=500)
 
 
 def learnt(run: Path) -> list[tuple[dict[str, Any], Trajectory]]:
