@@ -34,6 +34,7 @@ import torch.distributed as dist
 from report import publish, table
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from mega_rl.config.schema import AlgorithmConfig
 from mega_rl.data.packing import sequence_of
 from mega_rl.microbatch import Microbatch, Sequence
 from mega_rl.observe.metrics import Metrics
@@ -196,7 +197,7 @@ def control_plane(num_responses: int, num_tokens: int) -> tuple[dict[str, float]
     data = pickle.dumps([own], protocol=5)
     timed("the same on another rank", lambda: pickle.loads(data))
     timed("looking at the rewards", lambda: RewardWatch(print).check(groups))
-    samples = timed("advantages", lambda: learning.with_advantages(groups, "grpo"))
+    samples = timed("advantages", lambda: learning.with_advantages(groups, AlgorithmConfig()))
     outlines = [sample.outline for sample in samples]
     plan = timed("which rank learns from what", lambda: share.plan([o.num_tokens - 1 for o in outlines]))
     parts = [[outlines[i] for indices in of_rank for i in indices] for of_rank in plan]

@@ -61,9 +61,10 @@ class Outcome(NamedTuple):
 
     stop: str  # environment, turns, tokens (these two: a limit) or failed
     num_turns: int  # of the model
-    reward: float | None  # that the environment gave; None: the run's rewards score it
+    reward: float | None  # that the environment gave at the end; None: the run's rewards score it
     failure: UnknownReward | None  # of the environment: its reward is unknown
     metrics: Mapping[str, float]  # by the environment's own names, added up over the episode
+    turn_rewards: tuple[float, ...] = ()  # of every turn of the model, beside that of the end; (): it gave none
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,7 +186,12 @@ class Trajectory:
             self._versions(),
             None if routed is None else Routing(routed.dtype.name, *routed.shape[1:]),
             self.episode,
+            () if self.episode is None else self._turn_sizes(),
         )
+
+    def _turn_sizes(self) -> tuple[int, ...]:
+        turns = [turn for turn in self.turns if turn.role == ASSISTANT]
+        return tuple(int(self.loss_mask[turn.start : turn.stop].sum()) for turn in turns)
 
     def _versions(self) -> tuple[tuple[int, int], ...]:
         bounds = [*(span.start for span in self.spans), len(self.token_ids)]
@@ -244,6 +250,7 @@ class Outline(NamedTuple):
     versions: tuple[tuple[int, int], ...]
     routing: Routing | None = None
     episode: Outcome | None = None
+    turn_sizes: tuple[int, ...] = ()  # of an episode: sampled tokens of each turn of the model
 
     @property
     def key(self) -> tuple[int, int]:
@@ -337,6 +344,7 @@ class Score:
     value: float  # the weighted sum of the parts; NaN where one of them is unknown
     parts: Mapping[str, float] = field(default_factory=dict)  # reward name -> its own value before weighting
     unknown: Mapping[str, UnknownReward] = field(default_factory=dict)  # reward name -> why it has no value
+    turn_rewards: tuple[float, ...] = ()  # what of the value single turns of an episode earned; the rest is of the end
 
     @property
     def is_known(self) -> bool:
@@ -349,4 +357,12 @@ class Sample:
 
     outline: Outline
     score: Score
-    advantage: float  # the same for every sampled token
+    advantage: float  # of every sampled token; where turns have their own, the mean over these tokens
+    turn_advantages: tuple[float, ...] = ()  # of every turn of the model; (): all have the same
+
+    @property
+    def token_advantages(self) -> float | npt.NDArray[np.float64]:
+        """The advantage of all sampled tokens, or [S]: of each."""
+        if not self.turn_advantages:
+            return self.advantage
+        return np.repeat(np.array(self.turn_advantages), self.outline.turn_sizes)

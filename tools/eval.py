@@ -49,13 +49,13 @@ from mega_rl.parallel.layout import EngineLayout
 from mega_rl.parallel.process import end_with_torchrun, fail, join, processes
 from mega_rl.parallel.rendezvous import Rendezvous
 from mega_rl.parallel.store import shared_store
-from mega_rl.rewards.registry import needs_truth
 from mega_rl.rewards.scorer import Scorer
-from mega_rl.rollout.engine import Sampler
+from mega_rl.rollout.engine import ProbedSampler, Sampler
 from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.engines import RemoteEngines
 from mega_rl.rollout.vllm.engine import VLLMEngine
-from mega_rl.stages.parts.scoring import scorer_of_node
+from mega_rl.stages.parts.episodes import plan_of, with_episodes
+from mega_rl.stages.parts.scoring import rows_need_truth, scorer_of_node
 from mega_rl.types import Prompt
 
 EXPORT = "model"  # under the output directory: the weights of a checkpoint, until the answers are there
@@ -113,7 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     platform.check_name(config.platform.name)
     check_layout(options.engines, config, world_size)
     check(config, world_size, ks, is_greedy)
-    grading = Grading.of(config.rewards, options.right_by, options.right_at)
+    has_environment = config.environment.name is not None
+    grading = Grading.of(config.rewards, options.right_by, options.right_at, has_environment)
     settings = settings_of(config, weights, is_greedy)
     config.rollout.weight_update = "reload"  # engines load for themselves, in the form that is fastest
     here = platform.select(config.platform.name, platform.engine_role(config.rollout, config.platform.deterministic))
@@ -178,13 +179,17 @@ def answer_all(
     if broadcast_object(directory is not None and directory.is_complete):
         say(f"{out / RESULTS} is complete: nothing is left to be answered")
         return
+    tokenizer = load_tokenizer(config.model.path)
+    with together("making an environment"):
+        plan = plan_of(config, tokenizer)
     prompts = PromptDataset.from_files(
         config.data.val_files,
-        load_tokenizer(config.model.path),
+        tokenizer,
         config.data,
         key=DATA,
         max_samples=config.data.max_val_samples,
-        needs_truth=needs_truth(config.rewards),
+        needs_truth=rows_need_truth(config),
+        tools=() if plan is None else plan.tools,
     )
     if prompts.num_dropped:
         say(f"{prompts.num_dropped} prompts longer than {config.data.max_prompt_length} tokens left out")
@@ -193,7 +198,8 @@ def answer_all(
     if done:
         say(f"continuing: {len(done)} of {len(prompts)} problems are answered")
     if missing:
-        scorer = scorer_of_node(config.rewards, config.reward_workers)
+        # without rewards the environment gives them
+        scorer = scorer_of_node(config.rewards, config.reward_workers) if config.rewards else Scorer([], None)
         if weights.is_checkpoint:
             config.model.path = exported(weights, config.model.path, out / EXPORT)
         engine, layout = build_engine(config, device)
@@ -206,7 +212,8 @@ def answer_all(
             is_greedy,
             with_logprobs=False,
         )
-        answer_missing(out, missing, engine, scorer, settings, config.trainer.collective_timeout_s)
+        sampler = with_episodes(config, layout, engine, plan)
+        answer_missing(out, missing, sampler, scorer, settings, config.trainer.collective_timeout_s)
         scorer.close()
     dist.barrier()
     if directory is not None:
@@ -264,7 +271,7 @@ def exported(weights: Weights, model: str, target: Path) -> str:
     return str(target)
 
 
-def build_engine(config: RunConfig, device: torch.device) -> tuple[Sampler, EngineLayout]:
+def build_engine(config: RunConfig, device: torch.device) -> tuple[ProbedSampler, EngineLayout]:
     """This rank's engine, or the hands of those elsewhere, and how the ranks share them. Collective."""
     world_size, rollout = dist.get_world_size(), config.rollout
     length = config.data.max_prompt_length + config.data.max_response_length
@@ -356,7 +363,7 @@ def print_comparison(options: argparse.Namespace) -> None:
     if data[0] != data[1]:
         raise InputError(f"{first} and {second} are of different data: compare evaluations of the same files")
     rewards = [RewardConfig(r["name"], r["weight"], r["options"]) for r in settings[0]["rewards"]]
-    grading = Grading.of(rewards, options.right_by, options.right_at)
+    grading = Grading.of(rewards, options.right_by, options.right_at, "environment" in settings[0])
     found = [outcomes(read_results(directory), grading) for directory in (first, second)]
     result = compare(found[0], found[1], Bootstrap(options.seed or 0, options.resamples))
     rows: list[tuple[str, ...]] = [("", "problems", "A", "B", "B - A", "p", "significant")]

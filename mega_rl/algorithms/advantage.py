@@ -8,8 +8,9 @@ micro-batch; B its sequences.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, islice
 
 import torch
 from torch import Tensor
@@ -83,6 +84,54 @@ ADVANTAGES = {
     "reinforce_pp": Advantage(reinforce_pp_advantages, is_group_baseline=False, is_whitened=True),
     "reinforce_pp_baseline": Advantage(reinforce_pp_baseline_advantages, is_group_baseline=True, is_whitened=True),
 }
+
+
+def turn_advantages(
+    function: Callable[[Tensor, Tensor], Tensor],
+    rewards: Sequence[Sequence[float]],
+    groups: Sequence[int],
+    discount: float,
+) -> list[list[float]]:
+    """Advantages of the turns of episodes: returns from a turn on, compared with those of the same turn of the group.
+
+    With rewards ``r_i1 .. r_iK`` of the turns of episode i, the last of which has what the end was rewarded with,
+
+        ``G_ik = sum over j >= k of discount^(j - k) r_ij``,   ``A_ik = function({G_1k, ..., G_nk})_i``
+
+    over those episodes of the group that have a turn k: with `grpo_advantages`, ``(G_ik - mean_k) / (std_k + 1e-6)``.
+
+    Sources: discounted returns of turns as advantages are those of GTPO (arXiv 2511.14846), comparing turn k with turn
+    k those of MT-GRPO (arXiv 2505.11821), which normalises rewards of turns and of the end apart and adds them, for
+    episodes of equally many turns. Why the same turn: the other samples' returns from turn k on do not depend on what
+    was sampled in this turn, so that their mean is a baseline without bias, and with discount 1 returns get smaller
+    from turn to turn, so that over all turns early ones would seem good and late ones bad. A turn that a single episode
+    of the group has come to is compared with none, and gets 0 if the function compares.
+
+    Args:
+        function: of ``ADVANTAGES``.
+        rewards: of the turns of every episode, any number of each; NaN in all turns of one whose reward is unknown.
+        groups: of every episode, equal if two answer the same prompt.
+        discount: per turn, in (0, 1].
+
+    Returns:
+        As the rewards.
+    """
+    returns = [returns_to_go(of_episode, discount) for of_episode in rewards]
+    keys: dict[tuple[int, int], int] = {}
+    places = [
+        keys.setdefault((group, turn), len(keys))
+        for group, of_episode in zip(groups, rewards, strict=True)
+        for turn in range(len(of_episode))
+    ]
+    flat = torch.tensor([value for of_episode in returns for value in of_episode], dtype=torch.float64)
+    found = iter(function(flat, torch.tensor(places)).tolist() if places else [])
+    return [list(islice(found, len(of_episode))) for of_episode in rewards]
+
+
+def returns_to_go(rewards: Sequence[float], discount: float) -> list[float]:
+    """``sum over j >= k of discount^(j - k) r_j`` for every k."""
+    backwards = accumulate(reversed(rewards), lambda after, reward: reward + discount * after)
+    return list(backwards)[::-1]
 
 
 def with_penalty_to_go(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 
-from mega_rl.config.schema import RunConfig
+from mega_rl.config.schema import CRITIC_ADVANTAGE, RunConfig
 from mega_rl.errors import shortened, shown
 
 TOOLS = "tools"  # the environment that is made of functions
@@ -16,11 +16,12 @@ BUILT_IN = {
     "number_guessing": "mega_rl.environments.guessing:NumberGuessing",
 }
 ENVIRONMENT = "environment"  # the part of a score that an environment gave
+TURNS = "environment_turns"  # the part that it gave for single turns, where rewards scored the end
 
 
 def environment_problems(config: RunConfig) -> list[str]:
     """Every problem as a sentence; an environment may reward episodes, and without one there must be rewards."""
-    settings, found = config.environment, list[str]()
+    settings, found = config.environment, _credit_problems(config)
     if settings.name is None:
         if not config.rewards:
             found.append("rewards is []: an rl run needs at least one, such as rewards=[{name: NAME}]")
@@ -49,6 +50,34 @@ def environment_problems(config: RunConfig) -> list[str]:
         found.append(
             f"{name}, whose episodes have either the reward of the environment or those of rewards, but "
             f"algorithm.dynamic_sampling.metric is {sampling.metric!r}: set it to null"
+        )
+    return found
+
+
+def _credit_problems(config: RunConfig) -> list[str]:
+    """Sentences on ``algorithm.credit``."""
+    algorithm, found = config.algorithm, list[str]()
+    if algorithm.credit != "turn":
+        if algorithm.turn_discount != 1.0:
+            found.append(
+                f"algorithm.turn_discount is {algorithm.turn_discount}, but algorithm.credit is 'episode', which has "
+                "no turns: set it to 1, or algorithm.credit to turn"
+            )
+        return found
+    if config.environment.name is None:
+        found.append(
+            "algorithm.credit is 'turn', but environment.name is null, so that responses have one turn: set it to "
+            "episode, or name an environment"
+        )
+    if algorithm.advantage == CRITIC_ADVANTAGE:
+        found.append(
+            f"algorithm.credit is 'turn', but with algorithm.advantage {CRITIC_ADVANTAGE!r} a critic tells what every "
+            "token is worth: set algorithm.credit to episode, or algorithm.advantage to grpo"
+        )
+    if algorithm.objective == "gspo":
+        found.append(
+            "algorithm.credit is 'turn', but algorithm.objective 'gspo' has one ratio for a whole response, which "
+            "learns by the mean of its turns only: set algorithm.credit to episode, or algorithm.objective to ppo"
         )
     return found
 

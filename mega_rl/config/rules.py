@@ -175,6 +175,7 @@ RULES: dict[str, Rule] = {
     "rollout.stop_token_ids": list_of(at_least(0)),
     "rollout.replay": nullable(text()),
     "rollout.kv_cache_bytes": between(1 << 20, MAX_MEMORY_BYTES),
+    "algorithm.turn_discount": above(0, 1),
     "environment.name": nullable(text()),
     "environment.tool_parser": text(),
     "environment.max_turns": between(1, MANY),

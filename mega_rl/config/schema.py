@@ -147,6 +147,10 @@ class AlgorithmConfig:
     ] = "grpo"  # fmt: skip
     # how rewards become advantages; gae trains a critic, see ``critic``
     advantage: Literal[GroupBaseline, "reinforce_pp", "gae"] = "grpo"
+    # What an advantage is of (docs/episodes.md). episode: of a whole response | turn: of each turn of an episode, by
+    # what was rewarded from it on, compared with the same turn of the group's others; with an environment only
+    credit: Literal["episode", "turn"] = "episode"
+    turn_discount: float = 1.0  # credit turn only: what a reward counts for the turn before its own, per turn
     objective: Literal["ppo", "gspo", "cispo"] = "ppo"  # the loss per token; gspo takes one ratio for a whole response
     # How the losses of all tokens become one number: the mean over all tokens, over the means of the sequences, or over
     # the sums of the sequences, which are then divided by data.max_response_length.

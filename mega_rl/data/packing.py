@@ -18,7 +18,9 @@ from mega_rl.types import Tokens, Trajectory
 
 
 def sequence_of(
-    tokens: Tokens | Trajectory, advantage: float, staleness: npt.NDArray[np.int64] | None = None
+    tokens: Tokens | Trajectory,
+    advantage: float | npt.NDArray[np.float64],
+    staleness: npt.NDArray[np.int64] | None = None,
 ) -> Sequence:
     """A trajectory as one training sequence.
 
@@ -27,11 +29,14 @@ def sequence_of(
     and are 0 elsewhere.
 
     Args:
+        advantage: of all sampled tokens, or [S]: of each.
         staleness: [S], of the sampled tokens; None: it is not asked for.
     """
     mask = tokens.loss_mask
     assert not mask[0], "a response needs a prompt token that predicts its first one"
     loss_mask = torch.from_numpy(mask[1:].astype(np.float32))
+    advantages = loss_mask.clone()
+    advantages[torch.from_numpy(mask[1:])] = torch.as_tensor(advantage, dtype=torch.float32)
     ages = None
     if staleness is not None:
         ages = torch.zeros(len(mask) - 1, dtype=torch.int64)
@@ -39,7 +44,7 @@ def sequence_of(
     return Sequence(
         token_ids=torch.from_numpy(tokens.token_ids.astype(np.int64)),
         loss_mask=loss_mask,
-        advantages=loss_mask * advantage,
+        advantages=advantages,
         rollout_logprobs=torch.from_numpy(tokens.logprobs[1:].copy()),
         routed_experts=tokens.routed_experts,
         staleness=ages,

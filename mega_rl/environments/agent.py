@@ -15,7 +15,8 @@ from mega_rl.environments.waiting import RaisedError
 from mega_rl.types import Prompt
 
 # From what the model has not read yet, its next turn. A text is one message of the user; nothing: it reads the prompt.
-Generate = Callable[[Sequence[Message] | str], Awaitable[Turn]]
+# A reward given with it is of the turn before.
+Generate = Callable[..., Awaitable[Turn]]
 CLOSE_S = 5.0  # for a function that is cancelled
 EpisodeFunction = Callable[[Prompt, Generate], Awaitable[End | float | None]]
 
@@ -37,7 +38,7 @@ class AgentEnvironment:
         """
         self.tools = list(tools)
         self._prompt, self._episode = prompt, episode
-        self._asked: asyncio.Queue[Sequence[Message]] = asyncio.Queue()
+        self._asked: asyncio.Queue[Reply] = asyncio.Queue()
         self._turn: asyncio.Future[Turn] | None = None  # that the function waits for
         self._task: asyncio.Task[End | float | None] | None = None
 
@@ -46,6 +47,8 @@ class AgentEnvironment:
         answer = await self._next()
         if isinstance(answer, End):
             raise RuntimeError("the agent ended before it asked for a turn")
+        if answer.reward is not None:
+            raise RuntimeError("the agent gave a reward before there was a turn")
         return answer.messages
 
     async def step(self, turn: Turn) -> Reply | End:
@@ -62,13 +65,13 @@ class AgentEnvironment:
             if self._task.done() and not self._task.cancelled():
                 self._task.exception()  # looked at, so that asyncio does not report it
 
-    async def generate(self, messages: Sequence[Message] | str = ()) -> Turn:
-        """What the function is given. Raises RuntimeError: another turn is waited for."""
+    async def generate(self, messages: Sequence[Message] | str = (), reward: float | None = None) -> Turn:
+        """What the function is given; ``reward`` is of the turn before. Raises RuntimeError: another is waited for."""
         if self._turn is not None:
             raise RuntimeError("an agent waits for one turn at a time: another is under way")
         text = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         self._turn = asyncio.get_running_loop().create_future()
-        self._asked.put_nowait(text)
+        self._asked.put_nowait(Reply(text, reward=reward))
         return await self._turn
 
     async def _run(self) -> End | float | None:
@@ -86,7 +89,7 @@ class AgentEnvironment:
         try:
             await asyncio.wait({asked, self._task}, return_when=asyncio.FIRST_COMPLETED)
             if asked.done():
-                return Reply(asked.result())
+                return asked.result()
         finally:
             asked.cancel()
         returned = self._task.result()

@@ -39,10 +39,11 @@ class Episode:
 
     events: tuple[Turn | Reply, ...]  # in order; begins with a reply if there was something to start with
     stop: Stop
-    reward: float | None  # None: to be scored by the run's rewards, or unknown if the episode failed
+    reward: float | None  # of the end; None: to be scored by the run's rewards, or unknown if the episode failed
     metrics: dict[str, float]
     cause: str | None = None  # of a failure: timed_out, raised or not_a_reply
     detail: str = ""
+    turn_rewards: tuple[float, ...] = ()  # of every turn that was answered, beside that of the end; (): there were none
 
 
 class NoRoomError(Exception):
@@ -68,6 +69,7 @@ async def run_episode(
     """
     events: list[Turn | Reply] = []
     metrics: Counter[str] = Counter()
+    rewards: list[float | None] = []  # of the turns
     num_tokens = 0
 
     def take(reply: Reply) -> Reply:
@@ -79,8 +81,7 @@ async def run_episode(
         return replace(reply, messages=cut)
 
     def end(stop: Stop, reward: float | None = None, cause: str | None = None, detail: str = "") -> Episode:
-        metrics["turns"] = sum(isinstance(event, Turn) for event in events)
-        return Episode(tuple(events), stop, reward, {key: float(metrics[key]) for key in metrics}, cause, detail)
+        return Episode(tuple(events), stop, reward, _counts(metrics, events), cause, detail, _turn_rewards(rewards))
 
     try:
         opening = await _start(environment, limits.step_timeout_s, slots)
@@ -92,6 +93,7 @@ async def run_episode(
             events.append(turn)
             num_tokens += len(turn.token_ids) or count_tokens(turn.text)
             answer = await _step(environment, turn, limits.step_timeout_s, slots)
+            rewards.append(answer.reward if isinstance(answer, Reply) else None)
             if isinstance(answer, End):
                 metrics.update(answer.metrics)
                 return end("environment", answer.reward)
@@ -112,6 +114,16 @@ async def run_episode(
         return end("failed", None, cause, detail)
     finally:
         await _close(environment, limits.close_timeout_s)
+
+
+def _counts(metrics: Counter[str], events: Sequence[Turn | Reply]) -> dict[str, float]:
+    turns = sum(isinstance(event, Turn) for event in events)
+    return {name: float(value) for name, value in metrics.items()} | {"turns": float(turns)}
+
+
+def _turn_rewards(rewards: Sequence[float | None]) -> tuple[float, ...]:
+    """Of every turn that was answered, 0 where it was given none; empty if none was given any."""
+    return tuple(reward or 0.0 for reward in rewards) if any(reward is not None for reward in rewards) else ()
 
 
 async def _start(environment: Environment, timeout_s: float, slots: Slots) -> Reply:
@@ -150,7 +162,8 @@ def _checked(reply: Reply) -> Reply:
     try:
         messages = tuple(reply.messages)
         if all("role" in message and isinstance(message.get("content", ""), str | list) for message in messages):
-            return replace(reply, messages=messages, metrics=_metrics(reply.metrics))
+            reward = None if reply.reward is None else _number(reply.reward, "the reward of a turn")
+            return replace(reply, messages=messages, metrics=_metrics(reply.metrics), reward=reward)
     except (TypeError, AttributeError):
         pass
     raise _Failure("not_a_reply", f"{reply.messages!r:.60} is not a list of messages with role and content")

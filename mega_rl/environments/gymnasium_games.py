@@ -17,7 +17,7 @@ NUMBER = re.compile(r"-?\d+")
 
 
 class GymnasiumGame:
-    """One episode: an observation is a message of the user, a turn is an action, and the reward is the sum of all.
+    """One episode: an observation is a message of the user, a turn is an action, with its own reward.
 
     All samples of a prompt play the same game: its seed comes from the prompt's number.
     """
@@ -48,7 +48,6 @@ class GymnasiumGame:
         self._read, self._tell = read_action or _reader(self._game.action_space), tell
         digest = hashlib.blake2b(f"gymnasium|{prompt.index}".encode(), digest_size=4).digest()
         self._seed = int.from_bytes(digest, "big") >> 1
-        self._reward = 0.0
 
     def start(self) -> list[Message]:
         observation, _ = self._game.reset(seed=self._seed)
@@ -60,10 +59,9 @@ class GymnasiumGame:
         except ValueError as error:
             return Reply([{"role": "user", "content": f"error: {error}"}], {"invalid_actions": 1})
         observation, reward, is_over, is_cut, _ = self._game.step(action)
-        self._reward += float(reward)
         if is_over or is_cut:
-            return End(self._reward, {"actions": 1})
-        return Reply([{"role": "user", "content": self._tell(observation)}], {"actions": 1})
+            return End(float(reward), {"actions": 1})
+        return Reply([{"role": "user", "content": self._tell(observation)}], {"actions": 1}, float(reward))
 
     def close(self) -> None:
         self._game.close()

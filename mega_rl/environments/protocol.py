@@ -37,13 +37,14 @@ class Reply:
 
     messages: Sequence[Message]
     metrics: Mapping[str, float] = field(default_factory=dict)  # of this step; added up over the episode
+    reward: float | None = None  # of the turn that it answers, beside that of the end; None: none
 
 
 @dataclass(frozen=True)
 class End:
     """The episode is over."""
 
-    reward: float | None = None  # None: the run's reward functions score the response
+    reward: float | None = None  # of the end alone; None: the run's reward functions score the response
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 

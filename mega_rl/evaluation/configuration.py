@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mega_rl.config import RunConfig, load_config, validate
-from mega_rl.config.schema import TOKENS_PER_MICROBATCH, DataConfig, RolloutConfig, TrainerConfig
+from mega_rl.config.schema import TOKENS_PER_MICROBATCH, DataConfig, EnvironmentConfig, RolloutConfig, TrainerConfig
 from mega_rl.errors import InputError
 from mega_rl.evaluation.weights import Weights
 
@@ -56,6 +56,7 @@ def evaluation_config(file: Path | None, overrides: Sequence[str], weights: Weig
         model=given.model,
         data=given.data,
         rollout=rollout,
+        environment=given.environment,
         rewards=given.rewards,
         reward_workers=given.reward_workers,
         trainer=trainer,
@@ -81,7 +82,7 @@ def check(config: RunConfig, world_size: int, ks: Sequence[int], is_greedy: bool
     for k in ks:
         if k < 1 or k > n:
             raise InputError(f"--k {k} cannot be estimated from --samples {n}: give 1 <= k <= n, or raise --samples")
-    if not config.rewards:
+    if not config.rewards and config.environment.name is None:
         raise InputError("no rewards: name one with --reward NAME (such as gsm8k), or give the directory of a run")
     validate(config, world_size, has_files=False)
     if rollout.placement == "separate" and world_size > 1:
@@ -135,12 +136,20 @@ def settings_of(config: RunConfig, weights: Weights, is_greedy: bool) -> dict[st
             "vllm": dict(rollout.vllm),
         },
         "rewards": [asdict(reward) | _source(reward.name) for reward in config.rewards],
-    }
+    } | _environment(config.environment)
 
 
-def _source(reward: str) -> dict[str, str]:
+def _environment(environment: EnvironmentConfig) -> dict[str, Any]:
+    """Without an environment: nothing, as evaluations that are there have it."""
+    if environment.name is None:
+        return {}
+    of_answers = {name: value for name, value in asdict(environment).items() if name != "workers"}
+    return {"environment": of_answers | _source(environment.name, "environment.name")}
+
+
+def _source(reward: str, key: str = "rewards") -> dict[str, str]:
     file = Path(reward.rpartition(":")[0])
-    return {"sha256": _digest(file, "rewards")} if file.suffix == ".py" and file.is_file() else {}
+    return {"sha256": _digest(file, key)} if file.suffix == ".py" and file.is_file() else {}
 
 
 def _digest(file: Path, key: str) -> str:

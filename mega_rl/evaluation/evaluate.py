@@ -19,6 +19,7 @@ from mega_rl.parallel.sending import spread
 from mega_rl.rewards.scorer import Scorer
 from mega_rl.rollout.depot import Depot
 from mega_rl.rollout.engine import Ended, Request, Sampler, whole
+from mega_rl.rollout.episode_metrics import episode_metrics
 from mega_rl.rollout.requests import make_requests
 from mega_rl.types import Outline, Prompt, Score, Trajectory
 
@@ -192,20 +193,23 @@ def evaluation_metrics(rows: Sequence[OutlinedRow]) -> dict[str, float]:
 
     ``greedy/acc`` is the mean score of greedy answers, ``acc/mean@1`` the expected score of one sampled answer (of the
     greedy one if there are no others), ``acc/best@n`` the mean over prompts of the best of n. Scores are what the
-    rewards add up to, so they are accuracies if right answers score 1 and others 0.
+    rewards add up to, so they are accuracies if right answers score 1 and others 0. With an environment there are the
+    metrics of the same episodes besides, also of those whose reward is not known.
     """
     metrics: dict[str, float] = {}
     greedy, sampled = ([row for row in rows if row.is_greedy is is_greedy] for is_greedy in (True, False))
     for source, values in _by_prompt(greedy).items():
         metrics[f"val-core/{source}/greedy/acc"] = _mean([v for group in values for v in group])
-    lengths: dict[str, list[float]] = defaultdict(list)
+    outlines: dict[str, list[Outline]] = defaultdict(list)
     for row in sampled or greedy:
-        lengths[row.outline.data_source].append(row.outline.num_sampled)
+        outlines[row.outline.data_source].append(row.outline)
     for source, values in _by_prompt(sampled or greedy).items():
         metrics[f"val-core/{source}/acc/mean@1"] = _mean([v for group in values for v in group])
         if (size := max(map(len, values))) > 1:
             metrics[f"val-core/{source}/acc/best@{size}"] = _mean([max(group) for group in values])
-        metrics[f"val-aux/{source}/response_length/mean"] = _mean(lengths[source])
+        metrics[f"val-aux/{source}/response_length/mean"] = _mean([o.num_sampled for o in outlines[source]])
+    for source, of_source in outlines.items():
+        metrics |= {f"val-aux/{source}/{name}": value for name, value in episode_metrics(of_source).items()}
     return metrics
 
 
@@ -218,5 +222,5 @@ def _by_prompt(rows: Sequence[OutlinedRow]) -> dict[str, list[list[float]]]:
     return {source: list(prompts.values()) for source, prompts in groups.items()}
 
 
-def _mean(values: list[float]) -> float:
+def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)

@@ -6,31 +6,48 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mega_rl import types
+from mega_rl.config.environment import ENVIRONMENT
 from mega_rl.config.schema import RewardConfig
 from mega_rl.errors import InputError
 from mega_rl.evaluation.records import GREEDY
 from mega_rl.rewards.extraction import Extractor, extractor
 from mega_rl.rewards.registry import needs_truth, part_name
+from mega_rl.rollout.records import outcome_of_row
 
 
 @dataclass(frozen=True)
 class Grading:
-    """A response is right if one of its rewards has at least a certain value."""
+    """A response is right if one of its rewards has at least a certain value.
+
+    What an environment gave takes the place of that reward, where it gave one.
+    """
 
     reward: str  # name of the part of a score
     right_at: float
     extract: Extractor | None  # None: responses have no answers that could be counted
 
     @classmethod
-    def of(cls, rewards: Sequence[RewardConfig], name: str | None = None, right_at: float = 1.0) -> Grading:
+    def of(
+        cls,
+        rewards: Sequence[RewardConfig],
+        name: str | None = None,
+        right_at: float = 1.0,
+        has_environment: bool = False,
+    ) -> Grading:
         """By the reward of that name; without one by the first reward that compares with the truth, else the first.
+
+        Without rewards by what the environment gives; then no answer is read out of a response.
 
         Raises:
             InputError: no reward has that name.
         """
         parts = {part_name(reward.name): reward for reward in rewards}
+        if has_environment and name in (None, ENVIRONMENT) and (name == ENVIRONMENT or not parts):
+            return cls(ENVIRONMENT, right_at, None)
         if name is not None and name not in parts:
-            raise InputError(f"--right-by is {name!r}: choose one of the rewards, {', '.join(parts)}")
+            known = [*parts, ENVIRONMENT] if has_environment else [*parts]
+            raise InputError(f"--right-by is {name!r}: choose one of the rewards, {', '.join(known)}")
         first = next((part for part, reward in parts.items() if needs_truth([reward])), next(iter(parts)))
         chosen = name or first
         return cls(chosen, right_at, extractor(parts[chosen].name, parts[chosen].options))
@@ -50,6 +67,8 @@ class Outcome:
     num_cut: int  # responses, greedy ones too, that the limit of length ended
     num_responses: int
     num_unknown: int
+    # How every sampled response went on (without any, the greedy one) if it was an episode, and its tokens of replies.
+    episodes: tuple[tuple[types.Outcome, int], ...] = ()
 
     @property
     def share_right(self) -> float | None:
@@ -63,8 +82,9 @@ def outcomes(records: Iterable[Mapping[str, Any]], grading: Grading) -> list[Out
 
 def _outcome(record: Mapping[str, Any], grading: Grading) -> Outcome:
     responses = record["responses"]
-    known = [response for response in responses if grading.reward in response["parts"]]
-    right = {id(response): response["parts"][grading.reward] >= grading.right_at for response in known}
+    values = {id(response): _value(response["parts"], grading.reward) for response in responses}
+    known = [response for response in responses if values[id(response)] is not None]
+    right = {name: value >= grading.right_at for name, value in values.items() if value is not None}
     greedy = [response for response in responses if response["kind"] == GREEDY]
     sampled = [response for response in known if response["kind"] != GREEDY]
     return Outcome(
@@ -78,4 +98,13 @@ def _outcome(record: Mapping[str, Any], grading: Grading) -> Outcome:
         sum(response["finish_reason"] == "length" for response in responses),
         len(responses),
         len(responses) - len(known),
+        tuple(
+            (outcome_of_row(response["episode"]), response["num_reply_tokens"])
+            for response in responses
+            if "episode" in response and (response["kind"] != GREEDY or len(responses) == 1)
+        ),
     )
+
+
+def _value(parts: Mapping[str, float], reward: str) -> float | None:
+    return parts.get(reward, parts.get(ENVIRONMENT))

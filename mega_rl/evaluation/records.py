@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TextIO
 from mega_rl.data.rows import atomic_path
 from mega_rl.errors import InputError, shown
 from mega_rl.evaluation.evaluate import Answered, Row
+from mega_rl.rollout.records import row_of_outcome
 
 RESULTS, SUMMARY, SETTINGS, PARTS = "results.jsonl", "summary.json", "settings.json", "parts"
 LOCK = ".lock"
@@ -35,7 +36,10 @@ class _Line(NamedTuple):
 
 
 def record(answered: Answered) -> dict[str, Any]:
-    """What is kept of a problem and its answers."""
+    """What is kept of a problem and its answers; of an episode also who said what, and how it ended.
+
+    ``token_ids`` of an episode are those that the model wrote; ``prompt`` is without what its environment began with.
+    """
     prompt = answered.prompt
     return {
         "problem": prompt.index,
@@ -49,7 +53,7 @@ def record(answered: Answered) -> dict[str, Any]:
 
 def _response(row: Row) -> dict[str, Any]:
     trajectory, score = row.trajectory, row.score
-    return {
+    response = {
         "kind": GREEDY if row.is_greedy else SAMPLED,
         "sample": trajectory.sample_index,
         "seed": row.seed,
@@ -60,6 +64,14 @@ def _response(row: Row) -> dict[str, Any]:
         "score": score.value if score.is_known else None,
         "parts": dict(score.parts),
         "unknown": {name: f"{unknown.cause}: {unknown.detail}" for name, unknown in score.unknown.items()},
+    }
+    if trajectory.episode is None:
+        return response
+    outline = trajectory.outline()
+    return response | {
+        "turns": [{"role": turn.role, "text": turn.text} for turn in trajectory.turns[1:]],
+        "num_reply_tokens": outline.num_tokens - outline.num_prompt - outline.num_sampled,
+        "episode": row_of_outcome(trajectory.episode),
     }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from mega_rl.evaluation.grading import Grading, Outcome
 from mega_rl.evaluation.statistics import interval_of_mean, maj_at_k, pass_at_k
+from mega_rl.rollout.episode_metrics import outcome_metrics
 
 ALL = "all"  # the row over all data sources, where there are several
 
@@ -58,6 +59,8 @@ def _of_source(found: Sequence[Outcome], ks: Sequence[int], grading: Grading, bo
             add(f"{name}@{k}", [of_problem(outcome, k) for outcome in found if len(outcome.sampled) >= k])
     lengths = [length for outcome in found for length in outcome.lengths]
     num_responses = sum(outcome.num_responses for outcome in found)
+    episodes = [episode for outcome in found for episode in outcome.episodes]
+    of_episodes = outcome_metrics([outcome for outcome, _ in episodes], [number for _, number in episodes])
     return {
         "num_problems": len(found),
         "num_responses": num_responses,
@@ -65,6 +68,7 @@ def _of_source(found: Sequence[Outcome], ks: Sequence[int], grading: Grading, bo
         "response_length_mean": sum(lengths) / len(lengths),
         "cut_fraction": sum(outcome.num_cut for outcome in found) / num_responses,
         "metrics": metrics,
+        **({"episodes": of_episodes} if of_episodes else {}),
     }
 
 
@@ -99,7 +103,13 @@ def table(summary: dict[str, Any]) -> Table:
     rows += [(title, *(show(source[key]) for source in sources.values())) for title, key, show in plain[:2]]
     rows += [(name, *(_with_interval(source["metrics"].get(name)) for source in sources.values())) for name in names]
     rows += [(title, *(show(source[key]) for source in sources.values())) for title, key, show in plain[2:]]
+    names = list(dict.fromkeys(name for source in sources.values() for name in source.get("episodes", {})))
+    rows += [(name, *(_plainly(source.get("episodes", {}).get(name)) for source in sources.values())) for name in names]
     return rows
+
+
+def _plainly(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
 
 
 def _with_interval(metric: dict[str, float] | None) -> str:

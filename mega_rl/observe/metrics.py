@@ -117,6 +117,7 @@ _VALIDATION = (
     MetricSpec("val-core/*/acc/mean@*", "fraction", "sampled answers right", console="{0} mean@{1} {value:.3f}"),
     MetricSpec("val-core/*/acc/best@*", "fraction", "prompts with a right sample", console="{0} best@{1} {value:.3f}"),
     MetricSpec("val-aux/*/response_length/mean", "tokens", "of the validation responses"),
+    MetricSpec("val-aux/*/episode/*", "1", "of the validation's episodes, as episode/* is of the step's"),
 )
 _SPEED = (
     MetricSpec("throughput/tokens_per_s", "tokens/s", "trained tokens per second of step", "last", "{value:.0f} tok/s"),

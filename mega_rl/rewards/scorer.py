@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from mega_rl.config.environment import ENVIRONMENT
+from mega_rl.config.environment import ENVIRONMENT, TURNS
 from mega_rl.config.schema import RewardConfig, RewardWorkersConfig
 from mega_rl.errors import InputError
 from mega_rl.rewards.dispatch import PoolError
@@ -67,15 +67,17 @@ class Scorer:
         """
         result: Future[Score] = Future()
         known, has_rewards = None, self.pool is not None or self.judge is not None
+        turn_rewards: tuple[float, ...] = ()
         if trajectory.episode is not None:
-            known = score_of(trajectory.episode, has_rewards)
+            known, turn_rewards = score_of(trajectory.episode, has_rewards), trajectory.episode.turn_rewards
         if known is not None or self.pool is None:
-            result.set_result(known or Score(0.0))
+            result.set_result(known or with_turns(Score(0.0), turn_rewards))
             return result
 
         def finish(answered: Future[Answers]) -> None:
             try:
-                result.set_result(self._score([of_reward[0] for of_reward in _answers(answered)]))
+                score = self._score([of_reward[0] for of_reward in _answers(answered)])
+                result.set_result(with_turns(score, turn_rewards))
             except InputError as error:
                 result.set_exception(error)
 
@@ -106,11 +108,20 @@ def score_of(episode: Outcome, has_rewards: bool) -> Score | None:
     """What the environment says; None: the run's rewards score the episode."""
     if episode.failure is not None:
         return Score(math.nan, {}, {ENVIRONMENT: episode.failure})
-    if episode.reward is not None:
-        return Score(episode.reward, {ENVIRONMENT: episode.reward})
+    if episode.reward is not None or (episode.turn_rewards and not has_rewards):
+        total = (episode.reward or 0.0) + sum(episode.turn_rewards)
+        return Score(total, {ENVIRONMENT: total}, turn_rewards=episode.turn_rewards)
     if not has_rewards:
         return Score(math.nan, {}, {ENVIRONMENT: UnknownReward("missing", "gave none, and the list rewards is empty")})
     return None
+
+
+def with_turns(score: Score, turn_rewards: tuple[float, ...]) -> Score:
+    """A score of rewards, and on top of it what the environment gave for single turns."""
+    if not turn_rewards:
+        return score
+    total = sum(turn_rewards)
+    return replace(score, value=score.value + total, parts={**score.parts, TURNS: total}, turn_rewards=turn_rewards)
 
 
 def build_scorer(rewards: Sequence[RewardConfig], workers: RewardWorkersConfig | None = None) -> Scorer:

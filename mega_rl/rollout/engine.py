@@ -25,6 +25,7 @@ class Request:
     with_routing: bool = False  # the trajectory brings the experts that the engine chose
     with_logprobs: bool = True  # else the trajectory's log-probabilities are all 0, and the engine is faster
     stop: tuple[str, ...] = ()  # strings that end this response, besides those of the engine
+    turn: int = 0  # of an episode: the engine that sampled the turn before it has that in its prefix cache
 
     def __post_init__(self) -> None:
         assert self.max_tokens >= 1 and self.temperature >= 0.0 and 0 <= self.seed < 2**63, self

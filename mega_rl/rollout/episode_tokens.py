@@ -155,7 +155,9 @@ class Conversation:
             "\n".join(texts) if self._plan.scored == "all_turns" else "".join(texts[-1:]),
             "length" if episode.stop == "tokens" else last,
             self._routed_experts(),
-            Outcome(episode.stop, len(self._sampled), episode.reward, unknown, dict(episode.metrics)),
+            Outcome(
+                episode.stop, len(self._sampled), episode.reward, unknown, dict(episode.metrics), episode.turn_rewards
+            ),
         )
 
     def _routed_experts(self) -> npt.NDArray[np.unsignedinteger[Any]] | None:

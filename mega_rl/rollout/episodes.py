@@ -189,7 +189,8 @@ class EpisodeSampler:
         request, turn = one.request, one.num_turns
         one.num_turns += 1
         prompt = Prompt(request.prompt.index, tuple(wanted.token_ids.tolist()), "", "", request.prompt.data_source)
-        return replace(request, prompt=prompt, seed=turn_seed(request.seed, turn), max_tokens=wanted.max_tokens)
+        seed = turn_seed(request.seed, turn)
+        return replace(request, prompt=prompt, seed=seed, max_tokens=wanted.max_tokens, turn=turn)
 
     def _hand_over(self, turn: Trajectory) -> None:
         """A turn to the episode that waits for it."""

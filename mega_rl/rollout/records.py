@@ -49,7 +49,7 @@ def row_of_trajectory(trajectory: Trajectory) -> dict[str, Any]:
         data = base64.b64encode(routed.astype(routed.dtype.newbyteorder("<")).tobytes()).decode("ascii")
         row["routed_experts"] = {"dtype": routed.dtype.name, "shape": list(routed.shape), "data": data}
     if trajectory.episode is not None:
-        row["episode"] = _plain(trajectory.episode._asdict())
+        row["episode"] = row_of_outcome(trajectory.episode)
     if trajectory.is_single_turn:
         return row
     return row | {
@@ -59,17 +59,25 @@ def row_of_trajectory(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def _plain(outcome: dict[str, Any]) -> dict[str, Any]:
-    failure = outcome["failure"]
-    return outcome | {"failure": failure and dataclasses.asdict(failure), "metrics": dict(outcome["metrics"])}
+def row_of_outcome(outcome: Outcome) -> dict[str, Any]:
+    failure = outcome.failure
+    row = outcome._asdict() | {"failure": failure and dataclasses.asdict(failure), "metrics": dict(outcome.metrics)}
+    return _without_empty_turns(row)
 
 
-def _outcome(row: Mapping[str, Any]) -> Outcome:
-    return Outcome(**{**row, "failure": row["failure"] and UnknownReward(**row["failure"])})
+def _without_empty_turns(row: dict[str, Any]) -> dict[str, Any]:
+    """The row without rewards of turns where there are none, as it was before there could be any."""
+    return {name: value for name, value in row.items() if value or name != "turn_rewards"}
+
+
+def outcome_of_row(row: Mapping[str, Any]) -> Outcome:
+    failure = row["failure"] and UnknownReward(**row["failure"])
+    return Outcome(**{**row, "failure": failure, "turn_rewards": tuple(row.get("turn_rewards", ()))})
 
 
 def row_of_score(score: Score) -> dict[str, Any]:
-    return dataclasses.asdict(score) | {"value": score.value if score.is_known else None}
+    row = dataclasses.asdict(score) | {"value": score.value if score.is_known else None}
+    return _without_empty_turns(row)
 
 
 def trajectory_of_row(row: Mapping[str, Any]) -> Trajectory:
@@ -85,7 +93,7 @@ def trajectory_of_row(row: Mapping[str, Any]) -> Trajectory:
         loss_mask=np.array([0] * len(prompt.token_ids) + row["loss_mask"], np.bool_),
         spans=tuple(Span(**span) for span in row["spans"]),
         turns=tuple(Turn(**turn) for turn in row["turns"]),
-        episode=_outcome(row["episode"]) if "episode" in row else None,
+        episode=outcome_of_row(row["episode"]) if "episode" in row else None,
     )
 
 
@@ -106,7 +114,7 @@ def to_group(rows: Iterable[Mapping[str, Any]]) -> PromptGroup:
 def score_of_row(row: Mapping[str, Any]) -> Score:
     unknown = {name: UnknownReward(**why) for name, why in row["unknown"].items()}
     value = math.nan if row["value"] is None else row["value"]
-    return Score(value, row["parts"], unknown)
+    return Score(value, row["parts"], unknown, tuple(row.get("turn_rewards", ())))
 
 
 def write_step(directory: Path, step: int, rows: Iterable[Mapping[str, Any]], num_kept: int) -> Path:

@@ -58,7 +58,7 @@ def train(session: Session) -> None:
                     batch = builder.judged(batch)
                 metrics = {**pushed.metrics, **batch.metrics}
                 watch.check(batch.generated)
-                samples = learning.with_advantages(batch.learnt, config.algorithm.advantage)
+                samples = learning.with_advantages(batch.learnt, config.algorithm)
                 rollout_metrics.show(
                     config.logging, session.output_dir, session.share, observer, actor, step + 1, batch, samples
                 )

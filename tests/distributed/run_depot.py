@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from mega_rl.config.schema import AlgorithmConfig
 from mega_rl.data.packing import sequence_of
 from mega_rl.evaluation.evaluate import Answered, EvaluationSettings, evaluate, outlined
 from mega_rl.microbatch import Sequence
@@ -100,7 +101,7 @@ def check(layout: ParallelLayout, engines: EngineLayout) -> int:
     }
     everywhere = {ticket: group for part in spread(own, engines.leaders()) for ticket, group in part.items()}
     batch = [everywhere[ticket] for ticket in range(len(groups))]
-    samples = learning.with_advantages(batch, "grpo")
+    samples = learning.with_advantages(batch, AlgorithmConfig())
     share = BatchShare(layout, rank, max_tokens=64, pad_multiple=4, pad_token_id=0, attention_slope=0.01)
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     sequences = [sequence_of(t, s.advantage) for t, s in zip(trajectories, samples, strict=True)]

@@ -34,6 +34,7 @@ class RemoteEngines:
         self._fleet: Fleet | None = None  # on rank 0 only
         self._under_way: dict[tuple[int, int], Request] = {}  # (prompt, sample) -> request without a response yet
         self._loads = [0] * num_engines  # unfinished requests of every engine; counted on rank 0 only
+        self._homes: dict[tuple[int, int], int] = {}  # (prompt, sample) -> its engine; on rank 0 only
         self._advancing: dict[int, list[Any]] = {}  # engine -> calls that wait for its next responses; on rank 0 only
         with together("starting the rollout engines"):
             if dist.get_rank() == 0:
@@ -56,14 +57,22 @@ class RemoteEngines:
 
     def submit(self, requests: Sequence[Request]) -> None:
         self.check(requests)
+        if not self._under_way and not any(request.turn for request in requests):
+            self._homes.clear()  # of the step before
         self._under_way |= {(request.prompt.index, request.sample_index): request for request in requests}
         with together("submitting requests"):
             if self._fleet is not None:
-                for _, group in groupby(requests, key=lambda request: request.prompt.index):
+                for (_, home), group in groupby(requests, key=self._prompt_and_home):
                     part = list(group)
-                    engine = min(range(len(self._loads)), key=self._loads.__getitem__)
+                    engine = min(range(len(self._loads)), key=self._loads.__getitem__) if home is None else home
                     self._loads[engine] += len(part)
+                    self._homes |= {(request.prompt.index, request.sample_index): engine for request in part}
                     self._fleet.submit_to(engine, "submit", part)
+
+    def _prompt_and_home(self, request: Request) -> tuple[int, int | None]:
+        """The engine is the one that sampled the turn before; None: any engine may take the request."""
+        key = request.prompt.index, request.sample_index
+        return request.prompt.index, self._homes.get(key) if request.turn else None
 
     def step(self) -> Sequence[Ended]:
         """What the first engine has ended that ends any, or has sampled for a while; the others sample on meanwhile."""

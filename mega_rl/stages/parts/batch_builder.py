@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
@@ -183,7 +182,10 @@ class BatchBuilder:
         missing = max(0, size - len(self._carried))
         initial = max(0, math.ceil(settings.oversample * size) - len(self._carried)) if missing else 0
         budget = min(math.ceil(settings.budget * size), len(self._stream.dataset))  # no prompt twice in a step
-        return Quota(missing, min(initial, budget), budget, is_kept=partial(has_signal, settings.metric))
+        return Quota(missing, min(initial, budget), budget, is_kept=self._has_signal)
+
+    def _has_signal(self, scores: Sequence[Score]) -> bool:
+        return has_signal(self._settings.metric, scores, self._config.algorithm.credit == "turn")
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next step goes on: plain values. Collective; on rank 0, the others have no carried groups."""
@@ -214,10 +216,14 @@ def judged(batch: Batch, scorer: Scorer) -> Batch:
     return replace(batch, learnt=learnt, carried=carried, dropped=dropped)
 
 
-def has_signal(metric: str | None, scores: Sequence[Score]) -> bool:
-    """Whether a group's samples with a known reward differ in it, or in the part of it that ``metric`` names."""
+def has_signal(metric: str | None, scores: Sequence[Score], by_turn: bool = False) -> bool:
+    """Whether a group's samples with a known reward differ in it, or in the part of it that ``metric`` names.
+
+    ``by_turn``: or in what their single turns earned.
+    """
     known = [score for score in scores if score.is_known]
-    return len({score.value if metric is None else score.parts[metric] for score in known}) > 1
+    values = {score.value if metric is None else score.parts[metric] for score in known}
+    return len(values) > 1 or (by_turn and len({score.turn_rewards for score in known}) > 1)
 
 
 def staleness_metrics(step: int, groups: Sequence[OutlinedGroup]) -> dict[str, float]:

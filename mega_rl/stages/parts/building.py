@@ -39,7 +39,6 @@ from mega_rl.megatron.value import NewScore
 from mega_rl.models.shape import VALUE, ModelShape
 from mega_rl.parallel.collectives import gather_objects, together
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.rewards.registry import needs_truth
 from mega_rl.rewards.scorer import Scorer, WeightedReward
 from mega_rl.rollout.engine import ProbedSampler
 from mega_rl.rollout.remote.engine_process import EngineSpec
@@ -54,7 +53,7 @@ from mega_rl.stages.parts.batches import BatchShare
 from mega_rl.stages.parts.critic import Critic
 from mega_rl.stages.parts.judge import RewardModel
 from mega_rl.stages.parts.learning import Learner, objective_of
-from mega_rl.stages.parts.scoring import scorer_of_node
+from mega_rl.stages.parts.scoring import rows_need_truth, scorer_of_node
 from mega_rl.stages.parts.session import Session
 from mega_rl.stages.parts.values import check_same_tokenizer, open_value_model
 from mega_rl.stages.parts.weight_sync import RecordedSync, Sync, WeightSync
@@ -67,7 +66,7 @@ def prompt_stream(session: Session) -> PromptStream:
         data.train_files,
         session.tokenizer,
         data,
-        needs_truth=_needs_truth(session.config),
+        needs_truth=rows_need_truth(session.config),
         tools=() if session.plan is None else session.plan.tools,
     )
     if dataset.num_dropped:
@@ -86,14 +85,9 @@ def validation_prompts(session: Session) -> PromptDataset | None:
         data,
         key="data.val_files",
         max_samples=data.max_val_samples,
-        needs_truth=_needs_truth(session.config),
+        needs_truth=rows_need_truth(session.config),
         tools=() if session.plan is None else session.plan.tools,
     )
-
-
-def _needs_truth(config: RunConfig) -> bool:
-    """Whether a row without a ground truth is an error; an environment may do without one."""
-    return needs_truth(config.rewards) and (bool(config.rewards) or config.environment.name is None)
 
 
 def total_steps(config: RunConfig, steps_per_epoch: int) -> int:

@@ -1,9 +1,7 @@
-"""Episodes of a run: from the section ``environment`` to a sampler, and what they were like as metrics."""
+"""Episodes of a run: from the section ``environment`` to a sampler."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from functools import cache
 
 import torch.distributed as dist
@@ -27,7 +25,7 @@ from mega_rl.rollout.episodes import EpisodeSampler
 from mega_rl.rollout.replicas import engine_ranks
 from mega_rl.rollout.vllm.environment import preserved_process, set_environment
 from mega_rl.rollout.vllm.tool_parsers import check_parser, tool_parser
-from mega_rl.types import Outcome, Sample, UnknownReward
+from mega_rl.types import Outcome, UnknownReward
 
 UNFINISHED = {"turns", "tokens"}  # why episodes stop that a limit has ended
 
@@ -96,32 +94,3 @@ def without_reward(episode: Outcome) -> Outcome:
     if episode.stop not in UNFINISHED or episode.failure is not None:
         return episode
     return episode._replace(failure=UnknownReward("unfinished", f"was left out: a limit of {episode.stop} ended it"))
-
-
-def episode_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """What the episodes of a step were like; empty without episodes.
-
-    What an environment counts is given as a mean over its episodes, and what a tool counts, as a mean over its calls.
-    """
-    episodes = [sample.outline.episode for sample in samples if sample.outline.episode is not None]
-    if not episodes:
-        return {}
-    sums: Counter[str] = Counter()
-    for episode in episodes:
-        sums.update(episode.metrics)
-    count = len(episodes)
-    replies = [sample.outline.num_tokens - sample.outline.num_prompt - sample.outline.num_sampled for sample in samples]
-    metrics = {f"episode/{name}": value / count for name, value in sums.items() if "/" not in name}
-    for name, value in sums.items():
-        kind, _, of_tool = name.partition("/")
-        if of_tool:
-            calls = max(1, sums[f"tool_calls/{of_tool}"])
-            metrics[f"episode/{name}"] = value / (count if kind == "tool_calls" else calls)
-    stops = Counter(episode.stop for episode in episodes)
-    return metrics | {
-        "episode/turns": sum(episode.num_turns for episode in episodes) / count,
-        "episode/reply_tokens": sum(replies) / count,
-        "episode/failed_fraction": stops["failed"] / count,
-        "episode/turns_limit_fraction": stops["turns"] / count,
-        "episode/tokens_limit_fraction": stops["tokens"] / count,
-    }

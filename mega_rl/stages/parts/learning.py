@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.advantage import ADVANTAGES, power_sums, whiten, with_penalty_to_go
+from mega_rl.algorithms.advantage import ADVANTAGES, power_sums, turn_advantages, whiten, with_penalty_to_go
 from mega_rl.algorithms.kl import KL_ESTIMATORS
 from mega_rl.algorithms.objective import POOLED, PolicyObjective
 from mega_rl.algorithms.reduce import Denominators
@@ -31,19 +31,40 @@ from mega_rl.stages.parts.batches import BatchShare, Totals, pack_brought, total
 from mega_rl.stages.parts.critic import Critic
 from mega_rl.stages.parts.gates import Gates
 from mega_rl.stages.parts.progress import warn_if_skipped
-from mega_rl.types import Sample, Tokens, TokenSource
+from mega_rl.types import Outline, Sample, Score, Tokens, TokenSource
 
 
-def with_advantages(groups: SequenceOf[OutlinedGroup], advantage: str) -> list[Sample]:
+def with_advantages(groups: SequenceOf[OutlinedGroup], algorithm: AlgorithmConfig) -> list[Sample]:
     """Samples in the order of the groups.
 
     A score that is NaN is unknown: its sample has advantage 0 and no part in its group, and ``update`` leaves it out.
     """
     pairs = [(o, s) for group in groups for o, s in zip(group.outlines, group.scores, strict=True)]
-    rewards = torch.tensor([score.value for _, score in pairs], dtype=torch.float64)
-    numbers = torch.tensor([number for number, group in enumerate(groups) for _ in group.outlines])
-    advantages = ADVANTAGES[advantage].function(rewards, numbers).tolist() if pairs else []
+    numbers = [number for number, group in enumerate(groups) for _ in group.outlines]
+    function = ADVANTAGES[algorithm.advantage].function
+    if algorithm.credit == "turn":
+        rewards = [rewards_of_turns(outline, score) for outline, score in pairs]
+        of_turns = turn_advantages(function, rewards, numbers, algorithm.turn_discount)
+        return [Sample(o, s, _mean_of(o, a), tuple(a)) for (o, s), a in zip(pairs, of_turns, strict=True)]
+    values = torch.tensor([score.value for _, score in pairs], dtype=torch.float64)
+    advantages = function(values, torch.tensor(numbers)).tolist() if pairs else []
     return [Sample(o, s, a) for (o, s), a in zip(pairs, advantages, strict=True)]
+
+
+def rewards_of_turns(outline: Outline, score: Score) -> list[float]:
+    """What every turn of the model earned; the last one has what the end was rewarded with. NaN if it is unknown."""
+    num_turns = len(outline.turn_sizes)
+    if not score.is_known or not num_turns:
+        return [math.nan] * num_turns
+    rewards = list(score.turn_rewards) or [0.0] * num_turns
+    rewards[-1] += score.value - sum(score.turn_rewards)
+    return rewards
+
+
+def _mean_of(outline: Outline, advantages: SequenceOf[float]) -> float:
+    """Over the sampled tokens."""
+    total = sum(size * advantage for size, advantage in zip(outline.turn_sizes, advantages, strict=True))
+    return total / max(1, outline.num_sampled)
 
 
 def pack_samples(
@@ -57,7 +78,7 @@ def pack_samples(
 
     def sequence(place: int, tokens: Tokens) -> Sequence:
         staleness = None if step is None else samples[place].outline.staleness(step)
-        return sequence_of(tokens, samples[place].advantage, staleness)
+        return sequence_of(tokens, samples[place].token_advantages, staleness)
 
     outlines = [sample.outline for sample in samples]
     return pack_brought(share, outlines, [outline.num_tokens - 1 for outline in outlines], source, sequence)

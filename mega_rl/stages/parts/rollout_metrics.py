@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 from mega_rl.bridge.outgoing.noise import AqnNoise
 from mega_rl.config import RunConfig
@@ -16,10 +17,10 @@ from mega_rl.observe.metrics import Metrics
 from mega_rl.observe.observer import Observer
 from mega_rl.observe.sinks import ShownSample
 from mega_rl.parallel.collectives import gather_objects
+from mega_rl.rollout.episode_metrics import episode_metrics
 from mega_rl.rollout.records import to_rows, write_step
 from mega_rl.stages.parts.batch_builder import Batch
 from mega_rl.stages.parts.batches import BatchShare
-from mega_rl.stages.parts.episodes import episode_metrics
 from mega_rl.stages.parts.learning import pack_samples
 from mega_rl.stages.parts.scoring import unknown_metrics
 from mega_rl.stages.parts.weight_sync import Pushed
@@ -37,7 +38,7 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     routed = [outline.num_routing_bytes for outline in outlines if outline.routing is not None]
     return (
         _reward_metrics(samples)
-        | episode_metrics(samples)
+        | episode_metrics(outlines)
         | ({"rollout/routing_bytes": float(sum(routed))} if routed else {})
         | {
             "response_length/mean": sum(lengths) / len(lengths),
@@ -106,7 +107,7 @@ def show(
     Collective. A row of the file is what ``records.to_rows`` says, with ``step``, ``sampled_for`` (the same, where the
     weights need not be that step's), ``outcome`` (learnt, carried, dropped), ``advantage`` and ``logprob_diff``, the
     mean |trainer - engine| over the response's tokens in nats before the update; both are null if the step does not
-    learn from the sample.
+    learn from the sample. With ``algorithm.credit`` turn there are ``turn_advantages``, and ``advantage`` is the mean.
     """
     shown = samples[: logging.num_text_samples]
     texts = batch.depot.to_first([sample.outline for sample in shown])
@@ -119,9 +120,7 @@ def show(
     differences = logprob_differences(share, actor, samples, batch.depot) if samples else []
     whole = {outcome: batch.depot.groups_to_first(groups) for outcome, groups in batch.by_outcome.items()}
     if share.rank == 0:
-        learnt = iter(
-            [{"advantage": s.advantage, "logprob_diff": d} for s, d in zip(samples, differences, strict=True)]
-        )
+        learnt = iter([_advantages(s) | {"logprob_diff": d} for s, d in zip(samples, differences, strict=True)])
         others = {"advantage": None, "logprob_diff": None}
         head = {"step": step} | ({} if batch.sampled_for is None else {"sampled_for": batch.sampled_for})
         rows = [
@@ -131,6 +130,11 @@ def show(
             for row in to_rows(group)
         ]
         write_step(output_dir / ROLLOUTS, step, rows, logging.dump_rollouts)
+
+
+def _advantages(sample: Sample) -> dict[str, Any]:
+    of_turns = {"turn_advantages": list(sample.turn_advantages)} if sample.turn_advantages else {}
+    return {"advantage": sample.advantage, **of_turns}
 
 
 def logprob_differences(

@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
+from mega_rl.config import RunConfig
 from mega_rl.config.schema import RewardConfig, RewardWorkersConfig
 from mega_rl.errors import InputError
 from mega_rl.parallel.collectives import gather_objects, together
 from mega_rl.rewards import node
 from mega_rl.rewards.pool import Pool
+from mega_rl.rewards.registry import needs_truth
 from mega_rl.rewards.scorer import Judge, Scorer, start_workers, weighted
 from mega_rl.rewards.worker import RAISED
 from mega_rl.rollout.collect import OutlinedGroup
@@ -54,6 +56,11 @@ def unknown_metrics(scores: Sequence[Score]) -> dict[str, float]:
         return {}
     counts = {f"reward/num_unknown/{cause}": float(count) for cause, count in causes.items()}
     return {"reward/num_unknown": float(sum(not score.is_known for score in scores))} | counts
+
+
+def rows_need_truth(config: RunConfig) -> bool:
+    """Whether a row without a ground truth is an error; an environment may do without one."""
+    return needs_truth(config.rewards) and (bool(config.rewards) or config.environment.name is None)
 
 
 class RewardWatch:

@@ -17,6 +17,7 @@ from mega_rl.algorithms.advantage import (
     reinforce_pp_advantages,
     reinforce_pp_baseline_advantages,
     rloo_advantages,
+    turn_advantages,
     whiten,
     with_penalty_to_go,
 )
@@ -55,6 +56,31 @@ def test_by_hand() -> None:
     assert rloo_advantages(rewards, groups).tolist() == pytest.approx([1.0, -0.5, -0.5, 2.0, -2.0])
     assert reinforce_pp_advantages(rewards, groups).tolist() == rewards.tolist()
     assert reinforce_pp_baseline_advantages(rewards, groups).tolist()[3:] == [1.0, -1.0]
+
+
+def test_turns_by_hand() -> None:
+    """Returns with discount 1/2: (0.75, 1.5, 1), (1, 0), (0.5, 1, 2); their means by turn: 0.75, 5/6, 1.5."""
+    rewards = [[0.0, 1.0, 1.0], [1.0, 0.0], [0.0, 0.0, 2.0]]
+    found = turn_advantages(dr_grpo_advantages, rewards, [4, 4, 4], 0.5)
+    assert found == [pytest.approx(of) for of in ([0.0, 2 / 3, -0.5], [0.25, -5 / 6], [-0.25, 1 / 6, 0.5])]
+    divided = turn_advantages(grpo_advantages, rewards, [4, 4, 4], 0.5)
+    assert divided[1] == pytest.approx([0.25 / (0.25 + 1e-6), -5 / 6 / ((7 / 12) ** 0.5 + 1e-6)])
+    assert turn_advantages(reinforce_pp_advantages, rewards, [4, 4, 4], 1.0)[0] == [2.0, 2.0, 1.0]
+
+
+def test_turns_are_compared_within_their_group_and_with_known_ones_only() -> None:
+    rewards = [[1.0, 0.0], [0.0, 0.0], [NAN, NAN, NAN], [5.0, 1.0, 7.0], []]
+    found = turn_advantages(dr_grpo_advantages, rewards, [0, 0, 0, 1, 1], 1.0)
+    assert found == [[0.5, 0.0], [-0.5, 0.0], [0.0] * 3, [0.0] * 3, []], "alone there is nothing to compare with"
+    assert turn_advantages(grpo_advantages, [], [], 1.0) == []
+
+
+def test_one_turn_is_an_episode() -> None:
+    rewards, groups = [0.3, 1.0, 0.1, 2.0, 0.5], [1, 1, 1, 2, 2]
+    for name, advantage in ADVANTAGES.items():
+        whole = advantage.function(torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups)).tolist()
+        found = turn_advantages(advantage.function, [[reward] for reward in rewards], groups, 0.9)
+        assert [of for (of,) in found] == whole, name
 
 
 def test_an_unknown_reward_has_no_part_in_its_group() -> None:

@@ -779,6 +779,29 @@ def test_engines_that_sample_meanwhile(config, changes, words):
     assert len(found) == 1 and words in found[0], found
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"environment.name": None}, "algorithm.credit is 'turn', but environment.name is null"),
+        ({"algorithm.advantage": "gae"}, "a critic tells what every token is worth"),
+        (
+            {"algorithm.objective": "gspo", "algorithm.loss_reduction": "sequence_mean"},
+            "one ratio for a whole",
+        ),
+        ({"algorithm.turn_discount": 0.0}, "algorithm.turn_discount is 0.0: set it to a number > 0 and <= 1"),
+        ({"algorithm.credit": "episode", "algorithm.turn_discount": 0.5}, "which has no turns: set it to 1"),
+    ],
+)
+def test_credit_by_turn(config, changes, words):
+    config.environment.name, config.algorithm.credit = "number_guessing", "turn"
+    assert problems(config) == []
+    for field, value in changes.items():
+        *path, name = field.split(".")
+        setattr(functools.reduce(getattr, path, config), name, value)
+    found = problems(config)
+    assert len(found) == 1 and words in found[0], found
+
+
 def test_experts_of_weights_that_change_within_a_response(config):
     config.rollout.placement, config.rollout.mode, config.data.val_files = "separate", "in_flight", []
     config.rollout.routing_replay, config.validation.test_freq = "rollout", -1

@@ -67,7 +67,8 @@ def test_a_game_is_played_in_words() -> None:
     game = Corridor(Discrete(start=0, n=2))
     episode, told = run(GymnasiumGame(PROMPT, 0, game=lambda: game), ["I take 1", "jump", "7", "no, 1", "1"])
     assert told == ["0", "1", *["error: write one whole number from 0 to 1"] * 2, "2"]
-    assert (episode.stop, episode.reward, game.is_closed) == ("environment", 0.75, True)
+    assert (episode.stop, episode.reward, game.is_closed) == ("environment", 0.25, True)
+    assert episode.turn_rewards == (0.25, 0.0, 0.0, 0.25, 0.0), "the last one is that of the end"
     assert (episode.metrics["actions"], episode.metrics["invalid_actions"]) == (3, 2)
     other = Corridor(Text())
     assert run(GymnasiumGame(PROMPT, 1, game=lambda: other), [" 0 "])[0].reward == 0.25, "cut off below the first place"

@@ -49,6 +49,22 @@ def test_an_agent_asks_for_turns_and_returns_its_reward() -> None:
     assert replies == ["a!", "and?"]
 
 
+def test_an_agent_may_reward_every_turn() -> None:
+    async def episode(prompt: Prompt, generate: Generate) -> float:
+        first = await generate(())
+        await generate("on", reward=float(first.text))
+        await generate("on")
+        return 2.0
+
+    found, _ = run(episode, ["0.5", "b", "c"])
+    assert (found.reward, found.turn_rewards) == (2.0, (0.5, 0.0, 0.0))
+
+    async def early(prompt: Prompt, generate: Generate) -> None:
+        await generate((), reward=1.0)
+
+    assert "before there was a turn" in run(early, [])[0].detail
+
+
 def test_an_agent_may_leave_the_reward_to_the_run_and_tell_metrics() -> None:
     async def none(prompt: Prompt, generate: Generate) -> None:
         await generate("begin")

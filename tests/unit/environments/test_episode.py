@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from mega_rl.environments.episode import MAX_CHARACTERS_PER_TOKEN, Episode, EpisodeLimits, cut_middle, run_episode
+from mega_rl.environments.episode import (
+    MAX_CHARACTERS_PER_TOKEN,
+    Episode,
+    EpisodeLimits,
+    NoRoomError,
+    cut_middle,
+    run_episode,
+)
 from mega_rl.environments.guessing import NumberGuessing
 from mega_rl.environments.protocol import End, Message, Reply, Turn
 from mega_rl.errors import InputError
@@ -52,6 +59,33 @@ class Echo:
 
     def close(self) -> None:
         self.closed += 1
+
+
+class Paying:
+    """Pays half of what the turn says, as long as that is a number."""
+
+    def step(self, turn: Turn) -> Reply | End:
+        if turn.text == "end":
+            return End(1.0)
+        return Reply([{"role": "user", "content": "on"}], reward=float(turn.text) / 2 if turn.text else None)
+
+
+def test_rewards_of_turns() -> None:
+    found = run(Paying(), ["1", "", "end"])
+    assert (found.reward, found.turn_rewards) == (1.0, (0.5, 0.0, 0.0))
+    limit = run(Paying(), ["1", "2"], EpisodeLimits(max_turns=2, step_timeout_s=120.0))
+    assert (limit.stop, limit.reward, limit.turn_rewards) == ("turns", None, (0.5, 1.0)), "nobody reads the last reply"
+    assert run(Paying(), ["", "end"]).turn_rewards == (), "none was given"
+    bad = run(Paying(), ["1", "inf"])
+    assert (bad.cause, bad.turn_rewards) == ("not_a_reply", (0.5,)) and "the reward of a turn is inf" in bad.detail
+
+    async def no_room(messages: Sequence[Message]) -> Turn:
+        if messages:
+            raise NoRoomError
+        return Turn("4")
+
+    cut = asyncio.run(run_episode(Paying(), no_room, LIMITS))
+    assert (cut.stop, cut.turn_rewards) == ("tokens", (2.0,))
 
 
 def test_turns_and_replies_in_order() -> None:

@@ -8,11 +8,12 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,16 +26,17 @@ from mega_rl.data.tokenizer import encode, render_prompt
 from mega_rl.environments.episode import EpisodeLimits
 from mega_rl.environments.protocol import End, Message, Reply, Turn
 from mega_rl.observe.metrics import match
-from mega_rl.rewards.scorer import Scorer
+from mega_rl.rewards.scorer import Scorer, WeightedReward
 from mega_rl.rollout.collect import PromptGroup
 from mega_rl.rollout.engine import Request
+from mega_rl.rollout.episode_metrics import episode_metrics
 from mega_rl.rollout.episode_tokens import Plan
 from mega_rl.rollout.episodes import MAX_WAIT_S, EpisodeSampler, turn_seed
 from mega_rl.rollout.records import to_group, to_rows, write_step
 from mega_rl.rollout.replay import ReplayEngine
 from mega_rl.rollout.requests import make_requests
-from mega_rl.stages.parts.episodes import episode_metrics, without_reward
-from mega_rl.types import ASSISTANT, PROMPT, Prompt, Sample, Score, Trajectory
+from mega_rl.stages.parts.episodes import without_reward
+from mega_rl.types import ASSISTANT, PROMPT, Prompt, Score, Trajectory
 from tests.chat_templates import TEXTS
 from tests.scripted_engine import ScriptedEngine
 
@@ -141,6 +143,7 @@ def test_a_trajectory_has_every_turn_and_learns_from_what_was_sampled() -> None:
         assert asked.max_tokens == len(request.prompt.token_ids) + 200 - turn.start
         assert np.array_equal(found.token_ids[own], alone.sampled_ids) and found.loss_mask[own].all()
         assert np.array_equal(found.logprobs[own], alone.sampled_logprobs)
+    assert found.outline().turn_sizes == tuple(turn.stop - turn.start for turn in found.turns[1::2])
     for turn in (found.turns[0], *found.turns[2::2]):
         assert not found.loss_mask[turn.start : turn.stop].any()
     said = [turn.text.removesuffix("<|im_end|>") for turn in found.turns[1::2]]
@@ -323,6 +326,47 @@ def test_records_and_replays_of_episodes(tmp_path: Path) -> None:
     assert replay.generate(wanted) == found
 
 
+class Paying(Echo):
+    """Pays for every turn but the last; the end has a reward only in even samples."""
+
+    def __init__(self, prompt: Prompt, sample_index: int) -> None:
+        super().__init__(prompt, sample_index)
+        self.end = End(0.25) if sample_index % 2 == 0 else End()
+
+    def step(self, turn: Turn) -> Reply | End:
+        if turn.number == 2:
+            return self.end
+        return Reply([{"role": "tool", "content": "ok"}], reward=turn.number + 0.5)
+
+
+def test_rewards_of_turns_are_recorded_replayed_and_part_of_the_score(tmp_path: Path) -> None:
+    wanted = requests(1, 2)
+    found = episodes(plan(Paying), wanted)
+    assert [t.episode.turn_rewards for t in found if t.episode] == [(0.5, 1.5, 0.0)] * 2
+    alone = [Scorer([], None).start(trajectory).result() for trajectory in found]
+    assert [(s.value, s.parts) for s in alone] == [(2.25, {"environment": 2.25}), (2.0, {"environment": 2.0})]
+    pool: Any = SimpleNamespace(submit=lambda packed: answered([[0.75]]))
+    scores = [Scorer([WeightedReward("r", 2.0)], pool).start(trajectory).result() for trajectory in found]
+    assert scores[0] == alone[0] and scores[1].parts == {"r": 0.75, "environment_turns": 2.0}
+    assert scores[1].value == 3.5 and scores[1].turn_rewards == (0.5, 1.5, 0.0)
+    group = PromptGroup(tuple(found), tuple(scores))
+    rows = [json.loads(json.dumps(row)) for row in to_rows(group)]
+    assert to_group(rows) == group
+    write_step(tmp_path, 8, rows, -1)
+    replay = ReplayEngine(tmp_path, None)
+    replay.turn_to(7)
+    assert replay.generate(wanted) == found
+    for row in rows:  # as they were written before turns had rewards
+        del row["episode"]["turn_rewards"], row["score"]["turn_rewards"]
+    assert [t.episode.turn_rewards for t in to_group(rows).trajectories if t.episode] == [(), ()]
+
+
+def answered(values: Any) -> Future[Any]:
+    result: Future[Any] = Future()
+    result.set_result(values)
+    return result
+
+
 def test_the_environment_scores_or_the_rewards_do() -> None:
     scorer = Scorer([], None)
     (given, *_) = episodes(plan(), requests(1, 1))
@@ -354,8 +398,7 @@ def test_metrics_of_episodes() -> None:
             return Reply([{"role": "tool", "content": "3"}], {"tool_calls": 2, "tool_s": 4.0, **of_tool})
 
     found = [*episodes(plan(Calling), requests(1, 3)), *episodes(plan(Bad), requests(1, 1))]
-    samples = [Sample(trajectory.outline(), Score(1.0), 0.0) for trajectory in found]
-    metrics = episode_metrics(samples)
+    metrics = episode_metrics([trajectory.outline() for trajectory in found])
     assert metrics["episode/turns"] == 6 / 4 and metrics["episode/failed_fraction"] == 1 / 4
     assert metrics["episode/tool_calls"] == metrics["episode/tool_calls/add"] == 6 / 4
     assert metrics["episode/tool_errors/add"] == 0.5 and metrics["episode/tool_s/add"] == 2.0

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from mega_rl.config.algorithm import PRESETS
+from mega_rl.config.schema import AlgorithmConfig
 from mega_rl.megatron.offload import PARTS
 from mega_rl.microbatch import Figures, Microbatch
 from mega_rl.observe.timers import Timers
@@ -92,7 +93,7 @@ class World(Learning):
         found = []
         for step in range(num_steps):
             groups = [OutlinedGroup(tuple(map(self.depot.add, trajectories)), tuple(scores))]
-            samples = learning.with_advantages(groups, "gae")
+            samples = learning.with_advantages(groups, AlgorithmConfig(advantage="gae"))
             found.append(learner.update(samples, watch.of_step(step, version=0, sigma=0.0)))
         return found
 

@@ -98,7 +98,7 @@ class Learning:
             OutlinedGroup(tuple(self.depot.add(t) for t, _ in found), tuple(s for _, s in found))
             for _, found in ((key, list(part)) for key, part in groupby(pairs, key=lambda pair: pair[0].prompt.index))
         ]
-        samples = learning.with_advantages(groups, self.config.algorithm.advantage)
+        samples = learning.with_advantages(groups, self.config.algorithm)
         reference: Any = Reference() if self.config.algorithm.kl_coefficient else None
         watch = GateWatch(self.config, True, self.said.append)
         objective = learning.objective_of(self.config)

@@ -6,19 +6,36 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from mega_rl.bridge.outgoing.noise import AqnNoise
 from mega_rl.config import RunConfig
+from mega_rl.config.schema import AlgorithmConfig
+from mega_rl.data.packing import sequence_of
 from mega_rl.errors import InputError
 from mega_rl.evaluation.evaluate import OutlinedRow, evaluation_metrics
 from mega_rl.observe.metrics import match
 from mega_rl.rollout.collect import OutlinedGroup
 from mega_rl.stages.parts import learning, rollout_metrics, scoring
+from mega_rl.stages.parts.batch_builder import has_signal
 from mega_rl.stages.parts.batches import Totals
 from mega_rl.stages.parts.progress import is_due
 from mega_rl.stages.parts.weight_sync import Pushed
-from mega_rl.types import Prompt, Routing, Sample, Score, Trajectory, UnknownReward
+from mega_rl.types import (
+    ASSISTANT,
+    PROMPT,
+    Outcome,
+    Prompt,
+    Routing,
+    Sample,
+    Score,
+    Span,
+    Tokens,
+    Trajectory,
+    Turn,
+    UnknownReward,
+)
 
 
 def sample(
@@ -61,9 +78,59 @@ def test_advantages_go_by_group_even_where_two_have_the_same_prompt() -> None:
     for rewards in ((1.0, 0.0), (0.0, 0.0)):
         samples = [sample(7, reward) for reward in rewards]
         groups.append(group_of(samples))
-    values = [s.advantage for s in learning.with_advantages(groups, "grpo")]
+    values = [s.advantage for s in learning.with_advantages(groups, AlgorithmConfig())]
     assert values[0] == pytest.approx(0.5 / (0.5**0.5 + 1e-6)) and values[1] == -values[0]
-    assert values[2:] == [0.0, 0.0] and learning.with_advantages([], "grpo") == []
+    assert values[2:] == [0.0, 0.0] and learning.with_advantages([], AlgorithmConfig()) == []
+
+
+def episode(turns: Sequence[int], score: Score) -> Sample:
+    """Of turns of so many tokens, each answered by a token of its environment."""
+    prompt, ids, mask, found = Prompt(7, (1, 2), "", "", "s"), [1, 2], [0, 0], [Turn(PROMPT, 0, 2)]
+    for number, size in enumerate(turns):
+        if number:
+            ids, mask = [*ids, 9], [*mask, 0]
+            found.append(Turn("tool", len(ids) - 1, len(ids)))
+        ids, mask = [*ids, *[5] * size], [*mask, *[1] * size]
+        found.append(Turn(ASSISTANT, len(ids) - size, len(ids)))
+    trajectory = Trajectory(
+        prompt,
+        0,
+        np.array(ids, np.int32),
+        np.array(mask, np.bool_),
+        np.zeros(len(ids), np.float32),
+        (Span(2, 0),),
+        tuple(found),
+        "",
+        "stop",
+        None,
+        Outcome("environment", len(turns), None, None, {}, score.turn_rewards),
+    )
+    return Sample(trajectory.outline(), score, 0.0)
+
+
+def test_credit_by_turn() -> None:
+    """Returns 3 2 2 and 1 1: the rest of a score, 2 and 1, is of the last turn."""
+    samples = [
+        episode([1, 2, 3], Score(3.0, turn_rewards=(1.0, 0.0, 0.0))),
+        episode([4, 1], Score(1.0)),
+        episode([2], Score(math.nan)),
+    ]
+    algorithm = AlgorithmConfig(advantage="dr_grpo", credit="turn")
+    found = learning.with_advantages([group_of(samples)], algorithm)
+    assert [s.turn_advantages for s in found] == [(1.0, 0.5, 0.0), (-1.0, -0.5), (0.0,)]
+    assert [s.advantage for s in found] == pytest.approx([2 / 6, -4.5 / 5, 0.0])
+    mask = [0, 0, 1, 0, 1, 1, 0, 1, 1, 1]
+    tokens = Tokens(np.full(10, 5, np.int32), np.packbits(mask), -np.ones(6, np.float32))
+    sequence = sequence_of(tokens, found[0].token_advantages)
+    assert sequence.advantages is not None and sequence.advantages.tolist() == [0, 1, 0, 0.5, 0.5, 0, 0, 0, 0]
+    whole = learning.with_advantages([group_of(samples)], AlgorithmConfig(advantage="dr_grpo"))
+    assert [(s.advantage, s.turn_advantages) for s in whole] == [(1.0, ()), (-1.0, ()), (0.0, ())]
+
+
+def test_a_group_whose_turns_alone_differ_is_learnt_from_if_turns_are_credited() -> None:
+    scores = [Score(1.0, turn_rewards=(1.0, 0.0)), Score(1.0, turn_rewards=(0.0, 1.0)), Score(math.nan)]
+    assert not has_signal(None, scores) and has_signal(None, scores, by_turn=True)
+    assert not has_signal(None, scores[1:], by_turn=True)
 
 
 def unknown(prompt_index: int, cause: str = "raised") -> Sample:

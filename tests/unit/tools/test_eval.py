@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mega_rl.config.schema import RewardConfig
 from mega_rl.data.rows import write_jsonl
 from mega_rl.data.synthetic import arithmetic_tokenizer
 from mega_rl.data.tiny_model import TinyModelSpec, write_tiny_model
 from mega_rl.errors import InputError
 from mega_rl.evaluation.configuration import settings_of
+from mega_rl.evaluation.grading import Grading, outcomes
 from mega_rl.evaluation.weights import find_weights
 from tools import eval as tool
 
@@ -84,6 +87,37 @@ def test_settings_hold_what_answers_depend_on_and_not_where_they_are_made(run: P
     )
     assert all(settings(*change) != base for change in changes)
     assert settings("--max-problems", "1") != base
+
+
+def test_an_environment_answers_as_in_the_run_and_may_give_the_rewards(run: Path) -> None:
+    weights, keys = find_weights(str(run)), ["rewards=[]", "environment.name=number_guessing"]
+
+    def settings(*arguments: str) -> dict[str, Any]:
+        config = tool.configured(tool.parse([str(run), "--out", "o", *arguments]), weights)
+        tool.check(config, 1, [], is_greedy=True)
+        return settings_of(config, weights, is_greedy=True)
+
+    found = settings(*keys, "environment.max_turns=7")
+    assert found["environment"]["max_turns"] == 7 and found["rewards"] == []
+    assert found == settings(*keys, "environment.max_turns=7", "environment.workers=3") != settings(*keys)
+    assert "environment" not in settings()
+
+
+def test_what_an_environment_gave_takes_the_place_of_a_reward() -> None:
+    kinds = [("greedy", {"environment": 0.5}), ("sampled", {"gsm8k": 1.0, "environment_turns": 9.0}), ("sampled", {})]
+    responses = [
+        {"kind": kind, "parts": parts, "text": "#### 3", "num_tokens": 1, "finish_reason": "stop"}
+        for kind, parts in kinds
+    ]
+    record = {"data_source": "s", "problem": 0, "ground_truth": "3", "responses": responses}
+    rewards = [RewardConfig("gsm8k")]
+    (found,) = outcomes([record], Grading.of(rewards, None, 0.5, has_environment=True))
+    assert (found.greedy, found.sampled, found.num_unknown) == (True, (True,), 1)
+    (alone,) = outcomes([record], Grading.of(rewards, "environment", 0.5, has_environment=True))
+    assert (alone.greedy, alone.sampled, alone.num_unknown) == (True, (), 2)
+    assert Grading.of([], None, 1.0, has_environment=True) == Grading("environment", 1.0, None)
+    with pytest.raises(InputError, match="choose one of the rewards, gsm8k, environment"):
+        Grading.of(rewards, "gsm", has_environment=True)
 
 
 @pytest.mark.parametrize(
