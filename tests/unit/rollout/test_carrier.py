@@ -169,8 +169,12 @@ class FakeNodes:
     def __init__(self, ray: FakeRay, store: Store) -> None:
         self.form, self._ray = store.form, ray
 
-    def meet(self, node: str) -> None:
+    met: Answer | None = None
+
+    def meet(self, node: str) -> Answer | None:
         assert node == "own"
+        found, self.met = self.met, None
+        return found
 
     def location(self, node: str, version: int) -> str:
         return node
@@ -309,3 +313,35 @@ def test_what_the_user_must_change_is_said_at_once(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(under_test, "spawn", refusing)
     with pytest.raises(InputError, match="vLLM does not accept"):
         run.go()
+
+
+def test_a_node_without_memory_for_the_weights_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch)
+    refused = TaskFailed(InputError("on host b, which has rollout engines, the weight store takes 9 GB"))
+    run.carrier._nodes.met = Answer(error=refused, is_there=True)  # type: ignore[attr-defined]
+    with pytest.raises(InputError, match="on host b, which has rollout engines"):
+        run.go()
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_late_weights_are_no_death_while_the_engine_answers(monkeypatch: pytest.MonkeyPatch, is_alive: bool) -> None:
+    expected, run, held = undisturbed(monkeypatch), Run(monkeypatch), list[Worker]()
+    go_on = Worker.go_on
+
+    def late(worker: Worker) -> None:
+        """The first load of step 1's weights takes as long as two limits; pulses are answered beside it."""
+        if not any(name == "load" and arguments[2].version == 1 for name, arguments, _ in worker.calls[:1]):
+            return go_on(worker)
+        if not held:
+            held.append(worker)
+            run.ray.held_at = run.ray.now  # type: ignore[attr-defined]
+        if worker is not held[0] or run.ray.now > run.ray.held_at + 2 * LIMITS.progress_s:  # type: ignore[attr-defined]
+            return go_on(worker)
+        for call in [call for call in worker.calls if call[0] == "pulse" and is_alive]:
+            worker.calls.remove(call)
+            call[2].value, call[2].is_there = worker.num_steps, True
+
+    monkeypatch.setattr(Worker, "go_on", late)
+    assert not run.go().is_failure and run.batches == expected and held
+    whys = [why for why in run.whys() if "said nothing" in why]
+    assert whys == ([] if is_alive else ["it was to load version 1, and has said nothing for 20 s"])
