@@ -18,7 +18,7 @@ from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.nodes import Nodes
 from mega_rl.rollout.remote.placement import connected_ray, nodes, reserve, spawn
 from mega_rl.rollout.remote.ray_room import bundle, check_room
-from mega_rl.rollout.remote.weight_store import Store, Stored
+from mega_rl.rollout.remote.weight_store import Location, Store, Stored
 from mega_rl.rollout.vllm.options import without_weights
 
 MAX_STEPS = 16  # of an engine between two words of it: so long it may take until it hears of new requests
@@ -157,11 +157,19 @@ class RayCarrier:
             self._ray.kill(worker)
 
     def _load(self, decision: Load, life: Life) -> None:
-        location = self._nodes.location(life.node, decision.version)
-        stored = self._stored[decision.version]
-        arguments = self._nodes.form, location, stored
         life.loading = decision.version
+        location = self._nodes.location(life.node, decision.version)
+        if isinstance(location, Location):
+            self._take(decision, [location])
+        else:  # a call that Ray holds back for its arguments would hold back all later ones to the engine
+            then = partial(self._take, decision)
+            self._await(decision.engine, "waiting for weights to come to its node", [location], then)
+
+    def _take(self, decision: Load, found: list[Location]) -> list[Event]:
+        """Have an engine load a version that is on its node."""
+        arguments = self._nodes.form, *found, self._stored[decision.version]
         self._call(decision.engine, "loading weights", "load", *arguments, then=partial(self._is_loaded, decision))
+        return []
 
     def _issue(self, decision: Issue, life: Life) -> None:
         requests = self._requests(decision.key, decision.samples)
