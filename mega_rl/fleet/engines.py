@@ -20,11 +20,12 @@ class Limits:
 
     slots: int = 256  # responses that it samples at a time
     progress_s: float = 600.0  # without a step while it has work
-    start_s: float = 1800.0  # from the start of its process until it says so, and for each load of weights
+    start_s: float = 1800.0  # from the start of its process until it says so
+    load_s: float = 1800.0  # for each load of weights, their way to its node included; it must say something
     restarts: int = 3  # of one engine; after so many it is out of use
 
     def __post_init__(self) -> None:
-        assert self.slots >= 1 and self.restarts >= 0 and min(self.progress_s, self.start_s) > 0, self
+        assert self.slots >= 1 and self.restarts >= 0 and min(self.progress_s, self.start_s, self.load_s) > 0, self
 
 
 @dataclass
@@ -41,6 +42,7 @@ class Engine:
     load: int = 0  # responses under way
     num_steps: int = 0
     since_s: float = 0.0  # when it last showed progress, or was given something to do
+    heard_s: float = 0.0  # when it last said anything, or was given something to do
 
     @property
     def serves(self) -> bool:
@@ -57,13 +59,21 @@ class Engine:
     def begin_life(self, life: int, now: float) -> None:
         self.condition, self.life, self.version = Condition.STARTING, life, -1
         self.loading, self.bound, self.load, self.num_steps, self.since_s = None, None, 0, 0, now
+        self.heard_s = now
 
-    def limit(self, limits: Limits) -> tuple[float, str] | None:
-        """How long it may be without progress now, and what it is waited for; None: as long as it likes."""
+    def overdue(self, limits: Limits, now: float) -> str | None:
+        """What it has taken too long for, as a clause; None: for nothing.
+
+        Weights may be late for reasons that are not the engine's, so while it loads it must only say something.
+        """
+        silent, stuck = now - self.heard_s, now - self.since_s
         if self.condition is Condition.STARTING:
-            return limits.start_s, "to start"
+            return f"{limits.start_s:g} s were not enough for it to start" if stuck > limits.start_s else None
         if self.loading is not None:
-            return limits.start_s, f"to load version {self.loading}"
-        if self.load:
-            return limits.progress_s, f"to go on with {self.load} responses"
+            doing = f"to load version {self.loading}"
+            if silent > limits.progress_s:
+                return f"it was {doing}, and has said nothing for {limits.progress_s:g} s"
+            return f"{limits.load_s:g} s were not enough for it {doing}" if stuck > limits.load_s else None
+        if self.load and stuck > limits.progress_s:
+            return f"{limits.progress_s:g} s were not enough for it to go on with {self.load} responses"
         return None

@@ -122,7 +122,10 @@ class Steward:
 
     def _pulsed(self, event: events.Pulsed, now: float) -> None:
         engine = self._known(event.engine, event.life)
-        if engine is not None and event.num_steps > engine.num_steps:
+        if engine is None:
+            return
+        engine.heard_s = now
+        if event.num_steps > engine.num_steps:
             engine.num_steps, engine.since_s = event.num_steps, now
 
     def _died(self, event: events.Died, now: float) -> None:
@@ -132,9 +135,9 @@ class Steward:
 
     def _ticked(self, event: events.Ticked, now: float) -> None:
         for engine in list(self.engines.values()):
-            limit = engine.limit(self.limits)
-            if engine.condition is not Condition.GONE and limit is not None and now - engine.since_s > limit[0]:
-                self._replace(engine, f"{limit[0]:g} s were not enough for it {limit[1]}", now)
+            why = None if engine.condition is Condition.GONE else engine.overdue(self.limits, now)
+            if why is not None:
+                self._replace(engine, why, now)
 
     def _replace(self, engine: Engine, why: str, now: float) -> None:
         """End this life of an engine; its work waits again, and it is started anew as long as that is allowed."""
@@ -304,7 +307,7 @@ class Steward:
         return engine.version if engine.version >= 0 else newest
 
     def _load(self, engine: Engine, version: int, now: float) -> None:
-        engine.loading, engine.bound, engine.since_s = version, None, now
+        engine.loading, engine.bound, engine.since_s, engine.heard_s = version, None, now, now
         self._num_loading[version] += 1
         if engine.condition is Condition.EMPTY:
             engine.condition = Condition.LOADING

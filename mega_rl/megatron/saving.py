@@ -47,6 +47,7 @@ from mega_rl.megatron.writers import Shards, ShardStrategy, WriterEndedError, pr
 from mega_rl.parallel.collectives import broadcast_object, gather_objects, gather_to_first, own_name, together
 
 UNFINISHED = (".step_*.incomplete", ".step_*.replaced")  # what a killed save leaves
+LATE_WAIT_S = 5.0  # for the late part at a time: ranks wait for rank 0 in a collective, which has a limit
 COMMON = "common.pt"  # Megatron's file of what is no tensor
 
 
@@ -54,11 +55,11 @@ COMMON = "common.pt"  # Megatron's file of what is no tensor
 class Late(Protocol):
     """A part of a checkpoint that is not known yet when its tensors are written."""
 
-    def get_late(self, wait: bool) -> dict[str, Any] | None:
+    def get_late(self, wait_s: float) -> dict[str, Any] | None:
         """The part, once; on rank 0, the only one that calls it.
 
         Args:
-            wait: until it is there; else None if it is not.
+            wait_s: for so long, seconds; None if it is not there then.
         """
         ...
 
@@ -168,12 +169,14 @@ class CheckpointWriter:
             self._calls.maybe_finalize_async_calls(blocking=wait)
         if self._open is None or (self._calls is not None and self._calls.get_num_unfinalized_calls()):
             return
-        found: dict[str, Any] | None = None
-        with together("closing a checkpoint"):
-            if dist.get_rank() == 0:
-                found = self._open.late.get_late(wait)
-        if not broadcast_object(found is not None):
-            return
+        found, is_there = None, False
+        while not is_there:
+            with together("closing a checkpoint"):
+                if dist.get_rank() == 0:
+                    found = self._open.late.get_late(LATE_WAIT_S if wait else 0.0)
+            is_there = broadcast_object(found is not None)
+            if not wait and not is_there:
+                return
         publish, self._open = self._open.publish, None
         publish(found or {})
 

@@ -5,6 +5,7 @@ The loop tells it what has been trained and takes whole steps from it; whatever 
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -69,6 +70,7 @@ class StewardThread:
         self._committed: dict[int, tuple[dict[str, Any], dict[Key, tuple[Score, ...]]]] = {}
         self._failure: Exception | None = None
         self._heard_at = time.monotonic()
+        self._awaited = ""  # by the loop, in words
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="steward", daemon=True)
         self._thread.start()
@@ -94,17 +96,18 @@ class StewardThread:
         """The trainer's part of a checkpoint of this version is written; ``committed`` gives the rest."""
         self._told.put(events.Saved(version))
 
-    def committed(self, version: int, wait: bool) -> tuple[dict[str, Any], dict[Key, tuple[Score, ...]]] | None:
+    def committed(self, version: int, wait_s: float) -> tuple[dict[str, Any], dict[Key, tuple[Score, ...]]] | None:
         """The steward's state for the checkpoint of a version, and the scores of its decided groups, once.
 
         Args:
-            wait: until it is there; else None if it is not.
+            wait_s: for so long, seconds; None if it is not there then. Calls that follow each other are one wait.
 
         Raises: as ``take``.
         """
         with self._changed:
-            if wait or self._failure is not None:
-                self._wait_for(lambda: version in self._committed, f"what the checkpoint of step {version} has to hold")
+            if wait_s or self._failure is not None:
+                what = f"what the checkpoint of step {version} has to hold"
+                self._wait_for(lambda: version in self._committed, what, wait_s)
             return self._committed.pop(version, None)
 
     def close(self) -> None:
@@ -113,8 +116,10 @@ class StewardThread:
         with HEART.waiting("the rollout engines to end", is_for_ranks=False):
             self._thread.join(CLOSE_S)
 
-    def _wait_for(self, is_there: Callable[[], bool], what: str) -> None:
-        self._heard_at = time.monotonic()
+    def _wait_for(self, is_there: Callable[[], bool], what: str, wait_s: float = math.inf) -> None:
+        begin = time.monotonic()
+        if what != self._awaited:
+            self._awaited, self._heard_at = what, begin
         with HEART.waiting(f"{what}, from the rollout engines", is_for_ranks=False):
             while not is_there():
                 if self._failure is not None:
@@ -122,8 +127,12 @@ class StewardThread:
                 if time.monotonic() - self._heard_at > self._limit_s:
                     who = f"nothing came for {self._limit_s:g} s from {self._who()}"
                     raise RuntimeError(f"{what} cannot be waited for any longer: {who}")
+                left_s = begin + wait_s - time.monotonic()
+                if left_s <= 0:
+                    return
                 HEART.mark()  # this wait has a limit of its own
-                self._changed.wait(TICK_S)
+                self._changed.wait(min(TICK_S, left_s))
+        self._awaited = ""
 
     def _who(self) -> str:
         """Who could still say something, in words."""

@@ -5,6 +5,7 @@ Every check prints one line ``CHECK <name> <rank> ok`` or ``CHECK <name> <rank> 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import json
@@ -163,6 +164,17 @@ def takes_whole_experts(engine: VLLMEngine, model: PreTrainedModel, path: Path) 
     return equals_hf(engine, model)
 
 
+def live_write(model: PreTrainedModel, path: Path) -> Callable[[Mapping[str, torch.Tensor]], None]:
+    """What puts the model's present weights into the live parameters of an engine of one rank."""
+    full = dict(hf_weights(model))
+
+    def write(live: Mapping[str, torch.Tensor]) -> None:
+        for piece in vllm_slices(read_model_shape(path), 1, 0):
+            live[piece.local_name][indices(piece.local_box)] = full[piece.hf_name][indices(piece.hf_box)]
+
+    return write
+
+
 def weights_change_under_way(engine: VLLMEngine, model: PreTrainedModel, path: Path) -> None:
     """Responses go on with new weights as if these had computed all that was there; each token tells its version.
 
@@ -175,13 +187,7 @@ def weights_change_under_way(engine: VLLMEngine, model: PreTrainedModel, path: P
     for _ in range(5):
         assert not engine.step(), "ended before the weights changed"
     perturb(model, 5, 0.05)
-    full = dict(hf_weights(model))
-
-    def write(live: Mapping[str, torch.Tensor]) -> None:
-        for piece in vllm_slices(read_model_shape(path), 1, 0):
-            live[piece.local_name][indices(piece.local_box)] = full[piece.hf_name][indices(piece.hf_box)]
-
-    engine.exchange(write, before + 1)
+    engine.exchange(live_write(model, path), before + 1)
     found: list[Trajectory] = []
     while engine.num_unfinished:
         found += engine.step()
@@ -195,6 +201,41 @@ def weights_change_under_way(engine: VLLMEngine, model: PreTrainedModel, path: P
         assert answer[num_old:] == hf_greedy(model, prefix, len(answer) - num_old)
     (later, *_) = engine.generate(whole)
     assert [span.version for span in later.spans] == [before + 1]
+
+
+def tokens_are_of_their_version(engine: VLLMEngine, model: PreTrainedModel, path: Path) -> None:
+    """Each sampled token's log-probability is that of the weights of its own version; with kept keys and values not."""
+    errors = []
+    for seed, keeps_cache in ((6, False), (7, True)):
+        requests = make_requests([prompt(0, LONG)], n=4, step=0, seed=seed, max_tokens=12, temperature=1.0)
+        old, found = copy.deepcopy(model), list[Trajectory]()
+        engine.submit(requests)
+        for _ in range(5):
+            found += engine.step()
+        perturb(model, seed, 0.05)
+        if keeps_cache:
+            engine._llm.reset_prefix_cache = lambda **_: True
+        engine.exchange(live_write(model, path), engine.weight_version + 1)
+        while engine.num_unfinished:
+            found += engine.step()
+        assert any(len(trajectory.spans) == 2 for trajectory in found)
+        models = {engine.weight_version - 1: old, engine.weight_version: model}
+        errors.append(max(span_error(trajectory, models) for trajectory in found))
+    del engine._llm.reset_prefix_cache
+    engine.exchange(live_write(model, path), engine.weight_version + 1)  # forgets the mixture
+    assert errors[0] < 1e-4 and errors[1] > 1e-3, errors
+
+
+def span_error(trajectory: Trajectory, models: Mapping[int, PreTrainedModel]) -> float:
+    """The largest difference of a log-probability from that of the model of the token's version, nats."""
+    start = len(trajectory.prompt.token_ids)
+    edges = [span.start - start for span in trajectory.spans] + [trajectory.num_sampled]
+    worst = 0.0
+    for span, begin, end in zip(trajectory.spans, edges, edges[1:], strict=False):
+        expected = hf_logprobs(models[span.version], trajectory.prompt, answer_of(trajectory), 1.0)
+        found = torch.from_numpy(trajectory.sampled_logprobs)
+        worst = max(worst, (found - expected)[begin:end].abs().max().item())
+    return worst
 
 
 def same_samples_in_any_batch(engine: VLLMEngine) -> None:
@@ -385,6 +426,7 @@ def single(directory: Path) -> None:
             check("groups_survive_a_dropped_engine", groups_survive_a_dropped_engine, path, live)
             check("bad_input", bad_input, path, live, packed)
             check("weights_change_under_way", weights_change_under_way, live, model, path)
+            check("tokens_are_of_their_version", tokens_are_of_their_version, live, model, path)
         check(f"{family}_live_writes", takes_live_writes, live, model, path, 1, 0)
         check(f"{family}_live_loader", takes_weights, live, model, 2, 23)
         check(f"{family}_reload", takes_weights, packed, twin, 1, 23)

@@ -21,6 +21,7 @@ SINGLE = [f"{family}_{name}" for family in FAMILIES for name in (*PER_FAMILY, "r
     "stops",
     "bad_input",
     "weights_change_under_way",
+    "tokens_are_of_their_version",
     "live_equals_fresh_engine",
     "reload_equals_fresh_engine",
     "live_then_reload",

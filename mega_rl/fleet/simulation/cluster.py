@@ -83,7 +83,7 @@ class Simulation:
         self.records = records
         self.now = 0.0
         self.random = random.Random(seed)
-        limits = Limits(cluster.slots, NEVER, NEVER, restarts=1_000_000)
+        limits = Limits(cluster.slots, NEVER, NEVER, NEVER, restarts=1_000_000)
         self.steward = Steward(rules, limits, range(cluster.engines))
         self.machines = [_Machine() for _ in range(cluster.engines)]
         self.activities: list[Activity] = []

@@ -18,7 +18,7 @@ from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.nodes import Nodes
 from mega_rl.rollout.remote.placement import connected_ray, nodes, reserve, spawn
 from mega_rl.rollout.remote.ray_room import bundle, check_room
-from mega_rl.rollout.remote.weight_store import Store, Stored
+from mega_rl.rollout.remote.weight_store import Location, Store, Stored
 from mega_rl.rollout.vllm.options import without_weights
 
 MAX_STEPS = 16  # of an engine between two words of it: so long it may take until it hears of new requests
@@ -134,15 +134,16 @@ class RayCarrier:
             self._places[engine] = self._ray.util.placement_group([worker] * self._size, strategy="STRICT_PACK")
         workers = spawn(self._ray, self._places[engine], self._size, self._options, {PULSE: 1})
         life = self._lives[engine] = Life(decision.life, workers)
-        self._call(engine, "starting", "whereabouts", then=partial(self._is_placed, life))
+        self._call(engine, "starting", "whereabouts", then=partial(self._is_placed, engine, life))
         spec = replace(self._spec, rollout=without_weights(self._spec.rollout))  # which come from the store
         point = workers[0].open.remote(spec)  # Ray gives its answer to the others
         starts = [worker.start.remote(spec, rank, point) for rank, worker in enumerate(workers)]
         self._await(engine, "starting", starts, lambda _: [Started(engine, decision.life)])
 
-    def _is_placed(self, life: Life, found: list[tuple[str, int]]) -> list[Event]:
+    def _is_placed(self, engine: int, life: Life, found: list[tuple[str, int]]) -> list[Event]:
         life.node, life.processes = found[0][0], [process for _, process in found]
-        self._nodes.meet(life.node)
+        if (met := self._nodes.meet(life.node)) is not None:
+            self._await(engine, "starting, and its node was taking memory for the weights", [met], _nothing)
         return []
 
     def _kill(self, engine: int) -> None:
@@ -156,11 +157,19 @@ class RayCarrier:
             self._ray.kill(worker)
 
     def _load(self, decision: Load, life: Life) -> None:
-        location = self._nodes.location(life.node, decision.version)
-        stored = self._stored[decision.version]
-        arguments = self._nodes.form, location, stored
         life.loading = decision.version
+        location = self._nodes.location(life.node, decision.version)
+        if isinstance(location, Location):
+            self._take(decision, [location])
+        else:  # a call that Ray holds back for its arguments would hold back all later ones to the engine
+            then = partial(self._take, decision)
+            self._await(decision.engine, "waiting for weights to come to its node", [location], then)
+
+    def _take(self, decision: Load, found: list[Location]) -> list[Event]:
+        """Have an engine load a version that is on its node."""
+        arguments = self._nodes.form, *found, self._stored[decision.version]
         self._call(decision.engine, "loading weights", "load", *arguments, then=partial(self._is_loaded, decision))
+        return []
 
     def _issue(self, decision: Issue, life: Life) -> None:
         requests = self._requests(decision.key, decision.samples)
@@ -170,11 +179,12 @@ class RayCarrier:
     # What the engines say.
 
     def _ask(self, engine: int, life: Life) -> None:
-        """Have an engine with work sample on, and say now and then how far it is."""
+        """Have an engine with work sample on, and one that has anything to do say now and then how far it is."""
         while life.load and life.num_sampling < NUM_AHEAD:
             life.num_sampling += 1
             self._call(engine, "sampling", "proceed", MAX_STEPS, then=partial(self._has_sampled, engine, life))
-        if life.load and not life.is_asked and time.monotonic() >= life.pulsed_s + PULSE_S:
+        is_busy = life.load or life.loading is not None
+        if is_busy and not life.is_asked and time.monotonic() >= life.pulsed_s + PULSE_S:
             life.is_asked, life.pulsed_s = True, time.monotonic()
             pulses = [worker.pulse.options(concurrency_group=PULSE).remote() for worker in life.workers]
             self._await(engine, "saying how far it is", pulses, partial(self._has_pulsed, engine, life))

@@ -25,13 +25,18 @@ class Nodes:
         self._fetched: dict[int, dict[str, Any]] = defaultdict(dict)  # version -> node -> Ray's reference to a location
         self._is_direct: set[int] = set()  # versions that failed to arrive somewhere: every node asks this one
 
-    def meet(self, node: str) -> None:
-        """Make ready for engines on this node."""
+    def meet(self, node: str) -> Any | None:
+        """Make ready for engines on this node.
+
+        Returns:
+            Ray's reference to an answer that fails if the node has not the memory of a store; None: it has.
+        """
         if node == self._own or node in self._helpers:
-            return
+            return None
         if self._own not in self._helpers:
             self._helpers[self._own] = self._helper(self._own, self._store.location)
         self._helpers[node] = self._helper(node, None)
+        return self._helpers[node].open.remote()
 
     def kill(self, node: str, processes: Sequence[int]) -> None:
         if node == self._own:

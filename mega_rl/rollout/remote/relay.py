@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -16,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mega_rl.errors import InputError
 from mega_rl.rollout.remote.weight_store import Form, Location, Store
 
 CHUNK_BYTES = 1 << 24
@@ -26,12 +29,28 @@ class NodeHelper:
     """Of one node: in the trainer's rank 0, or as an actor of Ray on another node."""
 
     def __init__(self, form: Form, location: Location | None = None) -> None:
-        """Attach to the node's store, or take memory for one.
+        """Take nothing yet: Ray tells of a failure in here only that the actor is gone."""
+        self._form, self._location = form, location
+        self._opened: Store | None = None
+        self._lock = threading.Lock()  # Ray calls in several threads
+
+    def open(self) -> None:
+        """Attach to the node's store, or take memory for one; the other methods do so too.
 
         Raises:
             InputError: the host has not so much memory.
         """
-        self._store = Store(form, location)
+        try:
+            self._store  # noqa: B018 - opens it
+        except InputError as error:
+            raise InputError(f"on host {socket.gethostname()}, which has rollout engines, {error}") from None
+
+    @property
+    def _store(self) -> Store:
+        with self._lock:
+            if self._opened is None:
+                self._opened = Store(self._form, self._location)
+            return self._opened
 
     def kill(self, processes: Sequence[int]) -> None:
         """End processes of this node at once, also those that have been stopped."""

@@ -207,7 +207,7 @@ class FleetBatches:
             self._refuse(f"is of a synchronous run whose {step} steps drew something else than {step} whole batches")
         fleet, settings = self._fleet, self._config.algorithm.dynamic_sampling
         is_kept = partial(has_signal, settings.metric) if settings.enabled else _keep_all
-        limit_s = SILENCE * max(fleet.limits.start_s, fleet.limits.progress_s)
+        limit_s = SILENCE * max(fleet.limits.start_s, fleet.limits.load_s, fleet.limits.progress_s)
         steward = Steward(self._rules, fleet.limits, range(fleet.num_engines), state)
         with HEART.waiting("room for the rollout engines", is_for_ranks=False):
             carrier = fleet.open(self.requests)
@@ -244,10 +244,10 @@ class LateState:
     version: int
     rest: Mapping[str, Any]  # what is known already
 
-    def get_late(self, wait: bool) -> dict[str, Any] | None:
+    def get_late(self, wait_s: float) -> dict[str, Any] | None:
         """As of ``Late``."""
         assert self.thread is not None, "rank 0 asks"
-        found = self.thread.committed(self.version, wait)
+        found = self.thread.committed(self.version, wait_s)
         return None if found is None else {**self.rest, "fleet": encoded(*found)}
 
 

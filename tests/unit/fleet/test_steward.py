@@ -82,7 +82,7 @@ def test_an_engine_that_does_not_start_is_started_again_and_then_left_out() -> N
     (kill, end) = steward.handle(events.Ticked(), 123.0)
     assert isinstance(kill, events.Kill) and isinstance(end, events.End) and end.is_failure
     assert end.sentence.startswith(
-        "no rollout engine is left (engine 0: 60 s were not enough for it to load version 0):"
+        "no rollout engine is left (engine 0: it was to load version 0, and has said nothing for 10 s):"
     )
     assert steward.handle(events.Joined(3), 124.0) == []
 
@@ -147,3 +147,22 @@ def test_the_fleet_knows_no_engine_no_process_group_and_no_clock() -> None:
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             roots = {name.partition(".")[0] for name in names}
             assert not roots & {"torch", "vllm", "ray", "time", "threading", "datetime"}, (path, roots)
+
+
+def test_weights_may_be_late_while_the_engine_says_something() -> None:
+    limits = Limits(progress_s=10.0, load_s=100.0, restarts=5)
+    rules = Rules(num_groups=1, group_size=1, total_steps=3, eta=1, is_pinned=False)
+    steward, issues = serving(rules, limits=limits)
+    answer(steward, issues[0], 0, 3.0)
+    (load,) = of(events.Load, steward.handle(events.Published(1), 4.0))  # under another response
+    for now in range(5, 100, 9):
+        steward.handle(events.Pulsed(0, load.life, 0), float(now))
+        assert not of(events.Kill, steward.handle(events.Ticked(), float(now)))
+    steward.handle(events.Pulsed(0, load.life, 0), 104.0)
+    (kill,) = of(events.Kill, steward.handle(events.Ticked(), 105.0))
+    assert kill.why == "100 s were not enough for it to load version 1"
+    steward, issues = serving(rules, limits=limits)
+    answer(steward, issues[0], 0, 3.0)
+    steward.handle(events.Published(1), 4.0)
+    (kill,) = of(events.Kill, steward.handle(events.Ticked(), 14.5))
+    assert kill.why == "it was to load version 1, and has said nothing for 10 s"

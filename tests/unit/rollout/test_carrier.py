@@ -22,12 +22,13 @@ from mega_rl.rollout.engine import Request
 from mega_rl.rollout.remote import carrier as under_test
 from mega_rl.rollout.remote.carrier import RayCarrier
 from mega_rl.rollout.remote.engine_process import EngineSpec
-from mega_rl.rollout.remote.weight_store import Form, Store, Stored
+from mega_rl.rollout.remote.weight_store import Form, Location, Store, Stored
 from mega_rl.types import Prompt, Trajectory
 
 NORM = Series("model.norm.weight", ((0, 5),), "model.norm.weight", ((0, 5),))
 RULES = Rules(num_groups=4, group_size=2, total_steps=3)
 LIMITS = Limits(progress_s=20.0, start_s=100.0, restarts=1)
+OWN = Location(1, (3,))  # of a store
 NUM_STEPS = 40  # of an engine for a response
 
 
@@ -102,7 +103,7 @@ class Worker:
         assert rank == self.rank
 
     def do_load(self, form: Form, location: Any, stored: Stored) -> None:
-        assert not self.todo, "weights under a pinned ticket"
+        assert location == OWN and not self.todo, "weights that are not there, or under a pinned ticket"
         self.version = stored.version
 
     def do_issue(self, attempt: int, samples: Sequence[int], requests: Sequence[Request]) -> None:
@@ -169,17 +170,34 @@ class FakeNodes:
     def __init__(self, ray: FakeRay, store: Store) -> None:
         self.form, self._ray = store.form, ray
 
-    def meet(self, node: str) -> None:
-        assert node == "own"
+    met: Answer | None = None
 
-    def location(self, node: str, version: int) -> str:
-        return node
+    def meet(self, node: str) -> Answer | None:
+        assert node == "own"
+        found, self.met = self.met, None
+        return found
+
+    def location(self, node: str, version: int) -> Location:
+        return OWN
 
     def forget(self, node: str, version: int) -> None: ...
 
     def kill(self, node: str, processes: Sequence[int]) -> None:
         for process in processes:
             self._ray.workers[process].state = "gone"
+
+
+class Arriving:
+    """Ray's reference to a location, which is there at some time."""
+
+    value, error = OWN, None
+
+    def __init__(self, ray: FakeRay, at: float) -> None:
+        self._ray, self._at = ray, at
+
+    @property
+    def is_there(self) -> bool:
+        return self._ray.now >= self._at
 
 
 def requests(key: Key, samples: Sequence[int]) -> list[Request]:
@@ -309,3 +327,48 @@ def test_what_the_user_must_change_is_said_at_once(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(under_test, "spawn", refusing)
     with pytest.raises(InputError, match="vLLM does not accept"):
         run.go()
+
+
+def test_a_node_without_memory_for_the_weights_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch)
+    refused = TaskFailed(InputError("on host b, which has rollout engines, the weight store takes 9 GB"))
+    run.carrier._nodes.met = Answer(error=refused, is_there=True)  # type: ignore[attr-defined]
+    with pytest.raises(InputError, match="on host b, which has rollout engines"):
+        run.go()
+
+
+def test_weights_on_their_way_to_a_node_hold_no_call_to_its_engines_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, run, arriving = undisturbed(monkeypatch), Run(monkeypatch), list[Arriving]()
+
+    def location(node: str, version: int) -> Location | Arriving:
+        if version == 1 and not arriving:
+            arriving.append(Arriving(run.ray, run.ray.now + 2 * LIMITS.progress_s))
+            return arriving[0]
+        return OWN
+
+    monkeypatch.setattr(run.carrier._nodes, "location", location)
+    assert not run.go().is_failure and run.batches == expected and arriving and not run.whys()[:-2], run.whys()
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_late_weights_are_no_death_while_the_engine_answers(monkeypatch: pytest.MonkeyPatch, is_alive: bool) -> None:
+    expected, run, held = undisturbed(monkeypatch), Run(monkeypatch), list[Worker]()
+    go_on = Worker.go_on
+
+    def late(worker: Worker) -> None:
+        """The first load of step 1's weights takes as long as two limits; pulses are answered beside it."""
+        if not any(name == "load" and arguments[2].version == 1 for name, arguments, _ in worker.calls[:1]):
+            return go_on(worker)
+        if not held:
+            held.append(worker)
+            run.ray.held_at = run.ray.now  # type: ignore[attr-defined]
+        if worker is not held[0] or run.ray.now > run.ray.held_at + 2 * LIMITS.progress_s:  # type: ignore[attr-defined]
+            return go_on(worker)
+        for call in [call for call in worker.calls if call[0] == "pulse" and is_alive]:
+            worker.calls.remove(call)
+            call[2].value, call[2].is_there = worker.num_steps, True
+
+    monkeypatch.setattr(Worker, "go_on", late)
+    assert not run.go().is_failure and run.batches == expected and held
+    whys = [why for why in run.whys() if "said nothing" in why]
+    assert whys == ([] if is_alive else ["it was to load version 1, and has said nothing for 20 s"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mega_rl.bridge.series import Series
+from mega_rl.errors import InputError
 from mega_rl.rollout.remote import relay
 from mega_rl.rollout.remote.nodes import Nodes
 from mega_rl.rollout.remote.relay import NodeHelper
@@ -25,6 +26,7 @@ class Actor:
     def __init__(self, node: str, asked: list[tuple[Any, ...]]) -> None:
         self.node = node
         self.fetch = SimpleNamespace(remote=lambda version, source, there: self._fetched(version, source, there))
+        self.open = SimpleNamespace(remote=lambda: f"memory at {node}")
         self.kill = SimpleNamespace(remote=lambda processes: asked.append(("kill", node, processes)))
         self.asked = asked
 
@@ -58,9 +60,9 @@ class FakeRay:
 def test_each_node_takes_a_version_once_and_passes_it_on_to_two() -> None:
     ray, store = FakeRay(), Store(FORM)
     nodes = Nodes(ray, store)
-    for node in ("own", "a", "b", "c", "d", "e"):
-        nodes.meet(node)
-        nodes.meet(node)
+    assert nodes.meet("own") is None
+    for node in "abcde":
+        assert nodes.meet(node) == f"memory at {node}" and nodes.meet(node) is None
     assert nodes.location("own", 0) == store.location and not ray.asked
     for _ in range(2):
         assert [nodes.location(node, 0) for node in "abcde"] == [f"0 at {node}" for node in "abcde"]
@@ -112,3 +114,10 @@ def test_a_slot_is_copied_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> Non
     assert here.parameters(0, 0)["model.norm.weight"].tolist() == [0] * 5, "the other version's slot"
     there.close()
     here.close()
+
+
+def test_a_node_without_the_memory_says_which_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mega_rl.rollout.remote.weight_store.available_bytes", lambda: 0)
+    helper = NodeHelper(FORM)
+    with pytest.raises(InputError, match=r"on host .+, which has rollout engines, the weight store takes .* GB"):
+        helper.open()

@@ -81,11 +81,11 @@ def test_what_is_delivered_depends_on_no_engine_and_a_checkpoint_goes_on_exactly
         assert [thread.take(0), thread.published(1)][0] == whole[0]
         assert thread.take(1) == whole[1]
         thread.saved(2)  # before its weights are published: what it waits for needs only older ones
-        state = thread.committed(2, wait=True)
+        state = thread.committed(2, wait_s=60.0)
     assert state is not None and list(state[0]["steps"]) == [2]
     state = decoded(encoded(*state))
     with running(engines=2, death=50, seed=5, state=state) as (thread, carrier):
-        assert thread.committed(2, wait=False) is None
+        assert thread.committed(2, wait_s=0.0) is None
         assert rest(thread, first=2) == whole[2:]
     assert set(dict.fromkeys(key.step for key in state[1])) == {2}
 
@@ -122,7 +122,7 @@ def test_a_saved_state_keeps_its_scores_however_late_it_is_closed() -> None:
                 thread.published(step)
             made[0].newest = step
             thread.take(step)
-        state = thread.committed(2, wait=True)
+        state = thread.committed(2, wait_s=60.0)
     assert state is not None and list(state[0]["steps"]) == [2, 3]
     assert {key.step for key in decoded(encoded(*state))[1]} == {2, 3}
 
@@ -133,7 +133,7 @@ def test_without_engines_the_loop_is_told_at_once() -> None:
             with pytest.raises(InputError, match=r"no rollout engine is left \(engine \d: it was killed\)"):
                 thread.take(0)
         with pytest.raises(InputError, match="no rollout engine"):
-            thread.committed(1, wait=False)
+            thread.committed(1, wait_s=0.0)
 
 
 def test_what_scoring_and_engines_raise_is_raised_in_the_loop() -> None:
@@ -163,3 +163,19 @@ def test_a_wait_has_a_limit_that_names_who_is_waited_for() -> None:
     sentence = r"the samples of step 1 cannot be waited for any longer: nothing came for 0.3 s from engine 0 \("
     with running(engines=1, carrier=silent, limit_s=0.3) as (thread, _), pytest.raises(RuntimeError, match=sentence):
         thread.take(0)
+
+
+def test_waits_for_a_checkpoint_in_pieces_are_one_wait() -> None:
+    """The limit counts from the first of them, and a look without a wait has none."""
+
+    class Silent(PretendedCarrier):
+        def events(self, wait_s: float) -> list[events.Event]:
+            return [event for event in super().events(wait_s) if not isinstance(event, events.Answered)]
+
+    silent = lambda wanted: Silent(wanted, lambda v: v, True)  # noqa: E731
+    with running(engines=1, carrier=silent, limit_s=0.5) as (thread, _):
+        for _ in range(3):
+            assert thread.committed(1, wait_s=0.0) is None
+        with pytest.raises(RuntimeError, match="what the checkpoint of step 1 has to hold cannot be waited for"):
+            while True:
+                assert thread.committed(1, wait_s=0.01) is None

@@ -131,6 +131,16 @@ def test_routed_tokens_are_sent_once(tmp_path: Path) -> None:
     assert figures["whole"][1] >= 3 * figures["whole"][0], "every rank gets all of it"
 
 
+def test_overlap_is_measured_in_every_mode(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    launched = run_copy(Path("benchmarks/overlap.py"), "--quick", "--json", path).check()
+    equal, slow = tables(launched.stdout)
+    modes = ["synchronous, 0", "pinned, 1", "pinned, 2", "pinned, 4", "in_flight, 1", "in_flight, 2"]
+    assert [row[0] for row in equal[1:]] == [row[0] for row in slow[1:]] == modes
+    results = json.loads(path.read_text())
+    assert all(row["step_s"] > 0 for part in ("equal", "slow") for row in results[part])
+
+
 @pytest.mark.slow
 def test_every_sink_is_measured(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
