@@ -108,5 +108,3 @@ def test_a_value_that_is_no_number_is_told_by_its_expert(transposed: Path, tmp_p
     reader.read(EXPERT + "up_proj.weight", whole_box((24, 32)))
     with pytest.raises(InputError, match="experts.5.gate_proj.weight has NaN"):
         reader.read(EXPERT + "gate_proj.weight", whole_box((24, 32)))
-
-
