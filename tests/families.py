@@ -29,6 +29,7 @@ OPTIONS: dict[str, Keys] = {
     "deepseek_v3": {},
     "qwen2_5_vl": {},
     "qwen3_vl": {},
+    "qwen3_vl_moe": {},
 }
 
 
@@ -169,6 +170,16 @@ CONTRACT = Scale(  # what every family must hold
             "vision_config": {**QWEN3_TOWER, "out_hidden_size": 32},
             **picture_tokens(131),
         },
+        "qwen3_vl_moe": {
+            "text_config": {
+                **EXPERTS,
+                "head_dim": 16,
+                "mlp_only_layers": [1],
+                "rope_parameters": three_axes([3, 3, 2], mrope_interleaved=True),
+            },
+            "vision_config": {**QWEN3_TOWER, "out_hidden_size": 32},
+            **picture_tokens(131),
+        },
     },
     variants={"deepseek_v3_whole_queries": "deepseek_v3"},
 )
@@ -208,6 +219,16 @@ TRAINER = Scale(  # the trainer at every layout; the vocabulary of two families 
         },
         "qwen3_vl": {
             "text_config": {"head_dim": 32, "rope_parameters": three_axes([6, 5, 5], mrope_interleaved=True)},
+            "vision_config": {**QWEN3_TOWER, "out_hidden_size": 64},
+            **picture_tokens(250),
+        },
+        "qwen3_vl_moe": {
+            "text_config": {
+                **FEW_EXPERTS,
+                "num_experts": 4,
+                "head_dim": 32,
+                "rope_parameters": three_axes([6, 5, 5], mrope_interleaved=True),
+            },
             "vision_config": {**QWEN3_TOWER, "out_hidden_size": 64},
             **picture_tokens(250),
         },

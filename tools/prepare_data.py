@@ -1,10 +1,11 @@
 """Makes the data files that training reads.
 
 From files that you have, ``prepare_data.py SET --source FILES --out DIRECTORY`` makes rows that training takes:
-``gsm8k``, ``dapo`` and ``math`` become train.parquet and test.parquet (prompts with a ground truth), ``alpaca`` and
-``sharegpt`` train.jsonl and val.jsonl (messages for supervised training), ``retool`` the same files with calls of a
-tool, ``pairs`` and ``kto`` the same files (preferences). ``prepare_data.py SET --help`` says where a set's files come
-from. Every row is kept, or dropped for a reason that is counted; docs/data.md has the forms and the reasons.
+``gsm8k``, ``dapo``, ``math`` and ``geo3k`` (with pictures) become train.parquet and test.parquet (prompts with a
+ground truth), ``alpaca`` and ``sharegpt`` train.jsonl and val.jsonl (messages for supervised training), ``retool`` the
+same files with calls of a tool, ``pairs`` and ``kto`` the same files (preferences). ``prepare_data.py SET --help`` says
+where a set's files come from. Every row is kept, or dropped for a reason that is counted; docs/data.md has the forms
+and the reasons.
 
 ``arithmetic`` makes up additions: train.jsonl and val.jsonl (``07+25=`` and ``32``, operand pairs of val held out of
 train in either order) and sft.jsonl, supervised responses over the train pairs. These hold the right sum in several

@@ -124,6 +124,11 @@ def _tower_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
             f"trainer.stage is {config.trainer.stage!r}, which does not take a {shape.family} model: train it with one "
             f"of {', '.join(SEEING_STAGES)}"
         )
+    if shape.tower and has_critic(config):
+        yield (
+            f"algorithm.advantage is {config.algorithm.advantage!r}, whose critic would be a {shape.family} model: "
+            "value models see no pictures, choose grpo or another advantage without one"
+        )
     if shape.tower and is_trained and config.parallel.overlap_grad_reduce:
         yield (  # a micro-batch without a picture would leave a bucket of gradients waiting
             "parallel.overlap_grad_reduce is True, but model.vision trains the tower, which has no gradient where "
@@ -201,6 +206,8 @@ def _value_model_problems(
 ) -> list[str]:
     """Misfits of a second model, which ``key`` names, with the lengths and the layout; the layout is the policy's."""
     shape, found = inspect_model(path, key, allowed)
+    if shape is not None and shape.tower:
+        found.append(f"{key} is a {shape.family} model: value models see no pictures, give one of text")
     data, parallel = config.data, config.parallel
     if shape is not None and is_good("data.max_prompt_length", "data.max_response_length"):
         found += length_problems(shape, data.max_prompt_length, data.max_response_length, None, None)

@@ -82,6 +82,11 @@ def critic_parallel(config: RunConfig) -> ParallelConfig:
     return replace(policy, **sizes, virtual_pipeline=chunks, sequence=shares_tokens)
 
 
+def reads_pictures(config: RunConfig) -> bool:
+    """Whether rows may bring pictures to a model that sees them."""
+    return samples(config) or config.trainer.stage == "sft"
+
+
 def has_critic(config: RunConfig) -> bool:
     """Whether the run trains a critic beside the policy, and so reads the section ``critic``."""
     return samples(config) and config.algorithm.advantage == CRITIC_ADVANTAGE

@@ -135,12 +135,7 @@ class PictureReader:
     def _picture(self, value: Any, where: str, file: Path) -> FilePicture:
         source = _source(value, where, file)
         content = _content(source, where)
-        HEART.mark()
-        with _readable(where), Image.open(io.BytesIO(content), formats=FORMATS) as image:
-            _check(image, where)
-            grid = self._grid(image.width, image.height)
-            image.draft("RGB", (1, 1))  # a JPEG is decoded coarsely, which finds a cut one as well
-            image.load()
+        grid = self._grid(*_decode_coarsely(content, where))
         return FilePicture(where, source, _digest(content), grid, self)
 
     def _grid(self, width: int, height: int) -> tuple[int, int]:
@@ -161,6 +156,28 @@ class PictureReader:
     def num_tokens(self, picture: FilePicture) -> int:
         """Of the language model."""
         return picture.grid[0] * picture.grid[1] // self.merge**2
+
+
+def encoded_pictures(row: Row) -> list[bytes]:
+    """The row's pictures as encoded bytes, wherever they stand; InputError for one that cannot be decoded."""
+    column = next((row.get(name) for name in COLUMNS if row.get(name) is not None), None) or []
+    found = []
+    for number, value in enumerate(column if isinstance(column, list) else [column]):
+        where = f"{row.where}, picture {number + 1}"
+        found.append(_content(_source(value, where, row.file), where))
+        _decode_coarsely(found[-1], where)
+    return found
+
+
+def _decode_coarsely(content: bytes, where: str) -> tuple[int, int]:
+    """Width and height in pixels; InputError for a picture that cannot be used."""
+    HEART.mark()
+    with _readable(where), Image.open(io.BytesIO(content), formats=FORMATS) as image:
+        _check(image, where)
+        size = image.width, image.height
+        image.draft("RGB", (1, 1))  # a JPEG is decoded coarsely, which finds a cut one as well
+        image.load()
+    return size
 
 
 def _has_parts(fields: Mapping[str, Any]) -> bool:

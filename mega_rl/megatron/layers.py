@@ -62,6 +62,10 @@ class SeeingLayer(TransformerLayer):
         return add_features(hidden_L1D, self.layer_number - 1, packed_seq_params), context
 
 
+class SeeingMixtureLayer(SeeingLayer, MixtureLayer):
+    """One with experts: what it adds comes behind theirs."""
+
+
 class LatentSelfAttention(MLASelfAttention):
     """Megatron's latent attention on packed sequences whose positions restart."""
 
@@ -104,7 +108,7 @@ def layer_specs(config: TransformerConfig, shape: ModelShape, chunk: int | None 
     dense = _layer_spec(config, num_experts=None)
     sparse = _layer_spec(config, num_experts=config.num_moe_experts) if shape.mixture else dense
     if shape.tower is not None and shape.tower.deepstack:
-        dense.module = SeeingLayer
+        dense.module, sparse.module = SeeingLayer, SeeingMixtureLayer if shape.mixture else SeeingLayer
     layers = [sparse if shape.has_experts(layer) else dense for layer in range(first, last)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from torch import Tensor
 
 from mega_rl.megatron.attention import PackedSequences
 from mega_rl.microbatch import Picture
+from mega_rl.models.flops import TowerFlops, tower_flops
 from mega_rl.models.vision import Tower
+from mega_rl.observe.work import WORK
 
 ATTENTION = "sdpa"  # of the tower, on every platform
 
@@ -37,7 +40,7 @@ class VisionTower(torch.nn.Module):
             # Under sequence parallelism each rank puts only the features of its own tokens into the sequence, so that
             # its gradient is a part; Megatron sums those of marked parameters over the tensor-parallel ranks.
             parameter.sequence_parallel = config.sequence_parallel
-        self._merge = tower.merge
+        self._tower, self._merge, self._num_stages = tower, tower.merge, config.pipeline_model_parallel_size
         self._known = _Features(cache_bytes)
 
     def forward(self, pictures: Sequence[Picture]) -> list[Tensor]:
@@ -56,9 +59,16 @@ class VisionTower(torch.nn.Module):
             self._known.put(key, features)
         return [torch.cat(level) for level in zip(*parts, strict=True)]
 
+    @cached_property
+    def _flops(self) -> TowerFlops:
+        return tower_flops(self._tower, {name for name, p in self.module.named_parameters() if p.requires_grad})
+
     def _computed(self, pictures: Sequence[Picture]) -> list[Tensor]:
         weight = next(self.module.parameters())
         patches_PC = torch.cat([picture.patches() for picture in pictures]).to(weight.device, weight.dtype)
+        # Every rank of the first of the stages computes it, but a replica's ranks are averaged over all stages.
+        work = self._flops.of([picture.grid for picture in pictures], with_gradient=torch.is_grad_enabled())
+        WORK.add(work * self._num_stages)
         grids_N3 = torch.tensor([(1, *picture.grid) for picture in pictures], device=weight.device)
         output = self.module(patches_PC, grid_thw=grids_N3)
         return [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]

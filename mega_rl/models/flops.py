@@ -4,7 +4,8 @@ A matrix product of n weights takes 2 n operations (a multiplication and an addi
 for the gradient of its weights where they are trained, and 2 n for the gradient of its input where something before it
 is trained. Attention is counted for the pairs of a query and a key that it sees, so one half of the square of a
 sequence's length. Not counted: what an implementation does more than that (recomputed activations, masked or padded
-positions, logits that are computed twice) and what is no matrix product. Source of the convention: PaLM (arXiv
+positions, logits that are computed twice) and what is no matrix product. Vision towers are counted apart, per picture,
+where they are computed: what a cache gives again costs nothing. Source of the convention: PaLM (arXiv
 2204.02311, appendix B), here with frozen weights and the masked half of attention taken as they are.
 """
 
@@ -12,8 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 
 from mega_rl.models.shape import ModelShape
+from mega_rl.models.vision import Tower, tower_tensors
 
 Sizes = Mapping[str, tuple[int, ...]]  # Hugging Face tensor -> its shape
 
@@ -72,6 +75,70 @@ def pass_flops(
     return PassFlops(count.forward, count.pair_forward, count.backward, count.pair_backward)
 
 
+@dataclass(frozen=True)
+class TowerFlops:
+    """Operations of a vision tower; a pair is two patches of a picture, or of a window of it, in all heads."""
+
+    tower: Tower
+    forward_per_patch: float
+    backward_per_patch: float
+    trained_blocks: range  # those that a gradient passes
+    forward_per_pair: float  # of one block
+    backward_per_pair: float
+
+    def of(self, grids: Iterable[tuple[int, int]], with_gradient: bool) -> float:
+        """Operations of pictures of so many rows and columns of patches."""
+        whole, total = set(self.tower.whole_blocks), 0.0
+        per_patch = self.forward_per_patch + with_gradient * self.backward_per_patch
+        side = None if self.tower.window is None else self.tower.window // self.tower.patch
+        for rows, columns in grids:
+            total += per_patch * rows * columns
+            for block in range(self.tower.num_blocks):
+                is_whole = side is None or block in whole
+                pairs = (rows * columns) ** 2 if is_whole else _squares(rows, side) * _squares(columns, side)
+                backward = with_gradient and block in self.trained_blocks
+                total += pairs * (self.forward_per_pair + backward * self.backward_per_pair)
+        return total
+
+
+def _squares(length: int, side: int | None) -> int:
+    """The sum of the squared lengths of the pieces that windows of ``side`` cut a side of a picture into."""
+    assert side is not None
+    return length // side * side**2 + (length % side) ** 2
+
+
+def tower_flops(tower: Tower, trained: Collection[str]) -> TowerFlops:
+    """What a pass of the tower costs.
+
+    Args:
+        trained: the tensors that are trained, by the tower's own names.
+    """
+    count = _Count(dict(tower_tensors(tower)), trained, {})
+    needs = count.product("patch_embed.proj.weight", False) or count.trains("pos_embed.weight")
+    first = tower.num_blocks
+    mergers = {block: f"deepstack_merger_list.{i}" for i, block in enumerate(tower.deepstack)}
+    for block in range(tower.num_blocks):
+        qkv = count.product(f"blocks.{block}.attn.qkv.weight", needs or count.trains_some(f"blocks.{block}.norm1."))
+        first = min(first, block) if qkv else first
+        needs = count.product(f"blocks.{block}.attn.proj.weight", qkv) or needs
+        *up, down = (n for n in count.sizes if n.startswith(f"blocks.{block}.mlp.") and n.endswith(".weight"))
+        normed = needs or count.trains_some(f"blocks.{block}.norm2.")
+        between = [count.product(name, normed) for name in up]
+        needs = count.product(down, any(between)) or needs
+        if block in mergers:
+            _merger(count, tower, mergers[block], needs)
+    _merger(count, tower, "merger", needs)
+    pair = 4.0 * tower.hidden_size  # the scores of all heads, and the sums that they weigh
+    return TowerFlops(tower, count.forward, count.backward, range(first, tower.num_blocks), pair, 2 * pair)
+
+
+def _merger(count: _Count, tower: Tower, name: str, needs: bool) -> None:
+    """The two products of a merger, which one token passes for ``merge`` x ``merge`` patches."""
+    needs = needs or count.trains_some(f"{name}.norm.") or count.trains_some(f"{name}.ln_q.")
+    for weight in (n for n, size in count.sizes.items() if n.startswith(f"{name}.") and len(size) == 2):
+        needs = count.product(weight, needs, 1 / tower.merge**2)
+
+
 @dataclass
 class _Count:
     """Operations so far. ``needs``: whether a gradient is wanted of a value, as something before it is trained."""
@@ -88,9 +155,13 @@ class _Count:
         """Whether the model has this tensor and trains it."""
         return name in self.sizes and (self.trained is None or name in self.trained)
 
+    def trains_some(self, beginning: str) -> bool:
+        return any(self.trains(name) for name in self.sizes if name.startswith(beginning))
+
     def product(self, weight: str, needs: bool, share: float = 1.0) -> bool:
         """A linear layer that ``share`` of the tokens pass, with its adapter; returns whether its output ``needs``."""
-        rows, columns = self.sizes[weight]
+        rows, *inner = self.sizes[weight]
+        columns = prod(inner)
         own = rows * columns * share
         is_trained = self.trains(weight)
         self.forward += 2 * own

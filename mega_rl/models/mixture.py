@@ -37,8 +37,18 @@ class Mixture:
         return 1 if self.num_experts <= 256 else 2
 
 
-def read_qwen_mixture(shared: bool, config: ConfigValues) -> Mixture:
-    """Qwen2-MoE (``shared``) and Qwen3-MoE; what is malformed or unsupported is in ``config.problems`` afterwards."""
+def read_qwen3_vl_mixture(config: ConfigValues) -> Mixture:
+    """Qwen3-VL-MoE, where the weights of a token's experts always add up to 1."""
+    config.require("norm_topk_prob", True)
+    return read_qwen_mixture(False, config, is_normalized=True)
+
+
+def read_qwen_mixture(shared: bool, config: ConfigValues, is_normalized: bool = False) -> Mixture:
+    """Qwen2-MoE (``shared``) and Qwen3-MoE; what is malformed or unsupported is in ``config.problems`` afterwards.
+
+    Args:
+        is_normalized: the chosen experts' weights add up to 1 whatever ``norm_topk_prob`` says.
+    """
     num_layers = _num_layers(config)
     names = ("num_experts", "num_local_experts")
     key = next((name for name in names if name in config.values), names[0])
@@ -53,7 +63,7 @@ def read_qwen_mixture(shared: bool, config: ConfigValues) -> Mixture:
         num_experts=config.integer(key, most=MAX_EXPERTS),
         experts_per_token=config.integer("num_experts_per_tok"),
         ffn_size=config.integer("moe_intermediate_size"),
-        normalize_weights=config.flag("norm_topk_prob"),
+        normalize_weights=is_normalized or config.flag("norm_topk_prob"),
         shared_ffn_size=config.integer("shared_expert_intermediate_size") if shared else 0,
         shared_gate=shared,
     )

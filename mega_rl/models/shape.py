@@ -16,7 +16,7 @@ from mega_rl.errors import InputError, input_error, shown
 from mega_rl.models.config_values import ConfigValues
 from mega_rl.models.files import CONFIG_FILE, read_config
 from mega_rl.models.latent import LatentAttention, read_latent
-from mega_rl.models.mixture import Mixture, read_deepseek_mixture, read_qwen_mixture
+from mega_rl.models.mixture import Mixture, read_deepseek_mixture, read_qwen3_vl_mixture, read_qwen_mixture
 from mega_rl.models.vision import ReadTower, Tower, read_qwen2_5_tower, read_qwen3_tower, text_values
 
 
@@ -38,6 +38,7 @@ class Family:
     decoder: str = "model"  # what the checkpoint's names of the decoder's tensors begin with
     tower: ReadTower | None = None  # reads the part that sees pictures; None: there is none
     tower_prefix: str = ""  # what the checkpoint's names of the tower's tensors begin with
+    fused_experts: bool = False  # files hold the experts of a layer in two tensors
 
 
 FAMILIES: dict[str, Family] = {
@@ -62,6 +63,16 @@ FAMILIES: dict[str, Family] = {
         decoder="model.language_model",
         tower=read_qwen3_tower,
         tower_prefix="model.visual",
+    ),
+    "Qwen3VLMoeForConditionalGeneration": Family(
+        "qwen3_vl_moe",
+        qk_norm=True,
+        window="all_layers",
+        mixture=read_qwen3_vl_mixture,
+        decoder="model.language_model",
+        tower=read_qwen3_tower,
+        tower_prefix="model.visual",
+        fused_experts=True,
     ),
 }
 BY_NAME = {family.name: family for family in FAMILIES.values()}
@@ -113,6 +124,11 @@ class ModelShape:
     def decoder(self) -> str:
         """What the checkpoint's names of the decoder's tensors begin with; the same for all models of a family."""
         return BY_NAME[self.family].decoder
+
+    @property
+    def fused_experts(self) -> bool:
+        """Whether files hold the experts of a layer in two tensors, not every matrix by itself."""
+        return BY_NAME[self.family].fused_experts
 
     def has_experts(self, layer: int) -> bool:
         return self.mixture is not None and layer in self.mixture.layers

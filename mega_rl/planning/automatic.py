@@ -60,7 +60,7 @@ def _choose(config: RunConfig, shape: ModelShape, machine: Machine) -> str:
 def _ways(config: RunConfig, shape: ModelShape) -> tuple[Way, ...]:
     """Selective recomputation begins in the middle of a layer, where dropout does not know its tokens.
 
-    A vision tower's activations are not planned for, so that a model with one always recomputes.
+    What a vision tower takes is an estimate only, so that a model with one always recomputes.
     """
     if shape.tower is not None:
         return ("full",)

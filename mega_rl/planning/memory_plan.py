@@ -26,6 +26,7 @@ from mega_rl.planning.companions import Companion, companions
 from mega_rl.planning.engine import EngineMemory, engine_memory
 from mega_rl.planning.state import TrainerState, UpdateMemory, stage_parameters, trainer_state
 from mega_rl.planning.steps import fullest_microbatches
+from mega_rl.planning.tower import TowerMemory, tower_memory
 from mega_rl.platform.operators.memory import OPERATOR_MEMORY
 from mega_rl.rewards.scorer import WORKERS_PER_RANK
 from mega_rl.types import DTYPES
@@ -159,17 +160,19 @@ def _ranks(
     tokens = fullest_microbatches(config, layout)
     model = ActivationModel(config, shape, layout, OPERATOR_MEMORY[machine.platform], tokens, trains_head)
     others = companions(config, shape, layout, OPERATOR_MEMORY[machine.platform], tokens)
+    tower = tower_memory(config, shape, tuning, tokens)
     held = [stage_parameters(config, shape, layout, stage, tuning) for stage in range(layout.pipeline)]
     activations = [model.of_stage(stage) for stage in range(layout.pipeline)]
     ranks = []
     for rank in range(layout.world_size):
         stage = layout.coordinates(rank).pipeline
         state = trainer_state(config, layout, rank, held[stage], has_reference)
-        further = others(rank)
-        phases = tuple(_phases(config, shape, machine.platform, state, activations[stage], engine, further))
+        further, seeing = others(rank), tower if stage == 0 else TowerMemory()
+        phases = tuple(_phases(config, shape, machine.platform, state, activations[stage], seeing, engine, further))
         host = (
             *_host(config, state, engine, machine.platform, further),
             *_routing(config, shape.mixture, layout, rank),
+            *([Item("features of pictures, at most", seeing.features, ESTIMATE)] if seeing.features else []),
         )
         ranks.append(RankMemory(rank, stage, state, activations[stage], phases, host))
     return tuple(ranks)
@@ -204,6 +207,7 @@ def _phases(
     platform: str,
     state: TrainerState,
     activations: Activations,
+    tower: TowerMemory,
     engine: EngineMemory | None,
     others: list[Companion],
 ) -> Iterator[Phase]:
@@ -238,7 +242,8 @@ def _phases(
     learning = [weights, gradients] if is_between else trainer
     if samples(config) or needs_reference(config):
         forward = Item("activations", activations.forward_only, MODEL)
-        yield _phase("log-probabilities", [*trainer, reference, *waiting.values(), forward, *awake])
+        seeing = Item("vision tower", tower.forward_only, ESTIMATE)
+        yield _phase("log-probabilities", [*trainer, reference, *waiting.values(), forward, seeing, *awake])
     for one in others:  # what else there is waits meanwhile
         kept = one.activations.kept + one.activations.working if one.is_trained else one.activations.forward_only
         rest = [item for item in resident if item.name != one.name]
@@ -252,6 +257,7 @@ def _phases(
             *resident,
             Item("activations", activations.kept, MODEL),
             Item("working memory", activations.working, MODEL),
+            Item("vision tower", tower.training, ESTIMATE),
             *awake,
         ],
     )

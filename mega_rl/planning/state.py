@@ -15,6 +15,7 @@ from functools import cached_property
 from mega_rl.bridge.files.torch_dist_layout import padded_keys
 from mega_rl.bridge.mapping.adapter import adapter_series
 from mega_rl.bridge.mapping.megatron import chunk_series, padded_vocab_size
+from mega_rl.bridge.mapping.tower import TRAINER_PREFIX
 from mega_rl.bridge.mapping.tuning import TuningPlan
 from mega_rl.bridge.series import Series, slices_of
 from mega_rl.config.schema import RunConfig
@@ -46,7 +47,7 @@ ORDER = (
 @dataclass(frozen=True)
 class Parameter:
     name: str
-    kind: str  # embedding | output | attention | mlp | experts | norms and router | adapters
+    kind: str  # embedding | output | attention | mlp | experts | norms and router | adapters | vision tower
     num_elements: int
     is_shared_embedding: bool = False  # tied, with the other copy on another pipeline stage
     is_expert: bool = False
@@ -149,6 +150,8 @@ def _kind(name: str) -> str:
         return "embedding"
     if name.startswith("output_layer."):
         return "output layer"
+    if name.startswith(f"{TRAINER_PREFIX}."):
+        return "vision tower"
     if ".adapter." in name:
         return "adapters"
     if ".experts." in name:
@@ -162,6 +165,8 @@ def _place(name: str) -> tuple[int, int, int, int]:
     """Sorts the parameters of a chunk by their registration; equal ones keep their order."""
     if name.startswith("embedding."):
         return 0, 0, 0, 0
+    if name.startswith(f"{TRAINER_PREFIX}."):
+        return 3, 0, 0, 0
     parts = name.split(".")
     if parts[:2] != ["decoder", "layers"]:
         return 2, int(name.startswith("output_layer.")), 0, 0

@@ -8,6 +8,7 @@ DENSE = ("qwen2", "qwen3", "llama")
 MIXTURE = ("qwen3_moe",)
 LATENT = ("deepseek_v3",)
 VISION = ("qwen2_5_vl", "qwen3_vl")
+VISION_MIXTURE = ("qwen3_vl_moe",)
 
 
 @dataclass(frozen=True)

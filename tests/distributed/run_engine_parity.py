@@ -36,7 +36,7 @@ from tests.distributed.engine_support import (
     run_config,
     total_loss,
 )
-from tests.distributed.layouts import LATENT, MIXTURE, VISION, Case
+from tests.distributed.layouts import LATENT, MIXTURE, VISION, VISION_MIXTURE, Case
 from tests.distributed.parity_reference import (
     NUM_STEPS,
     OBJECTIVES,
@@ -64,8 +64,8 @@ class Errors:
 
 
 def sequences_of(family: str, objective: str) -> list[Sequence]:
-    experts = tiny_models.experts(family) if family in MIXTURE and objective == "rl" else None
-    is_text = family not in VISION
+    experts = tiny_models.experts(family) if family in (*MIXTURE, *VISION_MIXTURE) and objective == "rl" else None
+    is_text = family not in (*VISION, *VISION_MIXTURE)
     num_text = tiny_models.vocab_size(family) - (0 if is_text else len(tiny_models.picture_tokens(family)))
     sequences = make_sequences(OBJECTIVES[objective], num_text, experts)
     if is_text:
@@ -75,7 +75,7 @@ def sequences_of(family: str, objective: str) -> list[Sequence]:
 
 def router_losses(family: str, objective: str) -> RouterLosses:
     """Large enough to be seen: in the gradient of a router they weigh as much as the objective."""
-    if objective != "sft" or family not in (*MIXTURE, *LATENT):
+    if objective != "sft" or family not in (*MIXTURE, *LATENT, *VISION_MIXTURE):
         return RouterLosses()
     return RouterLosses(aux_loss=0.3, z_loss=0.02, bias_update_rate=0.01 if family in LATENT else 0.0)
 

@@ -13,14 +13,14 @@ from dataclasses import asdict
 
 import pytest
 
-from tests.distributed.layouts import DENSE, LATENT, MIXTURE, VISION, Case
+from tests.distributed.layouts import DENSE, LATENT, MIXTURE, VISION, VISION_MIXTURE, Case
 from tests.launch import REPO, once, ranks
 
 CASES = (
-    Case(1, families=DENSE + MIXTURE + VISION),
+    Case(1, families=DENSE + MIXTURE + VISION + VISION_MIXTURE),
     Case(1, max_tokens=200),
     Case(2, tensor=2),
-    Case(2, tensor=2, sequence=True, families=DENSE + MIXTURE),
+    Case(2, tensor=2, sequence=True, families=DENSE + MIXTURE + VISION_MIXTURE),
     Case(2, tensor=2, sequence=True, recompute="full", families=VISION),
     Case(2, pipeline=2),
     Case(2, pipeline=2, virtual_pipeline=2),
@@ -29,7 +29,8 @@ CASES = (
     Case(2, context=2, families=DENSE + MIXTURE + VISION),
     Case(2, context=2, context_method="ulysses", families=("qwen3", *LATENT)),
     Case(2, overlap=True),
-    Case(2, expert=2, families=MIXTURE),
+    Case(2, expert=2, families=MIXTURE + VISION_MIXTURE),
+    Case(2, pipeline=2, recompute="full", families=VISION_MIXTURE),
     Case(2, expert_tensor=2, families=MIXTURE),
     Case(2, context=2, families=LATENT),
     Case(2, pipeline=2, virtual_pipeline=2, families=LATENT),
@@ -42,7 +43,7 @@ CASES = (
     Case(4, tensor=2, sequence=True, context=2, context_method="ulysses", families=("llama",)),
     Case(4, pipeline=2, context=2),
     Case(4, context=2),
-    Case(4, tensor=2, sequence=True, expert=2, expert_tensor=1, families=MIXTURE),
+    Case(4, tensor=2, sequence=True, expert=2, expert_tensor=1, families=MIXTURE + VISION_MIXTURE),
     Case(4, tensor=2, sequence=True, expert=2, families=MIXTURE),
     Case(4, pipeline=2, virtual_pipeline=2, expert=2, overlap=True, families=MIXTURE),
 )

@@ -34,7 +34,7 @@ def picture_tokens(family: str) -> dict[str, int]:
 
 def experts(family: str, num_layers: int = 4) -> tuple[int, int, int]:
     """Layers with experts, experts of a layer, experts of a token."""
-    keys = TRAINER.keys(family)
+    keys = TRAINER.text_keys(family)
     return num_layers, keys["num_experts"], keys["num_experts_per_tok"]
 
 

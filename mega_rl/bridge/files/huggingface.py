@@ -7,6 +7,7 @@ import os
 import shutil
 import struct
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from mega_rl.bridge.files.assembly import FileImage, disk_error, fsync, literal_file
-from mega_rl.bridge.files.stored import Place, Stored
+from mega_rl.bridge.files.fused import DOWN, GATE_UP, Part, are_transposed, box_in_file, file_sizes, part_of
+from mega_rl.bridge.files.stored import OpenTensors, Place, Stored
 from mega_rl.bridge.mapping.tensors import LM_HEAD, hf_tensors
 from mega_rl.bridge.slices import Box, indices, whole_box
 from mega_rl.errors import InputError, shortened, shown
@@ -57,10 +59,17 @@ class HFReader:
         self._file_of = self._locate()  # tensor -> shard file
 
     def names(self) -> list[str]:
+        """Of the tensors of the files."""
         return list(self._file_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slice(name).get_shape())
+        """Of a tensor of the files, or of one expert's in them."""
+        part = self._part(name)
+        if part is None:
+            return tuple(self._slice(name).get_shape())
+        _, *matrix = self._slice(part.file_name).get_shape()
+        rows, columns = reversed(matrix) if self._is_transposed(part.file_name) else matrix
+        return (rows if part.file_name.endswith(DOWN) else rows // 2), columns
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """The box of a tensor in the checkpoint's dtype; only its bytes are read.
@@ -68,17 +77,18 @@ class HFReader:
         Raises:
             InputError: the file cannot be read any more, or a weight is not finite.
         """
+        place = self._place(name, self.shape(name))
         try:
-            tensor: torch.Tensor = self._slice(name)[indices(box)]
+            tensor: torch.Tensor = self._slice(self._file_name(name))[indices(place.in_array(box))]
         except (SafetensorError, OSError) as error:
             raise InputError(f"{self._path(name)}: cannot read {name} ({error}); copy the file again") from error
         if not torch.isfinite(tensor).all():
             raise InputError(f"{self._path(name)}: {name} has NaN or infinity in it; copy the file again")
-        return tensor
+        return place.in_order(tensor.view(tensor.shape[-len(box) :]) if box else tensor)
 
     def check(self, shape: ModelShape) -> None:
         """InputError unless the tensors are exactly those of the model, in shape and of a floating dtype."""
-        expected = hf_tensors(shape)
+        expected = file_sizes(shape, hf_tensors(shape), self._has_transposed())
         missing = [name for name in expected if name not in self._file_of]
         if missing:
             raise InputError(f"{self.model_dir}: missing tensors {_some(missing)}; copy the model again")
@@ -101,10 +111,38 @@ class HFReader:
         sizes, starts = hf_tensors(shape), {shard: self._starts(shard) for shard in self._files}
         places = {}
         for name, size in sizes.items():
-            shard = self._file_of[name]
-            places[name] = [Place(whole_box(size), shard, starts[shard][name], size, whole_box(size))]
-        dtypes = {name: FLOAT_DTYPES[self._slice(name).get_dtype()] for name in sizes}
+            place, file_name = self._place(name, size), self._file_name(name)
+            places[name] = [replace(place, offset=starts[place.file][file_name])]
+        dtypes = {name: FLOAT_DTYPES[self._slice(self._file_name(name)).get_dtype()] for name in sizes}
         return Stored(self.model_dir, sizes, dtypes, places)
+
+    def _part(self, name: str) -> Part | None:
+        """Where an expert's tensor lies that has no name of its own in the files; None: it has one."""
+        return None if name in self._file_of else part_of(name)
+
+    def _file_name(self, name: str) -> str:
+        part = self._part(name)
+        return name if part is None else part.file_name
+
+    def _place(self, name: str, size: tuple[int, ...]) -> Place:
+        """Without the offset of its tensor in the file."""
+        part = self._part(name)
+        if part is None:
+            return Place(whole_box(size), self._file_of[name], 0, size, whole_box(size))
+        is_transposed, shape = self._is_transposed(part.file_name), tuple(self._slice(part.file_name).get_shape())
+        box = box_in_file(part, size, is_transposed)
+        return Place(whole_box(size), self._file_of[part.file_name], 0, shape, box, is_transposed)
+
+    def _is_transposed(self, stack: str) -> bool:
+        """The order of the experts in ``stack`` and its twin, as the shapes of both say."""
+        experts = stack.removesuffix(DOWN).removesuffix(GATE_UP)
+        gate_up, down = (tuple(self._slice(experts + end).get_shape()) for end in (GATE_UP, DOWN))
+        return are_transposed(gate_up, down)
+
+    def _has_transposed(self) -> bool:
+        """Of the experts that the files hold together, if they are of one order."""
+        stacks = (name for name in self._file_of if name.endswith(DOWN))
+        return any(self._is_transposed(name) for name in stacks if name.removesuffix(DOWN) + GATE_UP in self._file_of)
 
     def _starts(self, shard: str) -> dict[str, int]:
         """Where each tensor's bytes begin in a shard whose header has been checked."""
@@ -114,7 +152,7 @@ class HFReader:
         return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
 
     def _path(self, name: str) -> Path:
-        return self.model_dir / self._file_of[name]
+        return self.model_dir / self._file_of[self._file_name(name)]
 
     def _slice(self, name: str) -> Any:
         return self._files[self._file_of[name]].get_slice(name)
@@ -194,21 +232,19 @@ class HFWriter:
             shutil.rmtree(self._partial, ignore_errors=True)  # left by a killed writer
             for name, image in images.items():
                 image.create(self._partial / name)
+            self._files = OpenTensors(self._stored, is_writable=True)
         except OSError as error:
             shutil.rmtree(self._partial, ignore_errors=True)
             raise disk_error(self.out_dir, error) from error
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Puts one whole tensor, of the writer's dtype, into its shard."""
-        size, (place,) = self._stored.shapes[name], self._stored.places[name]
+        size = self._stored.shapes[name]
         assert tuple(tensor.shape) == size and tensor.dtype == self.dtype, (
             f"{name}: {tuple(tensor.shape)} {tensor.dtype} instead of {size} {self.dtype}"
         )
-        data = tensor.detach().to("cpu").contiguous().view(torch.uint8).flatten().numpy()
         try:
-            with (self._partial / place.file).open("r+b") as file:
-                file.seek(place.offset)
-                file.write(data.data)
+            self._files.write(name, whole_box(size), tensor.detach().to("cpu"))
         except OSError as error:
             raise disk_error(self.out_dir, error) from error
         self._missing.discard(name)
@@ -231,6 +267,7 @@ class HFWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._files.__exit__(None, None, None)
         try:
             if kind is None:
                 self._finish()
@@ -265,22 +302,30 @@ def plan_huggingface(
 ) -> tuple[Stored, dict[str, FileImage]]:
     """The safetensors files of a model under ``root`` without its weights, and the places of the weights in them."""
     sizes = hf_tensors(shape)
-    num_bytes = {name: dtypes[name].itemsize * prod(size) for name, size in sizes.items()}
+    parts = {name: part_of(name) if shape.fused_experts else None for name in sizes}
+    in_file = {name: name if part is None else part.file_name for name, part in parts.items()}
+    files, file_dtypes = file_sizes(shape, sizes), {in_file[name]: dtypes[name] for name in sizes}
+    assert all(file_dtypes[in_file[name]] == dtypes[name] for name in sizes), "the experts of a layer have one dtype"
+    num_bytes = {name: file_dtypes[name].itemsize * prod(size) for name, size in files.items()}
     shards = _group(num_bytes, max_shard_bytes)
     images: dict[str, FileImage] = {}
-    places: dict[str, list[Place]] = {}
+    located: dict[str, tuple[str, int]] = {}  # tensor of the files -> file, offset
     for i, names in enumerate(shards):
         single = len(shards) == 1
         file_name = SINGLE_FILE if single else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        images[file_name], starts = shard_image({name: sizes[name] for name in names}, dtypes)
-        for name, start in starts.items():
-            places[name] = [Place(whole_box(sizes[name]), file_name, start, sizes[name], whole_box(sizes[name]))]
+        images[file_name], starts = shard_image({name: files[name] for name in names}, file_dtypes)
+        located |= {name: (file_name, start) for name, start in starts.items()}
     if len(shards) > 1:
         index = {
             "metadata": {"total_size": sum(num_bytes.values())},
-            "weight_map": {name: place.file for name, (place,) in places.items()},
+            "weight_map": {name: file for name, (file, _) in located.items()},
         }
         images[INDEX_FILE] = literal_file(json.dumps(index, indent=2) + "\n")
+    places = {}
+    for name, size in sizes.items():
+        part, stack = parts[name], in_file[name]
+        box = whole_box(size) if part is None else box_in_file(part, size, is_transposed=True)
+        places[name] = [Place(whole_box(size), *located[stack], files[stack], box, part is not None)]
     return Stored(root, sizes, dict(dtypes), places), images
 
 

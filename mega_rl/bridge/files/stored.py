@@ -31,6 +31,17 @@ class Place:
     offset: int  # bytes
     shape: tuple[int, ...]
     box: Box  # as hf_box, with a dimension more in front if the array stacks tensors
+    is_transposed: bool = False  # the array has the matrix's columns for rows, in ``shape`` and ``box`` too
+
+    def in_array(self, part: Box) -> Box:
+        """Where a part of ``hf_box`` lies in the array."""
+        if self.is_transposed:
+            return carry_over(part[::-1], self.hf_box[::-1], self.box)
+        return carry_over(part, self.hf_box, self.box)
+
+    def in_order(self, values: Tensor) -> Tensor:
+        """The view of a part's values in the order of the array; its own inverse."""
+        return values.t() if self.is_transposed else values
 
 
 @dataclass(frozen=True)
@@ -79,10 +90,11 @@ class OpenTensors:
         out = torch.empty(extents(box), dtype=self.stored.dtypes[name])
         num_read = 0
         for place, part, target in self._parts(name, box, out):
-            piece = target if target.is_contiguous() else torch.empty(target.shape, dtype=out.dtype)
-            self._read_array(name, place, carry_over(part, place.hf_box, place.box), piece)
-            if piece is not target:
-                target.copy_(piece)
+            ordered = place.in_order(target)
+            piece = ordered if ordered.is_contiguous() else torch.empty(ordered.shape, dtype=out.dtype)
+            self._read_array(name, place, place.in_array(part), piece)
+            if piece is not ordered:
+                ordered.copy_(piece)
             num_read += target.numel()
         assert num_read == out.numel(), f"{name}: {num_read} of {out.numel()} elements have a place"
         return out
@@ -148,8 +160,8 @@ class OpenTensors:
 
     def _write_array(self, place: Place, part: Box, piece: Tensor) -> None:
         handle, itemsize = self._handles[place.file], piece.element_size()
-        data, done = _bytes_of(piece.contiguous()), 0
-        for start, count in _runs(carry_over(part, place.hf_box, place.box), place.shape):
+        data, done = _bytes_of(place.in_order(piece).contiguous()), 0
+        for start, count in _runs(place.in_array(part), place.shape):
             begin, end = place.offset + start * itemsize, done + count * itemsize
             while done < end:
                 written = os.pwrite(handle, data[done:end], begin)
@@ -194,9 +206,10 @@ def _runs(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _span(place: Place, part: Box, itemsize: int) -> tuple[int, int] | None:
-    """First byte and number of bytes of a part of a place, or None if it is not one run."""
-    box = carry_over(part, place.hf_box, place.box)
-    runs = list(islice(_runs(box, place.shape), 2))
+    """First byte and number of bytes of a part of a place, or None if it is not one run in the tensor's own order."""
+    if place.is_transposed:
+        return None
+    runs = list(islice(_runs(place.in_array(part), place.shape), 2))
     return (place.offset + runs[0][0] * itemsize, runs[0][1] * itemsize) if len(runs) == 1 else None
 
 

@@ -89,7 +89,7 @@ def collect(rows: Iterable[Row], make: Make, columns: frozenset[str]) -> tuple[l
         counts.unused.update(name for name, value in row.fields.items() if name not in columns and value not in NOTHING)
         try:
             for name, why in LEFT_OUT.items():
-                if row.get(name) not in NOTHING:
+                if name not in columns and row.get(name) not in NOTHING:
                     raise Dropped(f"with {name}, but {why}")
             record = make(row)
         except Dropped as reason:

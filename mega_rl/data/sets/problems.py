@@ -24,10 +24,10 @@ DAPO_AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
 
 def gsm8k(row: Row) -> Record:
     """``question`` and ``answer``: the truth is what stands after the solution's last ``####``, without commas."""
-    question, answer = _texts(row, "question", "answer")
+    question, answer = texts(row, "question", "answer")
     _, marker, truth = answer.rpartition("####")
     truth = truth.strip().replace(",", "")
-    return _record(
+    return problem_record(
         "openai/gsm8k",
         turns_of(f"{question} {GSM8K_INSTRUCTION}"),
         truth if marker else "",
@@ -38,13 +38,13 @@ def gsm8k(row: Row) -> Record:
 
 def hendrycks_math(row: Row) -> Record:
     r"""``problem`` and ``solution``, or ``answer`` if there is one: else the truth is in the last ``\boxed{}``."""
-    problem = _texts(row, "problem")[0]
+    problem = texts(row, "problem")[0]
     answer, solution = row.get("answer"), row.get("solution")
     if answer is None and solution is None:
         raise row.missing("`solution` or `answer`")
     truth = answer if isinstance(answer, str) else last_boxed(str(solution)) or ""
     more = {"level": str(row.get("level") or ""), "type": str(row.get("type") or row.get("subject") or "")}
-    return _record("hendrycks_math", turns_of(f"{problem} {MATH_INSTRUCTION}"), truth, more, problem)
+    return problem_record("hendrycks_math", turns_of(f"{problem} {MATH_INSTRUCTION}"), truth, more, problem)
 
 
 def dapo(row: Row) -> Record:
@@ -55,7 +55,7 @@ def dapo(row: Row) -> Record:
     turns = turns_of(prompt)
     truth = reward_model.get("ground_truth")
     problem = turns[-1]["content"].removeprefix(DAPO_BEFORE).removesuffix(DAPO_AFTER)
-    return _record("math_dapo", turns, "" if truth is None else str(truth), {}, problem)
+    return problem_record("math_dapo", turns, "" if truth is None else str(truth), {}, problem)
 
 
 def aime(row: Row) -> Record:
@@ -67,10 +67,10 @@ def aime(row: Row) -> Record:
     if lower.get("problem") is None or lower.get("answer") is None:
         raise row.missing("`prompt` and `reward_model`, or `problem` and `answer`")
     problem, truth = str(lower.get("problem")), str(lower.get("answer"))
-    return _record("aime_2024", turns_of(f"{DAPO_BEFORE}{problem}{DAPO_AFTER}"), truth, {}, problem)
+    return problem_record("aime_2024", turns_of(f"{DAPO_BEFORE}{problem}{DAPO_AFTER}"), truth, {}, problem)
 
 
-def _texts(row: Row, *names: str) -> list[str]:
+def texts(row: Row, *names: str) -> list[str]:
     """The columns' texts; a row in which one is empty is dropped."""
     found = [row.get(name) for name in names]
     if any(not isinstance(text, str) for text in found):
@@ -80,7 +80,7 @@ def _texts(row: Row, *names: str) -> list[str]:
     return [str(text) for text in found]
 
 
-def _record(source: str, prompt: list[Message], truth: str, more: dict[str, Any], problem: str) -> Record:
+def problem_record(source: str, prompt: list[Message], truth: str, more: dict[str, Any], problem: str) -> Record:
     if not problem.strip():
         raise Dropped(EMPTY)
     if not truth.strip():

@@ -12,6 +12,7 @@ from mega_rl.data.rows import write_jsonl, write_parquet
 from mega_rl.data.sets.conversations import alpaca, sharegpt
 from mega_rl.data.sets.counting import Counts, Kept, Make, collect, digest
 from mega_rl.data.sets.files import TRAIN, VALIDATION, files_of_splits, rows_of
+from mega_rl.data.sets.geometry import geo3k
 from mega_rl.data.sets.preferences import kto, pair
 from mega_rl.data.sets.problems import aime, dapo, gsm8k, hendrycks_math
 from mega_rl.data.sets.retool import retool
@@ -67,6 +68,13 @@ SETS: dict[str, DataSet] = {
         frozenset({"problem", "solution", "answer", "level", "type", "subject"}),
         "problems",
         one_per_file=True,
+    ),
+    "geo3k": DataSet(
+        "Geometry3K: problems of plane geometry with a drawing each, 2,101 for training, 300 and 601 held out. From "
+        "hiyouga/geometry3k on Hugging Face (directory data); its test alone as --validation for verl's split.",
+        geo3k,
+        frozenset({"images", "problem", "answer"}),
+        "problems",
     ),
     "alpaca": DataSet(
         "Instructions with responses, in the columns of Stanford's alpaca: tatsu-lab/alpaca or yahma/alpaca-cleaned on "

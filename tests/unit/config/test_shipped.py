@@ -56,11 +56,27 @@ KEYS = [
     "intermediate_size",
     "vocab_size",
 ]
+
+
+def seeing(hidden_size: int, ffn_size: int, **more: Any) -> dict[str, Any]:
+    """What Qwen2.5-VL's say besides."""
+    tower = {"depth": 32, "hidden_size": 1280, "intermediate_size": ffn_size, "out_hidden_size": hidden_size}
+    rope = {"type": "mrope", "mrope_section": [16, 24, 24]}
+    return {"vision_config": tower, "rope_scaling": rope, "max_position_embeddings": 128000, **more}
+
+
 MODELS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "Qwen2.5-0.5B-Instruct": ("Qwen2", (24, 14, 2, 896, 4864, 151936), {"tie_word_embeddings": True}),
     "Qwen2.5-1.5B-Instruct": ("Qwen2", (28, 12, 2, 1536, 8960, 151936), {"tie_word_embeddings": True}),
     "Qwen2.5-7B-Instruct": ("Qwen2", (28, 28, 4, 3584, 18944, 152064), {}),
     "Qwen2.5-32B": ("Qwen2", (64, 40, 8, 5120, 27648, 152064), {"max_position_embeddings": 131072}),
+    "Qwen2.5-VL-3B-Instruct": (
+        "Qwen2_5_VL",
+        (36, 16, 2, 2048, 11008, 151936),
+        seeing(2048, 3420, tie_word_embeddings=True),
+    ),
+    "Qwen2.5-VL-7B-Instruct": ("Qwen2_5_VL", (28, 28, 4, 3584, 18944, 152064), seeing(3584, 3420)),
+    "Qwen2.5-VL-32B-Instruct": ("Qwen2_5_VL", (64, 40, 8, 5120, 27648, 152064), seeing(5120, 3456)),
     "Qwen3-8B": ("Qwen3", (36, 32, 8, 4096, 12288, 151936), {"max_position_embeddings": 40960, "head_dim": 128}),
     "Qwen3-8B-Base": ("Qwen3", (36, 32, 8, 4096, 12288, 151936), {"head_dim": 128}),
     "Qwen3-14B-Base": ("Qwen3", (40, 40, 8, 5120, 17408, 151936), {"head_dim": 128}),
@@ -72,7 +88,8 @@ MODELS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
 
 def model_config(model: str) -> dict[str, Any]:
     family, sizes, more = MODELS[model]
-    plain = {"architectures": [f"{family}ForCausalLM"], "hidden_act": "silu", "max_position_embeddings": 32768}
+    kind = "ForConditionalGeneration" if "vision_config" in more else "ForCausalLM"
+    plain = {"architectures": [f"{family}{kind}"], "hidden_act": "silu", "max_position_embeddings": 32768}
     return plain | dict(zip(KEYS, sizes, strict=True)) | more
 
 
@@ -192,6 +209,9 @@ def test_every_model_and_objective_has_recipes_for_ascend() -> None:
         "qwen3_8b",
         "qwen3_14b",
         "qwen3_30b_a3b",
+        "qwen2.5_vl_3b",
+        "qwen2.5_vl_7b",
+        "qwen2.5_vl_32b",
     }
     for objective in ("grpo", "dapo", "aqn"):
         assert len({recipe["model"] for recipe in recipes if recipe["objective"] == objective}) >= 3, objective
@@ -231,6 +251,12 @@ VARIANTS: dict[str, set[str]] = {
     "dpo_qwen2.5_7b_8x910b.yaml": set(),
     "rm_qwen2.5_7b_8x910b.yaml": set(),
     "sft_qwen2.5_7b_8x910b.yaml": {"checkpoint.async_save"},
+    "sft_qwen2.5_vl_3b_8x910b.yaml": set(),
+    "sft_qwen2.5_vl_3b_8x910c.yaml": set(),
+    "sft_qwen2.5_vl_7b_8x910b.yaml": set(),
+    "sft_qwen2.5_vl_7b_8x910c.yaml": set(),
+    "sft_qwen2.5_vl_32b_8x910c.yaml": set(),
+    "sft_qwen2.5_vl_32b_16x910b.yaml": set(),
     "grpo_gsm8k_qwen2.5_0.5b_8x910b.yaml": {
         "algorithm.minibatches_per_step",
         "checkpoint.async_save",

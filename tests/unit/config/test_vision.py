@@ -9,7 +9,7 @@ import pytest
 
 from mega_rl.bridge.mapping.tuning import tuning_plan
 from mega_rl.config.model import model_problems
-from mega_rl.config.schema import RunConfig, TuningConfig, VisionConfig
+from mega_rl.config.schema import RewardConfig, RunConfig, TuningConfig, VisionConfig
 from mega_rl.models.shape import ModelShape, parse_config
 from mega_rl.planning.automatic import automatic
 from mega_rl.planning.memory_plan import Machine
@@ -41,6 +41,18 @@ def test_what_is_supported(config: RunConfig) -> None:
     assert "trainer.stage is 'rm', which does not take a qwen3_vl model" in problems(config)
     config.trainer.stage = "rl"
     assert "trainer.stage is 'rl', which does not take a qwen3_vl model yet" in problems(config)
+
+
+def test_value_models_see_no_pictures(config: RunConfig, tmp_path: Path) -> None:
+    config.trainer.stage, config.algorithm.advantage = "rl", "gae"
+    assert "algorithm.advantage is 'gae', whose critic would be a qwen3_vl model: value models see" in problems(config)
+    (text := tmp_path / "text").mkdir()
+    (text / "config.json").write_text(json.dumps(families.CONTRACT.config("qwen3")))
+    config.model.path, config.critic.path = str(text), str(tmp_path)
+    assert "critic.path is a qwen3_vl model: value models see no pictures" in problems(config)
+    config.algorithm.advantage = "grpo"
+    config.rewards = [RewardConfig(name="model", options={"path": str(tmp_path)})]
+    assert "architectures is ['Qwen3VLForConditionalGeneration']" in problems(config)
 
 
 def test_the_first_layers_stand_on_the_first_stage(config: RunConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from mega_rl.data.columns import prompt_of, truth_of
 from mega_rl.data.rows import Row, read_rows, write_jsonl, write_parquet
@@ -344,3 +346,42 @@ def test_rows_of_problems_are_those_that_training_reads(tmp_path: Path) -> None:
     made = only(tmp_path, "dapo", dapo_row("1+1?", "2"))[0]
     row = Row(tmp_path, 1, made)
     assert (prompt_of(row), truth_of(row)) == (made["prompt"], "2")
+
+
+# --- pictures
+
+
+def drawing(colour: str) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 6), colour).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def test_geo3k_keeps_its_pictures(tmp_path: Path) -> None:
+    red, blue = ({"bytes": drawing(colour), "path": None} for colour in ("red", "blue"))
+    ask = {"problem": "<image>Find x.", "answer": "\\frac{3}{2}"}
+    rows = [
+        {"images": [red], **ask},
+        {"images": [blue], **ask},  # another problem in the same words
+        {"images": [red], **ask},
+        {"images": [red], "problem": "Find x.", "answer": "3"},
+        {"images": [red], "problem": "<image>Find y.", "answer": " "},
+    ]
+    source = tmp_path / "data"
+    file(source / "train-00000-of-00001.parquet", rows)
+    file(source / "test-00000-of-00001.parquet", [{"images": [blue], "problem": "<image>Find  X.", "answer": "7"}])
+    prepared = prepare("geo3k", [source])
+    train, test = write(prepared, tmp_path / "out")
+    (kept,), (held,) = (read_rows([str(path)], "k") for path in (train, test))
+    assert kept.fields["images"] == [red] and held.fields["images"] == [blue]
+    assert str(prompt_of(kept)[-1]["content"]).startswith("<image>Find x. Let's think")
+    assert truth_of(kept) == "\\frac{3}{2}" and kept.fields["data_source"] == "hiyouga/geometry3k"
+    text = "\n".join(prepared.lines)
+    for reason in ("duplicate", "more or fewer pictures than places", "empty", "in the validation data too"):
+        assert f"1 dropped: {reason}" in text or reason in text, text
+
+
+def test_geo3k_names_the_picture_that_cannot_be_read(tmp_path: Path) -> None:
+    row = {"images": [{"bytes": drawing("red")[:40], "path": None}], "problem": "<image>?", "answer": "1"}
+    with pytest.raises(InputError, match=r"rows.parquet row 1, picture 1 cannot be read"):
+        prepare("geo3k", [file(tmp_path / "rows.parquet", [row])])

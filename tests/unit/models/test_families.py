@@ -45,6 +45,7 @@ def test_layouts_name_families_by_what_they_have() -> None:
         (layouts.MIXTURE, True, False),
         (layouts.LATENT, True, True),
         (layouts.VISION, False, False),
+        (layouts.VISION_MIXTURE, True, False),
     ):
         for name in names:
             assert (BY_NAME[name].mixture is not None, BY_NAME[name].latent is not None) == (has_experts, is_latent)

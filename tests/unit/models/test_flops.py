@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.mapping.tuning import tuning_plan
 from mega_rl.config.schema import AdapterConfig, TuningConfig
-from mega_rl.models.flops import PassFlops, pass_flops
+from mega_rl.models.flops import PassFlops, pass_flops, tower_flops
 from mega_rl.models.shape import ModelShape, parse_config, value_shape
 from tests import families
 
@@ -108,6 +108,29 @@ def test_a_pass_of_a_model_with_a_value_head() -> None:
     model = new_model("qwen3").requires_grad_(True)
     score = torch.nn.Linear(shape.hidden_size, 1, bias=False)
     check(pass_flops(shape, hf_tensors(shape)), lambda ids: score(model.model(ids).last_hidden_state))
+
+
+@pytest.mark.parametrize("trained", ["", "merger", "blocks.1.", "patch_embed"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_pass_of_a_tower(name: str, trained: str) -> None:
+    """Trained from some tensor on, or nowhere; pictures that windows do not divide."""
+    tower, grids = shape_of(name).tower, [(6, 10), (4, 4)]
+    assert tower is not None
+    visual = new_model(name).model.visual
+    names = [n for n, p in visual.named_parameters() if trained and trained in n]
+    for parameter_name in names:
+        visual.get_parameter(parameter_name).requires_grad_(True)
+    patches = torch.randn(sum(rows * columns for rows, columns in grids), tower.patch_numbers)
+    with FlopCounterMode(display=False) as counter:
+        output = visual(patches, grid_thw=torch.tensor([(1, *grid) for grid in grids]))
+        forward = counter.get_total_flops()
+        features = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+        needing = [one.sum() for one in features if one.requires_grad]
+        if needing:
+            sum(needing).backward()
+    found = tower_flops(tower, names)
+    assert found.of(grids, with_gradient=False) == pytest.approx(forward, rel=1e-9)
+    assert found.of(grids, with_gradient=True) == pytest.approx(counter.get_total_flops(), rel=1e-9)
 
 
 def test_adapters_of_experts_cost_their_share_of_the_tokens() -> None:
