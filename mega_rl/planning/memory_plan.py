@@ -250,17 +250,9 @@ def _phases(
         policy = [weights, *idle] if one.is_trained else trainer
         working = [Item(one.name, one.num_bytes, EXACT), Item("activations", kept, MODEL)]
         yield _phase(one.name, [*policy, *rest, *working, *awake])
-    yield _phase(
-        "training",
-        [
-            *learning,
-            *resident,
-            Item("activations", activations.kept, MODEL),
-            Item("working memory", activations.working, MODEL),
-            Item("vision tower", tower.training, ESTIMATE),
-            *awake,
-        ],
-    )
+    passing = [Item("activations", activations.kept, MODEL), Item("working memory", activations.working, MODEL)]
+    viewing = Item("vision tower", tower.training, ESTIMATE)
+    yield _phase("training", [*learning, *resident, *passing, viewing, *awake])
     yield from _after_training([*trainer, *awake], resident, state, others, is_between)
 
 
