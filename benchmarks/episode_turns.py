@@ -4,6 +4,11 @@ A tiny model on vLLM samples 64 episodes of three turns; the environment answers
 turn from an exponential distribution. With the barrier, no turn begins before all episodes have their replies, which
 is what a loop over turns does. Both ways alternate, the prefix cache is emptied before each; their tokens must be the
 same. Shown are the medians of the seconds, and the share of prompt tokens that the prefix cache had.
+
+Where TRL is installed, GRPOTrainer samples as many episodes with the same service as its ``environment_factory``: the
+same model, prompts, delays and tokens of a turn, each turn read as a call of the tool. It generates with transformers,
+as it does on a CPU, and waits for no service after the last turn. preference.py says how to make an environment beside
+ours that has TRL; run the script there, with PYTHONPATH=$PWD.
 """
 
 from __future__ import annotations
@@ -14,10 +19,12 @@ import random
 import statistics
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from report import publish, table
+from trl_peer import settings
 
 from mega_rl.config.schema import RolloutConfig
 from mega_rl.data.products import TOOLS_TEMPLATE, WORDS
@@ -33,9 +40,11 @@ from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.vllm.engine import VLLMEngine
 from mega_rl.types import Prompt, Trajectory
 
+OWN, BARRIER, PEER = "no barrier", "barrier", "TRL, environment_factory"
 BLOCK = 32  # tokens of the prefix cache
 SAMPLES = 8  # of a prompt
 TURNS = 3
+SHARES = ("cached", "cached_later")
 
 
 class Service:
@@ -45,10 +54,13 @@ class Service:
         self._mean_s = mean_s
 
     async def step(self, turn: Turn) -> Reply | End:
-        await asyncio.sleep(min(5 * self._mean_s, random.Random(str(turn.token_ids)).expovariate(1 / self._mean_s)))
-        if turn.number == TURNS - 1:
-            return End(1.0)
-        return Reply([{"role": "tool", "content": f"{sum(map(ord, turn.text))} {len(turn.text)}"}])
+        counts = await counted(turn.text, self._mean_s)
+        return End(1.0) if turn.number == TURNS - 1 else Reply([{"role": "tool", "content": counts}])
+
+
+async def counted(text: str, mean_s: float) -> str:
+    await asyncio.sleep(min(5 * mean_s, random.Random(text).expovariate(1 / mean_s)))
+    return f"{sum(map(ord, text))} {len(text)}"
 
 
 class WithBarrier(EpisodeSampler):
@@ -73,11 +85,16 @@ def main() -> None:
         arguments.episodes, arguments.mean_s, arguments.repeats = 8, 0.1, 1
     with tempfile.TemporaryDirectory() as directory:
         found = measure(Path(directory), arguments)
-    rows = [[name, of["seconds"], of["cached"], of["cached_later"]] for name, of in found.items()]
-    ratio = found["barrier"]["seconds"] / found["no barrier"]["seconds"]
-    text = table(["", "seconds (median)", "share of prompt tokens cached", "of later turns'"], rows)
-    title = f"{arguments.episodes} episodes of {TURNS} turns, delay {arguments.mean_s:g} s: {ratio:.2f} times as fast"
-    publish(title, text, "cpu", {**found, "ratio": ratio}, arguments.json)
+        if find_spec("trl") is not None:
+            found[PEER] = peer(Path(directory), arguments)
+    header = ["", "seconds (median)", "of ours", "tokens sampled", "prompt tokens cached", "of later turns'"]
+    ratios = {name: of.get("ratio", of["seconds"] / found[OWN]["seconds"]) for name, of in found.items()}
+    rows = [
+        [name, of["seconds"], ratios[name], of["tokens"], *(f"{of[key]:.0%}" if key in of else "-" for key in SHARES)]
+        for name, of in found.items()
+    ]
+    title = f"{arguments.episodes} episodes of {TURNS} turns, mean delay {arguments.mean_s:g} s"
+    publish(title, table(header, rows), "cpu", {**found, "ratios": ratios}, arguments.json)
 
 
 def measure(directory: Path, arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
@@ -88,7 +105,7 @@ def measure(directory: Path, arguments: argparse.Namespace) -> dict[str, dict[st
     engine = VLLMEngine(directory / "model", rollout, max_model_len=2048, device_type="cpu", dtype="float32")
     prompts = []
     for index in range(arguments.episodes // SAMPLES):
-        text, ids = render_prompt(tokenizer, f"{index}*{index + 7}=? " * 12)
+        text, ids = render_prompt(tokenizer, question(index))
         prompts.append(Prompt(index, tuple(ids), text, "", "products"))
     requests = make_requests(prompts, n=SAMPLES, step=0, seed=1, max_tokens=1024, temperature=1.0)
     plan = Plan(
@@ -109,12 +126,12 @@ def measure(directory: Path, arguments: argparse.Namespace) -> dict[str, dict[st
         return outputs
 
     llm.llm_engine.step = step
-    seconds: dict[str, list[float]] = {"barrier": [], "no barrier": []}
+    seconds: dict[str, list[float]] = {BARRIER: [], OWN: []}
     shares: dict[str, tuple[float, float]] = {}
     tokens: list[list[list[int]]] = []
     longest = max(len(prompt.token_ids) for prompt in prompts)
     for _ in range(arguments.repeats):
-        for name, kind in (("barrier", WithBarrier), ("no barrier", EpisodeSampler)):
+        for name, kind in ((BARRIER, WithBarrier), (OWN, EpisodeSampler)):
             llm.reset_prefix_cache()
             cached.clear()
             sampler = kind(engine, plan)
@@ -126,10 +143,88 @@ def measure(directory: Path, arguments: argparse.Namespace) -> dict[str, dict[st
             later = [pair for pair in cached if pair[1] > longest]
             shares[name] = _share(cached), _share(later)
     assert all(one == tokens[0] for one in tokens), "the tokens of both ways differ"
+    ratio = statistics.median(slow / fast for slow, fast in zip(seconds[BARRIER], seconds[OWN], strict=True))
     return {
-        name: {"seconds": statistics.median(of), "cached": shares[name][0], "cached_later": shares[name][1]}
+        name: {
+            "seconds": statistics.median(of),
+            "ratio": ratio if name == BARRIER else 1.0,  # of pairs: the machine may be slower in one round
+            "tokens": sum(int(trajectory.loss_mask.sum()) for trajectory in found),
+            "cached": shares[name][0],
+            "cached_later": shares[name][1],
+        }
         for name, of in seconds.items()
     }
+
+
+def question(index: int) -> str:
+    return f"{index}*{index + 7}=? " * 12
+
+
+def peer(directory: Path, arguments: argparse.Namespace) -> dict[str, float]:
+    """Seconds in which TRL samples the episodes, once; its training step is not among them."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM
+    from trl import GRPOConfig, GRPOTrainer
+    from trl.trainer import grpo_trainer
+
+    mean_s = arguments.mean_s
+
+    class TheirService:
+        def reset(self, **row: Any) -> None:
+            pass
+
+        async def count(self, text: str) -> str:
+            """Count characters.
+
+            Args:
+                text: what is counted.
+            """
+            return await counted(text, mean_s)
+
+        def get_reward(self) -> float:
+            return 1.0
+
+    def parse(tokenizer: Any, ids: list[int], **context: Any) -> dict[str, Any]:
+        call = {"name": "count", "arguments": {"text": tokenizer.decode(ids)}}
+        return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
+
+    grpo_trainer.parse_response = parse  # every turn is a call: a model of random weights writes none
+    tokenizer = bpe_tokenizer(WORDS, 400, TOOLS_TEMPLATE)
+    tokenizer.response_template = {}  # TRL wants one, for the parser that is not used
+    chosen = settings(
+        GRPOConfig,
+        directory,
+        arguments.episodes,
+        1e-6,
+        (0.9, 0.999),
+        0.0,
+        num_generations=SAMPLES,
+        max_completion_length=1024,
+        max_tool_calling_iterations=TURNS - 1,
+        temperature=1.0,
+    )
+    rows = [{"prompt": [{"role": "user", "content": question(i)}]} for i in range(arguments.episodes // SAMPLES)]
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(directory / "model"),
+        args=chosen,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        environment_factory=TheirService,
+    )
+    trainer.generation_config.max_new_tokens = arguments.turn_tokens
+    trainer.model.train()
+    own_generate, measured = trainer._generate, dict[str, float]()
+
+    def generate(prompts: list[Any]) -> Any:
+        began = time.perf_counter()
+        found = own_generate(prompts)
+        measured["seconds"] = time.perf_counter() - began
+        measured["tokens"] = sum(map(sum, found[2]))  # the mask of what the model wrote
+        return found
+
+    trainer._generate = generate
+    trainer._generate_and_score_completions([row for row in rows for _ in range(SAMPLES)])
+    return measured
 
 
 def _share(pairs: list[tuple[int, int]]) -> float:

@@ -20,7 +20,9 @@ from mega_rl.types import Prompt
 FUNCTIONS = {
     "calculate": "mega_rl.environments.functions:calculate",
     "local_search": "mega_rl.environments.functions:local_search",
+    "code_interpreter": "mega_rl.environments.python:code_interpreter",
 }
+RETURN_TOOLS = {"local_search", "code_interpreter"}  # are called for a tool even if there are no options for them
 PROBE = Prompt(0, (0,), "", "", "")  # an environment made for it is asked what it offers, and nothing else
 
 
@@ -69,10 +71,10 @@ def tool(entry: Any) -> Callable[..., Any]:
     if not isinstance(name, str) or not isinstance(options, Mapping | None):
         raise InputError(f"{key} has {shown(entry)}: give a name, or name and options")
     function = found(FUNCTIONS.get(name, name), key)
-    if options is None:
+    if options is None and name not in RETURN_TOOLS:
         return function
     try:
-        made = function(**options)
+        made = function(**(options or {}))
     except TypeError as error:
         raise InputError(f"{key}: {name} does not take these options ({error})") from error
     if not callable(made):

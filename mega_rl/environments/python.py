@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 from mega_rl.environments.protocol import End, Reply, Turn
 from mega_rl.errors import InputError
@@ -48,7 +48,6 @@ class PythonSandbox:
             memory_bytes: address space of each process of a program.
             isolation: as of the reward ``code_tests``.
             preload: modules that programs often import, such as numpy and sympy: loaded once.
-
             service: the address of a sandbox service that runs the programs instead, with its isolation and modules.
             keep: from one program of an episode to the next: its files, or in one live interpreter all that it defines.
 
@@ -84,16 +83,20 @@ class PythonSandbox:
         if program is None:
             return End()
         began = time.monotonic()
-        try:
-            run = self._run(program)
-            text = output_of(run, self._limits.timeout_s)
-        except SessionEndedError as error:
-            self._end_session()  # the next program begins a new one
-            run, text = Run(None, ""), f"error: {error}; what earlier programs left is lost"
+        run, text = self.answer(program)
         if self.roles == ("user",):
             text = f"<interpreter>\n{text}\n</interpreter>"
         metrics = {"tool_calls": 1, "tool_errors": float(run.exit_code != 0), "tool_s": time.monotonic() - began}
         return Reply([{"role": self.roles[0], "content": text}], metrics)
+
+    def answer(self, program: str) -> tuple[Run, str]:
+        """Run a program; also what the model is told of it."""
+        try:
+            run = self._run(program)
+        except SessionEndedError as error:
+            self._end_session()  # the next program begins a new one
+            return Run(None, ""), f"error: {error}; what earlier programs left is lost"
+        return run, output_of(run, self._limits.timeout_s)
 
     def _run(self, program: str) -> Run:
         if self._service is not None:
@@ -123,6 +126,38 @@ class PythonSandbox:
             session, self._session = self._session, None
         if session is not None:
             session.close()
+
+
+def code_interpreter(**options: Any) -> Callable[[str], str]:
+    """A tool ``code_interpreter`` for the environment ``tools``: calls of it are what ReTool's data holds.
+
+    Each program runs in the sandbox and starts anew.
+
+    Args:
+        options: those of `PythonSandbox` that are not of its form: ``timeout_s``, ``memory_bytes``, ``isolation``,
+            ``preload``, ``service``.
+
+    Raises:
+        InputError: as `PythonSandbox`, and for another option.
+    """
+    if others := options.keys() - {"timeout_s", "memory_bytes", "isolation", "preload", "service"}:
+        raise InputError(
+            f"code_interpreter: there is no option {', '.join(sorted(others))}; choose of timeout_s, memory_bytes, "
+            "isolation, preload and service"
+        )
+    sandbox = PythonSandbox(Prompt(0, (0,), "", "", ""), 0, **options)
+
+    def interpreter(code: str) -> str:
+        """Runs Python code and answers with what it prints.
+
+        Args:
+            code: The program to run.
+        """
+        return sandbox.answer(code)[1]
+
+    interpreter.__name__ = "code_interpreter"
+    del interpreter.__annotations__["return"]  # the tool of ReTool's data says nothing of what it returns
+    return interpreter
 
 
 def program_of(text: str, form: str) -> str | None:

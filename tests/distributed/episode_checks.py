@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import sys
 from typing import Any
 
 import torch
@@ -45,15 +48,22 @@ class SlowEcho(Echo):
         self.pause = prompt.index * 0.03 + sample_index * 0.02
 
 
-def episodes(engine: VLLMEngine, model: PreTrainedModel, path: Any) -> None:
-    """Three turns over two blocks of the prefix cache, on all ranks of the engine."""
+def episodes(
+    engine: VLLMEngine, model: PreTrainedModel, path: Any, ranks: Any = None, number: int = 0, num_engines: int = 1
+) -> None:
+    """Three turns over two blocks of the prefix cache, on all ranks of the engine; a line tells their tokens.
+
+    Args:
+        ranks: process group of the engine's ranks, if it has several.
+        number: of this engine, which has every ``num_engines``-th episode.
+    """
     tokenizer = load_tokenizer(str(path))
     tokenizer.chat_template = TEMPLATE
     texts = [f"user: {str(index) * (BLOCK + 20 * index)}<eos>assistant: " for index in range(2)]
     prompts = [Prompt(index, tuple(encode(tokenizer, text)), text, "", "t") for index, text in enumerate(texts)]
-    requests = make_requests(prompts, n=2, step=0, seed=5, max_tokens=160, temperature=1.0)
-    first, cached = collected(engine, tokenizer, Echo, requests)
-    again, _ = collected(engine, tokenizer, SlowEcho, requests)
+    requests = make_requests(prompts, n=2, step=0, seed=5, max_tokens=160, temperature=1.0)[number::num_engines]
+    first, cached = collected(engine, tokenizer, Echo, requests, ranks)
+    again, _ = collected(engine, tokenizer, SlowEcho, requests, ranks)
     for one, other in zip(first, again, strict=True):  # a batch of another size rounds log-probabilities otherwise
         assert one.token_ids.tolist() == other.token_ids.tolist(), "the speed of tools changes tokens"
         assert (one.turns, one.text, one.episode) == (other.turns, other.text, other.episode)
@@ -62,13 +72,16 @@ def episodes(engine: VLLMEngine, model: PreTrainedModel, path: Any) -> None:
         assert len(trajectory.turns) == 6 and trajectory.episode is not None
         equals_model(trajectory, model)
     # in the order in which they end: of the first engine step on, every later turn finds the blocks of the one before
-    assert len(cached) == 12
+    assert len(cached) == 3 * len(requests)
     later = [(hit, asked) for hit, asked in cached if asked > max(len(prompt.token_ids) for prompt in prompts)]
     assert later and all(hit >= (asked - 40) // BLOCK * BLOCK for hit, asked in later), cached
+    if ranks is None or dist.get_rank(ranks) == 0:
+        tokens = {f"{one.prompt.index}/{one.sample_index}": one.token_ids.tolist() for one in first}
+        os.write(sys.stdout.fileno(), f"EPISODES {json.dumps(tokens)}\n".encode())  # at once, as other ranks write too
 
 
 def collected(
-    engine: VLLMEngine, tokenizer: Any, make: type[Echo], requests: list[Request]
+    engine: VLLMEngine, tokenizer: Any, make: type[Echo], requests: list[Request], ranks: Any
 ) -> tuple[list[Trajectory], list[tuple[int, int]]]:
     """The episodes, and of every turn how many tokens of its prompt were cached, and how many it had."""
     plan = Plan(make, ReplyTokens(tokenizer, roles=["tool"]), tokenizer, EpisodeLimits(step_timeout_s=120.0), 12)
@@ -82,7 +95,7 @@ def collected(
         return outputs
 
     llm.step = step
-    sampler = EpisodeSampler(engine, plan, dist.get_rank() == 0, dist.group.WORLD)
+    sampler = EpisodeSampler(engine, plan, ranks is None or dist.get_rank(ranks) == 0, ranks)
     try:
         return sampler.generate(requests), cached
     finally:

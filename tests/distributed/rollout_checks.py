@@ -248,6 +248,16 @@ def same_samples_in_any_batch(engine: VLLMEngine) -> None:
     assert [(c.prompt.index, c.sample_index) for c in together] == [(r.prompt.index, r.sample_index) for r in requests]
 
 
+def prompts_stay_whole(path: Path, engine: VLLMEngine) -> None:
+    """Seeded prompts that one step of the engine has no room for wait for the next one."""
+    small = start(path, vllm={"max_num_seqs": 3, "max_num_batched_tokens": MAX_MODEL_LEN})
+    assert small._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs == 3
+    prompts = [prompt(0, LONG), prompt(1, LONG)]
+    assert 2 * LONG > MAX_MODEL_LEN
+    found, expected = (sample(each, prompts, max_tokens=4) for each in (small, engine))
+    assert [answer_of(trajectory) for trajectory in found] == [answer_of(trajectory) for trajectory in expected]
+
+
 def seeds_of_the_engine(path: Path) -> None:
     """With ``rollout.seeds=engine`` a batch is the same when it is sampled again, and the trainer's generators stay."""
     engine = start(path, seeds="engine")
@@ -383,7 +393,6 @@ def bad_input(path: Path, engine: VLLMEngine, packed: VLLMEngine) -> None:
     assert "max_model_len" in sentence(lambda: start(path, max_model_len=100_000))
     assert "data.max_prompt_length" in sentence(lambda: engine.generate([Request(prompt(9, 380), 0, 0, max_tokens=5)]))
     assert "rollout.weight_update" in sentence(packed.parameters)
-    assert start(path, vllm={"max_num_seqs": 3})._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs == 3
 
 
 def incomplete_reload(packed: VLLMEngine, model: PreTrainedModel) -> None:
@@ -419,6 +428,8 @@ def single(directory: Path) -> None:
         check(f"{family}_equals_hf", equals_hf, live, model)
         if family == "qwen2":
             check("same_samples_in_any_batch", same_samples_in_any_batch, live)
+            check("episodes", episodes, live, model, path)
+            check("prompts_stay_whole", prompts_stay_whole, path, live)
             check("seeds_of_the_engine", seeds_of_the_engine, path)
             check("limits_are_per_request", limits_are_per_request, live)
             check("probe_of_the_temperature", probe_of_the_temperature, live)
@@ -459,11 +470,12 @@ def tensor(directory: Path) -> None:
         live = start(path, tensor_parallel_size=2)
         check(f"{family}_layout", layout_is_the_bridges, live, path, model, 2, dist.get_rank())
         check(f"{family}_equals_hf", equals_hf, live, model)
+        if family == "qwen2":
+            check("episodes", episodes, live, model, path, dist.group.WORLD)
         check(f"{family}_live_writes", takes_live_writes, live, model, path, 2, dist.get_rank())
         check(f"{family}_live_loader", takes_weights, live, model, 2, 23)
         if family == "qwen2":
             check(f"{family}_probe", probe_of_the_temperature, live)
-            check(f"{family}_episodes", episodes, live, model, path)
             packed = start(path, tensor_parallel_size=2, weight_update="reload")
             check(f"{family}_reload", takes_weights, packed, tiny_model(family, tied=tied), 1, 23)
 
@@ -552,6 +564,8 @@ def replicas(directory: Path, tensor_parallel_size: int) -> None:
 
     check("everywhere", everywhere)
     check("equals_hf", equals_hf, engine, model)
+    if tensor_parallel_size == 1:
+        check("episodes", episodes, engine, model, path, None, rank, layout.num_replicas)
     check("fewer_prompts_than_replicas", fewer_prompts_than_replicas)
     check("failure_is_everybodys", failure_is_everybodys)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 
 import pytest
@@ -15,6 +16,8 @@ SINGLE = [f"{family}_{name}" for family in FAMILIES for name in (*PER_FAMILY, "r
     "process_is_untouched",
     "groups_survive_a_dropped_engine",
     "same_samples_in_any_batch",
+    "episodes",
+    "prompts_stay_whole",
     "seeds_of_the_engine",
     "limits_are_per_request",
     "probe_of_the_temperature",
@@ -32,7 +35,7 @@ TENSOR = [f"{family}_{name}" for family in FAMILIES for name in PER_FAMILY] + [
     "experts_sync",
     "experts_loader",
     "qwen2_probe",
-    "qwen2_episodes",
+    "episodes",
     "qwen2_reload",
 ]
 LATER = [
@@ -41,6 +44,7 @@ LATER = [
     for name in ("layout", "live_writes", "reload", "live_then_reload")
 ]
 REPLICAS = ["everywhere", "equals_hf", "fewer_prompts_than_replicas", "failure_is_everybodys"]
+EPISODES = "EPISODES "  # begins the lines with their tokens
 LAUNCHES = {  # name -> ranks, arguments of the script
     "single": (1, ("single",)),
     "families": (1, ("families",)),
@@ -51,12 +55,15 @@ LAUNCHES = {  # name -> ranks, arguments of the script
 
 
 @once
+def lines(launch: str) -> list[str]:
+    nproc, arguments = LAUNCHES[launch]
+    return ranks(SCRIPT, *arguments, nproc=nproc, timeout=280, modules=ENGINE).check().stdout.splitlines()
+
+
 def verdicts(launch: str) -> dict[str, list[str]]:
     """What every check said, on every rank."""
-    nproc, arguments = LAUNCHES[launch]
-    launched = ranks(SCRIPT, *arguments, nproc=nproc, timeout=280, modules=ENGINE)
     found: dict[str, list[str]] = defaultdict(list)
-    for line in launched.check().stdout.splitlines():
+    for line in lines(launch):
         if line.startswith("CHECK "):
             _, name, _, verdict = line.split(" ", 3)
             found[name].append(verdict)
@@ -82,6 +89,16 @@ def test_tensor_parallel(name: str) -> None:
 @pytest.mark.parametrize("name", REPLICAS)
 def test_two_replicas(name: str) -> None:
     assert verdicts("replicas_2x1")[name] == ["ok"] * 2
+
+
+def test_episodes_have_the_same_tokens_on_one_rank_on_two_and_on_two_engines() -> None:
+    assert verdicts("replicas_2x1")["episodes"] == ["ok"] * 2
+    found = {}
+    for launch in ("single", "tensor", "replicas_2x1"):
+        parts = [json.loads(line.removeprefix(EPISODES)) for line in lines(launch) if line.startswith(EPISODES)]
+        found[launch] = {name: ids for part in parts for name, ids in part.items()}
+    assert len(found["single"]) == 4
+    assert found["single"] == found["tensor"] == found["replicas_2x1"]
 
 
 @pytest.mark.slow

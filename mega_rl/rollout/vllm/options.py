@@ -20,6 +20,7 @@ OPTIONS = "additional_config"  # vLLM's name of what it passes to the plug-in of
 LOGPROBS_MODE = "processed_logprobs"  # after the temperature: the distribution that is really sampled from
 TRANSFER_BACKEND = "mega_rl"  # our name at vLLM's weight-transfer extension point
 ROUTING = "enable_return_routed_experts"  # answers bring the experts of their tokens
+CHUNKED = "enable_chunked_prefill"  # vLLM may compute a prompt in several steps
 
 # Engine arguments that follow from the rest of the configuration -> the key to set instead; "" if there is none.
 _OWNED = {
@@ -175,6 +176,8 @@ def engine_arguments(
     }
     if is_colocated and not on_cpu:
         defaults["gpu_memory_utilization"] = COLOCATED_MEMORY_SHARE
+    if on_cpu and rollout.seeds == "request":
+        defaults[CHUNKED] = _chunked_on_cpu(rollout)
     arguments = {name: value for name, value in defaults.items() if name in known} | dict(rollout.vllm)
     if device_type == "npu":
         options = additional_config(rollout.vllm.get("additional_config"), ascend_options())
@@ -199,6 +202,20 @@ def engine_arguments(
         "worker_extension_cls": WORKER_EXTENSION,
     }
     return arguments | _slot_arguments(slots, known) | owned
+
+
+def _chunked_on_cpu(rollout: RolloutConfig) -> bool:
+    """Whether vLLM may compute a prompt in parts where requests have seeds on a CPU: no.
+
+    After a part vLLM draws a token, drops it, and sets the request's generator back by its offset, which generators of
+    a CPU do not have. Without parts a prompt waits until a step has room for all of it.
+    """
+    if rollout.vllm.get(CHUNKED):
+        raise InputError(
+            f"rollout.vllm.{CHUNKED} does not go with seeds of requests on a CPU, whose generators cannot be set back "
+            "after a part of a prompt: remove it, or set rollout.seeds to engine."
+        )
+    return False
 
 
 def _routing_arguments(known: Collection[str]) -> dict[str, Any]:

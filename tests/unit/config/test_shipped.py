@@ -14,6 +14,9 @@ import pytest
 from mega_rl.config import RunConfig, load_config, problems, to_yaml
 from mega_rl.config.algorithm import PRESETS
 from mega_rl.config.model import check_model
+from mega_rl.data.sets.retool import TOOL
+from mega_rl.environments.choice import tool
+from mega_rl.environments.tools import schema
 from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.automatic import automatic
@@ -26,10 +29,11 @@ ON_CPU = {"grpo_gsm8k_cpu.yaml"} | {name for name in SHIPPED if name.startswith(
 # Recipes for Ascend: whether adapters are trained, the objective or stage, the data of objectives, the model, how many
 # cards of which kind, and whether a machine has 16.
 ON_ASCEND = re.compile(
-    r"(?P<lora>lora_)?(?:(?P<objective>grpo|dapo|aqn)_(?P<data>gsm8k|math)|(?P<stage>sft|dpo|rm))_(?P<model>.+)"
-    r"_(?P<cards>8|16)x(?P<kind>910b|910c)(?P<box>_box16)?\.yaml"
+    r"(?P<lora>lora_)?(?:(?P<objective>grpo|dapo|aqn)_(?P<data>gsm8k|math|retool)|(?P<stage>sft|dpo|rm)"
+    r"(?P<chained>_retool)?)_(?P<model>.+)_(?P<cards>8|16|32)x(?P<kind>910b|910c)(?P<box>_box16)?\.yaml"
 )
-DATA_OF_STAGE = {"sft": "sft", "dpo": "pairs", "rm": "pairs"}
+# ReTool learns supervised from a set of its own, then mathematics with a tool.
+DATA = {"gsm8k": "gsm8k", "math": "math", "retool": "math", "sft": "sft", "dpo": "pairs", "rm": "pairs"}
 DEVICES_PER_CARD = {"910b": 1, "910c": 2}
 CARDS_PER_NODE = {None: 8, "_box16": 16}
 GIB = 1 << 30
@@ -77,6 +81,7 @@ MODELS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     ),
     "Qwen2.5-VL-7B-Instruct": ("Qwen2_5_VL", (28, 28, 4, 3584, 18944, 152064), seeing(3584, 3420)),
     "Qwen2.5-VL-32B-Instruct": ("Qwen2_5_VL", (64, 40, 8, 5120, 27648, 152064), seeing(5120, 3456)),
+    "Qwen2.5-32B-Instruct": ("Qwen2", (64, 40, 8, 5120, 27648, 152064), {}),
     "Qwen3-8B": ("Qwen3", (36, 32, 8, 4096, 12288, 151936), {"max_position_embeddings": 40960, "head_dim": 128}),
     "Qwen3-8B-Base": ("Qwen3", (36, 32, 8, 4096, 12288, 151936), {"head_dim": 128}),
     "Qwen3-14B-Base": ("Qwen3", (40, 40, 8, 5120, 17408, 151936), {"head_dim": 128}),
@@ -173,7 +178,9 @@ def test_a_recipe_for_ascend_is_what_its_name_says(name: str) -> None:
     assert config.aqn.enabled == (objective == "aqn")
     if objective:
         assert config.algorithm.name in (("grpo", "dapo") if objective == "aqn" else (objective,))
-    assert Path(config.data.train_files[0]).parent.name == (match["data"] or DATA_OF_STAGE[stage])
+    data = "retool" if match["chained"] else DATA[match["data"] or stage]
+    assert Path(config.data.train_files[0]).parent.name == data
+    assert (config.environment.name is not None) == (match["data"] == "retool")
     assert Path(config.model.path).name.lower().replace("-", "_").startswith(match["model"])
     assert config.trainer.output_dir == f"runs/{Path(name).stem}"
     head = (CONFIGS / name).read_text()
@@ -225,7 +232,23 @@ def test_every_model_and_objective_has_recipes_for_ascend() -> None:
     assert {(recipe["cards"], recipe["kind"], recipe["box"]) for recipe in recipes} == {
         *((num, kind, None) for num in ("8", "16") for kind in ("910b", "910c")),
         ("16", "910b", "_box16"),
+        ("32", "910b", None),
     }
+
+
+RETOOL = sorted(name for name in SHIPPED if name.startswith("dapo_retool_"))
+
+
+@pytest.mark.parametrize("name", RETOOL)
+def test_the_second_step_of_a_chain_begins_with_the_first(name: str) -> None:
+    """Its command takes the model that the supervised recipe for the same model writes."""
+    first = re.search(r"model\.path=(runs/sft_retool_\S+)/huggingface", (CONFIGS / name).read_text())
+    assert first is not None
+    config, before = load_config(CONFIGS / name), load_config(CONFIGS / f"{Path(first[1]).name}.yaml")
+    assert before.trainer.output_dir == first[1]
+    assert (before.model.path, before.platform.name) == (config.model.path, config.platform.name)
+    made = [tool(entry) for entry in config.environment.options["functions"]]
+    assert [schema(function) for function in made] == [TOOL]
 
 
 def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -257,6 +280,18 @@ VARIANTS: dict[str, set[str]] = {
     "sft_qwen2.5_vl_7b_8x910c.yaml": set(),
     "sft_qwen2.5_vl_32b_8x910c.yaml": set(),
     "sft_qwen2.5_vl_32b_16x910b.yaml": set(),
+    **{
+        f"{stage}_retool_{model}_{machine}.yaml": set()
+        for stage, model, machines in (
+            ("sft", "qwen2.5_7b", ("8x910b", "8x910c")),
+            ("sft", "qwen2.5_32b", ("16x910b", "8x910c")),
+            ("sft", "qwen3_8b", ("8x910b", "8x910c")),
+            ("dapo", "qwen2.5_7b", ("8x910b", "8x910c")),
+            ("dapo", "qwen2.5_32b", ("32x910b", "16x910c")),
+            ("dapo", "qwen3_8b", ("8x910b", "8x910c")),
+        )
+        for machine in machines
+    },
     "grpo_gsm8k_qwen2.5_0.5b_8x910b.yaml": {
         "algorithm.minibatches_per_step",
         "checkpoint.async_save",
@@ -297,7 +332,7 @@ def different_keys(name: str, other: str) -> set[str]:
 
 def plain_name(name: str) -> str:
     """Without the machine: ``grpo_gsm8k_qwen2.5_7b_8x910b.yaml`` -> ``grpo_gsm8k_qwen2.5_7b.yaml``."""
-    return re.sub(r"_(8|16)x910[bc](_box16)?\.yaml$", ".yaml", name)
+    return re.sub(r"_(8|16|32)x910[bc](_box16)?\.yaml$", ".yaml", name)
 
 
 def test_a_variant_for_a_machine_differs_in_named_keys_only() -> None:

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
+from mega_rl.data.sets.retool import TOOL
 from mega_rl.environments.called import CalledFunction
+from mega_rl.environments.choice import tool
 from mega_rl.environments.functions import calculate, local_search
 from mega_rl.environments.protocol import End, Reply, Turn
 from mega_rl.environments.python import PythonSandbox
-from mega_rl.environments.tools import MAX_CALLS, Parsed, ToolCall, ToolEnvironment
+from mega_rl.environments.tools import MAX_CALLS, Parsed, ToolCall, ToolEnvironment, schema
 from mega_rl.errors import InputError
 from mega_rl.rewards import sandbox
 from mega_rl.types import Prompt
@@ -218,6 +220,18 @@ def test_a_python_interpreter_as_retool_has_it() -> None:
     assert slow.messages[0]["content"].endswith("error: the program did not end within 0.5 s")
     with pytest.raises(InputError, match="python_sandbox: form 'x'"):
         answer("", form="x")
+    called = tool({"name": "code_interpreter", "options": options})
+    assert called(code="print(6 * 7)") == "42"
+    assert called(code="1 / 0").endswith("division by zero")
+
+
+def test_the_interpreter_is_offered_as_retools_data_offers_it() -> None:
+    """A model that learnt to call it there finds the same words in its prompts here."""
+    assert schema(tool("code_interpreter")) == TOOL
+    with pytest.raises(InputError, match="code_interpreter: there is no option keep"):
+        tool({"name": "code_interpreter", "options": {"keep": "state"}})
+    with pytest.raises(InputError, match="local_search does not take these options"):
+        tool("local_search")
 
 
 def test_a_session_that_is_made_after_the_end_is_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ KNOWN = (
     "max_num_seqs",
     "enforce_eager",
     "enable_sleep_mode",
+    "enable_chunked_prefill",
     "additional_config",
     "tensor_parallel_size",
     "kv_cache_memory_bytes",
@@ -78,6 +79,14 @@ def test_cpu_arguments() -> None:
 def test_a_default_gives_way() -> None:
     assert arguments(RolloutConfig(vllm={"enforce_eager": False}))["enforce_eager"] is False
     assert arguments(RolloutConfig(dtype="float32"))["dtype"] == "float32"
+
+
+def test_prompts_of_seeded_requests_stay_whole_on_a_cpu() -> None:
+    assert arguments(RolloutConfig())["enable_chunked_prefill"] is False
+    assert "enable_chunked_prefill" not in arguments(RolloutConfig(seeds="engine"))
+    assert "enable_chunked_prefill" not in arguments(RolloutConfig(), "npu")
+    with pytest.raises(InputError, match="enable_chunked_prefill does not go with seeds of requests"):
+        arguments(RolloutConfig(vllm={"enable_chunked_prefill": True}))
 
 
 def test_accelerator_arguments() -> None:
