@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-
 from dataclasses import replace
 
 from mega_rl.bridge.series import Series, numbered
