@@ -26,7 +26,7 @@ RELATIVE = 2e-5  # float32, two implementations of four layers
 # (tensor, pipeline, expert, expert tensor) parallel sizes
 LAYOUTS = [(1, 1, 1, 1), (2, 1, 1, 2), (4, 2, 2, 2), (2, 4, 4, 1), (1, 2, 8, 1)]
 # Of the families whose engines the engine writer knows.
-LIVE = [name for name in families.CONTRACT.own if not name.startswith("deepseek") and not name.endswith("_vl")]
+LIVE = [name for name in families.CONTRACT.own if not name.startswith("deepseek")]
 Tensors = dict[str, torch.Tensor]
 
 
@@ -151,12 +151,11 @@ def test_engine_slices_are_exact_both_ways(family: str, tp: int, models: Path) -
         assert torch.equal(local[f"{stacked}.w2_weight"], torch.stack(down))
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen2_5_vl", "qwen3_vl"])
-def test_a_family_that_the_engine_writer_does_not_know(family: str, models: Path) -> None:
-    shape = read_model_shape(models / family)
+def test_a_family_that_the_engine_writer_does_not_know(models: Path) -> None:
+    shape = read_model_shape(models / "deepseek_v3")
     (line,) = engine_problems(shape, 1)
-    assert re.search(f"trainer.stage.*{family}.*sft", line)
-    with pytest.raises(AssertionError, match=f"trainer.stage.*{family}.*sft"):
+    assert re.search("trainer.stage.*deepseek_v3.*sft", line)
+    with pytest.raises(AssertionError, match="trainer.stage.*deepseek_v3.*sft"):
         vllm_slices(shape, 1, 0)
 
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.bridge.reshard.execute import Read
-from mega_rl.bridge.slices import Box, Slice, carry_over, extents, indices, intersect, num_elements, num_elements
+from mega_rl.bridge.slices import Box, Slice, carry_over, extents, indices, intersect, num_elements
 from mega_rl.parallel.collectives import gather_objects, together
 
 SAMPLE_SYNCS = 16  # `bridge.verify=sample` comes round to every tensor within so many syncs
