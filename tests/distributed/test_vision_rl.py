@@ -1,4 +1,4 @@
-"""Reinforcement learning on pictures through ``tools/train.py``, the tower trained: trainer and engine agree in float32.
+"""Reinforcement learning on pictures through ``tools/train.py``, the tower trained, in float32.
 
 Every step sees the same pictures, so that features which the engine had kept of an older tower would show.
 """
@@ -74,7 +74,6 @@ def test_a_run_that_sees(tmp_path: Path) -> None:
             assert row["logprob_diff"] < TOLERANCE, (step, row["prompt"]["text"])
             prompt = trajectory_of_row(row).prompt
             num_images.append(len(prompt.images))
-            assert len(prompt.token_ids) - len(row["prompt"]["token_ids"]) == sum(
-                i.num_tokens - 1 for i in prompt.images
-            )
+            repeated = sum(image.num_tokens - 1 for image in prompt.images)
+            assert len(prompt.token_ids) - len(row["prompt"]["token_ids"]) == repeated
     assert sorted(num_images) == sorted([0, 1, 1, 2] * 4 * 3)
