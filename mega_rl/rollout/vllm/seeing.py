@@ -84,7 +84,7 @@ class Renderer:
 
 def check_tokens(prompt: Prompt, output: Any) -> None:
     """Raise RuntimeError if an engine has answered other tokens than those of the prompt."""
-    if tuple(output.prompt_token_ids) != prompt.token_ids:
+    if list(output.prompt_token_ids) != list(prompt.token_ids):
         raise RuntimeError(
             f"The engine was given {len(prompt.token_ids)} tokens for prompt {prompt.index} and answered "
             f"{len(output.prompt_token_ids)} others."
