@@ -155,7 +155,7 @@ def engine_arguments(
     known: Collection[str],
     external: bool,
     slots: Slots | None = None,
-    pictures: Mapping[str, Any] | None = None,
+    pictures: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Everything that ``vllm.LLM`` is given.
 
