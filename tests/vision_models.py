@@ -42,14 +42,17 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def write(directory: Path, family: str) -> Path:
-    """A float32 model with its files."""
+def write(directory: Path, family: str, for_engine: bool = False) -> Path:
+    """A float32 model with its files; ``for_engine``: with heads that vLLM takes on a CPU, and all that it reads."""
     own = tokenizer()
     ids = {name: own.convert_tokens_to_ids(f"<|{name}|>") for name in ("vision_start", "vision_end")}
     sections = {"qwen2_5_vl": [2, 3, 3], "qwen3_vl": [3, 3, 2]}[family]
+    sizes: dict[str, object] = {"head_dim": 16}
+    if for_engine:
+        sections, sizes = [2 * size for size in sections], {"head_dim": 32, "hidden_size": 128}
     text = {
         **families.TRAINER.common,
-        "head_dim": 16,
+        **sizes,
         "vocab_size": len(own),
         "num_hidden_layers": 3,
         "max_position_embeddings": 1024,
@@ -84,4 +87,14 @@ def write(directory: Path, family: str) -> Path:
         "size": {"shortest_edge": 4 * (PATCH * MERGE) ** 2, "longest_edge": 64 * (PATCH * MERGE) ** 2},
     }
     (directory / "preprocessor_config.json").write_text(json.dumps(processor))
+    if for_engine:
+        kind, video = {
+            "qwen2_5_vl": ("Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor"),
+            "qwen3_vl": ("Qwen3VLProcessor", "Qwen3VLVideoProcessor"),
+        }[family]
+        hub = {**processor, "processor_class": kind, "image_processor_type": "Qwen2VLImageProcessor"}
+        (directory / "preprocessor_config.json").write_text(json.dumps(hub))
+        (directory / "video_preprocessor_config.json").write_text(
+            json.dumps({**processor, "processor_class": kind, "video_processor_type": video})
+        )
     return directory

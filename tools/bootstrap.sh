@@ -158,7 +158,7 @@ exactly -r "$repo/requirements/cpu.lock" -r "$repo/requirements/dev.lock"
 if [ $with_package = 1 ]; then
     pip install -q --no-deps --no-build-isolation -e "$repo"
 fi
-"$venv/bin/python" -c 'import torch, vllm' >/dev/null 2>"$venv/import.log" ||
+PYTHONPATH="$repo" "$venv/bin/python" -c 'import mega_rl, torch, vllm' >/dev/null 2>"$venv/import.log" ||
     { tail -n 5 "$venv/import.log" >&2; die "the new environment cannot import torch and vllm; the lines above say why"; }
 echo "$want" >"$marker"
 say "done in $((SECONDS - started)) s"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 from mega_rl.config.schema import ParallelConfig, RunConfig
 from mega_rl.config.stage import (
@@ -28,7 +29,7 @@ from mega_rl.models.shape import (
 )
 from mega_rl.models.vision import TOWER
 
-SEEING_STAGES = ("pt", "sft", "dpo", "kto")  # that train models with a vision tower; only sft reads pictures
+SEEING_STAGES = ("pt", "sft", "dpo", "kto", "rl")  # that train models with a vision tower; sft and rl read pictures
 REWARD_KEY = "rewards.model.options.path"  # what sentences call the directory of a reward model
 SIZES = ("tensor", "context", "pipeline", "virtual_pipeline", "expert", "expert_tensor")  # of the parallel section
 CRITIC_SIZES = ("critic.tensor", "critic.context", "critic.pipeline")
@@ -119,7 +120,9 @@ def _tower_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
     vision = config.model.vision
     is_trained = config.tuning.method == "full" and not (vision.freeze and vision.freeze_merger)
     is_trained |= any(TOWER in entry for entry in config.tuning.also_train)
-    if shape.tower and config.trainer.stage not in (*SEEING_STAGES, "rl"):  # of which engine_problems speaks
+    if shape.tower and samples(config):
+        yield from _seeing_problems(config, shape)
+    if shape.tower and config.trainer.stage not in SEEING_STAGES:
         yield (
             f"trainer.stage is {config.trainer.stage!r}, which does not take a {shape.family} model: train it with one "
             f"of {', '.join(SEEING_STAGES)}"
@@ -134,6 +137,25 @@ def _tower_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
             "parallel.overlap_grad_reduce is True, but model.vision trains the tower, which has no gradient where "
             "there is no picture: set it to false, or freeze and freeze_merger of model.vision to true"
         )
+
+
+def _seeing_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
+    """What samplers of models with a vision tower cannot do yet."""
+    rollout, model = config.rollout, f"the {shape.family} model of model.path sees pictures"
+    judge = reward_model(config)
+    wanted: tuple[tuple[str, Any, tuple[Any, ...], str], ...] = (
+        ("rollout.placement", rollout.placement, ("colocated",), "other processes are given no pictures"),
+        ("rollout.weight_update", rollout.weight_update, ("auto", "live"), "its tower is written in place only"),
+        ("rollout.adapter", rollout.adapter, ("auto", "merged"), "its engines have no slots"),
+        ("environment.name", config.environment.name, (None,), "conversations with an environment are of text"),
+        ("rewards", judge and judge.name, (None,), "reward models do not"),
+    )
+    for key, value, allowed, why in wanted:
+        if value not in allowed:
+            fix = "leave it out" if allowed == (None,) else f"set it to {allowed[-1]}"
+            yield f"{key} is {value!r}, but {model}, and {why}: {fix}"
+    if has_critic(config):
+        yield f"algorithm.advantage is {config.algorithm.advantage!r}, but {model}, and critics do not: set it to grpo"
 
 
 def _own_layout_problems(

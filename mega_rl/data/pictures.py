@@ -51,13 +51,32 @@ class FilePicture:
     def key(self) -> str:
         return f"{self.digest}-{self.grid[0]}x{self.grid[1]}"
 
+    @property
+    def num_tokens(self) -> int:
+        """Of the language model."""
+        return self.reader.num_tokens(self)
+
     def patches(self) -> Tensor:
         """Raises InputError for a file that has changed, or that cannot be decoded."""
+        with self._opened() as image:
+            return self.reader.patches(image, self.grid)
+
+    def resized(self) -> Image.Image:
+        """In the size of its patches, for engines: whatever makes these of it has nothing left to resize.
+
+        Raises:
+            InputError: as ``patches``.
+        """
+        with self._opened() as image:
+            return self.reader.resized(image, self.grid)
+
+    @contextmanager
+    def _opened(self) -> Iterator[Image.Image]:
         content = _content(self.source, self.where)
         if _digest(content) != self.digest:
             raise InputError(f"{self.where} has changed since the run began: put it back as it was")
         with _readable(self.where), Image.open(io.BytesIO(content), formats=FORMATS) as image:
-            return self.reader.patches(image, self.grid)
+            yield image
 
 
 class PictureReader:
@@ -152,6 +171,16 @@ class PictureReader:
         made = self._processor(images=[image.convert("RGB")], return_tensors="np")
         assert tuple(made["image_grid_thw"][0]) == (1, *grid), "the grid was foretold otherwise"
         return torch.from_numpy(np.ascontiguousarray(made["pixel_values"], dtype=np.float32))
+
+    def resized(self, image: Image.Image, grid: tuple[int, int]) -> Image.Image:
+        rows, columns = (size * self._processor.patch_size for size in grid)
+        return image.convert("RGB").resize((columns, rows), Image.Resampling.BICUBIC)
+
+    @property
+    def pixel_limits(self) -> dict[str, int]:
+        """The least and the most pixels of what ``resized`` gives, by the names that image processors have for them."""
+        token = (self._processor.patch_size * self.merge) ** 2
+        return {"shortest_edge": token, "longest_edge": max(token, self._processor.size["longest_edge"])}
 
     def num_tokens(self, picture: FilePicture) -> int:
         """Of the language model."""

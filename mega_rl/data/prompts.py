@@ -8,14 +8,16 @@ from collections.abc import Mapping
 from transformers import PreTrainedTokenizerBase
 
 from mega_rl.config.schema import DataConfig
+from mega_rl.data.album import Album, with_pictures
 from mega_rl.data.columns import prompt_of, refuse_columns, truth_of
+from mega_rl.data.pictures import FilePicture
 from mega_rl.data.rows import Row, read_rows
 from mega_rl.data.stream import Stream, fingerprint
 from mega_rl.data.template import Tools
 from mega_rl.data.tokenizer import is_surely_longer, num_characters, render_prompt
 from mega_rl.errors import InputError, shown
 from mega_rl.parallel.collectives import gather_objects, together, work_shared
-from mega_rl.types import Prompt
+from mega_rl.types import Prompt, PromptImage
 
 WANTED = "`prompt`, `question`, `instruction` or `messages`"
 WANTED_TRUTH = "`reward_model.ground_truth`, `answer` or `solution`, as a reward compares with it"
@@ -34,7 +36,9 @@ class PromptDataset:
     def __init__(self, prompts: list[Prompt], num_dropped: int = 0) -> None:
         self.prompts = prompts
         self.num_dropped = num_dropped  # prompts longer than data.max_prompt_length
-        self.fingerprint = fingerprint([repr((p.index, p.token_ids, p.ground_truth)).encode() for p in prompts])
+        seen = [image.key.encode() for prompt in prompts for image in prompt.images]
+        texts = [repr((p.index, p.token_ids, p.ground_truth)).encode() for p in prompts]
+        self.fingerprint = fingerprint([*texts, *seen])
 
     @classmethod
     def from_files(
@@ -47,6 +51,7 @@ class PromptDataset:
         max_samples: int | None = None,
         needs_truth: bool = True,
         tools: Tools = (),
+        album: Album | None = None,
     ) -> PromptDataset:
         """Reads, renders and filters. Collective: every rank reads all rows and tokenises an even share of them.
 
@@ -55,10 +60,11 @@ class PromptDataset:
             max_samples: take the first rows only, before filtering; ``data.max_val_samples`` for validation.
             needs_truth: whether a reward compares with the ground truth, so that a row without one is an error.
             tools: that every prompt offers, as JSON schemas.
+            album: takes the pictures of the prompts; None: the model sees none.
 
         Raises:
             InputError: on every rank, for unreadable files, files that differ between ranks, rows without the needed
-                fields, overlong prompts if they are not filtered, or nothing left.
+                fields, pictures that cannot be used, overlong prompts if they are not filtered, or nothing left.
         """
         with together(f"reading {key}"):
             rows = read_rows(files, key)[:max_samples]
@@ -69,10 +75,15 @@ class PromptDataset:
                 f"{key} has {counts[0]} rows on rank 0 and {counts[other]} on rank {other}: give every node the same "
                 "files"
             )
+        with together(f"reading the pictures of {key}"):
+            seen = [(row, []) if album is None else album.reader.take(row) for row in rows]
         found = work_shared(
-            range(len(rows)), lambda index: _fitting_prompt(index, rows[index], tokenizer, data, needs_truth, tools)
+            range(len(rows)),
+            lambda index: _fitting_prompt(index, *seen[index], tokenizer, data, needs_truth, tools, album),
         )
         prompts = [prompt for prompt in found if prompt is not None]
+        if album is not None:
+            album.add({p.key: p for prompt in prompts for p in seen[prompt.index][1]})
         if not prompts:
             raise InputError(
                 f"{key}: all {len(found)} prompts are longer than data.max_prompt_length "
@@ -88,7 +99,14 @@ class PromptDataset:
 
 
 def _fitting_prompt(
-    index: int, row: Row, tokenizer: PreTrainedTokenizerBase, data: DataConfig, needs_truth: bool, tools: Tools
+    index: int,
+    row: Row,
+    pictures: list[FilePicture],
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+    needs_truth: bool,
+    tools: Tools,
+    album: Album | None,
 ) -> Prompt | None:
     """The prompt of a row; None if it is overlong and such are to be left out."""
     limit, where = data.max_prompt_length, row.where
@@ -101,7 +119,7 @@ def _fitting_prompt(
             "shorten it or set data.filter_overlong_prompts"
         )
     else:
-        prompt = _prompt(index, row, tokenizer, data, needs_truth, tools)
+        prompt = _prompt(index, row, pictures, tokenizer, data, needs_truth, tools, album)
         if len(prompt.token_ids) <= limit:
             return prompt
         problem = (
@@ -114,7 +132,14 @@ def _fitting_prompt(
 
 
 def _prompt(
-    index: int, row: Row, tokenizer: PreTrainedTokenizerBase, data: DataConfig, needs_truth: bool, tools: Tools
+    index: int,
+    row: Row,
+    pictures: list[FilePicture],
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+    needs_truth: bool,
+    tools: Tools,
+    album: Album | None,
 ) -> Prompt:
     content, truth = prompt_of(row), truth_of(row)
     if content is None:
@@ -126,6 +151,9 @@ def _prompt(
         raise InputError(f"{row.where}: extra_info is {shown(extra_info)}; make it an object or leave it out")
     try:
         text, token_ids = render_prompt(tokenizer, content, data.chat_template, data.system_prompt, tools)
+        images: tuple[PromptImage, ...] = ()
+        if album is not None:
+            token_ids, images = with_pictures(token_ids, pictures, album.reader.token)
     except InputError as error:
         raise InputError(f"{row.where}: {error}") from error
     return Prompt(
@@ -135,4 +163,5 @@ def _prompt(
         ground_truth="" if truth is None else truth if isinstance(truth, str) else json.dumps(truth, default=str),
         data_source=str(row.get("data_source") or row.file.stem),
         extra_info=extra_info,
+        images=images,
     )

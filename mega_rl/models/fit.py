@@ -156,10 +156,10 @@ def engine_problems(
             f"trainer.stage is 'rl', which does not take a {shape.family} model, whose latent attention the engine "
             "keeps in weights of its own: train it with sft"
         )
-    if shape.tower:
+    if shape.tower and shape.mixture:
         found.append(
-            f"trainer.stage is 'rl', which does not take a {shape.family} model yet: engines are given no pictures: "
-            "train it with sft"
+            f"trainer.stage is 'rl', which does not take a {shape.family} model yet, whose experts no engine has been "
+            "given beside a tower: train it with sft"
         )
     sizes = [("num_attention_heads", shape.num_heads), ("padded vocabulary", engine_vocab_size(shape))]
     if shape.has_dense_layers:

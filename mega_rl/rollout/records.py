@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from mega_rl.errors import InputError
 from mega_rl.rollout.collect import PromptGroup
-from mega_rl.types import Outcome, Prompt, Score, Span, Trajectory, Turn, UnknownReward
+from mega_rl.types import Outcome, Prompt, PromptImage, Score, Span, Trajectory, Turn, UnknownReward
 
 PATTERN = "step_{:06d}.jsonl"
 
@@ -27,7 +27,8 @@ def to_rows(group: PromptGroup) -> list[dict[str, Any]]:
     a trajectory of several turns or spans has the keys ``loss_mask`` (0 or 1, for the same tokens), ``spans`` and
     ``turns`` (whose indices count from the prompt's first token), only an episode has ``episode`` besides (its
     ``Outcome``), and only one with routing has ``routed_experts``: the array's ``dtype``, ``shape`` and, in base64, its
-    bytes, little-endian. A score that is not known is None: JSON has no NaN.
+    bytes, little-endian. A prompt with pictures has ``images`` (their keys and places), and of the tokens of each only
+    the first. A score that is not known is None: JSON has no NaN.
     """
     pairs = zip(group.trajectories, group.scores, strict=True)
     return [row_of_trajectory(trajectory) | {"score": row_of_score(score)} for trajectory, score in pairs]
@@ -37,7 +38,7 @@ def row_of_trajectory(trajectory: Trajectory) -> dict[str, Any]:
     """The same of one trajectory, without its score."""
     after_prompt = slice(len(trajectory.prompt.token_ids), None)
     row = {
-        "prompt": dataclasses.asdict(trajectory.prompt),
+        "prompt": _row_of_prompt(trajectory.prompt),
         "sample_index": trajectory.sample_index,
         "token_ids": trajectory.token_ids[after_prompt].tolist(),
         "logprobs": trajectory.logprobs[after_prompt].tolist(),
@@ -57,6 +58,24 @@ def row_of_trajectory(trajectory: Trajectory) -> dict[str, Any]:
         "spans": [dataclasses.asdict(span) for span in trajectory.spans],
         "turns": [dataclasses.asdict(turn) for turn in trajectory.turns],
     }
+
+
+def _row_of_prompt(prompt: Prompt) -> dict[str, Any]:
+    """Of a picture only its first token is written, and ``images`` only if there are any."""
+    row = dataclasses.asdict(prompt)
+    if not prompt.images:
+        del row["images"]
+        return row
+    repeated = {place for image in prompt.images for place in range(image.first + 1, image.first + image.num_tokens)}
+    kept = [token for place, token in enumerate(prompt.token_ids) if place not in repeated]
+    return row | {"token_ids": kept, "images": [dataclasses.asdict(image) for image in prompt.images]}
+
+
+def _prompt(row: Mapping[str, Any]) -> Prompt:
+    token_ids, images = list(row["token_ids"]), tuple(PromptImage(**image) for image in row.get("images", ()))
+    for image in images:
+        token_ids[image.first : image.first + 1] = [token_ids[image.first]] * image.num_tokens
+    return Prompt(**{**row, "token_ids": tuple(token_ids), "images": images})
 
 
 def row_of_outcome(outcome: Outcome) -> dict[str, Any]:
@@ -82,7 +101,7 @@ def row_of_score(score: Score) -> dict[str, Any]:
 
 def trajectory_of_row(row: Mapping[str, Any]) -> Trajectory:
     """The trajectory of a row; keys that do not belong to a trajectory (advantage, ...) are ignored."""
-    prompt = Prompt(**dict(row["prompt"], token_ids=tuple(row["prompt"]["token_ids"])))
+    prompt = _prompt(row["prompt"])
     values = [row[key] for key in ("token_ids", "logprobs", "text", "finish_reason", "weight_version")]
     values.append(_routed_experts(row["routed_experts"]) if "routed_experts" in row else None)
     single = Trajectory.single_turn(prompt, row["sample_index"], *values)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mega_rl.bridge.mapping.tensors import LM_HEAD, embedding_name, final_norm_name, full_series, layer_name
+from mega_rl.bridge.mapping.tower import engine_tower, within_language_model
 from mega_rl.bridge.series import EXPERT, LAYER, Numbers, Series, numbered, slices_of
 from mega_rl.bridge.slices import Slice, stack_rows, take_columns, whole
 from mega_rl.models.fit import engine_problems, engine_vocab_size
@@ -35,7 +36,8 @@ def vllm_series(shape: ModelShape, tensor_parallel: int, tp_rank: int, expert_pa
     Key-value heads are replicated if there are fewer of them than workers. A tied output layer shares the
     embedding's parameter and has no series. Experts are cut by their width; with ``expert_parallel`` (vLLM's
     ``enable_expert_parallel``, an engine without data parallelism of its own) every worker has some experts whole:
-    consecutive ones, one more for each of the first workers if they do not divide (``determine_expert_map``).
+    consecutive ones, one more for each of the first workers if they do not divide (``determine_expert_map``). A vision
+    tower is whole on every worker (vLLM's ``mm_encoder_tp_mode=data``).
     """
     misfits = engine_problems(shape, tensor_parallel, has_whole_experts=expert_parallel)
     assert not misfits, misfits
@@ -54,7 +56,7 @@ def vllm_series(shape: ModelShape, tensor_parallel: int, tp_rank: int, expert_pa
     last = [whole(final_norm_name(shape), final_norm_name(shape), (shape.hidden_size,))]
     if not shape.tied:
         last += _vocab_rows(LM_HEAD, shape, tensor_parallel, tp_rank)
-    return series + numbered(last)
+    return within_language_model(shape, series + numbered(last)) + engine_tower(shape)
 
 
 def _vocab_rows(name: str, shape: ModelShape, tensor_parallel: int, tp_rank: int) -> list[Slice]:

@@ -81,12 +81,15 @@ def piece_hash(piece: Tensor, hf_box: Box, salt: int) -> Tensor:
     """The hash of one piece, an int64 scalar on its device: see the top of this file.
 
     Args:
-        piece: [extents of hf_box], one or two dimensions, of a dtype of 2 or 4 bytes.
+        piece: [extents of hf_box], of a dtype of 2 or 4 bytes; of more than two dimensions, as a vision tower's
+            convolution has them, only the first may be cut.
         hf_box: where it lies in the HF tensor.
         salt: chooses the keys; the same for all that are compared.
     """
-    assert piece.dim() == len(hf_box) and piece.dim() in (1, 2), (piece.shape, hf_box)
+    assert piece.dim() == len(hf_box) and not any(start for start, _ in hf_box[2:]), (piece.shape, hf_box)
     assert piece.element_size() in (2, 4), piece.dtype
+    if len(hf_box) > 2:
+        hf_box = (hf_box[0], (0, num_elements(hf_box[1:])))
     rows, columns = hf_box if len(hf_box) == 2 else ((0, 1), hf_box[0])
     table = piece.detach().reshape(rows[1] - rows[0], columns[1] - columns[0])
     if table.stride(-1) != 1:

@@ -36,7 +36,8 @@ from mega_rl.rollout.vllm.environment import (
     preserved_process,
     set_environment,
 )
-from mega_rl.rollout.vllm.options import LOGPROBS_MODE, engine_arguments
+from mega_rl.rollout.vllm.options import LOGPROBS_MODE, engine_arguments, picture_arguments
+from mega_rl.rollout.vllm.seeing import Renderer, Sight, check_tokens
 from mega_rl.rollout.vllm.sockets import remove_socket_names
 from mega_rl.rollout.vllm.versions import forget_prefixes, leave_routing_to_first_rank, num_sampled_tokens
 from mega_rl.types import Span, Trajectory
@@ -62,6 +63,7 @@ class VLLMEngine:
         device_type: str,
         dtype: str,
         slots: Slots | None = None,
+        sight: Sight | None = None,
     ) -> None:
         """
         Args:
@@ -70,6 +72,7 @@ class VLLMEngine:
             device_type: torch's name of the platform's device.
             dtype: of the model; used if ``rollout.dtype`` is not set.
             slots: for the adapter that every request takes, which adds nothing until it is written to; None: no slots.
+            sight: for prompts with pictures; None: there are none.
         """
         set_environment(device_type)
         self._rollout = rollout
@@ -82,7 +85,9 @@ class VLLMEngine:
         self._num_submitted = 0
         self._spans: dict[int, list[Span]] = {}  # of responses under way that the weights of several syncs sample
         self._loaded: set[str] | None = None  # names loaded by the update under way; None outside of one
-        self._llm = _construct(str(model_path), rollout, max_model_len, device_type, dtype, slots)
+        self._llm = _construct(str(model_path), rollout, max_model_len, device_type, dtype, slots, sight)
+        self._rendered = Renderer(self._llm, sight)
+        self._sees = sight is not None
         self._call("receiver_set_up", LOGPROBS_MODE)
         self._adapter = None if slots is None else self._call("receiver_open_slots", slots)  # that requests take
         self._names = frozenset(self._call("receiver_parameters"))
@@ -119,9 +124,11 @@ class VLLMEngine:
             for request in requests:
                 self._num_submitted += 1
                 self._under_way[self._num_submitted] = request
-                prompt = {"type": "token", "prompt_token_ids": list(request.prompt.token_ids)}
                 self._llm.llm_engine.add_request(
-                    str(self._num_submitted), prompt, self._sampling_params(request), lora_request=self._adapter
+                    str(self._num_submitted),
+                    self._rendered(request.prompt),
+                    self._sampling_params(request),
+                    lora_request=self._adapter,
                 )
         return list(range(first, self._num_submitted + 1))
 
@@ -148,6 +155,7 @@ class VLLMEngine:
 
     def _trajectory(self, number: int, output: Any) -> Trajectory:
         request = self._under_way.pop(number)
+        check_tokens(request.prompt, output)
         experts = self._routed_experts(number, request, output) if request.with_routing else None
         trajectory = trajectory_of_output(request, output, self._version, experts)
         spans = self._spans.pop(number, None)
@@ -240,6 +248,7 @@ class VLLMEngine:
                     f"The reload to version {version} left out {len(missing)} weights of the engine, the first is "
                     f"{missing[0]}."
                 )
+        self._forget_pictures()
         if not self._llm.reset_prefix_cache():
             raise RuntimeError(f"The engine kept prefixes computed before weight version {version}.")
         self._version = version
@@ -257,6 +266,7 @@ class VLLMEngine:
         assert self._loaded is None, "weights inside a weight update"
         self._call("receiver_begin_update")
         write(self.parameters())
+        self._forget_pictures()
         if not forget_prefixes(self._llm):
             raise RuntimeError(f"The engine kept prefixes computed before weight version {version}.")
         for name, num_sampled in num_sampled_tokens(self._llm).items() if self._under_way else ():
@@ -266,6 +276,11 @@ class VLLMEngine:
                 del spans[-1]
             spans.append(Span(first + num_sampled, version))
         self._version = version
+
+    def _forget_pictures(self) -> None:
+        """What a vision tower has made of pictures may come of weights that have changed."""
+        if self._sees:
+            self._llm.llm_engine.reset_encoder_cache()
 
     def sleep(self) -> None:
         """Move the weights to host memory and drop the cache of keys and values.
@@ -325,7 +340,13 @@ def _mixture_to_replay(model_path: str | Path, rollout: RolloutConfig) -> Mixtur
 
 
 def _construct(
-    model_path: str, rollout: RolloutConfig, max_model_len: int, device_type: str, dtype: str, slots: Slots | None
+    model_path: str,
+    rollout: RolloutConfig,
+    max_model_len: int,
+    device_type: str,
+    dtype: str,
+    slots: Slots | None,
+    sight: Sight | None,
 ) -> Any:
     """A ``vllm.LLM`` that leaves the process as it found it."""
     external = _is_external()
@@ -346,6 +367,7 @@ def _construct(
             known=[field.name for field in dataclasses.fields(EngineArgs)],
             external=external,
             slots=slots,
+            pictures=None if sight is None else picture_arguments(sight.max_images, sight.pixel_limits),
         )
         if external:  # vLLM reads these variables; a launcher other than torchrun may not have set them
             os.environ.setdefault("RANK", str(dist.get_rank()))

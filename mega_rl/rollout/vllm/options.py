@@ -46,6 +46,9 @@ _OWNED = {
     "fully_sharded_loras": "",
     "lora_dtype": "rollout.dtype",
     "lora_target_modules": "tuning.adapter.targets",
+    "limit_mm_per_prompt": "data.max_images",
+    "mm_processor_kwargs": "data.max_pixels",
+    "mm_encoder_tp_mode": "",
 }
 _OWNED_ON_CPU = {"kv_cache_memory_bytes": "rollout.kv_cache_bytes", "enable_sleep_mode": ""}
 
@@ -153,6 +156,7 @@ def engine_arguments(
     known: Collection[str],
     external: bool,
     slots: Slots | None = None,
+    pictures: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Everything that ``vllm.LLM`` is given.
 
@@ -162,6 +166,7 @@ def engine_arguments(
         known: the names of the installed vLLM's engine arguments.
         external: whether a launcher started several processes, so that engine ranks live in them.
         slots: for an adapter; None: none.
+        pictures: arguments for those of prompts; None: there are none.
 
     Raises:
         InputError: as ``check_options``.
@@ -201,7 +206,21 @@ def engine_arguments(
         "logprobs_mode": LOGPROBS_MODE,
         "worker_extension_cls": WORKER_EXTENSION,
     }
-    return arguments | _slot_arguments(slots, known) | owned
+    return arguments | _slot_arguments(slots, known) | (pictures or {}) | owned
+
+
+def picture_arguments(max_images: int, pixel_limits: Mapping[str, int]) -> dict[str, Any]:
+    """What lets an engine take pictures, and nothing else beside text.
+
+    Args:
+        max_images: of a prompt.
+        pixel_limits: of a picture, by the names of image processors.
+    """
+    return {
+        "limit_mm_per_prompt": {"image": max_images, "video": 0},
+        "mm_processor_kwargs": {"size": dict(pixel_limits)},
+        "mm_encoder_tp_mode": "data",  # every worker has the tower whole, as the trainer's first stage
+    }
 
 
 def _chunked_on_cpu(rollout: RolloutConfig) -> bool:

@@ -96,6 +96,19 @@ class TransferMethods:
 
 
 @contextmanager
+def inspected_here() -> Iterator[None]:
+    """Let vLLM look at the classes of models in this process.
+
+    It would start another one, so as not to initialise a GPU in this one; there torchvision's build may not fit torch,
+    which ``mega_rl/__init__.py`` has seen to here.
+    """
+    from vllm.model_executor.models import registry
+
+    with mock.patch.object(registry, "_run_in_subprocess", lambda inspect: inspect()):
+        yield
+
+
+@contextmanager
 def plain_cpu_experts() -> Iterator[None]:
     """Let experts on a CPU use their weights as they are loaded; wraps an engine's construction and every reload.
 
@@ -166,6 +179,16 @@ def _apply_experts(
         gate, up = F.linear(hidden_states[tokens], w1[expert]).chunk(2, dim=-1)
         result = F.linear(F.silu(gate) * up, w2[expert])
         output.index_add_(0, tokens, result * topk_weights[tokens, places, None].to(result.dtype))
+
+
+def render(llm: Any, token_ids: list[int], pictures: list[Any]) -> dict[str, Any]:
+    """What an engine makes of a prompt with one token for each of its pictures; both covered versions call it so.
+
+    Nothing of it is left in the engine's cache of processed pictures, which would keep what every request needs whole.
+    """
+    prompt = {"prompt_token_ids": token_ids, "multi_modal_data": {"image": pictures}}
+    (rendered,) = llm.llm_engine.renderer.render_cmpl([prompt], skip_mm_cache=True)
+    return dict(rendered)
 
 
 def forget_prefixes(llm: Any) -> bool:

@@ -215,6 +215,7 @@ def engine_slots(
             "rollout.adapter is 'slots', but vLLM on a CPU has none for mixtures of experts: set it to merged"
         )
     why = "vLLM's slots are slow on a CPU" if on_cpu else "experts are sent merged" if shape.mixture is not None else ""
+    why = "engines that see pictures have no slots" if shape.tower else why
     if asked == "auto" and (why or rollout.weight_update == "reload"):
         why = why or "rollout.weight_update=reload"
         say(f"rollout.adapter: adapters are merged into the weights that the engines are sent, as {why}")

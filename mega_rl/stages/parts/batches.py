@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from mega_rl.algorithms.reduce import Denominators
+from mega_rl.data.album import Album
 from mega_rl.data.packing import pack
 from mega_rl.microbatch import Figures, Microbatch, Sequence
 from mega_rl.parallel.collectives import gather_objects
@@ -27,6 +28,7 @@ class BatchShare:
     pad_multiple: int  # the number of tokens of a micro-batch is padded to a multiple of it
     pad_token_id: int
     attention_slope: float = 0.0  # see `models.flops`; 0: a sequence costs what its tokens cost
+    album: Album | None = None  # the pictures of the prompts that are learnt from; None: the model sees none
 
     @property
     def is_counted(self) -> bool:

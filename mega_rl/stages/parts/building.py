@@ -48,6 +48,7 @@ from mega_rl.rollout.replay import ReplayEngine
 from mega_rl.rollout.sinks import Weights, WeightSink, colocated_layout, colocated_sink
 from mega_rl.rollout.vllm.engine import VLLMEngine
 from mega_rl.rollout.vllm.options import engine_settings, num_loading_engines
+from mega_rl.rollout.vllm.seeing import Sight
 from mega_rl.stages.parts import adapters
 from mega_rl.stages.parts.batches import BatchShare
 from mega_rl.stages.parts.critic import Critic
@@ -68,7 +69,10 @@ def prompt_stream(session: Session) -> PromptStream:
         data,
         needs_truth=rows_need_truth(session.config),
         tools=() if session.plan is None else session.plan.tools,
+        album=session.album,
     )
+    if session.album is not None:
+        session.album.learn_from(dataset.prompts)
     if dataset.num_dropped:
         session.say(f"data: {dataset.num_dropped} prompts longer than {data.max_prompt_length} tokens left out")
     with together("making batches of the prompts"):
@@ -87,6 +91,7 @@ def validation_prompts(session: Session) -> PromptDataset | None:
         max_samples=data.max_val_samples,
         needs_truth=rows_need_truth(session.config),
         tools=() if session.plan is None else session.plan.tools,
+        album=session.album,
     )
 
 
@@ -239,6 +244,7 @@ def colocated_engine(
         device_type=session.device.type,
         dtype=config.model.dtype,
         slots=slots,
+        sight=sight(session),
     )
     sink = colocated_sink(
         engine,
@@ -252,6 +258,14 @@ def colocated_engine(
     engine.sleep()
     actor.offload.to_device()
     return engine, sink
+
+
+def sight(session: Session) -> Sight | None:
+    """What engines of this run see with."""
+    album = session.album
+    if album is None:
+        return None
+    return Sight(album.pictures, session.config.data.max_images, album.reader.pixel_limits)
 
 
 def load_proof(

@@ -78,7 +78,8 @@ def pack_samples(
 
     def sequence(place: int, tokens: Tokens) -> Sequence:
         staleness = None if step is None else samples[place].outline.staleness(step)
-        return sequence_of(tokens, samples[place].token_advantages, staleness)
+        made = sequence_of(tokens, samples[place].token_advantages, staleness)
+        return made if share.album is None else share.album.seeing(made, samples[place].outline.prompt_index)
 
     outlines = [sample.outline for sample in samples]
     return pack_brought(share, outlines, [outline.num_tokens - 1 for outline in outlines], source, sequence)

@@ -19,6 +19,8 @@ from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.config import RunConfig, samples
 from mega_rl.config.model import check_model
 from mega_rl.config.stage import ADAPTER, EXPORT, exports_adapter
+from mega_rl.data.album import Album
+from mega_rl.data.image_processor import picture_reader
 from mega_rl.data.tokenizer import load_tokenizer
 from mega_rl.errors import Stopped
 from mega_rl.megatron import checkpoint
@@ -93,7 +95,17 @@ class Session:
             pad_multiple=self.layout.tensor if config.parallel.sequence else 1,
             pad_token_id=int(self.tokenizer.pad_token_id or 0),
             attention_slope=pass_flops(self.shape, hf_tensors(self.shape)).attention_slope,
+            album=self.album,
         )
+
+    @cached_property
+    def album(self) -> Album | None:
+        """The pictures of the prompts, where the model sees any. All ranks ask for it together for the first time."""
+        tower, config = self.shape.tower, self.config
+        if tower is None or not samples(config):
+            return None
+        with together("opening the image processor"):
+            return Album(picture_reader(config.model.path, tower, self.tokenizer, config.data))
 
     @cached_property
     def depot(self) -> Depot:

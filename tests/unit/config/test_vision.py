@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -34,13 +35,30 @@ def problems(config: RunConfig) -> str:
 
 
 def test_what_is_supported(config: RunConfig) -> None:
-    for stage in ("sft", "pt", "dpo", "kto"):
+    for stage in ("sft", "pt", "dpo", "kto", "rl"):
         config.trainer.stage = stage
         assert problems(config) == ""
     config.trainer.stage = "rm"
     assert "trainer.stage is 'rm', which does not take a qwen3_vl model" in problems(config)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "fix"),
+    [
+        ("rollout", "placement", "separate", "set it to colocated"),
+        ("rollout", "weight_update", "reload", "set it to live"),
+        ("rollout", "adapter", "slots", "set it to merged"),
+        ("environment", "name", "tools", "leave it out"),
+        ("algorithm", "advantage", "gae", "set it to grpo"),
+    ],
+)
+def test_what_samplers_that_see_cannot_do(config: RunConfig, section: str, key: str, value: str, fix: str) -> None:
     config.trainer.stage = "rl"
-    assert "trainer.stage is 'rl', which does not take a qwen3_vl model yet" in problems(config)
+    setattr(getattr(config, section), key, value)
+    found = re.search(
+        f"{section}.{key} is '{value}', but the qwen3_vl model of model.path sees pictures.*", problems(config)
+    )
+    assert found is not None and fix in found[0]
 
 
 def test_value_models_see_no_pictures(config: RunConfig, tmp_path: Path) -> None:

@@ -231,5 +231,5 @@ def test_a_file_that_changes_under_way_is_found(read: Callable[..., Conversation
 def test_a_model_of_text_refuses_pictures(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"prompt": "a", "response": "b", "images": ["one.png"]}) + "\n")
-    with pytest.raises(InputError, match="only stage sft of a vision-language model reads pictures"):
+    with pytest.raises(InputError, match="only stages sft and rl of a vision-language model read pictures"):
         ConversationDataset.from_files([str(file)], vision_models.tokenizer(), DataConfig())

@@ -128,7 +128,10 @@ def test_a_stream_of_prompts(tmp_path: Path, plain: Any) -> None:
     ("row", "message"),
     [
         ({"text": "1", "answer": "2"}, "line 1 has answer, text but needs `prompt`, `question`"),
-        ({"prompt": "1=", "answer": "2", "images": ["a.png"]}, "line 1 has the column images, but only stage sft"),
+        (
+            {"prompt": "1=", "answer": "2", "images": ["a.png"]},
+            "line 1 has the column images, but only stages sft and rl",
+        ),
         (
             {"prompt": "1=", "answer": "2", "tools": [{"name": "f"}]},
             "line 1 has the column tools, but a policy",

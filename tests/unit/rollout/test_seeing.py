@@ -1,0 +1,84 @@
+"""What an engine is given for a prompt with pictures, and what it must answer."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from mega_rl.rollout.vllm.seeing import Renderer, Sight, check_tokens
+from mega_rl.types import Prompt, PromptImage
+
+TOKEN = 9
+SIZES = {"a": 3, "b": 2}  # tokens of a picture
+
+
+class Picture:
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+    def resized(self) -> Image.Image:
+        return Image.new("RGB", (SIZES[self.key], 1))
+
+
+class Rendering:
+    """In the place of ``vllm.LLM``: makes as many tokens of one as its picture is wide."""
+
+    def __init__(self, more: int = 0) -> None:
+        self.given: list[Any] = []
+        self.more = more
+        self.llm_engine = SimpleNamespace(renderer=self)
+
+    def render_cmpl(self, prompts: list[Any], *, skip_mm_cache: bool) -> list[Any]:
+        assert skip_mm_cache
+        (prompt,) = prompts
+        self.given.append(prompt["prompt_token_ids"])
+        pictures = iter(prompt["multi_modal_data"]["image"])
+        ids = [
+            one
+            for token in prompt["prompt_token_ids"]
+            for one in ([token] * (next(pictures).width + self.more) if token == TOKEN else [token])
+        ]
+        return [{"type": "multimodal", "prompt_token_ids": ids, "mm_hashes": len(self.given)}]
+
+
+def seeing(llm: Rendering) -> Renderer:
+    return Renderer(llm, Sight({key: Picture(key) for key in SIZES}, 2, {}))
+
+
+def prompt(*tail: int) -> Prompt:
+    images = (PromptImage("a", 1, 3), PromptImage("b", 5, 2))
+    return Prompt(7, (1, 9, 9, 9, 2, 9, 9, *tail), "", "", "", {}, images)
+
+
+def test_a_text_is_given_as_tokens() -> None:
+    plain = Prompt(0, (1, TOKEN), "", "", "")
+    assert Renderer(None, None)(plain) == {"type": "token", "prompt_token_ids": [1, TOKEN]}
+
+
+def test_tokens_behind_the_last_picture_are_never_looked_at() -> None:
+    llm = Rendering()
+    given = seeing(llm)(prompt(3, TOKEN, 4))
+    assert llm.given == [[1, 9, 2, 9]], "one token for each picture, and nothing of what follows"
+    assert given == {"type": "multimodal", "prompt_token_ids": [1, 9, 9, 9, 2, 9, 9, 3, 9, 4], "mm_hashes": 1}
+
+
+def test_the_samples_of_a_prompt_are_rendered_once() -> None:
+    llm = Rendering()
+    renderer = seeing(llm)
+    assert [renderer(prompt(*tail))["mm_hashes"] for tail in ((3,), (3,), (3, 4))] == [1, 1, 1]
+    renderer(Prompt(8, (9, 9, 9), "", "", "", {}, (PromptImage("a", 0, 3),)))
+    assert len(llm.given) == 2
+
+
+def test_an_engine_that_makes_other_tokens_of_a_picture() -> None:
+    with pytest.raises(RuntimeError, match="makes 9 tokens of the beginning of prompt 7, which has 7"):
+        seeing(Rendering(more=1))(prompt(3))
+
+
+def test_an_answer_to_other_tokens() -> None:
+    check_tokens(prompt(3), SimpleNamespace(prompt_token_ids=list(prompt(3).token_ids)))
+    with pytest.raises(RuntimeError, match="given 8 tokens for prompt 7 and answered 7 others"):
+        check_tokens(prompt(3), SimpleNamespace(prompt_token_ids=list(prompt().token_ids)))
