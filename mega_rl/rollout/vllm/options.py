@@ -181,8 +181,6 @@ def engine_arguments(
     }
     if is_colocated and not on_cpu:
         defaults["gpu_memory_utilization"] = COLOCATED_MEMORY_SHARE
-    if on_cpu and rollout.seeds == "request":
-        defaults[CHUNKED] = _chunked_on_cpu(rollout)
     arguments = {name: value for name, value in defaults.items() if name in known} | dict(rollout.vllm)
     if device_type == "npu":
         options = additional_config(rollout.vllm.get("additional_config"), ascend_options())
@@ -190,7 +188,7 @@ def engine_arguments(
         unbound = {"enable_cpu_binding": False} if is_colocated else {}
         arguments["additional_config"] = unbound | options
     if on_cpu:
-        arguments["kv_cache_memory_bytes"] = rollout.kv_cache_bytes
+        arguments |= _cpu_arguments(rollout)
     if not is_colocated:
         arguments["weight_transfer_config"] = {"backend": TRANSFER_BACKEND}
     if external:
@@ -223,18 +221,22 @@ def picture_arguments(max_images: int, pixel_limits: Mapping[str, int]) -> dict[
     }
 
 
-def _chunked_on_cpu(rollout: RolloutConfig) -> bool:
-    """Whether vLLM may compute a prompt in parts where requests have seeds on a CPU: no.
+def _cpu_arguments(rollout: RolloutConfig) -> dict[str, Any]:
+    """What an engine on a CPU is given.
 
-    After a part vLLM draws a token, drops it, and sets the request's generator back by its offset, which generators of
-    a CPU do not have. Without parts a prompt waits until a step has room for all of it.
+    Where requests have seeds, a prompt is not computed in parts: after a part vLLM draws a token, drops it, and sets
+    the request's generator back by its offset, which generators of a CPU do not have. A prompt waits until a step has
+    room for all of it.
     """
+    arguments: dict[str, Any] = {"kv_cache_memory_bytes": rollout.kv_cache_bytes}
+    if rollout.seeds != "request":
+        return arguments
     if rollout.vllm.get(CHUNKED):
         raise InputError(
             f"rollout.vllm.{CHUNKED} does not go with seeds of requests on a CPU, whose generators cannot be set back "
             "after a part of a prompt: remove it, or set rollout.seeds to engine."
         )
-    return False
+    return arguments | {CHUNKED: False}
 
 
 def _routing_arguments(known: Collection[str]) -> dict[str, Any]:
