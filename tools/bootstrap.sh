@@ -158,7 +158,11 @@ exactly -r "$repo/requirements/cpu.lock" -r "$repo/requirements/dev.lock"
 if [ $with_package = 1 ]; then
     pip install -q --no-deps --no-build-isolation -e "$repo"
 fi
-PYTHONPATH="$repo" "$venv/bin/python" -c 'import mega_rl, torch, vllm' >/dev/null 2>"$venv/import.log" ||
+# The index's torchvision is built for CUDA; every program of the environment can import it beside this torch.
+packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+cp "$repo/requirements/torchvision_schemas.py" "$packages/torchvision_schemas.py"
+echo "import torchvision_schemas" >"$packages/torchvision_schemas.pth"
+"$venv/bin/python" -c 'import torch, torchvision, vllm' >/dev/null 2>"$venv/import.log" ||
     { tail -n 5 "$venv/import.log" >&2; die "the new environment cannot import torch and vllm; the lines above say why"; }
 echo "$want" >"$marker"
 say "done in $((SECONDS - started)) s"

@@ -59,14 +59,10 @@ def after_versions(module: ModuleType) -> None:
 
 
 def prepare_torch() -> None:
-    """With torch_npu: groups over HCCL get gloo for the host's memory, and torchvision its library's two schemas,
-    which its build for CUDA would define.
-    """
+    """With torch_npu: groups over HCCL get gloo for the host's memory."""
     distributed = torch.distributed
     grouped = partial(_with_gloo, distributed.new_group)
     distributed.new_group = distributed.distributed_c10d.new_group = grouped
-    arguments = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-    kernels.define("torchvision", [f"{name}{arguments}" for name in ("nms", "qnms")])
 
 
 def _with_gloo(new_group: object, *args: object, backend: str | None = None, **kwargs: object) -> object:

@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from mega_rl.rollout.vllm.versions import inspected_here, plain_cpu_experts
+from mega_rl.rollout.vllm.versions import plain_cpu_experts
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "mega_rl-"  # of shared-memory names
@@ -47,7 +47,6 @@ def cpu_adjustments(*, live_weights: bool, job: str) -> Iterator[None]:
     with (
         mock.patch.object(torch.ops._C, "init_cpu_memory_env", lambda nodes: None, create=True),
         plain_weights(live_weights),
-        inspected_here(),
         mock.patch.object(_CPUSHMDistributed, "make_group_name", staticmethod(job_group_name)),
     ):
         yield

@@ -96,19 +96,6 @@ class TransferMethods:
 
 
 @contextmanager
-def inspected_here() -> Iterator[None]:
-    """Let vLLM look at the classes of models in this process.
-
-    It would start another one, so as not to initialise a GPU in this one; there torchvision's build may not fit torch,
-    which ``mega_rl/__init__.py`` has seen to here.
-    """
-    from vllm.model_executor.models import registry
-
-    with mock.patch.object(registry, "_run_in_subprocess", lambda inspect: inspect()):
-        yield
-
-
-@contextmanager
 def plain_cpu_experts() -> Iterator[None]:
     """Let experts on a CPU use their weights as they are loaded; wraps an engine's construction and every reload.
 
