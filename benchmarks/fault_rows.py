@@ -3,15 +3,17 @@
     python benchmarks/faults.py --rows [WORDS ...]
 
 goes through the rows of the page whose faults have these words in them, or through all, and prints figures. A test
-that starts a run tells the seconds from the fault until the run had ended or gone on (pytest's ``record_property`` of
-``seconds``); of any other test the whole time counts, so its figure is an upper bound. What needs namespaces of its own
-(hostile programs, full disks) makes them in its test.
+that starts a run tells the seconds from the fault until the run had ended or gone on, or, where its disk is at fault
+from the beginning, from its start (pytest's ``record_property`` of ``seconds``). Of any other test the whole time
+counts, so its figure is an upper bound. What needs namespaces of its own (hostile programs, full disks) makes them in
+its test.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,6 +74,9 @@ def publish_rows(words: list[str], json_path: Path | None) -> int:
     """Run the tests of the rows with these words, print what they took, and return pytest's exit status."""
     chosen = {fault: tests for fault, tests in rows().items() if not words or any(word in fault for word in words)}
     tests = sorted({test for tests in chosen.values() for test in tests})
+    if not tests:
+        print(f"error: no row of {PAGE.name} that names a test has {' or '.join(words)} in its fault", file=sys.stderr)
+        return 2
     recorder, load = Recorder(), os.getloadavg()[0]
     os.chdir(REPO)
     options = ["-q", "-p", "no:cacheprovider", "-o", "timeout=0", *(f"tests/{test}" for test in tests)]

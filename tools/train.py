@@ -23,7 +23,7 @@ from mega_rl.config.schema import RunConfig
 from mega_rl.errors import Stopped
 from mega_rl.parallel.process import end_with_torchrun, fail, processes
 from mega_rl.rewards.scorer import build_scorer
-from mega_rl.rollout.vllm.options import check_options, installed_arguments
+from mega_rl.rollout.vllm.options import check_options, check_whole_prompts, installed_arguments
 
 STAGES = {name: f"mega_rl.stages.{name}" for name in ("rl", "pt", "sft", "rm", "dpo", "kto")}
 STOPPED = 75  # exit status: sysexits.h's EX_TEMPFAIL, "try again later"
@@ -67,6 +67,8 @@ def check_sampling(config: RunConfig) -> None:
         AqnNoise(config.aqn, total_steps=1).targets(roles(trained_shape(config)))
     if config.rollout.replay is None:
         check_options(config.rollout.vllm, installed_arguments(), config.platform.name)
+        length = config.data.max_prompt_length + config.data.max_response_length
+        check_whole_prompts(config.rollout, length, config.platform.name)
     if rewards := workers_rewards(config):
         build_scorer(rewards, replace(config.reward_workers, num_workers=1)).close()
 

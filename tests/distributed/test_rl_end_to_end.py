@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import html
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -152,19 +150,11 @@ def test_exported_model_answers_as_the_validated_one(whole_run: Path, tiny_world
     assert sum(scores) / len(scores) == pytest.approx(logged)
 
 
-def test_resume_after_kill_is_exact(
-    whole: Launched,
-    whole_run: Path,
-    tiny_world: TinyWorld,
-    runs_dir: Path,
-    record_property: Callable[[str, object], None],
-) -> None:
+def test_resume_after_kill_is_exact(whole: Launched, whole_run: Path, tiny_world: TinyWorld, runs_dir: Path) -> None:
     output_dir = runs_dir / "killed"
     arguments = ("log", 5, "--config", tiny_world.rl, f"trainer.output_dir={output_dir}")
     with started(torchrun_command(training.HELD, *arguments)) as running:
         running.wait_for("held at log 5", timeout=200)  # the end of the block sends SIGKILL to all of its processes
-        begin = time.monotonic()
-    record_property("seconds", time.monotonic() - begin)
     assert list(metrics_of(output_dir)) == [0, 1, 2, 3, 4, 5]
     assert steps_saved(output_dir) == [2, 4]
 

@@ -21,6 +21,7 @@ LOGPROBS_MODE = "processed_logprobs"  # after the temperature: the distribution 
 TRANSFER_BACKEND = "mega_rl"  # our name at vLLM's weight-transfer extension point
 ROUTING = "enable_return_routed_experts"  # answers bring the experts of their tokens
 CHUNKED = "enable_chunked_prefill"  # vLLM may compute a prompt in several steps
+STEP_TOKENS = "max_num_batched_tokens"  # what vLLM computes at most in a step
 
 # Engine arguments that follow from the rest of the configuration -> the key to set instead; "" if there is none.
 _OWNED = {
@@ -169,9 +170,10 @@ def engine_arguments(
         pictures: arguments for those of prompts; None: there are none.
 
     Raises:
-        InputError: as ``check_options``.
+        InputError: as ``check_options`` and ``check_whole_prompts``.
     """
     check_options(rollout.vllm, known, device_type)
+    check_whole_prompts(rollout, max_model_len, device_type)
     on_cpu, is_colocated = device_type == "cpu", rollout.placement == "colocated"
     defaults: dict[str, Any] = {
         "enforce_eager": on_cpu,
@@ -221,22 +223,36 @@ def picture_arguments(max_images: int, pixel_limits: Mapping[str, int]) -> dict[
     }
 
 
-def _cpu_arguments(rollout: RolloutConfig) -> dict[str, Any]:
-    """What an engine on a CPU is given.
+def check_whole_prompts(rollout: RolloutConfig, max_model_len: int, device_type: str) -> None:
+    """Refuse options that would have a prompt computed in parts, or not at all, where prompts stay whole.
 
-    Where requests have seeds, a prompt is not computed in parts: after a part vLLM draws a token, drops it, and sets
-    the request's generator back by its offset, which generators of a CPU do not have. A prompt waits until a step has
-    room for all of it.
+    That is on a CPU, if requests have seeds: after a part vLLM draws a token, drops it, and sets the request's
+    generator back by its offset, which generators of a CPU do not have. A prompt waits until a step has room for it.
+
+    Args:
+        max_model_len: prompt and response together, tokens.
+
+    Raises:
+        InputError: names the option and what to write instead.
     """
-    arguments: dict[str, Any] = {"kv_cache_memory_bytes": rollout.kv_cache_bytes}
-    if rollout.seeds != "request":
-        return arguments
+    if device_type != "cpu" or rollout.seeds != "request":
+        return
     if rollout.vllm.get(CHUNKED):
         raise InputError(
             f"rollout.vllm.{CHUNKED} does not go with seeds of requests on a CPU, whose generators cannot be set back "
             "after a part of a prompt: remove it, or set rollout.seeds to engine."
         )
-    return arguments | {CHUNKED: False}
+    room = rollout.vllm.get(STEP_TOKENS)
+    if room is not None and room < max_model_len:
+        raise InputError(
+            f"rollout.vllm.{STEP_TOKENS} is {shown(room)}, but a prompt and its response have up to {max_model_len} "
+            "tokens, which a step on a CPU must hold: raise it, or set rollout.seeds to engine."
+        )
+
+
+def _cpu_arguments(rollout: RolloutConfig) -> dict[str, Any]:
+    whole = {CHUNKED: False} if rollout.seeds == "request" else {}
+    return {"kv_cache_memory_bytes": rollout.kv_cache_bytes} | whole
 
 
 def _routing_arguments(known: Collection[str]) -> dict[str, Any]:

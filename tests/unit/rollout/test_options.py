@@ -30,6 +30,7 @@ KNOWN = (
     "enforce_eager",
     "enable_sleep_mode",
     "enable_chunked_prefill",
+    "max_num_batched_tokens",
     "additional_config",
     "tensor_parallel_size",
     "kv_cache_memory_bytes",
@@ -87,6 +88,9 @@ def test_prompts_of_seeded_requests_stay_whole_on_a_cpu() -> None:
     assert "enable_chunked_prefill" not in arguments(RolloutConfig(), "npu")
     with pytest.raises(InputError, match="enable_chunked_prefill does not go with seeds of requests"):
         arguments(RolloutConfig(vllm={"enable_chunked_prefill": True}))
+    with pytest.raises(InputError, match="max_num_batched_tokens is 8, but a prompt and its response have up to"):
+        arguments(RolloutConfig(vllm={"max_num_batched_tokens": 8}))
+    assert arguments(RolloutConfig(seeds="engine", vllm={"max_num_batched_tokens": 8}))
 
 
 def test_accelerator_arguments() -> None:
