@@ -127,11 +127,6 @@ def _tower_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
             f"trainer.stage is {config.trainer.stage!r}, which does not take a {shape.family} model: train it with one "
             f"of {', '.join(SEEING_STAGES)}"
         )
-    if shape.tower and has_critic(config):
-        yield (
-            f"algorithm.advantage is {config.algorithm.advantage!r}, whose critic would be a {shape.family} model: "
-            "value models see no pictures, choose grpo or another advantage without one"
-        )
     if shape.tower and is_trained and config.parallel.overlap_grad_reduce:
         yield (  # a micro-batch without a picture would leave a bucket of gradients waiting
             "parallel.overlap_grad_reduce is True, but model.vision trains the tower, which has no gradient where "

@@ -35,7 +35,9 @@ ROLES = {
 LOSSES = ("loss", "step_loss_mask", "weight")  # of a message, 0 or 1: slime's and OpenAI's names of the same key
 # Columns, and keys of a message, that mean something that is not there yet.
 REFUSED = {
-    **dict.fromkeys(("images", "image"), "only stages sft and rl of a vision-language model read pictures"),
+    **dict.fromkeys(
+        ("images", "image"), "only stages sft and rl of a vision-language model read pictures, mega-rl eval none yet"
+    ),
     **dict.fromkeys(("videos", "audios"), "no model is trained on them"),
 }
 # Those that only stages which learn from files read.

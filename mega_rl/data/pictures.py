@@ -1,8 +1,8 @@
 """Pictures of data rows: found, checked by their first bytes, and read only where they are learnt from.
 
 A row brings them in the column ``images`` (or ``image``), or in the content parts of its messages; where they stand is
-``<image>`` in the text, or the part. A picture is encoded bytes, a path relative to the data file, or a data URL. What
-is kept of it until it is needed is that alone: rows, batches and checkpoints never hold pixels.
+``<image>`` in the text, or the part. A picture is encoded bytes, a path within the directory of the data file, or a
+data URL. What is kept of it until it is needed is that alone: rows, batches and checkpoints never hold pixels.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -154,7 +155,13 @@ class PictureReader:
     def _picture(self, value: Any, where: str, file: Path) -> FilePicture:
         source = _source(value, where, file)
         content = _content(source, where)
-        grid = self._grid(*_decode_coarsely(content, where))
+        width, height = _decode_coarsely(content, where)
+        grid = self._grid(width, height)
+        if max(grid) > MAX_RATIO * min(grid):  # an engine looks at the sides of what ``resized`` gives
+            raise InputError(
+                f"{where} has {width} x {height} pixels: one side is over {MAX_RATIO} times the other once they are "
+                "rounded to whole tokens; cut it"
+            )
         return FilePicture(where, source, _digest(content), grid, self)
 
     def _grid(self, width: int, height: int) -> tuple[int, int]:
@@ -188,14 +195,22 @@ class PictureReader:
 
 
 def encoded_pictures(row: Row) -> list[bytes]:
-    """The row's pictures as encoded bytes, wherever they stand; InputError for one that cannot be decoded."""
+    """The row's pictures as encoded bytes, wherever they stand; InputError for one that is not there."""
     column = next((row.get(name) for name in COLUMNS if row.get(name) is not None), None) or []
     found = []
     for number, value in enumerate(column if isinstance(column, list) else [column]):
         where = f"{row.where}, picture {number + 1}"
         found.append(_content(_source(value, where, row.file), where))
-        _decode_coarsely(found[-1], where)
     return found
+
+
+def is_usable(content: bytes) -> bool:
+    """Whether these encoded bytes are a picture that training takes."""
+    try:
+        _decode_coarsely(content, "")
+    except InputError:
+        return False
+    return True
 
 
 def _decode_coarsely(content: bytes, where: str) -> tuple[int, int]:
@@ -244,7 +259,14 @@ def _source(value: Any, where: str, file: Path) -> bytes | Path:
             raise InputError(f"{where} is a data URL that is not base64 ({error}): write it again") from error
     if "://" in value[:16]:
         raise InputError(f"{where} is {shown(value)}: nothing is downloaded; store the file and give its path")
-    return (file.parent / value).absolute()
+    directory = file.parent.absolute()
+    inside = os.path.relpath(value, directory) if os.path.isabs(value) else os.path.normpath(value)
+    if inside.split(os.sep)[0] == os.pardir:  # a row from elsewhere could name any file of this machine
+        raise InputError(
+            f"{where} is {shown(value)}, outside of the directory of its data file: store it there, or a link to its "
+            "directory"
+        )
+    return directory / inside
 
 
 def _content(source: bytes | Path, where: str) -> bytes:

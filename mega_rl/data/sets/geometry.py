@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 
-from mega_rl.data.pictures import MARK, encoded_pictures
+from mega_rl.data.pictures import MARK, encoded_pictures, is_usable
 from mega_rl.data.rows import Row
 from mega_rl.data.sets.counting import Dropped, Record, fold
 from mega_rl.data.sets.problems import MATH_INSTRUCTION, problem_record, texts
 from mega_rl.data.sets.turns import turns_of
 
 UNEVEN = "more or fewer pictures than places for them"
+UNUSABLE = "a picture that cannot be decoded, or that training refuses"
 
 
 def geo3k(row: Row) -> Record:
@@ -21,6 +22,8 @@ def geo3k(row: Row) -> Record:
     pictures = encoded_pictures(row)
     if problem.count(MARK) != len(pictures):
         raise Dropped(UNEVEN)
+    if not all(map(is_usable, pictures)):
+        raise Dropped(UNUSABLE)
     record = problem_record(
         "hiyouga/geometry3k", turns_of(f"{problem} {MATH_INSTRUCTION}"), answer, {"question": problem}, problem
     )

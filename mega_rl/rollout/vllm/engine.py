@@ -36,8 +36,8 @@ from mega_rl.rollout.vllm.environment import (
     preserved_process,
     set_environment,
 )
-from mega_rl.rollout.vllm.options import LOGPROBS_MODE, engine_arguments, picture_arguments
-from mega_rl.rollout.vllm.seeing import Renderer, Sight, check_tokens
+from mega_rl.rollout.vllm.options import LOGPROBS_MODE, engine_arguments
+from mega_rl.rollout.vllm.seeing import Renderer, Sight, check_tokens, sight_arguments
 from mega_rl.rollout.vllm.sockets import remove_socket_names
 from mega_rl.rollout.vllm.versions import forget_prefixes, leave_routing_to_first_rank, num_sampled_tokens
 from mega_rl.types import Span, Trajectory
@@ -367,7 +367,7 @@ def _construct(
             known=[field.name for field in dataclasses.fields(EngineArgs)],
             external=external,
             slots=slots,
-            pictures=None if sight is None else picture_arguments(sight.max_images, sight.pixel_limits),
+            pictures=sight_arguments(model_path, sight),
         )
         if external:  # vLLM reads these variables; a launcher other than torchrun may not have set them
             os.environ.setdefault("RANK", str(dist.get_rank()))

@@ -50,6 +50,7 @@ _OWNED = {
     "limit_mm_per_prompt": "data.max_images",
     "mm_processor_kwargs": "data.max_pixels",
     "mm_encoder_tp_mode": "",
+    "mm_processor_cache_gb": "",
 }
 _OWNED_ON_CPU = {"kv_cache_memory_bytes": "rollout.kv_cache_bytes", "enable_sleep_mode": ""}
 
@@ -220,7 +221,13 @@ def picture_arguments(max_images: int, pixel_limits: Mapping[str, int]) -> dict[
         "limit_mm_per_prompt": {"image": max_images, "video": 0},
         "mm_processor_kwargs": {"size": dict(pixel_limits)},
         "mm_encoder_tp_mode": "data",  # every worker has the tower whole, as the trainer's first stage
+        "mm_processor_cache_gb": 0,  # of 4 GiB each: what every request is given whole needs none of vLLM's caches
     }
+
+
+def blind_arguments() -> dict[str, Any]:
+    """What keeps the tower out of an engine that is given text only: vLLM then neither loads nor measures it."""
+    return {"limit_mm_per_prompt": {"image": 0, "video": 0}}
 
 
 def check_whole_prompts(rollout: RolloutConfig, max_model_len: int, device_type: str) -> None:

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from PIL import Image
 
+from mega_rl.models.shape import read_model_shape
+from mega_rl.rollout.vllm.options import blind_arguments, picture_arguments
 from mega_rl.rollout.vllm.versions import render
 from mega_rl.types import Prompt
 
@@ -36,6 +38,21 @@ class Sight:
     pictures: Mapping[str, Pixels]
     max_images: int
     pixel_limits: Mapping[str, int]
+
+
+def sight_arguments(model_path: str, sight: Sight | None) -> dict[str, Any] | None:
+    """The arguments of an engine that are about pictures; None for a model of text.
+
+    Args:
+        model_path: Hugging Face directory.
+        sight: None: the engine is given no pictures, whatever the model is.
+
+    Raises:
+        InputError: no model of a supported family.
+    """
+    if sight is not None:
+        return picture_arguments(sight.max_images, sight.pixel_limits)
+    return None if read_model_shape(model_path).tower is None else blind_arguments()
 
 
 class Renderer:

@@ -171,10 +171,10 @@ def _apply_experts(
 def render(llm: Any, token_ids: list[int], pictures: list[Any]) -> dict[str, Any]:
     """What an engine makes of a prompt with one token for each of its pictures; both covered versions call it so.
 
-    Nothing of it is left in the engine's cache of processed pictures, which would keep what every request needs whole.
+    Nothing of it is kept: ``picture_arguments`` turns all of vLLM's caches of processed pictures off.
     """
     prompt = {"prompt_token_ids": token_ids, "multi_modal_data": {"image": pictures}}
-    (rendered,) = llm.llm_engine.renderer.render_cmpl([prompt], skip_mm_cache=True)
+    (rendered,) = llm.llm_engine.renderer.render_cmpl([prompt])
     return dict(rendered)
 
 

@@ -37,6 +37,19 @@ def test_pieces_add_up_to_the_whole(dtype: torch.dtype) -> None:
     assert int(torch.stack(halves).sum()) == whole_hash(vector)
 
 
+@pytest.mark.parametrize("size", [(6, 5, 4), (6, 3, 2, 4, 4)])
+def test_more_dimensions_are_cut_along_the_first_one_only(size: tuple[int, ...]) -> None:
+    tensor = weight(size, torch.bfloat16)
+    assert whole_hash(tensor) == whole_hash(tensor.flatten(1))
+    rest = [(0, n) for n in size[1:]]
+    halves = [piece_hash(tensor[a:b], ((a, b), *rest), SALT) for a, b in ((0, 2), (2, 6))]
+    assert int(torch.stack(halves).sum()) == whole_hash(tensor)
+    for axis in range(1, len(size)):
+        box = tuple((1 if i == axis else 0, n) for i, n in enumerate(size))
+        with pytest.raises(AssertionError):
+            piece_hash(tensor[indices(box)], box, SALT)
+
+
 def test_the_strides_of_a_piece_do_not_matter() -> None:
     tensor = weight((64, 48), torch.bfloat16)
     assert whole_hash(tensor.t().contiguous().t()) == whole_hash(tensor)

@@ -21,6 +21,7 @@ from mega_rl.data.conversations import ConversationDataset
 from mega_rl.data.image_processor import picture_reader
 from mega_rl.data.packing import pack
 from mega_rl.data.pictures import PictureReader
+from mega_rl.data.rows import Row
 from mega_rl.errors import InputError
 from mega_rl.models.shape import read_model_shape
 from tests import vision_models
@@ -184,7 +185,7 @@ def animated() -> bytes:
         (bomb(), "60000 x 60000 pixels, more than|cannot be read"),
         (animated(), "has 2 frames"),
         (encoded(16, 16, "CMYK", "JPEG"), "has the colours CMYK: convert it to RGB"),
-        (encoded(1000, 4), "one side is over 200 times"),
+        (encoded(1000, 4), "1000 x 4 pixels: one side is over 200 times the other; cut it"),
     ],
     ids=["cut png", "cut jpeg", "empty", "text", "bomb", "animated", "cmyk", "strip"],
 )
@@ -194,6 +195,19 @@ def test_a_bad_picture_is_one_sentence(content: bytes, words: str, read: Callabl
     with pytest.raises(InputError, match=f"rows.jsonl line 2, picture 2.*(?:{words})") as found:
         read({"prompt": "a", "response": "b"}, row)
     assert "\n" not in str(found.value)
+
+
+def test_a_picture_that_becomes_a_strip_is_refused_before_an_engine_sees_it(tmp_path: Path) -> None:
+    sizes = {"size": {"shortest_edge": SIDE**2, "longest_edge": 1 << 20}, "patch_size": SIDE // 2, "merge_size": 2}
+    reader = PictureReader(Qwen2VLImageProcessorPil(**sizes), vision_models.MARK, 1, 1)
+
+    def take(width: int, height: int) -> tuple[int, int]:
+        fields = {"prompt": "<image>", "images": [encoded(width, height)]}
+        return reader.take(Row(tmp_path / "rows.parquet", 3, fields))[1][0].grid
+
+    assert take(200 * SIDE, SIDE) == (2, 400)
+    with pytest.raises(InputError, match="row 3, picture 1 has 2200 x 11 pixels: .* rounded to whole tokens; cut it"):
+        take(200 * 11, 11)
 
 
 @pytest.mark.parametrize(
@@ -219,6 +233,22 @@ def test_a_bad_row_is_one_sentence(
         read({**row, "response": "c"})
 
 
+@pytest.mark.parametrize("path", ["../one.png", "in/../../one.png", "{outside}/one.png"])
+def test_a_path_leads_nowhere_outside_of_the_directory_of_the_data(
+    path: str, read: Callable[..., ConversationDataset], tmp_path: Path
+) -> None:
+    outside = tmp_path.parent / "outside"
+    outside.mkdir(exist_ok=True)
+    for directory in (outside, outside.parent):
+        (directory / "one.png").write_bytes(encoded(16, 16))
+    row = {"prompt": "<image>", "response": "c", "images": [path.format(outside=outside)]}
+    with pytest.raises(InputError, match=r"line 1, picture 1 is '.*one\.png', outside of the directory of its data"):
+        read(row)
+    (tmp_path / "link").symlink_to(outside)
+    for inside in ("link/one.png", str(tmp_path / "link" / "one.png"), "in/../link/one.png"):
+        assert read({**row, "images": [inside]}).sequences[0].images is not None
+
+
 def test_a_file_that_changes_under_way_is_found(read: Callable[..., ConversationDataset], tmp_path: Path) -> None:
     (tmp_path / "one.png").write_bytes(encoded(16, 16))
     (row,) = read({"prompt": "<image>", "response": "c", "images": ["one.png"]}).sequences
@@ -231,5 +261,5 @@ def test_a_file_that_changes_under_way_is_found(read: Callable[..., Conversation
 def test_a_model_of_text_refuses_pictures(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"prompt": "a", "response": "b", "images": ["one.png"]}) + "\n")
-    with pytest.raises(InputError, match="only stages sft and rl of a vision-language model read pictures"):
+    with pytest.raises(InputError, match="only stages sft and rl of .* read pictures, mega-rl eval none yet"):
         ConversationDataset.from_files([str(file)], vision_models.tokenizer(), DataConfig())

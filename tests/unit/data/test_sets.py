@@ -173,7 +173,7 @@ def test_sharegpt_becomes_messages(tmp_path: Path) -> None:
         "with a message of a tool, but training reads such rows as they are, without this tool",
         "with a message of an unknown role",
         "with tools, but training reads such rows as they are, without this tool",
-        "with images, but only stages sft and rl of a vision-language model read pictures",
+        "with images, but only stages sft and rl of a vision-language model read pictures, mega-rl eval none yet",
     ]
 
 
@@ -381,7 +381,14 @@ def test_geo3k_keeps_its_pictures(tmp_path: Path) -> None:
         assert f"1 dropped: {reason}" in text or reason in text, text
 
 
-def test_geo3k_names_the_picture_that_cannot_be_read(tmp_path: Path) -> None:
-    row = {"images": [{"bytes": drawing("red")[:40], "path": None}], "problem": "<image>?", "answer": "1"}
-    with pytest.raises(InputError, match=r"rows.parquet row 1, picture 1 cannot be read"):
-        prepare("geo3k", [file(tmp_path / "rows.parquet", [row])])
+def test_geo3k_drops_a_picture_that_cannot_be_read_and_takes_none_from_elsewhere(tmp_path: Path) -> None:
+    row = {"images": [{"bytes": drawing("red"), "path": None}], "problem": "<image>?", "answer": "1"}
+    cut = {**row, "images": [{"bytes": drawing("red")[:40], "path": None}]}
+    prepared = prepare("geo3k", [file(tmp_path / "data" / "rows.parquet", [row, cut])])
+    (line,) = [line for line in prepared.lines if "a picture that cannot be decoded" in line]
+    assert "1 dropped" in line and "rows.parquet row 2" in line
+    (tmp_path / "own.png").write_bytes(drawing("blue"))
+    for path in ("../own.png", str(tmp_path / "own.png")):
+        other = {**row, "images": [{"bytes": None, "path": path}]}
+        with pytest.raises(InputError, match=r"rows.parquet row 1, picture 1 is '.*own.png', outside of the directory"):
+            prepare("geo3k", [file(tmp_path / "data" / "rows.parquet", [other])])

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from mega_rl.rollout.vllm.seeing import Renderer, Sight, check_tokens
+from mega_rl.errors import InputError
+from mega_rl.rollout.vllm.options import check_options
+from mega_rl.rollout.vllm.seeing import Renderer, Sight, check_tokens, sight_arguments
 from mega_rl.types import Prompt, PromptImage
+from tests import families
 
 TOKEN = 9
 SIZES = {"a": 3, "b": 2}  # tokens of a picture
@@ -31,8 +36,7 @@ class Rendering:
         self.more = more
         self.llm_engine = SimpleNamespace(renderer=self)
 
-    def render_cmpl(self, prompts: list[Any], *, skip_mm_cache: bool) -> list[Any]:
-        assert skip_mm_cache
+    def render_cmpl(self, prompts: list[Any]) -> list[Any]:
         (prompt,) = prompts
         self.given.append(prompt["prompt_token_ids"])
         pictures = iter(prompt["multi_modal_data"]["image"])
@@ -82,3 +86,15 @@ def test_an_answer_to_other_tokens() -> None:
     check_tokens(prompt(3), SimpleNamespace(prompt_token_ids=list(prompt(3).token_ids)))
     with pytest.raises(RuntimeError, match="given 8 tokens for prompt 7 and answered 7 others"):
         check_tokens(prompt(3), SimpleNamespace(prompt_token_ids=list(prompt().token_ids)))
+
+
+def test_an_engine_keeps_no_processed_pictures_and_of_text_alone_no_tower(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(families.CONTRACT.config("qwen3_vl")))
+    seeing = sight_arguments(str(tmp_path), Sight({}, 3, {"longest_edge": 64}))
+    assert seeing is not None and seeing["limit_mm_per_prompt"] == {"image": 3, "video": 0}
+    assert seeing["mm_processor_cache_gb"] == 0, "each of vLLM's caches would take 4 GiB beside the trainer"
+    with pytest.raises(InputError, match=r"rollout.vllm.mm_processor_cache_gb is set by mega_rl itself"):
+        check_options({"mm_processor_cache_gb": 4}, None, "cpu")
+    assert sight_arguments(str(tmp_path), None) == {"limit_mm_per_prompt": {"image": 0, "video": 0}}
+    (tmp_path / "config.json").write_text(json.dumps(families.CONTRACT.config("qwen3")))
+    assert sight_arguments(str(tmp_path), None) is None

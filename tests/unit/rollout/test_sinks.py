@@ -22,7 +22,7 @@ from mega_rl.bridge.slices import Box, indices
 from mega_rl.config.schema import RolloutConfig
 from mega_rl.errors import InputError
 from mega_rl.models.mixture import Mixture
-from mega_rl.models.shape import ModelShape
+from mega_rl.models.shape import ModelShape, parse_config
 from mega_rl.parallel.joint_group import MeetingPoint, join_store
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.rollout import receiver
@@ -31,6 +31,7 @@ from mega_rl.rollout.remote import sink
 from mega_rl.rollout.remote.sink import RemoteSink, remote_sink
 from mega_rl.rollout.sinks import InPlaceSink, LoaderSink, Weights, WeightSink, colocated_sink
 from mega_rl.rollout.vllm.engine import VLLMEngine
+from tests import families
 from tests.distributed.test_bridge_execute import SHAPE, local_parameters, random_model
 
 ODD = "model.layers.0.mlp.down_proj.weight"
@@ -82,7 +83,7 @@ class Engine(VLLMEngine):
         self.loaded: dict[str, torch.Tensor] = {}
         self.is_awake, self.has_cache = True, True
         self._rollout, self._device_type, self._is_live, self._can_sleep = RolloutConfig(), "npu", True, True
-        self._loaded, self._under_way, self._version = None, {}, 0
+        self._loaded, self._under_way, self._version, self._sees = None, {}, 0, False
         self._names = frozenset(self.live)
         self._llm = SimpleNamespace(
             reset_prefix_cache=lambda: True,
@@ -301,6 +302,18 @@ def test_what_was_asked_for_and_cannot_be_is_refused(
     with pytest.raises(InputError, match=words):
         choose(engine, weight_update, verify, [])
     assert engine._is_live
+
+
+@pytest.mark.parametrize("weight_update", ["auto", "live"])
+def test_a_tower_never_goes_through_the_loader(weight_update: str, one_rank: None) -> None:
+    shape = parse_config(families.CONTRACT.config("qwen3_vl"), "qwen3_vl")
+    engine = Engine(shape)
+    assert choose(engine, weight_update, "off", [], shape) is InPlaceSink
+    engine.live = {name: tensor for name, tensor in engine.live.items() if not name.endswith("patch_embed.proj.weight")}
+    words = f"weight_update={weight_update} cannot write .*patch_embed.*, and the tower of a qwen3_vl model is written"
+    with pytest.raises(InputError, match=words) as refused:
+        choose(engine, weight_update, "off", [], shape)
+    assert "reload" not in str(refused.value) and engine._is_live
 
 
 @pytest.mark.parametrize(
