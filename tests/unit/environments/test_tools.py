@@ -227,7 +227,8 @@ def test_a_python_interpreter_as_retool_has_it() -> None:
 
 def test_the_interpreter_is_offered_as_retools_data_offers_it() -> None:
     """A model that learnt to call it there finds the same words in its prompts here."""
-    assert schema(tool("code_interpreter")) == TOOL
+    for name in ("code_interpreter", "mega_rl.environments.python:code_interpreter"):
+        assert schema(tool(name)) == TOOL
     with pytest.raises(InputError, match="code_interpreter: there is no option keep"):
         tool({"name": "code_interpreter", "options": {"keep": "state"}})
     with pytest.raises(InputError, match="local_search does not take these options"):
