@@ -83,7 +83,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="of sampling (default: trainer.seed)")
     parser.add_argument("--max-problems", type=int, metavar="N", help="the first rows of the data only")
     parser.add_argument("--k", type=int, nargs="+", help="of pass@k and maj@k (default: 1, 2, 4, ... and n)")
-    parser.add_argument("--right-by", metavar="REWARD", help="tells right from wrong (default: the first with a truth)")
+    parser.add_argument(
+        "--right-by",
+        metavar="REWARD",
+        help="tells right from wrong (default: the first with a truth); environment: what it gave itself, so that "
+        "episodes without a reward of its own count as unknown",
+    )
     parser.add_argument("--right-at", type=float, default=1.0, metavar="VALUE", help="right from here on (default 1)")
     parser.add_argument("--engines", type=int, metavar="N", help="number of engines")
     parser.add_argument("--tensor-parallel", type=int, metavar="N", help="processes per engine (default 1)")

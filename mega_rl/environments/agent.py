@@ -8,16 +8,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from mega_rl.environments.protocol import End, Message, Reply, Turn
 from mega_rl.environments.waiting import RaisedError
 from mega_rl.types import Prompt
 
-# From what the model has not read yet, its next turn. A text is one message of the user; nothing: it reads the prompt.
-# A reward given with it is of the turn before.
-Generate = Callable[..., Awaitable[Turn]]
 CLOSE_S = 5.0  # for a function that is cancelled
+
+
+class Generate(Protocol):
+    """What an agent's function asks for turns with."""
+
+    def __call__(self, messages: Sequence[Message] | str = (), reward: float | None = None) -> Awaitable[Turn]:
+        """From what the model has not read yet, its next turn.
+
+        Args:
+            messages: a text is one message of the user; nothing: the model reads the prompt.
+            reward: of the turn before.
+        """
+        ...
+
+
 EpisodeFunction = Callable[[Prompt, Generate], Awaitable[End | float | None]]
 
 

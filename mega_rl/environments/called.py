@@ -9,10 +9,11 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mega_rl.environments.protocol import ToolResult
 from mega_rl.errors import InputError
 from mega_rl.rewards.sandbox import Limits, run_program
 
-# What the function prints goes nowhere; what it returns is the output.
+# What the function prints goes nowhere; what it returns is the output, after a digit: 1 if it failed, else 0.
 PROGRAM = """
 import importlib, importlib.util, json, os, sys
 answer = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace")
@@ -25,10 +26,16 @@ try:
     function = importlib.import_module(MODULE)
     for name in NAME.split("."):
         function = getattr(function, name)
-    text = text_of(function(**json.loads(sys.stdin.buffer.read())))
+    value = function(**json.loads(sys.stdin.buffer.read()))
+    protocol = sys.modules.get("mega_rl.environments.protocol")
+    if protocol is not None and isinstance(value, protocol.ToolResult):
+        text, has_failed = value.text, value.has_failed
+    else:
+        text = text_of(value)
+        has_failed = text.startswith("error:")
 except BaseException as error:
-    text = f"error: {type(error).__name__}: {error}"
-answer.write(text)
+    text, has_failed = f"error: {type(error).__name__}: {error}", True
+answer.write("01"[bool(has_failed)] + text)
 answer.close()
 os._exit(0)
 """
@@ -50,8 +57,8 @@ class CalledFunction:
         self._program = PROGRAM.replace("MODULE", repr(module)).replace("NAME", repr(name))
         self._limits = Limits(timeout_s, memory_bytes, namespaces=False)
 
-    def __call__(self, arguments: Mapping[str, Any]) -> str:
-        """What the model is told."""
+    def __call__(self, arguments: Mapping[str, Any]) -> ToolResult:
+        """What the model is told, whatever the function does."""
         run = run_program(
             self._program,
             json.dumps(arguments),
@@ -60,10 +67,10 @@ class CalledFunction:
             trusted_paths=_paths(),
         )
         if run.exit_code is None:
-            return f"error: {self.__name__} gave nothing within {self._limits.timeout_s:g} s"
+            return ToolResult(f"error: {self.__name__} gave nothing within {self._limits.timeout_s:g} s", True)
         if run.exit_code != 0:
-            return f"error: {self.__name__} ended its process with exit status {run.exit_code}"
-        return run.output
+            return ToolResult(f"error: {self.__name__} ended its process with exit status {run.exit_code}", True)
+        return ToolResult(run.output[1:], run.output[:1] == "1")
 
 
 def _is_found(module: str, name: str) -> bool:

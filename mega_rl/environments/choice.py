@@ -22,7 +22,8 @@ FUNCTIONS = {
     "local_search": "mega_rl.environments.functions:local_search",
     "code_interpreter": "mega_rl.environments.python:code_interpreter",
 }
-RETURN_TOOLS = {"local_search", "code_interpreter"}  # are called for a tool even if there are no options for them
+# Are called for a tool even if there are no options for them.
+RETURN_TOOLS = {FUNCTIONS[name] for name in ("local_search", "code_interpreter")}
 PROBE = Prompt(0, (0,), "", "", "")  # an environment made for it is asked what it offers, and nothing else
 
 
@@ -70,8 +71,9 @@ def tool(entry: Any) -> Callable[..., Any]:
     name, options = (entry.get("name"), entry.get("options")) if isinstance(entry, Mapping) else (entry, None)
     if not isinstance(name, str) or not isinstance(options, Mapping | None):
         raise InputError(f"{key} has {shown(entry)}: give a name, or name and options")
-    function = found(FUNCTIONS.get(name, name), key)
-    if options is None and name not in RETURN_TOOLS:
+    path = FUNCTIONS.get(name, name)
+    function = found(path, key)
+    if options is None and path not in RETURN_TOOLS:
         return function
     try:
         made = function(**(options or {}))

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from mega_rl.environments.protocol import End, Environment, Message, Reply, Turn
 from mega_rl.environments.waiting import RaisedError, result_of
+from mega_rl.types import ASSISTANT
 
 # What the model writes next, given what it has not read yet: the messages of `start`, then those of each reply.
 Generate = Callable[[Sequence[Message]], Awaitable[Turn]]
@@ -137,7 +138,10 @@ async def _step(environment: Environment, turn: Turn, timeout_s: float, slots: S
     if not isinstance(answer, Reply | End):
         raise _Failure("not_a_reply", f"step returned {answer!r:.60}, which is neither a Reply nor an End")
     if isinstance(answer, Reply):
-        return _checked(answer)
+        reply = _checked(answer)
+        if any(message["role"] == ASSISTANT for message in reply.messages):
+            raise _Failure("not_a_reply", f"a message of a reply has the role {ASSISTANT}, which is the model's own")
+        return reply
     reward = None if answer.reward is None else _number(answer.reward, "the reward")
     return End(reward, _metrics(answer.metrics))
 

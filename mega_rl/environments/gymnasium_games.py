@@ -57,7 +57,7 @@ class GymnasiumGame:
         try:
             action = self._read(turn.text)
         except ValueError as error:
-            return Reply([{"role": "user", "content": f"error: {error}"}], {"invalid_actions": 1})
+            return Reply([{"role": "user", "content": f"error: {error}"}], {"invalid_actions": 1}, 0.0)
         observation, reward, is_over, is_cut, _ = self._game.step(action)
         if is_over or is_cut:
             return End(float(reward), {"actions": 1})

@@ -48,6 +48,14 @@ class End:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class ToolResult:
+    """What a tool may return to say whether it failed; of other results the text does, if it begins with ``error:``."""
+
+    text: str  # what the model is told
+    has_failed: bool = False
+
+
 class Environment(Protocol):
     """One episode of one response. A plain `step` runs in a thread: it may wait, but should know a limit of its own."""
 

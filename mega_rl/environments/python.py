@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from mega_rl.environments.protocol import End, Reply, Turn
+from mega_rl.environments.protocol import End, Reply, ToolResult, Turn
 from mega_rl.errors import InputError
 from mega_rl.rewards.remote import SandboxClient
 from mega_rl.rewards.sandbox import Limits, Run, Session, SessionEndedError, run_program
@@ -128,7 +128,7 @@ class PythonSandbox:
             session.close()
 
 
-def code_interpreter(**options: Any) -> Callable[[str], str]:
+def code_interpreter(**options: Any) -> Callable[[str], ToolResult]:
     """A tool ``code_interpreter`` for the environment ``tools``: calls of it are what ReTool's data holds.
 
     Each program runs in the sandbox and starts anew.
@@ -147,13 +147,14 @@ def code_interpreter(**options: Any) -> Callable[[str], str]:
         )
     sandbox = PythonSandbox(Prompt(0, (0,), "", "", ""), 0, **options)
 
-    def interpreter(code: str) -> str:
+    def interpreter(code: str) -> ToolResult:
         """Runs Python code and answers with what it prints.
 
         Args:
             code: The program to run.
         """
-        return sandbox.answer(code)[1]
+        run, text = sandbox.answer(code)
+        return ToolResult(text, has_failed=run.exit_code != 0)
 
     interpreter.__name__ = "code_interpreter"
     del interpreter.__annotations__["return"]  # the tool of ReTool's data says nothing of what it returns

@@ -10,11 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import zip_longest
 from typing import Any
 
 from mega_rl.environments.called import CalledFunction
-from mega_rl.environments.protocol import End, Message, Reply, Turn
+from mega_rl.environments.protocol import End, Message, Reply, ToolResult, Turn
 from mega_rl.environments.waiting import RaisedError, result_of
 from mega_rl.errors import InputError
 from mega_rl.types import Prompt
@@ -47,7 +46,8 @@ Parser = Callable[[str], Parsed]
 class ToolEnvironment:
     """Answers the calls of a turn with the results of functions; a turn without a call ends the episode.
 
-    Whatever a tool does is a reply that begins with ``error:``: it raises, hangs, ends its process, returns too much.
+    Whatever a tool does is a reply that begins with ``error:``: it raises, hangs, ends its process, returns too much. A
+    tool may return a `ToolResult`, whose text stays as it is.
     """
 
     roles = ("tool",)
@@ -97,48 +97,55 @@ class ToolEnvironment:
         if not parsed.calls:
             return End()
         timed = await asyncio.gather(*(self._timed_answer(call) for call in parsed.calls[:MAX_CALLS]))
-        answers, took = [answer for answer, _ in timed], [seconds for _, seconds in timed]
-        left = [f"error: at most {MAX_CALLS} calls are answered in one turn"] * (len(parsed.calls) - MAX_CALLS)
+        left = _failed(f"at most {MAX_CALLS} calls are answered in one turn"), 0.0
+        answered = list(zip(parsed.calls, [*timed, *[left] * (len(parsed.calls) - MAX_CALLS)], strict=True))
         messages: list[Message] = [
-            {"role": "tool", "name": call.name, "content": answer}
-            for call, answer in zip(parsed.calls, [*answers, *left], strict=True)
+            {"role": "tool", "name": call.name, "content": result.text} for call, (result, _) in answered
         ]
-        return Reply(messages, self._metrics(messages, took))
-
-    def _metrics(self, messages: Sequence[Message], took: Sequence[float]) -> Counter[str]:
-        """Of all calls, and of each tool by its name; ``took``: seconds of those that were made."""
         metrics: Counter[str] = Counter()
-        for message, seconds in zip_longest(messages, took, fillvalue=0.0):
-            assert isinstance(message, Mapping)
-            found = {"tool_calls": 1, "tool_errors": int(message["content"].startswith("error:")), "tool_s": seconds}
-            metrics.update(found)
-            if message["name"] in self._functions:  # not what the model made up
-                metrics.update({f"{metric}/{message['name']}": value for metric, value in found.items()})
-        return metrics
+        for call, (result, seconds) in answered:
+            metrics.update(self._metrics(call.name, result, seconds))
+        return Reply(messages, metrics)
 
-    async def _timed_answer(self, call: ToolCall) -> tuple[str, float]:
+    def _metrics(self, name: str, result: ToolResult, seconds: float) -> dict[str, float]:
+        """Of a call, also by the tool's name."""
+        found = {"tool_calls": 1.0, "tool_errors": float(result.has_failed), "tool_s": seconds}
+        is_known = name in self._functions  # not what the model made up
+        return found | ({f"{metric}/{name}": value for metric, value in found.items()} if is_known else {})
+
+    async def _timed_answer(self, call: ToolCall) -> tuple[ToolResult, float]:
         began = time.monotonic()
         return await self._answer(call), time.monotonic() - began
 
-    async def _answer(self, call: ToolCall) -> str:
-        """What the model is told."""
+    async def _answer(self, call: ToolCall) -> ToolResult:
         function = self._functions.get(call.name)
         if function is None:
-            return f"error: there is no tool {call.name!r:.60}; there are {', '.join(self._functions)}"
+            return _failed(f"there is no tool {call.name!r:.60}; there are {', '.join(self._functions)}")
         try:
             arguments = json.loads(call.arguments) if len(call.arguments) <= MAX_ARGUMENT_CHARACTERS else None
         except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):
-            return "error: the arguments are not a JSON object"
+            return _failed("the arguments are not a JSON object")
         try:
             if isinstance(function, CalledFunction):  # has its own limit, and nothing is left of it
                 return await asyncio.to_thread(function, arguments)
-            return text_of(await result_of(function, self._timeout_s, **arguments))
+            return _result(await result_of(function, self._timeout_s, **arguments))
         except TimeoutError:
-            return f"error: {call.name} gave nothing within {self._timeout_s:g} s"
+            return _failed(f"{call.name} gave nothing within {self._timeout_s:g} s")
         except (RaisedError, OSError, ValueError, TypeError, RecursionError) as error:  # the last: no text of the value
-            return f"error: {error}"
+            return _failed(str(error))
+
+
+def _failed(sentence: str) -> ToolResult:
+    return ToolResult(f"error: {sentence}", has_failed=True)
+
+
+def _result(value: Any) -> ToolResult:
+    if isinstance(value, ToolResult):
+        return value
+    text = text_of(value)
+    return ToolResult(text, text.startswith("error:"))
 
 
 @cache

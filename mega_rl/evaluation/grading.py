@@ -84,7 +84,7 @@ def _outcome(record: Mapping[str, Any], grading: Grading) -> Outcome:
     responses = record["responses"]
     values = {id(response): _value(response["parts"], grading.reward) for response in responses}
     known = [response for response in responses if values[id(response)] is not None]
-    right = {name: value >= grading.right_at for name, value in values.items() if value is not None}
+    right = {key: value >= grading.right_at for key, value in values.items() if value is not None}
     greedy = [response for response in responses if response["kind"] == GREEDY]
     sampled = [response for response in known if response["kind"] != GREEDY]
     return Outcome(

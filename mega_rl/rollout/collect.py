@@ -34,6 +34,11 @@ class PromptGroup:
     trajectories: tuple[Trajectory, ...]
     scores: tuple[Score, ...]
 
+    @property
+    def num_turns(self) -> tuple[int, ...]:
+        """Of the model, in every sample."""
+        return tuple(map(_num_turns, self.trajectories))
+
 
 @dataclass(frozen=True)
 class OutlinedGroup:
@@ -41,6 +46,15 @@ class OutlinedGroup:
 
     outlines: tuple[Outline, ...]
     scores: tuple[Score, ...]
+
+    @property
+    def num_turns(self) -> tuple[int, ...]:
+        """Of the model, in every sample."""
+        return tuple(map(_num_turns, self.outlines))
+
+
+def _num_turns(sample: Trajectory | Outline) -> int:
+    return 1 if sample.episode is None else sample.episode.num_turns
 
 
 @dataclass(frozen=True)
@@ -50,7 +64,7 @@ class Quota:
     num_groups: int
     num_initial: int
     budget: int  # tickets that may be drawn at most
-    is_kept: Callable[[Sequence[Score]], bool]  # of the scores of a group
+    is_kept: Callable[[PromptGroup | OutlinedGroup], bool]  # of a group that is scored
 
     def __post_init__(self) -> None:
         assert 0 <= self.num_initial <= self.budget and self.num_groups >= 0, self
@@ -164,9 +178,10 @@ class _Scoring:
             if self._num_known[ticket] < self._under_way.sizes[ticket]:
                 continue
             found = self._scores.pop(ticket)
-            scores = tuple(found[one.sample_index].result() for one in self._under_way.ended[ticket])
-            is_kept = self._round.quota.is_kept(scores)
-            decisions.append(Decision(ticket, scores, None if is_kept else self._round.replacement()))
+            ended = self._under_way.ended[ticket]
+            group = PromptGroup(tuple(whole(ended)), tuple(found[one.sample_index].result() for one in ended))
+            is_kept = self._round.quota.is_kept(group)
+            decisions.append(Decision(ticket, group.scores, None if is_kept else self._round.replacement()))
         return decisions
 
 

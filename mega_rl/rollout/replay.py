@@ -176,4 +176,4 @@ def _is_of(recorded: Trajectory, prompt: Prompt) -> bool:
     """Whether it answers this prompt; one of an episode may have got further messages from its environment."""
     if recorded.episode is not None:
         return (recorded.prompt.ground_truth, recorded.prompt.data_source) == (prompt.ground_truth, prompt.data_source)
-    return recorded.prompt.token_ids == prompt.token_ids
+    return (recorded.prompt.token_ids, recorded.prompt.images) == (prompt.token_ids, prompt.images)

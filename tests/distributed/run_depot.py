@@ -205,10 +205,10 @@ def engines_elsewhere_answer_rank_0_alone(layout: ParallelLayout) -> None:
         future.set_result(Score(float(trajectory.prompt.index % 2 * trajectory.sample_index)))  # every other is dropped
         return future
 
-    quota = Quota(4, 4, 20, is_kept=lambda scores: len({one.value for one in scores}) > 1)
+    quota = Quota(4, 4, 20, is_kept=lambda group: len({one.value for one in group.scores}) > 1)
     of_step = Round(0, quota, draw, score, store, rank == 0, dist.group.WORLD)
     groups = collect_everywhere(engine, engines, of_step, rendezvous, depot)  # type: ignore[arg-type]
-    assert len(groups) == 8 and sum(quota.is_kept(group.scores) for group in groups) == 4
+    assert len(groups) == 8 and sum(quota.is_kept(group) for group in groups) == 4
     outlines = [outline for group in groups for outline in group.outlines]
     assert [(o.prompt_index, o.sample_index) for o in outlines] == [(10 + t, n) for t in range(8) for n in range(3)]
     assert {(o.owner, o.num_sampled, o.newest_version) for o in outlines} == {(0, 2, 3)}

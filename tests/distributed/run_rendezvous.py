@@ -72,7 +72,7 @@ def main(directory: Path) -> None:
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=COLLECTIVE_S))
     rank, store = dist.get_rank(), shared_store(COLLECTIVE_S)
     rendezvous = Rendezvous(store, rank, 2)
-    of_step = Round(0, Quota(4, 4, 4, lambda scores: True), draw, score, store)
+    of_step = Round(0, Quota(4, 4, 4, lambda group: True), draw, score, store)
     with watched(store, directory, 600.0, COLLECTIVE_S):
         HEART.step = 1
         with HEART.during("generate"):

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch.distributed as dist
 
+from mega_rl.algorithms.advantage import dr_grpo_advantages, turn_advantages
 from mega_rl.config import RunConfig
 from mega_rl.config.schema import DynamicSamplingConfig
 from mega_rl.data.prompts import PromptStream
@@ -30,7 +31,10 @@ from mega_rl.rollout.replicas import collect_everywhere, engine_ranks
 from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.temperature_probe import Probed
 from mega_rl.stages.parts.episodes import without_reward
+from mega_rl.stages.parts.learning import rewards_of_turns
 from mega_rl.types import Prompt, Score, Trajectory
+
+ROUNDING = 1e-9  # in units of the reward: sums of the same rewards of turns in another order differ by less
 
 
 @dataclass(frozen=True)
@@ -137,8 +141,8 @@ class BatchBuilder:
         found = collect_everywhere(self._engine, self._layout, of_step, self._rendezvous, self._depot)
         prompts.finish(len(found))
         self._timers.add("reward", self._scoring_time.take())  # beside the sampling
-        dropped = [group for group in found if not quota.is_kept(group.scores)]
-        kept = carried + [group for group in found if quota.is_kept(group.scores)]
+        dropped = [group for group in found if not quota.is_kept(group)]
+        kept = carried + [group for group in found if quota.is_kept(group)]
         wanted = config.data.train_batch_size
         self._carried, self._done = kept[wanted:], kept[:wanted] + dropped
         is_short = self._settings.enabled and len(kept) < wanted
@@ -178,14 +182,17 @@ class BatchBuilder:
     def _quota(self) -> Quota:
         settings, size = self._settings, self._config.data.train_batch_size
         if not settings.enabled:
-            return Quota(size, size, size, is_kept=lambda scores: True)
+            return Quota(size, size, size, is_kept=lambda group: True)
         missing = max(0, size - len(self._carried))
         initial = max(0, math.ceil(settings.oversample * size) - len(self._carried)) if missing else 0
         budget = min(math.ceil(settings.budget * size), len(self._stream.dataset))  # no prompt twice in a step
         return Quota(missing, min(initial, budget), budget, is_kept=self._has_signal)
 
-    def _has_signal(self, scores: Sequence[Score]) -> bool:
-        return has_signal(self._settings.metric, scores, self._config.algorithm.credit == "turn")
+    def _has_signal(self, group: PromptGroup | OutlinedGroup) -> bool:
+        algorithm = self._config.algorithm
+        if algorithm.credit == "turn":
+            return has_signal_by_turn(group.scores, group.num_turns, algorithm.turn_discount)
+        return has_signal(self._settings.metric, group.scores)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next step goes on: plain values. Collective; on rank 0, the others have no carried groups."""
@@ -216,14 +223,22 @@ def judged(batch: Batch, scorer: Scorer) -> Batch:
     return replace(batch, learnt=learnt, carried=carried, dropped=dropped)
 
 
-def has_signal(metric: str | None, scores: Sequence[Score], by_turn: bool = False) -> bool:
-    """Whether a group's samples with a known reward differ in it, or in the part of it that ``metric`` names.
+def has_signal(metric: str | None, scores: Sequence[Score]) -> bool:
+    """Whether a group's samples with a known reward differ in it, or in the part of it that ``metric`` names."""
+    values = {score.value if metric is None else score.parts[metric] for score in scores if score.is_known}
+    return len(values) > 1
 
-    ``by_turn``: or in what their single turns earned.
+
+def has_signal_by_turn(scores: Sequence[Score], num_turns: Sequence[int], discount: float) -> bool:
+    """Whether samples with a known reward differ in the return of a turn that several of the group have come to.
+
+    Args:
+        num_turns: of every sample.
+        discount: ``algorithm.turn_discount``.
     """
-    known = [score for score in scores if score.is_known]
-    values = {score.value if metric is None else score.parts[metric] for score in known}
-    return len(values) > 1 or (by_turn and len({score.turn_rewards for score in known}) > 1)
+    rewards = [rewards_of_turns(number, score) for number, score in zip(num_turns, scores, strict=True)]
+    advantages = turn_advantages(dr_grpo_advantages, rewards, [0] * len(rewards), discount)
+    return any(abs(advantage) > ROUNDING for of_sample in advantages for advantage in of_sample)
 
 
 def staleness_metrics(step: int, groups: Sequence[OutlinedGroup]) -> dict[str, float]:

@@ -43,7 +43,7 @@ def with_advantages(groups: SequenceOf[OutlinedGroup], algorithm: AlgorithmConfi
     numbers = [number for number, group in enumerate(groups) for _ in group.outlines]
     function = ADVANTAGES[algorithm.advantage].function
     if algorithm.credit == "turn":
-        rewards = [rewards_of_turns(outline, score) for outline, score in pairs]
+        rewards = [rewards_of_turns(len(outline.turn_sizes), score) for outline, score in pairs]
         of_turns = turn_advantages(function, rewards, numbers, algorithm.turn_discount)
         return [Sample(o, s, _mean_of(o, a), tuple(a)) for (o, s), a in zip(pairs, of_turns, strict=True)]
     values = torch.tensor([score.value for _, score in pairs], dtype=torch.float64)
@@ -51,9 +51,8 @@ def with_advantages(groups: SequenceOf[OutlinedGroup], algorithm: AlgorithmConfi
     return [Sample(o, s, a) for (o, s), a in zip(pairs, advantages, strict=True)]
 
 
-def rewards_of_turns(outline: Outline, score: Score) -> list[float]:
+def rewards_of_turns(num_turns: int, score: Score) -> list[float]:
     """What every turn of the model earned; the last one has what the end was rewarded with. NaN if it is unknown."""
-    num_turns = len(outline.turn_sizes)
     if not score.is_known or not num_turns:
         return [math.nan] * num_turns
     rewards = list(score.turn_rewards) or [0.0] * num_turns

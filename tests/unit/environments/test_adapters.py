@@ -70,6 +70,8 @@ def test_a_game_is_played_in_words() -> None:
     assert (episode.stop, episode.reward, game.is_closed) == ("environment", 0.25, True)
     assert episode.turn_rewards == (0.25, 0.0, 0.0, 0.25, 0.0), "the last one is that of the end"
     assert (episode.metrics["actions"], episode.metrics["invalid_actions"]) == (3, 2)
+    lost = run(GymnasiumGame(PROMPT, 0, game=lambda: Corridor(Discrete(start=0, n=2))), ["jump"] * LIMITS.max_turns)[0]
+    assert (lost.stop, lost.turn_rewards) == ("turns", (0.0,) * LIMITS.max_turns), "0, not unknown"
     other = Corridor(Text())
     assert run(GymnasiumGame(PROMPT, 1, game=lambda: other), [" 0 "])[0].reward == 0.25, "cut off below the first place"
     assert other.seeds == game.seeds, "samples of a prompt play the same game"

@@ -172,6 +172,7 @@ def raises(error: BaseException) -> Callable[[], Any]:
         (lambda: Reply(["text"]), "not_a_reply", "is not a list of messages"),  # type: ignore[list-item]
         (lambda: Reply([{"role": "tool", "content": b"\xff"}]), "not_a_reply", "is not a list of messages"),
         (lambda: Reply(5), "not_a_reply", "is not a list of messages"),  # type: ignore[arg-type]
+        (lambda: Reply([{"role": "assistant", "content": "x"}]), "not_a_reply", "has the role assistant"),
         (lambda: Reply([], None), "not_a_reply", "the metrics are None"),  # type: ignore[arg-type]
         (lambda: Reply([], {"a": "1"}), "not_a_reply", "the metric a is '1'"),  # type: ignore[dict-item]
         (lambda: Reply([], {"a": float("nan")}), "not_a_reply", "the metric a is nan"),

@@ -15,7 +15,7 @@ from mega_rl.data.sets.retool import TOOL
 from mega_rl.environments.called import CalledFunction
 from mega_rl.environments.choice import tool
 from mega_rl.environments.functions import calculate, local_search
-from mega_rl.environments.protocol import End, Reply, Turn
+from mega_rl.environments.protocol import End, Reply, ToolResult, Turn
 from mega_rl.environments.python import PythonSandbox
 from mega_rl.environments.tools import MAX_CALLS, Parsed, ToolCall, ToolEnvironment, schema
 from mega_rl.errors import InputError
@@ -26,6 +26,7 @@ PROMPT = Prompt(0, (1,), "?", "", "test")
 HAS_NAMESPACES = sandbox.has_namespaces()
 TOOLS = '''
 import os, signal, sys, time
+from mega_rl.environments.protocol import ToolResult
 def answer(text: str):
     """Repeat a text.
 
@@ -51,6 +52,8 @@ def misbehave(how: str):
         case "memory": return str(len(bytearray(1 << 33)))
         case "binary": return bytes(range(256))
         case "numbers": return {"a": [1, 2.5, None]}
+        case "told": return ToolResult("told that it failed", True)
+        case "fine": return ToolResult("error: is printed by a program that works")
         case "environment": return os.environ.get("GIVEN", "")
     return None
 '''
@@ -90,7 +93,20 @@ def contents(environment: ToolEnvironment, text: str) -> tuple[list[str], Mappin
 def test_whatever_a_tool_does_is_a_reply(tools: Any) -> None:
     functions = [tools.answer, tools.misbehave]
     environment = ToolEnvironment(PROMPT, 0, functions=functions, parse=lines, timeout_s=20.0)
-    ways = ("raise", "exit", "die", "kill", "flood", "print", "memory", "binary", "numbers", "environment")
+    ways = (
+        "raise",
+        "exit",
+        "die",
+        "kill",
+        "flood",
+        "print",
+        "memory",
+        "binary",
+        "numbers",
+        "environment",
+        "told",
+        "fine",
+    )
     calls = [f"misbehave {json.dumps({'how': way})}" for way in ways]
     texts, metrics = contents(environment, "\n".join([*calls, 'answer {"text": "last"}', "none {}", "answer [1]"]))
     found = dict(zip(ways, texts, strict=False))
@@ -105,12 +121,13 @@ def test_whatever_a_tool_does_is_a_reply(tools: Any) -> None:
         "error: there is no tool 'none'; there are answer, misbehave",
         "error: the arguments are not a JSON object",
     ]
-    assert metrics["tool_calls"] == 13 and metrics["tool_errors"] == 8
+    assert (found["told"], found["fine"]) == ("told that it failed", "error: is printed by a program that works")
+    assert metrics["tool_calls"] == 15 and metrics["tool_errors"] == 9
 
 
 def test_a_tool_that_hangs_is_ended(tools: Any) -> None:
     call = CalledFunction(tools.misbehave, 0.5, 1 << 32)
-    assert call({"how": "hang"}) == "error: misbehave gave nothing within 0.5 s"
+    assert call({"how": "hang"}) == ToolResult("error: misbehave gave nothing within 0.5 s", has_failed=True)
 
 
 def test_turns_without_calls_end_and_malformed_ones_do_not(tools: Any) -> None:
@@ -221,13 +238,34 @@ def test_a_python_interpreter_as_retool_has_it() -> None:
     with pytest.raises(InputError, match="python_sandbox: form 'x'"):
         answer("", form="x")
     called = tool({"name": "code_interpreter", "options": options})
-    assert called(code="print(6 * 7)") == "42"
-    assert called(code="1 / 0").endswith("division by zero")
+    assert called(code="print(6 * 7)") == ToolResult("42")
+    text = called(code="1 / 0").text
+    assert text.startswith("Traceback") and text.endswith("division by zero")
+
+
+@pytest.mark.parametrize(
+    ("run", "text", "num_errors"),
+    [
+        (sandbox.Run(1, "Traceback\nZeroDivisionError\n"), "Traceback\nZeroDivisionError", 1),
+        (sandbox.Run(0, "error: 3\n"), "error: 3", 0),
+    ],
+)
+def test_calls_of_the_interpreter_count_as_errors_by_the_exit_status(
+    monkeypatch: pytest.MonkeyPatch, run: sandbox.Run, text: str, num_errors: int
+) -> None:
+    monkeypatch.setattr("mega_rl.environments.python.run_program", lambda *_, **__: run)
+    parsed = Parsed("", [ToolCall("code_interpreter", json.dumps({"code": "1 / 0"}))])
+    made = ToolEnvironment(
+        PROMPT, 0, functions=[tool("code_interpreter")], parse=lambda _: parsed, is_in_process=True, timeout_s=120.0
+    )
+    texts, metrics = contents(made, "")
+    assert texts == [text] and metrics["tool_errors"] == metrics["tool_errors/code_interpreter"] == num_errors
 
 
 def test_the_interpreter_is_offered_as_retools_data_offers_it() -> None:
     """A model that learnt to call it there finds the same words in its prompts here."""
-    assert schema(tool("code_interpreter")) == TOOL
+    for name in ("code_interpreter", "mega_rl.environments.python:code_interpreter"):
+        assert schema(tool(name)) == TOOL
     with pytest.raises(InputError, match="code_interpreter: there is no option keep"):
         tool({"name": "code_interpreter", "options": {"keep": "state"}})
     with pytest.raises(InputError, match="local_search does not take these options"):

@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 from torch.distributed import HashStore
 
 from mega_rl.parallel.schedule import split_even
-from mega_rl.rollout.collect import PromptGroup, Quota, Round, collect
+from mega_rl.rollout.collect import OutlinedGroup, PromptGroup, Quota, Round, collect
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.requests import make_requests
 from mega_rl.types import Prompt, Score, Trajectory
@@ -44,8 +44,8 @@ class Engine:
         return [Trajectory.single_turn(r.prompt, r.sample_index, [1], [0.0], "", "stop", 0) for r in ended]
 
 
-def has_signal(scores: Sequence[Score]) -> bool:
-    return len({score.value for score in scores}) > 1
+def has_signal(group: PromptGroup | OutlinedGroup) -> bool:
+    return len({score.value for score in group.scores}) > 1
 
 
 def draw(ticket: int) -> list[Request]:
@@ -105,7 +105,7 @@ def test_the_tickets_drawn_do_not_depend_on_the_engines(
         assert [t.prompt.index for t in group.trajectories] == [100 + ticket] * NUM_SAMPLES
         assert [t.sample_index for t in group.trajectories] == list(range(NUM_SAMPLES))
         assert [score.value for score in group.scores] == [float(mixed[ticket]), 0.0, 0.0]
-        assert has_signal(group.scores) == mixed[ticket]
+        assert has_signal(group) == mixed[ticket]
 
 
 @pytest.mark.parametrize("reward", [0.0, 1.0])
@@ -126,7 +126,7 @@ def test_equal_rewards_end_with_the_budget(reward: float) -> None:
 def test_one_mixed_group_in_fifty_is_found() -> None:
     quota = Quota(3, 3, 1000, has_signal)
     found = run([Engine(3, 4)], quota, lambda ticket: ticket % 50 == 49)
-    assert len(found) == 150 and sum(has_signal(group.scores) for group in found.values()) == 3
+    assert len(found) == 150 and sum(has_signal(group) for group in found.values()) == 3
 
 
 class HeldOpen(Engine):
@@ -162,7 +162,7 @@ def test_what_scoring_raises_arrives() -> None:
 
 
 def test_a_quota_that_keeps_all_replaces_nothing_is_replaced() -> None:
-    found = run([Engine(0, 3), Engine(1, 1)], Quota(5, 5, 5, lambda scores: True), lambda ticket: False)
+    found = run([Engine(0, 3), Engine(1, 1)], Quota(5, 5, 5, lambda group: True), lambda ticket: False)
     assert sorted(found) == [0, 1, 2, 3, 4]
 
 

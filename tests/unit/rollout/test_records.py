@@ -18,7 +18,7 @@ from mega_rl.rollout.collect import PromptGroup
 from mega_rl.rollout.records import read_step, to_group, to_rows, write_step
 from mega_rl.rollout.replay import ReplayEngine
 from mega_rl.rollout.requests import make_requests
-from mega_rl.types import Prompt, Score, Span, Trajectory, UnknownReward
+from mega_rl.types import Prompt, PromptImage, Score, Span, Trajectory, UnknownReward
 from tests.trajectories import two_turns
 
 PROMPT = Prompt(7, (3, 14, 4), "3+4=", "7", "arithmetic", {"level": 1, "names": ["a"]})
@@ -92,6 +92,19 @@ def test_replay_answers_what_was_recorded(tmp_path: Path) -> None:
     changed = Prompt(7, (9,), "other", "7", "arithmetic")
     with pytest.raises(InputError, match="prompt 7"):
         engine.check(make_requests([changed], n=1, step=3, seed=0, max_tokens=4, temperature=1.0))
+
+
+def test_replay_is_of_the_same_pictures(tmp_path: Path) -> None:
+    """Two pictures of the same grid have the same tokens."""
+    recorded, other = (dataclasses.replace(PROMPT, images=(PromptImage(key, 1, 1),)) for key in ("a 1 1", "b 1 1"))
+    sampled = Trajectory.single_turn(recorded, 0, (5,), (-0.1,), "5", "stop", 0)
+    write_step(tmp_path, 1, to_rows(PromptGroup((sampled,), (Score(1.0),))), -1)
+    engine = ReplayEngine(tmp_path, None)
+    engine.turn_to(0)
+    keys: dict[str, Any] = {"n": 1, "step": 0, "seed": 0, "max_tokens": 4, "temperature": 1.0}
+    assert engine.generate(make_requests([recorded], **keys)) == [sampled]
+    with pytest.raises(InputError, match="has no sample 0 of prompt 7 at step 1"):
+        engine.check(make_requests([other], **keys))
 
 
 def routed_group(experts: npt.NDArray[Any]) -> PromptGroup:

@@ -18,7 +18,7 @@ from mega_rl.evaluation.evaluate import OutlinedRow, evaluation_metrics
 from mega_rl.observe.metrics import match
 from mega_rl.rollout.collect import OutlinedGroup
 from mega_rl.stages.parts import learning, rollout_metrics, scoring
-from mega_rl.stages.parts.batch_builder import has_signal
+from mega_rl.stages.parts.batch_builder import has_signal, has_signal_by_turn
 from mega_rl.stages.parts.batches import Totals
 from mega_rl.stages.parts.progress import is_due
 from mega_rl.stages.parts.weight_sync import Pushed
@@ -129,8 +129,28 @@ def test_credit_by_turn() -> None:
 
 def test_a_group_whose_turns_alone_differ_is_learnt_from_if_turns_are_credited() -> None:
     scores = [Score(1.0, turn_rewards=(1.0, 0.0)), Score(1.0, turn_rewards=(0.0, 1.0)), Score(math.nan)]
-    assert not has_signal(None, scores) and has_signal(None, scores, by_turn=True)
-    assert not has_signal(None, scores[1:], by_turn=True)
+    assert not has_signal(None, scores) and has_signal_by_turn(scores, [2, 2, 1], 1.0)
+    assert not has_signal_by_turn(scores[1:], [2, 1], 1.0)
+
+
+def test_a_group_of_other_numbers_of_turns_is_learnt_from_if_a_turn_has_an_advantage() -> None:
+    def is_learnt_from(turns: Sequence[Sequence[int]], scores: Sequence[Score], discount: float) -> bool:
+        group = group_of([episode(*pair) for pair in zip(turns, scores, strict=True)])
+        algorithm = AlgorithmConfig(advantage="grpo", credit="turn", turn_discount=discount)
+        found = learning.with_advantages([group], algorithm)
+        has_advantage = any(abs(a) > 1e-3 for s in found for a in s.turn_advantages)
+        assert has_signal_by_turn(group.scores, group.num_turns, discount) == has_advantage
+        return has_advantage
+
+    unpaid = [Score(1.0, turn_rewards=(0.0, 0.0, 0.0)), Score(1.0, turn_rewards=(0.0, 0.0))]
+    assert not is_learnt_from([[1, 1, 1], [1, 1]], unpaid, 1.0), "all returns are 1"
+    late = [Score(1.0), Score(1.0)]
+    assert is_learnt_from([[1, 1], [1, 1, 1, 1]], late, 0.5), "the first returns are 1/2 and 1/8"
+    assert not is_learnt_from([[1, 1], [1, 1, 1, 1]], late, 1.0)
+    same = [Score(0.6, turn_rewards=(0.1, 0.2, 0.3)), Score(0.6, turn_rewards=(0.3, 0.2, 0.1))]
+    assert is_learnt_from([[1, 1, 1], [1, 1, 1]], same, 1.0)
+    rounded = [Score(0.1 + 0.2 + 0.3), Score(0.3 + 0.2 + 0.1), Score(math.nan)]
+    assert not is_learnt_from([[1], [1], [1]], rounded, 1.0), "equal but for rounding"
 
 
 def unknown(prompt_index: int, cause: str = "raised") -> Sample:
