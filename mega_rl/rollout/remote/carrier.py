@@ -106,7 +106,8 @@ class RayCarrier:
         """
         for engine, life in self._lives.items():
             self._ask(engine, life)
-        pending = [answer for call in self._calls for answer in call.left]
+        # Once each: engines of a node wait for the same copy of weights to it, and Ray refuses to hear of it twice.
+        pending = list(dict.fromkeys(answer for call in self._calls for answer in call.left))
         if not pending:
             time.sleep(wait_s)
             return []
