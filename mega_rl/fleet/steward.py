@@ -307,7 +307,8 @@ class Steward:
         return engine.version if engine.version >= 0 else newest
 
     def _load(self, engine: Engine, version: int, now: float) -> None:
-        engine.loading, engine.bound, engine.since_s, engine.heard_s = version, None, now, now
+        engine.loading, engine.bound = version, None
+        engine.load_since_s = engine.since_s = engine.heard_s = now
         self._num_loading[version] += 1
         if engine.condition is Condition.EMPTY:
             engine.condition = Condition.LOADING

@@ -149,16 +149,17 @@ def test_the_fleet_knows_no_engine_no_process_group_and_no_clock() -> None:
             assert not roots & {"torch", "vllm", "ray", "time", "threading", "datetime"}, (path, roots)
 
 
-def test_weights_may_be_late_while_the_engine_says_something() -> None:
+@pytest.mark.parametrize("samples_on", [False, True])
+def test_weights_may_be_late_while_the_engine_says_something(samples_on: bool) -> None:
     limits = Limits(progress_s=10.0, load_s=100.0, restarts=5)
     rules = Rules(num_groups=1, group_size=1, total_steps=3, eta=1, is_pinned=False)
     steward, issues = serving(rules, limits=limits)
     answer(steward, issues[0], 0, 3.0)
     (load,) = of(events.Load, steward.handle(events.Published(1), 4.0))  # under another response
     for now in range(5, 100, 9):
-        steward.handle(events.Pulsed(0, load.life, 0), float(now))
+        steward.handle(events.Pulsed(0, load.life, now * samples_on), float(now))
         assert not of(events.Kill, steward.handle(events.Ticked(), float(now)))
-    steward.handle(events.Pulsed(0, load.life, 0), 104.0)
+    steward.handle(events.Pulsed(0, load.life, 104 * samples_on), 104.0)
     (kill,) = of(events.Kill, steward.handle(events.Ticked(), 105.0))
     assert kill.why == "100 s were not enough for it to load version 1"
     steward, issues = serving(rules, limits=limits)
