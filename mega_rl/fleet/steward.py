@@ -40,6 +40,7 @@ class Steward:
         self._of: dict[type, Callable[[Any, float], None]] = {
             events.Started: self._started,
             events.Loaded: self._loaded,
+            events.Missed: self._missed,
             events.Answered: self._answered,
             events.Advanced: self._advanced,
             events.Pulsed: self._pulsed,
@@ -93,6 +94,17 @@ class Steward:
         self._stop_loading(engine)
         engine.condition, engine.version, engine.since_s = Condition.SERVING, event.version, now
         if not self.rules.is_pinned and event.version < self.ledger.trained:
+            self._load(engine, self.ledger.trained, now)
+        self._feed(engine, now)
+
+    def _missed(self, event: events.Missed, now: float) -> None:
+        engine = self._known(event.engine, event.life)
+        if engine is None or engine.loading != event.version:
+            return
+        self._stop_loading(engine)
+        if engine.condition is Condition.LOADING:
+            engine.condition = Condition.EMPTY
+        if not self.rules.is_pinned:
             self._load(engine, self.ledger.trained, now)
         self._feed(engine, now)
 

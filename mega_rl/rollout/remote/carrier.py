@@ -13,7 +13,7 @@ from typing import Any
 from mega_rl import platform
 from mega_rl.errors import InputError
 from mega_rl.fleet.carrier import Requests
-from mega_rl.fleet.events import Answered, Died, Event, Issue, Kill, Load, Loaded, Pulsed, Start, Started
+from mega_rl.fleet.events import Answered, Died, Event, Issue, Kill, Load, Loaded, Missed, Pulsed, Start, Started
 from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.nodes import Nodes
 from mega_rl.rollout.remote.placement import connected_ray, nodes, reserve, spawn
@@ -69,7 +69,8 @@ class RayCarrier:
 
         Args:
             store: of this node.
-            stored: what is in it, by version; a version is there before a ``Load`` names it.
+            stored: what is in it, by version; a version is there before a ``Load`` names it, and may be gone when it
+                has come to the engine's node.
 
         Raises:
             InputError: there is no Ray, or no room in its cluster.
@@ -81,6 +82,7 @@ class RayCarrier:
         self._options = platform.current().actor_options
         self._lives: dict[int, Life] = {}
         self._calls: list[Call] = []
+        self._said: list[Event] = []  # what follows from decisions at once
         check_room(nodes(self._ray), bundle(self._options), num_engines, self._size)
         self._places = {engine: reserve(self._ray, self._size, self._options) for engine in range(num_engines)}
         self._nodes = Nodes(self._ray, store)
@@ -95,7 +97,7 @@ class RayCarrier:
         if isinstance(decision, Kill):
             self._kill(decision.engine)
         elif isinstance(decision, Load):
-            self._load(decision, life)
+            self._said += self._load(decision, life)
         else:
             self._issue(decision, life)
 
@@ -106,6 +108,9 @@ class RayCarrier:
         """
         for engine, life in self._lives.items():
             self._ask(engine, life)
+        if self._said:
+            said, self._said = self._said, []
+            return said
         # Once each: engines of a node wait for the same copy of weights to it, and Ray refuses to hear of it twice.
         pending = list(dict.fromkeys(answer for call in self._calls for answer in call.left))
         if not pending:
@@ -157,18 +162,23 @@ class RayCarrier:
         for worker in life.workers:
             self._ray.kill(worker)
 
-    def _load(self, decision: Load, life: Life) -> None:
+    def _load(self, decision: Load, life: Life) -> list[Event]:
         life.loading = decision.version
         location = self._nodes.location(life.node, decision.version)
         if isinstance(location, Location):
-            self._take(decision, [location])
-        else:  # a call that Ray holds back for its arguments would hold back all later ones to the engine
-            then = partial(self._take, decision)
-            self._await(decision.engine, "waiting for weights to come to its node", [location], then)
+            return self._take(decision, [location])
+        # A call that Ray holds back for its arguments would hold back all later ones to the engine.
+        then = partial(self._take, decision)
+        self._await(decision.engine, "waiting for weights to come to its node", [location], then)
+        return []
 
     def _take(self, decision: Load, found: list[Location]) -> list[Event]:
-        """Have an engine load a version that is on its node."""
-        arguments = self._nodes.form, *found, self._stored[decision.version]
+        """Have an engine load a version that is on its node, if newer ones have not taken its place meanwhile."""
+        stored = self._stored.get(decision.version)  # which the loop's thread changes
+        if stored is None:
+            self._lives[decision.engine].loading = None
+            return [Missed(*decision)]
+        arguments = self._nodes.form, *found, stored
         self._call(decision.engine, "loading weights", "load", *arguments, then=partial(self._is_loaded, decision))
         return []
 

@@ -363,6 +363,31 @@ def test_engines_of_a_node_wait_for_the_same_copy(monkeypatch: pytest.MonkeyPatc
     assert asked[:2] == [0, 0], "both engines, at the same time"
 
 
+@pytest.mark.parametrize("comes_late", [True, False])
+def test_weights_that_newer_ones_have_replaced_cost_no_restart(
+    monkeypatch: pytest.MonkeyPatch, comes_late: bool
+) -> None:
+    """The first load of step 1's weights finds them gone; the steward asks again for what it needs."""
+    expected, run, gone = undisturbed(monkeypatch), Run(monkeypatch), list[Stored]()
+
+    def location(node: str, version: int) -> Location | Arriving:
+        if version == 1 and not gone:
+            gone.append(run.stored.pop(1))
+            return Arriving(run.ray, run.ray.now + 5) if comes_late else OWN
+        return OWN
+
+    monkeypatch.setattr(run.carrier._nodes, "location", location)
+    handle = run.steward.handle
+
+    def back_again(event: events.Event, now: float) -> list[events.Decision]:
+        if isinstance(event, events.Missed):  # in a run the next load is of another version
+            run.stored[1] = gone[0]
+        return handle(event, now)
+
+    monkeypatch.setattr(run.steward, "handle", back_again)
+    assert not run.go().is_failure and run.batches == expected and gone and not run.whys()[:-2], run.whys()
+
+
 @pytest.mark.parametrize("is_alive", [True, False])
 def test_late_weights_are_no_death_while_the_engine_answers(monkeypatch: pytest.MonkeyPatch, is_alive: bool) -> None:
     expected, run, held = undisturbed(monkeypatch), Run(monkeypatch), list[Worker]()
