@@ -86,6 +86,10 @@ def test_what_did_not_arrive_comes_from_the_first_node_next() -> None:
     nodes.forget("c", 0)
     nodes.location("c", 0)
     assert ray.asked[-2:] == [("fetch", 0, "c", "a", "0 at a"), ("fetch", 0, "c", "own", store.location)]
+    assert nodes.location("b", 0, failed="0 at b") == "0 at b", "the reference that the stand-in gives for the new copy"
+    assert ray.asked[-1] == ("fetch", 0, "b", "own", store.location)
+    num_asked = len(ray.asked)
+    assert nodes.location("b", 0, failed="an earlier one") == "0 at b" and len(ray.asked) == num_asked
     nodes.location("a", 2)
     nodes.location("a", 0)  # its slot was the newer one's meanwhile
     assert ray.asked[-1] == ("fetch", 0, "a", "own", store.location)
