@@ -204,6 +204,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.steps, options.groups, options.pace = WARM_UP + 2, 2, 0.02
+    if options.steps <= WARM_UP:
+        parser.error(f"--steps {options.steps}: the first {WARM_UP} are not counted, so give {WARM_UP + 1} or more")
+    if options.groups < 1 or options.pace <= 0:
+        parser.error(f"--groups {options.groups} and --pace {options.pace:g}: both must be above 0")
     arguments = options.groups, options.steps, options.pace
     found = all_measured(*arguments)
     first = ["mode, max_staleness", "step s", "trainer waits s", "throughput / synchronous", "step / slower part"]

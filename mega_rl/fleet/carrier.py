@@ -25,8 +25,8 @@ class Carrier(Protocol):
         ...
 
     def events(self, wait_s: float) -> list[Event]:
-        """What the engines have said since the last call: ``Started``, ``Loaded``, ``Answered``, ``Advanced``,
-        ``Pulsed``, ``Died``; waits at most ``wait_s`` seconds for the first.
+        """What the engines have said since the last call: ``Started``, ``Loaded``, ``Missed``, ``Answered``,
+        ``Advanced``, ``Pulsed``, ``Died``; waits at most ``wait_s`` seconds for the first.
         """
         ...
 

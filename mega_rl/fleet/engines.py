@@ -43,6 +43,7 @@ class Engine:
     num_steps: int = 0
     since_s: float = 0.0  # when it last showed progress, or was given something to do
     heard_s: float = 0.0  # when it last said anything, or was given something to do
+    load_since_s: float = 0.0  # when it was last told to load weights
 
     @property
     def serves(self) -> bool:
@@ -64,7 +65,8 @@ class Engine:
     def overdue(self, limits: Limits, now: float) -> str | None:
         """What it has taken too long for, as a clause; None: for nothing.
 
-        Weights may be late for reasons that are not the engine's, so while it loads it must only say something.
+        Weights may be late for reasons that are not the engine's, so while it loads it must only say something. It may
+        sample on meanwhile, which is no progress of the load.
         """
         silent, stuck = now - self.heard_s, now - self.since_s
         if self.condition is Condition.STARTING:
@@ -73,7 +75,8 @@ class Engine:
             doing = f"to load version {self.loading}"
             if silent > limits.progress_s:
                 return f"it was {doing}, and has said nothing for {limits.progress_s:g} s"
-            return f"{limits.load_s:g} s were not enough for it {doing}" if stuck > limits.load_s else None
+            is_late = now - self.load_since_s > limits.load_s
+            return f"{limits.load_s:g} s were not enough for it {doing}" if is_late else None
         if self.load and stuck > limits.progress_s:
             return f"{limits.progress_s:g} s were not enough for it to go on with {self.load} responses"
         return None

@@ -28,6 +28,14 @@ class Loaded(NamedTuple):
     version: int
 
 
+class Missed(NamedTuple):
+    """The weights that the engine was to load are gone, newer ones being there; it holds what it held before."""
+
+    engine: int
+    life: int
+    version: int
+
+
 class Answered(NamedTuple):
     """A response has ended."""
 
@@ -99,7 +107,21 @@ class Ticked(NamedTuple):
     """Nothing but time has passed; limits of time are looked at."""
 
 
-Event = Started | Loaded | Answered | Advanced | Pulsed | Died | Scored | Published | Saved | Joined | Left | Ticked
+Event = (
+    Started
+    | Loaded
+    | Missed
+    | Answered
+    | Advanced
+    | Pulsed
+    | Died
+    | Scored
+    | Published
+    | Saved
+    | Joined
+    | Left
+    | Ticked
+)
 
 # What the steward decides.
 
@@ -120,7 +142,7 @@ class Kill(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Fetch these weights, prove them and say ``Loaded``; requests that run go on with them."""
+    """Fetch these weights, prove them and say ``Loaded``, or ``Missed``; requests that run go on with them."""
 
     engine: int
     life: int

@@ -40,6 +40,7 @@ class Steward:
         self._of: dict[type, Callable[[Any, float], None]] = {
             events.Started: self._started,
             events.Loaded: self._loaded,
+            events.Missed: self._missed,
             events.Answered: self._answered,
             events.Advanced: self._advanced,
             events.Pulsed: self._pulsed,
@@ -93,6 +94,17 @@ class Steward:
         self._stop_loading(engine)
         engine.condition, engine.version, engine.since_s = Condition.SERVING, event.version, now
         if not self.rules.is_pinned and event.version < self.ledger.trained:
+            self._load(engine, self.ledger.trained, now)
+        self._feed(engine, now)
+
+    def _missed(self, event: events.Missed, now: float) -> None:
+        engine = self._known(event.engine, event.life)
+        if engine is None or engine.loading != event.version:
+            return
+        self._stop_loading(engine)
+        if engine.condition is Condition.LOADING:
+            engine.condition = Condition.EMPTY
+        if not self.rules.is_pinned:
             self._load(engine, self.ledger.trained, now)
         self._feed(engine, now)
 
@@ -307,7 +319,8 @@ class Steward:
         return engine.version if engine.version >= 0 else newest
 
     def _load(self, engine: Engine, version: int, now: float) -> None:
-        engine.loading, engine.bound, engine.since_s, engine.heard_s = version, None, now, now
+        engine.loading, engine.bound = version, None
+        engine.load_since_s = engine.since_s = engine.heard_s = now
         self._num_loading[version] += 1
         if engine.condition is Condition.EMPTY:
             engine.condition = Condition.LOADING

@@ -13,7 +13,7 @@ from typing import Any
 from mega_rl import platform
 from mega_rl.errors import InputError
 from mega_rl.fleet.carrier import Requests
-from mega_rl.fleet.events import Answered, Died, Event, Issue, Kill, Load, Loaded, Pulsed, Start, Started
+from mega_rl.fleet.events import Answered, Died, Event, Issue, Kill, Load, Loaded, Missed, Pulsed, Start, Started
 from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.nodes import Nodes
 from mega_rl.rollout.remote.placement import connected_ray, nodes, reserve, spawn
@@ -52,6 +52,7 @@ class Call:
     answers: list[Any]  # Ray's references, by worker
     left: set[Any]
     then: Callable[[list[Any]], list[Event]]
+    instead: Callable[[], list[Event]] | None = None  # of the engine's death, if it fails
 
 
 def _nothing(answers: list[Any]) -> list[Event]:
@@ -69,7 +70,8 @@ class RayCarrier:
 
         Args:
             store: of this node.
-            stored: what is in it, by version; a version is there before a ``Load`` names it.
+            stored: what is in it, by version; a version is there before a ``Load`` names it, and may be gone when it
+                has come to the engine's node.
 
         Raises:
             InputError: there is no Ray, or no room in its cluster.
@@ -81,6 +83,7 @@ class RayCarrier:
         self._options = platform.current().actor_options
         self._lives: dict[int, Life] = {}
         self._calls: list[Call] = []
+        self._said: list[Event] = []  # what follows from decisions at once
         check_room(nodes(self._ray), bundle(self._options), num_engines, self._size)
         self._places = {engine: reserve(self._ray, self._size, self._options) for engine in range(num_engines)}
         self._nodes = Nodes(self._ray, store)
@@ -95,7 +98,7 @@ class RayCarrier:
         if isinstance(decision, Kill):
             self._kill(decision.engine)
         elif isinstance(decision, Load):
-            self._load(decision, life)
+            self._said += self._load(decision, life)
         else:
             self._issue(decision, life)
 
@@ -106,7 +109,11 @@ class RayCarrier:
         """
         for engine, life in self._lives.items():
             self._ask(engine, life)
-        pending = [answer for call in self._calls for answer in call.left]
+        if self._said:
+            said, self._said = self._said, []
+            return said
+        # Once each: engines of a node wait for the same copy of weights to it, and Ray refuses to hear of it twice.
+        pending = list(dict.fromkeys(answer for call in self._calls for answer in call.left))
         if not pending:
             time.sleep(wait_s)
             return []
@@ -156,20 +163,32 @@ class RayCarrier:
         for worker in life.workers:
             self._ray.kill(worker)
 
-    def _load(self, decision: Load, life: Life) -> None:
+    def _load(self, decision: Load, life: Life, failed: Any = None) -> list[Event]:
+        """``failed``: Ray's reference to a copy of the weights to the node that failed; one more is asked for."""
+        if decision.version not in self._stored:
+            return self._missed(decision)
         life.loading = decision.version
-        location = self._nodes.location(life.node, decision.version)
+        location = self._nodes.location(life.node, decision.version, failed)
         if isinstance(location, Location):
-            self._take(decision, [location])
-        else:  # a call that Ray holds back for its arguments would hold back all later ones to the engine
-            then = partial(self._take, decision)
-            self._await(decision.engine, "waiting for weights to come to its node", [location], then)
+            return self._take(decision, [location])
+        # A call that Ray holds back for its arguments would hold back all later ones to the engine.
+        then = partial(self._take, decision)
+        again = partial(self._load, decision, life, location) if failed is None else None
+        self._await(decision.engine, "waiting for weights to come to its node", [location], then, again)
+        return []
 
     def _take(self, decision: Load, found: list[Location]) -> list[Event]:
-        """Have an engine load a version that is on its node."""
-        arguments = self._nodes.form, *found, self._stored[decision.version]
+        """Have an engine load a version that is on its node, if newer ones have not taken its place meanwhile."""
+        stored = self._stored.get(decision.version)  # which the loop's thread changes
+        if stored is None:
+            return self._missed(decision)
+        arguments = self._nodes.form, *found, stored
         self._call(decision.engine, "loading weights", "load", *arguments, then=partial(self._is_loaded, decision))
         return []
+
+    def _missed(self, decision: Load) -> list[Event]:
+        self._lives[decision.engine].loading = None
+        return [Missed(*decision)]
 
     def _issue(self, decision: Issue, life: Life) -> None:
         requests = self._requests(decision.key, decision.samples)
@@ -212,18 +231,30 @@ class RayCarrier:
         answers = [getattr(worker, method).remote(*arguments) for worker in self._lives[engine].workers]
         self._await(engine, doing, answers, then)
 
-    def _await(self, engine: int, doing: str, answers: list[Any], then: Callable[[list[Any]], list[Event]]) -> None:
-        self._calls.append(Call(engine, self._lives[engine].number, doing, answers, set(answers), then))
+    def _await(
+        self,
+        engine: int,
+        doing: str,
+        answers: list[Any],
+        then: Callable[[list[Any]], list[Event]],
+        instead: Callable[[], list[Event]] | None = None,
+    ) -> None:
+        self._calls.append(Call(engine, self._lives[engine].number, doing, answers, set(answers), then, instead))
 
     def _heard(self, call: Call, ready: set[Any]) -> list[Event]:
-        """What follows from the answers that have come; the first failure is the engine's death."""
+        """What follows from the answers that have come; a failure is the engine's death, or what the call says."""
+        if call not in self._calls:  # the engine has died of another one
+            return []
         for answer in call.left & ready:
             why = self._failure(answer, call.doing)
+            if why is not None and call.instead is not None:
+                self._calls.remove(call)
+                return call.instead()
             if why is not None:
                 self._calls = [other for other in self._calls if other.engine != call.engine]
                 return [Died(call.engine, call.life, why)]
         call.left -= ready
-        if call.left or call not in self._calls:
+        if call.left:
             return []
         self._calls.remove(call)
         return call.then(self._ray.get(call.answers))

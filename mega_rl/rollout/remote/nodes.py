@@ -44,13 +44,19 @@ class Nodes:
         else:
             self._helpers[node].kill.remote(processes)
 
-    def location(self, node: str, version: int) -> Any:
-        """Where a node has a version, or Ray's reference to that, which is there once the version is."""
+    def location(self, node: str, version: int, failed: Any = None) -> Any:
+        """Where a node has a version, or Ray's reference to that, which is there once the version is.
+
+        Args:
+            failed: such a reference that failed: the version is copied anew, unless another engine had that done.
+        """
         if node == self._own:
             return self._store.location
         for old in [old for old in self._fetched if old <= version - self.form.num_slots]:
             del self._fetched[old]
         there = self._fetched[version]
+        if failed is not None and there.get(node) == failed:
+            self.forget(node, version)
         if node not in there:
             sources = [self._own, *there]
             source = self._own if version in self._is_direct else sources[len(there) // FAN_OUT]

@@ -40,16 +40,16 @@ class NodeHelper:
         Raises:
             InputError: the host has not so much memory.
         """
-        try:
-            self._store  # noqa: B018 - opens it
-        except InputError as error:
-            raise InputError(f"on host {socket.gethostname()}, which has rollout engines, {error}") from None
+        self._store  # noqa: B018 - opens it
 
     @property
     def _store(self) -> Store:
         with self._lock:
             if self._opened is None:
-                self._opened = Store(self._form, self._location)
+                try:
+                    self._opened = Store(self._form, self._location)
+                except InputError as error:
+                    raise InputError(f"on host {socket.gethostname()}, which has rollout engines, {error}") from None
             return self._opened
 
     def kill(self, processes: Sequence[int]) -> None:
@@ -74,6 +74,7 @@ class NodeHelper:
             Where the version is now.
 
         Raises:
+            InputError: as ``open``.
             RuntimeError: of Ray, if that node is gone.
         """
         import ray

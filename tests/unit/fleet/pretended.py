@@ -195,6 +195,10 @@ class World:
         engine = self.engines[name]
         if engine.is_silent:
             return
+        if engine.loading is not None and engine.loading not in self.weights:
+            self.messages.append(events.Missed(name, engine.life, engine.loading))
+            engine.loading = None
+            return
         if engine.loading is not None and (not engine.todo or self.random.random() < 0.5):
             engine.version, engine.loading = engine.loading, None
             self.messages.append(events.Loaded(name, engine.life, engine.version))

@@ -149,16 +149,41 @@ def test_the_fleet_knows_no_engine_no_process_group_and_no_clock() -> None:
             assert not roots & {"torch", "vllm", "ray", "time", "threading", "datetime"}, (path, roots)
 
 
-def test_weights_may_be_late_while_the_engine_says_something() -> None:
+def test_an_engine_that_missed_its_weights_is_given_newer_ones_and_no_restart() -> None:
+    rules = Rules(num_groups=1, group_size=1, total_steps=4, eta=1, is_pinned=False)
+    steward, issues = serving(rules, engines=2, limits=Limits(slots=1))
+    answer(steward, issues[0], 0, 3.0)
+    assert of(events.Load, steward.handle(events.Published(1), 4.0))[0] == events.Load(0, 0, 1)
+    steward.handle(events.Died(1, 0, "it was killed"), 4.5)
+    assert steward.handle(events.Missed(0, 1, 1), 5.0) == [], "another life"
+    assert steward.handle(events.Missed(0, 0, 1), 5.0) == [events.Load(0, 0, 1)], "the newest that it knows"
+    assert steward.handle(events.Missed(0, 0, 0), 5.0) == [], "late"
+
+    steward = Steward(Rules(num_groups=1, group_size=1, total_steps=4, eta=1), LIMITS, range(2))
+    steward.begin(0.0)
+    assert [of(events.Load, steward.handle(events.Started(engine, 0), 1.0)) for engine in range(2)] == [
+        [events.Load(0, 0, 0)],
+        [events.Load(1, 0, 0)],
+    ]
+    (first,) = of(events.Issue, steward.handle(events.Loaded(1, 0, 0), 2.0))
+    (second,) = of(events.Issue, answer(steward, first, 0, 3.0))
+    answer(steward, second, 0, 4.0)
+    steward.handle(events.Published(1), 5.0)
+    steward.handle(events.Published(2), 6.0)
+    assert steward.handle(events.Missed(0, 0, 0), 7.0) == [events.Load(0, 0, 2)], "engine 1 is on its way to 1"
+
+
+@pytest.mark.parametrize("samples_on", [False, True])
+def test_weights_may_be_late_while_the_engine_says_something(samples_on: bool) -> None:
     limits = Limits(progress_s=10.0, load_s=100.0, restarts=5)
     rules = Rules(num_groups=1, group_size=1, total_steps=3, eta=1, is_pinned=False)
     steward, issues = serving(rules, limits=limits)
     answer(steward, issues[0], 0, 3.0)
     (load,) = of(events.Load, steward.handle(events.Published(1), 4.0))  # under another response
     for now in range(5, 100, 9):
-        steward.handle(events.Pulsed(0, load.life, 0), float(now))
+        steward.handle(events.Pulsed(0, load.life, now * samples_on), float(now))
         assert not of(events.Kill, steward.handle(events.Ticked(), float(now)))
-    steward.handle(events.Pulsed(0, load.life, 0), 104.0)
+    steward.handle(events.Pulsed(0, load.life, 104 * samples_on), 104.0)
     (kill,) = of(events.Kill, steward.handle(events.Ticked(), 105.0))
     assert kill.why == "100 s were not enough for it to load version 1"
     steward, issues = serving(rules, limits=limits)

@@ -177,7 +177,7 @@ class FakeNodes:
         found, self.met = self.met, None
         return found
 
-    def location(self, node: str, version: int) -> Location:
+    def location(self, node: str, version: int, failed: Any = None) -> Location:
         return OWN
 
     def forget(self, node: str, version: int) -> None: ...
@@ -190,10 +190,10 @@ class FakeNodes:
 class Arriving:
     """Ray's reference to a location, which is there at some time."""
 
-    value, error = OWN, None
+    value = OWN
 
-    def __init__(self, ray: FakeRay, at: float) -> None:
-        self._ray, self._at = ray, at
+    def __init__(self, ray: FakeRay, at: float, error: Exception | None = None) -> None:
+        self._ray, self._at, self.error = ray, at, error
 
     @property
     def is_there(self) -> bool:
@@ -340,7 +340,7 @@ def test_a_node_without_memory_for_the_weights_is_said_at_once(monkeypatch: pyte
 def test_weights_on_their_way_to_a_node_hold_no_call_to_its_engines_up(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, run, arriving = undisturbed(monkeypatch), Run(monkeypatch), list[Arriving]()
 
-    def location(node: str, version: int) -> Location | Arriving:
+    def location(node: str, version: int, failed: Any = None) -> Location | Arriving:
         if version == 1 and not arriving:
             arriving.append(Arriving(run.ray, run.ray.now + 2 * LIMITS.progress_s))
             return arriving[0]
@@ -348,6 +348,67 @@ def test_weights_on_their_way_to_a_node_hold_no_call_to_its_engines_up(monkeypat
 
     monkeypatch.setattr(run.carrier._nodes, "location", location)
     assert not run.go().is_failure and run.batches == expected and arriving and not run.whys()[:-2], run.whys()
+
+
+def test_engines_of_a_node_wait_for_the_same_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, run, copies = undisturbed(monkeypatch), Run(monkeypatch), dict[int, Arriving]()
+    asked: list[int] = []
+
+    def location(node: str, version: int, failed: Any = None) -> Arriving:
+        asked.append(version)
+        return copies.setdefault(version, Arriving(run.ray, run.ray.now + 5))
+
+    monkeypatch.setattr(run.carrier._nodes, "location", location)
+    assert not run.go().is_failure and run.batches == expected and not run.whys()[:-2], run.whys()
+    assert asked[:2] == [0, 0], "both engines, at the same time"
+
+
+@pytest.mark.parametrize("comes_late", [True, False])
+def test_weights_that_newer_ones_have_replaced_cost_no_restart(
+    monkeypatch: pytest.MonkeyPatch, comes_late: bool
+) -> None:
+    """The first load of step 1's weights finds them gone; the steward asks again for what it needs."""
+    expected, run, gone = undisturbed(monkeypatch), Run(monkeypatch), list[Stored]()
+
+    def location(node: str, version: int, failed: Any = None) -> Location | Arriving:
+        if version == 1 and not gone:
+            gone.append(run.stored.pop(1))
+            return Arriving(run.ray, run.ray.now + 5) if comes_late else OWN
+        return OWN
+
+    monkeypatch.setattr(run.carrier._nodes, "location", location)
+    handle = run.steward.handle
+
+    def back_again(event: events.Event, now: float) -> list[events.Decision]:
+        if isinstance(event, events.Missed):  # in a run the next load is of another version
+            run.stored[1] = gone[0]
+        return handle(event, now)
+
+    monkeypatch.setattr(run.steward, "handle", back_again)
+    assert not run.go().is_failure and run.batches == expected and gone and not run.whys()[:-2], run.whys()
+
+
+@pytest.mark.parametrize("num_failures", [1, 2])
+def test_a_copy_to_a_node_that_fails_once_costs_its_engines_no_restart(
+    monkeypatch: pytest.MonkeyPatch, num_failures: int
+) -> None:
+    """Both engines of the node wait for the same copy, and then for the same other one."""
+    expected, run, copies = undisturbed(monkeypatch), Run(monkeypatch), list[Arriving]()
+
+    def location(node: str, version: int, failed: Any = None) -> Location | Arriving:
+        if version or len(copies) > num_failures:
+            return OWN
+        if not copies or failed is copies[-1]:
+            error = TaskFailed(ConnectionError("no route")) if len(copies) < num_failures else None
+            copies.append(Arriving(run.ray, run.ray.now + 5, error))
+        return copies[-1]
+
+    monkeypatch.setattr(run.carrier._nodes, "location", location)
+    assert not run.go().is_failure and run.batches == expected
+    failed = [why for why in run.whys() if "no route" in why]
+    assert len(copies) == num_failures + 1 and failed == (
+        [] if num_failures == 1 else 2 * ["it failed while waiting for weights to come to its node: no route"]
+    )
 
 
 @pytest.mark.parametrize("is_alive", [True, False])

@@ -14,7 +14,7 @@ from mega_rl.errors import InputError
 from mega_rl.rollout.remote import relay
 from mega_rl.rollout.remote.nodes import Nodes
 from mega_rl.rollout.remote.relay import NodeHelper
-from mega_rl.rollout.remote.weight_store import Form, Store
+from mega_rl.rollout.remote.weight_store import Form, Location, Store
 
 NORM = Series("model.norm.weight", ((0, 5),), "model.norm.weight", ((0, 5),))
 FORM = Form(((NORM,),), torch.float32, num_slots=2, salt=1)
@@ -86,6 +86,10 @@ def test_what_did_not_arrive_comes_from_the_first_node_next() -> None:
     nodes.forget("c", 0)
     nodes.location("c", 0)
     assert ray.asked[-2:] == [("fetch", 0, "c", "a", "0 at a"), ("fetch", 0, "c", "own", store.location)]
+    assert nodes.location("b", 0, failed="0 at b") == "0 at b", "the reference that the stand-in gives for the new copy"
+    assert ray.asked[-1] == ("fetch", 0, "b", "own", store.location)
+    num_asked = len(ray.asked)
+    assert nodes.location("b", 0, failed="an earlier one") == "0 at b" and len(ray.asked) == num_asked
     nodes.location("a", 2)
     nodes.location("a", 0)  # its slot was the newer one's meanwhile
     assert ray.asked[-1] == ("fetch", 0, "a", "own", store.location)
@@ -118,6 +122,9 @@ def test_a_slot_is_copied_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_node_without_the_memory_says_which_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mega_rl.rollout.remote.weight_store.available_bytes", lambda: 0)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
     helper = NodeHelper(FORM)
-    with pytest.raises(InputError, match=r"on host .+, which has rollout engines, the weight store takes .* GB"):
-        helper.open()
+    # The engine that asked to open it may have ended before the refusal came: then a copy is the first to tell of it.
+    for call in (helper.open, lambda: helper.fetch(0, None, Location(1, (3,)))):
+        with pytest.raises(InputError, match=r"^on host .+, which has rollout engines, the weight store takes .* GB"):
+            call()

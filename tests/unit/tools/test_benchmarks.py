@@ -141,6 +141,11 @@ def test_overlap_is_measured_in_every_mode(tmp_path: Path) -> None:
     assert all(row["step_s"] > 0 for part in ("equal", "slow") for row in results[part])
 
 
+def test_overlap_refuses_what_leaves_nothing_to_count() -> None:
+    launched = run_copy(Path("benchmarks/overlap.py"), "--steps", 4)
+    assert launched.returncode == 2 and "--steps 4: the first 4 are not counted" in launched.stdout
+
+
 @pytest.mark.slow
 def test_every_sink_is_measured(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
