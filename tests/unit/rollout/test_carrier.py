@@ -350,19 +350,6 @@ def test_weights_on_their_way_to_a_node_hold_no_call_to_its_engines_up(monkeypat
     assert not run.go().is_failure and run.batches == expected and arriving and not run.whys()[:-2], run.whys()
 
 
-def test_engines_of_a_node_wait_for_the_same_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, run, copies = undisturbed(monkeypatch), Run(monkeypatch), dict[int, Arriving]()
-    asked: list[int] = []
-
-    def location(node: str, version: int, failed: Any = None) -> Arriving:
-        asked.append(version)
-        return copies.setdefault(version, Arriving(run.ray, run.ray.now + 5))
-
-    monkeypatch.setattr(run.carrier._nodes, "location", location)
-    assert not run.go().is_failure and run.batches == expected and not run.whys()[:-2], run.whys()
-    assert asked[:2] == [0, 0], "both engines, at the same time"
-
-
 @pytest.mark.parametrize("comes_late", [True, False])
 def test_weights_that_newer_ones_have_replaced_cost_no_restart(
     monkeypatch: pytest.MonkeyPatch, comes_late: bool
