@@ -33,7 +33,7 @@ CALLS = pathlib.Path(__file__).with_suffix(".calls")
 class Lengths:
     """Says how long a turn was; ends after two or three of them; breaks in the first sample of odd prompts.
 
-    In every fourth group all samples get the same, so that there is nothing to learn from.
+    In every fourth group all samples get nothing at any turn, so that there is nothing to learn from.
     """
     roles = ("tool",)
 
@@ -51,9 +51,9 @@ class Lengths:
         if turn.number == 1 and self.is_bad:
             raise ValueError("broken")
         if turn.number == self.last:
-            reward = 0.5 if self.is_dull else min(1.0, len(turn.text) / self.bound)
+            reward = 0.0 if self.is_dull else min(1.0, len(turn.text) / self.bound)
             return End(reward, {"said": len(turn.text)})
-        reward = None if self.is_dull else len(turn.text) % 3 / 4
+        reward = 0.0 if self.is_dull else len(turn.text) % 3 / 4
         return Reply([{"role": "tool", "content": f"{len(turn.text)}"}], {"tool_calls": 1, "tool_s": 0.5}, reward)
 '''
 CONFIG = """
