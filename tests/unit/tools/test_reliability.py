@@ -24,9 +24,12 @@ def rows(width: int) -> list[list[str]]:
 
 
 def functions(file: Path) -> set[str]:
-    """The tests of a module, those in its classes included."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    """``name`` or ``Class::name`` of every test of a module."""
+    body = ast.parse(file.read_text(encoding="utf-8")).body
+    found = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+    for group in (node for node in body if isinstance(node, ast.ClassDef)):
+        found |= {f"{group.name}::{node.name}" for node in group.body if isinstance(node, ast.FunctionDef)}
+    return found
 
 
 def missing(cell: str) -> list[str]:
