@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
@@ -77,10 +78,8 @@ class PromptDataset:
             )
         with together(f"reading the pictures of {key}"):
             seen = [(row, []) if album is None else album.reader.take(row) for row in rows]
-        found = work_shared(
-            range(len(rows)),
-            lambda index: _fitting_prompt(index, *seen[index], tokenizer, data, needs_truth, tools, album),
-        )
+        rendering = _Rendering(tokenizer, data, needs_truth, tools, album)
+        found = work_shared(range(len(rows)), lambda index: rendering.fitting_prompt(index, *seen[index]))
         prompts = [prompt for prompt in found if prompt is not None]
         if album is not None:
             album.add({p.key: p for prompt in prompts for p in seen[prompt.index][1]})
@@ -98,70 +97,63 @@ class PromptDataset:
         return self.prompts[position]
 
 
-def _fitting_prompt(
-    index: int,
-    row: Row,
-    pictures: list[FilePicture],
-    tokenizer: PreTrainedTokenizerBase,
-    data: DataConfig,
-    needs_truth: bool,
-    tools: Tools,
-    album: Album | None,
-) -> Prompt | None:
-    """The prompt of a row; None if it is overlong and such are to be left out."""
-    limit, where = data.max_prompt_length, row.where
-    refuse_columns(row)
-    content = prompt_of(row)
-    if is_surely_longer(tokenizer, [content], limit):
-        length = num_characters(content)
-        problem = (
-            f"{where} has a prompt of {length} characters, which are more than data.max_prompt_length {limit} tokens; "
-            "shorten it or set data.filter_overlong_prompts"
-        )
-    else:
-        prompt = _prompt(index, row, pictures, tokenizer, data, needs_truth, tools, album)
-        if len(prompt.token_ids) <= limit:
-            return prompt
-        problem = (
-            f"{where} has a prompt of {len(prompt.token_ids)} tokens but data.max_prompt_length is {limit}; raise it "
-            "or set data.filter_overlong_prompts"
-        )
-    if not data.filter_overlong_prompts:
-        raise InputError(problem)
-    return None
+@dataclass(frozen=True)
+class _Rendering:
+    """How rows become prompts; the arguments of ``PromptDataset.from_files``."""
 
+    tokenizer: PreTrainedTokenizerBase
+    data: DataConfig
+    needs_truth: bool
+    tools: Tools
+    album: Album | None
 
-def _prompt(
-    index: int,
-    row: Row,
-    pictures: list[FilePicture],
-    tokenizer: PreTrainedTokenizerBase,
-    data: DataConfig,
-    needs_truth: bool,
-    tools: Tools,
-    album: Album | None,
-) -> Prompt:
-    content, truth = prompt_of(row), truth_of(row)
-    if content is None:
-        raise row.missing(WANTED)
-    if truth is None and needs_truth:
-        raise row.missing(WANTED_TRUTH)
-    extra_info = row.get("extra_info") or {}
-    if not isinstance(extra_info, Mapping):
-        raise InputError(f"{row.where}: extra_info is {shown(extra_info)}; make it an object or leave it out")
-    try:
-        text, token_ids = render_prompt(tokenizer, content, data.chat_template, data.system_prompt, tools)
-        images: tuple[PromptImage, ...] = ()
-        if album is not None:
-            token_ids, images = with_pictures(token_ids, pictures, album.reader.token)
-    except InputError as error:
-        raise InputError(f"{row.where}: {error}") from error
-    return Prompt(
-        index=index,
-        token_ids=tuple(token_ids),
-        text=text,
-        ground_truth="" if truth is None else truth if isinstance(truth, str) else json.dumps(truth, default=str),
-        data_source=str(row.get("data_source") or row.file.stem),
-        extra_info=extra_info,
-        images=images,
-    )
+    def fitting_prompt(self, index: int, row: Row, pictures: list[FilePicture]) -> Prompt | None:
+        """The prompt of a row; None if it is overlong and such are to be left out."""
+        limit, where = self.data.max_prompt_length, row.where
+        refuse_columns(row)
+        content = prompt_of(row)
+        if is_surely_longer(self.tokenizer, [content], limit):
+            length = num_characters(content)
+            problem = (
+                f"{where} has a prompt of {length} characters, which are more than data.max_prompt_length {limit} "
+                "tokens; shorten it or set data.filter_overlong_prompts"
+            )
+        else:
+            prompt = self._prompt(index, row, pictures)
+            if len(prompt.token_ids) <= limit:
+                return prompt
+            problem = (
+                f"{where} has a prompt of {len(prompt.token_ids)} tokens but data.max_prompt_length is {limit}; "
+                "raise it or set data.filter_overlong_prompts"
+            )
+        if not self.data.filter_overlong_prompts:
+            raise InputError(problem)
+        return None
+
+    def _prompt(self, index: int, row: Row, pictures: list[FilePicture]) -> Prompt:
+        content, truth = prompt_of(row), truth_of(row)
+        if content is None:
+            raise row.missing(WANTED)
+        if truth is None and self.needs_truth:
+            raise row.missing(WANTED_TRUTH)
+        extra_info = row.get("extra_info") or {}
+        if not isinstance(extra_info, Mapping):
+            raise InputError(f"{row.where}: extra_info is {shown(extra_info)}; make it an object or leave it out")
+        try:
+            text, token_ids = render_prompt(
+                self.tokenizer, content, self.data.chat_template, self.data.system_prompt, self.tools
+            )
+            images: tuple[PromptImage, ...] = ()
+            if self.album is not None:
+                token_ids, images = with_pictures(token_ids, pictures, self.album.reader.token)
+        except InputError as error:
+            raise InputError(f"{row.where}: {error}") from error
+        return Prompt(
+            index=index,
+            token_ids=tuple(token_ids),
+            text=text,
+            ground_truth="" if truth is None else truth if isinstance(truth, str) else json.dumps(truth, default=str),
+            data_source=str(row.get("data_source") or row.file.stem),
+            extra_info=extra_info,
+            images=images,
+        )
