@@ -7,6 +7,7 @@ VENV ?= .venv
 QUICKSTART_DIR ?= runs/quickstart
 CHAIN_DIR ?= runs/quickstart_chain
 TOOLS_DIR ?= runs/quickstart_tools
+VISION_DIR ?= runs/quickstart_vision
 PYTEST_ARGS ?=
 NPU_PYTEST_ARGS ?=
 MINDSPEED ?=
@@ -20,7 +21,7 @@ ifdef PYTHON
 export PYTHON
 endif
 
-.PHONY: help venv quickstart quickstart-chain quickstart-tools test test-fast test-cpu test-npu fuzz durations lint format types reference tensorboard clean
+.PHONY: help venv quickstart quickstart-chain quickstart-tools quickstart-vision test test-fast test-cpu test-npu fuzz durations lint format types reference tensorboard clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -36,6 +37,9 @@ quickstart-chain: venv ## SFT, a reward model and PPO; DPO; SFT with adapters, m
 
 quickstart-tools: venv ## train a tiny model to ask a calculator for what it cannot compute, over several turns
 	@VENV="$(abspath $(VENV))" QUICKSTART_DIR="$(TOOLS_DIR)" tools/quickstart.sh tools
+
+quickstart-vision: venv ## train a tiny model from nothing to count drawn shapes: its vision tower, then GRPO
+	@VENV="$(abspath $(VENV))" QUICKSTART_DIR="$(VISION_DIR)" tools/quickstart.sh vision
 
 test: $(if $(PYTEST_ARGS),,test-npu) test-cpu ## the whole suite: test-npu, then test-cpu; narrowed by PYTEST_ARGS, test-cpu alone
 

@@ -19,12 +19,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gpu_targets import measured_targets
 from report import command, table
 
 HERE = Path(__file__).resolve().parent
 MODELS = ("0.5B", "1.5B", "7B", "8B", "mixture")
 LOSSES = ("losses:cpu:float32", "losses:device:float32", "losses:device:bfloat16")
-SLICES = ("operators", "step", "logprob", "sync", "offload", "memory", *(f"mfu:{name}" for name in MODELS), *LOSSES)
+PLAIN = ("operators", "kernels", "step", "logprob", "sync", "offload", "memory")
+SLICES = (*PLAIN, *(f"mfu:{name}" for name in MODELS), *LOSSES, "cpu_step")
+ON_CPU = (LOSSES[0], "cpu_step")
 NEEDED = ("torch", "transformers", "megatron.core", "omegaconf", "safetensors", "numpy", "yaml", "psutil")
 RESULTS, TABLE = "gpu.json", "gpu.md"
 LIMIT_S = 570.0  # of a slice
@@ -69,10 +72,12 @@ def run_all(arguments: argparse.Namespace) -> Results:
     results: Results = json.loads(results_path.read_text()) if results_path.is_file() else {"slices": {}}
     results["command"] = command()
     for name in arguments.slices:
-        device = "cpu" if name == LOSSES[0] else arguments.device
+        device = "cpu" if name in ON_CPU else arguments.device
         environ = {**os.environ, "MEGA_RL_PLATFORM": device}
         with tempfile.TemporaryDirectory() as scratch:
             argv = [sys.executable, str(HERE / "gpu_slices.py"), name, *(["--quick"] if arguments.quick else [])]
+            if device == "cuda":
+                argv += ["--kernels", arguments.kernels]
             found = run_slice([*argv, "--out", str(Path(scratch) / "slice.json")], environ, arguments.limit_s)
         results["machine"] = found.pop("machine", None) or results.get("machine")
         results["slices"][name] = found
@@ -90,6 +95,7 @@ def as_text(results: Results) -> str:
         rows = [row(one) for name, found in slices.items() if name.startswith(prefix) for one in found.get("rows", [])]
         if rows:
             parts += [f"### {title}", table(header, rows)]
+    parts += ["### Targets", table(("target", "", "measured"), measured_targets(slices))]
     losses = compared_losses(slices)
     if losses:
         parts += ["### Training steps", table(("run", "steps", "last loss", "largest difference of a loss"), losses)]
@@ -131,6 +137,22 @@ SECTIONS = (
         "operators",
         ("operator", "dtype", "largest difference", "allowed, absolute and relative"),
         lambda one: [one["operator"], one["dtype"], one.get("largest", "-"), one.get("allowed") or one["error"]],
+    ),
+    (
+        "Norm, SwiGLU and rotary embedding by platform.kernels, bfloat16",
+        "kernels",
+        ("operator", "kernels", "largest difference", "forward ms", "forward and backward ms"),
+        lambda one: [
+            *(one["operator"], one["kernels"]),
+            *([one["error"], "-", "-"] if "error" in one else []),
+            *([] if "error" in one else [one["largest"], 1e3 * one["forward_s"], 1e3 * one["both_s"]]),
+        ],
+    ),
+    (
+        "Training step on the CPU",
+        "cpu_step",
+        ("model", "against", "times as fast", "by CPU time"),
+        lambda one: [one["case"], one["against"], one["speedup"], one["by_cpu_time"]],
     ),
     (
         "A step against transformers in float32 on the CPU",
@@ -183,6 +205,7 @@ SECTIONS = (
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "npu", "cpu"), default="cuda")
+    parser.add_argument("--kernels", default="torch", help="platform.kernels of all slices on CUDA (default: torch)")
     parser.add_argument("--quick", action="store_true", help="tiny models: shows that it works, not how fast")
     parser.add_argument("--out", type=Path, default=Path("gpu_results"), help="directory of gpu.json and gpu.md")
     parser.add_argument("--slices", default=",".join(SLICES), help="which, joined by commas (default: all)")

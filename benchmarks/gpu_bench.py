@@ -118,7 +118,9 @@ class Bench:
         self, shape: ModelShape, dtype: str, recompute: str, weights: Any = None, lr: float = 1e-4
     ) -> MegatronEngine:
         memory = MemoryConfig(recompute=recompute)
-        spec = TrainerSpec(DTYPES[dtype], ParallelConfig(), memory, temperature=1.0, chunk_tokens=1024)
+        spec = TrainerSpec(
+            DTYPES[dtype], ParallelConfig(), memory, temperature=1.0, chunk_tokens=1024, entropy_has_gradient=False
+        )
         source = RandomWeights(self.device) if weights is None else weights
         optimizer = OptimizerConfig(lr=lr)
         return MegatronEngine(spec, optimizer, shape, self.layout, self.device, source, 1000, max_skipped_steps=0)

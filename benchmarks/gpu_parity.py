@@ -1,15 +1,21 @@
 """Slices of ``gpu.py`` that compare: every operator, a step, the losses of a training."""
 
+import argparse
 import tempfile
-from typing import Any
+from typing import Any, get_args
 
 import torch
+import train_step
 from gpu_bench import TINY, Bench, RandomWeights, negative_loglikelihood, random_batch, shape_of
 from torch import Tensor
 
+from mega_rl import platform
 from mega_rl.bridge.files.huggingface import HFReader
+from mega_rl.config.schema import Kernels
 from mega_rl.microbatch import Microbatch
 from mega_rl.models.shape import read_model_shape
+from mega_rl.platform.operators import dispatch
+from mega_rl.platform.operators.compiled import check_kernels, fused
 from tests import families
 from tests.operator_cases import TOLERANCES, compare, operator_cases
 
@@ -29,6 +35,53 @@ def operators(bench: Bench) -> None:
                 bench.row(operator=case.name, dtype=name, largest=largest, allowed=allowed)
             except Exception as error:  # noqa: BLE001 - the other operators are compared all the same
                 bench.row(operator=case.name, dtype=name, error=f"{type(error).__name__}: {str(error)[:200]}")
+
+
+def kernels(bench: Bench) -> None:
+    """Norm, SwiGLU and rotary embedding by each value of ``platform.kernels``: against the reference, and how fast."""
+    plain = platform.current().operators
+    tokens, width, ffn, heads = (64, 32, 64, 4) if bench.quick else (16384, 4096, 14336, 32)
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(size, device=bench.device).bfloat16().requires_grad_()
+
+    x, weight, gates = random(tokens, width), random(width), random(tokens, 2 * ffn)
+    rotated = random(tokens, heads, 128)
+    angles_TD = torch.rand(tokens, 128, device=bench.device)
+    tables = angles_TD.cos().bfloat16(), angles_TD.sin().bfloat16()
+    calls = {
+        "rms_norm": ((x, weight), lambda: dispatch.rms_norm(x, weight, 1e-6)),
+        "swiglu": ((gates,), lambda: dispatch.swiglu(gates)),
+        "rotary": ((rotated,), lambda: dispatch.rotary(rotated, *tables)),
+    }
+    for kind in get_args(Kernels):
+        try:
+            check_kernels(kind, "cuda")  # what is installed; the rest goes anywhere
+            platform.current().operators = fused(plain, kind)
+            for name, (inputs, call) in calls.items():
+                cases = [case for case in operator_cases(torch.bfloat16) if case.name == name]
+                largest = max(compare(case, torch.bfloat16, str(bench.device)) for case in cases)
+                upstream = torch.randn_like(call())
+
+                def both(inputs: Any = inputs, call: Any = call, upstream: Tensor = upstream) -> None:
+                    torch.autograd.grad(call(), inputs, upstream)
+
+                with torch.no_grad():
+                    forward_s = bench.seconds(call)
+                bench.row(operator=name, kernels=kind, largest=largest, forward_s=forward_s, both_s=bench.seconds(both))
+        except Exception as error:  # noqa: BLE001 - the other kernels are measured all the same
+            bench.row(operator="all", kernels=kind, error=f"{type(error).__name__}: {str(error)[:200]}")
+        finally:
+            platform.current().operators = plain
+
+
+def cpu_step(bench: Bench) -> None:
+    """A training step on the CPU against transformers, as ``train_step.py`` has it."""
+    settings = argparse.Namespace(steps=1 if bench.quick else 5, peak_tflops=None)
+    name = "tiny" if bench.quick else "10M"
+    found = train_step.run_case(name, train_step.CASES[name], bench.layout, settings)
+    for way, speedup in found["speedup"].items():
+        bench.row(case=name, against=way, speedup=speedup, by_cpu_time=found["cpu_speedup"][way])
 
 
 def step(bench: Bench) -> None:

@@ -10,15 +10,17 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import get_args
 
 import torch.distributed as dist
 from gpu_bench import Bench
-from gpu_parity import losses, operators, step
+from gpu_parity import cpu_step, kernels, losses, operators, step
 from gpu_speed import logprob, memory, mfu
 from gpu_transfer import offload, sync
 from report import machine
 
 from mega_rl import platform
+from mega_rl.config.schema import Kernels
 from mega_rl.megatron.policy import initialize_groups
 from mega_rl.parallel.layout import ParallelLayout
 
@@ -27,10 +29,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", help="of the slice, such as logprob, mfu:7B or losses:device:bfloat16")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--kernels", choices=get_args(Kernels), default="torch", help="platform.kernels")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     here = platform.current()
     device = here.set_device(0)
+    platform.use_kernels(arguments.kernels)
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         os.environ.setdefault(name, value)
     dist.init_process_group(here.backend)
@@ -39,7 +43,7 @@ def main() -> None:
     bench = Bench(arguments.out, arguments.quick, device, layout)
     bench.document["machine"] = machine(here.name)
     kind, _, rest = arguments.name.partition(":")
-    plain = {f.__name__: f for f in (operators, step, logprob, sync, offload, memory)}
+    plain = {f.__name__: f for f in (operators, kernels, step, logprob, sync, offload, memory, cpu_step)}
     try:
         if kind in plain:
             plain[kind](bench)

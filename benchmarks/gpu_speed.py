@@ -116,7 +116,7 @@ def logprob(bench: Bench) -> None:
         for rows in (tokens, vocabulary)
     )
     target_ids_T = torch.arange(tokens, device=bench.device) % vocabulary
-    shard = VocabularyShard(None, 0, vocabulary, 1.0, 1024)
+    shard = VocabularyShard(None, 0, vocabulary, 1.0, 1024, entropy_has_gradient=False)
     rows = min(1024, tokens)
     logits_CV = torch.empty(rows, vocabulary, dtype=dtype, device=bench.device)
 

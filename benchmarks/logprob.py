@@ -57,7 +57,9 @@ def measure(way: str, arguments: argparse.Namespace) -> Measurement:
     """Run one way once in this process."""
     here = platform.current()
     device = here.set_device(0)
-    shard = VocabularyShard(None, 0, arguments.vocabulary, arguments.temperature, arguments.chunk_tokens)
+    shard = VocabularyShard(
+        None, 0, arguments.vocabulary, arguments.temperature, arguments.chunk_tokens, entropy_has_gradient=False
+    )
 
     def run(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         generator = torch.Generator().manual_seed(0)

@@ -243,7 +243,14 @@ def measure(case: Case, directory: Path) -> list[dict[str, dict[str, int]]]:
     shape = read_model_shape(config.model.path)
     rank = dist.get_rank()
     with groups(config) as layout:
-        spec = TrainerSpec(DTYPES[config.model.dtype], config.parallel, config.memory, 1.0, chunk_tokens=1024)
+        spec = TrainerSpec(
+            DTYPES[config.model.dtype],
+            config.parallel,
+            config.memory,
+            1.0,
+            chunk_tokens=1024,
+            entropy_has_gradient=False,
+        )
         weights = HFReader(config.model.path)
         engine = MegatronEngine(spec, config.optimizer, shape, layout, torch.device("cpu"), weights, 10, 0)
         stage = layout.coordinates(rank).pipeline

@@ -116,7 +116,7 @@ def sentence(following: Tensor, length: int, generator: torch.Generator) -> Sequ
 def losses_of(moments: str, beta2: float, layout: ParallelLayout, num_steps: int, directory: Path) -> list[float]:
     """The loss of every step, the data being the same in every way."""
     memory = MemoryConfig(optimizer_state_dtype=moments.partition(",")[0])  # type: ignore[arg-type]
-    spec = TrainerSpec(torch.bfloat16, ParallelConfig(), memory, 1.0, chunk_tokens=1024)
+    spec = TrainerSpec(torch.bfloat16, ParallelConfig(), memory, 1.0, chunk_tokens=1024, entropy_has_gradient=False)
     optimizer = OptimizerConfig(lr=3e-3, beta2=beta2, schedule="cosine", warmup_steps=min(10, num_steps // 2))
     weights, shape, device = HFReader(directory), read_model_shape(directory), platform.current().set_device(0)
     engine = MegatronEngine(spec, optimizer, shape, layout, device, weights, num_steps, 0)

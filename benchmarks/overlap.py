@@ -77,7 +77,8 @@ class PacedCarrier:
         self._engines: dict[int, Engine] = {}
         self._said: list[events.Event] = []
 
-    def carry(self, decision: events.Start | events.Kill | events.Load | events.Issue) -> None:
+    def carry(self, decision: events.Start | events.Kill | events.Release | events.Load | events.Issue) -> None:
+        assert not isinstance(decision, events.Release), "none leaves"
         number, life = decision.engine, decision.life
         if isinstance(decision, events.Start):
             self._engines[number] = Engine(life, self._speeds[number], time.monotonic())
@@ -127,7 +128,7 @@ class PacedCarrier:
         self._engines.clear()
 
 
-def score(trajectory: Trajectory) -> Future[Score]:
+def score(key: Key, trajectory: Trajectory) -> Future[Score]:
     found: Future[Score] = Future()
     found.set_result(Score(0.0))
     return found

@@ -75,7 +75,14 @@ class Own:
 
     def __init__(self, directory: Path, longest: int, layout: ParallelLayout) -> None:
         device = platform.current().set_device(0)
-        spec = TrainerSpec(torch.float32, ParallelConfig(), MemoryConfig(), temperature=1.0, chunk_tokens=1024)
+        spec = TrainerSpec(
+            torch.float32,
+            ParallelConfig(),
+            MemoryConfig(),
+            temperature=1.0,
+            chunk_tokens=1024,
+            entropy_has_gradient=False,
+        )
         optimizer = OptimizerConfig(lr=LR, weight_decay=WEIGHT_DECAY, clip_grad=CLIP, beta1=BETAS[0], beta2=BETAS[1])
         shape, weights = read_model_shape(directory), HFReader(directory)
         self.engine = MegatronEngine(spec, optimizer, shape, layout, device, weights, 1000, max_skipped_steps=0)

@@ -102,7 +102,9 @@ class Own:
         memory: MemoryConfig | None = None,
     ) -> None:
         parallel, memory = ParallelConfig(), memory or MemoryConfig()
-        spec = TrainerSpec(DTYPES[case.dtype], parallel, memory, 1.0, 1024, tuning=tuning or TuningConfig())
+        spec = TrainerSpec(
+            DTYPES[case.dtype], parallel, memory, 1.0, 1024, tuning=tuning or TuningConfig(), entropy_has_gradient=False
+        )
         optimizer = OptimizerConfig(lr=LR, weight_decay=WEIGHT_DECAY, clip_grad=CLIP, beta1=BETAS[0], beta2=BETAS[1])
         device = platform.current().set_device(0)
         parts = balance([s.loss_mask.numel() for s in sequences], 1, case.max_tokens)[0]

@@ -35,6 +35,7 @@ TOOLS: Mapping[str, Tool] = {
     "check": Tool("check_env.py", "check this machine"),
     "plan": Tool("plan.py", "the memory plan of a configuration"),
     "simulate": Tool("simulate.py", "predict step times of synchronous and asynchronous training"),
+    "fleet": Tool("fleet.py", "see the engines of a run that goes on, add some, remove some"),
     "compare": Tool("compare.py", "compare the metrics of runs"),
     "report": Tool("report.py", "show runs as one page"),
     "convert": Tool("convert.py", "convert weights"),

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from mega_rl.fleet import events
-from mega_rl.fleet.carrier import Requests
+from mega_rl.fleet.carrier import Requests, Whereabouts
 from mega_rl.rollout.engine import Request
 from mega_rl.types import ASSISTANT, PROMPT, Span, Trajectory, Turn
 
@@ -39,7 +39,7 @@ class Response:
     step: int  # that learns from it
     tokens: list[tuple[int, float, int]] = field(default_factory=list)  # id, log-probability, version
 
-    def may_advance(self, version: int, is_pinned: bool) -> bool:
+    def may_advance(self, version: int, is_pinned: bool) -> bool:  # is_pinned: or nothing newer will come
         """Unpinned ones wait for the last weights that they may have before their last token, so all are mixed."""
         return is_pinned or version >= self.step or len(self.tokens) < length(self.request) - 1
 
@@ -83,15 +83,28 @@ class Engine:
 class PretendedCarrier:
     """A ``Carrier``; ``death``: how likely one of its engines dies, of 1,000 times that it is asked for events."""
 
-    def __init__(self, requests: Requests, weights: Weights, is_pinned: bool, seed: int = 0, death: int = 0) -> None:
+    num_survivors = 0  # as of ``RayCarrier``
+
+    def __init__(
+        self, requests: Requests, weights: Weights, is_pinned: bool, seed: int = 0, death: int = 0, room: int = 0
+    ) -> None:
+        """``room``: for so many engines more."""
         self._requests, self._weights, self._is_pinned, self._death = requests, weights, is_pinned, death
+        self.is_validating = False  # from then on responses end without newer weights, for which the trainer may wait
         self._random = random.Random(seed)
         self._engines: dict[int, Engine] = {}
         self._said: list[events.Event] = []
-        self.num_deaths = self.num_issued = 0
+        self.num_deaths = self.num_issued = self.num_released = 0
+        self.room = room
+        self._reserved: set[int] = set()
         self.is_closed = False
 
-    def carry(self, decision: events.Start | events.Kill | events.Load | events.Issue) -> None:
+    def carry(self, decision: events.Start | events.Kill | events.Release | events.Load | events.Issue) -> None:
+        if isinstance(decision, events.Release):
+            self.num_released += 1
+            self.room += 1
+            self._reserved.discard(decision.engine)
+            return
         if isinstance(decision, events.Start):
             self._engines[decision.engine] = Engine(decision.life)
             self._said.append(events.Started(decision.engine, decision.life))
@@ -124,14 +137,16 @@ class PretendedCarrier:
 
     def _step(self, name: int, engine: Engine) -> None:
         if engine.loading is not None and (not engine.under_way or self._random.random() < 0.5):
-            assert not (self._is_pinned and engine.under_way), "weights change under a pinned ticket"
+            is_pinned = self._is_pinned or any(response.step < 0 for response in engine.under_way.values())
+            assert not (is_pinned and engine.under_way), "weights change under a pinned ticket"
+            assert engine.loading >= 0 or not engine.under_way, "training goes on with the weights of validation"
             engine.version, engine.loading = engine.loading, None
             self._said.append(events.Loaded(name, engine.life, engine.version))
         for (attempt, sample), response in list(engine.under_way.items()):
             if self._random.random() < 0.5:
                 continue
             if not response.has_ended:
-                if not response.may_advance(engine.version, self._is_pinned):
+                if not response.may_advance(engine.version, self._is_pinned or self.is_validating):
                     continue
                 response.advance(engine.version, self._weights(engine.version))
             if response.has_ended:
@@ -148,6 +163,20 @@ class PretendedCarrier:
             response for engine in list(self._engines.values()) for response in list(engine.under_way.values())
         ]
         return any(response.step == step and response.tokens for response in under_way)
+
+    def reserve(self, engine: int) -> None:
+        self.room -= 1
+        if self.room >= 0:
+            self._reserved.add(engine)
+
+    def has_room(self, engine: int) -> bool:
+        return engine in self._reserved
+
+    def free(self) -> str:
+        return f"there is room for {self.room} engines"
+
+    def whereabouts(self) -> dict[int, Whereabouts]:
+        return {name: Whereabouts("here", (1000 + name,)) for name in self._engines}
 
     def close(self) -> None:
         self._engines.clear()

@@ -45,6 +45,9 @@ class ScriptedEngine:
         ended, self._under_way = self._under_way[: self.pace], self._under_way[self.pace :]
         return [self.answer(request) for request in ended]
 
+    def abandon(self) -> None:
+        self._under_way = []
+
     def generate(self, requests: Sequence[Request]) -> list[Trajectory]:
         return [self.answer(request) for request in requests]
 

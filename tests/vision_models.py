@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import safetensors.torch
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -23,7 +24,11 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 PATCH, MERGE = 4, 2
-TOWERS = {"qwen2_5_vl": families.QWEN2_5_TOWER, "qwen3_vl": families.QWEN3_TOWER}
+TOWERS = {
+    "qwen2_5_vl": families.QWEN2_5_TOWER,
+    "qwen3_vl": families.QWEN3_TOWER,
+    "qwen3_vl_moe": families.QWEN3_TOWER,
+}
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -42,23 +47,24 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def write(directory: Path, family: str, for_engine: bool = False) -> Path:
+def write(directory: Path, family: str, for_engine: bool = False, tied: bool = False) -> Path:
     """A float32 model with its files; ``for_engine``: with heads that vLLM takes on a CPU, and all that it reads."""
     own = tokenizer()
     ids = {name: own.convert_tokens_to_ids(f"<|{name}|>") for name in ("vision_start", "vision_end")}
-    sections = {"qwen2_5_vl": [2, 3, 3], "qwen3_vl": [3, 3, 2]}[family]
+    is_third = family.startswith("qwen3_vl")
+    sections = [3, 3, 2] if is_third else [2, 3, 3]
     sizes: dict[str, object] = {"head_dim": 16}
     if for_engine:
         sections, sizes = [2 * size for size in sections], {"head_dim": 32, "hidden_size": 128}
     text = {
         **families.TRAINER.common,
         **sizes,
+        "tie_word_embeddings": tied,
+        **({**families.EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]} if family.endswith("_moe") else {}),
         "vocab_size": len(own),
-        "num_hidden_layers": 3,
+        "num_hidden_layers": 4 if for_engine else 3,  # pipeline stages divide 4
         "max_position_embeddings": 1024,
-        "rope_parameters": families.three_axes(
-            sections, **({"mrope_interleaved": True} if family == "qwen3_vl" else {})
-        ),
+        "rope_parameters": families.three_axes(sections, **({"mrope_interleaved": True} if is_third else {})),
         "bos_token_id": None,
         "eos_token_id": own.eos_token_id,
         "pad_token_id": own.pad_token_id,
@@ -69,13 +75,15 @@ def write(directory: Path, family: str, for_engine: bool = False) -> Path:
         {
             "text_config": text,
             "vision_config": {**TOWERS[family], "out_hidden_size": text["hidden_size"]},
-            "tie_word_embeddings": False,
+            "tie_word_embeddings": tied,
             "image_token_id": own.convert_tokens_to_ids("<|image_pad|>"),
             "video_token_id": own.convert_tokens_to_ids(VIDEO),
             **{f"{name}_token_id": number for name, number in ids.items()},
         },
     )
     model.save_pretrained(directory)
+    if family.endswith("_moe"):
+        _order_as_the_hub(directory / "model.safetensors")
     own.save_pretrained(directory)
     processor = {
         "image_processor_type": "Qwen2VLImageProcessorPil",
@@ -88,13 +96,21 @@ def write(directory: Path, family: str, for_engine: bool = False) -> Path:
     }
     (directory / "preprocessor_config.json").write_text(json.dumps(processor))
     if for_engine:
-        kind, video = {
-            "qwen2_5_vl": ("Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor"),
-            "qwen3_vl": ("Qwen3VLProcessor", "Qwen3VLVideoProcessor"),
-        }[family]
+        kind, video = ("Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor")
+        if is_third:
+            kind, video = ("Qwen3VLProcessor", "Qwen3VLVideoProcessor")
         hub = {**processor, "processor_class": kind, "image_processor_type": "Qwen2VLImageProcessor"}
         (directory / "preprocessor_config.json").write_text(json.dumps(hub))
         (directory / "video_preprocessor_config.json").write_text(
             json.dumps({**processor, "processor_class": kind, "video_processor_type": video})
         )
     return directory
+
+
+def _order_as_the_hub(file: Path) -> None:
+    """Experts as [experts, columns, rows], which engines read; transformers 5 writes the other order."""
+    tensors = safetensors.torch.load_file(file)
+    for name, tensor in tensors.items():
+        if ".experts." in name:
+            tensors[name] = tensor.transpose(1, 2).contiguous()
+    safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})

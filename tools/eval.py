@@ -21,6 +21,8 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +30,15 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from transformers import PreTrainedTokenizerBase
 
 from mega_rl import platform
 from mega_rl.config import RunConfig
 from mega_rl.config.schema import RewardConfig
+from mega_rl.data.album import Album, has_pictures
+from mega_rl.data.image_processor import picture_reader
 from mega_rl.data.prompts import PromptDataset
-from mega_rl.data.rows import atomic_path
+from mega_rl.data.rows import atomic_path, each_row
 from mega_rl.data.tokenizer import load_tokenizer
 from mega_rl.errors import InputError
 from mega_rl.evaluation.comparison import compare
@@ -44,6 +49,7 @@ from mega_rl.evaluation.grading import Grading, outcomes
 from mega_rl.evaluation.records import RESULTS, SUMMARY, Directory, Part, read_results, read_settings
 from mega_rl.evaluation.summary import Bootstrap, default_ks, summarise, table
 from mega_rl.evaluation.weights import Weights, find_weights
+from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.collectives import broadcast_object, gather_objects, is_first, together
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.parallel.process import end_with_torchrun, fail, join, processes
@@ -54,6 +60,7 @@ from mega_rl.rollout.engine import ProbedSampler, Sampler
 from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.engines import RemoteEngines
 from mega_rl.rollout.vllm.engine import VLLMEngine
+from mega_rl.rollout.vllm.seeing import Sight
 from mega_rl.stages.parts.episodes import plan_of, with_episodes
 from mega_rl.stages.parts.scoring import rows_need_truth, scorer_of_node
 from mega_rl.types import Prompt
@@ -187,6 +194,7 @@ def answer_all(
     tokenizer = load_tokenizer(config.model.path)
     with together("making an environment"):
         plan = plan_of(config, tokenizer)
+    album = album_of(config, tokenizer)
     prompts = PromptDataset.from_files(
         config.data.val_files,
         tokenizer,
@@ -195,6 +203,7 @@ def answer_all(
         max_samples=config.data.max_val_samples,
         needs_truth=rows_need_truth(config),
         tools=() if plan is None else plan.tools,
+        album=album,
     )
     if prompts.num_dropped:
         say(f"{prompts.num_dropped} prompts longer than {config.data.max_prompt_length} tokens left out")
@@ -204,10 +213,13 @@ def answer_all(
         say(f"continuing: {len(done)} of {len(prompts)} problems are answered")
     if missing:
         # without rewards the environment gives them
-        scorer = scorer_of_node(config.rewards, config.reward_workers) if config.rewards else Scorer([], None)
+        pictures = None if album is None else album.pictures
+        scorer = Scorer([], None)
+        if config.rewards:
+            scorer = scorer_of_node(config.rewards, config.reward_workers, pictures=pictures)
         if weights.is_checkpoint:
             config.model.path = exported(weights, config.model.path, out / EXPORT)
-        engine, layout = build_engine(config, device)
+        engine, layout = build_engine(config, device, album)
         settings = EvaluationSettings(
             layout,
             config.validation.n,
@@ -276,9 +288,30 @@ def exported(weights: Weights, model: str, target: Path) -> str:
     return str(target)
 
 
-def build_engine(config: RunConfig, device: torch.device) -> tuple[ProbedSampler, EngineLayout]:
+def album_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Album | None:
+    """Takes the pictures of the problems; None: the model sees none, or there are none. Collective."""
+    tower = read_model_shape(config.model.path).tower
+    if tower is None:
+        return None
+    with together(f"looking for pictures in {DATA}"):
+        rows = chain.from_iterable(each_row(Path(file), DATA) for file in config.data.val_files)
+        is_seen = any(map(has_pictures, islice(rows, config.data.max_val_samples)))
+    if not any(gather_objects(is_seen)):  # text needs neither an image processor nor a chat template
+        return None
+    with together("opening the image processor"):
+        return Album(picture_reader(config.model.path, tower, tokenizer, config.data))
+
+
+def sight_of(album: Album | None, config: RunConfig) -> Sight | None:
+    """What the engines see with; None: the problems have no pictures."""
+    if album is None or not album.pictures:
+        return None
+    return Sight(album.pictures, config.data.max_images, album.reader.pixel_limits)
+
+
+def build_engine(config: RunConfig, device: torch.device, album: Album | None) -> tuple[ProbedSampler, EngineLayout]:
     """This rank's engine, or the hands of those elsewhere, and how the ranks share them. Collective."""
-    world_size, rollout = dist.get_world_size(), config.rollout
+    world_size, rollout, sight = dist.get_world_size(), config.rollout, sight_of(album, config)
     length = config.data.max_prompt_length + config.data.max_response_length
     if rollout.placement == "separate":
         spec = EngineSpec(
@@ -290,10 +323,16 @@ def build_engine(config: RunConfig, device: torch.device) -> tuple[ProbedSampler
             config.platform.deterministic,
             torch.get_num_threads(),
             config.trainer.collective_timeout_s,
+            sight=sight and replace(sight, pictures={}),  # they come with the requests
         )
-        return RemoteEngines(spec, rollout.num_engines), EngineLayout(world_size, world_size)
+        return RemoteEngines(spec, rollout.num_engines, album), EngineLayout(world_size, world_size)
     engine = VLLMEngine(
-        config.model.path, rollout, max_model_len=length, device_type=device.type, dtype=config.model.dtype
+        config.model.path,
+        rollout,
+        max_model_len=length,
+        device_type=device.type,
+        dtype=config.model.dtype,
+        sight=sight,
     )
     return engine, EngineLayout(world_size, rollout.tensor_parallel_size)
 

@@ -1,8 +1,9 @@
 """Makes a small Hugging Face model directory with random weights and its own tokenizer.
 
-For the quickstart and for tests: the model knows nothing until it is trained. Tokenizers: ``arithmetic`` has one token
-per digit and sign; ``bpe`` is a byte-level BPE trained on the given text files (of .jsonl files, on every text
-inside), with a ChatML template.
+For the quickstarts and for tests: the model knows nothing until it is trained. Tokenizers: ``arithmetic`` has one token
+per digit and sign; ``products`` and ``shapes`` have the words of these data sets and a chat template for tools or for
+pictures; ``bpe`` is a byte-level BPE trained on the given text files (of .jsonl files, on every text inside), with a
+ChatML template. A model of ``qwen2_5_vl`` sees pictures, and takes the tokenizer ``shapes``.
 
 Example: python tools/make_tiny_model.py --family qwen2 --tokenizer arithmetic --out runs/tiny
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,19 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from mega_rl.data.products import TOOLS_TEMPLATE, WORDS
+from mega_rl.data import products, shapes
 from mega_rl.data.rows import read_rows
 from mega_rl.data.synthetic import arithmetic_tokenizer, bpe_tokenizer
 from mega_rl.data.tiny_model import FAMILIES, TinyModelSpec, write_tiny_model
 from mega_rl.errors import InputError
 from mega_rl.types import DTYPES
+
+# The tokenizers of the quickstarts' tasks.
+OF_A_TASK: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
+    "arithmetic": arithmetic_tokenizer,
+    "products": lambda: bpe_tokenizer(products.WORDS, 400, products.TOOLS_TEMPLATE),
+    "shapes": lambda: bpe_tokenizer(shapes.WORDS, 400, shapes.PICTURES_TEMPLATE, shapes.SPECIALS),
+}
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -33,7 +41,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="directory to make")
     parser.add_argument("--overwrite", action="store_true", help="replace --out where it exists")
     parser.add_argument("--family", choices=sorted(FAMILIES), default=default.family)
-    parser.add_argument("--tokenizer", choices=["arithmetic", "products", "bpe"], default="arithmetic")
+    parser.add_argument("--tokenizer", choices=[*OF_A_TASK, "bpe"], default="arithmetic")
     parser.add_argument("--bpe-text", nargs="+", default=[], metavar="FILE", help="what --tokenizer bpe trains on")
     parser.add_argument("--vocab-size", type=int, default=None, help="tokens of --tokenizer bpe (default 2048)")
     for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "ffn", "max_positions", "seed"):
@@ -51,7 +59,7 @@ def make_tokenizer(kind: str, text_files: list[str], vocab_size: int | None) -> 
     if kind != "bpe":
         if text_files or vocab_size is not None:
             raise InputError("--bpe-text and --vocab-size belong to --tokenizer bpe; leave them out or choose it")
-        return arithmetic_tokenizer() if kind == "arithmetic" else bpe_tokenizer(WORDS, 400, TOOLS_TEMPLATE)
+        return OF_A_TASK[kind]()
     if not text_files:
         raise InputError("--tokenizer bpe needs --bpe-text with at least one file to train on")
     return bpe_tokenizer(read_texts(text_files), 2048 if vocab_size is None else vocab_size)

@@ -16,6 +16,10 @@ texts.jsonl and texts_val.jsonl are documents of sums.
 ``products`` makes up products of two numbers: train.jsonl and val.jsonl (``473*892=?`` and ``421916``) and sft.jsonl,
 conversations of which only --call-fraction ask a calculator; the others end without an answer.
 
+``shapes`` draws pictures of coloured shapes: train.jsonl and val.jsonl (``discs?<image>`` and ``3``, the picture as a
+data URL) and sft.jsonl, whose responses have the right number in several styles, only --plain-fraction of them in the
+one that counts as an answer.
+
 Every file appears whole or not at all.
 """
 
@@ -29,6 +33,7 @@ from pathlib import Path
 from mega_rl.data.products import ProductsData, ProductsSpec, products_data
 from mega_rl.data.rows import write_jsonl
 from mega_rl.data.sets.table import SETS, prepare, write
+from mega_rl.data.shapes import ShapesData, ShapesSpec, shapes_data
 from mega_rl.data.synthetic import ArithmeticData, ArithmeticSpec, arithmetic_data
 from mega_rl.errors import InputError
 
@@ -38,7 +43,7 @@ def prepare_arithmetic(out: Path, spec: ArithmeticSpec) -> list[Path]:
     return write_tables(out, arithmetic_data(spec))
 
 
-def write_tables(out: Path, data: ArithmeticData | ProductsData) -> list[Path]:
+def write_tables(out: Path, data: ArithmeticData | ProductsData | ShapesData) -> list[Path]:
     tables = {field.name: getattr(data, field.name) for field in fields(data)}
     for name, records in tables.items():
         write_jsonl(out / f"{name}.jsonl", records)
@@ -74,10 +79,13 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     products = commands.add_parser("products", help="products, and conversations with a calculator about them")
     products.add_argument("--out", type=Path, required=True, help="directory to write to")
     add_fields(products, ProductsSpec)
+    shapes = commands.add_parser("shapes", help="pictures of shapes, and how many discs are among them")
+    shapes.add_argument("--out", type=Path, required=True, help="directory to write to")
+    add_fields(shapes, ShapesSpec)
     return parser.parse_args(argv)
 
 
-def add_fields(command: argparse.ArgumentParser, spec: type[ArithmeticSpec] | type[ProductsSpec]) -> None:
+def add_fields(command: argparse.ArgumentParser, spec: type[ArithmeticSpec | ProductsSpec | ShapesSpec]) -> None:
     for field in fields(spec):
         kind = float if field.name.endswith("_fraction") else int
         option = f"--{field.name.replace('_', '-')}"
@@ -108,6 +116,9 @@ def main(argv: list[str] | None = None) -> int:
         elif arguments.command == "products":
             made = ProductsSpec(**{field.name: getattr(arguments, field.name) for field in fields(ProductsSpec)})
             written = write_tables(arguments.out, products_data(made))
+        elif arguments.command == "shapes":
+            drawn = ShapesSpec(**{field.name: getattr(arguments, field.name) for field in fields(ShapesSpec)})
+            written = write_tables(arguments.out, shapes_data(drawn))
         else:
             spec = ArithmeticSpec(**{field.name: getattr(arguments, field.name) for field in fields(ArithmeticSpec)})
             written = prepare_arithmetic(arguments.out, spec)

@@ -4,9 +4,11 @@
 #   VENV=.venv QUICKSTART_DIR=runs/quickstart tools/quickstart.sh           (what `make quickstart` does)
 #   VENV=.venv QUICKSTART_DIR=runs/quickstart_chain tools/quickstart.sh chain     (what `make quickstart-chain` does)
 #   VENV=.venv QUICKSTART_DIR=runs/quickstart_tools tools/quickstart.sh tools     (what `make quickstart-tools` does)
+#   VENV=.venv QUICKSTART_DIR=runs/quickstart_vision tools/quickstart.sh vision   (what `make quickstart-vision` does)
 #
 # With "chain" every stage begins where another one ended: SFT -> reward model -> PPO; SFT -> DPO; SFT -> SFT with
-# adapters -> merged -> GRPO. With "tools" the model learns to ask a calculator for products. QUICKSTART_SEED (0) is that of the weights, of the data and of all runs.
+# adapters -> merged -> GRPO. With "tools" the model learns to ask a calculator for products; with "vision" a model with
+# a vision tower learns to count drawn shapes. QUICKSTART_SEED (0) is that of the weights, of the data and of all runs.
 # Starts over each time: QUICKSTART_DIR is removed first, but only where this script made it (it leaves a marker there).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -19,9 +21,9 @@ marker="$dir/.made_by_quickstart"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" HF_HUB_OFFLINE=1
 
 case "$what" in
-    grpo | chain | tools) ;;
+    grpo | chain | tools | vision) ;;
     *)
-        echo "quickstart: '$what' is none of grpo, chain and tools" >&2
+        echo "quickstart: '$what' is none of grpo, chain, tools and vision" >&2
         exit 2
         ;;
 esac
@@ -68,11 +70,13 @@ held_out() { # held_out MODEL OUT: the held-out problems, once greedy and $sampl
         --tensor-parallel 1 --out "$2"
 }
 
-task=arithmetic suffix="" samples=8
+task=arithmetic suffix="" samples=8 family=qwen2
 if [ "$what" = tools ]; then
     task=products suffix=_tools samples=0
+elif [ "$what" = vision ]; then
+    task=shapes suffix=_vision family=qwen2_5_vl
 fi
-phase "tiny model" "$python" tools/make_tiny_model.py --family qwen2 --tokenizer "$task" --seed "$seed" \
+phase "tiny model" "$python" tools/make_tiny_model.py --family "$family" --tokenizer "$task" --seed "$seed" \
     --out "$dir/model"
 phase "data set" "$python" tools/prepare_data.py "$task" --seed "$seed" --out "$dir/data"
 phase "supervised warm-up" train "configs/quickstart${suffix}_sft.yaml" \

@@ -15,10 +15,11 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from mega_rl.errors import InputError
+from mega_rl.data.thumbnails import RecordedPictures
+from mega_rl.errors import InputError, shown
 from mega_rl.observe.report.page import page
-from mega_rl.observe.report.read import RunRecord, read_run
-from mega_rl.observe.report.samples import Decode
+from mega_rl.observe.report.read import CONFIG_FILE, RunRecord, read_run
+from mega_rl.observe.report.samples import Decode, Thumbnails, spread
 
 MAX_RUNS, MAX_SAMPLES = 16, 200
 
@@ -63,6 +64,32 @@ def decoder(run: RunRecord) -> Decode | None:
     return None
 
 
+def thumbnails(run: RunRecord, num_samples: int) -> Thumbnails | None:
+    """What finds the pictures of the prompts that are shown, in the files of ``data.train_files``."""
+    wanted = {row["index"] for row in spread(run.rollouts, num_samples) if row["pictures"]}
+    if not wanted:
+        return None
+    problem, key = "the pictures of the samples are not shown: ", "data.train_files"
+    try:
+        files = json.loads(run.settings.get(key, "[]"))
+        if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
+            raise InputError(f"{key} in {CONFIG_FILE} is {shown(files)}, not a list of paths; correct it")
+        recorded = RecordedPictures(files, key, wanted)
+    except InputError as error:
+        run.problems.append(f"{problem}{error}")
+        return None
+
+    def found(index: int, digests: Sequence[str]) -> Sequence[bytes | str]:
+        try:
+            return recorded.of(index, digests)
+        except InputError as error:
+            if not any(line.startswith(problem) for line in run.problems):
+                run.problems.append(f"{problem}{error}")
+            return []
+
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     if len(options.runs) > MAX_RUNS:
@@ -73,7 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = [read_run(path, name) for path, name in zip(options.runs, names, strict=True)]
     found = {run.name: decode for run in runs if (decode := decoder(run)) is not None}
     out: Path = options.out or options.runs[0] / "report.html"
-    text = page(runs, found, options.samples).encode(errors="replace")
+    pictures = {run.name: made for run in runs if (made := thumbnails(run, options.samples)) is not None}
+    text = page(runs, found, options.samples, pictures).encode(errors="replace")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_bytes(text)

@@ -16,11 +16,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -39,6 +37,7 @@ from mega_rl.evaluation.exporting import export
 from mega_rl.evaluation.weights import Weights, find_weights
 from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.process import end_with_torchrun, fail, join
+from mega_rl.rewards.scratch import Scratch, sweep
 from mega_rl.rollout.conversations import Renderer
 from mega_rl.rollout.endpoint import Endpoint, Model
 from mega_rl.rollout.engine import Sampler
@@ -53,6 +52,7 @@ from mega_rl.rollout.web import LOOPBACK, application
 
 KEYS = "MEGA_RL_SERVE_KEYS"
 MIN_KEY = 16  # characters
+SCRATCH = "mega_rl_serve_"  # how the name of a directory for exported weights begins
 MEMORY_SHARE = 0.9  # of a device's memory, which the engine has for itself
 CONVERTER = Path(__file__).resolve().with_name("convert.py")
 
@@ -196,14 +196,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     weights = find_weights(options.model)
     config = configured(options, weights)
     port = listener(options)
-    scratch = Path(tempfile.mkdtemp(prefix="mega_rl_serve_"))
+    sweep(SCRATCH)
+    scratch = Scratch(SCRATCH)
     try:
-        endpoint = endpoint_of(options, config, scratch, weights)
+        endpoint = endpoint_of(options, config, Path(scratch.path), weights)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)  # the server takes them while it runs, and raises them again
         serve(endpoint, keys, port, options.grace_s)
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.remove()
     sys.exit(0 if endpoint.engines.failure is None else 1)
 
 

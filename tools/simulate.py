@@ -2,7 +2,7 @@
 
 Simulates runs of the configuration's batches on a cluster: synchronous, pinned and in flight, with several eta and
 splits of the devices, and recommends one. The scheduler is that of mega_rl/fleet, under a clock of its own; no device
-and no weights are needed. tools/train.py trains synchronously: the other modes are not in it yet. See docs/simulate.md.
+and no weights are needed. See docs/simulate.md.
 
 Exit status 0, or 2: bad input.
 """
@@ -10,7 +10,6 @@ Exit status 0, or 2: bad input.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import math
 import sys
@@ -30,7 +29,8 @@ from mega_rl.fleet.simulation import lengths as length_forms
 from mega_rl.fleet.simulation.choice import Batch, Setting, Trial, recommended, simulate, simulate_all, splits
 from mega_rl.fleet.simulation.cluster import NEVER, Cluster
 from mega_rl.fleet.simulation.lengths import Lengths
-from mega_rl.observe.timeline import Activity, lanes, write_trace
+from mega_rl.observe.timeline import write_trace
+from mega_rl.observe.timeline_picture import draw
 from mega_rl.planning.engine import NUM_SEQUENCES
 from mega_rl.planning.speeds import DEVICES, speeds
 
@@ -56,8 +56,6 @@ TIMES = (
 NOT_ZERO = ("train_s", "colocated_train_s", "hours_between_deaths")
 LEAST, MOST = 1e-6, 1e9  # of a time that is not 0: a smaller or larger one is a mistake
 MODES = ("synchronous", "pinned", "in_flight")
-MAX_ENGINES_DRAWN = 32
-COLOURS = {"sampling": "#4c78a8", "training": "#54a24b", "loading weights": "#e45756", "waiting": "#d9d9d9"}
 
 
 def number(text: str) -> float:
@@ -278,33 +276,6 @@ def drawn(options: argparse.Namespace, trials: Sequence[Trial], best: Trial) -> 
     raise InputError(f"--draw is {shown(options.draw)}: choose one of {', '.join(choices)}")
 
 
-def draw(path: Path, title: str, activities: Sequence[Activity]) -> None:
-    """One bar per activity, the trainer above, and at most ``MAX_ENGINES_DRAWN`` engines."""
-    try:
-        pyplot: Any = importlib.import_module("matplotlib.pyplot")
-    except ImportError:
-        raise InputError("--picture needs matplotlib: pip install matplotlib, or leave --picture out") from None
-    shown_lanes = lanes(activities)[: MAX_ENGINES_DRAWN + 1]
-    figure, axes = pyplot.subplots(figsize=(12, 1.5 + 0.24 * len(shown_lanes)))
-    for row, lane in enumerate(shown_lanes):
-        own = [a for a in activities if a.lane == lane]
-        bars = [(a.begin_s, a.end_s - a.begin_s) for a in own]
-        axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=[COLOURS[a.name] for a in own], edgecolor="white", lw=0.3)
-        for a in own:
-            if a.name == "training":
-                axes.text((a.begin_s + a.end_s) / 2, row, str(a.details["step"]), ha="center", va="center", fontsize=7)
-    axes.set_yticks(range(len(shown_lanes)), shown_lanes, fontsize=7)
-    axes.invert_yaxis()
-    axes.set_xlabel("seconds")
-    axes.set_title(title)
-    marks = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
-    axes.legend(
-        marks, list(COLOURS), ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.6 / (1 + len(shown_lanes) / 4))
-    )
-    figure.savefig(path, dpi=110, bbox_inches="tight")
-    pyplot.close(figure)
-
-
 def write_files(options: argparse.Namespace, setting: Setting, batch: Batch) -> None:
     """Simulate one setting once more, with every activity kept."""
     outcome = simulate(setting, batch, options.steps, abs(options.seed), records=True).outcome
@@ -316,10 +287,8 @@ def write_files(options: argparse.Namespace, setting: Setting, batch: Batch) -> 
             write_trace(options.trace, outcome.activities)
         if options.picture:
             draw(options.picture, setting.label, outcome.activities)
-    except (OSError, ValueError) as error:  # matplotlib knows no such ending
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"the timeline cannot be written ({error}): name files that can be, .png or .svg") from error
+    except OSError as error:
+        raise InputError(f"the timeline cannot be written ({error}): name files that can be") from error
 
 
 def as_json(trials: Sequence[Trial], best: Trial) -> dict[str, Any]:

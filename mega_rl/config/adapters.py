@@ -45,6 +45,11 @@ def adapter_problems(config: RunConfig, has_files: bool) -> list[str]:
             "made of: unset one of the two, set algorithm.kl_coefficient to 0, or merge the adapter first with "
             "tools/merge_lora.py"
         )
+    if method == "lora" and config.platform.layers != "local":
+        found.append(
+            f"platform.layers is {config.platform.layers!r}, whose linear layers norm their input, which adapters "
+            "do not: set it to local, or tuning.method to full or freeze"
+        )
     found += _dropout_problems(config)
     if not samples(config) or rollout.adapter == "auto":
         return found

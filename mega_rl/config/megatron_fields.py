@@ -13,12 +13,13 @@ from typing import Any
 
 from mega_rl.errors import shown
 
-# What may be set: the field and its type. None of them changes what the model computes.
+# What may be set: the field and its type. None of them changes what the model computes, but for rounding.
 FREE: dict[str, type] = {
     "batch_p2p_sync": bool,
     "clone_scatter_output_in_embedding": bool,
     "disable_bf16_reduced_precision_matmul": bool,
     "distribute_saved_activations": bool,
+    "gradient_accumulation_fusion": bool,
     "microbatch_group_size_per_vp_stage": int,
     "moe_shared_expert_overlap": bool,
     "num_microbatches_with_partial_activation_checkpoints": int,
@@ -92,7 +93,7 @@ OTHERS: dict[str, str] = {
         num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout
         account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split""",
     "needs kernels of TransformerEngine, apex or others that this trainer does not use: leave it out": """
-        gradient_accumulation_fusion use_te_rng_tracker tp_comm_overlap tp_comm_bulk_wgrad tp_comm_bulk_dgrad
+        use_te_rng_tracker tp_comm_overlap tp_comm_bulk_wgrad tp_comm_bulk_dgrad
         tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_atomic_ag
         tp_comm_split_rs tp_comm_atomic_rs tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1
         tp_comm_bootstrap_backend overlap_moe_expert_parallel_comm delay_wgrad_compute

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from mega_rl.config.schema import ParallelConfig, RunConfig
@@ -16,7 +16,7 @@ from mega_rl.config.stage import (
     trains_values,
 )
 from mega_rl.errors import input_error
-from mega_rl.models.fit import engine_problems, length_problems, recompute_problems, trainer_problems
+from mega_rl.models.fit import engine_problems, layer_problems, length_problems, recompute_problems, trainer_problems
 from mega_rl.models.shape import (
     LANGUAGE,
     SUFFIXES,
@@ -31,6 +31,7 @@ from mega_rl.models.vision import TOWER
 
 SEEING_STAGES = ("pt", "sft", "dpo", "kto", "rl")  # that train models with a vision tower; sft and rl read pictures
 REWARD_KEY = "rewards.model.options.path"  # what sentences call the directory of a reward model
+TOWER_LEFT_OUT = f"re:{TOWER}[.]"  # of vLLM's quantisation: all layers whose names begin so
 SIZES = ("tensor", "context", "pipeline", "virtual_pipeline", "expert", "expert_tensor")  # of the parallel section
 CRITIC_SIZES = ("critic.tensor", "critic.context", "critic.pipeline")
 
@@ -89,6 +90,7 @@ def model_problems(
         found += engine_problems(shape, rollout.tensor_parallel_size, shared_world, has_whole_experts(rollout))
     if shape is not None:
         found += _router_problems(config, shape)
+        found += layer_problems(shape, config.platform.layers)
         if is_good("parallel.context", "parallel.tensor", "parallel.context_method"):
             found += _context_problems(parallel, shape)
     if samples(config) and shape is not None and shape.mixture is None and rollout.routing_replay != "off":
@@ -139,8 +141,6 @@ def _seeing_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
     rollout, model = config.rollout, f"the {shape.family} model of model.path sees pictures"
     judge = reward_model(config)
     wanted: tuple[tuple[str, Any, tuple[Any, ...], str], ...] = (
-        ("rollout.placement", rollout.placement, ("colocated",), "other processes are given no pictures"),
-        ("rollout.weight_update", rollout.weight_update, ("auto", "live"), "its tower is written in place only"),
         ("rollout.adapter", rollout.adapter, ("auto", "merged"), "its engines have no slots"),
         ("environment.name", config.environment.name, (None,), "conversations with an environment are of text"),
         ("rewards", judge and judge.name, (None,), "reward models do not"),
@@ -149,6 +149,13 @@ def _seeing_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
         if value not in allowed:
             fix = "leave it out" if allowed == (None,) else f"set it to {allowed[-1]}"
             yield f"{key} is {value!r}, but {model}, and {why}: {fix}"
+    quantization, settings = rollout.vllm.get("quantization"), rollout.vllm.get("quantization_config")
+    left_out = settings.get("ignore") if isinstance(settings, Mapping) else None
+    if quantization is not None and not (isinstance(left_out, list) and TOWER_LEFT_OUT in left_out):
+        yield (
+            f"rollout.vllm.quantization is {quantization!r}, but {model}, and the tower must stay as it is: set "
+            f"rollout.vllm.quantization_config to {{ignore: ['{TOWER_LEFT_OUT}']}}"
+        )
     if has_critic(config):
         yield f"algorithm.advantage is {config.algorithm.advantage!r}, but {model}, and critics do not: set it to grpo"
 

@@ -41,16 +41,6 @@ def mode_problems(config: RunConfig) -> Iterator[str]:
             f"checkpoint.local is {config.checkpoint.local}, but copies in memory do not hold what engines sample "
             f"meanwhile with rollout.mode {mode!r}: set it to 0, and checkpoint.save_freq to what a restart may cost"
         )
-    if config.environment.name is not None:
-        yield (
-            f"environment.name is {config.environment.name!r}, but with rollout.mode {mode!r} engines answer single "
-            "turns: set rollout.mode to synchronous"
-        )
-    if config.data.val_files and rollout.replay is None:
-        yield (
-            f"data.val_files is given, but with rollout.mode {mode!r} the engines have no pause for validation: set it "
-            "to [] and evaluate checkpoints with tools/eval.py, or set rollout.mode to synchronous"
-        )
     yield from _learning_problems(config)
 
 

@@ -168,6 +168,7 @@ RULES: dict[str, Rule] = {
     "rollout.max_staleness": between(0, 1 << 10),
     "rollout.engine_timeout_s": above(0, MANY),
     "rollout.engine_restarts": between(0, MANY),
+    "rollout.engine_lease_s": between(30, MANY),
     "rollout.tensor_parallel_size": between(1, MANY),
     "rollout.n": between(1, 1 << 16),
     "rollout.temperature": between(MIN_TEMPERATURE, 1000),

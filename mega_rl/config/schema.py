@@ -1,4 +1,4 @@
-"""The whole configuration as typed dataclasses: every key, its default and its meaning stand here and in ``learning``.
+"""The configuration as typed dataclasses: each key, its default, its meaning; parts are in ``learning`` and ``device``.
 
 A key that takes one of a few words has a ``Literal`` type, which is the only list of them: the loader and ``validate``
 read it, and a test holds every table that is looked up by such a word against it. ``null`` is ``None`` in YAML. Within
@@ -12,6 +12,12 @@ from typing import Any, Literal
 
 from omegaconf import MISSING
 
+from mega_rl.config.device import (
+    Kernels as Kernels,
+    Layers as Layers,
+    MindSpeedConfig as MindSpeedConfig,
+    PlatformConfig as PlatformConfig,
+)
 from mega_rl.config.learning import (
     AdapterConfig as AdapterConfig,
     CriticConfig as CriticConfig,
@@ -95,6 +101,9 @@ class RolloutConfig:
     # again, as one that has died
     engine_timeout_s: float = 600.0
     engine_restarts: int = 3  # of one engine, pinned and in_flight only; then the run goes on without it
+    # pinned and in_flight, on a Ray cluster of your own (RAY_ADDRESS): engines of a trainer that was killed wait for so
+    # many seconds for the run to be started again, which goes on with them; then they end
+    engine_lease_s: float = 600.0
     stop: list[str] = field(default_factory=list)  # strings that end a response, besides the end-of-sequence token
     stop_token_ids: list[int] = field(default_factory=list)  # tokens that end a response
     ignore_eos: bool = False  # go on sampling after the end-of-sequence token
@@ -364,30 +373,6 @@ class LoggingConfig:
     swanlab_project: str | None = None  # null: off
     num_text_samples: int = 4  # completions shown per step and per validation
     dump_rollouts: int = 0  # keep rollouts/step_N.jsonl of this many newest steps; -1: of all steps; 0: of none
-
-
-@dataclass
-class MindSpeedConfig:
-    """MindSpeed's patches of Megatron-core; ``npu`` only."""
-
-    # auto: use MindSpeed if it is installed | required: stop if it is not | off: use only torch_npu's operators
-    mode: Literal["auto", "required", "off"] = "auto"
-    # MindSpeed's own argument names (dashes or underscores) and values, checked against the installed MindSpeed
-    features: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class PlatformConfig:
-    """The device, and what a run asks of it."""
-
-    # cpu, cuda or npu; auto: what the environment variable MEGA_RL_PLATFORM says, else the first that is present
-    name: str = "auto"
-    num_threads: int | None = None  # CPU threads per rank; null: this host's cores / its ranks
-    # 10^12 operations per second that one device reaches at most in bfloat16 matrix products, for throughput/mfu; null:
-    # what is known of the chip
-    peak_tflops: float | None = None
-    deterministic: bool = False  # the same run on the same devices gives the same bits; slower
-    mindspeed: MindSpeedConfig = field(default_factory=MindSpeedConfig)
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from mega_rl.errors import shown
+from mega_rl.errors import shortened, shown
 
 MAX_CHARACTERS = 1 << 18  # of one document; the shipped configurations have a few thousand
 MAX_VALUES = 10_000  # in one document; what an alias stands for counts each time
@@ -131,8 +131,8 @@ def parse_yaml(text: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ValueError(f"{error.problem or error.context}{place}") from error
+        raise ValueError(f"{shortened(error.problem or error.context or '')}{place}") from error
     except yaml.YAMLError as error:
-        raise ValueError(" ".join(str(error).split())) from error
+        raise ValueError(shortened(" ".join(str(error).split()))) from error
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:  # PyYAML's, of a bad tag
         raise ValueError(f"a value is not what its tag says ({shown(str(error))})") from error

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
-from mega_rl.data.pictures import FilePicture, PictureReader
+from mega_rl.data.pictures import CONTENTS, MARK, EncodedPicture, FilePicture, PictureReader, given_pictures
+from mega_rl.data.rows import Row
 from mega_rl.errors import InputError
 from mega_rl.microbatch import Images, Sequence
 from mega_rl.models.positions import Placed, image_positions, picture_places
@@ -26,6 +28,15 @@ class Album:
 
     def add(self, pictures: Mapping[str, FilePicture]) -> None:
         self.pictures |= pictures
+
+    def encoded(self, prompts: Iterable[Prompt]) -> dict[str, EncodedPicture]:
+        """The pictures that these prompts name, for a process that has no album.
+
+        Raises:
+            InputError: a file that has changed, or cannot be read any more.
+        """
+        keys = dict.fromkeys(image.key for prompt in prompts for image in prompt.images)
+        return {key: self.pictures[key].encoded() for key in keys}
 
     def learn_from(self, prompts: Iterable[Prompt]) -> None:
         """From here on ``seeing`` knows these prompts by their indices."""
@@ -70,3 +81,16 @@ def with_pictures(
             "leave the row out"
         )
     return made, tuple(images)
+
+
+def has_pictures(row: Row) -> bool:
+    """Whether it has a picture or a place for one, so that only a ``PictureReader`` can tell what it is."""
+    return bool(given_pictures(row)) or any(_has_places(row.get(name)) for name in CONTENTS)
+
+
+def _has_places(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        if "type" in value and "role" not in value and value["type"] != "text":
+            return True
+        return any(_has_places(value.get(key)) for key in ("content", "value", "text"))
+    return any(map(_has_places, value)) if isinstance(value, list) else isinstance(value, str) and MARK in value

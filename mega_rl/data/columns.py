@@ -36,7 +36,7 @@ LOSSES = ("loss", "step_loss_mask", "weight")  # of a message, 0 or 1: slime's a
 # Columns, and keys of a message, that mean something that is not there yet.
 REFUSED = {
     **dict.fromkeys(
-        ("images", "image"), "only stages sft and rl of a vision-language model read pictures, mega-rl eval none yet"
+        ("images", "image"), "only stages sft and rl, and mega-rl eval, of a vision-language model read pictures"
     ),
     **dict.fromkeys(("videos", "audios"), "no model is trained on them"),
 }

@@ -23,6 +23,7 @@ from mega_rl.data.tokenizer import encode, render_prompt
 from mega_rl.errors import InputError, shown
 from mega_rl.microbatch import Images, Sequence
 from mega_rl.models.positions import Placed, image_positions, picture_places
+from mega_rl.parallel.collectives import together
 
 WANTED = "`messages`, or `prompt`, `question` or `instruction` with `response`, `answer` or `output`"
 
@@ -59,7 +60,7 @@ class ConversationDataset:
         max_samples: int | None = None,
         pictures: PictureReader | None = None,
     ) -> ConversationDataset:
-        """Reads, renders and filters by ``max_prompt_length + max_response_length`` tokens in all.
+        """Reads, renders and filters by ``max_prompt_length + max_response_length`` tokens in all. Collective.
 
         Args:
             key: the configuration field that lists ``files``, for messages.
@@ -67,22 +68,24 @@ class ConversationDataset:
             pictures: reads those of the rows; None: the model sees none.
 
         Raises:
-            InputError: unreadable files, rows without the needed fields, overlong ones if they are not
+            InputError: on every rank, unreadable files, rows without the needed fields, overlong ones if they are not
                 filtered, or nothing left.
         """
-        rows = read_rows(files, key)[:max_samples]
-        seen = [(row, []) if pictures is None else pictures.take(row) for row in rows]
+        with together(f"reading {key}"):
+            rows = read_rows(files, key)[:max_samples]
+        seen = [(row, []) for row in rows] if pictures is None else pictures.take(rows, key)
         of_row = {id(row): found for row, found in seen}
-        conversations, num_dropped = fitting(
-            [row for row, _ in seen],
-            key,
-            "conversations",
-            tokenizer,
-            data,
-            texts_of=_texts,
-            item_of=lambda row: _sequences(row, tokenizer, data, of_row[id(row)], pictures),
-            num_tokens_of=lambda sequences: max(sequence.token_ids.numel() for sequence in sequences),
-        )
+        with together(f"rendering {key}"):
+            conversations, num_dropped = fitting(
+                [row for row, _ in seen],
+                key,
+                "conversations",
+                tokenizer,
+                data,
+                texts_of=_texts,
+                item_of=lambda row: _sequences(row, tokenizer, data, of_row[id(row)], pictures),
+                num_tokens_of=lambda sequences: max(sequence.token_ids.numel() for sequence in sequences),
+            )
         return cls([one for sequences in conversations for one in sequences], num_dropped, len(conversations))
 
     def __len__(self) -> int:

@@ -12,11 +12,11 @@ import hashlib
 import io
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor
 from mega_rl.data.rows import Row
 from mega_rl.errors import InputError, shortened, shown
 from mega_rl.observe.heartbeat import HEART
+from mega_rl.parallel.collectives import gather_objects, together, work_shared
 
 COLUMNS = ("images", "image")
 MARK = "<image>"  # stands for a picture in a text
@@ -34,6 +35,7 @@ MODES = ("RGB", "RGBA", "L", "LA", "P", "1")  # whose colours nobody has to gues
 MAX_FILE_BYTES = 1 << 28
 MAX_SIDE_PIXELS = 1 << 16
 MAX_PIXELS = 1 << 27  # of a picture before it is made smaller: more is a mistake, or meant to fill the memory
+TILE_WIDTH, TILE_LENGTH = 322, 323  # tags of a TIFF
 MAX_RATIO = 200  # of the longer side to the shorter one, as the image processors have it
 CONTENTS = ("system", "messages", "conversations", "prompt", "question", "instruction", "input")
 
@@ -59,7 +61,7 @@ class FilePicture:
 
     def patches(self) -> Tensor:
         """Raises InputError for a file that has changed, or that cannot be decoded."""
-        with self._opened() as image:
+        with opened(self.content(), self.where) as image:
             return self.reader.patches(image, self.grid)
 
     def resized(self) -> Image.Image:
@@ -68,16 +70,43 @@ class FilePicture:
         Raises:
             InputError: as ``patches``.
         """
-        with self._opened() as image:
-            return self.reader.resized(image, self.grid)
+        return self.encoded().resized()
 
-    @contextmanager
-    def _opened(self) -> Iterator[Image.Image]:
+    def encoded(self) -> EncodedPicture:
+        """Itself, independent of any file.
+
+        Raises:
+            InputError: a file that has changed.
+        """
+        return EncodedPicture(self.where, self.content(), self.reader.pixels(self.grid))
+
+    def content(self) -> bytes:
+        """The encoded bytes. Raises InputError for a file that has changed, or that cannot be read."""
         content = _content(self.source, self.where)
         if _digest(content) != self.digest:
             raise InputError(f"{self.where} has changed since the run began: put it back as it was")
-        with _readable(self.where), Image.open(io.BytesIO(content), formats=FORMATS) as image:
-            yield image
+        return content
+
+
+@dataclass(frozen=True)
+class EncodedPicture:
+    """A picture as its encoded bytes, which can be sent to where its file is not."""
+
+    where: str  # as of ``FilePicture``
+    content: bytes
+    size: tuple[int, int]  # columns and rows of pixels of its patches
+
+    def resized(self) -> Image.Image:
+        """As of ``FilePicture``."""
+        with opened(self.content, self.where) as image:
+            return image.convert("RGB").resize(self.size, Image.Resampling.BICUBIC)
+
+
+class Found(NamedTuple):
+    """A picture of a row before it is looked at."""
+
+    where: str  # as of ``FilePicture``
+    source: bytes | Path
 
 
 class PictureReader:
@@ -94,22 +123,43 @@ class PictureReader:
         self._processor, self.mark, self.token, self._max_images = processor, mark, token, max_images
         self.merge: int = processor.merge_size
 
-    def take(self, row: Row) -> tuple[Row, list[FilePicture]]:
-        """The row as text, with ``mark`` in the place of every picture, and the pictures in that order.
+    def take(self, rows: Sequence[Row], key: str) -> list[tuple[Row, list[FilePicture]]]:
+        """Every row as text, with ``mark`` in the place of every picture, and the pictures in that order. Collective.
+
+        Every rank is given the same rows, and opens an even share of the pictures; of each it looks, together with the
+        ranks of its node, whether its file is there.
+
+        Args:
+            key: the configuration field that lists the rows' files, for messages.
 
         Raises:
-            InputError: pictures that cannot be used, or more or fewer of them than places.
+            InputError: on every rank, pictures that cannot be used, or more or fewer of them than places.
         """
-        column = next((row.get(name) for name in COLUMNS if row.get(name) is not None), None)
-        given = [one for one in (column if isinstance(column, list) else [column]) if one is not None and one != ""]
+        with together(f"finding the pictures of {key}"):
+            placed = [self._placed(row) for row in rows]
+            found = [picture for _, pictures in placed for picture in pictures]
+            of_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            for picture in found[int(os.environ.get("LOCAL_RANK", "0")) % of_node :: of_node]:
+                _require(picture)
+        counts = gather_objects(len(found))
+        if len(set(counts)) > 1:
+            other = next(rank for rank, count in enumerate(counts) if count != counts[0])
+            raise InputError(
+                f"{key} has {counts[0]} pictures on rank 0 and {counts[other]} on rank {other}: give every node the "
+                "same files"
+            )
+        looks = iter(work_shared(found, self._look))
+        return [(row, [FilePicture(*one, *next(looks), self) for one in pictures]) for row, pictures in placed]
+
+    def _placed(self, row: Row) -> tuple[Row, list[Found]]:
+        given = given_pictures(row)
         found: list[Any] = []
         fields = {name: value for name, value in row.fields.items() if name not in COLUMNS}
         if not given and MARK not in str(fields.get("prompt")) and not _has_parts(fields):
             return row, []
         rest = iter(given)
         fields |= {name: self._as_text(fields[name], rest, found, row) for name in CONTENTS if fields.get(name)}
-        left = len(list(rest))
-        if left:
+        if left := len(list(rest)):
             raise InputError(
                 f"{row.where} has {len(given)} pictures but {len(given) - left} places for them: write {MARK} once for "
                 "each, where it belongs"
@@ -119,8 +169,9 @@ class PictureReader:
                 f"{row.where} has {len(found)} pictures, more than data.max_images {self._max_images}: raise it, or "
                 "leave such rows out"
             )
-        pictures = [self._picture(value, f"{row.where}, picture {i + 1}", row.file) for i, value in enumerate(found)]
-        return replace(row, fields=fields), pictures
+        wheres = (f"{row.where}, picture {number}" for number in range(1, len(found) + 1))
+        pairs = zip(wheres, found, strict=False)
+        return replace(row, fields=fields), [Found(where, _source(value, where, row.file)) for where, value in pairs]
 
     def _as_text(self, value: Any, rest: Iterator[Any], found: list[Any], row: Row) -> Any:
         """A text, a message, or a list of messages, its pictures taken out."""
@@ -144,17 +195,15 @@ class PictureReader:
         if kind == "text" and isinstance(part.get("text"), str):
             return str(self._as_text(part["text"], rest, found, row))
         if kind in ("image", "image_url"):
-            own = next((part[key] for key in ("image", "image_url", "url", "path", "bytes") if part.get(key)), None)
-            if isinstance(own, Mapping) and "url" in own:
-                own = own["url"]
+            own = _own_value(part)
             found.append(_next(rest, row) if own is None else own)
             return self.mark
         what = "videos are not trained on" if kind == "video" else "give parts of type text and image"
         raise InputError(f"{row.where} has a content part of type {shown(kind)}: {what}, or leave such rows out")
 
-    def _picture(self, value: Any, where: str, file: Path) -> FilePicture:
-        source = _source(value, where, file)
-        content = _content(source, where)
+    def _look(self, found: Found) -> tuple[str, tuple[int, int]]:
+        """Digest and grid of a picture that can be used."""
+        where, content = found.where, _content(found.source, found.where)
         width, height = _decode_coarsely(content, where)
         grid = self._grid(width, height)
         if max(grid) > MAX_RATIO * min(grid):  # an engine looks at the sides of what ``resized`` gives
@@ -162,7 +211,7 @@ class PictureReader:
                 f"{where} has {width} x {height} pixels: one side is over {MAX_RATIO} times the other once they are "
                 "rounded to whole tokens; cut it"
             )
-        return FilePicture(where, source, _digest(content), grid, self)
+        return _digest(content), grid
 
     def _grid(self, width: int, height: int) -> tuple[int, int]:
         """Rows and columns of patches of a picture of so many pixels."""
@@ -179,9 +228,10 @@ class PictureReader:
         assert tuple(made["image_grid_thw"][0]) == (1, *grid), "the grid was foretold otherwise"
         return torch.from_numpy(np.ascontiguousarray(made["pixel_values"], dtype=np.float32))
 
-    def resized(self, image: Image.Image, grid: tuple[int, int]) -> Image.Image:
+    def pixels(self, grid: tuple[int, int]) -> tuple[int, int]:
+        """Columns and rows of pixels of a grid of patches."""
         rows, columns = (size * self._processor.patch_size for size in grid)
-        return image.convert("RGB").resize((columns, rows), Image.Resampling.BICUBIC)
+        return columns, rows
 
     @property
     def pixel_limits(self) -> dict[str, int]:
@@ -194,14 +244,35 @@ class PictureReader:
         return picture.grid[0] * picture.grid[1] // self.merge**2
 
 
-def encoded_pictures(row: Row) -> list[bytes]:
-    """The row's pictures as encoded bytes, wherever they stand; InputError for one that is not there."""
+def given_pictures(row: Row) -> list[Any]:
+    """The pictures of its column."""
+    column = next((row.get(name) for name in COLUMNS if row.get(name) is not None), None)
+    return [one for one in (column if isinstance(column, list) else [column]) if one is not None and one != ""]
+
+
+def encoded_pictures(row: Row) -> Iterator[bytes]:
+    """The row's pictures as encoded bytes, those of its column first; InputError for one that is not there."""
     column = next((row.get(name) for name in COLUMNS if row.get(name) is not None), None) or []
-    found = []
-    for number, value in enumerate(column if isinstance(column, list) else [column]):
+    values = [*(column if isinstance(column, list) else [column]), *_own_values([row.get(name) for name in CONTENTS])]
+    for number, value in enumerate(values):
         where = f"{row.where}, picture {number + 1}"
-        found.append(_content(_source(value, where, row.file), where))
-    return found
+        yield _content(_source(value, where, row.file), where)
+
+
+def _own_values(value: Any) -> Iterator[Any]:
+    """What content parts of messages say of their pictures themselves."""
+    if isinstance(value, Mapping) and value.get("type") in ("image", "image_url") and "role" not in value:
+        if (own := _own_value(value)) is not None:
+            yield own
+    elif isinstance(value, list | Mapping):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _own_values(part)
+
+
+def _own_value(part: Mapping[str, Any]) -> Any:
+    """What a content part says of its picture; None: that stands in the column."""
+    own = next((part[key] for key in ("image", "image_url", "url", "path", "bytes") if part.get(key)), None)
+    return own["url"] if isinstance(own, Mapping) and "url" in own else own
 
 
 def is_usable(content: bytes) -> bool:
@@ -216,8 +287,7 @@ def is_usable(content: bytes) -> bool:
 def _decode_coarsely(content: bytes, where: str) -> tuple[int, int]:
     """Width and height in pixels; InputError for a picture that cannot be used."""
     HEART.mark()
-    with _readable(where), Image.open(io.BytesIO(content), formats=FORMATS) as image:
-        _check(image, where)
+    with opened(content, where) as image:
         size = image.width, image.height
         image.draft("RGB", (1, 1))  # a JPEG is decoded coarsely, which finds a cut one as well
         image.load()
@@ -269,12 +339,22 @@ def _source(value: Any, where: str, file: Path) -> bytes | Path:
     return directory / inside
 
 
+def _require(picture: Found) -> None:
+    """Raise InputError if it has a path that leads to no file."""
+    where, source = picture
+    try:
+        is_there = isinstance(source, bytes) or source.is_file()
+    except (OSError, ValueError) as error:
+        raise InputError(f"{where}: {shortened(str(source))} cannot be read ({error}); make it readable") from error
+    if not is_there:
+        raise InputError(f"{where}: {shortened(str(source))} is no file; correct the path")
+
+
 def _content(source: bytes | Path, where: str) -> bytes:
     if isinstance(source, bytes):
         return source
+    _require(Found(where, source))
     try:
-        if not source.is_file():
-            raise InputError(f"{where}: {shortened(str(source))} is no file; correct the path")
         if source.stat().st_size > MAX_FILE_BYTES:
             raise InputError(f"{where}: {source} has more than {MAX_FILE_BYTES} bytes; store it smaller")
         return source.read_bytes()
@@ -293,12 +373,26 @@ def _check(image: Image.Image, where: str) -> None:
         raise InputError(f"{where} has {width} x {height} pixels: leave it out")
     if max(width, height) > MAX_SIDE_PIXELS or width * height > MAX_PIXELS:
         raise InputError(f"{where} has {width} x {height} pixels, more than anything needs: store it smaller")
+    tile = getattr(image, "tag_v2", {})  # a TIFF may be cut in tiles, which are decoded whole, larger than itself
+    if tile.get(TILE_WIDTH, 0) * tile.get(TILE_LENGTH, 0) > MAX_PIXELS:
+        raise InputError(
+            f"{where} has tiles of {tile[TILE_WIDTH]} x {tile[TILE_LENGTH]} pixels, more than anything needs: store it "
+            "otherwise"
+        )
     if max(width, height) > MAX_RATIO * min(width, height):
         raise InputError(f"{where} has {width} x {height} pixels: one side is over {MAX_RATIO} times the other; cut it")
     if getattr(image, "n_frames", 1) > 1:
         raise InputError(f"{where} has {image.n_frames} frames: store one of them")  # type: ignore[attr-defined]
     if image.mode not in MODES:
         raise InputError(f"{where} has the colours {image.mode}: convert it to RGB")
+
+
+@contextmanager
+def opened(content: bytes, where: str) -> Iterator[Image.Image]:
+    """A picture whose first bytes are within every limit; InputError for others, and where the block fails on it."""
+    with _readable(where), Image.open(io.BytesIO(content), formats=FORMATS) as image:
+        _check(image, where)
+        yield image
 
 
 @contextmanager

@@ -34,8 +34,9 @@ class PromptDataset:
     or plainly ``{"prompt": "3+4=", "answer": "7"}``, whose data source is the name of its file.
     """
 
-    def __init__(self, prompts: list[Prompt], num_dropped: int = 0) -> None:
+    def __init__(self, prompts: list[Prompt], num_dropped: int = 0, album: Album | None = None) -> None:
         self.prompts = prompts
+        self.album = album  # has the pictures of the prompts; None: the model sees none
         self.num_dropped = num_dropped  # prompts longer than data.max_prompt_length
         seen = [image.key.encode() for prompt in prompts for image in prompt.images]
         texts = [repr((p.index, p.token_ids, p.ground_truth)).encode() for p in prompts]
@@ -54,7 +55,7 @@ class PromptDataset:
         tools: Tools = (),
         album: Album | None = None,
     ) -> PromptDataset:
-        """Reads, renders and filters. Collective: every rank reads all rows and tokenises an even share of them.
+        """Reads, renders and filters. Collective: every rank reads all rows, and tokenises and looks at an even share.
 
         Args:
             key: the configuration field that lists ``files``, for messages.
@@ -76,8 +77,7 @@ class PromptDataset:
                 f"{key} has {counts[0]} rows on rank 0 and {counts[other]} on rank {other}: give every node the same "
                 "files"
             )
-        with together(f"reading the pictures of {key}"):
-            seen = [(row, []) if album is None else album.reader.take(row) for row in rows]
+        seen = [(row, []) for row in rows] if album is None else album.reader.take(rows, key)
         rendering = _Rendering(tokenizer, data, needs_truth, tools, album)
         found = work_shared(range(len(rows)), lambda index: rendering.fitting_prompt(index, *seen[index]))
         prompts = [prompt for prompt in found if prompt is not None]
@@ -88,7 +88,7 @@ class PromptDataset:
                 f"{key}: all {len(found)} prompts are longer than data.max_prompt_length "
                 f"({data.max_prompt_length} tokens); raise it"
             )
-        return cls(prompts, num_dropped=len(found) - len(prompts))
+        return cls(prompts, len(found) - len(prompts), album)
 
     def __len__(self) -> int:
         return len(self.prompts)

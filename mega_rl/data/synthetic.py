@@ -159,23 +159,27 @@ def arithmetic_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def bpe_tokenizer(texts: Iterable[str], vocab_size: int, template: str = CHATML_TEMPLATE) -> PreTrainedTokenizerFast:
+def bpe_tokenizer(
+    texts: Iterable[str], vocab_size: int, template: str = CHATML_TEMPLATE, more_specials: tuple[str, ...] = ()
+) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer trained on the texts, with a ChatML template; <|im_end|> ends a sequence.
 
     Args:
-        vocab_size: tokens in all, the 256 bytes and 3 special tokens included; texts too short give fewer.
+        vocab_size: tokens in all, the 256 bytes and all special tokens included; texts too short give fewer.
         template: of chats.
+        more_specials: special tokens besides the three of ChatML.
 
     Raises:
         InputError: a vocabulary too small for the bytes.
     """
-    smallest = len(BPE_SPECIALS) + 256
+    specials = [*BPE_SPECIALS, *more_specials]
+    smallest = len(specials) + 256
     if vocab_size < smallest:
         raise InputError(f"--vocab-size is {vocab_size}; a byte-level vocabulary needs at least {smallest}")
     tokenizer = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=list(BPE_SPECIALS),
+        special_tokens=specials,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -185,6 +189,7 @@ def bpe_tokenizer(texts: Iterable[str], vocab_size: int, template: str = CHATML_
         pad_token="<|endoftext|>",
         eos_token="<|im_end|>",
         chat_template=template,
+        additional_special_tokens=list(more_specials),
         clean_up_tokenization_spaces=False,
     )
 

@@ -21,6 +21,7 @@ from mega_rl.doctor.host import Host, ThisHost
 from mega_rl.doctor.machine import parse_ports
 from mega_rl.doctor.trials import LOOP
 from mega_rl.errors import InputError
+from mega_rl.models.files import read_config
 from mega_rl.platform import VARIABLE, ProcessRole, check_name, engine_role, trainer_role
 
 SCHEMA = 1  # version of the JSON; it rises when a field changes or goes
@@ -75,7 +76,18 @@ def wanted(options: argparse.Namespace, host: Host) -> Wanted:
         ports=ports,
         quick=options.quick,
         roles=USUAL_ROLES if config is None else roles(config),
+        shows_pictures=config is not None and shows_pictures(config),
     )
+
+
+def shows_pictures(config: RunConfig) -> bool:
+    """Whether the run's engines answer about pictures; a model that is not there yet is taken by its name."""
+    if not samples(config):
+        return False
+    try:
+        return "vision_config" in read_config(config.model.path)
+    except InputError:
+        return "-vl-" in f"{Path(config.model.path).name.lower()}-"
 
 
 def roles(config: RunConfig) -> tuple[ProcessRole, ...]:

@@ -64,6 +64,7 @@ class Wanted:
     ports: tuple[int, ...] | None = None  # None: those that a run takes by default
     quick: bool = False  # no trial that starts a process
     roles: tuple[ProcessRole, ...] = USUAL_ROLES  # of the run's processes, the trainer's first
+    shows_pictures: bool = False  # the run's engines answer about pictures
 
 
 @dataclass(frozen=True)

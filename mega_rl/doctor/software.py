@@ -174,6 +174,45 @@ def clashes(host: Host, wanted: Wanted) -> Iterator[Answer]:
         yield ok("no packages in each other's way")
 
 
+def pictures(host: Host, wanted: Wanted) -> Iterator[Answer]:
+    """What vLLM imports for pictures. Nothing else needs it: without them a lack is only noted."""
+
+    def lack(found: str, fix: str) -> Answer:
+        return fail(found, fix) if wanted.shows_pictures else skip(f"{found}; only engines for pictures need it")
+
+    torch, vision = host.packages.get("torch"), host.packages.get("torchvision")
+    numbers = torch and re.match(r"2\.(\d+)", torch)
+    matching = f"0.{int(numbers[1]) + 15}" if numbers else None  # torchvision 0.15 came with torch 2.0, and so on
+    install = (
+        f"pip install --no-deps 'torchvision=={matching}.*'" if matching else "install torchvision of torch's index"
+    )
+    if "blake3" not in host.packages:
+        yield lack("blake3, with which vLLM tells pictures apart, is not installed", "pip install blake3")
+    if vision is None:
+        yield lack("torchvision, with which vLLM reads image processors, is not installed", install)
+        return
+    if matching and not vision.startswith(f"{matching}."):
+        yield lack(f"torchvision {vision} is not made for torch {torch}", install)
+        return
+    builds = [_cuda(host.package_file(name, f"{name}/version.py") or "") for name in ("torch", "torchvision")]
+    if builds[0] == builds[1] or builds[1] is None:
+        yield ok(f"torchvision {vision}")
+    elif builds[0] is not None:
+        found = f"torchvision {vision} is built for CUDA {builds[1]}, torch for CUDA {builds[0]}"
+        yield lack(found, f"{install} --index-url the index that torch came from")
+    elif host.package_file("torchvision", "torchvision_schemas.pth") is None:
+        found = f"torchvision {vision} is built for CUDA {builds[1]} and cannot be imported beside a torch for CPUs"
+        yield lack(found, "copy requirements/torchvision_schemas.py as tools/bootstrap.sh does, or run make venv")
+    else:
+        yield ok(f"torchvision {vision}, beside a torch for CPUs by torchvision_schemas.py")
+
+
+def _cuda(version_file: str) -> str | None:
+    """The first number of the CUDA version that a package is built for, by its ``version.py``; None: for none."""
+    found = re.search(r"^cuda\b[^=]*=\s*'(\d+)|^__version__ = '[^']*\+cu(\d+)\d'", version_file, re.MULTILINE)
+    return (found[1] or found[2]) if found else None
+
+
 ON_DEVICES = (CUDA, NPU)
 CHECKS = (
     Check("driver", "software", driver, ON_DEVICES),
@@ -183,4 +222,5 @@ CHECKS = (
     Check("versions", "software", known_versions),
     Check("torch build", "software", torch_build),
     Check("package clashes", "software", clashes),
+    Check("pictures", "software", pictures),
 )

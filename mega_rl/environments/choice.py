@@ -7,6 +7,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ class Maker:
             self._options |= {"functions": functions, "parse": parse}
         try:
             inspect.signature(self._kind).bind(PROBE, 0, **self._options)
-            made = self(PROBE, 0)
+            self._probe = made = self(PROBE, 0)
         except InputError as error:
             raise InputError(f"environment.options: {error}") from error
         except Exception as error:  # the user's code
@@ -60,9 +61,51 @@ class Maker:
         if not callable(getattr(made, "step", None)):
             raise InputError(f"environment.name {config.name} has no method step(turn); write one")
 
+    def check(self) -> None:
+        """Whether what the environment needs works; it is asked, if it has a method ``check_at_start``.
+
+        Raises:
+            InputError: it does not, in the environment's words.
+        """
+        check = getattr(self._probe, "check_at_start", None)
+        if check is None:
+            return
+        if inspect.iscoroutinefunction(check):
+            raise InputError(
+                "environment.name: the method check_at_start is async, so nobody waits for it; make it plain"
+            )
+        try:
+            check()
+        except InputError as error:
+            raise InputError(f"environment.options: {error}") from error
+        except Exception as error:  # the user's code
+            raise InputError(
+                f"environment.name: check_at_start of the environment failed ({type(error).__name__}: {error}); fix "
+                "what it says, or the method"
+            ) from error
+
     def __call__(self, prompt: Prompt, sample_index: int) -> Environment:
         made: Environment = self._kind(prompt, sample_index, **self._options)
         return made
+
+
+def placed(config: EnvironmentConfig) -> tuple[EnvironmentConfig, list[Path]]:
+    """The same for a process in any directory: files of classes and functions by absolute paths; and these files."""
+    files: list[Path] = []
+
+    def absolute(name: Any) -> Any:
+        if isinstance(name, Mapping):
+            return {**name, "name": absolute(name.get("name"))}
+        source, _, attribute = str(name).rpartition(":")
+        if not source.endswith(".py"):
+            return name
+        files.append(Path(source).absolute())
+        return f"{files[-1]}:{attribute}"
+
+    options = dict(config.options)
+    if config.name == TOOLS:
+        options["functions"] = [absolute(entry) for entry in options["functions"]]
+    return replace(config, name=absolute(config.name), options=options), files
 
 
 def tool(entry: Any) -> Callable[..., Any]:

@@ -8,6 +8,8 @@ Beside `step` it may have, plain or ``async`` as it likes:
 - ``tools``: JSON schemas of functions, which the chat template shows the model; a run asks the first environment that
   it makes, for all of them;
 - ``roles``: of the messages that it replies with, which the chat template is tried with when a run starts;
+- ``check_at_start()``: raises InputError if what it needs does not work, a service for example; a run asks the first
+  environment that it makes, before it begins. Never ``async``;
 - ``start()``: messages that stand between the prompt and the first turn;
 - ``close()``: called once when the episode is over, whatever ended it.
 """

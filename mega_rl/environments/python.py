@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from mega_rl.environments.protocol import End, Reply, ToolResult, Turn
 from mega_rl.errors import InputError
+from mega_rl.rewards.code import check_isolation
 from mega_rl.rewards.remote import SandboxClient
 from mega_rl.rewards.sandbox import Limits, Run, Session, SessionEndedError, run_program
 from mega_rl.types import Prompt
@@ -70,6 +71,7 @@ class PythonSandbox:
         self._limits = Limits(timeout_s, memory_bytes, namespaces=isolation == "namespaces")
         self._preload = tuple(preload)
         self._keep = keep
+        self._ways = isolation, service
         self._session: Session | None = None
         self._is_closed = False
         self._lock = threading.Lock()  # of the session and of whether it is over
@@ -77,6 +79,13 @@ class PythonSandbox:
             self._service = SandboxClient(service) if service else None
         except ValueError as error:
             raise InputError(f"python_sandbox: {error}") from error
+
+    def check_at_start(self) -> None:
+        """Raises InputError if this system, or the service, runs no programs in this way."""
+        try:
+            check_isolation(*self._ways)
+        except ValueError as error:
+            raise InputError(f"the Python interpreter: {error}") from error
 
     def step(self, turn: Turn) -> Reply | End:
         program = program_of(turn.text, self._form)
@@ -157,6 +166,7 @@ def code_interpreter(**options: Any) -> Callable[[str], ToolResult]:
         return ToolResult(text, has_failed=run.exit_code != 0)
 
     interpreter.__name__ = "code_interpreter"
+    interpreter.check_at_start = sandbox.check_at_start  # type: ignore[attr-defined]
     del interpreter.__annotations__["return"]  # the tool of ReTool's data says nothing of what it returns
     return interpreter
 

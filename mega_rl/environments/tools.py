@@ -86,8 +86,14 @@ class ToolEnvironment:
             is_local = is_in_process or inspect.iscoroutinefunction(function)
             self._functions[name] = function if is_local else CalledFunction(function, timeout_s, memory_bytes)
         self.tools = [schema(function) for function in functions]
+        self._checks = [function.check_at_start for function in functions if hasattr(function, "check_at_start")]
         self._parse = parse
         self._timeout_s = timeout_s
+
+    def check_at_start(self) -> None:
+        """Ask the tools that have a ``check_at_start`` whether they work."""
+        for check in self._checks:
+            check()
 
     async def step(self, turn: Turn) -> Reply | End:
         parsed = self._parse(turn.text)

@@ -121,7 +121,8 @@ def settings_of(config: RunConfig, weights: Weights, is_greedy: bool) -> dict[st
             name: getattr(data, name)
             for name in ("max_prompt_length", "filter_overlong_prompts", "chat_template", "system_prompt")
         }
-        | ({} if data.max_val_samples == unset.max_val_samples else {"num_rows": data.max_val_samples}),
+        | ({} if data.max_val_samples == unset.max_val_samples else {"num_rows": data.max_val_samples})
+        | ({} if data.max_pixels == unset.max_pixels else {"max_pixels": data.max_pixels}),
         "answers": {
             "greedy": is_greedy,
             "n": config.validation.n,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -93,7 +93,7 @@ def evaluate(
     layout, rank = settings.layout, dist.get_rank() if dist.is_initialized() else 0
     replica, num_replicas = layout.replica(rank), layout.num_replicas
     share = prompts[len(prompts) * replica // num_replicas : len(prompts) * (replica + 1) // num_replicas]
-    requests = [request for prompt in share for request in _requests(prompt, settings)]
+    requests = [request for prompt in share for request in requests_of(prompt, settings)]
     with together("checking the requests"):
         engine.check(requests)
     engine.submit(requests)
@@ -125,7 +125,7 @@ def outlined(mine: Sequence[Answered], layout: EngineLayout, depot: Depot) -> li
     return [row for is_greedy in (True, False) for row in rows if row.is_greedy is is_greedy]
 
 
-def _requests(prompt: Prompt, settings: EvaluationSettings) -> list[Request]:
+def requests_of(prompt: Prompt, settings: EvaluationSettings) -> list[Request]:
     """One per answer. The greedy one has the number behind the last sample's, which no other request of the prompt has.
 
     The seeds are the same at every evaluation, so that curves differ by the weights only.
@@ -178,14 +178,31 @@ class _UnderWay:
         if self._num_known[index] < self._settings.n + self._settings.is_greedy:
             return
         prompt, found = self._prompts.pop(index), self._scores.pop(index)
-        requests = _requests(prompt, self._settings)
-        self._take(Answered(prompt, tuple(_row(request, *found[request.sample_index]) for request in requests)))
+        trajectories = {number: trajectory for number, (trajectory, _) in found.items()}
+        scores = {number: score.result() for number, (_, score) in found.items()}
+        self._take(answered(prompt, self._settings, trajectories, scores))
 
 
-def _row(request: Request, trajectory: Trajectory, score: Future[Score]) -> Row:
+def answered(
+    prompt: Prompt,
+    settings: EvaluationSettings,
+    trajectories: Mapping[int, Trajectory],
+    scores: Mapping[int, Score],
+) -> Answered:
+    """A prompt with its answers, by the sample numbers of ``requests_of``, all of which are there."""
+    return Answered(
+        prompt,
+        tuple(
+            _row(request, trajectories[request.sample_index], scores[request.sample_index])
+            for request in requests_of(prompt, settings)
+        ),
+    )
+
+
+def _row(request: Request, trajectory: Trajectory, score: Score) -> Row:
     if request.greedy:
-        return Row(replace(trajectory, sample_index=0), score.result(), True)
-    return Row(trajectory, score.result(), False, request.seed)
+        return Row(replace(trajectory, sample_index=0), score, True)
+    return Row(trajectory, score, False, request.seed)
 
 
 def evaluation_metrics(rows: Sequence[OutlinedRow]) -> dict[str, float]:

@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -39,14 +40,17 @@ def record(answered: Answered) -> dict[str, Any]:
     """What is kept of a problem and its answers; of an episode also who said what, and how it ended.
 
     ``token_ids`` of an episode are those that the model wrote; ``prompt`` is without what its environment began with.
+    ``images`` is there only if the prompt has pictures: their keys and places.
     """
     prompt = answered.prompt
+    images = {"images": [asdict(image) for image in prompt.images]} if prompt.images else {}
     return {
         "problem": prompt.index,
         "data_source": prompt.data_source,
         "prompt": prompt.text,
         "ground_truth": prompt.ground_truth,
         "num_prompt_tokens": len(prompt.token_ids),
+        **images,
         "responses": [_response(row) for row in answered.rows],
     }
 

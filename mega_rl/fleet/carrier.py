@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
-from mega_rl.fleet.events import Event, Issue, Kill, Load, Start
+from mega_rl.fleet.events import Event, Issue, Kill, Load, Release, Start
 from mega_rl.fleet.tickets import Key
 
 # What an ``Issue`` asks for: (ticket, sample numbers) -> a ``mega_rl.rollout.engine.Request`` for each, with its seed.
 # Every carrier is given one when it is made.
 Requests = Callable[[Key, Sequence[int]], list[Any]]
+
+
+class PlacesError(RuntimeError):
+    """What has the places of engines does not do what it is asked; the engines that are there go on."""
+
+
+class Whereabouts(NamedTuple):
+    """Where an engine runs, as far as it is known."""
+
+    node: str = ""  # the host's address
+    processes: tuple[int, ...] = ()  # their numbers there
 
 
 class Carrier(Protocol):
@@ -20,7 +31,7 @@ class Carrier(Protocol):
     text and no reason for an end; so are the prefixes of an ``Issue``.
     """
 
-    def carry(self, decision: Start | Kill | Load | Issue) -> None:
+    def carry(self, decision: Start | Kill | Release | Load | Issue) -> None:
         """Begin with what was decided; returns at once, without waiting for an engine."""
         ...
 
@@ -28,6 +39,26 @@ class Carrier(Protocol):
         """What the engines have said since the last call: ``Started``, ``Loaded``, ``Missed``, ``Answered``,
         ``Advanced``, ``Pulsed``, ``Died``; waits at most ``wait_s`` seconds for the first.
         """
+        ...
+
+    def reserve(self, engine: int) -> None:
+        """Ask for room for one more engine, which ``Release`` gives back; returns at once.
+
+        Raises:
+            PlacesError: as ``has_room``, ``free`` and ``whereabouts``.
+        """
+        ...
+
+    def has_room(self, engine: int) -> bool:
+        """Whether the engine has its room."""
+        ...
+
+    def free(self) -> str:
+        """What there is for more engines, in words."""
+        ...
+
+    def whereabouts(self) -> Mapping[int, Whereabouts]:
+        """Of the present life of every engine that runs."""
         ...
 
     def close(self) -> None:

@@ -84,6 +84,14 @@ class Published(NamedTuple):
     version: int
 
 
+class Validate(NamedTuple):
+    """The weights of a version as validation has them can be fetched, until ``Validated``: answer so many prompts."""
+
+    version: int
+    num_groups: int  # prompts
+    group_size: int  # responses to each
+
+
 class Saved(NamedTuple):
     """The trainer has saved its state at the newest version, which may not be published yet; ``Commit`` follows with
     what belongs to it."""
@@ -92,13 +100,13 @@ class Saved(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """One more engine may be used."""
+    """One more engine may be used: there is room for it."""
 
     engine: int
 
 
 class Left(NamedTuple):
-    """An engine is taken out of use."""
+    """An engine is taken out of use; what it has in hand is sampled again by others."""
 
     engine: int
 
@@ -117,6 +125,7 @@ Event = (
     | Died
     | Scored
     | Published
+    | Validate
     | Saved
     | Joined
     | Left
@@ -139,6 +148,12 @@ class Kill(NamedTuple):
     engine: int
     life: int
     why: str
+
+
+class Release(NamedTuple):
+    """The engine, which has been killed, is not started again: others may have its room."""
+
+    engine: int
 
 
 class Load(NamedTuple):
@@ -174,6 +189,13 @@ class Deliver(NamedTuple):
     groups: tuple[tuple[Key, tuple[Any, ...]], ...]
 
 
+class Validated(NamedTuple):
+    """A validation is whole: its groups in the order of their tickets. No engine will be asked to load its weights."""
+
+    version: int
+    groups: tuple[tuple[Key, tuple[Any, ...]], ...]
+
+
 class Forget(NamedTuple):
     """No engine will be asked to load weights that are older."""
 
@@ -194,4 +216,4 @@ class End(NamedTuple):
     sentence: str
 
 
-Decision = Start | Kill | Load | Issue | Score | Deliver | Forget | Commit | End
+Decision = Start | Kill | Release | Load | Issue | Score | Deliver | Validated | Forget | Commit | End

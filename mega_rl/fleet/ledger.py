@@ -7,12 +7,12 @@ scored, and kept or dropped. A step whose groups are all decided is whole.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from mega_rl.errors import InputError
-from mega_rl.fleet.tickets import Key, Rules
+from mega_rl.fleet.tickets import Key, Rules, held_out
 
 STATE_VERSION = 1
 
@@ -68,14 +68,34 @@ class Ledger:
         for step in range(self.num_begun, self.rules.num_steps(self.trained)):
             self._steps[step] = Step()
             for ticket in range(self.rules.num_groups):
-                self._draw(Key(step, ticket))
+                self._draw(Key(step, ticket), self.rules.parts())
             self.num_begun = step + 1
 
-    def _draw(self, key: Key) -> None:
-        step, size = self._steps[key.step], self.rules.group_size
+    def begin_validation(self, version: int, num_groups: int, group_size: int) -> None:
+        """Have so many groups sampled with the weights of a version's validation."""
+        number = held_out(version)
+        assert number not in self._steps and num_groups and group_size, f"the validation of version {version}"
+        self._steps[number] = Step()
+        for ticket in range(num_groups):
+            self._draw(Key(number, ticket), [tuple(range(group_size))])
+
+    def end_validation(self, version: int) -> tuple[tuple[Key, tuple[Any, ...]], ...] | None:
+        """Forget a validation and return its groups in the order of their tickets; None while it is not whole."""
+        groups = self.batch(held_out(version))
+        if groups is not None:
+            del self._steps[held_out(version)]
+        return groups
+
+    @property
+    def is_validating(self) -> bool:
+        """Whether a validation has begun and not ended."""
+        return any(step < 0 for step in self._steps)
+
+    def _draw(self, key: Key, parts: Sequence[tuple[int, ...]]) -> None:
+        step, size = self._steps[key.step], sum(map(len, parts))
         step.groups[key.ticket] = Group([None] * size, size)
         step.num_undecided += 1
-        for part in self.rules.parts():
+        for part in parts:
             self._wait(key, part)
 
     def _wait(self, key: Key, samples: tuple[int, ...]) -> None:
@@ -85,7 +105,11 @@ class Ledger:
         self.num_waiting += len(samples)
 
     def _line(self, step: int) -> int:
-        return self.rules.oldest_version(step) if self.rules.is_pinned else 0
+        return self.rules.oldest_version(step) if self.rules.is_pinned_step(step) else 0
+
+    def _line_of(self, version: int) -> int:
+        """What an engine with this version may have."""
+        return version if self.rules.is_pinned_step(version) else 0
 
     def waiting(self) -> list[tuple[int, int]]:
         """(version, samples) that wait to be issued, oldest first; of unpinned tickets all stand under version 0."""
@@ -97,14 +121,14 @@ class Ledger:
 
     def head(self, version: int) -> tuple[Key, int] | None:
         """The first ticket that an engine with this version may take, and its number of samples."""
-        parts = self._waiting.get(version if self.rules.is_pinned else 0)
+        parts = self._waiting.get(self._line_of(version))
         if not parts or self.rules.oldest_version(parts[0][0].step) > version:
             return None
         return parts[0][0], len(parts[0][1])
 
     def issue(self, engine: int, version: int) -> tuple[Key, tuple[int, ...], int, tuple[Any, ...]]:
         """Give the head of the line to an engine: its key, samples, number of the attempt, and prefixes of samples."""
-        line = version if self.rules.is_pinned else 0
+        line = self._line_of(version)
         key, samples = heapq.heappop(self._waiting[line])
         self._num_waiting[line] -= len(samples)
         if not self._num_waiting[line]:
@@ -172,7 +196,7 @@ class Ledger:
             step.num_dropped += 1
             ticket = self.rules.replacement(step.num_dropped)
             if ticket is not None:
-                self._draw(Key(key.step, ticket))
+                self._draw(Key(key.step, ticket), self.rules.parts())
         return True
 
     def batch(self, step: int) -> tuple[tuple[Key, tuple[Any, ...]], ...] | None:

@@ -6,15 +6,17 @@ nor calls anything: whoever calls it carries its decisions out and tells what ca
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from mega_rl.fleet import events
 from mega_rl.fleet.engines import Condition, Engine, Limits
 from mega_rl.fleet.events import Decision, Event
 from mega_rl.fleet.ledger import STATE_VERSION, Ledger
-from mega_rl.fleet.tickets import Rules
+from mega_rl.fleet.tickets import Rules, held_out
 
 
 class Steward:
@@ -47,6 +49,7 @@ class Steward:
             events.Died: self._died,
             events.Scored: self._scored,
             events.Published: self._published,
+            events.Validate: self._validate,
             events.Saved: self._save,
             events.Joined: self._joined,
             events.Left: self._left,
@@ -93,8 +96,10 @@ class Steward:
             return
         self._stop_loading(engine)
         engine.condition, engine.version, engine.since_s = Condition.SERVING, event.version, now
-        if not self.rules.is_pinned and event.version < self.ledger.trained:
+        if not self.rules.is_pinned_step(event.version) and event.version < self.ledger.trained:
             self._load(engine, self.ledger.trained, now)
+        if self.ledger.is_validating:
+            self._bind()
         self._feed(engine, now)
 
     def _missed(self, event: events.Missed, now: float) -> None:
@@ -114,7 +119,7 @@ class Steward:
         if attempt is None or engine is None:
             return
         step, oldest = attempt.key.step, self.rules.oldest_version(attempt.key.step)
-        if event.oldest_version < oldest or (self.rules.is_pinned and event.oldest_version != oldest):
+        if event.oldest_version < oldest or (self.rules.is_pinned_step(step) and event.oldest_version != oldest):
             why = f"it sampled step {step} with version {event.oldest_version} of the weights instead of {oldest}"
             self._replace(engine, why, now)
             return
@@ -158,6 +163,8 @@ class Steward:
         if engine.num_restarts < self.limits.restarts:
             engine.num_restarts += 1
             self._start(engine, engine.life + 1, now)
+        else:
+            self._out.append(events.Release(engine.number))
         self._deal(now)
 
     def _remove(self, engine: Engine, why: str) -> None:
@@ -178,7 +185,19 @@ class Steward:
         if self.ledger.decide(event.key, event.is_kept):
             if not event.is_kept:
                 self._deal(now)
+            if event.key.step < 0:
+                self._end_validation(held_out(event.key.step))
             self._deliver()
+
+    def _validate(self, event: events.Validate, now: float) -> None:
+        self.ledger.begin_validation(*event)
+        self._deal(now)
+
+    def _end_validation(self, version: int) -> None:
+        groups = self.ledger.end_validation(version)
+        if groups is not None:
+            self._out.append(events.Validated(version, groups))
+            self._end_if_done()
 
     def _published(self, event: events.Published, now: float) -> None:
         assert event.version <= self.delivered, f"version {event.version} comes of step {event.version - 1}"
@@ -187,7 +206,7 @@ class Steward:
         self._out.append(events.Forget(self.rules.oldest_version(event.version)))
         if not self.rules.is_pinned:
             for engine in self.engines.values():
-                if engine.serves:
+                if engine.serves and not (engine.version < 0 and engine.load):
                     self._load(engine, event.version, now)
         self._end_if_done()
         if not self.has_ended:
@@ -226,13 +245,22 @@ class Steward:
         assert known is None or known.condition is Condition.GONE, f"engine {event.engine} is there already"
         engine = self.engines[event.engine] = Engine(event.engine)
         self._start(engine, 0 if known is None else known.life + 1, now)
+        self._divide()
 
     def _left(self, event: events.Left, now: float) -> None:
         engine = self.engines.get(event.engine)
         if engine is not None and engine.condition is not Condition.GONE:
             self._remove(engine, "it is no longer wanted")
+            self._out.append(events.Release(engine.number))
             self._last_death = f"engine {engine.number} was taken out of use"
             self._deal(now)
+
+    def _divide(self) -> None:
+        """Deal the groups of later tickets in as many parts as give every engine work of one step."""
+        num_parts = min(self.rules.group_size, -(-self._num_alive // self.rules.num_groups))
+        if num_parts > self.rules.num_parts:
+            self.rules = self.ledger.rules = replace(self.rules, num_parts=num_parts)
+            self._part_size = max(map(len, self.rules.parts()))
 
     # What follows.
 
@@ -245,7 +273,7 @@ class Steward:
         self._commit()
 
     def _end_if_done(self) -> None:
-        if self.ledger.trained == self.rules.total_steps:
+        if self.ledger.trained == self.rules.total_steps and not self.ledger.is_validating:
             self._end(False, f"all {self.rules.total_steps} steps have been trained")
 
     def _end(self, is_failure: bool, sentence: str) -> None:
@@ -265,19 +293,25 @@ class Steward:
                 "checkpoint, with more restarts allowed if the machines are well",
             )
             return
-        self._bind(alive)
+        self._bind()
         for engine in sorted(alive, key=lambda e: (e.load, e.number)):
             self._feed(engine, now)
 
-    def _bind(self, alive: list[Engine]) -> None:
-        """See that the oldest version that waits is served by somebody, though all have other work."""
+    def _bind(self) -> None:
+        """See that the oldest version that waits is served by somebody, though all have other work.
+
+        Of a validation, which the trainer waits for, by as many as its part of all that there is to do.
+        """
         waiting = self.ledger.waiting()
-        if not self.rules.is_pinned or not waiting:
+        if not waiting or not self.rules.is_pinned_step(waiting[0][0]):
             return
-        version = waiting[0][0]
-        serving = [engine for engine in alive if engine.serves]
-        if serving and all(engine.next_version != version for engine in alive):
-            min(serving, key=lambda e: (e.load, e.number)).bound = version
+        version, number = waiting[0]
+        wanted = 1 if version >= 0 else math.ceil(number / self._share())
+        alive = [engine for engine in self.engines.values() if engine.condition is not Condition.GONE]
+        wanted -= sum(engine.next_version == version for engine in alive)
+        others = [engine for engine in alive if engine.serves and engine.next_version != version]
+        for engine in sorted(others, key=lambda e: (e.load, e.number))[: max(0, wanted)]:
+            engine.bound = version
 
     def _share(self) -> float:
         """Samples per engine, if all had equally many; at least one part of a group."""
@@ -308,15 +342,13 @@ class Steward:
     def _wanted(self, engine: Engine) -> int:
         """The weights for an engine without work: the oldest that wait and that too few others are on their way to."""
         newest = self.ledger.trained
-        if not self.rules.is_pinned:
-            return newest
         if engine.bound is not None:
             return engine.bound
         share = self._share()
         for version, number in self.ledger.waiting():
-            if self._num_loading[version] * share < number:
+            if self.rules.is_pinned_step(version) and self._num_loading[version] * share < number:
                 return version
-        return engine.version if engine.version >= 0 else newest
+        return engine.version if engine.version >= 0 and self.rules.is_pinned else newest
 
     def _load(self, engine: Engine, version: int, now: float) -> None:
         engine.loading, engine.bound = version, None

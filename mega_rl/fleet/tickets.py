@@ -7,12 +7,26 @@ the weights that sampled it; ``eta`` is the largest that is allowed.
 With ``is_pinned`` every ticket of step k is sampled wholly with version max(0, k - eta). Then what a step learns from
 does not depend on the number, the speed or the death of engines. Otherwise engines take new weights while requests run;
 a step is begun when version k - eta is there, so no token is ever older. eta = 0 is synchronous training, either way.
+
+The *validation* of a version is a step of its own with the number ``held_out(version)``, which is negative. Its weights
+have the same number: those of the version as they are, where training may sample from changed ones. It is pinned to
+them in every mode, and nothing is trained on it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
+
+
+def held_out(version: int) -> int:
+    """The number of a version's validation, and of its weights; the function is its own inverse."""
+    return -2 - version  # -1 is no version
+
+
+def shown(version: int) -> int | str | None:
+    """The number of weights for people: "validation of K" for those of a validation, None for none."""
+    return version if version >= 0 else None if version == -1 else f"validation of {held_out(version)}"
 
 
 class Key(NamedTuple):
@@ -41,7 +55,11 @@ class Rules:
 
     def oldest_version(self, step: int) -> int:
         """The oldest weights that may sample for a step; of pinned tickets the only ones."""
-        return max(0, step - self.eta)
+        return step if step < 0 else max(0, step - self.eta)
+
+    def is_pinned_step(self, number: int) -> bool:
+        """Whether one version samples all of a step; also by the number of the version, of a validation the same."""
+        return self.is_pinned or number < 0
 
     def num_steps(self, version: int) -> int:
         """How many steps may be begun when this version is the newest: those below the returned number."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.platform import accelerator
+from mega_rl.platform.operators.weight_gradients import WeightGradients
 
 
 def _without_compile(load: Callable[[], Any]) -> Any:
@@ -87,6 +88,15 @@ def spare_a_rank_alone() -> None:
     buffers.dist_reduce_scatter_func = unless_alone(buffers.dist_reduce_scatter_func)
 
 
+def _weight_gradients() -> None:
+    """Without apex Megatron refuses ``gradient_accumulation_fusion``, though torch has what it needs."""
+    import megatron.core.tensor_parallel.layers as layers
+
+    if not layers._grad_accum_fusion_available:
+        layers.fused_weight_gradient_mlp_cuda = WeightGradients
+        layers._grad_accum_fusion_available = True
+
+
 def apply() -> None:
     """Put all fixes in place; must run before any other module imports Megatron."""
     # Megatron 0.16 calls collectives by names that torch 2.13 has renamed, and torch says so on every rank.
@@ -99,3 +109,4 @@ def apply() -> None:
         _expert_split_sizes()
     spare_a_rank_alone()
     _without_transformer_engine()
+    _weight_gradients()

@@ -37,6 +37,7 @@ def vocabulary_head(spec: TrainerSpec, shape: ModelShape) -> Output:
         num_valid=max(0, min(rows, shape.vocab_size - start)),
         temperature=spec.temperature,
         chunk_tokens=spec.chunk_tokens,
+        entropy_has_gradient=spec.entropy_has_gradient,
     )
     return partial(_token_statistics, shard)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
@@ -20,10 +20,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from torch import Tensor
 
+from mega_rl.config.schema import Layers
+from mega_rl.errors import InputError
 from mega_rl.megatron.attention import PackedAttention, PackedSequences
 from mega_rl.megatron.fused import use_in_mlp
 from mega_rl.megatron.routing import MixtureLayer, Router
 from mega_rl.megatron.vision import add_features
+from mega_rl.models.fit import layer_problems
 from mega_rl.models.shape import ModelShape
 from mega_rl.platform.operators import dispatch as operators
 
@@ -101,20 +104,30 @@ class LatentSelfAttention(MLASelfAttention):
         )
 
 
-def layer_specs(config: TransformerConfig, shape: ModelShape, chunk: int | None = None) -> TransformerBlockSubmodules:
-    """The layers of one model chunk; ``chunk`` counts those of an interleaved pipeline and is None without one."""
+def layer_specs(
+    config: TransformerConfig, shape: ModelShape, chunk: int | None = None, layers: Layers = "local"
+) -> TransformerBlockSubmodules:
+    """The layers of one model chunk; ``chunk`` counts those of an interleaved pipeline and is None without one.
+
+    Raises:
+        InputError: ``layers`` are not usable here, or not for this model.
+    """
     first = get_transformer_layer_offset(config, vp_stage=chunk)
     last = first + get_num_layers_to_build(config, vp_stage=chunk)
     dense = _layer_spec(config, num_experts=None)
     sparse = _layer_spec(config, num_experts=config.num_moe_experts) if shape.mixture else dense
+    if layers == "transformer_engine":
+        for problem in layer_problems(shape, layers):
+            raise InputError(problem)
+        _use_transformer_engine(config, dense.submodules, sparse.submodules)
     if shape.tower is not None and shape.tower.deepstack:
         dense.module, sparse.module = SeeingLayer, SeeingMixtureLayer if shape.mixture else SeeingLayer
-    layers = [sparse if shape.has_experts(layer) else dense for layer in range(first, last)]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+    specs = [sparse if shape.has_experts(layer) else dense for layer in range(first, last)]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
 
 def _layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
-    spec: ModuleSpec = get_gpt_layer_local_spec(
+    spec: ModuleSpec = gpt_layer_specs.get_gpt_layer_local_spec(
         num_experts=num_experts,
         moe_grouped_gemm=False,
         qk_layernorm=config.qk_layernorm,
@@ -134,6 +147,26 @@ def _layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpe
     elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return spec
+
+
+def _use_transformer_engine(config: TransformerConfig, dense: Any, sparse: Any) -> None:
+    """Put the linear layers of Megatron's own spec for TransformerEngine into two layers' submodules (may be one's).
+
+    Attention, norms of heads, experts and activation stay: they are made for packed sequences and the bridge's names.
+    """
+    if not gpt_layer_specs.HAVE_TE:
+        raise InputError(
+            "platform.layers is 'transformer_engine', whose part for torch Megatron-core cannot import: install "
+            "transformer-engine[pytorch], or set the key to local"
+        )
+    theirs = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm).submodules
+    attention, mlp = theirs.self_attention.submodules, theirs.mlp.submodules
+    for layer in (dense, sparse):
+        own = layer.self_attention.submodules
+        own.linear_qkv, own.linear_proj = attention.linear_qkv, attention.linear_proj
+        layer.input_layernorm = theirs.input_layernorm  # none: it is in linear_qkv
+    dense.mlp.submodules.linear_fc1, dense.mlp.submodules.linear_fc2 = mlp.linear_fc1, mlp.linear_fc2
+    dense.pre_mlp_layernorm = theirs.pre_mlp_layernorm
 
 
 def frozen_weights(model: torch.nn.Module) -> dict[str, Tensor]:

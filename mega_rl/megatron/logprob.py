@@ -34,6 +34,7 @@ class VocabularyShard:
     num_valid: int  # rows of this rank that are no padding
     temperature: float  # of sampling; logits are divided by it
     chunk_tokens: int  # bounds working memory: the float32 logits of so many tokens over this rank's rows
+    entropy_has_gradient: bool = True  # False: the entropy is a figure only, and a gradient with respect to it is lost
 
     def reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         if self.group is not None and dist.get_world_size(self.group) > 1:
@@ -149,7 +150,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.shard = shard
         # Maximum and target are the same float32 numbers on their way through the collectives: nothing is rounded.
         is_top_T = (target_T == maximum_T).float()
-        ctx.mark_non_differentiable(is_top_T)
+        ctx.mark_non_differentiable(is_top_T, *(() if shard.entropy_has_gradient else (entropy_T,)))
         return (target_T - maximum_T) - log_total_T, entropy_T, is_top_T
 
     @staticmethod
@@ -159,7 +160,8 @@ class _TokenLogprobs(torch.autograd.Function):
         tiles = _Tiles(hidden_TD, weight_VD, target_ids_T, ctx.shard)
         # d logp / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy)
         # If entropy has no gradient, a token's factor is applied to its row of the results instead of to every tile.
-        has_entropy_gradient = bool(grad_entropy_T.any())
+        # That is known beforehand: to ask the tensor whether it is zero would make the host wait for the device.
+        has_entropy_gradient = ctx.shard.entropy_has_gradient
         outer_T = -torch.ones_like(log_z_T) if has_entropy_gradient else -grad_logprobs_T
         inner_T = -grad_logprobs_T if has_entropy_gradient else -torch.ones_like(log_z_T)
         constant_T = grad_logprobs_T + grad_entropy_T * entropy_T

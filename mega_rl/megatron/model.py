@@ -158,7 +158,6 @@ def transformer_config(spec: TrainerSpec, shape: ModelShape) -> TransformerConfi
         bias_activation_fusion=False,
         use_te_activation_func=True,  # not TransformerEngine's: that of the layer spec
         bias_dropout_fusion=False,
-        gradient_accumulation_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
     )
@@ -217,7 +216,7 @@ def build_model(spec: TrainerSpec, shape: ModelShape, device: torch.device) -> l
         is_first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk)
         model = PolicyModel(
             config=config,
-            transformer_layer_spec=layer_specs(config, shape, chunk),
+            transformer_layer_spec=layer_specs(config, shape, chunk, spec.layers),
             vocab_size=padded_vocab_size(shape.vocab_size, parallel.tensor),
             max_sequence_length=shape.max_position_embeddings,
             pre_process=is_first,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.bridge.mapping.adapter import adapter_series
-from mega_rl.bridge.mapping.megatron import chunk_prefix, rank_series
+from mega_rl.bridge.mapping.megatron import chunk_prefix, own_name, rank_series
 from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.mapping.tuning import tuning_plan
 from mega_rl.bridge.series import Series, slices_of
@@ -127,7 +127,7 @@ class MegatronPolicy:
     def collect_parameters(self) -> None:
         """Look the parameters up again, by their names in ``slices_of``."""
         self.parameters = {
-            chunk_prefix(self.layout, chunk) + name: parameter
+            chunk_prefix(self.layout, chunk) + own_name(name): parameter
             for chunk, model in enumerate(self.chunks)
             for name, parameter in model.named_parameters()
         }
@@ -208,10 +208,13 @@ class MegatronPolicy:
 
     @torch.no_grad()
     def copy_from(self, other: MegatronPolicy) -> None:
-        """Take all weights of a policy of the same model and layout."""
+        """Take all weights of a policy of the same model and layout; a tower that neither trains sees pictures once."""
         for own, others in ((self.parameters, other.parameters), (self.frozen, other.frozen)):
             for name, weight in own.items():
                 weight.copy_(others[name])
+        for model, others_model in zip(self.chunks, other.chunks, strict=True):
+            if model.vision is not None and others_model.vision is not None:
+                model.vision.share_features(others_model.vision)
 
     def share_from(self, other: MegatronPolicy) -> None:
         """Let go of this policy's weights that are not trained and have those of another one, which must not be either.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mega_rl.config.schema import MemoryConfig, ParallelConfig, RouterConfig, TuningConfig, VisionConfig
+from mega_rl.config.schema import Layers, MemoryConfig, ParallelConfig, RouterConfig, TuningConfig, VisionConfig
 
 
 @dataclass(frozen=True)
@@ -28,3 +28,5 @@ class TrainerSpec:
     router: RouterConfig = field(default_factory=RouterConfig)  # what routers of experts learn besides
     vision: VisionConfig = field(default_factory=VisionConfig)  # which weights of a tower are trained with the rest
     seed: int = 0  # of the first values of adapters
+    layers: Layers = "local"
+    entropy_has_gradient: bool = True  # False: the loss does not differentiate the entropy, which spares a pass

@@ -59,6 +59,15 @@ class VisionTower(torch.nn.Module):
             self._known.put(key, features)
         return [torch.cat(level) for level in zip(*parts, strict=True)]
 
+    def share_features(self, other: VisionTower) -> None:
+        """Take and leave what is known of pictures where another tower of the same weights does.
+
+        Args:
+            other: if a part of it is trained, the two soon differ, and each goes on by itself.
+        """
+        if not any(parameter.requires_grad for parameter in other.module.parameters()):
+            self._known = other._known
+
     @cached_property
     def _flops(self) -> TowerFlops:
         return tower_flops(self._tower, {name for name, p in self.module.named_parameters() if p.requires_grad})

@@ -156,11 +156,6 @@ def engine_problems(
             f"trainer.stage is 'rl', which does not take a {shape.family} model, whose latent attention the engine "
             "keeps in weights of its own: train it with sft"
         )
-    if shape.tower and shape.mixture:
-        found.append(
-            f"trainer.stage is 'rl', which does not take a {shape.family} model yet, whose experts no engine has been "
-            "given beside a tower: train it with sft"
-        )
     sizes = [("num_attention_heads", shape.num_heads), ("padded vocabulary", engine_vocab_size(shape))]
     if shape.has_dense_layers:
         sizes.append(("intermediate_size", shape.ffn_size))
@@ -225,6 +220,13 @@ def recompute_problems(shape: ModelShape, modules: Sequence[str] | None, num_lay
         fix = f"set it to at most {shape.num_layers}, or to null for all"
         found.append(f"memory.recompute_num_layers is {num_layers}, more than the layers of the model: {fix}")
     return found
+
+
+def layer_problems(shape: ModelShape, layers: str) -> list[str]:
+    """Why a model's layers cannot be those of ``platform.layers``."""
+    if layers == "local" or shape.latent is None:
+        return []
+    return [f"platform.layers is {layers!r}, and the model has latent attention, which is not done with it: set local"]
 
 
 def _indivisible(field: str, value: int, sizes: Iterable[tuple[str, int]]) -> Iterator[str]:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from mega_rl.observe import from_files
+from mega_rl.observe import from_files, of_fleet
 from mega_rl.observe.metric import DISTRIBUTION, MetricSpec, Section
 
 PHASES = (
@@ -35,6 +35,7 @@ SECTIONS = (
     Section("sync", "weight sync", "what one weight sync moves, and how long it takes"),
     Section("rollouts", "rollout lengths", "how long prompts and responses are, and which groups are kept"),
     Section("aqn", "AQN", "noise on the weights that sample, and what it does to the policy"),
+    Section("fleet", "fleet of engines", "what engines do that sample beside the trainer, and how many there are"),
 )
 
 
@@ -204,6 +205,7 @@ _BY_SECTION: Mapping[str, tuple[MetricSpec, ...]] = {
     "memory": _MEMORY,
     "sync": _SYNC,
     "rollouts": _ROLLOUTS,
+    "fleet": of_fleet.METRICS,
 }
 METRICS = tuple(replace(spec, section=section) for section, specs in _BY_SECTION.items() for spec in specs)
 # Metrics of one section that share a chart, by its title; every other metric has a chart of its own.
@@ -248,6 +250,7 @@ CHARTS: Mapping[str, tuple[str, ...]] = {
     ),
     "calls by tool": ("episode/tool_calls/*",),
     **from_files.CHARTS,
+    **of_fleet.CHARTS,
     "seconds of the phases": tuple(f"time/{phase}_s" for phase in PHASES if phase != "step"),
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ class ShownSample:
     score: float
     num_tokens: int  # of the response
     finish_reason: str
+    pictures: Callable[[], tuple[bytes, ...]] = tuple  # makes those of the prompt small, JPEG: not every sink shows any
 
 
 SAMPLE_COLUMNS = ("prompt", "response", "expected", "score", "tokens", "ended by")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import FileWriter, summary
@@ -89,6 +92,9 @@ class TensorBoardSink(Sink):
     def samples(self, step: int, tag: str, samples: Sequence[ShownSample]) -> None:
         rows = [cells(sample) for sample in samples]
         self._add(step, summary.text(f"samples/{tag}", markdown_table(SAMPLE_COLUMNS, rows)))
+        for number, sample in enumerate(samples, start=1):
+            if pictures := sample.pictures():
+                self._add(step, _pictures(f"samples/{tag}/{number}", sample, pictures))
 
     def distribution(self, step: int, name: str, values: Sequence[float]) -> None:
         self._add(step, summary.histogram(tag(name), np.asarray(values, np.float64), NUM_BINS))
@@ -101,6 +107,21 @@ class TensorBoardSink(Sink):
             self._events.flush()
             self._step = step
         self._events.add_summary(part, step)
+
+
+def _pictures(tag: str, sample: ShownSample, pictures: Sequence[bytes]) -> Summary:
+    """The pictures of one answer, side by side, with the answer under them."""
+    opened = [Image.open(io.BytesIO(picture)) for picture in pictures]
+    strip = Image.new("RGB", (sum(one.width for one in opened), max(one.height for one in opened)), "white")
+    for place, one in zip(accumulate((one.width for one in opened), initial=0), opened, strict=False):
+        strip.paste(one, (place, 0))
+    encoded = io.BytesIO()
+    strip.save(encoded, "PNG")
+    size = {"width": strip.width, "height": strip.height, "colorspace": 3}
+    told = markdown_table(SAMPLE_COLUMNS, [cells(sample)])
+    value = Summary.Value(tag=tag, image=Summary.Image(encoded_image_string=encoded.getvalue(), **size))
+    value.metadata.summary_description = told
+    return Summary(value=[value])
 
 
 def flattened(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:

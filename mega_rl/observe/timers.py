@@ -33,6 +33,7 @@ class Timers:
         self._memory = memory  # peak bytes since its last call, by place: "host", "device"
         self._peaks: dict[str, int] = {}  # metric name -> bytes
         self._within = within
+        self.watch: Callable[[str, float], None] | None = None  # told of every phase that has ended, with its seconds
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -53,7 +54,10 @@ class Timers:
         finally:
             self._take_peaks()
             self._running.remove(name)
-            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - begin
+            seconds = self._clock() - begin
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+            if self.watch is not None:
+                self.watch(phase, seconds)
 
     def add(self, phase: str, seconds: float) -> None:
         """Counts seconds that were measured elsewhere, such as in a thread beside the phases."""

@@ -89,7 +89,8 @@ def own_name() -> str:
 def together(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Run a block that may fail on some ranks only: if it fails on one, every rank raises, and none waits for ever.
 
-    The block must hold no collective of its own: a rank that failed would meet the others inside it.
+    The block must hold no collective of its own: a rank that failed would meet the others inside it. It may if whatever
+    fails before the last of them fails on all ranks at once, as in another ``together``.
 
     Raises:
         InputError: the first failing rank's sentence, the same on all ranks, if that rank raised one.

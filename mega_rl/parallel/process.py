@@ -40,6 +40,8 @@ def join(config: RunConfig) -> torch.device:
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         torch.set_num_threads(config.platform.num_threads or max(1, len(os.sched_getaffinity(0)) // ranks_here))
     device = here.set_device(local_rank)
+    platform.use_kernels(config.platform.kernels)
+    platform.check_layers(config.platform.layers, here.name)
     keep_to_loopback()
     join_world(here.backend, config.trainer.collective_timeout_s)
     return device

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 import torch.utils.deterministic
 
-from mega_rl.config.schema import MindSpeedConfig
+from mega_rl.config.schema import Kernels, MindSpeedConfig
 from mega_rl.errors import InputError
 from mega_rl.platform import environment
 from mega_rl.platform.base import DeviceLoad, MemoryStats, Platform, ProcessRole, Setting
@@ -17,6 +17,7 @@ from mega_rl.platform.cpu import CpuPlatform
 from mega_rl.platform.cuda import CudaPlatform
 from mega_rl.platform.environment import Applied
 from mega_rl.platform.npu import NpuPlatform
+from mega_rl.platform.operators.compiled import check_kernels, check_layers, fused
 from mega_rl.platform.roles import engine_role, trainer_role
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Platform",
     "ProcessRole",
     "Setting",
+    "check_layers",
     "count_devices",
     "current",
     "engine_role",
@@ -33,6 +35,7 @@ __all__ = [
     "prepare",
     "select",
     "trainer_role",
+    "use_kernels",
 ]
 
 VARIABLE = "MEGA_RL_PLATFORM"
@@ -132,6 +135,17 @@ def environment_report() -> list[str]:
     """What ``select`` found and set in the environment, as lines for the log."""
     title = f"platform {current().name}: environment (a value of your own wins)"
     return [title, *environment.table(_applied), *(f"warning: {note}" for note in _notes)]
+
+
+def use_kernels(kind: Kernels) -> None:
+    """Compute norm, SwiGLU and rotary embedding as ``platform.kernels`` says, from now on.
+
+    Raises:
+        InputError: this platform, or this installation, does not have them.
+    """
+    here = current()
+    check_kernels(kind, here.name)
+    here.operators = fused(here.operators, kind)
 
 
 @functools.cache

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from mega_rl.rewards.process import FORGED, WorkerFailure
+from mega_rl.rewards.registry import IMAGES
 from mega_rl.rewards.worker import (
     CAUSES,
     GARBLED,
@@ -26,13 +27,15 @@ def garbled() -> WorkerFailure:
 
 
 def read_kinds(message: dict[str, Any], num_rewards: int) -> list[str]:
-    """The kinds of the rewards, which a worker sends when it has loaded them.
+    """The kinds of the rewards, which a worker sends when it has loaded them; beside them, that one takes pictures.
 
     Raises:
         WorkerFailure: anything else came.
     """
     kinds = message.get("ready")
-    if message.keys() != {"ready"} or not isinstance(kinds, list) or len(kinds) != num_rewards:
+    if not {"ready"} <= message.keys() <= {"ready", IMAGES} or message.get(IMAGES, True) is not True:
+        raise garbled()
+    if not isinstance(kinds, list) or len(kinds) != num_rewards:
         raise garbled()
     if not all(isinstance(kind, str) and kind in KINDS for kind in kinds):
         raise garbled()

@@ -94,15 +94,8 @@ def _tests(ground_truth: str) -> list[tuple[str, str | None]]:
     )
 
 
-def _check_code_tests(
-    score: str = "all",
-    timeout_s: float = 4.0,
-    memory_bytes: int = 536870912,
-    isolation: str = "namespaces",
-    service: str = "",
-) -> None:
-    if timeout_s <= 0 or memory_bytes < 1 << 26:
-        raise ValueError(f"timeout_s {timeout_s} must be above 0 and memory_bytes {memory_bytes} at least {1 << 26}")
+def check_isolation(isolation: str, service: str) -> None:
+    """Raises ValueError if programs cannot be run in this way here: no namespaces, root without them, no service."""
     if service:
         try:
             return SandboxClient(service).check()
@@ -120,6 +113,18 @@ def _check_code_tests(
             f"this system allows no unprivileged namespaces ({reason}), so programs cannot be cut off from files, "
             f"network and the trainer; allow them, or {way}set isolation to limits"
         )
+
+
+def _check_code_tests(
+    score: str = "all",
+    timeout_s: float = 4.0,
+    memory_bytes: int = 536870912,
+    isolation: str = "namespaces",
+    service: str = "",
+) -> None:
+    if timeout_s <= 0 or memory_bytes < 1 << 26:
+        raise ValueError(f"timeout_s {timeout_s} must be above 0 and memory_bytes {memory_bytes} at least {1 << 26}")
+    check_isolation(isolation, service)
 
 
 code_tests.check_options = _check_code_tests  # type: ignore[attr-defined]

@@ -16,6 +16,7 @@ from typing import Any
 from mega_rl.observe.heartbeat import HEART
 from mega_rl.rewards.answers import garbled, read_answers, read_kinds, read_refusal
 from mega_rl.rewards.process import WorkerFailure, WorkerProcess
+from mega_rl.rewards.registry import IMAGES
 from mega_rl.rewards.worker import ASYNC, GARBLED, OUT_OF_MEMORY, SAMPLE, TIMED_OUT, Answer, Call, Setup
 
 START_TIMEOUT_S = 120.0  # a reward's imports may be large
@@ -83,6 +84,7 @@ class Dispatcher:
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self._kinds: list[str] = []  # of every reward: sample | async | batch
+        self.takes_images = False  # whether one of them does
         self.slots: list[Slot] = []
         self._given: queue.SimpleQueue[Work] = queue.SimpleQueue()
         self._is_given = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # readable if something is
@@ -263,7 +265,7 @@ class Dispatcher:
             kinds = read_kinds(message, len(self._setup.rewards))
             if self._kinds and kinds != self._kinds:  # the same rewards as in every other worker
                 raise garbled()
-            self._kinds = kinds
+            self._kinds, self.takes_images = kinds, IMAGES in message
             slot.is_ready = True
             return
         job = slot.job

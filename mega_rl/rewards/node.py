@@ -35,6 +35,7 @@ class Address:
 
     directory: str
     key: bytes
+    takes_images: bool = False  # see `Pool.takes_images`
 
 
 def machine() -> str:
@@ -53,7 +54,7 @@ def offer(pool: Pool, num_ranks: int) -> Address:
     listener = Listener(stack.enter_context(_path_of(home.path)), "AF_UNIX", backlog=num_ranks)
     stack.enter_context(listener)
     threading.Thread(target=_let_in, args=(stack, listener, home, key, pool, num_ranks), daemon=True).start()
-    return Address(home.path, key)
+    return Address(home.path, key, pool.takes_images)
 
 
 @contextlib.contextmanager
@@ -120,6 +121,7 @@ class RemotePool:
         Raises:
             PoolError: the owner is gone.
         """
+        self.takes_images = address.takes_images
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._open: dict[int, Future[Answers]] = {}  # without an answer

@@ -20,6 +20,11 @@ Answers = list[list[Answer]]  # [reward][sample]
 class Pool(Protocol):
     """Reward workers, of this process or of another one of its machine."""
 
+    @property
+    def takes_images(self) -> bool:
+        """Whether a reward takes the pictures of prompts."""
+        ...
+
     def submit(self, samples: Sequence[bytes]) -> Future[Answers]:
         """Start to score packed samples; what is submitted earlier is begun earlier, and nothing waits for its end.
 
@@ -62,6 +67,11 @@ class WorkerPool:
 
     def scratch_directories(self) -> list[str]:
         return [slot.worker.scratch for slot in self._dispatcher.slots]
+
+    @property
+    def takes_images(self) -> bool:
+        """See `Pool.takes_images`."""
+        return self._dispatcher.takes_images
 
     def submit(self, samples: Sequence[bytes]) -> Future[Answers]:
         """See `Pool.submit`."""

@@ -2,8 +2,9 @@
 
 A reward is a callable ``(data_source, solution_str, ground_truth, extra_info) -> float`` of one sample, or
 ``(data_sources, solution_strs, ground_truths, extra_infos) -> list[float]`` of several; either may be ``async``. It is
-called with these as keywords and its configured options beside them, and gets ``num_response_tokens`` if it names
-that parameter (a list, of several samples). ``(prompts, completions, **columns)`` of TRL and plain names such as
+called with these as keywords and its configured options beside them, and gets ``num_response_tokens`` and ``images``
+(the encoded bytes of the prompt's pictures) if it names that parameter (a list with one entry for each of several
+samples). ``(prompts, completions, **columns)`` of TRL and plain names such as
 ``(response, answer)`` are known by their parameters (`signature`). A value is a number, or an object with a ``score``,
 whose other numbers are metrics. It is named as a built-in, as ``package.module:function`` or as
 ``path/to/file.py:function``.
@@ -26,18 +27,22 @@ from typing import Any, Literal, Protocol, get_args, get_origin, get_type_hints
 
 from mega_rl.config.schema import RewardConfig
 from mega_rl.config.stage import MODEL_REWARD
+from mega_rl.rewards import images
 
 CONTRACT = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_CONTRACT = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-NUM_RESPONSE_TOKENS = "num_response_tokens"
+NUM_RESPONSE_TOKENS, IMAGES = "num_response_tokens", "images"
+ON_DEMAND = (NUM_RESPONSE_TOKENS, IMAGES)  # fields that a function gets only if it names them
 WITHOUT_TRUTH = ("format_regex", "repetition", "overlong")  # built-in rewards of the response alone
 # Names of parameters -> which entry of a sample they are; of several samples, also with an s; None: the prompt.
+# A sample has the entry of pictures only if it has any and a reward of the run takes them.
 FIELDS: dict[str, int | None] = {
     "data_source": 0,
     "solution_str": 1, "response": 1, "completion": 1,
     "ground_truth": 2, "answer": 2, "solution": 2,
     "extra_info": 3,
     NUM_RESPONSE_TOKENS: 4,
+    IMAGES: 5,
     "prompt": None,
 }  # fmt: skip
 RESPONSES = ("solution_str", "response", "completion")
@@ -79,12 +84,19 @@ class BoundReward:
     def is_async(self) -> bool:
         return inspect.iscoroutinefunction(self.function)
 
+    @property
+    def takes_images(self) -> bool:
+        return IMAGES in self.names
+
     def arguments(self, samples: list[tuple[Any, ...]]) -> dict[str, Any]:
         """The keywords of one call.
 
         Args:
-            samples: data source, response, ground truth, extra info and number of response tokens of each; a single one
-                for a function that takes one.
+            samples: data source, response, ground truth, extra info, number of response tokens and references of
+                pictures of each; a single one for a function that takes one.
+
+        Raises:
+            ValueError, OSError: a picture is not there any more as the run had it.
         """
         columns = self.columns
         if self.takes_columns:
@@ -100,6 +112,8 @@ class BoundReward:
 
 def _field(sample: tuple[Any, ...], name: str) -> Any:
     place = FIELDS.get(name, FIELDS.get(name.removesuffix("s")))
+    if name == IMAGES:
+        return images.read(sample[5]) if len(sample) > 5 else []
     return sample[3].get("prompt") if place is None else sample[place]
 
 
@@ -122,7 +136,7 @@ def signature(function: Callable[..., Any]) -> BoundReward:
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     names = [parameter.name for parameter in named]
-    number = (NUM_RESPONSE_TOKENS,) if NUM_RESPONSE_TOKENS in names else ()
+    wanted = tuple(name for name in ON_DEMAND if name in names)
     if "completions" in names:
         fields = [name for name in names if _is_field(name, is_batch=True)]
         more = ("prompts", "ground_truth", "answer", "solution") if takes_any else ()
@@ -132,7 +146,7 @@ def signature(function: Callable[..., Any]) -> BoundReward:
     for contract, is_batch in ((CONTRACT, False), (BATCH_CONTRACT, True)):
         is_meant = any(name in names for name in contract) or (takes_any and not is_batch and not names)
         if all(name in names for name in contract) or (takes_any and is_meant):
-            return BoundReward(function, {}, is_batch, (*contract, *number))
+            return BoundReward(function, {}, is_batch, (*contract, *wanted))
     is_batch = any(name in names for name in ("solution_strs", "responses"))
     if not is_batch and not any(name in names for name in RESPONSES):
         takes = ", ".join(names) or "nothing"
@@ -203,7 +217,7 @@ def _check_options(name: str, reward: BoundReward, options: Mapping[str, Any]) -
     parameters = inspect.signature(function).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     named = {key: p for key, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    given = (*reward.names, NUM_RESPONSE_TOKENS)
+    given = (*reward.names, *ON_DEMAND)
     own = {key: parameter for key, parameter in named.items() if key not in given}
     for key in options:
         if key in given:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -12,6 +12,7 @@ from mega_rl.config.environment import ENVIRONMENT, TURNS
 from mega_rl.config.schema import RewardConfig, RewardWorkersConfig
 from mega_rl.errors import InputError
 from mega_rl.rewards.dispatch import PoolError
+from mega_rl.rewards.images import Encoded, Lent
 from mega_rl.rewards.pool import Answers, Pool, WorkerPool, pack
 from mega_rl.rewards.registry import BUILT_IN, part_name
 from mega_rl.rewards.worker import MAX_VALUE, SCORE, Answer, Sample, Setup
@@ -44,10 +45,19 @@ class Scorer:
     Args:
         pool: the workers; None: there are no such rewards, and every score is 0.
         judge: adds to the scores later; None: they are whole.
+        pictures: by the keys that prompts have for them; None: the model sees none.
     """
 
-    def __init__(self, rewards: list[WeightedReward], pool: Pool | None, judge: Judge | None = None) -> None:
+    def __init__(
+        self,
+        rewards: list[WeightedReward],
+        pool: Pool | None,
+        judge: Judge | None = None,
+        pictures: Mapping[str, Encoded] | None = None,
+    ) -> None:
         self.rewards, self.pool, self.judge = rewards, pool, judge
+        self._pictures = pictures if pictures is not None and pool is not None and pool.takes_images else {}
+        self._lent = Lent()
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         """One score per trajectory, in order; a trajectory of which any reward is unknown scores NaN.
@@ -57,7 +67,11 @@ class Scorer:
         """
         if self.pool is None:
             return [Score(0.0) for _ in trajectories]
-        answers = _answers(self.pool.submit([pack(_sample(trajectory)) for trajectory in trajectories]))
+        try:
+            answers = _answers(self.pool.submit([pack(self._sample(trajectory)) for trajectory in trajectories]))
+        finally:
+            for trajectory in trajectories:
+                self._lent.give_back(self._seen(trajectory))
         return [self._score([of_reward[i] for of_reward in answers]) for i in range(len(trajectories))]
 
     def start(self, trajectory: Trajectory) -> Future[Score]:
@@ -75,14 +89,32 @@ class Scorer:
             return result
 
         def finish(answered: Future[Answers]) -> None:
+            self._lent.give_back(self._seen(trajectory))
             try:
                 score = self._score([of_reward[0] for of_reward in _answers(answered)])
                 result.set_result(with_turns(score, turn_rewards))
             except InputError as error:
                 result.set_exception(error)
 
-        self.pool.submit([pack(_sample(trajectory))]).add_done_callback(finish)
+        self.pool.submit([pack(self._sample(trajectory))]).add_done_callback(finish)
         return result
+
+    def _sample(self, trajectory: Trajectory) -> Sample:
+        prompt, episode = trajectory.prompt, trajectory.episode
+        of_episode = {} if episode is None else {"episode": {"stop": episode.stop, **episode.metrics}}
+        sample = (
+            prompt.data_source,
+            trajectory.text,
+            prompt.ground_truth,
+            {"prompt": prompt.text} | dict(prompt.extra_info) | of_episode,
+            trajectory.num_sampled,
+        )
+        seen = self._seen(trajectory)
+        return (*sample, self._lent.take(seen)) if seen else sample
+
+    def _seen(self, trajectory: Trajectory) -> list[Encoded]:
+        """The pictures that are sent with it."""
+        return [self._pictures[image.key] for image in trajectory.prompt.images] if self._pictures else []
 
     def _score(self, answers: list[Answer]) -> Score:
         parts: dict[str, float] = {}
@@ -102,6 +134,7 @@ class Scorer:
         """End the workers, or this process's connection to them."""
         if self.pool is not None:
             self.pool.close()
+        self._lent.close()
 
 
 def score_of(episode: Outcome, has_rewards: bool) -> Score | None:
@@ -164,15 +197,3 @@ def _answers(answered: Future[Answers]) -> Answers:
         return answered.result()
     except PoolError as error:
         raise InputError(str(error)) from error
-
-
-def _sample(trajectory: Trajectory) -> Sample:
-    prompt, episode = trajectory.prompt, trajectory.episode
-    of_episode = {} if episode is None else {"episode": {"stop": episode.stop, **episode.metrics}}
-    return (
-        prompt.data_source,
-        trajectory.text,
-        prompt.ground_truth,
-        {"prompt": prompt.text} | dict(prompt.extra_info) | of_episode,
-        trajectory.num_sampled,
-    )

@@ -1,4 +1,4 @@
-"""The temporary directory of a reward worker, and those that killed runs left behind. Imports no torch.
+"""Temporary directories of processes that may be killed, and those that killed ones left behind. Imports no torch.
 
 The owner of a directory holds a lock on it for as long as it lives. The kernel gives the lock up when the owner ends,
 however that happens, so a directory that can be locked has no owner. Process numbers are not trusted: another process
@@ -14,15 +14,15 @@ import shutil
 import subprocess
 import tempfile
 
-PREFIX = "mega_rl_reward_scratch_"
+PREFIX = "mega_rl_reward_scratch_"  # of those of reward workers
 
 
 class Scratch:
-    """A directory of the temporary folder that this process owns until `remove`."""
+    """A directory of the temporary folder that this process owns until `remove`; its name begins with the prefix."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: str = PREFIX) -> None:
         while True:
-            self.path = tempfile.mkdtemp(prefix=PREFIX)
+            self.path = tempfile.mkdtemp(prefix=prefix)
             lock = _locked(self.path)
             if lock is not None:
                 break  # else a `sweep` locked the directory first, and removes it
@@ -33,10 +33,10 @@ class Scratch:
         os.close(self._lock)
 
 
-def sweep() -> None:
-    """Remove the directories of this user in the temporary folder whose owners have ended."""
+def sweep(prefix: str = PREFIX) -> None:
+    """Remove the directories of this user and prefix in the temporary folder whose owners have ended."""
     with os.scandir(tempfile.gettempdir()) as entries:
-        found = [entry for entry in entries if entry.name.startswith(PREFIX)]
+        found = [entry for entry in entries if entry.name.startswith(prefix)]
     for entry in found:
         with contextlib.suppress(OSError):  # another process removes it too
             is_own = entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == os.geteuid()

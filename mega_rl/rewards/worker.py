@@ -19,14 +19,14 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
 from typing import Any, TypeVar
 
 from mega_rl.rewards import launcher, sandbox
-from mega_rl.rewards.registry import BoundReward, bind
+from mega_rl.rewards.registry import IMAGES, BoundReward, bind
 
 HEADER = struct.Struct("!Q")  # bytes of the pickled message that follows
 PR_SET_PDEATHSIG = 1
@@ -51,7 +51,7 @@ CAUSES = (RAISED, TIMED_OUT, EXITED, OUT_OF_MEMORY, NOT_A_NUMBER, LEFT_PROCESSES
 SAMPLE, ASYNC, BATCH = "sample", "async", "batch"  # how a reward takes its samples
 KINDS = (SAMPLE, ASYNC, BATCH)
 
-Sample = tuple[str, str, str, Mapping[str, Any], int]  # see BoundReward.arguments
+Sample = tuple[Any, ...]  # see BoundReward.arguments
 T = TypeVar("T")
 # A value, or a value with figures beside it (all under their names, the value under SCORE), or why it is not known:
 # cause and detail.
@@ -113,7 +113,7 @@ def main(channel_fd: int, parent_pid: int, progress_fd: int) -> None:
         _send(channel, {"refused": str(error)[:MAX_REFUSAL_LENGTH]})
         return
     kinds = [BATCH if r.is_batch else ASYNC if r.is_async else SAMPLE for r in rewards]
-    _send(channel, {"ready": kinds})
+    _send(channel, {"ready": kinds} | ({IMAGES: True} if any(r.takes_images for r in rewards) else {}))
     gc.freeze()  # what is loaded now stays: collections need not look at it again
     while True:
         call: Call = _receive(channel)

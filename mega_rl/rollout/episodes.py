@@ -17,6 +17,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -31,7 +32,7 @@ from mega_rl.types import Prompt, Trajectory
 CLOSE_S = 10.0  # for environments that are cancelled
 MAX_WAIT_S = 0.5  # for environments, where no turn is being sampled: the other ranks wait in a collective meanwhile
 
-Key = tuple[int, int]  # prompt and sample: of one episode among those under way
+Key = tuple[int, int]  # of one episode among those under way: its prompt and sample, or its number and 0
 
 
 @dataclass(frozen=True)
@@ -69,13 +70,18 @@ class EpisodeSampler:
     episode ends: with a failure if it must.
     """
 
-    def __init__(self, engine: ProbedSampler, plan: Plan, is_leader: bool = True, ranks: Any = None) -> None:
+    def __init__(
+        self, engine: ProbedSampler, plan: Plan, is_leader: bool = True, ranks: Any = None, is_numbered: bool = False
+    ) -> None:
         """
         Args:
             engine: samples the turns; nobody else submits to it while episodes are under way.
             is_leader: whether this is the engine's first rank, which runs the environments.
             ranks: process group of the engine's ranks, if it has several.
+            is_numbered: a sample of a prompt may be under way several times, for several steps. The engine is then
+                given numbers of episodes in place of those of prompts.
         """
+        self._is_numbered = is_numbered
         self._engine, self._plan, self._is_leader, self._ranks = engine, plan, is_leader, ranks
         self._under_way: dict[Key, _UnderWay] = {}
         self._with_environment: set[Key] = set()  # episodes of which no turn is under way; the same on all ranks
@@ -99,17 +105,27 @@ class EpisodeSampler:
         return self._engine.first_logprobs(prompt_ids, temperature)
 
     def submit(self, requests: Sequence[Request]) -> None:
+        self.enter(requests)
+
+    def enter(self, requests: Sequence[Request]) -> list[int]:
+        """``submit``; returns the episodes' numbers, which ``numbered_step`` gives back with them."""
         self.check(requests)
+        first = self._num_submitted
         for request in requests:
-            key = request.prompt.index, request.sample_index
+            key = (self._num_submitted, 0) if self._is_numbered else (request.prompt.index, request.sample_index)
             assert key not in self._under_way, f"sample {key[1]} of prompt {key[0]} is under way twice"
             one = self._under_way[key] = _UnderWay(self._num_submitted, request)
             self._num_submitted += 1
             self._with_environment.add(key)
             if self._is_leader:
                 self._begin(key, one)
+        return list(range(first, self._num_submitted))
 
     def step(self) -> Sequence[Ended]:
+        return [one for _, one in self.numbered_step()]
+
+    def numbered_step(self) -> list[tuple[int, Ended]]:
+        """``step``, with the numbers of the episodes that have ended, ascending."""
         ended: list[tuple[int, Ended]] = []
         if self._with_environment:
             said = self._told() if self._is_leader else []
@@ -126,7 +142,7 @@ class EpisodeSampler:
                 self._with_environment.add((turn.prompt.index, turn.sample_index))
                 if isinstance(turn, Trajectory) and self._is_leader:
                     self._hand_over(turn)
-        return [one for _, one in sorted(ended, key=lambda pair: pair[0])]
+        return sorted(ended, key=itemgetter(0))
 
     def generate(self, requests: Sequence[Request]) -> list[Trajectory]:
         """As ``Sampler.generate``; every rank of the engine has the trajectories, so it is for few of them."""
@@ -155,6 +171,11 @@ class EpisodeSampler:
 
         asyncio.run_coroutine_threadsafe(cancel(), loop).result()
         loop.call_soon_threadsafe(loop.stop)
+
+    def anew(self) -> EpisodeSampler:
+        """Another one in its place, with no episode under way; this one is closed. The engine's turns go on."""
+        self.close()
+        return EpisodeSampler(self._engine, self._plan, self._is_leader, self._ranks, self._is_numbered)
 
     def _begin(self, key: Key, one: _UnderWay) -> None:
         if self._loop is None:
@@ -188,9 +209,9 @@ class EpisodeSampler:
         one = self._under_way[key]
         request, turn = one.request, one.num_turns
         one.num_turns += 1
-        prompt = Prompt(request.prompt.index, tuple(wanted.token_ids.tolist()), "", "", request.prompt.data_source)
+        prompt = Prompt(key[0], tuple(wanted.token_ids.tolist()), "", "", request.prompt.data_source)
         seed = turn_seed(request.seed, turn)
-        return replace(request, prompt=prompt, seed=seed, max_tokens=wanted.max_tokens, turn=turn)
+        return replace(request, prompt=prompt, sample_index=key[1], seed=seed, max_tokens=wanted.max_tokens, turn=turn)
 
     def _hand_over(self, turn: Trajectory) -> None:
         """A turn to the episode that waits for it."""

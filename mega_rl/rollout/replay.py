@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from mega_rl.errors import InputError
 from mega_rl.fleet import events
-from mega_rl.fleet.carrier import Requests
+from mega_rl.fleet.carrier import Requests, Whereabouts
 from mega_rl.models.mixture import Mixture
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.records import read_step, trajectory_of_row
@@ -54,13 +54,16 @@ class Records:
         """The response to a request of a step that has been read.
 
         Raises:
-            InputError: there is none, or it has not the experts that are asked for.
+            InputError: there is none, its pictures have changed, or it has not the experts that are asked for.
         """
         key = request.prompt.index, request.sample_index
         found = self._steps.get(step, {}).get(key)
+        where = f"prompt {key[0]} at step {step}"
+        if found is not None and (other := _other_picture(found.prompt, request.prompt, where)) is not None:
+            raise InputError(f"rollout.replay={self._directory} has {other} when the run was recorded")
         if found is None or not _is_of(found, request.prompt):
             raise InputError(
-                f"rollout.replay={self._directory} has no sample {key[1]} of prompt {key[0]} at step {step}: replay "
+                f"rollout.replay={self._directory} has no sample {key[1]} of {where}: replay "
                 "with the data, data.seed, data.train_batch_size, rollout.n, rollout.mode and rollout.max_staleness of "
                 "the recorded run"
             )
@@ -69,7 +72,7 @@ class Records:
         if found.routed_experts is None or not self._fits(found.routed_experts):
             what = "no experts" if found.routed_experts is None else "another model's experts"
             raise InputError(
-                f"rollout.replay={self._directory} has {what} of sample {key[1]} of prompt {key[0]} at step {step}: "
+                f"rollout.replay={self._directory} has {what} of sample {key[1]} of {where}: "
                 "set rollout.routing_replay=off, or record with this model and rollout.routing_replay=rollout"
             )
         return found
@@ -143,7 +146,7 @@ class RecordedCarrier:
         self._records, self._requests = records, requests
         self._said: list[events.Event] = []
 
-    def carry(self, decision: events.Start | events.Kill | events.Load | events.Issue) -> None:
+    def carry(self, decision: events.Start | events.Kill | events.Release | events.Load | events.Issue) -> None:
         """As of ``Carrier``; InputError if the records have no such step or sample."""
         if isinstance(decision, events.Start):
             self._said.append(events.Started(decision.engine, decision.life))
@@ -168,8 +171,35 @@ class RecordedCarrier:
             time.sleep(wait_s)
         return said
 
+    def reserve(self, engine: int) -> None:
+        """Do nothing: there is no engine."""
+
+    def has_room(self, engine: int) -> bool:
+        return False
+
+    def free(self) -> str:
+        return "the responses of this run are recorded ones (rollout.replay), so no engine would make it faster"
+
+    def whereabouts(self) -> dict[int, Whereabouts]:
+        return {}
+
     def close(self) -> None:
         """Do nothing."""
+
+
+def _other_picture(recorded: Prompt, prompt: Prompt, where: str) -> str | None:
+    """What is wrong with the first picture whose digest or size is not the recorded one; None: all are the same.
+
+    Args:
+        where: the prompt and the step, for the sentence.
+    """
+    pairs = zip(recorded.images, prompt.images, strict=False)
+    for number, (old, new) in enumerate(pairs, start=1):
+        if old.key != new.key:
+            if old.key.partition("-")[0] == new.key.partition("-")[0]:  # what stands before it is the file's digest
+                return f"picture {number} of {where} in another size: set data.max_pixels as it was"
+            return f"other pictures than the data: picture {number} of {where}; put its file back as it was"
+    return None
 
 
 def _is_of(recorded: Trajectory, prompt: Prompt) -> bool:

@@ -273,12 +273,6 @@ def colocated_sink(
     reason = live.obstacle(load)
     if reason is None:
         return live
-    if weights.shape.tower is not None:
-        raise InputError(
-            f"rollout.weight_update={weight_update} cannot write {reason}, and the tower of a {weights.shape.family} "
-            "model is written in place only: remove the options of rollout.vllm that change how the engine holds "
-            "weights, or train the model with sft"
-        )
     if weight_update == "live":
         raise refused_live(reason)
     if weights.slots is not None:

@@ -10,8 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -24,10 +26,14 @@ from mega_rl.fleet.steward import Steward
 from mega_rl.fleet.tickets import Key
 from mega_rl.observe.heartbeat import HEART
 from mega_rl.rollout.collect import PromptGroup
+from mega_rl.rollout.fleet_desk import FleetDesk
+from mega_rl.rollout.fleet_record import FleetRecord
+from mega_rl.rollout.fleet_requests import DIRECTORY, Mailbox
 from mega_rl.types import Score, Trajectory
 
 POLL_S = 0.02  # an engine is waited for so long before scores and the loop are heard again
 TICK_S = 1.0  # between two looks at the limits of engines
+ATTEND_S = 0.5  # between two looks for questions
 CLOSE_S = 60.0
 
 
@@ -45,33 +51,41 @@ class StewardThread:
     Args:
         steward: that nobody has begun with.
         carrier: the engines; closed by the thread when it ends.
-        score: starts the scoring of a trajectory.
-        is_kept: whether a step learns from a group with these scores.
+        score: starts the scoring of a trajectory of a ticket.
+        is_kept: whether a step learns from a group.
         scores: of groups that are already decided in what the steward goes on from.
         limit_s: how long nothing at all may come while a step is waited for; the steward's own limits are below it.
+        output_dir: of the run, where it is asked about its engines and writes what they did; None: neither.
+
+    Raises:
+        InputError: there it cannot write.
     """
 
     def __init__(
         self,
         steward: Steward,
         carrier: Carrier,
-        score: Callable[[Trajectory], Future[Score]],
-        is_kept: Callable[[Sequence[Score]], bool],
+        score: Callable[[Key, Trajectory], Future[Score]],
+        is_kept: Callable[[PromptGroup], bool],
         scores: Mapping[Key, tuple[Score, ...]],
         limit_s: float,
+        output_dir: Path | None = None,
     ) -> None:
         self._steward, self._carrier, self._score, self._is_kept = steward, carrier, score, is_kept
         self._limit_s = limit_s
         self._scores = dict(scores)
-        self._scoring: dict[Key, list[Future[Score]]] = {}
+        self._scoring: dict[Key, tuple[tuple[Trajectory, ...], list[Future[Score]]]] = {}
         self._told: SimpleQueue[Event | Key] = SimpleQueue()  # by the loop; a key: of a group that is scored
         self._changed = threading.Condition()  # guards what follows
         self._delivered: dict[int, Delivered] = {}
+        self._validated: dict[int, dict[Key, PromptGroup]] = {}
         self._committed: dict[int, tuple[dict[str, Any], dict[Key, tuple[Score, ...]]]] = {}
         self._failure: Exception | None = None
         self._heard_at = time.monotonic()
         self._awaited = ""  # by the loop, in words
         self._is_closing = threading.Event()
+        mailbox, self.record = _opened(steward, output_dir)
+        self._desk = FleetDesk(mailbox, steward, carrier, self.record, self._handle) if mailbox else None
         self._thread = threading.Thread(target=self._run, name="steward", daemon=True)
         self._thread.start()
 
@@ -91,6 +105,23 @@ class StewardThread:
     def published(self, version: int) -> None:
         """The weights of this version can be fetched: the step before it has been learned from."""
         self._told.put(events.Published(version))
+
+    def validate(self, version: int, num_prompts: int, num_samples: int) -> None:
+        """Have prompts answered with the weights of the version's validation, beside the steps that are in the air.
+
+        Those can be fetched until ``validated`` has returned. ``Requests`` are asked for under the keys
+        ``(held_out(version), number of the prompt)``.
+        """
+        self._told.put(events.Validate(version, num_prompts, num_samples))
+
+    def validated(self, version: int) -> dict[Key, PromptGroup]:
+        """The answers to a validation's prompts, in their order, as soon as all are scored; once.
+
+        Raises: as ``take``.
+        """
+        with self._changed:
+            self._wait_for(lambda: version in self._validated, f"the validation after step {version}")
+            return self._validated.pop(version)
 
     def saved(self, version: int) -> None:
         """The trainer's part of a checkpoint of this version is written; ``committed`` gives the rest."""
@@ -145,8 +176,10 @@ class StewardThread:
 
     def _run(self) -> None:
         try:
-            self._carry_out(self._steward.begin(time.monotonic()))
-            ticked_at = time.monotonic()
+            decisions = self._steward.begin(time.monotonic())
+            self.record.hear(None, decisions)
+            self._carry_out(decisions)
+            ticked_at = attended_at = time.monotonic()
             while not self._is_closing.is_set() and not self._steward.has_ended:
                 num_told = self._hear_loop()
                 for event in self._carrier.events(0.0 if num_told else POLL_S):
@@ -154,10 +187,18 @@ class StewardThread:
                 if time.monotonic() - ticked_at > TICK_S:
                     ticked_at = time.monotonic()
                     self._handle(events.Ticked())
+                    self.record.flush()
+                if self._desk is not None and time.monotonic() - attended_at > ATTEND_S:
+                    attended_at = time.monotonic()
+                    self._desk.attend()
         except Exception as error:  # noqa: BLE001 - whatever it is, it is raised where the loop waits
             self._fail(error)
         finally:
-            self._carrier.close()
+            with ExitStack() as closing:  # each, also if another fails
+                closing.callback(self._carrier.close)
+                closing.callback(self.record.close)
+                if self._desk is not None:
+                    closing.callback(self._desk.close)
 
     def _hear_loop(self) -> int:
         """Take in what the loop told and which groups have been scored; returns how much that was."""
@@ -181,34 +222,40 @@ class StewardThread:
         self._handle(event)
 
     def _handle(self, event: Event) -> None:
-        self._carry_out(self._steward.handle(event, time.monotonic()))
+        decisions = self._steward.handle(event, time.monotonic())
+        self.record.hear(event, decisions)
+        self._carry_out(decisions)
 
     def _carry_out(self, decisions: Sequence[Decision]) -> None:
         for decision in decisions:
-            if isinstance(decision, events.Start | events.Kill | events.Load | events.Issue):
+            if isinstance(decision, events.Start | events.Kill | events.Release | events.Load | events.Issue):
                 self._carrier.carry(decision)
             elif isinstance(decision, events.Score):
                 self._begin_scoring(decision)
             elif isinstance(decision, events.Deliver):
                 self._deliver(decision)
+            elif isinstance(decision, events.Validated):
+                self._end_validation(decision)
             elif isinstance(decision, events.Commit):
                 self._commit(decision)
             elif isinstance(decision, events.End) and decision.is_failure:
                 self._fail(InputError(decision.sentence))
             # ``Forget`` needs nothing: a store of weights keeps the newest ones that the rules can ask for
         oldest = self._steward.oldest_kept
-        self._scores = {key: found for key, found in self._scores.items() if key.step >= oldest}
+        self._scores = {key: found for key, found in self._scores.items() if key.step >= oldest or key.step < 0}
 
     def _begin_scoring(self, decision: events.Score) -> None:
-        found = self._scoring[decision.key] = [self._score(trajectory) for trajectory in decision.results]
+        found = [self._score(decision.key, trajectory) for trajectory in decision.results]
+        self._scoring[decision.key] = decision.results, found
         left = _Countdown(len(found), partial(self._told.put, decision.key))
         for score in found:
             score.add_done_callback(left.one)
 
     def _end_scoring(self, key: Key) -> None:
         self._heard_at = time.monotonic()
-        scores = self._scores[key] = tuple(score.result() for score in self._scoring.pop(key))
-        self._handle(events.Scored(key, self._is_kept(scores)))
+        trajectories, found = self._scoring.pop(key)
+        scores = self._scores[key] = tuple(score.result() for score in found)
+        self._handle(events.Scored(key, key.step < 0 or self._is_kept(PromptGroup(trajectories, scores))))
 
     def _deliver(self, decision: events.Deliver) -> None:
         kept = {key: PromptGroup(results, self._scores[key]) for key, results in decision.groups}
@@ -221,6 +268,12 @@ class StewardThread:
             self._delivered[decision.step] = Delivered(kept, dropped)
             self._changed.notify_all()
 
+    def _end_validation(self, decision: events.Validated) -> None:
+        groups = {key: PromptGroup(results, self._scores.pop(key)) for key, results in decision.groups}
+        with self._changed:
+            self._validated[decision.version] = groups
+            self._changed.notify_all()
+
     def _commit(self, decision: events.Commit) -> None:
         scores = {key: found for key, found in self._scores.items() if key.step >= decision.version}
         with self._changed:
@@ -231,6 +284,25 @@ class StewardThread:
         with self._changed:
             self._failure = error
             self._changed.notify_all()
+
+
+def _opened(steward: Steward, output_dir: Path | None) -> tuple[Mailbox | None, FleetRecord]:
+    """
+    Raises:
+        InputError: the directory cannot be written.
+    """
+    if output_dir is None:
+        return None, FleetRecord(steward)
+    try:
+        with ExitStack() as failed:
+            mailbox = Mailbox(output_dir)
+            failed.callback(mailbox.close)
+            record = FleetRecord(steward, output_dir / DIRECTORY)
+            failed.pop_all()
+    except OSError as error:
+        why = f"{output_dir / DIRECTORY} cannot be written ({error.strerror})"
+        raise InputError(f"{why}: make it a directory of your own, or set another trainer.output_dir") from error
+    return mailbox, record
 
 
 class _Countdown:

@@ -35,8 +35,8 @@ def train(session: Session) -> None:
     # Both take the actor for what model.path holds: it is resumed after them.
     reference = building.reference(session, actor)
     builder, sync = sampling(session, actor, noise, prompts, scorer, total_steps)
-    layout, rendezvous, depot = session.engine_layout, session.rendezvous, session.depot
-    validator = Validator(config, layout, timers, say, held_out, sync, builder.sampler, scorer, rendezvous, depot)
+    layout = session.engine_layout
+    validator = Validator(config, layout, timers, say, held_out, sync, builder, scorer, session.depot)
     probe = EngineProbe(builder.probed, layout, session.shape.vocab_size, config, say)
     learner = building.learner(session, actor, reference, total_steps)
     watch = RewardWatch(say)

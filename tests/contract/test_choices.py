@@ -70,6 +70,8 @@ WITHOUT_TABLE = {
     "environment.unfinished",
     "memory.recompute",
     "parallel.context_method",
+    "platform.kernels",
+    "platform.layers",
     "platform.mindspeed.mode",
     "preference.reference",
     "rollout.adapter",

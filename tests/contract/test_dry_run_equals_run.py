@@ -55,7 +55,7 @@ ENGINE = "rollout.tensor_parallel_size"
 LONG_RESPONSE = {"data.max_response_length": 120, "trainer.max_tokens_per_microbatch": 136}
 
 # Families that no engine takes.
-WITHOUT_ENGINE = [name for name in families.CONTRACT.own if name.startswith("deepseek") or name == "qwen3_vl_moe"]
+WITHOUT_ENGINE = [name for name in families.CONTRACT.own if name.startswith("deepseek")]
 CASES: dict[str, Case] = {
     # --- every family as transformers writes it
     **{name: Case(name, keys=SFT if name in WITHOUT_ENGINE else {}) for name in families.CONTRACT.own},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
+import re
 from abc import ABC, abstractmethod
 from functools import cache, partial
 from pathlib import Path
@@ -14,9 +15,12 @@ from typing import Any
 import pytest
 import torch
 
+from mega_rl.bridge.mapping.vllm import vllm_slices
+from mega_rl.models.shape import parse_config
 from mega_rl.rollout import receiver
 from mega_rl.rollout.vllm import versions as vllm_versions
 from mega_rl.rollout.vllm.versions import TransferMethods, parameter_name, start_arguments
+from tests import families
 from tests.contract.vllm_signatures import record
 from tests.contract.vllm_signatures.uses import WORKER, Call, Use, uses
 from tests.contract.vllm_signatures.wheel import Package
@@ -178,6 +182,36 @@ def test_experts_have_one_name(version: str, name: str) -> None:
     assert (names(version)[record.EXPERTS_MODULE] is not None) == ("routed_experts" in name)
     assert parameter_name(name) == "model.layers.0.mlp.experts.routed_experts.w13_weight"
     assert parameter_name("model.layers.0.mlp.gate_up_proj.weight") == "model.layers.0.mlp.gate_up_proj.weight"
+
+
+@VERSIONS
+def test_models_that_see_have_the_modules_that_weights_are_written_to(version: str) -> None:
+    """Tower, language model and mixture, by the names of every parameter that is sent; and what renders pictures."""
+    for path, parts in record.SEEING.items():
+        for part in parts:
+            assert names(version)[f"{path}.{part}"] is not None, f"{version} has no {path}.{part}"
+    known = {part for parts in record.SEEING.values() for part in parts}
+    known |= {"layers", "routed_experts", "w13_weight", "w2_weight", "weight", "bias"}
+    for family in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"):
+        sent = {piece.local_name for piece in vllm_slices(parse_config(families.CONTRACT.config(family), family), 1, 0)}
+        assert {name.split(".")[0] for name in sent} == {"visual", "language_model"}
+        words = {word for name in sent for word in name.split(".") if not word.isdecimal()}
+        assert words <= known, words - known
+    registered = "\n".join(recorded(f"vllm-{version}")["experts"])
+    for name in ("w13_weight", "w2_weight"):
+        assert f"layer.register_parameter('{name}'" in registered
+    assert re.search(r"w13_weight = .*\(num_experts, w13_up_dim, hidden_size", registered)
+    assert re.search(r"w2_weight = .*\(num_experts, hidden_size, intermediate_size_per_partition", registered)
+
+
+@VERSIONS
+def test_pictures_are_rendered_as_we_ask(version: str) -> None:
+    """One call without a keyword, whose answer is changed and given to ``add_request``."""
+    entry = names(version)["vllm.renderers.base.BaseRenderer.render_cmpl"]
+    assert entry is not None and binds(entry, Call(1, (), False))
+    assert {"limit_mm_per_prompt", "mm_processor_kwargs", "mm_encoder_tp_mode", "mm_processor_cache_gb"} <= set(
+        record.said()
+    )
 
 
 def test_plain_experts_take_what_the_packed_ones_take() -> None:

@@ -49,6 +49,7 @@ def run_config(case: Case, objective: Objective, dtype: str = "float32") -> RunC
     config = RunConfig()
     config.trainer.stage = objective.stage
     config.rollout.temperature = 0.7  # of no consequence in the supervised stage
+    config.algorithm.entropy_coefficient = objective.entropy_coefficient
     config.model.dtype = dtype
     parallel = config.parallel
     for axis in (

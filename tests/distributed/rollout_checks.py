@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from mega_rl.bridge.mapping.megatron import rank_series
-from mega_rl.bridge.mapping.vllm import vllm_slices
+from mega_rl.bridge.mapping.vllm import vllm_series, vllm_slices
+from mega_rl.bridge.reshard.deposit import summed
+from mega_rl.bridge.reshard.proof import live_hashes
 from mega_rl.bridge.slices import extents, indices
 from mega_rl.config.schema import RolloutConfig
 from mega_rl.errors import InputError
@@ -34,6 +37,7 @@ from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.collectives import broadcast_object, gather_objects
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
 from mega_rl.rollout.engine import Request
+from mega_rl.rollout.remote.weight_store import Form, Store, Stored, take
 from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.sinks import InPlaceSink, Weights
 from mega_rl.rollout.temperature_probe import measured_temperatures, probe_prompt
@@ -224,6 +228,30 @@ def tokens_are_of_their_version(engine: VLLMEngine, model: PreTrainedModel, path
     del engine._llm.reset_prefix_cache
     engine.exchange(live_write(model, path), engine.weight_version + 1)  # forgets the mixture
     assert errors[0] < 1e-4 and errors[1] > 1e-3, errors
+
+
+def fifty_updates_under_way(engine: VLLMEngine, model: PreTrainedModel, path: Path) -> None:
+    """Every step samples with other weights, of which all bytes are proved as they arrive from a store."""
+    form = Form((tuple(vllm_series(read_model_shape(path), 1, 0)),), torch.float32, num_slots=2, salt=5)
+    store, slices = Store(form), form.slices[0]
+    models, found = {engine.weight_version: copy.deepcopy(model)}, list[Trajectory]()
+    for version in range(engine.weight_version + 1, engine.weight_version + 51):
+        if not engine.num_unfinished:
+            engine.submit(make_requests([prompt(0, 7)], n=3, step=version, seed=7, max_tokens=12, temperature=1.0))
+        found += engine.step()
+        perturb(model, version, 0.01)
+        stored = store.parameters(0, version)
+        live_write(model, path)(stored)
+        hashes = zip(slices, live_hashes(stored, slices, form.salt), strict=True)
+        digest = summed({(piece.local_name, piece.hf_name): value} for piece, value in hashes)
+        engine.exchange(partial(take, store, 0, Stored(version, [digest])), version)
+        models[version] = copy.deepcopy(model)
+    while engine.num_unfinished:
+        found += engine.step()
+    store.close()
+    assert len({span.version for trajectory in found for span in trajectory.spans}) > 40
+    errors = [span_error(trajectory, models) for trajectory in found]
+    assert max(errors) < 1e-4, errors
 
 
 def span_error(trajectory: Trajectory, models: Mapping[int, PreTrainedModel]) -> float:
@@ -438,6 +466,7 @@ def single(directory: Path) -> None:
             check("bad_input", bad_input, path, live, packed)
             check("weights_change_under_way", weights_change_under_way, live, model, path)
             check("tokens_are_of_their_version", tokens_are_of_their_version, live, model, path)
+            check("fifty_updates_under_way", fifty_updates_under_way, live, model, path)
         check(f"{family}_live_writes", takes_live_writes, live, model, path, 1, 0)
         check(f"{family}_live_loader", takes_weights, live, model, 2, 23)
         check(f"{family}_reload", takes_weights, packed, twin, 1, 23)

@@ -9,10 +9,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from mega_rl.config.schema import DataConfig
 from mega_rl.data import prompts as prompts_module
+from mega_rl.data.pictures import Found, PictureReader
 from mega_rl.data.prompts import PromptDataset
+from mega_rl.data.rows import Row
 from mega_rl.data.synthetic import arithmetic_tokenizer
 from mega_rl.errors import InputError
 from mega_rl.parallel.collectives import broadcast_object, gather_objects, join_world, work_shared
@@ -86,10 +90,54 @@ def tokenises_once(directory: Path) -> None:
         raise AssertionError("different files were accepted")
 
 
+class CountingReader(PictureReader):
+    looked = 0
+
+    def _look(self, found: Found) -> tuple[str, tuple[int, int]]:
+        self.looked += 1
+        return super()._look(found)
+
+
+def opens_pictures_once(directory: Path) -> None:
+    """Every rank knows every picture and opened a share of them; what one finds, all of them say."""
+    here = directory / f"pictures_{dist.get_rank()}"  # as on nodes with disks of their own
+    here.mkdir()
+    for number in range(24):
+        Image.new("RGB", (16 + 4 * number, 16)).save(here / f"{number}.png")
+    size = {"shortest_edge": 64, "longest_edge": 1 << 20}
+
+    def rows(count: int = 24) -> list[Row]:
+        fields = ({"prompt": "<image>?", "images": [f"{number}.png"]} for number in range(count))
+        return [Row(here / "rows.jsonl", i + 1, of_row) for i, of_row in enumerate(fields)]
+
+    def refused(count: int = 24) -> str:
+        try:
+            reader.take(rows(count), "data.train_files")
+        except InputError as error:
+            (sentence,) = set(gather_objects(str(error)))
+            return sentence
+        raise AssertionError("nobody refused")
+
+    reader = CountingReader(Qwen2VLImageProcessorPil(size=size, patch_size=4, merge_size=2), "<one>", 1, 1)
+    taken = reader.take(rows(), "data.train_files")
+    assert reader.looked == 24 // dist.get_world_size(), reader.looked
+    assert [row.get("prompt") for row, _ in taken] == ["<one>?"] * 24
+    assert len(set(gather_objects(tuple(picture.key for _, pictures in taken for picture in pictures)))) == 1
+    assert "24 pictures on rank 0 and 23 on rank 3" in refused(24 - (dist.get_rank() == 3))
+    for bad in (21, 9):
+        (here / f"{bad}.png").write_bytes(b"no picture")
+    assert "rows.jsonl line 10, picture 1 cannot be read" in refused()
+    if dist.get_rank() == 7:
+        (here / "2.png").unlink()
+    os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = "0", "1"
+    assert "pictures_7/rows.jsonl line 3, picture 1: " in (sentence := refused()) and "is no file" in sentence
+
+
 def main(directory: Path) -> None:
     sockets = connects_neighbours_only()
     shares_work()
     tokenises_once(directory)
+    opens_pictures_once(directory)
     print(f"SOCKETS {sockets}", flush=True)
     dist.barrier()
     dist.destroy_process_group()

@@ -115,6 +115,11 @@ def replace_reset(process: EngineProcess, keep: bool) -> None:
         del llm.reset_prefix_cache
 
 
+def abandon(process: EngineProcess) -> int:
+    process.engine.abandon()
+    return process.engine.num_unfinished
+
+
 def flip_a_bit(parameters: dict[str, torch.Tensor], name: str, is_meant: bool) -> None:
     parameters[name].view(torch.int32)[3] ^= is_meant
 
@@ -213,6 +218,21 @@ def responses_come_as_they_end(trainer: Trainer) -> None:
         assert all(isinstance(one, Request) for one in found), "no tokens are sent to those who do not learn from them"
 
 
+def dropped_work_leaves_no_trace(trainer: Trainer) -> None:
+    """Engines that drop what they have in hand, as for the next trainer, sample the same afterwards."""
+    requests = make_requests(PROMPTS, n=2, step=1, seed=3, max_tokens=NUM_TOKENS, temperature=1.0)
+    expected = [answer_of(trajectory) for trajectory in trainer.engines.generate(requests)]
+    with together("dropping work"):
+        if (fleet := trainer.engines.fleet) is not None:
+            fleet.call("submit", [(requests,)] * NUM_ENGINES, "taking requests")
+            fleet.call("advance", [(1,)] * NUM_ENGINES, "sampling")
+            assert fleet.results([worker.__ray_call__.remote(abandon) for worker in fleet._workers], "dropping") == [
+                0,
+                0,
+            ]
+    assert [answer_of(trajectory) for trajectory in trainer.engines.generate(requests)] == expected
+
+
 def stopped_engine_is_known(trainer: Trainer) -> None:
     """While an engine is stopped, a watch over rank 0 can tell which one it waits for; then the engine goes on."""
     requests = make_requests(PROMPTS, n=1, step=2, seed=3, max_tokens=NUM_TOKENS, temperature=1.0)
@@ -272,6 +292,7 @@ CHECKS = (
     output_follows_the_weights,
     kept_prefixes_are_wrong,
     responses_come_as_they_end,
+    dropped_work_leaves_no_trace,
     flipped_bit_is_found,
     stopped_engine_is_known,
     dead_engine_is_named,

@@ -14,10 +14,11 @@ from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.series import slices_of
 from mega_rl.bridge.slices import Box, indices
 from mega_rl.errors import InputError
+from mega_rl.fleet.tickets import held_out
 from mega_rl.models.shape import parse_config
 from mega_rl.parallel.collectives import broadcast_object, gather_objects
 from mega_rl.rollout.remote import weight_store
-from mega_rl.rollout.remote.store_sink import StoreSink
+from mega_rl.rollout.remote.store_sink import StoreSink, ValidationSink
 from mega_rl.rollout.remote.weight_store import Store, take
 from mega_rl.rollout.sinks import Weights
 from tests.distributed.rollout_checks import check
@@ -36,7 +37,7 @@ class World:
         vocab, layers = padded_vocab_size(SHAPE.vocab_size, 2), range(SHAPE.num_layers)
         self.sources = [megatron_series(SHAPE, 2, rank, layers, True, True, vocab) for rank in range(2)]
         weights = Weights(SHAPE, torch.float32, 1 << 14, torch.device("cpu"), changing)
-        self.sink = StoreSink(weights, engine_size, num_slots=2, num_here=num_here)
+        self.sink = StoreSink(weights, engine_size, num_slots=2, num_here=num_here, has_validation=True)
         self.sink.connect(self.sources)
 
     def full(self, version: int) -> dict[str, torch.Tensor]:
@@ -45,13 +46,13 @@ class World:
         changing = self.sink._weights.changing
         return {name: _random(name, version if changing is None or name in changing else 0) for name in names}
 
-    def put(self, version: int) -> None:
+    def put(self, version: int, exact: bool = False) -> None:
         shards = place(slices_of(self.sources[self.rank]), self.full(version))
 
         def read(local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> torch.Tensor:
             return shards[local_name][indices(local_box)]
 
-        self.ledger = self.sink.update(read, version)
+        self.ledger = (ValidationSink(self.sink) if exact else self.sink).update(read, version)
 
     def live(self, worker: int) -> dict[str, torch.Tensor]:
         """Parameters of an engine's worker, with rows of padding and rubbish in them."""
@@ -67,15 +68,21 @@ def _random(name: str, version: int) -> torch.Tensor:
 
 
 def versions_arrive(engine_size: int, num_here: int) -> None:
-    """Another process of the node takes both versions, bit for bit; a third one takes the place of the first."""
+    """Another process of the node takes both versions, bit for bit; a third one takes the place of the first.
+
+    The weights of a validation have a place of their own, which those of the next one take.
+    """
     world = World(engine_size, num_here)
     for version in range(3):
         world.put(version)
+        if version < 2:
+            world.put(version, exact=True)
+    assert world.sink.weight_version == 2
     location, stored = broadcast_object((world.sink.store and world.sink.store.location, world.sink.stored))
-    assert sorted(stored) == [1, 2], "two slots"
+    assert sorted(stored) == [held_out(1), 1, 2], "two slots, and that of validations"
     store = Store(world.sink.form, location)  # as an engine's process attaches
     for version in stored:
-        full = world.full(version)
+        full = world.full(held_out(version) if version < 0 else version)
         for worker in range(engine_size):
             live = world.live(worker)
             take(store, worker, stored[version], live)

@@ -22,6 +22,7 @@ CHECKS = (
     "output_follows_the_weights",
     "kept_prefixes_are_wrong",
     "responses_come_as_they_end",
+    "dropped_work_leaves_no_trace",
     "flipped_bit_is_found",
     "stopped_engine_is_known",
     "dead_engine_is_named",

@@ -53,7 +53,8 @@ def test_a_step_is_recorded_and_every_step_says_what_share_of_the_device_it_used
     phases = [line for line in table.splitlines() if line.startswith("## ")]
     assert any(phase.startswith("## update: host, ") for phase in phases), table
     update = table.partition("## update: host")[2].partition("## ")[0]
-    assert "| aten::mm |" in update or "| aten::addmm |" in update
+    products = ("| aten::mm |", "| aten::addmm |", "| LinearWithGradAccumulation")  # by what the ten costliest are
+    assert any(name in update for name in products)
     assert 3 <= len([line for line in update.splitlines() if line.startswith("| ")]) <= 11, "a header and ten rows"
     for row in metrics_of(sft_run).values():
         assert row["throughput/mfu"] == pytest.approx(row["throughput/tflops_per_device"] / 2.0)

@@ -1,4 +1,4 @@
-"""Reinforcement learning on pictures through ``tools/train.py``, the tower trained, in float32.
+"""Reinforcement learning on pictures in float32: whole runs, at several layouts, with every kind of engine.
 
 Every step sees the same pictures, so that features which the engine had kept of an older tower would show.
 """
@@ -6,23 +6,36 @@ Every step sees the same pictures, so that features which the engine had kept of
 from __future__ import annotations
 
 import json
+import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
 
 from mega_rl.rollout.records import read_step, trajectory_of_row
 from tests import vision_models
-from tests.distributed.training import metrics_of, train
+from tests.distributed import training
+from tests.distributed.training import computed, metrics_of, train
+from tests.launch import ENGINE, REPO, ranks, started
 
 MISSING = [name for name in ("torchvision", "blake3") if find_spec(name) is None]
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(bool(MISSING), reason=f"engines that see pictures need {' and '.join(MISSING)}"),
 ]
 TOLERANCE = 1e-5  # nats
+SCRIPT = REPO / "tests" / "distributed" / "run_vision_layouts.py"
+FROZEN = "model.vision.freeze=true,model.vision.freeze_merger=true"
+# What each run changes, and the number of its steps.
+LAYOUTS = {
+    "tensor": ("parallel.tensor=2,parallel.sequence=true", 11),
+    "pipeline": (f"parallel.pipeline=2,{FROZEN}", 3),
+    "data": ("parallel.tensor=1", 3),
+}
+ENGINE_ONLY = ("bridge/",)  # a replay has no engine that weights would move to
 COLOURS = {"red": (255, 0, 0), "blue": (0, 0, 255)}
 REWARD = """
 def early(data_source, solution_str, ground_truth, extra_info):
@@ -58,22 +71,75 @@ def write_rows(directory: Path) -> Path:
     return file
 
 
-def test_a_run_that_sees(tmp_path: Path) -> None:
-    model = vision_models.write(tmp_path / "model", "qwen3_vl", for_engine=True)
-    reward = tmp_path / "reward.py"
+def configuration(directory: Path, family: str, tied: bool) -> Path:
+    """Of a run on ``write_rows``, with a model of this family."""
+    model, reward = (
+        vision_models.write(directory / "model", family, for_engine=True, tied=tied),
+        directory / "reward.py",
+    )
     reward.write_text(REWARD)
-    config, output_dir = tmp_path / "rl.yaml", tmp_path / "run"
-    config.write_text(CONFIG.format(model=model, rows=write_rows(tmp_path), reward=reward))
-    train(config, output_dir, nproc=0, timeout=500).check()
+    config = directory / "rl.yaml"
+    config.write_text(CONFIG.format(model=model, rows=write_rows(directory), reward=reward))
+    return config
+
+
+def rows_of(output_dir: Path, step: int) -> list[dict[str, Any]]:
+    """The step's records; what was sampled for it is what the trainer computes, to the last picture's token."""
+    rows = read_step(output_dir / "rollouts", step)
+    for row in rows:
+        prompt = trajectory_of_row(row).prompt
+        repeated = sum(image.num_tokens - 1 for image in prompt.images)
+        assert len(prompt.token_ids) - len(row["prompt"]["token_ids"]) == repeated
+        if row["outcome"] == "learnt" and row["weight_version"] == step - 1:
+            assert row["logprob_diff"] < TOLERANCE, (step, prompt.text)
+    return rows
+
+
+def test_the_trainer_at_every_layout_and_its_engine(tmp_path: Path) -> None:
+    config = configuration(tmp_path, "qwen2_5_vl", tied=False)
+    runs = [
+        f"{name},{changes},trainer.total_steps={steps},rollout.tensor_parallel_size=2"
+        for name, (changes, steps) in LAYOUTS.items()
+    ]
+    ranks(SCRIPT, config, tmp_path, *runs, timeout=500, modules=ENGINE).check()
+    first = []
+    for name, (_, steps) in LAYOUTS.items():
+        metrics = metrics_of(tmp_path / name)
+        for step in range(1, steps + 1):
+            assert metrics[step]["actor/grad_norm"] > 0, "every step changes the weights"
+            rows = rows_of(tmp_path / name, step)
+            assert [row["weight_version"] for row in rows] == [step - 1] * 16
+            assert sorted(len(row["prompt"].get("images", ())) for row in rows) == sorted([0, 1, 1, 2] * 4)
+        samples = rows_of(tmp_path / name, 1)
+        first.append({(row["prompt"]["index"], row["sample_index"]): row["token_ids"] for row in samples})
+    assert first[0] == first[1] == first[2], "the same engine, weights and seeds"
+
+
+def test_a_run_that_is_killed_goes_on_elsewhere(tmp_path: Path) -> None:
+    """Killed with groups carried over, resumed with an engine in another process, and repeated from its records.
+
+    Steps 1, 3 and 5 sample twice as many groups as they learn from, steps 2 and 4 learn from the rest.
+    """
+    pytest.importorskip("ray", reason="engines in other processes need Ray: install mega_rl[separate]")
+    config, output_dir, again = configuration(tmp_path, "qwen3_vl", tied=True), tmp_path / "run", tmp_path / "again"
+    carrying = "algorithm.dynamic_sampling={enabled: true, oversample: 2}"
+    own = ("data.train_batch_size=2", carrying, "trainer.total_steps=5")
+    reload = ("rollout.weight_update=reload", "bridge.verify=off", "checkpoint.save_freq=3")
+    held = ("log", 3, "--config", config, f"trainer.output_dir={output_dir}", *own, *reload)
+    with started((sys.executable, str(training.HELD), *map(str, held))) as running:
+        running.wait_for("held at log 3", timeout=300)  # the end of the block sends SIGKILL to all of its processes
+    elsewhere = ("rollout.placement=separate", "rollout.num_engines=1")
+    resumed = train(config, output_dir, *own, *elsewhere, nproc=0, timeout=500).check()
+    assert "resuming after step 3" in resumed.stdout
     metrics = metrics_of(output_dir)
-    assert all(metrics[step]["actor/grad_norm"] > 0 for step in (1, 2, 3)), "every step changes the weights"
-    num_images = []
-    for step in (1, 2, 3):
-        for row in read_step(output_dir / "rollouts", step):
-            assert row["weight_version"] == step - 1
-            assert row["logprob_diff"] < TOLERANCE, (step, row["prompt"]["text"])
-            prompt = trajectory_of_row(row).prompt
-            num_images.append(len(prompt.images))
-            repeated = sum(image.num_tokens - 1 for image in prompt.images)
-            assert len(prompt.token_ids) - len(row["prompt"]["token_ids"]) == repeated
-    assert sorted(num_images) == sorted([0, 1, 1, 2] * 4 * 3)
+    assert list(metrics) == [0, 1, 2, 3, 4, 5]
+    for step in (1, 3, 5):
+        rows, following = rows_of(output_dir, step), metrics.get(step + 1)
+        assert {row["weight_version"] for row in rows} == {step - 1} and metrics[step]["actor/grad_norm"] > 0
+        assert any(row["prompt"].get("images") for row in rows if row["outcome"] == "carried")
+        assert following is None or following["rollout/groups_carried_in"] == 2
+
+    train(config, again, *own, f"rollout.replay={output_dir / 'rollouts'}", nproc=0, timeout=500).check()
+    for step, row in metrics_of(again).items():
+        trained = {name: value for name, value in computed(row).items() if not name.startswith(ENGINE_ONLY)}
+        assert trained.items() <= metrics[step].items(), step

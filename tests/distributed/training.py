@@ -26,6 +26,7 @@ CLOCKS = (
     "throughput/",
     "memory/",
     "device/",
+    "fleet/",
     "bridge/seconds",
     "bridge/gb_per_s",
     "bridge/plan_s",

@@ -62,6 +62,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "vllm_ascend": ("mega_rl/rollout/vllm/",),
     "ray": ("mega_rl/rollout/remote/",),
     "flash_attn": ("mega_rl/platform/cuda.py",),
+    "liger_kernel": ("mega_rl/platform/operators/compiled.py",),
     "torch_npu": ("mega_rl/platform/npu.py", "mega_rl/platform/operators/npu_kernels.py"),
     "mindspeed": ("mega_rl/platform/ascend/mindspeed.py",),
 }

@@ -22,7 +22,7 @@ from mega_rl.bridge.files.stored import OpenTensors, Place, Stored
 from mega_rl.bridge.mapping.tensors import LM_HEAD, hf_tensors
 from mega_rl.bridge.slices import Box, indices, whole_box
 from mega_rl.errors import InputError, shortened, shown
-from mega_rl.models.files import INDEX_FILE, SINGLE_FILE, read_config, weights_problem
+from mega_rl.models.files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, read_config, weights_problem
 from mega_rl.models.shape import ModelShape
 
 COPIED_FILES = (
@@ -138,6 +138,20 @@ class HFReader:
         experts = stack.removesuffix(DOWN).removesuffix(GATE_UP)
         gate_up, down = (tuple(self._slice(experts + end).get_shape()) for end in (GATE_UP, DOWN))
         return are_transposed(gate_up, down)
+
+    def check_for_engines(self, shape: ModelShape) -> None:
+        """InputError if engines do not read these files of a mixture: for the order of dimensions, or a missing key."""
+        if shape.fused_experts and not self._has_transposed():
+            raise InputError(
+                f"{self.model_dir}: its files hold experts as transformers 5 writes them, [experts, rows, columns], "
+                "and engines read them as on the hub, [experts, columns, rows]: write the model again with mega-rl "
+                "convert, or take the hub's"
+            )
+        if shape.fused_experts and "norm_topk_prob" not in read_config(self.model_dir).get("text_config", {}):
+            raise InputError(
+                f"{self.model_dir / CONFIG_FILE}: text_config has no norm_topk_prob, which engines read: add "
+                '"norm_topk_prob": true, which is what this family does'
+            )
 
     def _has_transposed(self) -> bool:
         """Of the experts that the files hold together, if they are of one order."""

@@ -14,6 +14,7 @@ import struct
 import zipfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,16 @@ class _IndexUnpickler(pickle.Unpickler):
         is_path = module.startswith("pathlib") and name in ("Path", "PosixPath")
         if name in INDEX_CLASSES.get(module, ()) or is_dtype or is_path:
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):  # how Python 3.11.0 to 3.11.3 writes a member of an enum
+            return _member
         raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def _member(kind: Any, name: Any) -> Enum:
+    """A member of an enum, and nothing else that ``getattr`` could reach."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
+        raise pickle.UnpicklingError(f"it asks for {shown(name)} of {shown(kind)}")
+    return kind[name]
 
 
 def read_index(directory: Path) -> Metadata:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
-from mega_rl.bridge.mapping.megatron import megatron_slices, padded_vocab_size
+from mega_rl.bridge.mapping.megatron import FUSED_NORMS, megatron_slices, padded_vocab_size
 from mega_rl.bridge.mapping.tensors import LM_HEAD, embedding_name
 from mega_rl.bridge.slices import Box, Slice, carry_over, intersect, into_stack
 from mega_rl.models.shape import ModelShape
@@ -21,12 +21,6 @@ EMBEDDING_KEY, OUTPUT_KEY = "embedding.word_embeddings.weight", "output_layer.we
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(.+)$")
 _LINEAR = re.compile(r"^(?!vision\.).*\.linear_\w+\.weight$")
-# Megatron names the norms before grouped-query attention and before the MLP as TransformerEngine's fused layers do: its
-# own layers always, TransformerEngine's only where they are fused, which a norm before experts is not.
-_FUSED_NORMS = {
-    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +39,11 @@ def global_slices(shape: ModelShape) -> list[Slice]:
 
 
 def names_in(names: Collection[str], slices: Iterable[Slice]) -> list[Slice]:
-    """The slices, with norms by the names that they have among ``names``, those of a checkpoint's tensors."""
+    """The slices, with norms by the names that they have among ``names``, those of a checkpoint's tensors.
+
+    Megatron names the norms before grouped-query attention and before the MLP as fused ones: its own layers always,
+    TransformerEngine's only where they are fused, which a norm before experts is not.
+    """
     found = []
     for piece in slices:
         other = _other_norm_name(piece.local_name)
@@ -57,7 +55,7 @@ def names_in(names: Collection[str], slices: Iterable[Slice]) -> list[Slice]:
 
 def _other_norm_name(name: str) -> str | None:
     """A norm of a layer by its own name instead of its name in a fused layer, or the reverse; None: no such norm."""
-    for pair in _FUSED_NORMS.items():
+    for pair in FUSED_NORMS.items():
         for own, other in (pair, pair[::-1]):
             if name.endswith(f".{own}"):
                 return name.removesuffix(own) + other
@@ -166,7 +164,7 @@ def _global(shape: ModelShape, piece: Slice) -> Slice:
         return piece
     number, name = int(layer[1]), layer[2]
     if shape.latent is None:
-        name = _FUSED_NORMS.get(name, name)
+        name = FUSED_NORMS.get(name, name)
     if shape.mixture is None:
         return into_stack(piece, f"decoder.layers.{name}", number)
     expert = _EXPERT.match(name)

@@ -13,6 +13,21 @@ from mega_rl.models.fit import expert_problems, tensor_problems
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.layout import ParallelLayout
 
+# A norm of Megatron's own layer -> its name where TransformerEngine fuses it with the linear layer behind it. Slices,
+# plans and policies go by the first; the norm before experts is never fused, and those of heads have one name.
+FUSED_NORMS = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+
+
+def own_name(name: str) -> str:
+    """The name of a parameter in Megatron's own layers, of a model whose layers may be TransformerEngine's."""
+    for own, fused in FUSED_NORMS.items():
+        if name.endswith(f".{fused}"):
+            return name.removesuffix(fused) + own
+    return name
+
 
 def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
     """The next multiple of the tensor-parallel size: rows of the whole padded embedding."""

@@ -19,7 +19,7 @@ def geo3k(row: Row) -> Record:
     problem, answer = texts(row, "problem", "answer")
     if row.get("images") is None:
         raise row.missing("`images`")
-    pictures = encoded_pictures(row)
+    pictures = list(encoded_pictures(row))
     if problem.count(MARK) != len(pictures):
         raise Dropped(UNEVEN)
     if not all(map(is_usable, pictures)):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mega_rl.bridge.mapping.megatron import chunk_prefix, chunk_series
+from mega_rl.bridge.mapping.megatron import chunk_prefix, chunk_series, own_name
 from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.mapping.tuning import TuningPlan
 from mega_rl.bridge.series import slices_of
@@ -34,7 +34,7 @@ def tune(
         series = chunk_series(shape, layout, dist.get_rank(), number)
         trained = {piece.local_name for piece in slices_of(series) if piece.hf_name in plan.trained}
         for name, parameter in chunk.named_parameters():
-            parameter.requires_grad_(name in trained)
+            parameter.requires_grad_(own_name(name) in trained)
         own = attach(chunk, series, plan.adapters, sizes, seed)
         adapters |= {chunk_prefix(layout, number) + name: adapter for name, adapter in own.items()}
         _let_recomputation_differentiate(chunk)

@@ -14,18 +14,24 @@ from mega_rl.observe.metrics import MetricSpec, Section, laid_out, match
 from mega_rl.observe.report import charts
 from mega_rl.observe.report.charts import Series, short
 from mega_rl.observe.report.read import RunRecord
-from mega_rl.observe.report.samples import Decode, card, legend, spread
+from mega_rl.observe.report.samples import Decode, Thumbnails, card, legend, spread
 
 MAX_LOG_ROWS = 200  # of a run, the newest ones
 MAX_CELL_CHARACTERS = 300  # of a configuration value
 _SYNC = ("bytes_local", "bytes_sent", "bytes_received", "bytes_minimum", "verified_tensors", "seconds", "gb_per_s")
 
 
-def page(runs: Sequence[RunRecord], decoders: Mapping[str, Decode], num_samples: int) -> str:
+def page(
+    runs: Sequence[RunRecord],
+    decoders: Mapping[str, Decode],
+    num_samples: int,
+    pictures: Mapping[str, Thumbnails] | None = None,
+) -> str:
     """The whole file.
 
     Args:
         decoders: name of a run -> what makes text of its tokens; the samples of a run without one have no colours.
+        pictures: name of a run -> what finds the pictures of its prompts; None: no run has any.
         num_samples: of each run.
     """
     style = files(__package__).joinpath("page.css").read_text(encoding="utf-8")
@@ -33,7 +39,7 @@ def page(runs: Sequence[RunRecord], decoders: Mapping[str, Decode], num_samples:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:"
     parts = [("overview", "overview", _overview(runs)), *_sections(runs)]
-    parts += [("samples", "samples", _samples(runs, decoders, num_samples))]
+    parts += [("samples", "samples", _samples(runs, decoders, num_samples, pictures or {}))]
     parts += [("configuration", "configuration", _configuration(runs)), ("warnings", "warnings", _warnings(runs))]
     parts += [("environment", "environment", _environment(runs))]
     links = "".join(f'<a href="#{key}">{escape(title)}</a>' for key, title, _ in parts)
@@ -184,7 +190,9 @@ def _ledger(runs: Sequence[RunRecord]) -> str:
     return charts.table("ledger of the weight syncs, all ranks", ("", "newest sync", "all syncs"), rows) if rows else ""
 
 
-def _samples(runs: Sequence[RunRecord], decoders: Mapping[str, Decode], num_samples: int) -> str:
+def _samples(
+    runs: Sequence[RunRecord], decoders: Mapping[str, Decode], num_samples: int, pictures: Mapping[str, Thumbnails]
+) -> str:
     shown = []
     for run in runs:
         if not run.rollouts:
@@ -195,7 +203,7 @@ def _samples(runs: Sequence[RunRecord], decoders: Mapping[str, Decode], num_samp
         decode = decoders.get(run.name)
         words = f"{len(chosen)} of the {len(run.rollouts)} samples{step}, low rewards and high ones alike"
         plain = "" if decode else "; no colours, since no tokenizer of the run was found"
-        cards = "".join(card(row, decode) for row in chosen)
+        cards = "".join(card(row, decode, pictures.get(run.name)) for row in chosen)
         shown.append(f'{_name(run, runs)}<p class="note">{words}{plain}</p><div class="grid">{cards}</div>')
     return legend() + "".join(shown)
 

@@ -158,6 +158,8 @@ def _checked(row: Mapping[str, Any]) -> dict[str, Any]:
     episode = row.get("episode")
     return {
         "prompt": str(row["prompt"]["text"]),
+        "index": int(row["prompt"]["index"]),
+        "pictures": [str(image["key"]).partition("-")[0] for image in row["prompt"].get("images", ())],
         "turns": _turns(row, len(ids)) if episode is not None else [],
         "stop": str(episode["stop"]) if episode is not None else "",
         "expected": str(row["prompt"]["ground_truth"]),

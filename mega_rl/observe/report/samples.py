@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from bisect import bisect_right
 from collections import Counter
@@ -10,6 +11,8 @@ from html import escape
 from typing import Any
 
 Decode = Callable[[Sequence[int]], str]  # token ids -> their text
+# Row of the data, digests of its pictures -> of the first ones the JPEG file, or why there is none.
+Thumbnails = Callable[[int, Sequence[str]], Sequence[bytes | str]]
 
 MAX_TOKENS = 2000  # of one sample
 MAX_PROMPT_CHARACTERS = 4000
@@ -91,8 +94,23 @@ def conversation(row: Mapping[str, Any], decode: Decode | None) -> str:
     return "".join(parts)
 
 
-def card(row: Mapping[str, Any], decode: Decode | None) -> str:
-    """One sample with its prompt, its reward and what the step made of it."""
+def pictures(row: Mapping[str, Any], thumbnails: Thumbnails | None) -> str:
+    """The pictures of the prompt, within the page itself."""
+    if not row["pictures"]:
+        return ""
+    made = [] if thumbnails is None else thumbnails(row["index"], row["pictures"])
+    shown = "".join(
+        f'<i class="note">picture {number} is not shown: {escape(one)}</i>'
+        if isinstance(one, str)
+        else f'<img src="data:image/jpeg;base64,{base64.b64encode(one).decode()}" alt="picture {number}">'
+        for number, one in enumerate(made, start=1)
+    )
+    left = len(row["pictures"]) - len(made)
+    return f'<p class="pictures">{shown}{f"<i class=note> {left} more not shown</i>" if left else ""}</p>'
+
+
+def card(row: Mapping[str, Any], decode: Decode | None, thumbnails: Thumbnails | None = None) -> str:
+    """One sample with its prompt and its pictures, its reward and what the step made of it."""
     facts = [f"{len(row['token_ids'])} tokens", f"ended by {row['finish_reason']}"]
     facts += [f"advantage {row['advantage']:.3g}"] if row["advantage"] is not None else []
     facts += [f"|trainer - engine| {row['logprob_diff']:.1e} nats"] if row["logprob_diff"] is not None else []
@@ -106,7 +124,7 @@ def card(row: Mapping[str, Any], decode: Decode | None) -> str:
         prompt = f"... {prompt[-MAX_PROMPT_CHARACTERS:]}"
     return (
         f'<article><header><b class="reward">reward {reward}</b> <span>{escape(" · ".join(facts))}</span></header>'
-        f'<pre class="prompt">{escape(prompt)}</pre>{conversation(row, decode)}'
+        f'{pictures(row, thumbnails)}<pre class="prompt">{escape(prompt)}</pre>{conversation(row, decode)}'
         f'<p class="note">expected <code>{escape(row["expected"][:MAX_PROMPT_CHARACTERS])}</code></p></article>'
     )
 

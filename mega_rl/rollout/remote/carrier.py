@@ -3,28 +3,50 @@
 from __future__ import annotations
 
 import atexit
+import logging
+import math
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from mega_rl import platform
-from mega_rl.errors import InputError
-from mega_rl.fleet.carrier import Requests
-from mega_rl.fleet.events import Answered, Died, Event, Issue, Kill, Load, Loaded, Missed, Pulsed, Start, Started
+from mega_rl.data.album import Album
+from mega_rl.errors import InputError, shortened
+from mega_rl.fleet.carrier import PlacesError, Requests, Whereabouts
+from mega_rl.fleet.events import (
+    Answered,
+    Died,
+    Event,
+    Issue,
+    Kill,
+    Load,
+    Loaded,
+    Missed,
+    Pulsed,
+    Release,
+    Start,
+    Started,
+)
+from mega_rl.rollout.remote.attach import Keeping, KeptPlaces
 from mega_rl.rollout.remote.engine_process import EngineSpec
+from mega_rl.rollout.remote.keeper import Fenced
+from mega_rl.rollout.remote.kept_engine import PULSE
 from mega_rl.rollout.remote.nodes import Nodes
-from mega_rl.rollout.remote.placement import connected_ray, nodes, reserve, spawn
+from mega_rl.rollout.remote.placement import connected_ray, nodes
+from mega_rl.rollout.remote.places import Places, Survivor
 from mega_rl.rollout.remote.ray_room import bundle, check_room
 from mega_rl.rollout.remote.weight_store import Location, Store, Stored
 from mega_rl.rollout.vllm.options import without_weights
 
+LOG = logging.getLogger(__name__)
 MAX_STEPS = 16  # of an engine between two words of it: so long it may take until it hears of new requests
 NUM_AHEAD = 2  # calls to sample on that an engine has at a time, so that it need not wait for the next
-PULSE = "pulse"  # a set of calls that do not wait for others
 PULSE_S = 1.0  # between two questions how far an engine is
+REST_S = 60.0  # for an engine that was attached to, which may be amid some steps or a load
 
 
 @dataclass
@@ -52,7 +74,8 @@ class Call:
     answers: list[Any]  # Ray's references, by worker
     left: set[Any]
     then: Callable[[list[Any]], list[Event]]
-    instead: Callable[[], list[Event]] | None = None  # of the engine's death, if it fails
+    instead: Callable[[], list[Event]] | None = None  # of the engine's death, if it fails or takes too long
+    until_s: float = math.inf  # when it takes too long
 
 
 def _nothing(answers: list[Any]) -> list[Event]:
@@ -64,7 +87,14 @@ class RayCarrier:
     """A ``Carrier``: every engine is some actors, in a placement group that its next life uses again."""
 
     def __init__(
-        self, spec: EngineSpec, num_engines: int, requests: Requests, store: Store, stored: Mapping[int, Stored]
+        self,
+        spec: EngineSpec,
+        num_engines: int,
+        requests: Requests,
+        store: Store,
+        stored: Mapping[int, Stored],
+        kept_by: Keeping | None = None,
+        album: Album | None = None,
     ) -> None:
         """Find room for the engines; none is started.
 
@@ -72,25 +102,41 @@ class RayCarrier:
             store: of this node.
             stored: what is in it, by version; a version is there before a ``Load`` names it, and may be gone when it
                 has come to the engine's node.
+            kept_by: for engines that outlive this process; None: they end with it.
+            album: has the pictures of prompts, whose encoded bytes go with the requests; None: there are none.
 
         Raises:
             InputError: there is no Ray, or no room in its cluster.
         """
-        self._spec, self._requests, self._stored = spec, requests, stored
-        self._size = spec.rollout.tensor_parallel_size
-        self._ray, self._logs = connected_ray(num_engines * self._size)
-        atexit.register(self.close)  # runs before Ray's own handler, which does not end the workers
-        self._options = platform.current().actor_options
+        self._spec = replace(spec, rollout=without_weights(spec.rollout))  # which come from the store
+        self._requests, self._stored, self._album = requests, stored, album
+        size = spec.rollout.tensor_parallel_size
+        self._ray, self._logs = connected_ray(num_engines * size)
+        options = platform.current().actor_options
         self._lives: dict[int, Life] = {}
         self._calls: list[Call] = []
         self._said: list[Event] = []  # what follows from decisions at once
-        check_room(nodes(self._ray), bundle(self._options), num_engines, self._size)
-        self._places = {engine: reserve(self._ray, self._size, self._options) for engine in range(num_engines)}
+        check_room(nodes(self._ray), bundle(options), num_engines, size)
+        place = self._ray, num_engines, size, options
+        self._places = Places(*place) if kept_by is None else KeptPlaces(*place, self._spec, kept_by)
         self._nodes = Nodes(self._ray, store)
+        atexit.register(self.close)  # runs before Ray's own handler, which does not end the workers
 
-    def carry(self, decision: Start | Kill | Load | Issue) -> None:
+    @property
+    def num_survivors(self) -> int:
+        """Engines of an earlier trainer that were of use when this one came."""
+        return self._places.num_survivors
+
+    def carry(self, decision: Start | Kill | Release | Load | Issue) -> None:
         if isinstance(decision, Start):
             self._start(decision)
+            return
+        if isinstance(decision, Release):
+            try:
+                with self._of_places():
+                    self._places.release(decision.engine)
+            except PlacesError as error:  # Ray frees it when this process ends
+                LOG.warning("the place of rollout engine %d was not given back: %s", decision.engine, error)
             return
         life = self._lives.get(decision.engine)
         if life is None or life.number != decision.life:
@@ -105,8 +151,9 @@ class RayCarrier:
     def events(self, wait_s: float) -> list[Event]:
         """
         Raises:
-            InputError: an engine refuses its configuration.
+            InputError: an engine refuses its configuration, or Ray is gone.
         """
+        self._nodes.check_own()
         for engine, life in self._lives.items():
             self._ask(engine, life)
         if self._said:
@@ -121,31 +168,77 @@ class RayCarrier:
         ready = set(self._ray.wait(pending, num_returns=len(pending), timeout=0)[0])
         return [event for call in list(self._calls) for event in self._heard(call, ready)]
 
+    def reserve(self, engine: int) -> None:
+        with self._of_places():
+            self._places.reserve(engine)
+
+    def has_room(self, engine: int) -> bool:
+        with self._of_places():
+            return self._places.has_room(engine)
+
+    def free(self) -> str:
+        with self._of_places():
+            return self._places.free()
+
+    def whereabouts(self) -> dict[int, Whereabouts]:
+        with self._of_places():
+            addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in self._ray.nodes()}
+        return {
+            engine: Whereabouts(addresses.get(life.node, life.node), tuple(life.processes))
+            for engine, life in self._lives.items()
+        }
+
     def close(self) -> None:
         if self._ray is None:
             return
-        for engine in list(self._lives):
-            self._kill(engine)
+        with suppress(Fenced):  # then they are another's
+            for engine in list(self._lives):
+                self._kill(engine)
+        self._places.close()
         self._ray.shutdown()
         self._ray = None
         atexit.unregister(self.close)
         if self._logs is not None:  # those of a run that failed are left to be read
             shutil.rmtree(self._logs, ignore_errors=True)
 
+    @contextmanager
+    def _of_places(self) -> Iterator[None]:
+        try:
+            yield
+        except (self._ray.exceptions.RayError, OSError) as error:
+            why = shortened(f"{type(error).__name__}: {error}")
+            raise PlacesError(f"Ray failed with {why}: look at the cluster with `ray status`, and ask again") from error
+
     # What the steward decides.
 
     def _start(self, decision: Start) -> None:
         engine = decision.engine
-        if engine not in self._places:  # one that has joined; Ray begins with it as soon as there is room
-            worker = bundle(self._options)
-            self._places[engine] = self._ray.util.placement_group([worker] * self._size, strategy="STRICT_PACK")
-        workers = spawn(self._ray, self._places[engine], self._size, self._options, {PULSE: 1})
+        if (survivor := self._places.survivor(engine)) is not None:
+            self._attach(decision, survivor)
+            return
+        workers, spec = self._places.workers(engine), self._spec
         life = self._lives[engine] = Life(decision.life, workers)
         self._call(engine, "starting", "whereabouts", then=partial(self._is_placed, engine, life))
-        spec = replace(self._spec, rollout=without_weights(self._spec.rollout))  # which come from the store
         point = workers[0].open.remote(spec)  # Ray gives its answer to the others
         starts = [worker.start.remote(spec, rank, point) for rank, worker in enumerate(workers)]
         self._await(engine, "starting", starts, lambda _: [Started(engine, decision.life)])
+
+    def _attach(self, decision: Start, survivor: Survivor) -> None:
+        """Begin with an engine that is there: what it still does is dropped; one that cannot is started anew.
+
+        It has said that it is there, but in a thread beside the one that works, which may be stuck.
+        """
+        engine = decision.engine
+        life = self._lives[engine] = Life(decision.life, survivor.workers)
+        self._said += self._is_placed(engine, life, survivor.whereabouts)
+        rests = [worker.rest.remote() for worker in survivor.workers]
+        doing, begins = "dropping its old work", Started(engine, decision.life)
+        self._await(engine, doing, rests, lambda _: [begins], partial(self._begin_anew, decision), REST_S)
+
+    def _begin_anew(self, decision: Start) -> list[Event]:
+        self._kill(decision.engine)
+        self._start(decision)
+        return []
 
     def _is_placed(self, engine: int, life: Life, found: list[tuple[str, int]]) -> list[Event]:
         life.node, life.processes = found[0][0], [process for _, process in found]
@@ -154,14 +247,18 @@ class RayCarrier:
         return []
 
     def _kill(self, engine: int) -> None:
+        """
+        Raises:
+            Fenced: it is not this trainer's any more.
+        """
+        self._places.check()
         life = self._lives.pop(engine)
         self._calls = [call for call in self._calls if call.engine != engine]
         if life.processes:
             self._nodes.kill(life.node, life.processes)
         if life.loading is not None:
             self._nodes.forget(life.node, life.loading)
-        for worker in life.workers:
-            self._ray.kill(worker)
+        self._places.kill(life.workers)
 
     def _load(self, decision: Load, life: Life, failed: Any = None) -> list[Event]:
         """``failed``: Ray's reference to a copy of the weights to the node that failed; one more is asked for."""
@@ -193,7 +290,9 @@ class RayCarrier:
     def _issue(self, decision: Issue, life: Life) -> None:
         requests = self._requests(decision.key, decision.samples)
         life.load += len(requests)
-        self._call(decision.engine, "taking requests", "issue", decision.attempt, decision.samples, requests)
+        shown = self._album.encoded(request.prompt for request in requests) if self._album is not None else {}
+        pictures = [self._ray.put(shown)] if shown else []
+        self._call(decision.engine, "taking requests", "issue", decision.attempt, decision.samples, requests, *pictures)
 
     # What the engines say.
 
@@ -238,8 +337,10 @@ class RayCarrier:
         answers: list[Any],
         then: Callable[[list[Any]], list[Event]],
         instead: Callable[[], list[Event]] | None = None,
+        limit_s: float = math.inf,
     ) -> None:
-        self._calls.append(Call(engine, self._lives[engine].number, doing, answers, set(answers), then, instead))
+        life, until_s = self._lives[engine].number, time.monotonic() + limit_s
+        self._calls.append(Call(engine, life, doing, answers, set(answers), then, instead, until_s))
 
     def _heard(self, call: Call, ready: set[Any]) -> list[Event]:
         """What follows from the answers that have come; a failure is the engine's death, or what the call says."""
@@ -254,9 +355,12 @@ class RayCarrier:
                 self._calls = [other for other in self._calls if other.engine != call.engine]
                 return [Died(call.engine, call.life, why)]
         call.left -= ready
-        if call.left:
+        is_late = call.instead is not None and time.monotonic() > call.until_s
+        if call.left and not is_late:
             return []
         self._calls.remove(call)
+        if call.left and call.instead is not None:
+            return call.instead()
         return call.then(self._ray.get(call.answers))
 
     def _failure(self, answer: Any, doing: str) -> str | None:

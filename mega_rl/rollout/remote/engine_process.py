@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,10 +19,14 @@ from mega_rl.config.schema import RolloutConfig, TrainerConfig
 from mega_rl.parallel.collectives import connect_on_use, connects_on_use
 from mega_rl.parallel.joint_group import MeetingPoint, join_store, open_meeting
 from mega_rl.parallel.store import LOOPBACK
-from mega_rl.rollout.engine import Request
+from mega_rl.rollout.engine import Ended, ProbedSampler, Request
+from mega_rl.rollout.episode_tokens import Plan
+from mega_rl.rollout.episodes import EpisodeSampler
 from mega_rl.rollout.receiver import Link
-from mega_rl.rollout.remote.weight_store import Form, Location, Store, Stored, take
+from mega_rl.rollout.remote.attachment import Attachment
+from mega_rl.rollout.remote.weight_store import Form, Location, Stored, take
 from mega_rl.rollout.vllm.receiving_engine import ReceivingEngine
+from mega_rl.rollout.vllm.seeing import Pixels, Sight
 from mega_rl.types import Trajectory
 
 
@@ -38,6 +43,9 @@ class EngineSpec:
     num_threads: int  # of torch, on the CPU
     collective_timeout_s: float = TrainerConfig.collective_timeout_s
     slots: Slots | None = None  # for an adapter
+    # Makes the plan of the run's episodes, in each of an engine's processes; None: responses are single turns.
+    episodes: Callable[[], Plan] | None = None
+    sight: Sight | None = None  # for prompts with pictures, which come with the requests; None: there are none
     connects_on_use: bool = field(default_factory=connects_on_use)  # gloo, in the trainer, which makes this
 
 
@@ -47,10 +55,12 @@ class EngineProcess:
     def __init__(self) -> None:
         self._store: dist.TCPStore | None = None
         self._engine: ReceivingEngine | None = None
+        self._sampler: ReceivingEngine | EpisodeSampler | None = None  # of tickets: the engine, or episodes on it
         self._tensor_rank = 0
         self._num_steps = 0  # of the engine, in ``proceed``
         self._tickets: dict[int, tuple[int, int]] = {}  # request's number -> attempt and sample of its ticket
-        self._weights: Store | None = None  # of this node, from the first ``load`` on
+        self._weights = Attachment()
+        self._shown: dict[str, Pixels] = {}  # the pictures of the requests that are being taken
 
     def whereabouts(self) -> tuple[str, int]:
         """This process's node in Ray's words, and its number there."""
@@ -100,19 +110,27 @@ class EngineProcess:
                 world_size=point.world_size,
                 timeout=datetime.timedelta(seconds=point.timeout_s),
             )
-        self._engine = ReceivingEngine(
+        self._engine = self._sampler = ReceivingEngine(
             spec.model_path,
             spec.rollout,
             max_model_len=spec.max_model_len,
             device_type=device.type,
             dtype=spec.dtype,
             slots=spec.slots,
+            sight=spec.sight and replace(spec.sight, pictures=self._shown),
         )
+        if spec.episodes is not None:
+            self._sampler = episodes_on(self._engine, spec.episodes(), tensor_rank, point.world_size)
 
     @property
     def engine(self) -> ReceivingEngine:
         assert self._engine is not None, "a call before start"
         return self._engine
+
+    @property
+    def sampler(self) -> ReceivingEngine | EpisodeSampler:
+        assert self._sampler is not None, "a call before start"
+        return self._sampler
 
     def inspect(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """``function(live parameters, *arguments)``."""
@@ -128,8 +146,24 @@ class EngineProcess:
     def finish_update(self, version: int) -> None:
         self.engine.finish_update(version)
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        self.engine.submit(requests)
+    def submit(self, requests: Sequence[Request], pictures: Mapping[str, Pixels] | None = None) -> None:
+        """
+        Args:
+            pictures: that the requests' prompts name, by key; nothing of them is kept.
+
+        Raises:
+            InputError: a picture that cannot be decoded.
+        """
+        with self._showing(pictures):
+            self.engine.submit(requests)
+
+    @contextmanager
+    def _showing(self, pictures: Mapping[str, Pixels] | None) -> Iterator[None]:
+        self._shown.update(pictures or {})
+        try:
+            yield
+        finally:
+            self._shown.clear()
 
     def advance(self, max_steps: int) -> list[Trajectory]:
         """Sample on until a response ends, if any is under way, but at most so many steps of the engine."""
@@ -140,20 +174,31 @@ class EngineProcess:
                 return ended
         return []
 
-    def issue(self, attempt: int, samples: Sequence[int], requests: Sequence[Request]) -> None:
-        """Begin with samples of a ticket; ``proceed`` returns them under the number of the attempt."""
-        self._tickets |= zip(self.engine.enter(requests), ((attempt, sample) for sample in samples), strict=True)
+    def issue(
+        self,
+        attempt: int,
+        samples: Sequence[int],
+        requests: Sequence[Request],
+        pictures: Mapping[str, Pixels] | None = None,
+    ) -> None:
+        """Begin with samples of a ticket; ``proceed`` returns them under the number of the attempt.
+
+        ``pictures`` are as of ``submit``.
+        """
+        with self._showing(pictures):
+            numbers = self.sampler.enter(requests)
+        self._tickets |= zip(numbers, ((attempt, sample) for sample in samples), strict=True)
 
     def proceed(self, max_steps: int) -> list[tuple[int, int, Trajectory]]:
         """``advance`` for what ``issue`` began: (attempt, sample, response), on the engine's first worker only."""
-        ended: list[tuple[int, Trajectory]] = []
+        ended: Sequence[tuple[int, Ended]] = []
         for _ in range(max_steps):
-            if ended or not self.engine.num_unfinished:
+            if ended or not self.sampler.num_unfinished:
                 break
-            ended = self.engine.numbered_step()
+            ended = self.sampler.numbered_step()
             self._num_steps += 1
-        answers = [(*self._tickets.pop(number), trajectory) for number, trajectory in ended]
-        return [] if self._tensor_rank else answers
+        answers = [(self._tickets.pop(number), one) for number, one in ended]
+        return [] if self._tensor_rank else [(*ticket, one) for ticket, one in answers if isinstance(one, Trajectory)]
 
     def pulse(self) -> int:
         """Steps that the engine has made so far. Answers while another thread samples or loads."""
@@ -166,13 +211,21 @@ class EngineProcess:
             InputError: the engine cannot be written to in place.
             RuntimeError: the engine holds something else after it.
         """
-        if self._weights is None:
-            self._weights = Store(form, location)
-        write = partial(take, self._weights, self._tensor_rank, stored)
-        self.engine.exchange(write, stored.version)
+        with self._weights.at(form, location) as weights:
+            write = partial(take, weights, self._tensor_rank, stored)
+            self.engine.exchange(write, stored.version)
 
     def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
         return self.engine.first_logprobs(prompt_ids, temperature)
+
+
+def episodes_on(engine: ProbedSampler, plan: Plan, tensor_rank: int, engine_size: int) -> EpisodeSampler:
+    """Episodes that run beside their engine: every turn goes to the engine that sampled the turn before.
+
+    Collective among the engine's workers, the first of which runs the environments.
+    """
+    ranks = dist.new_group(backend="gloo") if engine_size > 1 else None
+    return EpisodeSampler(engine, plan, tensor_rank == 0, ranks, is_numbered=True)
 
 
 def _select(spec: EngineSpec) -> platform.Platform:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mega_rl.data.album import Album
 from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.collectives import broadcast_object, together
 from mega_rl.rollout.engine import Ended, Request
@@ -27,7 +28,9 @@ class RemoteEngines:
     ``weight_version``.
     """
 
-    def __init__(self, spec: EngineSpec, num_engines: int) -> None:
+    def __init__(self, spec: EngineSpec, num_engines: int, album: Album | None = None) -> None:
+        """``album``: has the pictures of prompts, whose encoded bytes go with the requests; None: there are none."""
+        self._album = album
         self._max_model_len = spec.max_model_len
         self.collective_timeout_s = spec.collective_timeout_s
         self.weight_version = 0
@@ -35,6 +38,7 @@ class RemoteEngines:
         self._under_way: dict[tuple[int, int], Request] = {}  # (prompt, sample) -> request without a response yet
         self._loads = [0] * num_engines  # unfinished requests of every engine; counted on rank 0 only
         self._homes: dict[tuple[int, int], int] = {}  # (prompt, sample) -> its engine; on rank 0 only
+        self._submitted: dict[int, list[list[Any]]] = {}  # engine -> calls that gave it requests; on rank 0 only
         self._advancing: dict[int, list[Any]] = {}  # engine -> calls that wait for its next responses; on rank 0 only
         with together("starting the rollout engines"):
             if dist.get_rank() == 0:
@@ -67,7 +71,15 @@ class RemoteEngines:
                     engine = min(range(len(self._loads)), key=self._loads.__getitem__) if home is None else home
                     self._loads[engine] += len(part)
                     self._homes |= {(request.prompt.index, request.sample_index): engine for request in part}
-                    self._fleet.submit_to(engine, "submit", part)
+                    calls = self._fleet.submit_to(engine, "submit", part, *self._shown(self._fleet, part))
+                    self._submitted.setdefault(engine, []).append(calls)
+
+    def _shown(self, fleet: Fleet, requests: Sequence[Request]) -> list[Any]:
+        """The pictures of requests, as an argument of a call; none if the prompts have none."""
+        if self._album is None:
+            return []
+        found = self._album.encoded(request.prompt for request in requests)
+        return [fleet.shared(found)] if found else []
 
     def _prompt_and_home(self, request: Request) -> tuple[int, int | None]:
         """The engine is the one that sampled the turn before; None: any engine may take the request."""
@@ -84,6 +96,8 @@ class RemoteEngines:
                         self._advancing[engine] = self._fleet.submit_to(engine, "advance", MAX_STEPS)
                 engine = self._fleet.first_done(self._advancing)
                 calls, first_worker = self._advancing.pop(engine), engine * self._fleet.engine_size
+                for taken in self._submitted.pop(engine, []):  # which have ended before
+                    self._fleet.results(taken, "taking requests", first_worker=first_worker)
                 trajectories = self._fleet.results(calls, "sampling", first_worker=first_worker)[0]
                 HEART.mark()
                 self._loads[engine] -= len(trajectories)

@@ -14,6 +14,7 @@ import psutil
 from mega_rl.parallel.store import is_one_node
 from mega_rl.rollout.remote import ray_keeper
 
+START_S = "300"  # Ray's own 30 are too few on a host that does much else
 OBJECT_STORE_BYTES = 1 << 27  # it carries requests and trajectories, never weights
 
 
@@ -24,6 +25,7 @@ def close_to_others() -> None:
     at loopback too: what Ray does on Windows and macOS, where a port that is open to the network asks the user first.
     """
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", START_S)
     if is_one_node():
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 

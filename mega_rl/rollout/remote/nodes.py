@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from mega_rl.errors import InputError
 from mega_rl.rollout.remote.relay import NodeHelper
 from mega_rl.rollout.remote.weight_store import Location, Store
 
 FAN_OUT = 2  # nodes that a node passes a version on to
+LOOK_S = 5.0  # between two looks at this node
 NUM_CALLS = 4  # that a node's helper answers at a time: it may give while it takes
 
 
@@ -23,7 +26,24 @@ class Nodes:
         self._here = NodeHelper(store.form, store.location)
         self._helpers: dict[str, Any] = {}  # node -> its actor; of this node only if there are others
         self._fetched: dict[int, dict[str, Any]] = defaultdict(dict)  # version -> node -> Ray's reference to a location
+        self._looked_s = time.monotonic()
         self._is_direct: set[int] = set()  # versions that failed to arrive somewhere: every node asks this one
+
+    def check_own(self) -> None:
+        """Look now and then whether Ray still has this node; Ray itself lets calls wait that it can no longer make.
+
+        Raises:
+            InputError: it has not.
+        """
+        if time.monotonic() < self._looked_s + LOOK_S:
+            return
+        self._looked_s = time.monotonic()
+        if not any(node["Alive"] for node in self._ray.nodes() if node["NodeID"] == self._own):
+            raise InputError(
+                "Ray's process of the trainer's node (raylet) is gone, so no rollout engine can be started any more: "
+                "start the run again, with a new Ray if this one was not of the run, and it goes on from its newest "
+                "checkpoint"
+            )
 
     def meet(self, node: str) -> Any | None:
         """Make ready for engines on this node.
@@ -52,7 +72,7 @@ class Nodes:
         """
         if node == self._own:
             return self._store.location
-        for old in [old for old in self._fetched if old <= version - self.form.num_slots]:
+        for old in [old for old in self._fetched if self.form.is_over(old, version)]:
             del self._fetched[old]
         there = self._fetched[version]
         if failed is not None and there.get(node) == failed:

@@ -76,6 +76,10 @@ class Fleet:
             getattr(worker, method).remote(*arguments) for worker in self._workers[first : first + self.engine_size]
         ]
 
+    def shared(self, value: Any) -> Any:
+        """Ray's reference to a value, to be an argument of calls: it comes to every node once."""
+        return self._ray.put(value)
+
     def first_done(self, calls: Mapping[int, Sequence[Any]]) -> int:
         """Waits for the first worker of any of these engines; returns the engine."""
         engines = {of_workers[0]: engine for engine, of_workers in calls.items()}
@@ -151,7 +155,11 @@ def reserve(ray: Any, size: int, actor_options: Mapping[str, Any]) -> Any:
         InputError: nobody has freed so much within ``PLACEMENT_TIMEOUT_S``.
     """
     worker = bundle(actor_options)
-    group = ray.util.placement_group([worker] * size, strategy="STRICT_PACK")
+    return wait_for_room(ray, ray.util.placement_group([worker] * size, strategy="STRICT_PACK"), size, worker)
+
+
+def wait_for_room(ray: Any, group: Any, size: int, worker: Mapping[str, float]) -> Any:
+    """The same group, once it is there; raises as ``reserve``."""
     if not group.wait(PLACEMENT_TIMEOUT_S):
         ray.util.remove_placement_group(group)
         free = ray.available_resources()

@@ -15,6 +15,7 @@ from mega_rl.bridge.reshard.deposit import Deposit, Digest, HashedWrite, summed
 from mega_rl.bridge.reshard.execute import Ledger, Read, Transfer, Write, write_into
 from mega_rl.bridge.reshard.plan import Layout, compile_plan
 from mega_rl.bridge.series import Series, having
+from mega_rl.fleet.tickets import held_out
 from mega_rl.parallel.collectives import broadcast_object, gather_objects, is_first, together
 from mega_rl.rollout.remote.weight_store import Form, Store, Stored
 from mega_rl.rollout.sinks import Weights
@@ -40,12 +41,20 @@ class StoreSink:
 
     inspect = None  # every load is proved by its digest, in the engine
 
-    def __init__(self, weights: Weights, engine_size: int, num_slots: int, num_here: int | None = None) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        engine_size: int,
+        num_slots: int,
+        num_here: int | None = None,
+        has_validation: bool = False,
+    ) -> None:
         """
         Args:
             engine_size: workers of one engine.
             num_slots: versions that engines may ask for, and one that is being written.
             num_here: trainer ranks on rank 0's node, the first ones; None: as the launcher says.
+            has_validation: there is a place for the weights of validations, see ``ValidationSink``.
 
         Raises:
             InputError: on every rank, if that node has not so much memory.
@@ -57,7 +66,7 @@ class StoreSink:
         self._world = world
         series = tuple(tuple(weights.worker_layout(engine_size, worker)) for worker in range(engine_size))
         salt = broadcast_object(int.from_bytes(os.urandom(7), "big"))
-        self.form = Form(series, weights.dtype, num_slots, salt)
+        self.form = Form(series, weights.dtype, num_slots, salt, has_validation)
         self._store: Store | None = None
         with together("taking the memory of the weight store"):
             if is_first():
@@ -69,7 +78,8 @@ class StoreSink:
         self._whole: Part | None = None
         self._changing: Part | None = None  # what can differ from one update to the next
         self._filled: set[int] = set()  # slots that hold every tensor of some version
-        self._digests: list[Digest] = [{} for _ in series]  # by worker, of the newest version; on rank 0 only
+        # by worker, of the newest version and of the newest validation; on rank 0 only
+        self._digests: list[list[Digest]] = [[{} for _ in series] for _ in range(2)]
         self.stored: dict[int, Stored] = {}  # by version, what engines may ask for; on rank 0 only
 
     @property
@@ -92,17 +102,18 @@ class StoreSink:
             self._changing = self._plan(sources, [having(series, names) for series in wanted])
 
     def update(self, read: Read, version: int) -> Ledger:
-        """Write a version over the oldest one, which nobody may ask for any more."""
+        """Write a version over the oldest one, or a validation's over the last: nobody may ask for that any more."""
         assert self._whole is not None and self._changing is not None, "an update before connect"
         slot = self.form.slot(version)
         part = self._changing if slot in self._filled else self._whole
-        self.stored.pop(version - self.form.num_slots, None)
+        for old in [old for old in self.stored if self.form.is_over(old, version)]:
+            del self.stored[old]
         write = HashedWrite(write_into(self._memory(version)), self.form.salt)
         with torch.no_grad(), nullcontext() if part.is_collective else together("writing into the weight store"):
             ledger = part.move(read, write)
         parts = gather_objects(write.digest())
         self._filled.add(slot)
-        self._version = version
+        self._version = max(self._version, version)
         if is_first():
             self._publish(version, summed(parts))
         return ledger
@@ -114,10 +125,11 @@ class StoreSink:
         """Do nothing: the engines have devices of their own."""
 
     def _publish(self, version: int, found: Digest) -> None:
+        digests = self._digests[version < 0]
         for (name, hf_name), value in found.items():
             worker, local_name = name.split(SEPARATOR)
-            self._digests[int(worker)][local_name, hf_name] = value
-        self.stored[version] = Stored(version, [dict(digest) for digest in self._digests])
+            digests[int(worker)][local_name, hf_name] = value
+        self.stored[version] = Stored(version, [dict(digest) for digest in digests])
 
     def _memory(self, version: int) -> dict[str, torch.Tensor]:
         """The version's slot, by the names of ``_of_worker``; nothing on a rank without a store."""
@@ -149,6 +161,40 @@ class StoreSink:
             platform.current().synchronize,
         )
         return Part(lambda read, write: transfer.run(read, write, dtype), is_collective=True)
+
+
+class ValidationSink:
+    """A ``WeightSink`` of the same store: what it is given as a version is there as that version's validation.
+
+    The validation before must have ended, since its weights are written over.
+    """
+
+    inspect = None
+
+    def __init__(self, sink: StoreSink) -> None:
+        """``sink``: is connected, and has a place for validations."""
+        self._sink, self._version = sink, 0
+
+    @property
+    def weight_version(self) -> int:
+        return self._version
+
+    def layout(self) -> list[list[Series]]:
+        return self._sink.layout()
+
+    def connect(self, sources: Layout) -> None:
+        """Do nothing: the plans are those of the store."""
+
+    def update(self, read: Read, version: int) -> Ledger:
+        ledger = self._sink.update(read, held_out(version))
+        self._version = version
+        return ledger
+
+    def begin_sampling(self) -> None:
+        """Do nothing: engines fetch the weights when they want."""
+
+    def make_room(self) -> None:
+        """Do nothing: the engines have devices of their own."""
 
 
 def _of_worker(series: Series, worker: int) -> Series:

@@ -47,6 +47,7 @@ class Form:
     dtype: torch.dtype
     num_slots: int  # versions that are there at a time
     salt: int  # of all digests
+    has_validation: bool = False  # one more slot, for the weights of validations, whose numbers are negative
 
     @cached_property
     def slices(self) -> list[list[Slice]]:
@@ -68,10 +69,19 @@ class Form:
 
     @property
     def total_bytes(self) -> int:
-        return self.num_slots * sum(self.slot_bytes)
+        return self.all_slots * sum(self.slot_bytes)
+
+    @property
+    def all_slots(self) -> int:
+        return self.num_slots + self.has_validation
 
     def slot(self, version: int) -> int:
-        return version % self.num_slots
+        assert version >= 0 or self.has_validation, f"a store without a place for validations has none for {version}"
+        return version % self.num_slots if version >= 0 else self.num_slots
+
+    def is_over(self, old: int, new: int) -> bool:
+        """Whether the place of an old version has been taken when a new one is there; numbers of validations fall."""
+        return old >= 0 and new - self.num_slots >= old if new >= 0 else new < old < 0
 
 
 class Location(NamedTuple):
@@ -102,7 +112,7 @@ class Store:
         self._own: list[int] = []
         if location is None:
             check_room(form, available_bytes())
-            self._own = [_new_file(worker, form.num_slots * size) for worker, size in enumerate(form.slot_bytes)]
+            self._own = [_new_file(worker, form.all_slots * size) for worker, size in enumerate(form.slot_bytes)]
             location = Location(os.getpid(), tuple(self._own))
         self.location = location
         self._memory: dict[int, torch.Tensor] = {}  # by worker, of all its slots, uint8
@@ -111,7 +121,7 @@ class Store:
         """The slot that is the version's, as bytes; who has attached writes at its own risk."""
         size = self.form.slot_bytes[worker]
         if worker not in self._memory:
-            self._memory[worker] = self._map(worker, size * self.form.num_slots)
+            self._memory[worker] = self._map(worker, size * self.form.all_slots)
         start = self.form.slot(version) * size
         return self._memory[worker][start : start + size]
 
@@ -171,9 +181,9 @@ def check_room(form: Form, available: int) -> None:
     if form.total_bytes > available:
         raise InputError(
             f"the weight store takes {form.total_bytes / 1e9:.1f} GB of each node's host memory "
-            f"({form.num_slots} versions of {sum(form.slot_bytes) / 1e9:.1f} GB), and this host has "
-            f"{available / 1e9:.1f} GB left: lower rollout.max_staleness, set rollout.dtype to bfloat16, or use hosts "
-            "with more memory"
+            f"({form.all_slots} versions of {sum(form.slot_bytes) / 1e9:.1f} GB), and this host has "
+            f"{available / 1e9:.1f} GB left: lower rollout.max_staleness, set rollout.dtype to bfloat16, "
+            f"{'set data.val_files to [], ' if form.has_validation else ''}or use hosts with more memory"
         )
 
 

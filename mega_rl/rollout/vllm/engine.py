@@ -39,7 +39,12 @@ from mega_rl.rollout.vllm.environment import (
 from mega_rl.rollout.vllm.options import LOGPROBS_MODE, engine_arguments
 from mega_rl.rollout.vllm.seeing import Renderer, Sight, check_tokens, sight_arguments
 from mega_rl.rollout.vllm.sockets import remove_socket_names
-from mega_rl.rollout.vllm.versions import forget_prefixes, leave_routing_to_first_rank, num_sampled_tokens
+from mega_rl.rollout.vllm.versions import (
+    forget_prefixes,
+    leave_routing_to_first_rank,
+    num_sampled_tokens,
+    picture_constants_kept,
+)
 from mega_rl.types import Span, Trajectory
 
 
@@ -378,7 +383,7 @@ def _construct(
             job = broadcast_object(uuid.uuid4().hex[:12])
             adjustments = cpu_adjustments(live_weights=rollout.weight_update != "reload", job=job)
         try:
-            with adjustments:
+            with adjustments, picture_constants_kept():
                 llm = LLM(**arguments)
         except ValueError as error:
             raise InputError(

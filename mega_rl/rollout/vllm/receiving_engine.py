@@ -10,6 +10,7 @@ from mega_rl.rollout.receiver import Link
 from mega_rl.rollout.vllm.engine import VLLMEngine
 from mega_rl.rollout.vllm.environment import set_environment
 from mega_rl.rollout.vllm.options import TRANSFER_BACKEND
+from mega_rl.rollout.vllm.seeing import Sight
 from mega_rl.rollout.vllm.versions import start_arguments
 
 
@@ -25,11 +26,18 @@ class ReceivingEngine(VLLMEngine):
         device_type: str,
         dtype: str,
         slots: Slots | None = None,
+        sight: Sight | None = None,
     ) -> None:
         set_environment(device_type)
         _register()
         super().__init__(
-            model_path, rollout, max_model_len=max_model_len, device_type=device_type, dtype=dtype, slots=slots
+            model_path,
+            rollout,
+            max_model_len=max_model_len,
+            device_type=device_type,
+            dtype=dtype,
+            slots=slots,
+            sight=sight,
         )
 
     def connect(self, link: Link) -> None:
@@ -42,6 +50,12 @@ class ReceivingEngine(VLLMEngine):
         self._llm.start_weight_update(**start_arguments(self._llm.start_weight_update))
         self._llm.update_weights({"update_info": {}})
         self._llm.finish_weight_update()
+
+    def abandon(self) -> None:
+        """Drop all that is under way; nothing is returned for it."""
+        self._llm.llm_engine.abort_request([str(number) for number in self._under_way])
+        self._under_way.clear()
+        self._spans.clear()
 
 
 def _register() -> None:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from PIL import Image
 
+from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.models.shape import read_model_shape
 from mega_rl.rollout.vllm.options import blind_arguments, picture_arguments
 from mega_rl.rollout.vllm.versions import render
@@ -48,11 +49,14 @@ def sight_arguments(model_path: str, sight: Sight | None) -> dict[str, Any] | No
         sight: None: the engine is given no pictures, whatever the model is.
 
     Raises:
-        InputError: no model of a supported family.
+        InputError: no model of a supported family, or one whose files no engine can load.
     """
+    shape = read_model_shape(model_path)
+    if shape.fused_experts:
+        HFReader(model_path).check_for_engines(shape)
     if sight is not None:
         return picture_arguments(sight.max_images, sight.pixel_limits)
-    return None if read_model_shape(model_path).tower is None else blind_arguments()
+    return None if shape.tower is None else blind_arguments()
 
 
 class Renderer:

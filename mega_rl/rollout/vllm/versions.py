@@ -178,6 +178,28 @@ def render(llm: Any, token_ids: list[int], pictures: list[Any]) -> dict[str, Any
     return dict(rendered)
 
 
+@contextmanager
+def picture_constants_kept() -> Iterator[None]:
+    """Models made in it keep the numbers by which they normalise pictures, if the engine reads no weights.
+
+    vLLM 0.32 has them in the model, in buffers that its dummy loader fills with random numbers and that no sync writes:
+    of several engines all but the first, which reads weights, would see something else than the picture.
+    """
+    try:
+        from vllm.model_executor.layers.fusion.mm_input_norm import FusedMMInputNorm
+    except ImportError:  # vLLM 0.23 normalises pictures before they come to the model
+        yield
+        return
+    make = FusedMMInputNorm.__init__
+
+    def make_with_constants(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        self._non_persistent_buffers_set.update(("weight", "bias"))  # the dummy loader passes over those
+
+    with mock.patch.object(FusedMMInputNorm, "__init__", make_with_constants):
+        yield
+
+
 def forget_prefixes(llm: Any) -> bool:
     """Drop all cached keys and values; requests that run are put back and computed anew. False: some were kept."""
     return bool(llm.reset_prefix_cache(reset_running_requests=True))

@@ -82,8 +82,9 @@ def _repack_tied_head(model: torch.nn.Module) -> None:
     The loader fills the embedding only: a head that shares its weight would keep the old packed copy, silently (seen
     in vLLM 0.28 to 0.32).
     """
-    head = getattr(model, "lm_head", None)
-    embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
+    decoder = getattr(model, "language_model", model)
+    head = getattr(decoder, "lm_head", None)
+    embedding = getattr(getattr(decoder, "model", None), "embed_tokens", None)
     if head is None or embedding is None or not hasattr(head, "cpu_linear"):
         return
     if head.weight.data_ptr() == embedding.weight.data_ptr():

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
@@ -16,8 +17,9 @@ import torch.distributed as dist
 
 from mega_rl.algorithms.advantage import dr_grpo_advantages, turn_advantages
 from mega_rl.config import RunConfig
-from mega_rl.config.schema import DynamicSamplingConfig
+from mega_rl.config.schema import AlgorithmConfig, DynamicSamplingConfig
 from mega_rl.data.prompts import PromptStream
+from mega_rl.evaluation.evaluate import Answered, EvaluationSettings, evaluate
 from mega_rl.megatron.saving import Late
 from mega_rl.observe.timers import Timers
 from mega_rl.parallel.layout import EngineLayout
@@ -25,13 +27,14 @@ from mega_rl.parallel.rendezvous import Rendezvous
 from mega_rl.rewards.scorer import Scorer
 from mega_rl.rollout.collect import OutlinedGroup, PromptGroup, Quota, Round
 from mega_rl.rollout.depot import Depot
-from mega_rl.rollout.engine import ProbedSampler, Request, Sampler
+from mega_rl.rollout.engine import ProbedSampler, Request
 from mega_rl.rollout.records import to_group, to_rows
 from mega_rl.rollout.replicas import collect_everywhere, engine_ranks
 from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.temperature_probe import Probed
 from mega_rl.stages.parts.episodes import without_reward
 from mega_rl.stages.parts.learning import rewards_of_turns
+from mega_rl.stages.parts.weight_sync import Sync
 from mega_rl.types import Prompt, Score, Trajectory
 
 ROUNDING = 1e-9  # in units of the reward: sums of the same rewards of turns in another order differ by less
@@ -63,11 +66,6 @@ class Batches(Protocol):
     """Where the groups of every step come from; what a checkpoint holds of it is as of a ``Source``."""
 
     @property
-    def sampler(self) -> Sampler | None:
-        """What validation may sample from; None: nothing."""
-        ...
-
-    @property
     def probed(self) -> Probed:
         """The engines, for questions before anything is sampled."""
         ...
@@ -78,6 +76,12 @@ class Batches(Protocol):
 
     def judged(self, batch: Batch) -> Batch:
         """The batch with the scores of a reward model, if there is one; the engines sleep by then. Collective."""
+        ...
+
+    def validation(
+        self, sync: Sync, version: int, prompts: Sequence[Prompt], settings: EvaluationSettings
+    ) -> list[Answered]:
+        """Held-out prompts with the answers of the trainer's exact weights, each on one rank. Collective."""
         ...
 
     def state_dict(self) -> dict[str, Any] | Late: ...
@@ -113,7 +117,7 @@ class BatchBuilder:
         self._stream, self._engine, self._scorer = stream, engine, scorer
         self._is_leader = layout.tensor_rank(dist.get_rank()) == 0
         self._ranks = engine_ranks(layout, config.trainer.collective_timeout_s)
-        self._rendezvous, self.sampler, self.probed = rendezvous, engine, engine
+        self._rendezvous, self.probed = rendezvous, engine
         self._scoring_time = BusyTime()
         self._depot = depot
         self._carried: list[OutlinedGroup] = []
@@ -164,14 +168,22 @@ class BatchBuilder:
         self._carried = batch.carried
         return batch
 
+    def validation(
+        self, sync: Sync, version: int, prompts: Sequence[Prompt], settings: EvaluationSettings
+    ) -> list[Answered]:
+        """As of ``Batches``."""
+        mine: list[Answered] = []
+        sync.push(version, is_validation=True)
+        evaluate(self._engine, self._scorer, prompts, settings, mine.append, self._rendezvous)
+        sync.end_sampling()
+        return mine
+
     def close(self) -> None:
         """Do nothing: its engines end with their processes."""
 
     def _start_scoring(self, trajectory: Trajectory) -> Future[Score]:
-        if (episode := trajectory.episode) is not None and self._config.environment.unfinished == "leave_out":
-            trajectory = replace(trajectory, episode=without_reward(episode))
         self._scoring_time.begin()
-        score = self._scorer.start(trajectory)
+        score = self._scorer.start(to_score(self._config, trajectory))
         score.add_done_callback(lambda _: self._scoring_time.end())
         return score
 
@@ -180,19 +192,13 @@ class BatchBuilder:
         return self._config.algorithm.dynamic_sampling
 
     def _quota(self) -> Quota:
-        settings, size = self._settings, self._config.data.train_batch_size
+        config, settings, size = self._config, self._settings, self._config.data.train_batch_size
         if not settings.enabled:
             return Quota(size, size, size, is_kept=lambda group: True)
         missing = max(0, size - len(self._carried))
         initial = max(0, math.ceil(settings.oversample * size) - len(self._carried)) if missing else 0
         budget = min(math.ceil(settings.budget * size), len(self._stream.dataset))  # no prompt twice in a step
-        return Quota(missing, min(initial, budget), budget, is_kept=self._has_signal)
-
-    def _has_signal(self, group: PromptGroup | OutlinedGroup) -> bool:
-        algorithm = self._config.algorithm
-        if algorithm.credit == "turn":
-            return has_signal_by_turn(group.scores, group.num_turns, algorithm.turn_discount)
-        return has_signal(self._settings.metric, group.scores)
+        return Quota(missing, min(initial, budget), budget, is_kept=partial(teaches, config.algorithm))
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next step goes on: plain values. Collective; on rank 0, the others have no carried groups."""
@@ -221,6 +227,20 @@ def judged(batch: Batch, scorer: Scorer) -> Batch:
         for part in batch.by_outcome.values()
     )
     return replace(batch, learnt=learnt, carried=carried, dropped=dropped)
+
+
+def to_score(config: RunConfig, trajectory: Trajectory) -> Trajectory:
+    """What is scored of a trajectory: of an episode that a limit has ended perhaps without its reward."""
+    if (episode := trajectory.episode) is None or config.environment.unfinished != "leave_out":
+        return trajectory
+    return replace(trajectory, episode=without_reward(episode))
+
+
+def teaches(algorithm: AlgorithmConfig, group: PromptGroup | OutlinedGroup) -> bool:
+    """Whether the rewards of a group differ; dynamic sampling replaces it if they do not."""
+    if algorithm.credit == "turn":
+        return has_signal_by_turn(group.scores, group.num_turns, algorithm.turn_discount)
+    return has_signal(algorithm.dynamic_sampling.metric, group.scores)
 
 
 def has_signal(metric: str | None, scores: Sequence[Score]) -> bool:

@@ -117,6 +117,8 @@ def trainer_spec(config: RunConfig) -> TrainerSpec:
         router=config.router,
         vision=config.model.vision,
         seed=config.trainer.seed,
+        layers=config.platform.layers,
+        entropy_has_gradient=samples(config) and config.algorithm.entropy_coefficient != 0,
     )
 
 
@@ -209,7 +211,7 @@ def engine_weights(session: Session, actor: MegatronEngine, noise: AqnNoise) -> 
 
 
 def remote_engines(session: Session, slots: Slots | None) -> RemoteEngines:
-    return RemoteEngines(engine_spec(session, slots), session.config.rollout.num_engines)
+    return RemoteEngines(engine_spec(session, slots), session.config.rollout.num_engines, session.album)
 
 
 def engine_spec(session: Session, slots: Slots | None) -> EngineSpec:
@@ -225,6 +227,7 @@ def engine_spec(session: Session, slots: Slots | None) -> EngineSpec:
         torch.get_num_threads(),
         config.trainer.collective_timeout_s,
         slots,
+        sight=(seen := sight(session)) and replace(seen, pictures={}),
     )
 
 
@@ -352,7 +355,8 @@ def scorer(session: Session) -> Scorer:
     judge = None if reward is None else judge_of(session, reward)
     if not config.rewards:  # the environment gives them
         return Scorer([], None)
-    return scorer_of_node(workers_rewards(config), config.reward_workers, judge)
+    pictures = None if session.album is None else session.album.pictures
+    return scorer_of_node(workers_rewards(config), config.reward_workers, judge, pictures)
 
 
 def judge_of(session: Session, reward: RewardConfig) -> RewardModel:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import dataclass
 from functools import cache
 
 import torch.distributed as dist
@@ -10,10 +12,11 @@ from transformers import PreTrainedTokenizerBase
 from mega_rl import platform
 from mega_rl.config import RunConfig
 from mega_rl.config.environment import TOOLS
+from mega_rl.config.schema import EnvironmentConfig
 from mega_rl.data.replies import ReplyTokens
 from mega_rl.data.template import check_written, uses_chat_template
-from mega_rl.data.tokenizer import generation_ends
-from mega_rl.environments.choice import Maker
+from mega_rl.data.tokenizer import generation_ends, load_tokenizer
+from mega_rl.environments.choice import Maker, placed
 from mega_rl.environments.episode import EpisodeLimits
 from mega_rl.environments.tools import Parsed, Parser
 from mega_rl.errors import InputError
@@ -30,11 +33,15 @@ from mega_rl.types import Outcome, UnknownReward
 UNFINISHED = {"turns", "tokens"}  # why episodes stop that a limit has ended
 
 
-def plan_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Plan | None:
+def plan_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase, is_engine: bool = False) -> Plan | None:
     """How the episodes of a run go on; None: single turns.
 
+    Args:
+        is_engine: this is the process of an engine, in which episodes run if ``rollout.mode`` is not synchronous.
+
     Raises:
-        InputError: no such environment, options that it does not take, or a chat template that cannot write episodes.
+        InputError: no such environment, options that it does not take, something that it needs and that does not work,
+            or a chat template that cannot write episodes.
     """
     settings = config.environment
     if settings.name is None:
@@ -45,6 +52,9 @@ def plan_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Plan | Non
             f"{config.model.path} does not have: give it one"
         )
     maker = Maker(settings, late_parser(settings.tool_parser, tokenizer))
+    runs_here = is_engine or config.rollout.mode == "synchronous"
+    if runs_here and config.rollout.replay is None:
+        maker.check()
     if settings.name == TOOLS:
         check_parser(settings.tool_parser)
     check_written(tokenizer, [], maker.tools)
@@ -59,6 +69,39 @@ def plan_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Plan | Non
     return Plan(
         maker, replies, tokenizer, limits, settings.max_turn_tokens, settings.scored, settings.workers, maker.tools
     )
+
+
+@dataclass(frozen=True)
+class PlanThere:
+    """Makes ``plan_of`` in the process of an engine, wherever that was begun: all that it reads, and nothing else.
+
+    Equal for all trainers of a run, so that engines which one has started are of use to the next.
+    """
+
+    model_path: str  # absolute
+    chat_template: str
+    stop_token_ids: tuple[int, ...]
+    environment: EnvironmentConfig  # its files with absolute paths; those in options are the user's
+    code: tuple[str, ...]  # digests of these files
+
+    def __call__(self) -> Plan:
+        config = RunConfig(environment=self.environment)
+        config.model.path = self.model_path
+        config.data.chat_template = self.chat_template  # type: ignore[assignment]
+        config.rollout.stop_token_ids = list(self.stop_token_ids)
+        tokenizer = load_tokenizer(self.model_path)
+        plan = plan_of(config, tokenizer, is_engine=True)
+        assert plan is not None, "engines of single turns make no plan"
+        if self.environment.name == TOOLS:
+            _parser(self.environment.tool_parser, tokenizer)
+        return plan
+
+
+def plan_there(config: RunConfig, model_path: str) -> PlanThere:
+    """What of a configuration makes the plan of its episodes in the process of an engine."""
+    anywhere, files = placed(config.environment)
+    code = tuple(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
+    return PlanThere(model_path, config.data.chat_template, tuple(config.rollout.stop_token_ids), anywhere, code)
 
 
 def late_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> Parser:

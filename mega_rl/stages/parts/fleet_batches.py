@@ -7,13 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
 from mega_rl.config import RunConfig
 from mega_rl.data.prompts import PromptStream
 from mega_rl.errors import InputError
+from mega_rl.evaluation.evaluate import Answered, EvaluationSettings, answered, requests_of
 from mega_rl.fleet.carrier import Carrier, Requests
 from mega_rl.fleet.engines import Limits
 from mega_rl.fleet.ledger import STATE_VERSION
@@ -31,9 +33,11 @@ from mega_rl.rollout.engine import Request
 from mega_rl.rollout.fleet_state import Scores, decoded, encoded
 from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.steward_thread import StewardThread
-from mega_rl.stages.parts.batch_builder import Batch, BusyTime, has_signal, judged, staleness_metrics
-from mega_rl.types import Score, Trajectory
+from mega_rl.stages.parts.batch_builder import Batch, BusyTime, judged, staleness_metrics, teaches, to_score
+from mega_rl.stages.parts.weight_sync import Sync
+from mega_rl.types import Prompt, Score, Trajectory
 
+T = TypeVar("T")
 SILENCE = 2.0  # times the longest limit of an engine: the steward has acted long before
 
 
@@ -91,7 +95,9 @@ class FleetBatches:
         self._thread: StewardThread | None = None  # on rank 0, from the first step on
         self._done: list[OutlinedGroup] = []  # of the step before
         self._num_built = 0  # steps of the run so far
-        self.sampler, self.probed = None, fleet
+        self._published = 0  # the newest version that the steward knows of
+        self._held_out: tuple[Sequence[Prompt], EvaluationSettings] | None = None  # of the newest validation
+        self.probed = fleet
 
     def build(self, step: int) -> Batch:
         """As of ``Batches``. The tokens of the step before are forgotten.
@@ -101,17 +107,7 @@ class FleetBatches:
         """
         self._depot.drop(outline for group in self._done for outline in group.outlines)
         self._stream.next_batch()  # what the main tickets of this step draw
-        failure: Exception | None = None
-        found: tuple[list[OutlinedGroup], list[OutlinedGroup]] = [], []
-        if dist.get_rank() == 0:
-            try:
-                found = self._taken(step)
-            except Exception as error:  # noqa: BLE001 - the other ranks must learn of it before it is raised again
-                failure = error
-        self._rendezvous.wait("sampling")
-        with together("sampling"):
-            if failure is not None:
-                raise failure
+        found = self._on_first("sampling", partial(self._taken, step))
         ((kept, dropped),) = spread(found, [0])
         self._timers.add("reward", self._scoring_time.take())  # beside the sampling
         self._done, self._num_built = kept + dropped, step + 1
@@ -122,8 +118,45 @@ class FleetBatches:
             "budget_exhausted": float(len(kept) < self._rules.num_groups),
         }
         metrics = {f"rollout/groups_{name}": float(value) for name, value in figures.items()}
-        metrics |= staleness_metrics(step, kept)
+        metrics |= staleness_metrics(step, kept) | ({} if self._thread is None else self._thread.record.figures())
         return Batch(kept, [], dropped, metrics, self._depot, sampled_for=step + 1)
+
+    def validation(
+        self, sync: Sync, version: int, prompts: Sequence[Prompt], settings: EvaluationSettings
+    ) -> list[Answered]:
+        """As of ``Batches``, on rank 0. Engines go on with the steps in the air, the newest included, besides."""
+        sync.push(version, is_validation=True)
+        if version < self._rules.total_steps:
+            sync.push(version)  # for the step that may begin with it
+        self._held_out = prompts, settings
+        found = self._on_first("validation", partial(self._validated, version))
+        sync.end_sampling()
+        return found or []
+
+    def _validated(self, version: int) -> list[Answered]:
+        assert self._held_out is not None, "it has been set"
+        prompts, settings = self._held_out
+        if self._thread is None:  # before the first step
+            self._thread = self._started(version, num_drawn=version)
+        self._thread.validate(version, len(prompts), settings.n + settings.is_greedy)
+        self._publish(self._thread, version)
+        groups = self._thread.validated(version)
+        return [_answered(prompts[key.ticket], settings, group) for key, group in groups.items()]
+
+    def _on_first(self, what: str, function: Callable[[], T]) -> T | None:
+        """What a function returns on rank 0; None on the others, which wait for it. Raises on all what it raises."""
+        failure: Exception | None = None
+        found: T | None = None
+        if dist.get_rank() == 0:
+            try:
+                found = function()
+            except Exception as error:  # noqa: BLE001 - the other ranks must learn of it before it is raised again
+                failure = error
+        self._rendezvous.wait(what)
+        with together(what):
+            if failure is not None:
+                raise failure
+        return found
 
     def judged(self, batch: Batch) -> Batch:
         """As of ``Batches``."""
@@ -184,9 +217,8 @@ class FleetBatches:
     def _taken(self, step: int) -> tuple[list[OutlinedGroup], list[OutlinedGroup]]:
         """The kept and the dropped groups of a step, on rank 0, with their tokens in the depot."""
         if self._thread is None:
-            self._thread = self._started(step)
-        else:
-            self._thread.published(step)
+            self._thread = self._started(step, num_drawn=step + 1)
+        self._publish(self._thread, step)
         delivered = self._thread.take(step)
         kept, dropped = (
             [self._owned(group) for group in part.values()] for part in (delivered.kept, delivered.dropped)
@@ -196,26 +228,41 @@ class FleetBatches:
     def _owned(self, group: PromptGroup) -> OutlinedGroup:
         return OutlinedGroup(tuple(map(self._depot.add, group.trajectories)), group.scores)
 
-    def _started(self, step: int) -> StewardThread:
+    def _publish(self, thread: StewardThread, version: int) -> None:
+        if self._published < version < self._rules.total_steps:  # a steward whose steps are all trained ends
+            thread.published(version)
+            self._published = version
+
+    def _started(self, step: int, num_drawn: int) -> StewardThread:
+        """``num_drawn``: batches of the stream so far."""
+        self._published = step
         state: Mapping[str, Any] = {"format": STATE_VERSION, "trained": step, "steps": {}}
         scores: Scores = {}
         if self._state is not None:
             state, scores = decoded(self._state)
             assert state["trained"] == step, f"a state of version {state['trained']} at step {step}"
             self._state = None
-        elif not self._stream.is_after(step + 1):  # with the batch of this step
+        elif not self._stream.is_after(num_drawn):
             self._refuse(f"is of a synchronous run whose {step} steps drew something else than {step} whole batches")
         fleet, settings = self._fleet, self._config.algorithm.dynamic_sampling
-        is_kept = partial(has_signal, settings.metric) if settings.enabled else _keep_all
+        is_kept = partial(teaches, self._config.algorithm) if settings.enabled else _keep_all
         limit_s = SILENCE * max(fleet.limits.start_s, fleet.limits.load_s, fleet.limits.progress_s)
         steward = Steward(self._rules, fleet.limits, range(fleet.num_engines), state)
         with HEART.waiting("room for the rollout engines", is_for_ranks=False):
             carrier = fleet.open(self.requests)
-        return StewardThread(steward, carrier, self._start_scoring, is_kept, scores, limit_s)
+        output_dir = Path(self._config.trainer.output_dir)
+        thread = StewardThread(steward, carrier, self._start_scoring, is_kept, scores, limit_s, output_dir)
+        self._timers.watch = lambda phase, seconds: thread.record.of_trainer(phase, seconds, HEART.step)
+        return thread
 
     def requests(self, key: Key, samples: Sequence[int]) -> list[Request]:
         """The requests of some samples of a ticket, each with its seed: ``mega_rl.fleet.carrier.Requests``."""
         config = self._config
+        if key.step < 0:
+            assert self._held_out is not None, "nobody asks for a validation"
+            prompts, settings = self._held_out
+            asked = {request.sample_index: request for request in requests_of(prompts[key.ticket], settings)}
+            return [asked[sample] for sample in samples]
         order, _, place = self._rules.place(key)
         prompt = self._stream.spare(key.step, place) if order == "spare" else self._stream.item(key.step, key.ticket)
         made = make_requests(
@@ -229,9 +276,11 @@ class FleetBatches:
         )
         return [made[sample] for sample in samples]
 
-    def _start_scoring(self, trajectory: Trajectory) -> Future[Score]:
+    def _start_scoring(self, key: Key, trajectory: Trajectory) -> Future[Score]:
+        if key.step < 0:  # of a validation: scored as ``evaluate`` does, in its own time
+            return self._scorer.start(trajectory)
         self._scoring_time.begin()
-        score = self._scorer.start(trajectory)
+        score = self._scorer.start(to_score(self._config, trajectory))
         score.add_done_callback(lambda _: self._scoring_time.end())
         return score
 
@@ -251,5 +300,9 @@ class LateState:
         return None if found is None else {**self.rest, "fleet": encoded(*found)}
 
 
-def _keep_all(scores: Sequence[Score]) -> bool:
+def _answered(prompt: Prompt, settings: EvaluationSettings, group: PromptGroup) -> Answered:
+    return answered(prompt, settings, dict(enumerate(group.trajectories)), dict(enumerate(group.scores)))
+
+
+def _keep_all(group: PromptGroup) -> bool:
     return True

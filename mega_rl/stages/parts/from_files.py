@@ -50,8 +50,10 @@ def read(session: Session, kind: type[Data], options: Callable[[], dict[str, Any
         options: further arguments of ``from_files``; what it raises is raised on every rank.
     """
     data, tokenizer = session.config.data, session.tokenizer
-    with together("reading the data"):
-        from_files: Callable[..., Data] = partial(kind.from_files, **options())
+    with together("preparing to read the data"):
+        given = options()
+    with together("reading the data"):  # what is collective within raises on every rank at once
+        from_files: Callable[..., Data] = partial(kind.from_files, **given)
         dataset, held_out = from_files(data.train_files, tokenizer, data), None
         if data.val_files:
             limit = data.max_val_samples

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 from mega_rl.bridge.outgoing.noise import AqnNoise
 from mega_rl.config import RunConfig
 from mega_rl.config.schema import LoggingConfig
+from mega_rl.data.album import Album
 from mega_rl.data.packing import unpack
+from mega_rl.data.thumbnails import thumbnails_of
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.observe.metrics import Metrics
 from mega_rl.observe.observer import Observer
@@ -82,14 +85,16 @@ def _reward_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     return metrics
 
 
-def shown_sample(trajectory: Trajectory, score: Score) -> ShownSample:
+def shown_sample(trajectory: Trajectory, score: Score, album: Album | None) -> ShownSample:
     """What a dashboard shows of one answer; of an episode, who said what."""
+    pictures: Callable[[], tuple[bytes, ...]] = tuple
+    if album is not None:
+        pictures = partial(thumbnails_of, trajectory.prompt, album.pictures)
     prompt, text = trajectory.prompt, trajectory.text
     if trajectory.episode is not None:
         text = "\n".join(f"[{turn.role}] {turn.text}" for turn in trajectory.turns[1:])
-    return ShownSample(
-        prompt.text, text, prompt.ground_truth, score.value, trajectory.num_sampled, trajectory.finish_reason
-    )
+    end = trajectory.finish_reason
+    return ShownSample(prompt.text, text, prompt.ground_truth, score.value, trajectory.num_sampled, end, pictures)
 
 
 def show(
@@ -111,7 +116,8 @@ def show(
     """
     shown = samples[: logging.num_text_samples]
     texts = batch.depot.to_first([sample.outline for sample in shown])
-    observer.samples(step, "rollout", [shown_sample(t, s.score) for t, s in zip(texts, shown, strict=False)])
+    pairs = zip(texts, shown, strict=False)
+    observer.samples(step, "rollout", [shown_sample(text, sample.score, share.album) for text, sample in pairs])
     observer.distribution(step, "rewards", [sample.score.value for sample in samples])
     observer.distribution(step, "advantages", [sample.advantage for sample in samples])
     observer.distribution(step, "response_lengths", [float(sample.outline.num_sampled) for sample in samples])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,15 +13,16 @@ from mega_rl.fleet.carrier import Requests
 from mega_rl.fleet.engines import Limits
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.rewards.scorer import Scorer
+from mega_rl.rollout.remote.attach import keeping
 from mega_rl.rollout.remote.carrier import RayCarrier
-from mega_rl.rollout.remote.store_sink import StoreSink
+from mega_rl.rollout.remote.store_sink import StoreSink, ValidationSink
 from mega_rl.rollout.replay import RecordedCarrier, Records
 from mega_rl.stages.parts import building
 from mega_rl.stages.parts.batch_builder import BatchBuilder, Batches
-from mega_rl.stages.parts.episodes import with_episodes
+from mega_rl.stages.parts.episodes import plan_there, with_episodes
 from mega_rl.stages.parts.fleet_batches import Fleet, FleetBatches
 from mega_rl.stages.parts.session import Session
-from mega_rl.stages.parts.weight_sync import Pushed, Sync
+from mega_rl.stages.parts.weight_sync import Pushed, StoreSync, Sync, WeightSync
 
 
 class RecordedFleetSync:
@@ -51,15 +53,25 @@ def store_fleet(session: Session, actor: MegatronEngine, noise: AqnNoise) -> tup
     config = session.config.rollout
     weights, slots = building.engine_weights(session, actor, noise)
     spec = building.engine_spec(session, slots)
+    if session.plan is not None:
+        spec = replace(spec, episodes=plan_there(session.config, spec.model_path))
+    has_validation = bool(session.config.data.val_files)
     # A version is written while engines may still ask for those that the step before it could be sampled with.
-    sink = StoreSink(weights, config.tensor_parallel_size, num_slots=config.max_staleness + 2)
+    sink = StoreSink(
+        weights, config.tensor_parallel_size, num_slots=config.max_staleness + 2, has_validation=has_validation
+    )
 
     def opened(requests: Requests) -> RayCarrier:
         assert sink.store is not None, "rank 0 has the store"
-        return RayCarrier(spec, config.num_engines, requests, sink.store, sink.stored)
+        kept_by = keeping(session.output_dir, config.engine_lease_s)
+        carrier = RayCarrier(spec, config.num_engines, requests, sink.store, sink.stored, kept_by, session.album)
+        if carrier.num_survivors:
+            session.say(f"attached to {carrier.num_survivors} rollout engines that the trainer before left running")
+        return carrier
 
     sync = building.weight_sync(session, actor, sink, noise, weights.slots)
-    return Fleet(config.num_engines, limits_of(config), opened), sync
+    exact = WeightSync(actor, [], ValidationSink(sink), (), sync.dtype, None, sync.model)
+    return Fleet(config.num_engines, limits_of(config), opened), StoreSync(sync, exact)
 
 
 def limits_of(config: RolloutConfig) -> Limits:

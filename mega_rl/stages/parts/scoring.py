@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch.distributed as dist
 
@@ -12,6 +12,7 @@ from mega_rl.config.schema import RewardConfig, RewardWorkersConfig
 from mega_rl.errors import InputError
 from mega_rl.parallel.collectives import gather_objects, together
 from mega_rl.rewards import node
+from mega_rl.rewards.images import Encoded
 from mega_rl.rewards.pool import Pool
 from mega_rl.rewards.registry import needs_truth
 from mega_rl.rewards.scorer import Judge, Scorer, start_workers, weighted
@@ -23,8 +24,16 @@ MAX_UNKNOWN_STEPS = 5  # in a row
 MAX_SAMPLES_TOLD = 3  # per line
 
 
-def scorer_of_node(rewards: Sequence[RewardConfig], workers: RewardWorkersConfig, judge: Judge | None = None) -> Scorer:
+def scorer_of_node(
+    rewards: Sequence[RewardConfig],
+    workers: RewardWorkersConfig,
+    judge: Judge | None = None,
+    pictures: Mapping[str, Encoded] | None = None,
+) -> Scorer:
     """A scorer on every rank; the ranks of a node use the workers of the first of them. Collective over all ranks.
+
+    Args:
+        judge, pictures: as `Scorer` has them.
 
     Raises:
         InputError: on every rank, what ``build_scorer`` raises on one.
@@ -46,7 +55,7 @@ def scorer_of_node(rewards: Sequence[RewardConfig], workers: RewardWorkersConfig
         if (found := addresses[here[0]]) is not None and pool is None:
             pool = node.RemotePool(found, f"rank {here[0]}")
     assert pool is not None, "the block before this line raises or connects"
-    return Scorer(names, pool, judge)
+    return Scorer(names, pool, judge, pictures)
 
 
 def unknown_metrics(scores: Sequence[Score]) -> dict[str, float]:

@@ -9,15 +9,14 @@ import torch.distributed as dist
 
 from mega_rl.config import RunConfig
 from mega_rl.data.prompts import PromptDataset
-from mega_rl.evaluation.evaluate import Answered, EvaluationSettings, evaluate, evaluation_metrics, outlined
+from mega_rl.evaluation.evaluate import EvaluationSettings, evaluation_metrics, outlined
 from mega_rl.observe.console import before_after_table
 from mega_rl.observe.observer import Observer
 from mega_rl.observe.timers import Timers
 from mega_rl.parallel.layout import EngineLayout
-from mega_rl.parallel.rendezvous import Rendezvous
 from mega_rl.rewards.scorer import Scorer
 from mega_rl.rollout.depot import Depot
-from mega_rl.rollout.engine import Sampler
+from mega_rl.stages.parts.batch_builder import Batches
 from mega_rl.stages.parts.progress import Validations
 from mega_rl.stages.parts.rollout_metrics import shown_sample
 from mega_rl.stages.parts.scoring import RewardWatch
@@ -35,9 +34,8 @@ class Validator:
         say: Callable[[str], None],
         held_out: PromptDataset | None,
         sync: Sync,
-        engine: Sampler | None,
+        batches: Batches,
         scorer: Scorer,
-        rendezvous: Rendezvous | None,
         depot: Depot,
     ) -> None:
         settings = config.validation
@@ -46,21 +44,16 @@ class Validator:
         )
         self.num_shown = config.logging.num_text_samples
         self.timers, self.watch = timers, RewardWatch(say)
-        self.dataset, self.sync, self.engine, self.scorer = held_out, sync, engine, scorer
-        self.rendezvous, self.depot = rendezvous, depot
+        self.dataset, self.sync, self.batches, self.scorer, self.depot = held_out, sync, batches, scorer, depot
         self.results: Validations = {}
 
     def validate(self, observer: Observer, step: int) -> dict[str, float]:
         """Metrics of the actor's present weights, see ``evaluation_metrics``; collective."""
         if self.dataset is None:
             return {}
-        assert self.engine is not None, "there is held-out data, and nothing to sample from"
         with self.timers("validate"):
-            self.sync.push(version=step, is_validation=True)
-            mine: list[Answered] = []
-            evaluate(self.engine, self.scorer, self.dataset.prompts, self.settings, mine.append, self.rendezvous)
+            mine = self.batches.validation(self.sync, step, self.dataset.prompts, self.settings)
             rows = outlined(mine, self.settings.layout, self.depot)
-            self.sync.end_sampling()
             if self.scorer.judge is not None:
                 outlines = [row.outline for row in rows]
                 scores = self.scorer.judge.complete(outlines, [row.score for row in rows], self.depot)
@@ -72,7 +65,8 @@ class Validator:
         shown = greedy[: self.num_shown]
         texts = self.depot.to_first([row.outline for row in shown])
         self.depot.drop(row.outline for row in rows)
-        samples = [shown_sample(trajectory, row.score) for trajectory, row in zip(texts, shown, strict=False)]
+        pairs, album = zip(texts, shown, strict=False), self.dataset.album
+        samples = [shown_sample(trajectory, row.score, album) for trajectory, row in pairs]
         observer.samples(step, "validation", samples)
         self.results.setdefault("first", metrics)
         self.results["last"] = metrics

@@ -64,6 +64,27 @@ class RecordedSync:
         """Do nothing: no memory was taken."""
 
 
+class StoreSync:
+    """A ``Sync`` of engines that fetch their weights: those of validations have a place of their own.
+
+    A version is pushed once for training: as soon as engines may sample with it, which may be before its step.
+    """
+
+    def __init__(self, training: Sync, exact: Sync) -> None:
+        self._training, self._exact = training, exact
+        self._last: Pushed | None = None
+
+    def push(self, version: int, is_validation: bool = False) -> Pushed:
+        if is_validation:
+            return self._exact.push(version, is_validation=True)
+        if self._last is None or self._last.version != version:
+            self._last = self._training.push(version)
+        return self._last
+
+    def end_sampling(self) -> None:
+        self._training.end_sampling()
+
+
 class WeightSync:
     """Pushes the actor's weights into a sink, changed by the outgoing transforms.
 

@@ -19,7 +19,7 @@ from mega_rl.bridge.mapping.vllm_slots import Slots
 from mega_rl.config.schema import RolloutConfig
 from mega_rl.platform.ascend.environment import NZ
 from mega_rl.rollout.vllm import environment
-from mega_rl.rollout.vllm.options import ROUTING, engine_arguments, option_names
+from mega_rl.rollout.vllm.options import ROUTING, engine_arguments, option_names, picture_arguments
 from tests.contract.vllm_signatures.uses import ROLLOUT, WORKER, uses
 from tests.contract.vllm_signatures.wheel import Package
 
@@ -37,9 +37,38 @@ SLOTS = (  # what makes the slots of an adapter, whose shapes ``bridge.mapping.v
     f"{LAYERS}.base_linear.BaseLinearLayerWithLoRA.create_lora_weights",
     f"{LAYERS}.column_parallel_linear.MergedColumnParallelLinearWithLoRA.create_lora_weights",
 )
+MODELS = "vllm.model_executor.models"
+SEEING = {  # modules of models that see: what ``bridge.mapping`` calls weights by, and what pictures are rendered with
+    f"{MODELS}.qwen2_5_vl.Qwen2_5_VLForConditionalGeneration": ("visual", "language_model"),
+    f"{MODELS}.qwen2_5_vl.Qwen2_5_VisionTransformer": ("patch_embed", "blocks", "merger"),
+    f"{MODELS}.qwen2_5_vl.Qwen2_5_VisionPatchEmbed": ("proj",),
+    f"{MODELS}.qwen2_5_vl.Qwen2_5_VisionBlock": ("norm1", "norm2", "attn", "mlp"),
+    f"{MODELS}.qwen2_5_vl.Qwen2_5_VisionAttention": ("qkv", "proj"),
+    f"{MODELS}.qwen2_5_vl.Qwen2_5_VisionMLP": ("gate_up_proj", "down_proj"),
+    f"{MODELS}.qwen2_5_vl.Qwen2_5_VisionPatchMerger": ("ln_q", "mlp"),
+    f"{MODELS}.qwen3_vl.Qwen3VLForConditionalGeneration": ("visual", "language_model"),
+    f"{MODELS}.qwen3_vl.Qwen3_VisionTransformer": (
+        *("patch_embed", "pos_embed", "blocks", "merger", "deepstack_merger_list"),
+    ),
+    f"{MODELS}.qwen3_vl.Qwen3_VisionPatchEmbed": ("proj",),
+    f"{MODELS}.qwen3_vl.Qwen3_VisionBlock": ("norm1", "norm2", "attn", "mlp"),
+    f"{MODELS}.qwen3_vl.Qwen3_VisionMLP": ("linear_fc1", "linear_fc2"),
+    f"{MODELS}.qwen3_vl.Qwen3_VisionPatchMerger": ("norm", "linear_fc1", "linear_fc2"),
+    f"{MODELS}.qwen3_vl_moe.Qwen3VLMoeForConditionalGeneration": ("visual", "language_model"),
+    f"{MODELS}.qwen3_vl_moe.Qwen3MoeLLMForCausalLM": ("model", "lm_head"),
+    f"{MODELS}.qwen3_moe.Qwen3MoeModel": ("embed_tokens", "norm"),
+    f"{MODELS}.qwen3_moe.Qwen3MoeDecoderLayer": ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm"),
+    f"{MODELS}.qwen3_moe.Qwen3MoeAttention": ("qkv_proj", "o_proj", "q_norm", "k_norm"),
+    f"{MODELS}.qwen3_moe.Qwen3MoeSparseMoeBlock": ("gate", "experts"),
+    f"{MODELS}.qwen3_moe.Qwen3MoeMLP": ("gate_up_proj", "down_proj"),
+    "vllm.v1.engine.llm_engine.LLMEngine": ("renderer", "reset_encoder_cache"),
+    "vllm.renderers.base.BaseRenderer": ("render_cmpl",),
+}
+EXPERTS = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod.create_weights"
 VALUES = {  # the lists of what may be said -> the engine argument that we say
     "vllm.config.model.LogprobsMode": "logprobs_mode",
     "vllm.config.parallel.DistributedExecutorBackend": "distributed_executor_backend",
+    "vllm.config.multimodal.MMEncoderTPMode": "mm_encoder_tp_mode",
 }
 
 
@@ -57,6 +86,7 @@ def said() -> dict[str, Any]:
                 known=("enforce_eager", "disable_log_stats", "use_tqdm_on_load", "enable_sleep_mode", ROUTING, *LORA),
                 external=True,
                 slots=Slots(8, {}, frozenset()),
+                pictures=picture_arguments(1, {}),
             )
             found = arguments | found
     return found
@@ -80,6 +110,7 @@ def paths() -> list[str]:
     """Everything that a record of vLLM has an entry for."""
     found = {use.path for use in uses()} | set(BRANCHES)
     found |= {f"{WORKER}.{name}" for name in extension_methods()}
+    found |= {f"{path}.{name}" for path, names in SEEING.items() for name in names}
     found |= {f"{WORKER}.{path.rpartition('.')[2]}" for path in found if path.startswith("vllm.LLM.")}
     found |= {f"{ENVIRONMENT}.{name}" for name in variables() if "ASCEND" not in name}
     values = said()
@@ -107,6 +138,7 @@ def read(name: str, package: Package) -> dict[str, Any]:
     record = {"version": package.version(name), "names": {path: package.describe(path) for path in names}}
     if name == "vllm":
         record["slots"] = {path: statements(package, path) for path in SLOTS}
+        record["experts"] = statements(package, EXPERTS)
     if name == "vllm_ascend":
         record["additional_config"] = sorted(option_names(package.roots[0] / name))
     return record

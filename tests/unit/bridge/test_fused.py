@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.slices import indices, whole_box
 from mega_rl.errors import InputError
 from mega_rl.models.shape import ModelShape, read_model_shape
+from mega_rl.rollout.vllm.seeing import sight_arguments
 from tests import families
 
 FILE = "model.safetensors"
@@ -47,6 +49,17 @@ def read_all(directory: Path) -> tuple[ModelShape, dict[str, torch.Tensor]]:
     shape, reader = read_model_shape(directory), HFReader(directory)
     reader.check(shape)
     return shape, {name: reader.read(name, whole_box(size)) for name, size in hf_tensors(shape).items()}
+
+
+def test_engines_read_one_order_and_a_key_that_transformers_leaves_out(plain: Path, transposed: Path) -> None:
+    with pytest.raises(InputError, match=r"as transformers 5 writes them, .*mega-rl convert"):
+        sight_arguments(str(plain), None)
+    with pytest.raises(InputError, match="config.json: text_config has no norm_topk_prob, which engines read: add"):
+        sight_arguments(str(transposed), None)
+    config = json.loads((transposed / "config.json").read_text())
+    config["text_config"]["norm_topk_prob"] = True
+    (transposed / "config.json").write_text(json.dumps(config))
+    assert sight_arguments(str(transposed), None) == {"limit_mm_per_prompt": {"image": 0, "video": 0}}
 
 
 def test_both_orders_are_read(plain: Path, transposed: Path) -> None:

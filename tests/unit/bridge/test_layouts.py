@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mega_rl.bridge.mapping.megatron import megatron_slices, padded_vocab_size
+from mega_rl.bridge.mapping.megatron import megatron_slices, own_name, padded_vocab_size
 from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.mapping.vllm import engine_experts, full_slices, vllm_slices
 from mega_rl.bridge.slices import Slice, flat_range, indices, num_elements, subtract, whole_box
@@ -121,6 +121,21 @@ def test_megatron_layers_equal_plain_torch(family: str, tp: int) -> None:
             for name, tensor in expected_megatron(shape, model, tp, rank, i + 1).items()
         }
         assert_equal(dict(sorted(local.items())), dict(sorted(expected.items())))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_of_fused_norms(family: str) -> None:
+    """The two norms in linear layers of TransformerEngine have the names of norms apart, and nothing else changes."""
+    slices = megatron_slices(model_shape(family), 1, 0, range(2), True, True, 80)
+    assert all(own_name(piece.local_name) == piece.local_name for piece in slices)
+    at = "chunk1.decoder.layers.0."
+    assert own_name(f"{at}self_attention.linear_qkv.layer_norm_weight") == f"{at}input_layernorm.weight"
+    assert own_name(f"{at}mlp.linear_fc1.layer_norm_weight") == f"{at}pre_mlp_layernorm.weight"
+    for other in (
+        "mlp.shared_experts.linear_fc1.layer_norm_weight",
+        "self_attention.linear_q_up_proj.layer_norm_weight",
+    ):
+        assert own_name(at + other) == at + other
 
 
 @pytest.mark.parametrize("pp", [1, 2])

@@ -8,9 +8,11 @@ import pytest
 
 from mega_rl.bridge.mapping.tensors import roles
 from mega_rl.bridge.outgoing.noise import NORM_ROLES, AqnNoise
+from mega_rl.bridge.outgoing.quantize import QUANTIZED_ROLE
 from mega_rl.config.schema import AqnConfig
 from mega_rl.errors import InputError
 from mega_rl.models.shape import parse_config
+from tests import families
 
 LLAMA = {
     "input_layernorm": "input_layernorm",
@@ -61,6 +63,18 @@ def targets(roles: dict[str, str], **keys: Any) -> list[str]:
 )
 def test_default_is_the_norms_before_qkv_and_gate_up(roles: dict[str, str], expected: list[str]) -> None:
     assert targets(roles) == expected
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("modules", [None, [], ["input_layernorm", "final_layernorm"]])
+def test_a_tower_has_no_noise_and_no_simulated_quantisation(family: str, modules: list[str] | None) -> None:
+    shape = parse_config(families.CONTRACT.config(family), family)
+    noise = AqnNoise(AqnConfig(enabled=True, target_modules=modules, include_router_norms=True), total_steps=10)
+    chosen = noise.targets(roles(shape))
+    assert len(chosen) >= shape.num_layers and all(name.startswith(f"{shape.decoder}.") for name in chosen)
+    assert any("visual." in name and "norm" in name for name in roles(shape))
+    quantised = [name for name, role in roles(shape).items() if role == QUANTIZED_ROLE]
+    assert quantised and not any("visual." in name for name in quantised)
 
 
 def test_empty_list_is_every_norm_but_the_router_s() -> None:

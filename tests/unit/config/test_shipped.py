@@ -15,6 +15,7 @@ from mega_rl.config import RunConfig, load_config, problems, to_yaml
 from mega_rl.config.algorithm import PRESETS
 from mega_rl.config.model import check_model
 from mega_rl.data.sets.retool import TOOL
+from mega_rl.data.tiny_model import TOWER
 from mega_rl.environments.choice import tool
 from mega_rl.environments.tools import schema
 from mega_rl.models.shape import read_model_shape
@@ -26,14 +27,23 @@ from mega_rl.stages.parts import learning
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 SHIPPED = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yaml"))
 ON_CPU = {"grpo_gsm8k_cpu.yaml"} | {name for name in SHIPPED if name.startswith("quickstart")}
-# Recipes for Ascend: whether adapters are trained, the objective or stage, the data of objectives, the model, how many
-# cards of which kind, and whether a machine has 16.
+# Recipes for Ascend: whether engines sample while the trainer trains, whether adapters are trained, the objective or
+# stage, the data of objectives, the model, how many cards of which kind, and whether a machine has 16.
 ON_ASCEND = re.compile(
-    r"(?P<lora>lora_)?(?:(?P<objective>grpo|dapo|aqn)_(?P<data>gsm8k|math|retool)|(?P<stage>sft|dpo|rm)"
+    r"(?P<pinned>pinned_)?(?P<lora>lora_)?"
+    r"(?:(?P<objective>grpo|dapo|aqn)_(?P<data>gsm8k|math|retool|geo3k)|(?P<stage>sft|dpo|rm)"
     r"(?P<chained>_retool)?)_(?P<model>.+)_(?P<cards>8|16|32)x(?P<kind>910b|910c)(?P<box>_box16)?\.yaml"
 )
 # ReTool learns supervised from a set of its own, then mathematics with a tool.
-DATA = {"gsm8k": "gsm8k", "math": "math", "retool": "math", "sft": "sft", "dpo": "pairs", "rm": "pairs"}
+DATA = {
+    "gsm8k": "gsm8k",
+    "math": "math",
+    "geo3k": "geo3k",
+    "retool": "math",
+    "sft": "sft",
+    "dpo": "pairs",
+    "rm": "pairs",
+}
 DEVICES_PER_CARD = {"910b": 1, "910c": 2}
 CARDS_PER_NODE = {None: 8, "_box16": 16}
 GIB = 1 << 30
@@ -88,6 +98,16 @@ MODELS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "Qwen3-30B-A3B": ("Qwen3Moe", (48, 32, 4, 2048, 6144, 151936), {"max_position_embeddings": 40960, **EXPERTS}),
     "model": ("Qwen2", (2, 4, 2, 128, 384, 4096), {"max_position_embeddings": 1024}),
     "huggingface": ("Qwen2", (2, 4, 2, 128, 384, 20), {"max_position_embeddings": 2048}),
+    "tiny, seeing": (
+        "Qwen2_5_VL",
+        (2, 4, 2, 128, 384, 300),
+        {
+            "vision_config": {**TOWER, "out_hidden_size": 128},
+            "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]},
+            "max_position_embeddings": 2048,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 
 
@@ -98,8 +118,15 @@ def model_config(model: str) -> dict[str, Any]:
     return plain | dict(zip(KEYS, sizes, strict=True)) | more
 
 
+def num_devices(name: str) -> int:
+    """Of the trainer's processes and of engines that have devices of their own."""
+    rollout = load_config(CONFIGS / name).rollout
+    engines = rollout.num_engines * rollout.tensor_parallel_size if rollout.placement == "separate" else 0
+    return num_processes(name) + engines
+
+
 def num_processes(name: str) -> int:
-    """As the command in the head of the file starts them; those of `make quickstart` are 2."""
+    """Of the trainer, as the command in the head of the file starts them; those of `make quickstart` are 2."""
     head = (CONFIGS / name).read_text()
     per_node = re.search(r"--nproc-per-node (\d+)", head)
     if per_node is None:
@@ -114,7 +141,8 @@ def load_here(name: str, directory: Path) -> RunConfig:
     config = load_config(CONFIGS / name)
     model = directory / Path(config.model.path).name
     model.mkdir()
-    (model / "config.json").write_text(json.dumps(model_config(model.name)))
+    kind = "tiny, seeing" if name.startswith("quickstart_vision") else model.name
+    (model / "config.json").write_text(json.dumps(model_config(kind)))
     for file in (model / "tokenizer.json", model / "model.safetensors"):
         file.write_text("")
     config.model.path = str(model)
@@ -128,7 +156,7 @@ def load_here(name: str, directory: Path) -> RunConfig:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_config_is_valid_for_its_model_and_processes(name: str, tmp_path: Path) -> None:
     world_size = num_processes(name)
-    assert world_size == 2 if name in ON_CPU else 8 <= world_size <= 64
+    assert world_size == 2 if name in ON_CPU else 8 <= num_devices(name) <= 64
     config = load_here(name, tmp_path)
     assert problems(config, world_size) == []
     # what the session checks when it opens
@@ -184,7 +212,13 @@ def test_a_recipe_for_ascend_is_what_its_name_says(name: str) -> None:
     assert Path(config.model.path).name.lower().replace("-", "_").startswith(match["model"])
     assert config.trainer.output_dir == f"runs/{Path(name).stem}"
     head = (CONFIGS / name).read_text()
-    assert num_processes(name) == int(match["cards"]) * DEVICES_PER_CARD[kind]
+    assert num_devices(name) == int(match["cards"]) * DEVICES_PER_CARD[kind]
+    assert (config.rollout.mode, config.rollout.placement) == (
+        ("pinned", "separate") if match["pinned"] else ("synchronous", "colocated")
+    )
+    if match["pinned"]:
+        assert sum(map(int, re.findall(r'"NPU": (\d+)', head))) == num_devices(name) - num_processes(name)
+        return
     per_node = re.search(r"--nproc-per-node (\d+)", head)
     assert per_node is not None and int(per_node[1]) == CARDS_PER_NODE[match["box"]] * DEVICES_PER_CARD[kind]
 
@@ -200,7 +234,7 @@ def test_a_recipe_for_ascend_fits_as_its_head_says(name: str, tmp_path: Path) ->
     assert figures is not None
     assert plan.worst.fullest.num_bytes / GIB == pytest.approx(int(figures[1]), abs=1)
     match = ascend_recipes()[name]
-    ranks_per_node = CARDS_PER_NODE[match["box"]] * DEVICES_PER_CARD[match["kind"]]
+    ranks_per_node = min(num_processes(name), CARDS_PER_NODE[match["box"]] * DEVICES_PER_CARD[match["kind"]])
     host = max(sum(item.num_bytes for item in rank.host) for rank in plan.ranks) * ranks_per_node / GIB
     assert host == pytest.approx(int(figures[2]), abs=10)
 
@@ -273,6 +307,8 @@ VARIANTS: dict[str, set[str]] = {
     "lora_dapo_math_qwen2.5_32b_8x910c.yaml": set(),
     "dpo_qwen2.5_7b_8x910b.yaml": set(),
     "rm_qwen2.5_7b_8x910b.yaml": set(),
+    "pinned_dapo_math_qwen2.5_7b_16x910b.yaml": set(),
+    "pinned_dapo_math_qwen2.5_7b_8x910c.yaml": set(),
     "sft_qwen2.5_7b_8x910b.yaml": {"checkpoint.async_save"},
     "sft_qwen2.5_vl_3b_8x910b.yaml": set(),
     "sft_qwen2.5_vl_3b_8x910c.yaml": set(),
@@ -280,6 +316,10 @@ VARIANTS: dict[str, set[str]] = {
     "sft_qwen2.5_vl_7b_8x910c.yaml": set(),
     "sft_qwen2.5_vl_32b_8x910c.yaml": set(),
     "sft_qwen2.5_vl_32b_16x910b.yaml": set(),
+    **{
+        f"grpo_geo3k_qwen2.5_vl_{where}.yaml": set()
+        for where in ("3b_8x910b", "3b_8x910c", "7b_8x910b", "7b_8x910c", "32b_16x910b", "32b_8x910c")
+    },
     **{
         f"{stage}_retool_{model}_{machine}.yaml": set()
         for stage, model, machines in (
@@ -343,10 +383,9 @@ def test_a_variant_for_a_machine_differs_in_named_keys_only() -> None:
 
 
 # Of stages that learn from files.
-FROM_FILES = {f"quickstart_{stage}.yaml" for stage in ("sft", "tools_sft", "lora_sft", "pt", "rm", "dpo")}
-QUICKSTARTS = sorted(
-    ON_CPU - {"grpo_gsm8k_cpu.yaml", "quickstart.yaml", "quickstart_lora.yaml", "quickstart_tools.yaml"} - FROM_FILES
-)
+FROM_FILES = {f"quickstart_{stage}.yaml" for stage in ("sft", "tools_sft", "vision_sft", "lora_sft", "pt", "rm", "dpo")}
+OTHER_TASKS = {f"{name}.yaml" for name in ("grpo_gsm8k_cpu", "quickstart_tools", "quickstart_vision")}
+QUICKSTARTS = sorted(ON_CPU - {"quickstart.yaml", "quickstart_lora.yaml"} - OTHER_TASKS - FROM_FILES)
 
 
 @pytest.mark.parametrize("name", QUICKSTARTS)

@@ -724,6 +724,7 @@ def test_dropout_of_adapters_where_it_is_sound(config, changes):
         ({"tuning.method": "lora", "tuning.adapter.path": ".", "tuning.also_train": ["norm.weight"]}, "reference"),
         ({"rollout.adapter": "merged"}, "set it to auto"),
         ({"tuning.method": "lora", "tuning.adapter.dropout": 0.1}, "not the one that sampled"),
+        ({"tuning.method": "lora", "platform.layers": "transformer_engine"}, "platform.layers.* set it to local"),
         (DROPOUT | {"memory.recompute": "selective"}, "begins in the middle of a layer"),
         (
             DROPOUT | {"trainer.stage": "dpo", "trainer.max_tokens_per_microbatch": 1600},
@@ -756,7 +757,6 @@ def test_a_function_called_as_the_reward_model_is_not_taken_for_it() -> None:
         ({"rollout.placement": "colocated"}, "colocated engines take turns with the trainer"),
         ({"rollout.seeds": "engine"}, "rollout.seeds is 'engine'"),
         ({"checkpoint.local": 1}, "checkpoint.local is 1"),
-        ({"data.val_files": None}, "the engines have no pause for validation"),
         ({"algorithm.dynamic_sampling.oversample": 1.5}, "no group waits for the next step"),
         ({"algorithm.importance_cap": None}, "importance weights are what corrects for the older weights"),
         ({"aqn.enabled": True, "aqn.old_logprobs": "none"}, "aqn.old_logprobs is 'none'"),
@@ -774,7 +774,7 @@ def test_engines_that_sample_meanwhile(config, changes, words):
     for field, value in changes.items():
         *path, name = field.split(".")
         section = functools.reduce(getattr, path, config)
-        setattr(section, name, config.data.train_files if field == "data.val_files" else value)
+        setattr(section, name, value)
     found = problems(config)
     assert len(found) == 1 and words in found[0], found
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from mega_rl.bridge.mapping.tuning import tuning_plan
-from mega_rl.config.model import model_problems
+from mega_rl.bridge.mapping.vllm import vllm_slices
+from mega_rl.config.model import TOWER_LEFT_OUT, model_problems
 from mega_rl.config.schema import RewardConfig, RunConfig, TuningConfig, VisionConfig
 from mega_rl.models.shape import ModelShape, parse_config
 from mega_rl.planning.automatic import automatic
@@ -45,8 +46,6 @@ def test_what_is_supported(config: RunConfig) -> None:
 @pytest.mark.parametrize(
     ("section", "key", "value", "fix"),
     [
-        ("rollout", "placement", "separate", "set it to colocated"),
-        ("rollout", "weight_update", "reload", "set it to live"),
         ("rollout", "adapter", "slots", "set it to merged"),
         ("environment", "name", "tools", "leave it out"),
         ("algorithm", "advantage", "gae", "set it to grpo"),
@@ -59,6 +58,23 @@ def test_what_samplers_that_see_cannot_do(config: RunConfig, section: str, key: 
         f"{section}.{key} is '{value}', but the qwen3_vl model of model.path sees pictures.*", problems(config)
     )
     assert found is not None and fix in found[0]
+
+
+def test_a_quantised_engine_leaves_the_tower_as_it_is(config: RunConfig) -> None:
+    config.trainer.stage, config.rollout.vllm = "rl", {"quantization": "fp8"}
+    remedy = "set rollout.vllm.quantization_config to {ignore: ['re:visual[.]']}"
+    assert "rollout.vllm.quantization is 'fp8', but" in problems(config) and remedy in problems(config)
+    for no_list_with_it in (["lm_head"], 5, f"x {TOWER_LEFT_OUT}", {TOWER_LEFT_OUT: 1}, None):
+        config.rollout.vllm["quantization_config"] = {"ignore": no_list_with_it}
+        assert remedy in problems(config)
+    config.rollout.vllm["quantization_config"] = {"ignore": ["lm_head", TOWER_LEFT_OUT]}
+    assert problems(config) == ""
+    for family in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"):  # vLLM matches a layer's name from its beginning
+        names = [
+            piece.local_name for piece in vllm_slices(parse_config(families.CONTRACT.config(family), family), 1, 0)
+        ]
+        left_out = {name for name in names if re.match(TOWER_LEFT_OUT.removeprefix("re:"), name)}
+        assert left_out and left_out == {name for name in names if not name.startswith("language_model.")}
 
 
 def test_value_models_see_no_pictures(config: RunConfig, tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import json
+import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,9 @@ from mega_rl.data.prompts import PromptDataset
 from mega_rl.errors import InputError
 from mega_rl.models.positions import Placed, image_positions
 from mega_rl.models.shape import read_model_shape
-from mega_rl.rollout.records import row_of_trajectory, trajectory_of_row
+from mega_rl.rollout.engine import Request
+from mega_rl.rollout.records import row_of_trajectory, trajectory_of_row, write_step
+from mega_rl.rollout.replay import Records
 from mega_rl.types import Trajectory
 from tests import vision_models
 
@@ -116,6 +120,40 @@ def test_a_record_holds_no_pixels_and_comes_back(model: Path, tmp_path: Path) ->
     assert len(row["prompt"]["token_ids"]) == len(made.prompt.token_ids) - sum(
         image.num_tokens - 1 for image in made.prompt.images
     )
+
+
+def test_a_replay_knows_the_pictures_that_it_was_recorded_with(model: Path, tmp_path: Path) -> None:
+    row = {"prompt": "<image>?<image>", "images": ["a.png", "b.png"]}
+    album = album_of(model)
+    made = trajectory(album, read(tmp_path, album, row), [3, 4])
+    write_step(tmp_path, 1, [row_of_trajectory(made)], num_kept=-1)
+    records = Records(tmp_path, None)
+    records.read(1)
+    assert records.find(1, Request(made.prompt, 0, seed=0, max_tokens=2)) == made
+    (changed,) = read(tmp_path, album_of(model), row).prompts  # the same sizes, other pixels
+    same = replace(changed, images=(made.prompt.images[0], changed.images[1]))
+    for prompt, number in ((changed, 1), (same, 2)):
+        with pytest.raises(
+            InputError, match=f"has other pictures than the data: picture {number} of prompt 0 at step 1"
+        ):
+            records.find(1, Request(prompt, 0, seed=0, max_tokens=2))
+
+
+def test_what_is_sent_of_a_picture_needs_no_file(model: Path, tmp_path: Path) -> None:
+    album = album_of(model)
+    prompts = read(tmp_path, album, {"prompt": "<image>?<image>", "images": ["a.png", "b.png"]}).prompts
+    sent = pickle.loads(pickle.dumps(album.encoded([*prompts, *prompts])))
+    assert list(sent) == [image.key for image in prompts[0].images]
+    wanted = {key: album.pictures[key].resized().tobytes() for key in sent}
+    files = [(tmp_path / name).stat().st_size for name in ("a.png", "b.png")]
+    assert [len(picture.content) for picture in sent.values()] == files, "encoded, not pixels"
+    request = Request(prompts[0], 0, seed=0, max_tokens=2)
+    text = replace(request, prompt=replace(prompts[0], images=()))
+    assert len(pickle.dumps(request)) <= len(pickle.dumps(text)) + 300 * 2, "what is broadcast has digests and places"
+    (tmp_path / "a.png").unlink()
+    assert {key: picture.resized().tobytes() for key, picture in sent.items()} == wanted
+    with pytest.raises(InputError, match="line 1, picture 1: .*a.png is no file"):
+        album.encoded(prompts)
 
 
 @pytest.mark.parametrize(

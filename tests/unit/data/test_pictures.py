@@ -203,7 +203,8 @@ def test_a_picture_that_becomes_a_strip_is_refused_before_an_engine_sees_it(tmp_
 
     def take(width: int, height: int) -> tuple[int, int]:
         fields = {"prompt": "<image>", "images": [encoded(width, height)]}
-        return reader.take(Row(tmp_path / "rows.parquet", 3, fields))[1][0].grid
+        ((_, (picture,)),) = reader.take([Row(tmp_path / "rows.parquet", 3, fields)], "data.train_files")
+        return picture.grid
 
     assert take(200 * SIDE, SIDE) == (2, 400)
     with pytest.raises(InputError, match="row 3, picture 1 has 2200 x 11 pixels: .* rounded to whole tokens; cut it"):
@@ -261,5 +262,5 @@ def test_a_file_that_changes_under_way_is_found(read: Callable[..., Conversation
 def test_a_model_of_text_refuses_pictures(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"prompt": "a", "response": "b", "images": ["one.png"]}) + "\n")
-    with pytest.raises(InputError, match="only stages sft and rl of .* read pictures, mega-rl eval none yet"):
+    with pytest.raises(InputError, match="only stages sft and rl, and mega-rl eval, of .* read pictures"):
         ConversationDataset.from_files([str(file)], vision_models.tokenizer(), DataConfig())

@@ -173,7 +173,7 @@ def test_sharegpt_becomes_messages(tmp_path: Path) -> None:
         "with a message of a tool, but training reads such rows as they are, without this tool",
         "with a message of an unknown role",
         "with tools, but training reads such rows as they are, without this tool",
-        "with images, but only stages sft and rl of a vision-language model read pictures, mega-rl eval none yet",
+        "with images, but only stages sft and rl, and mega-rl eval, of a vision-language model read pictures",
     ]
 
 

@@ -15,10 +15,11 @@ from mega_rl.data.synthetic import (
     arithmetic_tokenizer,
     bpe_tokenizer,
 )
-from mega_rl.data.tiny_model import FAMILIES, TinyModelSpec, write_tiny_model
+from mega_rl.data.tiny_model import FAMILIES, SEEING, TinyModelSpec, write_tiny_model
 from mega_rl.data.tokenizer import load_tokenizer
 from mega_rl.errors import InputError
 
+OF_TEXT = [family for family in FAMILIES if family != SEEING]  # test_shapes.py has the other one
 TINY = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "ffn": 8}
 TEXTS = ["Natalia sold 48/2 = 24 clips in May.", "How many clips did Natalia sell altogether?"] * 3
 ODD_TEXT = "Naïve: 12+34= 46\n\n  don't <|im_end|>\t数"
@@ -79,7 +80,7 @@ def test_impossible_data(changes: dict[str, Any], message: str) -> None:
         arithmetic_data(ArithmeticSpec(**changes))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", OF_TEXT)
 def test_saved_and_loaded_a_tokenizer_means_the_same_in_every_family(tmp_path: Path, family: str) -> None:
     for made, text in (
         (arithmetic_tokenizer(), ARITHMETIC_CHARACTERS + "  12 "),
@@ -109,7 +110,7 @@ def test_bpe_learns_the_text_and_needs_all_bytes() -> None:
         bpe_tokenizer(TEXTS, 258)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", OF_TEXT)
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_tiny_model_loads_and_is_the_same_for_a_seed(tmp_path: Path, family: str, tied: bool) -> None:
     models = []

@@ -101,6 +101,47 @@ def test_packages_that_do_not_fit(packages: dict[str, str], check: str, words: s
     assert any(words in f"{f.found}; {f.fix}" for f in failed) and verdict(found) == "fail", of(found, check)
 
 
+CPU_TORCH = {"site-packages/torch/version.py": "__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n"}
+CUDA_VISION = {"site-packages/torchvision/version.py": "__version__ = '0.28.0+cu130'\n"}
+SCHEMAS = {"site-packages/torchvision_schemas.pth": "import torchvision_schemas\n"}
+FITTING = {"torch": "2.13.0", "torchvision": "0.28.0", "blake3": "1.0.11"}
+
+
+@pytest.mark.parametrize(
+    ("packages", "files", "words"),
+    [
+        (FITTING, {}, ""),
+        (FITTING, CPU_TORCH | CUDA_VISION | SCHEMAS, ""),
+        ({"torch": "2.13.0", "blake3": "1.0.11"}, {}, "pip install --no-deps 'torchvision==0.28.*'"),
+        (FITTING | {"torchvision": "0.25.1"}, {}, "torchvision 0.25.1 is not made for torch 2.13.0"),
+        (FITTING, CPU_TORCH | CUDA_VISION, "copy requirements/torchvision_schemas.py"),
+        (
+            FITTING,
+            {"site-packages/torch/version.py": "cuda: Optional[str] = '12.8'\n"} | CUDA_VISION,
+            "built for CUDA 13, torch for CUDA 12",
+        ),
+        ({"torch": "2.13.0", "torchvision": "0.28.0"}, {}, "pip install blake3"),
+    ],
+)
+def test_what_engines_for_pictures_import(packages: dict[str, str], files: dict[str, str], words: str) -> None:
+    """A lack breaks a run with pictures; without them it is a note, and no trouble."""
+    host = HEALTHY.but(packages=packages, files={**MACHINE_FILES, **files})
+    wanted, noted = (of(findings(host, "cpu", shows_pictures=flag), "pictures") for flag in (True, False))
+    assert [f.state for f in wanted if f.state != "ok"] == (["fail"] if words else [])
+    assert any(words in f"{f.found}; {f.fix}" for f in wanted)
+    assert all(f.state in ("ok", "skip") for f in noted)
+
+
+def test_pictures_are_wanted_by_runs_that_sample_with_a_model_that_sees() -> None:
+    for recipe, expected in (
+        ("grpo_geo3k_qwen2.5_vl_3b.yaml", True),
+        ("sft_qwen2.5_vl_3b.yaml", False),
+        ("grpo_gsm8k_qwen2.5_7b.yaml", False),
+    ):
+        options = parse("", ["--config", str(REPO / "configs" / recipe)])
+        assert wanted(options, HEALTHY).shows_pictures == expected, recipe
+
+
 def test_missing_and_wrong_packages() -> None:
     without = {k: v for k, v in HEALTHY.packages.items() if k not in ("torch-npu", "vllm-ascend")}
     found = findings(HEALTHY.but(packages=without))

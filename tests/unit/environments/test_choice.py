@@ -31,6 +31,13 @@ class Stepless:
     def __init__(self, prompt, sample_index):
         pass
 
+class Careful(Stepless):
+    def step(self, turn):
+        return End()
+
+    def check_at_start(self):
+        raise ConnectionError("the game is not installed")
+
 def double(number: int) -> int:
     \"\"\"Double a number.
 
@@ -123,3 +130,18 @@ def test_dynamic_sampling_compares_whole_rewards_of_episodes() -> None:
     config.algorithm.dynamic_sampling.metric = "gsm8k"
     (problem,) = environment_problems(config)
     assert "algorithm.dynamic_sampling.metric is 'gsm8k': set it to null" in problem
+
+
+@pytest.mark.parametrize("name", ["python_sandbox", "tools"])
+def test_an_interpreter_whose_service_is_gone_is_told_before_the_run(name: str) -> None:
+    dead: dict[str, Any] = {"service": "http://127.0.0.1:9"}
+    tools = {"functions": [{"name": "code_interpreter", "options": dead}], "is_in_process": True}
+    chosen = maker(name, **(tools if name == "tools" else dead))
+    with pytest.raises(InputError, match=r"environment.options: the Python interpreter: .*mega-rl sandbox-server"):
+        chosen.check()
+
+
+def test_an_environment_of_ones_own_says_what_it_lacks(own: Path) -> None:
+    with pytest.raises(InputError, match=r"check_at_start of the environment failed .*the game is not installed"):
+        maker(f"{own}:Careful").check()
+    maker(f"{own}:Own", reward=1.0).check()  # has none

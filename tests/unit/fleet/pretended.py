@@ -13,13 +13,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from mega_rl.fleet import events
+from mega_rl.errors import InputError
+from mega_rl.fleet import events, membership
 from mega_rl.fleet.engines import Limits
 from mega_rl.fleet.events import Decision, Event
 from mega_rl.fleet.steward import Steward
-from mega_rl.fleet.tickets import Key, Rules
+from mega_rl.fleet.tickets import Key, Rules, held_out
 
 FIRST_WEIGHTS = 1
+VALIDATION = 3, 2  # prompts, and responses to each
 
 
 def number(*parts: object) -> int:
@@ -37,6 +39,8 @@ class Chances:
     crash: int = 0  # of everything but the checkpoints
     join: int = 0
     leave: int = 0
+    validation: int = 0  # of 1,000 steps, after them
+    patience: int = 0  # of 1,000 validations: the trainer waits for them
 
 
 def length(key: Key, sample: int) -> int:
@@ -45,7 +49,24 @@ def length(key: Key, sample: int) -> int:
 
 def token(rules: Rules, weights: int, key: Key, sample: int, index: int) -> int:
     """What the weights sample; unpinned tokens come of any version, so that their content is told by their place."""
+    if key.step < 0:
+        return number(weights, key, sample, index)
     return number(weights if rules.is_pinned else 0, rules.place(key), sample, index)
+
+
+def exact(weights: int) -> int:
+    """The weights that validation has where these are trained."""
+    return number("exact", weights)
+
+
+def validation(rules: Rules, weights: int, version: int) -> tuple[tuple[Key, Any], ...]:
+    """What the validation of a version with these weights must find."""
+    name, (num_groups, size) = held_out(version), VALIDATION
+    keys = [Key(name, ticket) for ticket in range(num_groups)]
+    return tuple(
+        (k, tuple([[token(rules, weights, k, s, i), name] for i in range(length(k, s))] for s in range(size)))
+        for k in keys
+    )
 
 
 def is_kept(results: Iterable[list[list[int]]], drops: int) -> bool:
@@ -74,7 +95,7 @@ class World:
         self.trained: list[list[tuple[Key, Any]]] = []  # by step, what it learned from
         self.checkpoint: tuple[int, int, str | None] = (0, FIRST_WEIGHTS, None)
         self.end: events.End | None = None
-        self.num_crashes = 0
+        self.num_crashes = self.num_validations = self.num_joined = self.num_left = 0
         self.boot()
 
     def boot(self) -> None:
@@ -83,10 +104,12 @@ class World:
         del self.trained[version:]
         self.weights = {version: weights}
         self.saved: dict[int, int] = {}
+        self.validating: int | None = None  # the version
+        self.is_patient = False
         self.batches: list[events.Deliver] = []
         self.messages: list[Event] = []
         self.engines: dict[int, PretendedEngine] = {}
-        self.next_engine = self.num_engines
+        self.places = set(range(self.num_engines))  # of engines, which are given back once
         self.steward = Steward(
             self.rules, self.limits, range(self.num_engines), None if state is None else json.loads(state)
         )
@@ -103,6 +126,7 @@ class World:
 
     def do_start(self, decision: events.Start) -> None:
         assert decision.engine not in self.engines, "started while its last life goes on"
+        assert decision.engine in self.places, "started without a place"
         self.engines[decision.engine] = PretendedEngine(decision.life)
         self.messages.append(events.Started(decision.engine, decision.life))
 
@@ -111,37 +135,54 @@ class World:
         if engine is not None and engine.life == decision.life:
             del self.engines[decision.engine]
 
+    def do_release(self, decision: events.Release) -> None:
+        assert decision.engine not in self.engines, "its place is taken"
+        self.places.remove(decision.engine)
+
     def do_load(self, decision: events.Load) -> None:
         assert decision.version in self.weights, f"version {decision.version} is no longer there"
         if engine := self.engine(decision.engine, decision.life):
             assert engine.loading is None, "told to load twice"
-            assert not (self.rules.is_pinned and engine.todo), "weights change under a pinned ticket"
+            pinned = [issue for issue, _ in engine.todo if self.rules.is_pinned_step(issue.key.step)]
+            assert not pinned, "weights change under a pinned ticket"
+            assert decision.version >= 0 or not engine.todo, "training goes on with the weights of validation"
             engine.loading = decision.version
 
     def do_issue(self, decision: events.Issue) -> None:
         if engine := self.engine(decision.engine, decision.life):
             oldest = self.rules.oldest_version(decision.key.step)
-            assert engine.version == oldest or (engine.version > oldest and not self.rules.is_pinned)
+            assert engine.version == oldest or (
+                engine.version > oldest and not self.rules.is_pinned_step(decision.key.step)
+            )
             for sample, prefix in zip(decision.samples, decision.prefixes, strict=True):
                 engine.tokens[decision.attempt, sample] = [list(pair) for pair in prefix or []]
                 engine.todo.append((decision, sample))
             assert len(engine.todo) <= max(self.limits.slots, len(decision.samples))
 
     def do_score(self, decision: events.Score) -> None:
-        self.messages.append(events.Scored(decision.key, is_kept(decision.results, self.drops)))
+        kept = decision.key.step < 0 or is_kept(decision.results, self.drops)
+        self.messages.append(events.Scored(decision.key, kept))
 
     def do_deliver(self, decision: events.Deliver) -> None:
         self.batches.append(decision)
 
+    def do_validated(self, decision: events.Validated) -> None:
+        assert decision.version == self.validating, "a validation ends once"
+        weights = self.weights.pop(held_out(decision.version))
+        assert decision.groups == validation(self.rules, weights, decision.version)
+        self.validating = None
+        self.num_validations += 1
+
     def do_forget(self, decision: events.Forget) -> None:
-        for version in [v for v in self.weights if v < decision.oldest_version]:
+        for version in [v for v in self.weights if 0 <= v < decision.oldest_version]:
             del self.weights[version]
-        assert len(self.weights) <= self.rules.eta + 1
+        assert sum(version >= 0 for version in self.weights) <= self.rules.eta + 1
 
     def do_commit(self, decision: events.Commit) -> None:
         self.checkpoint = (decision.version, self.saved[decision.version], json.dumps(decision.state))
 
     def do_end(self, decision: events.End) -> None:
+        assert self.validating is None or decision.is_failure, "a validation is lost"
         self.end = decision
 
     def engine(self, name: int, life: int) -> PretendedEngine | None:
@@ -163,7 +204,7 @@ class World:
                 return
             draw -= getattr(chances, name)
         choices = [self.step_engine] * bool(self.engines) + [self.tell] * (2 * bool(self.messages))
-        choices += [self.train] * bool(self.batches)
+        choices += [self.train] * (bool(self.batches) and not (self.is_patient and self.validating is not None))
         self.random.choice(choices or [self.tick])()
         if self.random.random() < 0.02:
             self.tick()
@@ -226,10 +267,22 @@ class World:
         self.trained.append([(key, results) for key, results in batch.groups])
         content = [(key, results) for key, results in batch.groups]
         self.weights[self.newest] = number(self.weights[self.newest - 1], content)
+        is_early = self.random.random() < 0.5
+        if is_early:
+            self.validate()
         self.handle(events.Published(self.newest))
+        if not is_early and self.end is None:
+            self.validate()
         if self.end is None and self.random.random() < 0.7:
             self.saved[self.newest] = self.weights[self.newest]
             self.handle(events.Saved(self.newest))
+
+    def validate(self) -> None:
+        if self.validating is not None or self.random.randrange(1000) >= self.chances.validation:
+            return
+        self.validating, self.is_patient = self.newest, self.random.randrange(1000) < self.chances.patience
+        self.weights[held_out(self.newest)] = exact(self.weights[self.newest])
+        self.handle(events.Validate(self.newest, *VALIDATION))
 
     def death(self) -> None:
         if self.engines:
@@ -246,12 +299,26 @@ class World:
         self.boot()
 
     def join(self) -> None:
-        self.handle(events.Joined(self.next_engine))
-        self.next_engine += 1
+        for engine in membership.joining(self.steward.engines, [], self.random.randint(1, 3)):
+            assert engine not in self.places
+            self.places.add(engine)
+            self.num_joined += 1
+            self.handle(events.Joined(engine))
 
     def leave(self) -> None:
-        if len(self.engines) > 1:
-            self.handle(events.Left(self.random.choice(sorted(self.engines))))
+        """Engines that are named or not, whatever they do; never the last one."""
+        found = membership.in_use(self.steward.engines)
+        count = self.random.randint(1, len(found))
+        named = self.random.sample(found, count) if self.random.random() < 0.5 else []
+        try:
+            chosen = membership.leaving(self.steward.engines, named, count)
+        except InputError as error:
+            assert count == len(found) and "at least one must go on" in str(error)
+            return
+        assert len(chosen) == count < len(found)
+        for engine in chosen:
+            self.num_left += 1
+            self.handle(events.Left(engine))
 
 
 def reference(rules: Rules, drops: int) -> tuple[list[list[tuple[Key, Any]]], int]:

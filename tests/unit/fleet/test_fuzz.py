@@ -21,8 +21,10 @@ CHANCES = st.builds(
     double=st.integers(0, 200),
     late=st.integers(0, 600),
     crash=st.integers(0, 6),
-    join=st.integers(0, 3),
-    leave=st.integers(0, 3),
+    join=st.integers(0, 20),
+    leave=st.integers(0, 20),
+    validation=st.integers(0, 1000),
+    patience=st.integers(0, 1000),
 )
 
 

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 import pytest
 
 from mega_rl.errors import InputError
-from mega_rl.fleet import events
-from mega_rl.fleet.engines import Limits
+from mega_rl.fleet import events, membership
+from mega_rl.fleet.engines import Condition, Engine, Limits
 from mega_rl.fleet.steward import Steward
-from mega_rl.fleet.tickets import Key, Rules
+from mega_rl.fleet.tickets import Key, Rules, held_out
 from tests.launch import REPO
 
 LIMITS = Limits(slots=4, progress_s=10.0, start_s=60.0, restarts=1)
@@ -79,12 +79,52 @@ def test_an_engine_that_does_not_start_is_started_again_and_then_left_out() -> N
     assert steward.begin(0.0) == [events.Start(0, 0)]
     assert of(events.Start, steward.handle(events.Ticked(), 61.0)) == [events.Start(0, 1)]
     steward.handle(events.Started(0, 1), 62.0)
-    (kill, end) = steward.handle(events.Ticked(), 123.0)
-    assert isinstance(kill, events.Kill) and isinstance(end, events.End) and end.is_failure
+    (kill, released, end) = steward.handle(events.Ticked(), 123.0)
+    assert (
+        isinstance(kill, events.Kill)
+        and released == events.Release(0)
+        and isinstance(end, events.End)
+        and end.is_failure
+    )
     assert end.sentence.startswith(
         "no rollout engine is left (engine 0: it was to load version 0, and has said nothing for 10 s):"
     )
     assert steward.handle(events.Joined(3), 124.0) == []
+
+
+def test_engines_join_and_leave_while_work_is_under_way() -> None:
+    rules = Rules(num_groups=1, group_size=4, total_steps=1)
+    steward, (issue,) = serving(rules)
+    assert issue.samples == (0, 1, 2, 3) and membership.joining(steward.engines, [1], 2) == [2, 3]
+    for engine in (2, 3):
+        assert steward.handle(events.Joined(engine), 3.0) == [events.Start(engine, 0)]
+    assert steward.rules.num_parts == steward.ledger.rules.num_parts == 3, "of the groups that are drawn from now on"
+    answered = steward.handle(events.Answered(0, 0, issue.attempt, 2, 0, "third"), 4.0)
+    assert answered == []
+    assert steward.handle(events.Started(2, 0), 5.0) == [events.Load(2, 0, 0)]
+    left = [events.Kill(0, 0, "it is no longer wanted"), events.Release(0)]
+    assert steward.handle(events.Left(0), 6.0) == left
+    assert steward.handle(events.Answered(0, 0, issue.attempt, 3, 0, "late"), 6.5) == []
+    (again,) = of(events.Issue, steward.handle(events.Loaded(2, 0, 0), 7.0))
+    assert (again.engine, again.key, again.samples) == (2, Key(0, 0), (0, 1, 3)), "what has ended is not sampled again"
+    assert steward.handle(events.Left(0), 7.5) == [], "twice"
+    (batch,) = of(events.Deliver, answer(steward, again, 0, 8.0))
+    assert "late" not in str(batch) and "third" in str(batch)
+
+
+def test_who_leaves_is_named_or_loses_least_and_one_stays() -> None:
+    engines = {number: Engine(number, Condition.SERVING, version=1, load=load) for number, load in enumerate((5, 0, 2))}
+    engines |= {3: Engine(3), 7: Engine(7, Condition.GONE)}
+    assert membership.in_use(engines) == [0, 1, 2, 3] and membership.joining(engines, [], 2) == [8, 9]
+    assert membership.leaving(engines, [], 1) == [3], "it is not ready, so it loses nothing"
+    assert membership.leaving(engines, [], 3) == [1, 2, 3] and membership.leaving(engines, [2, 0, 2], 0) == [0, 2]
+    engines[0].version = held_out(4)
+    assert membership.leaving(engines, [], 3) == [1, 2, 3], "a validation's work is work"
+    with pytest.raises(InputError, match="there is no engine 7 in use: name some of 0, 1, 2, 3"):
+        membership.leaving(engines, [0, 7], 0)
+    for named, count in (([], 4), ([], 9), ([3, 2, 1, 0], 0)):
+        with pytest.raises(InputError, match="4 of 4 engines cannot be removed, since at least one must go on"):
+            membership.leaving(engines, named, count)
 
 
 def test_an_answer_of_other_weights_is_no_answer() -> None:
@@ -191,3 +231,37 @@ def test_weights_may_be_late_while_the_engine_says_something(samples_on: bool) -
     steward.handle(events.Published(1), 4.0)
     (kill,) = of(events.Kill, steward.handle(events.Ticked(), 14.5))
     assert kill.why == "it was to load version 1, and has said nothing for 10 s"
+
+
+def test_a_validation_is_served_before_steps_that_wait_and_holds_its_engine() -> None:
+    """In flight too, where engines else take new weights under way; and again after a death."""
+    rules = Rules(num_groups=2, group_size=1, total_steps=9, eta=1, is_pinned=False)
+    steward, issues = serving(rules, engines=2, limits=Limits(slots=1, restarts=1))
+    assert [issue.key for issue in issues] == [(0, 0), (0, 1)]
+    assert not steward.handle(events.Validate(0, 2, 3), 3.0), "all engines have something else under way"
+    name = held_out(0)
+    assert of(events.Load, answer(steward, issues[0], 0, 4.0)) == [events.Load(0, 0, name)]
+    (first,) = of(events.Issue, steward.handle(events.Loaded(0, 0, name), 5.0))
+    assert (first.key, first.samples) == (Key(name, 0), (0, 1, 2))
+    assert of(events.Load, answer(steward, issues[1], 0, 6.0)) == [events.Load(1, 0, name)]
+    out = steward.handle(events.Published(1), 7.0)
+    assert not of(events.Load, out), "one engine has tickets of the validation, the other is on its way to them"
+    (second,) = of(events.Issue, steward.handle(events.Loaded(1, 0, name), 8.0))
+    out = steward.handle(events.Died(1, 0, "it was killed"), 9.0)
+    out += answer(steward, first, name, 10.0)
+    (again,) = of(events.Issue, out)
+    assert (again.engine, again.key, again.samples) == (0, second.key, second.samples)
+    out = answer(steward, again, name, 11.0)
+    (whole,) = of(events.Validated, out)
+    assert whole == (0, tuple((Key(name, i), tuple(f"{Key(name, i)}/{k}" for k in range(3))) for i in range(2)))
+    assert not of(events.Deliver, out) and of(events.Load, out) == [events.Load(0, 0, 1)]
+
+
+def test_an_answer_of_other_weights_than_its_validation_s_is_not_taken() -> None:
+    rules = Rules(num_groups=1, group_size=1, total_steps=9, is_pinned=False)
+    steward, issues = serving(rules)
+    steward.handle(events.Validate(0, 1, 1), 3.0)
+    answer(steward, issues[0], 0, 4.0)
+    (issue,) = of(events.Issue, steward.handle(events.Loaded(0, 0, held_out(0)), 5.0))
+    (kill,) = of(events.Kill, answer(steward, issue, 0, 6.0))
+    assert "with version 0 of the weights instead of -2" in kill.why

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import types
+from typing import Any
 
 import megatron.core.models.common.embeddings.rope_utils as rope_utils
+import megatron.core.tensor_parallel.layers as layers
 import megatron.core.transformer.attention as attention
 import megatron.core.transformer.moe.moe_utils as moe_utils
 import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
@@ -64,3 +66,21 @@ def test_only_a_rank_alone_leaves_its_buffers_where_they_are(monkeypatch: pytest
     buffers.dist_all_gather_func(whole, whole[:2], group=_Group(2))
     buffers.dist_all_gather_func(whole, torch.ones(4), group=_Group(1))
     assert calls == [(4, 2), (4, 4)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weight_gradients_are_added_by_the_product_itself(dtype: torch.dtype) -> None:
+    """``gradient_accumulation_fusion`` through Megatron's own linear layer, without apex."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight, upstream = (torch.randn(*n, generator=generator).to(dtype) for n in ((5, 1, 6), (4, 6), (5, 1, 4)))
+    before = torch.randn(4, 6, generator=generator)
+    expected = before.double() + upstream[:, 0].double().t() @ x[:, 0].double()
+    parameter: Any = torch.nn.Parameter(weight)
+    parameter.main_grad, parameter.grad_added_to_main_grad = before.clone(), False
+    output = layers.linear_with_grad_accumulation_and_async_allreduce(
+        x.requires_grad_(), parameter, None, True, allreduce_dgrad=False, sequence_parallel=False
+    )
+    output.backward(upstream)
+    assert parameter.grad_added_to_main_grad
+    absolute = 1e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(parameter.main_grad.double(), expected, atol=absolute, rtol=absolute)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -123,6 +123,21 @@ def test_chunks_change_nothing(num_tokens: int, chunk_tokens: int) -> None:
         torch.testing.assert_close(chunked, whole, atol=2e-5, rtol=1e-5)
 
 
+def test_an_entropy_without_gradient() -> None:
+    """A loss of log-probabilities has the gradient that it has beside the entropy's, and no entropy adds to it."""
+    of_logprobs, gradients = COEFFICIENTS["logprob"], []
+    for has_gradient, coefficients in ((True, of_logprobs), (False, of_logprobs), (False, COEFFICIENTS["both"])):
+        hidden_TD, weight_VD, target_ids_T = inputs()
+        own = token_logprobs(hidden_TD, weight_VD, target_ids_T, replace(shard(0.7), entropy_has_gradient=has_gradient))
+        assert own[1].requires_grad == has_gradient
+        weighted(own, *coefficients).backward()
+        assert hidden_TD.grad is not None and weight_VD.grad is not None
+        gradients.append((hidden_TD.grad, weight_VD.grad))
+    for expected, own_gradient, others in zip(*gradients, strict=True):
+        torch.testing.assert_close(own_gradient, expected)
+        assert torch.equal(own_gradient, others)
+
+
 def test_a_frozen_head_costs_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The product that gives the weights' gradient is left out, and the hidden states' stays the same to the bit."""
     gradients, num_products, accumulate = [], [], logprob._accumulate
@@ -172,7 +187,7 @@ def test_hits_over_a_split_vocabulary_are_those_of_the_whole(temperature: float,
     drawn_T = torch.randint(0, NUM_VALID, (20,), generator=generator)
     target_ids_T = torch.cat([top_T2[:20, 0], top_T2[20:40, 1], drawn_T])
     half, first = V // 2, Half(None, 0, V // 2, temperature, 7)
-    second = Half(None, half, NUM_VALID - half, temperature, 7, 1, first.sent, first.barrier)
+    second = Half(None, half, NUM_VALID - half, temperature, 7, rank=1, sent=first.sent, barrier=first.barrier)
 
     def hits(shard: VocabularyShard, weight: Tensor) -> Tensor:
         with torch.no_grad():

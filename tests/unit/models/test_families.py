@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from mega_rl.bridge.mapping.tensors import LM_HEAD, hf_tensors
 from mega_rl.bridge.mapping.tower import tower_names
@@ -29,7 +29,8 @@ def test_the_table_of_the_tests_has_every_family_and_no_other() -> None:
 
 def test_tiny_models_name_families_as_the_table_does() -> None:
     for name in tiny_model.FAMILIES:
-        model_class = AutoModelForCausalLM._model_mapping[type(AutoConfig.for_model(name))]
+        kind = AutoModelForImageTextToText if name == tiny_model.SEEING else AutoModelForCausalLM
+        model_class = kind._model_mapping[type(AutoConfig.for_model(name))]
         assert FAMILIES[model_class.__name__].name == name
 
 

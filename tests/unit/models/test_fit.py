@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mega_rl.config.schema import ParallelConfig
-from mega_rl.models.fit import engine_problems, length_problems, trainer_problems
+from mega_rl.models.fit import engine_problems, layer_problems, length_problems, trainer_problems
 from mega_rl.models.latent import LatentAttention
 from mega_rl.models.mixture import Mixture
 from mega_rl.models.shape import ModelShape
@@ -269,3 +269,9 @@ def test_lengths(
     shape: ModelShape | None, lengths: tuple[int, int, int | None, int | None], sentences: list[str]
 ) -> None:
     assert length_problems(shape, *lengths) == sentences
+
+
+def test_layers_that_fit() -> None:
+    assert layer_problems(LATENT, "local") == layer_problems(DENSE, "transformer_engine") == []
+    (line,) = layer_problems(LATENT, "transformer_engine")
+    assert line.startswith("platform.layers is 'transformer_engine'") and "latent attention" in line

@@ -17,7 +17,7 @@ from mega_rl.observe.from_files import FROM_FILES
 from mega_rl.observe.report.charts import MAX_POINTS, Series, chart, short, thinned, ticks
 from mega_rl.observe.report.page import page
 from mega_rl.observe.report.read import read_run
-from mega_rl.observe.report.samples import pieces, probability_class, spread
+from mega_rl.observe.report.samples import card, pieces, probability_class, spread
 from tests.observed_run import HOSTILE, SECTIONS_LOGGED, bytes_tokenizer, leave_run
 
 
@@ -53,6 +53,18 @@ class TestPage:
         plain = html.unescape(re.sub(r"</?span[^>]*>", "", rest))
         assert plain.count(HOSTILE) > 8, "cut into tokens, it is whole again without the marks around them"
         assert "default-src 'none'" in text and not re.search(r"(src|href)=.?https?:", text)
+
+    def test_pictures_stand_above_the_prompts_that_have_them(self, run_dir):
+        run = read_run(run_dir, "grpo")
+        assert [row["pictures"] for row in run.rollouts] == [[]] * 4
+        row, asked = run.rollouts[0] | {"index": 7, "pictures": ["d0", "d1", "d2"]}, []
+        shown = card(row, None, lambda *found: asked.append(found) or [b"jpeg"])
+        assert asked == [(7, ["d0", "d1", "d2"])]
+        assert '<img src="data:image/jpeg;base64,anBlZw==" alt="picture 1">' in shown and "2 more not shown" in shown
+        assert shown.index("<img") < shown.index('class="prompt"') and "<img" not in card(run.rollouts[0], None)
+        assert "3 more not shown" in card(row, None), "the data is not here"
+        told = card(row, None, lambda *_: [b"jpeg", "<b>"])
+        assert "picture 2 is not shown: &lt;b&gt;</i>" in told and "1 more not shown" in told
 
     def test_several_runs_lie_over_each_other_and_differences_come_first(self, run_dir, tmp_path):
         other = leave_run(tmp_path / "slow", num_steps=5, rate=0.1)

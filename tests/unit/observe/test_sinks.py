@@ -11,10 +11,12 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from PIL import Image
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugin_util import markdown_to_safe_html
@@ -175,6 +177,20 @@ class TestTensorBoard:
         subprocess.run([sys.executable, "-c", code], cwd=repo, env={**os.environ, "PYTHONPATH": str(repo)})
         seen = EventAccumulator(str(tmp_path)).Reload()
         assert [event.step for event in seen.Scalars("1 learning/actor/loss")] == [1, 2, 3, 4]
+
+    def test_the_pictures_of_an_answer_stand_beside_it(self, tmp_path):
+        made = [io.BytesIO(), io.BytesIO()]
+        for number, file in enumerate(made):
+            Image.new("RGB", (30 + 10 * number, 20 + 5 * number), "red").save(file, "JPEG")
+        sink = TensorBoardSink(tmp_path, 0)
+        sink.samples(1, "rollout", [SAMPLE, replace(SAMPLE, pictures=lambda: tuple(file.getvalue() for file in made))])
+        sink.close()
+        seen = EventAccumulator(str(tmp_path)).Reload()
+        (event,) = seen.Images("samples/rollout/2")
+        assert (event.width, event.height) == (70, 25) and seen.Tags()["images"] == ["samples/rollout/2"]
+        assert Image.open(io.BytesIO(event.encoded_image_string)).getpixel((69, 0))[0] > 250
+        told = seen.SummaryMetadata("samples/rollout/2").summary_description
+        assert "response" in told and "<script" not in told and "http:" not in told
 
     def test_the_page_has_what_was_logged_in_reading_order(self, tmp_path):
         sink = TensorBoardSink(tmp_path, 0, {"optimizer": {"lr": 1e-6, "schedule": "cosine"}, "rewards": []})

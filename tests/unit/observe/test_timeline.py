@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from mega_rl.observe.timeline import Activity, lanes, write_trace
+import pytest
+
+from mega_rl.errors import InputError
+from mega_rl.observe.timeline import Activity, GrowingTrace, lanes, read_trace, write_trace
 
 
 def test_trace_file(tmp_path: Path) -> None:
@@ -27,3 +30,27 @@ def test_trace_file(tmp_path: Path) -> None:
     order = {threads[e["tid"]]: e["args"]["sort_index"] for e in events if e["name"] == "thread_sort_index"}
     assert sorted(order, key=lambda lane: order[lane]) == ["trainer", "engine 2", "engine 10"]
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
+
+
+def test_a_timeline_grows_over_resumes_and_a_cut_line_costs_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    first, second = Activity("engine 3", "sampling", 0.5, 2.0, {"version": 1}), Activity("trainer", "update", 1.0, 3.0)
+    trace = GrowingTrace(path)
+    assert trace.end_s == 0.0
+    trace.add(first)
+    trace.flush()
+    with path.open("a") as file:
+        file.write('{"ph": "X", "na')  # killed
+    assert read_trace(path) == [first]
+    again = GrowingTrace(path)
+    assert again.end_s == 2.0
+    again.add(second)
+    again.flush()
+    assert read_trace(path) == [first, second]
+    events = [json.loads(line.removesuffix(",")) for line in path.read_text().splitlines()[1:] if line.endswith("},")]
+    assert {e["tid"] for e in events if e["ph"] == "X"} == {13, 0}, "a lane has one thread in every start"
+    path.write_text("[\nrubbish\n[]\n")
+    with pytest.raises(InputError, match="timeline.json, line 2: this is no line of a timeline"):
+        read_trace(path)
+    with pytest.raises(InputError, match="cannot be read"):
+        read_trace(tmp_path)

@@ -15,11 +15,12 @@ from mega_rl.bridge.series import Series
 from mega_rl.config.schema import RolloutConfig
 from mega_rl.errors import InputError
 from mega_rl.fleet import events
+from mega_rl.fleet.carrier import PlacesError
 from mega_rl.fleet.engines import Limits
 from mega_rl.fleet.steward import Steward
 from mega_rl.fleet.tickets import Key, Rules
 from mega_rl.rollout.engine import Request
-from mega_rl.rollout.remote import carrier as under_test
+from mega_rl.rollout.remote import carrier as under_test, places
 from mega_rl.rollout.remote.carrier import RayCarrier
 from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.weight_store import Form, Location, Store, Stored
@@ -67,6 +68,7 @@ class Worker:
     num_steps: int = 0
     calls: list[tuple[str, tuple[Any, ...], Answer]] = field(default_factory=list)
     todo: dict[tuple[int, int], tuple[Request, int]] = field(default_factory=dict)  # ticket -> request, steps left
+    shown: list[Any] = field(default_factory=list)  # prompts of requests, and what came beside them
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -106,7 +108,8 @@ class Worker:
         assert location == OWN and not self.todo, "weights that are not there, or under a pinned ticket"
         self.version = stored.version
 
-    def do_issue(self, attempt: int, samples: Sequence[int], requests: Sequence[Request]) -> None:
+    def do_issue(self, attempt: int, samples: Sequence[int], requests: Sequence[Request], *pictures: Any) -> None:
+        self.shown.append(([request.prompt.index for request in requests], pictures))
         self.todo |= {(attempt, sample): (r, NUM_STEPS) for sample, r in zip(samples, requests, strict=True)}
 
     def do_proceed(self, max_steps: int) -> list[tuple[int, int, Trajectory]]:
@@ -115,6 +118,9 @@ class Worker:
         ended = {ticket: request for ticket, (request, left) in self.todo.items() if left <= 0}
         self.todo = {ticket: entry for ticket, entry in self.todo.items() if ticket not in ended}
         return [] if self.rank else [(*ticket, self.answer(request)) for ticket, request in ended.items()]
+
+    def do_rest(self) -> None:
+        self.todo.clear()
 
     def do_pulse(self) -> int:
         return self.num_steps
@@ -134,6 +140,23 @@ class FakeRay:
     def __init__(self) -> None:
         self.workers: list[Worker] = []
         self.now = 0.0
+        self.groups: dict[str, str] = {}  # placement group -> its state
+        self.util = SimpleNamespace(
+            placement_group=self.placement_group,
+            placement_group_table=lambda group: {"state": self.groups[group]},
+            remove_placement_group=lambda group: self.groups.pop(group, None),
+        )
+
+    def placement_group(self, bundles: list[dict[str, float]], strategy: str) -> str:
+        assert strategy == "STRICT_PACK", "all workers of an engine are on one node"
+        self.groups[name := f"{len(bundles)} x {bundles[0]}, {len(self.groups)}"] = "PENDING"
+        return name
+
+    def available_resources(self) -> dict[str, float]:
+        return {"CPU": 1.0, "memory": 5.0}
+
+    def nodes(self) -> list[dict[str, str]]:
+        return [{"NodeID": "own", "NodeManagerAddress": "10.0.0.7"}]
 
     def spawn(self, ray: Any, group: str, size: int, options: Any, call_groups: Any) -> list[Worker]:
         found = [Worker(len(self.workers) + rank, rank) for rank in range(size)]
@@ -159,6 +182,9 @@ class FakeRay:
             raise found.error
         return found.value
 
+    def put(self, value: Any) -> Any:
+        return ("put", value)
+
     def kill(self, worker: Worker) -> None:
         worker.state = "gone"
 
@@ -179,6 +205,8 @@ class FakeNodes:
 
     def location(self, node: str, version: int, failed: Any = None) -> Location:
         return OWN
+
+    def check_own(self) -> None: ...
 
     def forget(self, node: str, version: int) -> None: ...
 
@@ -208,21 +236,21 @@ def requests(key: Key, samples: Sequence[int]) -> list[Request]:
 class Run:
     """A steward and the carrier of two engines."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, size: int = 1) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, size: int = 1, album: Any = None) -> None:
         platform.select("cpu")
         self.ray, self.told, self.batches = FakeRay(), [], []
         self.on_issue: Callable[[events.Issue, list[Worker]], None] = lambda decision, workers: None
         monkeypatch.setattr(under_test, "connected_ray", lambda num_workers: (self.ray, None))
         monkeypatch.setattr(under_test, "nodes", lambda ray: [{"CPU": 2.0 * size}])
-        monkeypatch.setattr(under_test, "reserve", lambda ray, size, options: "a place")
-        monkeypatch.setattr(under_test, "spawn", self.ray.spawn)
+        monkeypatch.setattr(places, "reserve", lambda ray, size, options: "a place")
+        monkeypatch.setattr(places, "spawn", self.ray.spawn)
         monkeypatch.setattr(under_test, "Nodes", FakeNodes)
         monkeypatch.setattr(under_test.time, "monotonic", lambda: self.ray.now)
         rollout = RolloutConfig(placement="separate", num_engines=2, tensor_parallel_size=size)
         spec = EngineSpec("", rollout, 64, "float32", "cpu", is_deterministic=False, num_threads=1)
         store = Store(Form(((NORM,),) * size, torch.float32, num_slots=2, salt=1))
         self.stored = {0: Stored(0, [])}
-        self.carrier = RayCarrier(spec, 2, requests, store, self.stored)
+        self.carrier = RayCarrier(spec, 2, requests, store, self.stored, album=album)
         self.steward = Steward(RULES, LIMITS, range(2))
 
     def go(self) -> events.End:
@@ -262,6 +290,21 @@ def undisturbed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     assert not run.go().is_failure and not run.whys()[:-2], run.whys()
     assert [batch[0][0][0][0] for batch in run.batches] == [1, 2, 3], "each step has weights of its own"
     return run.batches
+
+
+def test_pictures_go_beside_the_requests_of_a_ticket(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Any] = []
+
+    def on_issue(decision: events.Issue, workers: list[Worker]) -> None:
+        shown.append(workers[0].shown)
+
+    album = SimpleNamespace(encoded=lambda prompts: {f"of {prompt.index}": b"" for prompt in prompts if prompt.index})
+    run = Run(monkeypatch, album=album)
+    run.on_issue = on_issue
+    assert not run.go().is_failure and shown
+    for prompts, pictures in (one for worker in shown for one in worker):
+        wanted = {f"of {index}": b"" for index in prompts if index}
+        assert pictures == ((("put", wanted),) if wanted else ())
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -308,7 +351,7 @@ def test_weights_that_cannot_be_proved_are_the_end_of_a_life(monkeypatch: pytest
             workers[0].failures["load"] = RuntimeError("the engine holds another model.norm.weight")
         return workers
 
-    monkeypatch.setattr(under_test, "spawn", broken_once)
+    monkeypatch.setattr(places, "spawn", broken_once)
     assert not run.go().is_failure and run.batches == expected
     assert run.whys()[0] == "it failed while loading weights: the engine holds another model.norm.weight"
     issued = {(d.engine, d.life) for d in run.told if isinstance(d, events.Issue)}
@@ -324,7 +367,7 @@ def test_what_the_user_must_change_is_said_at_once(monkeypatch: pytest.MonkeyPat
         workers[0].failures["start"] = InputError("vLLM does not accept the rollout settings")
         return workers
 
-    monkeypatch.setattr(under_test, "spawn", refusing)
+    monkeypatch.setattr(places, "spawn", refusing)
     with pytest.raises(InputError, match="vLLM does not accept"):
         run.go()
 
@@ -396,6 +439,61 @@ def test_a_copy_to_a_node_that_fails_once_costs_its_engines_no_restart(
     assert len(copies) == num_failures + 1 and failed == (
         [] if num_failures == 1 else 2 * ["it failed while waiting for weights to come to its node: no route"]
     )
+
+
+@pytest.mark.parametrize("state", ["runs", "gone", "stopped"])
+def test_an_engine_that_is_attached_to_and_does_not_rest_is_started_anew(
+    monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    """It has answered in the thread of pulses, and its other one is stuck."""
+    run = Run(monkeypatch)
+    run.ray.workers.append(Worker(0, 0, state))
+    survivors = {0: places.Survivor([run.ray.workers[0]], [("own", 0)])}
+    monkeypatch.setattr(run.carrier._places, "survivor", lambda engine: survivors.pop(engine, None))
+    run.carrier.carry(events.Start(0, 0))
+    said: list[events.Event] = []
+    while not said and run.ray.now < LIMITS.start_s:
+        said += run.carrier.events(1.0)
+    assert said == [events.Started(0, 0)] and run.carrier.whereabouts()[0].processes == (0 if state == "runs" else 1,)
+    assert len(run.ray.workers) == (1 if state == "runs" else 2)
+    assert run.ray.workers[0].state == ("runs" if state == "runs" else "gone")
+    run.carrier.close()
+
+
+def test_places_of_engines_that_join_are_asked_for_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch, size=2)
+    run.carrier.reserve(2)
+    ((group, _),) = run.ray.groups.items()
+    assert group.startswith("2 x {'CPU': ") and not run.carrier.has_room(2)
+    needed = "an engine needs CPU: 2 on one node, and in the whole Ray cluster there is CPU: 1 free"
+    assert run.carrier.free() == needed
+    run.ray.groups[group] = "CREATED"
+    assert run.carrier.has_room(2)
+    run.carrier.carry(events.Start(2, 0))
+    for _ in range(5):
+        run.carrier.events(1.0)
+    assert run.carrier.whereabouts() == {2: ("10.0.0.7", (0, 1))}
+    run.carrier.carry(events.Kill(2, 0, "it is no longer wanted"))
+    run.carrier.carry(events.Release(2))
+    assert not run.ray.groups and all(worker.state == "gone" for worker in run.ray.workers)
+
+
+def test_a_ray_that_fails_is_said_of_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch)
+    run.carrier.reserve(2)
+
+    def fail(*arguments: Any, **named: Any) -> Any:
+        raise LaterError("timed out")
+
+    for name in ("placement_group", "placement_group_table", "remove_placement_group"):
+        monkeypatch.setattr(run.ray.util, name, fail)
+    for name in ("available_resources", "nodes"):
+        monkeypatch.setattr(run.ray, name, fail)
+    asks: list[Callable[[], object]] = [lambda: run.carrier.reserve(3), lambda: run.carrier.has_room(2)]
+    for ask in [*asks, run.carrier.free, run.carrier.whereabouts]:
+        with pytest.raises(PlacesError, match="Ray failed with LaterError: timed out: look at the cluster with"):
+            ask()
+    run.carrier.carry(events.Release(2))  # an engine is out of use though its place is not given back
 
 
 @pytest.mark.parametrize("is_alive", [True, False])

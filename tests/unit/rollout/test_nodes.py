@@ -11,7 +11,7 @@ import torch
 
 from mega_rl.bridge.series import Series
 from mega_rl.errors import InputError
-from mega_rl.rollout.remote import relay
+from mega_rl.rollout.remote import nodes as under_test, relay
 from mega_rl.rollout.remote.nodes import Nodes
 from mega_rl.rollout.remote.relay import NodeHelper
 from mega_rl.rollout.remote.weight_store import Form, Location, Store
@@ -40,11 +40,15 @@ class FakeRay:
 
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []
+        self.alive = True
         strategies = SimpleNamespace(NodeAffinitySchedulingStrategy=lambda node, soft: node)
         self.util = SimpleNamespace(scheduling_strategies=strategies)
 
     def get_runtime_context(self) -> Any:
         return SimpleNamespace(get_node_id=lambda: "own")
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"NodeID": "own", "Alive": self.alive}, {"NodeID": "other", "Alive": True}]
 
     def remote(self, kind: type) -> Any:
         assert kind is NodeHelper
@@ -55,6 +59,20 @@ class FakeRay:
             return SimpleNamespace(remote=lambda form, location: Actor(made.node, self.asked))
 
         return SimpleNamespace(options=options)
+
+
+def test_a_node_that_ray_has_lost_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, ray = [0.0], FakeRay()
+    monkeypatch.setattr(under_test.time, "monotonic", lambda: now[0])
+    nodes = Nodes(ray, Store(FORM))
+    ray.alive = False
+    nodes.check_own()  # it has been there just now
+    now[0] = under_test.LOOK_S
+    with pytest.raises(InputError, match=r"\(raylet\) is gone.*goes on from its newest checkpoint"):
+        nodes.check_own()
+    ray.alive = True
+    now[0] *= 2
+    nodes.check_own()
 
 
 def test_each_node_takes_a_version_once_and_passes_it_on_to_two() -> None:

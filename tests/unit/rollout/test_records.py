@@ -96,15 +96,22 @@ def test_replay_answers_what_was_recorded(tmp_path: Path) -> None:
 
 def test_replay_is_of_the_same_pictures(tmp_path: Path) -> None:
     """Two pictures of the same grid have the same tokens."""
-    recorded, other = (dataclasses.replace(PROMPT, images=(PromptImage(key, 1, 1),)) for key in ("a 1 1", "b 1 1"))
+    keys_of_pictures = ("a-2x2", "b-2x2", "a-2x4")
+    recorded, other, larger = (
+        dataclasses.replace(PROMPT, images=(PromptImage(key, 1, 1),)) for key in keys_of_pictures
+    )
     sampled = Trajectory.single_turn(recorded, 0, (5,), (-0.1,), "5", "stop", 0)
     write_step(tmp_path, 1, to_rows(PromptGroup((sampled,), (Score(1.0),))), -1)
     engine = ReplayEngine(tmp_path, None)
     engine.turn_to(0)
     keys: dict[str, Any] = {"n": 1, "step": 0, "seed": 0, "max_tokens": 4, "temperature": 1.0}
     assert engine.generate(make_requests([recorded], **keys)) == [sampled]
-    with pytest.raises(InputError, match="has no sample 0 of prompt 7 at step 1"):
+    with pytest.raises(InputError, match="picture 1 of prompt 7 at step 1; put its file back as it was when"):
         engine.check(make_requests([other], **keys))
+    with pytest.raises(InputError, match="picture 1 of prompt 7 at step 1 in another size: set data.max_pixels as it"):
+        engine.check(make_requests([larger], **keys))
+    with pytest.raises(InputError, match="has no sample 0 of prompt 7 at step 1"):
+        engine.check(make_requests([PROMPT], **keys))
 
 
 def routed_group(experts: npt.NDArray[Any]) -> PromptGroup:

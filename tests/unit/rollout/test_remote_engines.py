@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,7 @@ import pytest
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.remote import engines as module
 from mega_rl.rollout.remote.engines import RemoteEngines
-from mega_rl.types import Prompt, Trajectory
+from mega_rl.types import Prompt, PromptImage, Trajectory
 
 
 class PretendedFleet:
@@ -23,9 +23,15 @@ class PretendedFleet:
     def __init__(self, spec: Any, num_engines: int) -> None:
         self.given: list[tuple[int, list[tuple[int, int, int]]]] = []  # engine, (prompt, sample, turn)
         self.waiting: list[list[Request]] = [[] for _ in range(num_engines)]
+        self.shown: list[Any] = []  # what came with requests
+        self.failure: Exception | None = None  # of taking requests
 
-    def submit_to(self, engine: int, method: str, value: Any) -> Any:
+    def shared(self, value: Any) -> Any:
+        return ("put", value)
+
+    def submit_to(self, engine: int, method: str, value: Any, *more: Any) -> Any:
         if method == "submit":
+            self.shown.append(more)
             self.given.append((engine, [(r.prompt.index, r.sample_index, r.turn) for r in value]))
             self.waiting[engine] += value
             return None
@@ -36,7 +42,14 @@ class PretendedFleet:
         return next(iter(calls))
 
     def results(self, calls: Any, doing: str, first_worker: int) -> list[Any]:
+        if calls is None and self.failure is not None:
+            raise self.failure
         return [calls]
+
+
+class PretendedAlbum:
+    def encoded(self, prompts: Iterable[Prompt]) -> dict[str, str]:
+        return {image.key: f"bytes of {image.key}" for prompt in prompts for image in prompt.images}
 
 
 @pytest.fixture
@@ -85,3 +98,24 @@ def test_what_is_not_known_goes_to_the_engine_with_the_least_to_do(
     fleet.given.clear()
     sampler.submit([replace(one, turn=3) for one in turns(0, range(2), 0)])
     assert fleet.given == [(1, [(0, 0, 3), (0, 1, 3)])]
+
+
+def test_pictures_go_beside_the_requests_and_not_in_them(engines: tuple[RemoteEngines, PretendedFleet]) -> None:
+    sampler, fleet = engines
+    album: Any = PretendedAlbum()
+    sampler._album = album
+    seeing = Prompt(0, (1, 2, 2), "", "", "", {}, (PromptImage("a", 1, 1), PromptImage("b", 2, 1)))
+    sampler.submit([Request(seeing, sample, seed=0, max_tokens=4) for sample in range(3)])
+    sampler.submit(turns(1, range(2), 0))
+    assert fleet.shown == [(("put", {"a": "bytes of a", "b": "bytes of b"}),), ()], "once for all samples of a prompt"
+    sampler._album = None
+    sampler.submit([Request(replace(seeing, index=2), 0, seed=0, max_tokens=4)])
+    assert fleet.shown[2:] == [()]
+
+
+def test_requests_that_an_engine_could_not_take_are_a_failure(engines: tuple[RemoteEngines, PretendedFleet]) -> None:
+    sampler, fleet = engines
+    sampler.submit(turns(0, range(2), 0))
+    fleet.failure = RuntimeError("the image processors of trainer and engine differ")
+    with pytest.raises(RuntimeError, match="image processors"):
+        sampler.step()

@@ -11,8 +11,10 @@ import pytest
 from PIL import Image
 
 from mega_rl.errors import InputError
+from mega_rl.rollout.remote.engine_process import EngineProcess
 from mega_rl.rollout.vllm.options import check_options
 from mega_rl.rollout.vllm.seeing import Renderer, Sight, check_tokens, sight_arguments
+from mega_rl.rollout.vllm.versions import picture_constants_kept
 from mega_rl.types import Prompt, PromptImage
 from tests import families
 
@@ -77,6 +79,28 @@ def test_the_samples_of_a_prompt_are_rendered_once() -> None:
     assert len(llm.given) == 2
 
 
+def test_an_engine_elsewhere_has_pictures_only_while_it_takes_requests() -> None:
+    process, seen = EngineProcess(), []
+
+    class Engine:
+        def enter(self, requests: Any) -> list[int]:
+            seen.append(dict(process._shown))
+            if requests == ["bad"]:
+                raise InputError("a picture cannot be read")
+            return [1]
+
+        submit = enter
+
+    engine: Any = Engine()
+    process._engine = process._sampler = engine
+    requests: Any = ["one"]
+    process.issue(5, [0], requests, {"a": Picture("a")})
+    process.submit(requests)
+    with pytest.raises(InputError, match="cannot be read"):
+        process.submit(["bad"], {"b": Picture("b")})  # type: ignore[list-item]
+    assert [list(shown) for shown in seen] == [["a"], [], ["b"]] and not process._shown
+
+
 def test_an_engine_that_makes_other_tokens_of_a_picture() -> None:
     with pytest.raises(RuntimeError, match="makes 9 tokens of the beginning of prompt 7, which has 7"):
         seeing(Rendering(more=1))(prompt(3))
@@ -98,3 +122,22 @@ def test_an_engine_keeps_no_processed_pictures_and_of_text_alone_no_tower(tmp_pa
     assert sight_arguments(str(tmp_path), None) == {"limit_mm_per_prompt": {"image": 0, "video": 0}}
     (tmp_path / "config.json").write_text(json.dumps(families.CONTRACT.config("qwen3")))
     assert sight_arguments(str(tmp_path), None) is None
+
+
+@pytest.mark.slow
+def test_an_engine_that_reads_no_weights_normalises_pictures_too() -> None:
+    """vLLM's dummy loader fills what a checkpoint would; of several engines only the first one reads weights."""
+    norms = pytest.importorskip("vllm.model_executor.layers.fusion.mm_input_norm")
+    from vllm.config import LoadConfig, VllmConfig, set_current_vllm_config
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    def loaded() -> Any:
+        model = norms.FusedMMInputNorm([0.5] * 3, [0.25] * 3, 1 / 255)
+        DummyModelLoader(LoadConfig(load_format="dummy")).load_weights(model, None)
+        return model.weight.tolist() + model.bias.tolist()
+
+    right = pytest.approx([4 / 255] * 3 + [-2.0] * 3)
+    with set_current_vllm_config(VllmConfig()):
+        assert loaded() != right, "vLLM has changed: picture_constants_kept may go"
+        with picture_constants_kept():
+            assert loaded() == right

@@ -15,6 +15,7 @@ from mega_rl.fleet.carrier import Requests
 from mega_rl.fleet.engines import Limits
 from mega_rl.fleet.steward import Steward
 from mega_rl.fleet.tickets import Key, Rules
+from mega_rl.rollout.collect import PromptGroup
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.fleet_state import decoded, encoded
 from mega_rl.rollout.requests import make_requests
@@ -32,14 +33,14 @@ def requests(key: Key, samples: Sequence[int]) -> list[Request]:
     return [made[sample] for sample in samples]
 
 
-def score(trajectory: Trajectory) -> Future[Score]:
+def score(key: Key, trajectory: Trajectory) -> Future[Score]:
     found: Future[Score] = Future()
     found.set_result(Score(float(trajectory.token_ids.sum() % 5)))
     return found
 
 
-def differ(scores: Sequence[Score]) -> bool:
-    return len({score.value for score in scores}) > 1
+def differ(group: PromptGroup) -> bool:
+    return len({score.value for score in group.scores}) > 1
 
 
 @contextmanager
@@ -47,7 +48,7 @@ def running(
     engines: int = 2,
     death: int = 0,
     limits: Limits = MANY_LIVES,
-    scoring: Callable[[Trajectory], Future[Score]] = score,
+    scoring: Callable[[Key, Trajectory], Future[Score]] = score,
     state: tuple[dict[str, object], dict[Key, tuple[Score, ...]]] | None = None,
     carrier: Callable[[Requests], PretendedCarrier] | None = None,
     limit_s: float = 60.0,
@@ -138,7 +139,7 @@ def test_without_engines_the_loop_is_told_at_once() -> None:
 
 
 def test_what_scoring_and_engines_raise_is_raised_in_the_loop() -> None:
-    def failing(trajectory: Trajectory) -> Future[Score]:
+    def failing(key: Key, trajectory: Trajectory) -> Future[Score]:
         found: Future[Score] = Future()
         found.set_exception(InputError("the reward exact_match is gone"))
         return found

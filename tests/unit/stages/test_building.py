@@ -79,4 +79,7 @@ def test_the_stage_decides_the_temperature_of_the_trainer(stage: str, temperatur
     spec = building.trainer_spec(config)
     assert spec.temperature == temperature
     assert (spec.dtype, spec.chunk_tokens) == (torch.float32, 12)
+    assert not spec.entropy_has_gradient
+    config.algorithm.entropy_coefficient = 0.01  # which only a stage that samples reads
+    assert building.trainer_spec(config).entropy_has_gradient == (stage == "rl")
     assert (spec.parallel, spec.memory) == (config.parallel, config.memory)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,12 +12,15 @@ import pytest
 from mega_rl.config.schema import RunConfig
 from mega_rl.data.stream import Stream, fingerprint
 from mega_rl.errors import InputError
+from mega_rl.evaluation.evaluate import EvaluationSettings, requests_of
 from mega_rl.fleet.engines import Limits
-from mega_rl.fleet.tickets import Key
+from mega_rl.fleet.tickets import Key, held_out
 from mega_rl.observe.timers import Timers
+from mega_rl.parallel.layout import EngineLayout
 from mega_rl.rollout.requests import sample_seed
 from mega_rl.stages.parts.fleet_batches import Fleet, FleetBatches
-from mega_rl.types import Prompt
+from mega_rl.stages.parts.weight_sync import Pushed, StoreSync
+from mega_rl.types import Outcome, Prompt, Trajectory
 
 
 class Prompts:
@@ -95,3 +101,44 @@ def test_a_synchronous_checkpoint_has_nothing_in_the_air() -> None:
     batches("in_flight").load_state_dict(synchronous)
     with pytest.raises(InputError, match="carried from step to step"):
         batches("in_flight").load_state_dict(synchronous | {"carried": [[]]})
+
+
+def test_a_validation_asks_for_what_an_evaluation_asks_for() -> None:
+    made, prompts = batches(), [Prompt(i, (1, i), str(i), "0", "digits") for i in range(3)]
+    settings = EvaluationSettings(EngineLayout(1, 1), n=2, temperature=0.5, max_tokens=8, seed=3)
+    made._held_out = prompts, settings
+    found = made.requests(Key(held_out(4), 1), (2, 0))
+    assert found == requests_of(prompts[1], settings)[:2] and found[0].greedy and found[0].prompt is prompts[1]
+
+
+def test_a_validation_is_scored_as_an_evaluation_in_its_own_time() -> None:
+    made, scored = batches(), list[Any]()
+    made._config.environment.unfinished = "leave_out"
+    made._scorer = SimpleNamespace(start=lambda trajectory: scored.append(trajectory) or Future())  # type: ignore[assignment]
+    prompt = Prompt(0, (1,), "", "0", "digits")
+    whole = Trajectory.single_turn(prompt, 0, (2,), (-1.0,), "", "length", 0)
+    cut = replace(whole, episode=Outcome("turns", 1, 1.0, None, {}))
+    made._start_scoring(Key(held_out(0), 0), cut)
+    assert scored == [cut] and made._scoring_time._num_open == 0
+    made._start_scoring(Key(0, 0), cut)
+    assert scored[1].episode.failure is not None, "a step may leave it out"
+
+
+def test_weights_are_pushed_once_for_training_and_exact_ones_besides() -> None:
+    class Counted:
+        def __init__(self) -> None:
+            self.calls: list[tuple[int, bool]] = []
+
+        def push(self, version: int, is_validation: bool = False) -> Pushed:
+            self.calls.append((version, is_validation))
+            return Pushed(version, 0.5)
+
+        def end_sampling(self) -> None:
+            pytest.fail("nothing ends")
+
+    training, exact = Counted(), Counted()
+    sync = StoreSync(training, exact)
+    for version in range(2):
+        sync.push(version, is_validation=True)
+        assert sync.push(version) is sync.push(version)
+    assert training.calls == [(0, False), (1, False)] and exact.calls == [(0, True), (1, True)]

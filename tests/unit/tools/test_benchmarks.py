@@ -57,6 +57,17 @@ def test_quick_run_prints_a_table_and_writes_json(script: str, tmp_path: Path) -
 
 
 @pytest.mark.slow
+def test_the_tower_looks_at_a_picture_once(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    run((sys.executable, "benchmarks/vision_step.py", "--quick", "--json", str(path))).check()
+    (case,) = json.loads(path.read_text())["results"]
+    calls = case["step"]["tower_calls"]
+    new, known, theirs = calls["mega_rl, new pictures"], calls["mega_rl, known pictures"], calls["transformers"]
+    assert new["old"] > 0 and (new["reference"], new["training"]) == (0, 0)
+    assert set(known.values()) == {0} and min(theirs.values()) > 0
+
+
+@pytest.mark.slow
 def test_weight_sync_moves_the_minimum(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     launched = run((sys.executable, "benchmarks/weight_sync.py", "--quick", "--json", str(path))).check()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from mega_rl.config.schema import RewardConfig
+from mega_rl.config.schema import RewardConfig, RunConfig
 from mega_rl.data.rows import write_jsonl
 from mega_rl.data.synthetic import arithmetic_tokenizer
 from mega_rl.data.tiny_model import TinyModelSpec, write_tiny_model
@@ -16,6 +18,8 @@ from mega_rl.errors import InputError
 from mega_rl.evaluation.configuration import settings_of
 from mega_rl.evaluation.grading import Grading, outcomes
 from mega_rl.evaluation.weights import find_weights
+from mega_rl.rollout.vllm.seeing import Sight
+from tests import families
 from tools import eval as tool
 
 RUN = """
@@ -144,6 +148,50 @@ def test_what_an_environment_gave_takes_the_place_of_a_reward() -> None:
 )
 def test_impossible_wishes_are_refused(run: Path, arguments: list[str], words: str) -> None:
     assert words in refusal(run, *arguments)
+
+
+IMAGE, TEXT = {"type": "image"}, {"type": "text", "text": "?"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_seen"),
+    [
+        ({"prompt": "?", "images": [], "image": None}, False),
+        ({"prompt": [{"role": "user", "content": [TEXT]}]}, False),
+        ({"prompt": "<image>?", "images": ["a.png"]}, True),
+        ({"prompt": [{"role": "user", "content": [IMAGE, TEXT]}]}, True),
+    ],
+)
+def test_an_image_processor_is_opened_for_pictures_only(tmp_path: Path, fields: dict[str, Any], is_seen: bool) -> None:
+    """Text needs no file of it and no chat template, whatever the model."""
+    config = RunConfig()
+    config.model.path, config.data.chat_template = str(tmp_path), "never"
+    config.data.val_files, config.data.max_val_samples = [str(tmp_path / "val.jsonl")], 2
+    (tmp_path / "config.json").write_text(json.dumps(families.CONTRACT.config("qwen3_vl")))
+    last = {"prompt": "<image>", "images": ["a.png"]}  # beyond the rows that are taken
+    write_jsonl(tmp_path / "val.jsonl", [{"prompt": "1"}, fields, last])
+    tokenizer: Any = None
+    if not is_seen:
+        assert tool.album_of(config, tokenizer) is None
+        return
+    with pytest.raises(InputError, match="preprocessor_config.json cannot be read"):
+        tool.album_of(config, tokenizer)
+
+
+def test_engines_in_other_processes_get_pictures_with_their_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(tool, "RemoteEngines", lambda *arguments: made.append(arguments))
+    monkeypatch.setattr(tool.dist, "get_world_size", lambda: 1)
+    config, device = RunConfig(), torch.device("cpu")
+    config.rollout.placement, config.rollout.num_engines, config.data.max_images = "separate", 2, 3
+    reader = SimpleNamespace(pixel_limits={"shortest_edge": 1, "longest_edge": 9})
+    album: Any = SimpleNamespace(pictures={"digest-2x2": object()}, reader=reader)
+    tool.build_engine(config, device, album)
+    tool.build_engine(config, device, None)
+    (spec, num_engines, given), (blind, _, nothing) = made
+    assert given is album and num_engines == 2
+    assert spec.sight == Sight({}, 3, {"shortest_edge": 1, "longest_edge": 9})
+    assert blind.sight is None and nothing is None
 
 
 def test_a_model_alone_needs_data_and_rewards(run: Path, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_the_other_slices_go_on_and_earlier_results_stay(
 
     def run_slice(argv: list[str], environ: dict[str, str], limit_s: float) -> dict[str, object]:
         started.append((argv[2], environ["MEGA_RL_PLATFORM"]))
-        assert argv[3] == "--out"
+        assert "--out" in argv
         if argv[2] == "sync":
             return {"seconds": 1.0, "error": "ended with 1: CUDA error"}
         return {"seconds": 2.0, "machine": "a machine", "losses": [2.0, 1.0] if "cpu" in argv[2] else [2.0, 1.1]}

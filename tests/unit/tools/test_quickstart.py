@@ -93,6 +93,14 @@ def test_the_plain_quickstart_is_two_runs(tmp_path: Path) -> None:
     assert f"model.path={tmp_path}/run/sft/huggingface" in started[-1]
 
 
+def test_the_quickstart_of_pictures_is_two_runs_of_a_model_that_sees(tmp_path: Path) -> None:
+    model, data, sft, grpo = commands(tmp_path, "vision")
+    assert model[:4] == ["tools/make_tiny_model.py", "--family", "qwen2_5_vl", "--tokenizer"] and data[1] == "shapes"
+    configs = [load_config(REPO / line[2], line[3:]) for line in (sft, grpo)]
+    assert [config.model.vision.freeze for config in configs] == [False, True]
+    assert [Path(config.model.path) for config in configs] == [tmp_path / "run/model", tmp_path / "run/sft/huggingface"]
+
+
 def test_another_word_is_refused(tmp_path: Path) -> None:
     launched = run((str(SCRIPT), "chains"), env={"VENV": str(tmp_path)})
-    assert launched.returncode == 2 and "'chains' is none of grpo, chain and tools" in launched.stdout
+    assert launched.returncode == 2 and "'chains' is none of grpo, chain, tools and vision" in launched.stdout

@@ -38,8 +38,9 @@ def missing(cell: str) -> list[str]:
     faults = [] if names else [cell]
     for name in names:
         path, _, test = name.partition("::")
-        file = REPO / path if name == BENCHMARK else REPO / "tests" / path
-        if not file.is_file() or (name != BENCHMARK and test not in functions(file)):
+        is_benchmark = path.startswith("benchmarks/")
+        file = REPO / path if is_benchmark else REPO / "tests" / path
+        if not file.is_file() or (not is_benchmark and test not in functions(file)):
             faults.append(name)
     return faults
 

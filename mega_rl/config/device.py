@@ -1,0 +1,39 @@
+"""A part of the schema: the device, and what a run asks of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Kernels = Literal["torch", "compiled", "liger"]
+Layers = Literal["local", "transformer_engine"]
+
+
+@dataclass
+class MindSpeedConfig:
+    """MindSpeed's patches of Megatron-core; ``npu`` only."""
+
+    # auto: use MindSpeed if it is installed | required: stop if it is not | off: use only torch_npu's operators
+    mode: Literal["auto", "required", "off"] = "auto"
+    # MindSpeed's own argument names (dashes or underscores) and values, checked against the installed MindSpeed
+    features: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class PlatformConfig:
+    """The device, and what a run asks of it."""
+
+    # cpu, cuda or npu; auto: what the environment variable MEGA_RL_PLATFORM says, else the first that is present
+    name: str = "auto"
+    num_threads: int | None = None  # CPU threads per rank; null: this host's cores / its ranks
+    # 10^12 operations per second that one device reaches at most in bfloat16 matrix products, for throughput/mfu; null:
+    # what is known of the chip
+    peak_tflops: float | None = None
+    deterministic: bool = False  # the same run on the same devices gives the same bits; slower
+    # RMSNorm, SwiGLU and rotary embedding on CUDA: torch: torch's kernels; compiled: fused by torch.compile; liger: the
+    # kernels of the liger-kernel package
+    kernels: Kernels = "torch"
+    # linear layers of attention and dense MLPs in the trainer: local: Megatron's own; transformer_engine: those of
+    # NVIDIA's TransformerEngine, fused with the norm before them; CUDA only, where that package is installed
+    layers: Layers = "local"
+    mindspeed: MindSpeedConfig = field(default_factory=MindSpeedConfig)

@@ -1,0 +1,66 @@
+"""An engine's hold on the weight store of its node, which may come to be in another process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+
+from mega_rl.rollout.remote.weight_store import Form, Location, Store
+
+WATCH_S = 1.0  # between two looks whether the store's process is there
+
+
+class Attachment:
+    """At most one store at a time. Its memory is given back once its process has ended.
+
+    A store that is mapped outlives its process. The next trainer, or the next helper of the node, needs that memory.
+    """
+
+    def __init__(self) -> None:
+        self._store: Store | None = None
+        self._lock = threading.Lock()  # held while weights are read
+        self._is_watched = False
+
+    @contextmanager
+    def at(self, form: Form, location: Location) -> Iterator[Store]:
+        """The store there, which stays mapped afterwards: attached to anew if it is another one than the last time.
+
+        Raises:
+            OSError: its process is gone.
+        """
+        with self._lock:
+            found = self._store
+            if found is None or (found.location, found.form.salt) != (location, form.salt):
+                self._give_back()
+                found = self._store = Store(form, location)
+            if not self._is_watched:
+                self._is_watched = True
+                threading.Thread(target=self._watch, name="weight store", daemon=True).start()
+            yield found
+
+    @property
+    def is_attached(self) -> bool:
+        return self._store is not None
+
+    def look(self) -> None:
+        """Give the memory back if its process has ended, unless somebody reads it."""
+        if self._lock.acquire(blocking=False):
+            try:
+                if self._store is not None and not psutil.pid_exists(self._store.location.process):
+                    self._give_back()
+            finally:
+                self._lock.release()
+
+    def _give_back(self) -> None:
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(WATCH_S)
+            self.look()
