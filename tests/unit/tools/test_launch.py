@@ -50,7 +50,8 @@ def test_wait_for_sees_text_and_early_end() -> None:
 @pytest.mark.slow
 def test_torchrun_starts_every_rank(tmp_path: Path) -> None:
     script = tmp_path / "ranks.py"
-    script.write_text("import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], flush=True)\n")
+    line = "f\"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}\\n\""  # one write: no rank cuts the other's line
+    script.write_text(f"import os\nprint({line}, end='', flush=True)\n")
     result = torchrun(script, nproc=2, timeout=120).check()
     assert "rank 0 of 2" in result.stdout and "rank 1 of 2" in result.stdout
 
