@@ -123,7 +123,7 @@ def own_run(directory: Path, turns: Turns, arguments: argparse.Namespace) -> Non
 
     @contextmanager
     def step(self: Session, number: int) -> Iterator[None]:
-        last = json.loads(rows.read_text().splitlines()[-1]) if number > 1 else {}
+        last = json.loads(rows.read_text().splitlines()[-1])["metrics"] if number > 1 else {}
         figures = {name: last.get(f"time/{name}_s", 0.0) for name in PHASES}
         turns.next(tokens=last.get("response_length/mean", 0.0) * PROMPTS * SAMPLES, **figures)
         with own_step(self, number):
