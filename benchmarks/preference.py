@@ -6,7 +6,8 @@ by step. TRL's own trainer runs with ``precompute_ref_log_probs``, its batch mad
 
 The environment has no TRL. Make one beside it that sees the locked packages and adds it, and run this script there:
 
-    python -m venv peer && python -c "import site; print(f'import site; site.addsitedir({site.getsitepackages()[0]!r})')" > \
+    python -m venv peer
+    python -c "import site; print(f'import site; site.addsitedir({site.getsitepackages()[0]!r})')" > \
         "$(peer/bin/python -c 'import site; print(site.getsitepackages()[0])')/locked.pth"
     peer/bin/pip install --no-deps trl==1.16.0 accelerate datasets dill multiprocess xxhash pandas fsspec
     PYTHONPATH=$PWD peer/bin/python benchmarks/preference.py

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,8 @@ import numpy.typing as npt
 from mega_rl.errors import InputError
 from mega_rl.rollout.engine import Request
 from mega_rl.types import Prompt, Trajectory
+
+CONTEXT = 8  # tokens of the prompt that a response's text is read behind
 
 
 def sample_seed(run_seed: int, step: int, prompt_index: int, sample_index: int) -> int:
@@ -68,9 +70,10 @@ def trajectory_of_output(
     version: int,
     routed_experts: npt.NDArray[np.unsignedinteger[Any]] | None = None,
 ) -> Trajectory:
-    """One trajectory out of vLLM's ``RequestOutput`` (or its like) with one output, and ``logprobs=0`` if asked for.
+    """One trajectory out of vLLM's ``RequestOutput`` (or its like) with one output.
 
     Args:
+        output: with ``flat_logprobs``, one of each token, if the request asked for log-probabilities.
         version: the version of the weights that sampled it.
         routed_experts: [tokens, M, K], of all tokens but the last, as in ``Trajectory``; None: not asked for.
 
@@ -83,9 +86,7 @@ def trajectory_of_output(
     if answer.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"The engine ended {where} with {answer.finish_reason!r} instead of 'stop' or 'length'.")
     # float32 loses nothing: vLLM's log-probabilities are float32 values, handed out as Python's numbers
-    logprobs = [0.0] * len(answer.token_ids)
-    if request.with_logprobs:
-        logprobs = [row[token].logprob for token, row in zip(answer.token_ids, answer.logprobs, strict=True)]
+    logprobs = answer.logprobs.logprobs if request.with_logprobs else [0.0] * len(answer.token_ids)
     if not all(math.isfinite(value) for value in logprobs):
         raise RuntimeError(
             f"The engine's log-probabilities of {where} are not finite: weights of version {version} are broken."
@@ -106,3 +107,16 @@ def trajectory_of_output(
         version,
         routed_experts,
     )
+
+
+def text_of_response(
+    decode: Callable[[Sequence[int]], str], prompt_ids: Sequence[int], token_ids: Sequence[int]
+) -> str:
+    """The text that ``token_ids`` add to a prompt's.
+
+    It is what a decoder gives with them less what it gives without them: by themselves they would lose a space that
+    they begin with, as of tokenizers that mark words and not spaces.
+    """
+    context = list(prompt_ids[-CONTEXT:])
+    before, whole = decode(context), decode([*context, *token_ids])
+    return whole[len(before) :] if whole.startswith(before) else decode(token_ids)

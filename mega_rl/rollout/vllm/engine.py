@@ -10,6 +10,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from mega_rl.models.shape import read_model_shape
 from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.collectives import broadcast_object
 from mega_rl.rollout.engine import Request
-from mega_rl.rollout.requests import check_length, trajectory_of_output
+from mega_rl.rollout.requests import check_length, text_of_response, trajectory_of_output
 from mega_rl.rollout.temperature_probe import NUM_LOGPROBS
 from mega_rl.rollout.vllm.cpu_adjustments import cpu_adjustments, plain_weights
 from mega_rl.rollout.vllm.environment import (
@@ -91,6 +92,9 @@ class VLLMEngine:
         self._spans: dict[int, list[Span]] = {}  # of responses under way that the weights of several syncs sample
         self._loaded: set[str] | None = None  # names loaded by the update under way; None outside of one
         self._llm = _construct(str(model_path), rollout, max_model_len, device_type, dtype, slots, sight)
+        self._decode = partial(
+            self._llm.get_tokenizer().decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
         self._rendered = Renderer(self._llm, sight)
         self._sees = sight is not None
         self._call("receiver_set_up", LOGPROBS_MODE)
@@ -161,6 +165,11 @@ class VLLMEngine:
     def _trajectory(self, number: int, output: Any) -> Trajectory:
         request = self._under_way.pop(number)
         check_tokens(request.prompt, output)
+        (answer,) = output.outputs
+        if not self._is_text_followed(request):
+            # a stop token has no text, as with vLLM's own
+            ids = answer.token_ids[:-1] if answer.finish_reason == "stop" else answer.token_ids
+            answer.text = text_of_response(self._decode, request.prompt.token_ids, ids)
         experts = self._routed_experts(number, request, output) if request.with_routing else None
         trajectory = trajectory_of_output(request, output, self._version, experts)
         spans = self._spans.pop(number, None)
@@ -309,6 +318,10 @@ class VLLMEngine:
         (result,) = self._llm.collective_rpc(method, args=args)
         return result
 
+    def _is_text_followed(self, request: Request) -> bool:
+        """Whether vLLM makes text of every token, between two steps of the device; else it is made once, at the end."""
+        return bool(self._rollout.stop or request.stop)
+
     def _sampling_params(self, request: Request) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -319,9 +332,11 @@ class VLLMEngine:
             seed=None if request.greedy or self._rollout.seeds == "engine" else request.seed,
             max_tokens=request.max_tokens,
             stop=[*self._rollout.stop, *request.stop] or None,
+            detokenize=self._is_text_followed(request),
             stop_token_ids=list(self._rollout.stop_token_ids) or None,
             ignore_eos=self._rollout.ignore_eos,
             logprobs=0 if request.with_logprobs else None,  # only the sampled token's
+            flat_logprobs=True,  # numbers in one list, not a dictionary and an object of each token
         )
 
 

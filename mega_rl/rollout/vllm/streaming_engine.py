@@ -17,12 +17,15 @@ class _Growing:
     """A response so far, as vLLM gave it out."""
 
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[Any] = field(default_factory=list)  # one entry per token, if asked for
+    logprobs: Any = None  # vLLM's FlatLogprobs, if asked for
     text: str = ""
 
     def add(self, answer: Any) -> None:
         self.token_ids += answer.token_ids
-        self.logprobs += answer.logprobs or ()
+        if self.logprobs is None:
+            self.logprobs = answer.logprobs
+        else:
+            self.logprobs.extend(answer.logprobs)
         self.text += answer.text
 
 
@@ -65,6 +68,9 @@ class StreamingEngine(VLLMEngine):
                 ended[number] = output
         return [(number, self._trajectory(number, ended[number])) for number in sorted(ended)]
 
+    def _is_text_followed(self, request: Request) -> bool:
+        return True
+
     def _sampling_params(self, request: Request) -> Any:
         from vllm.sampling_params import RequestOutputKind
 
@@ -75,6 +81,5 @@ class StreamingEngine(VLLMEngine):
 
 def _piece(request: Request, answer: Any) -> Piece:
     ids = tuple(answer.token_ids)
-    rows = answer.logprobs if request.with_logprobs else [None] * len(ids)
-    logprobs = tuple(0.0 if row is None else row[token].logprob for token, row in zip(ids, rows, strict=True))
+    logprobs = tuple(answer.logprobs.logprobs) if request.with_logprobs else (0.0,) * len(ids)
     return Piece(request.prompt.index, request.sample_index, ids, logprobs, answer.text)

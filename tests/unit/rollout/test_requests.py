@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mega_rl.rollout.engine import Request
-from mega_rl.rollout.requests import make_requests, sample_seed, trajectory_of_output
+from mega_rl.rollout.requests import make_requests, sample_seed, text_of_response, trajectory_of_output
 from mega_rl.types import Prompt, Span
 
 
@@ -19,8 +20,8 @@ def prompt(index: int) -> Prompt:
 
 
 def answer(**changes: object) -> SimpleNamespace:
-    rows = [{5: SimpleNamespace(logprob=-0.5)}, {7: SimpleNamespace(logprob=-1.25), 9: SimpleNamespace(logprob=-0.1)}]
-    fields = {"token_ids": [5, 7], "logprobs": rows, "text": "ab", "finish_reason": "stop", **changes}
+    flat = SimpleNamespace(logprobs=[-0.5, -1.25])
+    fields = {"token_ids": [5, 7], "logprobs": flat, "text": "ab", "finish_reason": "stop", **changes}
     return SimpleNamespace(outputs=[SimpleNamespace(**fields)])
 
 
@@ -72,15 +73,39 @@ def test_unfinished_answers_are_refused(changes: dict[str, object]) -> None:
 
 
 def test_broken_weights_are_named() -> None:
-    rows = [{5: SimpleNamespace(logprob=float("nan"))}, {7: SimpleNamespace(logprob=-1.0)}]
     with pytest.raises(RuntimeError, match="weights of version 4"):
-        trajectory_of_output(Request(prompt(3), 2, 0, 8), answer(logprobs=rows), version=4)
+        trajectory_of_output(
+            Request(prompt(3), 2, 0, 8), answer(logprobs=SimpleNamespace(logprobs=[float("nan"), -1.0])), version=4
+        )
 
 
 def test_log_probabilities_that_were_not_asked_for_are_0() -> None:
     request = Request(prompt(3), 2, 0, 8, with_logprobs=False)
     trajectory = trajectory_of_output(request, answer(logprobs=None), version=6)
     assert trajectory.sampled_ids.tolist() == list(answer().outputs[0].token_ids) and not trajectory.logprobs.any()
+
+
+@pytest.mark.parametrize("marks", ["spaces", "words"])
+@pytest.mark.parametrize("text", ["the quick brown fox", " leading", "no", "", "déjà vu, 算一下"])
+def test_the_text_of_a_response_is_what_it_adds_to_the_prompt(marks: str, text: str) -> None:
+    kinds = {
+        "spaces": (pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()),
+        "words": (pre_tokenizers.Metaspace(), decoders.Metaspace()),  # loses the space before a first word
+    }
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = kinds[marks]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<unk>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(["the quick brown fox leading no déjà vu, 算一下 question: answer"] * 4, trainer)
+    prompt_ids, ids = tokenizer.encode("question:").ids, tokenizer.encode(text).ids
+    both = tokenizer.decode(prompt_ids + ids)
+    assert "question:" + text_of_response(tokenizer.decode, prompt_ids, ids) == both
+    assert text_of_response(tokenizer.decode, prompt_ids * 9, ids) == text_of_response(
+        tokenizer.decode, prompt_ids, ids
+    )
+    assert text_of_response(tokenizer.decode, [], ids) == tokenizer.decode(ids)
 
 
 def test_the_package_does_not_import_vllm() -> None:
