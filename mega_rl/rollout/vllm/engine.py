@@ -10,7 +10,6 @@ import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -92,9 +91,6 @@ class VLLMEngine:
         self._spans: dict[int, list[Span]] = {}  # of responses under way that the weights of several syncs sample
         self._loaded: set[str] | None = None  # names loaded by the update under way; None outside of one
         self._llm = _construct(str(model_path), rollout, max_model_len, device_type, dtype, slots, sight)
-        self._decode = partial(
-            self._llm.get_tokenizer().decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
         self._rendered = Renderer(self._llm, sight)
         self._sees = sight is not None
         self._call("receiver_set_up", LOGPROBS_MODE)
@@ -317,6 +313,10 @@ class VLLMEngine:
         """Call a method of ``WeightReceiver`` in this rank's worker; it lives here, so tensors pass by reference."""
         (result,) = self._llm.collective_rpc(method, args=args)
         return result
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        tokenizer = self._llm.get_tokenizer()
+        return str(tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def _is_text_followed(self, request: Request) -> bool:
         """Whether vLLM makes text of every token, between two steps of the device; else it is made once, at the end."""
