@@ -1,7 +1,7 @@
 """The norms of the layers, and how a layer adds the attention's output and normalises the sum by one operator.
 
-Megatron's layer has three places in its spec for that: ``self_attn_bda`` adds, ``pre_mlp_layernorm`` normalises the sum,
-``mlp_bda`` adds the MLP's output to the sum. Here the first only notes what is to be added; the second adds and
+Megatron's layer has three places in its spec for that: ``self_attn_bda`` adds, ``pre_mlp_layernorm`` normalises the
+sum, ``mlp_bda`` adds the MLP's output to the sum. Here the first only notes what is to be added; the second adds and
 normalises at once; the third takes the sum from the note. Between them Megatron hands the note on as its hidden states.
 
 A layer's other sum, that with the MLP's output, leaves the layer as a tensor: Megatron makes it viewless, sends it to
