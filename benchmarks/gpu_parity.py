@@ -2,6 +2,7 @@
 
 import argparse
 import tempfile
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import torch
@@ -38,21 +39,23 @@ def operators(bench: Bench) -> None:
 
 
 def kernels(bench: Bench) -> None:
-    """Norm, SwiGLU and rotary embedding by each value of ``platform.kernels``: against the reference, and how fast."""
+    """Norms, SwiGLU and rotary embedding by each value of ``platform.kernels``: against the reference, and how fast."""
     plain = platform.current().operators
     tokens, width, ffn, heads = (64, 32, 64, 4) if bench.quick else (16384, 4096, 14336, 32)
 
     def random(*size: int) -> Tensor:
         return torch.randn(size, device=bench.device).bfloat16().requires_grad_()
 
-    x, weight, gates = random(tokens, width), random(width), random(tokens, 2 * ffn)
+    x, residual, weight = random(tokens, width), random(tokens, width), random(width)
+    gates = random(tokens, 2 * ffn)
     rotated = random(tokens, heads, 128)
     angles_TD = torch.rand(tokens, 128, device=bench.device)
     tables = angles_TD.cos().bfloat16(), angles_TD.sin().bfloat16()
-    calls = {
-        "rms_norm": ((x, weight), lambda: dispatch.rms_norm(x, weight, 1e-6)),
-        "swiglu": ((gates,), lambda: dispatch.swiglu(gates)),
-        "rotary": ((rotated,), lambda: dispatch.rotary(rotated, *tables)),
+    calls: dict[str, tuple[tuple[Tensor, ...], Callable[[], Sequence[Tensor]]]] = {
+        "rms_norm": ((x, weight), lambda: [dispatch.rms_norm(x, weight, 1e-6)]),
+        "add_rms_norm": ((x, residual, weight), lambda: dispatch.add_rms_norm(x, residual, weight, 1e-6)),
+        "swiglu": ((gates,), lambda: [dispatch.swiglu(gates)]),
+        "rotary": ((rotated,), lambda: [dispatch.rotary(rotated, *tables)]),
     }
     for kind in get_args(Kernels):
         try:
@@ -61,9 +64,9 @@ def kernels(bench: Bench) -> None:
             for name, (inputs, call) in calls.items():
                 cases = [case for case in operator_cases(torch.bfloat16) if case.name == name]
                 largest = max(compare(case, torch.bfloat16, str(bench.device)) for case in cases)
-                upstream = torch.randn_like(call())
+                upstream = [torch.randn_like(output) for output in call()]
 
-                def both(inputs: Any = inputs, call: Any = call, upstream: Tensor = upstream) -> None:
+                def both(inputs: Any = inputs, call: Any = call, upstream: list[Tensor] = upstream) -> None:
                     torch.autograd.grad(call(), inputs, upstream)
 
                 with torch.no_grad():

@@ -104,12 +104,24 @@ def _rms_norm(name: str, random: Random, *shape: int) -> OperatorCase:
     )
 
 
+def _add_rms_norm(random: Random) -> OperatorCase:
+    inputs = {"x": random(5, 1, 16), "residual": random(5, 1, 16), "weight": random(16)}
+    return OperatorCase(
+        "add_rms_norm",
+        inputs,
+        lambda x: torch.stack(operators.add_rms_norm(x["x"], x["residual"], x["weight"], 1e-5)),
+        lambda x: torch.stack(reference.add_rms_norm(x["x"], x["residual"], x["weight"], 1e-5)),
+        ("npu_add_rms_norm", "npu_rms_norm_backward"),
+    )
+
+
 def _layer_cases(random: Random) -> list[OperatorCase]:
     angles = torch.linspace(0, 3, 6)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.02]).repeat(2)
     tables = [table.to(random(1).dtype) for table in (angles.cos(), angles.sin())]
     return [
         _rms_norm("rms_norm", random, 5, 1, 16),
         _rms_norm("rms_norm_of_heads", random, 5, 1, 4, 8),
+        _add_rms_norm(random),
         OperatorCase(
             "swiglu",
             {"x": random(5, 1, 14)},

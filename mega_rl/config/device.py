@@ -30,8 +30,8 @@ class PlatformConfig:
     # what is known of the chip
     peak_tflops: float | None = None
     deterministic: bool = False  # the same run on the same devices gives the same bits; slower
-    # RMSNorm, SwiGLU and rotary embedding on CUDA: torch: torch's kernels; compiled: fused by torch.compile; liger: the
-    # kernels of the liger-kernel package
+    # RMSNorm, also with the sum before it, SwiGLU and rotary embedding on CUDA: torch: torch's kernels; compiled: fused
+    # by torch.compile; liger: the kernels of the liger-kernel package
     kernels: Kernels = "torch"
     # linear layers of attention and dense MLPs in the trainer: local: Megatron's own; transformer_engine: those of
     # NVIDIA's TransformerEngine, fused with the norm before them; CUDA only, where that package is installed

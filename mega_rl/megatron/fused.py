@@ -3,7 +3,8 @@
 | operation | seam in Megatron |
 |---|---|
 | attention | ``core_attention`` of the layer spec (``PackedAttention``) |
-| RMSNorm | the norms of the layer spec (``layers.RMSNorm``) |
+| RMSNorm | the norms of the layer spec (``norms.RMSNorm``) |
+| sum and RMSNorm | ``self_attn_bda``, ``pre_mlp_layernorm`` and ``mlp_bda`` of the layer spec (``norms.SumNorm``) |
 | SwiGLU | ``activation_func`` of the MLP's spec, which ``use_te_activation_func`` turns on |
 | experts | ``experts`` of the MoE spec (``GroupedExperts``) |
 | rotary | ``apply_rotary_pos_emb``, a name that two modules import: replaced there |

@@ -24,25 +24,11 @@ from mega_rl.config.schema import Layers
 from mega_rl.errors import InputError
 from mega_rl.megatron.attention import PackedAttention, PackedSequences
 from mega_rl.megatron.fused import use_in_mlp
+from mega_rl.megatron.norms import RMSNorm, use_in_layer
 from mega_rl.megatron.routing import MixtureLayer, Router
 from mega_rl.megatron.vision import add_features
 from mega_rl.models.fit import layer_problems
 from mega_rl.models.shape import ModelShape
-from mega_rl.platform.operators import dispatch as operators
-
-
-class RMSNorm(torch.nn.Module):
-    """RMSNorm for the local spec: Megatron's own wrapper refuses sequence parallelism."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        # Megatron sums the gradients of marked parameters over the tensor-parallel ranks.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return operators.rms_norm(x, self.weight, self.eps)
 
 
 class _TokenTable(torch.nn.Module):
@@ -135,7 +121,8 @@ def _layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpe
         normalization="RMSNorm",
     )
     layer = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    layer.input_layernorm = RMSNorm
+    use_in_layer(layer)
     use_in_mlp(layer.mlp)
     if num_experts is not None:
         spec.module, layer.mlp.submodules.router = MixtureLayer, Router
@@ -166,7 +153,8 @@ def _use_transformer_engine(config: TransformerConfig, dense: Any, sparse: Any) 
         own.linear_qkv, own.linear_proj = attention.linear_qkv, attention.linear_proj
         layer.input_layernorm = theirs.input_layernorm  # none: it is in linear_qkv
     dense.mlp.submodules.linear_fc1, dense.mlp.submodules.linear_fc2 = mlp.linear_fc1, mlp.linear_fc2
-    dense.pre_mlp_layernorm = theirs.pre_mlp_layernorm
+    for name in ("self_attn_bda", "pre_mlp_layernorm", "mlp_bda"):  # this norm is in linear_fc1
+        setattr(dense, name, getattr(theirs, name))
 
 
 def frozen_weights(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -1,9 +1,9 @@
 """Token log-probabilities, entropy and hits from hidden states, over a vocabulary split between tensor-parallel ranks.
 
 The vocabulary is never gathered, and the float32 logits of a whole batch never exist at once: they are computed tile by
-tile, some tokens by some vocabulary rows, and computed again in the backward pass. A tile on a CPU is small enough for
-the cache, so that the passes over it cost little beside the matrix products; the ranks communicate once per batch, not
-once per tile.
+tile, some tokens by some vocabulary rows. The first tiles' are kept for the backward pass, as many as the bound on
+memory has room for; those of the others are computed again. A tile on a CPU is small enough for the cache, so that the
+passes over it cost little beside the matrix products; the ranks communicate once per batch, not once per tile.
 
 Letters: T tokens, D hidden width, V this rank's vocabulary rows, C tokens and R vocabulary rows of one tile, N tiles
 along the vocabulary.
@@ -33,7 +33,7 @@ class VocabularyShard:
     start: int  # first vocabulary row of this rank
     num_valid: int  # rows of this rank that are no padding
     temperature: float  # of sampling; logits are divided by it
-    chunk_tokens: int  # bounds working memory: the float32 logits of so many tokens over this rank's rows
+    chunk_tokens: int  # bounds memory: the float32 logits of so many tokens over this rank's rows
     entropy_has_gradient: bool = True  # False: the entropy is a figure only, and a gradient with respect to it is lost
 
     def reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
@@ -43,7 +43,7 @@ class VocabularyShard:
 
 
 class _Tiles:
-    """The logits of a batch, one tile at a time, in two buffers that are made once."""
+    """The logits of a batch, one tile at a time, and two buffers of a tile's size to work in."""
 
     def __init__(self, hidden_TD: Tensor, weight_VD: Tensor, target_ids_T: Tensor, shard: VocabularyShard) -> None:
         self.hidden_TD, self.weight_VD, self.shard = hidden_TD, weight_VD, shard
@@ -59,6 +59,7 @@ class _Tiles:
         self.buffers = [
             torch.empty(self.num_tokens * self.num_rows, dtype=torch.float32, device=hidden_TD.device) for _ in range(2)
         ]
+        self.spare_logits = shard.chunk_tokens * num_rows - 2 * self.buffers[0].numel()  # what the bound leaves
 
     def vocabulary(self) -> list[slice]:
         """The vocabulary rows of the tiles; padding rows are in none."""
@@ -69,10 +70,23 @@ class _Tiles:
         total = self.hidden_TD.shape[0]
         return (slice(start, min(start + self.num_tokens, total)) for start in range(0, total, self.num_tokens))
 
-    def logits(self, tokens: slice, rows: slice) -> tuple[Tensor, Tensor]:
-        """float32 [C, R] logits after the temperature, and an uninitialised tensor like it."""
+    def working(self, tokens: slice, rows: slice) -> tuple[Tensor, Tensor]:
+        """Two float32 tensors [C, R] of a tile's shape, not filled; the next tile has them in the same memory."""
         shape = (tokens.stop - tokens.start, rows.stop - rows.start)
-        logits_CR, spare_CR = (buffer[: shape[0] * shape[1]].view(shape) for buffer in self.buffers)
+        first_CR, second_CR = (buffer[: shape[0] * shape[1]].view(shape) for buffer in self.buffers)
+        return first_CR, second_CR
+
+    def logits(self, tokens: slice, rows: slice, kept: list[Tensor] | None = None) -> Tensor:
+        """float32 [C, R] logits after the temperature, in the first working tensor.
+
+        Args:
+            kept: takes them up, in memory of their own, while the bound has room; None: not wanted.
+        """
+        logits_CR, spare_CR = self.working(tokens, rows)
+        self.spare_logits -= logits_CR.numel()
+        if kept is not None and self.spare_logits >= 0:
+            logits_CR = torch.empty_like(logits_CR)
+            kept.append(logits_CR)
         hidden_CD, weight_RD = self.hidden_TD[tokens], self.weight_VD[rows]
         if self.hidden_TD.dtype == torch.float32:
             torch.mm(hidden_CD, weight_RD.t(), out=logits_CR)
@@ -80,7 +94,7 @@ class _Tiles:
             logits_CR.copy_(torch.mm(hidden_CD, weight_RD.t(), out=self.as_dtype(spare_CR)))
         if self.shard.temperature != 1.0:
             logits_CR /= self.shard.temperature
-        return logits_CR, spare_CR
+        return logits_CR
 
     def as_dtype(self, buffer_CR: Tensor) -> Tensor:
         """The memory of a buffer as a (half as large) tensor of the parameters' type."""
@@ -117,7 +131,12 @@ def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, target_ids_T: Tensor, shard: VocabularyShard
+        ctx: Any,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        target_ids_T: Tensor,
+        shard: VocabularyShard,
+        has_backward: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         tiles = _Tiles(hidden_TD, weight_VD, target_ids_T, shard)
         vocabulary = tiles.vocabulary()
@@ -128,16 +147,18 @@ class _TokenLogprobs(torch.autograd.Function):
         target_T = torch.zeros_like(maximum_NT[0])
         if not vocabulary:  # nothing but padding on this rank; -inf would turn into NaN
             maximum_NT.fill_(torch.finfo(torch.float32).min)
+        kept: list[Tensor] = []  # logits of the first tiles
         for n, rows in enumerate(vocabulary):
             for tokens in tiles.tokens():
-                logits_CR, weights_CR = tiles.logits(tokens, rows)
+                logits_CR = tiles.logits(tokens, rows, kept if has_backward else None)
+                shifted_CR, weights_CR = tiles.working(tokens, rows)
                 column_C1, is_here_C = tiles.targets(tokens, rows)
                 target_T[tokens] += torch.where(is_here_C, logits_CR.gather(1, column_C1)[:, 0], 0.0)
                 torch.amax(logits_CR, -1, out=maximum_NT[n, tokens])
-                logits_CR -= maximum_NT[n, tokens, None]
-                _exponential(logits_CR, weights_CR)
+                torch.sub(logits_CR, maximum_NT[n, tokens, None], out=shifted_CR)
+                _exponential(shifted_CR, weights_CR)
                 torch.sum(weights_CR, -1, out=total_NT[n, tokens])
-                torch.linalg.vecdot(weights_CR, logits_CR, out=expected_NT[n, tokens])
+                torch.linalg.vecdot(weights_CR, shifted_CR, out=expected_NT[n, tokens])
         maximum_T = shard.reduce(maximum_NT.amax(0), dist.ReduceOp.MAX)
         maximum_NT -= maximum_T
         scale_NT = maximum_NT.exp()
@@ -146,7 +167,7 @@ class _TokenLogprobs(torch.autograd.Function):
         total_T, expected_T, target_T = shard.reduce(sums_3T)
         log_total_T = total_T.log()
         entropy_T = log_total_T - expected_T / total_T
-        ctx.save_for_backward(hidden_TD, weight_VD, target_ids_T, maximum_T + log_total_T, entropy_T)
+        ctx.save_for_backward(hidden_TD, weight_VD, target_ids_T, maximum_T + log_total_T, entropy_T, *kept)
         ctx.shard = shard
         # Maximum and target are the same float32 numbers on their way through the collectives: nothing is rounded.
         is_top_T = (target_T == maximum_T).float()
@@ -154,9 +175,9 @@ class _TokenLogprobs(torch.autograd.Function):
         return (target_T - maximum_T) - log_total_T, entropy_T, is_top_T
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         grad_logprobs_T, grad_entropy_T, _ = gradients
-        hidden_TD, weight_VD, target_ids_T, log_z_T, entropy_T = ctx.saved_tensors
+        hidden_TD, weight_VD, target_ids_T, log_z_T, entropy_T, *kept = ctx.saved_tensors
         tiles = _Tiles(hidden_TD, weight_VD, target_ids_T, ctx.shard)
         # d logp / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy)
         # If entropy has no gradient, a token's factor is applied to its row of the results instead of to every tile.
@@ -169,13 +190,17 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_hidden_TD = torch.zeros(hidden_TD.shape, dtype=torch.float32, device=hidden_TD.device)
         has_weight_gradient = ctx.needs_input_grad[1]  # a frozen head's would cost as much as the rest
         grad_weight_VD = torch.zeros_like(weight_VD) if has_weight_gradient else None
+        known = iter(kept)
         for rows in tiles.vocabulary():
             grad_weight_DR = None
             if has_weight_gradient:
                 grad_weight_DR = torch.zeros_like(weight_VD[rows].t(), dtype=torch.float32).contiguous()
             for tokens in tiles.tokens():
-                logprobs_CR, grad_CR = tiles.logits(tokens, rows)
-                logprobs_CR -= log_z_T[tokens, None]
+                logits_CR = next(known, None)
+                if logits_CR is None:
+                    logits_CR = tiles.logits(tokens, rows)
+                logprobs_CR, grad_CR = tiles.working(tokens, rows)
+                torch.sub(logits_CR, log_z_T[tokens, None], out=logprobs_CR)
                 _exponential(logprobs_CR, grad_CR)
                 if has_entropy_gradient:
                     slope_C1 = grad_entropy_T[tokens, None]
@@ -189,7 +214,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if grad_weight_VD is not None and grad_weight_DR is not None:
                 grad_weight_VD[rows] = grad_weight_DR.t()
         grad_hidden_TD *= outer_T[:, None] / ctx.shard.temperature
-        return grad_hidden_TD.to(hidden_TD.dtype), grad_weight_VD, None, None
+        return grad_hidden_TD.to(hidden_TD.dtype), grad_weight_VD, None, None, None
 
 
 def token_logprobs(
@@ -202,4 +227,5 @@ def token_logprobs(
 
     The gradient with respect to ``hidden_TD`` is this rank's part: the caller's collective must sum it over the group.
     """
-    return _TokenLogprobs.apply(hidden_TD, weight_VD, target_ids_T, shard)
+    has_backward = torch.is_grad_enabled() and (hidden_TD.requires_grad or weight_VD.requires_grad)
+    return _TokenLogprobs.apply(hidden_TD, weight_VD, target_ids_T, shard, has_backward)

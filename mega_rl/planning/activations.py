@@ -252,13 +252,17 @@ class ActivationModel:
         if shape.head == "value":  # float32 hidden states of this rank's tokens, and their gradient
             of_values = 4 * self.cut * shape.hidden_size
             return self._norm(self.cut * shape.hidden_size, self.cut) + of_values, of_values, 2 * of_values
-        limit = max(1, self.config.trainer.logprob_chunk_tokens * rows // 2)
+        bound = self.config.trainer.logprob_chunk_tokens * rows
+        limit = max(1, bound // 2)
         num_tokens = min(tokens, limit)
         if self.operators.tile_logits is not None and self.operators.tile_tokens is not None:
             limit = min(limit, self.operators.tile_logits)
             num_tokens = min(tokens, self.operators.tile_tokens, limit)
         num_rows = max(1, min(rows, limit // num_tokens))
-        tiles = 2 * 4 * num_tokens * num_rows
+        tile = num_tokens * num_rows
+        num_kept = min(-(-tokens * rows // tile), max(0, bound - 2 * tile) // tile)  # whose logits are not made again
+        kept += 4 * min(num_kept * tile, tokens * rows)
+        tiles = 2 * 4 * tile
         of_weight = rows * shape.hidden_size * item + num_rows * shape.hidden_size * (4 + max(4, item))
         of_weight = of_weight if self.trains_head else 0
         return kept, tiles, tiles + of_weight + hidden * (4 + item)

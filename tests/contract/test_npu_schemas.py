@@ -91,7 +91,8 @@ def test_every_call_fits(calls: list[Call], version: str) -> None:
 def test_the_calls_are_those_of_every_operator(calls: list[Call]) -> None:
     names = {name.removeprefix("npu::") for name in OPERATORS}
     forward = {name for name in names if not name.startswith("_") and not name.endswith(("_grad", "_backward"))}
-    assert {call.name for call in calls} == forward
+    of_sum = {"npu_rms_norm_backward"}  # npu_add_rms_norm has no gradient of its own
+    assert {call.name for call in calls} == forward | of_sum
 
 
 BREAKAGES: dict[str, Callable[[Call], Call]] = {

@@ -191,6 +191,13 @@ def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[
 
 
 @stand_in
+def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[Tensor, Tensor, Tensor]:
+    assert x1.shape == x2.shape and x1.dtype == x2.dtype
+    total = (_wide(x1) + _wide(x2)).to(x1.dtype)
+    return *npu_rms_norm(total, gamma, epsilon), total
+
+
+@stand_in
 def npu_rms_norm_backward(dy: Tensor, input: Tensor, gamma: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     grad, normed = _wide(dy), _wide(input) * rstd
     to_normed = grad * _wide(gamma)

@@ -44,8 +44,8 @@ ATTENTION = {
     "npu_rotary_mul": 2,
     "npu_rotary_mul_backward": 2,
 }
-NORMS = {"npu_rms_norm": 2, "npu_rms_norm_backward": 2}
-NORMS_OF_HEADS = {"npu_rms_norm": 4, "npu_rms_norm_backward": 4}
+NORMS = {"npu_rms_norm": 1, "npu_add_rms_norm": 1, "npu_rms_norm_backward": 2}
+NORMS_OF_HEADS = {"npu_rms_norm": 3, "npu_add_rms_norm": 1, "npu_rms_norm_backward": 4}
 MLP = {"npu_swiglu": 1, "npu_swiglu_backward": 1}
 EXPERTS = {
     "npu_grouped_matmul": 6,  # two products, each with two gradients

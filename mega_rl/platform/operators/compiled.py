@@ -1,7 +1,7 @@
-"""Norm, SwiGLU and rotary embedding fused: by ``torch.compile`` of their formulas, or the Liger library's kernels.
+"""Norms, SwiGLU and rotary embedding fused: by ``torch.compile`` of their formulas, or the Liger library's kernels.
 
 Compiled ones are ``reference``'s formulas, computed in float32 within a kernel and rounded once. Liger
-(https://github.com/linkedin/Liger-Kernel) has kernels in Triton for the norm and SwiGLU; its rotary embedding writes
+(https://github.com/linkedin/Liger-Kernel) has kernels in Triton for the norms and SwiGLU; its rotary embedding writes
 into queries and keys together, so that one stays compiled.
 """
 
@@ -26,6 +26,11 @@ def _rms_norm(x: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
     return reference.rms_norm(x, weight_D, epsilon).to(x.dtype)
 
 
+def _add_rms_norm(x: Tensor, residual: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    normed, total = reference.add_rms_norm(x, residual, weight_D, epsilon)
+    return normed.to(x.dtype), total.to(x.dtype)
+
+
 def _swiglu(gate_and_up: Tensor) -> Tensor:
     return reference.swiglu(gate_and_up).to(gate_and_up.dtype)
 
@@ -35,9 +40,9 @@ def _rotary(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
 
 
 @functools.cache
-def _compiled(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _compiled(formula: Callable[..., Any]) -> Callable[..., Any]:
     """One kernel for every number of rows; widths are compiled apart, a few in a model."""
-    compiled: Callable[..., Tensor] = torch.compile(formula, dynamic=True)
+    compiled: Callable[..., Any] = torch.compile(formula, dynamic=True)
     return compiled
 
 
@@ -83,7 +88,7 @@ def _check(key: str, value: str, default: str, platform: str) -> None:
 
 
 def fused(operators: TorchOperators, kind: Kernels) -> TorchOperators:
-    """The operators of a platform with fused ones in the place of three.
+    """The operators of a platform with fused ones in the place of four.
 
     Args:
         kind: what ``check_kernels`` has not refused.
@@ -99,15 +104,26 @@ def fused(operators: TorchOperators, kind: Kernels) -> TorchOperators:
                 function = _liger("rms_norm", "LigerRMSNormFunction")
                 result: Tensor = function.apply(x, weight_D, epsilon, 0.0, "gemma", False)
                 return result
-            return _compiled(_rms_norm)(_rows(x), weight_D, epsilon).view(x.shape)
+            rows: Tensor = _compiled(_rms_norm)(_rows(x), weight_D, epsilon)
+            return rows.view(x.shape)
+
+        def add_rms_norm(self, x: Tensor, residual: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+            if kind == "liger":
+                function = _liger("fused_add_rms_norm", "LigerFusedAddRMSNormFunction")
+                normed, total = function.apply(x, residual, weight_D, epsilon, 0.0, "gemma", False)
+                return normed, total
+            normed, total = _compiled(_add_rms_norm)(_rows(x), _rows(residual), weight_D, epsilon)
+            return normed.view(x.shape), total.view(x.shape)
 
         def swiglu(self, gate_and_up: Tensor) -> Tensor:
             if kind == "liger":
                 result: Tensor = _liger("swiglu", "LigerSiLUMulFunction").apply(*gate_and_up.chunk(2, -1))
                 return result
-            return _compiled(_swiglu)(_rows(gate_and_up)).view(*gate_and_up.shape[:-1], -1)
+            product: Tensor = _compiled(_swiglu)(_rows(gate_and_up))
+            return product.view(*gate_and_up.shape[:-1], -1)
 
         def rotary(self, x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-            return _compiled(_rotary)(x_THD, cos_TD, sin_TD)
+            rotated: Tensor = _compiled(_rotary)(x_THD, cos_TD, sin_TD)
+            return rotated
 
     return Fused()

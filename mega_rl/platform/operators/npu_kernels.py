@@ -71,6 +71,23 @@ def _as_list(weights_FD: Sequence[Tensor], is_transposed: bool) -> list[Tensor]:
     return [weights_EFD.transpose(1, 2) if is_transposed else weights_EFD]
 
 
+class _AddRmsNorm(torch.autograd.Function):
+    """The operator has no gradient of its own; this one is that of the norm, and the same for both summands."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        normed, reciprocal, total = _torch_npu().npu_add_rms_norm(x, residual, weight_D, epsilon)
+        ctx.save_for_backward(total, weight_D, reciprocal)
+        return normed, total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        (to_normed, to_total), (total, weight_D, reciprocal) = gradients, ctx.saved_tensors
+        through_norm, to_weight_D = _torch_npu().npu_rms_norm_backward(to_normed, total, weight_D, reciprocal)
+        to_summand = through_norm + to_total
+        return to_summand, to_summand, to_weight_D.to(weight_D.dtype), None
+
+
 class _Products:
     """``GroupedProducts`` by npu_grouped_matmul."""
 
@@ -114,6 +131,9 @@ class AscendOperators(TorchOperators):
 
     def rms_norm(self, x: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
         return _torch_npu().npu_rms_norm(x, weight_D, epsilon=epsilon)[0]
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        return _AddRmsNorm.apply(x, residual, weight_D, epsilon)
 
     def swiglu(self, gate_and_up: Tensor) -> Tensor:
         if gate_and_up.numel() == 0:  # an expert-parallel rank without tokens

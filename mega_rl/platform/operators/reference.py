@@ -59,6 +59,12 @@ def rms_norm(x: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
     return x * (x.pow(2).mean(-1, keepdim=True) + epsilon).rsqrt() * _wide(weight_D)
 
 
+def add_rms_norm(x: Tensor, residual: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """The norm of the sum, rounded to the dtype of its parts first as it is kept in that, and the sum."""
+    total = (_wide(x) + _wide(residual)).to(x.dtype)
+    return rms_norm(total, weight_D, epsilon), _wide(total)
+
+
 def swiglu(gate_and_up: Tensor, weights_T: Tensor | None = None) -> Tensor:
     """``gate * sigmoid(gate) * up`` times the weight of the row. Source: arXiv 2002.05202, equation 6."""
     gate, up = _wide(gate_and_up).chunk(2, -1)

@@ -133,6 +133,10 @@ class TorchOperators:
     def rms_norm(self, x: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
         return F.rms_norm(x, weight_D.shape, weight_D, epsilon)
 
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        total = residual + x
+        return self.rms_norm(total, weight_D, epsilon), total
+
     def swiglu(self, gate_and_up: Tensor) -> Tensor:
         return _Swiglu.apply(gate_and_up)
 

@@ -123,6 +123,51 @@ def test_chunks_change_nothing(num_tokens: int, chunk_tokens: int) -> None:
         torch.testing.assert_close(chunked, whole, atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("chunk_tokens", "num_tiles", "num_kept"), [(3, 37, 1), (17, 8, 2), (1000, 8, 8)])
+def test_kept_logits_change_no_bit(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, chunk_tokens: int, num_tiles: int, num_kept: int
+) -> None:
+    """The bound on memory decides how many tiles the backward pass computes again; the gradients are the same."""
+    monkeypatch.setattr(logprob, "CPU_TILE_LOGITS", 4 * NUM_VALID)
+    computed: list[int] = []
+    product = torch.mm
+
+    def counted(*arguments: Any, **options: Any) -> Tensor:
+        computed.append(1)
+        return product(*arguments, **options)
+
+    monkeypatch.setattr(logprob.torch, "mm", counted)
+    results, counts = [], []
+    for has_backward in (False, True):  # without a backward pass nothing is kept
+        hidden_TD, weight_VD, target_ids_T = inputs(4 * T, dtype)
+        computed.clear()
+        apply = logprob._TokenLogprobs.apply
+        own = apply(hidden_TD, weight_VD, target_ids_T, shard(0.7, chunk_tokens), has_backward)
+        forward = len(computed)
+        weighted(own, 1.0, 0.1).backward()
+        results.append((*own, hidden_TD.grad, weight_VD.grad))
+        counts.append((forward, len(computed) - forward))
+    assert all(torch.equal(again, kept) for again, kept in zip(*results, strict=True))
+    assert counts == [(num_tiles, num_tiles), (num_tiles, num_tiles - num_kept)]
+
+
+def test_nothing_is_kept_without_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[bool] = []
+    logits = logprob._Tiles.logits
+
+    def noted(self: Any, tokens: slice, rows: slice, into: list[Tensor] | None = None) -> Tensor:
+        kept.append(into is not None)
+        return logits(self, tokens, rows, into)
+
+    monkeypatch.setattr(logprob._Tiles, "logits", noted)
+    hidden_TD, weight_VD, target_ids_T = inputs()
+    token_logprobs(hidden_TD, weight_VD, target_ids_T, shard(chunk_tokens=1000))
+    with torch.no_grad():
+        token_logprobs(hidden_TD, weight_VD, target_ids_T, shard(chunk_tokens=1000))
+    assert kept == [True, False]
+
+
 def test_an_entropy_without_gradient() -> None:
     """A loss of log-probabilities has the gradient that it has beside the entropy's, and no entropy adds to it."""
     of_logprobs, gradients = COEFFICIENTS["logprob"], []

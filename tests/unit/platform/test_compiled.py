@@ -16,7 +16,7 @@ from mega_rl.platform.operators import compiled, reference
 from mega_rl.platform.operators.torch_kernels import TorchOperators
 from tests.operator_cases import OperatorCase, compare, operator_cases
 
-FUSED = ("rms_norm", "rms_norm_of_heads", "swiglu", "swiglu_weighted", "rotary")
+FUSED = ("rms_norm", "rms_norm_of_heads", "add_rms_norm", "swiglu", "swiglu_weighted", "rotary")
 CASES = [(d, case) for d in (torch.float32, torch.bfloat16) for case in operator_cases(d) if case.name in FUSED]
 IDS = [f"{case.name}-{dtype}" for dtype, case in CASES]
 
@@ -43,6 +43,24 @@ class _PretendedNorm:
         return reference.rms_norm(x, weight, eps).to(x.dtype)
 
 
+class _PretendedSumNorm:
+    """``LigerFusedAddRMSNormFunction.apply`` of the same."""
+
+    @staticmethod
+    def apply(
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        offset: float = 0.0,
+        casting_mode: str = "llama",
+        in_place: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        assert casting_mode == "gemma" and offset == 0.0 and not in_place
+        total = x + residual
+        return reference.rms_norm(total, weight, eps).to(x.dtype), total
+
+
 class _PretendedSwiglu:
     """``LigerSiLUMulFunction.apply`` of the same."""
 
@@ -55,6 +73,7 @@ class _PretendedSwiglu:
 def test_how_liger_is_called(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, case: OperatorCase) -> None:
     kernels: dict[tuple[str, ...], Any] = {
         ("rms_norm", "LigerRMSNormFunction"): _PretendedNorm,
+        ("fused_add_rms_norm", "LigerFusedAddRMSNormFunction"): _PretendedSumNorm,
         ("swiglu", "LigerSiLUMulFunction"): _PretendedSwiglu,
     }
     monkeypatch.setattr(compiled, "_liger", lambda *name: kernels[name])

@@ -162,6 +162,7 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 GOOD: dict[str, dict[str, Any]] = {
     "rms_norm": {"x": zeros(3, 8), "weight_D": zeros(8), "epsilon": 1e-6},
+    "add_rms_norm": {"x": zeros(3, 8), "residual": zeros(3, 8), "weight_D": zeros(8), "epsilon": 1e-6},
     "swiglu": {"gate_and_up": zeros(3, 8), "weights_T": zeros(3)},
     "rotary": {"x_THD": zeros(3, 2, 8), "cos_TD": zeros(3, 8), "sin_TD": zeros(3, 8)},
     "grouped_matmul": {"x_ND": zeros(3, 8), "weights_FD": [zeros(4, 8), zeros(4, 8)], "ends_E": torch.tensor([1, 3])},
@@ -180,6 +181,9 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("rms_norm", {"weight_D": zeros(7)}, r"a weight \[D\]"),
     ("rms_norm", {"weight_D": zeros(8, dtype=torch.bfloat16)}, "of the same dtype"),
     ("rms_norm", {"epsilon": 0.0}, "epsilon above 0"),
+    ("add_rms_norm", {"weight_D": zeros(7)}, r"a weight \[D\]"),
+    ("add_rms_norm", {"residual": zeros(2, 8)}, "two summands of one shape"),
+    ("add_rms_norm", {"residual": zeros(3, 8, dtype=torch.bfloat16)}, "two summands of one shape and dtype"),
     ("swiglu", {"gate_and_up": zeros(3, 7)}, "as wide an input"),
     ("swiglu", {"weights_T": zeros(2)}, "one weight for each row"),
     ("rotary", {"x_THD": zeros(1, 3, 2, 8)}, r"takes \[tokens, heads"),
