@@ -28,7 +28,7 @@ from mega_rl.bridge.slices import Box, Slice
 from mega_rl.config.schema import TrainerConfig
 from mega_rl.errors import InputError
 from mega_rl.megatron.balance import Balancing
-from mega_rl.megatron.context import LocalInput, in_pack_order, local_input
+from mega_rl.megatron.context import LocalInput, in_pack_order, learnt_tokens, local_input
 from mega_rl.megatron.layers import frozen_weights
 from mega_rl.megatron.model import PolicyModel, build_model
 from mega_rl.megatron.routing import Routing
@@ -272,7 +272,8 @@ class MegatronPolicy:
                 local.packing.token_keys_N = self._token_keys(on_host, local, dropout_step)
             HEART.mark()
             if module is chunks[0]:
-                WORK.add(self.flops.of(on_host.lengths, with_gradient=not forward_only))
+                asked = None if self.shape.head == "value" else int(on_host.loss_mask.count_nonzero())
+                WORK.add(self.flops.of(on_host.lengths, not forward_only, asked))
             output = module(
                 local.token_ids, local.position_ids, None, labels=local.target_ids, packed_seq_params=local.packing
             )
@@ -293,7 +294,10 @@ class MegatronPolicy:
         """This rank's share of a micro-batch, which is on the device too."""
         multiple = self.layout.tensor if self.is_sequence_parallel else 1
         group, method = parallel_state.get_context_parallel_group(), self.spec.parallel.context_method
-        return local_input(microbatch, on_host.cu_seqlens.tolist(), group, multiple, method)
+        local = local_input(microbatch, on_host.cu_seqlens.tolist(), group, multiple, method)
+        learnt_K = learnt_tokens(on_host.loss_mask, local.sources)
+        local.packing.learnt_K = None if learnt_K is None else learnt_K.to(self.device)
+        return local
 
     def _token_keys(self, on_host: Microbatch, local: LocalInput, step: int) -> Tensor:
         """What dropout knows this rank's tokens by in one optimizer step."""

@@ -207,8 +207,8 @@ class Reference:
     """The figures of a few AdamW steps."""
 
     logits: list[Tensor]  # [L, V] of every sequence under the starting weights
-    logprobs: list[Tensor]  # [L], after the temperature
-    entropy: list[Tensor]  # [L], after the temperature
+    logprobs: list[Tensor]  # [L], after the temperature; 0 where nothing is learnt
+    entropy: list[Tensor]  # [L], likewise
     steps: list[Step]
     first_weights: dict[str, Tensor]  # after the first step
     weights: dict[str, Tensor]  # after the last step
@@ -228,7 +228,8 @@ def train(
     """Train ``model`` on every sequence by itself, so without any padding or packing."""
     with torch.no_grad():
         logits = [logits_of(model, s) for s in sequences]
-        pairs = [_statistics(x, s.token_ids, objective.temperature) for x, s in zip(logits, sequences, strict=True)]
+        found = [_statistics(x, s.token_ids, objective.temperature) for x, s in zip(logits, sequences, strict=True)]
+        pairs = [(a * s.loss_mask, b * s.loss_mask) for (a, b), s in zip(found, sequences, strict=True)]
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
         {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
