@@ -17,12 +17,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mega_rl.megatron.attention import PackedSequences
+from mega_rl.megatron.tower import tower_module
 from mega_rl.microbatch import Picture
 from mega_rl.models.flops import TowerFlops, tower_flops
 from mega_rl.models.vision import Tower
 from mega_rl.observe.work import WORK
-
-ATTENTION = "sdpa"  # of the tower, on every platform
 
 
 class VisionTower(torch.nn.Module):
@@ -34,7 +33,7 @@ class VisionTower(torch.nn.Module):
 
     def __init__(self, tower: Tower, config: TransformerConfig, cache_bytes: int) -> None:
         super().__init__()
-        self.module = _module(tower)
+        self.module = tower_module(tower)
         for parameter in self.module.parameters():
             parameter.data = parameter.data.to(config.params_dtype)  # rotary frequencies, no parameters, stay float32
             # Under sequence parallelism each rank puts only the features of its own tokens into the sequence, so that
@@ -45,18 +44,17 @@ class VisionTower(torch.nn.Module):
 
     def forward(self, pictures: Sequence[Picture]) -> list[Tensor]:
         """[F, D] embeddings of the merged patches of all pictures, then as many again for every layer that adds some
-        (DeepStack)."""
-        if any(parameter.requires_grad for parameter in self.module.parameters()):
-            return self._computed(pictures)
+        (DeepStack). A picture that several samples have is computed once, also for the gradient."""
         weight = next(self.module.parameters())
-        missing = {p.key: p for p in pictures if p.key not in self._known}
-        with torch.no_grad():
-            found = self._computed(list(missing.values())) if missing else []
+        is_frozen = not any(parameter.requires_grad for parameter in self.module.parameters())
+        missing = {p.key: p for p in pictures if not (is_frozen and p.key in self._known)}
+        found = self._computed(list(missing.values())) if missing else []
         sizes = [p.grid[0] * p.grid[1] // self._merge**2 for p in missing.values()]
         made = dict(zip(missing, zip(*(features.split(sizes) for features in found), strict=True), strict=True))
         parts = [made[p.key] if p.key in made else self._known.get(p.key, weight.device) for p in pictures]
-        for key, features in made.items():
-            self._known.put(key, features)
+        if is_frozen:
+            for key, features in made.items():
+                self._known.put(key, features)
         return [torch.cat(level) for level in zip(*parts, strict=True)]
 
     def share_features(self, other: VisionTower) -> None:
@@ -108,32 +106,6 @@ class _Features:
 
 def _size(features: Sequence[Tensor]) -> int:
     return sum(one.nbytes for one in features)
-
-
-def _module(tower: Tower) -> Any:
-    sizes = {
-        "depth": tower.num_blocks,
-        "hidden_size": tower.hidden_size,
-        "intermediate_size": tower.ffn_size,
-        "num_heads": tower.num_heads,
-        "in_channels": tower.channels,
-        "patch_size": tower.patch,
-        "temporal_patch_size": tower.frames,
-        "spatial_merge_size": tower.merge,
-        "out_hidden_size": tower.out_size,
-        "attn_implementation": ATTENTION,
-    }
-    if tower.kind == "qwen2_5_vl":
-        from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
-        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
-
-        own = {"window_size": tower.window, "fullatt_block_indexes": list(tower.whole_blocks)}
-        return Qwen2_5_VisionTransformerPretrainedModel(Qwen2_5_VLVisionConfig(**sizes, **own))
-    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
-    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
-
-    own = {"num_position_embeddings": tower.num_positions, "deepstack_visual_indexes": list(tower.deepstack)}
-    return Qwen3VLVisionModel(Qwen3VLVisionConfig(**sizes, **own))
 
 
 def with_pictures(vision: VisionTower, embedded_L1D: Tensor, packing: PackedSequences, config: Any) -> Tensor:
