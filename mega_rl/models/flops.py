@@ -3,10 +3,11 @@
 A matrix product of n weights takes 2 n operations (a multiplication and an addition) per token in the forward pass, 2 n
 for the gradient of its weights where they are trained, and 2 n for the gradient of its input where something before it
 is trained. Attention is counted for the pairs of a query and a key that it sees, so one half of the square of a
-sequence's length; the head for the positions whose predictions are wanted. Not counted: what an implementation does more than that (recomputed activations, masked or padded
-positions, logits that are computed twice) and what is no matrix product. Vision towers are counted apart, per picture,
-where they are computed: what a cache gives again costs nothing. Source of the convention: PaLM (arXiv
-2204.02311, appendix B), here with frozen weights and the masked half of attention taken as they are.
+sequence's length; the head for the positions whose predictions are wanted. Not counted: what an implementation does
+more than that (recomputed activations, masked or padded positions, logits that are computed twice) and what is no
+matrix product. Vision towers are counted apart, per picture, where they are computed: what a cache gives again costs
+nothing. Source of the convention: PaLM (arXiv 2204.02311, appendix B), here with frozen weights and the masked half of
+attention taken as they are.
 """
 
 from __future__ import annotations
