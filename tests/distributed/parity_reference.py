@@ -129,11 +129,14 @@ class Drawn:
 def with_pictures(sequences: list[Sequence], shape: ModelShape, tokens: Mapping[str, int]) -> list[Sequence]:
     """The same, with pictures of random patches in the place of random tokens: none, one or two in each.
 
+    Some sequences see the same pictures, as the samples of a prompt do.
+
     Args:
         tokens: names of ``config.json`` for the tokens of pictures -> their ids.
     """
     tower, generator, found = shape.tower, torch.Generator().manual_seed(5), []
     assert tower is not None
+    known: dict[str, Drawn] = {}
     for number, sequence in enumerate(sequences):
         length, ids, first = sequence.loss_mask.numel(), sequence.token_ids.clone(), 2
         placed = []
@@ -148,15 +151,16 @@ def with_pictures(sequences: list[Sequence], shape: ModelShape, tokens: Mapping[
         if not placed:
             found.append(sequence)
             continue
-        drawn = (torch.randn(p.rows * p.columns, tower.patch_numbers, generator=generator) for p in placed)
-        pictures = [
-            Drawn(f"{number}.{i}", (p.rows, p.columns), patches)
-            for i, (p, patches) in enumerate(zip(placed, drawn, strict=True))
-        ]
+        pictures = []
+        for i, p in enumerate(placed):
+            patches = torch.randn(p.rows * p.columns, tower.patch_numbers, generator=generator)
+            one = Drawn(f"{number % 2}.{i}", (p.rows, p.columns), patches)
+            pictures.append(known.setdefault(one.key, one))
         images = Images(tuple(pictures), picture_places(placed, tower.merge))
         positions = image_positions(length, placed, tower.merge)
         found.append(replace(sequence, token_ids=ids, images=images, position_ids=positions))
-    assert sum(sequence.images is not None for sequence in found) >= 4, "too few pictures"
+    num_seen = sum(len(sequence.images.pictures) for sequence in found if sequence.images)
+    assert num_seen > len(known) >= 3, "too few pictures"
     return found
 
 
