@@ -39,7 +39,7 @@ class PolicyModel(GPTModel):
     """GPTModel on packed sequences.
 
     With labels its last stage returns what the head computes from them: log-probabilities of the labels and the entropy
-    ``[2, T]``, or values ``[1, T]``; without labels this rank's logits ``[1, T, V]`` as GPTModel does.
+    ``[3, T]``, or values ``[1, T]``; without labels this rank's logits ``[1, T, V]`` as GPTModel does.
     """
 
     def __init__(

@@ -329,7 +329,7 @@ class MegatronPolicy:
         return Routing(dict(zip(layers, routed_LMK.unbind(1), strict=True)), recorded)
 
     def token_stats(self, microbatches: Sequence[Microbatch], record_experts: bool = False) -> list[TokenStats]:
-        """Log-probabilities and entropy of every position, on the host and on every rank, no gradient.
+        """Log-probabilities and entropy of what is learnt from, on the host and on every rank, no gradient.
 
         Args:
             record_experts: also which experts took each token of this rank, for ``Microbatch.own_experts``.
