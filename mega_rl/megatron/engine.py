@@ -92,7 +92,6 @@ class MegatronEngine:
             DistributedDataParallel(model_config, settings, chunk, disable_bucketing=index > 0)
             for index, chunk in enumerate(chunks)
         ]
-        self._towers = [chunk.vision for chunk in chunks if chunk.vision is not None]
         model_config.finalize_model_grads_func = self._finish_gradients
         if overlap.overlap_grad_reduce:
             contexts = [chunk.no_sync for chunk in self.wrapped]
@@ -165,8 +164,7 @@ class MegatronEngine:
             return loss, Figures({"loss": loss.detach(), **figures.sums}, figures.maxima)
 
         self._balancing = self._new_balancing(microbatches)
-        for tower in self._towers:
-            tower.begin_step([m.images.pictures for m in microbatches if m.images is not None])
+        self.policy.begin_pass(microbatches, with_gradient=True)
         return self.policy.schedule(
             self.wrapped,
             microbatches,
@@ -178,8 +176,7 @@ class MegatronEngine:
 
     def _finish_gradients(self, *arguments: Any, **keys: Any) -> None:
         """Megatron calls it behind the last micro-batch's backward pass."""
-        for tower in self._towers:
-            tower.finish_step()
+        self.policy.finish_pass(with_gradient=True)
         finalize_model_grads(*arguments, **keys)
 
     def _new_balancing(self, microbatches: Sequence[Microbatch]) -> Balancing | None:

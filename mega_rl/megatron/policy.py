@@ -36,6 +36,7 @@ from mega_rl.megatron.spec import TrainerSpec
 from mega_rl.megatron.tuning.dropout import token_keys
 from mega_rl.megatron.tuning.plan import tune
 from mega_rl.megatron.value import NewScore
+from mega_rl.megatron.vision import VisionTower
 from mega_rl.microbatch import Microbatch, TokenStats
 from mega_rl.models.flops import pass_flops
 from mega_rl.models.shape import ModelShape
@@ -290,6 +291,20 @@ class MegatronPolicy:
             forward_only=forward_only,
         )
 
+    def begin_pass(self, microbatches: Sequence[Microbatch], with_gradient: bool) -> None:
+        """Before a pass over these micro-batches: what they have in common is computed once, if that costs less."""
+        for tower in self._towers:
+            tower.begin_pass([m.images.pictures for m in microbatches if m.images is not None], with_gradient)
+
+    def finish_pass(self, with_gradient: bool) -> None:
+        """Afterwards, before gradients are reduced."""
+        for tower in self._towers:
+            tower.finish_pass(with_gradient)
+
+    @property
+    def _towers(self) -> list[VisionTower]:
+        return [model.vision for model in self.chunks if model.vision is not None]
+
     def _local_input(self, on_host: Microbatch, microbatch: Microbatch) -> LocalInput:
         """This rank's share of a micro-batch, which is on the device too."""
         multiple = self.layout.tensor if self.is_sequence_parallel else 1
@@ -356,7 +371,9 @@ class MegatronPolicy:
         def report(_: Microbatch, rows_nT: Tensor) -> tuple[Tensor, Tensor]:
             return rows_nT[0].sum(), rows_nT.contiguous()  # gloo sends another layout wrongly, without a word
 
+        self.begin_pass(microbatches, with_gradient=False)
         outputs = self.schedule(self.chunks, microbatches, report, True, recorded)
+        self.finish_pass(with_gradient=False)
         if self.layout.pipeline > 1:
             group = parallel_state.get_pipeline_model_parallel_group()
             for index, microbatch in enumerate(microbatches):

@@ -41,50 +41,55 @@ class VisionTower(torch.nn.Module):
             parameter.sequence_parallel = config.sequence_parallel
         self._tower, self._merge, self._num_stages = tower, tower.merge, config.pipeline_model_parallel_size
         self._known = _Features(cache_bytes)
-        self._parts: list[list[Picture]] = []  # of the pictures of a step, each computed at once
-        self._of_step: dict[str, tuple[Tensor, ...]] = {}  # what was made of them
+        self._parts: list[list[Picture]] = []  # of the pictures of a pass, each computed at once
+        self._of_pass: dict[str, tuple[Tensor, ...]] = {}  # what was made of them
 
     def forward(self, pictures: Sequence[Picture]) -> list[Tensor]:
         """[F, D] embeddings of the merged patches of all pictures, then as many again for every layer that adds some
         (DeepStack). A picture that several samples have is computed once, also for the gradient."""
         weight = next(self.module.parameters())
-        missing = {p.key: p for p in pictures if p.key not in self._of_step and p.key not in self._known}
-        made = {**self._of_step, **self._computed(list(missing.values()))}
+        missing = {p.key: p for p in pictures if p.key not in self._of_pass and p.key not in self._known}
+        made = {**self._of_pass, **self._computed(list(missing.values()))}
         parts = [made[p.key] if p.key in made else self._known.get(p.key, weight.device) for p in pictures]
         if not self._is_trained:
             for key in missing:
                 self._known.put(key, made[key])
         return [torch.cat(level) for level in zip(*parts, strict=True)]
 
-    def begin_step(self, seen: Sequence[Sequence[Picture]]) -> None:
-        """Compute the pictures of a step that trains the tower before its micro-batches, if that costs less.
+    def begin_pass(self, seen: Sequence[Sequence[Picture]], with_gradient: bool) -> None:
+        """Compute the pictures of a pass of a tower that is trained before its micro-batches, if that costs less.
 
-        Until ``finish_step`` the micro-batches see these features, and what they make of them is not followed into the
-        tower: only their gradients are gathered. So a picture takes two passes forward and one backward, however many
-        micro-batches have it, and never more patches at a time than before.
+        Until ``finish_pass`` the micro-batches see these features, and what they make of them is not followed into the
+        tower: only their gradients are gathered. So a picture takes one pass forward, or two and one backward, however
+        many micro-batches have it, and never more patches at a time than before.
 
         Args:
             seen: the pictures of every micro-batch.
         """
+        self._parts, self._of_pass = [], {}
+        if not self._is_trained:
+            return
         of_each = [{picture.key: picture for picture in pictures} for pictures in seen]
         pictures = {key: picture for found in of_each for key, picture in found.items()}
         computed = [_num_patches(found.values()) for found in of_each]
-        if not self._is_trained or not pictures or 2 * _num_patches(pictures.values()) > sum(computed):
+        times = 2 if with_gradient else 1  # that a picture is read and computed
+        if not pictures or times * _num_patches(pictures.values()) > sum(computed):
             return
         self._parts = _parts(list(pictures.values()), max(computed))
         for part in self._parts:
             with torch.no_grad():
-                found = self._computed(part, is_counted=False)
-            self._of_step |= {key: tuple(one.clone().requires_grad_() for one in found[key]) for key in found}
+                found = self._computed(part, is_counted=not with_gradient)
+            for key, levels in found.items():
+                self._of_pass[key] = tuple(level.clone().requires_grad_(with_gradient) for level in levels)
 
-    def finish_step(self) -> None:
+    def finish_pass(self, with_gradient: bool) -> None:
         """Take the gathered gradients into the tower; after all micro-batches, before its gradients are reduced."""
-        for part in self._parts:
+        for part in self._parts if with_gradient else ():
             made = self._computed(part)
-            pairs = [pair for key in made for pair in zip(made[key], self._of_step[key], strict=True)]
+            pairs = [pair for key in made for pair in zip(made[key], self._of_pass[key], strict=True)]
             wanted = [(own, leaf.grad) for own, leaf in pairs if own.requires_grad and leaf.grad is not None]
             torch.autograd.backward([own for own, _ in wanted], [gradient for _, gradient in wanted])
-        self._parts, self._of_step = [], {}
+        self._parts, self._of_pass = [], {}
 
     def share_features(self, other: VisionTower) -> None:
         """Take and leave what is known of pictures where another tower of the same weights does.
