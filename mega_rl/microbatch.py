@@ -111,7 +111,7 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class TokenStats:
-    """What a forward pass says of every packed position of one micro-batch."""
+    """What a forward pass says of the packed positions of one micro-batch; zeros where the loss mask is 0."""
 
     logprobs: torch.Tensor  # [T] float32, nats, of target_ids after the sampling temperature
     entropy: torch.Tensor  # [T] float32, nats

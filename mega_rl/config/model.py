@@ -31,6 +31,7 @@ from mega_rl.models.vision import TOWER
 
 SEEING_STAGES = ("pt", "sft", "dpo", "kto", "rl")  # that train models with a vision tower; sft and rl read pictures
 REWARD_KEY = "rewards.model.options.path"  # what sentences call the directory of a reward model
+SEEING_DTYPE = "mm_encoder_attn_dtype"  # vLLM's argument for the attention in towers
 TOWER_LEFT_OUT = f"re:{TOWER}[.]"  # of vLLM's quantisation: all layers whose names begin so
 SIZES = ("tensor", "context", "pipeline", "virtual_pipeline", "expert", "expert_tensor")  # of the parallel section
 CRITIC_SIZES = ("critic.tensor", "critic.context", "critic.pipeline")
@@ -144,6 +145,7 @@ def _seeing_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
         ("rollout.adapter", rollout.adapter, ("auto", "merged"), "its engines have no slots"),
         ("environment.name", config.environment.name, (None,), "conversations with an environment are of text"),
         ("rewards", judge and judge.name, (None,), "reward models do not"),
+        (f"rollout.vllm.{SEEING_DTYPE}", rollout.vllm.get(SEEING_DTYPE), (None,), "its tower stays as it is"),
     )
     for key, value, allowed, why in wanted:
         if value not in allowed:

@@ -80,6 +80,7 @@ class PackedSequences(PackedSeqParams):
     rotary_T11D: Tensor | None = None  # float32 angles of every token, if the layers rotate by themselves
     routing: Routing | None = None  # which experts take this rank's tokens; None: the routers choose
     token_keys_N: Tensor | None = None  # int64 [L], what dropout knows this rank's tokens by; None: no dropout
+    learnt_K: Tensor | None = None  # int64, the tokens of this rank whose predictions are wanted; None: all
     images: LocalImages | None = None
     # Features that the first layers add to their output (DeepStack), and the tokens of this rank that they belong to.
     deepstack: tuple[Tensor, ...] = ()

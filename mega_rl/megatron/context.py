@@ -77,6 +77,21 @@ def local_input(
     return LocalInput(token_ids, target_ids, positions_AL, packing, pack_order.to(device), routed_experts, own_sources)
 
 
+def learnt_tokens(mask_T: Tensor, sources_L: Tensor | None) -> Tensor | None:
+    """int64 [K]: this rank's tokens that are learnt from, or None if all are; at least one, as gradients need it.
+
+    Args:
+        mask_T: of the micro-batch; one that is on the host need not wait for the device.
+        sources_L: as in ``LocalInput``.
+    """
+    is_learnt_L = mask_T.cpu() != 0
+    if sources_L is not None:
+        is_learnt_L = is_learnt_L[sources_L.clamp_min(0)] & (sources_L != PADDING)
+    if is_learnt_L.all():
+        return None
+    return torch.nonzero(is_learnt_L)[:, 0] if is_learnt_L.any() else torch.zeros(1, dtype=torch.int64)
+
+
 def _local_images(images: Images | None, own_L: Tensor) -> LocalImages | None:
     """``own_L``: which packed token each token of this rank is; padding repeats one."""
     if images is None:

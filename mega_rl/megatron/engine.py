@@ -92,7 +92,7 @@ class MegatronEngine:
             DistributedDataParallel(model_config, settings, chunk, disable_bucketing=index > 0)
             for index, chunk in enumerate(chunks)
         ]
-        model_config.finalize_model_grads_func = finalize_model_grads
+        model_config.finalize_model_grads_func = self._finish_gradients
         if overlap.overlap_grad_reduce:
             contexts = [chunk.no_sync for chunk in self.wrapped]
             model_config.no_sync_func = contexts if len(contexts) > 1 else contexts[0]
@@ -164,6 +164,7 @@ class MegatronEngine:
             return loss, Figures({"loss": loss.detach(), **figures.sums}, figures.maxima)
 
         self._balancing = self._new_balancing(microbatches)
+        self.policy.begin_pass(microbatches, with_gradient=True)
         return self.policy.schedule(
             self.wrapped,
             microbatches,
@@ -172,6 +173,11 @@ class MegatronEngine:
             dropout_step=self.lr_schedule.num_steps,
             balancing=self._balancing,
         )
+
+    def _finish_gradients(self, *arguments: Any, **keys: Any) -> None:
+        """Megatron calls it behind the last micro-batch's backward pass."""
+        self.policy.finish_pass(with_gradient=True)
+        finalize_model_grads(*arguments, **keys)
 
     def _new_balancing(self, microbatches: Sequence[Microbatch]) -> Balancing | None:
         """What the routers of experts learn and take down in one pass; None if the model has none. Collective."""

@@ -1,6 +1,6 @@
 """What the last pipeline stage makes of the hidden states and the targets: one entry of ``HEADS`` for each head.
 
-Letters: T packed tokens, D hidden width, V vocabulary rows of this rank.
+Letters: T packed tokens, K of them that are learnt from, D hidden width, V vocabulary rows of this rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from mega_rl.megatron.spec import TrainerSpec
 from mega_rl.megatron.value import ScoreLayer, token_values
 from mega_rl.models.shape import Head, ModelShape
 
-Output = Callable[[GPTModel, Tensor, Tensor], Tensor]  # (model, hidden states [T, 1, D], targets [T]) -> rows [n, T]
+# (model, hidden states [T, 1, D], targets [T], the tokens that are learnt from [K] or None: all) -> rows [n, T]
+Output = Callable[[GPTModel, Tensor, Tensor, Tensor | None], Tensor]
 
 
 def vocabulary_head(spec: TrainerSpec, shape: ModelShape) -> Output:
@@ -42,14 +43,24 @@ def vocabulary_head(spec: TrainerSpec, shape: ModelShape) -> Output:
     return partial(_token_statistics, shard)
 
 
-def _token_statistics(shard: VocabularyShard, model: GPTModel, hidden_T1D: Tensor, target_ids_T: Tensor) -> Tensor:
-    if model.config.sequence_parallel:
+def _token_statistics(
+    shard: VocabularyShard, model: GPTModel, hidden_T1D: Tensor, target_ids_T: Tensor, learnt_K: Tensor | None
+) -> Tensor:
+    """Of tokens that are not learnt from nothing is computed: their columns are zero."""
+    is_cut = model.config.sequence_parallel
+    if is_cut:
         hidden_T1D = gather_from_sequence_parallel_region(hidden_T1D, tensor_parallel_output_grad=True)
-    else:
-        hidden_T1D = copy_to_tensor_model_parallel_region(hidden_T1D)
+    hidden_KD, targets_K = hidden_T1D[:, 0], target_ids_T
+    if learnt_K is not None:
+        hidden_KD, targets_K = hidden_KD.index_select(0, learnt_K), target_ids_T.index_select(0, learnt_K)
+    if not is_cut:
+        hidden_KD = copy_to_tensor_model_parallel_region(hidden_KD)
     shared = model.share_embeddings_and_output_weights
     weight_VD = model.shared_embedding_or_output_weight() if shared else model.output_layer.weight
-    return torch.stack(token_logprobs(hidden_T1D[:, 0], weight_VD, target_ids_T, shard))
+    rows_3K = torch.stack(token_logprobs(hidden_KD, weight_VD, targets_K, shard))
+    if learnt_K is None:
+        return rows_3K
+    return rows_3K.new_zeros(len(rows_3K), len(target_ids_T)).index_copy(1, learnt_K, rows_3K)
 
 
 def value_head(spec: TrainerSpec, shape: ModelShape) -> Output:

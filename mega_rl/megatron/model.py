@@ -39,7 +39,7 @@ class PolicyModel(GPTModel):
     """GPTModel on packed sequences.
 
     With labels its last stage returns what the head computes from them: log-probabilities of the labels and the entropy
-    ``[2, T]``, or values ``[1, T]``; without labels this rank's logits ``[1, T, V]`` as GPTModel does.
+    ``[3, T]``, or values ``[1, T]``; without labels this rank's logits ``[1, T, V]`` as GPTModel does.
     """
 
     def __init__(
@@ -81,10 +81,12 @@ class PolicyModel(GPTModel):
         table_S11D = outputs[1]
         return (outputs[0], table_S11D[position_ids[0]], *outputs[2:])
 
-    def _postprocess(self, hidden_states: Tensor, *args: Any, labels: Tensor | None, **kwargs: Any) -> Tensor:
+    def _postprocess(
+        self, hidden_states: Tensor, *, labels: Tensor | None, packed_seq_params: PackedSequences, **kwargs: Any
+    ) -> Tensor:
         if not self.post_process or labels is None:
-            return super()._postprocess(hidden_states, *args, labels=labels, **kwargs)
-        return self.head(self, hidden_states, labels[0])
+            return super()._postprocess(hidden_states, labels=labels, packed_seq_params=packed_seq_params, **kwargs)
+        return self.head(self, hidden_states, labels[0], packed_seq_params.learnt_K)
 
 
 def inverse_frequencies(shape: ModelShape) -> Tensor:

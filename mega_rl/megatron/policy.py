@@ -28,7 +28,7 @@ from mega_rl.bridge.slices import Box, Slice
 from mega_rl.config.schema import TrainerConfig
 from mega_rl.errors import InputError
 from mega_rl.megatron.balance import Balancing
-from mega_rl.megatron.context import LocalInput, in_pack_order, local_input
+from mega_rl.megatron.context import LocalInput, in_pack_order, learnt_tokens, local_input
 from mega_rl.megatron.layers import frozen_weights
 from mega_rl.megatron.model import PolicyModel, build_model
 from mega_rl.megatron.routing import Routing
@@ -36,6 +36,7 @@ from mega_rl.megatron.spec import TrainerSpec
 from mega_rl.megatron.tuning.dropout import token_keys
 from mega_rl.megatron.tuning.plan import tune
 from mega_rl.megatron.value import NewScore
+from mega_rl.megatron.vision import VisionTower
 from mega_rl.microbatch import Microbatch, TokenStats
 from mega_rl.models.flops import pass_flops
 from mega_rl.models.shape import ModelShape
@@ -272,7 +273,8 @@ class MegatronPolicy:
                 local.packing.token_keys_N = self._token_keys(on_host, local, dropout_step)
             HEART.mark()
             if module is chunks[0]:
-                WORK.add(self.flops.of(on_host.lengths, with_gradient=not forward_only))
+                asked = None if self.shape.head == "value" else int(on_host.loss_mask.count_nonzero())
+                WORK.add(self.flops.of(on_host.lengths, not forward_only, asked))
             output = module(
                 local.token_ids, local.position_ids, None, labels=local.target_ids, packed_seq_params=local.packing
             )
@@ -289,11 +291,28 @@ class MegatronPolicy:
             forward_only=forward_only,
         )
 
+    def begin_pass(self, microbatches: Sequence[Microbatch], with_gradient: bool) -> None:
+        """Before a pass over these micro-batches: what they have in common is computed once, if that costs less."""
+        for tower in self._towers:
+            tower.begin_pass([m.images.pictures for m in microbatches if m.images is not None], with_gradient)
+
+    def finish_pass(self, with_gradient: bool) -> None:
+        """Afterwards, before gradients are reduced."""
+        for tower in self._towers:
+            tower.finish_pass(with_gradient)
+
+    @property
+    def _towers(self) -> list[VisionTower]:
+        return [model.vision for model in self.chunks if model.vision is not None]
+
     def _local_input(self, on_host: Microbatch, microbatch: Microbatch) -> LocalInput:
         """This rank's share of a micro-batch, which is on the device too."""
         multiple = self.layout.tensor if self.is_sequence_parallel else 1
         group, method = parallel_state.get_context_parallel_group(), self.spec.parallel.context_method
-        return local_input(microbatch, on_host.cu_seqlens.tolist(), group, multiple, method)
+        local = local_input(microbatch, on_host.cu_seqlens.tolist(), group, multiple, method)
+        learnt_K = learnt_tokens(on_host.loss_mask, local.sources)
+        local.packing.learnt_K = None if learnt_K is None else learnt_K.to(self.device)
+        return local
 
     def _token_keys(self, on_host: Microbatch, local: LocalInput, step: int) -> Tensor:
         """What dropout knows this rank's tokens by in one optimizer step."""
@@ -325,7 +344,7 @@ class MegatronPolicy:
         return Routing(dict(zip(layers, routed_LMK.unbind(1), strict=True)), recorded)
 
     def token_stats(self, microbatches: Sequence[Microbatch], record_experts: bool = False) -> list[TokenStats]:
-        """Log-probabilities and entropy of every position, on the host and on every rank, no gradient.
+        """Log-probabilities and entropy of what is learnt from, on the host and on every rank, no gradient.
 
         Args:
             record_experts: also which experts took each token of this rank, for ``Microbatch.own_experts``.
@@ -352,7 +371,9 @@ class MegatronPolicy:
         def report(_: Microbatch, rows_nT: Tensor) -> tuple[Tensor, Tensor]:
             return rows_nT[0].sum(), rows_nT.contiguous()  # gloo sends another layout wrongly, without a word
 
+        self.begin_pass(microbatches, with_gradient=False)
         outputs = self.schedule(self.chunks, microbatches, report, True, recorded)
+        self.finish_pass(with_gradient=False)
         if self.layout.pipeline > 1:
             group = parallel_state.get_pipeline_model_parallel_group()
             for index, microbatch in enumerate(microbatches):

@@ -32,8 +32,8 @@ class ScoreLayer(torch.nn.Module):
         return F.linear(hidden.float(), self.weight.float())[..., 0]
 
 
-def token_values(model: GPTModel, hidden_T1D: Tensor, target_ids_T: Tensor) -> Tensor:
-    """The values of all positions, ``[1, T]`` float32; what a position predicts does not matter."""
+def token_values(model: GPTModel, hidden_T1D: Tensor, target_ids_T: Tensor, learnt_K: Tensor | None) -> Tensor:
+    """The values of all positions, ``[1, T]`` float32; what a position predicts does not matter, nor what is learnt."""
     values_T = model.output_layer(hidden_T1D[:, 0])
     if model.config.sequence_parallel:  # T numbers cross the ranks, and every rank goes on with the whole loss
         values_T = gather_from_sequence_parallel_region(values_T, tensor_parallel_output_grad=False)

@@ -7,7 +7,7 @@ rank's tokens, L tokens of this rank, D hidden width.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -17,12 +17,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mega_rl.megatron.attention import PackedSequences
+from mega_rl.megatron.tower import tower_module
 from mega_rl.microbatch import Picture
 from mega_rl.models.flops import TowerFlops, tower_flops
 from mega_rl.models.vision import Tower
 from mega_rl.observe.work import WORK
-
-ATTENTION = "sdpa"  # of the tower, on every platform
 
 
 class VisionTower(torch.nn.Module):
@@ -34,7 +33,7 @@ class VisionTower(torch.nn.Module):
 
     def __init__(self, tower: Tower, config: TransformerConfig, cache_bytes: int) -> None:
         super().__init__()
-        self.module = _module(tower)
+        self.module = tower_module(tower)
         for parameter in self.module.parameters():
             parameter.data = parameter.data.to(config.params_dtype)  # rotary frequencies, no parameters, stay float32
             # Under sequence parallelism each rank puts only the features of its own tokens into the sequence, so that
@@ -42,22 +41,55 @@ class VisionTower(torch.nn.Module):
             parameter.sequence_parallel = config.sequence_parallel
         self._tower, self._merge, self._num_stages = tower, tower.merge, config.pipeline_model_parallel_size
         self._known = _Features(cache_bytes)
+        self._parts: list[list[Picture]] = []  # of the pictures of a pass, each computed at once
+        self._of_pass: dict[str, tuple[Tensor, ...]] = {}  # what was made of them
 
     def forward(self, pictures: Sequence[Picture]) -> list[Tensor]:
         """[F, D] embeddings of the merged patches of all pictures, then as many again for every layer that adds some
-        (DeepStack)."""
-        if any(parameter.requires_grad for parameter in self.module.parameters()):
-            return self._computed(pictures)
+        (DeepStack). A picture that several samples have is computed once, also for the gradient."""
         weight = next(self.module.parameters())
-        missing = {p.key: p for p in pictures if p.key not in self._known}
-        with torch.no_grad():
-            found = self._computed(list(missing.values())) if missing else []
-        sizes = [p.grid[0] * p.grid[1] // self._merge**2 for p in missing.values()]
-        made = dict(zip(missing, zip(*(features.split(sizes) for features in found), strict=True), strict=True))
+        missing = {p.key: p for p in pictures if p.key not in self._of_pass and p.key not in self._known}
+        made = {**self._of_pass, **self._computed(list(missing.values()))}
         parts = [made[p.key] if p.key in made else self._known.get(p.key, weight.device) for p in pictures]
-        for key, features in made.items():
-            self._known.put(key, features)
+        if not self._is_trained:
+            for key in missing:
+                self._known.put(key, made[key])
         return [torch.cat(level) for level in zip(*parts, strict=True)]
+
+    def begin_pass(self, seen: Sequence[Sequence[Picture]], with_gradient: bool) -> None:
+        """Compute the pictures of a pass of a tower that is trained before its micro-batches, if that costs less.
+
+        Until ``finish_pass`` the micro-batches see these features, and what they make of them is not followed into the
+        tower: only their gradients are gathered. So a picture takes one pass forward, or two and one backward, however
+        many micro-batches have it, and never more patches at a time than before.
+
+        Args:
+            seen: the pictures of every micro-batch.
+        """
+        self._parts, self._of_pass = [], {}
+        if not self._is_trained:
+            return
+        of_each = [{picture.key: picture for picture in pictures} for pictures in seen]
+        pictures = {key: picture for found in of_each for key, picture in found.items()}
+        computed = [_num_patches(found.values()) for found in of_each]
+        times = 2 if with_gradient else 1  # that a picture is read and computed
+        if not pictures or times * _num_patches(pictures.values()) > sum(computed):
+            return
+        self._parts = _parts(list(pictures.values()), max(computed))
+        for part in self._parts:
+            with torch.no_grad():
+                found = self._computed(part, is_counted=not with_gradient)
+            for key, levels in found.items():
+                self._of_pass[key] = tuple(level.clone().requires_grad_(with_gradient) for level in levels)
+
+    def finish_pass(self, with_gradient: bool) -> None:
+        """Take the gathered gradients into the tower; after all micro-batches, before its gradients are reduced."""
+        for part in self._parts if with_gradient else ():
+            made = self._computed(part)
+            pairs = [pair for key in made for pair in zip(made[key], self._of_pass[key], strict=True)]
+            wanted = [(own, leaf.grad) for own, leaf in pairs if own.requires_grad and leaf.grad is not None]
+            torch.autograd.backward([own for own, _ in wanted], [gradient for _, gradient in wanted])
+        self._parts, self._of_pass = [], {}
 
     def share_features(self, other: VisionTower) -> None:
         """Take and leave what is known of pictures where another tower of the same weights does.
@@ -65,22 +97,47 @@ class VisionTower(torch.nn.Module):
         Args:
             other: if a part of it is trained, the two soon differ, and each goes on by itself.
         """
-        if not any(parameter.requires_grad for parameter in other.module.parameters()):
+        if not other._is_trained:
             self._known = other._known
+
+    @property
+    def _is_trained(self) -> bool:
+        return any(parameter.requires_grad for parameter in self.module.parameters())
 
     @cached_property
     def _flops(self) -> TowerFlops:
         return tower_flops(self._tower, {name for name, p in self.module.named_parameters() if p.requires_grad})
 
-    def _computed(self, pictures: Sequence[Picture]) -> list[Tensor]:
+    def _computed(self, pictures: Sequence[Picture], is_counted: bool = True) -> dict[str, tuple[Tensor, ...]]:
+        """What the tower makes of these different pictures, by their keys; ``is_counted``: as work."""
+        if not pictures:
+            return {}
         weight = next(self.module.parameters())
         patches_PC = torch.cat([picture.patches() for picture in pictures]).to(weight.device, weight.dtype)
-        # Every rank of the first of the stages computes it, but a replica's ranks are averaged over all stages.
-        work = self._flops.of([picture.grid for picture in pictures], with_gradient=torch.is_grad_enabled())
-        WORK.add(work * self._num_stages)
+        if is_counted:
+            # Every rank of the first of the stages computes it, but a replica's ranks are averaged over all stages.
+            work = self._flops.of([picture.grid for picture in pictures], with_gradient=torch.is_grad_enabled())
+            WORK.add(work * self._num_stages)
         grids_N3 = torch.tensor([(1, *picture.grid) for picture in pictures], device=weight.device)
         output = self.module(patches_PC, grid_thw=grids_N3)
-        return [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+        levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+        sizes = [p.grid[0] * p.grid[1] // self._merge**2 for p in pictures]
+        parts = zip(*(level.split(sizes) for level in levels), strict=True)
+        return dict(zip((picture.key for picture in pictures), parts, strict=True))
+
+
+def _num_patches(pictures: Iterable[Picture]) -> int:
+    return sum(picture.grid[0] * picture.grid[1] for picture in pictures)
+
+
+def _parts(pictures: Sequence[Picture], most: int) -> list[list[Picture]]:
+    """The pictures in their order, cut so that no part has more than ``most`` patches; none of them has more."""
+    parts: list[list[Picture]] = [[]]
+    for picture in pictures:
+        if _num_patches([*parts[-1], picture]) > most:
+            parts.append([])
+        parts[-1].append(picture)
+    return parts
 
 
 class _Features:
@@ -108,32 +165,6 @@ class _Features:
 
 def _size(features: Sequence[Tensor]) -> int:
     return sum(one.nbytes for one in features)
-
-
-def _module(tower: Tower) -> Any:
-    sizes = {
-        "depth": tower.num_blocks,
-        "hidden_size": tower.hidden_size,
-        "intermediate_size": tower.ffn_size,
-        "num_heads": tower.num_heads,
-        "in_channels": tower.channels,
-        "patch_size": tower.patch,
-        "temporal_patch_size": tower.frames,
-        "spatial_merge_size": tower.merge,
-        "out_hidden_size": tower.out_size,
-        "attn_implementation": ATTENTION,
-    }
-    if tower.kind == "qwen2_5_vl":
-        from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
-        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
-
-        own = {"window_size": tower.window, "fullatt_block_indexes": list(tower.whole_blocks)}
-        return Qwen2_5_VisionTransformerPretrainedModel(Qwen2_5_VLVisionConfig(**sizes, **own))
-    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
-    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
-
-    own = {"num_position_embeddings": tower.num_positions, "deepstack_visual_indexes": list(tower.deepstack)}
-    return Qwen3VLVisionModel(Qwen3VLVisionConfig(**sizes, **own))
 
 
 def with_pictures(vision: VisionTower, embedded_L1D: Tensor, packing: PackedSequences, config: Any) -> Tensor:

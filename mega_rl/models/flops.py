@@ -3,10 +3,11 @@
 A matrix product of n weights takes 2 n operations (a multiplication and an addition) per token in the forward pass, 2 n
 for the gradient of its weights where they are trained, and 2 n for the gradient of its input where something before it
 is trained. Attention is counted for the pairs of a query and a key that it sees, so one half of the square of a
-sequence's length. Not counted: what an implementation does more than that (recomputed activations, masked or padded
-positions, logits that are computed twice) and what is no matrix product. Vision towers are counted apart, per picture,
-where they are computed: what a cache gives again costs nothing. Source of the convention: PaLM (arXiv
-2204.02311, appendix B), here with frozen weights and the masked half of attention taken as they are.
+sequence's length; the head for the positions whose predictions are wanted. Not counted: what an implementation does
+more than that (recomputed activations, masked or padded positions, logits that are computed twice) and what is no
+matrix product. Vision towers are counted apart, per picture, where they are computed: what a cache gives again costs
+nothing. Source of the convention: PaLM (arXiv 2204.02311, appendix B), here with frozen weights and the masked half of
+attention taken as they are.
 """
 
 from __future__ import annotations
@@ -28,26 +29,39 @@ class PassFlops:
     The gradient's operations come on top of those of the forward pass.
     """
 
-    forward_per_token: float
+    forward_per_token: float  # of all layers
     forward_per_pair: float
+    forward_per_prediction: float  # of the head
     backward_per_token: float
     backward_per_pair: float
+    backward_per_prediction: float
 
-    def of(self, lengths: Iterable[int], with_gradient: bool) -> float:
-        """Operations of sequences of so many tokens each: their forward pass, or forward and backward pass."""
+    def of(self, lengths: Iterable[int], with_gradient: bool, num_predictions: int | None = None) -> float:
+        """Operations of sequences of so many tokens each: their forward pass, or forward and backward pass.
+
+        Args:
+            num_predictions: tokens of them that the head is asked about; None: all.
+        """
         tokens = pairs = 0
         for length in lengths:
             tokens += length
             pairs += length * (length + 1) // 2
-        total = self.forward_per_token * tokens + self.forward_per_pair * pairs
+        asked = tokens if num_predictions is None else num_predictions
+        total = self.forward_per_token * tokens + self.forward_per_pair * pairs + self.forward_per_prediction * asked
         if with_gradient:
             total += self.backward_per_token * tokens + self.backward_per_pair * pairs
+            total += self.backward_per_prediction * asked
         return total
+
+    @property
+    def forward_products(self) -> float:
+        """Of a token that the head is asked about, without attention."""
+        return self.forward_per_token + self.forward_per_prediction
 
     @property
     def attention_slope(self) -> float:
         """1 / the number of tokens of a sequence at which its attention costs as much as all matrix products."""
-        return self.forward_per_pair / (2 * self.forward_per_token)
+        return self.forward_per_pair / (2 * self.forward_products)
 
 
 def pass_flops(
@@ -71,8 +85,10 @@ def pass_flops(
         is_mixture = shape.has_experts(layer)
         needs = (_experts(count, shape, name, normed) if is_mixture else _mlp(count, f"{name}mlp", normed)) or needs
     needs = needs or count.trains(f"{shape.decoder}.norm.weight")
-    count.product("score.weight" if shape.head == "value" else embedding if shape.tied else "lm_head.weight", needs)
-    return PassFlops(count.forward, count.pair_forward, count.backward, count.pair_backward)
+    head = _Count(sizes, trained, ranks or {})
+    head.product("score.weight" if shape.head == "value" else embedding if shape.tied else "lm_head.weight", needs)
+    forward = count.forward, count.pair_forward, head.forward
+    return PassFlops(*forward, count.backward, count.pair_backward, head.backward)
 
 
 @dataclass(frozen=True)

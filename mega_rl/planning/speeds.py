@@ -55,10 +55,10 @@ def speeds(config: RunConfig, shape: ModelShape, device: Device, mean_tokens: fl
     context = config.data.max_prompt_length / 2 + mean_tokens / 2
     read_s = shape.num_layers * width * item * context / bytes_per_s
     one = pass_flops(shape, hf_tensors(shape))
-    multiply_s = one.forward_per_token / tensor / (device.flops_per_s * DECODING_SHARE)
+    multiply_s = one.forward_products / tensor / (device.flops_per_s * DECODING_SHARE)
     # Forward and backward pass; one more forward pass for the reference model, and for pi_old with several minibatches.
     passes = 3 + (config.algorithm.kl_coefficient > 0) + (config.algorithm.minibatches_per_step > 1)
-    flops = passes * one.forward_per_token * (1 + one.attention_slope * mean_tokens)
+    flops = passes * one.forward_products * (1 + one.attention_slope * mean_tokens)
     return Speeds(
         engine_weight_bytes(config, shape) / bytes_per_s,
         read_s + multiply_s,

@@ -129,11 +129,15 @@ class Drawn:
 def with_pictures(sequences: list[Sequence], shape: ModelShape, tokens: Mapping[str, int]) -> list[Sequence]:
     """The same, with pictures of random patches in the place of random tokens: none, one or two in each.
 
+    Sequences see the same pictures, as the samples of a prompt do; those of mixtures do not, since an expert that few
+    tokens choose would have gradients which nearly cancel.
+
     Args:
         tokens: names of ``config.json`` for the tokens of pictures -> their ids.
     """
     tower, generator, found = shape.tower, torch.Generator().manual_seed(5), []
     assert tower is not None
+    known: dict[str, Drawn] = {}
     for number, sequence in enumerate(sequences):
         length, ids, first = sequence.loss_mask.numel(), sequence.token_ids.clone(), 2
         placed = []
@@ -148,15 +152,16 @@ def with_pictures(sequences: list[Sequence], shape: ModelShape, tokens: Mapping[
         if not placed:
             found.append(sequence)
             continue
-        drawn = (torch.randn(p.rows * p.columns, tower.patch_numbers, generator=generator) for p in placed)
-        pictures = [
-            Drawn(f"{number}.{i}", (p.rows, p.columns), patches)
-            for i, (p, patches) in enumerate(zip(placed, drawn, strict=True))
-        ]
+        pictures = []
+        for i, p in enumerate(placed):
+            patches = torch.randn(p.rows * p.columns, tower.patch_numbers, generator=generator)
+            one = Drawn(str(i) if shape.mixture is None else f"{number}.{i}", (p.rows, p.columns), patches)
+            pictures.append(known.setdefault(one.key, one))
         images = Images(tuple(pictures), picture_places(placed, tower.merge))
         positions = image_positions(length, placed, tower.merge)
         found.append(replace(sequence, token_ids=ids, images=images, position_ids=positions))
-    assert sum(sequence.images is not None for sequence in found) >= 4, "too few pictures"
+    num_seen = sum(len(sequence.images.pictures) for sequence in found if sequence.images)
+    assert num_seen >= 6 and len(known) == (2 if shape.mixture is None else num_seen), "too few pictures"
     return found
 
 
@@ -207,8 +212,8 @@ class Reference:
     """The figures of a few AdamW steps."""
 
     logits: list[Tensor]  # [L, V] of every sequence under the starting weights
-    logprobs: list[Tensor]  # [L], after the temperature
-    entropy: list[Tensor]  # [L], after the temperature
+    logprobs: list[Tensor]  # [L], after the temperature; 0 where nothing is learnt
+    entropy: list[Tensor]  # [L], likewise
     steps: list[Step]
     first_weights: dict[str, Tensor]  # after the first step
     weights: dict[str, Tensor]  # after the last step
@@ -228,7 +233,8 @@ def train(
     """Train ``model`` on every sequence by itself, so without any padding or packing."""
     with torch.no_grad():
         logits = [logits_of(model, s) for s in sequences]
-        pairs = [_statistics(x, s.token_ids, objective.temperature) for x, s in zip(logits, sequences, strict=True)]
+        found = [_statistics(x, s.token_ids, objective.temperature) for x, s in zip(logits, sequences, strict=True)]
+        pairs = [(a * s.loss_mask, b * s.loss_mask) for (a, b), s in zip(found, sequences, strict=True)]
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
         {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},

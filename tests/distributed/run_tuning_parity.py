@@ -35,7 +35,7 @@ from mega_rl.planning.state import stage_parameters, trainer_state
 from mega_rl.stages.parts.adapters import local_reader, lora_merge
 from tests.distributed import tiny_models
 from tests.distributed.engine_support import build_engine, groups, loss_of, owned_span, pack_for_rank, run_config
-from tests.distributed.parity_reference import OBJECTIVES, make_sequences
+from tests.distributed.parity_reference import OBJECTIVES, make_sequences, num_learnt
 from tests.distributed.run_engine_parity import Errors
 from tests.distributed.tuning_cases import FOUR, TWO, VARIANTS, TuningCase
 from tests.distributed.tuning_reference import NUM_STEPS, Reference, train
@@ -159,10 +159,10 @@ def check_state(engine: MegatronEngine, config: RunConfig, shape: ModelShape, la
 
 
 def check_work(engine: MegatronEngine, layout: ParallelLayout, sequences: list[Sequence]) -> None:
-    """Every sequence is counted once by a whole replica of the model, and no padding."""
+    """Every sequence is counted once by a whole replica of the model, its learnt tokens by the head, no padding."""
     own = WORK.collect((HEART.phase,)) * layout.data / layout.world_size
     lengths = [sequence.loss_mask.numel() for sequence in sequences]
-    counted, expected = sum(gather_objects(own)), engine.policy.flops.of(lengths, with_gradient=True)
+    counted, expected = sum(gather_objects(own)), engine.policy.flops.of(lengths, True, num_learnt(sequences))
     assert math.isclose(counted, expected, rel_tol=1e-9), (counted, expected)
 
 

@@ -38,7 +38,7 @@ class Step:
 @dataclass(frozen=True)
 class Reference:
     factors: dict[str, Tensor]  # of the adapters, at the start
-    base: list[Tensor]  # [L] log-probabilities of every sequence without adapters
+    base: list[Tensor]  # [L] log-probabilities of every sequence without adapters; 0 where nothing is learnt
     logprobs: list[Tensor]  # [L] with them
     merged: dict[str, Tensor]  # the weights with the adapters of the start
     steps: list[Step]  # of AdamW, each from where the one before it ended
@@ -151,7 +151,7 @@ def train(
         return table.gather(1, sequence.token_ids[1:, None])[:, 0], -(table.exp() * table).sum(-1)
 
     with torch.no_grad():
-        base, logprobs = ([statistics(s, is_on)[0] for s in sequences] for is_on in (False, True))
+        base, logprobs = ([statistics(s, is_on)[0] * s.loss_mask for s in sequences] for is_on in (False, True))
         merged = merge(saved, factors, plan.adapters)
     steps = []
     for number in range(NUM_STEPS):

@@ -69,6 +69,9 @@ def test_a_quantised_engine_leaves_the_tower_as_it_is(config: RunConfig) -> None
         assert remedy in problems(config)
     config.rollout.vllm["quantization_config"] = {"ignore": ["lm_head", TOWER_LEFT_OUT]}
     assert problems(config) == ""
+    config.rollout.vllm["mm_encoder_attn_dtype"] = "fp8"  # attention in the tower, whatever the weights are
+    found = problems(config)
+    assert "rollout.vllm.mm_encoder_attn_dtype is 'fp8', but" in found and found.endswith("leave it out")
     for family in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"):  # vLLM matches a layer's name from its beginning
         names = [
             piece.local_name for piece in vllm_slices(parse_config(families.CONTRACT.config(family), family), 1, 0)

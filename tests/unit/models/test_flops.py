@@ -53,8 +53,9 @@ def by_torch(forward: Forward, with_gradient: bool) -> tuple[float, float]:
 
 def check(flops: PassFlops, forward: Forward) -> None:
     expected = *by_torch(forward, False), *by_torch(forward, True)
-    both = flops.forward_per_token + flops.backward_per_token, flops.forward_per_pair + flops.backward_per_pair
-    assert (flops.forward_per_token, flops.forward_per_pair, *both) == pytest.approx(expected, rel=1e-9)
+    backward = flops.backward_per_token + flops.backward_per_prediction
+    both = flops.forward_products + backward, flops.forward_per_pair + flops.backward_per_pair
+    assert (flops.forward_products, flops.forward_per_pair, *both) == pytest.approx(expected, rel=1e-9)
 
 
 def shape_of(name: str) -> ModelShape:
@@ -146,8 +147,11 @@ def test_adapters_of_experts_cost_their_share_of_the_tokens() -> None:
 
 
 def test_causal_attention_counts_what_it_sees_and_products_what_they_multiply() -> None:
-    flops = PassFlops(forward_per_token=10.0, forward_per_pair=3.0, backward_per_token=20.0, backward_per_pair=6.0)
+    forward = {"forward_per_token": 8.0, "forward_per_pair": 3.0, "forward_per_prediction": 2.0}
+    flops = PassFlops(**forward, **{name.replace("for", "back"): 2 * value for name, value in forward.items()})
     assert flops.of([1, 4], with_gradient=False) == 10.0 * 5 + 3.0 * (1 + 10)
-    assert flops.of([1, 4], with_gradient=True) == 3 * flops.of([1, 4], with_gradient=False)
+    assert flops.of([1, 4], with_gradient=False, num_predictions=2) == 8.0 * 5 + 2.0 * 2 + 3.0 * (1 + 10)
+    for asked in (None, 2):
+        assert flops.of([1, 4], True, asked) == 3 * flops.of([1, 4], False, asked)
     length = 1 / flops.attention_slope
-    assert flops.forward_per_pair * length**2 / 2 == flops.forward_per_token * length
+    assert flops.forward_per_pair * length**2 / 2 == flops.forward_products * length
