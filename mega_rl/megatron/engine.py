@@ -22,6 +22,7 @@ from mega_rl.bridge.series import Series, slices_of
 from mega_rl.bridge.slices import Slice
 from mega_rl.config.schema import OptimizerConfig
 from mega_rl.megatron.balance import Balancing, Totals
+from mega_rl.megatron.gathering import wait_before_reading
 from mega_rl.megatron.groups import Groups
 from mega_rl.megatron.offload import TrainerOffload
 from mega_rl.megatron.optimizer import (
@@ -96,6 +97,9 @@ class MegatronEngine:
         if overlap.overlap_grad_reduce:
             contexts = [chunk.no_sync for chunk in self.wrapped]
             model_config.no_sync_func = contexts if len(contexts) > 1 else contexts[0]
+        if overlap.overlap_param_gather:
+            for wrapped, chunk in zip(self.wrapped, chunks, strict=True):
+                wait_before_reading(wrapped, chunk)
         self.optimizer = build_optimizer(optimizer, spec, self.wrapped)
         model_config.grad_scale_func = self.optimizer.scale_loss
         self.lr_schedule = learning_rate_schedule(self.optimizer, optimizer, total_optimizer_steps)
