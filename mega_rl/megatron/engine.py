@@ -85,7 +85,7 @@ class MegatronEngine:
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=True,
             overlap_grad_reduce=bool(overlap.overlap_grad_reduce),
-            overlap_param_gather=overlap.overlap_param_gather,
+            overlap_param_gather=bool(overlap.overlap_param_gather),
         )
         model_config = chunks[0].config
         # Only the first chunk's gradients are worth sending in pieces: its backward pass hides the others' transfer.
@@ -105,7 +105,7 @@ class MegatronEngine:
         self.lr_schedule = learning_rate_schedule(self.optimizer, optimizer, total_optimizer_steps)
         # The wrapper moves parameters into one buffer; the names stay, the tensors' storage does not.
         self.policy.collect_parameters()
-        self.gathers_late = overlap.overlap_param_gather
+        self.gathers_late = bool(overlap.overlap_param_gather)
         self._balancing: Balancing | None = None  # the routers in the last forward and backward pass
         self.router_metrics: dict[str, float] = {}  # of the last optimizer step; none if the model has no experts
         self._is_scattered = False  # whether a rank holds new values only of its own share of the weights
