@@ -6,12 +6,12 @@ The steward thread of a run deals tickets to pretended engines. An engine makes 
 responses together; it and the trainer only sleep, so neither slows the other down on a machine with few cores, and what
 is left is what the steward's rules and its thread cost. Lengths are log-normal (sigma 0.5), drawn by ticket and sample.
 
-Three parts. *Equal times*: two engines, which take the given seconds for a step's tokens if neither waits, and a trainer
-that takes as long; the slower part is the longer of what the synchronous run waits for a step and what the trainer
-takes. *One slow engine*: one engine is four times slower than the other, and the trainer takes no time; the fluid limit
-is the speed of both together if neither ever waited. The first steps, which fill the pipeline, are not counted.
-*Reference pass*: what a synchronous step could hide of it behind its own sampling, by what may be computed before all
-responses have ended; no time passes for it, it is arithmetic.
+Three parts. *Equal times*: two engines, which take the given seconds for a step's tokens if neither waits, and a
+trainer that takes as long; the slower part is the longer of what the synchronous run waits for a step and what the
+trainer takes. *One slow engine*: one engine is four times slower than the other, and the trainer takes no time; the
+fluid limit is the speed of both together if neither ever waited. The first steps, which fill the pipeline, are not
+counted. *Reference pass*: what a synchronous step could hide of it behind its own sampling, by what may be computed
+before all responses have ended; no time passes for it, it is arithmetic.
 """
 
 from __future__ import annotations

@@ -261,8 +261,8 @@ class ParallelConfig:
     # sum gradients over data-parallel ranks while the backward pass still runs; null: on accelerators, if all weights
     # are trained
     overlap_grad_reduce: bool | None = None
-    # collect updated weights while the next forward pass already runs; null: where gradient sums overlap on accelerators
-    # and optimizer steps follow each other, which stage rl has with several minibatches a step only
+    # collect updated weights while the next forward pass already runs; null: on accelerators, if gradient sums overlap
+    # and, in stage rl, a step has several minibatches
     overlap_param_gather: bool | None = None
 
 

@@ -22,10 +22,10 @@ GIB = 1 << 30
 def automatic(config: RunConfig, shape: ModelShape, machine: Machine) -> tuple[RunConfig, list[str]]:
     """The configuration with a value in the place of each that is left to the plan, and a sentence on each.
 
-    The first of these that leaves ``HEADROOM`` free is taken: no recomputation, with micro-batches as long as by default
-    and then half as long; the same with more of it; at last, with the most, ever shorter ones down to the longest row.
-    If none does it is the last one. Recomputing everything costs a forward pass, a third of the time; micro-batches of
-    half the length cost one more pass over the gradients and less full kernels.
+    The first of these that leaves ``HEADROOM`` free is taken: no recomputation, with micro-batches as long as by
+    default and then half as long; the same with more of it; at last, with the most, ever shorter ones down to the
+    longest row. If none does it is the last one. Recomputing everything costs a forward pass, a third of the time;
+    micro-batches of half the length cost one more pass over the gradients and less full kernels.
     """
     found, lines = copy.deepcopy(config), []
     if found.parallel.overlap_grad_reduce is None:

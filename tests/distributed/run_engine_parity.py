@@ -53,7 +53,6 @@ from tests.distributed.parity_reference import (
     with_pictures,
 )
 
-
 BUCKET_SIZE = 4000  # values: several buckets of a tiny model, as a large one has
 
 
