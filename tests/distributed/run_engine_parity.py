@@ -9,24 +9,18 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
 from mega_rl import platform
 from mega_rl.bridge.slices import indices
 from mega_rl.config.schema import RouterConfig
 from mega_rl.data.packing import unpack
-from mega_rl.megatron import engine as engine_module
 from mega_rl.megatron.context import in_pack_order, local_input
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.microbatch import Microbatch, Sequence
@@ -52,43 +46,6 @@ from tests.distributed.parity_reference import (
     train,
     with_pictures,
 )
-
-BUCKET_SIZE = 4000  # values: several buckets of a tiny model, as a large one has
-
-
-class LateGather:
-    """The handle of a gather of weights that begins only where it is waited for, as a slow network would have it."""
-
-    def __init__(self, gather: Any) -> None:
-        self._gather = gather
-
-    def wait(self) -> None:
-        self._gather()
-
-
-@contextmanager
-def slow_gathers() -> Iterator[None]:
-    """Weights that are gathered beside the forward pass come bucket by bucket, as late as they may."""
-    original = _ParamAndGradBucketGroup.start_param_sync
-
-    def start_param_sync(group: Any, force_sync: bool = False) -> None:
-        if force_sync:
-            return original(group, force_sync=True)
-        assert group.param_gather_handle is None
-
-        def gather() -> None:
-            group.param_gather_handle = None
-            original(group, force_sync=True)
-
-        group.param_gather_handle, group.param_gather_dispatched = LateGather(gather), True
-        return None
-
-    small = functools.partial(DistributedDataParallelConfig, bucket_size=BUCKET_SIZE)
-    with (
-        mock.patch.object(engine_module, "DistributedDataParallelConfig", small),
-        mock.patch.object(_ParamAndGradBucketGroup, "start_param_sync", start_param_sync),
-    ):
-        yield
 
 
 class Errors:
@@ -257,7 +214,7 @@ def main() -> None:
     cases = [Case(**keys) for keys in arguments.cases]
     save_references(sorted({family for case in cases for family in case.families}), arguments.dir)
     for case in cases:
-        with groups(case) as layout, slow_gathers() if case.overlap else nullcontext():
+        with groups(case) as layout:
             for family in case.families:
                 for objective in OBJECTIVES:
                     check(case, layout, family, objective, arguments.dir)

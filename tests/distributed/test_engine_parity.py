@@ -41,7 +41,7 @@ CASES = (
     Case(4, tensor=2, pipeline=2, families=VISION),
     Case(4, pipeline=2, virtual_pipeline=2, overlap=True),
     Case(4, tensor=2, sequence=True, context=2, context_method="ulysses", families=("llama",)),
-    Case(4, pipeline=2, context=2),
+    Case(4, pipeline=2, context=2, overlap=True),
     Case(4, context=2),
     Case(4, tensor=2, sequence=True, expert=2, expert_tensor=1, families=MIXTURE + VISION_MIXTURE),
     Case(4, tensor=2, sequence=True, expert=2, families=MIXTURE),
