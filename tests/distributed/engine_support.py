@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,11 @@ def start_late(group: Any, force_sync: bool = False) -> None:
 
 
 @contextmanager
-def slow_gathers() -> Iterator[None]:
+def slow_gathers(case: Case) -> Iterator[None]:
     """Weights that are gathered beside the forward pass come bucket by bucket, each as late as it may."""
+    if not case.overlap:
+        yield
+        return
     small = partial(DistributedDataParallelConfig, bucket_size=BUCKET_SIZE)
     with (
         mock.patch.object(engine_module, "DistributedDataParallelConfig", small),
@@ -71,10 +74,7 @@ def slow_gathers() -> Iterator[None]:
 
 @contextmanager
 def groups(case: Case) -> Iterator[ParallelLayout]:
-    """Megatron's process groups for one layout; the process may use another one afterwards.
-
-    With overlap, weights are gathered as slowly as they may be.
-    """
+    """Megatron's process groups for one layout; the process may use another one afterwards."""
     layout = ParallelLayout.create(
         dist.get_world_size(),
         case.tensor,
@@ -86,8 +86,7 @@ def groups(case: Case) -> Iterator[ParallelLayout]:
     )
     assert dist.get_world_size() == case.num_ranks, case
     initialize_groups(layout, seed=1)
-    with slow_gathers() if case.overlap else nullcontext():
-        yield layout
+    yield layout
     dist.barrier()
     destroy_groups()
 
