@@ -122,6 +122,7 @@ def test_30b_with_experts_on_16_devices(models: Path, capsys: pytest.CaptureFixt
 @pytest.mark.slow
 def test_235b_on_256_devices(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = ("parallel.context=1", "parallel.expert=32", "rollout.tensor_parallel_size=16")
+    more += ("trainer.max_tokens_per_microbatch=24576",)
     recipe = "gspo_math_qwen3_30b_a3b.yaml"
     status, figures, _ = plan(capsys, models, recipe, "Qwen3-235B-A22B", 256, *more)
     check(figures, 235.09, 64)
