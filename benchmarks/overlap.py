@@ -6,15 +6,18 @@ The steward thread of a run deals tickets to pretended engines. An engine makes 
 responses together; it and the trainer only sleep, so neither slows the other down on a machine with few cores, and what
 is left is what the steward's rules and its thread cost. Lengths are log-normal (sigma 0.5), drawn by ticket and sample.
 
-Two parts. *Equal times*: two engines, which take the given seconds for a step's tokens if neither waits, and a trainer
-that takes as long; the slower part is the longer of what the synchronous run waits for a step and what the trainer
-takes. *One slow engine*: one engine is four times slower than the other, and the trainer takes no time; the fluid limit
-is the speed of both together if neither ever waited. The first steps, which fill the pipeline, are not counted.
+Three parts. *Equal times*: two engines, which take the given seconds for a step's tokens if neither waits, and a
+trainer that takes as long; the slower part is the longer of what the synchronous run waits for a step and what the
+trainer takes. *One slow engine*: one engine is four times slower than the other, and the trainer takes no time; the
+fluid limit is the speed of both together if neither ever waited. The first steps, which fill the pipeline, are not
+counted. *Reference pass*: what a synchronous step could hide of it behind its own sampling, by what may be computed
+before all responses have ended; no time passes for it, it is arithmetic.
 """
 
 from __future__ import annotations
 
 import argparse
+import heapq
 import multiprocessing
 import random
 import statistics
@@ -25,10 +28,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from report import publish, table
 
 from mega_rl.fleet import events
 from mega_rl.fleet.engines import Limits
+from mega_rl.fleet.simulation.lengths import LogNormal
 from mega_rl.fleet.steward import Steward
 from mega_rl.fleet.tickets import Key, Rules
 from mega_rl.rollout.steward_thread import StewardThread
@@ -195,6 +201,65 @@ def all_measured(groups: int, steps: int, pace_s: float) -> dict[str, list[dict[
     }
 
 
+# What a synchronous step samples: responses that an engine takes at a time, sigma and the longest length.
+SAMPLED = {
+    "all at once": (512, 1.0, 20480),
+    "all at once, many cut": (512, 1.0, 2048),
+    "in 4 waves": (32, 1.0, 20480),
+    "in 4 waves, many cut": (32, 1.0, 2048),
+}
+# What may be computed early: into how many parts the prompts are cut, and whether the parts wait for each other.
+EARLY = {
+    "8 parts, in the order of their prompts": (8, True),
+    "groups, in the order of their prompts": (128, True),
+    "8 parts, whichever has ended": (8, False),
+    "groups, whichever has ended": (128, False),
+}
+NUM_GROUPS, NUM_ENGINES, MEDIAN = 128, 16, 750  # groups of 16 responses
+FIXED_S, PER_RESPONSE_S = 5.8e-3, 6e-5  # of a decoding step; docs/simulate.md
+PASS = 0.15  # of the time of the sampling: the forward pass over everything that was sampled
+
+
+def ends_of(lengths: npt.NDArray[np.int64], slots: int) -> npt.NDArray[np.float64]:
+    """When each response [group, sample] ends; groups go in their order to the engine with the fewest responses."""
+    ends, size = np.zeros(lengths.shape), lengths.shape[1]
+    for engine in range(NUM_ENGINES):
+        waiting = [(g, s) for g in range(engine, len(lengths), NUM_ENGINES) for s in range(size)][::-1]
+        made, now, under_way = 0.0, 0.0, list[tuple[float, int, int]]()  # tokens of a response that was always there
+        while waiting or under_way:
+            while waiting and len(under_way) < slots:
+                place = waiting.pop()
+                heapq.heappush(under_way, (made + lengths[place], *place))
+            step_s = FIXED_S + PER_RESPONSE_S * len(under_way)
+            end, *place_ended = heapq.heappop(under_way)
+            now, made = now + (end - made) * step_s, end
+            ends[tuple(place_ended)] = now
+    return ends
+
+
+def hidden(lengths: npt.NDArray[np.int64], ends: npt.NDArray[np.float64], num_parts: int, is_ordered: bool) -> float:
+    """Share of the pass that is over when the last response ends; no part is begun before all of it has ended."""
+    parts = np.array_split(np.arange(len(lengths)), num_parts)
+    ready = [(float(ends[part].max()), PASS * ends.max() * lengths[part].sum() / lengths.sum()) for part in parts]
+    now = 0.0
+    for end, seconds in ready if is_ordered else sorted(ready):
+        now = max(now, end) + seconds
+    last = float(ends.max())
+    return max(0.0, 1 - (now - last) / (PASS * last))
+
+
+def all_hidden(num_steps: int) -> list[dict[str, Any]]:
+    """Mean over steps, for everything of ``EARLY`` and ``SAMPLED``."""
+    found: dict[str, dict[str, Any]] = {name: {"early": name} for name in EARLY}
+    for sampled, (slots, sigma, longest) in SAMPLED.items():
+        lengths = [LogNormal(MEDIAN, sigma, longest)(step, NUM_GROUPS, 16) for step in range(num_steps)]
+        ends = [ends_of(of_step, slots) for of_step in lengths]
+        for name, rule in EARLY.items():
+            shares = [hidden(*of_step, *rule) for of_step in zip(lengths, ends, strict=True)]
+            found[name][sampled] = statistics.mean(shares)
+    return list(found.values())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12, help=f"the first {WARM_UP} are not counted")
@@ -211,13 +276,15 @@ def main() -> None:
         parser.error(f"--groups {options.groups} and --pace {options.pace:g}: both must be above 0")
     arguments = options.groups, options.steps, options.pace
     found = all_measured(*arguments)
+    found["reference"] = all_hidden(num_steps=1 if options.quick else 8)
     first = ["mode, max_staleness", "step s", "trainer waits s", "throughput / synchronous", "step / slower part"]
     second = ["mode, max_staleness", "step s", "throughput / fluid limit"]
     texts = [
         table(header, [[f"{row['mode']}, {row['max_staleness']}", *list(row.values())[2:]] for row in rows])
         for header, rows in ((first, found["equal"]), (second, found["slow"]))
     ]
-    text = f"Equal times:\n\n{texts[0]}\n\nOne engine {SLOWER}x slower:\n\n{texts[1]}"
+    third = table(["hidden, by what is computed early", *SAMPLED], [list(row.values()) for row in found["reference"]])
+    text = f"Equal times:\n\n{texts[0]}\n\nOne engine {SLOWER}x slower:\n\n{texts[1]}\n\nReference pass:\n\n{third}"
     results = {**found, "groups": options.groups, "steps": options.steps, "pace_s": options.pace}
     publish("Overlap of sampling and training", text, "cpu", results, options.json)
 

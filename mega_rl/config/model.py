@@ -130,11 +130,12 @@ def _tower_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
             f"trainer.stage is {config.trainer.stage!r}, which does not take a {shape.family} model: train it with one "
             f"of {', '.join(SEEING_STAGES)}"
         )
-    if shape.tower and is_trained and config.parallel.overlap_grad_reduce:
-        yield (  # a micro-batch without a picture would leave a bucket of gradients waiting
-            "parallel.overlap_grad_reduce is True, but model.vision trains the tower, which has no gradient where "
-            "there is no picture: set it to false, or freeze and freeze_merger of model.vision to true"
-        )
+    for key in ("overlap_grad_reduce", "overlap_param_gather"):  # the second turns the first on
+        if shape.tower and is_trained and getattr(config.parallel, key):
+            yield (  # a micro-batch without a picture would leave a bucket of gradients waiting
+                f"parallel.{key} is True, but model.vision trains the tower, which has no gradient where "
+                "there is no picture: set it to false, or freeze and freeze_merger of model.vision to true"
+            )
 
 
 def _seeing_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:

@@ -261,7 +261,9 @@ class ParallelConfig:
     # sum gradients over data-parallel ranks while the backward pass still runs; null: on accelerators, if all weights
     # are trained
     overlap_grad_reduce: bool | None = None
-    overlap_param_gather: bool = False  # collect updated weights while the next forward pass already runs
+    # collect updated weights while the next forward pass already runs; null: on accelerators, if gradient sums overlap
+    # and, in stage rl, a step has several minibatches
+    overlap_param_gather: bool | None = None
 
 
 @dataclass

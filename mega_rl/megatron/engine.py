@@ -22,6 +22,7 @@ from mega_rl.bridge.series import Series, slices_of
 from mega_rl.bridge.slices import Slice
 from mega_rl.config.schema import OptimizerConfig
 from mega_rl.megatron.balance import Balancing, Totals
+from mega_rl.megatron.gathering import wait_before_reading
 from mega_rl.megatron.groups import Groups
 from mega_rl.megatron.offload import TrainerOffload
 from mega_rl.megatron.optimizer import (
@@ -84,7 +85,7 @@ class MegatronEngine:
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=True,
             overlap_grad_reduce=bool(overlap.overlap_grad_reduce),
-            overlap_param_gather=overlap.overlap_param_gather,
+            overlap_param_gather=bool(overlap.overlap_param_gather),
         )
         model_config = chunks[0].config
         # Only the first chunk's gradients are worth sending in pieces: its backward pass hides the others' transfer.
@@ -96,12 +97,15 @@ class MegatronEngine:
         if overlap.overlap_grad_reduce:
             contexts = [chunk.no_sync for chunk in self.wrapped]
             model_config.no_sync_func = contexts if len(contexts) > 1 else contexts[0]
+        if overlap.overlap_param_gather:
+            for wrapped, chunk in zip(self.wrapped, chunks, strict=True):
+                wait_before_reading(wrapped, chunk)
         self.optimizer = build_optimizer(optimizer, spec, self.wrapped)
         model_config.grad_scale_func = self.optimizer.scale_loss
         self.lr_schedule = learning_rate_schedule(self.optimizer, optimizer, total_optimizer_steps)
         # The wrapper moves parameters into one buffer; the names stay, the tensors' storage does not.
         self.policy.collect_parameters()
-        self.gathers_late = overlap.overlap_param_gather
+        self.gathers_late = bool(overlap.overlap_param_gather)
         self._balancing: Balancing | None = None  # the routers in the last forward and backward pass
         self.router_metrics: dict[str, float] = {}  # of the last optimizer step; none if the model has no experts
         self._is_scattered = False  # whether a rank holds new values only of its own share of the weights

@@ -1,4 +1,4 @@
-"""What a configuration leaves to the plan of its memory: recomputation, tokens of a micro-batch, overlapped sums."""
+"""What a configuration leaves to the plan of its memory: recomputation, tokens of a micro-batch, overlap."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from mega_rl.config.schema import TOKENS_PER_MICROBATCH, RunConfig
-from mega_rl.config.stage import sequences_per_row
+from mega_rl.config.stage import samples, sequences_per_row
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.memory_plan import Machine, make_plan
@@ -22,14 +22,20 @@ GIB = 1 << 30
 def automatic(config: RunConfig, shape: ModelShape, machine: Machine) -> tuple[RunConfig, list[str]]:
     """The configuration with a value in the place of each that is left to the plan, and a sentence on each.
 
-    The first of these that leaves ``HEADROOM`` free is taken: the micro-batch as long as by default, then half as long
-    and so on down to the longest row; of each the least recomputation. If none does it is the last one.
+    The first of these that leaves ``HEADROOM`` free is taken: no recomputation, with micro-batches as long as by
+    default and then half as long; the same with more of it; at last, with the most, ever shorter ones down to the
+    longest row. If none does it is the last one. Recomputing everything costs a forward pass, a third of the time;
+    micro-batches of half the length cost one more pass over the gradients and less full kernels.
     """
     found, lines = copy.deepcopy(config), []
     if found.parallel.overlap_grad_reduce is None:
         found.parallel.overlap_grad_reduce = _overlaps(found, machine)
         if found.parallel.overlap_grad_reduce:
             lines.append("parallel.overlap_grad_reduce: gradients are summed while the backward pass runs")
+    if found.parallel.overlap_param_gather is None:
+        found.parallel.overlap_param_gather = _gathers_late(found, machine)
+        if found.parallel.overlap_param_gather:
+            lines.append("parallel.overlap_param_gather: new weights are collected while the next forward pass runs")
     asks_way, asks_budget = found.memory.recompute == "auto", found.trainer.max_tokens_per_microbatch is None
     if asks_way or asks_budget:
         room = _choose(found, shape, machine)
@@ -42,7 +48,9 @@ def automatic(config: RunConfig, shape: ModelShape, machine: Machine) -> tuple[R
 def _choose(config: RunConfig, shape: ModelShape, machine: Machine) -> str:
     """Set both keys of ``config``; returns why."""
     ways = _ways(config, shape) if config.memory.recompute == "auto" else (config.memory.recompute,)
-    tries = [(way, budget) for budget in _budgets(config) for way in ways]
+    budgets = list(_budgets(config))
+    long = [budget for budget in budgets if budget >= TOKENS_PER_MICROBATCH // 2] or budgets[:1]
+    tries = [(way, budget) for way in ways for budget in long] + [(ways[-1], budget) for budget in budgets[len(long) :]]
     if machine.platform == "cpu":  # its memory is the host's, which is not planned for
         config.memory.recompute, config.trainer.max_tokens_per_microbatch = tries[0]
         return "as always on a CPU"
@@ -69,16 +77,29 @@ def _ways(config: RunConfig, shape: ModelShape) -> tuple[Way, ...]:
 
 
 def _overlaps(config: RunConfig, machine: Machine) -> bool:
+    """Whether gradients are summed while the backward pass runs; gathering weights in the next pass needs it."""
+    return bool(config.parallel.overlap_param_gather) or _has_overlap(config, machine)
+
+
+def _gathers_late(config: RunConfig, machine: Machine) -> bool:
+    """Whether new weights are collected in the next forward pass, if nothing else reads them before.
+
+    The weight sync does so after every step of stage rl, and would only wait for them.
+    """
+    steps_follow = not samples(config) or config.algorithm.minibatches_per_step > 1
+    return bool(config.parallel.overlap_grad_reduce) and steps_follow and _has_overlap(config, machine)
+
+
+def _has_overlap(config: RunConfig, machine: Machine) -> bool:
     """On accelerators, with more than one replica.
 
     Where weights are frozen, or a tower is trained that not every micro-batch passes, a bucket may wait for gradients
     in vain.
     """
     layout = ParallelLayout.of(config.parallel, machine.num_devices)
-    asked = bool(config.parallel.overlap_param_gather)  # which needs it
     vision = config.model.vision
     has_all = config.tuning.method == "full" and vision.freeze and vision.freeze_merger
-    return asked or (machine.platform != "cpu" and layout.data * layout.context > 1 and has_all)
+    return machine.platform != "cpu" and layout.data * layout.context > 1 and has_all
 
 
 def _budgets(config: RunConfig) -> Iterator[int]:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
 from mega_rl import platform
 from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.config.schema import RunConfig
 from mega_rl.data.packing import pack
+from mega_rl.megatron import engine as engine_module
 from mega_rl.megatron.engine import LossFunction, MegatronEngine
 from mega_rl.megatron.policy import destroy_groups, initialize_groups
 from mega_rl.microbatch import Figures, Microbatch, Sequence, TokenStats
@@ -24,6 +29,47 @@ from mega_rl.parallel.schedule import balance
 from mega_rl.stages.parts.building import trainer_spec
 from tests.distributed.layouts import Case
 from tests.distributed.parity_reference import BETAS, CLIP, EPS, LR, WEIGHT_DECAY, Objective, num_learnt
+
+BUCKET_SIZE = 4000  # values: several buckets of a tiny model, as a large one has
+
+
+class LateGather:
+    """The handle of a gather of weights that begins only where it is waited for: nothing may read them before."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def wait(self) -> None:
+        group = self._group
+        group.param_gather_handle = None
+        START_PARAM_SYNC(group)
+        group.param_gather_handle.wait()
+        group.param_gather_handle = None
+
+
+START_PARAM_SYNC = _ParamAndGradBucketGroup.start_param_sync
+
+
+def start_late(group: Any, force_sync: bool = False) -> None:
+    if force_sync:
+        START_PARAM_SYNC(group, force_sync=True)
+        return
+    assert group.param_gather_handle is None, "a gather that nothing has waited for"
+    group.param_gather_handle, group.param_gather_dispatched = LateGather(group), True
+
+
+@contextmanager
+def slow_gathers(case: Case) -> Iterator[None]:
+    """Weights that are gathered beside the forward pass come bucket by bucket, each as late as it may."""
+    if not case.overlap:
+        yield
+        return
+    small = partial(DistributedDataParallelConfig, bucket_size=BUCKET_SIZE)
+    with (
+        mock.patch.object(engine_module, "DistributedDataParallelConfig", small),
+        mock.patch.object(_ParamAndGradBucketGroup, "start_param_sync", start_late),
+    ):
+        yield
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from tests.distributed.engine_support import (
     owned_span,
     pack_for_rank,
     run_config,
+    slow_gathers,
     total_loss,
 )
 from tests.distributed.layouts import LATENT, MIXTURE, VISION, VISION_MIXTURE, Case
@@ -214,7 +215,7 @@ def main() -> None:
     cases = [Case(**keys) for keys in arguments.cases]
     save_references(sorted({family for case in cases for family in case.families}), arguments.dir)
     for case in cases:
-        with groups(case) as layout:
+        with groups(case) as layout, slow_gathers(case):
             for family in case.families:
                 for objective in OBJECTIVES:
                     check(case, layout, family, objective, arguments.dir)

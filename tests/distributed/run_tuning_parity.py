@@ -34,7 +34,15 @@ from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.state import stage_parameters, trainer_state
 from mega_rl.stages.parts.adapters import local_reader, lora_merge
 from tests.distributed import tiny_models
-from tests.distributed.engine_support import build_engine, groups, loss_of, owned_span, pack_for_rank, run_config
+from tests.distributed.engine_support import (
+    build_engine,
+    groups,
+    loss_of,
+    owned_span,
+    pack_for_rank,
+    run_config,
+    slow_gathers,
+)
 from tests.distributed.parity_reference import OBJECTIVES, make_sequences, num_learnt
 from tests.distributed.run_engine_parity import Errors
 from tests.distributed.tuning_cases import FOUR, TWO, VARIANTS, TuningCase
@@ -247,7 +255,7 @@ def main() -> None:
     cases = tuple(t for t in (TWO if dist.get_world_size() == 2 else FOUR) if arguments.only in t.name)
     save_references(cases, arguments.dir)
     for tuned in cases:
-        with groups(tuned.case) as layout:
+        with groups(tuned.case) as layout, slow_gathers(tuned.case):
             errors: Any = check(tuned, layout, arguments.dir)
         if dist.get_rank() == 0:
             print(f"TUNED {json.dumps({'case': tuned.name, 'errors': errors})}", flush=True)

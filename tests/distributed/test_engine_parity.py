@@ -28,7 +28,7 @@ CASES = (
     Case(2, pipeline=2, virtual_pipeline=2, families=VISION[:1]),  # DeepStack wants its layers on the first chunk
     Case(2, context=2, families=DENSE + MIXTURE + VISION),
     Case(2, context=2, context_method="ulysses", families=("qwen3", *LATENT)),
-    Case(2, overlap=True),
+    Case(2, overlap=True, families=DENSE + MIXTURE),
     Case(2, expert=2, families=MIXTURE + VISION_MIXTURE),
     Case(2, pipeline=2, recompute="full", families=VISION_MIXTURE),
     Case(2, expert_tensor=2, families=MIXTURE),
@@ -41,7 +41,7 @@ CASES = (
     Case(4, tensor=2, pipeline=2, families=VISION),
     Case(4, pipeline=2, virtual_pipeline=2, overlap=True),
     Case(4, tensor=2, sequence=True, context=2, context_method="ulysses", families=("llama",)),
-    Case(4, pipeline=2, context=2),
+    Case(4, pipeline=2, context=2, overlap=True),
     Case(4, context=2),
     Case(4, tensor=2, sequence=True, expert=2, expert_tensor=1, families=MIXTURE + VISION_MIXTURE),
     Case(4, tensor=2, sequence=True, expert=2, families=MIXTURE),

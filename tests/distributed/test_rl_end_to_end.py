@@ -87,7 +87,7 @@ def test_noise_is_on_and_new_at_every_sync(whole_run: Path) -> None:
 
 def test_files_of_the_run(whole: Launched, whole_run: Path, tiny_world: TinyWorld) -> None:
     given = load_config(tiny_world.rl, [f"trainer.output_dir={whole_run}"])
-    given.parallel.overlap_grad_reduce = False  # what null comes to here
+    given.parallel.overlap_grad_reduce = given.parallel.overlap_param_gather = False  # what null comes to here
     assert load_config(whole_run / "config.yaml") == given
     assert steps_saved(whole_run) == [2, 4, 6]
     assert {path.name for path in whole_run.iterdir()} == {

@@ -18,7 +18,13 @@ ALONE = ("parallel.tensor=1", "parallel.sequence=false")
 LAYOUTS = {  # number of processes (0: no torchrun), overrides
     "alone": (0, ALONE),
     "experts": (2, (*ALONE, "parallel.expert=2", "parallel.overlap_grad_reduce=true")),
-    "stages": (4, (*ALONE, "parallel.pipeline=2", "parallel.virtual_pipeline=2", "parallel.context=2")),
+    "stages": (
+        4,  # its experts have two replicas, which collect them from each other between the steps
+        (
+            *(*ALONE, "parallel.pipeline=2", "parallel.virtual_pipeline=2", "parallel.context=2"),
+            "parallel.overlap_param_gather=true",
+        ),
+    ),
 }
 TOLERANCE = 2e-2  # relative; bfloat16 keeps 8 bits
 

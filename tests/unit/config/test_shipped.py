@@ -342,7 +342,6 @@ VARIANTS: dict[str, set[str]] = {
         "algorithm.minibatches_per_step",
         "checkpoint.save_freq",
         "data.train_batch_size",
-        "trainer.max_tokens_per_microbatch",
         "trainer.total_epochs",
         "trainer.total_steps",
         "validation.test_freq",
@@ -359,7 +358,6 @@ VARIANTS: dict[str, set[str]] = {
         "rewards",
         "rollout.n",
         "rollout.vllm.gpu_memory_utilization",
-        "trainer.max_tokens_per_microbatch",
         "trainer.total_steps",
     },
 }

@@ -100,13 +100,14 @@ def test_the_first_layers_stand_on_the_first_stage(config: RunConfig) -> None:
     assert problems(config) == ""
 
 
-def test_overlapped_gradients_need_a_frozen_tower(config: RunConfig) -> None:
-    config.parallel.overlap_grad_reduce = True
+@pytest.mark.parametrize("key", ["overlap_grad_reduce", "overlap_param_gather"])
+def test_overlapped_gradients_need_a_frozen_tower(config: RunConfig, key: str) -> None:
+    setattr(config.parallel, key, True)
     assert problems(config) == ""
     config.model.vision.freeze_merger = False
-    assert "parallel.overlap_grad_reduce is True, but model.vision trains the tower" in problems(config)
+    assert f"parallel.{key} is True, but model.vision trains the tower" in problems(config)
     config.model.vision.freeze_merger, config.tuning = True, TuningConfig("lora", also_train=["*visual.merger.*"])
-    assert "parallel.overlap_grad_reduce is True" in problems(config)
+    assert f"parallel.{key} is True" in problems(config)
 
 
 def test_names_reach_into_the_tower_only_where_they_say_so() -> None:

@@ -1,4 +1,4 @@
-"""What is left to the plan: the least recomputation that fits, then shorter micro-batches; a CPU has its defaults."""
+"""What is left to the plan: the least recomputation that fits, the longest micro-batches; a CPU has its defaults."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def config(tmp_path: Path) -> RunConfig:
     config.model.path, config.trainer.stage, config.trainer.total_steps = str(tmp_path), "sft", 1
     config.data.train_files, config.data.max_prompt_length, config.data.max_response_length = ["x.jsonl"], 1024, 2048
     config.memory.recompute, config.trainer.max_tokens_per_microbatch = "auto", None
-    config.parallel.overlap_grad_reduce = False
+    config.parallel.overlap_grad_reduce = config.parallel.overlap_param_gather = False
     return config
 
 
@@ -58,8 +58,8 @@ def test_the_first_that_leaves_room_is_taken(config: RunConfig) -> None:
             "trainer.max_tokens_per_microbatch null",
         ]
     assert found[192] == ("none", TOKENS_PER_MICROBATCH)
-    order = [(way, budget) for budget in (16384, 8192, 4096, 3072) for way in ("none", "selective", "full")]
-    places = [order.index(choice) for choice in found.values()]
+    order = [(way, budget) for way in ("none", "selective", "full") for budget in (16384, 8192)]
+    places = [[*order, ("full", 4096), ("full", 3072)].index(choice) for choice in found.values()]
     assert places == sorted(places) and len(set(places)) >= 3, found
     assert config.memory.recompute == "auto" and config.trainer.max_tokens_per_microbatch is None, "it was changed"
 
@@ -82,10 +82,10 @@ def test_what_never_fits_is_as_small_as_it_can_be(config: RunConfig) -> None:
 
 
 def test_a_cpu_has_the_defaults(config: RunConfig) -> None:
-    config.parallel.overlap_grad_reduce = None
+    config.parallel.overlap_grad_reduce = config.parallel.overlap_param_gather = None
     chosen, lines = automatic(config, shape_of(config), machine(0, "cpu"))
     assert (chosen.memory.recompute, chosen.trainer.max_tokens_per_microbatch) == ("none", TOKENS_PER_MICROBATCH)
-    assert chosen.parallel.overlap_grad_reduce is False
+    assert (chosen.parallel.overlap_grad_reduce, chosen.parallel.overlap_param_gather) == (False, False)
     assert all(line.endswith("as always on a CPU") for line in lines) and len(lines) == 2
 
 
@@ -108,3 +108,39 @@ def test_sums_overlap_where_they_can(
     chosen, lines = automatic(config, shape_of(config), machine(64, platform, devices))
     assert chosen.parallel.overlap_grad_reduce is expected
     assert len(lines) == (given is None and expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "sums", "stage", "minibatches", "method", "devices", "platform", "expected"),
+    [
+        (None, None, "sft", 1, "full", 8, "npu", True),
+        (None, None, "rl", 4, "full", 8, "cuda", True),
+        (None, None, "rl", 1, "full", 8, "cuda", False),  # the weight sync reads them at once
+        (None, False, "sft", 1, "full", 8, "cuda", False),
+        (None, None, "sft", 1, "lora", 8, "cuda", False),
+        (None, None, "sft", 1, "full", 1, "cuda", False),
+        (None, True, "sft", 1, "full", 8, "cpu", False),
+        (False, None, "sft", 1, "full", 8, "cuda", False),
+        (True, None, "rl", 1, "lora", 8, "cpu", True),
+    ],
+)
+def test_weights_are_collected_late_where_the_next_pass_is_the_first_to_read_them(
+    config: RunConfig,
+    given: bool | None,
+    sums: bool | None,
+    stage: str,
+    minibatches: int,
+    method: str,
+    devices: int,
+    platform: str,
+    expected: bool,
+) -> None:
+    parallel = config.parallel
+    parallel.overlap_param_gather, parallel.overlap_grad_reduce = given, sums
+    config.trainer.stage, config.tuning.method = stage, method  # type: ignore[assignment]
+    config.algorithm.minibatches_per_step = minibatches
+    config.memory.recompute, config.trainer.max_tokens_per_microbatch = "full", 4096
+    chosen, lines = automatic(config, shape_of(config), machine(64, platform, devices))
+    assert chosen.parallel.overlap_param_gather is expected
+    assert chosen.parallel.overlap_grad_reduce is not None and chosen.parallel.overlap_grad_reduce >= expected
+    assert any(line.startswith("parallel.overlap_param_gather") for line in lines) == (given is None and expected)

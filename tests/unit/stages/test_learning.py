@@ -38,13 +38,14 @@ class Actor:
     """Counts what it is asked for; ``off`` moves the policy's forward pass without gradients."""
 
     def __init__(self, off: float = 0.0) -> None:
-        self.off, self.num_steps = off, 0
+        self.off, self.num_steps, self.num_passes = off, 0, 0
         self.batches: list[list[Microbatch]] = []
         self.stepper = SimpleNamespace(skipped=SimpleNamespace(total=0, in_a_row=0))
         self.router_metrics: dict[str, float] = {}
         self.policy = None
 
     def token_stats(self, microbatches: Sequence[Microbatch], record_experts: bool = False) -> list[TokenStats]:
+        self.num_passes += 1
         experts = {0: torch.zeros(1, 1)} if record_experts else None
         shifted = ((logprobs_of(m, 0.0) + self.off, torch.ones(m.num_tokens)) for m in microbatches)
         return [TokenStats(*rows, own_experts=experts) for rows in shifted]
@@ -148,6 +149,28 @@ def test_the_kl_in_the_reward_and_whitening_by_numpy(world: Learning) -> None:
     got = learnt([m.advantages for m in batches], batches)
     assert sorted(got) == pytest.approx(sorted(whitened.tolist()), rel=1e-4)
     assert numpy.mean(got) == pytest.approx(0.0, abs=1e-6) and numpy.std(got, ddof=1) == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("keys", "num_passes"),
+    [
+        ({}, 0),  # the update's own pass gives pi_old
+        ({"algorithm.minibatches_per_step": 2}, 2),
+        ({"algorithm.kl_in": "reward"}, 1),
+        ({"aqn.enabled": True}, 0),
+        ({"aqn.enabled": True, "aqn.old_logprobs": "recompute_noisy"}, 1),
+        ({"aqn.enabled": True, "aqn.old_logprobs": "rollout", "algorithm.minibatches_per_step": 2}, 0),
+    ],
+)
+def test_old_logprobs_are_computed_only_where_the_objective_needs_them(
+    world: Learning, keys: dict[str, Any], num_passes: int
+) -> None:
+    for key, value in keys.items():
+        section, name = key.split(".")
+        setattr(getattr(world.config, section), name, value)
+    actor = Actor()
+    world.run(actor)
+    assert actor.num_passes == num_passes
 
 
 @pytest.mark.parametrize("mode", ["rollout", "recompute", "off"])

@@ -145,11 +145,14 @@ def test_routed_tokens_are_sent_once(tmp_path: Path) -> None:
 def test_overlap_is_measured_in_every_mode(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     launched = run_copy(Path("benchmarks/overlap.py"), "--quick", "--json", path).check()
-    equal, slow = tables(launched.stdout)
+    equal, slow, reference = tables(launched.stdout)
     modes = ["synchronous, 0", "pinned, 1", "pinned, 2", "pinned, 4", "in_flight, 1", "in_flight, 2"]
     assert [row[0] for row in equal[1:]] == [row[0] for row in slow[1:]] == modes
     results = json.loads(path.read_text())
     assert all(row["step_s"] > 0 for part in ("equal", "slow") for row in results[part])
+    parts, groups, parts_ended, groups_ended = [[float(share) for share in row[1:]] for row in reference[1:]]
+    for less, more in ((parts, groups), (parts, parts_ended), (groups, groups_ended), (parts_ended, groups_ended)):
+        assert all(0 <= a <= b < 1 for a, b in zip(less, more, strict=True)), "what may begin sooner hides more"
 
 
 def test_overlap_refuses_what_leaves_nothing_to_count() -> None:

@@ -122,6 +122,7 @@ def test_30b_with_experts_on_16_devices(models: Path, capsys: pytest.CaptureFixt
 @pytest.mark.slow
 def test_235b_on_256_devices(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = ("parallel.context=1", "parallel.expert=32", "rollout.tensor_parallel_size=16")
+    more += ("trainer.max_tokens_per_microbatch=24576",)
     recipe = "gspo_math_qwen3_30b_a3b.yaml"
     status, figures, _ = plan(capsys, models, recipe, "Qwen3-235B-A22B", 256, *more)
     check(figures, 235.09, 64)
@@ -275,8 +276,11 @@ def sharding_table(page: str) -> list[tuple[list[str], list[str]]]:
 def test_the_table_of_zero_and_fsdp_is_what_the_plan_says(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = sharding_table("plan.md")
     assert sharding_table("plan_zh.md") == table and len(table) == 9
+    fixed = ("memory.recompute=selective", "trainer.max_tokens_per_microbatch=8192")
+    for page in ("plan.md", "plan_zh.md"):
+        assert f"{' '.join(fixed)} KEYS" in (REPO / "docs" / page).read_text()
     for keys, figures in table:
-        _, found, _ = plan(capsys, models, "sft_qwen2.5_7b.yaml", "Qwen2.5-7B-Instruct", 8, *keys)
+        _, found, _ = plan(capsys, models, "sft_qwen2.5_7b.yaml", "Qwen2.5-7B-Instruct", 8, *fixed, *keys)
         ranks = [(sum(items(one).values()), rank, one) for rank in found["ranks"] for one in rank["phases"]]
         most, rank, _ = max(ranks, key=lambda found: found[0])
         state, training = rank["state"], items(rank["phases"][0])
