@@ -27,7 +27,7 @@ from mega_rl.models.shape import read_model_shape
 from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.collectives import broadcast_object
 from mega_rl.rollout.engine import Request
-from mega_rl.rollout.requests import check_length, trajectory_of_output
+from mega_rl.rollout.requests import check_length, joined, resumed, trajectory_of_output, with_tail
 from mega_rl.rollout.temperature_probe import NUM_LOGPROBS
 from mega_rl.rollout.vllm.cpu_adjustments import cpu_adjustments, plain_weights
 from mega_rl.rollout.vllm.environment import (
@@ -44,6 +44,7 @@ from mega_rl.rollout.vllm.versions import (
     leave_routing_to_first_rank,
     num_sampled_tokens,
     picture_constants_kept,
+    taken_out,
 )
 from mega_rl.types import Span, Trajectory
 
@@ -124,15 +125,16 @@ class VLLMEngine:
         self.check(requests)
         first = self._num_submitted + 1
         if requests and not self._under_way:
-            self._generators.seed(requests[0].seed)
+            self._generators.seed(resumed(requests[0]).seed)
         with self._generators.in_use():
             for request in requests:
                 self._num_submitted += 1
                 self._under_way[self._num_submitted] = request
+                asked = resumed(request)
                 self._llm.llm_engine.add_request(
                     str(self._num_submitted),
-                    self._rendered(request.prompt),
-                    self._sampling_params(request),
+                    self._rendered(asked.prompt),
+                    self._sampling_params(asked),
                     lora_request=self._adapter,
                 )
         return list(range(first, self._num_submitted + 1))
@@ -158,13 +160,24 @@ class VLLMEngine:
         finished = {int(output.request_id): output for output in outputs if output.finished}
         return [(number, self._trajectory(number, finished[number])) for number in sorted(finished)]
 
+    def interrupt(self) -> tuple[list[Trajectory], list[Request]]:
+        """As of ``ResumingSampler``."""
+        assert not self._spans, "the weights of responses that are taken out have changed under way"
+        with self._generators.in_use():
+            outputs = {int(output.request_id): output for output in taken_out(self._llm)}
+        requests = [with_tail(request, outputs[number], self._version) for number, request in self._under_way.items()]
+        self._under_way.clear()
+        return [], requests
+
     def _trajectory(self, number: int, output: Any) -> Trajectory:
         request = self._under_way.pop(number)
-        check_tokens(request.prompt, output)
-        experts = self._routed_experts(number, request, output) if request.with_routing else None
-        trajectory = trajectory_of_output(request, output, self._version, experts)
-        spans = self._spans.pop(number, None)
-        return trajectory if spans is None else dataclasses.replace(trajectory, spans=tuple(spans))
+        asked = resumed(request)
+        check_tokens(asked.prompt, output)
+        experts = self._routed_experts(number, asked, output) if asked.with_routing else None
+        trajectory = trajectory_of_output(asked, output, self._version, experts)
+        if (spans := self._spans.pop(number, None)) is not None:
+            trajectory = dataclasses.replace(trajectory, spans=tuple(spans))
+        return joined(request.tail, trajectory)
 
     def _routed_experts(
         self, number: int, request: Request, output: Any
@@ -275,7 +288,7 @@ class VLLMEngine:
         if not forget_prefixes(self._llm):
             raise RuntimeError(f"The engine kept prefixes computed before weight version {version}.")
         for name, num_sampled in num_sampled_tokens(self._llm).items() if self._under_way else ():
-            first = len(self._under_way[int(name)].prompt.token_ids)
+            first = len(resumed(self._under_way[int(name)]).prompt.token_ids)
             spans = self._spans.setdefault(int(name), [Span(first, self._version)])
             if spans[-1].start == first + num_sampled:
                 del spans[-1]
