@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.vllm.engine import VLLMEngine
-from mega_rl.types import Prompt, Trajectory
+from mega_rl.types import Trajectory
 from tests.distributed.rollout_support import answer_of, perturb, prompt, span_error
 
 Write = Callable[[Mapping[str, torch.Tensor]], None]
