@@ -272,7 +272,7 @@ class _Collection:
             self._num_steps += 1
             self._take(ended)
             decisions = self._decide(is_idle=self._engine.num_unfinished == 0)
-            if self._is_over(has_news=bool(ended or decisions)):
+            if self._is_over(has_news=bool(ended or decisions)) and self._under_way:
                 self._stop()
         return Collected(self._groups, {} if self._rest is None else self._begun(self._rest))
 
