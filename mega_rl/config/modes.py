@@ -20,7 +20,7 @@ def mode_problems(config: RunConfig) -> Iterator[str]:
                 "weights: set it to 0, or rollout.mode to pinned or in_flight"
             )
         if rollout.oversample != 1:
-            yield from tail_problems(config)
+            yield from tail_problems(config, f"rollout.oversample is {rollout.oversample}")
         return
     if rollout.oversample != 1:
         yield (
@@ -51,10 +51,13 @@ def mode_problems(config: RunConfig) -> Iterator[str]:
     yield from _learning_problems(config)
 
 
-def tail_problems(config: RunConfig) -> Iterator[str]:
-    """Sentences on keys that cannot be meant where responses go on in the next step, with other weights."""
+def tail_problems(config: RunConfig, given: str) -> Iterator[str]:
+    """Sentences on keys that cannot be meant where responses go on in the next step, with other weights.
+
+    Args:
+        given: why they do, as the beginning of a sentence.
+    """
     rollout, settings = config.rollout, config.algorithm.dynamic_sampling
-    given = f"rollout.oversample is {rollout.oversample}"
     if config.environment.name is not None:
         yield (
             f"{given}, but an episode cannot be stopped without its environment (environment.name "
@@ -70,12 +73,17 @@ def tail_problems(config: RunConfig) -> Iterator[str]:
             f"{given}, but an engine would not see a string of rollout.stop that begins in one step and ends in the "
             "next: set rollout.stop to [], and rollout.stop_token_ids to tokens that end a response"
         )
-    if settings.enabled and settings.oversample != 1:
+    if rollout.oversample != 1 and settings.enabled and settings.oversample != 1:
         yield (
-            f"{given} and algorithm.dynamic_sampling.oversample {settings.oversample}, and both say how many prompts a "
+            f"{given}, but algorithm.dynamic_sampling.oversample {settings.oversample} says it too, how many prompts a "
             "step begins: set algorithm.dynamic_sampling.oversample to 1"
         )
-    yield from _correction_problems(config, f"rollout.oversample {rollout.oversample}")
+    if rollout.oversample != 1 and settings.enabled and settings.budget < rollout.oversample:
+        yield (
+            f"{given}, but algorithm.dynamic_sampling.budget is {settings.budget}, so that a step may begin no more: "
+            "set it to at least rollout.oversample"
+        )
+    yield from _correction_problems(config, "responses that go on with the weights of the next step")
 
 
 def _learning_problems(config: RunConfig) -> Iterator[str]:

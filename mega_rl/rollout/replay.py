@@ -40,7 +40,7 @@ class Records:
         Raises:
             InputError: no rollouts of that step were recorded.
         """
-        # synchronous runs keep what is carried in both files; a group has ended in the step that sampled its last tokens
+        # synchronous runs keep what is carried in both files
         groups = _groups(read_step(self._directory, step))
         own = [row for group in groups if _sampled_for(group) == step for row in group]
         of_step = {(t.prompt.index, t.sample_index): t for t in map(trajectory_of_row, own)}

@@ -29,7 +29,7 @@ from mega_rl.parallel.collectives import broadcast_object
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.requests import check_length, joined, resumed, trajectory_of_output, with_tail
 from mega_rl.rollout.temperature_probe import NUM_LOGPROBS
-from mega_rl.rollout.vllm.cpu_adjustments import cpu_adjustments, plain_weights
+from mega_rl.rollout.vllm.cpu_adjustments import check_head_size, cpu_adjustments, plain_weights
 from mega_rl.rollout.vllm.environment import (
     EngineGenerators,
     preserved_generators,
@@ -163,8 +163,7 @@ class VLLMEngine:
     def interrupt(self) -> tuple[list[Trajectory], list[Request]]:
         """As of ``ResumingSampler``."""
         assert not self._spans, "the weights of responses that are taken out have changed under way"
-        with self._generators.in_use():
-            outputs = {int(output.request_id): output for output in taken_out(self._llm)}
+        outputs = {int(output.request_id): output for output in taken_out(self._llm)}
         requests = [with_tail(request, outputs[number], self._version) for number, request in self._under_way.items()]
         self._under_way.clear()
         return [], requests
@@ -392,7 +391,7 @@ def _construct(
             os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
         adjustments: AbstractContextManager[None] = nullcontext()
         if device_type == "cpu":
-            _check_head_size(model_path)
+            check_head_size(model_path)
             job = broadcast_object(uuid.uuid4().hex[:12])
             adjustments = cpu_adjustments(live_weights=rollout.weight_update != "reload", job=job)
         try:
@@ -418,18 +417,6 @@ def _is_external() -> bool:
 
 def _leave_groups_alone() -> None:
     """Replaces vLLM's clean-up of torch.distributed: the groups belong to the trainer."""
-
-
-def _check_head_size(model_path: str) -> None:
-    """Raise InputError for heads that the engine's CPU attention cannot take: vLLM itself fails in its first answer."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    head_dim, supported = read_model_shape(model_path).head_dim, CPUAttentionBackend.get_supported_head_sizes()
-    if head_dim not in supported:
-        raise InputError(
-            f"model.path={model_path} has attention heads of {head_dim} channels, and vLLM on a CPU takes "
-            f"{', '.join(map(str, supported))}: choose another model, or another platform.name."
-        )
 
 
 def _first_words(error: ValueError) -> str:

@@ -248,8 +248,9 @@ class BatchBuilder:
         outlines = iter(self._depot.adopt([trajectory for group in groups for trajectory in group.trajectories]))
         self._carried = [OutlinedGroup(tuple(islice(outlines, len(group.scores))), group.scores) for group in groups]
         waiting = state.get("waiting", [])
-        if waiting and (problem := next(tail_problems(self._config), None)) is not None:
-            raise InputError(f"{self._config.checkpoint.resume} has responses that were begun: {problem}")
+        given = "the checkpoint has responses that were begun"
+        if waiting and (problem := next(tail_problems(self._config, given), None)) is not None:
+            raise InputError(problem)
         self._tails.adopt([begun_of_rows(rows, self._begun_request) for rows in waiting])
 
     def _begun_request(self, prompt: Prompt, sample_index: int, seed: int, tail: Trajectory | None) -> Request:

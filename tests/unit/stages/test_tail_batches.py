@@ -161,5 +161,8 @@ def test_what_cannot_go_on_is_refused() -> None:
         later.builder.load_state_dict(state)
     later = Run(TailingEngine(1), False, oversample=1.0)
     later.config.rollout.stop = ["#"]
-    with pytest.raises(InputError, match="has responses that were begun: .*rollout.stop"):
+    with pytest.raises(
+        InputError,
+        match="checkpoint has responses that were begun, but an engine would not see a string of rollout.stop",
+    ):
         later.builder.load_state_dict(state)
