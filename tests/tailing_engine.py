@@ -27,6 +27,10 @@ def logprob(before: Sequence[int], version: int) -> float:
     return -(zlib.crc32(repr((list(before), version)).encode()) % 1000 + 1) / 1000
 
 
+def decoded(token_ids: Sequence[int]) -> str:
+    return "".join(chr(32 + token) for token in token_ids)
+
+
 @dataclass
 class _UnderWay:
     request: Request
@@ -35,10 +39,10 @@ class _UnderWay:
     logprobs: list[float] = field(default_factory=list)
 
     def trajectory(self, finish_reason: str, version: int) -> Trajectory:
-        text = "".join(chr(32 + token) for token in self.token_ids)
+        text = decoded(self.token_ids[: len(self.token_ids) - (finish_reason == "stop")])
         asked, ids, logprobs = self.asked, self.token_ids, self.logprobs
         rest = Trajectory.single_turn(asked.prompt, asked.sample_index, ids, logprobs, text, finish_reason, version)
-        return joined(self.request.tail, rest)
+        return joined(self.request.tail, rest, decoded)
 
 
 class TailingEngine:
@@ -115,4 +119,4 @@ def check_whole(trajectory: Trajectory, max_tokens: int) -> None:
     assert END not in response[:-1] and len(response) <= max_tokens
     assert trajectory.finish_reason == ("stop" if response[-1] == END else "length")
     assert trajectory.finish_reason == "stop" or len(response) == max_tokens
-    assert trajectory.text == "".join(chr(32 + token) for token in response)
+    assert trajectory.text == decoded(response[: len(response) - (trajectory.finish_reason == "stop")])

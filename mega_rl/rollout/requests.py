@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,8 @@ from mega_rl.types import ASSISTANT, Prompt, Trajectory, Turn
 
 ENDS = ("stop", "length")  # why a response ends
 TAKEN_OUT = "abort"  # why a tail ends
+HALF = "\ufffd"  # stands for bytes that are no character
+NUM_BEFORE = 8  # tokens of a prompt
 
 
 def sample_seed(run_seed: int, step: int, prompt_index: int, sample_index: int) -> int:
@@ -69,11 +71,15 @@ def resumed(request: Request) -> Request:
     return replace(request, prompt=prompt, seed=seed, max_tokens=request.max_tokens - tail.num_sampled, tail=None)
 
 
-def joined(tail: Trajectory | None, rest: Trajectory) -> Trajectory:
-    """A tail and what was sampled to ``resumed`` of its request, as one response to the prompt of the tail."""
+def joined(tail: Trajectory | None, rest: Trajectory, decode: Callable[[Sequence[int]], str]) -> Trajectory:
+    """A tail and what was sampled to ``resumed`` of its request, as one response to the prompt of the tail.
+
+    Args:
+        decode: tokens to text, without special tokens.
+    """
     if tail is None:
         return rest
-    num_before = len(tail.token_ids)
+    num_before, first = len(tail.token_ids), len(tail.prompt.token_ids)
     assert np.array_equal(rest.prompt.token_ids, tail.token_ids), "the rest of another response"
     is_same = rest.spans[0].version == tail.newest_version
     return replace(
@@ -82,17 +88,33 @@ def joined(tail: Trajectory | None, rest: Trajectory) -> Trajectory:
         loss_mask=np.concatenate([tail.loss_mask, rest.loss_mask[num_before:]]),
         logprobs=np.concatenate([tail.logprobs, rest.logprobs[num_before:]]),
         spans=tail.spans + rest.spans[is_same:],
-        turns=(tail.turns[0], Turn(ASSISTANT, len(tail.prompt.token_ids), len(rest.token_ids))),
-        text=tail.text + rest.text,
+        turns=(tail.turns[0], Turn(ASSISTANT, first, len(rest.token_ids))),
+        text=text_of(rest.token_ids.tolist(), first, rest.finish_reason, decode),
     )
 
 
-def with_tail(request: Request, output: Any, version: int) -> Request:
+def text_of(
+    token_ids: Sequence[int], num_prompt: int, finish_reason: str, decode: Callable[[Sequence[int]], str]
+) -> str:
+    """The text of a response as an engine writes it that has sampled all of it.
+
+    Texts of parts do not make it: a character may lie in the tokens of both. The token at which the response stopped is
+    left out, and so are the bytes of a character that has not ended. Some tokenizers write a first token without the
+    space before it, so the last ones of the prompt are written with them.
+    """
+    stop = len(token_ids) - (finish_reason == "stop")
+    before = decode(token_ids[max(0, num_prompt - NUM_BEFORE) : num_prompt])
+    text = decode(token_ids[max(0, num_prompt - NUM_BEFORE) : stop])
+    return (text.removeprefix(before) if text.startswith(before) else decode(token_ids[num_prompt:stop])).rstrip(HALF)
+
+
+def with_tail(request: Request, output: Any, version: int, decode: Callable[[Sequence[int]], str]) -> Request:
     """The request with all that there is of its response.
 
     Args:
         output: vLLM's, of ``resumed(request)``, which was taken out of the engine.
         version: of the weights that sampled it.
+        decode: as of ``joined``.
 
     Raises:
         RuntimeError: as ``trajectory_of_output``.
@@ -101,7 +123,7 @@ def with_tail(request: Request, output: Any, version: int) -> Request:
     if not answer.token_ids:
         return request
     found = trajectory_of_output(resumed(request), output, version, ends=(TAKEN_OUT,))
-    return replace(request, tail=joined(request.tail, found))
+    return replace(request, tail=joined(request.tail, found, decode))
 
 
 def check_length(request: Request, max_model_len: int) -> None:

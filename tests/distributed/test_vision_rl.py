@@ -146,6 +146,7 @@ def test_a_run_that_is_killed_goes_on_elsewhere(tmp_path: Path) -> None:
         mixed += [(step, row) for row in learnt if "spans" in row]
     assert metrics[3]["rollout/tail_tokens"] > 0, "the checkpoint would hold none"
     assert any(row["prompt"].get("images") for _, row in mixed)
+    assert not any("assistant" in row["text"] for _, row in mixed), "a text begins in the prompt"
     across = [row for step, row in mixed if step > 3 and row["spans"][0]["version"] < 3 <= row["weight_version"]]
     assert across, "no response was begun before the kill and ended after it"
 

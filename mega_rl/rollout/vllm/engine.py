@@ -164,7 +164,10 @@ class VLLMEngine:
         """As of ``ResumingSampler``."""
         assert not self._spans, "the weights of responses that are taken out have changed under way"
         outputs = {int(output.request_id): output for output in taken_out(self._llm)}
-        requests = [with_tail(request, outputs[number], self._version) for number, request in self._under_way.items()]
+        requests = [
+            with_tail(request, outputs[number], self._version, self._decode)
+            for number, request in self._under_way.items()
+        ]
         self._under_way.clear()
         return [], requests
 
@@ -176,7 +179,10 @@ class VLLMEngine:
         trajectory = trajectory_of_output(asked, output, self._version, experts)
         if (spans := self._spans.pop(number, None)) is not None:
             trajectory = dataclasses.replace(trajectory, spans=tuple(spans))
-        return joined(request.tail, trajectory)
+        return joined(request.tail, trajectory, self._decode)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._llm.get_tokenizer().decode(list(token_ids), skip_special_tokens=True)
 
     def _routed_experts(
         self, number: int, request: Request, output: Any

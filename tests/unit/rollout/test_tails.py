@@ -6,20 +6,22 @@ import json
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings, strategies as st
 from torch.distributed import HashStore
 
+from mega_rl.data.synthetic import bpe_tokenizer
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.parallel.schedule import split_even
 from mega_rl.rollout.collect import Begun, Collected, OutlinedGroup, PromptGroup, Quota, Round, collect
 from mega_rl.rollout.engine import Request
-from mega_rl.rollout.requests import joined, make_requests, resumed
+from mega_rl.rollout.requests import joined, make_requests, resumed, text_of
 from mega_rl.rollout.tails import Place, Tails, begun_of_rows, rows_of
 from mega_rl.types import Prompt, Score, Span, Trajectory, Turn
-from tests.tailing_engine import TailingEngine, check_whole
+from tests.tailing_engine import TailingEngine, check_whole, decoded
 
 SCORING = ThreadPoolExecutor(2)
 NUM_SAMPLES, MAX_TOKENS = 3, 12
@@ -189,12 +191,25 @@ def test_a_rest_is_asked_for_with_a_seed_of_its_own() -> None:
     others = (replace(request, tail=longer), replace(other, tail=tail))
     seeds = {request.seed, rest.seed, *(resumed(one).seed for one in others)}
     assert len(seeds) == 4 and resumed(request) is request
-    found = joined(tail, Trajectory.single_turn(rest.prompt, 0, [9], [-1.0], "c", "stop", 6))
-    assert found.spans == (Span(2, 4), Span(4, 6)) and found.text == "abc" and found.finish_reason == "stop"
+    found = joined(tail, Trajectory.single_turn(rest.prompt, 0, [9], [-1.0], "c", "stop", 6), decoded)
+    assert found.spans == (Span(2, 4), Span(4, 6)) and found.text == decoded([7, 8]) and found.finish_reason == "stop"
     assert found.logprobs.tolist() == [0, 0, -0.5, -0.25, -1.0] and found.prompt == request.prompt
     assert found.turns == (Turn("prompt", 0, 2), Turn("assistant", 2, 5))
-    same = joined(tail, Trajectory.single_turn(rest.prompt, 0, [9], [-1.0], "c", "stop", 4))
-    assert same == Trajectory.single_turn(request.prompt, 0, [7, 8, 9], [-0.5, -0.25, -1.0], "abc", "stop", 4)
+    same = joined(tail, Trajectory.single_turn(rest.prompt, 0, [9], [-1.0], "c", "stop", 4), decoded)
+    assert same == Trajectory.single_turn(request.prompt, 0, [7, 8, 9], [-0.5, -0.25, -1.0], decoded([7, 8]), "stop", 4)
     with pytest.raises(AssertionError, match="another response"):
-        joined(longer, Trajectory.single_turn(rest.prompt, 0, [9], [-1.0], "c", "stop", 6))
+        joined(longer, Trajectory.single_turn(rest.prompt, 0, [9], [-1.0], "c", "stop", 6), decoded)
     assert all(a.version < b.version for a, b in pairwise(found.spans))
+
+
+def test_a_character_may_lie_in_a_tail_and_in_its_rest() -> None:
+    text = "问题:好 \U0001f600? naïve — 三"
+    tokenizer = bpe_tokenizer(["plain words only"], 300)
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    prompt, ids = tokenizer("user: 一")["input_ids"], tokenizer(text)["input_ids"]
+    assert len(ids) > len(text), "every character is one token"
+    whole = [*prompt, *ids, tokenizer.eos_token_id]
+    assert text_of(whole, len(prompt), "stop", decode) == text
+    for stop in range(len(ids) + 1):
+        found = text_of([*prompt, *ids[:stop]], len(prompt), "length", decode)
+        assert text.startswith(found) and len(text) - len(found) <= len(ids) - stop + 1
