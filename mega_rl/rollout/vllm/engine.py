@@ -32,6 +32,7 @@ from mega_rl.rollout.temperature_probe import NUM_LOGPROBS
 from mega_rl.rollout.vllm.cpu_adjustments import check_head_size, cpu_adjustments, plain_weights
 from mega_rl.rollout.vllm.environment import (
     EngineGenerators,
+    is_external,
     preserved_generators,
     preserved_process,
     set_environment,
@@ -372,7 +373,7 @@ def _construct(
     sight: Sight | None,
 ) -> Any:
     """A ``vllm.LLM`` that leaves the process as it found it."""
-    external = _is_external()
+    external = is_external()
     with preserved_process(device_type):
         from vllm import LLM
         from vllm.distributed.parallel_state import get_tp_group
@@ -411,14 +412,6 @@ def _construct(
         # Unused under an external launcher; its shared memory would be reported as leaked when the process ends.
         get_tp_group().mq_broadcaster = None
         return llm
-
-
-def _is_external() -> bool:
-    """Whether the engine must live in processes that a launcher started: in several, or not on the first device.
-
-    Only an external launcher's engine asks for ``LOCAL_RANK``; any other one takes the first device that it sees.
-    """
-    return dist.is_initialized() and (dist.get_world_size() > 1 or os.environ.get("LOCAL_RANK", "0") != "0")
 
 
 def _leave_groups_alone() -> None:

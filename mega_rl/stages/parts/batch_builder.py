@@ -154,7 +154,7 @@ class BatchBuilder:
             "budget_exhausted": float(is_short),
         }
         metrics = {f"rollout/groups_{name}": float(value) for name, value in figures.items()}
-        if config.rollout.oversample > 1:
+        if config.rollout.oversample > 1 and config.rollout.replay is None:  # records hold no tails
             metrics |= {f"rollout/{name}": value for name, value in self._tails.figures().items()}
         metrics |= staleness_metrics(step, kept[:wanted])
         return Batch(kept[:wanted], self._carried, dropped, metrics, self._depot)
