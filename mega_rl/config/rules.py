@@ -166,6 +166,7 @@ RULES: dict[str, Rule] = {
     "platform.peak_tflops": nullable(above(0, 1 << 20)),
     "rollout.num_engines": between(1, 1 << 16),
     "rollout.max_staleness": between(0, 1 << 10),
+    "rollout.oversample": between(1, 1000),
     "rollout.engine_timeout_s": above(0, MANY),
     "rollout.engine_restarts": between(0, MANY),
     "rollout.engine_lease_s": between(30, MANY),

@@ -97,6 +97,9 @@ class RolloutConfig:
     # in_flight: engines take new weights while they sample (docs/asynchronous.md); the last two need placement separate
     mode: Literal["synchronous", "pinned", "in_flight"] = "synchronous"
     max_staleness: int = 0  # steps that weights may be older than the step that learns from what they sampled
+    # synchronous only: a step begins this x data.train_batch_size prompts and ends when enough of their groups have;
+    # responses that have not ended go on in the next step, from the tokens that they have; 1: a step waits for all
+    oversample: float = 1.0
     # pinned and in_flight only: an engine with work in hand that makes no step for so many seconds is ended and started
     # again, as one that has died
     engine_timeout_s: float = 600.0

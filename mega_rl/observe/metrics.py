@@ -179,6 +179,9 @@ _ROLLOUTS = (
     MetricSpec("rollout/groups_kept", "groups", "that the step learns from, carried ones included", "sum"),
     MetricSpec("rollout/groups_carried_in", "groups", "kept by an earlier step and learnt from in this one", "sum"),
     MetricSpec("rollout/groups_carried_out", "groups", "kept above the batch size, for the next step", "sum"),
+    MetricSpec("rollout/groups_waiting", "groups", "begun and not ended, with which the next step goes on", "sum"),
+    MetricSpec("rollout/tails", "responses", "of them that have not ended", "sum"),
+    MetricSpec("rollout/tail_tokens", "tokens", "that these have so far", "sum"),
     MetricSpec("rollout/groups_budget_exhausted", "1", "1 where a step learns from fewer groups than it wants", "max"),
     MetricSpec("episode/turns", "turns", "of the model, per episode"),
     MetricSpec("episode/reply_tokens", "tokens", "that environments wrote, per episode; they are not learnt"),
@@ -233,6 +236,7 @@ CHARTS: Mapping[str, tuple[str, ...]] = {
         "rollout/groups_kept",
         "rollout/groups_carried_in",
         "rollout/groups_carried_out",
+        "rollout/groups_waiting",
     ),
     "bytes of a sync": ("bridge/bytes_local", "bridge/bytes_sent", "bridge/bytes_received", "bridge/bytes_minimum"),
     "seconds of a sync": (

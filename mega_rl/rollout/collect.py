@@ -7,24 +7,33 @@ prompts. A step wants ``num_groups`` kept groups. It starts with the first ``num
 a group draws one more ticket if the groups kept and under way could otherwise not be enough. So the tickets drawn are
 always the first ``max(num_initial, fewest tickets that hold num_groups kept groups)``, at most ``budget``: which engine
 was faster, and how many engines there are, changes nothing.
+
+A quota that stops is another matter: as soon as the engines together have ``num_groups`` groups, none of them samples
+on, and which groups these are depends on how fast the engines were. Nothing is lost: a group that has not ended is
+handed back as ``Begun``, and a later step goes on with it under a ticket of its own. A dropped group draws its
+replacement then too, which waits without a token, so the number of tickets follows from the groups that have ended.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
+from typing import Literal, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.collectives import broadcast_object
-from mega_rl.rollout.engine import Ended, Request, Sampler, whole
+from mega_rl.rollout.engine import Ended, Request, ResumingSampler, Sampler, whole
 from mega_rl.types import Outline, Score, Trajectory
 
 MAX_SCORING_WAIT_S = 5.0
+STEPS_PER_LOOK = 8  # of an engine in which nothing ends, between two looks at what the others have
+Told = TypeVar("Told")
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,9 @@ class Quota:
     num_initial: int
     budget: int  # tickets that may be drawn at most
     is_kept: Callable[[PromptGroup | OutlinedGroup], bool]  # of a group that is scored
+    # Sampling stops when num_groups groups have ended, or are scored and kept, or when an engine would end no more, as
+    # one that has recorded responses; what has not ended waits.
+    stops_at: Literal["never", "ended", "kept", "idle"] = "never"
 
     def __post_init__(self) -> None:
         assert 0 <= self.num_initial <= self.budget and self.num_groups >= 0, self
@@ -81,7 +93,33 @@ class Decision:
 
     ticket: int
     scores: tuple[Score, ...]
+    is_kept: bool
     replacement: int | None
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A group that has been begun and has not ended, as a rank of its engine has it."""
+
+    requests: tuple[Request, ...]  # of the responses that have not ended, with their tails; there is at least one
+    ended: tuple[Ended, ...] = ()
+    scores: Mapping[int, Future[Score]] = field(default_factory=dict)  # by sample number, of ``ended``; on the leader
+
+    @property
+    def prompt_index(self) -> int:
+        return self.requests[0].prompt.index
+
+    @property
+    def num_tail_tokens(self) -> int:
+        """Sampled ones of responses that have not ended."""
+        return sum(request.tail.num_sampled for request in self.requests if request.tail is not None)
+
+
+class Collected(NamedTuple):
+    """What a step of one engine has come to, by tickets."""
+
+    groups: dict[int, PromptGroup]  # all of whose responses have ended; on the leader only
+    begun: dict[int, Begun]  # the others
 
 
 @dataclass(frozen=True)
@@ -99,14 +137,27 @@ class Round:
     store: dist.Store  # of all engines: holds the step's number of dropped groups
     is_leader: bool = True
     ranks: dist.ProcessGroup | None = None  # of this engine, if it has several
+    begun: Mapping[int, Begun] = field(default_factory=dict)  # ticket -> a group of earlier steps, on its engine
+
+    def start(self, ticket: int) -> Begun:
+        """The group of a ticket."""
+        return self.begun[ticket] if ticket in self.begun else Begun(tuple(self.draw(ticket)))
+
+    def is_enough(self, num_more: int) -> bool:
+        """Whether all engines have as many groups as the step wants, so many more of this one included.
+
+        Collective among the ranks of the engine.
+        """
+        found = self.is_leader and self.store.add(f"there/{self.step}", num_more) >= self.quota.num_groups
+        return self.share(found)
 
     def replacement(self) -> int | None:
         """Count a group that was dropped just now; returns the ticket to draw instead of it, or None."""
         return self.quota.replacement(self.store.add(f"dropped/{self.step}", 1))
 
-    def share(self, decisions: list[Decision]) -> list[Decision]:
-        """The leader's decisions on every rank of the engine; collective among them."""
-        return decisions if self.ranks is None else broadcast_object(decisions, self.ranks)
+    def share(self, value: Told) -> Told:
+        """The leader's value on every rank of the engine; collective among them."""
+        return value if self.ranks is None else broadcast_object(value, self.ranks)
 
 
 @dataclass
@@ -120,10 +171,11 @@ class _UnderWay:
     def __bool__(self) -> bool:
         return bool(self.sizes)
 
-    def add(self, ticket: int, requests: Sequence[Request]) -> None:
-        (index,) = {request.prompt.index for request in requests}
+    def add(self, ticket: int, group: Begun) -> None:
+        (index,) = {one.prompt.index for one in (*group.requests, *group.ended)}
         assert index not in self.tickets, f"prompt {index} is under way twice"
-        self.tickets[index], self.sizes[ticket], self.ended[ticket] = ticket, len(requests), []
+        self.tickets[index], self.ended[ticket] = ticket, list(group.ended)
+        self.sizes[ticket] = len(group.requests) + len(group.ended)
 
     def add_ended(self, ended: Sequence[Ended]) -> int:
         """Takes ended responses in; returns how many groups they complete."""
@@ -153,9 +205,15 @@ class _Scoring:
 
     def start(self, trajectory: Trajectory) -> None:
         ticket = self._under_way.tickets[trajectory.prompt.index]
-        score = self._round.score(trajectory)
-        self._scores.setdefault(ticket, {})[trajectory.sample_index] = score
+        self.add(ticket, trajectory.sample_index, self._round.score(trajectory))
+
+    def add(self, ticket: int, sample_index: int, score: Future[Score]) -> None:
+        self._scores.setdefault(ticket, {})[sample_index] = score
         score.add_done_callback(lambda _: self._told.put(ticket))
+
+    def of(self, ticket: int) -> dict[int, Future[Score]]:
+        """The scores, by sample number, that have been asked for of a group that has not ended."""
+        return self._scores.get(ticket, {})
 
     def decide(self, wait_for_one: bool) -> list[Decision]:
         """The decisions about the groups scored since the last call, in the order in which they were.
@@ -181,43 +239,108 @@ class _Scoring:
             ended = self._under_way.ended[ticket]
             group = PromptGroup(tuple(whole(ended)), tuple(found[one.sample_index].result() for one in ended))
             is_kept = self._round.quota.is_kept(group)
-            decisions.append(Decision(ticket, group.scores, None if is_kept else self._round.replacement()))
+            replacement = None if is_kept else self._round.replacement()
+            decisions.append(Decision(ticket, group.scores, is_kept, replacement))
         return decisions
 
 
-def collect(engine: Sampler, of_step: Round, own: Sequence[int]) -> dict[int, PromptGroup]:
-    """Sample and score this engine's tickets, and those that it draws for dropped groups; returns ticket -> group.
+class _Collection:
+    """One engine's part of a round, on one rank."""
+
+    def __init__(self, engine: Sampler, of_step: Round) -> None:
+        self._engine, self._round = engine, of_step
+        self._under_way, self._groups = _UnderWay(), dict[int, PromptGroup]()
+        self._scoring = _Scoring(of_step, self._under_way)
+        self._num_unscored = 0  # groups of which all trajectories have ended
+        self._num_there = 0  # groups that count for the quota, and were not yet told to the other engines
+        self._num_steps = 0
+        self._rest: dict[int, list[Request]] | None = None  # ticket -> what has not ended; None: sampling goes on
+
+    def begin(self, ticket: int) -> None:
+        group = self._round.start(ticket)
+        self._under_way.add(ticket, group)
+        for sample_index, score in group.scores.items():
+            self._scoring.add(ticket, sample_index, score)
+        if self._rest is None:
+            self._engine.submit(group.requests)
+        else:
+            self._rest[ticket] += group.requests
+
+    def run(self) -> Collected:
+        while self._under_way and self._rest is None:
+            ended = self._engine.step()
+            self._num_steps += 1
+            self._take(ended)
+            decisions = self._decide(is_idle=self._engine.num_unfinished == 0)
+            if self._is_over(has_news=bool(ended or decisions)) and self._under_way:
+                self._stop()
+        return Collected(self._groups, {} if self._rest is None else self._begun(self._rest))
+
+    def _take(self, ended: Sequence[Ended]) -> None:
+        for trajectory in whole(ended) if self._round.is_leader else ():
+            self._scoring.start(trajectory)
+        num_complete = self._under_way.add_ended(ended)
+        self._num_unscored += num_complete
+        if self._round.quota.stops_at == "ended":
+            self._num_there += num_complete
+
+    def _decide(self, is_idle: bool) -> list[Decision]:
+        """Take up what was decided since the last call, and begin with replacements."""
+        if not self._num_unscored:
+            return []
+        decisions = self._round.share(self._scoring.decide(wait_for_one=is_idle) if self._round.is_leader else [])
+        for decision in decisions:
+            self._num_unscored -= 1
+            found = self._under_way.remove(decision.ticket)
+            if self._round.is_leader:
+                self._groups[decision.ticket] = PromptGroup(tuple(whole(found)), decision.scores)
+            if self._round.quota.stops_at == "kept":
+                self._num_there += decision.is_kept
+            if decision.replacement is not None:
+                self.begin(decision.replacement)
+        return decisions
+
+    def _is_over(self, has_news: bool) -> bool:
+        if self._round.quota.stops_at == "never":
+            return False
+        if self._round.quota.stops_at == "idle":
+            return not self._engine.num_unfinished and not self._num_unscored
+        if not has_news and self._num_steps % STEPS_PER_LOOK:
+            return False
+        num_more, self._num_there = self._num_there, 0
+        return self._round.is_enough(num_more)
+
+    def _stop(self) -> None:
+        """Sample no more, and wait for the scores of the groups that have ended."""
+        assert isinstance(self._engine, ResumingSampler), "an engine whose responses cannot be stopped"
+        ended, requests = self._engine.interrupt()
+        self._rest = defaultdict(list)
+        self._take(ended)
+        for request in requests:
+            self._rest[self._under_way.tickets[request.prompt.index]].append(request)
+        while self._num_unscored:
+            self._decide(is_idle=True)
+
+    def _begun(self, rest: Mapping[int, Sequence[Request]]) -> dict[int, Begun]:
+        assert rest.keys() == self._under_way.sizes.keys(), "a group has neither ended nor anything left"
+        ended = self._under_way.ended
+        return {
+            ticket: Begun(tuple(rest[ticket]), tuple(ended[ticket]), self._scoring.of(ticket))
+            for ticket in sorted(rest)
+        }
+
+
+def collect(engine: Sampler, of_step: Round, own: Sequence[int]) -> Collected:
+    """Sample and score this engine's tickets, and those that it draws for dropped groups.
 
     Every rank of the engine calls it with the same arguments; dropped groups are in the result too. Only the leader
-    keeps the groups: to the other ranks nothing is returned.
+    keeps the groups that have ended: to the other ranks none is returned.
 
     Args:
+        engine: a ``ResumingSampler`` if the quota stops.
         own: this engine's part of ``range(num_initial)`` of the quota.
     """
-    under_way, groups = _UnderWay(), {}
-
-    def start(ticket: int) -> None:
-        requests = of_step.draw(ticket)
-        under_way.add(ticket, requests)
-        engine.submit(requests)
-
+    collection = _Collection(engine, of_step)
     for ticket in own:
-        start(ticket)
-    scoring = _Scoring(of_step, under_way)
-    num_unscored = 0  # groups of which all trajectories have ended
-    while under_way:
-        ended = engine.step()
-        for trajectory in whole(ended) if of_step.is_leader else ():
-            scoring.start(trajectory)
-        num_unscored += under_way.add_ended(ended)
-        if not num_unscored:
-            continue
-        is_idle = engine.num_unfinished == 0
-        for decision in of_step.share(scoring.decide(wait_for_one=is_idle) if of_step.is_leader else []):
-            num_unscored -= 1
-            found = under_way.remove(decision.ticket)
-            if of_step.is_leader:
-                groups[decision.ticket] = PromptGroup(tuple(whole(found)), decision.scores)
-            if decision.replacement is not None:
-                start(decision.replacement)
-    return groups
+        collection.begin(ticket)
+    return collection.run()

@@ -26,6 +26,7 @@ class Request:
     with_logprobs: bool = True  # else the trajectory's log-probabilities are all 0, and the engine is faster
     stop: tuple[str, ...] = ()  # strings that end this response, besides those of the engine
     turn: int = 0  # of an episode: the engine that sampled the turn before it has that in its prefix cache
+    tail: Trajectory | None = None  # what earlier steps sampled of the response, with which the engine goes on
 
     def __post_init__(self) -> None:
         assert self.max_tokens >= 1 and self.temperature >= 0.0 and 0 <= self.seed < 2**63, self
@@ -108,6 +109,19 @@ class StreamingSampler(Sampler, Protocol):
 
     def abort(self, requests: Sequence[Request]) -> None:
         """Sample no more for these requests, of which ``step`` then returns nothing; of one that has ended: nothing."""
+
+
+@runtime_checkable
+class ResumingSampler(Sampler, Protocol):
+    """A sampler whose responses can be stopped, and gone on with when its weights are others."""
+
+    def interrupt(self) -> tuple[Sequence[Ended], Sequence[Request]]:
+        """Sample no more: nothing is under way afterwards.
+
+        Returns:
+            Responses that have ended in the meantime, as of ``step``; and the requests of all others, each with the
+            tail that it has come to, on the ranks to which ``step`` gives trajectories.
+        """
 
 
 class ProbedSampler(Sampler, Probed, Protocol):

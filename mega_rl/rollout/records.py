@@ -38,7 +38,7 @@ def row_of_trajectory(trajectory: Trajectory) -> dict[str, Any]:
     """The same of one trajectory, without its score."""
     after_prompt = slice(len(trajectory.prompt.token_ids), None)
     row = {
-        "prompt": _row_of_prompt(trajectory.prompt),
+        "prompt": row_of_prompt(trajectory.prompt),
         "sample_index": trajectory.sample_index,
         "token_ids": trajectory.token_ids[after_prompt].tolist(),
         "logprobs": trajectory.logprobs[after_prompt].tolist(),
@@ -60,7 +60,7 @@ def row_of_trajectory(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def _row_of_prompt(prompt: Prompt) -> dict[str, Any]:
+def row_of_prompt(prompt: Prompt) -> dict[str, Any]:
     """Of a picture only its first token is written, and ``images`` only if there are any."""
     row = dataclasses.asdict(prompt)
     if not prompt.images:
@@ -71,7 +71,7 @@ def _row_of_prompt(prompt: Prompt) -> dict[str, Any]:
     return row | {"token_ids": kept, "images": [dataclasses.asdict(image) for image in prompt.images]}
 
 
-def _prompt(row: Mapping[str, Any]) -> Prompt:
+def prompt_of_row(row: Mapping[str, Any]) -> Prompt:
     token_ids, images = list(row["token_ids"]), tuple(PromptImage(**image) for image in row.get("images", ()))
     for image in images:
         token_ids[image.first : image.first + 1] = [token_ids[image.first]] * image.num_tokens
@@ -101,7 +101,7 @@ def row_of_score(score: Score) -> dict[str, Any]:
 
 def trajectory_of_row(row: Mapping[str, Any]) -> Trajectory:
     """The trajectory of a row; keys that do not belong to a trajectory (advantage, ...) are ignored."""
-    prompt = _prompt(row["prompt"])
+    prompt = prompt_of_row(row["prompt"])
     values = [row[key] for key in ("token_ids", "logprobs", "text", "finish_reason", "weight_version")]
     values.append(_routed_experts(row["routed_experts"]) if "routed_experts" in row else None)
     single = Trajectory.single_turn(prompt, row["sample_index"], *values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +40,19 @@ class Records:
         Raises:
             InputError: no rollouts of that step were recorded.
         """
-        # synchronous runs sample a step with the weights of its own version, and keep what is carried in both files
-        rows = read_step(self._directory, step)
-        own = [row for row in rows if row.get("sampled_for", row["weight_version"] + 1) == step]
+        # synchronous runs keep what is carried in both files
+        groups = _groups(read_step(self._directory, step))
+        own = [row for group in groups if _sampled_for(group) == step for row in group]
         of_step = {(t.prompt.index, t.sample_index): t for t in map(trajectory_of_row, own)}
         self._steps = {known: found for known, found in self._steps.items() if known >= step - MOST_STEPS}
         self._steps[step] = of_step
 
     def has_read(self, step: int) -> bool:
         return step in self._steps
+
+    def has(self, step: int, request: Request) -> bool:
+        """Whether it was sampled for a step that has been read; else its group ended in a later one."""
+        return (request.prompt.index, request.sample_index) in self._steps.get(step, {})
 
     def find(self, step: int, request: Request) -> Trajectory:
         """The response to a request of a step that has been read.
@@ -92,11 +96,17 @@ class ReplayEngine:
     bit for bit; rewards are computed again.
     """
 
-    def __init__(self, directory: Path, mixture: Mixture | None) -> None:
-        """The arguments are those of ``Records``."""
+    def __init__(self, directory: Path, mixture: Mixture | None, waits: bool = False) -> None:
+        """
+        Args:
+            directory, mixture: as of ``Records``.
+            waits: of responses that are not recorded at this step the groups ended in a later one: they are under way
+                until they are taken out.
+        """
         self._records = Records(directory, mixture)
-        self._version = 0
-        self._under_way: list[Request] = []
+        self._version, self._waits = 0, waits
+        self._under_way: list[Request] = []  # that are recorded at this step
+        self._waiting: list[Request] = []
 
     @property
     def weight_version(self) -> int:
@@ -108,15 +118,26 @@ class ReplayEngine:
 
     def check(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            self._find(request)
+            if not self._is_later(request):
+                self._find(request)
 
     def submit(self, requests: Sequence[Request]) -> None:
         self.check(requests)
-        self._under_way += requests
+        for request in requests:
+            (self._waiting if self._is_later(request) else self._under_way).append(request)
 
     def step(self) -> list[Trajectory]:
         ended, self._under_way = [self._find(request) for request in self._under_way], []
         return ended
+
+    def interrupt(self) -> tuple[list[Trajectory], list[Request]]:
+        """As of ``ResumingSampler``; no tail gets any longer."""
+        assert not self._under_way, "a response that is recorded at this step was not asked for"
+        stopped, self._waiting = self._waiting, []
+        return [], stopped
+
+    def _is_later(self, request: Request) -> bool:
+        return self._waits and not self._records.has(self._version + 1, request)
 
     def generate(self, requests: Sequence[Request]) -> list[Trajectory]:
         self.submit(requests)
@@ -137,6 +158,26 @@ class ReplayEngine:
         """
         self._records.read(version + 1)
         self._version = version
+
+
+def _groups(rows: Iterable[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
+    """The rows of each group: they stand side by side, by sample number."""
+    group: list[Mapping[str, Any]] = []
+    for row in rows:
+        if group and not (
+            row["prompt"]["index"] == group[0]["prompt"]["index"] and row["sample_index"] > group[-1]["sample_index"]
+        ):
+            yield group
+            group = []
+        group.append(row)
+    if group:
+        yield group
+
+
+def _sampled_for(group: Sequence[Mapping[str, Any]]) -> int:
+    """The step, counted from 1, in which a group ended."""
+    known: int | None = group[0].get("sampled_for")
+    return max(row["weight_version"] for row in group) + 1 if known is None else known
 
 
 class RecordedCarrier:

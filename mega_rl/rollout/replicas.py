@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from mega_rl.parallel.collectives import together
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.parallel.rendezvous import Rendezvous
-from mega_rl.parallel.schedule import split_even
 from mega_rl.parallel.sending import spread
-from mega_rl.rollout.collect import OutlinedGroup, Round, collect
+from mega_rl.rollout.collect import Begun, OutlinedGroup, Round, collect
 from mega_rl.rollout.depot import Depot
 from mega_rl.rollout.engine import Sampler
+from mega_rl.rollout.tails import Place
 
 
 def engine_ranks(layout: EngineLayout, timeout_s: float) -> dist.ProcessGroup | None:
@@ -28,29 +30,48 @@ def engine_ranks(layout: EngineLayout, timeout_s: float) -> dist.ProcessGroup | 
     return group
 
 
+class Everything(NamedTuple):
+    """What a step has come to over all engines, in the order of tickets."""
+
+    groups: list[OutlinedGroup]  # that have ended
+    waiting: list[Place]  # that have not
+    own: list[Begun]  # of those: the groups of this rank's engine
+
+
 def collect_everywhere(
-    engine: Sampler, layout: EngineLayout, of_step: Round, rendezvous: Rendezvous, depot: Depot
-) -> list[OutlinedGroup]:
-    """Sample and score a round over all engines; every rank gets every drawn group, in the order of tickets.
+    engine: Sampler,
+    layout: EngineLayout,
+    of_step: Round,
+    shares: Sequence[Sequence[int]],
+    rendezvous: Rendezvous,
+    depot: Depot,
+) -> Everything:
+    """Sample and score a round over all engines; every rank gets every drawn group.
 
     Collective: every rank calls it with the same quota and the same prompts behind the tickets. Engines that are done
     wait for the slowest one at ``rendezvous``, however long it samples. The trajectories stay in the ``depot`` of each
     engine's leader.
 
+    Args:
+        shares: the first tickets of every engine.
+
     Raises:
         InputError: on every rank, if a prompt of the first tickets does not fit the engine of one of them.
     """
-    own = split_even(of_step.quota.num_initial, layout.num_replicas)[layout.replica(dist.get_rank())]
+    replica = layout.replica(dist.get_rank())
     with together("checking the requests"):
-        engine.check([request for ticket in own for request in of_step.draw(ticket)])
-    groups = collect(engine, of_step, own)
+        engine.check([request for ticket in shares[replica] for request in of_step.start(ticket).requests])
+    groups, begun = collect(engine, of_step, shares[replica])
     rendezvous.wait("sampling")
-    own_groups = {
+    own: dict[int, OutlinedGroup | Place] = {
         ticket: OutlinedGroup(tuple(map(depot.add, group.trajectories)), group.scores)
         for ticket, group in groups.items()
     }
-    gathered: dict[int, OutlinedGroup] = {}
-    for part in spread(own_groups, layout.leaders()):
+    own |= {ticket: Place.of(replica, group) for ticket, group in begun.items()}
+    gathered: dict[int, OutlinedGroup | Place] = {}
+    for part in spread(own, layout.leaders()):
         gathered |= part
     assert sorted(gathered) == list(range(len(gathered))), "tickets are drawn without a gap"
-    return [gathered[ticket] for ticket in range(len(gathered))]
+    in_order = [gathered[ticket] for ticket in range(len(gathered))]
+    ended = [one for one in in_order if isinstance(one, OutlinedGroup)]
+    return Everything(ended, [one for one in in_order if isinstance(one, Place)], list(begun.values()))

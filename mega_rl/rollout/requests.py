@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,12 @@ import numpy.typing as npt
 
 from mega_rl.errors import InputError
 from mega_rl.rollout.engine import Request
-from mega_rl.types import Prompt, Trajectory
+from mega_rl.types import ASSISTANT, Prompt, Trajectory, Turn
 
-CONTEXT = 8  # tokens of the prompt that a response's text is read behind
+ENDS = ("stop", "length")  # why a response ends
+TAKEN_OUT = "abort"  # why a tail ends
+HALF = "\ufffd"  # stands for bytes that are no character
+NUM_BEFORE = 8  # tokens of a prompt
 
 
 def sample_seed(run_seed: int, step: int, prompt_index: int, sample_index: int) -> int:
@@ -53,6 +57,75 @@ def make_requests(
     ]
 
 
+def resumed(request: Request) -> Request:
+    """What an engine is asked for the rest of a response: its prompt is all that there is of it.
+
+    vLLM's generators cannot be moved on by so many tokens, so the rest has a seed of its own, which follows from the
+    response's seed and from where the rest begins: what is sampled is a function of what a checkpoint holds.
+    """
+    if (tail := request.tail) is None:
+        return request
+    key = f"tail-v1|{request.seed}|{tail.num_sampled}"
+    seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") >> 1
+    prompt = replace(request.prompt, token_ids=tuple(tail.token_ids.tolist()))
+    return replace(request, prompt=prompt, seed=seed, max_tokens=request.max_tokens - tail.num_sampled, tail=None)
+
+
+def joined(tail: Trajectory | None, rest: Trajectory, decode: Callable[[Sequence[int]], str]) -> Trajectory:
+    """A tail and what was sampled to ``resumed`` of its request, as one response to the prompt of the tail.
+
+    Args:
+        decode: tokens to text, without special tokens.
+    """
+    if tail is None:
+        return rest
+    num_before, first = len(tail.token_ids), len(tail.prompt.token_ids)
+    assert np.array_equal(rest.prompt.token_ids, tail.token_ids), "the rest of another response"
+    is_same = rest.spans[0].version == tail.newest_version
+    return replace(
+        rest,
+        prompt=tail.prompt,
+        loss_mask=np.concatenate([tail.loss_mask, rest.loss_mask[num_before:]]),
+        logprobs=np.concatenate([tail.logprobs, rest.logprobs[num_before:]]),
+        spans=tail.spans + rest.spans[is_same:],
+        turns=(tail.turns[0], Turn(ASSISTANT, first, len(rest.token_ids))),
+        text=text_of(rest.token_ids.tolist(), first, rest.finish_reason, decode),
+    )
+
+
+def text_of(
+    token_ids: Sequence[int], num_prompt: int, finish_reason: str, decode: Callable[[Sequence[int]], str]
+) -> str:
+    """The text of a response as an engine writes it that follows the text of every token.
+
+    Texts of parts do not make it: a character may lie in the tokens of both. The token at which the response stopped is
+    left out, and so are the bytes of a character that has not ended. Some tokenizers write a first token without the
+    space before it, so the last ones of the prompt are written with them.
+    """
+    stop = len(token_ids) - (finish_reason == "stop")
+    before = decode(token_ids[max(0, num_prompt - NUM_BEFORE) : num_prompt])
+    text = decode(token_ids[max(0, num_prompt - NUM_BEFORE) : stop])
+    return (text.removeprefix(before) if text.startswith(before) else decode(token_ids[num_prompt:stop])).rstrip(HALF)
+
+
+def with_tail(request: Request, output: Any, version: int, decode: Callable[[Sequence[int]], str]) -> Request:
+    """The request with all that there is of its response.
+
+    Args:
+        output: vLLM's, of ``resumed(request)``, which was taken out of the engine.
+        version: of the weights that sampled it.
+        decode: as of ``joined``.
+
+    Raises:
+        RuntimeError: as ``trajectory_of_output``.
+    """
+    (answer,) = output.outputs
+    if not answer.token_ids:
+        return request
+    found = trajectory_of_output(resumed(request), output, version, ends=(TAKEN_OUT,))
+    return replace(request, tail=joined(request.tail, found, decode))
+
+
 def check_length(request: Request, max_model_len: int) -> None:
     """Raise InputError for a prompt that leaves no room for its response within ``max_model_len`` tokens."""
     length = len(request.prompt.token_ids)
@@ -69,6 +142,7 @@ def trajectory_of_output(
     output: Any,
     version: int,
     routed_experts: npt.NDArray[np.unsignedinteger[Any]] | None = None,
+    ends: Collection[str] = ENDS,
 ) -> Trajectory:
     """One trajectory out of vLLM's ``RequestOutput`` (or its like) with one output.
 
@@ -76,6 +150,7 @@ def trajectory_of_output(
         output: with ``flat_logprobs``, one of each token, if the request asked for log-probabilities.
         version: the version of the weights that sampled it.
         routed_experts: [tokens, M, K], of all tokens but the last, as in ``Trajectory``; None: not asked for.
+        ends: why it may have ended.
 
     Raises:
         RuntimeError: the engine gave up on the request, its log-probabilities are not finite (broken weights), or the
@@ -83,8 +158,8 @@ def trajectory_of_output(
     """
     (answer,) = output.outputs
     where = f"prompt {request.prompt.index}, sample {request.sample_index}"
-    if answer.finish_reason not in ("stop", "length"):
-        raise RuntimeError(f"The engine ended {where} with {answer.finish_reason!r} instead of 'stop' or 'length'.")
+    if answer.finish_reason not in ends:
+        raise RuntimeError(f"The engine ended {where} with {answer.finish_reason!r} instead of {' or '.join(ends)}.")
     # float32 loses nothing: vLLM's log-probabilities are float32 values, handed out as Python's numbers
     logprobs = answer.logprobs.logprobs if request.with_logprobs else [0.0] * len(answer.token_ids)
     if not all(math.isfinite(value) for value in logprobs):
@@ -107,16 +182,3 @@ def trajectory_of_output(
         version,
         routed_experts,
     )
-
-
-def text_of_response(
-    decode: Callable[[Sequence[int]], str], prompt_ids: Sequence[int], token_ids: Sequence[int]
-) -> str:
-    """The text that ``token_ids`` add to a prompt's.
-
-    It is what a decoder gives with them less what it gives without them: by themselves they would lose a space that
-    they begin with, as of tokenizers that mark words and not spaces.
-    """
-    context = list(prompt_ids[-CONTEXT:])
-    before, whole = decode(context), decode([*context, *token_ids])
-    return whole[len(before) :] if whole.startswith(before) else decode(token_ids)

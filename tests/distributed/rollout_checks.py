@@ -53,7 +53,13 @@ from tests.distributed.rollout_support import (
     perturb,
     prompt,
     save,
+    span_error,
     tiny_model,
+)
+from tests.distributed.tail_checks import (
+    tail_tokens_are_of_their_version,
+    tails_are_functions_of_what_is_kept,
+    unfinished_responses_go_on,
 )
 
 MAX_MODEL_LEN = 384
@@ -252,18 +258,6 @@ def fifty_updates_under_way(engine: VLLMEngine, model: PreTrainedModel, path: Pa
     assert len({span.version for trajectory in found for span in trajectory.spans}) > 40
     errors = [span_error(trajectory, models) for trajectory in found]
     assert max(errors) < 1e-4, errors
-
-
-def span_error(trajectory: Trajectory, models: Mapping[int, PreTrainedModel]) -> float:
-    """The largest difference of a log-probability from that of the model of the token's version, nats."""
-    start = len(trajectory.prompt.token_ids)
-    edges = [span.start - start for span in trajectory.spans] + [trajectory.num_sampled]
-    worst = 0.0
-    for span, begin, end in zip(trajectory.spans, edges, edges[1:], strict=False):
-        expected = hf_logprobs(models[span.version], trajectory.prompt, answer_of(trajectory), 1.0)
-        found = torch.from_numpy(trajectory.sampled_logprobs)
-        worst = max(worst, (found - expected)[begin:end].abs().max().item())
-    return worst
 
 
 def same_samples_in_any_batch(engine: VLLMEngine) -> None:
@@ -467,6 +461,10 @@ def single(directory: Path) -> None:
             check("weights_change_under_way", weights_change_under_way, live, model, path)
             check("tokens_are_of_their_version", tokens_are_of_their_version, live, model, path)
             check("fifty_updates_under_way", fifty_updates_under_way, live, model, path)
+            check("unfinished_responses_go_on", unfinished_responses_go_on, live)
+            check("tails_are_functions_of_what_is_kept", tails_are_functions_of_what_is_kept, live)
+            write = partial(live_write, model, path)
+            check("tail_tokens_are_of_their_version", tail_tokens_are_of_their_version, live, model, write)
         check(f"{family}_live_writes", takes_live_writes, live, model, path, 1, 0)
         check(f"{family}_live_loader", takes_weights, live, model, 2, 23)
         check(f"{family}_reload", takes_weights, packed, twin, 1, 23)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -73,3 +74,15 @@ def hf_logprobs(model: PreTrainedModel, question: Prompt, answer: tuple[int, ...
     ids = torch.tensor([question.token_ids + answer])
     logits = model(ids).logits[0, len(question.token_ids) - 1 : -1].float() / temperature
     return torch.log_softmax(logits, -1).gather(1, torch.tensor(answer)[:, None])[:, 0]
+
+
+def span_error(trajectory: Trajectory, models: Mapping[int, PreTrainedModel]) -> float:
+    """The largest difference of a log-probability from that of the model of the token's version, nats."""
+    start = len(trajectory.prompt.token_ids)
+    edges = [span.start - start for span in trajectory.spans] + [trajectory.num_sampled]
+    worst = 0.0
+    for span, begin, end in zip(trajectory.spans, edges, edges[1:], strict=False):
+        expected = hf_logprobs(models[span.version], trajectory.prompt, answer_of(trajectory), 1.0)
+        found = torch.from_numpy(trajectory.sampled_logprobs)
+        worst = max(worst, (found - expected)[begin:end].abs().max().item())
+    return worst

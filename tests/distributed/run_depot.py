@@ -207,7 +207,8 @@ def engines_elsewhere_answer_rank_0_alone(layout: ParallelLayout) -> None:
 
     quota = Quota(4, 4, 20, is_kept=lambda group: len({one.value for one in group.scores}) > 1)
     of_step = Round(0, quota, draw, score, store, rank == 0, dist.group.WORLD)
-    groups = collect_everywhere(engine, engines, of_step, rendezvous, depot)  # type: ignore[arg-type]
+    shares = [list(range(4))]
+    groups, *_ = collect_everywhere(engine, engines, of_step, shares, rendezvous, depot)  # type: ignore[arg-type]
     assert len(groups) == 8 and sum(quota.is_kept(group) for group in groups) == 4
     outlines = [outline for group in groups for outline in group.outlines]
     assert [(o.prompt_index, o.sample_index) for o in outlines] == [(10 + t, n) for t in range(8) for n in range(3)]

@@ -78,7 +78,8 @@ def main(directory: Path) -> None:
         with HEART.during("generate"):
             depot = Depot(ParallelLayout.create(2), rank)
             engine = Engine(DIFFERENCE_S * rank)
-            groups = collect_everywhere(engine, EngineLayout(2, 1), of_step, rendezvous, depot)  # type: ignore[arg-type]
+            layout, shares = EngineLayout(2, 1), [[0, 1], [2, 3]]
+            groups, *_ = collect_everywhere(engine, layout, of_step, shares, rendezvous, depot)  # type: ignore[arg-type]
             print(f"COLLECTED {rank} {len(groups)}", flush=True)
             if rank == 1:
                 os._exit(0)  # as if its launcher saw nothing wrong

@@ -20,10 +20,17 @@ from transformers import PreTrainedModel
 from mega_rl import platform
 from mega_rl.config.schema import RolloutConfig
 from mega_rl.platform.roles import trainer_role
+from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.vllm.engine import VLLMEngine
 from mega_rl.types import Prompt
 from tests.distributed import rollout_checks as checks
 from tests.distributed.rollout_support import EOS, hf_logprobs, prompt, save, tiny_model
+from tests.distributed.tail_checks import (
+    ended,
+    steps,
+    tails_are_functions_of_what_is_kept,
+    unfinished_responses_go_on,
+)
 
 ON_NPU = os.environ["MEGA_RL_PLATFORM"] == "npu"
 SLEEPER = "qwen3_moe"  # vllm-ascend lets one engine of a process sleep
@@ -41,16 +48,23 @@ def found(name: str, body: Callable[..., Any], *args: Any) -> None:
 
 
 def slept(engine: VLLMEngine, update: Callable[..., float], *args: Any) -> float:
-    """The update of an engine that has been asleep, whose memory the device really had back."""
+    """The update of an engine that has been asleep, whose memory the device had back though it had work under way."""
     from torch import npu
 
+    engine.submit(make_requests([prompt(2, 9)], n=2, step=0, seed=0, max_tokens=9, temperature=1.0))
+    num_ended = len(steps(engine, 4))
+    _, tails = engine.interrupt()
     free = npu.mem_get_info()[0]
     engine.sleep()
     freed = npu.mem_get_info()[0] - free
     engine.wake_weights()
     engine.wake_cache()
     assert freed > VLLM["kv_cache_memory_bytes"], freed
-    return update(*args)
+    difference = update(*args)
+    engine.submit(tails)
+    late = ended(engine)
+    assert num_ended + len(late) == 2 and all(len(t.spans) == 2 for t in late), late
+    return difference
 
 
 def cached_prefix(engine: VLLMEngine, model: PreTrainedModel) -> float:
@@ -123,6 +137,8 @@ def sampled(engine: VLLMEngine) -> None:
     checks.same_samples_in_any_batch(engine)
     checks.limits_are_per_request(engine)
     checks.stops(engine)
+    unfinished_responses_go_on(engine)
+    tails_are_functions_of_what_is_kept(engine)
 
 
 def family(name: str, directory: Path, tied: bool) -> None:

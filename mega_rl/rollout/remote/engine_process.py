@@ -174,6 +174,11 @@ class EngineProcess:
                 return ended
         return []
 
+    def interrupt(self) -> list[Request]:
+        """Take out all that is under way; its requests, with their tails, on the engine's first worker only."""
+        _, requests = self.engine.interrupt()
+        return [] if self._tensor_rank else requests
+
     def issue(
         self,
         attempt: int,

@@ -94,16 +94,46 @@ class RemoteEngines:
                 for engine, load in enumerate(self._loads):
                     if load and engine not in self._advancing:
                         self._advancing[engine] = self._fleet.submit_to(engine, "advance", MAX_STEPS)
-                engine = self._fleet.first_done(self._advancing)
-                calls, first_worker = self._advancing.pop(engine), engine * self._fleet.engine_size
-                for taken in self._submitted.pop(engine, []):  # which have ended before
-                    self._fleet.results(taken, "taking requests", first_worker=first_worker)
-                trajectories = self._fleet.results(calls, "sampling", first_worker=first_worker)[0]
-                HEART.mark()
-                self._loads[engine] -= len(trajectories)
+                trajectories = self._advanced(self._fleet, self._fleet.first_done(self._advancing))
+        return self._told(trajectories)
+
+    def _advanced(self, fleet: Fleet, engine: int) -> list[Trajectory]:
+        """What an engine that was asked to advance has ended; on rank 0 only."""
+        calls, first_worker = self._advancing.pop(engine), engine * fleet.engine_size
+        for taken in self._submitted.pop(engine, []):  # which have ended before
+            fleet.results(taken, "taking requests", first_worker=first_worker)
+        ended: list[Trajectory] = fleet.results(calls, "sampling", first_worker=first_worker)[0]
+        HEART.mark()
+        self._loads[engine] -= len(ended)
+        return ended
+
+    def _told(self, trajectories: list[Trajectory]) -> Sequence[Ended]:
+        """What rank 0 has got, and on the others the requests that it answers. Collective."""
         ended = broadcast_object([(t.prompt.index, t.sample_index) for t in trajectories])
         answered = [self._under_way.pop(key) for key in ended]
         return answered if self._fleet is None else trajectories
+
+    def interrupt(self) -> tuple[Sequence[Ended], Sequence[Request]]:
+        """As of ``ResumingSampler``; an engine stops where the call to advance ends that it has."""
+        trajectories: list[Trajectory] = []
+        stopped: dict[tuple[int, int], Request] = {}
+        with together("stopping the rollout engines"):
+            if (fleet := self._fleet) is not None:
+                for engine in sorted(self._advancing):
+                    trajectories += self._advanced(fleet, engine)
+                busy = [engine for engine, load in enumerate(self._loads) if load]
+                asked = {engine: fleet.submit_to(engine, "interrupt") for engine in busy}
+                for engine, calls in asked.items():
+                    for taken in self._submitted.pop(engine, []):
+                        fleet.results(taken, "taking requests", first_worker=engine * fleet.engine_size)
+                    found = fleet.results(calls, "stopping", first_worker=engine * fleet.engine_size)[0]
+                    stopped |= {(request.prompt.index, request.sample_index): request for request in found}
+                    self._loads[engine] = 0
+        ended = self._told(trajectories)
+        rest = list(self._under_way)
+        assert self._fleet is None or stopped.keys() == set(rest), "an engine has lost a response"
+        requests = [stopped.get(key, self._under_way.pop(key)) for key in rest]
+        return ended, requests
 
     def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
         found: list[dict[int, float]] = []

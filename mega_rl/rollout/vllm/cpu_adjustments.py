@@ -14,6 +14,8 @@ from unittest import mock
 
 import torch
 
+from mega_rl.errors import InputError
+from mega_rl.models.shape import read_model_shape
 from mega_rl.rollout.vllm.versions import plain_cpu_experts
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -77,3 +79,15 @@ def _plain_linear_weights() -> Iterator[None]:
 
     with mock.patch.object(layer_utils, "dispatch_cpu_unquantized_gemm", keep):
         yield
+
+
+def check_head_size(model_path: str) -> None:
+    """Raise InputError for heads that the engine's CPU attention cannot take: vLLM itself fails in its first answer."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    head_dim, supported = read_model_shape(model_path).head_dim, CPUAttentionBackend.get_supported_head_sizes()
+    if head_dim not in supported:
+        raise InputError(
+            f"model.path={model_path} has attention heads of {head_dim} channels, and vLLM on a CPU takes "
+            f"{', '.join(map(str, supported))}: choose another model, or another platform.name."
+        )

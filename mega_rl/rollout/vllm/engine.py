@@ -27,11 +27,12 @@ from mega_rl.models.shape import read_model_shape
 from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.collectives import broadcast_object
 from mega_rl.rollout.engine import Request
-from mega_rl.rollout.requests import check_length, text_of_response, trajectory_of_output
+from mega_rl.rollout.requests import check_length, joined, resumed, text_of, trajectory_of_output, with_tail
 from mega_rl.rollout.temperature_probe import NUM_LOGPROBS
-from mega_rl.rollout.vllm.cpu_adjustments import cpu_adjustments, plain_weights
+from mega_rl.rollout.vllm.cpu_adjustments import check_head_size, cpu_adjustments, plain_weights
 from mega_rl.rollout.vllm.environment import (
     EngineGenerators,
+    is_external,
     preserved_generators,
     preserved_process,
     set_environment,
@@ -44,6 +45,7 @@ from mega_rl.rollout.vllm.versions import (
     leave_routing_to_first_rank,
     num_sampled_tokens,
     picture_constants_kept,
+    taken_out,
 )
 from mega_rl.types import Span, Trajectory
 
@@ -124,15 +126,16 @@ class VLLMEngine:
         self.check(requests)
         first = self._num_submitted + 1
         if requests and not self._under_way:
-            self._generators.seed(requests[0].seed)
+            self._generators.seed(resumed(requests[0]).seed)
         with self._generators.in_use():
             for request in requests:
                 self._num_submitted += 1
                 self._under_way[self._num_submitted] = request
+                asked = resumed(request)
                 self._llm.llm_engine.add_request(
                     str(self._num_submitted),
-                    self._rendered(request.prompt),
-                    self._sampling_params(request),
+                    self._rendered(asked.prompt),
+                    self._sampling_params(asked),
                     lora_request=self._adapter,
                 )
         return list(range(first, self._num_submitted + 1))
@@ -158,18 +161,32 @@ class VLLMEngine:
         finished = {int(output.request_id): output for output in outputs if output.finished}
         return [(number, self._trajectory(number, finished[number])) for number in sorted(finished)]
 
+    def interrupt(self) -> tuple[list[Trajectory], list[Request]]:
+        """As of ``ResumingSampler``."""
+        assert not self._spans, "the weights of responses that are taken out have changed under way"
+        outputs = {int(output.request_id): output for output in taken_out(self._llm)}
+        requests = [
+            with_tail(request, outputs[number], self._version, self._decode)
+            for number, request in self._under_way.items()
+        ]
+        self._under_way.clear()
+        return [], requests
+
     def _trajectory(self, number: int, output: Any) -> Trajectory:
         request = self._under_way.pop(number)
-        check_tokens(request.prompt, output)
+        asked = resumed(request)
+        check_tokens(asked.prompt, output)
         (answer,) = output.outputs
-        if not self._is_text_followed(request):
-            # a stop token has no text, as with vLLM's own
-            ids = answer.token_ids[:-1] if answer.finish_reason == "stop" else answer.token_ids
-            answer.text = text_of_response(self._decode, request.prompt.token_ids, ids)
-        experts = self._routed_experts(number, request, output) if request.with_routing else None
-        trajectory = trajectory_of_output(request, output, self._version, experts)
-        spans = self._spans.pop(number, None)
-        return trajectory if spans is None else dataclasses.replace(trajectory, spans=tuple(spans))
+        if request.tail is None and not self._is_text_followed(request):
+            prompt_ids = asked.prompt.token_ids
+            answer.text = text_of(
+                [*prompt_ids, *answer.token_ids], len(prompt_ids), answer.finish_reason, self._decode
+            )
+        experts = self._routed_experts(number, asked, output) if asked.with_routing else None
+        trajectory = trajectory_of_output(asked, output, self._version, experts)
+        if (spans := self._spans.pop(number, None)) is not None:
+            trajectory = dataclasses.replace(trajectory, spans=tuple(spans))
+        return joined(request.tail, trajectory, self._decode)
 
     def _routed_experts(
         self, number: int, request: Request, output: Any
@@ -280,7 +297,7 @@ class VLLMEngine:
         if not forget_prefixes(self._llm):
             raise RuntimeError(f"The engine kept prefixes computed before weight version {version}.")
         for name, num_sampled in num_sampled_tokens(self._llm).items() if self._under_way else ():
-            first = len(self._under_way[int(name)].prompt.token_ids)
+            first = len(resumed(self._under_way[int(name)]).prompt.token_ids)
             spans = self._spans.setdefault(int(name), [Span(first, self._version)])
             if spans[-1].start == first + num_sampled:
                 del spans[-1]
@@ -369,7 +386,7 @@ def _construct(
     sight: Sight | None,
 ) -> Any:
     """A ``vllm.LLM`` that leaves the process as it found it."""
-    external = _is_external()
+    external = is_external()
     with preserved_process(device_type):
         from vllm import LLM
         from vllm.distributed.parallel_state import get_tp_group
@@ -394,7 +411,7 @@ def _construct(
             os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
         adjustments: AbstractContextManager[None] = nullcontext()
         if device_type == "cpu":
-            _check_head_size(model_path)
+            check_head_size(model_path)
             job = broadcast_object(uuid.uuid4().hex[:12])
             adjustments = cpu_adjustments(live_weights=rollout.weight_update != "reload", job=job)
         try:
@@ -410,28 +427,8 @@ def _construct(
         return llm
 
 
-def _is_external() -> bool:
-    """Whether the engine must live in processes that a launcher started: in several, or not on the first device.
-
-    Only an external launcher's engine asks for ``LOCAL_RANK``; any other one takes the first device that it sees.
-    """
-    return dist.is_initialized() and (dist.get_world_size() > 1 or os.environ.get("LOCAL_RANK", "0") != "0")
-
-
 def _leave_groups_alone() -> None:
     """Replaces vLLM's clean-up of torch.distributed: the groups belong to the trainer."""
-
-
-def _check_head_size(model_path: str) -> None:
-    """Raise InputError for heads that the engine's CPU attention cannot take: vLLM itself fails in its first answer."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    head_dim, supported = read_model_shape(model_path).head_dim, CPUAttentionBackend.get_supported_head_sizes()
-    if head_dim not in supported:
-        raise InputError(
-            f"model.path={model_path} has attention heads of {head_dim} channels, and vLLM on a CPU takes "
-            f"{', '.join(map(str, supported))}: choose another model, or another platform.name."
-        )
 
 
 def _first_words(error: ValueError) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 # The engine runs inside our process; with a process of its own neither live parameters nor collectives could reach it.
 _REQUIRED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -123,3 +124,11 @@ def _set_generators(device_type: str, state: _State) -> None:
     torch.set_rng_state(torch_state)
     if device_state is not None:
         torch.get_device_module(device_type).set_rng_state(device_state)
+
+
+def is_external() -> bool:
+    """Whether the engine must live in processes that a launcher started: in several, or not on the first device.
+
+    Only an external launcher's engine asks for ``LOCAL_RANK``; any other one takes the first device that it sees.
+    """
+    return dist.is_initialized() and (dist.get_world_size() > 1 or os.environ.get("LOCAL_RANK", "0") != "0")

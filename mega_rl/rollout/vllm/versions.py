@@ -211,6 +211,22 @@ def num_sampled_tokens(llm: Any) -> dict[str, int]:
     return {external_name(name): request.num_output_tokens for name, request in scheduler.requests.items()}
 
 
+def taken_out(llm: Any) -> list[Any]:
+    """Take all requests out of an engine in this process; returns what each has so far, as vLLM's outputs.
+
+    Nothing of them runs afterwards: an accelerator may still compute a batch ahead, whose tokens are lost.
+    """
+    from vllm.v1.engine import FinishReason
+
+    states = llm.llm_engine.output_processor.request_states
+    outputs = [state.make_request_output([], None, FinishReason.ABORT, None) for state in states.values()]
+    llm.llm_engine.abort_request([output.request_id for output in outputs])
+    core = llm.llm_engine.engine_core.engine_core
+    while core.scheduler.has_requests() or core.batch_queue:
+        llm.llm_engine.step()
+    return outputs
+
+
 def external_name(name: str) -> str:
     """The name under which a request was added; the engine may have put a word of its own behind it."""
     return name.split("-")[0]

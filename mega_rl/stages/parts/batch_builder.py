@@ -10,15 +10,17 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch.distributed as dist
 
 from mega_rl.algorithms.advantage import dr_grpo_advantages, turn_advantages
 from mega_rl.config import RunConfig
+from mega_rl.config.modes import tail_problems
 from mega_rl.config.schema import AlgorithmConfig, DynamicSamplingConfig
 from mega_rl.data.prompts import PromptStream
+from mega_rl.errors import InputError
 from mega_rl.evaluation.evaluate import Answered, EvaluationSettings, evaluate
 from mega_rl.megatron.saving import Late
 from mega_rl.observe.timers import Timers
@@ -31,6 +33,7 @@ from mega_rl.rollout.engine import ProbedSampler, Request
 from mega_rl.rollout.records import to_group, to_rows
 from mega_rl.rollout.replicas import collect_everywhere, engine_ranks
 from mega_rl.rollout.requests import make_requests
+from mega_rl.rollout.tails import Tails, begun_of_rows
 from mega_rl.rollout.temperature_probe import Probed
 from mega_rl.stages.parts.episodes import without_reward
 from mega_rl.stages.parts.learning import rewards_of_turns
@@ -99,6 +102,8 @@ class BatchBuilder:
     With ``algorithm.dynamic_sampling`` (DAPO, arXiv 2503.14476, section 3.2) a group whose samples all have the same
     reward teaches nothing and is replaced by the next prompt's group, while others are still being sampled. A step that
     used up its budget learns from the groups that it has.
+
+    With ``rollout.oversample`` a step ends when enough groups are there; the next one goes on with the others first.
     """
 
     def __init__(
@@ -121,13 +126,44 @@ class BatchBuilder:
         self._scoring_time = BusyTime()
         self._depot = depot
         self._carried: list[OutlinedGroup] = []
+        self._tails = Tails(layout, dist.get_rank())
         self._done: list[OutlinedGroup] = []  # of the step before, whose tokens are still here
 
     def build(self, step: int) -> Batch:
         """The groups of one step; collective. The tokens of the step before that were not carried are forgotten."""
         self._depot.drop(outline for group in self._done for outline in group.outlines)
         config, carried, quota = self._config, self._carried, self._quota()
-        prompts = _Tickets(self._stream, one_by_one=self._settings.enabled)
+        found = self._found(step, quota) if quota.num_initial else []
+        self._timers.add("reward", self._scoring_time.take())  # beside the sampling
+        dropped = [group for group in found if not quota.is_kept(group)]
+        kept = carried + [group for group in found if quota.is_kept(group)]
+        wanted = config.data.train_batch_size
+        if len(kept) < wanted and not self._settings.enabled:
+            raise InputError(
+                f"rollout.replay={config.rollout.replay} has {len(kept)} of the {wanted} groups of step {step + 1}: "
+                "replay with the data, the seeds, data.train_batch_size and rollout.oversample of the recorded run"
+            )
+        self._carried, self._done = kept[wanted:], kept[:wanted] + dropped
+        is_short = self._settings.enabled and len(kept) < wanted
+        figures = {
+            "generated": len(found),
+            "dropped": len(dropped),
+            "kept": len(kept[:wanted]),
+            "carried_in": len(carried),
+            "carried_out": len(self._carried),
+            "budget_exhausted": float(is_short),
+        }
+        metrics = {f"rollout/groups_{name}": float(value) for name, value in figures.items()}
+        if config.rollout.oversample > 1 and config.rollout.replay is None:  # records hold no tails
+            metrics |= {f"rollout/{name}": value for name, value in self._tails.figures().items()}
+        metrics |= staleness_metrics(step, kept[:wanted])
+        return Batch(kept[:wanted], self._carried, dropped, metrics, self._depot)
+
+    def _found(self, step: int, quota: Quota) -> list[OutlinedGroup]:
+        """The groups that end in a step, in the order of tickets: those that waited first; collective."""
+        config, tails, depot = self._config, self._tails, self._depot
+        one_by_one = self._settings.enabled or config.rollout.oversample > 1 or bool(tails)
+        prompts = _Tickets(self._stream, one_by_one, [place.prompt_index for place in tails.places])
 
         def draw(ticket: int) -> list[Request]:
             return make_requests(
@@ -140,27 +176,13 @@ class BatchBuilder:
                 with_routing=config.rollout.routing_replay == "rollout",
             )
 
-        store = self._rendezvous.store
-        of_step = Round(step, quota, draw, self._start_scoring, store, self._is_leader, self._ranks)
-        found = collect_everywhere(self._engine, self._layout, of_step, self._rendezvous, self._depot)
-        prompts.finish(len(found))
-        self._timers.add("reward", self._scoring_time.take())  # beside the sampling
-        dropped = [group for group in found if not quota.is_kept(group)]
-        kept = carried + [group for group in found if quota.is_kept(group)]
-        wanted = config.data.train_batch_size
-        self._carried, self._done = kept[wanted:], kept[:wanted] + dropped
-        is_short = self._settings.enabled and len(kept) < wanted
-        figures = {
-            "generated": len(found),
-            "dropped": len(dropped),
-            "kept": len(kept[:wanted]),
-            "carried_in": len(carried),
-            "carried_out": len(self._carried),
-            "budget_exhausted": float(is_short),
-        }
-        metrics = {f"rollout/groups_{name}": float(value) for name, value in figures.items()}
-        metrics |= staleness_metrics(step, kept[:wanted])
-        return Batch(kept[:wanted], self._carried, dropped, metrics, self._depot)
+        store, ranks = self._rendezvous.store, self._ranks
+        of_step = Round(step, quota, draw, self._start_scoring, store, self._is_leader, ranks, tails.own())
+        shares = tails.shares(quota.num_initial - len(tails), config.rollout.n)
+        found = collect_everywhere(self._engine, self._layout, of_step, shares, self._rendezvous, depot)
+        prompts.finish(len(found.groups) + len(found.waiting))
+        tails.replace(found.waiting, found.own)
+        return found.groups
 
     def judged(self, batch: Batch) -> Batch:
         """As of ``Batches``."""
@@ -193,17 +215,29 @@ class BatchBuilder:
 
     def _quota(self) -> Quota:
         config, settings, size = self._config, self._settings, self._config.data.train_batch_size
-        if not settings.enabled:
+        oversample, num_waiting = config.rollout.oversample, len(self._tails)
+        if not settings.enabled and oversample == 1 and not num_waiting:
             return Quota(size, size, size, is_kept=lambda group: True)
         missing = max(0, size - len(self._carried))
-        initial = max(0, math.ceil(settings.oversample * size) - len(self._carried)) if missing else 0
-        budget = min(math.ceil(settings.budget * size), len(self._stream.dataset))  # no prompt twice in a step
-        return Quota(missing, min(initial, budget), budget, is_kept=partial(teaches, config.algorithm))
+        is_kept = partial(teaches, config.algorithm) if settings.enabled else lambda group: True
+        factor = max(oversample, settings.oversample if settings.enabled else 1.0)
+        initial = max(num_waiting, math.ceil(factor * size) - len(self._carried)) if missing else 0
+        most = math.ceil((settings.budget if settings.enabled else factor) * size)
+        budget = max(num_waiting, min(most, len(self._stream.dataset)))  # no prompt twice in a step
+        return Quota(missing, min(initial, budget), budget, is_kept, self._stops_at())
+
+    def _stops_at(self) -> Literal["never", "ended", "kept", "idle"]:
+        if self._config.rollout.oversample == 1:
+            return "never"
+        if self._config.rollout.replay is not None:  # the recorded step has stopped already
+            return "idle"
+        return "kept" if self._settings.enabled else "ended"
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next step goes on: plain values. Collective; on rank 0, the others have no carried groups."""
+        """Where the next step goes on: plain values. Collective; on rank 0, the others have no groups."""
         groups = self._depot.groups_to_first(self._carried)
-        return {"stream": self._stream.state_dict(), "carried": [to_rows(group) for group in groups]}
+        state = {"stream": self._stream.state_dict(), "carried": [to_rows(group) for group in groups]}
+        return state | ({"waiting": self._tails.to_first()} if self._tails else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` was taken; raises InputError if it belongs to other data."""
@@ -213,6 +247,22 @@ class BatchBuilder:
             groups = [_without_routing(group) for group in groups]
         outlines = iter(self._depot.adopt([trajectory for group in groups for trajectory in group.trajectories]))
         self._carried = [OutlinedGroup(tuple(islice(outlines, len(group.scores))), group.scores) for group in groups]
+        waiting = state.get("waiting", [])
+        given = "the checkpoint has responses that were begun"
+        if waiting and (problem := next(tail_problems(self._config, given), None)) is not None:
+            raise InputError(problem)
+        self._tails.adopt([begun_of_rows(rows, self._begun_request) for rows in waiting])
+
+    def _begun_request(self, prompt: Prompt, sample_index: int, seed: int, tail: Trajectory | None) -> Request:
+        """One of a checkpoint, which goes on as the configuration says now."""
+        config = self._config
+        limit, num_sampled = config.data.max_response_length, 0 if tail is None else tail.num_sampled
+        if num_sampled >= limit:
+            raise InputError(
+                f"data.max_response_length is {limit}, but the checkpoint has a response that was begun with "
+                f"{num_sampled} tokens: set it to more"
+            )
+        return Request(prompt, sample_index, seed, limit, config.rollout.temperature, tail=tail)
 
 
 def judged(batch: Batch, scorer: Scorer) -> Batch:
@@ -301,26 +351,31 @@ class BusyTime:
 
 
 class _Tickets:
-    """Prompts by ticket, drawn as one whole batch or one by one, each at most once; drawing moves the stream on."""
+    """Prompts by ticket, drawn as one whole batch or one by one, each at most once; drawing moves the stream on.
 
-    def __init__(self, stream: PromptStream, one_by_one: bool) -> None:
-        self._stream = stream
+    Args:
+        waiting: the prompts, by their indices, of groups that were begun before: theirs are the first tickets.
+    """
+
+    def __init__(self, stream: PromptStream, one_by_one: bool, waiting: Sequence[int]) -> None:
+        self._stream, self._num_waiting = stream, len(waiting)
         self._drawn: list[Prompt] = []
-        self._source = self._one_by_one() if one_by_one else iter(stream.next_batch())
+        self._source = self._one_by_one(set(waiting)) if one_by_one else iter(stream.next_batch())
 
     def __getitem__(self, ticket: int) -> Prompt:
-        while len(self._drawn) <= ticket:
+        place = ticket - self._num_waiting
+        assert place >= 0, "a group that was begun before has its prompt"
+        while len(self._drawn) <= place:
             self._drawn.append(next(self._source))
-        return self._drawn[ticket]
+        return self._drawn[place]
 
-    def finish(self, num_drawn: int) -> None:
+    def finish(self, num_tickets: int) -> None:
         """Leave the stream behind the last ticket that any engine drew."""
-        if num_drawn:
-            self[num_drawn - 1]
-        assert len(self._drawn) == num_drawn, "this rank drew a ticket that nobody sampled"
+        if num_tickets > self._num_waiting:
+            self[num_tickets - 1]
+        assert len(self._drawn) == num_tickets - self._num_waiting, "this rank drew a ticket that nobody sampled"
 
-    def _one_by_one(self) -> Iterator[Prompt]:
-        seen: set[int] = set()
+    def _one_by_one(self, seen: set[int]) -> Iterator[Prompt]:
         while True:
             prompt = self._stream.next_item()
             if prompt.index not in seen:

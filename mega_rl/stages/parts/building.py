@@ -184,7 +184,7 @@ def engine_and_sync(session: Session, actor: MegatronEngine, noise: AqnNoise) ->
     config = session.config
     if config.rollout.replay is not None:
         session.say(f"rollout.replay: responses come from {config.rollout.replay}, there is no engine to validate with")
-        records = ReplayEngine(Path(config.rollout.replay), session.shape.mixture)
+        records = ReplayEngine(Path(config.rollout.replay), session.shape.mixture, waits=config.rollout.oversample > 1)
         return records, RecordedSync(records, noise)
     weights, slots = engine_weights(session, actor, noise)
     if config.rollout.placement == "separate":

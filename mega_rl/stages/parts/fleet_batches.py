@@ -186,6 +186,8 @@ class FleetBatches:
                 self._refuse("was written by a run with rollout.mode=synchronous")
             if state["carried"]:
                 self._refuse("has groups that a run with rollout.mode=synchronous carried from step to step")
+            if state.get("waiting"):
+                self._refuse("has responses that a run with rollout.oversample above 1 was to go on with")
             return
         for name, value in self._named_rules().items():
             if state["rules"].get(name, value) != value:

@@ -19,6 +19,7 @@ INSTANCES = {
     ("vllm/engine.py", "self._llm.llm_engine"): "vllm.v1.engine.llm_engine.LLMEngine",
     ("vllm/receiving_engine.py", "self._llm"): "vllm.LLM",
     ("vllm/versions.py", "llm.llm_engine.renderer"): "vllm.renderers.base.BaseRenderer",
+    ("vllm/versions.py", "state"): "vllm.v1.engine.output_processor.RequestState",
     ("vllm/engine.py", "output"): _OUTPUT,
     ("vllm/engine.py", "answer"): _ANSWER,
     ("requests.py", "output"): _OUTPUT,

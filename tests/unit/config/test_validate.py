@@ -760,8 +760,9 @@ def test_a_function_called_as_the_reward_model_is_not_taken_for_it() -> None:
         ({"algorithm.dynamic_sampling.oversample": 1.5}, "no group waits for the next step"),
         ({"algorithm.importance_cap": None}, "importance weights are what corrects for the older weights"),
         ({"aqn.enabled": True, "aqn.old_logprobs": "none"}, "aqn.old_logprobs is 'none'"),
-        ({"aqn.enabled": True, "aqn.old_logprobs": "recompute_noisy"}, "no longer has the weights"),
+        ({"aqn.enabled": True, "aqn.old_logprobs": "recompute_noisy"}, "no longer has all weights"),
         ({"rollout.max_staleness": -1}, "rollout.max_staleness is -1"),
+        ({"rollout.oversample": 1.5}, "no step waits for its longest response"),
     ],
 )
 def test_engines_that_sample_meanwhile(config, changes, words):
@@ -775,6 +776,32 @@ def test_engines_that_sample_meanwhile(config, changes, words):
         *path, name = field.split(".")
         section = functools.reduce(getattr, path, config)
         setattr(section, name, value)
+    found = problems(config)
+    assert len(found) == 1 and words in found[0], found
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"environment.name": "number_guessing"}, "an episode cannot be stopped without its environment"),
+        ({"rollout.stop": ["###"]}, "would not see a string of rollout.stop that begins in one step"),
+        ({"algorithm.dynamic_sampling.oversample": 2.0}, "algorithm.dynamic_sampling.oversample 2.0 says it too"),
+        ({"algorithm.dynamic_sampling.budget": 1.0}, "algorithm.dynamic_sampling.budget is 1.0, so that"),
+        ({"algorithm.importance_cap": None}, "importance weights are what corrects for the older weights"),
+        ({"aqn.enabled": True, "aqn.old_logprobs": "none"}, "aqn.old_logprobs is 'none'"),
+        ({"aqn.enabled": True, "aqn.old_logprobs": "recompute_noisy"}, "no longer has all weights"),
+        ({"rollout.oversample": 0.5}, "rollout.oversample is 0.5"),
+    ],
+)
+@pytest.mark.parametrize("placement", ["colocated", "separate"])
+def test_steps_that_end_before_all_responses_have(config, changes, words, placement):
+    config.rollout.placement, config.rollout.oversample = placement, 1.5
+    config.algorithm.dynamic_sampling.enabled = True
+    config.model.dtype = "bfloat16"
+    assert problems(config) == []
+    for field, value in changes.items():
+        *path, name = field.split(".")
+        setattr(functools.reduce(getattr, path, config), name, value)
     found = problems(config)
     assert len(found) == 1 and words in found[0], found
 

@@ -74,7 +74,7 @@ def run(engines: list[Engine], quota: Quota, is_mixed: Callable[[int], bool]) ->
             threads.submit(collect, engine, of_step, part)  # type: ignore[arg-type]
             for engine, part in zip(engines, parts, strict=True)
         ]
-        found = [job.result(timeout=60) for job in jobs]
+        found = [job.result(timeout=60).groups for job in jobs]
     assert sum(map(len, found)) == len({ticket for part in found for ticket in part}), "a ticket was drawn twice"
     return {ticket: group for part in found for ticket, group in part.items()}
 
@@ -119,7 +119,7 @@ def test_equal_rewards_end_with_the_budget(reward: float) -> None:
             threads.submit(collect, e, of_step, part)  # type: ignore[arg-type]
             for e, part in zip(engines, split_even(4, 2), strict=True)
         ]
-        found = [ticket for job in jobs for ticket in job.result(timeout=60)]
+        found = [ticket for job in jobs for ticket in job.result(timeout=60).groups]
     assert sorted(found) == list(range(40)) and store.add("dropped/5", 0) == 40
 
 
@@ -180,6 +180,6 @@ def test_a_score_that_takes_long_holds_up_its_own_group_only() -> None:
         return known
 
     quota = Quota(3, 3, 9, has_signal)
-    found = collect(engine, Round(0, quota, draw, score, HashStore()), range(3))  # type: ignore[arg-type]
+    found = collect(engine, Round(0, quota, draw, score, HashStore()), range(3)).groups  # type: ignore[arg-type]
     assert sorted(found) == [0, 1, 2, 3]
     assert [score.value for score in found[0].scores] == [0.0, 1.0, 2.0]

@@ -14,7 +14,7 @@ from mega_rl.errors import InputError
 from mega_rl.platform.cuda import CudaPlatform
 from mega_rl.platform.npu import NpuPlatform
 from mega_rl.rollout.remote import placement as fleet
-from mega_rl.rollout.vllm import engine as vllm_engine
+from mega_rl.rollout.vllm.environment import is_external
 
 
 def test_without_ray_the_fix_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,4 +44,4 @@ def test_an_engine_alone_finds_its_device_too(
     monkeypatch.setattr(dist, "is_initialized", lambda: world_size > 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: world_size)
     monkeypatch.setenv("LOCAL_RANK", local_rank)
-    assert vllm_engine._is_external() == expected
+    assert is_external() == expected

@@ -29,7 +29,10 @@ class PretendedFleet:
     def shared(self, value: Any) -> Any:
         return ("put", value)
 
-    def submit_to(self, engine: int, method: str, value: Any, *more: Any) -> Any:
+    def submit_to(self, engine: int, method: str, value: Any = None, *more: Any) -> Any:
+        if method == "interrupt":
+            stopped, self.waiting[engine] = self.waiting[engine], []
+            return [replace(r, tail=Trajectory.single_turn(r.prompt, 0, [8], [-1.0], "", "abort", 0)) for r in stopped]
         if method == "submit":
             self.shown.append(more)
             self.given.append((engine, [(r.prompt.index, r.sample_index, r.turn) for r in value]))
@@ -85,6 +88,21 @@ def test_later_turns_go_to_the_engine_of_the_turn_before(engines: tuple[RemoteEn
     fleet.given.clear()
     sampler.submit([*turns(0, range(1), 1), *turns(2, range(2), 2), *turns(9, range(2), 0)])
     assert fleet.given == [(0, [(0, 0, 1)]), (2, [(2, 0, 2), (2, 1, 2)]), (1, [(9, 0, 0), (9, 1, 0)])]
+
+
+def test_what_is_under_way_is_taken_out(engines: tuple[RemoteEngines, PretendedFleet]) -> None:
+    """What engines end that were asked before is not lost; all others come back with their tails, in their order."""
+    sampler, fleet = engines
+    sampler.submit([*turns(4, range(2), 0), *turns(2, range(2), 0)])
+    assert [(t.prompt.index, t.sample_index) for t in sampler.step()] == [(4, 0), (4, 1)]
+    sampler.submit([*turns(7, range(2), 0), *turns(9, range(1), 0)])  # the other engine is on its way
+    found, stopped = sampler.interrupt()
+    assert [(t.prompt.index, t.sample_index) for t in found] == [(2, 0), (2, 1)]
+    assert [(r.prompt.index, r.sample_index) for r in stopped] == [(7, 0), (7, 1), (9, 0)]
+    assert all(r.tail is not None and r.tail.num_sampled == 1 for r in stopped)
+    assert sampler.num_unfinished == 0 and sampler._loads == [0, 0, 0] and not sampler._advancing
+    sampler.submit(stopped)
+    assert fleet.given[-2:] == [(0, [(7, 0, 0), (7, 1, 0)]), (1, [(9, 0, 0)])]
 
 
 def test_what_is_not_known_goes_to_the_engine_with_the_least_to_do(

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mega_rl.rollout.engine import Request
-from mega_rl.rollout.requests import make_requests, sample_seed, text_of_response, trajectory_of_output
+from mega_rl.rollout.requests import make_requests, sample_seed, text_of, trajectory_of_output
 from mega_rl.types import Prompt, Span
 
 
@@ -101,11 +101,10 @@ def test_the_text_of_a_response_is_what_it_adds_to_the_prompt(marks: str, text: 
     tokenizer.train_from_iterator(["the quick brown fox leading no déjà vu, 算一下 question: answer"] * 4, trainer)
     prompt_ids, ids = tokenizer.encode("question:").ids, tokenizer.encode(text).ids
     both = tokenizer.decode(prompt_ids + ids)
-    assert "question:" + text_of_response(tokenizer.decode, prompt_ids, ids) == both
-    assert text_of_response(tokenizer.decode, prompt_ids * 9, ids) == text_of_response(
-        tokenizer.decode, prompt_ids, ids
-    )
-    assert text_of_response(tokenizer.decode, [], ids) == tokenizer.decode(ids)
+    for before in (prompt_ids, prompt_ids * 9):
+        assert "question:" + text_of([*before, *ids], len(before), "length", tokenizer.decode) == both
+    assert text_of(ids, 0, "length", tokenizer.decode) == tokenizer.decode(ids)
+    assert text_of([*prompt_ids, *ids, 0], len(prompt_ids), "stop", tokenizer.decode) == both.removeprefix("question:")
 
 
 def test_the_package_does_not_import_vllm() -> None:
