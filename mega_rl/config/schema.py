@@ -97,6 +97,9 @@ class RolloutConfig:
     # in_flight: engines take new weights while they sample (docs/asynchronous.md); the last two need placement separate
     mode: Literal["synchronous", "pinned", "in_flight"] = "synchronous"
     max_staleness: int = 0  # steps that weights may be older than the step that learns from what they sampled
+    # in_flight only: keys and values of a response under way when new weights come. recompute: by the new weights |
+    # keep: as they are, cheaper, and of no weights in particular; later responses share none (docs/asynchronous.md)
+    kv_on_update: Literal["recompute", "keep"] = "recompute"
     # pinned and in_flight only: an engine with work in hand that makes no step for so many seconds is ended and started
     # again, as one that has died
     engine_timeout_s: float = 600.0

@@ -14,7 +14,7 @@ import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -208,26 +208,53 @@ def weights_change_under_way(engine: VLLMEngine, model: PreTrainedModel, path: P
 
 
 def tokens_are_of_their_version(engine: VLLMEngine, model: PreTrainedModel, path: Path) -> None:
-    """Each sampled token's log-probability is that of the weights of its own version; with kept keys and values not."""
-    errors = []
-    for seed, keeps_cache in ((6, False), (7, True)):
-        requests = make_requests([prompt(0, LONG)], n=4, step=0, seed=seed, max_tokens=12, temperature=1.0)
-        old, found = copy.deepcopy(model), list[Trajectory]()
-        engine.submit(requests)
-        for _ in range(5):
-            found += engine.step()
-        perturb(model, seed, 0.05)
-        if keeps_cache:
-            engine._llm.reset_prefix_cache = lambda **_: True
-        engine.exchange(live_write(model, path), engine.weight_version + 1)
-        while engine.num_unfinished:
-            found += engine.step()
-        assert any(len(trajectory.spans) == 2 for trajectory in found)
-        models = {engine.weight_version - 1: old, engine.weight_version: model}
-        errors.append(max(span_error(trajectory, models) for trajectory in found))
-    del engine._llm.reset_prefix_cache
-    engine.exchange(live_write(model, path), engine.weight_version + 1)  # forgets the mixture
-    assert errors[0] < 1e-4 and errors[1] > 1e-3, errors
+    """Each sampled token's log-probability is that of the weights of its own version."""
+    requests = make_requests([prompt(0, LONG)], n=4, step=0, seed=6, max_tokens=12, temperature=1.0)
+    found, models = changed_after_five_steps(engine, model, path, requests, 6)
+    assert any(len(trajectory.spans) == 2 for trajectory in found)
+    assert max(span_error(trajectory, models) for trajectory in found) < 1e-4
+
+
+def kept_keys_and_values_show(model: PreTrainedModel, path: Path) -> None:
+    """Responses that run go on with keys and values of older weights; nothing that begins later shares them."""
+    engine = start(path, kv_on_update="keep", ignore_eos=True, vllm={"max_num_seqs": 3})
+    engine.exchange(live_write(model, path), 1)
+    asked = {"n": 4, "seed": 7, "max_tokens": 12, "temperature": 1.0}
+    found, models = changed_after_five_steps(
+        engine,
+        model,
+        path,
+        make_requests([prompt(0, LONG)], step=0, **asked),  # the last one waits for a place
+        7,
+        make_requests([prompt(0, LONG)], step=1, **asked),
+    )
+    errors = [(len(trajectory.spans), span_error(trajectory, models)) for trajectory in found]
+    assert sorted(num_spans for num_spans, _ in errors) == [1] * 5 + [2] * 3, errors
+    for num_spans, error in errors:
+        assert (error < 1e-4) if num_spans == 1 else (error > 1e-3), errors
+    last = engine.generate(make_requests([prompt(0, LONG)], step=2, **asked))
+    assert max(span_error(trajectory, models) for trajectory in last) < 1e-4
+
+
+def changed_after_five_steps(
+    engine: VLLMEngine,
+    model: PreTrainedModel,
+    path: Path,
+    requests: list[Request],
+    seed: int,
+    later: Sequence[Request] = (),
+) -> tuple[list[Trajectory], dict[int, PreTrainedModel]]:
+    """What becomes of requests whose engine gets other weights, and of later ones; and the models by their versions."""
+    old, found = copy.deepcopy(model), list[Trajectory]()
+    engine.submit(requests)
+    for _ in range(5):
+        found += engine.step()
+    perturb(model, seed, 0.05)
+    engine.exchange(live_write(model, path), engine.weight_version + 1)
+    engine.submit(later)
+    while engine.num_unfinished:
+        found += engine.step()
+    return found, {engine.weight_version - 1: old, engine.weight_version: model}
 
 
 def fifty_updates_under_way(engine: VLLMEngine, model: PreTrainedModel, path: Path) -> None:
@@ -467,6 +494,7 @@ def single(directory: Path) -> None:
             check("weights_change_under_way", weights_change_under_way, live, model, path)
             check("tokens_are_of_their_version", tokens_are_of_their_version, live, model, path)
             check("fifty_updates_under_way", fifty_updates_under_way, live, model, path)
+            check("kept_keys_and_values_show", kept_keys_and_values_show, model, path)
         check(f"{family}_live_writes", takes_live_writes, live, model, path, 1, 0)
         check(f"{family}_live_loader", takes_weights, live, model, 2, 23)
         check(f"{family}_reload", takes_weights, packed, twin, 1, 23)

@@ -25,6 +25,7 @@ SINGLE = [f"{family}_{name}" for family in FAMILIES for name in (*PER_FAMILY, "r
     "bad_input",
     "weights_change_under_way",
     "tokens_are_of_their_version",
+    "kept_keys_and_values_show",
     "fifty_updates_under_way",
     "live_equals_fresh_engine",
     "reload_equals_fresh_engine",

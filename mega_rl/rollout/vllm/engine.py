@@ -40,12 +40,11 @@ from mega_rl.rollout.vllm.options import LOGPROBS_MODE, engine_arguments
 from mega_rl.rollout.vllm.seeing import Renderer, Sight, check_tokens, sight_arguments
 from mega_rl.rollout.vllm.sockets import remove_socket_names
 from mega_rl.rollout.vllm.versions import (
-    forget_prefixes,
     leave_routing_to_first_rank,
-    num_sampled_tokens,
     picture_constants_kept,
 )
-from mega_rl.types import Span, Trajectory
+from mega_rl.rollout.vllm.weight_changes import WeightChanges
+from mega_rl.types import Trajectory
 
 
 class VLLMEngine:
@@ -88,9 +87,9 @@ class VLLMEngine:
         self._version = 0
         self._under_way: dict[int, Request] = {}  # by number of submission
         self._num_submitted = 0
-        self._spans: dict[int, list[Span]] = {}  # of responses under way that the weights of several syncs sample
         self._loaded: set[str] | None = None  # names loaded by the update under way; None outside of one
         self._llm = _construct(str(model_path), rollout, max_model_len, device_type, dtype, slots, sight)
+        self._changes = WeightChanges(self._llm, keeps_cache=rollout.kv_on_update == "keep")
         self._rendered = Renderer(self._llm, sight)
         self._sees = sight is not None
         self._call("receiver_set_up", LOGPROBS_MODE)
@@ -129,13 +128,12 @@ class VLLMEngine:
             for request in requests:
                 self._num_submitted += 1
                 self._under_way[self._num_submitted] = request
-                self._llm.llm_engine.add_request(
-                    str(self._num_submitted),
-                    self._rendered(request.prompt),
-                    self._sampling_params(request),
-                    lora_request=self._adapter,
-                )
+                self._add(self._num_submitted, self._changes.salted(self._num_submitted, self._rendered(request.prompt)))
         return list(range(first, self._num_submitted + 1))
+
+    def _add(self, number: int, given: dict[str, Any]) -> None:
+        params = self._sampling_params(self._under_way[number])
+        self._llm.llm_engine.add_request(str(number), given, params, lora_request=self._adapter)
 
     def step(self) -> list[Trajectory]:
         return [trajectory for _, trajectory in self.numbered_step()]
@@ -162,9 +160,7 @@ class VLLMEngine:
         request = self._under_way.pop(number)
         check_tokens(request.prompt, output)
         experts = self._routed_experts(number, request, output) if request.with_routing else None
-        trajectory = trajectory_of_output(request, output, self._version, experts)
-        spans = self._spans.pop(number, None)
-        return trajectory if spans is None else dataclasses.replace(trajectory, spans=tuple(spans))
+        return self._changes.told(number, trajectory_of_output(request, output, self._version, experts))
 
     def _routed_experts(
         self, number: int, request: Request, output: Any
@@ -261,8 +257,8 @@ class VLLMEngine:
     def exchange(self, write: Callable[[Mapping[str, torch.Tensor]], None], version: int) -> None:
         """Have ``write`` put the weights of ``version`` into the live parameters, between two steps.
 
-        Requests may be under way: they go on with the new weights, whose keys and values are computed anew for all that
-        they have so far, and their trajectories tell which tokens came of which version.
+        Requests may be under way: they go on with the new weights, and their trajectories tell which tokens came of
+        which version. Keys and values of what they have so far are computed anew, or kept (``rollout.kv_on_update``).
 
         Raises:
             InputError: as ``parameters``.
@@ -272,14 +268,8 @@ class VLLMEngine:
         self._call("receiver_begin_update")
         write(self.parameters())
         self._forget_pictures()
-        if not forget_prefixes(self._llm):
-            raise RuntimeError(f"The engine kept prefixes computed before weight version {version}.")
-        for name, num_sampled in num_sampled_tokens(self._llm).items() if self._under_way else ():
-            first = len(self._under_way[int(name)].prompt.token_ids)
-            spans = self._spans.setdefault(int(name), [Span(first, self._version)])
-            if spans[-1].start == first + num_sampled:
-                del spans[-1]
-            spans.append(Span(first + num_sampled, version))
+        for number, given in self._changes.make(version, self._version, self._under_way).items():
+            self._add(number, given)
         self._version = version
 
     def _forget_pictures(self) -> None:
