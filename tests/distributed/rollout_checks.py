@@ -207,33 +207,38 @@ def weights_change_under_way(engine: VLLMEngine, model: PreTrainedModel, path: P
     assert [span.version for span in later.spans] == [before + 1]
 
 
-def tokens_are_of_their_version(engine: VLLMEngine, model: PreTrainedModel, path: Path) -> None:
+def tokens_are_of_their_version(engine: VLLMEngine, model: PreTrainedModel, path: Path) -> float:
     """Each sampled token's log-probability is that of the weights of its own version."""
     requests = make_requests([prompt(0, LONG)], n=4, step=0, seed=6, max_tokens=12, temperature=1.0)
     found, models = changed_after_five_steps(engine, model, path, requests, 6)
     assert any(len(trajectory.spans) == 2 for trajectory in found)
-    assert max(span_error(trajectory, models) for trajectory in found) < 1e-4
+    largest = max(span_error(trajectory, models) for trajectory in found)
+    assert largest < 1e-4, largest
+    return largest
 
 
-def kept_keys_and_values_show(model: PreTrainedModel, path: Path) -> None:
+def kept_keys_and_values_show(
+    model: PreTrainedModel, path: Path, vllm: Mapping[str, object] | None = None, **keys: Any
+) -> float:
     """Responses that run go on with keys and values of older weights; nothing that begins later shares them."""
-    engine = start(path, kv_on_update="keep", ignore_eos=True, vllm={"max_num_seqs": 3})
+    options = {**(vllm or {}), "max_num_seqs": 3}
+    engine = start(path, kv_on_update="keep", ignore_eos=True, vllm=options, **keys)
     engine.exchange(live_write(model, path), 1)
     asked = {"n": 4, "seed": 7, "max_tokens": 12, "temperature": 1.0}
-    found, models = changed_after_five_steps(
-        engine,
-        model,
-        path,
-        make_requests([prompt(0, LONG)], step=0, **asked),  # the last one waits for a place
-        7,
-        make_requests([prompt(0, LONG)], step=1, **asked),
-    )
-    errors = [(len(trajectory.spans), span_error(trajectory, models)) for trajectory in found]
-    assert sorted(num_spans for num_spans, _ in errors) == [1] * 5 + [2] * 3, errors
-    for num_spans, error in errors:
-        assert (error < 1e-4) if num_spans == 1 else (error > 1e-3), errors
-    last = engine.generate(make_requests([prompt(0, LONG)], step=2, **asked))
-    assert max(span_error(trajectory, models) for trajectory in last) < 1e-4
+    first = make_requests([prompt(0, LONG)], step=0, **asked)  # the last one waits for a place
+    later = make_requests([prompt(0, LONG)], step=1, **asked)
+    found, models = changed_after_five_steps(engine, model, path, first, 7, later)
+    found += engine.generate(make_requests([prompt(0, LONG)], step=2, **asked))
+    mixed, whole = ([t for t in found if len(t.spans) == number] for number in (2, 1))
+    assert len(mixed) == 3 and len(whole) == 9
+    for trajectory in mixed:
+        change = trajectory.spans[1].start - LONG
+        of_old, of_new = (errors_under(trajectory, models[version]) for version in (1, 2))
+        assert of_old[:change].max() < 1e-4 < 1e-3 < of_old[change], (change, of_old)
+        assert of_new[change:].max() > 1e-3, (change, of_new)
+    largest = max(span_error(trajectory, models) for trajectory in whole)
+    assert largest < 1e-4, largest
+    return largest
 
 
 def changed_after_five_steps(
@@ -287,10 +292,14 @@ def span_error(trajectory: Trajectory, models: Mapping[int, PreTrainedModel]) ->
     edges = [span.start - start for span in trajectory.spans] + [trajectory.num_sampled]
     worst = 0.0
     for span, begin, end in zip(trajectory.spans, edges, edges[1:], strict=False):
-        expected = hf_logprobs(models[span.version], trajectory.prompt, answer_of(trajectory), 1.0)
-        found = torch.from_numpy(trajectory.sampled_logprobs)
-        worst = max(worst, (found - expected)[begin:end].abs().max().item())
+        worst = max(worst, errors_under(trajectory, models[span.version])[begin:end].max().item())
     return worst
+
+
+def errors_under(trajectory: Trajectory, model: PreTrainedModel) -> torch.Tensor:
+    """[num_sampled]: how far the tokens' log-probabilities are from those of a model, nats."""
+    expected = hf_logprobs(model, trajectory.prompt, answer_of(trajectory), 1.0)
+    return (torch.from_numpy(trajectory.sampled_logprobs) - expected).abs()
 
 
 def same_samples_in_any_batch(engine: VLLMEngine) -> None:
