@@ -95,6 +95,13 @@ def test_weights_taken_between_two_steps_put_requests_back(version: str, build: 
 
 
 @VERSIONS
+def test_weights_between_two_steps_leave_kept_keys_and_values_alone(version: str, build: Any) -> None:
+    engine, llm = build(version, kv_on_update="keep")
+    engine.exchange(lambda parameters: None, 4)
+    assert llm.since() == ["receiver_begin_update", "receiver_parameters"] and engine.weight_version == 4
+
+
+@VERSIONS
 def test_a_reload_unpacks_before_and_packs_after(version: str, build: Any) -> None:
     engine, llm = build(version)
     engine.use_loader()

@@ -58,7 +58,8 @@ class WeightChanges:
             return {}
         waiting = {number: given for number, given in self._given.items() if not sampled[str(number)]}
         self._given.clear()
-        self._llm.llm_engine.abort_request([str(number) for number in waiting])
+        if waiting:
+            self._llm.llm_engine.abort_request([str(number) for number in waiting])
         return {number: self.salted(number, given) for number, given in waiting.items()}
 
     def told(self, number: int, trajectory: Trajectory) -> Trajectory:
