@@ -21,7 +21,7 @@ from mega_rl.fleet.carrier import Requests
 from mega_rl.fleet.steward import Steward
 from mega_rl.parallel.joint_group import MeetingPoint
 from mega_rl.rollout.engine import Request
-from mega_rl.rollout.remote import placement
+from mega_rl.rollout.remote import carrier, placement
 from mega_rl.rollout.remote.carrier import Life, RayCarrier
 from mega_rl.rollout.remote.engine_process import EngineProcess, EngineSpec
 from mega_rl.rollout.remote.weight_store import Form, Location, Store, Stored
@@ -125,6 +125,39 @@ class WatchedCarrier(RayCarrier):
         return said
 
 
+class PatientCarrier(RayCarrier):
+    """Has an engine wait for newer weights that the rest of its responses may have, once these have a few tokens.
+
+    So weights change within responses, whoever is faster. Of one engine.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        self._steps: dict[tuple[int, int], int] = {}  # of the responses under way, by attempt and sample
+        self._version, self._has_begun = -1, False
+        super().__init__(*arguments)
+
+    def carry(self, decision: events.Start | events.Kill | events.Release | events.Load | events.Issue) -> None:
+        if isinstance(decision, events.Issue):
+            self._steps |= {(decision.attempt, sample): decision.key.step for sample in decision.samples}
+        super().carry(decision)
+
+    def events(self, wait_s: float) -> list[events.Event]:
+        said = super().events(wait_s)
+        for event in said:
+            if isinstance(event, events.Answered):
+                del self._steps[event.attempt, event.sample]
+            elif isinstance(event, events.Loaded):
+                self._version, self._has_begun = event.version, False
+        return said
+
+    def _ask(self, engine: int, life: Life) -> None:
+        may_have_newer = bool(self._steps) and min(self._steps.values()) > self._version
+        if may_have_newer and self._has_begun:
+            return
+        self._has_begun = may_have_newer
+        super()._ask(engine, life)
+
+
 def note(word: Any) -> None:
     if not isinstance(word, events.Pulsed):
         plain = {name: value for name, value in word._asdict().items() if isinstance(value, int | str)}
@@ -177,7 +210,14 @@ def go(log: Path, step: int) -> None:
 
 
 def watch(kind: str, held: Sequence[int] = ()) -> None:
-    """Change the run in this process before it begins; ``kind``: of its engines, calm, pretended or vllm."""
+    """Change the run in this process before it begins; ``kind``: of its engines, calm, pretended, vllm or patient.
+
+    Those of vllm and patient are real.
+    """
+    if kind == "patient":
+        sampling.RayCarrier = PatientCarrier  # type: ignore[misc]
+        carrier.MAX_STEPS, carrier.NUM_AHEAD = 2, 1
+        return
     sampling.RayCarrier = calm_carrier if kind == "calm" else WatchedCarrier  # type: ignore[misc, assignment]
     fleet_batches.Steward = WatchedSteward  # type: ignore[misc]
     if kind == "pretended":

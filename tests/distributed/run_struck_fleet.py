@@ -1,4 +1,4 @@
-"""``tools/train.py`` whose engines are watched: ``run_struck_fleet.py calm|pretended|vllm[,STEP,...] ARGUMENTS``.
+"""``tools/train.py`` whose engines are watched: ``run_struck_fleet.py calm|pretended|vllm|patient[,STEP,...] ARGUMENTS``.
 
 The loop is held before the steps that are named; see ``tests/struck_fleet.py``.
 """
