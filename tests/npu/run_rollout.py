@@ -143,7 +143,9 @@ def family(name: str, directory: Path, tied: bool) -> None:
     found(f"{name} in place", checks.takes_live_writes, engine, model, *where)
     if name == "qwen2":  # a step of the engine is under way as weights change
         found("changed under way", checks.tokens_are_of_their_version, engine, model, path)
-        found("changed under way, kept", checks.kept_keys_and_values_show, model, path, VLLM | sleeps, device_type="npu")
+        found(
+            "changed under way, kept", checks.kept_keys_and_values_show, model, path, VLLM | sleeps, device_type="npu"
+        )
     if name == SLEEPER:
         found(f"{name} slept, in place", slept, engine, checks.writes, engine, model, *where, 2, 18)
     engine.use_loader()

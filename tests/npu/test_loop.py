@@ -62,7 +62,13 @@ class Case:
 CASES = {
     "two ranks, killed and resumed": Case((*COMMON, "trainer.total_steps=4", "validation.test_freq=2"), 2, 4, DENSE),
     "pictures at temperature 0.6": Case(
-        (*COMMON, *BRIEF, *ONE_RANK, "rollout.temperature=0.6", "aqn={enabled: true, sigma_start: 0.2, sigma_end: 0.05}"),
+        (
+            *COMMON,
+            *BRIEF,
+            *ONE_RANK,
+            "rollout.temperature=0.6",
+            "aqn={enabled: true, sigma_start: 0.2, sigma_end: 0.05}",
+        ),
         1,
         2,
         (*DENSE, "aten::scaled_dot_product_attention"),  # of the trainer's tower

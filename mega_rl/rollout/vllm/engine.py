@@ -128,7 +128,9 @@ class VLLMEngine:
             for request in requests:
                 self._num_submitted += 1
                 self._under_way[self._num_submitted] = request
-                self._add(self._num_submitted, self._changes.salted(self._num_submitted, self._rendered(request.prompt)))
+                self._add(
+                    self._num_submitted, self._changes.salted(self._num_submitted, self._rendered(request.prompt))
+                )
         return list(range(first, self._num_submitted + 1))
 
     def _add(self, number: int, given: dict[str, Any]) -> None:
