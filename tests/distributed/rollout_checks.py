@@ -221,7 +221,7 @@ def kept_keys_and_values_show(
     model: PreTrainedModel, path: Path, vllm: Mapping[str, object] | None = None, **keys: Any
 ) -> float:
     """Responses that run go on with keys and values of older weights; nothing that begins later shares them."""
-    options = {**(vllm or {}), "max_num_seqs": 3}
+    options, model = {**(vllm or {}), "max_num_seqs": 3}, copy.deepcopy(model)
     engine = start(path, kv_on_update="keep", ignore_eos=True, vllm=options, **keys)
     engine.exchange(live_write(model, path), 1)
     asked = {"n": 4, "seed": 7, "max_tokens": 12, "temperature": 1.0}
