@@ -21,16 +21,18 @@ from mega_rl.fleet.carrier import Requests
 from mega_rl.fleet.steward import Steward
 from mega_rl.parallel.joint_group import MeetingPoint
 from mega_rl.rollout.engine import Request
-from mega_rl.rollout.remote import placement
+from mega_rl.rollout.remote import carrier, placement
 from mega_rl.rollout.remote.carrier import Life, RayCarrier
 from mega_rl.rollout.remote.engine_process import EngineProcess, EngineSpec
 from mega_rl.rollout.remote.weight_store import Form, Location, Store, Stored
+from mega_rl.rollout.vllm.seeing import Pixels
 from mega_rl.stages.parts import fleet_batches, sampling
 from mega_rl.stages.parts.batch_builder import Batch
 from mega_rl.stages.parts.fleet_batches import FleetBatches
 from mega_rl.types import Trajectory
 from tests.launch import Running
 from tests.pretended_fleet import PretendedCarrier, Response
+from tests.vision_models import MERGE, PATCH
 
 LOG = "MEGA_RL_STRUCK_FLEET"  # the file that a run writes its lines to
 IDLE_S = 0.1  # a shorter time without work is not written down
@@ -44,10 +46,13 @@ def digest(parameters: Mapping[str, torch.Tensor]) -> int:
 
 
 class PretendedEngine:
-    """What ``EngineProcess`` drives: makes one token of every response a step, of the weights that it holds."""
+    """What ``EngineProcess`` drives: makes one token of every response a step, of the weights that it holds.
 
-    def __init__(self, step_s: float) -> None:
-        self._step_s = step_s
+    Pictures of prompts must have come with the requests, each of as many pixels as its tokens stand for.
+    """
+
+    def __init__(self, step_s: float, pictures: Mapping[str, Pixels]) -> None:
+        self._step_s, self._pictures = step_s, pictures
         self.live: dict[str, torch.Tensor] = {}
         self._digest = self._version = -1
         self._under_way: dict[int, Response] = {}
@@ -60,6 +65,9 @@ class PretendedEngine:
     def enter(self, requests: Sequence[Request]) -> list[int]:
         first = self._number + 1
         for request in requests:
+            for image in request.prompt.images:
+                seen = self._pictures[image.key].resized()
+                assert seen.width * seen.height == image.num_tokens * (PATCH * MERGE) ** 2, (seen.size, image)
             self._number += 1
             self._under_way[self._number] = Response(request, 0)
         return list(range(first, self._number + 1))
@@ -82,7 +90,7 @@ class PretendedProcess(EngineProcess):
     step_s = 0.02
 
     def start(self, spec: EngineSpec, tensor_rank: int, point: MeetingPoint) -> None:
-        self._engine = self._sampler = PretendedEngine(self.step_s)  # type: ignore[assignment]
+        self._engine = self._sampler = PretendedEngine(self.step_s, self._shown)  # type: ignore[assignment]
 
     def load(self, form: Form, location: Location, stored: Stored) -> None:
         if not self.engine.live:  # type: ignore[attr-defined]
@@ -115,6 +123,39 @@ class WatchedCarrier(RayCarrier):
         said = super()._is_placed(engine, life, found)
         write("Placed", engine=engine, life=life.number, processes=life.processes)
         return said
+
+
+class PatientCarrier(RayCarrier):
+    """Has an engine wait for newer weights that the rest of its responses may have, once these have a few tokens.
+
+    So weights change within responses, whoever is faster. Of one engine.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        self._steps: dict[tuple[int, int], int] = {}  # of the responses under way, by attempt and sample
+        self._version, self._has_begun = -1, False
+        super().__init__(*arguments)
+
+    def carry(self, decision: events.Start | events.Kill | events.Release | events.Load | events.Issue) -> None:
+        if isinstance(decision, events.Issue):
+            self._steps |= {(decision.attempt, sample): decision.key.step for sample in decision.samples}
+        super().carry(decision)
+
+    def events(self, wait_s: float) -> list[events.Event]:
+        said = super().events(wait_s)
+        for event in said:
+            if isinstance(event, events.Answered):
+                del self._steps[event.attempt, event.sample]
+            elif isinstance(event, events.Loaded):
+                self._version, self._has_begun = event.version, False
+        return said
+
+    def _ask(self, engine: int, life: Life) -> None:
+        may_have_newer = bool(self._steps) and min(self._steps.values()) > self._version
+        if may_have_newer and self._has_begun:
+            return
+        self._has_begun = may_have_newer
+        super()._ask(engine, life)
 
 
 def note(word: Any) -> None:
@@ -169,7 +210,14 @@ def go(log: Path, step: int) -> None:
 
 
 def watch(kind: str, held: Sequence[int] = ()) -> None:
-    """Change the run in this process before it begins; ``kind``: of its engines, calm, pretended or vllm."""
+    """Change the run in this process before it begins; ``kind``: of its engines, calm, pretended, vllm or patient.
+
+    Those of vllm and patient are real.
+    """
+    if kind == "patient":
+        sampling.RayCarrier = PatientCarrier  # type: ignore[misc]
+        carrier.MAX_STEPS, carrier.NUM_AHEAD = 2, 1
+        return
     sampling.RayCarrier = calm_carrier if kind == "calm" else WatchedCarrier  # type: ignore[misc, assignment]
     fleet_batches.Steward = WatchedSteward  # type: ignore[misc]
     if kind == "pretended":

@@ -39,6 +39,7 @@ USED = (
     "data.max_response_length",
     "rollout.n",
     "rollout.tensor_parallel_size",
+    "rollout.kv_on_update",
     "parallel.tensor",
     "parallel.pipeline",
     "parallel.context",
@@ -183,6 +184,7 @@ def costs_of(options: argparse.Namespace, config: RunConfig, lengths: Lengths) -
 def settings_of(options: argparse.Namespace, config: RunConfig, costs: Costs) -> list[Setting]:
     tensor, parallel = config.rollout.tensor_parallel_size, config.parallel
     slots = int(config.rollout.vllm.get("max_num_seqs", NUM_SEQUENCES))
+    prefill = NEVER if config.rollout.kv_on_update == "keep" else Cluster.prefill_tokens_per_s
 
     def cluster(devices: int, trainer_devices: int) -> Cluster:
         return Cluster(
@@ -193,6 +195,7 @@ def settings_of(options: argparse.Namespace, config: RunConfig, costs: Costs) ->
             train_s=costs.train_device_s / trainer_devices,
             train_token_s=costs.train_token_device_s / trainer_devices,
             load_s=options.load_s,
+            prefill_tokens_per_s=prefill,
             hours_between_deaths=options.hours_between_deaths or NEVER,
             restart_s=options.restart_s,
         )

@@ -13,6 +13,11 @@ def mode_problems(config: RunConfig) -> Iterator[str]:
     """Sentences on keys that cannot be meant with the mode."""
     rollout = config.rollout
     mode, eta = rollout.mode, rollout.max_staleness
+    if rollout.kv_on_update == "keep" and mode != "in_flight":
+        yield (
+            f"rollout.kv_on_update is 'keep', but with rollout.mode {mode!r} no response is under way when new weights "
+            "come: remove it, or set rollout.mode to in_flight"
+        )
     if mode not in ASYNCHRONOUS:
         if mode == "synchronous" and eta > 0:
             yield (

@@ -100,6 +100,9 @@ class RolloutConfig:
     # synchronous only: a step begins this x data.train_batch_size prompts and ends when enough of their groups have;
     # responses that have not ended go on in the next step, from the tokens that they have; 1: a step waits for all
     oversample: float = 1.0
+    # in_flight only: keys and values of a response under way when new weights come. recompute: by the new weights |
+    # keep: as they are, cheaper, and of no weights in particular; later responses share none (docs/asynchronous.md)
+    kv_on_update: Literal["recompute", "keep"] = "recompute"
     # pinned and in_flight only: an engine with work in hand that makes no step for so many seconds is ended and started
     # again, as one that has died
     engine_timeout_s: float = 600.0

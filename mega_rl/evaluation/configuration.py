@@ -51,6 +51,7 @@ def evaluation_config(file: Path | None, overrides: Sequence[str], weights: Weig
         replay=None,
         mode="synchronous",
         max_staleness=0,
+        kv_on_update="recompute",
     )
     return RunConfig(
         model=given.model,

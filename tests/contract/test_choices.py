@@ -75,6 +75,7 @@ WITHOUT_TABLE = {
     "platform.mindspeed.mode",
     "preference.reference",
     "rollout.adapter",
+    "rollout.kv_on_update",
     "rollout.mode",
     "rollout.placement",
     "rollout.routing_replay",

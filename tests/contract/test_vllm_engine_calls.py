@@ -57,7 +57,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, StandIn]]
 
     def engine(version: str, kind: type = VLLMEngine, can_sleep: bool = True, **keys: Any) -> tuple[Any, StandIn]:
         llm = StandIn(version, can_sleep)
-        monkeypatch.setattr(vllm_engine, "_construct", lambda *_: llm)
+        monkeypatch.setattr(vllm_engine, "construct", lambda *_: llm)
         made = kind("model", RolloutConfig(**keys), max_model_len=8, device_type="npu", dtype="bfloat16")
         assert llm.since() == ["receiver_set_up", "receiver_parameters"]
         return made, llm
@@ -92,6 +92,13 @@ def test_weights_taken_between_two_steps_put_requests_back(version: str, build: 
     llm.resets = False
     with pytest.raises(RuntimeError, match="kept prefixes computed before weight version 5"):
         engine.exchange(taken.append, 5)
+
+
+@VERSIONS
+def test_weights_between_two_steps_leave_kept_keys_and_values_alone(version: str, build: Any) -> None:
+    engine, llm = build(version, kv_on_update="keep")
+    engine.exchange(lambda parameters: None, 4)
+    assert llm.since() == ["receiver_begin_update", "receiver_parameters"] and engine.weight_version == 4
 
 
 @VERSIONS

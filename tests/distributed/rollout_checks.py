@@ -14,7 +14,7 @@ import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -47,6 +47,7 @@ from tests.distributed.episode_checks import episodes
 from tests.distributed.rollout_support import (
     EOS,
     answer_of,
+    errors_under,
     hf_greedy,
     hf_logprobs,
     hf_weights,
@@ -213,27 +214,59 @@ def weights_change_under_way(engine: VLLMEngine, model: PreTrainedModel, path: P
     assert [span.version for span in later.spans] == [before + 1]
 
 
-def tokens_are_of_their_version(engine: VLLMEngine, model: PreTrainedModel, path: Path) -> None:
-    """Each sampled token's log-probability is that of the weights of its own version; with kept keys and values not."""
-    errors = []
-    for seed, keeps_cache in ((6, False), (7, True)):
-        requests = make_requests([prompt(0, LONG)], n=4, step=0, seed=seed, max_tokens=12, temperature=1.0)
-        old, found = copy.deepcopy(model), list[Trajectory]()
-        engine.submit(requests)
-        for _ in range(5):
-            found += engine.step()
-        perturb(model, seed, 0.05)
-        if keeps_cache:
-            engine._llm.reset_prefix_cache = lambda **_: True
-        engine.exchange(live_write(model, path), engine.weight_version + 1)
-        while engine.num_unfinished:
-            found += engine.step()
-        assert any(len(trajectory.spans) == 2 for trajectory in found)
-        models = {engine.weight_version - 1: old, engine.weight_version: model}
-        errors.append(max(span_error(trajectory, models) for trajectory in found))
-    del engine._llm.reset_prefix_cache
-    engine.exchange(live_write(model, path), engine.weight_version + 1)  # forgets the mixture
-    assert errors[0] < 1e-4 and errors[1] > 1e-3, errors
+def tokens_are_of_their_version(engine: VLLMEngine, model: PreTrainedModel, path: Path) -> float:
+    """Each sampled token's log-probability is that of the weights of its own version."""
+    requests = make_requests([prompt(0, LONG)], n=4, step=0, seed=6, max_tokens=12, temperature=1.0)
+    found, models = changed_after_five_steps(engine, model, path, requests, 6)
+    assert any(len(trajectory.spans) == 2 for trajectory in found)
+    largest = max(span_error(trajectory, models) for trajectory in found)
+    assert largest < 1e-4, largest
+    return largest
+
+
+def kept_keys_and_values_show(
+    model: PreTrainedModel, path: Path, vllm: Mapping[str, object] | None = None, **keys: Any
+) -> float:
+    """Responses that run go on with keys and values of older weights; nothing that begins later shares them."""
+    options, model = {**(vllm or {}), "max_num_seqs": 3}, copy.deepcopy(model)
+    engine = start(path, kv_on_update="keep", ignore_eos=True, vllm=options, **keys)
+    engine.exchange(live_write(model, path), 1)
+    asked = {"n": 4, "seed": 7, "max_tokens": 12, "temperature": 1.0}
+    first = make_requests([prompt(0, LONG)], step=0, **asked)  # the last one waits for a place
+    later = make_requests([prompt(0, LONG)], step=1, **asked)
+    found, models = changed_after_five_steps(engine, model, path, first, 7, later)
+    found += engine.generate(make_requests([prompt(0, LONG)], step=2, **asked))
+    mixed, whole = ([t for t in found if len(t.spans) == number] for number in (2, 1))
+    assert len(mixed) == 3 and len(whole) == 9
+    for trajectory in mixed:
+        change = trajectory.spans[1].start - LONG
+        of_old, of_new = (errors_under(trajectory, models[version]) for version in (1, 2))
+        assert of_old[:change].max() < 1e-4 < 1e-3 < of_old[change], (change, of_old)
+        assert of_new[change:].max() > 1e-3, (change, of_new)
+    largest = max(span_error(trajectory, models) for trajectory in whole)
+    assert largest < 1e-4, largest
+    return largest
+
+
+def changed_after_five_steps(
+    engine: VLLMEngine,
+    model: PreTrainedModel,
+    path: Path,
+    requests: list[Request],
+    seed: int,
+    later: Sequence[Request] = (),
+) -> tuple[list[Trajectory], dict[int, PreTrainedModel]]:
+    """What becomes of requests whose engine gets other weights, and of later ones; and the models by their versions."""
+    old, found = copy.deepcopy(model), list[Trajectory]()
+    engine.submit(requests)
+    for _ in range(5):
+        found += engine.step()
+    perturb(model, seed, 0.05)
+    engine.exchange(live_write(model, path), engine.weight_version + 1)
+    engine.submit(later)
+    while engine.num_unfinished:
+        found += engine.step()
+    return found, {engine.weight_version - 1: old, engine.weight_version: model}
 
 
 def fifty_updates_under_way(engine: VLLMEngine, model: PreTrainedModel, path: Path) -> None:
@@ -465,6 +498,7 @@ def single(directory: Path) -> None:
             check("tails_are_functions_of_what_is_kept", tails_are_functions_of_what_is_kept, live)
             write = partial(live_write, model, path)
             check("tail_tokens_are_of_their_version", tail_tokens_are_of_their_version, live, model, write)
+            check("kept_keys_and_values_show", kept_keys_and_values_show, model, path)
         check(f"{family}_live_writes", takes_live_writes, live, model, path, 1, 0)
         check(f"{family}_live_loader", takes_weights, live, model, 2, 23)
         check(f"{family}_reload", takes_weights, packed, twin, 1, 23)

@@ -82,7 +82,11 @@ def span_error(trajectory: Trajectory, models: Mapping[int, PreTrainedModel]) ->
     edges = [span.start - start for span in trajectory.spans] + [trajectory.num_sampled]
     worst = 0.0
     for span, begin, end in zip(trajectory.spans, edges, edges[1:], strict=False):
-        expected = hf_logprobs(models[span.version], trajectory.prompt, answer_of(trajectory), 1.0)
-        found = torch.from_numpy(trajectory.sampled_logprobs)
-        worst = max(worst, (found - expected)[begin:end].abs().max().item())
+        worst = max(worst, errors_under(trajectory, models[span.version])[begin:end].max().item())
     return worst
+
+
+def errors_under(trajectory: Trajectory, model: PreTrainedModel) -> torch.Tensor:
+    """[num_sampled]: how far the tokens' log-probabilities are from those of a model, nats."""
+    expected = hf_logprobs(model, trajectory.prompt, answer_of(trajectory), 1.0)
+    return (torch.from_numpy(trajectory.sampled_logprobs) - expected).abs()

@@ -1,6 +1,6 @@
-"""``tools/train.py`` whose engines are watched: ``run_struck_fleet.py calm|pretended|vllm[,STEP,...] ARGUMENTS``.
+"""``tools/train.py`` whose engines are watched: ``run_struck_fleet.py KIND[,STEP,...] ARGUMENTS``.
 
-The loop is held before the steps that are named; see ``tests/struck_fleet.py``.
+The loop is held before the steps that are named; kinds are those of ``tests/struck_fleet.py``.
 """
 
 from __future__ import annotations

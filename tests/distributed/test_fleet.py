@@ -14,8 +14,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from PIL import Image
 
 from mega_rl.observe.timeline import read_trace
+from tests import vision_models
 from tests.distributed.training import CLOCKS, TinyWorld, metrics_of, steps_saved
 from tests.launch import Launched, alive, free_port, ranks, run, started
 from tests.struck_fleet import LOG, Told, go
@@ -183,8 +185,10 @@ def test_real_processes_that_are_killed_and_stopped_change_nothing(
 ) -> None:
     """Engines of Ray without vLLM, whose tokens depend on all bytes that they took from the store: one is killed, one
     is stopped, reward workers are killed, and then Ray itself is, which ends the run; the next one goes on.
+
+    Prompts have pictures, which every engine must be given with them, also what its checkpoint holds no samples of.
     """
-    pinned = ("rollout.mode=pinned", "rollout.max_staleness=1", "rollout.num_engines=2")
+    pinned = ("rollout.mode=pinned", "rollout.max_staleness=1", "rollout.num_engines=2", *with_pictures(tmp_path))
     limits = ("rollout.engine_timeout_s=8", "rollout.engine_restarts=1000")
 
     def arguments(kind: str, name: str) -> tuple[object, ...]:
@@ -218,4 +222,22 @@ def test_real_processes_that_are_killed_and_stopped_change_nothing(
     command = (sys.executable, STRUCK, *map(str, arguments("pretended", "struck")))
     run(command, env={**alone, "MASTER_PORT": str(free_port())}).check()
     assert learnt(tmp_path / "struck") == learnt(tmp_path / "calm")
-    assert sampled(tmp_path / "struck") == sampled(tmp_path / "calm")
+    rows = sampled(tmp_path / "struck")
+    assert rows == sampled(tmp_path / "calm")
+    assert {len(row["prompt"].get("images", ())) for row in rows} == {0, 1, 2}  # type: ignore[attr-defined]
+    assert [row["rollout/staleness_max"] for row in list(learnt(tmp_path / "struck").values())[1:]] == [0, 1, 1, 1]
+
+
+def with_pictures(directory: Path) -> tuple[str, str]:
+    """What makes a run one of a model that learns to see, whose prompts have none to two pictures."""
+    rows = []
+    for number in range(12):
+        names = [f"{number}_{place}.png" for place in range(number % 3)]
+        for place, name in enumerate(names):
+            Image.new("RGB", (16 + 4 * number, 20 + 8 * place), (20 * number, 9, 99)).save(directory / name)
+        rows.append({"prompt": f"{'<image>' * len(names)}{number}?", "answer": "1", "images": names})
+    file = directory / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = vision_models.write(directory / "model", "qwen3_vl")
+    seeing = f"model={{path: {model}, vision: {{freeze: false, freeze_merger: false}}}}"
+    return seeing, f"data={{train_files: [{file}], val_files: [{file}], max_prompt_length: 96}}"

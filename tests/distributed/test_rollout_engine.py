@@ -25,6 +25,7 @@ SINGLE = [f"{family}_{name}" for family in FAMILIES for name in (*PER_FAMILY, "r
     "bad_input",
     "weights_change_under_way",
     "tokens_are_of_their_version",
+    "kept_keys_and_values_show",
     "fifty_updates_under_way",
     "unfinished_responses_go_on",
     "tails_are_functions_of_what_is_kept",

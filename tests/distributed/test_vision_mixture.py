@@ -1,7 +1,8 @@
 """A mixture of experts that sees, in float32: reinforcement learning with the tower trained, then its evaluation.
 
-One run and one evaluation show everything around pictures: a reward that sees them, held-out rows with pictures, what
-dashboards and the report show of them, and what an engine of its own makes of the exported weights.
+One run and one evaluation show everything around pictures: an engine of its own whose weights change under way, a
+reward that sees them, held-out rows with pictures, what dashboards and the report show of them, and what another engine
+makes of the exported weights.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mega_rl.rollout.records import read_step
+from mega_rl.rollout.records import read_step, trajectory_of_row
 from tests import vision_models
 from tests.distributed.test_vision_rl import CONFIG, TOLERANCE, pytestmark as needs_torchvision, write_rows
-from tests.distributed.training import metrics_of, train
+from tests.distributed.training import metrics_of
 from tests.launch import REPO, run
 from tools import report
 
 pytestmark = needs_torchvision
 EVAL = REPO / "tools" / "eval.py"
+STRUCK = "tests/distributed/run_struck_fleet.py"
 REWARDS = """
 import io
 from PIL import Image
@@ -43,32 +45,42 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows, reward, config = write_rows(directory), directory / "reward.py", directory / "rl.yaml"
     reward.write_text(REWARDS)
     config.write_text(CONFIG.format(model=model, rows=rows, reward=reward))
-    train(
-        config,
-        directory / "run",
+    overrides = (
+        f"trainer.output_dir={directory / 'run'}",
+        "rollout.placement=separate",
+        "rollout.mode=in_flight",
+        "rollout.max_staleness=1",
         f"data.val_files=[{rows}]",
         f"rewards=[{{name: '{reward}:early'}}, {{name: '{reward}:num_red', weight: 0.0}}]",
         f"trainer.total_steps={STEPS}",
         f"validation={{test_freq: {STEPS}, val_before_train: false, n: 1}}",
         "checkpoint.export_hf=true",
         "logging.num_text_samples=16",
-        nproc=0,
-        timeout=500,
-    ).check()
+    )
+    run([sys.executable, STRUCK, "patient", "--config", str(config), *overrides], timeout=500).check()
     return directory
 
 
 def test_trainer_and_engine_agree_and_rewards_see(world: Path) -> None:
+    """On tokens of the weights that a step trains; those of older weights differ. Some responses have both."""
     metrics = metrics_of(world / "run")
     assert all(metrics[step]["actor/grad_norm"] > 0 for step in (1, STEPS)), "every step changes the weights"
+    assert metrics[2]["rollout/staleness_max"] == 1
+    assert abs(metrics[2]["rollout/kl_of_staleness/0"]) < TOLERANCE < abs(metrics[2]["rollout/kl_of_staleness/1"]) / 10
+    with_both = 0
     for step in (1, STEPS):
         rows = list(read_step(world / "run" / "rollouts", step))
         assert len(rows) == 16
         for row in rows:
-            assert row["weight_version"] == step - 1 and row["logprob_diff"] < TOLERANCE, (step, row["prompt"]["text"])
             pictures = len(row["prompt"].get("images", ()))
+            versions = [span.version for span in trajectory_of_row(row).spans]
+            with_both += versions == [0, 1] and pictures > 0
+            assert set(versions) <= set(range(step)), (step, versions)
+            if versions == [step - 1]:
+                assert row["logprob_diff"] < TOLERANCE, (step, row["prompt"]["text"])
             num_red = row["score"]["parts"]["num_red"]
             assert num_red == {0: 0.0, 1: float(row["prompt"]["ground_truth"] == "red"), 2: 1.0}[pictures]
+    assert with_both > 0
 
 
 def test_pictures_stand_beside_their_samples(world: Path) -> None:

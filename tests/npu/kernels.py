@@ -178,7 +178,28 @@ def install(stand_ins: Mapping[str, Callable[..., Any]]) -> int:
                 rest, _kernel(name, stand_ins.get(name, operator), is_random), "PrivateUse1", allow_override=True
             )
             number += 1
+        for key in ("AutogradPrivateUse1", "PrivateUse1"):  # torch_npu's has a backward pass of its own
+            _library("aten").impl("scaled_dot_product_attention", _attention, key, allow_override=True)
     return number
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """torch's attention [B, H, L, D] as the tower of a trainer asks for it, of operators that have a backward pass."""
+    counts["aten::scaled_dot_product_attention"] += 1
+    assert attn_mask is None and not (dropout_p or is_causal or enable_gqa), "not used"
+    q, k, v = (tensor.flatten(0, 1) for tensor in (query, key, value))
+    scores = torch.bmm(q, k.transpose(1, 2)) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    return torch.bmm(scores.softmax(-1), v).unflatten(0, query.shape[:2])
 
 
 def keep_counts(folder: Path) -> None:

@@ -95,7 +95,8 @@ def npu_fused_infer_attention_score(
     block_size: int = 0,
     **unused: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Stands for the attention of an engine: of whole prompts, or of new tokens over the blocks of the cache.
+    """Stands for the attention of an engine: of whole prompts, or of new tokens over the blocks of the cache; and, in
+    both directions (``sparse_mode`` 0, without a mask), for that of a tower that sees pictures.
 
     Keys are [T, K, D] with cumulative ends, or with ``block_table`` [blocks, rows, K * D] with a length for each
     sequence. The real kernel takes halves only; float32 is allowed here so that figures can be compared closely.
@@ -103,8 +104,11 @@ def npu_fused_infer_attention_score(
     assert pse_shift is None and not any(value not in (None, 0, False) for value in unused.values()), unused
     assert input_layout == "TND" and query.dtype == key.dtype == value.dtype
     assert query.dim() == 3 and query.shape[1] == num_heads and num_heads % num_key_value_heads == 0
-    assert pre_tokens == next_tokens == stand_ins.NO_LIMIT and sparse_mode == 3, "not used"
-    assert atten_mask is not None and atten_mask.dtype == torch.int8 and torch.equal(atten_mask.bool(), MASK)
+    assert pre_tokens == next_tokens == stand_ins.NO_LIMIT and sparse_mode in (0, 3), "not used"
+    is_causal = sparse_mode == 3
+    assert (atten_mask is not None) == is_causal
+    if atten_mask is not None:
+        assert atten_mask.dtype == torch.int8 and torch.equal(atten_mask.bool(), MASK)
     assert actual_seq_lengths is not None and actual_seq_lengths_kv is not None
     ends, kv_ends = list(actual_seq_lengths), list(actual_seq_lengths_kv)
     assert ends[-1] == len(query) and ends == sorted(ends), "cumulative, all queries"
@@ -121,7 +125,7 @@ def npu_fused_infer_attention_score(
                 for x in (key, value)
             )
         q = query[start:end]
-        hidden = torch.ones(len(q), len(k), dtype=torch.bool).triu(len(k) - len(q) + 1)
+        hidden = torch.ones(len(q), len(k), dtype=torch.bool).triu(len(k) - len(q) + 1) & is_causal
         outputs.append(stand_ins._attend(stand_ins._scores(q, k, scale, hidden), v)[0])
     return torch.cat(outputs).to(query.dtype), query.new_empty(0, dtype=torch.float32)
 

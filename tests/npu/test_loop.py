@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 from mega_rl.data.synthetic import arithmetic_tokenizer
 from mega_rl.platform.ascend.devices import MASK
 from tests.distributed.conftest import tiny_world  # noqa: F401 - a fixture
+from tests.distributed.test_vision_rl import configuration
 from tests.distributed.training import HELD, TRAIN, TinyWorld, metrics_of, steps_saved
 from tests.families import ENGINE
 from tests.launch import Launched, free_port, started, torchrun, torchrun_command
@@ -54,12 +55,25 @@ class Case:
     num_steps: int
     operators: tuple[str, ...]
     is_mixture: bool = False
+    has_pictures: bool = False
     is_separate: bool = False  # the engine has a device of its own, in a Ray cluster
 
 
 CASES = {
     "two ranks, killed and resumed": Case((*COMMON, "trainer.total_steps=4", "validation.test_freq=2"), 2, 4, DENSE),
-    "one rank at temperature 0.6": Case((*COMMON, *BRIEF, *ONE_RANK, "rollout.temperature=0.6"), 1, 2, DENSE),
+    "pictures at temperature 0.6": Case(
+        (
+            *COMMON,
+            *BRIEF,
+            *ONE_RANK,
+            "rollout.temperature=0.6",
+            "aqn={enabled: true, sigma_start: 0.2, sigma_end: 0.05}",
+        ),
+        1,
+        2,
+        (*DENSE, "aten::scaled_dot_product_attention"),  # of the trainer's tower
+        has_pictures=True,
+    ),
     "experts in place": Case((*COMMON, *BRIEF, *ONE_RANK), 1, 2, EXPERTS, True),
     "experts through the loader": Case(
         (*COMMON, *BRIEF, *ONE_RANK, "rollout.weight_update=reload", "bridge.verify=off"), 1, 2, EXPERTS, True
@@ -117,11 +131,12 @@ def ran(
     with ThreadPoolExecutor(2) as pool:
         futures: dict[str, Future[Ran]] = {}
         for number, (name, case) in enumerate((ALL if HAS_MINDSPEED else CASES).items()):
-            arguments = ("--config", str(tiny_world.rl), *case.overrides)
-            if case.is_mixture:
-                arguments = (*arguments, f"model.path={mixture}")
             directory = root / str(number)
             directory.mkdir()
+            config = configuration(directory, "qwen2_5_vl", tied=False) if case.has_pictures else tiny_world.rl
+            arguments = ("--config", str(config), *case.overrides)
+            if case.is_mixture:
+                arguments = (*arguments, f"model.path={mixture}")
             futures[name] = pool.submit(both_platforms, name, directory, arguments)
         yield lambda name: futures[name].result()
 
@@ -208,7 +223,7 @@ def test_the_operators_of_ascend_ran(
 
 def test_every_sync_is_proved(ran: Callable[[str], Ran]) -> None:
     """Live experts, which the engine holds turned, are among what is compared."""
-    for name in (RESUMED, "one rank at temperature 0.6", "experts in place", "experts in another process"):
+    for name in (RESUMED, "pictures at temperature 0.6", "experts in place", "experts in another process"):
         assert all(row["bridge/verified_tensors"] > 0 for row in steps_of(ran(name).npu)), name
 
 

@@ -36,6 +36,8 @@ DIFFERENCES = [
     "qwen3_moe slept, in place",
     "qwen3_moe slept, loader",
     "several answers",
+    "changed under way",
+    "changed under way, kept",
 ]
 SAMPLING = ("plain", "stop_token", "min_tokens", "several_ends", "prompt_logprobs")
 NUM_LAYERS = 2

@@ -5,9 +5,6 @@ vLLM is imported when an engine is constructed: its environment variables must b
 
 from __future__ import annotations
 
-import dataclasses
-import os
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import itemgetter
@@ -17,7 +14,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 
 from mega_rl.bridge.mapping.vllm_slots import Slots
 from mega_rl.config.schema import RolloutConfig
@@ -25,29 +21,24 @@ from mega_rl.errors import InputError
 from mega_rl.models.mixture import Mixture
 from mega_rl.models.shape import read_model_shape
 from mega_rl.observe.heartbeat import HEART
-from mega_rl.parallel.collectives import broadcast_object
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.requests import check_length, joined, resumed, text_of, trajectory_of_output, with_tail
 from mega_rl.rollout.temperature_probe import NUM_LOGPROBS
-from mega_rl.rollout.vllm.cpu_adjustments import check_head_size, cpu_adjustments, plain_weights
+from mega_rl.rollout.vllm.construction import construct
+from mega_rl.rollout.vllm.cpu_adjustments import plain_weights
 from mega_rl.rollout.vllm.environment import (
     EngineGenerators,
-    is_external,
     preserved_generators,
-    preserved_process,
     set_environment,
 )
-from mega_rl.rollout.vllm.options import LOGPROBS_MODE, engine_arguments
-from mega_rl.rollout.vllm.seeing import Renderer, Sight, check_tokens, sight_arguments
-from mega_rl.rollout.vllm.sockets import remove_socket_names
+from mega_rl.rollout.vllm.options import LOGPROBS_MODE
+from mega_rl.rollout.vllm.seeing import Renderer, Sight, check_tokens
 from mega_rl.rollout.vllm.versions import (
-    forget_prefixes,
     leave_routing_to_first_rank,
-    num_sampled_tokens,
-    picture_constants_kept,
     taken_out,
 )
-from mega_rl.types import Span, Trajectory
+from mega_rl.rollout.vllm.weight_changes import WeightChanges
+from mega_rl.types import Trajectory
 
 
 class VLLMEngine:
@@ -90,9 +81,9 @@ class VLLMEngine:
         self._version = 0
         self._under_way: dict[int, Request] = {}  # by number of submission
         self._num_submitted = 0
-        self._spans: dict[int, list[Span]] = {}  # of responses under way that the weights of several syncs sample
         self._loaded: set[str] | None = None  # names loaded by the update under way; None outside of one
-        self._llm = _construct(str(model_path), rollout, max_model_len, device_type, dtype, slots, sight)
+        self._llm = construct(str(model_path), rollout, max_model_len, device_type, dtype, slots, sight)
+        self._changes = WeightChanges(self._llm, keeps_cache=rollout.kv_on_update == "keep")
         self._rendered = Renderer(self._llm, sight)
         self._sees = sight is not None
         self._call("receiver_set_up", LOGPROBS_MODE)
@@ -132,13 +123,13 @@ class VLLMEngine:
                 self._num_submitted += 1
                 self._under_way[self._num_submitted] = request
                 asked = resumed(request)
-                self._llm.llm_engine.add_request(
-                    str(self._num_submitted),
-                    self._rendered(asked.prompt),
-                    self._sampling_params(asked),
-                    lora_request=self._adapter,
-                )
+                given = self._changes.salted(self._num_submitted, self._rendered(asked.prompt))
+                self._add(self._num_submitted, given)
         return list(range(first, self._num_submitted + 1))
+
+    def _add(self, number: int, given: dict[str, Any]) -> None:
+        params = self._sampling_params(resumed(self._under_way[number]))
+        self._llm.llm_engine.add_request(str(number), given, params, lora_request=self._adapter)
 
     def step(self) -> list[Trajectory]:
         return [trajectory for _, trajectory in self.numbered_step()]
@@ -163,13 +154,14 @@ class VLLMEngine:
 
     def interrupt(self) -> tuple[list[Trajectory], list[Request]]:
         """As of ``ResumingSampler``."""
-        assert not self._spans, "the weights of responses that are taken out have changed under way"
+        assert not self._changes.num_mixed, "the weights of responses that are taken out have changed under way"
         outputs = {int(output.request_id): output for output in taken_out(self._llm)}
         requests = [
             with_tail(request, outputs[number], self._version, self._decode)
             for number, request in self._under_way.items()
         ]
         self._under_way.clear()
+        self._changes.forget()
         return [], requests
 
     def _trajectory(self, number: int, output: Any) -> Trajectory:
@@ -179,14 +171,10 @@ class VLLMEngine:
         (answer,) = output.outputs
         if request.tail is None and not self._is_text_followed(request):
             prompt_ids = asked.prompt.token_ids
-            answer.text = text_of(
-                [*prompt_ids, *answer.token_ids], len(prompt_ids), answer.finish_reason, self._decode
-            )
+            answer.text = text_of([*prompt_ids, *answer.token_ids], len(prompt_ids), answer.finish_reason, self._decode)
         experts = self._routed_experts(number, asked, output) if asked.with_routing else None
         trajectory = trajectory_of_output(asked, output, self._version, experts)
-        if (spans := self._spans.pop(number, None)) is not None:
-            trajectory = dataclasses.replace(trajectory, spans=tuple(spans))
-        return joined(request.tail, trajectory, self._decode)
+        return joined(request.tail, self._changes.told(number, trajectory), self._decode)
 
     def _routed_experts(
         self, number: int, request: Request, output: Any
@@ -283,8 +271,8 @@ class VLLMEngine:
     def exchange(self, write: Callable[[Mapping[str, torch.Tensor]], None], version: int) -> None:
         """Have ``write`` put the weights of ``version`` into the live parameters, between two steps.
 
-        Requests may be under way: they go on with the new weights, whose keys and values are computed anew for all that
-        they have so far, and their trajectories tell which tokens came of which version.
+        Requests may be under way: they go on with the new weights, and their trajectories tell which tokens came of
+        which version. Keys and values of what they have so far are computed anew, or kept (``rollout.kv_on_update``).
 
         Raises:
             InputError: as ``parameters``.
@@ -294,14 +282,8 @@ class VLLMEngine:
         self._call("receiver_begin_update")
         write(self.parameters())
         self._forget_pictures()
-        if not forget_prefixes(self._llm):
-            raise RuntimeError(f"The engine kept prefixes computed before weight version {version}.")
-        for name, num_sampled in num_sampled_tokens(self._llm).items() if self._under_way else ():
-            first = len(resumed(self._under_way[int(name)]).prompt.token_ids)
-            spans = self._spans.setdefault(int(name), [Span(first, self._version)])
-            if spans[-1].start == first + num_sampled:
-                del spans[-1]
-            spans.append(Span(first + num_sampled, version))
+        for number, given in self._changes.make(version, self._version, self._under_way).items():
+            self._add(number, given)
         self._version = version
 
     def _forget_pictures(self) -> None:
@@ -374,63 +356,3 @@ def _probe_params(temperature: float, num_logprobs: int) -> Any:
 def _mixture_to_replay(model_path: str | Path, rollout: RolloutConfig) -> Mixture | None:
     """The experts whose choice trajectories may bring; None if the configuration does not ask for it."""
     return read_model_shape(model_path).mixture if rollout.routing_replay == "rollout" else None
-
-
-def _construct(
-    model_path: str,
-    rollout: RolloutConfig,
-    max_model_len: int,
-    device_type: str,
-    dtype: str,
-    slots: Slots | None,
-    sight: Sight | None,
-) -> Any:
-    """A ``vllm.LLM`` that leaves the process as it found it."""
-    external = is_external()
-    with preserved_process(device_type):
-        from vllm import LLM
-        from vllm.distributed.parallel_state import get_tp_group
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.v1.engine import core
-
-        # An engine that is dropped, or whose construction fails, would destroy the trainer's process groups with it.
-        core.cleanup_dist_env_and_memory = _leave_groups_alone
-        arguments = engine_arguments(
-            rollout,
-            model_path=model_path,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            device_type=device_type,
-            known=[field.name for field in dataclasses.fields(EngineArgs)],
-            external=external,
-            slots=slots,
-            pictures=sight_arguments(model_path, sight),
-        )
-        if external:  # vLLM reads these variables; a launcher other than torchrun may not have set them
-            os.environ.setdefault("RANK", str(dist.get_rank()))
-            os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
-        adjustments: AbstractContextManager[None] = nullcontext()
-        if device_type == "cpu":
-            check_head_size(model_path)
-            job = broadcast_object(uuid.uuid4().hex[:12])
-            adjustments = cpu_adjustments(live_weights=rollout.weight_update != "reload", job=job)
-        try:
-            with adjustments, picture_constants_kept():
-                llm = LLM(**arguments)
-        except ValueError as error:
-            raise InputError(
-                f"vLLM does not accept the rollout settings for model.path={model_path}: {_first_words(error)}"
-            ) from error
-        remove_socket_names()
-        # Unused under an external launcher; its shared memory would be reported as leaked when the process ends.
-        get_tp_group().mq_broadcaster = None
-        return llm
-
-
-def _leave_groups_alone() -> None:
-    """Replaces vLLM's clean-up of torch.distributed: the groups belong to the trainer."""
-
-
-def _first_words(error: ValueError) -> str:
-    """What went wrong, on one line and without the end of a validation report that repeats every input."""
-    return " ".join(str(error).split("[type=")[0].split())[:400]

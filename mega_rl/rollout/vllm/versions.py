@@ -206,9 +206,12 @@ def forget_prefixes(llm: Any) -> bool:
 
 
 def num_sampled_tokens(llm: Any) -> dict[str, int]:
-    """Tokens that the unfinished requests of an engine in this process have so far, by the names it was given."""
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    return {external_name(name): request.num_output_tokens for name, request in scheduler.requests.items()}
+    """Tokens that the unfinished requests of an engine in this process have so far, by the names it was given.
+
+    Where an engine begins its next step before the last one has ended, those of the step under way count too.
+    """
+    requests = llm.llm_engine.engine_core.engine_core.scheduler.requests
+    return {external_name(name): r.num_output_tokens + r.num_output_placeholders for name, r in requests.items()}
 
 
 def taken_out(llm: Any) -> list[Any]:

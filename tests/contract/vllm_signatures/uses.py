@@ -18,6 +18,7 @@ INSTANCES = {
     ("vllm/engine.py", "self._llm"): "vllm.LLM",
     ("vllm/engine.py", "self._llm.llm_engine"): "vllm.v1.engine.llm_engine.LLMEngine",
     ("vllm/receiving_engine.py", "self._llm"): "vllm.LLM",
+    ("vllm/weight_changes.py", "self._llm"): "vllm.LLM",
     ("vllm/versions.py", "llm.llm_engine.renderer"): "vllm.renderers.base.BaseRenderer",
     ("vllm/versions.py", "state"): "vllm.v1.engine.output_processor.RequestState",
     ("vllm/engine.py", "output"): _OUTPUT,

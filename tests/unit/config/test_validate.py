@@ -763,6 +763,7 @@ def test_a_function_called_as_the_reward_model_is_not_taken_for_it() -> None:
         ({"aqn.enabled": True, "aqn.old_logprobs": "recompute_noisy"}, "no longer has all weights"),
         ({"rollout.max_staleness": -1}, "rollout.max_staleness is -1"),
         ({"rollout.oversample": 1.5}, "no step waits for its longest response"),
+        ({"rollout.kv_on_update": "keep"}, "no response is under way when new weights come: remove it, or set rollout"),
     ],
 )
 def test_engines_that_sample_meanwhile(config, changes, words):
@@ -833,3 +834,5 @@ def test_experts_of_weights_that_change_within_a_response(config):
     config.rollout.placement, config.rollout.mode, config.data.val_files = "separate", "in_flight", []
     config.rollout.routing_replay, config.validation.test_freq = "rollout", -1
     assert any("the weights change within a response" in line for line in problems(config))
+    config.rollout.routing_replay, config.rollout.kv_on_update = "off", "keep"
+    assert problems(config) == []

@@ -55,6 +55,9 @@ def test_json_and_splits(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["recommended"] in found["trials"]
     again = simulated(capsys, *SPEEDS, "--modes", "pinned", "--eta", "1")
     assert again == found
+    kept = simulated(capsys, *SPEEDS, "--modes", "in_flight", "--trainer-devices", "8", "rollout.kv_on_update=keep")
+    assert pinned[0]["cluster"]["prefill_tokens_per_s"] > 0
+    assert not any("prefill_tokens_per_s" in trial["cluster"] for trial in kept["trials"]), "it takes no time"
 
 
 def test_speeds_of_a_device(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
