@@ -176,7 +176,7 @@ def during(running: Trainer, found: Play, todo: list[str], chance: random.Random
         new = found.told.read()
         if any(line["what"] == "Deliver" for line in new):
             there = set(others(WORKER, running.pid))
-            loaded, before = there & before if has_step else there, there  # none is sampled before the first have loaded
+            loaded, before = there & before if has_step else there, there  # the first have loaded before a step begins
             has_step = True
         heard_at = time.monotonic() if new else heard_at
         if time.monotonic() - heard_at > LIMIT_S:

@@ -11,7 +11,18 @@ from transformers import AutoModelForCausalLM
 from mega_rl.data.rows import write_jsonl
 from mega_rl.data.synthetic import ArithmeticSpec, arithmetic_data, arithmetic_tokenizer
 from mega_rl.data.tiny_model import TinyModelSpec, write_tiny_model
-from tests.distributed.training import REWARD, RL, SFT, TinyWorld, train
+from tests.distributed.training import (
+    FLEET_SETTINGS,
+    PINNED_TWO,
+    REWARD,
+    RL,
+    SFT,
+    STRUCK_FLEET,
+    TinyWorld,
+    train,
+)
+from tests.launch import ranks
+from tests.struck_fleet import LOG
 
 
 def make_mistakes_visible(model_dir: Path) -> None:
@@ -56,3 +67,14 @@ def sft_run(tiny_world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> 
     profile = "trainer.profile={steps: [3], ranks: [1]}"
     train(tiny_world.sft, output_dir, profile, "platform.peak_tflops=2.0").check()
     return output_dir
+
+
+@pytest.fixture(scope="session")
+def calm_fleet(tiny_world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run whose pretended engines nobody strikes; not to be written to."""
+    root = tmp_path_factory.mktemp("calm_fleet")
+    output = f"trainer.output_dir={root / 'run'}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(LOG, str(root / "told.jsonl"))
+        ranks(STRUCK_FLEET, "calm", "--config", tiny_world.rl, output, *FLEET_SETTINGS, *PINNED_TWO, nproc=1).check()
+    return root / "run"

@@ -17,10 +17,11 @@ import pytest
 
 from mega_rl.config.schema import EnvironmentConfig, RolloutConfig, RunConfig
 from mega_rl.errors import InputError
+from mega_rl.fleet.carrier import PlacesError
 from mega_rl.rollout.remote import attach, keeper
 from mega_rl.rollout.remote.attach import Guarded, Keeping, KeptPlaces, keeping
 from mega_rl.rollout.remote.engine_process import EngineSpec
-from mega_rl.rollout.remote.keeper import Fenced, Keeper
+from mega_rl.rollout.remote.keeper import Fenced, Forgotten, Keeper
 from mega_rl.rollout.remote.kept_engine import KeptEngine, digest
 from mega_rl.stages.parts.episodes import plan_there
 
@@ -58,7 +59,7 @@ class Actor:
                 return Answer(error=ActorError() if self.state == "gone" else TimeoutError())
             try:
                 return Answer(getattr(self.held, name)(*arguments))
-            except InputError as error:
+            except (InputError, Forgotten) as error:
                 return Answer(error=TaskError(error))
             except SystemExit:
                 self.state = "gone"
@@ -83,6 +84,7 @@ class FakeRay:
     named: dict[str, Actor] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)
     has_room: bool = True
+    starts_again: bool = False  # the next actor that begins
     exceptions: Any = field(
         default_factory=lambda: SimpleNamespace(RayError=RayError, RayTaskError=TaskError, RayActorError=ActorError)
     )
@@ -121,6 +123,9 @@ class FakeRay:
     def wait(self, answers: Sequence[Answer], **_: Any) -> tuple[list[Answer], list[Answer]]:
         return [answer for answer in answers if not isinstance(answer.error, TimeoutError)], []
 
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(was_current_actor_reconstructed=self.starts_again)
+
     def get_actor(self, name: str, namespace: str) -> Actor:
         if self.named[name].state == "gone":
             raise ValueError(name)
@@ -151,7 +156,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     monkeypatch.setattr(attach.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(attach, "threading", SimpleNamespace(**vars(attach.threading) | {"Thread": NoThread}))
     monkeypatch.setattr(keeper, "threading", SimpleNamespace(Thread=NoThread))
-    monkeypatch.setattr(keeper, "os", SimpleNamespace(_exit=sys.exit))
+    monkeypatch.setattr(keeper, "end_for_good", sys.exit)
     return found
 
 
@@ -263,6 +268,48 @@ def test_a_keeper_that_is_gone_or_does_not_answer_is_replaced(ray: FakeRay) -> N
     assert trainer(ray).num_survivors == 2, "the new one was told what there is"
     ray.named["keeper"].state = "hangs"
     assert trainer(ray).num_survivors == 0
+
+
+def start_again(ray: FakeRay) -> Actor:
+    """As Ray does on another node when the keeper's is gone; what it had reserved stays."""
+    found = ray.named["keeper"]
+    ray.starts_again, found.held = True, None
+    found.held, ray.starts_again = Keeper(), False
+    return found
+
+
+def test_a_keeper_that_was_started_again_is_told_what_there_is(ray: FakeRay) -> None:
+    first = trainer(ray)
+    begin(first, 2)
+    start_again(ray)
+    first.check()
+    second = trainer(ray)
+    assert second.num_survivors == 2
+    start_again(ray)
+    second.check()
+    with pytest.raises(Fenced):
+        first.check()
+    start_again(ray)
+    second.close()
+    assert all(group.is_removed for group in ray.groups) and ray.named["keeper"].state == "gone"
+
+
+def test_a_keeper_that_was_started_again_before_the_next_trainer_came_is_ended(ray: FakeRay) -> None:
+    begin(trainer(ray), 2)
+    old = start_again(ray)  # with its actor Ray frees what it has reserved
+    assert trainer(ray).num_survivors == 0 and old.state == "gone" and ray.named["keeper"] is not old
+
+
+def test_a_keeper_that_cannot_be_reached_does_not_end_the_run(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its node is gone, and Ray does not know of it yet: it gives out the old keeper again and again."""
+    places = trainer(ray)
+    begin(places, 2)
+    ray.named["keeper"].state = "gone"
+    monkeypatch.setattr(ray, "remote", lambda kind: SimpleNamespace(options=lambda **_: SimpleNamespace(remote=again)))
+    again = lambda: ray.named["keeper"]  # noqa: E731
+    places.check()
+    with pytest.raises(PlacesError, match="gave no answer in 120 s, 3 times"):
+        places.reserve(2)
 
 
 def test_a_trainer_whose_keeper_is_gone_takes_nothing_from_the_next_one(ray: FakeRay) -> None:
