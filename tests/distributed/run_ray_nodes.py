@@ -14,16 +14,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
+from ray._private import ray_constants
 from ray.cluster_utils import Cluster
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mega_rl.fleet.tickets import held_out
-from mega_rl.rollout.remote import attach
-from mega_rl.rollout.remote.keeper import OPTIONS, Keeper
 from tests.distributed.training import STRUCK_FLEET
 from tests.launch import REPO, Running, free_port, started
 from tests.struck_fleet import LOG, PAUSE, Told, go
@@ -36,14 +36,14 @@ VALIDATION = held_out(4)  # of the last step
 LIMIT_S = 200.0
 
 
-def keeper_on(node: Any, run: Path) -> Any:
-    """The keeper of a run's engines, which the trainer finds: else it would be on a node that Ray draws."""
-    run.mkdir()
-    kept_by = attach.keeping(run, lease_s=10_000)
-    assert kept_by is not None, "there is a cluster"
-    options = {"name": attach.KEEPER, "namespace": kept_by.namespace, **OPTIONS}
-    affinity = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
-    return ray.remote(Keeper).options(**options, scheduling_strategy=affinity).remote()
+def take_away(cluster: Cluster, node: Any, allow_graceful: bool) -> None:
+    """A node with all of its processes, whatever they do."""
+    raylet = node.all_processes[ray_constants.PROCESS_TYPE_RAYLET][0].process.pid
+    processes = psutil.Process(raylet).children(recursive=True)
+    cluster.remove_node(node, allow_graceful=allow_graceful)
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 class Scene:
@@ -74,7 +74,7 @@ class Scene:
         life = self.told.alive[engine]["life"]
         self.wait(lambda: self.told.has("Issue", engine=engine, life=life, step=wanted))
         self.say("strike")
-        self.cluster.remove_node(node, allow_graceful=allow_graceful)
+        take_away(self.cluster, node, allow_graceful)
 
     def go_on(self) -> None:
         Path(f"{self.log}{PAUSE}").unlink()
@@ -82,7 +82,7 @@ class Scene:
     def play(self, first: Any, second: Any) -> None:
         """``first``, ``second``: the nodes of engines 0 and 1."""
         self.wait(lambda: self.told.has("Held", step=1) and self.serves(0, first) and self.serves(1, second))
-        self.strike(1, engine=1, node=second, allow_graceful=False)  # and the keeper of the engines with it
+        self.strike(1, engine=1, node=second, allow_graceful=False)
         self.go_on()
         self.wait(lambda: self.told.has("Held", step=2))
         self.say("no room")
@@ -112,17 +112,16 @@ def main(log: Path, run: Path, arguments: list[str]) -> None:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": LOOKS, **SMALL})
     os.environ |= {"RAY_ADDRESS": cluster.address, LOG: str(log)}
     second = cluster.add_node(num_cpus=1, **SMALL)
-    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")  # to say when engine 0 has its place
     occupant = ray.util.placement_group([{"CPU": 1}])
     ray.get(occupant.ready(), timeout=LIMIT_S)
     first = cluster.add_node(num_cpus=1, **SMALL)
-    keeper = keeper_on(second, run)
     command = (sys.executable, STRUCK_FLEET, "pretended,1,2,3", *arguments, f"trainer.output_dir={run}")
     with started(command, env={**ALONE, "MASTER_PORT": str(free_port())}) as running:
         told.wait_for(lambda: not ray.available_resources().get("CPU"), running, LIMIT_S)  # engine 0 has its place
         ray.util.remove_placement_group(occupant)
+        ray.shutdown()
         Scene(cluster, told, running, log, run).play(first, second)
-    del keeper
     cluster.shutdown()
 
 

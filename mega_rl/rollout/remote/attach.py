@@ -16,7 +16,7 @@ from typing import Any
 
 from mega_rl.fleet.carrier import PlacesError
 from mega_rl.rollout.remote.engine_process import EngineSpec
-from mega_rl.rollout.remote.keeper import OPTIONS, Fenced, Forgotten, Keeper, Kept
+from mega_rl.rollout.remote.keeper import Fenced, Keeper, Kept
 from mega_rl.rollout.remote.kept_engine import PULSE, KeptEngine, digest
 from mega_rl.rollout.remote.placement import wait_for_room
 from mega_rl.rollout.remote.places import Places, Survivor
@@ -156,9 +156,8 @@ class KeptPlaces(Places):
 
     def close(self) -> None:
         self._is_closing.set()
-        with suppress(self._ray.exceptions.RayError, PlacesError, Fenced):
-            self._ask("end")
-            self._ray.kill(self._keeper)
+        with self._lock:
+            self._ray.wait([self._keeper.end.remote(self._token)], timeout=ANSWER_S)
 
     def _attached(self, is_back: bool = False) -> tuple[Any, dict[int, Kept]]:
         """The run's keeper, which obeys this trainer from now on, and what it has.
@@ -170,9 +169,11 @@ class KeptPlaces(Places):
             Fenced: another trainer has attached since.
         """
         remote_class = self._ray.remote(Keeper)
-        options = {"name": KEEPER, "namespace": self._kept_by.namespace, **OPTIONS}
+        affinity = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+        here = affinity(self._ray.get_runtime_context().get_node_id(), soft=False)
+        options = {"name": KEEPER, "namespace": self._kept_by.namespace, "lifetime": "detached", "num_cpus": 0}
         for _ in range(NUM_TRIES):
-            keeper = remote_class.options(**options, get_if_exists=True).remote()
+            keeper = remote_class.options(**options, get_if_exists=True, scheduling_strategy=here).remote()
             try:
                 attached = keeper.attach.remote(self._token, self._kept_by.lease_s, is_back)
                 return keeper, self._ray.get(attached, timeout=ANSWER_S)
@@ -219,7 +220,7 @@ class KeptPlaces(Places):
         return self._groups[engine]
 
     def _ask(self, method: str, *arguments: Any) -> Any:
-        """Call the keeper, or the one that is there in its place, and wait.
+        """Call the keeper, or a new one if it is gone, and wait.
 
         Raises:
             Fenced: another trainer has attached.
@@ -231,16 +232,16 @@ class KeptPlaces(Places):
                 try:
                     call = getattr(self._keeper, method).remote(self._token, *arguments)
                     return self._ray.get(call, timeout=ANSWER_S)
-                except errors.RayError as error:
-                    cause = getattr(error, "cause", None)
-                    if isinstance(cause, Fenced):
-                        raise cause from None
-                    is_gone = isinstance(error, errors.RayActorError) or isinstance(cause, Forgotten)
-                    if is_last or not is_gone:
+                except errors.RayTaskError as error:
+                    if isinstance(error.cause, Fenced):
+                        raise error.cause from None
+                    raise
+                except errors.RayActorError:
+                    if is_last:
                         raise
-                self._keeper, _ = self._attached(is_back=True)
-                for engine, kept in list(self._noted.items()):  # another thread may add to them
-                    self._keeper.note.remote(self._token, engine, kept)
+                    self._keeper, _ = self._attached(is_back=True)
+                    for engine, kept in list(self._noted.items()):  # another thread may add to them
+                        self._keeper.note.remote(self._token, engine, kept)
 
     def _beat(self) -> None:
         """Tell the keeper that this trainer is there, until it is not or has lost the engines.

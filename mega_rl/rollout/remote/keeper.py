@@ -1,12 +1,13 @@
 """Keeps the engines of a run on a cluster of the user's own: they survive the trainer, but not for ever.
 
-One small actor per run, which the trainer's death does not end. It has reserved the engines' places, so Ray frees them
-as soon as the actor is at an end, and ends what runs in them. The loss of its process or node is no such end: Ray
-starts it again, on another node if need be, and the trainer tells it what there is.
+One small actor per run, which the trainer's death does not end. It has reserved the engines' places, so that whatever
+becomes of it, Ray frees them once it is gone, and ends what runs in them. It is therefore on the trainer's node: no
+other node has all engines depend on it.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -16,24 +17,10 @@ from typing import Any, NamedTuple
 from mega_rl.errors import InputError
 
 TICK_S = 0.5
-FIRST_S = 300.0  # that it waits for a trainer's first word
-# All but name and namespace.
-OPTIONS = {"lifetime": "detached", "num_cpus": 0, "max_restarts": -1}
 
 
 class Fenced(InputError):
     """Another trainer has taken the engines over."""
-
-
-class Forgotten(RuntimeError):
-    """The keeper was started again by Ray: it knows no trainer and no engine."""
-
-
-def end_for_good() -> None:
-    """Have Ray end this actor, and not start it again; soon, from any thread."""
-    import ray
-
-    ray.kill(ray.get_runtime_context().current_actor)
 
 
 def check_holder(token: str, holder: str) -> None:
@@ -60,11 +47,8 @@ class Keeper:
     """The actor. A trainer attaches with a token of its own, and every later call must bring the same one."""
 
     def __init__(self) -> None:
-        import ray
-
-        self._is_again = ray.get_runtime_context().was_current_actor_reconstructed
         self._holder = ""
-        self._lease_s = FIRST_S
+        self._lease_s = float("inf")
         self._silent_s = 0.0  # since a trainer was last heard; in ticks, so that being stopped does not count
         self._groups: dict[int, Any] = {}
         self._actors: dict[int, Sequence[str]] = {}
@@ -82,26 +66,16 @@ class Keeper:
 
         Raises:
             Fenced: it is back, and another trainer has attached before it.
-            Forgotten: what earlier trainers had is not known any more; it is freed with this actor.
         """
         if is_back and self._holder:
             check_holder(token, self._holder)
-        if self._is_again and not self._holder and not is_back:
-            raise Forgotten("the keeper of the engines was started again before this trainer came")
         self._holder, self._lease_s, self._silent_s = token, lease_s, 0.0
         for engine in self._groups.keys() - self._actors.keys():  # the trainer before ended while it began with it
             self._free(engine)
         return {engine: Kept(self._groups[engine], actors) for engine, actors in self._actors.items()}
 
     def hear(self, token: str) -> None:
-        """The trainer is there.
-
-        Raises:
-            Fenced: it is no longer the one that is listened to.
-            Forgotten: no trainer is.
-        """
-        if not self._holder:
-            raise Forgotten("the keeper of the engines was started again")
+        """The trainer is there."""
         check_holder(token, self._holder)
         self._silent_s = 0.0
 
@@ -125,9 +99,9 @@ class Keeper:
         self._free(engine)
 
     def end(self, token: str) -> None:
-        """End all engines at once; this actor is the caller's to end."""
+        """End all engines at once, and this actor with them."""
         self.hear(token)
-        self._free_all()
+        self._end()
 
     def _free(self, engine: int) -> None:
         import ray
@@ -136,14 +110,14 @@ class Keeper:
         if (group := self._groups.pop(engine, None)) is not None:
             ray.util.remove_placement_group(group)  # ends what is in it, stopped processes too
 
-    def _free_all(self) -> None:
+    def _end(self) -> None:
         for engine in list(self._groups):
             with suppress(Exception):  # the others must be freed all the same
                 self._free(engine)
+        os._exit(0)  # of any thread
 
     def _watch(self) -> None:
         while self._silent_s < self._lease_s:
             time.sleep(TICK_S)
             self._silent_s += TICK_S
-        self._free_all()
-        end_for_good()
+        self._end()

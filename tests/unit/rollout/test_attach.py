@@ -21,7 +21,7 @@ from mega_rl.fleet.carrier import PlacesError
 from mega_rl.rollout.remote import attach, keeper
 from mega_rl.rollout.remote.attach import Guarded, Keeping, KeptPlaces, keeping
 from mega_rl.rollout.remote.engine_process import EngineSpec
-from mega_rl.rollout.remote.keeper import Fenced, Forgotten, Keeper
+from mega_rl.rollout.remote.keeper import Fenced, Keeper
 from mega_rl.rollout.remote.kept_engine import KeptEngine, digest
 from mega_rl.stages.parts.episodes import plan_there
 
@@ -59,7 +59,7 @@ class Actor:
                 return Answer(error=ActorError() if self.state == "gone" else TimeoutError())
             try:
                 return Answer(getattr(self.held, name)(*arguments))
-            except (InputError, Forgotten) as error:
+            except InputError as error:
                 return Answer(error=TaskError(error))
             except SystemExit:
                 self.state = "gone"
@@ -84,14 +84,16 @@ class FakeRay:
     named: dict[str, Actor] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)
     has_room: bool = True
-    starts_again: bool = False  # the next actor that begins
     exceptions: Any = field(
         default_factory=lambda: SimpleNamespace(RayError=RayError, RayTaskError=TaskError, RayActorError=ActorError)
     )
 
     @property
     def util(self) -> Any:
-        strategies = SimpleNamespace(PlacementGroupSchedulingStrategy=lambda group, part: group)
+        strategies = SimpleNamespace(
+            PlacementGroupSchedulingStrategy=lambda group, part: group,
+            NodeAffinitySchedulingStrategy=lambda node, soft: node,
+        )
         return SimpleNamespace(
             placement_group=lambda bundles, strategy: (
                 self.groups.append(Group(has_room=self.has_room)) or self.groups[-1]
@@ -102,7 +104,9 @@ class FakeRay:
         )
 
     def remote(self, kind: Any = None, **_: Any) -> Any:
-        def options(name: str, namespace: str, get_if_exists: bool = False, **_: Any) -> Any:
+        def options(name: str, namespace: str, scheduling_strategy: Any, get_if_exists: bool = False, **_: Any) -> Any:
+            assert kind is not Keeper or scheduling_strategy == "the trainer's node"
+
             def made(*arguments: Any) -> Actor:
                 found = self.named.get(name)
                 if found is None or found.state == "gone" or not get_if_exists:
@@ -124,7 +128,7 @@ class FakeRay:
         return [answer for answer in answers if not isinstance(answer.error, TimeoutError)], []
 
     def get_runtime_context(self) -> Any:
-        return SimpleNamespace(was_current_actor_reconstructed=self.starts_again)
+        return SimpleNamespace(get_node_id=lambda: "the trainer's node")
 
     def get_actor(self, name: str, namespace: str) -> Actor:
         if self.named[name].state == "gone":
@@ -156,7 +160,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     monkeypatch.setattr(attach.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(attach, "threading", SimpleNamespace(**vars(attach.threading) | {"Thread": NoThread}))
     monkeypatch.setattr(keeper, "threading", SimpleNamespace(Thread=NoThread))
-    monkeypatch.setattr(keeper, "end_for_good", sys.exit)
+    monkeypatch.setattr(keeper, "os", SimpleNamespace(_exit=sys.exit))
     return found
 
 
@@ -270,43 +274,13 @@ def test_a_keeper_that_is_gone_or_does_not_answer_is_replaced(ray: FakeRay) -> N
     assert trainer(ray).num_survivors == 0
 
 
-def start_again(ray: FakeRay) -> Actor:
-    """As Ray does on another node when the keeper's is gone; what it had reserved stays."""
-    found = ray.named["keeper"]
-    ray.starts_again, found.held = True, None
-    found.held, ray.starts_again = Keeper(), False
-    return found
-
-
-def test_a_keeper_that_was_started_again_is_told_what_there_is(ray: FakeRay) -> None:
-    first = trainer(ray)
-    begin(first, 2)
-    start_again(ray)
-    first.check()
-    second = trainer(ray)
-    assert second.num_survivors == 2
-    start_again(ray)
-    second.check()
-    with pytest.raises(Fenced):
-        first.check()
-    start_again(ray)
-    second.close()
-    assert all(group.is_removed for group in ray.groups) and ray.named["keeper"].state == "gone"
-
-
-def test_a_keeper_that_was_started_again_before_the_next_trainer_came_is_ended(ray: FakeRay) -> None:
-    begin(trainer(ray), 2)
-    old = start_again(ray)  # with its actor Ray frees what it has reserved
-    assert trainer(ray).num_survivors == 0 and old.state == "gone" and ray.named["keeper"] is not old
-
-
 def test_a_keeper_that_cannot_be_reached_does_not_end_the_run(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its node is gone, and Ray does not know of it yet: it gives out the old keeper again and again."""
+    """It is gone, and Ray does not know of that yet: it gives out the old one again and again."""
     places = trainer(ray)
     begin(places, 2)
     ray.named["keeper"].state = "gone"
-    monkeypatch.setattr(ray, "remote", lambda kind: SimpleNamespace(options=lambda **_: SimpleNamespace(remote=again)))
-    again = lambda: ray.named["keeper"]  # noqa: E731
+    again = SimpleNamespace(remote=lambda: ray.named["keeper"])
+    monkeypatch.setattr(ray, "remote", lambda kind: SimpleNamespace(options=lambda **_: again), raising=False)
     places.check()
     with pytest.raises(PlacesError, match="gave no answer in 120 s, 3 times"):
         places.reserve(2)
