@@ -128,6 +128,11 @@ class WatchedCarrier(RayCarrier):
         write("Placed", engine=engine, life=life.number, processes=life.processes, node=life.node)
         return said
 
+    def _load(self, decision: events.Load, life: Life, failed: Any = None) -> list[events.Event]:
+        if failed is not None:
+            write("Copied again", engine=decision.engine, version=decision.version, node=life.node)
+        return super()._load(decision, life, failed)
+
     def _take(self, decision: events.Load, found: list[Location]) -> list[events.Event]:
         """``store``: the process whose memory the engine takes weights from."""
         life = self._lives[decision.engine]

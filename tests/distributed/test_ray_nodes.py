@@ -28,7 +28,7 @@ def test_nodes_that_go_and_come_change_nothing(tiny_world: TinyWorld, calm_fleet
     output, log = tmp_path / "run", tmp_path / "told.jsonl"
     arguments = ("--config", str(tiny_world.rl), *FLEET_SETTINGS, *PINNED_TWO)
     with TemporaryDirectory(prefix="ray") as scratch:  # Ray's sockets lie there: a long path is refused
-        env = {**LOOPBACK_ONLY, "RAY_TMPDIR": scratch}
+        env = {**LOOPBACK_ONLY, "RAY_TMPDIR": scratch, "RAY_worker_niceness": "0"}
         launched = run((sys.executable, SCRIPT, str(log), str(output), *arguments), timeout=800, env=env).check()
     (told,) = re.findall("^TOLD (.*)$", launched.stdout, re.MULTILINE)
     nodes, lines = (json.loads(told)[name] for name in ("nodes", "lines"))
