@@ -30,10 +30,11 @@ from mega_rl.stages.parts import fleet_batches, sampling
 from mega_rl.stages.parts.batch_builder import Batch
 from mega_rl.stages.parts.fleet_batches import FleetBatches
 from mega_rl.types import Trajectory
+from tests.distributed.training import STRUCK_LOG
 from tests.launch import Running
 from tests.pretended_fleet import PretendedCarrier, Response
 
-LOG = "MEGA_RL_STRUCK_FLEET"  # the file that a run writes its lines to
+LOG = STRUCK_LOG
 IDLE_S = 0.1  # a shorter time without work is not written down
 PAUSE = ".pause"  # of a file beside the log: as long as it is there, engines make no step
 
@@ -246,5 +247,5 @@ class Told:
             self.alive.pop(engine, None)
         elif engine in self.alive and self.alive[engine]["life"] == line.get("life"):
             if what == "Placed":
-                self.alive[engine] |= {"processes": line["processes"], "node": line["node"]}
+                self.alive[engine] |= {"processes": line["processes"], "node": line.get("node", "")}
             self.alive[engine]["serves"] |= what == "Loaded"

@@ -18,11 +18,11 @@ from tests.distributed.training import (
     RL,
     SFT,
     STRUCK_FLEET,
+    STRUCK_LOG,
     TinyWorld,
     train,
 )
 from tests.launch import ranks
-from tests.struck_fleet import LOG
 
 
 def make_mistakes_visible(model_dir: Path) -> None:
@@ -75,6 +75,6 @@ def calm_fleet(tiny_world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) 
     root = tmp_path_factory.mktemp("calm_fleet")
     output = f"trainer.output_dir={root / 'run'}"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(LOG, str(root / "told.jsonl"))
+        patch.setenv(STRUCK_LOG, str(root / "told.jsonl"))
         ranks(STRUCK_FLEET, "calm", "--config", tiny_world.rl, output, *FLEET_SETTINGS, *PINNED_TWO, nproc=1).check()
     return root / "run"

@@ -38,6 +38,7 @@ CLOCKS = (
 )
 RUN_MARK = "MEGA_RL_TEST_RUN"
 STRUCK_FLEET = "tests/distributed/run_struck_fleet.py"
+STRUCK_LOG = "MEGA_RL_STRUCK_FLEET"  # the file that such a run writes its lines to
 # Over a world's RL: of runs whose engines are pretended.
 FLEET_SETTINGS = (
     "validation={test_freq: 2, val_before_train: true}",
