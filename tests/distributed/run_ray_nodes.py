@@ -33,7 +33,7 @@ SMALL = {"object_store_memory": 80 << 20, "include_dashboard": False}
 # A node that does not answer five times is lost: until then Ray takes it for alive.
 LOOKS = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 2000, "health_check_failure_threshold": 5}
 VALIDATION = held_out(4)  # of the last step
-LIMIT_S = 200.0
+LIMIT_S = 600.0
 
 
 def take_away(cluster: Cluster, node: Any, allow_graceful: bool) -> None:
