@@ -84,7 +84,7 @@ class Scene:
         self.wait(lambda: self.told.has("Held", step=1) and self.serves(0, first) and self.serves(1, second))
         self.strike(1, engine=1, node=second, allow_graceful=False)
         self.go_on()
-        self.wait(lambda: self.told.has("Held", step=2))
+        self.wait(lambda: self.told.has("Deliver", step=2))  # which the node had responses of
         self.say("no room")
         third = self.cluster.add_node(num_cpus=2, **SMALL)
         self.wait(lambda: self.serves(1, third))
