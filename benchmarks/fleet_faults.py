@@ -8,7 +8,8 @@ their weights from the store. With ``pretended`` they have no vLLM: a token is a
 and all bytes of the weights that the engine holds, so whatever goes wrong shows in the tokens; a step of such an engine
 sleeps 20 ms. Signals come from another process, at moments, in an order and at engines that a seed draws: SIGKILL and
 SIGSTOP of an engine while another one serves, SIGKILL of the trainer, of a reward worker and of Ray's raylet after a
-step. A run that ends is started again with the same command. The faults are dealt to rounds, each a run of its own.
+step, of a worker after one that it was there for, so that it has loaded its rewards. A run that ends is started again
+with the same command. The faults are dealt to rounds, each a run of its own.
 
 Every round is compared with an undisturbed run, whose engines are in the trainer's process (with vllm: with one engine
 that nobody strikes): rows of the records by step, prompt and sample (lost, doubled, with other tokens), and all metrics
@@ -170,15 +171,18 @@ def during(running: Trainer, found: Play, todo: list[str], chance: random.Random
     """Strike a run until its process ends."""
     heard_at = time.monotonic()
     next_at = heard_at + chance.uniform(0, 2 * gap_s)
-    has_step = False
+    has_step, before, loaded = False, set[int](), set[int]()  # reward workers: of the last step, and of the one before
     while not running.has_ended():
         new = found.told.read()
-        has_step |= any(line["what"] == "Deliver" for line in new)
+        if any(line["what"] == "Deliver" for line in new):
+            there = set(others(WORKER, running.pid))
+            loaded, before = there & before if has_step else there, there  # the first have loaded before a step begins
+            has_step = True
         heard_at = time.monotonic() if new else heard_at
         if time.monotonic() - heard_at > LIMIT_S:
             raise SystemExit(f"the run has said nothing for {LIMIT_S:g} s: see {found.folder}")
         if todo and time.monotonic() >= next_at:
-            strike = struck(todo[0], running.pid, found, has_step, chance)
+            strike = struck(todo[0], running.pid, found, has_step, loaded, chance)
             if strike is not None:
                 found.strikes.append(strike)
                 todo.pop(0)
@@ -186,8 +190,10 @@ def during(running: Trainer, found: Play, todo: list[str], chance: random.Random
         time.sleep(0.02)
 
 
-def struck(what: str, trainer: int, found: Play, has_step: bool, chance: random.Random) -> Strike | None:
-    """Do it if it can be done now."""
+def struck(
+    what: str, trainer: int, found: Play, has_step: bool, loaded: set[int], chance: random.Random
+) -> Strike | None:
+    """Do it if it can be done now; ``loaded``: reward workers that one may strike."""
     if what in SIGNALS:
         known = {(s.trainer, s.engine, s.life) for s in found.strikes}
         well = {e: one for e, one in found.told.alive.items() if (trainer, e, one["life"]) not in known}
@@ -199,6 +205,8 @@ def struck(what: str, trainer: int, found: Play, has_step: bool, chance: random.
         processes, strike = well[engine]["processes"], Strike(what, 0.0, trainer, engine, well[engine]["life"])
     else:
         processes, strike = others(what, trainer), Strike(what, 0.0, trainer)
+        if what == WORKER:
+            processes = [process for process in processes if process in loaded]
         if not has_step or not processes:
             return None
     strike.at = time.monotonic()

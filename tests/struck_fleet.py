@@ -21,21 +21,24 @@ from mega_rl.fleet.carrier import Requests
 from mega_rl.fleet.steward import Steward
 from mega_rl.parallel.joint_group import MeetingPoint
 from mega_rl.rollout.engine import Request
-from mega_rl.rollout.remote import carrier, placement
+from mega_rl.rollout.remote import attach, carrier, kept_engine, placement
 from mega_rl.rollout.remote.carrier import Life, RayCarrier
 from mega_rl.rollout.remote.engine_process import EngineProcess, EngineSpec
+from mega_rl.rollout.remote.kept_engine import KeptEngine
 from mega_rl.rollout.remote.weight_store import Form, Location, Store, Stored
 from mega_rl.rollout.vllm.seeing import Pixels
 from mega_rl.stages.parts import fleet_batches, sampling
 from mega_rl.stages.parts.batch_builder import Batch
 from mega_rl.stages.parts.fleet_batches import FleetBatches
 from mega_rl.types import Trajectory
+from tests.distributed.training import STRUCK_LOG
 from tests.launch import Running
 from tests.pretended_fleet import PretendedCarrier, Response
 from tests.vision_models import MERGE, PATCH
 
-LOG = "MEGA_RL_STRUCK_FLEET"  # the file that a run writes its lines to
+LOG = STRUCK_LOG
 IDLE_S = 0.1  # a shorter time without work is not written down
+PAUSE = ".pause"  # of a file beside the log: as long as it is there, engines make no step
 
 
 def digest(parameters: Mapping[str, torch.Tensor]) -> int:
@@ -74,6 +77,8 @@ class PretendedEngine:
 
     def numbered_step(self) -> list[tuple[int, Trajectory]]:
         time.sleep(self._step_s)
+        while Path(os.environ[LOG] + PAUSE).exists():
+            time.sleep(self._step_s)
         for response in self._under_way.values():
             response.advance(self._version, self._digest)
         ended = [number for number, response in self._under_way.items() if response.has_ended]
@@ -99,6 +104,14 @@ class PretendedProcess(EngineProcess):
         super().load(form, location, stored)
 
 
+class PretendedKeptProcess(PretendedProcess, KeptEngine):
+    """The same on a cluster of the user's own."""
+
+    def start(self, spec: EngineSpec, tensor_rank: int, point: MeetingPoint) -> None:
+        super().start(spec, tensor_rank, point)
+        self._digest = kept_engine.digest(spec)
+
+
 def write(what: str, **values: Any) -> None:
     """One line, whole or not at all, whoever kills this process."""
     line = json.dumps({"at": time.monotonic(), "pid": os.getpid(), "what": what, **values}) + "\n"
@@ -121,8 +134,19 @@ class WatchedCarrier(RayCarrier):
 
     def _is_placed(self, engine: int, life: Life, found: list[tuple[str, int]]) -> list[events.Event]:
         said = super()._is_placed(engine, life, found)
-        write("Placed", engine=engine, life=life.number, processes=life.processes)
+        write("Placed", engine=engine, life=life.number, processes=life.processes, node=life.node)
         return said
+
+    def _load(self, decision: events.Load, life: Life, failed: Any = None) -> list[events.Event]:
+        if failed is not None:
+            write("Copied again", engine=decision.engine, version=decision.version, node=life.node)
+        return super()._load(decision, life, failed)
+
+    def _take(self, decision: events.Load, found: list[Location]) -> list[events.Event]:
+        """``store``: the process whose memory the engine takes weights from."""
+        life = self._lives[decision.engine]
+        write("Taken", engine=decision.engine, version=decision.version, node=life.node, store=found[0].process)
+        return super()._take(decision, found)
 
 
 class PatientCarrier(RayCarrier):
@@ -220,8 +244,9 @@ def watch(kind: str, held: Sequence[int] = ()) -> None:
         return
     sampling.RayCarrier = calm_carrier if kind == "calm" else WatchedCarrier  # type: ignore[misc, assignment]
     fleet_batches.Steward = WatchedSteward  # type: ignore[misc]
-    if kind == "pretended":
+    if kind == "pretended":  # on a Ray of the run, or on a cluster
         placement.EngineProcess = PretendedProcess  # type: ignore[misc]
+        attach.KeptEngine = PretendedKeptProcess  # type: ignore[misc]
     hold(held)
 
 
@@ -265,10 +290,10 @@ class Told:
     def _take(self, line: dict[str, Any]) -> None:
         what, engine = line["what"], line.get("engine")
         if what == "Start":
-            self.alive[engine] = {"life": line["life"], "processes": [], "serves": False}
+            self.alive[engine] = {"life": line["life"], "processes": [], "node": "", "serves": False}
         elif what == "Kill":
             self.alive.pop(engine, None)
         elif engine in self.alive and self.alive[engine]["life"] == line.get("life"):
             if what == "Placed":
-                self.alive[engine]["processes"] = line["processes"]
+                self.alive[engine] |= {"processes": line["processes"], "node": line.get("node", "")}
             self.alive[engine]["serves"] |= what == "Loaded"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from mega_rl.fleet.tickets import named
+
 
 class Condition(Enum):
     STARTING = "starting"
@@ -72,7 +74,7 @@ class Engine:
         if self.condition is Condition.STARTING:
             return f"{limits.start_s:g} s were not enough for it to start" if stuck > limits.start_s else None
         if self.loading is not None:
-            doing = f"to load version {self.loading}"
+            doing = f"to load {named(self.loading)}"
             if silent > limits.progress_s:
                 return f"it was {doing}, and has said nothing for {limits.progress_s:g} s"
             is_late = now - self.load_since_s > limits.load_s

@@ -16,7 +16,7 @@ from mega_rl.fleet import events
 from mega_rl.fleet.engines import Condition, Engine, Limits
 from mega_rl.fleet.events import Decision, Event
 from mega_rl.fleet.ledger import STATE_VERSION, Ledger
-from mega_rl.fleet.tickets import Rules, held_out
+from mega_rl.fleet.tickets import Rules, held_out, named
 
 
 class Steward:
@@ -120,7 +120,8 @@ class Steward:
             return
         step, oldest = attempt.key.step, self.rules.oldest_version(attempt.key.step)
         if event.oldest_version < oldest or (self.rules.is_pinned_step(step) and event.oldest_version != oldest):
-            why = f"it sampled step {step} with version {event.oldest_version} of the weights instead of {oldest}"
+            what = f"step {step}" if step >= 0 else f"the validation after step {held_out(step)}"
+            why = f"it sampled {what} with {named(event.oldest_version)} instead of {named(oldest)}"
             self._replace(engine, why, now)
             return
         engine.load -= 1

@@ -29,6 +29,13 @@ def shown(version: int) -> int | str | None:
     return version if version >= 0 else None if version == -1 else f"validation of {held_out(version)}"
 
 
+def named(version: int) -> str:
+    """Some weights in a sentence."""
+    if version < -1:
+        return f"the weights for the validation after step {held_out(version)}"
+    return f"version {version}" if version >= 0 else "no weights"
+
+
 class Key(NamedTuple):
     """One ticket. Tickets count from 0 in every step; from ``Rules.num_groups`` on they replace dropped ones."""
 

@@ -33,6 +33,7 @@ from mega_rl.types import Score, Trajectory
 
 POLL_S = 0.02  # an engine is waited for so long before scores and the loop are heard again
 TICK_S = 1.0  # between two looks at the limits of engines
+AWAKE_S = 1.0  # what counts at most, for the limits of engines, of the time between two turns of the thread
 ATTEND_S = 0.5  # between two looks for questions
 CLOSE_S = 60.0
 
@@ -43,6 +44,23 @@ class Delivered:
 
     kept: dict[Key, PromptGroup]
     dropped: dict[Key, PromptGroup]
+
+
+class WakingTime:
+    """Seconds in which the thread that asks for them has had its turns.
+
+    A thread that does not get the processor, or waits in a call, hears late of what engines have done meanwhile. That
+    is not the engines' fault, so it does not count for their limits.
+    """
+
+    def __init__(self) -> None:
+        self._seen_s, self._total_s = time.monotonic(), 0.0
+
+    def now(self) -> float:
+        seen_s = time.monotonic()
+        self._total_s += min(seen_s - self._seen_s, AWAKE_S)
+        self._seen_s = seen_s
+        return self._total_s
 
 
 class StewardThread:
@@ -72,6 +90,7 @@ class StewardThread:
         output_dir: Path | None = None,
     ) -> None:
         self._steward, self._carrier, self._score, self._is_kept = steward, carrier, score, is_kept
+        self._clock = WakingTime()  # of the steward
         self._limit_s = limit_s
         self._scores = dict(scores)
         self._scoring: dict[Key, tuple[tuple[Trajectory, ...], list[Future[Score]]]] = {}
@@ -176,11 +195,12 @@ class StewardThread:
 
     def _run(self) -> None:
         try:
-            decisions = self._steward.begin(time.monotonic())
+            decisions = self._steward.begin(self._clock.now())
             self.record.hear(None, decisions)
             self._carry_out(decisions)
             ticked_at = attended_at = time.monotonic()
             while not self._is_closing.is_set() and not self._steward.has_ended:
+                self._clock.now()  # a turn, also if nothing has happened
                 num_told = self._hear_loop()
                 for event in self._carrier.events(0.0 if num_told else POLL_S):
                     self._hear_engine(event)
@@ -222,7 +242,7 @@ class StewardThread:
         self._handle(event)
 
     def _handle(self, event: Event) -> None:
-        decisions = self._steward.handle(event, time.monotonic())
+        decisions = self._steward.handle(event, self._clock.now())
         self.record.hear(event, decisions)
         self._carry_out(decisions)
 

@@ -6,12 +6,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from transformers import AutoModelForCausalLM
 
 from mega_rl.data.rows import write_jsonl
 from mega_rl.data.synthetic import ArithmeticSpec, arithmetic_data, arithmetic_tokenizer
 from mega_rl.data.tiny_model import TinyModelSpec, write_tiny_model
-from tests.distributed.training import REWARD, RL, SFT, TinyWorld, train
+from tests import vision_models
+from tests.distributed.training import (
+    FLEET_SETTINGS,
+    PINNED_TWO,
+    REWARD,
+    RL,
+    SFT,
+    STRUCK_FLEET,
+    STRUCK_LOG,
+    TinyWorld,
+    train,
+)
+from tests.launch import ranks
 
 
 def make_mistakes_visible(model_dir: Path) -> None:
@@ -56,3 +69,30 @@ def sft_run(tiny_world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> 
     profile = "trainer.profile={steps: [3], ranks: [1]}"
     train(tiny_world.sft, output_dir, profile, "platform.peak_tflops=2.0").check()
     return output_dir
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """What makes a run one of a model that learns to see, whose prompts have none to two pictures."""
+    root, rows = tmp_path_factory.mktemp("pictures"), []
+    for number in range(12):
+        names = [f"{number}_{place}.png" for place in range(number % 3)]
+        for place, name in enumerate(names):
+            Image.new("RGB", (16 + 4 * number, 20 + 8 * place), (20 * number, 9, 99)).save(root / name)
+        rows.append({"prompt": f"{'<image>' * len(names)}{number}?", "answer": "1", "images": names})
+    file = root / "rows.jsonl"
+    write_jsonl(file, rows)
+    model = vision_models.write(root / "model", "qwen3_vl")
+    seeing = f"model={{path: {model}, vision: {{freeze: false, freeze_merger: false}}}}"
+    return seeing, f"data={{train_files: [{file}], val_files: [{file}], max_prompt_length: 96}}"
+
+
+@pytest.fixture(scope="session")
+def calm_fleet(tiny_world: TinyWorld, pictures: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run whose pretended engines nobody strikes; not to be written to."""
+    root = tmp_path_factory.mktemp("calm_fleet")
+    settings = (f"trainer.output_dir={root / 'run'}", *FLEET_SETTINGS, *PINNED_TWO, *pictures)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(STRUCK_LOG, str(root / "told.jsonl"))
+        ranks(STRUCK_FLEET, "calm", "--config", tiny_world.rl, *settings, nproc=1).check()
+    return root / "run"

@@ -14,31 +14,24 @@ from pathlib import Path
 
 import psutil
 import pytest
-from PIL import Image
 
 from mega_rl.observe.timeline import read_trace
-from tests import vision_models
-from tests.distributed.training import CLOCKS, TinyWorld, metrics_of, steps_saved
+from tests.distributed.training import (
+    FLEET_SETTINGS,
+    PINNED_TWO,
+    STRUCK_FLEET,
+    TinyWorld,
+    learnt,
+    metrics_of,
+    sampled,
+    steps_saved,
+)
 from tests.launch import Launched, alive, free_port, ranks, run, started
 from tests.struck_fleet import LOG, Told, go
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SCRIPT = "tests/distributed/run_fleet.py"
-STRUCK = "tests/distributed/run_struck_fleet.py"
 STEPS = 4
-SETTINGS = (
-    "validation={test_freq: 2, val_before_train: true}",
-    "rollout={placement: separate, n: 2, tensor_parallel_size: 1}",
-    "algorithm={dynamic_sampling: {enabled: true, budget: 3}, minibatches_per_step: 2}",
-    "aqn.enabled=false",
-    "bridge.verify=off",
-    "parallel={tensor: 1, sequence: false}",
-    "trainer={total_steps: 4, gates: {disabled: [engine]}}",
-    "checkpoint={export_hf: false, save_freq: 1, keep_checkpoints: 0}",
-    "logging={tensorboard: false, dump_rollouts: -1, progress: false, num_text_samples: 0}",
-)
-
-
 REWARD = """
 def digits(data_source, solution_str, ground_truth, extra_info):
     return sum(map(int, solution_str)) % 4 / 3
@@ -60,14 +53,16 @@ def train(
     reward.write_text(REWARD, encoding="utf-8")
     rewards = f"rewards=[{{name: '{reward}:digits'}}]"  # of every token, and so of the weights
     changes = ["--change"] * change
-    arguments = (*changes, "--config", world.rl, f"trainer.output_dir={output_dir}", rewards, *SETTINGS, *settings)
+    arguments = (
+        *changes,
+        "--config",
+        world.rl,
+        f"trainer.output_dir={output_dir}",
+        rewards,
+        *FLEET_SETTINGS,
+        *settings,
+    )
     return ranks(SCRIPT, engines, seed, deaths, crash, *arguments, nproc=nproc)
-
-
-def learnt(run: Path) -> dict[int, dict[str, float]]:
-    """What depends on what was computed only, step by step."""
-    rows = metrics_of(run)
-    return {step: {k: v for k, v in row.items() if not k.startswith(CLOCKS)} for step, row in rows.items()}
 
 
 def validated(run: Path) -> dict[int, dict[str, float]]:
@@ -78,11 +73,6 @@ def validated(run: Path) -> dict[int, dict[str, float]]:
 
 def without_validation(row: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in row.items() if not name.startswith("val-")}
-
-
-def sampled(run: Path) -> list[dict[str, object]]:
-    paths = sorted((run / "rollouts").glob("*.jsonl"))
-    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
 
 
 def died(launched: Launched) -> int:
@@ -181,27 +171,26 @@ def test_a_run_in_flight_keeps_the_bound_and_is_replayed(tiny_world: TinyWorld, 
 
 
 def test_real_processes_that_are_killed_and_stopped_change_nothing(
-    tiny_world: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_world: TinyWorld,
+    pictures: tuple[str, str],
+    calm_fleet: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Engines of Ray without vLLM, whose tokens depend on all bytes that they took from the store: one is killed, one
     is stopped, reward workers are killed, and then Ray itself is, which ends the run; the next one goes on.
 
     Prompts have pictures, which every engine must be given with them, also what its checkpoint holds no samples of.
     """
-    pinned = ("rollout.mode=pinned", "rollout.max_staleness=1", "rollout.num_engines=2", *with_pictures(tmp_path))
     limits = ("rollout.engine_timeout_s=8", "rollout.engine_restarts=1000")
 
-    def arguments(kind: str, name: str) -> tuple[object, ...]:
-        output = f"trainer.output_dir={tmp_path / name}"
-        return kind, "--config", tiny_world.rl, output, *SETTINGS, *pinned, *limits
-
-    monkeypatch.setenv(LOG, str(tmp_path / "calm.jsonl"))
-    ranks(STRUCK, *arguments("calm", "calm"), nproc=1).check()
+    output = f"trainer.output_dir={tmp_path / 'struck'}"
+    arguments = ("--config", str(tiny_world.rl), output, *FLEET_SETTINGS, *PINNED_TWO, *pictures, *limits)
     log = tmp_path / "struck.jsonl"
     monkeypatch.setenv(LOG, str(log))
     told = Told(log)
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    command = (sys.executable, STRUCK, *map(str, arguments("pretended,1,2", "struck")))
+    command = (sys.executable, STRUCK_FLEET, "pretended,1,2", *arguments)
     with started(command, env={**alone, "MASTER_PORT": str(free_port())}) as running:
         told.wait_for(lambda: told.has("Held", step=1) and all(e["processes"] for e in told.alive.values()), running)
         trainer, (one,), (other,) = told.lines[-1]["pid"], *(told.alive[e]["processes"] for e in (0, 1))
@@ -219,25 +208,10 @@ def test_real_processes_that_are_killed_and_stopped_change_nothing(
         told.wait_for(lambda: not any(map(alive, engines)), running)  # as Ray has it; nobody samples the last step
         go(log, 2)
         assert running.wait(300) != 0 and workers
-    command = (sys.executable, STRUCK, *map(str, arguments("pretended", "struck")))
+    command = (sys.executable, STRUCK_FLEET, "pretended", *arguments)
     run(command, env={**alone, "MASTER_PORT": str(free_port())}).check()
-    assert learnt(tmp_path / "struck") == learnt(tmp_path / "calm")
+    assert learnt(tmp_path / "struck") == learnt(calm_fleet)
     rows = sampled(tmp_path / "struck")
-    assert rows == sampled(tmp_path / "calm")
+    assert rows == sampled(calm_fleet)
     assert {len(row["prompt"].get("images", ())) for row in rows} == {0, 1, 2}  # type: ignore[attr-defined]
     assert [row["rollout/staleness_max"] for row in list(learnt(tmp_path / "struck").values())[1:]] == [0, 1, 1, 1]
-
-
-def with_pictures(directory: Path) -> tuple[str, str]:
-    """What makes a run one of a model that learns to see, whose prompts have none to two pictures."""
-    rows = []
-    for number in range(12):
-        names = [f"{number}_{place}.png" for place in range(number % 3)]
-        for place, name in enumerate(names):
-            Image.new("RGB", (16 + 4 * number, 20 + 8 * place), (20 * number, 9, 99)).save(directory / name)
-        rows.append({"prompt": f"{'<image>' * len(names)}{number}?", "answer": "1", "images": names})
-    file = directory / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    model = vision_models.write(directory / "model", "qwen3_vl")
-    seeing = f"model={{path: {model}, vision: {{freeze: false, freeze_merger: false}}}}"
-    return seeing, f"data={{train_files: [{file}], val_files: [{file}], max_prompt_length: 96}}"

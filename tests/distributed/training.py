@@ -37,6 +37,21 @@ CLOCKS = (
     "rollout/tokens_per_s",
 )
 RUN_MARK = "MEGA_RL_TEST_RUN"
+STRUCK_FLEET = "tests/distributed/run_struck_fleet.py"
+STRUCK_LOG = "MEGA_RL_STRUCK_FLEET"  # the file that such a run writes its lines to
+# Over a world's RL: of runs whose engines are pretended.
+FLEET_SETTINGS = (
+    "validation={test_freq: 2, val_before_train: true}",
+    "rollout={placement: separate, n: 2, tensor_parallel_size: 1}",
+    "algorithm={dynamic_sampling: {enabled: true, budget: 3}, minibatches_per_step: 2}",
+    "aqn.enabled=false",
+    "bridge.verify=off",
+    "parallel={tensor: 1, sequence: false}",
+    "trainer={total_steps: 4, gates: {disabled: [engine]}}",
+    "checkpoint={export_hf: false, save_freq: 1, keep_checkpoints: 0}",
+    "logging={tensorboard: false, dump_rollouts: -1, progress: false, num_text_samples: 0}",
+)
+PINNED_TWO = ("rollout.mode=pinned", "rollout.max_staleness=1", "rollout.num_engines=2")
 
 RL = """
 model: {{path: {model}, dtype: float32}}
@@ -147,6 +162,17 @@ def metrics_of(output_dir: Path) -> dict[int, dict[str, float]]:
 def computed(metrics: Mapping[str, float]) -> dict[str, float]:
     """The metrics that the same computation gives again."""
     return {name: value for name, value in metrics.items() if not name.startswith(CLOCKS)}
+
+
+def learnt(run: Path) -> dict[int, dict[str, float]]:
+    """What depends on what was computed only, step by step."""
+    return {step: computed(row) for step, row in metrics_of(run).items()}
+
+
+def sampled(run: Path) -> list[dict[str, object]]:
+    """The rows of a run's records."""
+    paths = sorted((run / "rollouts").glob("*.jsonl"))
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
 
 
 def digests(directory: Path) -> dict[str, str]:

@@ -147,7 +147,7 @@ class KeptPlaces(Places):
             self._ray.util.remove_placement_group(group)  # a keeper that took another's place may not know it
 
     def check(self) -> None:
-        with suppress(self._ray.exceptions.RayError):  # without a keeper there is no other trainer either
+        with suppress(self._ray.exceptions.RayError, PlacesError):  # without a keeper there is no other trainer either
             self._ask("hear")
 
     def kill(self, workers: Sequence[Any]) -> None:
@@ -169,9 +169,11 @@ class KeptPlaces(Places):
             Fenced: another trainer has attached since.
         """
         remote_class = self._ray.remote(Keeper)
-        options = {"name": KEEPER, "namespace": self._kept_by.namespace, "lifetime": "detached"}
+        affinity = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+        here = affinity(self._ray.get_runtime_context().get_node_id(), soft=False)
+        options = {"name": KEEPER, "namespace": self._kept_by.namespace, "lifetime": "detached", "num_cpus": 0}
         for _ in range(NUM_TRIES):
-            keeper = remote_class.options(**options, get_if_exists=True, num_cpus=0).remote()
+            keeper = remote_class.options(**options, get_if_exists=True, scheduling_strategy=here).remote()
             try:
                 attached = keeper.attach.remote(self._token, self._kept_by.lease_s, is_back)
                 return keeper, self._ray.get(attached, timeout=ANSWER_S)

@@ -216,7 +216,12 @@ class RayCarrier:
         if (survivor := self._places.survivor(engine)) is not None:
             self._attach(decision, survivor)
             return
-        workers, spec = self._places.workers(engine), self._spec
+        try:
+            with self._of_places():
+                workers, spec = self._places.workers(engine), self._spec
+        except PlacesError as error:
+            self._said.append(Died(engine, decision.life, f"it has no place: {error}"))
+            return
         life = self._lives[engine] = Life(decision.life, workers)
         self._call(engine, "starting", "whereabouts", then=partial(self._is_placed, engine, life))
         point = workers[0].open.remote(spec)  # Ray gives its answer to the others

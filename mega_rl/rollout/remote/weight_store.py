@@ -27,6 +27,7 @@ from mega_rl.bridge.reshard.proof import live_hashes
 from mega_rl.bridge.series import Series, slices_of
 from mega_rl.bridge.slices import Slice
 from mega_rl.errors import InputError
+from mega_rl.fleet.tickets import named
 
 ALIGNMENT = 4096  # of every parameter, bytes: a page
 LIMIT_OF_CONTAINER = Path("/sys/fs/cgroup/memory.max")
@@ -157,15 +158,15 @@ def take(store: Store, worker: int, stored: Stored, live: Mapping[str, torch.Ten
     """
     form = store.form
     if words := difference(live, form.slices[worker], form.dtype):
-        raise InputError(f"the weights of version {stored.version} cannot be written in place: {words}")
+        raise InputError(f"{named(stored.version)} cannot be written in place: {words}")
     with torch.no_grad():
         for name, tensor in store.parameters(worker, stored.version).items():
             live[name][tuple(slice(extent) for extent in tensor.shape)].copy_(tensor)
     wrong = _differing(live, form.slices[worker], form.salt, stored.digests[worker])
     if wrong:
         raise RuntimeError(
-            f"the engine holds another {wrong[0]} than version {stored.version} of the trainer's weights, which it has "
-            f"just taken from the store ({len(wrong)} tensors differ)"
+            f"the engine holds another {wrong[0]} than {named(stored.version)} of the trainer, which it has just taken "
+            f"from the store ({len(wrong)} tensors differ)"
         )
 
 

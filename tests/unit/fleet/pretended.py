@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -131,6 +132,7 @@ class World:
         self.messages.append(events.Started(decision.engine, decision.life))
 
     def do_kill(self, decision: events.Kill) -> None:
+        assert not re.search(r"-\d", decision.why), f"a number that says nothing to people: {decision.why}"
         engine = self.engines.get(decision.engine)
         if engine is not None and engine.life == decision.life:
             del self.engines[decision.engine]

@@ -130,7 +130,7 @@ def test_who_leaves_is_named_or_loses_least_and_one_stays() -> None:
 def test_an_answer_of_other_weights_is_no_answer() -> None:
     steward, (issue,) = serving(Rules(num_groups=1, group_size=1, total_steps=2, eta=1), limits=Limits(slots=1))
     out = steward.handle(events.Answered(0, 0, issue.attempt, 0, 1, "x"), 3.0)
-    assert of(events.Kill, out)[0].why == "it sampled step 0 with version 1 of the weights instead of 0"
+    assert of(events.Kill, out)[0].why == "it sampled step 0 with version 1 instead of version 0"
     assert not of(events.Deliver, out) and steward.ledger.num_waiting == 2
 
 
@@ -264,4 +264,13 @@ def test_an_answer_of_other_weights_than_its_validation_s_is_not_taken() -> None
     answer(steward, issues[0], 0, 4.0)
     (issue,) = of(events.Issue, steward.handle(events.Loaded(0, 0, held_out(0)), 5.0))
     (kill,) = of(events.Kill, answer(steward, issue, 0, 6.0))
-    assert "with version 0 of the weights instead of -2" in kill.why
+    of_validation = "the weights for the validation after step 0"
+    assert kill.why == f"it sampled the validation after step 0 with version 0 instead of {of_validation}"
+
+
+def test_weights_of_a_validation_that_are_late_have_no_negative_number() -> None:
+    steward, issues = serving(Rules(num_groups=1, group_size=1, total_steps=9))
+    steward.handle(events.Validate(0, 1, 1), 3.0)
+    assert of(events.Load, answer(steward, issues[0], 0, 4.0)) == [events.Load(0, 0, held_out(0))]
+    (kill,) = of(events.Kill, steward.handle(events.Ticked(), 14.5))
+    assert kill.why == "it was to load the weights for the validation after step 0, and has said nothing for 10 s"

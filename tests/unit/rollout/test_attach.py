@@ -17,6 +17,7 @@ import pytest
 
 from mega_rl.config.schema import EnvironmentConfig, RolloutConfig, RunConfig
 from mega_rl.errors import InputError
+from mega_rl.fleet.carrier import PlacesError
 from mega_rl.rollout.remote import attach, keeper
 from mega_rl.rollout.remote.attach import Guarded, Keeping, KeptPlaces, keeping
 from mega_rl.rollout.remote.engine_process import EngineSpec
@@ -89,7 +90,10 @@ class FakeRay:
 
     @property
     def util(self) -> Any:
-        strategies = SimpleNamespace(PlacementGroupSchedulingStrategy=lambda group, part: group)
+        strategies = SimpleNamespace(
+            PlacementGroupSchedulingStrategy=lambda group, part: group,
+            NodeAffinitySchedulingStrategy=lambda node, soft: node,
+        )
         return SimpleNamespace(
             placement_group=lambda bundles, strategy: (
                 self.groups.append(Group(has_room=self.has_room)) or self.groups[-1]
@@ -100,7 +104,9 @@ class FakeRay:
         )
 
     def remote(self, kind: Any = None, **_: Any) -> Any:
-        def options(name: str, namespace: str, get_if_exists: bool = False, **_: Any) -> Any:
+        def options(name: str, namespace: str, scheduling_strategy: Any, get_if_exists: bool = False, **_: Any) -> Any:
+            assert kind is not Keeper or scheduling_strategy == "the trainer's node"
+
             def made(*arguments: Any) -> Actor:
                 found = self.named.get(name)
                 if found is None or found.state == "gone" or not get_if_exists:
@@ -120,6 +126,9 @@ class FakeRay:
 
     def wait(self, answers: Sequence[Answer], **_: Any) -> tuple[list[Answer], list[Answer]]:
         return [answer for answer in answers if not isinstance(answer.error, TimeoutError)], []
+
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(get_node_id=lambda: "the trainer's node")
 
     def get_actor(self, name: str, namespace: str) -> Actor:
         if self.named[name].state == "gone":
@@ -263,6 +272,18 @@ def test_a_keeper_that_is_gone_or_does_not_answer_is_replaced(ray: FakeRay) -> N
     assert trainer(ray).num_survivors == 2, "the new one was told what there is"
     ray.named["keeper"].state = "hangs"
     assert trainer(ray).num_survivors == 0
+
+
+def test_a_keeper_that_cannot_be_reached_does_not_end_the_run(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is gone, and Ray does not know of that yet: it gives out the old one again and again."""
+    places = trainer(ray)
+    begin(places, 2)
+    ray.named["keeper"].state = "gone"
+    again = SimpleNamespace(remote=lambda: ray.named["keeper"])
+    monkeypatch.setattr(ray, "remote", lambda kind: SimpleNamespace(options=lambda **_: again), raising=False)
+    places.check()
+    with pytest.raises(PlacesError, match="gave no answer in 120 s, 3 times"):
+        places.reserve(2)
 
 
 def test_a_trainer_whose_keeper_is_gone_takes_nothing_from_the_next_one(ray: FakeRay) -> None:

@@ -358,6 +358,21 @@ def test_weights_that_cannot_be_proved_are_the_end_of_a_life(monkeypatch: pytest
     assert (0, 0) not in issued, "it never served"
 
 
+def test_a_place_that_cannot_be_had_is_the_end_of_a_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, run, failed = undisturbed(monkeypatch), Run(monkeypatch), list[LaterError]()
+    spawn = run.ray.spawn
+
+    def late_once(*arguments: Any) -> list[Worker]:
+        if not failed:
+            failed.append(LaterError("timed out"))
+            raise failed[0]
+        return spawn(*arguments)
+
+    monkeypatch.setattr(places, "spawn", late_once)
+    assert not run.go().is_failure and run.batches == expected
+    assert run.whys()[0].startswith("it has no place: Ray failed with LaterError: timed out")
+
+
 def test_what_the_user_must_change_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch)
     spawn = run.ray.spawn

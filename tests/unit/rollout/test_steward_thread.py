@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from mega_rl.fleet.carrier import Requests
 from mega_rl.fleet.engines import Limits
 from mega_rl.fleet.steward import Steward
 from mega_rl.fleet.tickets import Key, Rules
+from mega_rl.rollout import steward_thread
 from mega_rl.rollout.collect import PromptGroup
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.fleet_state import decoded, encoded
@@ -182,3 +184,36 @@ def test_waits_for_a_checkpoint_in_pieces_are_one_wait() -> None:
         with pytest.raises(RuntimeError, match="what the checkpoint of step 1 has to hold cannot be waited for"):
             while time.monotonic() < until:
                 assert thread.committed(1, wait_s=0.01) is None
+
+
+@pytest.mark.parametrize("is_thread_awake", [True, False])
+def test_only_time_in_which_the_thread_had_turns_counts_for_the_limits_of_engines(
+    monkeypatch: pytest.MonkeyPatch, is_thread_awake: bool
+) -> None:
+    """100 s pass while an engine has work: in one turn of the thread, which slept, or in turns of half a second."""
+    passed = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0])
+    monkeypatch.setattr(steward_thread, "time", clock)
+    whys: list[str] = []
+
+    class Held(PretendedCarrier):
+        """Engines whose answers come when the time has passed."""
+
+        def events(self, wait_s: float) -> list[events.Event]:
+            if not self.num_issued or passed[0] >= 100.0:
+                return super().events(wait_s)
+            passed[0] += 0.5 if is_thread_awake else 100.0
+            return []
+
+        def carry(self, decision: events.Start | events.Kill | events.Release | events.Load | events.Issue) -> None:
+            if isinstance(decision, events.Kill) and passed[0] < 1000.0:
+                whys.append(decision.why)
+            super().carry(decision)
+
+    held = lambda wanted: Held(wanted, lambda v: v, True)  # noqa: E731
+    limits = Limits(slots=3, progress_s=20.0, restarts=10_000)
+    with running(engines=1, carrier=held, limits=limits) as (thread, _):
+        thread.take(0)
+        passed[0] = 1000.0  # what is ended from now on is of the end
+    late = [why for why in whys if "20 s were not enough for it to go on" in why]
+    assert len(late) == len(whys) and bool(late) == is_thread_awake, whys
