@@ -57,7 +57,7 @@ def end_with_torchrun() -> None:
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if not may_be_launcher(os.getppid()):
-        print("error: torchrun died while this rank was starting", file=sys.stderr, flush=True)
+        print("error: torchrun died while this rank was starting\n", end="", file=sys.stderr, flush=True)
         os._exit(1)
 
 
@@ -96,11 +96,11 @@ def fail(error: Exception) -> None:
     if os.environ.get("RANK", "0") != "0":
         time.sleep(15)  # where rank 0 says the same, torchrun ends this rank before it repeats it
     if is_input:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}\n", end="", file=sys.stderr)  # one write, though it may be of several lines
     else:
         traceback.print_exception(error)
         if (sentence := out_of_memory(error)) is not None:
-            print(f"error: {sentence}", file=sys.stderr)
+            print(f"error: {sentence}\n", end="", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(2 if is_input else 1)

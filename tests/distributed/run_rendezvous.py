@@ -79,7 +79,7 @@ def main(directory: Path) -> None:
             depot = Depot(ParallelLayout.create(2), rank)
             engine = Engine(DIFFERENCE_S * rank)
             groups = collect_everywhere(engine, EngineLayout(2, 1), of_step, rendezvous, depot)  # type: ignore[arg-type]
-            print(f"COLLECTED {rank} {len(groups)}", flush=True)
+            print(f"COLLECTED {rank} {len(groups)}\n", end="", flush=True)
             if rank == 1:
                 os._exit(0)  # as if its launcher saw nothing wrong
             rendezvous.wait("sampling")

@@ -236,7 +236,7 @@ def test_values_do_not_depend_on_the_number_of_workers(hostile: str) -> None:
     ],
 )
 def test_harm_within_a_call_of_many_samples(hostile: str, name: str, text: str, cause: str) -> None:
-    workers = RewardWorkersConfig(num_workers=1, timeout_s=2.0)
+    workers = RewardWorkersConfig(num_workers=1, timeout_s=2.0 if cause == "timed_out" else 60.0)
     scorer = build_scorer([RewardConfig(f"{hostile}:{name}")], workers)
     scores = score(scorer, "1", text, "3")
     scorer.close()

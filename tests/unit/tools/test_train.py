@@ -258,7 +258,7 @@ import mega_rl.config
 from tools import train
 
 def hold(*_):
-    print("held", os.getpid(), flush=True)
+    print(f"held {os.getpid()}\\n", end="", flush=True)
     time.sleep(3600)
 
 mega_rl.config.load_config = hold
@@ -272,13 +272,13 @@ def test_ranks_end_when_torchrun_is_killed(tmp_path: Path) -> None:
     script.write_text(HELD_START)
     with started(torchrun_command(script, "--config", "none", nproc=2)) as running:
         deadline = time.monotonic() + 120
-        while len(ranks := [int(pid) for pid in re.findall(r"held (\d+)", running.output())]) < 2:
+        while len(ranks := [int(pid) for pid in re.findall(r"held (\d+)\n", running.output())]) < 2:
             assert running.process.poll() is None and time.monotonic() < deadline, running.output()
             time.sleep(0.05)
         assert all(alive(pid) for pid in ranks)
         running.process.kill()
         running.process.wait()
-        deadline = time.monotonic() + 20  # the kernel needs none of it; without its signal they sleep for an hour
+        deadline = time.monotonic() + 60  # the kernel needs none of it; without its signal they sleep for an hour
         while any(alive(pid) for pid in ranks) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert [pid for pid in ranks if alive(pid)] == []
