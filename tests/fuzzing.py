@@ -8,12 +8,14 @@ the cases are the same every time, and the time limit of the suite is the only o
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import TypeVar
 
 import hypothesis
@@ -77,8 +79,17 @@ class Tally:
 TALLIES: dict[str, Tally] = defaultdict(Tally)  # of each test, where ``make fuzz`` runs it
 
 
+@cache
+def keep_what_is_imported() -> None:
+    """It is never garbage: no collection looks at all of it again in the time of an answer, which would be a second."""
+    gc.collect()
+    gc.freeze()
+
+
 def accepted_or_sentence(call: Callable[[], T]) -> T | None:
     """What ``call`` returns, or None if it refuses with an InputError whose text somebody can read."""
+    if NUM_EXAMPLES:
+        keep_what_is_imported()
     tally, begin = TALLIES[os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0]], time.thread_time()
     try:
         result = call()

@@ -78,10 +78,19 @@ def test_values_in_a_file(tmp_path: Path, changes: list[tuple[str, Any]], world_
     outcome(tmp_path, json.dumps(tree), [], world_size)
 
 
-@cases(100)
-@given(YAML, st.booleans())
-def test_text_that_is_nearly_yaml(tmp_path: Path, text: str, has_more: bool) -> None:
-    outcome(tmp_path, ("model: {path: x}\nrewards: [{name: x, options: " if has_more else "") + text, [])
+FRAMES = [  # what stands before and behind; some texts fit in as one value or one entry
+    ("", ""),
+    ("model: {path: x}\nrewards: [{name: x, options: ", ""),
+    ("model: {path: x}\nrewards: [{name: x, options: {a: ", "}}]"),
+    ("model:\n  path: x\nrollout:\n  vllm:\n    a: ", "\n"),
+    ("model:\n  path: ", "\ntrainer: {total_steps: 3}\n"),
+]
+
+
+@cases(150)
+@given(YAML, st.sampled_from(FRAMES))
+def test_text_that_is_nearly_yaml(tmp_path: Path, text: str, around: tuple[str, str]) -> None:
+    outcome(tmp_path, text.join(around), [])
 
 
 @cases(150)

@@ -270,7 +270,10 @@ runpy.run_path(train.__file__, run_name="__main__")
 def test_ranks_end_when_torchrun_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "held.py"
     script.write_text(HELD_START)
-    with started(torchrun_command(script, "--config", "none", nproc=2)) as running:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    env = {"TMPDIR": str(temporary)}
+    with started(torchrun_command(script, "--config", "none", nproc=2), env=env) as running:
         deadline = time.monotonic() + 120
         while len(ranks := [int(pid) for pid in re.findall(r"held (\d+)\n", running.output())]) < 2:
             assert running.process.poll() is None and time.monotonic() < deadline, running.output()
@@ -282,6 +285,7 @@ def test_ranks_end_when_torchrun_is_killed(tmp_path: Path) -> None:
         while any(alive(pid) for pid in ranks) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert [pid for pid in ranks if alive(pid)] == []
+    assert list(temporary.iterdir()) == [], "torchrun's directory is removed once the ranks have begun"
 
 
 @pytest.mark.parametrize(
