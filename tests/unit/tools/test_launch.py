@@ -63,7 +63,7 @@ def test_torchrun_starts_every_rank(tmp_path: Path) -> None:
     script = tmp_path / "ranks.py"
     line = "f\"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}\\n\""  # one write: no rank cuts the other's line
     script.write_text(f"import os\nprint({line}, end='', flush=True)\n")
-    result = torchrun(script, nproc=2, timeout=120).check()
+    result = torchrun(script, nproc=2, timeout=250).check()
     assert "rank 0 of 2" in result.stdout and "rank 1 of 2" in result.stdout
 
 
@@ -96,13 +96,13 @@ def test_ranks_end_together_and_have_the_promises_of_torchrun(tmp_path: Path) ->
         "import time\nif sys.argv[1] != 'end':\n    time.sleep(600)\n"
     )
     for num_ranks in (2, 3):
-        result = ranks(script, "end", nproc=num_ranks, timeout=120).check()
+        result = ranks(script, "end", nproc=num_ranks, timeout=250).check()
         assert all(f"rank {rank} of {num_ranks} ['end']" in result.stdout for rank in range(num_ranks))
-    failed = ranks(script, "fail", timeout=120)
+    failed = ranks(script, "fail", timeout=250)
     assert failed.returncode == 1 and "KeyError: 'the reason'" in failed.stdout
     with pytest.raises(AssertionError, match=r"did not end in 1 s"):
         ranks(script, "hang", nproc=1, timeout=1)
-    ranks(script, "end", timeout=120).check()
+    ranks(script, "end", timeout=250).check()
 
 
 def test_a_launch_that_died_is_not_started_again() -> None:

@@ -296,6 +296,6 @@ def test_a_rank_whose_torchrun_is_gone_already_ends(at_parent: str, at_rank: str
     """Its parent is then a process that is not Python and was not started by torchrun: here a shell."""
     code = "from tools.train import end_with_torchrun; end_with_torchrun(); print('went on')"
     shell = f'{at_rank} {sys.executable} -c "{code}"; exit $?'
-    launched = run(["env", "-u", "TORCHELASTIC_RUN_ID", *at_parent.split(), "sh", "-c", shell], timeout=120)
+    launched = run(["env", "-u", "TORCHELASTIC_RUN_ID", *at_parent.split(), "sh", "-c", shell], timeout=280)
     assert launched.returncode == status
     assert ("torchrun died" in launched.stdout) == (status == 1) and ("went on" in launched.stdout) == (status == 0)
