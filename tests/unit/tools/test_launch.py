@@ -23,6 +23,13 @@ def test_output_and_status() -> None:
     assert "out" in result.stdout and "err" in result.stdout
 
 
+def test_lines_are_whole_whatever_the_tests_were_started_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    code = "import sys; print(sys.stdout.write_through, sys.stderr.write_through)"
+    for launched in (run([sys.executable, "-c", code]), run_copy(code)):
+        assert launched.check().stdout == "False False\n"
+
+
 def test_check_shows_the_output() -> None:
     with pytest.raises(AssertionError, match="the reason"):
         run([sys.executable, "-c", "print('the reason'); raise SystemExit(1)"]).check()
