@@ -147,6 +147,7 @@ CHAIN = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1,
         ("model: {path: x}\nrewards: [{name: x, options: {1: 2}}]", "rewards[0].options has the key 1 (int)"),
         ("model: {path: x, dtype: '${model.path}', path: y}", "the key 'path' stands twice"),
         ("model: {path: '${model.dtype}', dtype: '${model.path}'}", "more than 32 times, or to itself"),
+        ("model: {path: '${model.path}@${model.path}'}", "more than 32 times, or to itself"),  # 2^32 ways to follow it
         (DOUBLING + "}}]", "come to more than 262144 characters: write them out"),
         (LISTS + "}}]", "come to more than 262144 characters: write them out"),
         (LONG_WAY + "}}]", "come to more than 262144 characters: write them out"),
