@@ -12,8 +12,8 @@ bytes of the exported weights. Columns:
     seconds       from the fault until torchrun had ended, or until the next step was logged
     all gone      from the end of torchrun until no process of the run was there, in seconds
     steps lost    finished steps that the resumed run made again
-    left          processes after 20 s, shared-memory files, entries of the temporary folder (torchrun's own directory
-                  aside): before / after the resume
+    left          processes after 20 s, shared-memory files, entries of the temporary folder: before / after the
+                  resume
     equal         whether metrics and weights are those of the run that nothing happened to
 
 ``--rows`` runs the tests that docs/reliability.md names beside a fault and prints what they took: see fault_rows.py.
@@ -198,12 +198,7 @@ def differences(place: Place, stage: str, output_dir: Path) -> str:
 
 def left_behind(token: str, scratch: Path, shm: set[str]) -> str:
     processes = len(training.carriers(token))
-    return f"{processes}, {len(set(os.listdir(SHM)) - shm)}, {len(entries(scratch))}"
-
-
-def entries(scratch: Path) -> list[str]:
-    """What is in a temporary folder, but for the directory that every torchrun leaves there, whatever its end."""
-    return sorted(name for name in os.listdir(scratch) if not name.startswith("torchelastic_"))
+    return f"{processes}, {len(set(os.listdir(SHM)) - shm)}, {len(os.listdir(scratch))}"
 
 
 def steps_logged(output_dir: Path) -> list[int]:
@@ -264,7 +259,7 @@ def inject(place: Place, fault: Fault) -> Outcome:
         start = said.partition("resuming after step ")[2].split()
         found.steps_lost = max(0, reached - (int(start[0]) if start else 0))
         found.left += f" / {left_behind(token, scratch, shm)}"
-    found.entries = entries(scratch)
+    found.entries = sorted(os.listdir(scratch))
     found.equal = differences(place, fault.stage, output_dir)
     return found
 

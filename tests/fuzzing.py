@@ -8,12 +8,16 @@ the cases are the same every time, and the time limit of the suite is the only o
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import TypeVar
 
 import hypothesis
@@ -24,6 +28,7 @@ from mega_rl.errors import MAX_LISTED, InputError
 NUM_EXAMPLES = os.environ.get("MEGA_RL_FUZZ_EXAMPLES")
 LIMIT = timedelta(seconds=60)  # of one case, also of one that waits, on a machine that does other things too
 CPU_LIMIT_S = 1.0  # of one answer; what other programs do counts little in it
+HANG_CPU_S = 20.0  # of one answer: it is taken for one that never comes
 MAX_SENTENCE = 4000  # characters of one problem: a few values, and the choices for them
 
 T = TypeVar("T")
@@ -77,11 +82,40 @@ class Tally:
 TALLIES: dict[str, Tally] = defaultdict(Tally)  # of each test, where ``make fuzz`` runs it
 
 
+@cache
+def keep_what_is_imported() -> None:
+    """It is never garbage: no collection looks at all of it again in the time of an answer, which would be a second."""
+    gc.collect()
+    gc.freeze()
+
+
+@contextmanager
+def ended_if_it_hangs() -> Iterator[None]:
+    """In ``make fuzz``, whose tests have no other limit, an answer that never comes is a failure with its stack."""
+
+    def hangs(*_: object) -> None:
+        raise AssertionError(f"no answer after {HANG_CPU_S:.0f} s of a processor")
+
+    if not NUM_EXAMPLES:
+        yield
+        return
+    before = signal.signal(signal.SIGVTALRM, hangs)
+    signal.setitimer(signal.ITIMER_VIRTUAL, HANG_CPU_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
 def accepted_or_sentence(call: Callable[[], T]) -> T | None:
     """What ``call`` returns, or None if it refuses with an InputError whose text somebody can read."""
+    if NUM_EXAMPLES:
+        keep_what_is_imported()
     tally, begin = TALLIES[os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0]], time.thread_time()
     try:
-        result = call()
+        with ended_if_it_hangs():
+            result = call()
         tally.accepted += 1
         return result
     except InputError as error:

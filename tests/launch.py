@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import psutil
 
+from mega_rl.observe.lines import write_whole_lines
 from tests import warm
 
 REPO = Path(__file__).resolve().parent.parent
@@ -204,7 +205,7 @@ def run_copy(code: str | Path, *args: object, timeout: float = 120.0, env: Mappi
             assert process.exitcode is not None, f"{' '.join(argv)} did not end in {timeout:.0f} s:\n{_tail(output)}"
         finally:
             _kill_tree(process.pid, is_running=process.is_alive(), token=token)
-            process.join(timeout=10)
+            process.join(timeout=60)
     launched = Launched((sys.executable, *argv), process.exitcode, output, time.monotonic() - begin)
     if launched.returncode != 0:
         print(f"{' '.join(argv)} ended with {launched.returncode}:\n{_tail(output)}")
@@ -217,6 +218,7 @@ def _copy(code: str | Path, argv: tuple[str, ...], output_file: Path, variables:
     with output_file.open("wb") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
+    write_whole_lines()
     os.chdir(REPO)
     os.environ.clear()
     os.environ.update(variables)
@@ -229,8 +231,10 @@ def _copy(code: str | Path, argv: tuple[str, ...], output_file: Path, variables:
 
 
 def _variables(env: Mapping[str, str] | None, token: str) -> dict[str, str]:
+    """The test's own, but PYTHONUNBUFFERED: with it ``print`` writes a line in parts, and ranks cut each other's."""
     path = os.pathsep.join(p for p in (str(REPO), os.environ.get("PYTHONPATH", "")) if p)
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **(env or {}), MARK: token}
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return {**own, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **(env or {}), MARK: token}
 
 
 @contextmanager
@@ -253,7 +257,7 @@ def started(command: tuple[str, ...] | list[str], env: Mapping[str, str] | None 
             yield Running(tuple(map(str, command)), process, output_file)
         finally:
             _kill_tree(process.pid, is_running=process.poll() is None, token=token)
-            process.wait(timeout=10)
+            process.wait(timeout=60)
 
 
 def _kill_tree(pid: int, *, is_running: bool, token: str) -> None:
@@ -267,7 +271,7 @@ def _kill_tree(pid: int, *, is_running: bool, token: str) -> None:
     for victim in victims:
         with suppress(psutil.NoSuchProcess):
             victim.kill()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(alive(victim.pid) for victim in victims) and time.monotonic() < deadline:
         time.sleep(0.01)
 

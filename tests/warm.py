@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from mega_rl.observe.lines import write_whole_lines
 from mega_rl.rollout.vllm.environment import set_environment
 
 
@@ -58,8 +59,7 @@ def _launch(request: Request) -> int:
     output = os.open(request.output, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    for stream in (sys.stdout, sys.stderr):  # a line is one write, so no rank cuts it, also with PYTHONUNBUFFERED
-        stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
+    write_whole_lines()
     ranks: dict[int, int] = {}  # process id -> rank
     for rank in range(request.num_ranks):
         pid = os.fork()

@@ -50,6 +50,7 @@ from mega_rl.evaluation.records import RESULTS, SUMMARY, Directory, Part, read_r
 from mega_rl.evaluation.summary import Bootstrap, default_ks, summarise, table
 from mega_rl.evaluation.weights import Weights, find_weights
 from mega_rl.models.shape import read_model_shape
+from mega_rl.observe.lines import write_whole_lines
 from mega_rl.parallel.collectives import broadcast_object, gather_objects, is_first, together
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.parallel.process import end_with_torchrun, fail, join, processes
@@ -431,6 +432,7 @@ def print_comparison(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
+    write_whole_lines()
     end_with_torchrun()
     try:
         main()

@@ -36,6 +36,7 @@ from mega_rl.evaluation.configuration import evaluation_config
 from mega_rl.evaluation.exporting import export
 from mega_rl.evaluation.weights import Weights, find_weights
 from mega_rl.models.shape import read_model_shape
+from mega_rl.observe.lines import write_whole_lines
 from mega_rl.parallel.process import end_with_torchrun, fail, join
 from mega_rl.rewards.scratch import Scratch, sweep
 from mega_rl.rollout.conversations import Renderer
@@ -227,6 +228,7 @@ def serve(endpoint: Endpoint, keys: Sequence[str], port: socket.socket, grace_s:
 
 
 if __name__ == "__main__":
+    write_whole_lines()
     end_with_torchrun()
     try:
         main()

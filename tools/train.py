@@ -21,6 +21,7 @@ from mega_rl.config import load_config, samples, to_yaml, validate, workers_rewa
 from mega_rl.config.model import trained_shape
 from mega_rl.config.schema import RunConfig
 from mega_rl.errors import Stopped
+from mega_rl.observe.lines import write_whole_lines
 from mega_rl.parallel.process import end_with_torchrun, fail, processes
 from mega_rl.rewards.scorer import build_scorer
 from mega_rl.rollout.vllm.options import check_options, check_whole_prompts, installed_arguments
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     role = platform.trainer_role(config.rollout if samples(config) else None, config.platform.deterministic)
     platform.select(config.platform.name, role, config.platform.mindspeed)
     if os.environ.get("RANK", "0") == "0":
-        print("\n".join(platform.environment_report()), flush=True)
+        print("".join(f"{line}\n" for line in platform.environment_report()), end="", flush=True)
     importlib.import_module(STAGES[config.trainer.stage]).run(config)
 
 
@@ -82,6 +83,7 @@ def stop(reason: Stopped) -> None:
 
 
 if __name__ == "__main__":
+    write_whole_lines()
     end_with_torchrun()
     try:
         main()

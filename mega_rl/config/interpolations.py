@@ -57,7 +57,7 @@ class _Sizes:
         """``depth``: interpolations on the way here."""
         if path in self._known:
             return self._known[path]
-        if depth > MAX_DEPTH:
+        if self.is_too_deep or depth > MAX_DEPTH:  # once is enough: two in one text would be followed 2^32 times
             self.is_too_deep = True
             return 0
         size = 1

@@ -40,7 +40,8 @@ def load_tokenizer(model_path: str, key: str = "model.path") -> PreTrainedTokeni
     if problem is not None:
         raise InputError(problem)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+        # Without False transformers would ask on standard input whether it may run code that lies beside the model.
+        tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises bare Exception for a malformed tokenizer.json
         cause = shortened(next(iter(str(error).splitlines()), type(error).__name__))
         raise InputError(

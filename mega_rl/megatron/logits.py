@@ -56,12 +56,12 @@ def compare_logits(shape: ModelShape, huggingface_dir: Path, weights_dir: Path) 
 
 def _transformers_logits(shape: ModelShape, directory: Path, token_ids_T: Tensor) -> Tensor:
     transformers.utils.logging.disable_progress_bar()
+    options: dict[str, Any] = {"dtype": torch.float32, "local_files_only": True, "trust_remote_code": False}
     if shape.head == "value":
-        options: dict[str, Any] = {"dtype": torch.float32, "local_files_only": True}
         scorer = transformers.AutoModelForSequenceClassification.from_pretrained(directory, **options).eval()
         return scorer.score(scorer.model(token_ids_T[None]).last_hidden_state)[0].float()
     kind = transformers.AutoModelForImageTextToText if shape.tower else transformers.AutoModelForCausalLM
-    model = kind.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+    model = kind.from_pretrained(directory, **options)
     return model.eval()(token_ids_T[None]).logits[0].float()
 
 

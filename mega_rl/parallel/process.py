@@ -19,6 +19,7 @@ from mega_rl.parallel.collectives import join_world, own_name
 from mega_rl.parallel.store import keep_to_loopback
 
 TORCHRUN_MARK = "TORCHELASTIC_RUN_ID"  # an environment variable that torchrun gives to the processes it starts
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # one for each rank: where it may say why it ended, which ours do not
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
@@ -56,9 +57,25 @@ def end_with_torchrun() -> None:
     if TORCHRUN_MARK not in os.environ:
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    remove_empty_logs()
     if not may_be_launcher(os.getppid()):
-        print("error: torchrun died while this rank was starting", file=sys.stderr, flush=True)
+        print("error: torchrun died while this rank was starting\n", end="", file=sys.stderr, flush=True)
         os._exit(1)
+
+
+def remove_empty_logs() -> None:
+    """Remove the directories that torchrun has made in the temporary folder for this rank, and never removes itself.
+
+    Without ``--redirects`` nothing is written there. One that holds something stays, and with it those around it; the
+    last rank removes what all of them share.
+    """
+    places = [*Path(os.environ.get(ERROR_FILE, "")).parents]
+    roots = [place for place in places if place.name.startswith("torchelastic_")]
+    for place in places[: places.index(roots[0]) + 1] if roots else ():
+        try:
+            place.rmdir()
+        except OSError:
+            return
 
 
 def may_be_launcher(pid: int) -> bool:
@@ -96,11 +113,11 @@ def fail(error: Exception) -> None:
     if os.environ.get("RANK", "0") != "0":
         time.sleep(15)  # where rank 0 says the same, torchrun ends this rank before it repeats it
     if is_input:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}\n", end="", file=sys.stderr)  # one write, though it may be of several lines
     else:
         traceback.print_exception(error)
         if (sentence := out_of_memory(error)) is not None:
-            print(f"error: {sentence}", file=sys.stderr)
+            print(f"error: {sentence}\n", end="", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(2 if is_input else 1)

@@ -325,7 +325,7 @@ def test_the_commands_say_the_same(tmp_path: Path) -> None:
     config.platform.name = "cpu"
     (tmp_path / "run.yaml").write_text(to_yaml(config))
     command = [sys.executable, str(REPO / "tools" / "train.py"), "--config", str(tmp_path / "run.yaml")]
-    dry, real = (run([*command, *more], timeout=120) for more in (("--dry-run",), ()))
+    dry, real = (run([*command, *more], timeout=280) for more in (("--dry-run",), ()))
     assert dry.returncode == real.returncode == 2
     assert dry.stdout == real.stdout and "3 problems" in dry.stdout, (dry.stdout, real.stdout)
     assert not (tmp_path / "run").exists()

@@ -130,7 +130,7 @@ def hold(run: Run) -> None:
     writer.poll()
     if dist.get_rank() == 0:
         torch.save(loss, run.root / AFTER)
-        print("HELD amid the save", flush=True)
+        print("HELD amid the save\n", end="", flush=True)
     time.sleep(600)
 
 
@@ -169,7 +169,7 @@ def main() -> None:
     with groups(case) as layout:
         PARTS[arguments.part](Run(case, layout, arguments.dir))
     if dist.get_rank() == 0:
-        print(f"PASSED {arguments.part}", flush=True)
+        print(f"PASSED {arguments.part}\n", end="", flush=True)
     dist.destroy_process_group()
 
 

@@ -18,7 +18,7 @@ from tools import train
 
 
 def hold(place: str, step: int) -> None:
-    print(f"held at {place} {step}", flush=True)
+    print(f"held at {place} {step}\n", end="", flush=True)
     time.sleep(3600)
 
 

@@ -24,7 +24,7 @@ def die(rank: int, after: int, output_dir: Path) -> None:
         if asked > after and int(os.environ["RANK"]) == rank:
             for manifest in output_dir.glob("checkpoints/*/manifest.json"):
                 manifest.write_text("unreadable")
-            print(f"killed at {time.monotonic():.3f}", flush=True)
+            print(f"killed at {time.monotonic():.3f}\n", end="", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         return is_given(self)
 

@@ -20,7 +20,7 @@ def main() -> None:
     ray, _ = connected_ray(1)
     (worker,) = place(ray, 1, platform.current().actor_options)
     engine = ray.get(worker.process_id.remote())
-    print("READY", engine, ray.get_runtime_context().gcs_address, flush=True)
+    print(f"READY {engine} {ray.get_runtime_context().gcs_address}\n", end="", flush=True)
     while True:  # as a trainer that samples: it notices that an engine has died
         ray.get(worker.process_id.remote())
         time.sleep(0.1)

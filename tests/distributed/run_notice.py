@@ -21,7 +21,7 @@ def stay(until: str, step: int) -> None:
         nonlocal asked
         asked += 1
         if asked == step and os.environ["RANK"] == "0":
-            print(f"within step {step}", flush=True)
+            print(f"within step {step}\n", end="", flush=True)
             while until == "ever" or self._given is None:
                 time.sleep(0.05)
         return is_given(self)

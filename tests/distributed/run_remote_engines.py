@@ -238,8 +238,13 @@ def stopped_engine_is_known(trainer: Trainer) -> None:
     requests = make_requests(PROMPTS, n=1, step=2, seed=3, max_tokens=NUM_TOKENS, temperature=1.0)
     waits: list[Wait | None] = []
 
+    def awaited(victim: int) -> Wait:
+        return Wait(f"rollout engine 1, worker 0 (process {victim}), sampling", is_for_ranks=False)
+
     def look(victim: int) -> None:
-        time.sleep(2)
+        deadline = time.monotonic() + 100
+        while HEART.wait != awaited(victim) and time.monotonic() < deadline:
+            time.sleep(0.05)
         waits.append(HEART.wait)
         os.kill(victim, signal.SIGCONT)
 
@@ -252,7 +257,7 @@ def stopped_engine_is_known(trainer: Trainer) -> None:
     assert len(trainer.engines.generate(requests)) == len(requests)
     if trainer.engines.fleet is not None:
         watch.join()
-        assert waits == [Wait(f"rollout engine 1, worker 0 (process {victim}), sampling", is_for_ranks=False)], waits
+        assert waits == [awaited(victim)], waits
 
 
 def dead_engine_is_named(trainer: Trainer) -> None:
@@ -267,8 +272,10 @@ def dead_engine_is_named(trainer: Trainer) -> None:
         try:
             action()
         except RuntimeError as error:
-            expected = "rollout engine 1, worker 0" if action != trainer.run or trainer.rank == 0 else "the weights"
-            assert expected in str(error), error
+            expected = ["rollout engine 1, worker 0" if action != trainer.run or trainer.rank == 0 else "the weights"]
+            if action == trainer.greedy:  # the other engine, amid an update for ever, may be the first to answer
+                expected.append("rollout engine 0, worker 0")
+            assert any(part in str(error) for part in expected), error
         else:
             raise AssertionError(f"{action.__name__} went on with a dead engine")
     assert time.monotonic() - begin < 120, "that took the patience of a collective"

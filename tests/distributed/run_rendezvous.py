@@ -80,7 +80,7 @@ def main(directory: Path) -> None:
             engine = Engine(DIFFERENCE_S * rank)
             layout, shares = EngineLayout(2, 1), [[0, 1], [2, 3]]
             groups, *_ = collect_everywhere(engine, layout, of_step, shares, rendezvous, depot)  # type: ignore[arg-type]
-            print(f"COLLECTED {rank} {len(groups)}", flush=True)
+            print(f"COLLECTED {rank} {len(groups)}\n", end="", flush=True)
             if rank == 1:
                 os._exit(0)  # as if its launcher saw nothing wrong
             rendezvous.wait("sampling")

@@ -76,7 +76,7 @@ def main(folder: Path) -> None:
             raise AssertionError(score.result(timeout=60))
         except InputError as error:
             assert str(error) == "rewards: rank 0, which has the reward workers of this node, ended; see what it said"
-    print(f"rank {rank} knows", flush=True)
+    print(f"rank {rank} knows\n", end="", flush=True)
     os._exit(0)
 
 

@@ -38,7 +38,7 @@ def halt_at(place: str) -> None:
 
     def halting(*args: Any, **kwargs: Any) -> Any:
         time.sleep(BEATS_S)
-        print(f"halted at {time.monotonic():.3f}", flush=True)
+        print(f"halted at {time.monotonic():.3f}\n", end="", flush=True)
         turn_in_circles() if place == "loop" else os.kill(os.getpid(), signal.SIGSTOP)
         return original(*args, **kwargs)
 

@@ -24,7 +24,7 @@ from mega_rl.bridge.slices import Box, Slice, indices
 from mega_rl.models.shape import ModelShape
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 120
+TIMEOUT_S = 280
 SHAPE = ModelShape(
     family="qwen3",
     num_layers=4,

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.training import TinyWorld
-from tests.launch import REPO, Launched, run, started, torchrun
+from tests.launch import REPO, Launched, run, torchrun
 
 EVAL = REPO / "tools" / "eval.py"
 pytestmark = pytest.mark.timeout(1200)
@@ -21,6 +19,18 @@ KEYS = (
     *("data.max_prompt_length=8", "data.max_response_length=5", "rollout.kv_cache_bytes=16777216"),
     "rollout.vllm={max_num_seqs: 4}",  # so that there is a middle to be killed in
 )
+KILLED = """
+import os, signal, sys
+from mega_rl.evaluation.records import Part
+from tools import eval
+append = Part.append
+def append_and_die(self, answered):
+    append(self, answered)
+    if self.num_problems == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+Part.append = append_and_die
+eval.main(sys.argv[1:])
+"""
 
 
 @pytest.fixture(scope="module")
@@ -37,17 +47,11 @@ def test_killed_and_continued_from_the_checkpoint_by_one_engine_it_is_the_same(
 ) -> None:
     """The newest checkpoint holds the weights of the export."""
     newest = max((sft_run / "checkpoints").iterdir())
-    out, parts = tmp_path / "cut", tmp_path / "cut" / "parts"
-    command = [sys.executable, str(EVAL), str(newest), "--data", str(tiny_world.prompts), "--out", str(out), *KEYS]
-    with started(command) as running:
-        deadline = time.monotonic() + 250
-        while not any(part.stat().st_size for part in parts.glob("*.jsonl")):
-            assert running.process.poll() is None and time.monotonic() < deadline, running.output()
-            time.sleep(0.01)
-        os.kill(running.process.pid, signal.SIGKILL)
-        running.wait(30)
-    assert not (out / "results.jsonl").exists(), "it ended before it was killed"
-    continued = run(command, timeout=280).check()
+    out = tmp_path / "cut"
+    arguments = [str(newest), "--data", str(tiny_world.prompts), "--out", str(out), *KEYS]
+    killed = run([sys.executable, "-c", KILLED, *arguments], timeout=280)
+    assert killed.returncode == -signal.SIGKILL, killed.stdout
+    continued = run([sys.executable, str(EVAL), *arguments], timeout=280).check()
     assert "continuing: " in continued.stdout and "exporting" not in continued.stdout, continued.stdout
     for name in ("results.jsonl", "summary.json", "plot.png"):
         assert (out / name).read_bytes() == (whole[0] / name).read_bytes(), name

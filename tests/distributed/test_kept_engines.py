@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import re
-import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import psutil
 import pytest
 
 from mega_rl.fleet.tickets import Key
 from tests.distributed.run_kept_engines import RULES, requests, value
-from tests.launch import Launched, alive, free_port, run_copy, started
+from tests.launch import Launched, alive, run_copy
 from tests.pretended_fleet import Response
+from tests.ray_cluster import cluster
 
 pytest.importorskip("ray", reason="engines in other processes need Ray: install mega_rl[separate]")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -68,26 +66,6 @@ def holders(processes: list[int]) -> list[int]:
     return [process for process in processes if holds(process)]
 
 
-@contextmanager
-def cluster() -> Iterator[str]:
-    """One of the user's own, with room for three engines; its address. Ray takes no more than 30 s for its start."""
-    ray = str(Path(sys.executable).with_name("ray"))
-    for is_last in (False, False, True):
-        port = free_port()
-        with TemporaryDirectory(prefix="ray") as scratch:  # Ray's sockets lie there: a long path is refused
-            options = f"--head --block --num-cpus 3 --temp-dir {scratch} --port {port}"
-            quiet = "--disable-usage-stats --include-dashboard false --object-store-memory 134217728"
-            with started((ray, "start", *options.split(), *quiet.split()), env=LOOPBACK_ONLY) as running:
-                try:
-                    running.wait_for("Ray runtime started", timeout=200)
-                except AssertionError:
-                    if is_last:
-                        raise
-                    continue
-                yield f"127.0.0.1:{port}"
-                return
-
-
 def test_engines_wait_for_the_next_trainer_and_end_if_none_comes(tmp_path: Path) -> None:
     """Two runs are killed with work in hand. Nobody goes on with one; the other's next trainer finds its engines."""
 
@@ -96,7 +74,7 @@ def test_engines_wait_for_the_next_trainer_and_end_if_none_comes(tmp_path: Path)
         env = {**LOOPBACK_ONLY, "RAY_ADDRESS": address}
         return run_copy(SCRIPT, tmp_path / run, num_engines, first, lease_s, timeout=400, env=env)
 
-    with cluster() as address, ThreadPoolExecutor() as threads:
+    with cluster("--num-cpus", "3", env=LOOPBACK_ONLY) as address, ThreadPoolExecutor() as threads:
         kept = threads.submit(trainer, "kept", 2, 0, 10_000)
         left = threads.submit(trainer, "left", 1, 0, 2)
         first, alone = kept.result(), left.result()

@@ -19,7 +19,7 @@ from tests.launch import REPO, Running, run_copy, started, torchrun_command
 from tests.listening import open_to_others
 
 pytest.importorskip("ray", reason="engines in other processes need Ray: install mega_rl[separate]")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 SCRIPT = REPO / "tests" / "distributed" / "run_local_ray.py"
 LIMIT_S = 30.0  # Ray's helpers by themselves take a minute
@@ -28,7 +28,7 @@ import sys
 from ray._raylet import GcsClient
 
 try:
-    GcsClient(address=sys.argv[1]).internal_kv_keys(b"", namespace=b"", timeout=20)
+    GcsClient(address=sys.argv[1]).internal_kv_keys(b"", namespace=b"", timeout=100)
     print("let in")
 except Exception as error:
     print("refused", type(error).__name__)
@@ -40,7 +40,7 @@ def launched() -> Iterator[tuple[Running, str, int, str]]:
     """A launch of two ranks, its mark, its engine's process and Ray's address."""
     token = uuid.uuid4().hex
     with started(torchrun_command(SCRIPT), env={RUN_MARK: token, "RAY_ADDRESS": ""}) as running:
-        running.wait_for("READY", 120)
+        running.wait_for("READY ", 200)
         _, engine, address = next(line for line in running.output().splitlines() if line.startswith("READY")).split()
         yield running, token, int(engine), address
 

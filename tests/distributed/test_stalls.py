@@ -24,7 +24,7 @@ def halted(
     config, modules = (world.rl, ENGINE) if place == "sample" else (world.sft, TRAINER)
     settings = (f"trainer.output_dir={output_dir}", f"trainer.stall_timeout_s={LIMITS_S[place]}")
     quick = ("validation.val_before_train=false", "checkpoint.save_freq=1")
-    launched = ranks(SCRIPT, place, rank, "--config", config, *settings, *quick, timeout=150, modules=modules)
+    launched = ranks(SCRIPT, place, rank, "--config", config, *settings, *quick, timeout=280, modules=modules)
     end = time.monotonic()
     assert launched.returncode == 1, launched.stdout
     record_property("seconds", end - float(re.findall(r"halted at (\d+\.\d{3})", launched.stdout)[0]))
@@ -72,7 +72,7 @@ def test_a_rank_that_turns_in_circles_is_named_and_all_stacks_are_written(
 
 def test_a_slow_engine_is_waited_for_and_a_dead_rank_is_not(tmp_path: Path) -> None:
     """The engines end further apart than a collective may take."""
-    launched = ranks(REPO / "tests" / "distributed" / "run_rendezvous.py", tmp_path / "stacks", timeout=100)
+    launched = ranks(REPO / "tests" / "distributed" / "run_rendezvous.py", tmp_path / "stacks", timeout=250)
     assert sorted(re.findall(r"^COLLECTED .*$", launched.stdout, re.MULTILINE)) == ["COLLECTED 0 4", "COLLECTED 1 4"]
     (sentence,) = re.findall(r"^error: (.*)$", launched.stdout, re.MULTILINE)
     assert re.match(r"rank 1 \(host \S+, pid \d+\) has made no progress for \d+ s: last phase `generate`", sentence)

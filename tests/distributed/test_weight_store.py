@@ -27,7 +27,7 @@ CHECKS = (
 def verdicts() -> dict[str, list[str]]:
     found: dict[str, list[str]] = defaultdict(list)
     script = REPO / "tests" / "distributed" / "run_weight_store.py"
-    for line in ranks(script, nproc=2, timeout=60).check().stdout.splitlines():
+    for line in ranks(script, nproc=2, timeout=250).check().stdout.splitlines():
         if line.startswith("CHECK "):
             _, name, _, verdict = line.split(" ", 3)
             found[name].append(verdict)

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -28,9 +26,10 @@ from tests.distributed.conftest import tiny_world  # noqa: F401 - a fixture
 from tests.distributed.test_vision_rl import configuration
 from tests.distributed.training import HELD, TRAIN, TinyWorld, metrics_of, steps_saved
 from tests.families import ENGINE
-from tests.launch import Launched, free_port, started, torchrun, torchrun_command
+from tests.launch import Launched, started, torchrun, torchrun_command
 from tests.npu import emulation
 from tests.npu.platforms import CPU, HAS_MINDSPEED, NEEDS_MINDSPEED, NPU
+from tests.ray_cluster import cluster
 
 pytestmark = [
     pytest.mark.slow,
@@ -165,16 +164,9 @@ def torchrun_on(arguments: tuple[str, ...], num_ranks: int, env: Mapping[str, st
 
 def beside_a_cluster(arguments: tuple[str, ...], num_ranks: int, env: Mapping[str, str]) -> Launched:
     """The trainer on the first device, and a cluster that has the second one, as a user starts it."""
-    address = f"127.0.0.1:{free_port()}"
     env = {**env, "RAY_AUTH_MODE": "disabled"}  # whatever token another Ray of this user has left
-    with TemporaryDirectory(prefix="ray") as scratch:  # Ray's sockets lie there: a long path is refused
-        options = f"--head --block --num-cpus 2 --temp-dir {scratch} --port {address.partition(':')[2]}"
-        quiet = "--disable-usage-stats --include-dashboard false --object-store-memory 134217728"
-        ray = Path(sys.executable).with_name("ray")
-        command = (str(ray), "start", *options.split(), *quiet.split(), "--resources", '{"NPU": 1}')
-        with started(command, env={**env, MASK: "1"}) as cluster:
-            cluster.wait_for("Ray runtime started", timeout=120)
-            return torchrun_on(arguments, num_ranks, {**env, MASK: "0", "RAY_ADDRESS": address})
+    with cluster("--num-cpus", "2", "--resources", '{"NPU": 1}', env={**env, MASK: "1"}) as address:
+        return torchrun_on(arguments, num_ranks, {**env, MASK: "0", "RAY_ADDRESS": address})
 
 
 def kill_and_resume(arguments: tuple[str, ...], num_ranks: int, env: Mapping[str, str]) -> Launched:

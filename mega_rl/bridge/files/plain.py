@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 MAX_JSON_BYTES = 1 << 28
+MAX_PATH_BYTES = 1024  # below a directory; the system takes 4096 for the whole
 
 
 def open_plain(path: Path) -> BinaryIO:
@@ -42,5 +43,13 @@ def read_json(path: Path) -> Any:
 
 def is_name_below(name: str) -> bool:
     """Whether a path that a file names leads to something below the directory that it is meant for."""
-    parts = name.split("/")
-    return all(0 < len(os.fsencode(part)) < 256 and part not in (".", "..") for part in parts) and "\0" not in name
+    try:
+        path = os.fsencode(name)
+    except UnicodeEncodeError:  # half of a character, which no file's name has
+        return False
+    parts = path.split(b"/")
+    return (
+        len(path) <= MAX_PATH_BYTES
+        and b"\0" not in path
+        and all(0 < len(part) < 256 and part not in (b".", b"..") for part in parts)
+    )

@@ -11,7 +11,7 @@ MARK = "mega_rl probe: "  # libraries print too
 
 
 def report(**figures: Any) -> None:
-    print(MARK + json.dumps(figures), flush=True)
+    print(f"{MARK}{json.dumps(figures)}\n", end="", flush=True)  # one write: other processes print too
 
 
 def read_reports(output: str) -> dict[str, Any]:

@@ -78,10 +78,19 @@ def test_values_in_a_file(tmp_path: Path, changes: list[tuple[str, Any]], world_
     outcome(tmp_path, json.dumps(tree), [], world_size)
 
 
-@cases(100)
-@given(YAML, st.booleans())
-def test_text_that_is_nearly_yaml(tmp_path: Path, text: str, has_more: bool) -> None:
-    outcome(tmp_path, ("model: {path: x}\nrewards: [{name: x, options: " if has_more else "") + text, [])
+FRAMES = [  # what stands before and behind; some texts fit in as one value or one entry
+    ("", ""),
+    ("model: {path: x}\nrewards: [{name: x, options: ", ""),
+    ("model: {path: x}\nrewards: [{name: x, options: {a: ", "}}]"),
+    ("model:\n  path: x\nrollout:\n  vllm:\n    a: ", "\n"),
+    ("model:\n  path: ", "\ntrainer: {total_steps: 3}\n"),
+]
+
+
+@cases(150)
+@given(YAML, st.sampled_from(FRAMES))
+def test_text_that_is_nearly_yaml(tmp_path: Path, text: str, around: tuple[str, str]) -> None:
+    outcome(tmp_path, text.join(around), [])
 
 
 @cases(150)
@@ -138,6 +147,7 @@ CHAIN = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1,
         ("model: {path: x}\nrewards: [{name: x, options: {1: 2}}]", "rewards[0].options has the key 1 (int)"),
         ("model: {path: x, dtype: '${model.path}', path: y}", "the key 'path' stands twice"),
         ("model: {path: '${model.dtype}', dtype: '${model.path}'}", "more than 32 times, or to itself"),
+        ("model: {path: '${model.path}@${model.path}'}", "more than 32 times, or to itself"),  # 2^32 ways to follow it
         (DOUBLING + "}}]", "come to more than 262144 characters: write them out"),
         (LISTS + "}}]", "come to more than 262144 characters: write them out"),
         (LONG_WAY + "}}]", "come to more than 262144 characters: write them out"),

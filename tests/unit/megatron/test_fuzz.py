@@ -221,7 +221,9 @@ def test_values_in_the_random_states(whole: Path, tmp_path: Path, value: Any) ->
     accepted_or_sentence(lambda: resumed(copy))
 
 
-@pytest.mark.parametrize("name", ["../x", "/etc/hostname", "a/../../x", "a\0b", "x" * 300, "", "."])
+@pytest.mark.parametrize(
+    "name", ["../x", "/etc/hostname", "a/../../x", "a\0b", "x" * 300, "a/" * 3000 + "b", "\ud800", "", "."]
+)
 def test_a_manifest_names_files_of_its_checkpoint_only(whole: Path, tmp_path: Path, name: str) -> None:
     copy = copied(whole, tmp_path)
     content = json.loads((copy / MANIFEST).read_text())
@@ -231,7 +233,7 @@ def test_a_manifest_names_files_of_its_checkpoint_only(whole: Path, tmp_path: Pa
     assert problem is not None and "which is no file of the checkpoint" in problem and len(problem) < 500
 
 
-@pytest.mark.parametrize("name", ["../x", "/etc/hostname", "a/b", ".."])
+@pytest.mark.parametrize("name", ["../x", "/etc/hostname", "a/b", "..", "\ud800"])
 def test_an_index_names_files_beside_it_only(whole: Path, tmp_path: Path, name: str) -> None:
     copy = copied(whole, tmp_path)
     path = copy / WEIGHTS / INDEX

@@ -49,7 +49,7 @@ def test_a_killed_rank_leaves_no_writer(mode: str, depth: int, tmp_path: Path) -
         children = [child for child in rank.children(recursive=True) if "resource_tracker" not in str(child.cmdline())]
         assert set(writers) <= {child.pid for child in children} and len(children) >= depth
         rank.kill()
-        _, alive = psutil.wait_procs(children, timeout=20)
+        _, alive = psutil.wait_procs(children, timeout=LIMIT_S)
         assert alive == []
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -63,3 +65,25 @@ def test_the_lack_of_another_rank_is_not_this_ones(
 ) -> None:
     status, written = ended(RuntimeError("rank 1: CUDA out of memory"), monkeypatch, capsys)
     assert status == 1 and written.splitlines()[-1] == "RuntimeError: rank 1: CUDA out of memory"
+
+
+def test_directories_of_torchrun_go_unless_something_is_in_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = tmp_path / "torchelastic_a" / "none_b" / "attempt_0"
+    for rank in "01":
+        (attempt / rank).mkdir(parents=True)
+    (attempt / "1" / "stdout.log").touch()  # as --redirects has it
+    for rank in "01":
+        monkeypatch.setenv(process.ERROR_FILE, str(attempt / rank / "error.json"))
+        process.remove_empty_logs()
+    assert [path.name for path in attempt.iterdir()] == ["1"]
+    (attempt / "1" / "stdout.log").unlink()
+    process.remove_empty_logs()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "logs" / "0").mkdir(parents=True)  # of --log-dir
+    monkeypatch.setenv(process.ERROR_FILE, str(tmp_path / "logs" / "0" / "error.json"))
+    process.remove_empty_logs()
+    assert (tmp_path / "logs" / "0").is_dir()
+    monkeypatch.delenv(process.ERROR_FILE)
+    process.remove_empty_logs()

@@ -191,7 +191,7 @@ except mindspeed.InputError as error:
 
 
 def test_the_log_lists_what_was_really_patched(packages: Path) -> None:
-    out = run([sys.executable, "-c", ENABLE], timeout=120, env={"PYTHONPATH": str(packages)}).check().stdout
+    out = run([sys.executable, "-c", ENABLE], timeout=280, env={"PYTHONPATH": str(packages)}).check().stdout
     assert "adaptor ['--use-distributed-optimizer', '--buffer-pad', '8']" in out
     assert "MindSpeed 0.16.0 replaced 3 functions; features: buffer_pad=8" in out
     assert "  use_flash_attn: attention runs on npu_fusion_attention, by mega_rl's own operators" in out

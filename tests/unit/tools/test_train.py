@@ -258,7 +258,7 @@ import mega_rl.config
 from tools import train
 
 def hold(*_):
-    print("held", os.getpid(), flush=True)
+    print(f"held {os.getpid()}\\n", end="", flush=True)
     time.sleep(3600)
 
 mega_rl.config.load_config = hold
@@ -270,18 +270,22 @@ runpy.run_path(train.__file__, run_name="__main__")
 def test_ranks_end_when_torchrun_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "held.py"
     script.write_text(HELD_START)
-    with started(torchrun_command(script, "--config", "none", nproc=2)) as running:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    env = {"TMPDIR": str(temporary)}
+    with started(torchrun_command(script, "--config", "none", nproc=2), env=env) as running:
         deadline = time.monotonic() + 120
-        while len(ranks := [int(pid) for pid in re.findall(r"held (\d+)", running.output())]) < 2:
+        while len(ranks := [int(pid) for pid in re.findall(r"held (\d+)\n", running.output())]) < 2:
             assert running.process.poll() is None and time.monotonic() < deadline, running.output()
             time.sleep(0.05)
         assert all(alive(pid) for pid in ranks)
         running.process.kill()
         running.process.wait()
-        deadline = time.monotonic() + 20  # the kernel needs none of it; without its signal they sleep for an hour
+        deadline = time.monotonic() + 60  # the kernel needs none of it; without its signal they sleep for an hour
         while any(alive(pid) for pid in ranks) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert [pid for pid in ranks if alive(pid)] == []
+    assert list(temporary.iterdir()) == [], "torchrun's directory is removed once the ranks have begun"
 
 
 @pytest.mark.parametrize(
@@ -292,6 +296,6 @@ def test_a_rank_whose_torchrun_is_gone_already_ends(at_parent: str, at_rank: str
     """Its parent is then a process that is not Python and was not started by torchrun: here a shell."""
     code = "from tools.train import end_with_torchrun; end_with_torchrun(); print('went on')"
     shell = f'{at_rank} {sys.executable} -c "{code}"; exit $?'
-    launched = run(["env", "-u", "TORCHELASTIC_RUN_ID", *at_parent.split(), "sh", "-c", shell], timeout=120)
+    launched = run(["env", "-u", "TORCHELASTIC_RUN_ID", *at_parent.split(), "sh", "-c", shell], timeout=280)
     assert launched.returncode == status
     assert ("torchrun died" in launched.stdout) == (status == 1) and ("went on" in launched.stdout) == (status == 0)
