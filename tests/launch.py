@@ -132,13 +132,14 @@ def ranks(
     script: str | Path, *args: object, nproc: int = 2, timeout: float = 300.0, modules: tuple[str, ...] = TRAINER
 ) -> Launched:
     """``torchrun`` for a script of the tests, but that its ranks are copies of one process that has imported
-    ``modules``: the first launch of a session waits for the imports, the others do not.
+    ``modules``: the first launch of a session waits for the imports, the others do not. ``nproc`` 0: one plain process.
 
-    Not for what a user starts, nor for scripts that start Ray. With an accelerator it is ``torchrun``.
+    Not for the first run of its kind, which is started as a user starts it, nor for scripts that start Ray. With an
+    accelerator it is ``torchrun``.
     """
-    if any(Path(device).exists() for device in DEVICES):
-        return torchrun(script, *args, nproc=nproc, timeout=timeout)
     argv = (str(REPO / script), *map(str, args))
+    if any(Path(device).exists() for device in DEVICES):
+        return torchrun(script, *args, nproc=nproc, timeout=timeout) if nproc else run((sys.executable, *argv), timeout)
     token, begin = uuid.uuid4().hex, time.monotonic()
     server = _warm(modules)
     with tempfile.TemporaryDirectory() as scratch:

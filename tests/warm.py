@@ -25,7 +25,7 @@ class Request:
     """One launch, as ``torchrun`` has it."""
 
     argv: tuple[str, ...]  # the script and its arguments
-    num_ranks: int
+    num_ranks: int  # 0: one plain process, which knows of no ranks
     port: int  # of the ranks' meeting
     environ: dict[str, str]
     output: str  # an existing file, which takes what all ranks write
@@ -61,7 +61,7 @@ def _launch(request: Request) -> int:
     for stream in (sys.stdout, sys.stderr):  # a line is one write, so no rank cuts it, also with PYTHONUNBUFFERED
         stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     ranks: dict[int, int] = {}  # process id -> rank
-    for rank in range(request.num_ranks):
+    for rank in range(max(1, request.num_ranks)):
         pid = os.fork()
         if pid == 0:
             _run(request, rank)
@@ -80,11 +80,12 @@ def _launch(request: Request) -> int:
 
 
 def _run(request: Request, rank: int) -> None:
-    size = request.num_ranks
-    coordinates = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     os.environ.clear()
-    os.environ.update(request.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(request.port)})
-    os.environ.update({name: str(value) for name, value in coordinates.items()})
+    os.environ.update(request.environ)
+    if size := request.num_ranks:
+        coordinates = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(request.port)})
+        os.environ.update({name: str(value) for name, value in coordinates.items()})
     sys.argv[:] = request.argv
     sys.path.insert(0, str(Path(request.argv[0]).parent))
     runpy.run_path(request.argv[0], run_name="__main__")

@@ -82,7 +82,7 @@ def test_resume_after_kill_inside_a_save_with_a_damaged_checkpoint(
     assert steps_saved(output_dir) == [2, 4]
     training.truncate(training.checkpoint(output_dir, 4) / "megatron" / "__1_0.distcp")
 
-    resumed = training.train(tiny_world.sft, output_dir).check()
+    resumed = training.copies(tiny_world.sft, output_dir).check()
     assert f"passing over damaged checkpoint {training.checkpoint(output_dir, 4)}" in resumed.stdout
     assert "resuming after step 2" in resumed.stdout
     expected = {step: computed(row) for step, row in metrics_of(sft_run).items()}

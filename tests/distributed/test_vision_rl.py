@@ -17,7 +17,7 @@ from PIL import Image
 from mega_rl.rollout.records import read_step, trajectory_of_row
 from tests import vision_models
 from tests.distributed import training
-from tests.distributed.training import computed, metrics_of, train
+from tests.distributed.training import computed, copies, metrics_of, train
 from tests.launch import ENGINE, REPO, ranks, started
 
 MISSING = [name for name in ("torchvision", "blake3") if find_spec(name) is None]
@@ -139,7 +139,7 @@ def test_a_run_that_is_killed_goes_on_elsewhere(tmp_path: Path) -> None:
         assert any(row["prompt"].get("images") for row in rows if row["outcome"] == "carried")
         assert following is None or following["rollout/groups_carried_in"] == 2
 
-    train(config, again, *own, f"rollout.replay={output_dir / 'rollouts'}", nproc=0, timeout=500).check()
+    copies(config, again, *own, f"rollout.replay={output_dir / 'rollouts'}", nproc=0, timeout=500).check()
     for step, row in metrics_of(again).items():
         trained = {name: value for name, value in computed(row).items() if not name.startswith(ENGINE_ONLY)}
         assert trained.items() <= metrics[step].items(), step
