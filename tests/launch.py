@@ -35,7 +35,8 @@ COPIES = multiprocessing.get_context("forkserver")
 COPIES.set_forkserver_preload(["mega_rl", "torch"])
 # What the ranks of ``ranks`` find imported: the trainer, or the engine with it.
 TRAINER = ("transformers", "tests.distributed.engine_support", "tests.distributed.tiny_models", "mega_rl.stages.sft")
-ENGINE = (*TRAINER, "vllm", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "tests.distributed.rollout_checks")
+ENGINE = (*TRAINER, "vllm", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "tests.distributed.engine_models")
+ENGINE += ("tests.distributed.rollout_checks",)
 DEVICES = ("/dev/nvidiactl", "/dev/davinci_manager")  # of a machine with an accelerator
 
 
