@@ -53,7 +53,9 @@ def serve(requests: Connection, modules: list[str]) -> None:
 
 
 def _launch(request: Request) -> int:
-    """Start the ranks and wait for them: 0, or 1 once one has failed. A rank comes back when its script has ended."""
+    """Start the ranks and wait for them: 0, or 1 once one has failed; of a plain process its own exit status. A rank
+    comes back when its script has ended.
+    """
     os.setsid()
     output = os.open(request.output, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
@@ -71,6 +73,8 @@ def _launch(request: Request) -> int:
     while ranks:
         pid, status = os.wait()
         code, rank = os.waitstatus_to_exitcode(status), ranks.pop(pid, None)
+        if rank is not None and request.num_ranks == 0:
+            return code if code >= 0 else 128 - code  # as a shell has it
         if rank is not None and code != 0 and not failed:
             failed = True
             print(f"rank {rank} ended with {code}: the others are ended")

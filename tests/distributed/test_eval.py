@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.training import TinyWorld
-from tests.launch import REPO, Launched, run, started, torchrun
+from tests.launch import ENGINE, REPO, Launched, ranks, started, torchrun
 
 EVAL = REPO / "tools" / "eval.py"
 pytestmark = pytest.mark.timeout(1200)
@@ -47,7 +47,7 @@ def test_killed_and_continued_from_the_checkpoint_by_one_engine_it_is_the_same(
         os.kill(running.process.pid, signal.SIGKILL)
         running.wait(30)
     assert not (out / "results.jsonl").exists(), "it ended before it was killed"
-    continued = run(command, timeout=280).check()
+    continued = ranks(EVAL, *command[2:], nproc=0, timeout=280, modules=ENGINE).check()
     assert "continuing: " in continued.stdout and "exporting" not in continued.stdout, continued.stdout
     for name in ("results.jsonl", "summary.json", "plot.png"):
         assert (out / name).read_bytes() == (whole[0] / name).read_bytes(), name
@@ -80,6 +80,6 @@ def test_other_settings_in_the_same_directory_are_refused(
     whole: tuple[Path, Launched], sft_run: Path, tiny_world: TinyWorld
 ) -> None:
     out, _ = whole
-    command = [sys.executable, str(EVAL), str(sft_run), "--data", str(tiny_world.prompts), "--out", str(out), *KEYS]
-    refused = run([*command, "--seed", "7"])
+    arguments = (sft_run, "--data", tiny_world.prompts, "--out", out, *KEYS, "--seed", 7)
+    refused = ranks(EVAL, *arguments, nproc=0, modules=ENGINE)
     assert refused.returncode == 2 and "other settings: answers.seed is 0 there and 7 here" in refused.stdout

@@ -93,6 +93,9 @@ def test_ranks_end_together_and_have_the_promises_of_torchrun(tmp_path: Path) ->
     with pytest.raises(AssertionError, match=r"did not end in 1 s"):
         ranks(script, "hang", nproc=1, timeout=1)
     ranks(script, "end", timeout=120).check()
+    script.write_text("import os, sys\nprint('RANK' in os.environ, sys.argv[1:])\nsys.exit(3)\n")
+    alone = ranks(script, "alone", nproc=0, timeout=120)
+    assert (alone.returncode, alone.stdout) == (3, "False ['alone']\n")
 
 
 def test_a_launch_that_died_is_not_started_again() -> None:
