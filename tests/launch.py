@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -130,23 +131,29 @@ def torchrun(
 
 
 def ranks(
-    script: str | Path, *args: object, nproc: int = 2, timeout: float = 300.0, modules: tuple[str, ...] = TRAINER
+    script: str | Path,
+    *args: object,
+    nproc: int = 2,
+    timeout: float = 300.0,
+    modules: tuple[str, ...] = TRAINER,
+    env: Mapping[str, str] | None = None,
 ) -> Launched:
     """``torchrun`` for a script of the tests, but that its ranks are copies of one process that has imported
     ``modules``: the first launch of a session waits for the imports, the others do not. ``nproc`` 0: one plain process.
 
-    Not for the first run of its kind, which is started as a user starts it, nor for scripts that start Ray. With an
-    accelerator it is ``torchrun``.
+    Variables in ``env`` are there before the imports. Not for the first run of its kind, which is started as a user
+    starts it, nor for scripts that start Ray. With an accelerator it is ``torchrun``.
     """
     argv = (str(REPO / script), *map(str, args))
     if any(Path(device).exists() for device in DEVICES):
-        return torchrun(script, *args, nproc=nproc, timeout=timeout) if nproc else run((sys.executable, *argv), timeout)
+        command = torchrun_command(*argv, nproc=nproc) if nproc else (sys.executable, *argv)
+        return run(command, timeout=timeout, env=env)
     token, begin = uuid.uuid4().hex, time.monotonic()
-    server = _warm(modules)
-    with tempfile.TemporaryDirectory() as scratch:
+    server, lock = _warm(modules, tuple(sorted((env or {}).items())))
+    with lock, tempfile.TemporaryDirectory() as scratch:
         output_file = Path(scratch) / "output.txt"
         output_file.touch()
-        server.send(warm.Request(argv, nproc, free_port(), _variables(None, token), str(output_file)))
+        server.send(warm.Request(argv, nproc, free_port(), _variables(env, token), str(output_file)))
         pid = server.recv()
         is_over = server.poll(timeout)
         _kill_tree(pid, is_running=True, token=token)  # the launch, or whatever of its group is left
@@ -159,11 +166,11 @@ def ranks(
 
 
 @cache
-def _warm(modules: tuple[str, ...]) -> Connection:
-    """To the process with these imports, which ends with this connection."""
+def _warm(modules: tuple[str, ...], env: tuple[tuple[str, str], ...]) -> tuple[Connection, threading.Lock]:
+    """To the process with these imports, which ends with this connection; it answers one launch at a time."""
     here, there = multiprocessing.Pipe()
     command = (sys.executable, "-m", "tests.warm", str(there.fileno()), *modules)
-    variables = _variables(None, uuid.uuid4().hex)
+    variables = _variables(dict(env), uuid.uuid4().hex)
     process = subprocess.Popen(
         command, cwd=REPO, env=variables, stdin=subprocess.DEVNULL, pass_fds=(there.fileno(),), start_new_session=True
     )
@@ -174,7 +181,7 @@ def _warm(modules: tuple[str, ...]) -> Connection:
         process.wait(timeout=60)
 
     atexit.register(end)
-    return here
+    return here, threading.Lock()
 
 
 def run(command: tuple[str, ...] | list[str], timeout: float = 300.0, env: Mapping[str, str] | None = None) -> Launched:
