@@ -31,6 +31,8 @@ REPO = Path(__file__).resolve().parent.parent
 MARK = "MEGA_RL_TEST_LAUNCH"  # in the environment of everything a launch starts, however it detached itself
 R = TypeVar("R")
 VISIBLE_CHARACTERS = 20_000
+# What takes longer hangs; busy machines are waited for. A rank that waits for another one would wait for half an hour.
+LIMIT_S = 600.0
 # Processes that are copies of one that has imported torch: a start costs 20 ms and not 2 s.
 COPIES = multiprocessing.get_context("forkserver")
 COPIES.set_forkserver_preload(["mega_rl", "torch"])
@@ -115,7 +117,7 @@ def torchrun(
     script: str | Path,
     *args: object,
     nproc: int = 2,
-    timeout: float = 300.0,
+    timeout: float = LIMIT_S,
     env: Mapping[str, str] | None = None,
 ) -> Launched:
     """Run ``script`` (a path, relative to the repository) on ``nproc`` ranks and wait for it.
@@ -134,7 +136,7 @@ def ranks(
     script: str | Path,
     *args: object,
     nproc: int = 2,
-    timeout: float = 300.0,
+    timeout: float = LIMIT_S,
     modules: tuple[str, ...] = TRAINER,
     env: Mapping[str, str] | None = None,
 ) -> Launched:
@@ -184,7 +186,9 @@ def _warm(modules: tuple[str, ...], env: tuple[tuple[str, str], ...]) -> tuple[C
     return here, threading.Lock()
 
 
-def run(command: tuple[str, ...] | list[str], timeout: float = 300.0, env: Mapping[str, str] | None = None) -> Launched:
+def run(
+    command: tuple[str, ...] | list[str], timeout: float = LIMIT_S, env: Mapping[str, str] | None = None
+) -> Launched:
     """``torchrun``'s promises for any command."""
     begin = time.monotonic()
     with started(command, env=env) as running:
@@ -195,7 +199,9 @@ def run(command: tuple[str, ...] | list[str], timeout: float = 300.0, env: Mappi
     return launched
 
 
-def run_copy(code: str | Path, *args: object, timeout: float = 120.0, env: Mapping[str, str] | None = None) -> Launched:
+def run_copy(
+    code: str | Path, *args: object, timeout: float = LIMIT_S, env: Mapping[str, str] | None = None
+) -> Launched:
     """``run`` for ``python -c CODE`` or ``python SCRIPT ARGUMENTS`` in a process of its own, a copy of one that has
     imported torch and nothing else of ours; not for code that must begin before torch, and not for many ranks.
     """

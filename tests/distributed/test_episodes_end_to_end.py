@@ -22,7 +22,7 @@ from tests.distributed import training
 from tests.distributed.training import computed, metrics_of, steps_saved
 from tests.launch import ENGINE, Launched, ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 EVALUATION = "tests/distributed/run_eval_episodes.py"
 ENVIRONMENT = '''
 import pathlib
@@ -104,7 +104,7 @@ def recorded(run: Path) -> list[tuple[dict[str, Any], Trajectory]]:
 
 def copies(world: Path, output_dir: Path, *overrides: str, struck_after: int | None = None) -> Launched:
     config = world / "config.yaml"
-    return training.copies(config, output_dir, *overrides, struck_after=struck_after, modules=ENGINE, timeout=500)
+    return training.copies(config, output_dir, *overrides, struck_after=struck_after, modules=ENGINE)
 
 
 def learnt(run: Path) -> list[tuple[dict[str, Any], Trajectory]]:

@@ -28,7 +28,7 @@ def whole(sft_run: Path, tiny_world: TinyWorld, tmp_path_factory: pytest.TempPat
     """The directory of an evaluation by two engines of the export of a run, and what was printed."""
     out = tmp_path_factory.mktemp("eval") / "whole"
     arguments = (str(sft_run), "--data", str(tiny_world.prompts), "--out", str(out), "--engines", "2", *KEYS)
-    return out, torchrun(EVAL, *arguments, nproc=2, timeout=280).check()
+    return out, torchrun(EVAL, *arguments, nproc=2).check()
 
 
 @pytest.mark.slow
@@ -47,7 +47,7 @@ def test_killed_and_continued_from_the_checkpoint_by_one_engine_it_is_the_same(
         os.kill(running.process.pid, signal.SIGKILL)
         running.wait(30)
     assert not (out / "results.jsonl").exists(), "it ended before it was killed"
-    continued = ranks(EVAL, *command[2:], nproc=0, timeout=280, modules=ENGINE).check()
+    continued = ranks(EVAL, *command[2:], nproc=0, modules=ENGINE).check()
     assert "continuing: " in continued.stdout and "exporting" not in continued.stdout, continued.stdout
     for name in ("results.jsonl", "summary.json", "plot.png"):
         assert (out / name).read_bytes() == (whole[0] / name).read_bytes(), name

@@ -20,7 +20,7 @@ from tests.distributed.training import CLOCKS, TinyWorld, metrics_of, steps_save
 from tests.launch import Launched, alive, free_port, ranks, run, started
 from tests.struck_fleet import LOG, Told, go
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 SCRIPT = "tests/distributed/run_fleet.py"
 STRUCK = "tests/distributed/run_struck_fleet.py"
 STEPS = 4

@@ -18,7 +18,7 @@ from tests.distributed import training
 from tests.distributed.training import TinyWorld, computed, copies, digests, metrics_of, steps_saved
 from tests.launch import once
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 RM = """
 model: {{path: {model}, dtype: float32}}
 data:
@@ -81,7 +81,7 @@ def rm_run(root: Path, tiny_world: TinyWorld) -> Path:
         write_jsonl(files["pairs"], rows[12:])
         write_jsonl(files["held_out"], rows[:12])
         (root / "rm.yaml").write_text(RM.format(model=tiny_world.model, **files))
-        copies(root / "rm.yaml", root / "rm", timeout=300).check()
+        copies(root / "rm.yaml", root / "rm").check()
         return root / "rm"
 
     return launch()
@@ -95,7 +95,7 @@ def ppo_run(root: Path, rm_run: Path, tiny_world: TinyWorld) -> Path:
     def launch() -> Path:
         names = {"model": tiny_world.model, "prompts": tiny_world.prompts}
         (root / "ppo.yaml").write_text(PPO.format(rm=rm_run / "huggingface", rm_run=rm_run, **names))
-        training.train(root / "ppo.yaml", root / "ppo", timeout=300).check()
+        training.train(root / "ppo.yaml", root / "ppo").check()
         return root / "ppo"
 
     return launch()

@@ -19,7 +19,7 @@ from tests.distributed import training
 from tests.distributed.training import TinyWorld, computed, digests, metrics_of, steps_saved
 from tests.launch import ENGINE, REPO, Launched, run_copy, started, torchrun_command
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 TOTAL_STEPS = 6
 AQN = ("sigma", "stage", "effective_sigma", "changed_fraction", "num_tensors", "noise_hash", "kl_clean_noisy")
 GROUPS = ("generated", "dropped", "kept", "carried_in", "carried_out", "budget_exhausted")
@@ -153,7 +153,7 @@ def test_resume_after_kill_is_exact(whole: Launched, whole_run: Path, tiny_world
     output_dir = runs_dir / "killed"
     arguments = ("log", 5, "--config", tiny_world.rl, f"trainer.output_dir={output_dir}")
     with started(torchrun_command(training.HELD, *arguments)) as running:
-        running.wait_for("held at log 5", timeout=200)  # the end of the block sends SIGKILL to all of its processes
+        running.wait_for("held at log 5", timeout=600)  # the end of the block sends SIGKILL to all of its processes
     assert list(metrics_of(output_dir)) == [0, 1, 2, 3, 4, 5]
     assert steps_saved(output_dir) == [2, 4]
 

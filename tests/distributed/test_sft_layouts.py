@@ -12,7 +12,7 @@ import transformers
 from tests.distributed.training import TinyWorld, copies, metrics_of, steps_saved
 from tests.launch import once
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 NUM_STEPS = 3
 ALONE = ("parallel.tensor=1", "parallel.sequence=false")
 LAYOUTS = {  # number of processes (0: a plain one), overrides

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.distributed.training import TinyWorld, computed, copies, digests, metrics_of, steps_saved, write_rows
 from tests.launch import once
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 NUM_STEPS, BATCH, BETA = 5, 8, 0.3
 CONFIG = """
 model: {{path: {model}, dtype: float32}}

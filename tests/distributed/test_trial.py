@@ -10,7 +10,7 @@ import pytest
 
 from tests.launch import REPO, run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 
 def figures_of_the_loop(platform: str) -> dict[str, float]:

@@ -14,7 +14,7 @@ from tests.distributed import training
 from tests.distributed.test_sft_end_to_end import held_out
 from tests.distributed.training import TinyWorld, computed, digests, metrics_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 LORA = ("tuning.method=lora", "tuning.adapter.rank=8", "tuning.adapter.alpha=16", "optimizer.lr=1.0e-2")
 
 

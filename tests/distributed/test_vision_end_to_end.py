@@ -14,7 +14,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from tests import vision_models
 from tests.distributed.training import computed, copies, metrics_of, steps_saved
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 COLOURS = {"red": (255, 0, 0), "blue": (0, 0, 255)}
 CONFIG = """
 model: {{path: {model}, dtype: float32}}

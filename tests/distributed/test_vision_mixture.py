@@ -52,7 +52,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "checkpoint.export_hf=true",
         "logging.num_text_samples=16",
         nproc=0,
-        timeout=500,
         modules=ENGINE,
     ).check()
     return directory
@@ -89,7 +88,7 @@ def test_an_evaluation_sees_what_validation_saw(world: Path) -> None:
     """The export in an engine that loads it by itself, and the same greedy answers."""
     out, overrides = world / "eval", ("rollout.kv_cache_bytes=16777216", "rollout.vllm={max_num_seqs: 16}")
     arguments = (world / "run", "--out", out, "--samples", 0, *overrides)
-    ranks(EVAL, *arguments, nproc=0, timeout=400, modules=ENGINE).check()
+    ranks(EVAL, *arguments, nproc=0, modules=ENGINE).check()
     rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     assert [len(row.get("images", ())) for row in rows] == [0, 1, 1, 2]
     assert [row["responses"][0]["parts"]["num_red"] for row in rows] == [0.0, 1.0, 0.0, 1.0]

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from tests.launch import REPO, TRAINER, Launched, alive, ranks, started, torchrun_command
+from tests.launch import LIMIT_S, REPO, TRAINER, Launched, alive, ranks, started, torchrun_command
 
 TRAIN = REPO / "tools" / "train.py"
 HELD = REPO / "tests" / "distributed" / "run_held.py"
@@ -94,7 +94,7 @@ class TinyWorld:
     sft: Path  # configuration file, as ``SFT`` has it
 
 
-def train(config: Path, output_dir: Path, *overrides: str, nproc: int = 2, timeout: float = 200.0) -> Launched:
+def train(config: Path, output_dir: Path, *overrides: str, nproc: int = 2, timeout: float = LIMIT_S) -> Launched:
     """Run ``tools/train.py`` under torchrun, or as one plain process for ``nproc`` 0; nothing of it may outlive it."""
     arguments = ("--config", config, f"trainer.output_dir={output_dir}", *overrides)
     plain = (sys.executable, str(TRAIN), *map(str, arguments))
@@ -114,7 +114,7 @@ def copies(
     output_dir: Path,
     *overrides: str,
     nproc: int = 2,
-    timeout: float = 200.0,
+    timeout: float = LIMIT_S,
     modules: tuple[str, ...] = TRAINER,
     struck_after: int | None = None,
 ) -> Launched:

@@ -107,7 +107,7 @@ def test_the_optimizers_state_takes_the_bytes_that_are_planned(tmp_path: Path) -
 @pytest.mark.slow
 def test_plan_of_a_large_model(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    launched = run_copy(Path("benchmarks/plan.py"), "--quick", "--json", path, timeout=300).check()
+    launched = run_copy(Path("benchmarks/plan.py"), "--quick", "--json", path).check()
     ((header, *body),) = tables(launched.stdout)
     cases = json.loads(path.read_text())["cases"]
     assert [row[0] for row in body] == list(cases) and all(len(row) == len(header) for row in body)
@@ -160,7 +160,7 @@ def test_overlap_refuses_what_leaves_nothing_to_count() -> None:
 @pytest.mark.slow
 def test_every_sink_is_measured(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    launched = run_copy(Path("benchmarks/sinks.py"), "--quick", "--json", path, timeout=300).check()
+    launched = run_copy(Path("benchmarks/sinks.py"), "--quick", "--json", path).check()
     (rows,) = tables(launched.stdout)
     assert [row[0] for row in rows[1:]] == ["console", "metrics.jsonl", "TensorBoard", "run.log", "all"]
     document = json.loads(path.read_text())
@@ -172,7 +172,7 @@ def test_the_sandbox_is_measured_cold_and_warm(tmp_path: Path) -> None:
     if level and os.geteuid() == 0:
         pytest.skip("no program is run here")
     path = tmp_path / "result.json"
-    launched = run_copy(Path("benchmarks/sandbox.py"), "--quick", "--json", path, *level, timeout=300).check()
+    launched = run_copy(Path("benchmarks/sandbox.py"), "--quick", "--json", path, *level).check()
     (rows,) = tables(launched.stdout)
     assert [row[0] for row in rows[1:]] == ["cold", "warm", "warm / cold"]
     assert all(figure > 0 for row in json.loads(path.read_text())["rows"] for figure in row[1:])
@@ -182,7 +182,7 @@ def test_the_sandbox_is_measured_cold_and_warm(tmp_path: Path) -> None:
 def test_episodes_with_bad_tools_all_end_and_leave_nothing() -> None:
     if not has_namespaces() and os.geteuid() == 0:
         pytest.skip("no program is run here")
-    launched = run_copy(Path("benchmarks/episodes.py"), "--quick", timeout=300).check()
+    launched = run_copy(Path("benchmarks/episodes.py"), "--quick").check()
     (rows,) = tables(launched.stdout)
     assert [row[:3] for row in rows[1:]] == [[kind, "4", "4"] for kind in ("hang", "die", "flood", "raise", "binary")]
     assert "0 processes left" in launched.stdout
