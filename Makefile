@@ -21,7 +21,7 @@ ifdef PYTHON
 export PYTHON
 endif
 
-.PHONY: help venv quickstart quickstart-chain quickstart-tools quickstart-vision test test-fast test-cpu test-npu fuzz durations lint format types reference tensorboard clean
+.PHONY: help venv quickstart quickstart-chain quickstart-tools quickstart-vision test test-parts test-fast test-cpu test-npu test-unit test-distributed fuzz durations lint format types reference tensorboard clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -41,7 +41,12 @@ quickstart-tools: venv ## train a tiny model to ask a calculator for what it can
 quickstart-vision: venv ## train a tiny model from nothing to count drawn shapes: its vision tower, then GRPO
 	@VENV="$(abspath $(VENV))" QUICKSTART_DIR="$(VISION_DIR)" tools/quickstart.sh vision
 
-test: $(if $(PYTEST_ARGS),,test-npu) test-cpu ## the whole suite: test-npu, then test-cpu; narrowed by PYTEST_ARGS, test-cpu alone
+test: $(if $(PYTEST_ARGS),test-cpu,test-parts) ## the whole suite: test-npu, test-unit and test-distributed side by side; narrowed by PYTEST_ARGS, test-cpu alone
+
+# Each part alone leaves a core idle for much of its time. Tests of two of them read the wheels.
+test-parts: venv
+	@tools/bootstrap.sh "$(VENV)" --npu-emulation
+	@$(BIN)/python -m tests.side_by_side test-npu test-unit test-distributed
 
 test-fast: venv ## unit, contract and style tests without those marked slow: about 4 minutes on 2 cores
 	@$(BIN)/python -m pytest tests/unit tests/contract tests/style -m "not slow" $(PYTEST_ARGS)
@@ -49,11 +54,17 @@ test-fast: venv ## unit, contract and style tests without those marked slow: abo
 fuzz: venv ## random configurations, data files, model directories and checkpoints: 10,000 cases each (FUZZ_EXAMPLES=...)
 	@MEGA_RL_FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(BIN)/python -m pytest $(wildcard tests/unit/*/test_fuzz.py) -o timeout=0 $(PYTEST_ARGS)
 
-durations: ## the whole suite, and the ten tests of each part that took longest
-	@$(MAKE) --no-print-directory test-npu test-cpu PYTEST_ARGS="--durations=10" NPU_PYTEST_ARGS="--durations=10"
+durations: ## the whole suite, part after part, and the ten tests of each part that took longest
+	@$(MAKE) --no-print-directory test-npu test-unit test-distributed PYTEST_ARGS="--durations=10" NPU_PYTEST_ARGS="--durations=10"
 
-test-cpu: venv ## all tests but those of device npu
+test-cpu: venv ## all tests but those of device npu, in one process (PYTEST_ARGS=...)
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-unit: venv ## all tests but those of device npu and tests/distributed
+	@$(BIN)/python -m pytest --ignore=tests/distributed $(PYTEST_ARGS)
+
+test-distributed: venv ## tests/distributed: runs of several processes
+	@$(BIN)/python -m pytest tests/distributed $(PYTEST_ARGS)
 
 test-npu: venv ## the tests of device npu, with the torch_npu wheel on pretended devices, in a process of its own (MINDSPEED=its checkout)
 	@tools/bootstrap.sh "$(VENV)" --npu-emulation

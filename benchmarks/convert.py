@@ -4,6 +4,8 @@ A model of random bfloat16 weights is written first. Then, in turn: a copy with 
 to Megatron; back; to another layout. Every output is synced to disk and removed; before each measurement the source is
 read once, so that it is in the page cache as far as memory allows, and earlier writes are waited for. Memory is the
 peak of the converting process above what it holds when it has imported everything.
+
+``--quick`` measures the memory alone: each direction once, without copies and without waiting for a disk.
 """
 
 from __future__ import annotations
@@ -87,7 +89,6 @@ def settle(directory: Path) -> None:
 
 
 def copy(source: Path, out: Path) -> float:
-    settle(source)
     begin = time.perf_counter()
     subprocess.run(["cp", "-r", str(source), str(out)], check=True)
     for path in out.rglob("*"):
@@ -99,7 +100,6 @@ def copy(source: Path, out: Path) -> float:
 
 def convert(source: Path, out: Path, *arguments: str) -> tuple[float, int]:
     """Seconds from the first look at the source to the last sync, and bytes of the peak above the imports."""
-    settle(source)
     command = [sys.executable, "-c", CHILD.format(tools=str(ROOT / "tools")), *arguments, "--out", str(out)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
@@ -114,7 +114,6 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     write_model(model, arguments.gigabytes)
     num_bytes = sum(path.stat().st_size for path in model.rglob("*.safetensors"))
     layout = ("--tp", "2", "--pp", "2")
-    convert(model, checkpoint, "hf-to-megatron", "--model", str(model), *layout)
     ways: dict[str, tuple[Path, tuple[str, ...]]] = {
         "hf-to-megatron, TP2 PP2": (model, ("hf-to-megatron", "--model", str(model), *layout)),
         "megatron-to-hf": (checkpoint, ("megatron-to-hf", "--checkpoint", str(checkpoint))),
@@ -122,14 +121,28 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     }
     seconds: dict[str, list[float]] = {name: [] for name in ("cp", *ways)}
     peaks: dict[str, int] = dict.fromkeys(ways, 0)
+
+    def converted(name: str, out: Path) -> None:
+        took, peak = convert(ways[name][0], out, *ways[name][1])
+        seconds[name].append(took)
+        peaks[name] = max(peaks[name], peak)
+
+    first, *others = ways
+    converted(first, checkpoint)  # the first time, with cold caches
+    if arguments.quick:
+        for name in others:
+            converted(name, out)
+            shutil.rmtree(out)
+        return {"num_bytes": num_bytes, "peak_bytes": peaks}
+    seconds[first].clear()
     for _ in range(arguments.repeats):
+        settle(model)
         seconds["cp"].append(copy(model, out))
         shutil.rmtree(out)
-        for name, (source, options) in ways.items():
-            took, peak = convert(source, out, *options)
+        for name in ways:
+            settle(ways[name][0])
+            converted(name, out)
             shutil.rmtree(out)
-            seconds[name].append(took)
-            peaks[name] = max(peaks[name], peak)
     median = {name: statistics.median(values) for name, values in seconds.items()}
     return {"num_bytes": num_bytes, "seconds": seconds, "median_s": median, "peak_bytes": peaks}
 
@@ -138,22 +151,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="memory alone, each direction once")
     parser.add_argument("--work-dir", type=Path, help="on the file system to measure (default: the temporary one)")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.work_dir) as work:
         results = measure(arguments, Path(work))
-    median, peaks = results["median_s"], results["peak_bytes"]
-    rows = [
-        [
-            name,
-            seconds,
-            results["num_bytes"] / 1e9 / seconds,
-            median["cp"] / seconds,
-            peaks[name] / 1e6 if name in peaks else "-",
-        ]
-        for name, seconds in median.items()
-    ]
+    peaks, rows = results["peak_bytes"], []
+    for name, seconds in results.get("median_s", dict.fromkeys(peaks)).items():
+        rate = ["-"] * 3
+        if seconds is not None:
+            rate = [seconds, results["num_bytes"] / 1e9 / seconds, results["median_s"]["cp"] / seconds]
+        rows.append([name, *rate, peaks[name] / 1e6 if name in peaks else "-"])
     text = table(["", "seconds", "GB/s", "of cp's rate", "peak memory above imports, MB"], rows)
     publish(f"Conversion of a {results['num_bytes'] / 1e9:.2f} GB model", text, "cpu", results, arguments.json)
 

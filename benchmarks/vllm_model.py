@@ -18,11 +18,15 @@ from mega_rl.rollout.vllm.environment import preserved_process, set_environment
 
 set_environment("cpu")  # before vLLM is imported
 
+from vllm import ModelRegistry  # noqa: E402
 from vllm.config import set_current_vllm_config  # noqa: E402
 from vllm.distributed import parallel_state  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.model_executor.model_loader import get_model  # noqa: E402
-from vllm.model_executor.models import qwen3  # noqa: E402, F401  # here, so that processes that are forked have it
+from vllm.model_executor.models import qwen3  # noqa: E402
+
+# Here, so that processes that are forked have it: vLLM would look at the class in a process of its own for each.
+ModelRegistry.register_model("Qwen3ForCausalLM", qwen3.Qwen3ForCausalLM)
 
 
 def write_config(directory: Path, shape: ModelShape) -> Path:

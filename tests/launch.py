@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -31,12 +32,15 @@ REPO = Path(__file__).resolve().parent.parent
 MARK = "MEGA_RL_TEST_LAUNCH"  # in the environment of everything a launch starts, however it detached itself
 R = TypeVar("R")
 VISIBLE_CHARACTERS = 20_000
+# What takes longer hangs; busy machines are waited for. A rank that waits for another one would wait for half an hour.
+LIMIT_S = 600.0
 # Processes that are copies of one that has imported torch: a start costs 20 ms and not 2 s.
 COPIES = multiprocessing.get_context("forkserver")
 COPIES.set_forkserver_preload(["mega_rl", "torch"])
 # What the ranks of ``ranks`` find imported: the trainer, or the engine with it.
 TRAINER = ("transformers", "tests.distributed.engine_support", "tests.distributed.tiny_models", "mega_rl.stages.sft")
-ENGINE = (*TRAINER, "vllm", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "tests.distributed.rollout_checks")
+ENGINE = (*TRAINER, "vllm", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "tests.distributed.engine_models")
+ENGINE += ("tests.distributed.rollout_checks",)
 DEVICES = ("/dev/nvidiactl", "/dev/davinci_manager")  # of a machine with an accelerator
 
 
@@ -114,7 +118,7 @@ def torchrun(
     script: str | Path,
     *args: object,
     nproc: int = 2,
-    timeout: float = 300.0,
+    timeout: float = LIMIT_S,
     env: Mapping[str, str] | None = None,
 ) -> Launched:
     """Run ``script`` (a path, relative to the repository) on ``nproc`` ranks and wait for it.
@@ -130,22 +134,29 @@ def torchrun(
 
 
 def ranks(
-    script: str | Path, *args: object, nproc: int = 2, timeout: float = 300.0, modules: tuple[str, ...] = TRAINER
+    script: str | Path,
+    *args: object,
+    nproc: int = 2,
+    timeout: float = LIMIT_S,
+    modules: tuple[str, ...] = TRAINER,
+    env: Mapping[str, str] | None = None,
 ) -> Launched:
     """``torchrun`` for a script of the tests, but that its ranks are copies of one process that has imported
-    ``modules``: the first launch of a session waits for the imports, the others do not.
+    ``modules``: the first launch of a session waits for the imports, the others do not. ``nproc`` 0: one plain process.
 
-    Not for what a user starts, nor for scripts that start Ray. With an accelerator it is ``torchrun``.
+    Variables in ``env`` are there before the imports. Not for the first run of its kind, which is started as a user
+    starts it, nor for scripts that start Ray. With an accelerator it is ``torchrun``.
     """
-    if any(Path(device).exists() for device in DEVICES):
-        return torchrun(script, *args, nproc=nproc, timeout=timeout)
     argv = (str(REPO / script), *map(str, args))
+    if any(Path(device).exists() for device in DEVICES):
+        command = torchrun_command(*argv, nproc=nproc) if nproc else (sys.executable, *argv)
+        return run(command, timeout=timeout, env=env)
     token, begin = uuid.uuid4().hex, time.monotonic()
-    server = _warm(modules)
-    with tempfile.TemporaryDirectory() as scratch:
+    server, lock = _warm(modules, tuple(sorted((env or {}).items())))
+    with lock, tempfile.TemporaryDirectory() as scratch:
         output_file = Path(scratch) / "output.txt"
         output_file.touch()
-        server.send(warm.Request(argv, nproc, free_port(), _variables(None, token), str(output_file)))
+        server.send(warm.Request(argv, nproc, free_port(), _variables(env, token), str(output_file)))
         pid = server.recv()
         is_over = server.poll(timeout)
         _kill_tree(pid, is_running=True, token=token)  # the launch, or whatever of its group is left
@@ -158,11 +169,11 @@ def ranks(
 
 
 @cache
-def _warm(modules: tuple[str, ...]) -> Connection:
-    """To the process with these imports, which ends with this connection."""
+def _warm(modules: tuple[str, ...], env: tuple[tuple[str, str], ...]) -> tuple[Connection, threading.Lock]:
+    """To the process with these imports, which ends with this connection; it answers one launch at a time."""
     here, there = multiprocessing.Pipe()
     command = (sys.executable, "-m", "tests.warm", str(there.fileno()), *modules)
-    variables = _variables(None, uuid.uuid4().hex)
+    variables = _variables(dict(env), uuid.uuid4().hex)
     process = subprocess.Popen(
         command, cwd=REPO, env=variables, stdin=subprocess.DEVNULL, pass_fds=(there.fileno(),), start_new_session=True
     )
@@ -173,10 +184,12 @@ def _warm(modules: tuple[str, ...]) -> Connection:
         process.wait(timeout=60)
 
     atexit.register(end)
-    return here
+    return here, threading.Lock()
 
 
-def run(command: tuple[str, ...] | list[str], timeout: float = 300.0, env: Mapping[str, str] | None = None) -> Launched:
+def run(
+    command: tuple[str, ...] | list[str], timeout: float = LIMIT_S, env: Mapping[str, str] | None = None
+) -> Launched:
     """``torchrun``'s promises for any command."""
     begin = time.monotonic()
     with started(command, env=env) as running:
@@ -187,7 +200,9 @@ def run(command: tuple[str, ...] | list[str], timeout: float = 300.0, env: Mappi
     return launched
 
 
-def run_copy(code: str | Path, *args: object, timeout: float = 120.0, env: Mapping[str, str] | None = None) -> Launched:
+def run_copy(
+    code: str | Path, *args: object, timeout: float = LIMIT_S, env: Mapping[str, str] | None = None
+) -> Launched:
     """``run`` for ``python -c CODE`` or ``python SCRIPT ARGUMENTS`` in a process of its own, a copy of one that has
     imported torch and nothing else of ours; not for code that must begin before torch, and not for many ranks.
     """

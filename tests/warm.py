@@ -26,7 +26,7 @@ class Request:
     """One launch, as ``torchrun`` has it."""
 
     argv: tuple[str, ...]  # the script and its arguments
-    num_ranks: int
+    num_ranks: int  # 0: one plain process, which knows of no ranks
     port: int  # of the ranks' meeting
     environ: dict[str, str]
     output: str  # an existing file, which takes what all ranks write
@@ -54,14 +54,16 @@ def serve(requests: Connection, modules: list[str]) -> None:
 
 
 def _launch(request: Request) -> int:
-    """Start the ranks and wait for them: 0, or 1 once one has failed. A rank comes back when its script has ended."""
+    """Start the ranks and wait for them: 0, or 1 once one has failed; of a plain process its own exit status. A rank
+    comes back when its script has ended.
+    """
     os.setsid()
     output = os.open(request.output, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     write_whole_lines()
     ranks: dict[int, int] = {}  # process id -> rank
-    for rank in range(request.num_ranks):
+    for rank in range(max(1, request.num_ranks)):
         pid = os.fork()
         if pid == 0:
             _run(request, rank)
@@ -71,6 +73,8 @@ def _launch(request: Request) -> int:
     while ranks:
         pid, status = os.wait()
         code, rank = os.waitstatus_to_exitcode(status), ranks.pop(pid, None)
+        if rank is not None and request.num_ranks == 0:
+            return code if code >= 0 else 128 - code  # as a shell has it
         if rank is not None and code != 0 and not failed:
             failed = True
             print(f"rank {rank} ended with {code}: the others are ended")
@@ -80,11 +84,12 @@ def _launch(request: Request) -> int:
 
 
 def _run(request: Request, rank: int) -> None:
-    size = request.num_ranks
-    coordinates = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     os.environ.clear()
-    os.environ.update(request.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(request.port)})
-    os.environ.update({name: str(value) for name, value in coordinates.items()})
+    os.environ.update(request.environ)
+    if size := request.num_ranks:
+        coordinates = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(request.port)})
+        os.environ.update({name: str(value) for name, value in coordinates.items()})
     sys.argv[:] = request.argv
     sys.path.insert(0, str(Path(request.argv[0]).parent))
     runpy.run_path(request.argv[0], run_name="__main__")

@@ -268,7 +268,7 @@ def test_what_a_family_refuses(
 
 
 def run(models: Path, nproc: int, *arguments: object) -> dict[str, dict[str, float]]:
-    done = launch.ranks(SCRIPT, models, *arguments, nproc=nproc, timeout=300).check()
+    done = launch.ranks(SCRIPT, models, *arguments, nproc=nproc).check()
     line = next(line for line in done.stdout.splitlines() if line.startswith("CONTRACT "))
     figures: dict[str, dict[str, float]] = json.loads(line.removeprefix("CONTRACT "))
     common = {"logprobs", "entropy", "gradients"}  # there are no value models of those that see pictures

@@ -11,10 +11,9 @@ import pytest
 from mega_rl.data.rows import write_parquet
 from tests.distributed import training
 from tests.distributed.training import TinyWorld, digests, error_lines, metrics_of, steps_saved
-from tests.launch import REPO, Launched
+from tests.launch import ENGINE, REPO, Launched
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-HANG_S = 200  # a rank that waits for another one would wait for half an hour
+pytestmark = pytest.mark.slow
 
 
 def check_refusal(launched: Launched, *words: str) -> None:
@@ -36,7 +35,7 @@ def test_reward_that_raises_costs_its_samples_only(tiny_world: TinyWorld, tmp_pa
     )
     output_dir = tmp_path / "run"
     overrides = (f"rewards=[{{name: '{reward}:moody'}}]", "trainer.total_steps=3", "aqn.num_stages=1")
-    launched = training.train(tiny_world.rl, output_dir, *overrides, timeout=HANG_S).check()
+    launched = training.copies(tiny_world.rl, output_dir, *overrides, modules=ENGINE).check()
     told = "warning: the reward moody is unknown (raised) for"
     assert f"{told} " in launched.stdout and "it raised KeyError: 'no such mood'" in launched.stdout
     metrics = metrics_of(output_dir)
@@ -55,14 +54,14 @@ def test_damaged_checkpoint_and_one_of_another_model(tiny_world: TinyWorld, sft_
     training.truncate(damaged / "megatron" / "__0_0.distcp")
     before = digests(output_dir / "checkpoints")
 
-    launched = training.train(tiny_world.sft, output_dir, f"checkpoint.resume={damaged}", timeout=HANG_S)
+    launched = training.copies(tiny_world.sft, output_dir, f"checkpoint.resume={damaged}")
     check_refusal(launched, f"checkpoint.resume={damaged}", "__0_0.distcp has", "name a whole checkpoint")
 
     other = tmp_path / "other_model"
     shutil.copytree(tiny_world.model, other)
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-5}))
-    launched = training.train(tiny_world.sft, output_dir, f"model.path={other}", timeout=HANG_S)
+    launched = training.copies(tiny_world.sft, output_dir, f"model.path={other}")
     check_refusal(launched, str(saved), "norm_eps", "model.path")
     assert digests(output_dir / "checkpoints") == before
     assert metrics_of(output_dir) == metrics_of(sft_run)
@@ -72,14 +71,14 @@ def test_truncated_parquet(tiny_world: TinyWorld, tmp_path: Path) -> None:
     file = tmp_path / "rows.parquet"
     write_parquet(file, [{"prompt": "1+1=", "answer": "2"}])
     training.truncate(file)
-    launched = training.train(tiny_world.sft, tmp_path / "run", f"data.train_files=[{file}]", timeout=HANG_S)
+    launched = training.train(tiny_world.sft, tmp_path / "run", f"data.train_files=[{file}]")
     check_refusal(launched, "data.train_files", str(file), "write it again")
 
 
 def test_rows_without_the_needed_fields(tiny_world: TinyWorld, tmp_path: Path) -> None:
     file = training.write_rows(tmp_path / "rows.jsonl", [{"sum": "1+1=", "answer": "2"}])
     overrides = (f"data.train_files=[{file}]", "parallel.tensor=1", "parallel.sequence=false")
-    launched = training.train(tiny_world.sft, tmp_path / "run", *overrides, nproc=0, timeout=HANG_S)
+    launched = training.copies(tiny_world.sft, tmp_path / "run", *overrides, nproc=0)
     check_refusal(launched, f"{file} line 1", "`prompt`", "rename or add the fields")
     assert launched.returncode == 2
 
@@ -87,13 +86,13 @@ def test_rows_without_the_needed_fields(tiny_world: TinyWorld, tmp_path: Path) -
 def test_unknown_engine_option(tiny_world: TinyWorld, tmp_path: Path) -> None:
     one = ("parallel.tensor=1", "parallel.sequence=false", "rollout.tensor_parallel_size=1")
     overrides = (*one, "rollout.vllm={max_num_sequences: 4}")
-    launched = training.train(tiny_world.rl, tmp_path / "run", *overrides, nproc=0, timeout=HANG_S)
+    launched = training.train(tiny_world.rl, tmp_path / "run", *overrides, nproc=0)
     check_refusal(launched, "rollout.vllm.max_num_sequences", "nearest one is rollout.vllm.max_num_seqs")
 
 
 def test_layout_that_does_not_fit_the_world(tiny_world: TinyWorld, tmp_path: Path) -> None:
     output_dir = tmp_path / "run"
-    launched = training.train(tiny_world.rl, output_dir, "parallel.pipeline=2", timeout=HANG_S)
+    launched = training.train(tiny_world.rl, output_dir, "parallel.pipeline=2")
     check_refusal(
         launched,
         "parallel.tensor 2 x parallel.context 1 x parallel.pipeline 2 = 4",

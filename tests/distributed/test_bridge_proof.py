@@ -9,6 +9,6 @@ SCRIPT = REPO / "tests" / "distributed" / "run_bridge_proof.py"
 
 
 def test_every_injected_fault_stops_the_run() -> None:
-    launched = ranks(SCRIPT, nproc=4, timeout=200).check()
+    launched = ranks(SCRIPT, nproc=4).check()
     passed = [line for line in launched.stdout.splitlines() if line.startswith("CHECK ")]
     assert passed == [f"CHECK {check.__name__} ok" for check in CHECKS]

@@ -10,7 +10,7 @@ import pytest
 from tests.distributed.training import TinyWorld, metrics_of
 from tests.launch import ENGINE, ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 SCRIPT = "tests/distributed/run_broken_engine.py"
 
 
@@ -25,7 +25,7 @@ def test_other_weights_after_five_steps_and_raw_log_probabilities_after_a_resume
         "checkpoint.save_freq=4",
         f"trainer.output_dir={tmp_path / 'run'}",
     )
-    launched = ranks(SCRIPT, "weights", 5, "--config", tiny_world.rl, *overrides, modules=ENGINE, timeout=200)
+    launched = ranks(SCRIPT, "weights", 5, "--config", tiny_world.rl, *overrides, modules=ENGINE)
     assert launched.returncode != 0 and "GateFailure: step 6 is not what it must be" in launched.stdout
     assert re.search(
         r"  engine: mean \|trainer - engine\| per token is \S+, and trainer\.gates\.engine allows 0\.0001\n",
@@ -35,7 +35,7 @@ def test_other_weights_after_five_steps_and_raw_log_probabilities_after_a_resume
     assert list(metrics_of(tmp_path / "run")) == [1, 2, 3, 4, 5]
 
     hot = (*overrides, "rollout.temperature=0.7")
-    launched = ranks(SCRIPT, "raw", 0, "--config", tiny_world.rl, *hot, modules=ENGINE, timeout=200)
+    launched = ranks(SCRIPT, "raw", 0, "--config", tiny_world.rl, *hot, modules=ENGINE)
     assert launched.returncode != 0 and "resuming after step 4" in launched.stdout
     assert "own loader" not in launched.stdout, "the engine's load is compared with model.path, not with the checkpoint"
     (sentence,) = set(re.findall(r"InputError: (rollout engine 0 returns .*)", launched.stdout))

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Launched]:
     """The shared directory after the launch that was killed while it saved, and what it said."""
     directory = tmp_path_factory.mktemp("checkpoints")
-    return directory, ranks(SCRIPT, "save", "--dir", directory, timeout=200)
+    return directory, ranks(SCRIPT, "save", "--dir", directory)
 
 
 def test_save_rotates_until_it_is_killed(interrupted: tuple[Path, Launched]) -> None:
@@ -48,7 +48,7 @@ def test_resumed_steps_are_the_same(interrupted: tuple[Path, Launched], num_rank
     directory, _ = interrupted
     cases = RESUMED_AT[num_ranks]
     arguments = ("resume", "--dir", directory, "--cases", json.dumps([asdict(case) for case in cases]))
-    launched = ranks(SCRIPT, *arguments, nproc=num_ranks, timeout=200).check()
+    launched = ranks(SCRIPT, *arguments, nproc=num_ranks).check()
     assert [x for x in launched.stdout.splitlines() if x.startswith("RESUMED")] == [f"RESUMED {c.name}" for c in cases]
 
 
@@ -71,6 +71,6 @@ def test_every_file_of_a_checkpoint_counts(interrupted: tuple[Path, Launched], t
 
 def test_every_axis_is_saved_and_resumed(tmp_path: Path) -> None:
     """Exactly at its own layout, to rounding at another; what Megatron cannot read is refused."""
-    launched = ranks(LAYOUTS_SCRIPT, "--dir", tmp_path, timeout=280).check()
+    launched = ranks(LAYOUTS_SCRIPT, "--dir", tmp_path).check()
     expected = [f"RESUMED {f} {at.name} {case.name}" for f, at, others in RESHARDED for case in (at, *others)]
     assert [x for x in launched.stdout.splitlines() if x.startswith("RESUMED")] == expected

@@ -21,6 +21,6 @@ PAIRS = ((DATA, TENSOR), (TENSOR, DATA), (STAGES, CONTEXT), (DATA, STAGES))  # o
 def test_values_weights_and_checkpoints(tmp_path: Path) -> None:
     """Values, advantages, metrics and updated weights to 1e-5; a checkpoint at either layout bit for bit."""
     cases = json.dumps([[asdict(case) for case in pair] for pair in PAIRS])
-    lines = ranks(SCRIPT, "--cases", cases, "--dir", tmp_path, nproc=2, timeout=200).check().stdout.splitlines()
+    lines = ranks(SCRIPT, "--cases", cases, "--dir", tmp_path, nproc=2).check().stdout.splitlines()
     expected = [f"PASSED {policy.name} {critic.name}" for policy, critic in PAIRS]
     assert [line for line in lines if line.startswith("PASSED")] == expected

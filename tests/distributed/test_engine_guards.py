@@ -26,7 +26,7 @@ WRONG = {  # guard -> the figures that show that it is gone
 def lines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], list[str]]:
     @once
     def launch() -> list[str]:
-        launched = ranks(SCRIPT, "--dir", tmp_path_factory.mktemp("models"), nproc=2, timeout=280).check()
+        launched = ranks(SCRIPT, "--dir", tmp_path_factory.mktemp("models"), nproc=2).check()
         return launched.stdout.splitlines()
 
     return launch

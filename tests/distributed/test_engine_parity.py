@@ -70,7 +70,7 @@ def errors_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[
     def launch(num_ranks: int) -> dict[tuple[str, str, str], Errors]:
         cases = json.dumps([asdict(case) for case in CASES if case.num_ranks == num_ranks])
         directory = tmp_path_factory.mktemp("models")
-        launched = ranks(SCRIPT, "--cases", cases, "--dir", directory, nproc=num_ranks, timeout=280).check()
+        launched = ranks(SCRIPT, "--cases", cases, "--dir", directory, nproc=num_ranks).check()
         lines = [json.loads(x.removeprefix("PARITY ")) for x in launched.stdout.splitlines() if x.startswith("PARITY ")]
         return {(line["layout"], line["family"], line["objective"]): line["errors"] for line in lines}
 

@@ -18,11 +18,11 @@ from mega_rl.data.synthetic import bpe_tokenizer
 from mega_rl.data.tiny_model import TinyModelSpec, write_tiny_model
 from mega_rl.rollout.records import read_step, trajectory_of_row
 from mega_rl.types import ASSISTANT, Trajectory
+from tests.distributed import training
 from tests.distributed.training import computed, metrics_of, steps_saved
 from tests.launch import ENGINE, Launched, ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-STRUCK = "tests/distributed/run_struck_stage.py"
+pytestmark = pytest.mark.slow
 EVALUATION = "tests/distributed/run_eval_episodes.py"
 ENVIRONMENT = '''
 import pathlib
@@ -103,10 +103,8 @@ def recorded(run: Path) -> list[tuple[dict[str, Any], Trajectory]]:
 
 
 def copies(world: Path, output_dir: Path, *overrides: str, struck_after: int | None = None) -> Launched:
-    """A run in copies of a warm process, or one whose ranks are killed in the step after ``struck_after``."""
-    script, first = ("tools/train.py", ()) if struck_after is None else (STRUCK, (struck_after,))
-    arguments = ("--config", world / "config.yaml", f"trainer.output_dir={output_dir}", *overrides)
-    return ranks(script, *first, *arguments, modules=ENGINE, timeout=500)
+    config = world / "config.yaml"
+    return training.copies(config, output_dir, *overrides, struck_after=struck_after, modules=ENGINE)
 
 
 def learnt(run: Path) -> list[tuple[dict[str, Any], Trajectory]]:

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.training import TinyWorld
-from tests.launch import REPO, Launched, run, torchrun
+from tests.launch import ENGINE, REPO, Launched, ranks, run, torchrun
 
 EVAL = REPO / "tools" / "eval.py"
-pytestmark = pytest.mark.timeout(1200)
 KEYS = (
     *("--reward", "exact_match", "--samples", "3", "--k", "1", "3", "--resamples", "50"),
     *("data.max_prompt_length=8", "data.max_response_length=5", "rollout.kv_cache_bytes=16777216"),
@@ -38,7 +37,7 @@ def whole(sft_run: Path, tiny_world: TinyWorld, tmp_path_factory: pytest.TempPat
     """The directory of an evaluation by two engines of the export of a run, and what was printed."""
     out = tmp_path_factory.mktemp("eval") / "whole"
     arguments = (str(sft_run), "--data", str(tiny_world.prompts), "--out", str(out), "--engines", "2", *KEYS)
-    return out, torchrun(EVAL, *arguments, nproc=2, timeout=280).check()
+    return out, torchrun(EVAL, *arguments, nproc=2).check()
 
 
 @pytest.mark.slow
@@ -49,9 +48,9 @@ def test_killed_and_continued_from_the_checkpoint_by_one_engine_it_is_the_same(
     newest = max((sft_run / "checkpoints").iterdir())
     out = tmp_path / "cut"
     arguments = [str(newest), "--data", str(tiny_world.prompts), "--out", str(out), *KEYS]
-    killed = run([sys.executable, "-c", KILLED, *arguments], timeout=280)
+    killed = run([sys.executable, "-c", KILLED, *arguments])
     assert killed.returncode == -signal.SIGKILL, killed.stdout
-    continued = run([sys.executable, str(EVAL), *arguments], timeout=280).check()
+    continued = ranks(EVAL, *arguments, nproc=0, modules=ENGINE).check()
     assert "continuing: " in continued.stdout and "exporting" not in continued.stdout, continued.stdout
     for name in ("results.jsonl", "summary.json", "plot.png"):
         assert (out / name).read_bytes() == (whole[0] / name).read_bytes(), name
@@ -84,6 +83,6 @@ def test_other_settings_in_the_same_directory_are_refused(
     whole: tuple[Path, Launched], sft_run: Path, tiny_world: TinyWorld
 ) -> None:
     out, _ = whole
-    command = [sys.executable, str(EVAL), str(sft_run), "--data", str(tiny_world.prompts), "--out", str(out), *KEYS]
-    refused = run([*command, "--seed", "7"])
+    arguments = (sft_run, "--data", tiny_world.prompts, "--out", out, *KEYS, "--seed", 7)
+    refused = ranks(EVAL, *arguments, nproc=0, modules=ENGINE)
     assert refused.returncode == 2 and "other settings: answers.seed is 0 there and 7 here" in refused.stdout

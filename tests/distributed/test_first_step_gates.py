@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.training import TinyWorld, metrics_of
-from tests.launch import REPO, run, torchrun_command
+from tests.launch import ENGINE, REPO, ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 BROKEN = REPO / "tests" / "distributed" / "run_broken_first_step.py"
 
 
 def test_every_gate_stops_the_run_and_names_what_is_wrong(tiny_world: TinyWorld, tmp_path: Path) -> None:
     output_dir = tmp_path / "run"
     overrides = ("bridge.verify=off", "validation.val_before_train=false", f"trainer.output_dir={output_dir}")
-    launched = run(torchrun_command(BROKEN, "--config", tiny_world.rl, *overrides), timeout=200)
+    launched = ranks(BROKEN, "--config", tiny_world.rl, *overrides, modules=ENGINE)
     assert launched.returncode != 0, launched.stdout
     text = launched.stdout
     assert "GateFailure: the first step is not what it must be" in text

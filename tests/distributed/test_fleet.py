@@ -29,7 +29,7 @@ from tests.distributed.training import (
 from tests.launch import Launched, alive, free_port, ranks, run, started
 from tests.struck_fleet import LOG, Told, go
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 SCRIPT = "tests/distributed/run_fleet.py"
 STEPS = 4
 REWARD = """

@@ -21,7 +21,7 @@ def test_a_trainer_with_fused_norms_is_the_one_with_norms_apart(tmp_path: Path) 
     """Parameters, checkpoint, steps, master weights and what is frozen, with layers that stand in for the real ones."""
     for family in CASE.families:
         tiny_models.make(family, 2).save_pretrained(tmp_path / family)
-    launched = ranks(SCRIPT, "--dir", tmp_path, "--case", json.dumps(asdict(CASE)), nproc=2, timeout=250).check()
+    launched = ranks(SCRIPT, "--dir", tmp_path, "--case", json.dumps(asdict(CASE)), nproc=2).check()
     lines = launched.stdout.splitlines()
     assert [line for line in lines if line.startswith("PASSED")] == [f"PASSED {family}" for family in CASE.families]
     (refused,) = (line for line in lines if line.startswith("REFUSED"))

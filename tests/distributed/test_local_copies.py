@@ -21,7 +21,7 @@ from tests.distributed.training import (
 )
 from tests.launch import REPO, ranks, started, torchrun_command
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 SCRIPT = REPO / "tests" / "distributed" / "run_killed.py"
 
 

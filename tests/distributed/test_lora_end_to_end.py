@@ -9,11 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.distributed import training
-from tests.distributed.training import TinyWorld, metrics_of
-from tests.launch import REPO
+from tests.distributed.training import TinyWorld, copies, metrics_of
+from tests.launch import ENGINE, REPO
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.slow
 LORA = (
     "tuning.method=lora",
     "tuning.adapter.rank=4",
@@ -32,9 +31,9 @@ def runs(tiny_world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Pat
     """Two runs: new adapters, in the slots of one engine of two ranks; one that goes on from them, merged, with two
     engines of one rank."""
     runs = tmp_path_factory.mktemp("lora")
-    training.train(tiny_world.rl, runs / "slots", *LORA, "rollout.adapter=slots", timeout=500.0).check()
+    copies(tiny_world.rl, runs / "slots", *LORA, "rollout.adapter=slots", modules=ENGINE).check()
     more = ("rollout.tensor_parallel_size=1", f"tuning.adapter.path={runs / 'slots' / 'adapter'}")
-    training.train(tiny_world.rl, runs / "merged", *LORA, *more, timeout=500.0).check()
+    copies(tiny_world.rl, runs / "merged", *LORA, *more, modules=ENGINE).check()
     return runs
 
 

@@ -15,7 +15,7 @@ SCRIPT = REPO / "tests" / "distributed" / "run_memory.py"
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Launched]:
     @once
     def run() -> Launched:
-        return ranks(SCRIPT, "--dir", tmp_path_factory.mktemp("model"), nproc=2, timeout=240)
+        return ranks(SCRIPT, "--dir", tmp_path_factory.mktemp("model"), nproc=2)
 
     return run
 

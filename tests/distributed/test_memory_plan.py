@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.launch import REPO, torchrun
+from tests.launch import ranks
 
 ACTIVATIONS = {"kept": 0.08, "peak": 0.15, "forward": 0.25}  # largest relative error
 STATES = {"weights", "reference", "gradients", "masters", "moments"}
@@ -16,7 +16,7 @@ STATES = {"weights", "reference", "gradients", "masters", "moments"}
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     path = tmp_path_factory.mktemp("memory") / "result.json"
-    torchrun(REPO / "benchmarks" / "memory.py", "--quick", "--json", path, timeout=280).check()
+    ranks("benchmarks/memory.py", "--quick", "--json", path).check()
     found: list[dict[str, Any]] = json.loads(path.read_text())["results"]
     return found
 

@@ -12,7 +12,7 @@ import pytest
 from tests.distributed.training import TinyWorld, computed, digests, metrics_of, steps_saved
 from tests.launch import REPO, Running, ranks, started, torchrun_command
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 SCRIPT = REPO / "tests" / "distributed" / "run_notice.py"
 LIMIT_S = 200.0
 

@@ -15,11 +15,10 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 
 from mega_rl.data.rows import read_rows, write_jsonl
 from tests.distributed import training
-from tests.distributed.training import TinyWorld, computed, digests, metrics_of, steps_saved
-from tests.launch import Launched, once, ranks
+from tests.distributed.training import TinyWorld, computed, copies, digests, metrics_of, steps_saved
+from tests.launch import once
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-STRUCK = "tests/distributed/run_struck_stage.py"
+pytestmark = pytest.mark.slow
 RM = """
 model: {{path: {model}, dtype: float32}}
 data:
@@ -82,7 +81,7 @@ def rm_run(root: Path, tiny_world: TinyWorld) -> Path:
         write_jsonl(files["pairs"], rows[12:])
         write_jsonl(files["held_out"], rows[:12])
         (root / "rm.yaml").write_text(RM.format(model=tiny_world.model, **files))
-        training.train(root / "rm.yaml", root / "rm", timeout=300).check()
+        copies(root / "rm.yaml", root / "rm").check()
         return root / "rm"
 
     return launch()
@@ -96,7 +95,7 @@ def ppo_run(root: Path, rm_run: Path, tiny_world: TinyWorld) -> Path:
     def launch() -> Path:
         names = {"model": tiny_world.model, "prompts": tiny_world.prompts}
         (root / "ppo.yaml").write_text(PPO.format(rm=rm_run / "huggingface", rm_run=rm_run, **names))
-        training.train(root / "ppo.yaml", root / "ppo", timeout=300).check()
+        training.train(root / "ppo.yaml", root / "ppo").check()
         return root / "ppo"
 
     return launch()
@@ -132,7 +131,7 @@ def test_the_exported_reward_model_is_the_one_that_was_validated(rm_run: Path, r
 def test_answers_of_pairs_apart_change_nothing(rm_run: Path, root: Path) -> None:
     """Micro-batches of 13 tokens hold every answer, and not the two of every pair."""
     keys = ("trainer.max_tokens_per_microbatch=13", "trainer.total_steps=2", "checkpoint.export_hf=false")
-    ranks("tools/train.py", "--config", root / "rm.yaml", f"trainer.output_dir={root / 'apart'}", *keys).check()
+    copies(root / "rm.yaml", root / "apart", *keys).check()
     own, expected = metrics_of(root / "apart")[2], metrics_of(rm_run)[2]
     for name in ("loss", "grad_norm", "accuracy", "margin", "chosen_score", "rejected_score"):
         assert own[f"rm/{name}"] == pytest.approx(expected[f"rm/{name}"], rel=1e-4, abs=1e-5), name
@@ -195,12 +194,6 @@ def test_a_critic_on_shared_weights_killed_and_resumed_is_the_same_run(
     assert metrics[1]["critic/value_mean"] == 0 != metrics[3]["critic/value_mean"]
     struck(root / "ppo.yaml", tmp_path / "run", *keys, after=3, saved=2)
     resume_and_compare(root / "ppo.yaml", tmp_path / "whole", tmp_path / "run", LEARNT, *keys)
-
-
-def copies(config: Path, output_dir: Path, *overrides: str, struck_after: int | None = None) -> Launched:
-    """A run in copies of a warm process, or one whose ranks are killed in the middle of the step after."""
-    script, first = ("tools/train.py", ()) if struck_after is None else (STRUCK, (struck_after,))
-    return ranks(script, *first, "--config", config, f"trainer.output_dir={output_dir}", *overrides)
 
 
 def struck(config: Path, output_dir: Path, *overrides: str, after: int, saved: int) -> None:

@@ -8,5 +8,5 @@ from tests.launch import ranks
 
 
 def test_ranks_of_a_machine_share_the_workers_of_the_first(tmp_path: Path) -> None:
-    result = ranks("tests/distributed/run_reward_node.py", tmp_path, nproc=3, timeout=180).check()
+    result = ranks("tests/distributed/run_reward_node.py", tmp_path, nproc=3).check()
     assert {f"rank {rank} knows" for rank in (1, 2)} <= set(result.stdout.splitlines())

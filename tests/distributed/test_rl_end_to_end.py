@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,9 +17,9 @@ from mega_rl.rewards.registry import load_reward
 from mega_rl.rollout.records import read_step
 from tests.distributed import training
 from tests.distributed.training import TinyWorld, computed, digests, metrics_of, steps_saved
-from tests.launch import REPO, Launched, run, started, torchrun_command
+from tests.launch import ENGINE, REPO, Launched, run_copy, started, torchrun_command
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 TOTAL_STEPS = 6
 AQN = ("sigma", "stage", "effective_sigma", "changed_fraction", "num_tensors", "noise_hash", "kl_clean_noisy")
 GROUPS = ("generated", "dropped", "kept", "carried_in", "carried_out", "budget_exhausted")
@@ -154,7 +153,7 @@ def test_resume_after_kill_is_exact(whole: Launched, whole_run: Path, tiny_world
     output_dir = runs_dir / "killed"
     arguments = ("log", 5, "--config", tiny_world.rl, f"trainer.output_dir={output_dir}")
     with started(torchrun_command(training.HELD, *arguments)) as running:
-        running.wait_for("held at log 5", timeout=200)  # the end of the block sends SIGKILL to all of its processes
+        running.wait_for("held at log 5", timeout=600)  # the end of the block sends SIGKILL to all of its processes
     assert list(metrics_of(output_dir)) == [0, 1, 2, 3, 4, 5]
     assert steps_saved(output_dir) == [2, 4]
 
@@ -184,7 +183,7 @@ def test_two_engines_of_one_rank(
 ) -> None:
     """The same samples, rewards and noise as with one engine of two ranks, whatever the trainer's layout."""
     overrides = ("rollout.tensor_parallel_size=1", "checkpoint.save_freq=-1", "checkpoint.export_hf=false", *layout)
-    training.train(tiny_world.rl, tmp_path / "run", *overrides).check()
+    training.copies(tiny_world.rl, tmp_path / "run", *overrides, modules=ENGINE).check()
     metrics, expected = metrics_of(tmp_path / "run"), metrics_of(whole_run)
     assert list(metrics) == list(expected)
     for step in (0, 1):  # the weights are still the starting ones
@@ -215,7 +214,7 @@ def test_dynamic_sampling_recorded_and_replayed(tiny_world: TinyWorld, tmp_path:
     )
     layout = ("rollout.tensor_parallel_size=1", "logging.dump_rollouts=3")
     first = tmp_path / "first"
-    training.train(tiny_world.rl, first, *overrides, *layout).check()
+    training.copies(tiny_world.rl, first, *overrides, *layout, modules=ENGINE).check()
     metrics = metrics_of(first)
     for step in range(1, 5):
         groups = {name: metrics[step][f"rollout/groups_{name}"] for name in GROUPS}
@@ -237,7 +236,7 @@ def test_dynamic_sampling_recorded_and_replayed(tiny_world: TinyWorld, tmp_path:
 
     second = tmp_path / "second"
     resumed = (f"checkpoint.resume={training.checkpoint(first, 2)}", f"rollout.replay={first / 'rollouts'}")
-    training.train(tiny_world.rl, second, *overrides, *resumed).check()
+    training.copies(tiny_world.rl, second, *overrides, *resumed).check()
     for step, row in metrics_of(second).items():
         trained = {name: value for name, value in computed(row).items() if not name.startswith(ENGINE_ONLY)}
         assert trained and trained.items() <= metrics[step].items(), step
@@ -247,11 +246,10 @@ def test_dynamic_sampling_recorded_and_replayed(tiny_world: TinyWorld, tmp_path:
 def test_gsm8k_configuration(gsm8k_dir: Path, tmp_path: Path) -> None:
     """The shipped configuration on the real data set, with nothing but paths and sizes changed."""
     data, model, output_dir = tmp_path / "data", tmp_path / "model", tmp_path / "run"
-    prepare = [REPO / "tools" / "prepare_data.py", "gsm8k", "--source", gsm8k_dir, "--out", data]
-    make = [REPO / "tools" / "make_tiny_model.py", "--tokenizer", "bpe", "--bpe-text", gsm8k_dir / "train.jsonl"]
-    make += ["--vocab-size", 1024, "--num-layers", 2, "--max-positions", 1024, "--out", model]
-    for command in (prepare, make):
-        run([sys.executable, *map(str, command)]).check()
+    run_copy(Path("tools/prepare_data.py"), "gsm8k", "--source", gsm8k_dir, "--out", data).check()
+    make = ["--tokenizer", "bpe", "--bpe-text", gsm8k_dir / "train.jsonl", "--vocab-size", 1024]
+    make += ["--num-layers", 2, "--max-positions", 1024, "--out", model]
+    run_copy(Path("tools/make_tiny_model.py"), *make).check()
     overrides = (
         f"model.path={model}",
         f"data.train_files=[{data / 'train.parquet'}]",
@@ -261,7 +259,7 @@ def test_gsm8k_configuration(gsm8k_dir: Path, tmp_path: Path) -> None:
         "data.max_val_samples=2",
         "trainer.total_steps=2",
     )
-    training.train(REPO / "configs" / "grpo_gsm8k_cpu.yaml", output_dir, *overrides).check()
+    training.copies(REPO / "configs" / "grpo_gsm8k_cpu.yaml", output_dir, *overrides, modules=ENGINE).check()
     metrics = metrics_of(output_dir)
     assert list(metrics) == [0, 1, 2]
     assert all("val-core/openai/gsm8k/greedy/acc" in metrics[step] for step in (0, 2))

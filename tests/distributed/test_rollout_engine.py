@@ -62,7 +62,7 @@ LAUNCHES = {  # name -> ranks, arguments of the script
 @once
 def lines(launch: str) -> list[str]:
     nproc, arguments = LAUNCHES[launch]
-    return ranks(SCRIPT, *arguments, nproc=nproc, timeout=280, modules=ENGINE).check().stdout.splitlines()
+    return ranks(SCRIPT, *arguments, nproc=nproc, modules=ENGINE).check().stdout.splitlines()
 
 
 def verdicts(launch: str) -> dict[str, list[str]]:

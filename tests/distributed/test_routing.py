@@ -23,7 +23,7 @@ CASES = (
 @once
 def recorded(directory: str) -> str:
     cases = json.dumps([asdict(case) for case in CASES])
-    return ranks(SCRIPT, "--cases", cases, "--dir", directory, timeout=280).check().stdout
+    return ranks(SCRIPT, "--cases", cases, "--dir", directory).check().stdout
 
 
 @pytest.mark.slow
@@ -41,7 +41,7 @@ def test_experts_of_the_pass_before_the_update_are_replayed_after_it(
 @once
 def figures(directory: str) -> dict[str, dict[str, dict[str, float]]]:
     """dtype -> replayed or free -> figure."""
-    stdout = ranks(ENGINE_SCRIPT, directory, timeout=280, modules=ENGINE).check().stdout
+    stdout = ranks(ENGINE_SCRIPT, directory, modules=ENGINE).check().stdout
     lines = [json.loads(x.removeprefix("FIGURES ")) for x in stdout.splitlines() if x.startswith("FIGURES ")]
     return {line.pop("dtype"): line for line in lines}
 

@@ -16,7 +16,7 @@ pytest.importorskip("openai")
 
 @once
 def launched(scratch: Path) -> str:
-    return ranks(SCRIPT, scratch, nproc=1, timeout=280, modules=ENGINE).check().stdout
+    return ranks(SCRIPT, scratch, nproc=1, modules=ENGINE).check().stdout
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from tests.distributed import training
 from tests.distributed.training import TinyWorld, computed, digests, metrics_of, steps_saved
 from tests.launch import started, torchrun_command
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 TOTAL_STEPS = 8
 
 
@@ -78,11 +78,11 @@ def test_resume_after_kill_inside_a_save_with_a_damaged_checkpoint(
     output_dir = tmp_path / "run"
     arguments = ("save", 6, "--config", tiny_world.sft, f"trainer.output_dir={output_dir}")
     with started(torchrun_command(training.HELD, *arguments)) as running:
-        running.wait_for("held at save 6", timeout=200)
+        running.wait_for("held at save 6", timeout=600)
     assert steps_saved(output_dir) == [2, 4]
     training.truncate(training.checkpoint(output_dir, 4) / "megatron" / "__1_0.distcp")
 
-    resumed = training.train(tiny_world.sft, output_dir).check()
+    resumed = training.copies(tiny_world.sft, output_dir).check()
     assert f"passing over damaged checkpoint {training.checkpoint(output_dir, 4)}" in resumed.stdout
     assert "resuming after step 2" in resumed.stdout
     expected = {step: computed(row) for step, row in metrics_of(sft_run).items()}

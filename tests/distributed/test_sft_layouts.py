@@ -9,13 +9,13 @@ import pytest
 import torch
 import transformers
 
-from tests.distributed.training import TinyWorld, metrics_of, steps_saved, train
+from tests.distributed.training import TinyWorld, copies, metrics_of, steps_saved
 from tests.launch import once
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 NUM_STEPS = 3
 ALONE = ("parallel.tensor=1", "parallel.sequence=false")
-LAYOUTS = {  # number of processes (0: no torchrun), overrides
+LAYOUTS = {  # number of processes (0: a plain one), overrides
     "alone": (0, ALONE),
     "experts": (2, (*ALONE, "parallel.expert=2", "parallel.overlap_grad_reduce=true")),
     "stages": (
@@ -62,7 +62,7 @@ def run_of(tiny_world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> C
         nproc, layout = LAYOUTS[name]
         overrides = (f"model.path={model}", "model.dtype=bfloat16", f"trainer.total_steps={NUM_STEPS}")
         more = ("validation.test_freq=-1", "checkpoint.save_freq=-1", "trainer.max_tokens_per_microbatch=40")
-        train(tiny_world.sft, root / name, *overrides, *more, *layout, nproc=nproc).check()
+        copies(tiny_world.sft, root / name, *overrides, *more, *layout, nproc=nproc).check()
         return root / name
 
     return run
@@ -89,7 +89,7 @@ def test_checkpoint_of_split_experts_is_refused_without_them(
     directory = run_of("experts")
     saved = directory / "checkpoints" / f"step_{NUM_STEPS:08d}"
     overrides = (f"model.path={directory.parent / 'model'}", "model.dtype=bfloat16", f"checkpoint.resume={saved}")
-    launched = train(tiny_world.sft, directory.parent / "refused", *overrides, *ALONE, nproc=0)
+    launched = copies(tiny_world.sft, directory.parent / "refused", *overrides, *ALONE, nproc=0)
     assert launched.returncode != 0
     assert "was written with parallel.expert 2" in launched.stdout and "set parallel.expert to 2" in launched.stdout
     assert not (directory.parent / "refused" / "metrics.jsonl").exists()

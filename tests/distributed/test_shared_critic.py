@@ -23,7 +23,7 @@ CASES = (
 def test_values_checkpoint_and_memory(tmp_path: Path) -> None:
     """Values bit for bit after steps of both, the weights once in memory, the same steps after a resume."""
     cases = json.dumps([asdict(case) for case in CASES])
-    lines = ranks(SCRIPT, "--cases", cases, "--dir", tmp_path, nproc=2, timeout=200).check().stdout.splitlines()
+    lines = ranks(SCRIPT, "--cases", cases, "--dir", tmp_path, nproc=2).check().stdout.splitlines()
     expected = [f"PASSED {case.name} {family}" for case in CASES for family in case.families]
     assert [line for line in lines if line.startswith("PASSED")] == expected
     refused = [line for line in lines if line.startswith("REFUSED")]

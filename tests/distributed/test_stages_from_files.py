@@ -14,11 +14,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.distributed.training import TinyWorld, computed, digests, metrics_of, steps_saved, write_rows
-from tests.launch import Launched, once, ranks
+from tests.distributed.training import TinyWorld, computed, copies, digests, metrics_of, steps_saved, write_rows
+from tests.launch import once
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-STRUCK = "tests/distributed/run_struck_stage.py"
+pytestmark = pytest.mark.slow
 NUM_STEPS, BATCH, BETA = 5, 8, 0.3
 CONFIG = """
 model: {{path: {model}, dtype: float32}}
@@ -69,18 +68,13 @@ def run_of(tiny_world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> C
     @once
     def run(stage: str, layout: str = "data", *more: str) -> Path:
         output_dir = root / "-".join([stage, layout, *more])
-        train(root / f"{stage}.yaml", output_dir, *LAYOUTS[layout], *more).check()
+        copies(root / f"{stage}.yaml", output_dir, *LAYOUTS[layout], *more).check()
         return output_dir
 
     return run
 
 
 SIZES = {"train": (21,), "val": (5, 40)}
-
-
-def train(config: Path, output_dir: Path, *overrides: str, struck_after: int | None = None) -> Launched:
-    script, first = ("tools/train.py", ()) if struck_after is None else (STRUCK, (struck_after,))
-    return ranks(script, *first, "--config", config, f"trainer.output_dir={output_dir}", *overrides)
 
 
 def answer_logprob(model: Any, tokenizer: Any, prompt: str, answer: str) -> torch.Tensor:
@@ -172,10 +166,10 @@ def test_killed_and_resumed_it_is_the_same_run(run_of: Callable[..., Path], tmp_
     """And the reference's log-probabilities are computed once, whatever the policy is by then."""
     whole = run_of(stage, "tensor")
     config, output_dir = whole.parent / f"{stage}.yaml", tmp_path / "run"
-    struck = train(config, output_dir, *TP, struck_after=3)
+    struck = copies(config, output_dir, *TP, struck_after=3)
     assert struck.returncode != 0 and steps_saved(output_dir) == [2]
     assert ("computing the log-probabilities" in struck.stdout) == (stage != "pt")
-    resumed = train(config, output_dir, *TP).check()
+    resumed = copies(config, output_dir, *TP).check()
     assert "resuming after step 2" in resumed.stdout and "computing the log-prob" not in resumed.stdout
     expected = {step: computed(row) for step, row in metrics_of(whole).items()}
     assert {step: computed(row) for step, row in metrics_of(output_dir).items()} == expected
@@ -189,7 +183,7 @@ def test_a_damaged_or_foreign_reference_file_is_computed_again(run_of: Callable[
     own = (whole / name.format("train")).read_bytes()
     (output_dir / name.format("train")).write_bytes(own[:-1] + bytes([own[-1] ^ 1]))
     (output_dir / name.format("val")).write_bytes(own)
-    launched = train(whole.parent / "dpo.yaml", output_dir, *TP, "trainer.total_steps=1", "checkpoint.export_hf=false")
+    launched = copies(whole.parent / "dpo.yaml", output_dir, *TP, "trainer.total_steps=1", "checkpoint.export_hf=false")
     assert "train.safetensors (the file is damaged)" in launched.check().stdout
     assert "val.safetensors (the file is of another model or of other data)" in launched.stdout
     for which in ("train", "val"):

@@ -24,7 +24,7 @@ def halted(
     config, modules = (world.rl, ENGINE) if place == "sample" else (world.sft, TRAINER)
     settings = (f"trainer.output_dir={output_dir}", f"trainer.stall_timeout_s={LIMITS_S[place]}")
     quick = ("validation.val_before_train=false", "checkpoint.save_freq=1")
-    launched = ranks(SCRIPT, place, rank, "--config", config, *settings, *quick, timeout=280, modules=modules)
+    launched = ranks(SCRIPT, place, rank, "--config", config, *settings, *quick, modules=modules)
     end = time.monotonic()
     assert launched.returncode == 1, launched.stdout
     record_property("seconds", end - float(re.findall(r"halted at (\d+\.\d{3})", launched.stdout)[0]))

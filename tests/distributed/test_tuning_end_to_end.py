@@ -14,14 +14,14 @@ from tests.distributed import training
 from tests.distributed.test_sft_end_to_end import held_out
 from tests.distributed.training import TinyWorld, computed, digests, metrics_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 LORA = ("tuning.method=lora", "tuning.adapter.rank=8", "tuning.adapter.alpha=16", "optimizer.lr=1.0e-2")
 
 
 @pytest.fixture(scope="module")
 def lora_run(tiny_world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output_dir = tmp_path_factory.mktemp("lora") / "run"
-    training.train(tiny_world.sft, output_dir, *LORA, "checkpoint.save_freq=4").check()
+    training.copies(tiny_world.sft, output_dir, *LORA, "checkpoint.save_freq=4").check()
     return output_dir
 
 
@@ -46,7 +46,7 @@ def test_checkpoint_leaves_the_base_out_and_is_resumed(lora_run: Path, tiny_worl
     assert any(".linear_qkv.adapter.A" in name for name in held)
     assert not [name for name in held if ".weight" in name], "a frozen weight in the checkpoint"
     output_dir = tmp_path / "run"
-    resumed = training.train(tiny_world.sft, output_dir, *LORA, f"checkpoint.resume={saved}").check()
+    resumed = training.copies(tiny_world.sft, output_dir, *LORA, f"checkpoint.resume={saved}").check()
     assert "resuming after step 4" in resumed.stdout
     expected = {step: computed(row) for step, row in metrics_of(lora_run).items() if step > 4}
     assert {step: computed(row) for step, row in metrics_of(output_dir).items()} == expected

@@ -32,7 +32,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     def launch() -> list[str]:
         cases = json.dumps([asdict(case) for case in CASES])
         arguments = ("--cases", cases, "--dir", tmp_path_factory.mktemp("models"))
-        return ranks(SCRIPT, *arguments, nproc=2, timeout=200).check().stdout.splitlines()
+        return ranks(SCRIPT, *arguments, nproc=2).check().stdout.splitlines()
 
     return launch()
 

@@ -12,9 +12,9 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tests import vision_models
-from tests.distributed.training import computed, metrics_of, steps_saved, train
+from tests.distributed.training import computed, copies, metrics_of, steps_saved
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 COLOURS = {"red": (255, 0, 0), "blue": (0, 0, 255)}
 CONFIG = """
 model: {{path: {model}, dtype: float32}}
@@ -75,7 +75,7 @@ def test_a_run_with_pictures(tmp_path: Path) -> None:
     model, rows = vision_models.write(tmp_path / "model", "qwen3_vl"), write_rows(tmp_path)
     config, output_dir, again = tmp_path / "sft.yaml", tmp_path / "run", tmp_path / "again"
     config.write_text(CONFIG.format(model=model, rows=rows))
-    train(config, output_dir).check()
+    copies(config, output_dir).check()
     metrics = metrics_of(output_dir)
     assert metrics[4]["sft/loss"] < 0.95 * metrics[1]["sft/loss"] and steps_saved(output_dir) == [2, 4]
     exported = output_dir / "huggingface"
@@ -84,9 +84,9 @@ def test_a_run_with_pictures(tmp_path: Path) -> None:
     moved = {name for name, weight in before.items() if not torch.equal(weight, after[name])}
     assert moved and not any("visual" in name for name in moved), "the tower is frozen"
 
-    halved = train(config, again, "trainer.total_steps=2", "model.vision.freeze_merger=false")
+    halved = copies(config, again, "trainer.total_steps=2", "model.vision.freeze_merger=false")
     halved.check()  # a trained merger saves and goes on
-    resumed = train(config, again, "model.vision.freeze_merger=false")
+    resumed = copies(config, again, "model.vision.freeze_merger=false")
     assert "resuming after step 2" in resumed.check().stdout
     after = AutoModelForImageTextToText.from_pretrained(again / "huggingface").state_dict()
     moved = {name for name, weight in before.items() if not torch.equal(weight, after[name])}

@@ -8,7 +8,6 @@ makes of the exported weights.
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from mega_rl.rollout.records import read_step, trajectory_of_row
 from tests import vision_models
 from tests.distributed.test_vision_rl import CONFIG, TOLERANCE, pytestmark as needs_torchvision, write_rows
 from tests.distributed.training import metrics_of
-from tests.launch import REPO, run
+from tests.launch import ENGINE, REPO, ranks
 from tools import report
 
 pytestmark = needs_torchvision
@@ -57,7 +56,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "checkpoint.export_hf=true",
         "logging.num_text_samples=16",
     )
-    run([sys.executable, STRUCK, "patient", "--config", str(config), *overrides], timeout=500).check()
+    ranks(STRUCK, "patient", "--config", config, *overrides, nproc=0, modules=ENGINE).check()
     return directory
 
 
@@ -100,9 +99,8 @@ def test_pictures_stand_beside_their_samples(world: Path) -> None:
 def test_an_evaluation_sees_what_validation_saw(world: Path) -> None:
     """The export in an engine that loads it by itself, and the same greedy answers."""
     out, overrides = world / "eval", ("rollout.kv_cache_bytes=16777216", "rollout.vllm={max_num_seqs: 16}")
-    run(
-        [sys.executable, str(EVAL), str(world / "run"), "--out", str(out), "--samples", "0", *overrides], timeout=400
-    ).check()
+    arguments = (world / "run", "--out", out, "--samples", 0, *overrides)
+    ranks(EVAL, *arguments, nproc=0, modules=ENGINE).check()
     rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     assert [len(row.get("images", ())) for row in rows] == [0, 1, 1, 2]
     assert [row["responses"][0]["parts"]["num_red"] for row in rows] == [0.0, 1.0, 0.0, 1.0]

@@ -17,13 +17,12 @@ from PIL import Image
 from mega_rl.rollout.records import read_step, trajectory_of_row
 from tests import vision_models
 from tests.distributed import training
-from tests.distributed.training import computed, metrics_of, train
+from tests.distributed.training import computed, copies, metrics_of, train
 from tests.launch import ENGINE, REPO, ranks, started
 
 MISSING = [name for name in ("torchvision", "blake3") if find_spec(name) is None]
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(900),
     pytest.mark.skipif(bool(MISSING), reason=f"engines that see pictures need {' and '.join(MISSING)}"),
 ]
 TOLERANCE = 1e-5  # nats
@@ -101,7 +100,7 @@ def test_the_trainer_at_every_layout_and_its_engine(tmp_path: Path) -> None:
         f"{name},{changes},trainer.total_steps={steps},rollout.tensor_parallel_size=2"
         for name, (changes, steps) in LAYOUTS.items()
     ]
-    ranks(SCRIPT, config, tmp_path, *runs, timeout=500, modules=ENGINE).check()
+    ranks(SCRIPT, config, tmp_path, *runs, modules=ENGINE).check()
     first = []
     for name, (_, steps) in LAYOUTS.items():
         metrics = metrics_of(tmp_path / name)
@@ -130,9 +129,9 @@ def test_a_run_that_is_killed_goes_on_elsewhere(tmp_path: Path) -> None:
     reload = ("rollout.weight_update=reload", "bridge.verify=off", "checkpoint.save_freq=3")
     held = ("log", 3, "--config", config, f"trainer.output_dir={output_dir}", *own, *reload)
     with started((sys.executable, str(training.HELD), *map(str, held))) as running:
-        running.wait_for("held at log 3", timeout=300)  # the end of the block sends SIGKILL to all of its processes
+        running.wait_for("held at log 3", timeout=600)  # the end of the block sends SIGKILL to all of its processes
     elsewhere = ("rollout.placement=separate", "rollout.num_engines=1")
-    resumed = train(config, output_dir, *own, *elsewhere, nproc=0, timeout=500).check()
+    resumed = train(config, output_dir, *own, *elsewhere, nproc=0).check()
     assert "resuming after step 3" in resumed.stdout
     metrics = metrics_of(output_dir)
     assert list(metrics) == [0, 1, 2, 3, 4, 5]
@@ -150,7 +149,7 @@ def test_a_run_that_is_killed_goes_on_elsewhere(tmp_path: Path) -> None:
     across = [row for step, row in mixed if step > 3 and row["spans"][0]["version"] < 3 <= row["weight_version"]]
     assert across, "no response was begun before the kill and ended after it"
 
-    train(config, again, *own, f"rollout.replay={output_dir / 'rollouts'}", nproc=0, timeout=500).check()
+    copies(config, again, *own, f"rollout.replay={output_dir / 'rollouts'}", nproc=0).check()
     for step, row in metrics_of(again).items():
         trained = {name: value for name, value in computed(row).items() if not name.startswith(ENGINE_ONLY)}
         assert trained.items() <= metrics[step].items(), step

@@ -1,4 +1,4 @@
-"""Runs of ``tools/train.py`` as a user starts them, and what is read of what they leave behind."""
+"""Runs of ``tools/train.py``, and what is read of what they leave behind."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from typing import Any
 
 import psutil
 
-from tests.launch import REPO, Launched, alive, started, torchrun_command
+from tests.launch import LIMIT_S, REPO, TRAINER, Launched, alive, ranks, started, torchrun_command
 
 TRAIN = REPO / "tools" / "train.py"
 HELD = REPO / "tests" / "distributed" / "run_held.py"
+STRUCK = REPO / "tests" / "distributed" / "run_struck_stage.py"
 # What differs between two runs of the same computation.
 CLOCKS = (
     "time/",
@@ -108,7 +109,7 @@ class TinyWorld:
     sft: Path  # configuration file, as ``SFT`` has it
 
 
-def train(config: Path, output_dir: Path, *overrides: str, nproc: int = 2, timeout: float = 200.0) -> Launched:
+def train(config: Path, output_dir: Path, *overrides: str, nproc: int = 2, timeout: float = LIMIT_S) -> Launched:
     """Run ``tools/train.py`` under torchrun, or as one plain process for ``nproc`` 0; nothing of it may outlive it."""
     arguments = ("--config", config, f"trainer.output_dir={output_dir}", *overrides)
     plain = (sys.executable, str(TRAIN), *map(str, arguments))
@@ -121,6 +122,24 @@ def train(config: Path, output_dir: Path, *overrides: str, nproc: int = 2, timeo
         launched = Launched(running.args, returncode, running.output(), seconds)
     assert not left, f"still running after the end of {' '.join(command)}: {left}"
     return launched
+
+
+def copies(
+    config: Path,
+    output_dir: Path,
+    *overrides: str,
+    nproc: int = 2,
+    timeout: float = LIMIT_S,
+    modules: tuple[str, ...] = TRAINER,
+    struck_after: int | None = None,
+) -> Launched:
+    """``train`` in copies of a warm process (``ranks``); all of them are killed in the step after ``struck_after``.
+
+    For every run that is not the first of its kind: what ``train`` shows of starts and ends is shown once.
+    """
+    script, first = (TRAIN, ()) if struck_after is None else (STRUCK, (struck_after,))
+    arguments = (*first, "--config", config, f"trainer.output_dir={output_dir}", *overrides)
+    return ranks(script, *arguments, nproc=nproc, timeout=timeout, modules=modules)
 
 
 def survivors(token: str, grace_s: float = 20.0) -> list[str]:

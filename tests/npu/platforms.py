@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import REPO, Launched, torchrun
+from tests.launch import REPO, Launched, ranks, torchrun
 
 CPU = {"MEGA_RL_PLATFORM": "cpu", "PYTHONPATH": str(REPO)}  # without the wheels on its path, as on any machine
 NPU = {"MEGA_RL_PLATFORM": "npu"}
@@ -24,4 +24,4 @@ def on_npu(script: Path, *args: object, nproc: int, timeout: float = 600, env: M
 
 
 def on_cpu(script: Path, *args: object, nproc: int, timeout: float = 600) -> Launched:
-    return torchrun(script, *args, nproc=nproc, timeout=timeout, env=CPU)
+    return ranks(script, *args, nproc=nproc, timeout=timeout, env=CPU)

@@ -28,7 +28,7 @@ from tests.distributed.training import HELD, TRAIN, TinyWorld, metrics_of, steps
 from tests.families import ENGINE
 from tests.launch import Launched, started, torchrun, torchrun_command
 from tests.npu import emulation
-from tests.npu.platforms import CPU, HAS_MINDSPEED, NEEDS_MINDSPEED, NPU
+from tests.npu.platforms import HAS_MINDSPEED, NEEDS_MINDSPEED, NPU, on_cpu
 from tests.ray_cluster import cluster
 
 pytestmark = [
@@ -151,7 +151,7 @@ def both_platforms(name: str, root: Path, arguments: tuple[str, ...]) -> Ran:
     replayed += (f"rollout.replay={root / 'npu' / 'rollouts'}",)
     replayed += ("rollout.placement=colocated", "bridge.verify=off", "logging.dump_rollouts=0")
     replayed += ("checkpoint.save_freq=-1", "validation.test_freq=-1", "platform.mindspeed.mode=auto")
-    torchrun(TRAIN, *replayed, nproc=ALL[name].num_ranks, timeout=600, env=CPU).check()
+    on_cpu(TRAIN, *replayed, nproc=ALL[name].num_ranks).check()
     operators: Counter[str] = Counter()
     for file in counts.glob("*.json"):
         operators.update(json.loads(file.read_text()))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mega_rl.rewards.sandbox import has_namespaces
-from tests.launch import REPO, run, run_copy, torchrun
+from tests.launch import REPO, ranks, run, run_copy
 
 
 def tables(output: str) -> list[list[list[str]]]:
@@ -33,7 +33,7 @@ def figure(cell: str) -> float:
 @pytest.mark.parametrize("script", ["benchmarks/logprob.py", "benchmarks/train_step.py"])
 def test_quick_run_prints_a_table_and_writes_json(script: str, tmp_path: Path) -> None:
     path = tmp_path / "figures" / "result.json"
-    launched = run((sys.executable, script, "--quick", "--json", str(path))).check()
+    launched = ranks(script, "--quick", "--json", path, nproc=0).check()
     (rows,) = tables(launched.stdout)
     header, *body = rows
     assert body and all(len(row) == len(header) for row in body)
@@ -45,7 +45,7 @@ def test_quick_run_prints_a_table_and_writes_json(script: str, tmp_path: Path) -
     else:
         assert [row[0] for row in body] == ["tiny float32"]
         assert all(figure(cell) > 0 for cell in body[0][2:8])
-    command = shlex.join(["python", script, "--quick", "--json", str(path)])
+    command = shlex.join(["python", str(REPO / script), "--quick", "--json", str(path)])
     assert f"Command: `{command}`" in launched.stdout
     document = json.loads(path.read_text())
     assert document["command"] == command and "cpu" in document["machine"]
@@ -59,7 +59,7 @@ def test_quick_run_prints_a_table_and_writes_json(script: str, tmp_path: Path) -
 @pytest.mark.slow
 def test_the_tower_looks_at_a_picture_once(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    run((sys.executable, "benchmarks/vision_step.py", "--quick", "--json", str(path))).check()
+    ranks("benchmarks/vision_step.py", "--quick", "--json", path, nproc=0).check()
     (case,) = json.loads(path.read_text())["results"]
     calls = case["step"]["tower_calls"]
     new, known, theirs = calls["mega_rl, new pictures"], calls["mega_rl, known pictures"], calls["transformers"]
@@ -82,7 +82,7 @@ def test_weight_sync_moves_the_minimum(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_adapters_take_the_bytes_that_are_planned(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    run((sys.executable, "benchmarks/lora.py", "--quick", "--json", str(path))).check()
+    ranks("benchmarks/lora.py", "--quick", "--json", path, nproc=0).check()
     (case,) = json.loads(path.read_text())["results"]
     ways = case["ways"]
     assert list(ways) == ["full", "lora, rank 16", "freeze, last quarter"] and case["num_parameters"] > 0
@@ -93,7 +93,7 @@ def test_adapters_take_the_bytes_that_are_planned(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_optimizers_state_takes_the_bytes_that_are_planned(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    launched = run((sys.executable, "benchmarks/optimizer.py", "--quick", "--json", str(path))).check()
+    launched = ranks("benchmarks/optimizer.py", "--quick", "--json", path, nproc=0).check()
     document = json.loads(path.read_text())
     (case,), losses = document["results"], document["losses"]
     ways = case["ways"]
@@ -107,7 +107,7 @@ def test_the_optimizers_state_takes_the_bytes_that_are_planned(tmp_path: Path) -
 @pytest.mark.slow
 def test_plan_of_a_large_model(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    launched = run((sys.executable, "benchmarks/plan.py", "--quick", "--json", str(path))).check()
+    launched = run_copy(Path("benchmarks/plan.py"), "--quick", "--json", path).check()
     ((header, *body),) = tables(launched.stdout)
     cases = json.loads(path.read_text())["cases"]
     assert [row[0] for row in body] == list(cases) and all(len(row) == len(header) for row in body)
@@ -130,7 +130,7 @@ def test_too_large_a_case_is_refused() -> None:
 @pytest.mark.slow
 def test_routed_tokens_are_sent_once(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    launched = torchrun(REPO / "benchmarks" / "data_plane.py", "--quick", "--json", path, nproc=4).check()
+    launched = ranks("benchmarks/data_plane.py", "--quick", "--json", path, nproc=4).check()
     ways, parts = tables(launched.stdout)
     assert [row[0] for row in ways[1:]] == ["lists", "whole", "routed"]
     assert [row[0] for row in parts[-2:]] == ["all of it", "tokens"]
@@ -163,7 +163,7 @@ def test_overlap_refuses_what_leaves_nothing_to_count() -> None:
 @pytest.mark.slow
 def test_every_sink_is_measured(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    launched = run((sys.executable, "benchmarks/sinks.py", "--quick", "--json", str(path))).check()
+    launched = run_copy(Path("benchmarks/sinks.py"), "--quick", "--json", path).check()
     (rows,) = tables(launched.stdout)
     assert [row[0] for row in rows[1:]] == ["console", "metrics.jsonl", "TensorBoard", "run.log", "all"]
     document = json.loads(path.read_text())
@@ -175,7 +175,7 @@ def test_the_sandbox_is_measured_cold_and_warm(tmp_path: Path) -> None:
     if level and os.geteuid() == 0:
         pytest.skip("no program is run here")
     path = tmp_path / "result.json"
-    launched = run((sys.executable, "benchmarks/sandbox.py", "--quick", "--json", str(path), *level)).check()
+    launched = run_copy(Path("benchmarks/sandbox.py"), "--quick", "--json", path, *level).check()
     (rows,) = tables(launched.stdout)
     assert [row[0] for row in rows[1:]] == ["cold", "warm", "warm / cold"]
     assert all(figure > 0 for row in json.loads(path.read_text())["rows"] for figure in row[1:])
@@ -185,7 +185,7 @@ def test_the_sandbox_is_measured_cold_and_warm(tmp_path: Path) -> None:
 def test_episodes_with_bad_tools_all_end_and_leave_nothing() -> None:
     if not has_namespaces() and os.geteuid() == 0:
         pytest.skip("no program is run here")
-    launched = run((sys.executable, "benchmarks/episodes.py", "--quick")).check()
+    launched = run_copy(Path("benchmarks/episodes.py"), "--quick").check()
     (rows,) = tables(launched.stdout)
     assert [row[:3] for row in rows[1:]] == [[kind, "4", "4"] for kind in ("hang", "die", "flood", "raise", "binary")]
     assert "0 processes left" in launched.stdout

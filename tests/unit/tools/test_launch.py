@@ -109,7 +109,10 @@ def test_ranks_end_together_and_have_the_promises_of_torchrun(tmp_path: Path) ->
     assert failed.returncode == 1 and "KeyError: 'the reason'" in failed.stdout
     with pytest.raises(AssertionError, match=r"did not end in 1 s"):
         ranks(script, "hang", nproc=1, timeout=1)
-    ranks(script, "end", timeout=250).check()
+    ranks(script, "end").check()
+    script.write_text("import os, sys\nprint('RANK' in os.environ, sys.argv[1:])\nsys.exit(3)\n")
+    alone = ranks(script, "alone", nproc=0)
+    assert (alone.returncode, alone.stdout) == (3, "False ['alone']\n")
 
 
 def test_a_launch_that_died_is_not_started_again() -> None:

@@ -64,7 +64,6 @@ def chromium() -> Iterator[browser.Browser]:
 
 @needs_browser
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_tensorboard_lists_the_sections_in_reading_order(runs: Path, chromium: browser.Browser) -> None:
     command = (sys.executable, "-m", "tensorboard.main", "--logdir", str(runs), "--host", "127.0.0.1", "--port", "0")
     with started(command) as server:

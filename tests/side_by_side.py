@@ -1,0 +1,63 @@
+"""Make targets side by side: ``python -m tests.side_by_side test-npu test-unit test-distributed``.
+
+Every line of output has its target's name in front. At the end stand the closing lines of all targets, as they were
+printed; the exit status is 1 if one of them has failed. A target that fails does not end the others.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+OURS = "[side by side] "
+
+
+class Target:
+    """One of them, from its start to its end."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.closing_line, self.status = name, "", -1
+        self._begin = time.monotonic()
+        command = ("make", "--no-print-directory", name)
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=subprocess.STDOUT, text=True, errors="replace"
+        )
+        self.thread = threading.Thread(target=self._follow)
+        self.thread.start()
+
+    def _follow(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            say(f"[{self.name}] {line.rstrip()}")
+            if not line.startswith(("make: ", "make[")):  # make's own word on a failure comes after pytest's
+                self.closing_line = line.rstrip()
+        self.status = self.process.wait()
+        say(f"{OURS}{self.name}: status {self.status}, {time.monotonic() - self._begin:.0f} s after the start")
+
+
+def say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")  # one write, so that no thread cuts the line of another
+    sys.stdout.flush()
+
+
+def main(names: Sequence[str]) -> int:
+    targets = [Target(name) for name in names]
+    signal.signal(signal.SIGTERM, lambda *_: [target.process.terminate() for target in targets])
+    for target in targets:
+        while target.thread.is_alive():
+            try:
+                target.thread.join()
+            except KeyboardInterrupt:  # Ctrl-C has reached the targets too
+                say(f"{OURS}interrupted: the targets are ending")
+    for target in targets:
+        say(target.closing_line)
+    return int(any(target.status for target in targets))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
