@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -12,8 +12,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
 from mega_rl import platform
 from mega_rl.bridge.files.huggingface import HFReader
@@ -36,26 +34,15 @@ BUCKET_SIZE = 4000  # values: several buckets of a tiny model, as a large one ha
 class LateGather:
     """The handle of a gather of weights that begins only where it is waited for: nothing may read them before."""
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
+    def __init__(self, group: Any, begin: Callable[[Any], None]) -> None:
+        self._group, self._begin = group, begin
 
     def wait(self) -> None:
         group = self._group
         group.param_gather_handle = None
-        START_PARAM_SYNC(group)
+        self._begin(group)
         group.param_gather_handle.wait()
         group.param_gather_handle = None
-
-
-START_PARAM_SYNC = _ParamAndGradBucketGroup.start_param_sync
-
-
-def start_late(group: Any, force_sync: bool = False) -> None:
-    if force_sync:
-        START_PARAM_SYNC(group, force_sync=True)
-        return
-    assert group.param_gather_handle is None, "a gather that nothing has waited for"
-    group.param_gather_handle, group.param_gather_dispatched = LateGather(group), True
 
 
 @contextmanager
@@ -64,10 +51,22 @@ def slow_gathers(case: Case) -> Iterator[None]:
     if not case.overlap:
         yield
         return
-    small = partial(DistributedDataParallelConfig, bucket_size=BUCKET_SIZE)
+    # Imported here: mega_rl.megatron must come before Megatron-core.
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
+
+    begin = Group.start_param_sync
+
+    def begin_late(group: Any, force_sync: bool = False) -> None:
+        if force_sync:
+            begin(group, force_sync=True)
+            return
+        assert group.param_gather_handle is None, "a gather that nothing has waited for"
+        group.param_gather_handle, group.param_gather_dispatched = LateGather(group, begin), True
+
+    small = partial(engine_module.DistributedDataParallelConfig, bucket_size=BUCKET_SIZE)
     with (
         mock.patch.object(engine_module, "DistributedDataParallelConfig", small),
-        mock.patch.object(_ParamAndGradBucketGroup, "start_param_sync", start_late),
+        mock.patch.object(Group, "start_param_sync", begin_late),
     ):
         yield
 

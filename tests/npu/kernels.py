@@ -162,6 +162,7 @@ def install(stand_ins: Mapping[str, Callable[..., Any]]) -> int:
     known = torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1")
     left = sorted(set(stand_ins) - set(known))
     assert not left, f"torch_npu has no operators {', '.join(left)}"
+    runs = {**stand_ins, "aten::matmul_backward": _matmul_backward}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a kernel is replaced is what is wanted
         for name in known:
@@ -175,31 +176,19 @@ def install(stand_ins: Mapping[str, Callable[..., Any]]) -> int:
                 continue
             is_random = any(argument.name == "generator" for argument in operator._schema.arguments)
             _library(namespace).impl(
-                rest, _kernel(name, stand_ins.get(name, operator), is_random), "PrivateUse1", allow_override=True
+                rest, _kernel(name, runs.get(name, operator), is_random), "PrivateUse1", allow_override=True
             )
             number += 1
-        for key in ("AutogradPrivateUse1", "PrivateUse1"):  # torch_npu's has a backward pass of its own
-            _library("aten").impl("scaled_dot_product_attention", _attention, key, allow_override=True)
     return number
 
 
-def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """torch's attention [B, H, L, D] as the tower of a trainer asks for it, of operators that have a backward pass."""
-    counts["aten::scaled_dot_product_attention"] += 1
-    assert attn_mask is None and not (dropout_p or is_causal or enable_gqa), "not used"
-    q, k, v = (tensor.flatten(0, 1) for tensor in (query, key, value))
-    scores = torch.bmm(q, k.transpose(1, 2)) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    return torch.bmm(scores.softmax(-1), v).unflatten(0, query.shape[:2])
+def _matmul_backward(
+    grad: torch.Tensor, own: torch.Tensor, other: torch.Tensor, mask: Sequence[bool]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """torch itself has this operator for nested tensors only; torch_npu has it for all of its own."""
+    assert other.dim() == 2 <= own.dim(), "not used"
+    rows, above = own.flatten(0, -2), grad.flatten(0, -2)
+    return (grad @ other.t() if mask[0] else None), (rows.t() @ above if mask[1] else None)
 
 
 def keep_counts(folder: Path) -> None:
