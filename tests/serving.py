@@ -8,6 +8,7 @@ import random
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -56,6 +57,7 @@ class FakeEngine:
         self.largest = 0  # requests under way at once
         self.may_step = threading.Event()  # cleared: nothing is sampled
         self.may_step.set()
+        self.pause_s = 0.0  # before each step
         self._under_way: dict[tuple[int, int], tuple[Request, list[int], int]] = {}
         self._pieces: list[Piece] = []
 
@@ -89,6 +91,7 @@ class FakeEngine:
         self._pieces, ended = [], []
         if not self.may_step.wait(0.01):
             return []
+        time.sleep(self.pause_s)
         for key in list(self._under_way)[: self.width]:
             request, ids, place = self._under_way[key]
             token, logprob = ids[place], self._logprob(ids[place])

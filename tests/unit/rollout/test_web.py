@@ -262,6 +262,7 @@ def _is_refused_while(served: Served, one: Any, body: dict[str, Any]) -> bool:
 def test_who_goes_away_is_sampled_for_no_more() -> None:
     with serving(lambda request: [7] * 4000) as served:
         (engine,) = served.engines
+        engine.pause_s = 0.01  # so that the server has time to see who has gone
         with httpx.stream("POST", served.url + "/v1/completions", json={"prompt": "a", "stream": True}) as answer:
             next(answer.iter_lines())
         until(lambda: len(engine.aborted) == 1)
