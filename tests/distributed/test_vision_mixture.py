@@ -8,6 +8,7 @@ makes of the exported weights.
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from mega_rl.rollout.records import read_step, trajectory_of_row
 from tests import vision_models
 from tests.distributed.test_vision_rl import CONFIG, TOLERANCE, pytestmark as needs_torchvision, write_rows
 from tests.distributed.training import metrics_of
-from tests.launch import ENGINE, REPO, ranks
+from tests.launch import ENGINE, REPO, ranks, run
 from tools import report
 
 pytestmark = needs_torchvision
@@ -56,7 +57,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "checkpoint.export_hf=true",
         "logging.num_text_samples=16",
     )
-    ranks(STRUCK, "patient", "--config", config, *overrides, nproc=0, modules=ENGINE).check()
+    run(
+        [sys.executable, STRUCK, "patient", "--config", str(config), *overrides]
+    ).check()  # Ray must not be imported yet
     return directory
 
 
