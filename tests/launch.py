@@ -18,10 +18,9 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache, wraps
-from multiprocessing.connection import Connection
+from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import psutil
 
@@ -152,15 +151,13 @@ def ranks(
         command = torchrun_command(*argv, nproc=nproc) if nproc else (sys.executable, *argv)
         return run(command, timeout=timeout, env=env)
     token, begin = uuid.uuid4().hex, time.monotonic()
-    server, lock = _warm(modules, tuple(sorted((env or {}).items())))
-    with lock, tempfile.TemporaryDirectory() as scratch:
+    server = Warm.of(modules, tuple(sorted((env or {}).items())))
+    with server.lock, tempfile.TemporaryDirectory() as scratch:
         output_file = Path(scratch) / "output.txt"
         output_file.touch()
-        server.send(warm.Request(argv, nproc, free_port(), _variables(env, token), str(output_file)))
-        pid = server.recv()
-        is_over = server.poll(timeout)
-        _kill_tree(pid, is_running=True, token=token)  # the launch, or whatever of its group is left
-        returncode, output = server.recv(), output_file.read_text(encoding="utf-8", errors="replace")
+        request = warm.Request(argv, nproc, free_port(), _variables(env, token), str(output_file))
+        is_over, returncode = server.launch(request, timeout, token)
+        output = output_file.read_text(encoding="utf-8", errors="replace")
     assert is_over, f"{' '.join(argv)} did not end in {timeout:.0f} s:\n{_tail(output)}"
     launched = Launched(argv, returncode, output, time.monotonic() - begin)
     if returncode != 0:
@@ -168,23 +165,51 @@ def ranks(
     return launched
 
 
-@cache
-def _warm(modules: tuple[str, ...], env: tuple[tuple[str, str], ...]) -> tuple[Connection, threading.Lock]:
-    """To the process with these imports, which ends with this connection; it answers one launch at a time."""
-    here, there = multiprocessing.Pipe()
-    command = (sys.executable, "-m", "tests.warm", str(there.fileno()), *modules)
-    variables = _variables(dict(env), uuid.uuid4().hex)
-    process = subprocess.Popen(
-        command, cwd=REPO, env=variables, stdin=subprocess.DEVNULL, pass_fds=(there.fileno(),), start_new_session=True
-    )
-    there.close()
+class Warm:
+    """A process with certain imports and variables, which ends with its connection; it has one launch at a time."""
 
-    def end() -> None:
-        here.close()
-        process.wait(timeout=60)
+    _started: ClassVar[dict[tuple[object, ...], Warm]] = {}
+    _starting: ClassVar[threading.Lock] = threading.Lock()
 
-    atexit.register(end)
-    return here, threading.Lock()
+    @classmethod
+    def of(cls, modules: tuple[str, ...], env: tuple[tuple[str, str], ...]) -> Warm:
+        with cls._starting:
+            if (modules, env) not in cls._started:
+                cls._started[modules, env] = cls(modules, env)
+            return cls._started[modules, env]
+
+    def __init__(self, modules: tuple[str, ...], env: tuple[tuple[str, str], ...]) -> None:
+        self.lock, self._key = threading.Lock(), (modules, env)
+        self._connection, there = multiprocessing.Pipe()
+        command = (sys.executable, "-m", "tests.warm", str(there.fileno()), *modules)
+        variables = _variables(dict(env), uuid.uuid4().hex)
+        passed = (there.fileno(),)
+        self._process = subprocess.Popen(
+            command, cwd=REPO, env=variables, stdin=subprocess.DEVNULL, pass_fds=passed, start_new_session=True
+        )
+        there.close()
+        atexit.register(self.end)
+
+    def launch(self, request: warm.Request, timeout: float, token: str) -> tuple[bool, int]:
+        """Whether the launch ended by itself in ``timeout`` seconds, and its exit status."""
+        pid = None
+        try:
+            self._connection.send(request)
+            pid = self._connection.recv()
+            is_over = self._connection.poll(timeout)
+            _kill_tree(pid, is_running=True, token=token)  # the launch, or whatever of its group is left
+            return is_over, self._connection.recv()
+        except BaseException:
+            # pytest's limit, or Ctrl-C: what is still answered would be taken for the answer to the next launch.
+            self._started.pop(self._key, None)
+            if pid is not None:
+                _kill_tree(pid, is_running=True, token=token)
+            self.end()
+            raise
+
+    def end(self) -> None:
+        self._connection.close()
+        self._process.wait(timeout=60)
 
 
 def run(
@@ -277,6 +302,7 @@ def started(command: tuple[str, ...] | list[str], env: Mapping[str, str] | None 
 
 def _kill_tree(pid: int, *, is_running: bool, token: str) -> None:
     """Kill the process group and everything that carries the token: torchrun's ranks have sessions of their own."""
+    assert pid > 1, f"{pid} is no process of a launch"
     victims = marked(token)
     if is_running:
         with suppress(psutil.NoSuchProcess):

@@ -12,6 +12,9 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+
+import psutil
 
 OURS = "[side by side] "
 
@@ -39,6 +42,13 @@ class Target:
         self.status = self.process.wait()
         say(f"{OURS}{self.name}: status {self.status}, {time.monotonic() - self._begin:.0f} s after the start")
 
+    def interrupt(self) -> None:
+        """As Ctrl-C does: pytest then ends what its tests have started, which a signal to `make` alone would leave."""
+        with suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGINT)
+
 
 def say(text: str) -> None:
     sys.stdout.write(f"{text}\n")  # one write, so that no thread cuts the line of another
@@ -47,7 +57,7 @@ def say(text: str) -> None:
 
 def main(names: Sequence[str]) -> int:
     targets = [Target(name) for name in names]
-    signal.signal(signal.SIGTERM, lambda *_: [target.process.terminate() for target in targets])
+    signal.signal(signal.SIGTERM, lambda *_: [target.interrupt() for target in targets])
     for target in targets:
         while target.thread.is_alive():
             try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -109,7 +111,13 @@ def test_ranks_end_together_and_have_the_promises_of_torchrun(tmp_path: Path) ->
     assert failed.returncode == 1 and "KeyError: 'the reason'" in failed.stdout
     with pytest.raises(AssertionError, match=r"did not end in 1 s"):
         ranks(script, "hang", nproc=1, timeout=1)
-    ranks(script, "end").check()
+    main = threading.main_thread().ident
+    interrupt = threading.Timer(1.0, signal.pthread_kill, (main, signal.SIGINT))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        ranks(script, "hang", nproc=1)
+    interrupt.join()
+    ranks(script, "end").check()  # not taken for the end of the one before
     script.write_text("import os, sys\nprint('RANK' in os.environ, sys.argv[1:])\nsys.exit(3)\n")
     alone = ranks(script, "alone", nproc=0)
     assert (alone.returncode, alone.stdout) == (3, "False ['alone']\n")
