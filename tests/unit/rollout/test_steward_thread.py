@@ -187,6 +187,27 @@ def test_waits_for_a_checkpoint_in_pieces_are_one_wait() -> None:
                 assert thread.committed(1, wait_s=0.01) is None
 
 
+def test_time_in_which_the_thread_had_no_turns_is_nobodys_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """200 s pass in ten turns of a thread that sleeps, and the loop looks in each of them; its limit is 50 s."""
+    passed = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0])
+    monkeypatch.setattr(steward_thread, "time", clock)
+    monkeypatch.setattr(steward_thread, "TICK_S", 0.005)
+
+    class Held(PretendedCarrier):
+        def events(self, wait_s: float) -> list[events.Event]:
+            if not self.num_issued or passed[0] >= 200.0:
+                return super().events(wait_s)
+            passed[0] += 20.0
+            time.sleep(0.05)
+            return []
+
+    held = lambda wanted: Held(wanted, lambda v: v, True)  # noqa: E731
+    with running(engines=1, carrier=held, limit_s=50.0) as (thread, _):
+        assert thread.take(0).kept
+    assert passed[0] >= 200.0
+
+
 @pytest.mark.parametrize("is_thread_awake", [True, False])
 def test_only_time_in_which_the_thread_had_turns_counts_for_the_limits_of_engines(
     monkeypatch: pytest.MonkeyPatch, is_thread_awake: bool
