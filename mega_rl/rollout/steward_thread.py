@@ -72,8 +72,8 @@ class StewardThread:
         score: starts the scoring of a trajectory of a ticket.
         is_kept: whether a step learns from a group.
         scores: of groups that are already decided in what the steward goes on from.
-        limit_s: how long nothing at all may come while a step is waited for, in waking time as the steward's own limits,
-            which are below it; also how long the thread may be without a turn.
+        limit_s: how long nothing at all may come while a step is waited for, in ``WakingTime`` as the steward's own
+            limits, which are below it; also how long the thread may be without a turn.
         output_dir: of the run, where it is asked about its engines and writes what they did; None: neither.
 
     Raises:

@@ -181,11 +181,11 @@ def test_what_cannot_go_on_is_refused() -> None:
 @pytest.mark.parametrize("is_mixed", [False, True])
 def test_carried_responses_of_several_weights_need_a_correction(is_mixed: bool) -> None:
     """Those of one are what dynamic sampling always carries."""
-    run = Run(TailingEngine(7), False)
+    run, groups = Run(TailingEngine(7), False), list[Any]()
     for step in range(STEPS):
         run.step(step)
-    state = run.builder.state_dict()
-    groups = [group for group in state["carried"] if any("spans" in row for row in group) == is_mixed]
+        state = run.builder.state_dict()
+        groups += [group for group in state["carried"] if any("spans" in row for row in group) == is_mixed]
     assert groups
     later = Run(TailingEngine(7), False, oversample=1.0)
     later.config.algorithm.importance_cap = None
