@@ -181,7 +181,7 @@ def test_what_cannot_go_on_is_refused() -> None:
 @pytest.mark.parametrize("is_mixed", [False, True])
 def test_carried_responses_of_several_weights_need_a_correction(is_mixed: bool) -> None:
     """Those of one are what dynamic sampling always carries."""
-    run, groups = Run(TailingEngine(7), False), list[Any]()
+    run, groups = Run(TailingEngine(7), is_dynamic=not is_mixed), list[Any]()
     for step in range(STEPS):
         run.step(step)
         state = run.builder.state_dict()
