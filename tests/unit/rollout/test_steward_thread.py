@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -168,6 +169,21 @@ def test_a_wait_has_a_limit_that_names_who_is_waited_for() -> None:
     sentence = r"the samples of step 1 cannot be waited for any longer: nothing came for 0.3 s from engine 0 \("
     with running(engines=1, carrier=silent, limit_s=0.3) as (thread, _), pytest.raises(RuntimeError, match=sentence):
         thread.take(0)
+
+
+def test_a_thread_that_hangs_in_a_call_is_waited_for_no_longer_than_the_limit() -> None:
+    is_over = threading.Event()
+
+    class Hanging(PretendedCarrier):
+        def events(self, wait_s: float) -> list[events.Event]:
+            is_over.wait(60)
+            return super().events(wait_s)
+
+    hanging = lambda wanted: Hanging(wanted, lambda v: v, True)  # noqa: E731
+    with running(engines=1, carrier=hanging, limit_s=0.3) as (thread, _):
+        with pytest.raises(RuntimeError, match="nothing came for 0.3 s"):
+            thread.take(0)
+        is_over.set()
 
 
 def test_waits_for_a_checkpoint_in_pieces_are_one_wait() -> None:
