@@ -98,8 +98,10 @@ class Trajectory:
     logprobs: npt.NDArray[np.float32]  # [L]: nats, under the engine's (possibly noisy) policy; 0 outside the mask
     spans: tuple[Span, ...]  # ascending; the first begins at the first sampled token
     turns: tuple[Turn, ...]  # side by side over all tokens; the first is the prompt
-    text: str  # of the sampled tokens, without special tokens; of an episode, of the turns that rewards score
-    finish_reason: str  # "stop" or "length": why the last response ended
+    # Of the sampled tokens, without special tokens; of an episode, of the turns that rewards score. The first tail of a
+    # response may have none.
+    text: str
+    finish_reason: str  # "stop" or "length": why the last response ended; "abort": it has not, it is a tail
     # [L-1, M, K] uint8 or uint16: which experts the engine sent every token to; the last token was never an input.
     routed_experts: npt.NDArray[np.unsignedinteger[Any]] | None = None
     episode: Outcome | None = None  # None: no environment took part

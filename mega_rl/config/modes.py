@@ -56,22 +56,18 @@ def mode_problems(config: RunConfig) -> Iterator[str]:
     yield from _learning_problems(config)
 
 
-def tail_problems(config: RunConfig, given: str) -> Iterator[str]:
+def tail_problems(config: RunConfig, given: str, remedy: str = "set rollout.oversample to 1") -> Iterator[str]:
     """Sentences on keys that cannot be meant where responses go on in the next step, with other weights.
 
     Args:
         given: why they do, as the beginning of a sentence.
+        remedy: what makes them go on no more, as the end of one.
     """
     rollout, settings = config.rollout, config.algorithm.dynamic_sampling
     if config.environment.name is not None:
         yield (
             f"{given}, but an episode cannot be stopped without its environment (environment.name "
-            f"{config.environment.name!r}): set rollout.oversample to 1"
-        )
-    if rollout.routing_replay == "rollout":
-        yield (
-            f"{given}, but with rollout.routing_replay 'rollout' the engine would tell of the experts that new weights "
-            "choose for tokens of old ones: set rollout.routing_replay to recompute or off"
+            f"{config.environment.name!r}): {remedy}"
         )
     if rollout.stop:
         yield (
@@ -88,7 +84,21 @@ def tail_problems(config: RunConfig, given: str) -> Iterator[str]:
             f"{given}, but algorithm.dynamic_sampling.budget is {settings.budget}, so that a step may begin no more: "
             "set it to at least rollout.oversample"
         )
-    yield from _correction_problems(config, "responses that go on with the weights of the next step")
+    yield from mixed_problems(config, given)
+
+
+def mixed_problems(config: RunConfig, given: str) -> Iterator[str]:
+    """Sentences on keys that cannot be meant where weights of several steps have sampled a response.
+
+    Args:
+        given: why they have, as the beginning of a sentence.
+    """
+    if config.rollout.routing_replay == "rollout":
+        yield (
+            f"{given}, but with rollout.routing_replay 'rollout' the engine would tell of the experts that new weights "
+            "choose for tokens of old ones: set rollout.routing_replay to recompute or off"
+        )
+    yield from _correction_problems(config, "responses that weights of several steps sample")
 
 
 def _learning_problems(config: RunConfig) -> Iterator[str]:

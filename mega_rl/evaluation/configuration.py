@@ -49,6 +49,7 @@ def evaluation_config(file: Path | None, overrides: Sequence[str], weights: Weig
         simulated_quantization=None,
         routing_replay="off",
         replay=None,
+        oversample=RolloutConfig.oversample,
         mode="synchronous",
         max_staleness=0,
         kv_on_update="recompute",

@@ -127,14 +127,15 @@ class Round:
     """The collection of one step, as one rank of one engine takes part in it.
 
     The ranks of an engine make the same calls; its leader scores and decides, and tells the others. The engines share
-    nothing but the number of groups that they dropped, so none of them waits for another.
+    nothing but two numbers, of the groups that they dropped and of those that a quota that stops counts, so none of
+    them waits for another.
     """
 
     step: int
     quota: Quota
     draw: Callable[[int], Sequence[Request]]  # ticket -> the requests of its group, for a prompt of its own
     score: Callable[[Trajectory], Future[Score]]  # starts the scoring of a trajectory; only the leader calls it
-    store: dist.Store  # of all engines: holds the step's number of dropped groups
+    store: dist.Store  # of all engines: holds the step's numbers of groups, ``dropped/STEP`` and ``there/STEP``
     is_leader: bool = True
     ranks: dist.ProcessGroup | None = None  # of this engine, if it has several
     begun: Mapping[int, Begun] = field(default_factory=dict)  # ticket -> a group of earlier steps, on its engine

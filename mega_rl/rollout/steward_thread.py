@@ -54,13 +54,13 @@ class WakingTime:
     """
 
     def __init__(self) -> None:
-        self._seen_s, self._total_s = time.monotonic(), 0.0
+        self.turned_at, self.total_s = time.monotonic(), 0.0  # the last turn, and the time as of it: any thread reads
 
     def now(self) -> float:
-        seen_s = time.monotonic()
-        self._total_s += min(seen_s - self._seen_s, AWAKE_S)
-        self._seen_s = seen_s
-        return self._total_s
+        now = time.monotonic()
+        self.total_s += min(now - self.turned_at, AWAKE_S)
+        self.turned_at = now
+        return self.total_s
 
 
 class StewardThread:
@@ -72,7 +72,8 @@ class StewardThread:
         score: starts the scoring of a trajectory of a ticket.
         is_kept: whether a step learns from a group.
         scores: of groups that are already decided in what the steward goes on from.
-        limit_s: how long nothing at all may come while a step is waited for; the steward's own limits are below it.
+        limit_s: how long nothing at all may come while a step is waited for, in ``WakingTime`` as the steward's own
+            limits, which are below it; also how long the thread may be without a turn.
         output_dir: of the run, where it is asked about its engines and writes what they did; None: neither.
 
     Raises:
@@ -100,7 +101,7 @@ class StewardThread:
         self._validated: dict[int, dict[Key, PromptGroup]] = {}
         self._committed: dict[int, tuple[dict[str, Any], dict[Key, tuple[Score, ...]]]] = {}
         self._failure: Exception | None = None
-        self._heard_at = time.monotonic()
+        self._heard_at = self._clock.total_s
         self._awaited = ""  # by the loop, in words
         self._is_closing = threading.Event()
         mailbox, self.record = _opened(steward, output_dir)
@@ -169,12 +170,13 @@ class StewardThread:
     def _wait_for(self, is_there: Callable[[], bool], what: str, wait_s: float = math.inf) -> None:
         begin = time.monotonic()
         if what != self._awaited:
-            self._awaited, self._heard_at = what, begin
+            self._awaited, self._heard_at = what, self._clock.total_s
         with HEART.waiting(f"{what}, from the rollout engines", is_for_ranks=False):
             while not is_there():
                 if self._failure is not None:
                     raise self._failure
-                if time.monotonic() - self._heard_at > self._limit_s:
+                no_turn_s = time.monotonic() - self._clock.turned_at
+                if max(self._clock.total_s - self._heard_at, no_turn_s) > self._limit_s:
                     who = f"nothing came for {self._limit_s:g} s from {self._who()}"
                     raise RuntimeError(f"{what} cannot be waited for any longer: {who}")
                 left_s = begin + wait_s - time.monotonic()
@@ -237,7 +239,7 @@ class StewardThread:
 
     def _hear_engine(self, event: Event) -> None:
         if not isinstance(event, events.Pulsed):
-            self._heard_at = time.monotonic()
+            self._heard_at = self._clock.total_s
             HEART.mark()
         self._handle(event)
 
@@ -272,7 +274,7 @@ class StewardThread:
             score.add_done_callback(left.one)
 
     def _end_scoring(self, key: Key) -> None:
-        self._heard_at = time.monotonic()
+        self._heard_at = self._clock.total_s
         trajectories, found = self._scoring.pop(key)
         scores = self._scores[key] = tuple(score.result() for score in found)
         self._handle(events.Scored(key, key.step < 0 or self._is_kept(PromptGroup(trajectories, scores))))

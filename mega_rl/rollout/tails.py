@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.parallel.schedule import split_even
 from mega_rl.parallel.sending import collect_to_first
@@ -109,10 +110,16 @@ class Tails:
 
 
 def rows_of(group: Begun) -> list[dict[str, Any]]:
-    """One row per response of a begun group: as in records if it has ended, else its seed and what it has so far."""
+    """One row per response of a begun group: as in records if it has ended, else its seed and what it has so far.
+
+    Waits for the scores of those that have ended.
+    """
     ended = [one for one in group.ended if isinstance(one, Trajectory)]
     assert len(ended) == len(group.ended), "the responses are with another rank of the engine"
-    rows = [row_of_trajectory(one) | {"score": row_of_score(group.scores[one.sample_index].result())} for one in ended]
+    with HEART.waiting("the rewards", is_for_ranks=False):
+        scores = [group.scores[one.sample_index].result() for one in ended]
+    pairs = zip(ended, scores, strict=True)
+    rows = [row_of_trajectory(one) | {"score": row_of_score(score)} for one, score in pairs]
     for request in group.requests:
         bare = {"prompt": row_of_prompt(request.prompt), "sample_index": request.sample_index}
         row = bare if request.tail is None else row_of_trajectory(request.tail)

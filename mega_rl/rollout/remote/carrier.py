@@ -46,6 +46,7 @@ LOG = logging.getLogger(__name__)
 MAX_STEPS = 16  # of an engine between two words of it: so long it may take until it hears of new requests
 NUM_AHEAD = 2  # calls to sample on that an engine has at a time, so that it need not wait for the next
 PULSE_S = 1.0  # between two questions how far an engine is
+RETRY_S = 30.0  # between an engine without a place and the next try: restarts are few, and Ray may be back soon
 REST_S = 60.0  # for an engine that was attached to, which may be amid some steps or a load
 
 
@@ -116,6 +117,7 @@ class RayCarrier:
         self._lives: dict[int, Life] = {}
         self._calls: list[Call] = []
         self._said: list[Event] = []  # what follows from decisions at once
+        self._placeless: dict[int, tuple[float, Died]] = {}  # engine -> when its death is told
         check_room(nodes(self._ray), bundle(options), num_engines, size)
         place = self._ray, num_engines, size, options
         self._places = Places(*place) if kept_by is None else KeptPlaces(*place, self._spec, kept_by)
@@ -128,6 +130,8 @@ class RayCarrier:
         return self._places.num_survivors
 
     def carry(self, decision: Start | Kill | Release | Load | Issue) -> None:
+        if isinstance(decision, Start | Kill):
+            self._placeless.pop(decision.engine, None)  # that life has ended
         if isinstance(decision, Start):
             self._start(decision)
             return
@@ -154,6 +158,10 @@ class RayCarrier:
             InputError: an engine refuses its configuration, or Ray is gone.
         """
         self._nodes.check_own()
+        for engine, (due_s, died) in list(self._placeless.items()):
+            if time.monotonic() >= due_s:
+                del self._placeless[engine]
+                self._said.append(died)
         for engine, life in self._lives.items():
             self._ask(engine, life)
         if self._said:
@@ -220,7 +228,8 @@ class RayCarrier:
             with self._of_places():
                 workers, spec = self._places.workers(engine), self._spec
         except PlacesError as error:
-            self._said.append(Died(engine, decision.life, f"it has no place: {error}"))
+            died = Died(engine, decision.life, f"it has no place: {error}")
+            self._placeless[engine] = time.monotonic() + RETRY_S, died
             return
         life = self._lives[engine] = Life(decision.life, workers)
         self._call(engine, "starting", "whereabouts", then=partial(self._is_placed, engine, life))

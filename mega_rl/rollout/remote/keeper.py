@@ -1,8 +1,8 @@
 """Keeps the engines of a run on a cluster of the user's own: they survive the trainer, but not for ever.
 
 One small actor per run, which the trainer's death does not end. It has reserved the engines' places, so that whatever
-becomes of it, Ray frees them once it is gone, and ends what runs in them. It is therefore on the trainer's node: no
-other node has all engines depend on it.
+becomes of it, Ray frees them once it is gone, and ends what runs in them. It is therefore on the node of the trainer
+that made it: then no other node has all engines depend on it. A trainer that comes back on another node finds it there.
 """
 
 from __future__ import annotations

@@ -155,7 +155,8 @@ class VLLMEngine:
     def interrupt(self) -> tuple[list[Trajectory], list[Request]]:
         """As of ``ResumingSampler``."""
         assert not self._changes.num_mixed, "the weights of responses that are taken out have changed under way"
-        outputs = {int(output.request_id): output for output in taken_out(self._llm)}
+        with self._generators.in_use():  # what is computed ahead draws too
+            outputs = {int(output.request_id): output for output in taken_out(self._llm)}
         requests = [
             with_tail(request, outputs[number], self._version, self._decode)
             for number, request in self._under_way.items()

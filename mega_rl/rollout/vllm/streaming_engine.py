@@ -44,6 +44,7 @@ class StreamingEngine(VLLMEngine):
         keys = {(request.prompt.index, request.sample_index) for request in requests}
         found = [n for n, one in self._under_way.items() if (one.prompt.index, one.sample_index) in keys]
         self._llm.llm_engine.abort_request([str(number) for number in found])
+        self._changes.forget(found)
         for number in found:
             del self._under_way[number]
             self._growing.pop(number, None)

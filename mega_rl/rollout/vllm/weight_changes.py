@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mega_rl.rollout.engine import Request
@@ -78,7 +78,8 @@ class WeightChanges:
         found = tuple(span for span in spans if span.start < len(trajectory.token_ids))
         return dataclasses.replace(trajectory, spans=found)
 
-    def forget(self) -> None:
-        """All that was under way is dropped."""
-        self._spans.clear()
-        self._given.clear()
+    def forget(self, numbers: Iterable[int] | None = None) -> None:
+        """These requests were dropped; None: all."""
+        for number in [*self._spans, *self._given] if numbers is None else numbers:
+            self._spans.pop(number, None)
+            self._given.pop(number, None)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from mega_rl.algorithms.advantage import dr_grpo_advantages, turn_advantages
 from mega_rl.config import RunConfig
-from mega_rl.config.modes import tail_problems
+from mega_rl.config.modes import mixed_problems, tail_problems
 from mega_rl.config.schema import AlgorithmConfig, DynamicSamplingConfig
 from mega_rl.data.prompts import PromptStream
 from mega_rl.errors import InputError
@@ -40,6 +40,8 @@ from mega_rl.stages.parts.learning import rewards_of_turns
 from mega_rl.stages.parts.weight_sync import Sync
 from mega_rl.types import Prompt, Score, Trajectory
 
+# What to do about a checkpoint whose responses cannot go on.
+ON_RESUME = "remove the key, or start from the checkpoint's weights with another trainer.output_dir"
 ROUNDING = 1e-9  # in units of the reward: sums of the same rewards of turns in another order differ by less
 
 
@@ -97,7 +99,10 @@ class Batches(Protocol):
 
 
 class BatchBuilder:
-    """Turns the prompt stream into scored groups; the same on every rank, whatever the engines' layout.
+    """Turns the prompt stream into scored groups; the same on every rank.
+
+    Which groups a step has does not depend on the engines' layout, nor on their speed, unless ``rollout.oversample`` is
+    above 1.
 
     With ``algorithm.dynamic_sampling`` (DAPO, arXiv 2503.14476, section 3.2) a group whose samples all have the same
     reward teaches nothing and is replaced by the next prompt's group, while others are still being sampled. A step that
@@ -133,6 +138,7 @@ class BatchBuilder:
         """The groups of one step; collective. The tokens of the step before that were not carried are forgotten."""
         self._depot.drop(outline for group in self._done for outline in group.outlines)
         config, carried, quota = self._config, self._carried, self._quota()
+        self._scoring_time.take()  # since the last step, beside the training: members of groups that wait
         found = self._found(step, quota) if quota.num_initial else []
         self._timers.add("reward", self._scoring_time.take())  # beside the sampling
         dropped = [group for group in found if not quota.is_kept(group)]
@@ -162,7 +168,8 @@ class BatchBuilder:
     def _found(self, step: int, quota: Quota) -> list[OutlinedGroup]:
         """The groups that end in a step, in the order of tickets: those that waited first; collective."""
         config, tails, depot = self._config, self._tails, self._depot
-        one_by_one = self._settings.enabled or config.rollout.oversample > 1 or bool(tails)
+        # A whole batch of the stream is drawn only where a step samples one.
+        one_by_one = self._settings.enabled or config.rollout.oversample > 1 or bool(tails) or bool(self._carried)
         prompts = _Tickets(self._stream, one_by_one, [place.prompt_index for place in tails.places])
 
         def draw(ticket: int) -> list[Request]:
@@ -216,7 +223,7 @@ class BatchBuilder:
     def _quota(self) -> Quota:
         config, settings, size = self._config, self._settings, self._config.data.train_batch_size
         oversample, num_waiting = config.rollout.oversample, len(self._tails)
-        if not settings.enabled and oversample == 1 and not num_waiting:
+        if not settings.enabled and oversample == 1 and not num_waiting and not self._carried:
             return Quota(size, size, size, is_kept=lambda group: True)
         missing = max(0, size - len(self._carried))
         is_kept = partial(teaches, config.algorithm) if settings.enabled else lambda group: True
@@ -248,9 +255,13 @@ class BatchBuilder:
         outlines = iter(self._depot.adopt([trajectory for group in groups for trajectory in group.trajectories]))
         self._carried = [OutlinedGroup(tuple(islice(outlines, len(group.scores))), group.scores) for group in groups]
         waiting = state.get("waiting", [])
-        given = "the checkpoint has responses that were begun"
-        if waiting and (problem := next(tail_problems(self._config, given), None)) is not None:
-            raise InputError(problem)
+        found: list[str] = []
+        if waiting:
+            found += tail_problems(self._config, "the checkpoint has responses that were begun", ON_RESUME)
+        if any(len(outline.versions) > 1 for group in self._carried for outline in group.outlines):
+            found += mixed_problems(self._config, "the checkpoint has responses that weights of several steps sampled")
+        if found:
+            raise InputError(found[0])
         self._tails.adopt([begun_of_rows(rows, self._begun_request) for rows in waiting])
 
     def _begun_request(self, prompt: Prompt, sample_index: int, seed: int, tail: Trajectory | None) -> Request:
@@ -329,25 +340,31 @@ class BusyTime:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._num_open, self._since, self._seconds = 0, 0.0, 0.0
+        self._num_open, self._seen_s, self._seconds = 0, 0.0, 0.0
 
     def begin(self) -> None:
         with self._lock:
-            if not self._num_open:
-                self._since = time.perf_counter()
+            self._look()
             self._num_open += 1
 
     def end(self) -> None:
         with self._lock:
+            self._look()
             self._num_open -= 1
-            if not self._num_open:
-                self._seconds += time.perf_counter() - self._since
 
     def take(self) -> float:
-        """The seconds since the last call of this method; nothing is under way."""
+        """The seconds since the last call of this method, also of what is still under way."""
         with self._lock:
+            self._look()
             seconds, self._seconds = self._seconds, 0.0
             return seconds
+
+    def _look(self) -> None:
+        """Add the time since the last look; with the lock."""
+        now = time.perf_counter()
+        if self._num_open:
+            self._seconds += now - self._seen_s
+        self._seen_s = now
 
 
 class _Tickets:

@@ -290,7 +290,8 @@ class GateWatch:
         self._config, self._is_counted, self._say, self._first_step = config, is_counted, say, first_step
         self._history = EngineHistory(config.trainer.gates.engine_factor)
         known = metrics or {}
-        if "rollout/logprob_diff_mean" in known:
+        # Tokens of older weights are further from the trainer, and the gate leaves them out.
+        if "rollout/logprob_diff_mean" in known and not known.get("rollout/staleness_max"):
             self._history.add(known["rollout/logprob_diff_mean"], known.get("aqn/sigma", 0.0))
 
     def of_step(self, step: int, version: int, sigma: float) -> Gates:

@@ -122,7 +122,9 @@ class Learner:
         critic: Critic | None = None,
     ) -> None:
         self._algorithm, self._aqn = config.algorithm, config.aqn
-        self._tells_ages = config.rollout.mode == "in_flight"  # else all tokens of a step have the same
+        # In the other modes the tokens of a step have the same age, but for groups that were carried; and with
+        # ``rollout.oversample`` there is no limit to an age, which the objective must know to tell of each.
+        self._tells_ages = config.rollout.mode == "in_flight"
         self._records_experts = config.rollout.routing_replay == "recompute"
         self._max_response_tokens = config.data.max_response_length
         self._share, self._source, self._timers, self._say = share, source, timers, say

@@ -784,7 +784,11 @@ def test_engines_that_sample_meanwhile(config, changes, words):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"environment.name": "number_guessing"}, "an episode cannot be stopped without its environment"),
+        (
+            {"environment.name": "number_guessing"},
+            "an episode cannot be stopped without its environment (environment.name 'number_guessing'): set "
+            "rollout.oversample to 1",
+        ),
         ({"rollout.stop": ["###"]}, "would not see a string of rollout.stop that begins in one step"),
         ({"algorithm.dynamic_sampling.oversample": 2.0}, "algorithm.dynamic_sampling.oversample 2.0 says it too"),
         ({"algorithm.dynamic_sampling.budget": 1.0}, "algorithm.dynamic_sampling.budget is 1.0, so that"),

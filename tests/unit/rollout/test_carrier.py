@@ -185,6 +185,9 @@ class FakeRay:
     def put(self, value: Any) -> Any:
         return ("put", value)
 
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
     def kill(self, worker: Worker) -> None:
         worker.state = "gone"
 
@@ -246,6 +249,7 @@ class Run:
         monkeypatch.setattr(places, "spawn", self.ray.spawn)
         monkeypatch.setattr(under_test, "Nodes", FakeNodes)
         monkeypatch.setattr(under_test.time, "monotonic", lambda: self.ray.now)
+        monkeypatch.setattr(under_test.time, "sleep", self.ray.sleep)
         rollout = RolloutConfig(placement="separate", num_engines=2, tensor_parallel_size=size)
         spec = EngineSpec("", rollout, 64, "float32", "cpu", is_deterministic=False, num_threads=1)
         store = Store(Form(((NORM,),) * size, torch.float32, num_slots=2, salt=1))
@@ -371,6 +375,38 @@ def test_a_place_that_cannot_be_had_is_the_end_of_a_life(monkeypatch: pytest.Mon
     monkeypatch.setattr(places, "spawn", late_once)
     assert not run.go().is_failure and run.batches == expected
     assert run.whys()[0].startswith("it has no place: Ray failed with LaterError: timed out")
+
+
+def test_a_short_outage_of_ray_costs_an_engine_one_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, run = undisturbed(monkeypatch), Run(monkeypatch)
+    spawn = run.ray.spawn
+
+    def late(*arguments: Any) -> list[Worker]:
+        if run.ray.now < under_test.RETRY_S - 5:
+            raise LaterError("timed out")
+        return spawn(*arguments)
+
+    monkeypatch.setattr(places, "spawn", late)
+    assert not run.go().is_failure and run.batches == expected
+    deaths = [(d.engine, d.life) for d in run.told if isinstance(d, events.Kill) and "no place" in d.why]
+    assert deaths == [(0, 0), (1, 0)]
+
+
+def test_a_life_without_a_place_that_has_ended_otherwise_dies_no_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch)
+
+    def fail(*arguments: Any) -> list[Worker]:
+        raise LaterError("timed out")
+
+    monkeypatch.setattr(places, "spawn", fail)
+    run.carrier.carry(events.Start(0, 0))
+    run.carrier.carry(events.Start(1, 0))
+    assert run.carrier.events(under_test.RETRY_S - 1) == []
+    run.carrier.carry(events.Kill(0, 0, "it was told to end"))
+    run.carrier.events(1.0)
+    (died,) = run.carrier.events(1.0)
+    assert isinstance(died, events.Died) and (died.engine, died.life) == (1, 0)
+    assert run.carrier.events(2 * under_test.RETRY_S) == []
 
 
 def test_what_the_user_must_change_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

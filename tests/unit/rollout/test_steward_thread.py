@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -170,6 +171,21 @@ def test_a_wait_has_a_limit_that_names_who_is_waited_for() -> None:
         thread.take(0)
 
 
+def test_a_thread_that_hangs_in_a_call_is_waited_for_no_longer_than_the_limit() -> None:
+    is_over = threading.Event()
+
+    class Hanging(PretendedCarrier):
+        def events(self, wait_s: float) -> list[events.Event]:
+            is_over.wait(60)
+            return super().events(wait_s)
+
+    hanging = lambda wanted: Hanging(wanted, lambda v: v, True)  # noqa: E731
+    with running(engines=1, carrier=hanging, limit_s=0.3) as (thread, _):
+        with pytest.raises(RuntimeError, match="nothing came for 0.3 s"):
+            thread.take(0)
+        is_over.set()
+
+
 def test_waits_for_a_checkpoint_in_pieces_are_one_wait() -> None:
     """The limit counts from the first of them, and a look without a wait has none."""
 
@@ -185,6 +201,27 @@ def test_waits_for_a_checkpoint_in_pieces_are_one_wait() -> None:
         with pytest.raises(RuntimeError, match="what the checkpoint of step 1 has to hold cannot be waited for"):
             while time.monotonic() < until:
                 assert thread.committed(1, wait_s=0.01) is None
+
+
+def test_time_in_which_the_thread_had_no_turns_is_nobodys_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """200 s pass in ten turns of a thread that sleeps, and the loop looks in each of them; its limit is 50 s."""
+    passed = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0])
+    monkeypatch.setattr(steward_thread, "time", clock)
+    monkeypatch.setattr(steward_thread, "TICK_S", 0.005)
+
+    class Held(PretendedCarrier):
+        def events(self, wait_s: float) -> list[events.Event]:
+            if not self.num_issued or passed[0] >= 200.0:
+                return super().events(wait_s)
+            passed[0] += 20.0
+            time.sleep(0.05)
+            return []
+
+    held = lambda wanted: Held(wanted, lambda v: v, True)  # noqa: E731
+    with running(engines=1, carrier=held, limit_s=50.0) as (thread, _):
+        assert thread.take(0).kept
+    assert passed[0] >= 200.0
 
 
 @pytest.mark.parametrize("is_thread_awake", [True, False])

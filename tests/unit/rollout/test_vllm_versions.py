@@ -1,4 +1,7 @@
-"""What vllm-ascend 0.23 does otherwise than vLLM, on modules that behave like it; tests/npu runs vllm-ascend itself."""
+"""What vllm-ascend 0.23 does otherwise than vLLM, on modules that behave like it; tests/npu runs vllm-ascend itself.
+
+And what is kept of requests that are given up.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mega_rl.rollout.engine import Request
 from mega_rl.rollout.vllm import versions
 from mega_rl.rollout.vllm.versions import live_parameters, undo_wake_up, use_logprobs_mode
+from mega_rl.rollout.vllm.weight_changes import WeightChanges
+from mega_rl.types import Prompt
 
 
 def layer(working: torch.Tensor) -> torch.nn.Module:
@@ -43,3 +49,23 @@ def test_a_sampler_returns_what_the_engine_was_asked_for() -> None:
     sampler = SimpleNamespace(logprobs_mode="raw", topk_topp_sampler=SimpleNamespace(logprobs_mode="raw"))
     use_logprobs_mode(sampler, "processed")
     assert sampler.logprobs_mode == sampler.topk_topp_sampler.logprobs_mode == "processed"
+
+
+def test_what_is_given_up_is_forgotten_and_not_added_again() -> None:
+    """Of three requests that wait for their first token, one is given up before weights change, and one after."""
+    prompt = Prompt(0, (1, 2), "", "", "made")
+    under_way = {number: Request(prompt, number, number, 8, 1.0) for number in (1, 2, 3)}
+    waiting = SimpleNamespace(num_output_tokens=0, num_output_placeholders=0)
+    scheduler = SimpleNamespace(requests={str(number): waiting for number in (2, 3)})
+    core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler))
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core, abort_request=lambda names: None))
+    changes = WeightChanges(llm, keeps_cache=True)
+    for number in under_way:
+        changes.salted(number, {})
+    changes.forget([1])
+    del under_way[1]
+    assert list(changes.make(5, 4, under_way)) == [2, 3] and changes.num_mixed == 2
+    changes.forget([2])
+    assert changes.num_mixed == 1
+    changes.forget()
+    assert changes.num_mixed == 0

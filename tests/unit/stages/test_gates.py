@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -231,6 +232,15 @@ def test_the_distance_of_an_engine_is_taken_in_proportion_to_the_noise() -> None
         history.add(0.02, 0.02)
     assert history.allows(0.02) == pytest.approx(0.08), "old steps are forgotten"
     assert history.allows(1e-6) == 0.02, "a step that was let pass is never too far"
+
+
+@pytest.mark.parametrize("staleness", [0.0, 2.0])
+def test_a_resumed_run_does_not_measure_by_tokens_of_older_weights(first_step: Run, staleness: float) -> None:
+    known = {"rollout/logprob_diff_mean": 0.02, "aqn/sigma": 0.0, "rollout/staleness_max": staleness}
+    first_step.watch = GateWatch(first_step.config, True, first_step.said.append, first_step=3, metrics=known)
+    first_step.engine = LOGPROBS + 0.05
+    with pytest.raises(GateFailure, match="engine") if staleness else nullcontext():
+        first_step.check(3)
 
 
 def test_a_resumed_run_checks_what_it_can(first_step: Run) -> None:

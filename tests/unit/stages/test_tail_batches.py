@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from mega_rl.rollout.collect import OutlinedGroup
 from mega_rl.rollout.depot import Depot
 from mega_rl.rollout.records import to_rows, trajectory_of_row, write_step
 from mega_rl.rollout.replay import ReplayEngine
+from mega_rl.stages.parts import batch_builder
 from mega_rl.stages.parts.batch_builder import Batch, BatchBuilder
 from mega_rl.types import Prompt, Score, Trajectory
 from tests.tailing_engine import TailingEngine, check_whole
@@ -136,19 +138,22 @@ def test_a_replay_without_enough_groups_is_refused(tmp_path: Path) -> None:
 
 
 def test_without_the_key_what_waits_is_ended_first() -> None:
-    """A checkpoint with tails, gone on with by a run that waits for every response."""
+    """A checkpoint with tails, gone on with by a run that waits for every response, and then has groups to use up."""
     run = Run(TailingEngine(1), False)
-    run.step(0)
+    first, _ = run.step(0)
     state = json.loads(json.dumps(run.builder.state_dict()))
     waiting = [group[0]["prompt"]["index"] for group in state["waiting"]]
     later = Run(TailingEngine(1), False, oversample=1.0)
     later.builder.load_state_dict(state)
-    learnt = []
-    for step in range(1, 5):
+    learnt = [group.outlines[0].prompt_index for group in first.learnt]
+    for step in range(1, 6):
         batch, _ = later.step(step)
         assert "rollout/tails" not in batch.metrics and len(batch.learnt) == SIZE
         learnt += [group.outlines[0].prompt_index for group in batch.learnt]
     assert set(waiting) <= set(learnt) and "waiting" not in later.builder.state_dict()
+    assert batch.metrics["rollout/groups_carried_out"] == 0 and batch.metrics["rollout/staleness_max"] == 0
+    order = Stream(later.builder._stream.dataset, SIZE, True, 5)
+    assert sorted(learnt) == sorted(order.next_item().index for _ in learnt), "a prompt was left out or taken twice"
 
 
 def test_what_cannot_go_on_is_refused() -> None:
@@ -166,3 +171,48 @@ def test_what_cannot_go_on_is_refused() -> None:
         match="checkpoint has responses that were begun, but an engine would not see a string of rollout.stop",
     ):
         later.builder.load_state_dict(state)
+    later = Run(TailingEngine(1), False, oversample=1.0)
+    later.config.environment.name = "number_guessing"
+    remedy = "remove the key, or start from the checkpoint's weights with another trainer.output_dir$"
+    with pytest.raises(InputError, match=rf"\(environment.name 'number_guessing'\): {remedy}"):
+        later.builder.load_state_dict(state)
+
+
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_carried_responses_of_several_weights_need_a_correction(is_mixed: bool) -> None:
+    """Those of one are what dynamic sampling always carries."""
+    run, groups = Run(TailingEngine(7), is_dynamic=not is_mixed), list[Any]()
+    for step in range(STEPS):
+        run.step(step)
+        state = run.builder.state_dict()
+        groups += [group for group in state["carried"] if any("spans" in row for row in group) == is_mixed]
+    assert groups
+    later = Run(TailingEngine(7), False, oversample=1.0)
+    later.config.algorithm.importance_cap = None
+    with pytest.raises(InputError, match="algorithm.importance_cap is null") if is_mixed else nullcontext():
+        later.builder.load_state_dict({"stream": state["stream"], "carried": groups})
+
+
+def test_scores_that_come_while_the_trainer_works_are_not_of_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(batch_builder, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    busy = batch_builder.BusyTime()
+    for at, what in ((1, busy.begin), (3, busy.begin), (4, busy.end)):
+        now[0] = at
+        what()
+    now[0] = 6
+    assert busy.take() == 5, "one is still under way"
+    now[0] = 100
+    assert busy.take() == 94
+    now[0] = 101
+    busy.end()
+    now[0] = 200
+    assert busy.take() == 1
+
+    run, told = Run(TailingEngine(1), False), list[tuple[str, float]]()
+    monkeypatch.setattr(run.builder._timers, "add", lambda name, seconds: told.append((name, seconds)))
+    run.step(0)
+    run.builder._scoring_time.begin()  # of a member of a group that waits
+    now[0] += 50
+    run.step(1)
+    assert told == [("reward", 0.0), ("reward", 0.0)]

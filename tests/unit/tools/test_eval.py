@@ -107,6 +107,13 @@ def test_an_environment_answers_as_in_the_run_and_may_give_the_rewards(run: Path
     assert "environment" not in settings()
 
 
+@pytest.mark.parametrize("key", ["rollout.stop=[x]", "environment.name=number_guessing"])
+def test_a_run_with_tails_is_evaluated_with_what_tails_refuse(run: Path, key: str) -> None:
+    """An evaluation stops no response."""
+    arguments = tool.parse([str(run), "--out", "o", "rollout.oversample=1.5", key])
+    tool.check(tool.configured(arguments, find_weights(str(run))), 1, [], is_greedy=True)
+
+
 def test_what_an_environment_gave_takes_the_place_of_a_reward() -> None:
     kinds = [("greedy", {"environment": 0.5}), ("sampled", {"gsm8k": 1.0, "environment_turns": 9.0}), ("sampled", {})]
     responses = [
