@@ -84,9 +84,10 @@ def _overlaps(config: RunConfig, machine: Machine) -> bool:
 def _gathers_late(config: RunConfig, machine: Machine) -> bool:
     """Whether new weights are collected in the next forward pass, if nothing else reads them before.
 
-    The weight sync does so after every step of stage rl, and would only wait for them.
+    The weight sync does so after every step of stage rl, and would only wait for them; in stage kto the estimate of
+    the divergence does, before every step.
     """
-    steps_follow = not samples(config) or config.algorithm.minibatches_per_step > 1
+    steps_follow = config.algorithm.minibatches_per_step > 1 if samples(config) else config.trainer.stage != "kto"
     return bool(config.parallel.overlap_grad_reduce) and steps_follow and _has_overlap(config, machine)
 
 

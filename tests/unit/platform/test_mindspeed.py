@@ -42,6 +42,7 @@ class MindSpeedFeaturesManager:
         Feature("zero_memory", {"--zero-memory": {"choices": ["disable", "level0"]}}, ["victim.memory"]),
         Feature("reuse_param", {"--reuse-param": {"action": "store_true"}}, ["victim.reuse"]),
         Feature("profile", {"--profile": {"action": "store_true"}}, ["megatron.training.training.train_step"]),
+        Feature("swap", {"--swap": {"action": "store_true"}}, ["megatron.core.transformer.transformer_layer.TransformerLayer.forward"]),
         Feature("context_parallel_size", {"--context-parallel-algo": {"type": str}}, ["victim.context"]),
         Feature("use_flash_attn", {}, ["megatron.core.transformer.dot_product_attention.DotProductAttention.forward"]),
     ]
@@ -183,10 +184,11 @@ assert victim.function() == victim.Class().method() == victim.pad() == "patched"
 assert torch.compile is compiled and sys.argv == ["tool", "--config", "mine"]
 assert dist.all_reduce is dist.distributed_c10d.all_reduce is all_reduce
 assert logging.getLogger().level == logging.WARNING
-try:
-    mindspeed.enable(MindSpeedConfig(features={"profile": True}))
-except mindspeed.InputError as error:
-    print("refused:", error)
+for feature in ("profile", "swap"):
+    try:
+        mindspeed.enable(MindSpeedConfig(features={feature: True}))
+    except mindspeed.InputError as error:
+        print("refused:", error)
 """
 
 
@@ -199,6 +201,7 @@ def test_the_log_lists_what_was_really_patched(packages: Path) -> None:
     assert (
         "refused: platform.mindspeed.features has 'profile', which would do nothing: it replaces only megatron" in out
     )
+    assert "'swap', which replaces megatron.core.transformer.transformer_layer.TransformerLayer.forward: mega_rl" in out
 
 
 LAZY = """
