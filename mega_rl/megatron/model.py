@@ -39,7 +39,8 @@ class PolicyModel(GPTModel):
     """GPTModel on packed sequences.
 
     With labels its last stage returns what the head computes from them: log-probabilities of the labels, the entropy
-    and HITS ``[3, T]``, zero at tokens that are not learnt, or values ``[1, T]``; without labels this rank's logits ``[1, T, V]`` as GPTModel does.
+    and the hits ``[3, T]``, zero at tokens that are not learnt, or values ``[1, T]``; without labels this rank's logits
+    ``[1, T, V]`` as GPTModel does.
     """
 
     def __init__(

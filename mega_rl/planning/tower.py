@@ -1,7 +1,8 @@
 """What a vision tower takes beside the language model, on the ranks of the first pipeline stage: estimates.
 
 The fullest micro-batch is taken to be pictures alone, and every picture to be in two micro-batches, so that what a
-tower which is trained keeps of them for a pass is the most that it can be. Letters: P patches, D width of the tower, F width of its MLP.
+tower which is trained keeps of them for a pass is the most that it can be. Letters: P patches, D width of the tower, F
+width of its MLP.
 """
 
 from __future__ import annotations

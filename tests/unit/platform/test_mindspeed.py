@@ -20,6 +20,7 @@ from mega_rl.platform.ascend import mindspeed
 from tests.launch import run
 
 FEATURES = """
+LAYER = "megatron.core.transformer.transformer_layer"
 class Feature:
     def __init__(self, name, options, patches, level=2):
         self.feature_name, self.options, self.patches, self.optimization_level = name, options, patches, level
@@ -42,7 +43,7 @@ class MindSpeedFeaturesManager:
         Feature("zero_memory", {"--zero-memory": {"choices": ["disable", "level0"]}}, ["victim.memory"]),
         Feature("reuse_param", {"--reuse-param": {"action": "store_true"}}, ["victim.reuse"]),
         Feature("profile", {"--profile": {"action": "store_true"}}, ["megatron.training.training.train_step"]),
-        Feature("swap", {"--swap": {"action": "store_true"}}, ["megatron.core.transformer.transformer_layer.TransformerLayer.forward"]),
+        Feature("swap", {"--swap": {"action": "store_true"}}, [LAYER + ".TransformerLayer.forward"]),
         Feature("context_parallel_size", {"--context-parallel-algo": {"type": str}}, ["victim.context"]),
         Feature("use_flash_attn", {}, ["megatron.core.transformer.dot_product_attention.DotProductAttention.forward"]),
     ]
