@@ -209,19 +209,15 @@ def sdpa_attention(
     if not (is_short and causal and queries.positions == keys.positions):
         sizes = zip(queries.lengths, keys.lengths, strict=True)
         runs = [(size, 1) for size in sizes] if causal else equal_neighbours(sizes)
-        parts = zip(
-            runs,
-            q_THD.split([times * size[0] for size, times in runs]),
-            *(x.split([times * size[1] for size, times in runs]) for x in (k_SKD, v_SKD)),
-            strict=True,
-        )
+        of_q, of_k = ([times * size[side] for size, times in runs] for side in (0, 1))
+        parts = zip(runs, q_THD.split(of_q), k_SKD.split(of_k), v_SKD.split(of_k), strict=True)
         masks = kept_masks(packing.cu_seqlens_q)
         outputs = []
-        for (size, times), *qkv in parts:
+        for (size, times), q, k, v in parts:
             mask = None
             if causal and size[0] != size[1]:  # torch would align at the first key; every layer takes the same mask
                 mask = masks[size] if size in masks else masks.setdefault(size, lower_right(*size, q_THD.device))
-            q_BQHD, k_BPKD, v_BPKD = (x.unflatten(0, (times, -1)) for x in qkv)
+            q_BQHD, k_BPKD, v_BPKD = (x.unflatten(0, (times, -1)) for x in (q, k, v))
             outputs.append(sdpa(q_BQHD, k_BPKD, v_BPKD, softmax_scale, causal, mask).flatten(0, 1))
         return torch.cat(outputs)
     groups, inverse_T = batched_calls(packing.cu_seqlens_q)
