@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from mega_rl.config.schema import TOKENS_PER_MICROBATCH, RunConfig
-from mega_rl.config.stage import samples, sequences_per_row
+from mega_rl.config.stage import reads_weights_first, samples, sequences_per_row
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.memory_plan import Machine, make_plan
@@ -87,7 +87,7 @@ def _gathers_late(config: RunConfig, machine: Machine) -> bool:
     The weight sync does so after every step of stage rl, and would only wait for them; in stage kto the estimate of
     the divergence does, before every step.
     """
-    steps_follow = config.algorithm.minibatches_per_step > 1 if samples(config) else config.trainer.stage != "kto"
+    steps_follow = config.algorithm.minibatches_per_step > 1 if samples(config) else not reads_weights_first(config)
     return bool(config.parallel.overlap_grad_reduce) and steps_follow and _has_overlap(config, machine)
 
 
