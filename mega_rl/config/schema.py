@@ -268,7 +268,7 @@ class ParallelConfig:
     # are trained
     overlap_grad_reduce: bool | None = None
     # collect updated weights while the next forward pass already runs; null: on accelerators, if gradient sums overlap
-    # and, in stage rl, a step has several minibatches
+    # and, in stage rl, a step has several minibatches; in stage kto not
     overlap_param_gather: bool | None = None
 
 

@@ -44,6 +44,11 @@ def needs_reference(config: RunConfig) -> bool:
     return config.trainer.stage == "dpo" and config.preference.loss not in REFERENCE_FREE
 
 
+def reads_weights_first(config: RunConfig) -> bool:
+    """Whether every optimizer step begins with a pass without gradient, as the estimate of KTO's divergence is one."""
+    return config.trainer.stage == "kto"
+
+
 def exports_adapter(tuning: TuningConfig) -> bool:
     """Whether a run's adapters make its model of ``model.path``: nothing else is trained or merged into it."""
     return tuning.method == "lora" and not tuning.also_train and not tuning.adapter.new

@@ -38,8 +38,9 @@ from mega_rl.models.vision import NUM_AXES
 class PolicyModel(GPTModel):
     """GPTModel on packed sequences.
 
-    With labels its last stage returns what the head computes from them: log-probabilities of the labels and the entropy
-    ``[3, T]``, or values ``[1, T]``; without labels this rank's logits ``[1, T, V]`` as GPTModel does.
+    With labels its last stage returns what the head computes from them: log-probabilities of the labels, the entropy
+    and the hits ``[3, T]``, zero at tokens that are not learnt, or values ``[1, T]``; without labels this rank's logits
+    ``[1, T, V]`` as GPTModel does.
     """
 
     def __init__(

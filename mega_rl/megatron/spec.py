@@ -22,7 +22,7 @@ class TrainerSpec:
     parallel: ParallelConfig
     memory: MemoryConfig
     temperature: float  # logits are divided by it before they become log-probabilities
-    chunk_tokens: int  # bounds the working memory: at most the float32 logits of so many tokens are held at once
+    chunk_tokens: int  # bounds the float32 logits, in tokens: what is held at once, also kept for the backward pass
     fields: Mapping[str, Any] = field(default_factory=dict)  # more fields of Megatron's configuration, checked ones
     tuning: TuningConfig = field(default_factory=TuningConfig)  # which weights are trained
     router: RouterConfig = field(default_factory=RouterConfig)  # what routers of experts learn besides

@@ -6,7 +6,8 @@
 | patches by a convolution in three dimensions whose steps are as long as its kernel | the matrix product that it is |
 | RMSNorm in six operations | the platform's |
 
-The parameters keep their names. Letters: P patches, C numbers of a patch, H heads, D hidden width.
+A fused operator takes all windows in one call; where attention is SDPA, neighbours of one size share a call. The
+parameters keep their names. Letters: P patches, C numbers of a patch, H heads, D hidden width.
 """
 
 from __future__ import annotations

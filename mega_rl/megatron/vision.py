@@ -6,8 +6,8 @@ rank's tokens, L tokens of this rank, D hidden width.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -20,7 +20,8 @@ from mega_rl.megatron.attention import PackedSequences
 from mega_rl.megatron.tower import tower_module
 from mega_rl.microbatch import Picture
 from mega_rl.models.flops import TowerFlops, tower_flops
-from mega_rl.models.vision import Tower
+from mega_rl.models.vision import GRADIENT_BYTES, MAX_KEPT_BYTES, Tower
+from mega_rl.observe.heartbeat import HEART
 from mega_rl.observe.work import WORK
 
 
@@ -50,18 +51,24 @@ class VisionTower(torch.nn.Module):
         weight = next(self.module.parameters())
         missing = {p.key: p for p in pictures if p.key not in self._of_pass and p.key not in self._known}
         made = {**self._of_pass, **self._computed(list(missing.values()))}
-        parts = [made[p.key] if p.key in made else self._known.get(p.key, weight.device) for p in pictures]
+        parts = [
+            [level.to(weight.dtype) for level in made[p.key]]  # so each sample's gradient is widened, then added up
+            if p.key in made
+            else self._known.get(p.key, weight.device)
+            for p in pictures
+        ]
         if not self._is_trained:
             for key in missing:
                 self._known.put(key, made[key])
         return [torch.cat(level) for level in zip(*parts, strict=True)]
 
     def begin_pass(self, seen: Sequence[Sequence[Picture]], with_gradient: bool) -> None:
-        """Compute the pictures of a pass of a tower that is trained before its micro-batches, if that costs less.
+        """Compute pictures of a pass of a tower that is trained before its micro-batches, where that costs less.
 
         Until ``finish_pass`` the micro-batches see these features, and what they make of them is not followed into the
-        tower: only their gradients are gathered. So a picture takes one pass forward, or two and one backward, however
-        many micro-batches have it, and never more patches at a time than before.
+        tower: only their gradients are gathered, in float32. So a picture takes one pass forward, or two and one
+        backward, however many micro-batches have it, and never more patches at a time than before. That is less where
+        two have it or more; of those pictures as many are taken as ``MAX_KEPT_BYTES`` hold, the most frequent first.
 
         Args:
             seen: the pictures of every micro-batch.
@@ -70,25 +77,26 @@ class VisionTower(torch.nn.Module):
         if not self._is_trained:
             return
         of_each = [{picture.key: picture for picture in pictures} for pictures in seen]
-        pictures = {key: picture for found in of_each for key, picture in found.items()}
-        computed = [_num_patches(found.values()) for found in of_each]
-        times = 2 if with_gradient else 1  # that a picture is read and computed
-        if not pictures or times * _num_patches(pictures.values()) > sum(computed):
-            return
-        self._parts = _parts(list(pictures.values()), max(computed))
+        item = GRADIENT_BYTES if with_gradient else next(self.module.parameters()).element_size()
+        of_patch = self._tower.feature_numbers * item / self._merge**2
+        shared = _shared(of_each, int(MAX_KEPT_BYTES / of_patch))
+        self._parts = _parts(shared, max((_num_patches(found.values()) for found in of_each), default=0))
         for part in self._parts:
+            HEART.mark()
             with torch.no_grad():
                 found = self._computed(part, is_counted=not with_gradient)
             for key, levels in found.items():
-                self._of_pass[key] = tuple(level.clone().requires_grad_(with_gradient) for level in levels)
+                kept = [level.to(torch.float32 if with_gradient else level.dtype, copy=True) for level in levels]
+                self._of_pass[key] = tuple(level.requires_grad_(with_gradient) for level in kept)
 
     def finish_pass(self, with_gradient: bool) -> None:
         """Take the gathered gradients into the tower; after all micro-batches, before its gradients are reduced."""
         for part in self._parts if with_gradient else ():
+            HEART.mark()
             made = self._computed(part)
             pairs = [pair for key in made for pair in zip(made[key], self._of_pass[key], strict=True)]
             wanted = [(own, leaf.grad) for own, leaf in pairs if own.requires_grad and leaf.grad is not None]
-            torch.autograd.backward([own for own, _ in wanted], [gradient for _, gradient in wanted])
+            torch.autograd.backward([own for own, _ in wanted], [gradient.to(own.dtype) for own, gradient in wanted])
         self._parts, self._of_pass = [], {}
 
     def share_features(self, other: VisionTower) -> None:
@@ -130,11 +138,23 @@ def _num_patches(pictures: Iterable[Picture]) -> int:
     return sum(picture.grid[0] * picture.grid[1] for picture in pictures)
 
 
+def _shared(of_each: Sequence[Mapping[str, Picture]], most: int) -> list[Picture]:
+    """The pictures that two micro-batches have, or more, the most frequent first, up to ``most`` patches together."""
+    pictures = {key: picture for found in of_each for key, picture in found.items()}
+    taken: list[Picture] = []
+    for key, times in Counter(key for found in of_each for key in found).most_common():
+        size = _num_patches([pictures[key]])
+        if times > 1 and size <= most:
+            taken.append(pictures[key])
+            most -= size
+    return taken
+
+
 def _parts(pictures: Sequence[Picture], most: int) -> list[list[Picture]]:
     """The pictures in their order, cut so that no part has more than ``most`` patches; none of them has more."""
-    parts: list[list[Picture]] = [[]]
+    parts: list[list[Picture]] = []
     for picture in pictures:
-        if _num_patches([*parts[-1], picture]) > most:
+        if not parts or _num_patches([*parts[-1], picture]) > most:
             parts.append([])
         parts[-1].append(picture)
     return parts

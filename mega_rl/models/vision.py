@@ -19,6 +19,9 @@ NUM_AXES = 3  # of a token's position: time, height, width
 MAX_BLOCKS = 4096
 IMAGE_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 Kind = Literal["qwen2_5_vl", "qwen3_vl"]
+# Of a device, at most: features that a tower which is trained keeps for a pass over micro-batches, and their gradients.
+MAX_KEPT_BYTES = 1 << 30
+GRADIENT_BYTES = 8  # of a kept number whose gradients are gathered: it and their sum, both float32
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,11 @@ class Tower:
     def patch_numbers(self) -> int:
         """Numbers in one patch, as an image processor gives it."""
         return self.channels * self.frames * self.patch**2
+
+    @property
+    def feature_numbers(self) -> int:
+        """Numbers that the tower makes of one merged patch, DeepStack's among them."""
+        return self.out_size * (1 + len(self.deepstack))
 
 
 def tower_tensors(tower: Tower) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from mega_rl.config.schema import TOKENS_PER_MICROBATCH, RunConfig
-from mega_rl.config.stage import samples, sequences_per_row
+from mega_rl.config.stage import reads_weights_first, samples, sequences_per_row
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.memory_plan import Machine, make_plan
@@ -84,9 +84,10 @@ def _overlaps(config: RunConfig, machine: Machine) -> bool:
 def _gathers_late(config: RunConfig, machine: Machine) -> bool:
     """Whether new weights are collected in the next forward pass, if nothing else reads them before.
 
-    The weight sync does so after every step of stage rl, and would only wait for them.
+    The weight sync does so after every step of stage rl, and would only wait for them; in stage kto the estimate of
+    the divergence does, before every step.
     """
-    steps_follow = not samples(config) or config.algorithm.minibatches_per_step > 1
+    steps_follow = config.algorithm.minibatches_per_step > 1 if samples(config) else not reads_weights_first(config)
     return bool(config.parallel.overlap_grad_reduce) and steps_follow and _has_overlap(config, machine)
 
 

@@ -73,6 +73,8 @@ NOT_CALLED = (
     "megatron.core.fusions",
     "torch.cuda.nvtx",
 )
+# Of Megatron, what this trainer relies on: a layer's sum and norm are one operator, in places that the layer calls.
+RELIED_ON = ("megatron.core.transformer.transformer_layer",)
 # What features ask of the rest of Megatron-LM's command line, as far as every run of mega_rl answers it alike.
 FACTS = ("--use-distributed-optimizer",)
 # What MindSpeed replaces and gets back once Megatron is imported.
@@ -135,7 +137,7 @@ def enable(config: MindSpeedConfig) -> list[str]:
     command_line = check_features(given, manager)
     _import_adaptor(command_line, [name for name in given if name not in OPERATORS])
     patches = importlib.import_module("mindspeed.patch_utils").MindSpeedPatchesManager.patches_info
-    _refuse_without_effect(given, manager)
+    _refuse_patches(given, manager)
     for name in PUT_BACK:
         if name in patches:
             _put_back(patches[name])
@@ -269,8 +271,8 @@ def _without_lazy_aliases() -> Iterator[None]:
         sys.modules.update(aliases)
 
 
-def _refuse_without_effect(given: Mapping[str, Any], manager: Any) -> None:
-    """InputError for a feature whose patches all replace what this trainer does not call."""
+def _refuse_patches(given: Mapping[str, Any], manager: Any) -> None:
+    """InputError for a feature whose patches all replace what this trainer does not call, or one what it relies on."""
     args = importlib.import_module("mindspeed.args_utils").get_mindspeed_args()
     for feature in manager.FEATURES_LIST:
         name = feature.feature_name
@@ -283,6 +285,11 @@ def _refuse_without_effect(given: Mapping[str, Any], manager: Any) -> None:
             raise InputError(
                 f"{KEY} has {name!r}, which would do nothing: it replaces only {', '.join(recorder.names[:3])}, which "
                 "mega_rl does not call; remove it"
+            )
+        if broken := [patched for patched in recorder.names if patched.startswith(RELIED_ON)]:
+            raise InputError(
+                f"{KEY} has {name!r}, which replaces {broken[0]}: mega_rl adds and normalises by one operator within "
+                "that layer and needs Megatron's own; remove it"
             )
 
 

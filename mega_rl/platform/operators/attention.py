@@ -7,9 +7,9 @@ keys, H query heads, K key/value heads, D head width.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import TypeVar
 
 import torch
@@ -195,6 +195,11 @@ def sdpa(
     return out_BHQD.transpose(1, 2)
 
 
+def equal_neighbours(sizes: Iterable[tuple[int, int]]) -> list[tuple[tuple[int, int], int]]:
+    """Each size and how often it follows itself: sequences that one call takes without copying them together."""
+    return [(size, len(list(same))) for size, same in groupby(sizes)]
+
+
 def sdpa_attention(
     q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, packing: VarlenPacking, *, softmax_scale: float, causal: bool
 ) -> Tensor:
@@ -202,15 +207,18 @@ def sdpa_attention(
     queries, keys = packing.borders_q, packing.borders_k
     is_short = len(q_THD) < MIN_SEPARATE_LENGTH * len(queries.lengths)
     if not (is_short and causal and queries.positions == keys.positions):
-        parts = zip(q_THD.split(queries.lengths), *(x.split(keys.lengths) for x in (k_SKD, v_SKD)), strict=True)
+        sizes = zip(queries.lengths, keys.lengths, strict=True)
+        runs = [(size, 1) for size in sizes] if causal else equal_neighbours(sizes)
+        of_q, of_k = ([times * size[side] for size, times in runs] for side in (0, 1))
+        parts = zip(runs, q_THD.split(of_q), k_SKD.split(of_k), v_SKD.split(of_k), strict=True)
         masks = kept_masks(packing.cu_seqlens_q)
         outputs = []
-        for q, k, v in parts:
+        for (size, times), q, k, v in parts:
             mask = None
-            if causal and len(q) != len(k):  # torch would align at the first key; every layer takes the same mask
-                size = len(q), len(k)
-                mask = masks[size] if size in masks else masks.setdefault(size, lower_right(*size, q.device))
-            outputs.append(sdpa(q[None], k[None], v[None], softmax_scale, causal, mask).flatten(0, 1))
+            if causal and size[0] != size[1]:  # torch would align at the first key; every layer takes the same mask
+                mask = masks[size] if size in masks else masks.setdefault(size, lower_right(*size, q_THD.device))
+            q_BQHD, k_BPKD, v_BPKD = (x.unflatten(0, (times, -1)) for x in (q, k, v))
+            outputs.append(sdpa(q_BQHD, k_BPKD, v_BPKD, softmax_scale, causal, mask).flatten(0, 1))
         return torch.cat(outputs)
     groups, inverse_T = batched_calls(packing.cu_seqlens_q)
     outputs = []

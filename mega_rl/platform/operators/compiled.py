@@ -11,6 +11,7 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,12 +59,17 @@ def _liger(module: str, name: str) -> Any:
     return getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name)
 
 
-# What a value needs: its module, and the package that has it.
+# What a value needs: its module, the package that has it, and how that is installed.
 PACKAGES = {
-    "compiled": ("triton", "triton"),
-    "liger": ("liger_kernel", "liger-kernel"),
-    "transformer_engine": ("transformer_engine", "transformer-engine[pytorch]"),
+    "compiled": ("triton", "triton", "pip install triton"),
+    "liger": ("liger_kernel", "liger-kernel", "pip install 'liger-kernel>=0.6.1'"),
+    "transformer_engine": (
+        "transformer_engine",
+        "transformer-engine[pytorch]",
+        "pip install --no-build-isolation 'transformer-engine[pytorch]'",
+    ),
 }
+YOUNGEST = {"liger": "ops/fused_add_rms_norm.py"}  # of what is called, the file that older releases lack
 
 
 def check_kernels(kind: Kernels, platform: str) -> None:
@@ -81,10 +87,14 @@ def _check(key: str, value: str, default: str, platform: str) -> None:
         return
     if platform != "cuda":
         raise InputError(f"{key} is {value!r}, which is for CUDA; this is {platform}: set it to {default}")
-    module, package = PACKAGES[value]
-    if importlib.util.find_spec(module) is None:
-        sentence = f"{key} is {value!r}, but {package} is not installed"
-        raise InputError(f"{sentence}: install it, or set the key to {default}")
+    module, package, install = PACKAGES[value]
+    spec = importlib.util.find_spec(module)
+    if spec is None:
+        raise InputError(f"{key} is {value!r}, but {package} is not installed: {install}, or set the key to {default}")
+    file, folders = YOUNGEST.get(value), spec.submodule_search_locations or ()
+    if file is not None and not any(Path(folder, file).is_file() for folder in folders):  # importing it needs a device
+        sentence = f"{key} is {value!r}, but the installed {package} is too old, it lacks {module}/{file}"
+        raise InputError(f"{sentence}: {install}, or set the key to {default}")
 
 
 def fused(operators: TorchOperators, kind: Kernels) -> TorchOperators:

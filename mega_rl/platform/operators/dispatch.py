@@ -59,23 +59,23 @@ def varlen_attention(
 
 def rms_norm(x: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
     """``x / sqrt(mean(x^2) + epsilon) * weight`` along the last dimension, in the dtype of both."""
-    _check_norm(x, weight_D, epsilon)
+    _check_norm("rms_norm", x, weight_D, epsilon)
     return _own().rms_norm(x, weight_D, epsilon)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """``rms_norm`` of ``x + residual``, and that sum, in the dtype of all."""
-    _check_norm(x, weight_D, epsilon)
+    _check_norm("add_rms_norm", x, weight_D, epsilon)
     if residual.shape != x.shape or residual.dtype != x.dtype:
         raise ValueError(f"add_rms_norm takes two summands of one shape and dtype: {_shapes(x=x, residual=residual)}")
     return _own().add_rms_norm(x, residual, weight_D, epsilon)
 
 
-def _check_norm(x: Tensor, weight_D: Tensor, epsilon: float) -> None:
+def _check_norm(name: str, x: Tensor, weight_D: Tensor, epsilon: float) -> None:
     if x.dim() < 2 or weight_D.shape != x.shape[-1:] or weight_D.dtype != x.dtype:
-        raise ValueError(f"rms_norm takes [..., D] and a weight [D] of the same dtype: {_shapes(x=x, weight=weight_D)}")
+        raise ValueError(f"{name} takes [..., D] and a weight [D] of the same dtype: {_shapes(x=x, weight=weight_D)}")
     if epsilon <= 0:
-        raise ValueError(f"rms_norm needs an epsilon above 0, not {epsilon}")
+        raise ValueError(f"{name} needs an epsilon above 0, not {epsilon}")
 
 
 class _WeightedSwiglu(torch.autograd.Function):

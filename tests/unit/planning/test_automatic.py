@@ -116,6 +116,7 @@ def test_sums_overlap_where_they_can(
         (None, None, "sft", 1, "full", 8, "npu", True),
         (None, None, "rl", 4, "full", 8, "cuda", True),
         (None, None, "rl", 1, "full", 8, "cuda", False),  # the weight sync reads them at once
+        (None, None, "kto", 1, "full", 8, "cuda", False),  # the estimate of the divergence does
         (None, False, "sft", 1, "full", 8, "cuda", False),
         (None, None, "sft", 1, "lora", 8, "cuda", False),
         (None, None, "sft", 1, "full", 1, "cuda", False),

@@ -8,6 +8,7 @@ from mega_rl.bridge.mapping.tower import tower_names
 from mega_rl.bridge.mapping.tuning import tuning_plan
 from mega_rl.config.schema import RunConfig, VisionConfig
 from mega_rl.models.shape import ModelShape, parse_config
+from mega_rl.models.vision import MAX_KEPT_BYTES
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.activations import Tokens
 from mega_rl.planning.state import stage_parameters, trainer_state
@@ -19,8 +20,11 @@ def shape_of(family: str = "qwen3_vl") -> ModelShape:
     return parse_config(families.CONTRACT.config(family), family)
 
 
-def memory(vision: VisionConfig, shape: ModelShape, stage: str = "sft", num_tokens: int = 100) -> TowerMemory:
+def memory(
+    vision: VisionConfig, shape: ModelShape, stage: str = "sft", num_tokens: int = 100, minibatches: int = 1
+) -> TowerMemory:
     config = RunConfig()
+    config.algorithm.minibatches_per_step = minibatches
     config.trainer.stage, config.model.dtype, config.model.vision = stage, "bfloat16", vision  # type: ignore[assignment]
     plan = tuning_plan(config.tuning, shape, vision)
     return tower_memory(config, shape, plan, Tokens(num_tokens, 50, 2))
@@ -40,8 +44,19 @@ def test_what_is_trained_takes_more_and_keeps_no_features() -> None:
         memory(VisionConfig(*given), shape) for given in ((True, True), (True, False), (False, False))
     )
     assert frozen.training < merger.training < whole.training and merger.features == whole.features == 0
-    assert frozen.forward_only == merger.forward_only == whole.forward_only
+    assert frozen.forward_only < merger.forward_only == whole.forward_only
     assert memory(VisionConfig(), shape, num_tokens=200).training == 2 * frozen.training
+
+
+def test_a_trained_tower_keeps_pictures_of_several_micro_batches_up_to_a_bound() -> None:
+    """Half of the tokens of two micro-batches, three levels of width 32; more than the bound of very long ones."""
+    for num_tokens, stage, steps in ((100, "sft", 1), (100, "rl", 3), (10**8, "sft", 1)):
+        frozen, merger = (memory(VisionConfig(True, f), shape_of(), stage, num_tokens, steps) for f in (True, False))
+        numbers = num_tokens * 32 * 3
+        kept = merger.forward_only - frozen.forward_only
+        assert kept == min(numbers * 2 * steps, MAX_KEPT_BYTES)
+        mergers = (2 + 2) * 3 * 4 * num_tokens * 32 * 2
+        assert merger.training - frozen.training == mergers + min(numbers * 8, MAX_KEPT_BYTES)
 
 
 def test_where_nothing_is_seen_nothing_is_taken() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,10 +97,23 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match=r"platform\.kernels is 'compiled', which is for CUDA; this is cpu"):
         platform.use_kernels("compiled")
     monkeypatch.setattr(compiled.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match="liger-kernel is not installed: install it, or set the key to torch"):
+    with pytest.raises(InputError, match=r"liger-kernel is not installed: pip install 'liger-kernel>=0\.6\.1', or set"):
         compiled.check_kernels("liger", "cuda")
     compiled.check_layers("local", "cpu")
     with pytest.raises(InputError, match=r"platform\.layers is 'transformer_engine', which is for CUDA; this is npu"):
         compiled.check_layers("transformer_engine", "npu")
     with pytest.raises(InputError, match=r"transformer-engine\[pytorch\] is not installed: .* set the key to local"):
         compiled.check_layers("transformer_engine", "cuda")
+
+
+def test_an_old_liger_is_refused_without_importing_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Releases before 0.6.1 have no sum and norm in one kernel."""
+    operators = tmp_path / "liger_kernel" / "ops"
+    operators.mkdir(parents=True)
+    for folder in (operators, operators.parent):
+        (folder / "__init__.py").write_text("raise AssertionError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InputError, match=r"liger-kernel is too old, .*: pip install 'liger-kernel>=0\.6\.1', or set"):
+        compiled.check_kernels("liger", "cuda")
+    (operators / "fused_add_rms_norm.py").touch()
+    compiled.check_kernels("liger", "cuda")

@@ -20,6 +20,7 @@ from mega_rl.platform.ascend import mindspeed
 from tests.launch import run
 
 FEATURES = """
+LAYER = "megatron.core.transformer.transformer_layer"
 class Feature:
     def __init__(self, name, options, patches, level=2):
         self.feature_name, self.options, self.patches, self.optimization_level = name, options, patches, level
@@ -42,6 +43,7 @@ class MindSpeedFeaturesManager:
         Feature("zero_memory", {"--zero-memory": {"choices": ["disable", "level0"]}}, ["victim.memory"]),
         Feature("reuse_param", {"--reuse-param": {"action": "store_true"}}, ["victim.reuse"]),
         Feature("profile", {"--profile": {"action": "store_true"}}, ["megatron.training.training.train_step"]),
+        Feature("swap", {"--swap": {"action": "store_true"}}, [LAYER + ".TransformerLayer.forward"]),
         Feature("context_parallel_size", {"--context-parallel-algo": {"type": str}}, ["victim.context"]),
         Feature("use_flash_attn", {}, ["megatron.core.transformer.dot_product_attention.DotProductAttention.forward"]),
     ]
@@ -183,10 +185,11 @@ assert victim.function() == victim.Class().method() == victim.pad() == "patched"
 assert torch.compile is compiled and sys.argv == ["tool", "--config", "mine"]
 assert dist.all_reduce is dist.distributed_c10d.all_reduce is all_reduce
 assert logging.getLogger().level == logging.WARNING
-try:
-    mindspeed.enable(MindSpeedConfig(features={"profile": True}))
-except mindspeed.InputError as error:
-    print("refused:", error)
+for feature in ("profile", "swap"):
+    try:
+        mindspeed.enable(MindSpeedConfig(features={feature: True}))
+    except mindspeed.InputError as error:
+        print("refused:", error)
 """
 
 
@@ -199,6 +202,7 @@ def test_the_log_lists_what_was_really_patched(packages: Path) -> None:
     assert (
         "refused: platform.mindspeed.features has 'profile', which would do nothing: it replaces only megatron" in out
     )
+    assert "'swap', which replaces megatron.core.transformer.transformer_layer.TransformerLayer.forward: mega_rl" in out
 
 
 LAZY = """

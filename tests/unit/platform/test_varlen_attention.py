@@ -19,7 +19,7 @@ from mega_rl import platform
 from mega_rl.errors import InputError
 from mega_rl.platform import cuda
 from mega_rl.platform.cuda import FlashOperators
-from mega_rl.platform.operators import dispatch as operators, npu_kernels as npu_operators, reference
+from mega_rl.platform.operators import attention, dispatch as operators, npu_kernels as npu_operators, reference
 from mega_rl.platform.operators.attention import (
     MAX_PADDING,
     VarlenPacking,
@@ -41,6 +41,7 @@ PACKS = {  # lengths of queries and of keys
     "one_token": ([1], [1]),
     "thousand_sequences": ([1, 2] * 500, [1, 2] * 500),
     "long_enough_for_calls_of_their_own": ([70, 130, 64], [70, 130, 64]),
+    "windows": ([4, 4, 2, 4, 4, 2, 1, 1], [4, 4, 2, 4, 4, 2, 1, 1]),
     "more_keys_than_queries": ([3, 1, 20, 7], [3, 9, 33, 8]),
 }
 
@@ -94,6 +95,20 @@ def test_equals_each_sequence_written_out(
     for a, b in zip(own_inputs, exact_inputs, strict=True):
         assert a.grad is not None and b.grad is not None
         torch.testing.assert_close(a.grad.double(), b.grad, atol=5e-6, rtol=1e-5)
+
+
+def test_neighbouring_windows_of_one_size_share_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, ...]] = []
+
+    def noted(q: Tensor, *args: Any) -> Tensor:
+        calls.append(tuple(q.shape[:2]))
+        return q
+
+    monkeypatch.setattr(attention, "sdpa", noted)
+    lengths, packing = PACKS["windows"][0], packing_of(*PACKS["windows"])
+    q, k, v, _ = inputs(lengths, lengths, 2, 2)
+    own = attention.sdpa_attention(q, k, v, packing, softmax_scale=SCALE, causal=False)
+    assert calls == [(2, 4), (1, 2), (2, 4), (1, 2), (2, 1)] and torch.equal(own, q)
 
 
 @pytest.mark.parametrize(
