@@ -8,16 +8,18 @@ is left is what the steward's rules and its thread cost. Lengths are log-normal 
 
 Three parts. *Equal times*: two engines, which take the given seconds for a step's tokens if neither waits, and a
 trainer that takes as long; the slower part is the longer of what the synchronous run waits for a step and what the
-trainer takes. *One slow engine*: one engine is four times slower than the other, and the trainer takes no time; the
-fluid limit is the speed of both together if neither ever waited. The first steps, which fill the pipeline, are not
-counted. *Reference pass*: what a synchronous step could hide of it behind its own sampling, by what may be computed
-before all responses have ended; no time passes for it, it is arithmetic.
+trainer takes; beside it stands what ``tools/simulate.py`` predicts of the same lengths and speeds. *One slow engine*:
+one engine is four times slower than the other, and the trainer takes no time; the fluid limit is the speed of both
+together if neither ever waited. The first steps, which fill the pipeline, are not counted. *Reference pass*: what a
+synchronous step could hide of it behind its own sampling, by what may be computed before all responses have ended; no
+time passes for it, it is arithmetic.
 """
 
 from __future__ import annotations
 
 import argparse
 import heapq
+import math
 import multiprocessing
 import random
 import statistics
@@ -34,6 +36,8 @@ from report import publish, table
 
 from mega_rl.fleet import events
 from mega_rl.fleet.engines import Limits
+from mega_rl.fleet.simulation.choice import Batch, Setting, simulate
+from mega_rl.fleet.simulation.cluster import Cluster
 from mega_rl.fleet.simulation.lengths import LogNormal
 from mega_rl.fleet.steward import Steward
 from mega_rl.fleet.tickets import Key, Rules
@@ -43,6 +47,7 @@ from mega_rl.types import Prompt, Score, Trajectory
 GROUP = 8  # responses of a group
 SIGMA = 0.5  # of the logarithm of a length
 SLOWER = 4  # times
+TOKENS = 1000  # of a response of mean length, in the simulation
 WARM_UP = 4  # steps that are not counted
 NEVER = 1e9
 ROUNDING = 1e-6  # tokens; of a clock that counts from the start of the machine
@@ -172,6 +177,19 @@ def measured(groups: int, steps: int, eta: int, is_pinned: bool, speeds: Sequenc
     return Figures(seconds / (steps - WARM_UP), statistics.mean(waits[WARM_UP:]), tokens / seconds)
 
 
+def drawn(step: int, num_groups: int, group_size: int) -> npt.NDArray[np.int64]:
+    """The simulator's ``Lengths``: the same ones, in tokens."""
+    rows = [[length(Key(step, ticket), sample) for sample in range(group_size)] for ticket in range(num_groups)]
+    return np.maximum(1, (TOKENS * np.array(rows)).round()).astype(np.int64)
+
+
+def predicted(groups: int, steps: int, pace_s: float, mode: str, eta: int) -> float:
+    """Seconds of a step of two engines and a trainer of equal times, simulated."""
+    per_response_s = 2 * pace_s / (groups * GROUP * TOKENS)
+    cluster = Cluster(2, 10_000, 0.0, per_response_s, pace_s, prefill_tokens_per_s=math.inf)
+    return simulate(Setting(mode, eta, 1, cluster), Batch(groups, GROUP, drawn), steps).outcome.step_s
+
+
 def all_measured(groups: int, steps: int, pace_s: float) -> dict[str, list[dict[str, Any]]]:
     """Both parts in all modes, side by side: they only sleep, and have the same disturbances."""
     speed = groups * GROUP / pace_s
@@ -183,6 +201,7 @@ def all_measured(groups: int, steps: int, pace_s: float) -> dict[str, list[dict[
             for part, rest in parts.items()
         }
         found = {part: [one.result() for one in of_part] for part, of_part in under_way.items()}
+    predicted_s = [predicted(groups, steps, pace_s, mode, eta) for mode, eta, _ in MODES]
     names = [{"mode": mode, "max_staleness": eta} for mode, eta, _ in MODES]
     synchronous = found["equal"][0]
     slower_s = max(synchronous.wait_s, pace_s)
@@ -192,8 +211,10 @@ def all_measured(groups: int, steps: int, pace_s: float) -> dict[str, list[dict[
             "wait_s": f.wait_s,
             "throughput": synchronous.step_s / f.step_s,
             "slower": f.step_s / slower_s,
+            "predicted_s": simulated_s,
+            "of_measured": simulated_s / f.step_s,
         }
-        for f in found["equal"]
+        for f, simulated_s in zip(found["equal"], predicted_s, strict=True)
     ]
     slow = [{"step_s": f.step_s, "of_fluid_limit": f.tokens_per_s / sum(parts["slow"][0])} for f in found["slow"]]
     return {
@@ -278,6 +299,7 @@ def main() -> None:
     found = all_measured(*arguments)
     found["reference"] = all_hidden(num_steps=1 if options.quick else 8)
     first = ["mode, max_staleness", "step s", "trainer waits s", "throughput / synchronous", "step / slower part"]
+    first += ["simulated step s", "simulated / measured"]
     second = ["mode, max_staleness", "step s", "throughput / fluid limit"]
     texts = [
         table(header, [[f"{row['mode']}, {row['max_staleness']}", *list(row.values())[2:]] for row in rows])
