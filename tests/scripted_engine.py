@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
@@ -14,16 +15,11 @@ from mega_rl.types import Trajectory
 LETTERS = [*range(35, 90)]  # of a byte-level vocabulary behind three special tokens
 
 
-class ScriptedEngine:
-    """A ``ProbedSampler`` that ends what is under way in a random order, at most ``pace`` in a step."""
+class Modelless:
+    """What a ``ProbedSampler`` without a model has whatever it samples."""
 
-    weight_version = 7
-
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, order: int = 0, pace: int = 3) -> None:
-        self.tokenizer, self.order, self.pace = tokenizer, random.Random(order), pace
-        self.requests: list[Request] = []  # all that were submitted
-        self.num_idle_steps = 0
-        self._under_way: list[Request] = []
+    def __init__(self) -> None:
+        self._under_way: list[Any] = []
 
     @property
     def num_unfinished(self) -> int:
@@ -34,6 +30,18 @@ class ScriptedEngine:
 
     def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
         return []
+
+
+class ScriptedEngine(Modelless):
+    """A ``ProbedSampler`` that ends what is under way in a random order, at most ``pace`` in a step."""
+
+    weight_version = 7
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, order: int = 0, pace: int = 3) -> None:
+        super().__init__()
+        self.tokenizer, self.order, self.pace = tokenizer, random.Random(order), pace
+        self.requests: list[Request] = []  # all that were submitted
+        self.num_idle_steps = 0
 
     def submit(self, requests: Sequence[Request]) -> None:
         self.requests += requests

@@ -13,6 +13,7 @@ import numpy as np
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.requests import joined, resumed
 from mega_rl.types import Trajectory
+from tests.scripted_engine import Modelless
 
 END = 0  # the token that ends a response
 
@@ -45,25 +46,15 @@ class _UnderWay:
         return joined(self.request.tail, rest, decoded)
 
 
-class TailingEngine:
+class TailingEngine(Modelless):
     """A ``ResumingSampler``: in every step each response gets a token with a chance of one half, in a random order."""
 
     def __init__(self, order: int, odds: int = 8) -> None:
+        super().__init__()
         self.weight_version, self._order, self._odds = 0, order, odds
         self._chance = random.Random(order)
-        self._under_way: list[_UnderWay] = []
         self.submitted: list[tuple[int, int]] = []
         self.num_interrupts = 0
-
-    @property
-    def num_unfinished(self) -> int:
-        return len(self._under_way)
-
-    def check(self, requests: Sequence[Request]) -> None:
-        """Everything fits."""
-
-    def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
-        return []
 
     def submit(self, requests: Sequence[Request]) -> None:
         if not self._under_way:  # as an engine's batches, which do not depend on those of earlier steps
