@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mega_rl.megatron import host_linear
 from mega_rl.platform import accelerator
 from mega_rl.platform.operators.weight_gradients import WeightGradients
 
@@ -97,6 +98,13 @@ def _weight_gradients() -> None:
         layers._grad_accum_fusion_available = True
 
 
+def _host_products() -> None:
+    """On a CPU Megatron's linear layers would take torch's own choice of a matrix product, often the slower one."""
+    import megatron.core.tensor_parallel.layers as layers
+
+    host_linear.install(layers)
+
+
 def apply() -> None:
     """Put all fixes in place; must run before any other module imports Megatron."""
     # Megatron 0.16 calls collectives by names that torch 2.13 has renamed, and torch says so on every rank.
@@ -107,6 +115,8 @@ def apply() -> None:
         _without_compile(_import_megatron)
         _generator_states(accelerator.installed())
         _expert_split_sizes()
+    if isinstance(accelerator.installed(), accelerator.HostDevice):
+        _host_products()
     spare_a_rank_alone()
     _without_transformer_engine()
     _weight_gradients()

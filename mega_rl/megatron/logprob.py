@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mega_rl.platform.operators import products
+
 CPU_TILE_TOKENS = 512
 CPU_TILE_LOGITS = 512 * 1024  # 2 MiB of float32, and as much again for their exponentials
 LOG2_E = math.log2(math.e)
@@ -84,16 +86,18 @@ class _Tiles:
         """
         logits_CR, spare_CR = self.working(tokens, rows)
         self.spare_logits -= logits_CR.numel()
-        if kept is not None and self.spare_logits >= 0:
+        is_kept = kept is not None and self.spare_logits >= 0
+        if is_kept:
             logits_CR = torch.empty_like(logits_CR)
-            kept.append(logits_CR)
         hidden_CD, weight_RD = self.hidden_TD[tokens], self.weight_VD[rows]
         if self.hidden_TD.dtype == torch.float32:
-            torch.mm(hidden_CD, weight_RD.t(), out=logits_CR)
+            logits_CR = products.outputs(hidden_CD, weight_RD, logits_CR)
         else:
             logits_CR.copy_(torch.mm(hidden_CD, weight_RD.t(), out=self.as_dtype(spare_CR)))
         if self.shard.temperature != 1.0:
             logits_CR /= self.shard.temperature
+        if kept is not None and is_kept:
+            kept.append(logits_CR)
         return logits_CR
 
     def as_dtype(self, buffer_CR: Tensor) -> Tensor:
@@ -118,14 +122,6 @@ def _exponential(x_CR: Tensor, out_CR: Tensor) -> Tensor:
         return torch.exp(x_CR, out=out_CR)
     # torch's exp on a CPU is the vendor library's most exact one; 2^x takes a third of its time, to 1e-7 * |x|.
     return torch.mul(x_CR, LOG2_E, out=out_CR).exp2_()
-
-
-def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """``total += left @ right``; the total is float32."""
-    if left.dtype == torch.float32:
-        total.addmm_(left, right)
-    else:
-        total += left @ right
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -186,7 +182,7 @@ class _TokenLogprobs(torch.autograd.Function):
         outer_T = -torch.ones_like(log_z_T) if has_entropy_gradient else -grad_logprobs_T
         inner_T = -grad_logprobs_T if has_entropy_gradient else -torch.ones_like(log_z_T)
         constant_T = grad_logprobs_T + grad_entropy_T * entropy_T
-        scaled_DT = (hidden_TD * outer_T[:, None] / ctx.shard.temperature).to(hidden_TD.dtype).t()
+        scaled_TD = (hidden_TD * outer_T[:, None] / ctx.shard.temperature).to(hidden_TD.dtype)
         grad_hidden_TD = torch.zeros(hidden_TD.shape, dtype=torch.float32, device=hidden_TD.device)
         has_weight_gradient = ctx.needs_input_grad[1]  # a frozen head's would cost as much as the rest
         grad_weight_VD = torch.zeros_like(weight_VD) if has_weight_gradient else None
@@ -208,9 +204,9 @@ class _TokenLogprobs(torch.autograd.Function):
                 column_C1, is_here_C = tiles.targets(tokens, rows)
                 grad_CR.scatter_add_(1, column_C1, (inner_T[tokens] * is_here_C)[:, None])
                 factor_CR = tiles.factor(grad_CR, logprobs_CR)
-                _accumulate(grad_hidden_TD[tokens], factor_CR, weight_VD[rows])
+                products.input_gradient(factor_CR, weight_VD[rows], grad_hidden_TD[tokens])
                 if grad_weight_DR is not None:
-                    _accumulate(grad_weight_DR, scaled_DT[:, tokens], factor_CR)
+                    products.weight_gradient(scaled_TD[tokens], factor_CR, grad_weight_DR)
             if grad_weight_VD is not None and grad_weight_DR is not None:
                 grad_weight_VD[rows] = grad_weight_DR.t()
         grad_hidden_TD *= outer_T[:, None] / ctx.shard.temperature

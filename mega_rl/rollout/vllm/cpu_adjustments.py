@@ -13,9 +13,11 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 
 from mega_rl.errors import InputError
 from mega_rl.models.shape import read_model_shape
+from mega_rl.platform.operators import products
 from mega_rl.rollout.vllm.versions import plain_cpu_experts
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -64,6 +66,13 @@ def plain_weights(live_weights: bool) -> Iterator[None]:
         yield
 
 
+def _linear(x: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
+    # vLLM's parameters are of a class of their own, by which every look at one would be a call.
+    with torch._C.DisableTorchFunctionSubclass():
+        output = products.outputs(x.flatten(0, -2), weight_FD).view(*x.shape[:-1], -1)
+        return output if bias_F is None else output.add_(bias_F)
+
+
 @contextmanager
 def _plain_linear_weights() -> Iterator[None]:
     """Linear weights stay as they are loaded."""
@@ -73,7 +82,7 @@ def _plain_linear_weights() -> Iterator[None]:
 
     def keep(layer: Any, *args: Any, **kwargs: Any) -> None:
         if layer.weight.ndim == 2:
-            layer.cpu_linear = torch.nn.functional.linear
+            layer.cpu_linear = _linear
         else:
             pack(layer, *args, **kwargs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from megatron.core.distributed import param_and_grad_buffer as buffers
 
 from mega_rl.megatron import compat, fused
+from mega_rl.platform.operators import products
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -84,3 +86,30 @@ def test_weight_gradients_are_added_by_the_product_itself(dtype: torch.dtype) ->
     assert parameter.grad_added_to_main_grad
     absolute = 1e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(parameter.main_grad.double(), expected, atol=absolute, rtol=absolute)
+
+
+@pytest.mark.parametrize("library", ["onednn", "torch"])
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_linear_layers_on_a_host(monkeypatch: pytest.MonkeyPatch, library: str, is_frozen: bool) -> None:
+    """Output, and the gradients of input, weight and bias, against torch's own linear layer in float64."""
+    monkeypatch.setattr(products, "is_onednn_faster", lambda: library == "onednn")
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"x": (10, 3, 192), "weight": (384, 192), "bias": (384,), "upstream": (10, 3, 384)}
+    given = {name: torch.randn(*shape, generator=generator) for name, shape in shapes.items()}
+    trained = ["x"] if is_frozen else ["x", "weight", "bias"]
+
+    def run(linear: Any, dtype: torch.dtype) -> dict[str, torch.Tensor | None]:
+        inputs = {name: value.detach().to(dtype).requires_grad_(name in trained) for name, value in given.items()}
+        upstream = inputs.pop("upstream")
+        output = linear(*inputs.values())
+        output.backward(upstream)
+        return {"output": output.detach()} | {name: value.grad for name, value in inputs.items()}
+
+    name = "linear_with_frozen_weight" if is_frozen else "linear_with_grad_accumulation_and_async_allreduce"
+    switches = {"gradient_accumulation_fusion": False, "allreduce_dgrad": False, "sequence_parallel": False}
+    own = run(functools.partial(getattr(layers, name), tp_group=_Group(1), **switches), torch.float32)
+    exact = run(torch.nn.functional.linear, torch.float64)
+    assert [name for name, value in own.items() if value is not None] == ["output", *trained]
+    for name, value in own.items():
+        if value is not None:
+            torch.testing.assert_close(value.double(), exact[name], atol=1e-4, rtol=1e-5)

@@ -9,6 +9,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from mega_rl.megatron import logprob
 from mega_rl.megatron.logprob import VocabularyShard, token_logprobs
+from mega_rl.platform.operators import products
 
 T, D, V, NUM_VALID = 7, 16, 40, 37
 COEFFICIENTS = {"logprob": (1.0, 0.0), "entropy": (0.0, 1.0), "both": (1.0, 0.1)}
@@ -183,26 +185,35 @@ def test_an_entropy_without_gradient() -> None:
         assert torch.equal(own_gradient, others)
 
 
-def test_a_frozen_head_costs_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frozen_head_costs_no_gradient() -> None:
     """The product that gives the weights' gradient is left out, and the hidden states' stays the same to the bit."""
-    gradients, num_products, accumulate = [], [], logprob._accumulate
+    gradients, num_products = [], []
     for is_trained in (True, False):
-        products: list[int] = []
-
-        def counted(total: Tensor, left: Tensor, right: Tensor, products: list[int] = products) -> None:
-            products.append(1)
-            accumulate(total, left, right)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(logprob, "_accumulate", counted)
+        with mock.patch.object(products, "weight_gradient", wraps=products.weight_gradient) as product:
             hidden_TD, weight_VD, target_ids_T = inputs()
             weight_VD.requires_grad_(is_trained)
             weighted(token_logprobs(hidden_TD, weight_VD, target_ids_T, shard()), 1.0, 0.1).backward()
         assert hidden_TD.grad is not None and (weight_VD.grad is not None) == is_trained
         gradients.append(hidden_TD.grad)
-        num_products.append(len(products))
+        num_products.append(product.call_count)
     assert torch.equal(*gradients)
-    assert num_products[0] == 2 * num_products[1] > 0
+    assert num_products[0] > 0 and num_products[1] == 0
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 1000])
+def test_products_by_onednn(monkeypatch: pytest.MonkeyPatch, chunk_tokens: int) -> None:
+    """Tiles whose logits the library allocates, kept for the backward pass or made again: the same values."""
+    results = []
+    for size in (1, 1 << 40):
+        monkeypatch.setattr(products, "is_onednn_faster", lambda: True)
+        monkeypatch.setattr(products, "MIN_WEIGHT", size)
+        monkeypatch.setattr(products, "MIN_ROWS", size)
+        hidden_TD, weight_VD, target_ids_T = inputs()
+        values = token_logprobs(hidden_TD, weight_VD, target_ids_T, shard(0.7, chunk_tokens))
+        weighted(values, 1.0, 0.1).backward()
+        results.append([*values, hidden_TD.grad, weight_VD.grad])
+    for own, expected in zip(*results, strict=True):
+        torch.testing.assert_close(own, expected)
 
 
 @dataclass(frozen=True)
