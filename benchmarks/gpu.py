@@ -25,7 +25,7 @@ from report import command, table
 HERE = Path(__file__).resolve().parent
 MODELS = ("0.5B", "1.5B", "7B", "8B", "mixture")
 LOSSES = ("losses:cpu:float32", "losses:device:float32", "losses:device:bfloat16")
-PLAIN = ("operators", "kernels", "step", "logprob", "sync", "offload", "memory")
+PLAIN = ("operators", "kernels", "attention", "step", "logprob", "sync", "offload", "memory")
 SLICES = (*PLAIN, *(f"mfu:{name}" for name in MODELS), *LOSSES, "cpu_step")
 ON_CPU = (LOSSES[0], "cpu_step")
 NEEDED = ("torch", "transformers", "megatron.core", "omegaconf", "safetensors", "numpy", "yaml", "psutil")
@@ -146,6 +146,16 @@ SECTIONS = (
             *(one["operator"], one["kernels"]),
             *([one["error"], "-", "-"] if "error" in one else []),
             *([] if "error" in one else [one["largest"], 1e3 * one["forward_s"], 1e3 * one["both_s"]]),
+        ],
+    ),
+    (
+        "Causal attention, bfloat16, 32 heads of 128 with 8 of keys",
+        "attention",
+        ("sequences x tokens", "way", "largest difference", "forward ms", "forward and backward ms", "TFLOP/s"),
+        lambda one: [
+            *(one["pack"], one["way"]),
+            *([one["error"], "-", "-", "-"] if "error" in one else []),
+            *([] if "error" in one else [one["largest"], 1e3 * one["forward_s"], 1e3 * one["both_s"], one["tflops"]]),
         ],
     ),
     (

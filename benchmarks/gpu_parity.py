@@ -15,8 +15,11 @@ from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.config.schema import Kernels
 from mega_rl.microbatch import Microbatch
 from mega_rl.models.shape import read_model_shape
+from mega_rl.platform import cuda
 from mega_rl.platform.operators import dispatch
+from mega_rl.platform.operators.attention import VarlenPacking, place_borders
 from mega_rl.platform.operators.compiled import check_kernels, fused
+from mega_rl.platform.operators.torch_kernels import TorchOperators
 from tests import families
 from tests.operator_cases import TOLERANCES, compare, operator_cases
 
@@ -76,6 +79,57 @@ def kernels(bench: Bench) -> None:
             bench.row(operator="all", kernels=kind, error=f"{type(error).__name__}: {str(error)[:200]}")
         finally:
             platform.current().operators = plain
+
+
+def attention(bench: Bench) -> None:
+    """Causal attention in bfloat16 by each way that the device has, for packs of many and of few sequences."""
+    heads, kv_heads, width = (4, 2, 8) if bench.quick else (32, 8, 128)
+    for number, length in ((4, 8),) if bench.quick else ((64, 256), (8, 2048), (2, 8192), (1, 32768)):
+        borders = place_borders([length] * number, bench.device)
+        packing = VarlenPacking(borders, borders, length, length)
+        qkv = [
+            torch.randn(number * length, count, width, device=bench.device).bfloat16().requires_grad_()
+            for count in (heads, kv_heads, kv_heads)
+        ]
+        upstream = torch.randn_like(qkv[0])
+        with torch.no_grad():
+            exact = by_sdpa(*(x.float() for x in qkv), packing=packing)
+        for name, way in ways_of_attention(bench.device).items():
+
+            def forward(way: Any = way, qkv: Any = qkv, packing: Any = packing) -> Any:
+                with torch.no_grad():
+                    return way(*qkv, packing=packing)
+
+            def both(way: Any = way, qkv: Any = qkv, packing: Any = packing, upstream: Any = upstream) -> None:
+                torch.autograd.grad(way(*qkv, packing=packing), qkv, upstream)
+
+            one = {"pack": f"{number} x {length}", "way": name}
+            try:
+                largest = float((forward().float() - exact).abs().max())
+                seconds = {"forward_s": bench.seconds(forward), "both_s": bench.seconds(both)}
+                flops = 2 * number * length**2 * heads * width  # the half of both products that causality leaves
+                bench.row(**one, **seconds, largest=largest, tflops=3.5 * flops / seconds["both_s"] / 1e12)
+            except Exception as error:  # noqa: BLE001 - the other ways are measured all the same
+                bench.row(**one, error=f"{type(error).__name__}: {str(error)[:200]}")
+
+
+def by_sdpa(q: Tensor, k: Tensor, v: Tensor, packing: VarlenPacking) -> Tensor:
+    return TorchOperators().varlen_attention(q, k, v, packing, softmax_scale=q.shape[-1] ** -0.5, causal=True)
+
+
+def ways_of_attention(device: torch.device) -> dict[str, Callable[..., Tensor]]:
+    """SDPA, and the kernels for packs that are installed, by name."""
+
+    def packed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def attend(q: Tensor, k: Tensor, v: Tensor, packing: VarlenPacking) -> Tensor:
+            borders = packing.cu_seqlens_q, packing.cu_seqlens_k, packing.max_seqlen_q, packing.max_seqlen_k
+            return function(q, k, v, *borders, softmax_scale=q.shape[-1] ** -0.5, causal=True)
+
+        return attend
+
+    kernels = {"torch's for packs": cuda.torch_attention, "flash_attn": cuda.flash_attention}
+    known = {name: kernel() for name, kernel in kernels.items()} if device.type == "cuda" else {}
+    return {"SDPA": by_sdpa} | {name: packed(kernel) for name, kernel in known.items() if kernel is not None}
 
 
 def cpu_step(bench: Bench) -> None:

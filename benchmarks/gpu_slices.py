@@ -14,7 +14,7 @@ from typing import get_args
 
 import torch.distributed as dist
 from gpu_bench import Bench
-from gpu_parity import cpu_step, kernels, losses, operators, step
+from gpu_parity import attention, cpu_step, kernels, losses, operators, step
 from gpu_speed import logprob, memory, mfu
 from gpu_transfer import offload, sync
 from report import machine
@@ -43,7 +43,7 @@ def main() -> None:
     bench = Bench(arguments.out, arguments.quick, device, layout)
     bench.document["machine"] = machine(here.name)
     kind, _, rest = arguments.name.partition(":")
-    plain = {f.__name__: f for f in (operators, kernels, step, logprob, sync, offload, memory, cpu_step)}
+    plain = {f.__name__: f for f in (operators, kernels, attention, step, logprob, sync, offload, memory, cpu_step)}
     try:
         if kind in plain:
             plain[kind](bench)

@@ -91,7 +91,7 @@ class _Tiles:
             logits_CR = torch.empty_like(logits_CR)
         hidden_CD, weight_RD = self.hidden_TD[tokens], self.weight_VD[rows]
         if self.hidden_TD.dtype == torch.float32:
-            logits_CR = products.outputs(hidden_CD, weight_RD, logits_CR)
+            logits_CR = products.outputs(hidden_CD, weight_RD, out_TF=logits_CR)
         else:
             logits_CR.copy_(torch.mm(hidden_CD, weight_RD.t(), out=self.as_dtype(spare_CR)))
         if self.shard.temperature != 1.0:

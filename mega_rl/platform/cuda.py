@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -25,6 +26,8 @@ from mega_rl.platform.peaks import cuda_peak
 from mega_rl.platform.trace import recorded
 
 FLASH_MAX_WIDTH = 256  # widest head that flash-attention takes
+TORCH_WIDTH_MULTIPLE = 8  # of a head's width, for torch's own flash-attention
+FLASH_MIN_CAPABILITY = (8, 0)  # of the device, for torch's own: A100 and newer
 MAX_MASK = 1 << 26  # of queries x keys: 8,192 of each
 GROUPED_MULTIPLE = 8  # of the sizes of bfloat16 weights in a grouped product: whole lots of 16 bytes
 _ENVIRONMENT = (
@@ -40,18 +43,65 @@ _DETERMINISTIC = (
 
 
 @functools.cache
-def _flash_attention() -> Callable[..., Tensor] | None:
+def flash_attention() -> Callable[..., Tensor] | None:
     """None if flash_attn is not installed; one that is installed but does not load raises."""
     if importlib.util.find_spec("flash_attn") is None:
         return None
     return importlib.import_module("flash_attn").flash_attn_varlen_func
 
 
+@functools.cache
+def torch_attention() -> Callable[..., Tensor] | None:
+    """torch's own flash-attention for packed sequences in flash_attn's terms; None before torch 2.11.
+
+    Its causality, like flash_attn's, is aligned at the last key. torch.use_deterministic_algorithms reaches its
+    backward pass.
+    """
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    known = inspect.signature(varlen_attn).parameters
+    if not {"scale", "window_size"} <= set(known):
+        return None
+    others: dict[str, Any] = (
+        {"enable_gqa": True} if "enable_gqa" in known else {}
+    )  # torch 2.11 takes fewer key heads unasked
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *borders: Any, softmax_scale: float, causal: bool, **_: Any) -> Tensor:
+        window = (-1, 0) if causal else (-1, -1)
+        result = varlen_attn(q, k, v, *borders, scale=softmax_scale, window_size=window, **others)
+        assert isinstance(result, Tensor)  # not with the log-sum-exp
+        return result
+
+    return attend
+
+
 def attention_backend() -> str:
     """What computes attention, for the user."""
-    if _flash_attention() is not None:
+    if flash_attention() is not None:
         return "attention in half precision: flash_attn"
-    return "attention: torch's SDPA, one sequence after another, since flash_attn is not installed"
+    if torch_attention() is not None:
+        return "attention in half precision: torch's own flash-attention for packed sequences"
+    return "attention: torch's SDPA, one sequence after another, since torch is older than 2.11 and has no flash_attn"
+
+
+def _packed_attention(q_THD: Tensor, v_SKD: Tensor) -> Callable[..., Tensor] | None:
+    """A fused kernel for all sequences at once, if one takes these tensors."""
+    width = q_THD.shape[-1]
+    is_half = q_THD.dtype in (torch.float16, torch.bfloat16)
+    if not is_half or v_SKD.shape[-1] != width or width > FLASH_MAX_WIDTH:
+        return None
+    if flash_attention() is not None:
+        return flash_attention()
+    if width % TORCH_WIDTH_MULTIPLE or _capability(q_THD.device) < FLASH_MIN_CAPABILITY:
+        return None
+    return torch_attention()
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def _refuse_large_masks(packing: VarlenPacking, causal: bool) -> None:
@@ -61,23 +111,22 @@ def _refuse_large_masks(packing: VarlenPacking, causal: bool) -> None:
     if causal and num_masked > MAX_MASK:
         raise InputError(
             f"attention of one part of a sequence would take a mask of {num_masked:,} numbers and torch's slow kernel, "
-            "since flash_attn does not do it: install it, set model.dtype to bfloat16, or parallel.context_method to "
-            "ulysses, or parallel.context to 1"
+            "since no flash-attention does it here: set model.dtype to bfloat16, or parallel.context_method to "
+            "ulysses, or parallel.context to 1, or take torch 2.11 or newer or flash_attn"
         )
 
 
 class FlashOperators(TorchOperators):
-    """torch's operators, which have CUDA kernels, and flash_attn for packed sequences if it is installed."""
+    """torch's operators, which have CUDA kernels; for packed sequences flash_attn if it is installed, else torch's."""
 
     def varlen_attention(
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, packing: VarlenPacking, *, softmax_scale: float, causal: bool
     ) -> Tensor:
-        flash, width = _flash_attention(), q_THD.shape[-1]
-        is_half = q_THD.dtype in (torch.float16, torch.bfloat16)
-        if flash is None or not is_half or v_SKD.shape[-1] != width or width > FLASH_MAX_WIDTH:
+        packed = _packed_attention(q_THD, v_SKD)
+        if packed is None:
             _refuse_large_masks(packing, causal)
             return super().varlen_attention(q_THD, k_SKD, v_SKD, packing, softmax_scale=softmax_scale, causal=causal)
-        return flash(
+        return packed(
             q_THD,
             k_SKD,
             v_SKD,

@@ -15,6 +15,7 @@ import functools
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 MIN_ROWS = 16  # for fewer, as in the last steps of sampling, the call itself takes most of the time
@@ -46,20 +47,22 @@ def _is_for_onednn(num_rows: int, weight_size: int, *operands: Tensor) -> bool:
     )
 
 
-def _onednn(left: Tensor, right: Tensor) -> Tensor:
-    """``left @ right`` of two matrices."""
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(left, right.t(), None, "none", [], "")
+def _onednn(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``left @ right`` of two matrices, plus a vector."""
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(left, right.t(), bias, "none", [], "")
     return product
 
 
-def outputs(x_TD: Tensor, weight_FD: Tensor, out_TF: Tensor | None = None) -> Tensor:
-    """``x @ weight.t()``: [T, F].
+def outputs(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None, *, out_TF: Tensor | None = None) -> Tensor:
+    """``x @ weight.t() + bias``: [T, F].
 
     Args:
-        out_TF: memory that the result takes, except if oneDNN makes it.
+        out_TF: memory that the result takes where torch makes it; without a bias only.
     """
     if _is_for_onednn(len(x_TD), weight_FD.numel(), x_TD, weight_FD):
-        return _onednn(x_TD, weight_FD.t())
+        return _onednn(x_TD, weight_FD.t(), bias_F)
+    if bias_F is not None:
+        return F.linear(x_TD, weight_FD, bias_F)
     return torch.mm(x_TD, weight_FD.t(), out=out_TF)
 
 

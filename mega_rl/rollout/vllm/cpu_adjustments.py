@@ -69,8 +69,7 @@ def plain_weights(live_weights: bool) -> Iterator[None]:
 def _linear(x: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
     # vLLM's parameters are of a class of their own, by which every look at one would be a call.
     with torch._C.DisableTorchFunctionSubclass():
-        output = products.outputs(x.flatten(0, -2), weight_FD).view(*x.shape[:-1], -1)
-        return output if bias_F is None else output.add_(bias_F)
+        return products.outputs(x.flatten(0, -2), weight_FD, bias_F).view(*x.shape[:-1], -1)
 
 
 @contextmanager

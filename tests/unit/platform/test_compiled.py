@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import shutil
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from mega_rl.errors import InputError
 from mega_rl.platform.cuda import FlashOperators
 from mega_rl.platform.operators import compiled, reference
 from mega_rl.platform.operators.torch_kernels import TorchOperators
+from tests.launch import run
 from tests.operator_cases import OperatorCase, compare, operator_cases
 
 FUSED = ("rms_norm", "rms_norm_of_heads", "add_rms_norm", "swiglu", "swiglu_weighted", "rotary")
@@ -68,6 +72,24 @@ class _PretendedSwiglu:
     @staticmethod
     def apply(gate: Tensor, up: Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0) -> Tensor:
         return reference.swiglu(torch.cat((gate, up), -1)).to(gate.dtype)
+
+
+NEEDED = {
+    "compiled": (shutil.which("g++"), "torch's compiler needs g++ on a CPU"),
+    "liger": (
+        all(map(importlib.util.find_spec, ("triton", "liger_kernel"))),
+        "a CPU needs neither triton nor liger-kernel: pip install --no-deps triton liger-kernel",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.skipif(not is_there, reason=w)) for k, (is_there, w) in NEEDED.items()]
+)
+def test_the_kernels_themselves_on_a_host(kind: str) -> None:
+    """torch's compiler makes C++ here instead of Triton; Liger's kernels run in Triton's interpreter."""
+    launched = run((sys.executable, str(Path(__file__).with_name("run_fused_kernels.py")), kind)).check()
+    assert {"rms_norm", "add_rms_norm", "swiglu"} <= {line.split()[0] for line in launched.stdout.splitlines() if line}
 
 
 @pytest.mark.parametrize(("dtype", "case"), CASES, ids=IDS)

@@ -33,7 +33,9 @@ def test_products_against_float64(library: str, T: int, D: int, F: int) -> None:
     x_TD, weight_FD, grad_TF = drawn(T, D, seed=0), drawn(F, D, seed=1), drawn(T, F, seed=2)
     x, weight, grad = x_TD.double(), weight_FD.double(), grad_TF.double()
     assert_equals(products.outputs(x_TD, weight_FD), x @ weight.t())
-    assert_equals(products.outputs(x_TD, weight_FD, torch.empty(T, F)), x @ weight.t())
+    assert_equals(products.outputs(x_TD, weight_FD, out_TF=torch.empty(T, F)), x @ weight.t())
+    bias_F = drawn(F, seed=5)
+    assert_equals(products.outputs(x_TD, weight_FD, bias_F), x @ weight.t() + bias_F.double())
     assert_equals(products.input_gradient(grad_TF, weight_FD), grad @ weight)
     assert_equals(products.weight_gradient(grad_TF, x_TD), grad.t() @ x)
     for given, total, expected in (
@@ -59,7 +61,7 @@ def test_onednn_computes_large_float32_products_only(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(products, "is_onednn_faster", lambda: True)
     calls: list[tuple[int, ...]] = []
 
-    def recorded(left: Tensor, right: Tensor) -> Tensor:
+    def recorded(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
         calls.append(tuple(left.shape))
         return left @ right
 

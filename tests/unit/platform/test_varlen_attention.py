@@ -6,7 +6,7 @@ Letters: T packed queries, S packed keys, H query heads, K key/value heads, D he
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
+from torch.nn.attention import varlen
 
 from mega_rl import platform
 from mega_rl.errors import InputError
@@ -148,7 +149,7 @@ class TestFlashAttention:
             calls.append((args, kwargs))
             return q
 
-        monkeypatch.setattr(cuda, "_flash_attention", lambda: flash)
+        monkeypatch.setattr(cuda, "flash_attention", lambda: flash)
         qk, v = torch.zeros(5, 2, width, dtype=dtype), torch.zeros(5, 2, value_width, dtype=dtype)
         self.packing = packing_of([2, 3], [2, 3])
         FlashOperators().varlen_attention(qk, qk, v, self.packing, softmax_scale=SCALE, causal=True)
@@ -171,9 +172,8 @@ class TestFlashAttention:
 
     def test_a_slow_kernel_is_refused_where_it_would_be_felt(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Parts of sequences, as context parallelism gathers keys, need a mask in torch; whole ones do not."""
-        monkeypatch.setattr(cuda, "_flash_attention", lambda: None)
+        monkeypatch.setattr(cuda, "flash_attention", lambda: None)
         monkeypatch.setattr(cuda, "MAX_MASK", 99)
-        assert "SDPA" in cuda.attention_backend()
 
         def attend(length_q: int, length_k: int, causal: bool = True) -> None:
             q, kv = torch.zeros(length_q, 2, 8), torch.zeros(length_k, 2, 8)
@@ -186,11 +186,84 @@ class TestFlashAttention:
         with pytest.raises(InputError, match=r"mask of 108 numbers.*context_method to ulysses"):
             attend(9, 12)
 
-    def test_without_the_library_sdpa_is_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_the_library_torch_has_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: None)
-        cuda._flash_attention.cache_clear()
-        assert cuda._flash_attention() is None
-        cuda._flash_attention.cache_clear()
+        cuda.flash_attention.cache_clear()
+        assert cuda.flash_attention() is None
+        assert "torch's own flash-attention" in cuda.attention_backend()
+        monkeypatch.setattr(cuda, "torch_attention", lambda: None)
+        assert "SDPA" in cuda.attention_backend()
+        cuda.flash_attention.cache_clear()
+
+
+class TestTorchsFlashAttention:
+    """torch's kernel without flash_attn; it needs a GPU too, so tensors of device meta stand for its results."""
+
+    @pytest.fixture(autouse=True)
+    def alone(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        monkeypatch.setattr(cuda, "flash_attention", lambda: None)
+        monkeypatch.setattr(cuda, "_capability", lambda device: (9, 0))
+        cuda.torch_attention.cache_clear()
+        yield
+        cuda.torch_attention.cache_clear()
+
+    @pytest.mark.parametrize("causal", [True, False])
+    def test_the_installed_torch_takes_the_call(self, monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
+        """Fewer heads of keys, parts of sequences: its operator's results and gradients have the right shapes."""
+        monkeypatch.setattr(cuda, "_refuse_large_masks", lambda *_: pytest.fail("not for SDPA"))
+        q, k, v = (
+            torch.zeros(n, h, D, dtype=torch.bfloat16, device="meta").requires_grad_()
+            for n, h in ((5, 4), (7, 2), (7, 2))
+        )
+        packing = packing_of([2, 3], [4, 3])
+        out = FlashOperators().varlen_attention(q, k, v, packing, softmax_scale=SCALE, causal=causal)
+        out.sum().backward()
+        assert out.shape == q.shape and out.grad_fn is not None
+        assert "varlen_attn" in type(out.grad_fn).__name__
+        assert all(x.grad is not None and x.grad.shape == x.shape for x in (q, k, v))
+
+    @pytest.mark.parametrize("version", ["2.10", "2.11", "2.12"])
+    def test_what_each_torch_is_told(self, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+        """Functions with the keywords of three releases; 2.10's would take a scale of its own."""
+        told: dict[str, Any] = {}
+        unlimited = (-1, -1)
+
+        def of_2_10(query: Tensor, *_: Any, is_causal: bool = False) -> Tensor:
+            pytest.fail("it cannot be told the scale")
+
+        def of_2_11(query: Tensor, *_: Any, scale: float = 0.0, window_size: tuple[int, int] = unlimited) -> Tensor:
+            told.update(scale=scale, window_size=window_size)
+            return query
+
+        def of_2_12(query: Tensor, *_: Any, scale: float, window_size: Any, enable_gqa: bool = False) -> Tensor:
+            told.update(scale=scale, window_size=window_size, enable_gqa=enable_gqa)
+            return query
+
+        functions: dict[str, Any] = {"2.10": of_2_10, "2.11": of_2_11, "2.12": of_2_12}
+        monkeypatch.setattr(varlen, "varlen_attn", functions[version])
+        function = cuda.torch_attention()
+        assert (function is None) == (version == "2.10")
+        if function is not None:
+            x, cu_seqlens = torch.zeros(5, 2, D), borders([2, 3])
+            function(x, x, x, cu_seqlens, cu_seqlens, 3, 3, softmax_scale=SCALE, causal=True, deterministic=False)
+            expected = {"scale": SCALE, "window_size": (-1, 0)}
+            assert told == expected | ({"enable_gqa": True} if version == "2.12" else {})
+
+    @pytest.mark.parametrize(
+        ("dtype", "width", "capability"),
+        [
+            (torch.float32, 8, (9, 0)),
+            (torch.bfloat16, 12, (9, 0)),
+            (torch.float16, 264, (9, 0)),
+            (torch.float16, 8, (7, 5)),
+        ],
+    )
+    def test_what_it_does_not_take(
+        self, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, width: int, capability: tuple[int, int]
+    ) -> None:
+        monkeypatch.setattr(cuda, "_capability", lambda device: capability)
+        x = torch.zeros(5, 2, width, dtype=dtype)
+        assert cuda._packed_attention(x, x) is None
 
 
 GOOD: dict[str, Any] = {
