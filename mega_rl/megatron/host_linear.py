@@ -38,7 +38,7 @@ class _HostLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight_FD)
         ctx.sums_input_gradient, ctx.sequence_parallel, ctx.group = sums_input_gradient, sequence_parallel, group
         rows = _gathered(x, group) if sequence_parallel else x
-        output = products.outputs(rows.flatten(0, -2), weight_FD).view(*rows.shape[:-1], -1)
+        output = products.outputs(rows.flatten(0, -2), weight_FD).view(*rows.shape[:-1], len(weight_FD))
         return output if bias_F is None else output + bias_F
 
     @staticmethod
@@ -48,7 +48,7 @@ class _HostLinear(torch.autograd.Function):
         grad_TF = grad.flatten(0, -2)
         to_x, to_weight, to_bias, waiting = None, None, None, None
         if ctx.needs_input_grad[0]:
-            to_x = products.input_gradient(grad_TF, weight_FD).view(*grad.shape[:-1], -1)
+            to_x = products.input_gradient(grad_TF, weight_FD).view(*grad.shape[:-1], weight_FD.shape[1])
             if ctx.sums_input_gradient:
                 waiting = dist.all_reduce(to_x, group=ctx.group, async_op=True)
             elif ctx.sequence_parallel:

@@ -64,9 +64,8 @@ def torch_attention() -> Callable[..., Tensor] | None:
     known = inspect.signature(varlen_attn).parameters
     if not {"scale", "window_size"} <= set(known):
         return None
-    others: dict[str, Any] = (
-        {"enable_gqa": True} if "enable_gqa" in known else {}
-    )  # torch 2.11 takes fewer key heads unasked
+    # torch 2.11 takes fewer heads of keys unasked.
+    others: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in known else {}
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *borders: Any, softmax_scale: float, causal: bool, **_: Any) -> Tensor:
         window = (-1, 0) if causal else (-1, -1)

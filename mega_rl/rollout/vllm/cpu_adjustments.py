@@ -69,7 +69,7 @@ def plain_weights(live_weights: bool) -> Iterator[None]:
 def _linear(x: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
     # vLLM's parameters are of a class of their own, by which every look at one would be a call.
     with torch._C.DisableTorchFunctionSubclass():
-        return products.outputs(x.flatten(0, -2), weight_FD, bias_F).view(*x.shape[:-1], -1)
+        return products.outputs(x.flatten(0, -2), weight_FD, bias_F).view(*x.shape[:-1], len(weight_FD))
 
 
 @contextmanager

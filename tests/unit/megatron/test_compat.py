@@ -90,11 +90,12 @@ def test_weight_gradients_are_added_by_the_product_itself(dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("library", ["onednn", "torch"])
 @pytest.mark.parametrize("is_frozen", [False, True])
-def test_linear_layers_on_a_host(monkeypatch: pytest.MonkeyPatch, library: str, is_frozen: bool) -> None:
+@pytest.mark.parametrize("num_rows", [0, 10])
+def test_linear_layers_on_a_host(monkeypatch: pytest.MonkeyPatch, library: str, is_frozen: bool, num_rows: int) -> None:
     """Output, and the gradients of input, weight and bias, against torch's own linear layer in float64."""
     monkeypatch.setattr(products, "is_onednn_faster", lambda: library == "onednn")
     generator = torch.Generator().manual_seed(0)
-    shapes = {"x": (10, 3, 192), "weight": (384, 192), "bias": (384,), "upstream": (10, 3, 384)}
+    shapes = {"x": (num_rows, 3, 192), "weight": (384, 192), "bias": (384,), "upstream": (num_rows, 3, 384)}
     given = {name: torch.randn(*shape, generator=generator) for name, shape in shapes.items()}
     trained = ["x"] if is_frozen else ["x", "weight", "bias"]
 
