@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,10 @@ for key, value in {
     "MPLBACKEND": "Agg",
 }.items():
     os.environ.setdefault(key, value)
+
+# What a shell starts with & ignores interrupts, and so would all that it starts; tests send some and wait for the end.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Machines are busy: how long an example takes says nothing.
 # The same examples in every run of the suite: what is found at random belongs into `make fuzz`.
