@@ -32,8 +32,8 @@ def cpu_adjustments(*, live_weights: bool, job: str) -> Iterator[None]:
 
     Args:
         live_weights: keep linear weights as plain tensors. By default they are packed and the visible parameter becomes
-            empty, so that nothing could be written in place; generation is about 20 % slower without the packing.
-            Experts are never packed, see ``plain_cpu_experts``.
+            empty, so that nothing could be written in place; with torch's own matrix products generation is about 20 %
+            slower without the packing. Experts are never packed, see ``plain_cpu_experts``.
         job: a word that only this launch has. Ranks of one engine meet in shared memory whose name, under an external
             launcher, holds nothing but their rank numbers: two launches that start at the same time on one machine
             would join each other's memory.

@@ -1,7 +1,10 @@
 """``platform.kernels`` on the host against the references, in a process of its own: ``compiled`` or ``liger``.
 
 torch's compiler makes C++ of the formulas; Triton's interpreter runs Liger's kernels. Prints each operator with its
-largest difference in float32.
+largest difference in float32. The suite runs the first. The second needs packages that a CPU has no other use for:
+
+    pip install --no-deps --target KERNELS triton liger-kernel
+    PYTHONPATH=$PWD:KERNELS python tests/unit/platform/run_fused_kernels.py liger
 """
 
 import importlib
@@ -21,8 +24,8 @@ from mega_rl.platform.operators.torch_kernels import TorchOperators
 from tests.operator_cases import compare, operator_cases
 
 OPERATORS = {
-    "compiled": ("rms_norm", "add_rms_norm", "swiglu", "rotary"),
-    "liger": ("rms_norm", "rms_norm_of_heads", "add_rms_norm", "swiglu"),
+    "compiled": ("rms_norm", "rms_norm_of_heads", "add_rms_norm", "swiglu", "swiglu_weighted", "rotary"),
+    "liger": ("rms_norm", "rms_norm_of_heads", "add_rms_norm", "swiglu", "swiglu_weighted"),
 }
 
 

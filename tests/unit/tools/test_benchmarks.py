@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from mega_rl.platform.operators import products
 from mega_rl.rewards.sandbox import has_namespaces
 from tests.launch import REPO, ranks, run, run_copy
 
@@ -54,6 +55,15 @@ def test_quick_run_prints_a_table_and_writes_json(script: str, tmp_path: Path) -
     else:
         (case,) = document["results"]
         assert case["num_tokens"] == int(figure(body[0][2])) and all(len(s) == 2 for s in case["seconds"].values())
+
+
+def test_matrix_products_are_measured_on_both_sides(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    launched = ranks("benchmarks/products.py", "--quick", "--json", path, nproc=0).check()
+    ((_, *body),) = tables(launched.stdout)
+    assert len(body) == 36 and all(figure(cell) > 0 for row in body for cell in row[1:])
+    document = json.loads(path.read_text())
+    assert {row[0] for row in body} <= set(document) and document["onednn"] == products.is_onednn_faster()
 
 
 @pytest.mark.slow
