@@ -1,7 +1,8 @@
 """Make targets side by side: ``python -m tests.side_by_side test-npu test-unit test-distributed``.
 
-Every line of output has its target's name in front. At the end stand the closing lines of all targets, as they were
-printed; the exit status is 1 if one of them has failed. A target that fails does not end the others.
+Every line of output has its target's name in front. At the end stand pytest's words on what failed, so that the end of
+a log names it, and the closing lines of all targets, as they were printed; the exit status is 1 if a target has failed.
+A target that fails does not end the others.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 
 import psutil
 
 OURS = "[side by side] "
+FAILURE = ("E  ", "FAILED ", "ERROR ")  # how pytest begins its lines on what went wrong and where
+MAX_FAILURE_LINES = 40  # repeated at the end, of each target the last ones: those that name the tests
 
 
 class Target:
@@ -24,6 +28,7 @@ class Target:
 
     def __init__(self, name: str) -> None:
         self.name, self.closing_line, self.status = name, "", -1
+        self.failures: deque[str] = deque(maxlen=MAX_FAILURE_LINES)
         self._begin = time.monotonic()
         command = ("make", "--no-print-directory", name)
         pipe = subprocess.PIPE
@@ -39,6 +44,8 @@ class Target:
             say(f"[{self.name}] {line.rstrip()}")
             if not line.startswith(("make: ", "make[")):  # make's own word on a failure comes after pytest's
                 self.closing_line = line.rstrip()
+            if line.startswith(FAILURE):
+                self.failures.append(line.rstrip())
         self.status = self.process.wait()
         say(f"{OURS}{self.name}: status {self.status}, {time.monotonic() - self._begin:.0f} s after the start")
 
@@ -64,6 +71,9 @@ def main(names: Sequence[str]) -> int:
                 target.thread.join()
             except KeyboardInterrupt:  # Ctrl-C has reached the targets too
                 say(f"{OURS}interrupted: the targets are ending")
+    for target in targets:
+        for line in target.failures:
+            say(f"[{target.name}] {line}")
     for target in targets:
         say(target.closing_line)
     return int(any(target.status for target in targets))

@@ -12,7 +12,7 @@ slow:
 	@until test -e {directory}/failed; do sleep 0.02; done
 	@printf 'one\\n== 3 passed ==\\n'
 fails:
-	@printf '== 1 failed ==\\n'; touch {directory}/failed; exit 1
+	@printf 'E   3 is not 4\\nFAILED test_it - 3 is not 4\\n== 1 failed ==\\n'; touch {directory}/failed; exit 1
 waits:
 	@echo ready; exec sleep 600
 """
@@ -27,6 +27,7 @@ def test_a_failure_ends_no_other_target_and_is_not_lost(tmp_path: Path) -> None:
     failed = run(script(tmp_path, "fails", "slow"))
     lines = failed.stdout.splitlines()
     assert failed.returncode == 1 and lines[-2:] == ["== 1 failed ==", "== 3 passed =="]
+    assert lines[-4:-2] == ["[fails] E   3 is not 4", "[fails] FAILED test_it - 3 is not 4"]
     assert {"[fails] == 1 failed ==", "[slow] one", "[slow] == 3 passed =="} <= set(lines)
     good = run(script(tmp_path, "slow")).check()
     assert good.stdout.splitlines()[-1] == "== 3 passed =="
