@@ -30,6 +30,7 @@ from tests import warm
 REPO = Path(__file__).resolve().parent.parent
 MARK = "MEGA_RL_TEST_LAUNCH"  # in the environment of everything a launch starts, however it detached itself
 R = TypeVar("R")
+PORT_NAMES: list[socket.socket] = []  # what keeps the ports of `free_port` from other processes
 VISIBLE_CHARACTERS = 20_000
 # What takes longer hangs; busy machines are waited for. A rank that waits for another one would wait for half an hour.
 LIMIT_S = 600.0
@@ -336,12 +337,18 @@ def marked(token: str) -> list[psutil.Process]:
 
 
 def free_port() -> int:
-    """A port below those that the kernel gives to connections, so that none of them takes it before its user does."""
+    """A port below those that the kernel gives to connections, so that none of them takes it before its user does.
+
+    No other process of tests is given it: a name of the kernel stands for it as long as this process lives.
+    """
     while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
+        port, name = random.SystemRandom().randrange(20_000, 32_000), socket.socket(socket.AF_UNIX)
         with socket.socket() as listener, suppress(OSError):
+            name.bind(f"\0mega_rl_tests_port_{port}")
             listener.bind(("127.0.0.1", port))
+            PORT_NAMES.append(name)
             return port
+        name.close()
 
 
 def _tail(output: str) -> str:

@@ -150,7 +150,12 @@ def serving(
 def at_port(endpoint: Endpoint, keys: Sequence[str] = ()) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0), backlog=512) as port:
         settings = uvicorn.Config(
-            application(endpoint, keys), loop="asyncio", http="h11", log_level="warning", timeout_graceful_shutdown=5
+            application(endpoint, keys),
+            loop="asyncio",
+            http="h11",
+            log_level="warning",
+            timeout_graceful_shutdown=5,
+            timeout_keep_alive=600,  # longer than a client keeps a connection, so that none is closed while it is used
         )
         server = uvicorn.Server(settings)
         thread = threading.Thread(target=server.run, args=([port],))

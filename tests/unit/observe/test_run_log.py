@@ -37,6 +37,7 @@ def test_warnings_of_every_kind_are_taken_in(tmp_path, capsys):
     log.say("lost: nothing is open")
     with log.opened(path, 0, 2), warnings.catch_warnings():
         warnings.simplefilter("always")
+        warnings.simplefilter("ignore", ResourceWarning)  # of what another test has left
         logging.getLogger("test_run_log").warning("%d of %d", 3, 4)
         logging.getLogger("test_run_log").info("not this")
         alone.error("first line\nsecond line")

@@ -157,7 +157,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     found = FakeRay()
     monkeypatch.setitem(sys.modules, "ray", found)
     monkeypatch.setattr(attach, "KeptEngine", Worker)
-    monkeypatch.setattr(attach.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(attach, "time", SimpleNamespace(sleep=lambda seconds: None))
     monkeypatch.setattr(attach, "threading", SimpleNamespace(**vars(attach.threading) | {"Thread": NoThread}))
     monkeypatch.setattr(keeper, "threading", SimpleNamespace(Thread=NoThread))
     monkeypatch.setattr(keeper, "os", SimpleNamespace(_exit=sys.exit))
@@ -353,7 +353,7 @@ def test_everything_ends_with_the_lease(ray: FakeRay, monkeypatch: pytest.Monkey
             places.check()  # a word of the trainer
         assert not any(group.is_removed for group in ray.groups)
 
-    monkeypatch.setattr(keeper.time, "sleep", tick)
+    monkeypatch.setattr(keeper, "time", SimpleNamespace(sleep=tick))
     with pytest.raises(SystemExit):
         held._watch()
     assert sum(ticks[99:]) == 600.0 and all(group.is_removed for group in ray.groups)

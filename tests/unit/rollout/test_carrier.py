@@ -248,8 +248,8 @@ class Run:
         monkeypatch.setattr(places, "reserve", lambda ray, size, options: "a place")
         monkeypatch.setattr(places, "spawn", self.ray.spawn)
         monkeypatch.setattr(under_test, "Nodes", FakeNodes)
-        monkeypatch.setattr(under_test.time, "monotonic", lambda: self.ray.now)
-        monkeypatch.setattr(under_test.time, "sleep", self.ray.sleep)
+        clock = SimpleNamespace(monotonic=lambda: self.ray.now, sleep=self.ray.sleep)
+        monkeypatch.setattr(under_test, "time", clock)  # of this module alone: threads of other tests sleep too
         rollout = RolloutConfig(placement="separate", num_engines=2, tensor_parallel_size=size)
         spec = EngineSpec("", rollout, 64, "float32", "cpu", is_deterministic=False, num_threads=1)
         store = Store(Form(((NORM,),) * size, torch.float32, num_slots=2, salt=1))

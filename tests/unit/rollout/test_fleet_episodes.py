@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.remote.engine_process import EngineProcess, episodes_on
@@ -49,9 +51,14 @@ def tickets() -> dict[int, list[Request]]:
 
 
 def test_an_engine_drops_the_episodes_of_a_trainer_that_is_gone() -> None:
+    made: list[int] = []
     closed: list[int] = []
 
     class Closing(SlowEcho):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(1)
+
         def close(self) -> None:
             closed.append(1)
 
@@ -60,6 +67,8 @@ def test_an_engine_drops_the_episodes_of_a_trainer_that_is_gone() -> None:
     kept._engine = ScriptedEngine(tokenizer(), order=3, pace=1)  # type: ignore[assignment]
     kept._sampler = episodes_on(kept._engine, plan(Closing), 0, 1)
     early = issued(kept, wanted, max_calls=1)
+    while len(made) < 2 * ATTEMPTS:  # an episode that has not begun closes nothing
+        time.sleep(0.01)
     kept.rest()
     assert len(early) < 2 * ATTEMPTS == len(closed) and not kept.sampler.num_unfinished and not kept._tickets
     assert not kept.engine.num_unfinished

@@ -63,7 +63,7 @@ class FakeRay:
 
 def test_a_node_that_ray_has_lost_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     now, ray = [0.0], FakeRay()
-    monkeypatch.setattr(under_test.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(under_test, "time", SimpleNamespace(monotonic=lambda: now[0]))
     nodes = Nodes(ray, Store(FORM))
     ray.alive = False
     nodes.check_own()  # it has been there just now

@@ -250,7 +250,7 @@ def test_only_time_in_which_the_thread_had_turns_counts_for_the_limits_of_engine
 
     held = lambda wanted: Held(wanted, lambda v: v, True)  # noqa: E731
     limits = Limits(slots=3, progress_s=20.0, restarts=10_000)
-    with running(engines=1, carrier=held, limits=limits) as (thread, _):
+    with running(engines=1, carrier=held, limits=limits, limit_s=1000.0) as (thread, _):
         thread.take(0)
         passed[0] = 1000.0  # what is ended from now on is of the end
     late = [why for why in whys if "20 s were not enough for it to go on" in why]
