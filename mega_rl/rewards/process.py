@@ -41,7 +41,7 @@ class WorkerProcess:
         self._buffer = b""
         self._scratch = Scratch()  # its temporary files, removed with it
         self.scratch = self._scratch.path
-        shared = _sealed_memory(Progress.LAYOUT.size)
+        shared = _sealed_memory(Progress.SIZE)
         boot = BOOT.format(path=sys.path, fd=theirs.fileno(), parent=os.getpid(), progress=shared)
         # A fixed hash seed: values that follow the order of a set are the same in every worker.
         environment = os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "TMPDIR": self.scratch}

@@ -80,21 +80,23 @@ class Progress:
     The size of the memory is sealed: if a reward could shrink it, reading the missing page would kill both processes.
     """
 
-    LAYOUT = struct.Struct("qd")  # position in the call, and when work on it began: CLOCK_MONOTONIC, seconds
+    SIZE = 16  # bytes: position in the call, an integer; when work on it began, CLOCK_MONOTONIC in seconds, a float
 
     def __init__(self, descriptor: int) -> None:
         """Map the sealed memory, and close the descriptor."""
         try:
-            self._page = mmap.mmap(descriptor, self.LAYOUT.size)
+            page = memoryview(mmap.mmap(descriptor, self.SIZE))
         finally:
             os.close(descriptor)
+        self._position, self._since = page[:8].cast("q"), page[8:].cast("d")
 
     def begin(self, position: int) -> None:
-        self.LAYOUT.pack_into(self._page, 0, position, time.monotonic())
+        # One store each, the time first: whoever reads in between sees the sample before, with more time than it had.
+        self._since[0] = time.monotonic()
+        self._position[0] = position
 
     def read(self) -> tuple[int, float]:
-        position, since = self.LAYOUT.unpack_from(self._page, 0)
-        return position, since
+        return self._position[0], self._since[0]
 
 
 class UnfitError(Exception):

@@ -33,7 +33,7 @@ class PretendedWorker(WorkerProcess):
         self._channel, self._theirs = socket.socketpair()
         self._buffer = b""
         self.scratch = "none"
-        self.progress = Progress(_sealed_memory(Progress.LAYOUT.size))
+        self.progress = Progress(_sealed_memory(Progress.SIZE))
         type(self).num_started += 1
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
@@ -92,12 +93,13 @@ def test_no_descriptor_and_no_directory_is_shared(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with (tmp_path / "secret").open("w") as file:
         os.set_inheritable(file.fileno(), True)
-        program = f"import os\ntry: os.fstat({file.fileno() + 20})\nexcept OSError: print('closed')"
-        os.dup2(file.fileno(), file.fileno() + 20, inheritable=True)
+        copy = fcntl.fcntl(file.fileno(), fcntl.F_DUPFD, 200)  # no other descriptor's number
+        os.set_inheritable(copy, True)
+        program = f"import os\ntry: os.fstat({copy})\nexcept OSError: print('closed')"
         try:
             assert run_program(program, "", LIMITS).output == "closed\n"
         finally:
-            os.close(file.fileno() + 20)
+            os.close(copy)
     assert [path.name for path in tmp_path.iterdir()] == ["secret"]
 
 

@@ -216,7 +216,7 @@ def test_a_late_write_costs_no_innocent_sample(name: str) -> None:
 
 @pytest.mark.parametrize("word", ["refresh", "trickle"])
 def test_a_call_ends_whatever_the_worker_makes_of_its_progress(name: str, word: str) -> None:
-    scores = scored(name, "0", word, *map(str, range(2, 10)), timeout_s=2.0)  # two in the first call
+    scores = scored(name, "0", word, *map(str, range(2, 10)), timeout_s=5.0)  # two in the first call
     assert causes(scores) == [None, "timed_out"] + [None] * 8
 
 

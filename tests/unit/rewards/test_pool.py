@@ -52,7 +52,7 @@ def act(solution_str):
     if word == "fork":
         if os.fork() == 0: time.sleep(600)
     if word == "fork_and_return":
-        if os.fork() == 0: time.sleep(0.3)
+        if os.fork() == 0: time.sleep(5)
     if word == "daemon": subprocess.Popen(["sleep", "600"], start_new_session=True)
     if word == "nan": return float("nan")
     if word == "text": return "1.0"
@@ -99,9 +99,9 @@ CAUSES = {
     "die": ("exited", "ended the worker with exit status 3"),
     "kill": ("exited", "ended the worker by signal 9"),
     "crash": ("exited", "ended the worker by signal 11"),
-    "hang": ("timed_out", "gave no value within 3 s"),
-    "hang_in_c": ("timed_out", "gave no value within 3 s"),
-    "stop": ("timed_out", "gave no value within 3 s"),
+    "hang": ("timed_out", "gave no value within 5 s"),
+    "hang_in_c": ("timed_out", "gave no value within 5 s"),
+    "stop": ("timed_out", "gave no value within 5 s"),
     "memory": ("out_of_memory", "ran out of memory"),
     "fork": ("left_processes", "left child processes running"),
     "fork_and_return": ("left_processes", "left child processes running"),
@@ -113,7 +113,7 @@ CAUSES = {
     "channel": ("garbled", "wrote to the channel between worker and trainer"),
     "close": ("exited", "closed the channel between worker and trainer"),
 }
-WORKERS = RewardWorkersConfig(num_workers=2, timeout_s=3.0, memory_bytes=1 << 30)
+WORKERS = RewardWorkersConfig(num_workers=2, timeout_s=5.0, memory_bytes=1 << 30)
 
 
 @pytest.fixture(autouse=True)
@@ -151,11 +151,6 @@ def scorers(hostile: str, earlier: set[int]) -> Iterator[dict[str, Scorer]]:
         scorer.close()
 
 
-@pytest.fixture
-def scorer(scorers: dict[str, Scorer]) -> Scorer:
-    return scorers["hasty"]
-
-
 def pool_of(scorer: Scorer) -> WorkerPool:
     assert isinstance(scorer.pool, WorkerPool)
     return scorer.pool
@@ -191,18 +186,20 @@ def test_harm_costs_its_own_sample_only(scorers: dict[str, Scorer], earlier: set
     assert left == workers
 
 
-def test_printing_does_no_harm(scorer: Scorer, capfd: pytest.CaptureFixture[str]) -> None:
-    assert [s.value for s in score(scorer, "print", "3")] == [1.0, 3.0]
+def test_printing_does_no_harm(scorers: dict[str, Scorer], capfd: pytest.CaptureFixture[str]) -> None:
+    assert [s.value for s in score(scorers["patient"], "print", "3")] == [1.0, 3.0]
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_worker_that_was_killed_while_idle_costs_nothing(scorer: Scorer) -> None:
+def test_a_worker_that_was_killed_while_idle_costs_nothing(hostile: str) -> None:
+    scorer = build_scorer([RewardConfig(f"{hostile}:harm")], replace(WORKERS, timeout_s=60.0))
     for pid in pool_of(scorer).worker_pids():
         process = psutil.Process(pid)
         process.kill()
         while process.status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.01)
     assert [s.value for s in score(scorer, "1", "2", "3")] == [1.0, 2.0, 3.0]
+    scorer.close()
 
 
 def test_workers_keep_out_of_the_process_group_and_leave_no_files(hostile: str) -> None:
@@ -241,7 +238,7 @@ def test_values_do_not_depend_on_the_number_of_workers(hostile: str) -> None:
     ],
 )
 def test_harm_within_a_call_of_many_samples(hostile: str, name: str, text: str, cause: str) -> None:
-    workers = RewardWorkersConfig(num_workers=1, timeout_s=2.0 if cause == "timed_out" else 60.0)
+    workers = RewardWorkersConfig(num_workers=1, timeout_s=5.0 if cause == "timed_out" else 60.0)
     scorer = build_scorer([RewardConfig(f"{hostile}:{name}")], workers)
     scores = score(scorer, "1", text, "3")
     scorer.close()
