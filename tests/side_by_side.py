@@ -29,17 +29,20 @@ class Target:
     def __init__(self, name: str) -> None:
         self.name, self.closing_line, self.status = name, "", -1
         self.failures: deque[str] = deque(maxlen=MAX_FAILURE_LINES)
+        self.thread = threading.Thread(target=self._follow)
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
         self._begin = time.monotonic()
-        command = ("make", "--no-print-directory", name)
+        command = ("make", "--no-print-directory", self.name)
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=subprocess.STDOUT, text=True, errors="replace"
         )
-        self.thread = threading.Thread(target=self._follow)
         self.thread.start()
 
     def _follow(self) -> None:
-        assert self.process.stdout is not None
+        assert self.process is not None and self.process.stdout is not None
         for line in self.process.stdout:
             say(f"[{self.name}] {line.rstrip()}")
             if not line.startswith(("make: ", "make[")):  # make's own word on a failure comes after pytest's
@@ -51,6 +54,8 @@ class Target:
 
     def interrupt(self) -> None:
         """As Ctrl-C does: pytest then ends what its tests have started, which a signal to `make` alone would leave."""
+        if self.process is None:
+            return
         with suppress(psutil.NoSuchProcess):
             for process in psutil.Process(self.process.pid).children(recursive=True):
                 with suppress(psutil.NoSuchProcess):
@@ -65,6 +70,8 @@ def say(text: str) -> None:
 def main(names: Sequence[str]) -> int:
     targets = [Target(name) for name in names]
     signal.signal(signal.SIGTERM, lambda *_: [target.interrupt() for target in targets])
+    for target in targets:
+        target.start()
     for target in targets:
         while target.thread.is_alive():
             try:

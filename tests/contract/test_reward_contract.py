@@ -43,7 +43,7 @@ class Case:
 
 
 ADD = "```python\nprint(sum(map(int, input().split())))\n```"
-CODE_OPTIONS = {"isolation": "namespaces" if has_namespaces() else "limits"}
+CODE_OPTIONS = {"isolation": "namespaces" if has_namespaces() else "limits", "timeout_s": 60.0}
 CASES = [
     Case("exact_match", truth="42", right="42", wrong="43"),
     Case("gsm8k", truth="42", right="so #### 42", wrong="so #### 43"),
