@@ -114,7 +114,7 @@ async def run_episode(
         cause, detail = failure.args
         return end("failed", None, cause, detail)
     finally:
-        await _close(environment, limits.close_timeout_s)
+        await close(environment, limits.close_timeout_s)
 
 
 def _counts(metrics: Counter[str], events: Sequence[Turn | Reply]) -> dict[str, float]:
@@ -186,11 +186,12 @@ async def _limited(
         raise _Failure("raised", f"{function.__name__} raised {error}"[:MAX_DETAIL_LENGTH]) from None
 
 
-async def _close(environment: Environment, timeout_s: float) -> None:
-    close = getattr(environment, "close", None)
-    if close is not None:
-        with contextlib.suppress(_Failure):  # the episode is over already
-            await _limited(close, (), timeout_s)
+async def close(environment: Environment, timeout_s: float) -> None:
+    """Close an environment, within the limit; what it raises is nobody's concern any more."""
+    own = getattr(environment, "close", None)
+    if own is not None:
+        with contextlib.suppress(_Failure):
+            await _limited(own, (), timeout_s)
 
 
 def _text(message: Message) -> str:

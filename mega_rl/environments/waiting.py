@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -56,3 +57,28 @@ async def result_of(function: Callable[..., Any], timeout_s: float, *arguments: 
     if error is not None:
         raise RaisedError(error)
     return value
+
+
+async def made(make: Callable[..., Any], timeout_s: float, drop: Callable[[Any], None], *arguments: Any) -> Any:
+    """``result_of`` for a value that somebody must close: what a plain function makes too late goes to ``drop``.
+
+    Too late is after the limit, or when the caller was cancelled. ``drop`` runs in a thread. An ``async`` function is
+    told of its end itself.
+    """
+    if inspect.iscoroutinefunction(make):
+        return await result_of(make, timeout_s, *arguments)
+    values: list[Any] = []
+    first = threading.Lock()  # taken by the thread that has made the value, or by the caller that gives up: once
+
+    def making() -> Any:
+        values.append(make(*arguments))
+        if not first.acquire(blocking=False):
+            drop(values[0])
+        return values[0]
+
+    try:
+        return await result_of(making, timeout_s)
+    except BaseException:
+        if not first.acquire(blocking=False):  # it was made in this moment
+            threading.Thread(target=drop, args=values, name="dropped environment", daemon=True).start()
+        raise

@@ -6,6 +6,7 @@ tokens, and the chat template's own tokens of the reply.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -18,9 +19,17 @@ from transformers import PreTrainedTokenizerBase
 from mega_rl.data.replies import ReplyTokens
 from mega_rl.data.template import Tools
 from mega_rl.data.tokenizer import encode
-from mega_rl.environments.episode import MAX_DETAIL_LENGTH, Episode, EpisodeLimits, NoRoomError, Slots, run_episode
+from mega_rl.environments.episode import (
+    MAX_DETAIL_LENGTH,
+    Episode,
+    EpisodeLimits,
+    NoRoomError,
+    Slots,
+    close,
+    run_episode,
+)
 from mega_rl.environments.protocol import Environment, Message, Turn as Said
-from mega_rl.environments.waiting import RaisedError, result_of
+from mega_rl.environments.waiting import RaisedError, made
 from mega_rl.errors import InputError
 from mega_rl.rollout.engine import Request
 from mega_rl.types import ASSISTANT, PROMPT, Outcome, Prompt, Span, Trajectory, Turn, UnknownReward
@@ -73,10 +82,14 @@ class Conversation:
     async def run(self, slots: Slots) -> Episode:
         """The episode from the making of its environment to its end; never raises for the environment's faults."""
         limits, request = self._plan.limits, self._request
+
+        def drop(environment: Any) -> None:
+            asyncio.run(close(environment, limits.close_timeout_s))
+
         try:
             async with slots or nullcontext():
-                environment = await result_of(
-                    self._plan.make, limits.step_timeout_s, request.prompt, request.sample_index
+                environment = await made(
+                    self._plan.make, limits.step_timeout_s, drop, request.prompt, request.sample_index
                 )
         except TimeoutError:
             return _failed("timed_out", f"the environment was not made within {limits.step_timeout_s:g} s")
