@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import inspect
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -114,7 +116,7 @@ async def run_episode(
         cause, detail = failure.args
         return end("failed", None, cause, detail)
     finally:
-        await close(environment, limits.close_timeout_s)
+        await _close(environment, limits.close_timeout_s)
 
 
 def _counts(metrics: Counter[str], events: Sequence[Turn | Reply]) -> dict[str, float]:
@@ -186,12 +188,21 @@ async def _limited(
         raise _Failure("raised", f"{function.__name__} raised {error}"[:MAX_DETAIL_LENGTH]) from None
 
 
-async def close(environment: Environment, timeout_s: float) -> None:
-    """Close an environment, within the limit; what it raises is nobody's concern any more."""
-    own = getattr(environment, "close", None)
-    if own is not None:
-        with contextlib.suppress(_Failure):
-            await _limited(own, (), timeout_s)
+async def _close(environment: Environment, timeout_s: float) -> None:
+    close = getattr(environment, "close", None)
+    if close is not None:
+        with contextlib.suppress(_Failure):  # the episode is over already
+            await _limited(close, (), timeout_s)
+
+
+def close_untaken(environment: Environment, timeout_s: float) -> None:
+    """Close an environment that no episode took, in the calling thread: a plain ``close`` that hangs keeps it."""
+    close = getattr(environment, "close", None)
+    with contextlib.suppress(Exception):  # nobody is left to be told
+        if inspect.iscoroutinefunction(close):
+            asyncio.run(result_of(close, timeout_s))
+        elif close is not None:
+            close()
 
 
 def _text(message: Message) -> str:

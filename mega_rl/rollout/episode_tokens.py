@@ -6,7 +6,6 @@ tokens, and the chat template's own tokens of the reply.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from mega_rl.environments.episode import (
     EpisodeLimits,
     NoRoomError,
     Slots,
-    close,
+    close_untaken,
     run_episode,
 )
 from mega_rl.environments.protocol import Environment, Message, Turn as Said
@@ -83,8 +82,8 @@ class Conversation:
         """The episode from the making of its environment to its end; never raises for the environment's faults."""
         limits, request = self._plan.limits, self._request
 
-        def drop(environment: Any) -> None:
-            asyncio.run(close(environment, limits.close_timeout_s))
+        def drop(environment: Environment) -> None:
+            close_untaken(environment, limits.close_timeout_s)
 
         try:
             async with slots or nullcontext():

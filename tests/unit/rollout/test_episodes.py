@@ -244,6 +244,41 @@ def test_threads_that_hang_do_not_keep_others_from_theirs() -> None:
     assert [failure and failure.cause for failure in failures] == ["timed_out"] * 20
 
 
+class Late(Echo):
+    """Is made when nobody waits for it any more, and says how it is closed."""
+
+    may_be_made = threading.Event()
+    closed: SimpleQueue[str] = SimpleQueue()
+
+    def __init__(self, prompt: Prompt, sample_index: int) -> None:
+        self.may_be_made.wait(600)
+        super().__init__(prompt, sample_index)
+
+
+class LatePlain(Late):
+    def close(self) -> None:
+        self.closed.put("plain")
+        raise SystemExit("not closed")
+
+
+class LateAsync(Late):
+    async def close(self) -> None:
+        await asyncio.sleep(0)
+        self.closed.put("async")
+
+
+@pytest.mark.parametrize("kind", [LatePlain, LateAsync])
+def test_an_environment_that_is_made_too_late_is_closed(kind: type[Late]) -> None:
+    Late.may_be_made.clear()
+    (found,) = episodes(plan(kind, EpisodeLimits(step_timeout_s=0.1)), requests(1, 1))
+    assert found.episode is not None and found.episode.failure is not None
+    assert found.episode.failure.cause == "timed_out" and Late.closed.empty()
+    Late.may_be_made.set()  # after the event loop has ended, too
+    assert Late.closed.get(timeout=60) == kind.__name__.removeprefix("Late").lower()
+    time.sleep(0.1)
+    assert Late.closed.empty(), "once"
+
+
 def test_a_step_waits_while_all_wait_for_tools() -> None:
     class Waiting(Echo):
         async def step(self, turn: Turn) -> Reply | End:  # type: ignore[override]

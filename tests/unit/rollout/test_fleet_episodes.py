@@ -67,7 +67,9 @@ def test_an_engine_drops_the_episodes_of_a_trainer_that_is_gone() -> None:
     kept._engine = ScriptedEngine(tokenizer(), order=3, pace=1)  # type: ignore[assignment]
     kept._sampler = episodes_on(kept._engine, plan(Closing), 0, 1)
     early = issued(kept, wanted, max_calls=1)
-    while len(made) < 2 * ATTEMPTS:  # an episode that has not begun closes nothing
+    deadline = time.monotonic() + 60
+    while len(made) < 2 * ATTEMPTS:  # what is made later is closed later
+        assert time.monotonic() < deadline
         time.sleep(0.01)
     kept.rest()
     assert len(early) < 2 * ATTEMPTS == len(closed) and not kept.sampler.num_unfinished and not kept._tickets
