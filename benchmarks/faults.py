@@ -41,8 +41,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from fault_rows import publish_rows  # noqa: E402
 from report import publish, table  # noqa: E402
 
-from tests.distributed import conftest, training  # noqa: E402
-from tests.launch import ENGINE, TRAINER, Running, ranks, started, torchrun_command  # noqa: E402
+from tests.distributed import conftest
+from tests.launching import training  # noqa: E402
+from tests.launching.launch import ENGINE, TRAINER, Running, ranks, started, torchrun_command  # noqa: E402
 
 MOMENT = "MEGA_RL_STRUCK"  # as ``struck.py`` has it
 INSIDE = "MEGA_RL_FAULTS_INSIDE"  # set in the namespaces

@@ -57,10 +57,10 @@ from fleet_findings import (  # noqa: E402
 from report import publish  # noqa: E402
 
 from tests.distributed.conftest import write_world  # noqa: E402
-from tests.launch import MARK, alive, free_port, marked  # noqa: E402
-from tests.struck_fleet import LOG, Told  # noqa: E402
+from tests.launching.launch import MARK, alive, free_port, marked  # noqa: E402
+from tests.pretended.struck_fleet import LOG, Told  # noqa: E402
 
-SCRIPT = "tests/distributed/run_struck_fleet.py"
+SCRIPT = "tests/distributed/fleet/run_struck_fleet.py"
 LIMIT_S = 1800.0  # without any word of a run
 GRACE_S = 20.0
 SETTINGS = (

@@ -34,7 +34,7 @@ from mega_rl.rollout.replay import ReplayEngine  # noqa: E402
 from mega_rl.stages.parts import building  # noqa: E402
 from mega_rl.types import Trajectory  # noqa: E402
 from tests.distributed import conftest  # noqa: E402
-from tests.launch import run, torchrun_command  # noqa: E402
+from tests.launching.launch import run, torchrun_command  # noqa: E402
 from tools import train  # noqa: E402
 
 SETTINGS = ("checkpoint.save_freq=20", "validation.test_freq=50", "checkpoint.export_hf=false")

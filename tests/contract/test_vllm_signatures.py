@@ -20,10 +20,10 @@ from mega_rl.models.shape import parse_config
 from mega_rl.rollout import receiver
 from mega_rl.rollout.vllm import versions as vllm_versions
 from mega_rl.rollout.vllm.versions import TransferMethods, parameter_name, start_arguments
-from tests import families
 from tests.contract.vllm_signatures import record
 from tests.contract.vllm_signatures.uses import WORKER, Call, Use, uses
 from tests.contract.vllm_signatures.wheel import Package
+from tests.models import families
 
 OLDEST, NEWEST = "0.23.0", "0.32.0"
 ASCEND = "vllm_ascend-0.23.0"

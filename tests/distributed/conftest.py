@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from mega_rl.data.rows import write_jsonl
 from mega_rl.data.synthetic import ArithmeticSpec, arithmetic_data, arithmetic_tokenizer
 from mega_rl.data.tiny_model import TinyModelSpec, write_tiny_model
-from tests import vision_models
-from tests.distributed.training import (
+from tests.launching.launch import ranks
+from tests.launching.training import (
     FLEET_SETTINGS,
     PINNED_TWO,
     REWARD,
@@ -24,7 +24,7 @@ from tests.distributed.training import (
     TinyWorld,
     train,
 )
-from tests.launch import ranks
+from tests.models import vision_models
 
 
 def make_mistakes_visible(model_dir: Path) -> None:

@@ -20,9 +20,9 @@ import torch
 from mega_rl.data.rows import write_jsonl
 from mega_rl.data.synthetic import ArithmeticSpec, arithmetic_data, arithmetic_tokenizer
 from mega_rl.data.tiny_model import TinyModelSpec, write_tiny_model
-from tests.distributed import tiny_models
-from tests.distributed.layouts import Case
-from tests.distributed.training import SFT, TRAIN, metrics_of
+from tests.launching.training import SFT, TRAIN, metrics_of
+from tests.models import tiny_models
+from tests.models.layouts import Case
 from tests.npu.figures import NUM_STEPS, Figures
 from tests.npu.platforms import NEEDS_MINDSPEED, on_cpu, on_npu
 

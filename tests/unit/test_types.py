@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mega_rl.types import ASSISTANT, PROMPT, Outcome, Prompt, Span, Trajectory, Turn
-from tests.trajectories import two_turns
+from tests.recorded.trajectories import two_turns
 
 QUESTION = Prompt(7, (4, 8), "?", "7", "arithmetic", {"level": [1]})
 ARRAYS = ("token_ids", "loss_mask", "logprobs")

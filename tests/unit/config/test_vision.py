@@ -15,7 +15,7 @@ from mega_rl.config.schema import RewardConfig, RunConfig, TuningConfig, VisionC
 from mega_rl.models.shape import ModelShape, parse_config
 from mega_rl.planning.automatic import automatic
 from mega_rl.planning.memory_plan import Machine
-from tests import families
+from tests.models import families
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from mega_rl.errors import InputError
 from mega_rl.evaluation.evaluate import Answered, EvaluationSettings, evaluate, evaluation_metrics, outlined
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
 from mega_rl.rollout.depot import Depot
-from tests.answering import PROMPTS, FakeEngine, FakeScorer
+from tests.pretended.answering import PROMPTS, FakeEngine, FakeScorer
 
 LAYOUT = EngineLayout(1, 1)
 

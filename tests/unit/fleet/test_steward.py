@@ -12,7 +12,7 @@ from mega_rl.fleet import events, membership
 from mega_rl.fleet.engines import Condition, Engine, Limits
 from mega_rl.fleet.steward import Steward
 from mega_rl.fleet.tickets import Key, Rules, held_out
-from tests.launch import REPO
+from tests.launching.launch import REPO
 
 LIMITS = Limits(slots=4, progress_s=10.0, start_s=60.0, restarts=1)
 T = TypeVar("T")

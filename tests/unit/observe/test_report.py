@@ -18,7 +18,7 @@ from mega_rl.observe.report.charts import MAX_POINTS, Series, chart, short, thin
 from mega_rl.observe.report.page import page
 from mega_rl.observe.report.read import read_run
 from mega_rl.observe.report.samples import card, pieces, probability_class, spread
-from tests.observed_run import HOSTILE, SECTIONS_LOGGED, bytes_tokenizer, leave_run
+from tests.recorded.observed_run import HOSTILE, SECTIONS_LOGGED, bytes_tokenizer, leave_run
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from mega_rl.errors import InputError
 from mega_rl.platform.cuda import FlashOperators
 from mega_rl.platform.operators import compiled, reference
 from mega_rl.platform.operators.torch_kernels import TorchOperators
-from tests.launch import run
+from tests.launching.launch import run
 from tests.operator_cases import OperatorCase, compare, operator_cases
 
 FUSED = ("rms_norm", "rms_norm_of_heads", "add_rms_norm", "swiglu", "swiglu_weighted", "rotary")

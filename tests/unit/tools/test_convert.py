@@ -26,8 +26,8 @@ from mega_rl.bridge.files.torch_dist_layout import global_shapes, global_slices,
 from mega_rl.bridge.mapping.megatron import padded_vocab_size
 from mega_rl.bridge.slices import intersect, num_elements
 from mega_rl.models.shape import read_model_shape
-from tests import families
-from tests.launch import REPO, run
+from tests.launching.launch import REPO, run
+from tests.models import families
 
 LAYOUTS = [(1, 1, None, 1, None), (2, 2, None, 1, None), (2, 2, 2, 1, None), (4, 1, None, 2, 2), (1, 4, None, 8, 1)]
 KILLED = """

@@ -19,7 +19,7 @@ from mega_rl.evaluation.configuration import settings_of
 from mega_rl.evaluation.grading import Grading, outcomes
 from mega_rl.evaluation.weights import find_weights
 from mega_rl.rollout.vllm.seeing import Sight
-from tests import families
+from tests.models import families
 from tools import eval as tool
 
 RUN = """

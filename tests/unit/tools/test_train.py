@@ -18,7 +18,7 @@ from mega_rl.config import load_config
 from mega_rl.data.synthetic import arithmetic_tokenizer
 from mega_rl.data.tiny_model import TinyModelSpec, write_tiny_model
 from mega_rl.errors import InputError
-from tests.launch import Launched, alive, run, run_copy, started, torchrun_command
+from tests.launching.launch import Launched, alive, run, run_copy, started, torchrun_command
 from tools import train
 
 CONFIG = """

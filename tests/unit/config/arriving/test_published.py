@@ -15,7 +15,7 @@ from mega_rl.config.arriving.tables import NEIGHBOURS, key_lines, metric_lines, 
 from mega_rl.config.typed import leaf_names
 from mega_rl.errors import InputError
 from mega_rl.observe.metrics import match
-from tests.launch import REPO
+from tests.launching.launch import REPO
 
 HERE = Path(__file__).parent
 

@@ -1,0 +1,107 @@
+"""``tools/train.py`` with pretended engines: ``run_fleet.py ENGINES SEED DEATHS STEPS_BEFORE_A_CRASH ARGUMENTS``.
+
+The engines are drawn by the seed, and die so often of 1,000 turns. After so many steps (0: never) all ranks are killed
+in the middle of one. With ``--change`` before the arguments, two engines are added and two removed after the first
+step, by ``tools/fleet.py``, which is also what is asked how it went.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import zlib
+from itertools import chain
+from pathlib import Path
+
+import torch.distributed as dist
+
+from mega_rl.fleet.carrier import Requests
+from mega_rl.fleet.engines import Limits
+from mega_rl.fleet.tickets import held_out
+from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.stages.parts import building, sampling
+from mega_rl.stages.parts.fleet_batches import Fleet
+from mega_rl.stages.parts.session import Session
+from mega_rl.stages.parts.weight_sync import Pushed
+from tests.distributed.stages.run.run_struck_stage import die
+from tests.launching.launch import REPO
+from tests.pretended.fleet_engines import PretendedCarrier, PretendedSampler
+from tools import train
+
+
+class PretendedSync:
+    """Gives engines what tells the actor's weights from all others."""
+
+    def __init__(self, actor: MegatronEngine) -> None:
+        self.actor, self.digests = actor, dict[int, int]()
+        self.sampler = PretendedSampler(self.digests.__getitem__)
+        self.carriers: list[PretendedCarrier] = []
+        self.has_validated = False
+        self.changed: Path | None = None  # the output directory of a run whose engines are to change
+
+    def push(self, version: int, is_validation: bool = False) -> Pushed:
+        self.has_validated |= is_validation
+        if self.changed is not None and version == 1 and dist.get_rank() == 0:
+            change(self.changed)
+        if self.carriers and not self.has_validated:  # weights change within responses, whoever is faster
+            until = time.monotonic() + 100
+            while not self.carriers[-1].has_begun(version) and time.monotonic() < until:
+                time.sleep(0.01)
+        digest = 0
+        for parameter in chain(*(chunk.parameters() for chunk in self.actor.policy.chunks)):
+            digest = zlib.crc32(parameter.detach().cpu().numpy().tobytes(), digest)
+        self.digests[version] = self.digests[held_out(version)] = digest
+        if is_validation:
+            for carrier in self.carriers:
+                carrier.is_validating = True
+        self.sampler.weight_version = version
+        return Pushed(version, 0.0)
+
+    def end_sampling(self) -> None:
+        """Do nothing: there is no memory."""
+
+
+def change(run: Path) -> None:
+    """From another process, as a user would."""
+    tool = str(REPO / "tools" / "fleet.py")
+    for words in (["add", str(run), "2"], ["remove", str(run), "0", "1"], ["add", str(run), "9", "--wait", "0"]):
+        found = subprocess.run([sys.executable, tool, *words, "--json"], check=False, capture_output=True, text=True)
+        print(f"change: {words[0]} {found.returncode} {found.stderr.strip()} {found.stdout!r}", flush=True)
+
+
+def main(engines: int, seed: int, death: int, crash: int, arguments: list[str]) -> None:
+    carriers: list[PretendedCarrier] = []
+    is_changed = arguments[0] == "--change"
+    arguments = arguments[is_changed:]
+
+    def pretended(
+        session: Session, actor: MegatronEngine, noise: object
+    ) -> tuple[Fleet | PretendedSampler, PretendedSync]:
+        sync = PretendedSync(actor)
+        sync.changed = session.output_dir if is_changed else None
+        mode = session.config.rollout.mode
+
+        def opened(requests: Requests) -> PretendedCarrier:
+            carriers.append(PretendedCarrier(requests, sync.digests.__getitem__, mode == "pinned", seed, death, room=2))
+            return carriers[-1]
+
+        if mode == "in_flight":
+            sync.carriers = carriers
+        # unpinned responses stay with their engine until the next weights come, so there must be room for more
+        slots = 6 if mode == "pinned" else 1000
+        fleet = Fleet(engines, Limits(slots=slots, restarts=10_000), opened)
+        return (sync.sampler if mode == "synchronous" else fleet), sync
+
+    sampling.store_fleet = building.engine_and_sync = pretended
+    if crash:
+        die(crash)
+    try:
+        train.main(arguments)
+    finally:
+        for carrier in carriers:
+            print(f"engines: {carrier.num_issued} issued, {carrier.num_deaths} died, closed: {carrier.is_closed}")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:5]), sys.argv[5:])
