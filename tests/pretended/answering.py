@@ -3,40 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from concurrent.futures import Future
 
 from mega_rl.rollout.engine import Request
 from mega_rl.types import Prompt, Score, Trajectory, UnknownReward
+from tests.pretended.samplers import Modelless, answered
 
 PROMPTS = [Prompt(i, (1, 2), f"{i}?", "", "a" if i < 2 else "b") for i in range(3)]
 
 
-class FakeEngine:
+class FakeEngine(Modelless):
     """A response has as many tokens as its sample's number, and one more; the newest request ends first."""
 
-    def __init__(self) -> None:
-        self.requests: list[Request] = []
-        self._under_way: list[Request] = []
-
-    @property
-    def num_unfinished(self) -> int:
-        return len(self._under_way)
-
-    def check(self, requests: Sequence[Request]) -> None:
-        """Everything fits."""
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        self.requests += requests
-        self._under_way += requests
-
     def step(self) -> list[Trajectory]:
-        request = self._under_way.pop()
+        return [self.answer(self._under_way.pop())]
+
+    def answer(self, request: Request) -> Trajectory:
         number = 1 if request.greedy else request.sample_index + 1
         text = str((request.seed >> 7) % 3) if not request.greedy else "1"
-        return [
-            Trajectory.single_turn(request.prompt, request.sample_index, [5] * number, [0.0] * number, text, "stop", 0)
-        ]
+        return answered(request, [5] * number, [0.0] * number, text, 0)
 
 
 class FakeScorer:

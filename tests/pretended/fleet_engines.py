@@ -1,75 +1,15 @@
-"""Engines of a fleet that sample in no time: what comes next of what they do is drawn, deaths included.
-
-A token is a hash of its response's seed, its place and the weights that sample it, so that runs have the same tokens
-only if every token was sampled with the same weights for the same response.
-"""
+"""Engines of a fleet that sample in no time: what comes next of what they do is drawn, deaths included."""
 
 from __future__ import annotations
 
 import random
 import time
-import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-
-import numpy as np
+from dataclasses import dataclass, field
 
 from mega_rl.fleet import events
 from mega_rl.fleet.carrier import Requests, Whereabouts
-from mega_rl.rollout.engine import Request
-from mega_rl.types import ASSISTANT, PROMPT, Span, Trajectory, Turn
-
-FIRST_ID = 4  # of ten tokens of any model
-Weights = Callable[[int], object]  # version -> what tells its weights from others
-
-
-def number(*parts: object) -> int:
-    return zlib.crc32(repr(parts).encode())
-
-
-def length(request: Request) -> int:
-    return 2 + number(request.seed, "length") % (request.max_tokens - 1)
-
-
-@dataclass
-class Response:
-    """A response under way."""
-
-    request: Request
-    step: int  # that learns from it
-    tokens: list[tuple[int, float, int]] = field(default_factory=list)  # id, log-probability, version
-
-    def may_advance(self, version: int, is_pinned: bool) -> bool:  # is_pinned: or nothing newer will come
-        """Unpinned ones wait for the last weights that they may have before their last token, so all are mixed."""
-        return is_pinned or version >= self.step or len(self.tokens) < length(self.request) - 1
-
-    @property
-    def has_ended(self) -> bool:
-        return len(self.tokens) == length(self.request)
-
-    def advance(self, version: int, weights: object) -> None:
-        found = number(self.request.seed, len(self.tokens), weights)
-        self.tokens.append((FIRST_ID + found % 10, -2.0 - found % 97 / 97, version))
-
-    def trajectory(self, finish_reason: str = "stop") -> Trajectory:
-        """All tokens so far; of an ended response with its text, ten digits by the tokens."""
-        ids, logprobs, versions = zip(*self.tokens, strict=True)
-        text = "".join(str(token - FIRST_ID) for token in ids) if self.has_ended else ""
-        prompt = self.request.prompt
-        whole = Trajectory.single_turn(prompt, self.request.sample_index, ids, logprobs, text, finish_reason, 0)
-        start = len(prompt.token_ids)
-        changes = [i for i, version in enumerate(versions) if i == 0 or version != versions[i - 1]]
-        return replace(whole, spans=tuple(Span(start + i, versions[i]) for i in changes))
-
-    @classmethod
-    def of(cls, request: Request, step: int, prefix: Trajectory | None) -> Response:
-        if prefix is None:
-            return cls(request, step)
-        start = len(request.prompt.token_ids)
-        assert prefix.turns == (Turn(PROMPT, 0, start), Turn(ASSISTANT, start, len(prefix.token_ids)))
-        versions = np.repeat(*np.array(prefix.outline().versions).T).tolist()
-        pairs = zip(prefix.sampled_ids.tolist(), prefix.sampled_logprobs.tolist(), versions, strict=True)
-        return cls(request, step, list(pairs))
+from tests.pretended.samplers import Weights
+from tests.pretended.tokens import Response
 
 
 @dataclass
@@ -181,35 +121,3 @@ class PretendedCarrier:
     def close(self) -> None:
         self._engines.clear()
         self.is_closed = True
-
-
-class PretendedSampler:
-    """A ``Sampler`` of the same tokens, all at once."""
-
-    def __init__(self, weights: Weights) -> None:
-        self.weight_version, self._weights = 0, weights
-        self._under_way: list[Request] = []
-
-    @property
-    def num_unfinished(self) -> int:
-        return len(self._under_way)
-
-    def check(self, requests: Sequence[Request]) -> None:
-        pass
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        self._under_way += requests
-
-    def step(self) -> list[Trajectory]:
-        requests, self._under_way = self._under_way, []
-        return self.generate(requests)
-
-    def generate(self, requests: Sequence[Request]) -> list[Trajectory]:
-        responses = [Response(request, self.weight_version) for request in requests]
-        for response in responses:
-            while not response.has_ended:
-                response.advance(self.weight_version, self._weights(self.weight_version))
-        return [response.trajectory() for response in responses]
-
-    def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
-        return []

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,13 +19,10 @@ from mega_rl.fleet.engines import Limits
 from mega_rl.fleet.events import Decision, Event
 from mega_rl.fleet.steward import Steward
 from mega_rl.fleet.tickets import Key, Rules, held_out
+from tests.pretended.tokens import number
 
 FIRST_WEIGHTS = 1
 VALIDATION = 3, 2  # prompts, and responses to each
-
-
-def number(*parts: object) -> int:
-    return zlib.crc32(repr(parts).encode())
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import uvicorn
 from transformers import PreTrainedTokenizerBase
@@ -24,6 +25,7 @@ from mega_rl.rollout.sessions import Sessions
 from mega_rl.rollout.web import application
 from mega_rl.types import Score, Trajectory
 from tests.models.chat_templates import ends_of, tokenizer_of
+from tests.pretended.samplers import Modelless
 
 CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 MODEL = Model("tiny", max_model_len=4096, vocab_size=400)
@@ -45,31 +47,19 @@ def by_seed(tokenizer: PreTrainedTokenizerBase) -> Callable[[Request], list[int]
     return respond
 
 
-class FakeEngine:
+class FakeEngine(Modelless):
     """A ``StreamingSampler``: each step adds a token to every response, at most `width` of them at a time."""
 
-    weight_version = 0
-
     def __init__(self, respond: Callable[[Request], list[int]], tokenizer: PreTrainedTokenizerBase, width: int = 1000):
+        super().__init__()
         self.respond, self.tokenizer, self.width = respond, tokenizer, width
-        self.requests: list[Request] = []  # all that were submitted
         self.aborted: list[Request] = []
         self.largest = 0  # requests under way at once
         self.may_step = threading.Event()  # cleared: nothing is sampled
         self.may_step.set()
         self.pause_s = 0.0  # before each step
-        self._under_way: dict[tuple[int, int], tuple[Request, list[int], int]] = {}
+        self._under_way: Any = {}  # (prompt, sample) -> request, tokens, place
         self._pieces: list[Piece] = []
-
-    @property
-    def num_unfinished(self) -> int:
-        return len(self._under_way)
-
-    def check(self, requests: Sequence[Request]) -> None:
-        """Everything fits."""
-
-    def generate(self, requests: Sequence[Request]) -> list[Trajectory]:
-        raise NotImplementedError
 
     def submit(self, requests: Sequence[Request]) -> None:
         self.requests += requests

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -13,19 +12,20 @@ import numpy as np
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.requests import joined, resumed
 from mega_rl.types import Trajectory
-from tests.pretended.scripted_engine import Modelless
+from tests.pretended.samplers import Modelless
+from tests.pretended.tokens import number
 
 END = 0  # the token that ends a response
 
 
 def next_token(before: Sequence[int], seed: int, version: int, odds: int) -> int:
     """Of a response of about ``odds`` tokens."""
-    found = zlib.crc32(repr((list(before), seed, version)).encode())
+    found = number(list(before), seed, version)
     return END if found % odds == 0 else 1 + found % 97
 
 
 def logprob(before: Sequence[int], version: int) -> float:
-    return -(zlib.crc32(repr((list(before), version)).encode()) % 1000 + 1) / 1000
+    return -(number(list(before), version) % 1000 + 1) / 1000
 
 
 def decoded(token_ids: Sequence[int]) -> str:

@@ -12,7 +12,7 @@ from mega_rl.config import RunConfig
 from mega_rl.data.tokenizer import load_tokenizer
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.rollout.vllm.seeing import Sight
-from tests.pretended.scripted_engine import ScriptedEngine
+from tests.pretended.samplers import ScriptedEngine
 from tools import eval as tool
 
 

@@ -26,7 +26,8 @@ from mega_rl.stages.parts.session import Session
 from mega_rl.stages.parts.weight_sync import Pushed
 from tests.distributed.stages.run.run_struck_stage import die
 from tests.launching.launch import REPO
-from tests.pretended.fleet_engines import PretendedCarrier, PretendedSampler
+from tests.pretended.fleet_engines import PretendedCarrier
+from tests.pretended.samplers import PretendedSampler
 from tools import train
 
 

@@ -9,7 +9,6 @@ import datetime
 import os
 import sys
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -26,36 +25,23 @@ from mega_rl.rollout.engine import Request
 from mega_rl.rollout.replicas import collect_everywhere
 from mega_rl.rollout.requests import make_requests
 from mega_rl.types import Prompt, Score, Trajectory
+from tests.pretended.samplers import Modelless
 
 COLLECTIVE_S = 8.0  # of a collective; the watch's limit is a little shorter
 DIFFERENCE_S = 12.0
 
 
-class Engine:
+class Engine(Modelless):
     """Ends all responses after so many seconds; until then it makes tokens."""
 
-    weight_version = 0
-
     def __init__(self, seconds: float) -> None:
+        super().__init__()
         self.end = time.monotonic() + seconds
-        self.under_way: list[Request] = []
-
-    @property
-    def num_unfinished(self) -> int:
-        return len(self.under_way)
-
-    def check(self, requests: Sequence[Request]) -> None: ...
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        self.under_way += requests
 
     def step(self) -> list[Trajectory]:
         time.sleep(0.05)
         HEART.mark()
-        if time.monotonic() < self.end:
-            return []
-        ended, self.under_way = self.under_way, []
-        return [Trajectory.single_turn(r.prompt, r.sample_index, [1], [0.0], "", "stop", 0) for r in ended]
+        return [] if time.monotonic() < self.end else super().step()
 
 
 def draw(ticket: int) -> list[Request]:

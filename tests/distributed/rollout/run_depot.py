@@ -30,6 +30,7 @@ from mega_rl.rollout.requests import make_requests
 from mega_rl.stages.parts import learning, rollout_metrics
 from mega_rl.stages.parts.batches import BatchShare, denominators_of, pack_brought, pack_for_rank
 from mega_rl.types import Outline, Prompt, Routing, Score, Tokens, Trajectory
+from tests.pretended.samplers import Modelless, answered
 from tests.recorded.trajectories import two_turns
 
 WORLD = 4
@@ -164,30 +165,17 @@ def a_reward_model_gets_its_share(layout: ParallelLayout) -> None:
     assert sorted(i for part in seen for i in part) == list(range(len(outlines)))
 
 
-class EnginesElsewhere:
+class EnginesElsewhere(Modelless):
     """Ends two responses in a step; like ``RemoteEngines`` it gives rank 0 the responses, the others the requests."""
 
     weight_version = 3
 
-    def __init__(self) -> None:
-        self.under_way: list[Request] = []
-
-    @property
-    def num_unfinished(self) -> int:
-        return len(self.under_way)
-
-    def check(self, requests: SequenceOf[Request]) -> None: ...
-
-    def submit(self, requests: SequenceOf[Request]) -> None:
-        self.under_way += requests
-
     def step(self) -> SequenceOf[Ended]:
-        ended, self.under_way = self.under_way[:2], self.under_way[2:]
-        return ended if dist.get_rank() else [self.answer(request) for request in ended]
+        ended, self._under_way = self._under_way[:2], self._under_way[2:]
+        return ended if dist.get_rank() else self.generate(ended)
 
     def answer(self, request: Request) -> Trajectory:
-        ids = [request.prompt.index, request.sample_index]
-        return Trajectory.single_turn(request.prompt, request.sample_index, ids, [-1.0, -0.5], "", "stop", 3)
+        return answered(request, [request.prompt.index, request.sample_index], [-1.0, -0.5], "", 3)
 
 
 def engines_elsewhere_answer_rank_0_alone(layout: ParallelLayout) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
@@ -16,32 +15,9 @@ from mega_rl.rollout.collect import OutlinedGroup, PromptGroup, Quota, Round, co
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.requests import make_requests
 from mega_rl.types import Prompt, Score, Trajectory
+from tests.pretended.samplers import Unordered
 
 NUM_SAMPLES = 3
-
-
-class Engine:
-    """Ends submitted requests in a random order, at most ``pace`` in a step."""
-
-    weight_version = 0
-
-    def __init__(self, seed: int, pace: int) -> None:
-        self.random, self.pace = random.Random(seed), pace
-        self.under_way: list[Request] = []
-        self.submitted: list[int] = []  # prompts
-
-    @property
-    def num_unfinished(self) -> int:
-        return len(self.under_way)
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        self.submitted.append(requests[0].prompt.index)
-        self.under_way += requests
-
-    def step(self) -> list[Trajectory]:
-        self.random.shuffle(self.under_way)
-        ended, self.under_way = self.under_way[: self.pace], self.under_way[self.pace :]
-        return [Trajectory.single_turn(r.prompt, r.sample_index, [1], [0.0], "", "stop", 0) for r in ended]
 
 
 def has_signal(group: PromptGroup | OutlinedGroup) -> bool:
@@ -65,7 +41,7 @@ def scoring(is_mixed: Callable[[int], bool]) -> Callable[[Trajectory], Future[Sc
     return beside(lambda t: Score(float(is_mixed(t.prompt.index - 100) and t.sample_index == 0)))
 
 
-def run(engines: list[Engine], quota: Quota, is_mixed: Callable[[int], bool]) -> dict[int, PromptGroup]:
+def run(engines: list[Unordered], quota: Quota, is_mixed: Callable[[int], bool]) -> dict[int, PromptGroup]:
     """What all engines come to together, each in a thread of its own."""
     of_step = Round(0, quota, draw, scoring(is_mixed), HashStore())
     parts = split_even(quota.num_initial, len(engines))
@@ -99,7 +75,7 @@ def test_the_tickets_drawn_do_not_depend_on_the_engines(
     mixed: list[bool], wanted: int, more: int, budget: int, engines: list[tuple[int, int]]
 ) -> None:
     quota = Quota(wanted, wanted + more if wanted else 0, budget, has_signal)
-    found = run([Engine(*settings) for settings in engines], quota, mixed.__getitem__)
+    found = run([Unordered(*settings) for settings in engines], quota, mixed.__getitem__)
     assert sorted(found) == list(range(tickets_needed(quota, mixed.__getitem__)))
     for ticket, group in found.items():
         assert [t.prompt.index for t in group.trajectories] == [100 + ticket] * NUM_SAMPLES
@@ -111,7 +87,7 @@ def test_the_tickets_drawn_do_not_depend_on_the_engines(
 @pytest.mark.parametrize("reward", [0.0, 1.0])
 def test_equal_rewards_end_with_the_budget(reward: float) -> None:
     quota = Quota(4, 4, 40, has_signal)
-    engines = [Engine(0, 2), Engine(1, 2)]
+    engines = [Unordered(0, 2), Unordered(1, 2)]
     store = HashStore()
     of_step = Round(5, quota, draw, beside(lambda _: Score(reward)), store)
     with ThreadPoolExecutor(2) as threads:
@@ -125,32 +101,37 @@ def test_equal_rewards_end_with_the_budget(reward: float) -> None:
 
 def test_one_mixed_group_in_fifty_is_found() -> None:
     quota = Quota(3, 3, 1000, has_signal)
-    found = run([Engine(3, 4)], quota, lambda ticket: ticket % 50 == 49)
+    found = run([Unordered(3, 4)], quota, lambda ticket: ticket % 50 == 49)
     assert len(found) == 150 and sum(has_signal(group) for group in found.values()) == 3
 
 
-class HeldOpen(Engine):
+def prompts(engine: Unordered) -> list[int]:
+    """Of the groups that were submitted, in their order."""
+    return [request.prompt.index for request in engine.requests[::NUM_SAMPLES]]
+
+
+class HeldOpen(Unordered):
     """Ends the groups of the first two tickets, and the others only when two more have been submitted."""
 
     num_waits = 0
 
     def step(self) -> list[Trajectory]:
-        first = [r for r in self.under_way if r.prompt.index < 102]
-        if not first and len(self.submitted) < 6:
+        first = [r for r in self._under_way if r.prompt.index < 102]
+        if not first and len(prompts(self)) < 6:
             self.num_waits += 1
             assert self.num_waits < 60_000, "nothing was drawn while other groups were under way"
             time.sleep(0.001)
             return []
-        ended = first or self.under_way
-        self.under_way = [r for r in self.under_way if r not in ended]
-        return [Trajectory.single_turn(r.prompt, r.sample_index, [1], [0.0], "", "stop", 0) for r in ended]
+        ended = first or self._under_way
+        self._under_way = [r for r in self._under_way if r not in ended]
+        return self.generate(ended)
 
 
 def test_a_replacement_starts_while_other_groups_are_under_way() -> None:
     engine = HeldOpen(0, 1)
     found = run([engine], Quota(4, 4, 40, has_signal), lambda ticket: ticket > 1)
     assert sorted(found) == [0, 1, 2, 3, 4, 5]
-    assert engine.submitted == [100, 101, 102, 103, 104, 105]
+    assert prompts(engine) == [100, 101, 102, 103, 104, 105]
 
 
 def test_what_scoring_raises_arrives() -> None:
@@ -158,17 +139,17 @@ def test_what_scoring_raises_arrives() -> None:
         raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken"):
-        collect(Engine(0, 1), Round(0, Quota(2, 2, 2, has_signal), draw, beside(score), HashStore()), [0, 1])  # type: ignore[arg-type]
+        collect(Unordered(0, 1), Round(0, Quota(2, 2, 2, has_signal), draw, beside(score), HashStore()), [0, 1])  # type: ignore[arg-type]
 
 
 def test_a_quota_that_keeps_all_replaces_nothing_is_replaced() -> None:
-    found = run([Engine(0, 3), Engine(1, 1)], Quota(5, 5, 5, lambda group: True), lambda ticket: False)
+    found = run([Unordered(0, 3), Unordered(1, 1)], Quota(5, 5, 5, lambda group: True), lambda ticket: False)
     assert sorted(found) == [0, 1, 2, 3, 4]
 
 
 def test_a_score_that_takes_long_holds_up_its_own_group_only() -> None:
     slow: Future[Score] = Future()
-    engine = Engine(0, 60)
+    engine = Unordered(0, 60)
 
     def score(trajectory: Trajectory) -> Future[Score]:
         if trajectory.prompt.index == 100 and trajectory.sample_index == 1:

@@ -38,7 +38,7 @@ from mega_rl.rollout.requests import make_requests
 from mega_rl.stages.parts.episodes import without_reward
 from mega_rl.types import ASSISTANT, PROMPT, Prompt, Score, Trajectory
 from tests.models.chat_templates import TEXTS
-from tests.pretended.scripted_engine import ScriptedEngine
+from tests.pretended.samplers import ScriptedEngine
 
 LIMITS = EpisodeLimits(max_turns=3, step_timeout_s=120.0)
 

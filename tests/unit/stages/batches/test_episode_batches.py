@@ -32,7 +32,7 @@ from mega_rl.rollout.records import to_rows
 from mega_rl.stages.parts.batch_builder import Batch, BatchBuilder
 from mega_rl.types import Prompt
 from tests.models.chat_templates import TEXTS
-from tests.pretended.scripted_engine import ScriptedEngine
+from tests.pretended.samplers import ScriptedEngine
 
 ONE = EngineLayout(1, 1)
 Rows = list[dict[str, Any]]

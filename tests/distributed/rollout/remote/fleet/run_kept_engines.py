@@ -22,6 +22,7 @@ import torch
 from mega_rl import platform
 from mega_rl.bridge.reshard.deposit import summed
 from mega_rl.bridge.reshard.proof import live_hashes
+from mega_rl.bridge.series import Series
 from mega_rl.config.schema import RolloutConfig
 from mega_rl.fleet.engines import Condition, Limits
 from mega_rl.fleet.ledger import STATE_VERSION
@@ -35,8 +36,9 @@ from mega_rl.rollout.remote.weight_store import Form, Store, Stored
 from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.steward_thread import StewardThread
 from mega_rl.types import Prompt, Score, Trajectory
-from tests.pretended.kept_engine import NORM, PretendedKeptEngine
+from tests.pretended.engine_process import PretendedKeptProcess
 
+NORM = Series("model.norm.weight", ((0, 5),), "model.norm.weight", ((0, 5),))
 RULES = Rules(num_groups=4, group_size=2, total_steps=4)
 LIMIT_S = 200.0
 
@@ -128,7 +130,7 @@ def _is_of_us(process: Any) -> bool:
 
 
 def main(output_dir: Path, num_engines: int, first: int, lease_s: float) -> None:
-    attach.KeptEngine = PretendedKeptEngine  # type: ignore[misc]
+    attach.KeptEngine = PretendedKeptProcess  # type: ignore[misc]
     platform.select("cpu")
     trainer = Trainer(output_dir, num_engines, first)
     trainer.train(first, lease_s)

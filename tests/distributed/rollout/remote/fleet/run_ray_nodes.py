@@ -26,7 +26,8 @@ from ray.cluster_utils import Cluster
 from mega_rl.fleet.tickets import held_out
 from tests.launching.launch import REPO, Running, free_port, started
 from tests.launching.training import STRUCK_FLEET
-from tests.pretended.struck_fleet import LOG, PAUSE, Told, go
+from tests.pretended.engine_process import PAUSE
+from tests.pretended.struck_fleet import LOG, Told, go
 
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 SMALL = {"object_store_memory": 80 << 20, "include_dashboard": False}

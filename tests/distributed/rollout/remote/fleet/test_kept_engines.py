@@ -10,33 +10,30 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from mega_rl.fleet.tickets import Key
 from tests.distributed.rollout.remote.fleet.run_kept_engines import RULES, requests, value
 from tests.launching.launch import Launched, alive, run_copy
 from tests.launching.ray_cluster import cluster
-from tests.pretended.fleet_engines import Response
+from tests.pretended.engine_process import digest
+from tests.pretended.tokens import Response
 
 pytest.importorskip("ray", reason="engines in other processes need Ray: install mega_rl[separate]")
 pytestmark = pytest.mark.slow
 
-SCRIPT = Path("tests") / "distributed" / "run_kept_engines.py"
+SCRIPT = Path("tests/distributed/rollout/remote/fleet/run_kept_engines.py")
 LOOPBACK_ONLY = {"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 LIMIT_S = 100.0
 
 
 def tokens(step: int) -> list[list[list[int]]]:
     """What every engine has to sample for a step."""
-    weights = [value(step)] * 5
-
-    def sampled(response: Response) -> list[int]:
-        while not response.has_ended:
-            response.advance(step, weights)
-        return response.trajectory().sampled_ids.tolist()
-
+    weights = digest({"model.norm.weight": torch.full((5,), value(step))})
     samples = range(RULES.group_size)
     keys = [Key(step, ticket) for ticket in range(RULES.num_groups)]
-    return [[sampled(Response(request, step)) for request in requests(key, samples)] for key in keys]
+    responses = [[Response(request, step) for request in requests(key, samples)] for key in keys]
+    return [[one.to_its_end(step, weights).sampled_ids.tolist() for one in group] for group in responses]
 
 
 def engines(launched: Launched) -> list[int]:

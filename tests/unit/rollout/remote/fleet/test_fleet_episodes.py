@@ -12,7 +12,7 @@ from mega_rl.rollout.remote.engine_process import EngineProcess, episodes_on
 from mega_rl.rollout.remote.kept_engine import KeptEngine
 from mega_rl.rollout.requests import make_requests
 from mega_rl.types import Trajectory
-from tests.pretended.scripted_engine import ScriptedEngine
+from tests.pretended.samplers import ScriptedEngine
 from tests.unit.rollout.episodes.test_episodes import SlowEcho, episodes, plan, requests, tokenizer
 
 Found = dict[tuple[int, int], Trajectory]  # by attempt and sample
