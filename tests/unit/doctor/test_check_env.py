@@ -428,7 +428,6 @@ def check_env(*arguments: object, **env: str) -> Launched:
 
 
 @pytest.mark.slow
-@pytest.mark.cpu
 def test_the_command_on_this_machine(tmp_path: Path) -> None:
     launched = check_env("--platform", "cpu", "--json", "--output-dir", tmp_path / "runs").check()
     said = json.loads(launched.stdout[launched.stdout.index("{") :])
