@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from mega_rl.fleet import events
-from mega_rl.fleet.carrier import Requests, Whereabouts
+from mega_rl.fleet.executor import Requests, Whereabouts
 from mega_rl.rollout.engine import Request
 from mega_rl.types import ASSISTANT, PROMPT, Span, Trajectory, Turn
 

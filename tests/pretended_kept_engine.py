@@ -11,7 +11,7 @@ import torch
 from mega_rl.bridge.series import Series
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.remote.engine_process import EngineSpec
-from mega_rl.rollout.remote.kept_engine import KeptEngine, digest
+from mega_rl.rollout.remote.fleet.kept_engine import KeptEngine, digest
 from mega_rl.types import Trajectory
 from tests.pretended_fleet import Response
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.data.rows import write_parquet
+from mega_rl.data.rows.rows import write_parquet
 from tests.distributed import training
 from tests.distributed.training import TinyWorld, digests, error_lines, metrics_of, steps_saved
 from tests.launch import ENGINE, REPO, Launched

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from mega_rl.rollout.records import read_step, trajectory_of_row
+from mega_rl.rollout.collect.records import read_step, trajectory_of_row
 from tests import vision_models
 from tests.distributed import training
 from tests.distributed.training import computed, copies, metrics_of, train

@@ -23,9 +23,10 @@ from mega_rl.bridge.reshard.plan import compile_plan
 from mega_rl.bridge.reshard.proof import Proof, colocated
 from mega_rl.bridge.series import slices_of
 from mega_rl.bridge.slices import Box, indices
-from mega_rl.megatron import checkpoint, frugal_adam
+from mega_rl.megatron.checkpoint import checkpoint
 from mega_rl.megatron.offload import PARTS
-from mega_rl.megatron.optimizer import chained
+from mega_rl.megatron.optim import frugal_adam
+from mega_rl.megatron.optim.optimizer import chained
 from tests.distributed import run_memory, tiny_models
 from tests.distributed.engine_support import groups, own_device
 from tests.distributed.layouts import Case
