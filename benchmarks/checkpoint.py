@@ -25,17 +25,17 @@ platform.select("cpu")
 
 from mega_rl.bridge.files.huggingface import HFReader  # noqa: E402
 from mega_rl.config import RunConfig  # noqa: E402
-from mega_rl.data.synthetic import arithmetic_tokenizer  # noqa: E402
-from mega_rl.data.tiny_model import TinyModelSpec, write_tiny_model  # noqa: E402
-from mega_rl.megatron import checkpoint, writers  # noqa: E402
+from mega_rl.megatron.checkpoint import checkpoint, writers  # noqa: E402
+from mega_rl.megatron.checkpoint.saving import CheckpointWriter  # noqa: E402
 from mega_rl.megatron.engine import MegatronEngine  # noqa: E402
-from mega_rl.megatron.optimizer import chained  # noqa: E402
+from mega_rl.megatron.optim.optimizer import chained  # noqa: E402
 from mega_rl.megatron.policy import initialize_groups  # noqa: E402
-from mega_rl.megatron.saving import CheckpointWriter  # noqa: E402
 from mega_rl.models.shape import read_model_shape  # noqa: E402
 from mega_rl.parallel.collectives import broadcast_object  # noqa: E402
 from mega_rl.parallel.layout import ParallelLayout  # noqa: E402
-from mega_rl.stages.parts.building import trainer_spec  # noqa: E402
+from mega_rl.stages.build.building import trainer_spec  # noqa: E402
+from mega_rl.synthetic.arithmetic import arithmetic_tokenizer  # noqa: E402
+from mega_rl.synthetic.tiny_model import TinyModelSpec, write_tiny_model  # noqa: E402
 
 WAYS = ("all ranks", "one writer")
 STATE_BYTES = 16  # per parameter: float32 weight, its master copy and two moments

@@ -21,7 +21,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from report import publish, table
 
 import mega_rl.megatron as megatron  # before Megatron-core, which it prepares
-from mega_rl.megatron.attention import PackedAttention, packed_sequences
+from mega_rl.megatron.layers.attention import PackedAttention, packed_sequences
 
 METHODS = ("gather", "ulysses")
 CASES = [(8, 8, 64), (8, 2, 64)]  # query heads, key/value heads, width of a head

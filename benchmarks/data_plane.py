@@ -34,18 +34,19 @@ import torch.distributed as dist
 from report import publish, table
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mega_rl.config.schema import AlgorithmConfig
+from mega_rl.config.schema.sections import AlgorithmConfig
 from mega_rl.data.packing import sequence_of
 from mega_rl.microbatch import Microbatch, Sequence
-from mega_rl.observe.metrics import Metrics
+from mega_rl.observe.metrics.declared import Metrics
 from mega_rl.parallel.collectives import gather_objects, join_world
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
 from mega_rl.parallel.sending import spread
-from mega_rl.rollout.collect import OutlinedGroup
-from mega_rl.rollout.depot import Depot
-from mega_rl.stages.parts import learning, rollout_metrics
-from mega_rl.stages.parts.batches import BatchShare, pack_for_rank
-from mega_rl.stages.parts.scoring import RewardWatch
+from mega_rl.rollout.collect.collect import OutlinedGroup
+from mega_rl.rollout.collect.trajectory_store import Depot
+from mega_rl.stages.learn import learning
+from mega_rl.stages.run.batch_share import BatchShare, pack_for_rank
+from mega_rl.stages.sampling import rollout_metrics
+from mega_rl.stages.score.scoring import RewardWatch
 from mega_rl.types import Outline, Prompt, Sample, Score, Trajectory
 
 STEP_S = 60.0

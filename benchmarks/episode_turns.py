@@ -26,18 +26,18 @@ from typing import Any
 from report import publish, table
 from trl_peer import settings
 
-from mega_rl.config.schema import RolloutConfig
-from mega_rl.data.products import TOOLS_TEMPLATE, WORDS
-from mega_rl.data.replies import ReplyTokens
-from mega_rl.data.synthetic import bpe_tokenizer
-from mega_rl.data.tiny_model import TinyModelSpec, write_tiny_model
-from mega_rl.data.tokenizer import render_prompt
+from mega_rl.config.schema.sections import RolloutConfig
+from mega_rl.data.tokens.replies import ReplyTokens
+from mega_rl.data.tokens.tokenizer import render_prompt
 from mega_rl.environments.episode import EpisodeLimits
 from mega_rl.environments.protocol import End, Reply, Turn
-from mega_rl.rollout.episode_tokens import Plan
-from mega_rl.rollout.episodes import EpisodeSampler
+from mega_rl.rollout.episodes.episode_tokens import Plan
+from mega_rl.rollout.episodes.episodes import EpisodeSampler
 from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.vllm.engine import VLLMEngine
+from mega_rl.synthetic.arithmetic import bpe_tokenizer
+from mega_rl.synthetic.products import TOOLS_TEMPLATE, WORDS
+from mega_rl.synthetic.tiny_model import TinyModelSpec, write_tiny_model
 from mega_rl.types import Prompt, Trajectory
 
 OWN, BARRIER, PEER = "no barrier", "barrier", "TRL, environment_factory"

@@ -22,11 +22,11 @@ import psutil
 from bad_tools import tool
 from report import publish, table
 
+from mega_rl.environments.built_in.python import PythonSandbox
 from mega_rl.environments.episode import Episode, EpisodeLimits, run_episode
 from mega_rl.environments.protocol import Environment, Message, Turn
-from mega_rl.environments.python import PythonSandbox
 from mega_rl.environments.tools import Parsed, ToolCall, ToolEnvironment
-from mega_rl.rewards import sandbox
+from mega_rl.rewards.sandbox import sandbox
 from mega_rl.types import Prompt
 
 KINDS = ("hang", "die", "flood", "raise", "binary")

@@ -22,18 +22,23 @@ import torch
 from report import publish, table
 
 from mega_rl import platform
-from mega_rl.config.schema import DataConfig, RewardConfig, RewardWorkersConfig, RolloutConfig
+from mega_rl.config.schema.sections import (
+    DataConfig,
+    RewardConfig,
+    RewardWorkersConfig,
+    RolloutConfig,
+)
 from mega_rl.data.prompts import PromptDataset
-from mega_rl.data.rows import read_rows
-from mega_rl.data.synthetic import bpe_tokenizer
-from mega_rl.data.tiny_model import TinyModelSpec, write_tiny_model
-from mega_rl.data.tokenizer import load_tokenizer
+from mega_rl.data.rows.rows import read_rows
+from mega_rl.data.tokens.tokenizer import load_tokenizer
 from mega_rl.errors import InputError
 from mega_rl.evaluation.evaluate import EvaluationSettings, evaluate
 from mega_rl.evaluation.records import Directory, Part
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.rewards.scorer import Scorer, build_scorer
 from mega_rl.rollout.vllm.engine import VLLMEngine
+from mega_rl.synthetic.arithmetic import bpe_tokenizer
+from mega_rl.synthetic.tiny_model import TinyModelSpec, write_tiny_model
 from mega_rl.types import Prompt
 
 MAX_PROMPT = 512  # tokens

@@ -17,9 +17,13 @@ from pathlib import Path
 
 from report import publish, table
 
-from mega_rl.fleet.simulation.choice import Batch, Setting, simulate_all
-from mega_rl.fleet.simulation.cluster import Cluster
-from mega_rl.fleet.simulation.lengths import LogNormal
+from mega_rl.simulation.choice import (
+    Batch,
+    Setting,
+    simulate_all,
+)
+from mega_rl.simulation.cluster import Cluster
+from mega_rl.simulation.lengths import LogNormal
 
 MORTAL_HOURS = 100.0  # between two deaths of an engine
 

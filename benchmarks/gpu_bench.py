@@ -15,10 +15,14 @@ from torch import Tensor
 
 from mega_rl import platform
 from mega_rl.bridge.slices import Box, extents
-from mega_rl.config.schema import MemoryConfig, OptimizerConfig, ParallelConfig
+from mega_rl.config.schema.sections import (
+    MemoryConfig,
+    OptimizerConfig,
+    ParallelConfig,
+)
 from mega_rl.data.packing import pack
 from mega_rl.megatron.engine import MegatronEngine
-from mega_rl.megatron.spec import TrainerSpec
+from mega_rl.megatron.model.spec import TrainerSpec
 from mega_rl.microbatch import Figures, Microbatch, Sequence as TokenSequence, TokenStats
 from mega_rl.models.mixture import Mixture
 from mega_rl.models.shape import ModelShape

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from mega_rl import platform
 from mega_rl.bridge.files.huggingface import HFReader
-from mega_rl.config.schema import Kernels
+from mega_rl.config.schema.sections import Kernels
 from mega_rl.microbatch import Microbatch
 from mega_rl.models.shape import read_model_shape
-from mega_rl.platform import cuda
-from mega_rl.platform.operators import dispatch
+from mega_rl.platform import cuda, dispatch
 from mega_rl.platform.operators.attention import VarlenPacking, place_borders
 from mega_rl.platform.operators.compiled import check_kernels, fused
 from mega_rl.platform.operators.torch_kernels import TorchOperators

@@ -20,7 +20,7 @@ from gpu_transfer import offload, sync
 from report import machine
 
 from mega_rl import platform
-from mega_rl.config.schema import Kernels
+from mega_rl.config.schema.sections import Kernels
 from mega_rl.megatron.policy import initialize_groups
 from mega_rl.parallel.layout import ParallelLayout
 

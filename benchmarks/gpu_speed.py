@@ -7,8 +7,8 @@ from gpu_bench import Bench, cut, free, negative_loglikelihood, random_batch
 
 from mega_rl import platform
 from mega_rl.bridge.mapping.tuning import tuning_plan
-from mega_rl.config.schema import RunConfig
-from mega_rl.megatron.logprob import VocabularyShard, token_logprobs
+from mega_rl.config.schema.sections import RunConfig
+from mega_rl.megatron.model.logprob import VocabularyShard, token_logprobs
 from mega_rl.models.shape import ModelShape
 from mega_rl.planning.activations import ActivationModel, Tokens
 from mega_rl.planning.state import stage_parameters, trainer_state

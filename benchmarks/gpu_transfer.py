@@ -15,7 +15,7 @@ from mega_rl.bridge.reshard.execute import Transfer, write_into
 from mega_rl.bridge.reshard.plan import compile_plan
 from mega_rl.bridge.series import slices_of
 from mega_rl.bridge.slices import Box, Slice, extents, indices
-from mega_rl.config.schema import MemoryConfig
+from mega_rl.config.schema.sections import MemoryConfig
 from mega_rl.megatron.offload import TrainerOffload
 from mega_rl.models.shape import ModelShape
 

@@ -44,8 +44,8 @@ def write_inputs(directory: Path, lengths: str) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
-    from mega_rl.data.synthetic import bpe_tokenizer
-    from mega_rl.data.tiny_model import TinyModelSpec, write_tiny_model
+    from mega_rl.synthetic.arithmetic import bpe_tokenizer
+    from mega_rl.synthetic.tiny_model import TinyModelSpec, write_tiny_model
 
     tokenizer = bpe_tokenizer([f"{a}{b}" for a in WORDS for b in WORDS], 1500)
     spec = TinyModelSpec(hidden_size=192, num_layers=7, num_heads=6, num_kv_heads=3, ffn=512, tied=False)
@@ -115,7 +115,7 @@ def own_run(directory: Path, turns: Turns, arguments: argparse.Namespace) -> Non
         "platform": {"name": "cpu", "num_threads": arguments.threads},
     }
     (directory / "config.yaml").write_text(yaml.safe_dump(config))
-    from mega_rl.stages.parts.session import Session
+    from mega_rl.stages.run.session import Session
     from tools import train
 
     own_step = Session.step

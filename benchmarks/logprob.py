@@ -26,7 +26,7 @@ from torch import Tensor
 
 from mega_rl import platform
 from mega_rl.errors import InputError
-from mega_rl.megatron.logprob import VocabularyShard, token_logprobs
+from mega_rl.megatron.model.logprob import VocabularyShard, token_logprobs
 from mega_rl.types import DTYPES
 
 WAYS = ("mega_rl", "plain")

@@ -44,15 +44,19 @@ from trl_peer import TrlPeer, settings
 
 from mega_rl import platform
 from mega_rl.bridge.mapping.tuning import tuning_plan
-from mega_rl.config.schema import AdapterConfig, RunConfig, TuningConfig
-from mega_rl.data.synthetic import arithmetic_tokenizer
+from mega_rl.config.schema.sections import (
+    AdapterConfig,
+    RunConfig,
+    TuningConfig,
+)
 from mega_rl.megatron.engine import MegatronEngine
-from mega_rl.megatron.optimizer import chained
+from mega_rl.megatron.optim.optimizer import chained
 from mega_rl.megatron.policy import initialize_groups
 from mega_rl.microbatch import Sequence
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.state import stage_parameters, trainer_state
+from mega_rl.synthetic.arithmetic import arithmetic_tokenizer
 from mega_rl.types import DTYPES
 
 FULL, LORA, FREEZE, PEER = "full", "lora, rank 16", "freeze, last quarter", "TRL SFTTrainer + PEFT, rank 16"

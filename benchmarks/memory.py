@@ -34,12 +34,12 @@ from torch.utils._pytree import tree_leaves
 from mega_rl import platform
 from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.bridge.mapping.tuning import tuning_plan
-from mega_rl.config.schema import RunConfig
+from mega_rl.config.schema.sections import RunConfig
 from mega_rl.data.packing import pack
 from mega_rl.megatron.engine import MegatronEngine
-from mega_rl.megatron.optimizer import chained
+from mega_rl.megatron.model.spec import TrainerSpec
+from mega_rl.megatron.optim.optimizer import chained
 from mega_rl.megatron.policy import destroy_groups, initialize_groups
-from mega_rl.megatron.spec import TrainerSpec
 from mega_rl.microbatch import Figures, Microbatch, Sequence, TokenStats
 from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.collectives import gather_objects

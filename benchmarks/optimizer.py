@@ -29,13 +29,19 @@ from train_step import CASES, Case, Own, make_sequences, qwen2, timed, write_mod
 from mega_rl import platform
 from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.bridge.mapping.tuning import tuning_plan
-from mega_rl.config.schema import MemoryConfig, OptimizerConfig, ParallelConfig, RunConfig, TuningConfig
+from mega_rl.config.schema.sections import (
+    MemoryConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    TuningConfig,
+)
 from mega_rl.data.packing import pack
-from mega_rl.megatron import frugal_adam
 from mega_rl.megatron.engine import MegatronEngine
-from mega_rl.megatron.optimizer import chained
+from mega_rl.megatron.model.spec import TrainerSpec
+from mega_rl.megatron.optim import frugal_adam
+from mega_rl.megatron.optim.optimizer import chained
 from mega_rl.megatron.policy import initialize_groups
-from mega_rl.megatron.spec import TrainerSpec
 from mega_rl.microbatch import Figures, Microbatch, Sequence, TokenStats
 from mega_rl.models.shape import ModelShape, read_model_shape
 from mega_rl.parallel.layout import ParallelLayout

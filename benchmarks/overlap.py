@@ -36,12 +36,16 @@ from report import publish, table
 
 from mega_rl.fleet import events
 from mega_rl.fleet.engines import Limits
-from mega_rl.fleet.simulation.choice import Batch, Setting, simulate
-from mega_rl.fleet.simulation.cluster import Cluster
-from mega_rl.fleet.simulation.lengths import LogNormal
-from mega_rl.fleet.steward import Steward
+from mega_rl.fleet.scheduler import Steward
 from mega_rl.fleet.tickets import Key, Rules
-from mega_rl.rollout.steward_thread import StewardThread
+from mega_rl.rollout.scheduling.scheduler_thread import StewardThread
+from mega_rl.simulation.choice import (
+    Batch,
+    Setting,
+    simulate,
+)
+from mega_rl.simulation.cluster import Cluster
+from mega_rl.simulation.lengths import LogNormal
 from mega_rl.types import Prompt, Score, Trajectory
 
 GROUP = 8  # responses of a group

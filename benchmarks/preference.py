@@ -36,17 +36,22 @@ from trl_peer import TrlPeer, settings
 from mega_rl import platform
 from mega_rl.algorithms.preference import PreferenceObjective, answer_sums
 from mega_rl.bridge.files.huggingface import HFReader
-from mega_rl.config.schema import DataConfig, MemoryConfig, OptimizerConfig, ParallelConfig
+from mega_rl.config.schema.sections import (
+    DataConfig,
+    MemoryConfig,
+    OptimizerConfig,
+    ParallelConfig,
+)
 from mega_rl.data.pairs import PairDataset
-from mega_rl.data.rows import write_jsonl
+from mega_rl.data.rows.rows import write_jsonl
 from mega_rl.data.stream import generator
-from mega_rl.data.synthetic import arithmetic_tokenizer
 from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.megatron.model.spec import TrainerSpec
 from mega_rl.megatron.policy import initialize_groups
-from mega_rl.megatron.spec import TrainerSpec
 from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.stages.parts.batches import BatchShare, pack_for_rank
+from mega_rl.stages.run.batch_share import BatchShare, pack_for_rank
+from mega_rl.synthetic.arithmetic import arithmetic_tokenizer
 
 OWN, PEER = "mega_rl", "TRL DPOTrainer"
 NUM_PAIRS, BETA, LR, BETAS, WEIGHT_DECAY, CLIP = 8, 0.1, 1e-4, (0.9, 0.95), 0.01, 1.0

@@ -43,14 +43,19 @@ from trl_peer import TrlPeer, settings
 
 from mega_rl import platform
 from mega_rl.algorithms.value import PairwiseObjective
-from mega_rl.config.schema import DataConfig, MemoryConfig, OptimizerConfig, ParallelConfig
+from mega_rl.config.schema.sections import (
+    DataConfig,
+    MemoryConfig,
+    OptimizerConfig,
+    ParallelConfig,
+)
 from mega_rl.data.pairs import PairDataset
 from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.megatron.model.spec import TrainerSpec
 from mega_rl.megatron.policy import initialize_groups
-from mega_rl.megatron.spec import TrainerSpec
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.stages.parts.batches import BatchShare, pack_for_rank
-from mega_rl.stages.parts.values import open_value_model, scored_at_end
+from mega_rl.stages.run.batch_share import BatchShare, pack_for_rank
+from mega_rl.stages.score.values import open_value_model, scored_at_end
 
 OWN, PEER = "mega_rl", "TRL RewardTrainer"
 

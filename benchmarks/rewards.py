@@ -21,7 +21,7 @@ from typing import Any
 
 from report import publish, table
 
-from mega_rl.config.schema import RewardConfig, RewardWorkersConfig
+from mega_rl.config.schema.sections import RewardConfig, RewardWorkersConfig
 from mega_rl.rewards.scorer import build_scorer
 from mega_rl.types import Prompt, Trajectory
 

@@ -18,8 +18,12 @@ from pathlib import Path
 import psutil
 from report import publish, table
 
-from mega_rl.rewards import sandbox
-from mega_rl.rewards.sandbox import Limits, has_namespaces, run_program
+from mega_rl.rewards.sandbox import sandbox
+from mega_rl.rewards.sandbox.sandbox import (
+    Limits,
+    has_namespaces,
+    run_program,
+)
 
 
 def main() -> None:

@@ -23,11 +23,16 @@ from pathlib import Path
 from report import publish, table
 from rich.console import Console
 
-from mega_rl.observe.console import ConsoleSink
-from mega_rl.observe.metrics import DISTRIBUTION, METRICS
+from mega_rl.observe.metrics.declared import DISTRIBUTION, METRICS
 from mega_rl.observe.run_log import RunLog
-from mega_rl.observe.sinks import JsonlSink, ShownSample, Sink, read_jsonl
-from mega_rl.observe.tensorboard import TensorBoardSink
+from mega_rl.observe.sinks.console import ConsoleSink
+from mega_rl.observe.sinks.sinks import (
+    JsonlSink,
+    ShownSample,
+    Sink,
+    read_jsonl,
+)
+from mega_rl.observe.sinks.tensorboard import TensorBoardSink
 
 STEP_S = 0.5
 PAUSE_S = 0.25  # after each step of TensorBoard's, less than a step takes: its thread writes meanwhile

@@ -29,9 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from report import publish, table  # noqa: E402
 
 from mega_rl.observe.timers import Timers  # noqa: E402
+from mega_rl.rollout.collect.replay import ReplayEngine  # noqa: E402
 from mega_rl.rollout.engine import Request  # noqa: E402
-from mega_rl.rollout.replay import ReplayEngine  # noqa: E402
-from mega_rl.stages.parts import building  # noqa: E402
+from mega_rl.stages.build import building  # noqa: E402
 from mega_rl.types import Trajectory  # noqa: E402
 from tests.distributed import conftest  # noqa: E402
 from tests.launching.launch import run, torchrun_command  # noqa: E402

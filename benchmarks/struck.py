@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 from mega_rl.observe.timers import Timers
-from mega_rl.stages.parts import building
+from mega_rl.stages.build import building
 from tools import train
 
 INTO_PHASE_S = 0.02

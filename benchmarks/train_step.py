@@ -30,12 +30,17 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from mega_rl import platform
 from mega_rl.bridge.files.huggingface import HFReader
-from mega_rl.config.schema import MemoryConfig, OptimizerConfig, ParallelConfig, TuningConfig
+from mega_rl.config.schema.sections import (
+    MemoryConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TuningConfig,
+)
 from mega_rl.data.packing import pack
 from mega_rl.errors import InputError
 from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.megatron.model.spec import TrainerSpec
 from mega_rl.megatron.policy import initialize_groups
-from mega_rl.megatron.spec import TrainerSpec
 from mega_rl.microbatch import Figures, Microbatch, Sequence, TokenStats
 from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.layout import ParallelLayout

@@ -38,11 +38,15 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from mega_rl import platform
 from mega_rl.bridge.files.huggingface import HFReader
-from mega_rl.config.schema import MemoryConfig, OptimizerConfig, ParallelConfig
+from mega_rl.config.schema.sections import (
+    MemoryConfig,
+    OptimizerConfig,
+    ParallelConfig,
+)
 from mega_rl.data.packing import pack
 from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.megatron.model.spec import TrainerSpec
 from mega_rl.megatron.policy import MegatronPolicy, initialize_groups
-from mega_rl.megatron.spec import TrainerSpec
 from mega_rl.microbatch import Figures, Images, Microbatch, Sequence, TokenStats
 from mega_rl.models.positions import Placed, image_positions, picture_places
 from mega_rl.models.shape import read_model_shape

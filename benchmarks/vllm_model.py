@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from mega_rl.models.shape import ModelShape
-from mega_rl.rollout.vllm.cpu_adjustments import cpu_adjustments
-from mega_rl.rollout.vllm.environment import preserved_process, set_environment
+from mega_rl.rollout.vllm.start.cpu_adjustments import cpu_adjustments
+from mega_rl.rollout.vllm.start.environment import preserved_process, set_environment
 
 set_environment("cpu")  # before vLLM is imported
 

@@ -2,7 +2,7 @@
 
 A tool is the same script as ``python tools/NAME.py``, with the same arguments. It takes the place of this process, so
 signals and the exit status are its own. Where several processes are wanted and there is no launcher yet, torchrun
-starts them (``mega_rl.parallel.launch``); some of its options may stand among the tool's own, such as
+starts them (``mega_rl.parallel.watch.launch``); some of its options may stand among the tool's own, such as
 ``--nproc-per-node 4``.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
-LAUNCHER = "mega_rl.parallel.launch"
+LAUNCHER = "mega_rl.parallel.watch.launch"
 LAUNCH_OPTIONS = ("nproc-per-node", "nnodes", "node-rank", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "max-restarts")
 
 

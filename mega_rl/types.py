@@ -345,7 +345,7 @@ def _same(a: Any, b: Any) -> bool:
 class UnknownReward:
     """Why a reward has no value for one trajectory."""
 
-    cause: str  # one of mega_rl.rewards.worker.CAUSES
+    cause: str  # one of mega_rl.rewards.pool.worker.CAUSES
     detail: str  # completes "the reward ..."
 
 

@@ -12,7 +12,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from mega_rl.platform.operators import dispatch as operators, reference
+from mega_rl.platform import dispatch as operators
+from mega_rl.platform.operators import reference
 
 D = 8
 SCALE = 0.4  # no kernel's default

@@ -22,8 +22,16 @@ from rich.console import Console
 from rich.table import Table
 
 from mega_rl.errors import InputError
-from mega_rl.observe.compare import Difference, Run, Throughput, difference, read_run, series, throughput
-from mega_rl.observe.from_files import LOSSES
+from mega_rl.observe.analysis.compare import (
+    Difference,
+    Run,
+    Throughput,
+    difference,
+    read_run,
+    series,
+    throughput,
+)
+from mega_rl.observe.metrics.from_files import LOSSES
 
 # By a metric that only the baseline of such a stage has.
 DEFAULT_METRICS = {loss: (f"{loss}=0.02",) for loss in LOSSES} | {"reward/mean": ("reward/mean=0.04", "actor/loss")}

@@ -33,7 +33,8 @@ from mega_rl import platform
 from mega_rl.bridge.files.assembly import Assembly, FileImage, literal_file
 from mega_rl.bridge.files.copy import Advance, copy_tensors, digests
 from mega_rl.bridge.files.huggingface import HFReader, metadata_files, plan_huggingface, value_changes
-from mega_rl.bridge.files.manifest import (
+from mega_rl.bridge.files.stored import Stored
+from mega_rl.bridge.files.torch_dist.manifest import (
     MANIFEST,
     PROGRESS,
     WEIGHTS,
@@ -43,14 +44,13 @@ from mega_rl.bridge.files.manifest import (
     model_record,
     written,
 )
-from mega_rl.bridge.files.progress import read_progress
-from mega_rl.bridge.files.stored import Stored
-from mega_rl.bridge.files.torch_dist import INDEX, read_torch_dist
-from mega_rl.bridge.files.torch_dist_layout import layout_chunks, smallest_layout
-from mega_rl.bridge.files.torch_dist_write import plan_torch_dist
+from mega_rl.bridge.files.torch_dist.progress import read_progress
+from mega_rl.bridge.files.torch_dist.torch_dist import INDEX, read_torch_dist
+from mega_rl.bridge.files.torch_dist.torch_dist_layout import layout_chunks, smallest_layout
+from mega_rl.bridge.files.torch_dist.torch_dist_write import plan_torch_dist
 from mega_rl.bridge.mapping.megatron import padded_vocab_size
-from mega_rl.config.schema import ParallelConfig
-from mega_rl.data.tokenizer import load_tokenizer, padding_token
+from mega_rl.config.schema.sections import ParallelConfig
+from mega_rl.data.tokens.tokenizer import load_tokenizer, padding_token
 from mega_rl.errors import InputError, input_error, shown
 from mega_rl.models.fit import trainer_problems
 from mega_rl.models.shape import SUFFIXES, ModelShape, read_model_shape, value_shape
@@ -60,7 +60,7 @@ from mega_rl.types import DTYPES
 HUGGINGFACE = "huggingface"  # config and tokenizer files in a converted checkpoint
 CERTIFICATE = "certificate.json"
 FILE_DTYPES = {**DTYPES, "float16": torch.float16}
-LOGITS = "mega_rl.megatron.logits"  # imported once the platform is fixed
+LOGITS = "mega_rl.megatron.checkpoint.logits"  # imported once the platform is fixed
 LOGITS_TOLERANCE = 1e-4  # float32, relative to the largest logit
 MIB, GIB = 1 << 20, 1 << 30
 

@@ -34,12 +34,12 @@ from transformers import PreTrainedTokenizerBase
 
 from mega_rl import platform
 from mega_rl.config import RunConfig
-from mega_rl.config.schema import RewardConfig
-from mega_rl.data.album import Album, has_pictures
-from mega_rl.data.image_processor import picture_reader
+from mega_rl.config.schema.sections import RewardConfig
+from mega_rl.data.pictures.image_processor import picture_reader
+from mega_rl.data.pictures.picture_set import Album, has_pictures
 from mega_rl.data.prompts import PromptDataset
-from mega_rl.data.rows import atomic_path, each_row
-from mega_rl.data.tokenizer import load_tokenizer
+from mega_rl.data.rows.rows import atomic_path, each_row
+from mega_rl.data.tokens.tokenizer import load_tokenizer
 from mega_rl.errors import InputError
 from mega_rl.evaluation.comparison import compare
 from mega_rl.evaluation.configuration import DATA, check, check_layout, evaluation_config, settings_of
@@ -53,17 +53,22 @@ from mega_rl.models.shape import read_model_shape
 from mega_rl.observe.lines import write_whole_lines
 from mega_rl.parallel.collectives import broadcast_object, gather_objects, is_first, together
 from mega_rl.parallel.layout import EngineLayout
-from mega_rl.parallel.process import end_with_torchrun, fail, join, processes
 from mega_rl.parallel.rendezvous import Rendezvous
 from mega_rl.parallel.store import shared_store
+from mega_rl.parallel.watch.process import (
+    end_with_torchrun,
+    fail,
+    join,
+    processes,
+)
 from mega_rl.rewards.scorer import Scorer
 from mega_rl.rollout.engine import ProbedSampler, Sampler
 from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.engines import RemoteEngines
 from mega_rl.rollout.vllm.engine import VLLMEngine
-from mega_rl.rollout.vllm.seeing import Sight
-from mega_rl.stages.parts.episodes import plan_of, with_episodes
-from mega_rl.stages.parts.scoring import rows_need_truth, scorer_of_node
+from mega_rl.rollout.vllm.start.seeing import Sight
+from mega_rl.stages.run.episodes import plan_of, with_episodes
+from mega_rl.stages.score.scoring import rows_need_truth, scorer_of_node
 from mega_rl.types import Prompt
 
 EXPORT = "model"  # under the output directory: the weights of a checkpoint, until the answers are there

@@ -26,10 +26,16 @@ from rich.console import Console
 from rich.table import Table
 
 from mega_rl.errors import InputError
+from mega_rl.observe.analysis.timeline_picture import draw
 from mega_rl.observe.timeline import Activity, read_trace, write_trace
-from mega_rl.observe.timeline_picture import draw
-from mega_rl.rollout.fleet_record import TIMELINE
-from mega_rl.rollout.fleet_requests import DIRECTORY, MAX_COUNT, PATIENCE_S, Question, ask
+from mega_rl.rollout.scheduling.fleet_record import TIMELINE
+from mega_rl.rollout.scheduling.fleet_requests import (
+    DIRECTORY,
+    MAX_COUNT,
+    PATIENCE_S,
+    Question,
+    ask,
+)
 
 WAIT_S = 10.0  # for room
 

@@ -20,11 +20,15 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from mega_rl.data import products, shapes
-from mega_rl.data.rows import read_rows
-from mega_rl.data.synthetic import arithmetic_tokenizer, bpe_tokenizer
-from mega_rl.data.tiny_model import FAMILIES, TinyModelSpec, write_tiny_model
+from mega_rl.data.rows.rows import read_rows
 from mega_rl.errors import InputError
+from mega_rl.synthetic import products, shapes
+from mega_rl.synthetic.arithmetic import arithmetic_tokenizer, bpe_tokenizer
+from mega_rl.synthetic.tiny_model import (
+    FAMILIES,
+    TinyModelSpec,
+    write_tiny_model,
+)
 from mega_rl.types import DTYPES
 
 # The tokenizers of the quickstarts' tasks.

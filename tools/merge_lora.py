@@ -29,8 +29,8 @@ from torch import Tensor
 from mega_rl.bridge.files.assembly import Assembly, literal_file
 from mega_rl.bridge.files.copy import Advance, copy_tensors, digests
 from mega_rl.bridge.files.huggingface import HFReader, metadata_files, plan_huggingface
-from mega_rl.bridge.files.peft import WEIGHTS_FILE, PeftReader
-from mega_rl.bridge.files.peft_config import CONFIG_FILE
+from mega_rl.bridge.files.peft.peft import WEIGHTS_FILE, PeftReader
+from mega_rl.bridge.files.peft.peft_config import CONFIG_FILE
 from mega_rl.bridge.files.stored import Stored
 from mega_rl.bridge.lora import Factors, merged
 from mega_rl.bridge.slices import Box

@@ -24,8 +24,8 @@ from rich.text import Text
 
 from mega_rl import platform
 from mega_rl.config import RunConfig, load_config, validate
-from mega_rl.config.model import trained_shape
-from mega_rl.config.stage import samples
+from mega_rl.config.checks.model import trained_shape
+from mega_rl.config.schema.stage import samples
 from mega_rl.errors import InputError
 from mega_rl.models.shape import ModelShape
 from mega_rl.planning.advice import Change, advise, spend

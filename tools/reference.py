@@ -1,6 +1,6 @@
 """Write the pages of reference from the code: ``python tools/reference.py``.
 
-``docs/configuration.md`` comes from the comments and docstrings of ``mega_rl/config/schema.py``, and
+``docs/configuration.md`` comes from the comments and docstrings of ``mega_rl/config/schema/sections.py``, and
 ``docs/metrics.md`` from ``METRICS`` and ``HEALTHY`` in ``mega_rl/observe``. Their Chinese twins take every text from
 ``docs/reference_zh.json``, English -> Chinese. What it lacks is added there with an empty Chinese text and shown; what
 no page uses is removed.
@@ -27,12 +27,12 @@ from typing import Any, Literal
 import yaml
 from omegaconf import MISSING
 
-from mega_rl.config import schema
-from mega_rl.config.rules import MANY, RULES
-from mega_rl.config.typed import is_nullable, not_null
-from mega_rl.observe.healthy import HEALTHY
-from mega_rl.observe.metric import MetricSpec
-from mega_rl.observe.metrics import METRICS, SECTIONS
+from mega_rl.config.checks.rules import MANY, RULES
+from mega_rl.config.reading.typed import is_nullable, not_null
+from mega_rl.config.schema import sections as schema
+from mega_rl.observe.metrics.declared import METRICS, SECTIONS
+from mega_rl.observe.metrics.healthy import HEALTHY
+from mega_rl.observe.metrics.metric import MetricSpec
 
 REPO = Path(__file__).resolve().parent.parent
 CHINESE = REPO / "docs" / "reference_zh.json"
@@ -168,11 +168,12 @@ HEADS = {
         "title": ("Configuration", "配置"),
         "intro": (
             "One YAML file per run, and `key=value` on the command line. This page is written from "
-            "[schema.py](../mega_rl/config/schema.py) by `make reference`: change it there. Every run writes its "
-            "resolved configuration beside its results, and `--dry-run` prints it. `null` stands for no value.",
+            "[sections.py](../mega_rl/config/schema/sections.py) by `make reference`: change it there. Every run "
+            "writes its resolved configuration beside its results, and `--dry-run` prints it. `null` stands for no "
+            "value.",
             "每次运行使用一个 YAML 文件，命令行上可加 `key=value`。本页由 `make reference` 根据 "
-            "[schema.py](../mega_rl/config/schema.py) 生成，修改请在那里进行。每次运行都会把完整配置写在结果旁边，"
-            "`--dry-run` 会打印它。`null` 表示没有值。",
+            "[sections.py](../mega_rl/config/schema/sections.py) 生成，修改请在那里进行。"
+            "每次运行都会把完整配置写在结果旁边，`--dry-run` 会打印它。`null` 表示没有值。",
         ),
         "columns": (["key", "takes", "default", "meaning"], ["键", "取值", "默认值", "含义"]),
     },
@@ -184,15 +185,15 @@ HEADS = {
             "how the values that ranks and micro-batches have in one step become one; a `mean` is weighted by the "
             "number of what it is a mean over. A metric without an entry in the last column says what happened and is "
             "neither good nor bad. Limits are rules of thumb unless they name a key. This page is written from "
-            "[metrics.py](../mega_rl/observe/metrics.py) and [healthy.py](../mega_rl/observe/healthy.py) by "
-            "`make reference`: change it there.",
+            "[declared.py](../mega_rl/observe/metrics/declared.py) and "
+            "[healthy.py](../mega_rl/observe/metrics/healthy.py) by `make reference`: change it there.",
             "一次运行可能记录的全部指标，在 `metrics.jsonl`、TensorBoard 和 wandb 中名称相同。"
             "最先应看哪些，见[最初的运行](first_runs_zh.md)。星号代表任意文字。"
             "第三列说明一步之内各进程、各微批次的值如何合成一个；`mean` 按其平均对象的数量加权。"
             "最后一列为空的指标只记录发生了什么，无所谓好坏。没有写明配置键的界限只是经验值。"
             "本页由 `make reference` 根据 "
-            "[metrics.py](../mega_rl/observe/metrics.py) 和 "
-            "[healthy.py](../mega_rl/observe/healthy.py) 生成，修改请在那里进行。",
+            "[declared.py](../mega_rl/observe/metrics/declared.py) 和 "
+            "[healthy.py](../mega_rl/observe/metrics/healthy.py) 生成，修改请在那里进行。",
         ),
         "columns": (
             ["metric", "unit", "over a step", "meaning", "healthy"],

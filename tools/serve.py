@@ -29,27 +29,31 @@ import uvicorn
 
 from mega_rl import platform
 from mega_rl.config import RunConfig, validate
-from mega_rl.config.schema import RewardConfig
-from mega_rl.data.tokenizer import load_tokenizer
+from mega_rl.config.schema.sections import RewardConfig
+from mega_rl.data.tokens.tokenizer import load_tokenizer
 from mega_rl.errors import InputError
 from mega_rl.evaluation.configuration import evaluation_config
 from mega_rl.evaluation.exporting import export
 from mega_rl.evaluation.weights import Weights, find_weights
 from mega_rl.models.shape import read_model_shape
 from mega_rl.observe.lines import write_whole_lines
-from mega_rl.parallel.process import end_with_torchrun, fail, join
-from mega_rl.rewards.scratch import Scratch, sweep
-from mega_rl.rollout.conversations import Renderer
-from mega_rl.rollout.endpoint import Endpoint, Model
+from mega_rl.parallel.watch.process import (
+    end_with_torchrun,
+    fail,
+    join,
+)
+from mega_rl.rewards.sandbox.scratch import Scratch, sweep
 from mega_rl.rollout.engine import Sampler
 from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.member import FleetMember
 from mega_rl.rollout.remote.placement import Fleet
-from mega_rl.rollout.serving import Engines
-from mega_rl.rollout.sessions import Recorder, Sessions
 from mega_rl.rollout.vllm.streaming_engine import StreamingEngine
 from mega_rl.rollout.vllm.tool_parsers import check_parser, tool_parser
-from mega_rl.rollout.web import LOOPBACK, application
+from mega_rl.serving.conversations import Renderer
+from mega_rl.serving.endpoint import Endpoint, Model
+from mega_rl.serving.engines import Engines
+from mega_rl.serving.sessions import Recorder, Sessions
+from mega_rl.serving.web import LOOPBACK, application
 
 KEYS = "MEGA_RL_SERVE_KEYS"
 MIN_KEY = 16  # characters

@@ -22,17 +22,25 @@ from rich.console import Console
 from rich.table import Table
 
 from mega_rl.config import RunConfig, load_config, validate
-from mega_rl.config.model import trained_shape
-from mega_rl.config.rules import rules
+from mega_rl.config.checks.model import trained_shape
+from mega_rl.config.checks.rules import rules
 from mega_rl.errors import InputError, shown
-from mega_rl.fleet.simulation import lengths as length_forms
-from mega_rl.fleet.simulation.choice import Batch, Setting, Trial, recommended, simulate, simulate_all, splits
-from mega_rl.fleet.simulation.cluster import NEVER, Cluster
-from mega_rl.fleet.simulation.lengths import Lengths
+from mega_rl.observe.analysis.timeline_picture import draw
 from mega_rl.observe.timeline import write_trace
-from mega_rl.observe.timeline_picture import draw
 from mega_rl.planning.engine import NUM_SEQUENCES
 from mega_rl.planning.speeds import DEVICES, speeds
+from mega_rl.simulation import lengths as length_forms
+from mega_rl.simulation.choice import (
+    Batch,
+    Setting,
+    Trial,
+    recommended,
+    simulate,
+    simulate_all,
+    splits,
+)
+from mega_rl.simulation.cluster import NEVER, Cluster
+from mega_rl.simulation.lengths import Lengths
 
 USED = (
     "data.train_batch_size",

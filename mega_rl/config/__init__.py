@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from mega_rl.config.checks.validate import problems, validate
 from mega_rl.config.load import load_config
 from mega_rl.config.save import save_resolved, to_yaml
-from mega_rl.config.schema import RunConfig
-from mega_rl.config.stage import has_critic, samples, workers_rewards
-from mega_rl.config.validate import problems, validate
+from mega_rl.config.schema.sections import RunConfig
+from mega_rl.config.schema.stage import (
+    has_critic,
+    samples,
+    workers_rewards,
+)
 
 __all__ = [
     "RunConfig",

@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from mega_rl.config.schema import RunConfig
+from mega_rl.config.schema.sections import RunConfig
 
 
 def to_yaml(config: RunConfig) -> str:

@@ -10,16 +10,34 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from mega_rl.config.schema import DataConfig
-from mega_rl.data.columns import LOSSES, messages_of, prompt_of, response_of, row_tools
+from mega_rl.config.schema.sections import DataConfig
 from mega_rl.data.fitting import fitting
-from mega_rl.data.messages import ASSISTANT, CALLS, TOOL, Message, as_messages, texts_of
-from mega_rl.data.pictures import FilePicture, PictureReader
-from mega_rl.data.replies import ReplyTokens
-from mega_rl.data.rows import Row, read_rows
+from mega_rl.data.pictures.pictures import FilePicture, PictureReader
+from mega_rl.data.rows.columns import (
+    LOSSES,
+    messages_of,
+    prompt_of,
+    response_of,
+    row_tools,
+)
+from mega_rl.data.rows.messages import (
+    ASSISTANT,
+    CALLS,
+    TOOL,
+    Message,
+    as_messages,
+    texts_of,
+)
+from mega_rl.data.rows.rows import Row, read_rows
 from mega_rl.data.stream import Stream, fingerprint
-from mega_rl.data.template import Tools, apply_template, check_written, uses_chat_template
-from mega_rl.data.tokenizer import encode, render_prompt
+from mega_rl.data.tokens.replies import ReplyTokens
+from mega_rl.data.tokens.template import (
+    Tools,
+    apply_template,
+    check_written,
+    uses_chat_template,
+)
+from mega_rl.data.tokens.tokenizer import encode, render_prompt
 from mega_rl.errors import InputError, shown
 from mega_rl.microbatch import Images, Sequence
 from mega_rl.models.positions import Placed, image_positions, picture_places

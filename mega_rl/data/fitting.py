@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from mega_rl.config.schema import DataConfig
-from mega_rl.data.columns import refuse_columns
-from mega_rl.data.rows import Row
-from mega_rl.data.tokenizer import is_surely_longer, num_characters
+from mega_rl.config.schema.sections import DataConfig
+from mega_rl.data.rows.columns import refuse_columns
+from mega_rl.data.rows.rows import Row
+from mega_rl.data.tokens.tokenizer import is_surely_longer, num_characters
 from mega_rl.errors import InputError
 
 Item = TypeVar("Item")

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from mega_rl.config.schema import DataConfig
-from mega_rl.data.columns import refuse_columns
+from mega_rl.config.schema.sections import DataConfig
 from mega_rl.data.fitting import max_tokens
-from mega_rl.data.rows import Row, read_rows
+from mega_rl.data.rows.columns import refuse_columns
+from mega_rl.data.rows.rows import Row, read_rows
 from mega_rl.data.stream import fingerprint
-from mega_rl.data.tokenizer import encode
+from mega_rl.data.tokens.tokenizer import encode
 from mega_rl.errors import InputError, shown
 from mega_rl.microbatch import Sequence
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mega_rl.doctor.host import Host
-from mega_rl.platform.base import ProcessRole
+from mega_rl.platform.contract.base import ProcessRole
 from mega_rl.platform.cpu import CpuPlatform
 from mega_rl.platform.cuda import CudaPlatform
 from mega_rl.platform.npu import NpuPlatform

@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
-from mega_rl.platform import versions
+from mega_rl.platform.contract import versions
 
 MAX_READ_BYTES = 1 << 20
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from mega_rl.doctor.finding import CPU, CUDA, NPU, Answer, Check, Wanted, fail, ok, skip, warn
 from mega_rl.doctor.host import Host
-from mega_rl.platform import versions
+from mega_rl.platform.contract import versions
 
 DRIVER = "/usr/local/Ascend/driver"
 FIRMWARE = "/usr/local/Ascend/firmware"

@@ -11,7 +11,7 @@ from typing import Any
 
 from mega_rl.environments.protocol import ToolResult
 from mega_rl.errors import InputError
-from mega_rl.rewards.sandbox import Limits, run_program
+from mega_rl.rewards.sandbox.sandbox import Limits, run_program
 
 # What the function prints goes nowhere; what it returns is the output, after a digit: 1 if it failed, else 0.
 PROGRAM = """

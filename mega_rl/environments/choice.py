@@ -11,17 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mega_rl.config.environment import BUILT_IN, TOOLS
-from mega_rl.config.schema import EnvironmentConfig
+from mega_rl.config.checks.environment import BUILT_IN, TOOLS
+from mega_rl.config.schema.sections import EnvironmentConfig
 from mega_rl.environments.protocol import Environment
 from mega_rl.environments.tools import Parser
 from mega_rl.errors import InputError, shown
 from mega_rl.types import Prompt
 
 FUNCTIONS = {
-    "calculate": "mega_rl.environments.functions:calculate",
-    "local_search": "mega_rl.environments.functions:local_search",
-    "code_interpreter": "mega_rl.environments.python:code_interpreter",
+    "calculate": "mega_rl.environments.built_in.functions:calculate",
+    "local_search": "mega_rl.environments.built_in.functions:local_search",
+    "code_interpreter": "mega_rl.environments.built_in.python:code_interpreter",
 }
 # Are called for a tool even if there are no options for them.
 RETURN_TOOLS = {FUNCTIONS[name] for name in ("local_search", "code_interpreter")}

@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from mega_rl.config import RunConfig, load_config, validate
-from mega_rl.config.schema import TOKENS_PER_MICROBATCH, DataConfig, EnvironmentConfig, RolloutConfig, TrainerConfig
+from mega_rl.config.schema.sections import (
+    TOKENS_PER_MICROBATCH,
+    DataConfig,
+    EnvironmentConfig,
+    RolloutConfig,
+    TrainerConfig,
+)
 from mega_rl.errors import InputError
 from mega_rl.evaluation.weights import Weights
 

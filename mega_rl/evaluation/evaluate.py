@@ -17,9 +17,9 @@ from mega_rl.parallel.layout import EngineLayout
 from mega_rl.parallel.rendezvous import Rendezvous
 from mega_rl.parallel.sending import spread
 from mega_rl.rewards.scorer import Scorer
-from mega_rl.rollout.depot import Depot
+from mega_rl.rollout.collect.trajectory_store import Depot
 from mega_rl.rollout.engine import Ended, Request, Sampler, whole
-from mega_rl.rollout.episode_metrics import episode_metrics
+from mega_rl.rollout.episodes.episode_metrics import episode_metrics
 from mega_rl.rollout.requests import make_requests
 from mega_rl.types import Outline, Prompt, Score, Trajectory
 

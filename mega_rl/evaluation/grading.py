@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from mega_rl import types
-from mega_rl.config.environment import ENVIRONMENT
-from mega_rl.config.schema import RewardConfig
+from mega_rl.config.checks.environment import ENVIRONMENT
+from mega_rl.config.schema.sections import RewardConfig
 from mega_rl.errors import InputError
 from mega_rl.evaluation.records import GREEDY
-from mega_rl.rewards.extraction import Extractor, extractor
-from mega_rl.rewards.registry import needs_truth, part_name
-from mega_rl.rollout.records import outcome_of_row
+from mega_rl.rewards.functions.extraction import Extractor, extractor
+from mega_rl.rewards.functions.registry import needs_truth, part_name
+from mega_rl.rollout.collect.records import outcome_of_row
 
 
 @dataclass(frozen=True)

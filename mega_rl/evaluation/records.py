@@ -18,10 +18,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from mega_rl.data.rows import atomic_path
+from mega_rl.data.rows.rows import atomic_path
 from mega_rl.errors import InputError, shown
 from mega_rl.evaluation.evaluate import Answered, Row
-from mega_rl.rollout.records import row_of_outcome
+from mega_rl.rollout.collect.records import row_of_outcome
 
 RESULTS, SUMMARY, SETTINGS, PARTS = "results.jsonl", "summary.json", "settings.json", "parts"
 LOCK = ".lock"

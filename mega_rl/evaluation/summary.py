@@ -9,7 +9,7 @@ from typing import Any
 
 from mega_rl.evaluation.grading import Grading, Outcome
 from mega_rl.evaluation.statistics import interval_of_mean, maj_at_k, pass_at_k
-from mega_rl.rollout.episode_metrics import outcome_metrics
+from mega_rl.rollout.episodes.episode_metrics import outcome_metrics
 
 ALL = "all"  # the row over all data sources, where there are several
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mega_rl import platform
-from mega_rl.megatron import compat
+from mega_rl.megatron.layers import compat
 
 
 def boot() -> None:

@@ -20,12 +20,14 @@ from mega_rl.bridge.mapping.adapter import adapter_tensors
 from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.series import Series, slices_of
 from mega_rl.bridge.slices import Slice
-from mega_rl.config.schema import OptimizerConfig
-from mega_rl.megatron.balance import Balancing, Totals
-from mega_rl.megatron.gathering import wait_before_reading
+from mega_rl.config.schema.sections import OptimizerConfig
 from mega_rl.megatron.groups import Groups
+from mega_rl.megatron.layers.balance import Balancing, Totals
+from mega_rl.megatron.model.gathering import wait_before_reading
+from mega_rl.megatron.model.spec import TrainerSpec
+from mega_rl.megatron.model.value import NewScore
 from mega_rl.megatron.offload import TrainerOffload
-from mega_rl.megatron.optimizer import (
+from mega_rl.megatron.optim.optimizer import (
     OptimizerStats,
     OptimizerStep,
     build_optimizer,
@@ -34,8 +36,6 @@ from mega_rl.megatron.optimizer import (
     owned_range,
 )
 from mega_rl.megatron.policy import MegatronPolicy
-from mega_rl.megatron.spec import TrainerSpec
-from mega_rl.megatron.value import NewScore
 from mega_rl.microbatch import Figures, Microbatch, TokenStats
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.layout import ParallelLayout

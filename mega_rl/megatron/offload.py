@@ -16,8 +16,8 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from mega_rl import platform
-from mega_rl.config.schema import MemoryConfig
-from mega_rl.megatron.optimizer import chained
+from mega_rl.config.schema.sections import MemoryConfig
+from mega_rl.megatron.optim.optimizer import chained
 
 PARTS = ("weights", "gradients", "optimizer")
 

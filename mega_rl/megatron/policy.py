@@ -25,18 +25,23 @@ from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.mapping.tuning import tuning_plan
 from mega_rl.bridge.series import Series, slices_of
 from mega_rl.bridge.slices import Box, Slice
-from mega_rl.config.schema import TrainerConfig
+from mega_rl.config.schema.sections import TrainerConfig
 from mega_rl.errors import InputError
-from mega_rl.megatron.balance import Balancing
-from mega_rl.megatron.context import LocalInput, in_pack_order, learnt_tokens, local_input
-from mega_rl.megatron.layers import frozen_weights
-from mega_rl.megatron.model import PolicyModel, build_model
-from mega_rl.megatron.routing import Routing
-from mega_rl.megatron.spec import TrainerSpec
+from mega_rl.megatron.layers.balance import Balancing
+from mega_rl.megatron.layers.routing import Routing
+from mega_rl.megatron.layers.vision import VisionTower
+from mega_rl.megatron.model.context import (
+    LocalInput,
+    in_pack_order,
+    learnt_tokens,
+    local_input,
+)
+from mega_rl.megatron.model.layers import frozen_weights
+from mega_rl.megatron.model.spec import TrainerSpec
+from mega_rl.megatron.model.transformer import PolicyModel, build_model
+from mega_rl.megatron.model.value import NewScore
 from mega_rl.megatron.tuning.dropout import token_keys
 from mega_rl.megatron.tuning.plan import tune
-from mega_rl.megatron.value import NewScore
-from mega_rl.megatron.vision import VisionTower
 from mega_rl.microbatch import Microbatch, TokenStats
 from mega_rl.models.flops import pass_flops
 from mega_rl.models.shape import ModelShape

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from mega_rl import platform
-from mega_rl.config.schema import MemoryConfig
+from mega_rl.config.schema.sections import MemoryConfig
 from mega_rl.megatron.offload import HostStorages
 from mega_rl.megatron.policy import MegatronPolicy
 from mega_rl.megatron.tuning.adapter import disabled

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from mega_rl.observe.heartbeat import HEART
-from mega_rl.observe.metrics import match
+from mega_rl.observe.metrics.declared import match
 
 GIB = 1 << 30
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mega_rl.config.schema import ParallelConfig
+from mega_rl.config.schema.sections import ParallelConfig
 
 
 class Coordinates(NamedTuple):

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mega_rl.config import samples
-from mega_rl.config.schema import OffloadPart
-from mega_rl.config.stage import sequences_per_row
+from mega_rl.config.schema.sections import OffloadPart
+from mega_rl.config.schema.stage import sequences_per_row
 from mega_rl.errors import InputError
 from mega_rl.models.shape import ModelShape
 from mega_rl.planning.automatic import HEADROOM

@@ -6,9 +6,15 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from mega_rl.bridge.mapping.tuning import critic_tuning, tuning_plan
-from mega_rl.config.model import REWARD_KEY
-from mega_rl.config.schema import RunConfig
-from mega_rl.config.stage import critic_parallel, has_critic, model_directory, reward_model, samples
+from mega_rl.config.checks.model import REWARD_KEY
+from mega_rl.config.schema.sections import RunConfig
+from mega_rl.config.schema.stage import (
+    critic_parallel,
+    has_critic,
+    model_directory,
+    reward_model,
+    samples,
+)
 from mega_rl.models.shape import SUFFIXES, VALUE, ModelShape, read_model_shape, value_shape
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.activations import ActivationModel, Activations, Tokens

@@ -15,9 +15,13 @@ from mega_rl.bridge.mapping.tuning import tuning_plan
 from mega_rl.bridge.mapping.vllm import vllm_series
 from mega_rl.bridge.reshard.plan import compile_plan
 from mega_rl.bridge.series import Series
-from mega_rl.config.schema import RunConfig
-from mega_rl.config.stage import has_whole_experts, needs_reference, samples
-from mega_rl.config.validate import validate
+from mega_rl.config.checks.validate import validate
+from mega_rl.config.schema.sections import RunConfig
+from mega_rl.config.schema.stage import (
+    has_whole_experts,
+    needs_reference,
+    samples,
+)
 from mega_rl.models.mixture import Mixture
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mega_rl.bridge.mapping.tensors import hf_tensors
-from mega_rl.config.schema import RunConfig
+from mega_rl.config.schema.sections import RunConfig
 from mega_rl.models.flops import pass_flops
 from mega_rl.models.shape import ModelShape
 from mega_rl.planning.engine import engine_weight_bytes

@@ -12,13 +12,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from mega_rl.bridge.files.torch_dist_layout import padded_keys
+from mega_rl.bridge.files.torch_dist.torch_dist_layout import padded_keys
 from mega_rl.bridge.mapping.adapter import adapter_series
 from mega_rl.bridge.mapping.megatron import chunk_series, padded_vocab_size
 from mega_rl.bridge.mapping.tower import TRAINER_PREFIX
 from mega_rl.bridge.mapping.tuning import TuningPlan
 from mega_rl.bridge.series import Series, slices_of
-from mega_rl.config.schema import RunConfig
+from mega_rl.config.schema.sections import RunConfig
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.platform.transfers import NUM_SLOTS, WINDOW_ELEMENTS

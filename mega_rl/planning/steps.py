@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from mega_rl.config.schema import RunConfig
-from mega_rl.config.stage import samples, sequences_per_row
+from mega_rl.config.schema.sections import RunConfig
+from mega_rl.config.schema.stage import samples, sequences_per_row
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.activations import Tokens
 

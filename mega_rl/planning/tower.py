@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from mega_rl.bridge.mapping.tower import tower_names
 from mega_rl.bridge.mapping.tuning import TuningPlan
-from mega_rl.config.schema import RunConfig
-from mega_rl.config.stage import reads_pictures, samples
+from mega_rl.config.schema.sections import RunConfig
+from mega_rl.config.schema.stage import reads_pictures, samples
 from mega_rl.models.shape import ModelShape
 from mega_rl.models.vision import GRADIENT_BYTES, MAX_KEPT_BYTES
 from mega_rl.planning.activations import Tokens

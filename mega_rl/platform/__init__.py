@@ -9,13 +9,19 @@ from collections.abc import Sequence
 import torch
 import torch.utils.deterministic
 
-from mega_rl.config.schema import Kernels, MindSpeedConfig
+from mega_rl.config.schema.sections import Kernels, MindSpeedConfig
 from mega_rl.errors import InputError
-from mega_rl.platform import environment
-from mega_rl.platform.base import DeviceLoad, MemoryStats, Platform, ProcessRole, Setting
+from mega_rl.platform.contract import environment
+from mega_rl.platform.contract.base import (
+    DeviceLoad,
+    MemoryStats,
+    Platform,
+    ProcessRole,
+    Setting,
+)
+from mega_rl.platform.contract.environment import Applied
 from mega_rl.platform.cpu import CpuPlatform
 from mega_rl.platform.cuda import CudaPlatform
-from mega_rl.platform.environment import Applied
 from mega_rl.platform.npu import NpuPlatform
 from mega_rl.platform.operators.compiled import check_kernels, check_layers, fused
 from mega_rl.platform.roles import engine_role, trainer_role

@@ -16,14 +16,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
-from mega_rl.config.schema import MindSpeedConfig
+from mega_rl.config.schema.sections import MindSpeedConfig
 from mega_rl.errors import InputError
-from mega_rl.platform.base import DeviceLoad, MemoryStats, ProcessRole, Setting
-from mega_rl.platform.host import host_peak_bytes, reset_host_peak
+from mega_rl.platform.contract.base import (
+    DeviceLoad,
+    MemoryStats,
+    ProcessRole,
+    Setting,
+)
+from mega_rl.platform.contract.host import host_peak_bytes, reset_host_peak
+from mega_rl.platform.contract.peaks import cuda_peak
+from mega_rl.platform.contract.trace import recorded
 from mega_rl.platform.operators.attention import VarlenPacking
 from mega_rl.platform.operators.torch_kernels import GroupedMatmul, TorchOperators
-from mega_rl.platform.peaks import cuda_peak
-from mega_rl.platform.trace import recorded
 
 FLASH_MAX_WIDTH = 256  # widest head that flash-attention takes
 TORCH_WIDTH_MULTIPLE = 8  # of a head's width, for torch's own flash-attention

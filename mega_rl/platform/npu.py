@@ -13,20 +13,26 @@ from typing import Any
 
 import torch
 
-from mega_rl.config.schema import MindSpeedConfig
+from mega_rl.config.schema.sections import MindSpeedConfig
 from mega_rl.errors import InputError
-from mega_rl.platform import accelerator, versions
+from mega_rl.platform import accelerator
 from mega_rl.platform.ascend import (
     devices as ascend_devices,
     environment as ascend_environment,
     install as ascend_install,
     mindspeed as mindspeed_adaptor,
 )
-from mega_rl.platform.base import DeviceLoad, MemoryStats, ProcessRole, Setting
-from mega_rl.platform.host import host_peak_bytes, reset_host_peak
+from mega_rl.platform.contract import versions
+from mega_rl.platform.contract.base import (
+    DeviceLoad,
+    MemoryStats,
+    ProcessRole,
+    Setting,
+)
+from mega_rl.platform.contract.host import host_peak_bytes, reset_host_peak
+from mega_rl.platform.contract.peaks import ascend_peak
 from mega_rl.platform.operators.npu_kernels import AscendOperators
 from mega_rl.platform.operators.torch_kernels import TorchOperators
-from mega_rl.platform.peaks import ascend_peak
 
 
 @functools.cache

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mega_rl.config.schema import RolloutConfig
-from mega_rl.platform.base import ProcessRole
+from mega_rl.config.schema.sections import RolloutConfig
+from mega_rl.platform.contract.base import ProcessRole
 
 
 def trainer_role(rollout: RolloutConfig | None, is_deterministic: bool) -> ProcessRole:

@@ -8,14 +8,25 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from mega_rl.config.environment import ENVIRONMENT, TURNS
-from mega_rl.config.schema import RewardConfig, RewardWorkersConfig
+from mega_rl.config.checks.environment import ENVIRONMENT, TURNS
+from mega_rl.config.schema.sections import RewardConfig, RewardWorkersConfig
 from mega_rl.errors import InputError
-from mega_rl.rewards.dispatch import PoolError
-from mega_rl.rewards.images import Encoded, Lent
-from mega_rl.rewards.pool import Answers, Pool, WorkerPool, pack
-from mega_rl.rewards.registry import BUILT_IN, part_name
-from mega_rl.rewards.worker import MAX_VALUE, SCORE, Answer, Sample, Setup
+from mega_rl.rewards.functions.images import Encoded, Lent
+from mega_rl.rewards.functions.registry import BUILT_IN, part_name
+from mega_rl.rewards.pool.dispatch import PoolError
+from mega_rl.rewards.pool.pool import (
+    Answers,
+    Pool,
+    WorkerPool,
+    pack,
+)
+from mega_rl.rewards.pool.worker import (
+    MAX_VALUE,
+    SCORE,
+    Answer,
+    Sample,
+    Setup,
+)
 from mega_rl.types import Outcome, Outline, Score, TokenSource, Trajectory, UnknownReward
 
 WORKERS_PER_RANK = 2  # where `reward_workers.num_workers` says nothing

@@ -10,15 +10,22 @@ import torch
 from mega_rl.algorithms.pairs import AnswersApart
 from mega_rl.algorithms.preference import PreferenceObjective, answer_sums
 from mega_rl.config import RunConfig
-from mega_rl.config.schema import PreferenceConfig
+from mega_rl.config.schema.sections import PreferenceConfig
 from mega_rl.data.pairs import Pair, PairDataset
 from mega_rl.megatron.engine import LossFunction, MegatronEngine
 from mega_rl.microbatch import Microbatch
-from mega_rl.stages.parts import building
-from mega_rl.stages.parts.batches import fits, pack_for_rank
-from mega_rl.stages.parts.from_files import learn, loop, measured, read, stream_of, summed_logprobs
-from mega_rl.stages.parts.reference_logprobs import ReferenceLogprobs, reference_logprobs
-from mega_rl.stages.parts.session import Session, open_session
+from mega_rl.stages.build import building
+from mega_rl.stages.offline.loop import (
+    learn,
+    loop,
+    measured,
+    read,
+    stream_of,
+    summed_logprobs,
+)
+from mega_rl.stages.offline.reference_logprobs import ReferenceLogprobs, reference_logprobs
+from mega_rl.stages.run.batch_share import fits, pack_for_rank
+from mega_rl.stages.run.session import Session, open_session
 
 FIGURES = ("chosen_reward", "rejected_reward", "accuracy", "margin", "chosen_logprob", "rejected_logprob")
 

@@ -11,11 +11,18 @@ from mega_rl.config import RunConfig
 from mega_rl.data.pairs import Judged, JudgedDataset
 from mega_rl.megatron.engine import LossFunction, MegatronEngine
 from mega_rl.microbatch import Microbatch
-from mega_rl.stages.parts import building
-from mega_rl.stages.parts.batches import pack_for_rank
-from mega_rl.stages.parts.from_files import learn, loop, measured, read, stream_of, summed_logprobs
-from mega_rl.stages.parts.reference_logprobs import ReferenceLogprobs, reference_logprobs
-from mega_rl.stages.parts.session import Session, open_session
+from mega_rl.stages.build import building
+from mega_rl.stages.offline.loop import (
+    learn,
+    loop,
+    measured,
+    read,
+    stream_of,
+    summed_logprobs,
+)
+from mega_rl.stages.offline.reference_logprobs import ReferenceLogprobs, reference_logprobs
+from mega_rl.stages.run.batch_share import pack_for_rank
+from mega_rl.stages.run.session import Session, open_session
 
 
 def run(config: RunConfig) -> None:

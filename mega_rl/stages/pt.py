@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from mega_rl.config import RunConfig
 from mega_rl.data.texts import TextDataset
-from mega_rl.stages.parts import next_tokens
-from mega_rl.stages.parts.from_files import read
-from mega_rl.stages.parts.session import open_session
+from mega_rl.stages.offline import next_tokens
+from mega_rl.stages.offline.loop import read
+from mega_rl.stages.run.session import open_session
 
 
 def run(config: RunConfig) -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 from contextlib import closing
 
 from mega_rl.config import RunConfig
-from mega_rl.stages.parts import building, learning, progress, rollout_metrics
-from mega_rl.stages.parts.behaviour import behaviour_policy
-from mega_rl.stages.parts.engine_probe import EngineProbe
-from mega_rl.stages.parts.export import export_trained
-from mega_rl.stages.parts.gates import GateWatch
-from mega_rl.stages.parts.progress import Progress
-from mega_rl.stages.parts.sampling import sampling
-from mega_rl.stages.parts.scoring import RewardWatch
-from mega_rl.stages.parts.session import Session, open_session
-from mega_rl.stages.parts.validation import Validator
+from mega_rl.stages.build import building
+from mega_rl.stages.learn import learning
+from mega_rl.stages.learn.gates import GateWatch
+from mega_rl.stages.run import progress
+from mega_rl.stages.run.progress import Progress
+from mega_rl.stages.run.session import Session, open_session
+from mega_rl.stages.sampling import rollout_metrics
+from mega_rl.stages.sampling.sampling import sampling
+from mega_rl.stages.sampling.validation import Validator
+from mega_rl.stages.score.scoring import RewardWatch
+from mega_rl.stages.weights.behaviour import behaviour_policy
+from mega_rl.stages.weights.engine_probe import EngineProbe
+from mega_rl.stages.weights.export import export_trained
 
 
 def run(config: RunConfig) -> None:

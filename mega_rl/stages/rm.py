@@ -16,16 +16,22 @@ from mega_rl.algorithms.pairs import AnswersApart
 from mega_rl.algorithms.value import PairwiseObjective, values_at_ends
 from mega_rl.config import RunConfig
 from mega_rl.data.pairs import Pair
-from mega_rl.data.tokenizer import padding_token
+from mega_rl.data.tokens.tokenizer import padding_token
 from mega_rl.megatron.engine import MegatronEngine, ValueLoss
 from mega_rl.microbatch import Microbatch
 from mega_rl.parallel.collectives import together
+from mega_rl.stages.build import building
 from mega_rl.stages.dpo import pairs
-from mega_rl.stages.parts import building
-from mega_rl.stages.parts.batches import fits, pack_for_rank
-from mega_rl.stages.parts.from_files import end_values, learn, loop, measured, stream_of
-from mega_rl.stages.parts.session import Session, open_session
-from mega_rl.stages.parts.values import open_value_model, scored_at_end
+from mega_rl.stages.offline.loop import (
+    end_values,
+    learn,
+    loop,
+    measured,
+    stream_of,
+)
+from mega_rl.stages.run.batch_share import fits, pack_for_rank
+from mega_rl.stages.run.session import Session, open_session
+from mega_rl.stages.score.values import open_value_model, scored_at_end
 
 FIGURES = ("accuracy", "margin", "chosen_score", "rejected_score")
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from mega_rl.config import RunConfig
 from mega_rl.data.conversations import ConversationDataset
-from mega_rl.data.image_processor import picture_reader
-from mega_rl.stages.parts import next_tokens
-from mega_rl.stages.parts.from_files import read
-from mega_rl.stages.parts.session import Session, open_session
+from mega_rl.data.pictures.image_processor import picture_reader
+from mega_rl.stages.offline import next_tokens
+from mega_rl.stages.offline.loop import read
+from mega_rl.stages.run.session import Session, open_session
 
 
 def run(config: RunConfig) -> None:

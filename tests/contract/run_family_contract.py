@@ -21,12 +21,16 @@ from mega_rl import platform
 from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.bridge.mapping.tensors import SCORE, hf_tensors, roles
 from mega_rl.bridge.slices import indices, whole_box
-from mega_rl.config.schema import MemoryConfig, OptimizerConfig, ParallelConfig
+from mega_rl.config.schema.sections import (
+    MemoryConfig,
+    OptimizerConfig,
+    ParallelConfig,
+)
 from mega_rl.data.packing import pack
 from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.megatron.model.spec import TrainerSpec
+from mega_rl.megatron.model.value import NewScore
 from mega_rl.megatron.policy import MegatronPolicy, initialize_groups
-from mega_rl.megatron.spec import TrainerSpec
-from mega_rl.megatron.value import NewScore
 from mega_rl.microbatch import Figures, Microbatch, Sequence, TokenStats
 from mega_rl.models.shape import read_model_shape, value_shape
 from mega_rl.parallel.collectives import gather_objects

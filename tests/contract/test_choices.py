@@ -18,15 +18,20 @@ from mega_rl.algorithms.reduce import REDUCTIONS, Denominators
 from mega_rl.bridge.outgoing.noise import NORM_ROLES, ROUNDINGS, SCHEDULES
 from mega_rl.bridge.outgoing.quantize import FORMATS
 from mega_rl.config import RunConfig
-from mega_rl.config.algorithm import PRESETS
-from mega_rl.config.rules import rules
-from mega_rl.config.schema import GatesConfig, GroupBaseline
-from mega_rl.megatron import offload, optimizer
+from mega_rl.config.checks.algorithm import PRESETS
+from mega_rl.config.checks.rules import rules
+from mega_rl.config.schema.sections import GatesConfig, GroupBaseline
+from mega_rl.megatron import offload
+from mega_rl.megatron.optim import optimizer
 from mega_rl.microbatch import Microbatch, TokenStats
 from mega_rl.models import fit
-from mega_rl.observe.metrics import MAXIMA, MEANS, match
+from mega_rl.observe.metrics.declared import (
+    MAXIMA,
+    MEANS,
+    match,
+)
 from mega_rl.planning import advice
-from mega_rl.stages.parts import gates
+from mega_rl.stages.learn import gates
 from mega_rl.types import DTYPES
 from tools import train
 

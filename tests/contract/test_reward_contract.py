@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from mega_rl.config.schema import RewardConfig, RewardWorkersConfig
-from mega_rl.rewards.registry import BUILT_IN, bind
-from mega_rl.rewards.sandbox import has_namespaces
+from mega_rl.config.schema.sections import RewardConfig, RewardWorkersConfig
+from mega_rl.rewards.functions.registry import BUILT_IN, bind
+from mega_rl.rewards.sandbox.sandbox import has_namespaces
 from mega_rl.rewards.scorer import Scorer, build_scorer
 from mega_rl.types import Prompt, Trajectory
 

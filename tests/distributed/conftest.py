@@ -9,9 +9,13 @@ import torch
 from PIL import Image
 from transformers import AutoModelForCausalLM
 
-from mega_rl.data.rows import write_jsonl
-from mega_rl.data.synthetic import ArithmeticSpec, arithmetic_data, arithmetic_tokenizer
-from mega_rl.data.tiny_model import TinyModelSpec, write_tiny_model
+from mega_rl.data.rows.rows import write_jsonl
+from mega_rl.synthetic.arithmetic import (
+    ArithmeticSpec,
+    arithmetic_data,
+    arithmetic_tokenizer,
+)
+from mega_rl.synthetic.tiny_model import TinyModelSpec, write_tiny_model
 from tests.launching.launch import ranks
 from tests.launching.training import (
     FLEET_SETTINGS,

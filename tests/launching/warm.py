@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from mega_rl.observe.lines import write_whole_lines
-from mega_rl.rollout.vllm.environment import set_environment
+from mega_rl.rollout.vllm.start.environment import set_environment
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from functools import cache
 
 from transformers import PreTrainedTokenizerFast
 
-from mega_rl.data.synthetic import CHATML_TEMPLATE, bpe_tokenizer
+from mega_rl.synthetic.arithmetic import CHATML_TEMPLATE, bpe_tokenizer
 
 TEXTS = ["user assistant system tool <tool_call> <tool_response> name arguments", "What is 2 + 2? It is 4."]
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from mega_rl import platform
 from mega_rl.bridge.files.huggingface import HFReader
-from mega_rl.config.schema import RunConfig
+from mega_rl.config.schema.sections import RunConfig
 from mega_rl.data.packing import pack
 from mega_rl.megatron import engine as engine_module
 from mega_rl.megatron.engine import LossFunction, MegatronEngine
@@ -24,7 +24,7 @@ from mega_rl.microbatch import Figures, Microbatch, Sequence, TokenStats
 from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.parallel.schedule import balance
-from mega_rl.stages.parts.building import trainer_spec
+from mega_rl.stages.build.building import trainer_spec
 from tests.models.layouts import Case
 from tests.models.parity_reference import BETAS, CLIP, EPS, LR, WEIGHT_DECAY, Objective, num_learnt
 

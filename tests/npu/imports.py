@@ -23,7 +23,7 @@ AFTER = {
     "vllm_ascend.vllm_ascend_C": "rollout.after_extension",
     "vllm.model_executor.models.registry": "rollout.after_registry",
     "vllm.v1.worker.block_table": "rollout.after_block_table",
-    "mega_rl.platform.versions": "rollout.after_versions",
+    "mega_rl.platform.contract.versions": "rollout.after_versions",
 }
 # What only an NPU compiles for: kernels of triton-ascend, and graphs. It can be imported, and not called.
 UNCOMPILED = ("mindspeed.ops.triton.", "torch_npu.dynamo.torchair", "torchair.")

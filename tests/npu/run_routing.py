@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mega_rl import platform
-from mega_rl.config.schema import RolloutConfig
+from mega_rl.config.schema.sections import RolloutConfig
 from mega_rl.data.packing import pack, sequence_of
 from mega_rl.megatron.engine import MegatronEngine
-from mega_rl.megatron.routing import Router
+from mega_rl.megatron.layers.routing import Router
 from mega_rl.microbatch import Microbatch
 from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.vllm.engine import VLLMEngine

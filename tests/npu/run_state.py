@@ -23,9 +23,10 @@ from mega_rl.bridge.reshard.plan import compile_plan
 from mega_rl.bridge.reshard.proof import Proof, colocated
 from mega_rl.bridge.series import slices_of
 from mega_rl.bridge.slices import Box, indices
-from mega_rl.megatron import checkpoint, frugal_adam
+from mega_rl.megatron.checkpoint import checkpoint
 from mega_rl.megatron.offload import PARTS
-from mega_rl.megatron.optimizer import chained
+from mega_rl.megatron.optim import frugal_adam
+from mega_rl.megatron.optim.optimizer import chained
 from tests.distributed.megatron import run_memory
 from tests.distributed.megatron.checkpoint.run_checkpoint import follow, local_state, save_now
 from tests.distributed.megatron.run_memory import World

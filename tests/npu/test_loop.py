@@ -20,8 +20,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from mega_rl.data.synthetic import arithmetic_tokenizer
 from mega_rl.platform.ascend.devices import MASK
+from mega_rl.synthetic.arithmetic import arithmetic_tokenizer
 from tests.distributed.conftest import tiny_world  # noqa: F401 - a fixture
 from tests.distributed.stages.test_vision_rl import configuration
 from tests.launching.launch import Launched, started, torchrun, torchrun_command

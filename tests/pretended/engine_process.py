@@ -12,11 +12,11 @@ import torch
 
 from mega_rl.parallel.joint_group import MeetingPoint
 from mega_rl.rollout.engine import Request
-from mega_rl.rollout.remote import kept_engine
 from mega_rl.rollout.remote.engine_process import EngineProcess, EngineSpec
-from mega_rl.rollout.remote.kept_engine import KeptEngine
+from mega_rl.rollout.remote.fleet import kept_engine
+from mega_rl.rollout.remote.fleet.kept_engine import KeptEngine
 from mega_rl.rollout.remote.weight_store import Form, Location, Stored
-from mega_rl.rollout.vllm.seeing import Pixels
+from mega_rl.rollout.vllm.start.seeing import Pixels
 from mega_rl.types import Trajectory
 from tests.launching.training import STRUCK_LOG as LOG
 from tests.models.vision_models import MERGE, PATCH

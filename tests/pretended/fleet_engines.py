@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 from mega_rl.fleet import events
-from mega_rl.fleet.carrier import Requests, Whereabouts
+from mega_rl.fleet.executor import Requests, Whereabouts
 from tests.pretended.samplers import Weights
 from tests.pretended.tokens import Response
 

@@ -11,10 +11,19 @@ from typing import Any
 
 import pytest
 
-from mega_rl.rewards import dispatch
-from mega_rl.rewards.pool import WorkerPool
-from mega_rl.rewards.process import WorkerFailure, WorkerProcess, _sealed_memory
-from mega_rl.rewards.worker import EXITED, Call, Progress, Setup
+from mega_rl.rewards.pool import dispatch
+from mega_rl.rewards.pool.pool import WorkerPool
+from mega_rl.rewards.pool.process import (
+    WorkerFailure,
+    WorkerProcess,
+    _sealed_memory,
+)
+from mega_rl.rewards.pool.worker import (
+    EXITED,
+    Call,
+    Progress,
+    Setup,
+)
 
 ENDED = WorkerFailure(EXITED, "ended the worker with exit status 3")
 

@@ -17,7 +17,7 @@ from mega_rl.errors import InputError
 from mega_rl.fleet import events, membership
 from mega_rl.fleet.engines import Limits
 from mega_rl.fleet.events import Decision, Event
-from mega_rl.fleet.steward import Steward
+from mega_rl.fleet.scheduler import Steward
 from mega_rl.fleet.tickets import Key, Rules, held_out
 from tests.pretended.tokens import number
 

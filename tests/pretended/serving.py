@@ -17,12 +17,12 @@ import uvicorn
 from transformers import PreTrainedTokenizerBase
 
 from mega_rl.environments.tools import Parsed, ToolCall
-from mega_rl.rollout.conversations import Renderer
-from mega_rl.rollout.endpoint import Endpoint, Model
 from mega_rl.rollout.engine import Piece, Request
-from mega_rl.rollout.serving import Engines
-from mega_rl.rollout.sessions import Sessions
-from mega_rl.rollout.web import application
+from mega_rl.serving.conversations import Renderer
+from mega_rl.serving.endpoint import Endpoint, Model
+from mega_rl.serving.engines import Engines
+from mega_rl.serving.sessions import Sessions
+from mega_rl.serving.web import application
 from mega_rl.types import Score, Trajectory
 from tests.models.chat_templates import ends_of, tokenizer_of
 from tests.pretended.samplers import Modelless

@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from mega_rl.fleet import events
-from mega_rl.fleet.carrier import Requests
-from mega_rl.fleet.steward import Steward
-from mega_rl.rollout.remote import attach, carrier, placement
-from mega_rl.rollout.remote.carrier import Life, RayCarrier
+from mega_rl.fleet.executor import Requests
+from mega_rl.fleet.scheduler import Steward
+from mega_rl.rollout.remote import placement
 from mega_rl.rollout.remote.engine_process import EngineSpec
+from mega_rl.rollout.remote.fleet import leases, ray_executor
+from mega_rl.rollout.remote.fleet.ray_executor import Life, RayCarrier
 from mega_rl.rollout.remote.weight_store import Location, Store, Stored
-from mega_rl.stages.parts import fleet_batches, sampling
-from mega_rl.stages.parts.batch_builder import Batch
-from mega_rl.stages.parts.fleet_batches import FleetBatches
+from mega_rl.stages.sampling import fleet_batches, sampling
+from mega_rl.stages.sampling.batch_builder import Batch
+from mega_rl.stages.sampling.fleet_batches import FleetBatches
 from tests.launching.launch import Running
 from tests.launching.training import STRUCK_LOG
 from tests.pretended.engine_process import PretendedKeptProcess, PretendedProcess, digest
@@ -160,13 +161,13 @@ def watch(kind: str, held: Sequence[int] = ()) -> None:
     """
     if kind == "patient":
         sampling.RayCarrier = PatientCarrier  # type: ignore[misc]
-        carrier.MAX_STEPS, carrier.NUM_AHEAD = 2, 1
+        ray_executor.MAX_STEPS, ray_executor.NUM_AHEAD = 2, 1
         return
     sampling.RayCarrier = calm_carrier if kind == "calm" else WatchedCarrier  # type: ignore[misc, assignment]
     fleet_batches.Steward = WatchedSteward  # type: ignore[misc]
     if kind == "pretended":  # on a Ray of the run, or on a cluster
         placement.EngineProcess = PretendedProcess  # type: ignore[misc]
-        attach.KeptEngine = PretendedKeptProcess  # type: ignore[misc]
+        leases.KeptEngine = PretendedKeptProcess  # type: ignore[misc]
     hold(held)
 
 

@@ -17,7 +17,7 @@ from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from torch import Tensor
 
-from mega_rl.platform.operators import dispatch as operators
+from mega_rl.platform import dispatch as operators
 
 
 class PretendedNormedLinear(ColumnParallelLinear):

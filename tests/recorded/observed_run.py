@@ -10,13 +10,13 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from mega_rl.config import save_resolved
-from mega_rl.config.schema import RunConfig
+from mega_rl.config.schema.sections import RunConfig
 from mega_rl.observe import run_log
 from mega_rl.observe.observer import Observer
 from mega_rl.observe.run_log import RunLog
-from mega_rl.observe.sinks import ShownSample
-from mega_rl.rollout.collect import PromptGroup
-from mega_rl.rollout.records import to_rows, write_step
+from mega_rl.observe.sinks.sinks import ShownSample
+from mega_rl.rollout.collect.collect import PromptGroup
+from mega_rl.rollout.collect.records import to_rows, write_step
 from mega_rl.types import Prompt, Score, Trajectory
 
 HOSTILE = "</pre><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">&lt; 數 😀"

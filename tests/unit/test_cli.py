@@ -11,11 +11,11 @@ import pytest
 
 from mega_rl import cli, platform
 from mega_rl.errors import InputError
-from mega_rl.parallel import launch
+from mega_rl.parallel.watch import launch
 from tests.launching.launch import REPO, run, started
 
 TRAIN, EVAL = (str(REPO / "tools" / name) for name in ("train.py", "eval.py"))
-LAUNCH = ["-m", "mega_rl.parallel.launch"]
+LAUNCH = ["-m", "mega_rl.parallel.watch.launch"]
 
 
 def test_every_command_has_its_tool() -> None:
@@ -128,7 +128,7 @@ sys.exit(int(sys.argv[1]) if os.environ["RANK"] == "1" else 0)
 def test_ranks_pass_their_exit_status_and_get_the_signals(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(RANK)
-    command = (sys.executable, "-m", "mega_rl.parallel.launch", "--nproc-per-node=2", str(script))
+    command = (sys.executable, "-m", "mega_rl.parallel.watch.launch", "--nproc-per-node=2", str(script))
     failed = run([*command, "2", "--n", "x"])
     assert failed.returncode == 2 and "rank 1 of 2 ['2', '--n', 'x']" in failed.stdout
     with started([*command, "wait"]) as running:

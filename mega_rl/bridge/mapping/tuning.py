@@ -12,7 +12,11 @@ from mega_rl.bridge.mapping.megatron import megatron_series
 from mega_rl.bridge.mapping.tensors import SCORE, hf_tensors, roles
 from mega_rl.bridge.mapping.tower import frozen_names
 from mega_rl.bridge.series import slices_of
-from mega_rl.config.schema import AdapterConfig, TuningConfig, VisionConfig
+from mega_rl.config.schema.sections import (
+    AdapterConfig,
+    TuningConfig,
+    VisionConfig,
+)
 from mega_rl.errors import InputError, shown
 from mega_rl.models.shape import ModelShape
 from mega_rl.models.vision import TOWER

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from mega_rl.data.columns import prompt_of
-from mega_rl.data.rows import Row
+from mega_rl.data.rows.columns import prompt_of
+from mega_rl.data.rows.rows import Row
 from mega_rl.data.sets.counting import Dropped, Record, fold
 from mega_rl.data.sets.turns import EMPTY, answer_of, check_order, system_first, text_of, turns_of
-from mega_rl.data.tokenizer import Message
+from mega_rl.data.tokens.tokenizer import Message
 
 
 def alpaca(row: Row) -> Record:

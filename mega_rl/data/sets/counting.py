@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from mega_rl.data.columns import REFUSED, TOOLS
-from mega_rl.data.rows import Row
+from mega_rl.data.rows.columns import REFUSED, TOOLS
+from mega_rl.data.rows.rows import Row
 
 NOTHING: tuple[Any, ...] = (None, [], {}, "")  # of a column or key that other rows use
 # What no set takes, and why.

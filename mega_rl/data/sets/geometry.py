@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import hashlib
 
-from mega_rl.data.pictures import MARK, encoded_pictures, is_usable
-from mega_rl.data.rows import Row
+from mega_rl.data.pictures.pictures import (
+    MARK,
+    encoded_pictures,
+    is_usable,
+)
+from mega_rl.data.rows.rows import Row
 from mega_rl.data.sets.counting import Dropped, Record, fold
 from mega_rl.data.sets.problems import MATH_INSTRUCTION, problem_record, texts
 from mega_rl.data.sets.turns import turns_of

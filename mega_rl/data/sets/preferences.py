@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mega_rl.data.columns import prompt_of
-from mega_rl.data.rows import Row
+from mega_rl.data.rows.columns import prompt_of
+from mega_rl.data.rows.rows import Row
 from mega_rl.data.sets.counting import Dropped, Record, fold
 from mega_rl.data.sets.turns import (
     EMPTY,
@@ -17,7 +17,7 @@ from mega_rl.data.sets.turns import (
     transcript_turns,
     turns_of,
 )
-from mega_rl.data.tokenizer import Message
+from mega_rl.data.tokens.tokenizer import Message
 
 EQUAL = "equal pair: chosen and rejected are the same"
 LABELS = ("label", "kto_tag")

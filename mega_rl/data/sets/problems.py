@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mega_rl.data.rows import Row
+from mega_rl.data.rows.rows import Row
 from mega_rl.data.sets.counting import Dropped, Record, fold
 from mega_rl.data.sets.turns import EMPTY, turns_of
-from mega_rl.data.tokenizer import Message
-from mega_rl.rewards.math import last_boxed
+from mega_rl.data.tokens.tokenizer import Message
+from mega_rl.rewards.functions.math import last_boxed
 
 NO_ANSWER = "without answer"
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'

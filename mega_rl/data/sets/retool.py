@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from mega_rl.data.rows import Row
+from mega_rl.data.rows.rows import Row
 from mega_rl.data.sets.counting import Dropped, Record, fold
 from mega_rl.data.sets.turns import EMPTY
 

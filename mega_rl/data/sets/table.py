@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from mega_rl.data.rows import write_jsonl, write_parquet
+from mega_rl.data.rows.rows import write_jsonl, write_parquet
 from mega_rl.data.sets.conversations import alpaca, sharegpt
 from mega_rl.data.sets.counting import Counts, Kept, Make, collect, digest
 from mega_rl.data.sets.files import TRAIN, VALIDATION, files_of_splits, rows_of

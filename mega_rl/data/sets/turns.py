@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mega_rl.data.columns import ROLES
-from mega_rl.data.rows import Row
+from mega_rl.data.rows.columns import ROLES
+from mega_rl.data.rows.rows import Row
 from mega_rl.data.sets.counting import LEFT_OUT, NOTHING, Dropped
-from mega_rl.data.tokenizer import Message
+from mega_rl.data.tokens.tokenizer import Message
 
 EMPTY = "empty"
 TOOL_ROLES = ("tool", "function", "function_call", "observation")

@@ -6,7 +6,8 @@ import torch
 
 from mega_rl import platform
 from mega_rl.doctor.probes import report
-from mega_rl.platform.operators import dispatch as operators, reference
+from mega_rl.platform import dispatch as operators
+from mega_rl.platform.operators import reference
 from mega_rl.types import DTYPES
 
 LENGTHS = (5, 128, 67)  # tokens of the packed sequences

@@ -17,10 +17,14 @@ from typing import Any
 import torch
 
 from mega_rl import platform
-from mega_rl.data.rows import write_jsonl
-from mega_rl.data.synthetic import ArithmeticSpec, arithmetic_data, arithmetic_tokenizer
-from mega_rl.data.tiny_model import TinyModelSpec, write_tiny_model
+from mega_rl.data.rows.rows import write_jsonl
 from mega_rl.doctor.probes import report
+from mega_rl.synthetic.arithmetic import (
+    ArithmeticSpec,
+    arithmetic_data,
+    arithmetic_tokenizer,
+)
+from mega_rl.synthetic.tiny_model import TinyModelSpec, write_tiny_model
 
 TRAIN = Path(__file__).resolve().parents[3] / "tools" / "train.py"
 NUM_STEPS, MAX_RANKS, TEMPERATURE = 3, 2, 0.8

@@ -40,7 +40,7 @@ from mega_rl.bridge.mapping.adapter import AdaptedWeight, Projection, adapted_we
 from mega_rl.bridge.mapping.tuning import EXPERTS, AdapterPlan, module_of
 from mega_rl.bridge.series import Number, Series, hf_name_of
 from mega_rl.megatron.tuning.dropout import DroppedProduct, column_keys
-from mega_rl.platform.operators import dispatch as operators
+from mega_rl.platform import dispatch as operators
 
 
 class _SumGradients(torch.autograd.Function):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from mega_rl.errors import InputError
 from mega_rl.platform.ascend.devices import misnamed_masks, read_mask
-from mega_rl.platform.base import ProcessRole, Setting
+from mega_rl.platform.contract.base import ProcessRole, Setting
 
 ALLOCATOR = "PYTORCH_NPU_ALLOC_CONF"
 NZ = "VLLM_ASCEND_ENABLE_NZ"

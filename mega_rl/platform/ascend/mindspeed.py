@@ -19,9 +19,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from mega_rl.config.schema import MindSpeedConfig
+from mega_rl.config.schema.sections import MindSpeedConfig
 from mega_rl.errors import InputError
-from mega_rl.platform import versions
+from mega_rl.platform.contract import versions
 
 KEY = "platform.mindspeed.features"
 INSTALL = "install MindSpeed's branch core_r0.16.0 by its own instructions"

@@ -15,18 +15,18 @@ import torch.distributed as dist
 
 from mega_rl import platform
 from mega_rl.bridge.mapping.vllm_slots import Slots
-from mega_rl.config.schema import RolloutConfig, TrainerConfig
+from mega_rl.config.schema.sections import RolloutConfig, TrainerConfig
 from mega_rl.parallel.collectives import connect_on_use, connects_on_use
 from mega_rl.parallel.joint_group import MeetingPoint, join_store, open_meeting
 from mega_rl.parallel.store import LOOPBACK
 from mega_rl.rollout.engine import Ended, ProbedSampler, Request
-from mega_rl.rollout.episode_tokens import Plan
-from mega_rl.rollout.episodes import EpisodeSampler
+from mega_rl.rollout.episodes.episode_tokens import Plan
+from mega_rl.rollout.episodes.episodes import EpisodeSampler
 from mega_rl.rollout.receiver import Link
-from mega_rl.rollout.remote.attachment import Attachment
+from mega_rl.rollout.remote.attached_store import Attachment
 from mega_rl.rollout.remote.weight_store import Form, Location, Stored, take
 from mega_rl.rollout.vllm.receiving_engine import ReceivingEngine
-from mega_rl.rollout.vllm.seeing import Pixels, Sight
+from mega_rl.rollout.vllm.start.seeing import Pixels, Sight
 from mega_rl.types import Trajectory
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mega_rl.data.album import Album
+from mega_rl.data.pictures.picture_set import Album
 from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.collectives import broadcast_object, together
 from mega_rl.rollout.engine import Ended, Request

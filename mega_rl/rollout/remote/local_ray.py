@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 from mega_rl.parallel.store import is_one_node
-from mega_rl.rollout.remote import ray_keeper
+from mega_rl.rollout.remote import ray_cleanup
 
 START_S = "300"  # Ray's own 30 are too few on a host that does much else
 OBJECT_STORE_BYTES = 1 << 27  # it carries requests and trajectories, never weights
@@ -41,6 +41,6 @@ def start(ray: Any, num_cpus: int) -> Path:
         logging_level="ERROR",
     )
     raylet = next(child for child in psutil.Process().children() if child.name() == "raylet")
-    command = [sys.executable, "-I", ray_keeper.__file__, str(os.getpid()), str(raylet.pid)]
+    command = [sys.executable, "-I", ray_cleanup.__file__, str(os.getpid()), str(raylet.pid)]
     subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)  # Ctrl-C is not for it
     return Path(context.address_info["session_dir"])

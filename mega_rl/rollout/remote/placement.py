@@ -18,7 +18,7 @@ from mega_rl.parallel.store import LOOPBACK, is_one_node
 from mega_rl.rollout.remote import local_ray
 from mega_rl.rollout.remote.engine_process import EngineProcess, EngineSpec
 from mega_rl.rollout.remote.ray_room import bundle, check_room
-from mega_rl.rollout.vllm.options import engine_settings
+from mega_rl.rollout.vllm.start.options import engine_settings
 
 PLACEMENT_TIMEOUT_S = 60
 DEATH_NOTICE_S = 10.0  # time for Ray to notice which process is gone after a transfer has failed

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from mega_rl.bridge.mapping.vllm_slots import Slots
-from mega_rl.config.schema import RolloutConfig
+from mega_rl.config.schema.sections import RolloutConfig
 from mega_rl.rollout.receiver import Link
 from mega_rl.rollout.vllm.engine import VLLMEngine
-from mega_rl.rollout.vllm.environment import set_environment
-from mega_rl.rollout.vllm.options import TRANSFER_BACKEND
-from mega_rl.rollout.vllm.seeing import Sight
-from mega_rl.rollout.vllm.versions import start_arguments
+from mega_rl.rollout.vllm.start.environment import set_environment
+from mega_rl.rollout.vllm.start.options import TRANSFER_BACKEND
+from mega_rl.rollout.vllm.start.seeing import Sight
+from mega_rl.rollout.vllm.start.versions import start_arguments
 
 
 class ReceivingEngine(VLLMEngine):

@@ -8,7 +8,7 @@ from typing import Any
 
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.requests import resumed
-from mega_rl.rollout.vllm.versions import forget_prefixes, num_sampled_tokens
+from mega_rl.rollout.vllm.start.versions import forget_prefixes, num_sampled_tokens
 from mega_rl.types import Span, Trajectory
 
 

@@ -14,7 +14,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from mega_rl.rollout.receiver import Link
-from mega_rl.rollout.vllm.versions import TransferMethods
+from mega_rl.rollout.vllm.start.versions import TransferMethods
 
 
 @dataclass

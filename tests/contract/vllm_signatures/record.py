@@ -16,10 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from mega_rl.bridge.mapping.vllm_slots import Slots
-from mega_rl.config.schema import RolloutConfig
+from mega_rl.config.schema.sections import RolloutConfig
 from mega_rl.platform.ascend.environment import NZ
-from mega_rl.rollout.vllm import environment
-from mega_rl.rollout.vllm.options import ROUTING, engine_arguments, option_names, picture_arguments
+from mega_rl.rollout.vllm.start import environment
+from mega_rl.rollout.vllm.start.options import (
+    ROUTING,
+    engine_arguments,
+    option_names,
+    picture_arguments,
+)
 from tests.contract.vllm_signatures.uses import ROLLOUT, WORKER, uses
 from tests.contract.vllm_signatures.wheel import Package
 

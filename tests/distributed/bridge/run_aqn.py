@@ -24,21 +24,21 @@ from mega_rl.bridge.mapping.vllm import vllm_slices
 from mega_rl.bridge.outgoing.noise import AqnNoise
 from mega_rl.bridge.outgoing.quantize import quantize_dequantize
 from mega_rl.bridge.slices import indices
-from mega_rl.config.schema import RunConfig
+from mega_rl.config.schema.sections import RunConfig
+from mega_rl.megatron.checkpoint.saving import CheckpointWriter
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.policy import MegatronPolicy
-from mega_rl.megatron.saving import CheckpointWriter
 from mega_rl.models.shape import read_model_shape
 from mega_rl.observe.timers import Timers
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
 from mega_rl.rollout.sinks import InPlaceSink, LoaderSink, Weights, colocated_layout
 from mega_rl.rollout.vllm.engine import VLLMEngine
-from mega_rl.stages.parts import building
-from mega_rl.stages.parts.behaviour import behaviour_policy
-from mega_rl.stages.parts.export import export_huggingface
-from mega_rl.stages.parts.session import Session
-from mega_rl.stages.parts.weight_sync import WeightSync
+from mega_rl.stages.build import building
+from mega_rl.stages.run.session import Session
+from mega_rl.stages.weights.behaviour import behaviour_policy
+from mega_rl.stages.weights.export import export_huggingface
+from mega_rl.stages.weights.weight_sync import WeightSync
 from mega_rl.types import DTYPES
 from tests.distributed.rollout.rollout_checks import check, equals_hf, shared_directory, start
 from tests.launching.training import digests

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from mega_rl import platform
 from mega_rl.bridge.files.huggingface import HFReader
-from mega_rl.megatron import checkpoint
+from mega_rl.megatron.checkpoint import checkpoint
+from mega_rl.megatron.checkpoint.saving import CheckpointWriter
 from mega_rl.megatron.engine import MegatronEngine
-from mega_rl.megatron.saving import CheckpointWriter
 from tests.launching.launch import REPO
 from tests.models import families
 from tests.models.engine_support import build_engine, groups, optimizer_of, owned_span, run_config

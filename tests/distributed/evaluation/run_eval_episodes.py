@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from mega_rl.config import RunConfig
-from mega_rl.data.tokenizer import load_tokenizer
+from mega_rl.data.tokens.tokenizer import load_tokenizer
 from mega_rl.parallel.layout import EngineLayout
-from mega_rl.rollout.vllm.seeing import Sight
+from mega_rl.rollout.vllm.start.seeing import Sight
 from tests.pretended.samplers import ScriptedEngine
 from tools import eval as tool
 

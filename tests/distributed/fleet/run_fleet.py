@@ -16,14 +16,15 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from mega_rl.fleet.carrier import Requests
 from mega_rl.fleet.engines import Limits
+from mega_rl.fleet.executor import Requests
 from mega_rl.fleet.tickets import held_out
 from mega_rl.megatron.engine import MegatronEngine
-from mega_rl.stages.parts import building, sampling
-from mega_rl.stages.parts.fleet_batches import Fleet
-from mega_rl.stages.parts.session import Session
-from mega_rl.stages.parts.weight_sync import Pushed
+from mega_rl.stages.build import building
+from mega_rl.stages.run.session import Session
+from mega_rl.stages.sampling import sampling
+from mega_rl.stages.sampling.fleet_batches import Fleet
+from mega_rl.stages.weights.weight_sync import Pushed
 from tests.distributed.stages.run.run_struck_stage import die
 from tests.launching.launch import REPO
 from tests.pretended.fleet_engines import PretendedCarrier

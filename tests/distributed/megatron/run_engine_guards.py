@@ -20,9 +20,10 @@ from torch import Tensor
 
 from mega_rl import platform
 from mega_rl.bridge.slices import indices
-from mega_rl.config.schema import RouterConfig
-from mega_rl.megatron import model, policy
+from mega_rl.config.schema.sections import RouterConfig
+from mega_rl.megatron import policy
 from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.megatron.model import transformer
 from mega_rl.microbatch import Microbatch, Sequence
 from tests.distributed.megatron.run_engine_parity import (
     Errors,
@@ -66,7 +67,7 @@ def running_positions() -> Iterator[None]:
 
 @contextmanager
 def unmarked_experts() -> Iterator[None]:
-    with mock.patch.object(model, "mark_experts", lambda chunk: None):
+    with mock.patch.object(transformer, "mark_experts", lambda chunk: None):
         yield
 
 

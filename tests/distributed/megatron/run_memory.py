@@ -17,11 +17,11 @@ from torch import Tensor
 
 from mega_rl import platform
 from mega_rl.bridge.slices import indices
-from mega_rl.config.schema import RunConfig
+from mega_rl.config.schema.sections import RunConfig
 from mega_rl.errors import InputError
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.offload import PARTS, TrainerOffload
-from mega_rl.megatron.optimizer import chained, owned_range
+from mega_rl.megatron.optim.optimizer import chained, owned_range
 from mega_rl.megatron.policy import MegatronPolicy
 from mega_rl.megatron.reference import FrozenCopy
 from mega_rl.microbatch import Figures

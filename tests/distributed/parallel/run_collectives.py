@@ -12,14 +12,14 @@ import torch.distributed as dist
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from mega_rl.config.schema import DataConfig
+from mega_rl.config.schema.sections import DataConfig
 from mega_rl.data import prompts as prompts_module
-from mega_rl.data.pictures import Found, PictureReader
+from mega_rl.data.pictures.pictures import Found, PictureReader
 from mega_rl.data.prompts import PromptDataset
-from mega_rl.data.rows import Row
-from mega_rl.data.synthetic import arithmetic_tokenizer
+from mega_rl.data.rows.rows import Row
 from mega_rl.errors import InputError
 from mega_rl.parallel.collectives import broadcast_object, gather_objects, join_world, work_shared
+from mega_rl.synthetic.arithmetic import arithmetic_tokenizer
 
 
 def num_sockets() -> int:

@@ -7,14 +7,14 @@ import subprocess
 
 import torch.distributed as dist
 
-from mega_rl.parallel import keeping
-from mega_rl.parallel.keeping import Copies
+from mega_rl.parallel.watch import state_copies
+from mega_rl.parallel.watch.state_copies import Copies
 
 
 def node() -> subprocess.Popen[bytes]:
     """What stands for torchrun on this rank's node; the ranks see no other parent."""
     launcher = subprocess.Popen(("sleep", "600"))
-    keeping.os.getppid = lambda: launcher.pid  # type: ignore[attr-defined]
+    state_copies.os.getppid = lambda: launcher.pid  # type: ignore[attr-defined]
     return launcher
 
 

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from mega_rl.stages.parts.notice import Notice
+from mega_rl.stages.run.notice import Notice
 from tools import train
 
 

@@ -18,11 +18,11 @@ from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
 from mega_rl.parallel.rendezvous import Rendezvous
 from mega_rl.parallel.store import shared_store
-from mega_rl.parallel.watch import watched
-from mega_rl.rollout.collect import Quota, Round
-from mega_rl.rollout.depot import Depot
+from mega_rl.parallel.watch.watch import watched
+from mega_rl.rollout.collect.collect import Quota, Round
+from mega_rl.rollout.collect.replicas import collect_everywhere
+from mega_rl.rollout.collect.trajectory_store import Depot
 from mega_rl.rollout.engine import Request
-from mega_rl.rollout.replicas import collect_everywhere
 from mega_rl.rollout.requests import make_requests
 from mega_rl.types import Prompt, Score, Trajectory
 from tests.pretended.samplers import Modelless

@@ -13,7 +13,7 @@ import sys
 import time
 from typing import Any
 
-from mega_rl.megatron import saving
+from mega_rl.megatron.checkpoint import saving
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.rollout.vllm.engine import VLLMEngine
 from tools import train

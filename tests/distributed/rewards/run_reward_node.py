@@ -10,11 +10,11 @@ from pathlib import Path
 import psutil
 import torch.distributed as dist
 
-from mega_rl.config.schema import RewardConfig, RewardWorkersConfig
+from mega_rl.config.schema.sections import RewardConfig, RewardWorkersConfig
 from mega_rl.errors import InputError
 from mega_rl.parallel.collectives import gather_objects
-from mega_rl.rewards.scratch import PREFIX
-from mega_rl.stages.parts.scoring import scorer_of_node
+from mega_rl.rewards.sandbox.scratch import PREFIX
+from mega_rl.stages.score.scoring import scorer_of_node
 from mega_rl.types import Prompt, Trajectory
 
 REWARD = """

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from mega_rl.data.replies import ReplyTokens
-from mega_rl.data.tokenizer import encode, load_tokenizer
+from mega_rl.data.tokens.replies import ReplyTokens
+from mega_rl.data.tokens.tokenizer import encode, load_tokenizer
 from mega_rl.environments.episode import EpisodeLimits
 from mega_rl.environments.protocol import End, Reply, Turn
 from mega_rl.rollout.engine import Request
-from mega_rl.rollout.episode_tokens import Plan
-from mega_rl.rollout.episodes import EpisodeSampler
+from mega_rl.rollout.episodes.episode_tokens import Plan
+from mega_rl.rollout.episodes.episodes import EpisodeSampler
 from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.vllm.engine import VLLMEngine
 from mega_rl.types import ASSISTANT, Prompt, Trajectory

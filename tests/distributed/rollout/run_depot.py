@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mega_rl.config.schema import AlgorithmConfig
+from mega_rl.config.schema.sections import AlgorithmConfig
 from mega_rl.data.packing import sequence_of
 from mega_rl.evaluation.evaluate import Answered, EvaluationSettings, evaluate, outlined
 from mega_rl.microbatch import Sequence
@@ -22,13 +22,24 @@ from mega_rl.parallel.layout import EngineLayout, ParallelLayout
 from mega_rl.parallel.rendezvous import Rendezvous
 from mega_rl.parallel.sending import spread
 from mega_rl.parallel.store import shared_store
-from mega_rl.rollout.collect import OutlinedGroup, PromptGroup, Quota, Round
-from mega_rl.rollout.depot import Depot
+from mega_rl.rollout.collect.collect import (
+    OutlinedGroup,
+    PromptGroup,
+    Quota,
+    Round,
+)
+from mega_rl.rollout.collect.replicas import collect_everywhere
+from mega_rl.rollout.collect.trajectory_store import Depot
 from mega_rl.rollout.engine import Ended, Request
-from mega_rl.rollout.replicas import collect_everywhere
 from mega_rl.rollout.requests import make_requests
-from mega_rl.stages.parts import learning, rollout_metrics
-from mega_rl.stages.parts.batches import BatchShare, denominators_of, pack_brought, pack_for_rank
+from mega_rl.stages.learn import learning
+from mega_rl.stages.run.batch_share import (
+    BatchShare,
+    denominators_of,
+    pack_brought,
+    pack_for_rank,
+)
+from mega_rl.stages.sampling import rollout_metrics
 from mega_rl.types import Outline, Prompt, Routing, Score, Tokens, Trajectory
 from tests.pretended.samplers import Modelless, answered
 from tests.recorded.trajectories import two_turns

@@ -15,11 +15,12 @@ from megatron.core import parallel_state
 
 from mega_rl import platform
 from mega_rl.config import load_config, validate
-from mega_rl.parallel.process import join
 from mega_rl.parallel.store import shared_store
+from mega_rl.parallel.watch.process import join
 from mega_rl.rollout.vllm.engine import VLLMEngine
 from mega_rl.stages import rl
-from mega_rl.stages.parts import building, session
+from mega_rl.stages.build import building
+from mega_rl.stages.run import session
 
 
 class OneEngine:

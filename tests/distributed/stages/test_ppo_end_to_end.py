@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
-from mega_rl.data.rows import read_rows, write_jsonl
+from mega_rl.data.rows.rows import read_rows, write_jsonl
 from tests.launching import training
 from tests.launching.launch import once
 from tests.launching.training import TinyWorld, computed, copies, digests, metrics_of, steps_saved

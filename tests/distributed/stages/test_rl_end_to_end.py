@@ -11,10 +11,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mega_rl.config import load_config
-from mega_rl.data.rows import read_rows
-from mega_rl.observe.tensorboard import tag
-from mega_rl.rewards.registry import load_reward
-from mega_rl.rollout.records import read_step
+from mega_rl.data.rows.rows import read_rows
+from mega_rl.observe.sinks.tensorboard import tag
+from mega_rl.rewards.functions.registry import load_reward
+from mega_rl.rollout.collect.records import read_step
 from tests.launching import training
 from tests.launching.launch import ENGINE, REPO, Launched, run_copy, started, torchrun_command
 from tests.launching.training import TinyWorld, computed, digests, metrics_of, steps_saved

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mega_rl.data.rows import read_rows
+from mega_rl.data.rows.rows import read_rows
 from tests.launching import training
 from tests.launching.launch import started, torchrun_command
 from tests.launching.training import TinyWorld, computed, digests, metrics_of, steps_saved

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from mega_rl.bridge.files.torch_dist import read_index
-from mega_rl.data.rows import read_rows
+from mega_rl.bridge.files.torch_dist.torch_dist import read_index
+from mega_rl.data.rows.rows import read_rows
 from tests.distributed.stages.test_sft_end_to_end import held_out
 from tests.launching import training
 from tests.launching.training import TinyWorld, computed, digests, metrics_of

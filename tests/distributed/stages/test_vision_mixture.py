@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mega_rl.rollout.records import read_step, trajectory_of_row
+from mega_rl.rollout.collect.records import read_step, trajectory_of_row
 from tests.distributed.stages.test_vision_rl import CONFIG, TOLERANCE, pytestmark as needs_torchvision, write_rows
 from tests.launching.launch import ENGINE, REPO, ranks, run
 from tests.launching.training import metrics_of

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from mega_rl.rollout.records import read_step, trajectory_of_row
+from mega_rl.rollout.collect.records import read_step, trajectory_of_row
 from tests.launching import training
 from tests.launching.launch import ENGINE, REPO, ranks, started
 from tests.launching.training import computed, copies, metrics_of, train

@@ -7,8 +7,8 @@ from typing import Any, get_args
 import pytest
 
 from mega_rl.config import RunConfig, problems
-from mega_rl.config.algorithm import algorithm_problems
-from mega_rl.config.schema import GroupBaseline
+from mega_rl.config.checks.algorithm import algorithm_problems
+from mega_rl.config.schema.sections import GroupBaseline
 
 
 def found(config: RunConfig) -> list[str]:

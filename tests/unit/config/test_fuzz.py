@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from mega_rl.config import load_config, to_yaml, validate
-from mega_rl.config.typed import leaf_names
+from mega_rl.config.reading.typed import leaf_names
 from mega_rl.errors import InputError
 from tests.fuzzing import TEXTS, VALUES, accepted_or_sentence, cases
 

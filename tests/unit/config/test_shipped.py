@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 
 from mega_rl.config import RunConfig, load_config, problems, to_yaml
-from mega_rl.config.algorithm import PRESETS
-from mega_rl.config.model import check_model
+from mega_rl.config.checks.algorithm import PRESETS
+from mega_rl.config.checks.model import check_model
 from mega_rl.data.sets.retool import TOOL
-from mega_rl.data.tiny_model import TOWER
 from mega_rl.environments.choice import tool
 from mega_rl.environments.tools import schema
 from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.automatic import automatic
 from mega_rl.planning.memory_plan import Machine, make_plan
-from mega_rl.stages.parts import learning
+from mega_rl.stages.learn import learning
+from mega_rl.synthetic.tiny_model import TOWER
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 SHIPPED = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yaml"))

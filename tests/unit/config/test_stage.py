@@ -6,7 +6,7 @@ import pytest
 
 from mega_rl.algorithms.preference import PAIR_LOSSES, PreferenceObjective
 from mega_rl.config import RunConfig, samples
-from mega_rl.config.stage import needs_reference, sequences_per_row
+from mega_rl.config.schema.stage import needs_reference, sequences_per_row
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from mega_rl.config import load_config, validate
-from mega_rl.data.synthetic import arithmetic_tokenizer
-from mega_rl.data.tiny_model import TinyModelSpec, write_tiny_model
 from mega_rl.errors import InputError
+from mega_rl.synthetic.arithmetic import arithmetic_tokenizer
+from mega_rl.synthetic.tiny_model import TinyModelSpec, write_tiny_model
 
 CONFIG = """
 model: {{path: {model}}}

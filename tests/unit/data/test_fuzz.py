@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given, strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from mega_rl.config.schema import DataConfig
-from mega_rl.data import tokenizer
+from mega_rl.config.schema.sections import DataConfig
 from mega_rl.data.conversations import ConversationDataset
 from mega_rl.data.pairs import JudgedDataset, PairDataset
 from mega_rl.data.prompts import PromptDataset
-from mega_rl.data.rows import read_rows
-from mega_rl.data.synthetic import arithmetic_tokenizer, bpe_tokenizer
+from mega_rl.data.rows.rows import read_rows
+from mega_rl.data.tokens import tokenizer
 from mega_rl.errors import InputError
 from mega_rl.microbatch import Sequence
+from mega_rl.synthetic.arithmetic import arithmetic_tokenizer, bpe_tokenizer
 from tests.fuzzing import TEXTS, VALUES, accepted_or_sentence, cases
 from tests.models.chat_templates import tokenizer_of
 

@@ -13,11 +13,11 @@ import torch
 from transformers import AutoTokenizer, dynamic_module_utils
 
 from mega_rl.bridge.files.huggingface import HFReader
-from mega_rl.data.synthetic import arithmetic_tokenizer
-from mega_rl.data.tiny_model import TinyModelSpec, write_tiny_model
-from mega_rl.data.tokenizer import load_tokenizer
+from mega_rl.data.tokens.tokenizer import load_tokenizer
 from mega_rl.errors import InputError
 from mega_rl.models.shape import read_model_shape
+from mega_rl.synthetic.arithmetic import arithmetic_tokenizer
+from mega_rl.synthetic.tiny_model import TinyModelSpec, write_tiny_model
 
 CODE = """
 from pathlib import Path

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.config.schema import DataConfig
+from mega_rl.config.schema.sections import DataConfig
 from mega_rl.data.conversations import ConversationDataset
 from mega_rl.data.pairs import Judged, JudgedDataset, PairDataset
-from mega_rl.data.synthetic import arithmetic_tokenizer, bpe_tokenizer
 from mega_rl.errors import InputError
 from mega_rl.microbatch import Sequence
+from mega_rl.synthetic.arithmetic import arithmetic_tokenizer, bpe_tokenizer
 
 PLAIN, CHAT = arithmetic_tokenizer(), bpe_tokenizer(["Hi there", "user", "assistant", "system"], 300)
 DATA = DataConfig(max_prompt_length=60, max_response_length=20)

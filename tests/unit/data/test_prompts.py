@@ -9,13 +9,13 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from mega_rl.config.schema import DataConfig
+from mega_rl.config.schema.sections import DataConfig
 from mega_rl.data.conversations import ConversationDataset
 from mega_rl.data.prompts import PromptDataset, PromptStream
-from mega_rl.data.rows import write_jsonl, write_parquet
-from mega_rl.data.synthetic import arithmetic_tokenizer, bpe_tokenizer
-from mega_rl.data.tokenizer import render_prompt
+from mega_rl.data.rows.rows import write_jsonl, write_parquet
+from mega_rl.data.tokens.tokenizer import render_prompt
 from mega_rl.errors import InputError
+from mega_rl.synthetic.arithmetic import arithmetic_tokenizer, bpe_tokenizer
 
 CHAT = [{"role": "user", "content": "Hi"}]
 VERL_ROW = {

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from mega_rl.config.schema import DataConfig
-from mega_rl.data.synthetic import arithmetic_tokenizer, bpe_tokenizer
+from mega_rl.config.schema.sections import DataConfig
 from mega_rl.data.texts import TextDataset
 from mega_rl.errors import InputError
+from mega_rl.synthetic.arithmetic import arithmetic_tokenizer, bpe_tokenizer
 
 TOKENIZER = arithmetic_tokenizer()
 

@@ -9,10 +9,10 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 
-from mega_rl.config.schema import DataConfig
+from mega_rl.config.schema.sections import DataConfig
 from mega_rl.data.conversations import ConversationDataset
 from mega_rl.data.pairs import JudgedDataset, PairDataset
-from mega_rl.data.rows import write_jsonl, write_parquet
+from mega_rl.data.rows.rows import write_jsonl, write_parquet
 from mega_rl.data.sets.table import prepare
 from mega_rl.errors import InputError
 from tests.models.chat_templates import tokenizer_of

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
+from mega_rl.environments.built_in.gymnasium_games import GymnasiumGame
+from mega_rl.environments.built_in.mcp_tools import McpTools
 from mega_rl.environments.episode import Episode, EpisodeLimits, run_episode
-from mega_rl.environments.gymnasium_games import GymnasiumGame
-from mega_rl.environments.mcp_tools import McpTools
 from mega_rl.environments.protocol import Message, Reply, Turn
 from mega_rl.environments.tools import Parsed, ToolCall
 from mega_rl.errors import InputError

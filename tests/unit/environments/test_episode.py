@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from mega_rl.environments.built_in.guessing import NumberGuessing
 from mega_rl.environments.episode import (
     MAX_CHARACTERS_PER_TOKEN,
     Episode,
@@ -17,7 +18,6 @@ from mega_rl.environments.episode import (
     cut_middle,
     run_episode,
 )
-from mega_rl.environments.guessing import NumberGuessing
 from mega_rl.environments.protocol import End, Message, Reply, Turn
 from mega_rl.errors import InputError
 from mega_rl.types import Prompt

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from mega_rl.data.sets.retool import TOOL
+from mega_rl.environments.built_in.functions import calculate, local_search
+from mega_rl.environments.built_in.python import PythonSandbox
 from mega_rl.environments.called import CalledFunction
 from mega_rl.environments.choice import tool
-from mega_rl.environments.functions import calculate, local_search
 from mega_rl.environments.protocol import End, Reply, ToolResult, Turn
-from mega_rl.environments.python import PythonSandbox
 from mega_rl.environments.tools import MAX_CALLS, Parsed, ToolCall, ToolEnvironment, schema
 from mega_rl.errors import InputError
-from mega_rl.rewards import sandbox
+from mega_rl.rewards.sandbox import sandbox
 from mega_rl.types import Prompt
 
 PROMPT = Prompt(0, (1,), "?", "", "test")
@@ -253,7 +253,7 @@ def test_a_python_interpreter_as_retool_has_it() -> None:
 def test_calls_of_the_interpreter_count_as_errors_by_the_exit_status(
     monkeypatch: pytest.MonkeyPatch, run: sandbox.Run, text: str, num_errors: int
 ) -> None:
-    monkeypatch.setattr("mega_rl.environments.python.run_program", lambda *_, **__: run)
+    monkeypatch.setattr("mega_rl.environments.built_in.python.run_program", lambda *_, **__: run)
     parsed = Parsed("", [ToolCall("code_interpreter", json.dumps({"code": "1 / 0"}))])
     made = ToolEnvironment(
         PROMPT, 0, functions=[tool("code_interpreter")], parse=lambda _: parsed, is_in_process=True, timeout_s=120.0
@@ -264,7 +264,7 @@ def test_calls_of_the_interpreter_count_as_errors_by_the_exit_status(
 
 def test_the_interpreter_is_offered_as_retools_data_offers_it() -> None:
     """A model that learnt to call it there finds the same words in its prompts here."""
-    for name in ("code_interpreter", "mega_rl.environments.python:code_interpreter"):
+    for name in ("code_interpreter", "mega_rl.environments.built_in.python:code_interpreter"):
         assert schema(tool(name)) == TOOL
     with pytest.raises(InputError, match="code_interpreter: there is no option keep"):
         tool({"name": "code_interpreter", "options": {"keep": "state"}})
@@ -285,7 +285,7 @@ def test_a_session_that_is_made_after_the_end_is_closed_at_once(monkeypatch: pyt
         def run(self, *_: Any, **__: Any) -> None:
             done.append("run")
 
-    monkeypatch.setattr("mega_rl.environments.python.Session", Late)
+    monkeypatch.setattr("mega_rl.environments.built_in.python.Session", Late)
     environment = PythonSandbox(PROMPT, 0, keep="files")
     reply = environment.step(Turn("```python\nprint(1)\n```"))
     assert done == ["closed"] and isinstance(reply, Reply)

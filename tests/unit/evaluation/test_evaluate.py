@@ -7,7 +7,7 @@ import pytest
 from mega_rl.errors import InputError
 from mega_rl.evaluation.evaluate import Answered, EvaluationSettings, evaluate, evaluation_metrics, outlined
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
-from mega_rl.rollout.depot import Depot
+from mega_rl.rollout.collect.trajectory_store import Depot
 from tests.pretended.answering import PROMPTS, FakeEngine, FakeScorer
 
 LAYOUT = EngineLayout(1, 1)

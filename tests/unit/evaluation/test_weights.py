@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.bridge.files.manifest import manifest, written
+from mega_rl.bridge.files.torch_dist.manifest import manifest, written
 from mega_rl.errors import InputError
 from mega_rl.evaluation.weights import find_weights
 

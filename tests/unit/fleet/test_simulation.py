@@ -10,9 +10,17 @@ import numpy as np
 import pytest
 
 from mega_rl.errors import InputError
-from mega_rl.fleet.simulation import lengths
-from mega_rl.fleet.simulation.choice import Batch, Setting, Trial, recommended, simulate, simulate_all, splits
-from mega_rl.fleet.simulation.cluster import Cluster
+from mega_rl.simulation import lengths
+from mega_rl.simulation.choice import (
+    Batch,
+    Setting,
+    Trial,
+    recommended,
+    simulate,
+    simulate_all,
+    splits,
+)
+from mega_rl.simulation.cluster import Cluster
 
 SMALL = Cluster(engines=2, slots=64, fixed_s=0.01, per_response_s=0.001, train_s=3.0, load_s=0.5)
 EVEN = Batch(4, 4, lengths.Constant(100))

@@ -9,10 +9,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from mega_rl.bridge.mapping.tensors import LM_HEAD, hf_tensors
 from mega_rl.bridge.mapping.tower import tower_names
-from mega_rl.data import tiny_model
 from mega_rl.models import shape as shapes
 from mega_rl.models.fit import engine_problems
 from mega_rl.models.shape import BY_NAME, FAMILIES, ModelShape, parse_config
+from mega_rl.synthetic import tiny_model
 from tests.models import families, layouts, vision_models
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mega_rl.config.schema import ParallelConfig
+from mega_rl.config.schema.sections import ParallelConfig
 from mega_rl.models.fit import engine_problems, layer_problems, length_problems, trainer_problems
 from mega_rl.models.latent import LatentAttention
 from mega_rl.models.mixture import Mixture
@@ -48,7 +48,7 @@ def layout(**sizes: Any) -> ParallelConfig:
 
 
 @pytest.mark.parametrize(
-    "module", ["mega_rl.models.fit", "mega_rl.models.shape", "mega_rl.config", "mega_rl.config.model"]
+    "module", ["mega_rl.models.fit", "mega_rl.models.shape", "mega_rl.config", "mega_rl.config.checks.model"]
 )
 def test_no_torch_is_needed(module: str) -> None:
     """A dry run and ``--help`` start at once, and plans are made on machines without torch."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from mega_rl.config.schema import ParallelConfig
+from mega_rl.config.schema.sections import ParallelConfig
 from mega_rl.errors import InputError
 from mega_rl.models.fit import engine_problems, length_problems, trainer_problems
 from mega_rl.models.shape import inspect_model, read_model_shape

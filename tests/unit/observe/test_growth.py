@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mega_rl.observe.observer import Observer
-from mega_rl.observe.sinks import ShownSample
+from mega_rl.observe.sinks.sinks import ShownSample
 from mega_rl.observe.timers import Timers
 
 NAMES = ("reward/mean", "actor/loss", "actor/grad_norm", "response_length/mean")

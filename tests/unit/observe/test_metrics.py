@@ -8,8 +8,16 @@ import pickle
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from mega_rl.observe.metric import DISTRIBUTION
-from mega_rl.observe.metrics import CHARTS, METRICS, PHASES, SECTIONS, Metrics, laid_out, match
+from mega_rl.observe.metrics.declared import (
+    CHARTS,
+    METRICS,
+    PHASES,
+    SECTIONS,
+    Metrics,
+    laid_out,
+    match,
+)
+from mega_rl.observe.metrics.metric import DISTRIBUTION
 from mega_rl.observe.timers import Timers
 
 

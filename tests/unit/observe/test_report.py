@@ -13,11 +13,23 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from mega_rl.errors import InputError
-from mega_rl.observe.from_files import FROM_FILES
-from mega_rl.observe.report.charts import MAX_POINTS, Series, chart, short, thinned, ticks
-from mega_rl.observe.report.page import page
-from mega_rl.observe.report.read import read_run
-from mega_rl.observe.report.samples import card, pieces, probability_class, spread
+from mega_rl.observe.metrics.from_files import FROM_FILES
+from mega_rl.report.charts import (
+    MAX_POINTS,
+    Series,
+    chart,
+    short,
+    thinned,
+    ticks,
+)
+from mega_rl.report.page import page
+from mega_rl.report.read import read_run
+from mega_rl.report.samples import (
+    card,
+    pieces,
+    probability_class,
+    spread,
+)
 from tests.recorded.observed_run import HOSTILE, SECTIONS_LOGGED, bytes_tokenizer, leave_run
 
 

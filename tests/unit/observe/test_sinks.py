@@ -23,14 +23,27 @@ from tensorboard.plugin_util import markdown_to_safe_html
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from mega_rl.config.schema import LoggingConfig
+from mega_rl.config.schema.sections import LoggingConfig
 from mega_rl.errors import InputError
-from mega_rl.observe.console import ConsoleSink, before_after_table, format_line
-from mega_rl.observe.metrics import SECTIONS
+from mega_rl.observe.metrics.declared import SECTIONS
 from mega_rl.observe.observer import Observer
-from mega_rl.observe.sinks import JsonlSink, ShownSample, read_jsonl
-from mega_rl.observe.tensorboard import TensorBoardSink, heading, markdown_table, tag
-from mega_rl.observe.trackers import SwanlabSink, WandbSink
+from mega_rl.observe.sinks.console import (
+    ConsoleSink,
+    before_after_table,
+    format_line,
+)
+from mega_rl.observe.sinks.sinks import (
+    JsonlSink,
+    ShownSample,
+    read_jsonl,
+)
+from mega_rl.observe.sinks.tensorboard import (
+    TensorBoardSink,
+    heading,
+    markdown_table,
+    tag,
+)
+from mega_rl.observe.sinks.trackers import SwanlabSink, WandbSink
 
 STEP = {
     "time/step_s": 1.43,
@@ -133,7 +146,7 @@ class TestJsonl:
 
     def test_rows_survive_kill_9(self, tmp_path):
         code = (
-            "import os, signal; from pathlib import Path; from mega_rl.observe.sinks import JsonlSink\n"
+            "import os, signal; from pathlib import Path; from mega_rl.observe.sinks.sinks import JsonlSink\n"
             f"sink = JsonlSink(Path({str(tmp_path / 'm.jsonl')!r}), 0)\n"
             "sink.log(1, {'actor/loss': 0.5})\n"
             "os.kill(os.getpid(), signal.SIGKILL)"
@@ -167,7 +180,7 @@ class TestTensorBoard:
     def test_what_was_logged_before_a_step_survives_kill_9(self, tmp_path):
         code = (
             "import os, signal, sys; from pathlib import Path\n"
-            "from mega_rl.observe.tensorboard import TensorBoardSink\n"
+            "from mega_rl.observe.sinks.tensorboard import TensorBoardSink\n"
             "sys.setswitchinterval(1000)  # the writing thread gets its turn only where this one waits for it\n"
             f"sink = TensorBoardSink(Path({str(tmp_path)!r}), 0)\n"
             "for step in range(1, 5): sink.log(step, {'actor/loss': 0.5})\n"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mega_rl.parallel import keeper
+from mega_rl.parallel.watch import copy_server
 
 LIMIT_S = 60.0
 
@@ -22,8 +22,8 @@ LIMIT_S = 60.0
 def kept(name: str) -> Iterator[tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]]:
     """A process in the place of torchrun, and the keeper that watches it."""
     launcher = subprocess.Popen(("sleep", "600"))
-    arguments = (name, str(launcher.pid), keeper.start_of(launcher.pid))
-    process = subprocess.Popen((sys.executable, "-I", "-S", str(Path(keeper.__file__)), *arguments))
+    arguments = (name, str(launcher.pid), copy_server.start_of(launcher.pid))
+    process = subprocess.Popen((sys.executable, "-I", "-S", str(Path(copy_server.__file__)), *arguments))
     try:
         yield launcher, process
     finally:
@@ -45,14 +45,14 @@ def connect(name: str) -> socket.socket:
 
 
 def put(rank: int, step: int, content: bytes, digest: str | None = None) -> dict[str, Any]:
-    size, own = len(content), keeper.digest_of(content)
+    size, own = len(content), copy_server.digest_of(content)
     return {"do": "put", "rank": rank, "step": step, "run": "a", "size": size, "digest": digest or own}
 
 
 def ask(connection: socket.socket, message: dict[str, Any], content: bytes = b"") -> tuple[dict[str, Any], bytes]:
     with connection.makefile("rwb") as stream:
-        keeper.send(stream, message, content)
-        answer, body = keeper.receive(stream)
+        copy_server.send(stream, message, content)
+        answer, body = copy_server.receive(stream)
         return answer, bytes(body)
 
 
@@ -80,9 +80,9 @@ def test_the_newest_copies_of_each_rank_are_kept_and_given_back(name: str) -> No
 def test_no_copy_that_is_not_whole_is_kept(name: str) -> None:
     with kept(name), connect(name) as connection:
         assert ask(connection, put(0, 1, b"whole"), b"whole")[0] == {"is_kept": True}
-        assert ask(connection, put(0, 2, b"other", keeper.digest_of(b"bytes")), b"other")[0] == {"is_kept": False}
+        assert ask(connection, put(0, 2, b"other", copy_server.digest_of(b"bytes")), b"other")[0] == {"is_kept": False}
         with connect(name) as dying, dying.makefile("rwb") as stream:
-            keeper.send(stream, put(0, 3, bytes(1 << 20)), bytes(1 << 19))  # and no more
+            copy_server.send(stream, put(0, 3, bytes(1 << 20)), bytes(1 << 19))  # and no more
         copies = ask(connection, {"do": "list"})[0]["copies"]
         assert [(copy["rank"], copy["step"]) for copy in copies] == [(0, 1)]
 
@@ -100,14 +100,16 @@ def test_it_ends_with_torchrun_and_its_name_is_free(name: str) -> None:
 def test_it_does_not_begin_when_torchrun_is_gone(name: str) -> None:
     with kept(name) as (launcher, _):
         arguments = (name + "_late", str(launcher.pid), "1")  # another process with that number
-        late = subprocess.run((sys.executable, "-I", "-S", str(Path(keeper.__file__)), *arguments), timeout=LIMIT_S)
+        late = subprocess.run(
+            (sys.executable, "-I", "-S", str(Path(copy_server.__file__)), *arguments), timeout=LIMIT_S
+        )
     assert late.returncode == 0
 
 
 def test_other_users_are_not_listened_to(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = socket.socketpair(socket.AF_UNIX)
-    assert keeper.is_own_user(one)
+    assert copy_server.is_own_user(one)
     monkeypatch.setattr("os.geteuid", lambda: 12345)
-    assert not keeper.is_own_user(one)
+    assert not copy_server.is_own_user(one)
     one.close()
     other.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mega_rl.parallel import process
+from mega_rl.parallel.watch import process
 
 
 def ended(error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:

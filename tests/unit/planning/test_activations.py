@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mega_rl.config.schema import RunConfig
+from mega_rl.config.schema.sections import RunConfig
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.parallel.schedule import balance
 from mega_rl.planning.activations import ActivationModel, Activations, Tokens

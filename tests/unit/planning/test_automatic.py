@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.config.schema import TOKENS_PER_MICROBATCH, RunConfig
+from mega_rl.config.schema.sections import TOKENS_PER_MICROBATCH, RunConfig
 from mega_rl.models.shape import ModelShape, read_model_shape
 from mega_rl.planning.automatic import HEADROOM, automatic
 from mega_rl.planning.memory_plan import Machine, make_plan

@@ -10,7 +10,7 @@ import pytest
 
 from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.mapping.tuning import tuning_plan
-from mega_rl.config.schema import RunConfig
+from mega_rl.config.schema.sections import RunConfig
 from mega_rl.models.shape import ModelShape, parse_config
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.state import Buffer, Parameter, chunk_parameters, stage_parameters, trainer_state

@@ -7,16 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.config.schema import RolloutConfig
+from mega_rl.config.schema.sections import RolloutConfig
 from mega_rl.errors import InputError
-from mega_rl.platform import environment, versions
+from mega_rl.platform import environment
 from mega_rl.platform.ascend import (
     devices as ascend_devices,
     environment as ascend_environment,
     install as ascend_install,
 )
 from mega_rl.platform.ascend.devices import MASK
-from mega_rl.platform.base import ProcessRole, Setting
+from mega_rl.platform.contract import versions
+from mega_rl.platform.contract.base import ProcessRole, Setting
 from mega_rl.platform.roles import engine_role, trainer_role
 
 SLEEPING = ProcessRole(samples=True, engine_sleeps=True, replays_graphs=True)

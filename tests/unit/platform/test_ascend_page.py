@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from mega_rl.config import RunConfig
-from mega_rl.platform import versions
 from mega_rl.platform.ascend import environment as ascend_environment
-from mega_rl.platform.base import ProcessRole
+from mega_rl.platform.contract import versions
+from mega_rl.platform.contract.base import ProcessRole
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = {name: (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("ascend.md", "ascend_zh.md")}

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from mega_rl.config.schema import MindSpeedConfig
+from mega_rl.config.schema.sections import MindSpeedConfig
 from mega_rl.errors import InputError
-from mega_rl.platform import versions
 from mega_rl.platform.ascend import mindspeed
+from mega_rl.platform.contract import versions
 from tests.launching.launch import run
 
 FEATURES = """
@@ -173,7 +173,7 @@ def test_a_mindspeed_for_another_megatron_is_refused(monkeypatch: pytest.MonkeyP
 
 ENABLE = """
 import logging, sys, torch
-from mega_rl.config.schema import MindSpeedConfig
+from mega_rl.config.schema.sections import MindSpeedConfig
 from mega_rl.platform.ascend import mindspeed
 sys.argv = ["tool", "--config", "mine"]
 import torch.distributed as dist

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mega_rl import platform
 from mega_rl.errors import InputError
-from mega_rl.platform import cuda
+from mega_rl.platform import cuda, dispatch as operators
 from mega_rl.platform.cuda import FlashOperators
-from mega_rl.platform.operators import dispatch as operators, npu_kernels as npu_operators, reference
+from mega_rl.platform.operators import npu_kernels as npu_operators, reference
 from mega_rl.platform.operators.npu_kernels import AscendOperators
 from mega_rl.platform.operators.torch_kernels import TorchOperators
 from tests.npu.recorder import RecordingTorchNpu

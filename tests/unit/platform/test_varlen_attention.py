@@ -18,9 +18,13 @@ from torch.nn.attention import varlen
 
 from mega_rl import platform
 from mega_rl.errors import InputError
-from mega_rl.platform import cuda
+from mega_rl.platform import cuda, dispatch as operators
 from mega_rl.platform.cuda import FlashOperators
-from mega_rl.platform.operators import attention, dispatch as operators, npu_kernels as npu_operators, reference
+from mega_rl.platform.operators import (
+    attention,
+    npu_kernels as npu_operators,
+    reference,
+)
 from mega_rl.platform.operators.attention import (
     MAX_PADDING,
     VarlenPacking,

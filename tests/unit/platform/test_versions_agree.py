@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from mega_rl.platform.versions import COMBINATIONS
+from mega_rl.platform.contract.versions import COMBINATIONS
 
 REPO = Path(__file__).resolve().parents[3]
 MINORS = [f"0.{minor}" for minor in range(20, 45)]

@@ -11,14 +11,27 @@ from unittest.mock import patch
 import pytest
 from hypothesis import given, strategies as st
 
-from mega_rl.rewards.answers import read_answers, read_kinds, read_refusal
-from mega_rl.rewards.forms import is_equal
-from mega_rl.rewards.math import boxed, dapo_math, exact_match, gsm8k
-from mega_rl.rewards.pool import WorkerPool
-from mega_rl.rewards.process import FORGED, WorkerFailure, _sealed_memory
-from mega_rl.rewards.registry import BoundReward
-from mega_rl.rewards.text import repetition
-from mega_rl.rewards.worker import (
+from mega_rl.rewards.functions.forms import is_equal
+from mega_rl.rewards.functions.math import (
+    boxed,
+    dapo_math,
+    exact_match,
+    gsm8k,
+)
+from mega_rl.rewards.functions.registry import BoundReward
+from mega_rl.rewards.functions.text import repetition
+from mega_rl.rewards.pool.answers import (
+    read_answers,
+    read_kinds,
+    read_refusal,
+)
+from mega_rl.rewards.pool.pool import WorkerPool
+from mega_rl.rewards.pool.process import (
+    FORGED,
+    WorkerFailure,
+    _sealed_memory,
+)
+from mega_rl.rewards.pool.worker import (
     CAUSES,
     GARBLED,
     KINDS,
@@ -161,7 +174,7 @@ RETURNED = st.one_of(
 def test_values_that_a_reward_returns(values: list[Any]) -> None:
     reward = BoundReward(lambda solution_str, **rest: values[int(solution_str)], {})
     samples = [("s", str(index), "t", {}, 1) for index in range(len(values))]
-    with patch("mega_rl.rewards.worker._has_children", lambda: False):  # the tests' process may have some
+    with patch("mega_rl.rewards.pool.worker._has_children", lambda: False):  # the tests' process may have some
         answers = answer(reward, samples, 1.0, Progress(_sealed_memory(Progress.SIZE)))
     message = json.loads(json.dumps({"number": 7, "answers": answers}))
     for value, told in zip(values, read_answers(message, 7, len(values)), strict=True):

@@ -108,6 +108,6 @@ def test_the_text_of_a_response_is_what_it_adds_to_the_prompt(marks: str, text: 
 
 
 def test_the_package_does_not_import_vllm() -> None:
-    modules = "mega_rl.rollout.vllm.engine, mega_rl.rollout.replicas, mega_rl.rollout.requests"
+    modules = "mega_rl.rollout.vllm.engine, mega_rl.rollout.collect.replicas, mega_rl.rollout.requests"
     code = f"import sys, {modules}; sys.exit('vllm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

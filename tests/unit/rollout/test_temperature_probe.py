@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mega_rl.config.schema import RolloutConfig
+from mega_rl.config.schema.sections import RolloutConfig
 from mega_rl.errors import InputError
 from mega_rl.parallel.layout import EngineLayout
+from mega_rl.rollout.collect.replay import ReplayEngine
 from mega_rl.rollout.remote.engines import RemoteEngines
-from mega_rl.rollout.replay import ReplayEngine
 from mega_rl.rollout.temperature_probe import (
     NUM_LOGPROBS,
     is_sampled_from,
@@ -23,7 +23,7 @@ from mega_rl.rollout.temperature_probe import (
     measured_temperatures,
     probe_prompt,
 )
-from mega_rl.stages.parts.engine_probe import probe_engines
+from mega_rl.stages.weights.engine_probe import probe_engines
 
 LOGITS = torch.randn(50, generator=torch.Generator().manual_seed(1)) * 3
 

@@ -12,7 +12,7 @@ from mega_rl.bridge.outgoing.noise import AqnNoise
 from mega_rl.config import RunConfig
 from mega_rl.megatron.offload import PARTS
 from mega_rl.parallel.layout import EngineLayout
-from mega_rl.stages.parts import building
+from mega_rl.stages.build import building
 from tests.unit.planning.test_state import shape_of
 
 

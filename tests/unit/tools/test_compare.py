@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.observe.compare import difference, throughput
-from mega_rl.observe.from_files import LOSSES
+from mega_rl.observe.analysis.compare import difference, throughput
+from mega_rl.observe.metrics.from_files import LOSSES
 from tests.launching.launch import Launched, run_copy
 
 LOSS = [1.0, -2.0, 4.0, 1.0, 2.0, 2.0]

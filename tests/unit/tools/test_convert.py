@@ -22,7 +22,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mega_rl.bridge.files import assembly
-from mega_rl.bridge.files.torch_dist_layout import global_shapes, global_slices, layout_chunks, smallest_layout
+from mega_rl.bridge.files.torch_dist.torch_dist_layout import (
+    global_shapes,
+    global_slices,
+    layout_chunks,
+    smallest_layout,
+)
 from mega_rl.bridge.mapping.megatron import padded_vocab_size
 from mega_rl.bridge.slices import intersect, num_elements
 from mega_rl.models.shape import read_model_shape

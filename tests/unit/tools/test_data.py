@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from mega_rl.config.schema import DataConfig
+from mega_rl.config.schema.sections import DataConfig
 from mega_rl.data.conversations import ConversationDataset
 from mega_rl.data.pairs import PairDataset
 from mega_rl.data.prompts import PromptDataset
-from mega_rl.data.rows import read_rows
+from mega_rl.data.rows.rows import read_rows
 from mega_rl.data.texts import TextDataset
-from mega_rl.data.tokenizer import load_tokenizer
+from mega_rl.data.tokens.tokenizer import load_tokenizer
 from tests.launching.launch import run_copy
 from tools import make_tiny_model, prepare_data
 

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.config.schema import RewardConfig, RunConfig
-from mega_rl.data.rows import write_jsonl
-from mega_rl.data.synthetic import arithmetic_tokenizer
-from mega_rl.data.tiny_model import TinyModelSpec, write_tiny_model
+from mega_rl.config.schema.sections import RewardConfig, RunConfig
+from mega_rl.data.rows.rows import write_jsonl
 from mega_rl.errors import InputError
 from mega_rl.evaluation.configuration import settings_of
 from mega_rl.evaluation.grading import Grading, outcomes
 from mega_rl.evaluation.weights import find_weights
-from mega_rl.rollout.vllm.seeing import Sight
+from mega_rl.rollout.vllm.start.seeing import Sight
+from mega_rl.synthetic.arithmetic import arithmetic_tokenizer
+from mega_rl.synthetic.tiny_model import TinyModelSpec, write_tiny_model
 from tests.models import families
 from tools import eval as tool
 

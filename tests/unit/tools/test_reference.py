@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import pytest
 
-from mega_rl.config.schema import RunConfig
-from mega_rl.config.typed import leaves
-from mega_rl.observe.healthy import HEALTHY
-from mega_rl.observe.metrics import METRICS, SECTIONS
+from mega_rl.config.reading.typed import leaves
+from mega_rl.config.schema.sections import RunConfig
+from mega_rl.observe.metrics.declared import METRICS, SECTIONS
+from mega_rl.observe.metrics.healthy import HEALTHY
 from tests.launching.launch import REPO
 from tests.unit.tools.pages.test_docs import spans
 from tools import reference

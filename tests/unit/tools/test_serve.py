@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.data.synthetic import arithmetic_tokenizer
-from mega_rl.data.tiny_model import TinyModelSpec, write_tiny_model
 from mega_rl.errors import InputError
 from mega_rl.evaluation.weights import find_weights
+from mega_rl.synthetic.arithmetic import arithmetic_tokenizer
+from mega_rl.synthetic.tiny_model import TinyModelSpec, write_tiny_model
 from tests.launching.launch import free_port
 
 pytest.importorskip("uvicorn")  # comes with vLLM, which need not be there

@@ -18,9 +18,9 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from torch import Tensor
 
 from mega_rl import platform
-from mega_rl.megatron import checkpoint
+from mega_rl.megatron.checkpoint import checkpoint
+from mega_rl.megatron.checkpoint.saving import CheckpointWriter
 from mega_rl.megatron.engine import MegatronEngine
-from mega_rl.megatron.saving import CheckpointWriter
 from mega_rl.parallel.layout import ParallelLayout
 from tests.distributed.megatron.run_memory import assert_equal, poison, state_of
 from tests.models import tiny_models

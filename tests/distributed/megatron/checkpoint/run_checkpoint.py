@@ -21,11 +21,11 @@ from megatron.core import parallel_state
 from mega_rl import platform
 from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.slices import indices
-from mega_rl.config.schema import RunConfig
+from mega_rl.config.schema.sections import RunConfig
 from mega_rl.errors import InputError
-from mega_rl.megatron import checkpoint
+from mega_rl.megatron.checkpoint import checkpoint
+from mega_rl.megatron.checkpoint.saving import CheckpointWriter
 from mega_rl.megatron.engine import MegatronEngine
-from mega_rl.megatron.saving import CheckpointWriter
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import ParallelLayout
 from tests.models import tiny_models

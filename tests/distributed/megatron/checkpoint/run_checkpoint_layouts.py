@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from mega_rl import platform
 from mega_rl.errors import InputError
-from mega_rl.megatron import checkpoint
+from mega_rl.megatron.checkpoint import checkpoint
 from tests.distributed.megatron.checkpoint.run_checkpoint import (
     SAVED_STEP,
     TOLERANCE,

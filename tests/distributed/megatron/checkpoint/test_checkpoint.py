@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.megatron import checkpoint
+from mega_rl.megatron.checkpoint import checkpoint
 from tests.launching.launch import REPO, Launched, ranks
 from tests.models.layouts import RESHARDED, Case
 

@@ -11,7 +11,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 import mega_rl.megatron as megatron  # before Megatron-core, which it prepares
-from mega_rl.megatron.attention import PackedAttention, packed_sequences
+from mega_rl.megatron.layers.attention import PackedAttention, packed_sequences
 from mega_rl.parallel.zigzag import zigzag_positions
 
 LENGTHS = [16384, 8]

@@ -23,15 +23,15 @@ from mega_rl.bridge.files.huggingface import HFReader, value_changes
 from mega_rl.bridge.mapping.tensors import SCORE
 from mega_rl.bridge.slices import whole_box
 from mega_rl.data.packing import pack, unpack
-from mega_rl.megatron import checkpoint
+from mega_rl.megatron.checkpoint import checkpoint
+from mega_rl.megatron.checkpoint.saving import CheckpointWriter
 from mega_rl.megatron.engine import MegatronEngine
-from mega_rl.megatron.saving import CheckpointWriter
-from mega_rl.megatron.value import NewScore
+from mega_rl.megatron.model.value import NewScore
 from mega_rl.microbatch import Figures, Microbatch, Sequence
 from mega_rl.models.shape import read_model_shape, value_shape
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.stages.parts.building import trainer_spec
-from mega_rl.stages.parts.export import export_huggingface
+from mega_rl.stages.build.building import trainer_spec
+from mega_rl.stages.weights.export import export_huggingface
 from tests.distributed.megatron.run_engine_parity import Errors, compare_gradients
 from tests.distributed.megatron.tuning.run_tuning_parity import check_state
 from tests.models import tiny_models

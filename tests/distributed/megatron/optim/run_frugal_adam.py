@@ -17,12 +17,17 @@ from torch import Tensor
 
 from mega_rl import platform
 from mega_rl.bridge.mapping.tensors import hf_tensors
-from mega_rl.config.schema import AdapterConfig, RunConfig, TuningConfig
-from mega_rl.megatron import checkpoint, frugal_adam, local_state
+from mega_rl.config.schema.sections import (
+    AdapterConfig,
+    RunConfig,
+    TuningConfig,
+)
+from mega_rl.megatron.checkpoint import checkpoint, local_state
+from mega_rl.megatron.checkpoint.saving import CheckpointWriter
 from mega_rl.megatron.engine import MegatronEngine
-from mega_rl.megatron.optimizer import chained
-from mega_rl.megatron.optimizer_state import KINDS, owned
-from mega_rl.megatron.saving import CheckpointWriter
+from mega_rl.megatron.optim import frugal_adam
+from mega_rl.megatron.optim.optimizer import chained
+from mega_rl.megatron.optim.optimizer_state import KINDS, owned
 from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.state import stage_parameters, trainer_state

@@ -19,12 +19,16 @@ from mega_rl import platform
 from mega_rl.bridge.mapping.tuning import TuningPlan, tuning_plan
 from mega_rl.bridge.series import slices_of
 from mega_rl.bridge.slices import Slice, indices
-from mega_rl.config.schema import AdapterConfig, RunConfig, TuningConfig
+from mega_rl.config.schema.sections import (
+    AdapterConfig,
+    RunConfig,
+    TuningConfig,
+)
 from mega_rl.data.packing import unpack
-from mega_rl.megatron import checkpoint
+from mega_rl.megatron.checkpoint import checkpoint
+from mega_rl.megatron.checkpoint.saving import CheckpointWriter
 from mega_rl.megatron.engine import LossFunction, MegatronEngine
 from mega_rl.megatron.reference import WithoutAdapters
-from mega_rl.megatron.saving import CheckpointWriter
 from mega_rl.microbatch import Figures, Microbatch, Sequence, TokenStats
 from mega_rl.models.shape import ModelShape, read_model_shape
 from mega_rl.observe.heartbeat import HEART
@@ -32,7 +36,7 @@ from mega_rl.observe.work import WORK
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.state import stage_parameters, trainer_state
-from mega_rl.stages.parts.adapters import local_reader, lora_merge
+from mega_rl.stages.weights.adapters import local_reader, lora_merge
 from tests.distributed.megatron.run_engine_parity import Errors
 from tests.distributed.megatron.tuning.tuning_cases import FOUR, TWO, VARIANTS, TuningCase
 from tests.distributed.megatron.tuning.tuning_reference import NUM_STEPS, Reference, train

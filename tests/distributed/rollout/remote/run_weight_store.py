@@ -18,7 +18,7 @@ from mega_rl.fleet.tickets import held_out
 from mega_rl.models.shape import parse_config
 from mega_rl.parallel.collectives import broadcast_object, gather_objects
 from mega_rl.rollout.remote import weight_store
-from mega_rl.rollout.remote.store_sink import StoreSink, ValidationSink
+from mega_rl.rollout.remote.fleet.store_sink import StoreSink, ValidationSink
 from mega_rl.rollout.remote.weight_store import Store, take
 from mega_rl.rollout.sinks import Weights
 from tests.distributed.rollout.remote.run_remote_engines import place

@@ -21,11 +21,11 @@ import openai
 import torch
 from transformers import AutoModelForCausalLM
 
-from mega_rl.data.tiny_model import TinyModelSpec, write_tiny_model
-from mega_rl.parallel.process import fail
+from mega_rl.parallel.watch.process import fail
+from mega_rl.rollout.collect.records import read_step, to_group
 from mega_rl.rollout.engine import Request
-from mega_rl.rollout.records import read_step, to_group
 from mega_rl.rollout.vllm.streaming_engine import StreamingEngine
+from mega_rl.synthetic.tiny_model import TinyModelSpec, write_tiny_model
 from mega_rl.types import Trajectory
 from tests.launching.launch import free_port
 from tests.models.chat_templates import tokenizer_of

@@ -15,8 +15,8 @@ import torch
 
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.microbatch import Microbatch, TokenStats
-from mega_rl.stages.parts import building
-from mega_rl.stages.parts.weight_sync import Pushed, WeightSync
+from mega_rl.stages.build import building
+from mega_rl.stages.weights.weight_sync import Pushed, WeightSync
 from tools import train
 
 

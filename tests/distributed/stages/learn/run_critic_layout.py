@@ -21,13 +21,13 @@ from mega_rl.algorithms.reduce import Denominators
 from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.slices import indices
-from mega_rl.config.schema import CriticConfig
-from mega_rl.config.stage import critic_parallel
-from mega_rl.megatron import checkpoint
+from mega_rl.config.schema.sections import CriticConfig
+from mega_rl.config.schema.stage import critic_parallel
+from mega_rl.megatron.checkpoint import checkpoint
+from mega_rl.megatron.checkpoint.saving import CheckpointWriter
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.groups import Groups
-from mega_rl.megatron.saving import CheckpointWriter
-from mega_rl.megatron.value import NewScore
+from mega_rl.megatron.model.value import NewScore
 from mega_rl.microbatch import Microbatch
 from mega_rl.models.shape import value_shape
 from mega_rl.observe.timers import Timers
@@ -36,9 +36,9 @@ from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.activations import Tokens
 from mega_rl.planning.companions import companions
 from mega_rl.platform.operators.memory import OPERATOR_MEMORY
-from mega_rl.stages.parts.batches import BatchShare
-from mega_rl.stages.parts.building import trainer_spec
-from mega_rl.stages.parts.critic import Critic
+from mega_rl.stages.build.building import trainer_spec
+from mega_rl.stages.learn.critic import Critic
+from mega_rl.stages.run.batch_share import BatchShare
 from tests.models import tiny_models
 from tests.models.engine_support import build_engine, groups, loss_of, own_device, pack_for_rank, run_config
 from tests.models.layouts import Case

@@ -19,21 +19,25 @@ from torch import Tensor
 from mega_rl import platform
 from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.bridge.mapping.tuning import critic_tuning
-from mega_rl.config.schema import AdapterConfig, RunConfig, TuningConfig
+from mega_rl.config.schema.sections import (
+    AdapterConfig,
+    RunConfig,
+    TuningConfig,
+)
 from mega_rl.errors import InputError
-from mega_rl.megatron import checkpoint
+from mega_rl.megatron.checkpoint import checkpoint
+from mega_rl.megatron.checkpoint.saving import CheckpointWriter
 from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.megatron.model.value import NewScore
 from mega_rl.megatron.offload import PARTS, TrainerOffload
 from mega_rl.megatron.policy import MegatronPolicy
-from mega_rl.megatron.saving import CheckpointWriter
-from mega_rl.megatron.value import NewScore
 from mega_rl.microbatch import Figures, Microbatch
 from mega_rl.models.shape import value_shape
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.activations import Tokens
 from mega_rl.planning.companions import companions
 from mega_rl.platform.operators.memory import OPERATOR_MEMORY
-from mega_rl.stages.parts.building import trainer_spec
+from mega_rl.stages.build.building import trainer_spec
 from tests.models import tiny_models
 from tests.models.engine_support import build_engine, groups, loss_of, own_device, pack_for_rank, run_config
 from tests.models.layouts import Case

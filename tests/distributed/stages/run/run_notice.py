@@ -10,7 +10,7 @@ import sys
 import time
 
 from mega_rl.errors import Stopped
-from mega_rl.stages.parts.notice import Notice
+from mega_rl.stages.run.notice import Notice
 from tools import train
 
 

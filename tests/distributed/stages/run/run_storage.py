@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from mega_rl import platform
-from mega_rl.bridge.files import visible
+from mega_rl.bridge.files.torch_dist import visible
 
 CLONE_NEWNS = 0x20000
 ROOT = Path(tempfile.gettempdir()) / "storage"
@@ -61,7 +61,7 @@ def on_disk(paths: list[Path]) -> int:
 
 def before_second_save(output_dir: Path, act: Callable[[Path], None], is_every_rank: bool = False) -> None:
     """Have rank 0 (or every rank) do something, given the first checkpoint, as the second one begins."""
-    saving = importlib.import_module("mega_rl.megatron.saving")
+    saving = importlib.import_module("mega_rl.megatron.checkpoint.saving")
     save = saving.CheckpointWriter.save
 
     def changed(self: Any, step: int, engine: Any, progress: Any) -> None:
@@ -94,7 +94,7 @@ def lose_shards(output_dir: Path) -> None:
 
 def read_only_for_one(output_dir: Path) -> None:
     """From the moment when the configuration has been found to be right."""
-    session = importlib.import_module("mega_rl.stages.parts.session")
+    session = importlib.import_module("mega_rl.stages.run.session")
     take = session.take_output
 
     def changed(*arguments: Any) -> Any:
@@ -141,7 +141,7 @@ def main() -> None:
     warm = importlib.import_module("tests.launching.warm")
     world = conftest.write_world(ROOT / "world")
     importlib.import_module("mega_rl.stages.sft")
-    checkpoint = importlib.import_module("mega_rl.megatron.checkpoint")
+    checkpoint = importlib.import_module("mega_rl.megatron.checkpoint.checkpoint")
     found = {}
     for number, name in enumerate(SCENARIOS):
         output_dir, log = ROOT / name, ROOT / f"{name}.log"

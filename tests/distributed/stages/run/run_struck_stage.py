@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 
-from mega_rl.stages.parts.notice import Notice
+from mega_rl.stages.run.notice import Notice
 from tools import train
 
 

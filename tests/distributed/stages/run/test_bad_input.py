@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.data.rows import write_parquet
+from mega_rl.data.rows.rows import write_parquet
 from tests.launching import training
 from tests.launching.launch import ENGINE, REPO, Launched
 from tests.launching.training import TinyWorld, digests, error_lines, metrics_of, steps_saved

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mega_rl.rollout.vllm.engine import VLLMEngine
-from mega_rl.stages.parts.weight_sync import Pushed, WeightSync
+from mega_rl.stages.weights.weight_sync import Pushed, WeightSync
 from tools import train
 
 

@@ -17,7 +17,7 @@ from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.slices import indices, whole_box
 from mega_rl.errors import InputError
 from mega_rl.models.shape import ModelShape, read_model_shape
-from mega_rl.rollout.vllm.seeing import sight_arguments
+from mega_rl.rollout.vllm.start.seeing import sight_arguments
 from tests.models import families
 
 FILE = "model.safetensors"

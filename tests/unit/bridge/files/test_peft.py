@@ -11,8 +11,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mega_rl.bridge.files.peft import PeftReader, target_modules, write_adapter
-from mega_rl.bridge.files.peft_config import AdapterConfig
+from mega_rl.bridge.files.peft.peft import (
+    PeftReader,
+    target_modules,
+    write_adapter,
+)
+from mega_rl.bridge.files.peft.peft_config import AdapterConfig
 from mega_rl.bridge.lora import Factors, merged
 from mega_rl.bridge.mapping.tensors import hf_tensors, roles
 from mega_rl.bridge.slices import whole_box

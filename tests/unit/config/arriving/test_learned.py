@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from mega_rl.config import RunConfig, load_config, problems
-from mega_rl.config.arriving.convert import convert
-from mega_rl.config.arriving.reading import Given
+from mega_rl.importers.convert import convert
+from mega_rl.importers.draft.reading import Given
 from tools.import_config import main
 
 MODEL = {

@@ -9,12 +9,18 @@ from typing import Any
 
 import pytest
 
-from mega_rl.config.arriving.convert import as_tree, convert
-from mega_rl.config.arriving.reading import Given
-from mega_rl.config.arriving.tables import NEIGHBOURS, key_lines, metric_lines, reasons, table
-from mega_rl.config.typed import leaf_names
+from mega_rl.config.reading.tables import (
+    NEIGHBOURS,
+    key_lines,
+    metric_lines,
+    reasons,
+    table,
+)
+from mega_rl.config.reading.typed import leaf_names
 from mega_rl.errors import InputError
-from mega_rl.observe.metrics import match
+from mega_rl.importers.convert import as_tree, convert
+from mega_rl.importers.draft.reading import Given
+from mega_rl.observe.metrics.declared import match
 from tests.launching.launch import REPO
 
 HERE = Path(__file__).parent
@@ -52,7 +58,7 @@ def test_tables_name_real_keys_and_reasons(neighbour: str) -> None:
 def test_every_reason_is_used() -> None:
     used = {(entry.kind, entry.reason) for name in NEIGHBOURS for entry in table(name).entries.values()}
     spare = {(kind, name) for kind, names in reasons().items() for name in names} - used
-    rules = "".join(path.read_text(encoding="utf-8") for path in (REPO / "mega_rl/config/arriving").glob("*.py"))
+    rules = "".join(path.read_text(encoding="utf-8") for path in (REPO / "mega_rl/importers").rglob("*.py"))
     assert sorted(name for _, name in spare if f'"{name}"' not in rules) == []
 
 

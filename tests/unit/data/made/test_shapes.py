@@ -12,12 +12,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mega_rl.config.schema import DataConfig
-from mega_rl.data import shapes
-from mega_rl.data.album import Album
-from mega_rl.data.image_processor import picture_reader
+from mega_rl.config.schema.sections import DataConfig
+from mega_rl.data.pictures.image_processor import picture_reader
+from mega_rl.data.pictures.picture_set import Album
 from mega_rl.data.prompts import PromptDataset
-from mega_rl.data.shapes import (
+from mega_rl.data.tokens.tokenizer import load_tokenizer
+from mega_rl.errors import InputError
+from mega_rl.models.shape import read_model_shape
+from mega_rl.synthetic import shapes
+from mega_rl.synthetic.shapes import (
     BACKGROUND,
     PLACE_PIXELS,
     SHAPE_PIXELS,
@@ -25,9 +28,6 @@ from mega_rl.data.shapes import (
     ShapesSpec,
     shapes_data,
 )
-from mega_rl.data.tokenizer import load_tokenizer
-from mega_rl.errors import InputError
-from mega_rl.models.shape import read_model_shape
 from tools import make_tiny_model, prepare_data
 
 SPEC = ShapesSpec(num_train=300, num_val=60, num_sft=600)

@@ -8,16 +8,21 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mega_rl.data.synthetic import (
+from mega_rl.data.tokens.tokenizer import load_tokenizer
+from mega_rl.errors import InputError
+from mega_rl.synthetic.arithmetic import (
     ARITHMETIC_CHARACTERS,
     ArithmeticSpec,
     arithmetic_data,
     arithmetic_tokenizer,
     bpe_tokenizer,
 )
-from mega_rl.data.tiny_model import FAMILIES, SEEING, TinyModelSpec, write_tiny_model
-from mega_rl.data.tokenizer import load_tokenizer
-from mega_rl.errors import InputError
+from mega_rl.synthetic.tiny_model import (
+    FAMILIES,
+    SEEING,
+    TinyModelSpec,
+    write_tiny_model,
+)
 
 OF_TEXT = [family for family in FAMILIES if family != SEEING]  # test_shapes.py has the other one
 TINY = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "ffn": 8}

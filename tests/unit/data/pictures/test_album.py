@@ -13,17 +13,21 @@ import pytest
 import torch
 from PIL import Image
 
-from mega_rl.config.schema import DataConfig
-from mega_rl.data.album import Album
-from mega_rl.data.image_processor import picture_reader
+from mega_rl.config.schema.sections import DataConfig
 from mega_rl.data.packing import sequence_of
+from mega_rl.data.pictures.image_processor import picture_reader
+from mega_rl.data.pictures.picture_set import Album
 from mega_rl.data.prompts import PromptDataset
 from mega_rl.errors import InputError
 from mega_rl.models.positions import Placed, image_positions
 from mega_rl.models.shape import read_model_shape
+from mega_rl.rollout.collect.records import (
+    row_of_trajectory,
+    trajectory_of_row,
+    write_step,
+)
+from mega_rl.rollout.collect.replay import Records
 from mega_rl.rollout.engine import Request
-from mega_rl.rollout.records import row_of_trajectory, trajectory_of_row, write_step
-from mega_rl.rollout.replay import Records
 from mega_rl.types import Trajectory
 from tests.models import vision_models
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from mega_rl.config.schema import DataConfig
-from mega_rl.data.album import Album
+from mega_rl.config.schema.sections import DataConfig
 from mega_rl.data.conversations import ConversationDataset
-from mega_rl.data.image_processor import picture_reader
-from mega_rl.data.pictures import PictureReader
+from mega_rl.data.pictures.image_processor import picture_reader
+from mega_rl.data.pictures.picture_set import Album
+from mega_rl.data.pictures.pictures import PictureReader
 from mega_rl.data.prompts import PromptDataset
 from mega_rl.errors import InputError
 from mega_rl.models.shape import read_model_shape
@@ -147,7 +147,7 @@ LOOK = """
 import sys
 from pathlib import Path
 from PIL import Image
-from mega_rl.data.pictures import is_usable
+from mega_rl.data.pictures.pictures import is_usable
 
 def memory(name):
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name + ":"))

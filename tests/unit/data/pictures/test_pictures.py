@@ -16,12 +16,12 @@ import torch
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from mega_rl.config.schema import DataConfig
+from mega_rl.config.schema.sections import DataConfig
 from mega_rl.data.conversations import ConversationDataset
-from mega_rl.data.image_processor import picture_reader
 from mega_rl.data.packing import pack
-from mega_rl.data.pictures import PictureReader
-from mega_rl.data.rows import Row
+from mega_rl.data.pictures.image_processor import picture_reader
+from mega_rl.data.pictures.pictures import PictureReader
+from mega_rl.data.rows.rows import Row
 from mega_rl.errors import InputError
 from mega_rl.models.shape import read_model_shape
 from tests.models import vision_models

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from mega_rl.data.messages import Message
-from mega_rl.data.replies import ReplyTokens
-from mega_rl.data.template import apply_template
-from mega_rl.data.tokenizer import encode
+from mega_rl.data.rows.messages import Message
+from mega_rl.data.tokens.replies import ReplyTokens
+from mega_rl.data.tokens.template import apply_template
+from mega_rl.data.tokens.tokenizer import encode
 from mega_rl.errors import InputError
 from tests.models.chat_templates import FAMILIES, ends_of, tokenizer_of
 

@@ -23,8 +23,8 @@ platform.select("cpu")
 from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync  # noqa: E402
 
-from mega_rl.megatron import saving  # noqa: E402
-from mega_rl.parallel.process import fail  # noqa: E402
+from mega_rl.megatron.checkpoint import saving  # noqa: E402
+from mega_rl.parallel.watch.process import fail  # noqa: E402
 
 
 def main() -> None:

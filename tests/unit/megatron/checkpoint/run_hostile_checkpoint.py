@@ -23,7 +23,7 @@ platform.select("cpu")
 from megatron.core import dist_checkpointing  # noqa: E402
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor  # noqa: E402
 
-from mega_rl.megatron import checkpoint  # noqa: E402
+from mega_rl.megatron.checkpoint import checkpoint  # noqa: E402
 
 
 class Harmful:

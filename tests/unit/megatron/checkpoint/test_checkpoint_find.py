@@ -11,10 +11,18 @@ import pytest
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from mega_rl.bridge.files import manifest as checkpoint_files
+from mega_rl.bridge.files.torch_dist import manifest as checkpoint_files
 from mega_rl.errors import InputError
-from mega_rl.megatron import checkpoint
-from mega_rl.megatron.checkpoint import MANIFEST, PROGRESS, all_checkpoints, damage, directory_of, find, set_aside
+from mega_rl.megatron.checkpoint import checkpoint
+from mega_rl.megatron.checkpoint.checkpoint import (
+    MANIFEST,
+    PROGRESS,
+    all_checkpoints,
+    damage,
+    directory_of,
+    find,
+    set_aside,
+)
 
 SHARD = f"{checkpoint.WEIGHTS}/__0_0.distcp"
 INDEX = f"{checkpoint.WEIGHTS}/.metadata"

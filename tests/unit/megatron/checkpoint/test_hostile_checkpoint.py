@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mega_rl.megatron.checkpoint import GENERATORS, WEIGHTS
+from mega_rl.megatron.checkpoint.checkpoint import GENERATORS, WEIGHTS
 from tests.launching.launch import run_copy
 
 pytestmark = pytest.mark.slow  # as a module

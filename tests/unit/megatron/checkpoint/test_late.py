@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from mega_rl.megatron import saving
-from mega_rl.megatron.saving import LATE_WAIT_S, CheckpointWriter
+from mega_rl.megatron.checkpoint import saving
+from mega_rl.megatron.checkpoint.saving import LATE_WAIT_S, CheckpointWriter
 
 
 class Part:

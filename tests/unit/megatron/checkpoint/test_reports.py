@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.bridge.files import visible
-from mega_rl.bridge.files.manifest import written
-from mega_rl.megatron.saving import Report, difference
+from mega_rl.bridge.files.torch_dist import visible
+from mega_rl.bridge.files.torch_dist.manifest import written
+from mega_rl.megatron.checkpoint.saving import Report, difference
 
 SHARDS = ("megatron/__0_0.distcp", "megatron/__1_0.distcp")
 

@@ -7,7 +7,7 @@ import os
 import pytest
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from mega_rl.megatron import writers
+from mega_rl.megatron.checkpoint import writers
 
 
 def test_a_copy_of_a_process_reads_no_other_ones_reports(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mega_rl.megatron.writers import writers_end_with_us
+from mega_rl.megatron.checkpoint.writers import writers_end_with_us
 from tests.launching.launch import REPO, Running, started
 
 pytestmark = pytest.mark.slow  # as a module

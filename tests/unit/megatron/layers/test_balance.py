@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.config.schema import RouterConfig
+from mega_rl.config.schema.sections import RouterConfig
 from mega_rl.data.packing import pack
-from mega_rl.megatron import balance
-from mega_rl.megatron.balance import Balancing, Totals
-from mega_rl.megatron.routing import Router, Routing
+from mega_rl.megatron.layers import balance
+from mega_rl.megatron.layers.balance import Balancing, Totals
+from mega_rl.megatron.layers.routing import Router, Routing
 from mega_rl.microbatch import Microbatch, Sequence
 from mega_rl.models.mixture import Mixture
 from mega_rl.parallel.zigzag import PADDING

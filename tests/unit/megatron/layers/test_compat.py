@@ -16,7 +16,7 @@ import pytest
 import torch
 from megatron.core.distributed import param_and_grad_buffer as buffers
 
-from mega_rl.megatron import compat, fused
+from mega_rl.megatron.layers import compat, fused
 from mega_rl.platform.operators import products
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mega_rl.megatron.context import learnt_tokens
+from mega_rl.megatron.model.context import learnt_tokens
 from mega_rl.parallel.zigzag import PADDING
 
 

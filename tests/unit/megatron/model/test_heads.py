@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from mega_rl.megatron.heads import HEADS
+from mega_rl.megatron.model.heads import HEADS
 from mega_rl.models.shape import SUFFIXES, Head
 
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from mega_rl.megatron import logprob
-from mega_rl.megatron.logprob import VocabularyShard, token_logprobs
+from mega_rl.megatron.model import logprob
+from mega_rl.megatron.model.logprob import VocabularyShard, token_logprobs
 from mega_rl.platform.operators import products
 
 T, D, V, NUM_VALID = 7, 16, 40, 37

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.megatron import vision
-from mega_rl.megatron.vision import VisionTower
+from mega_rl.megatron.layers import vision
+from mega_rl.megatron.layers.vision import VisionTower
 from mega_rl.models.shape import parse_config
 from mega_rl.observe.heartbeat import HEART
 from tests.models import families

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.megatron import frugal_adam
-from mega_rl.megatron.adam import GroupStepAdam
+from mega_rl.megatron.optim import frugal_adam
+from mega_rl.megatron.optim.adam import GroupStepAdam
 from mega_rl.platform.rounding import NUM_BITS, round_stochastically
 
 SIZES = (1000, 64, 1, 2500, 63)

@@ -16,9 +16,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mega_rl.rewards import code, launcher, sandbox, zygote
-from mega_rl.rewards.code import code_tests
-from mega_rl.rewards.sandbox import Limits, run_program
+from mega_rl.rewards.functions import code
+from mega_rl.rewards.functions.code import code_tests
+from mega_rl.rewards.sandbox import (
+    launcher,
+    sandbox,
+    zygote,
+)
+from mega_rl.rewards.sandbox.sandbox import Limits, run_program
 
 HAS_NAMESPACES = sandbox.has_namespaces()
 LIMITS = Limits(timeout_s=20.0, memory_bytes=1 << 29, namespaces=HAS_NAMESPACES)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mega_rl.rewards.extraction import EXTRACTORS, extractor
-from mega_rl.rewards.registry import BUILT_IN, load_reward
+from mega_rl.rewards.functions.extraction import EXTRACTORS, extractor
+from mega_rl.rewards.functions.registry import BUILT_IN, load_reward
 
 
 @pytest.mark.parametrize(

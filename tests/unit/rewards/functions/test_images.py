@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from mega_rl.config.schema import RewardConfig, RewardWorkersConfig
-from mega_rl.rewards.answers import read_kinds
-from mega_rl.rewards.dispatch import PoolError
-from mega_rl.rewards.images import read
-from mega_rl.rewards.process import WorkerFailure
-from mega_rl.rewards.registry import bind
+from mega_rl.config.schema.sections import RewardConfig, RewardWorkersConfig
+from mega_rl.rewards.functions.images import read
+from mega_rl.rewards.functions.registry import bind
+from mega_rl.rewards.pool.answers import read_kinds
+from mega_rl.rewards.pool.dispatch import PoolError
+from mega_rl.rewards.pool.process import WorkerFailure
+from mega_rl.rewards.pool.worker import RAISED
 from mega_rl.rewards.scorer import Scorer, WeightedReward, start_workers, weighted
-from mega_rl.rewards.worker import RAISED
 from mega_rl.types import Prompt, PromptImage, Trajectory
 
 REWARDS = """

@@ -8,9 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.config.schema import RewardConfig
-from mega_rl.rewards.forms import is_equal, parse_number
-from mega_rl.rewards.math import boxed, dapo_math, exact_match, gsm8k, last_boxed
+from mega_rl.config.schema.sections import RewardConfig
+from mega_rl.rewards.functions.forms import is_equal, parse_number
+from mega_rl.rewards.functions.math import (
+    boxed,
+    dapo_math,
+    exact_match,
+    gsm8k,
+    last_boxed,
+)
 from mega_rl.rewards.scorer import build_scorer
 from mega_rl.types import Prompt, Trajectory
 
@@ -297,7 +303,7 @@ def test_a_long_answer_is_compared_as_text_in_little_time() -> None:
 
 def test_math_verify_takes_the_last_box() -> None:
     symbolic = pytest.importorskip(
-        "mega_rl.rewards.symbolic", reason="math-verify is not installed", exc_type=ImportError
+        "mega_rl.rewards.functions.symbolic", reason="math-verify is not installed", exc_type=ImportError
     )
     table = [
         (r"\boxed{3} so \boxed{5}", "5", 1.0),
@@ -315,7 +321,7 @@ def test_math_verify_takes_the_last_box() -> None:
 
 def test_math_verify_compares_values() -> None:
     symbolic = pytest.importorskip(
-        "mega_rl.rewards.symbolic", reason="math-verify is not installed", exc_type=ImportError
+        "mega_rl.rewards.functions.symbolic", reason="math-verify is not installed", exc_type=ImportError
     )
     table = [
         (r"so $\frac{1}{2}$", "0.5", 1.0),

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mega_rl.config.schema import RewardConfig, RewardWorkersConfig
+from mega_rl.config.schema.sections import RewardConfig, RewardWorkersConfig
 from mega_rl.errors import InputError
-from mega_rl.rewards.registry import bind
+from mega_rl.rewards.functions.registry import bind
 from mega_rl.rewards.scorer import Scorer, WeightedReward, build_scorer
 from mega_rl.types import Prompt, Trajectory
 from tests.recorded.trajectories import two_turns
@@ -94,7 +94,7 @@ def test_weighted_sum_parts_and_what_is_unknown(rewards_file: Path) -> None:
 
 def test_names_of_all_three_kinds(rewards_file: Path) -> None:
     assert value_of("exact_match") == 0.0
-    assert value_of("mega_rl.rewards.math:exact_match") == 0.0
+    assert value_of("mega_rl.rewards.functions.math:exact_match") == 0.0
     assert value_of(f"{rewards_file}:narrow") == np.float32(0.5)
     assert value_of(f"{rewards_file}:anything", factor=3) == 3.0
     assert value_of(f"{rewards_file}:levels", level="high") == 1.0

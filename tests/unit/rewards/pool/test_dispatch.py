@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mega_rl.rewards.dispatch import MAX_FRUITLESS, PoolError
-from mega_rl.rewards.process import WorkerFailure
-from mega_rl.rewards.worker import EXITED
+from mega_rl.rewards.pool.dispatch import MAX_FRUITLESS, PoolError
+from mega_rl.rewards.pool.process import WorkerFailure
+from mega_rl.rewards.pool.worker import EXITED
 from tests.pretended.reward_workers import PretendedWorker, pretended_pool, right
 
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from mega_rl.config.schema import RewardConfig, RewardWorkersConfig
+from mega_rl.config.schema.sections import RewardConfig, RewardWorkersConfig
 from mega_rl.errors import InputError
-from mega_rl.rewards import scratch
-from mega_rl.rewards.answers import read_answers, read_kinds
-from mega_rl.rewards.process import WorkerFailure
+from mega_rl.rewards.pool.answers import read_answers, read_kinds
+from mega_rl.rewards.pool.process import WorkerFailure
+from mega_rl.rewards.sandbox import scratch
 from mega_rl.rewards.scorer import build_scorer
 from mega_rl.types import Score
 from tests.launching.launch import alive
@@ -253,7 +253,7 @@ def test_directories_of_dead_trainers_are_removed(name: str, tmp_path: Path, mon
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     program = f"""
 import os, signal
-from mega_rl.config.schema import RewardConfig, RewardWorkersConfig
+from mega_rl.config.schema.sections import RewardConfig, RewardWorkersConfig
 from mega_rl.rewards.scorer import build_scorer
 scorer = build_scorer([RewardConfig({name!r})], RewardWorkersConfig(num_workers=2))
 os.kill(os.getpid(), signal.SIGKILL)

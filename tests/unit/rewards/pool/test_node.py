@@ -9,11 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.rewards.dispatch import PoolError
-from mega_rl.rewards.node import Address, RemotePool, _path_of, offer
-from mega_rl.rewards.pool import WorkerPool
-from mega_rl.rewards.process import FORGED
-from mega_rl.rewards.worker import GARBLED
+from mega_rl.rewards.pool.dispatch import PoolError
+from mega_rl.rewards.pool.node import (
+    Address,
+    RemotePool,
+    _path_of,
+    offer,
+)
+from mega_rl.rewards.pool.pool import WorkerPool
+from mega_rl.rewards.pool.process import FORGED
+from mega_rl.rewards.pool.worker import GARBLED
 from tests.pretended.reward_workers import PretendedWorker, pretended_pool, right
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mega_rl.config.schema import RewardConfig, RewardWorkersConfig
+from mega_rl.config.schema.sections import RewardConfig, RewardWorkersConfig
 from mega_rl.errors import InputError
-from mega_rl.rewards import dispatch
-from mega_rl.rewards.pool import WorkerPool
+from mega_rl.rewards.pool import dispatch
+from mega_rl.rewards.pool.pool import WorkerPool
 from mega_rl.rewards.scorer import Scorer, build_scorer
 from mega_rl.types import Prompt, Score, Trajectory
 from tests.launching.launch import alive
@@ -271,7 +271,7 @@ def test_an_import_that_does_harm_is_refused(tmp_path: Path, source: str, messag
 def test_workers_die_with_the_trainer(hostile: str) -> None:
     program = f"""
 import os, signal, threading
-from mega_rl.config.schema import RewardConfig, RewardWorkersConfig
+from mega_rl.config.schema.sections import RewardConfig, RewardWorkersConfig
 from mega_rl.rewards.scorer import build_scorer
 from tests.unit.rewards.pool.test_pool import pool_of, trajectory
 scorer = build_scorer([RewardConfig({(hostile + ":harm")!r})], RewardWorkersConfig(num_workers=2, timeout_s=600.0))
@@ -290,5 +290,5 @@ scorer.score([trajectory("hang_in_c")])
 
 
 def test_workers_load_no_torch() -> None:
-    program = "import sys, mega_rl.rewards.worker, mega_rl.rewards.code; print('torch' in sys.modules)"
+    program = "import sys, mega_rl.rewards.pool.worker, mega_rl.rewards.functions.code; print('torch' in sys.modules)"
     assert subprocess.run((sys.executable, "-c", program), stdout=subprocess.PIPE, text=True).stdout == "False\n"

@@ -10,8 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.rewards import code
-from mega_rl.rewards.sandbox import Limits, NotIsolatedError, run_program
+from mega_rl.rewards.functions import code
+from mega_rl.rewards.sandbox.sandbox import (
+    Limits,
+    NotIsolatedError,
+    run_program,
+)
 from tests.launching.enclosure import AS_ANOTHER, needs_enclosure, run_enclosed
 
 pytestmark = pytest.mark.slow  # as a module
@@ -33,7 +37,7 @@ for name in filter(str.isdigit, os.listdir('/proc')):
     "has the trainer's environment": "if 'API_KEY' in os.environ: through()",
     "reads the training answers": "if 'answer' in open(ANSWERS).read(): through()",
     "reads the passwords": "open('/etc/shadow').read(1); through()",
-    "reads the source of the run": "open('REPO/mega_rl/rewards/sandbox.py').read(); through()",
+    "reads the source of the run": "open('REPO/mega_rl/rewards/sandbox/sandbox.py').read(); through()",
     "writes into the run": "open(ANSWERS, 'a').write('x'); through()",
     "connects to the trainer": "s = socket.socket(socket.AF_UNIX); s.connect('\\0trainer'); through()",
     "mounts": "if libc.mount(b'tmpfs', b'/tmp', b'tmpfs', 0, None) == 0: through()",
@@ -87,7 +91,7 @@ def through(): print('THROUGH', flush=True)
 # Runs each exploit below a process of its own, which stands for the trainer.
 TRAINER = """
 import json, os, socket, sys
-from mega_rl.rewards.sandbox import Limits, run_program
+from mega_rl.rewards.sandbox.sandbox import Limits, run_program
 programs, namespaces = json.loads(sys.argv[1]), sys.argv[2] == "namespaces"
 answers = sys.argv[3]
 os.mkdir(os.path.dirname(answers))
@@ -137,7 +141,7 @@ def test_what_limits_stop_and_what_they_do_not() -> None:
 def test_every_namespace_is_the_programs_own(is_root: bool) -> None:
     program = """
 import json, os
-from mega_rl.rewards.sandbox import Limits, run_program
+from mega_rl.rewards.sandbox.sandbox import Limits, run_program
 names = ("user", "mnt", "pid", "net", "ipc", "uts")
 listing = f"import os; print(*(os.readlink('/proc/self/ns/' + name) for name in {names}))"
 inside = run_program(listing, "", Limits(20.0, 1 << 29)).output.split()
@@ -151,7 +155,7 @@ print(set(inside) & {os.readlink("/proc/self/ns/" + name) for name in names}, le
 def test_a_program_finds_what_it_needs() -> None:
     listed = "import multiprocessing, os, tempfile, zoneinfo, numpy, pwd\n"
     program = f"""
-from mega_rl.rewards.sandbox import Limits, run_program
+from mega_rl.rewards.sandbox.sandbox import Limits, run_program
 source = {listed!r} + '''
 open('x', 'w').write('1'); tempfile.TemporaryFile(); multiprocessing.Lock()
 print(os.getcwd(), pwd.getpwuid(os.getuid()).pw_name, len(os.urandom(8)), open(os.devnull, 'w').write('x'))
@@ -166,7 +170,7 @@ print(run_program(source, "", Limits(20.0, 1 << 30)).output, end="")
 def test_what_is_mounted_deeper_is_read_only_too() -> None:
     program = """
 import subprocess
-from mega_rl.rewards.sandbox import Limits, run_program
+from mega_rl.rewards.sandbox.sandbox import Limits, run_program
 subprocess.run(("mount", "-t", "tmpfs", "tmpfs", "/usr/local/share"), check=True)
 with open("/usr/local/share/there", "w") as file:
     file.write("there")
@@ -181,7 +185,7 @@ print(run_program(source, "", Limits(20.0, 1 << 29)))
 def test_a_container_that_masks_its_processes_leaves_the_program_none() -> None:
     program = """
 import subprocess
-from mega_rl.rewards.sandbox import Limits, run_program
+from mega_rl.rewards.sandbox.sandbox import Limits, run_program
 subprocess.run(("mount", "-t", "tmpfs", "-o", "ro", "tmpfs", "/proc/fs"), check=True)
 subprocess.run(("mount", "-o", "bind,ro", "/proc/sys", "/proc/sys"), check=True)
 print(run_program("import os; print(os.listdir('/proc'))", "", Limits(20.0, 1 << 29)))
@@ -252,7 +256,7 @@ def truncate(data_source, solution_str, ground_truth, extra_info):
 )
 SCORING = """
 import os, sys, tempfile
-from mega_rl.config.schema import RewardConfig, RewardWorkersConfig
+from mega_rl.config.schema.sections import RewardConfig, RewardWorkersConfig
 from mega_rl.rewards.scorer import build_scorer
 from tests.unit.rewards.pool.test_pool import trajectory
 with open(os.path.join(tempfile.gettempdir(), 'mine.py'), 'w') as file:

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mega_rl.rewards import sandbox
-from mega_rl.rewards.sandbox import Limits, run_program
+from mega_rl.rewards.sandbox import sandbox
+from mega_rl.rewards.sandbox.sandbox import Limits, run_program
 from tests.launching.enclosure import needs_enclosure, run_enclosed
 from tests.launching.launch import alive, run_copy
 
@@ -151,7 +151,7 @@ def test_a_warm_process_that_was_killed_is_replaced() -> None:
 OWNER = """
 import sys, time
 from mega_rl.rewards import sandbox
-from mega_rl.rewards.sandbox import Limits, run_program
+from mega_rl.rewards.sandbox.sandbox import Limits, run_program
 import threading
 limits = Limits(60.0, 1 << 29, namespaces=NAMESPACES)
 run_program("", "", limits)
@@ -173,8 +173,8 @@ def test_the_warm_process_and_its_programs_end_with_their_owner() -> None:
 # In a process of its own: it asks for all children, and reaps them.
 CHILDREN = """
 import subprocess
-from mega_rl.rewards.sandbox import Limits, has_namespaces, run_program, zygote_pids
-from mega_rl.rewards.worker import _has_children
+from mega_rl.rewards.sandbox.sandbox import Limits, has_namespaces, run_program, zygote_pids
+from mega_rl.rewards.pool.worker import _has_children
 run_program("print(1)", "", Limits(20.0, 1 << 29, namespaces=has_namespaces()))
 print(len(zygote_pids()), _has_children())
 with subprocess.Popen(("sleep", "600")) as child:
@@ -191,7 +191,7 @@ def test_the_warm_process_is_not_what_a_reward_left_behind() -> None:
 VANDAL = """
 import os, psutil, time
 from mega_rl.rewards import sandbox
-from mega_rl.rewards.sandbox import Limits, run_program
+from mega_rl.rewards.sandbox.sandbox import Limits, run_program
 limits = Limits(20.0, 1 << 29, namespaces=False)
 print(run_program("import os; os.kill(os.getppid(), 9); print('on')", "", limits).exit_code)
 run_program("import os\\nfor pid in PIDS: os.kill(pid, 9)".replace("PIDS", str(sandbox.zygote_pids())), "", limits)

@@ -16,14 +16,19 @@ from typing import Any
 
 import pytest
 
+from mega_rl.environments.built_in.python import PythonSandbox
 from mega_rl.environments.protocol import Turn
-from mega_rl.environments.python import PythonSandbox
 from mega_rl.errors import InputError
-from mega_rl.rewards import sandbox
-from mega_rl.rewards.code import _check_code_tests, code_tests
-from mega_rl.rewards.remote import MAX_BODY_BYTES, TOKEN, SandboxClient, ServiceError
-from mega_rl.rewards.sandbox import Limits, Run
-from mega_rl.rewards.service import Server, Service
+from mega_rl.rewards.functions.code import _check_code_tests, code_tests
+from mega_rl.rewards.sandbox import sandbox
+from mega_rl.rewards.sandbox.remote import (
+    MAX_BODY_BYTES,
+    TOKEN,
+    SandboxClient,
+    ServiceError,
+)
+from mega_rl.rewards.sandbox.sandbox import Limits, Run
+from mega_rl.rewards.sandbox.service import Server, Service
 from mega_rl.types import Prompt
 from tests.launching.launch import REPO, run
 
@@ -113,7 +118,7 @@ def test_a_refused_client_with_a_large_body_reads_why(served: Server, monkeypatc
 
 
 def test_a_request_that_never_ends_is_cut(served: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mega_rl.rewards.service.READ_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("mega_rl.rewards.sandbox.service.READ_TIMEOUT_S", 0.2)
     head = f"POST /run HTTP/1.0\r\nAuthorization: Bearer {SECRET}\r\nContent-Type: application/json\r\n"
     with socket.create_connection(served.server_address[:2], timeout=0.02) as connection:  # type: ignore[arg-type]
         connection.sendall(f"{head}Content-Length: {MAX_BODY_BYTES}\r\n\r\n".encode())
@@ -154,7 +159,7 @@ def test_a_full_service_says_so_and_the_client_tries_anew(served: Server, monkey
         may_run.wait()
         return real(*arguments, **named)
 
-    monkeypatch.setattr("mega_rl.rewards.service.run_program", held)
+    monkeypatch.setattr("mega_rl.rewards.sandbox.service.run_program", held)
     service, client, runs = served.service, SandboxClient(url(served)), list[Run]()
     threads = [threading.Thread(target=lambda: runs.append(client.run("print(1)", "", LIMITS))) for _ in range(6)]
     late = threading.Thread(target=lambda: runs.append(client.run("print(1)", "", LIMITS, patience_s=600.0)))

@@ -9,8 +9,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mega_rl.rewards import sandbox
-from mega_rl.rewards.sandbox import Limits, Run, Session, SessionEndedError
+from mega_rl.rewards.sandbox import sandbox
+from mega_rl.rewards.sandbox.sandbox import (
+    Limits,
+    Run,
+    Session,
+    SessionEndedError,
+)
 from tests.launching.enclosure import needs_enclosure, run_enclosed
 
 HAS_NAMESPACES = sandbox.has_namespaces()
@@ -87,7 +92,7 @@ def test_a_session_has_an_end() -> None:
 
 # The process that stays keeps its rights: a program must not get them from it.
 HOSTILE = """
-from mega_rl.rewards.sandbox import Limits, Session, SessionEndedError
+from mega_rl.rewards.sandbox.sandbox import Limits, Session, SessionEndedError
 session = Session(Limits(20.0, 1 << 29, namespaces=NAMESPACES), keep="files")
 program = '''
 import ctypes, os

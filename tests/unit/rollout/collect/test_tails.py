@@ -13,13 +13,26 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from torch.distributed import HashStore
 
-from mega_rl.data.synthetic import bpe_tokenizer
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.parallel.schedule import split_even
-from mega_rl.rollout.collect import Begun, Collected, OutlinedGroup, PromptGroup, Quota, Round, collect
+from mega_rl.rollout.collect.collect import (
+    Begun,
+    Collected,
+    OutlinedGroup,
+    PromptGroup,
+    Quota,
+    Round,
+    collect,
+)
+from mega_rl.rollout.collect.partial_groups import (
+    Place,
+    Tails,
+    begun_of_rows,
+    rows_of,
+)
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.requests import joined, make_requests, resumed, text_of
-from mega_rl.rollout.tails import Place, Tails, begun_of_rows, rows_of
+from mega_rl.synthetic.arithmetic import bpe_tokenizer
 from mega_rl.types import Prompt, Score, Span, Trajectory, Turn
 from tests.pretended.tailing_engine import TailingEngine, check_whole, decoded
 

@@ -20,22 +20,30 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from mega_rl.data.replies import ReplyTokens
-from mega_rl.data.synthetic import bpe_tokenizer
-from mega_rl.data.tokenizer import encode, render_prompt
+from mega_rl.data.tokens.replies import ReplyTokens
+from mega_rl.data.tokens.tokenizer import encode, render_prompt
 from mega_rl.environments.episode import EpisodeLimits
 from mega_rl.environments.protocol import End, Message, Reply, Turn
-from mega_rl.observe.metrics import match
+from mega_rl.observe.metrics.declared import match
 from mega_rl.rewards.scorer import Scorer, WeightedReward
-from mega_rl.rollout.collect import PromptGroup
+from mega_rl.rollout.collect.collect import PromptGroup
+from mega_rl.rollout.collect.records import (
+    to_group,
+    to_rows,
+    write_step,
+)
+from mega_rl.rollout.collect.replay import ReplayEngine
 from mega_rl.rollout.engine import Request
-from mega_rl.rollout.episode_metrics import episode_metrics
-from mega_rl.rollout.episode_tokens import Plan
-from mega_rl.rollout.episodes import MAX_WAIT_S, EpisodeSampler, turn_seed
-from mega_rl.rollout.records import to_group, to_rows, write_step
-from mega_rl.rollout.replay import ReplayEngine
+from mega_rl.rollout.episodes.episode_metrics import episode_metrics
+from mega_rl.rollout.episodes.episode_tokens import Plan
+from mega_rl.rollout.episodes.episodes import (
+    MAX_WAIT_S,
+    EpisodeSampler,
+    turn_seed,
+)
 from mega_rl.rollout.requests import make_requests
-from mega_rl.stages.parts.episodes import without_reward
+from mega_rl.stages.run.episodes import without_reward
+from mega_rl.synthetic.arithmetic import bpe_tokenizer
 from mega_rl.types import ASSISTANT, PROMPT, Prompt, Score, Trajectory
 from tests.models.chat_templates import TEXTS
 from tests.pretended.samplers import ScriptedEngine
@@ -327,7 +335,7 @@ def test_the_ranks_of_an_engine_submit_the_same(monkeypatch: pytest.MonkeyPatch)
             return value
         return told.get(timeout=60)
 
-    monkeypatch.setattr("mega_rl.rollout.episodes.broadcast_object", broadcast)
+    monkeypatch.setattr("mega_rl.rollout.episodes.episodes.broadcast_object", broadcast)
     engines = [ScriptedEngine(tokenizer(), order=4) for _ in range(2)]
     wanted = requests()
 

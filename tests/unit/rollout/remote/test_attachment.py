@@ -11,7 +11,7 @@ import torch
 from mega_rl.bridge.reshard.deposit import summed
 from mega_rl.bridge.reshard.proof import live_hashes
 from mega_rl.bridge.series import Series
-from mega_rl.rollout.remote import attachment
+from mega_rl.rollout.remote import attached_store
 from mega_rl.rollout.remote.engine_process import EngineProcess
 from mega_rl.rollout.remote.weight_store import Form, Store, Stored
 
@@ -50,12 +50,12 @@ def test_an_engine_takes_weights_from_where_the_store_is_now(engine: Any, salt: 
 
 
 def test_the_memory_of_a_store_without_its_process_is_given_back(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attachment, "WATCH_S", 1e6)  # the test looks by itself
+    monkeypatch.setattr(attached_store, "WATCH_S", 1e6)  # the test looks by itself
     store, weights = Store(form(1)), engine._weights
     engine.load(store.form, store.location, stored(store, 1, 1.0))
     weights.look()
     assert weights.is_attached, "its process runs"
-    monkeypatch.setattr(attachment.psutil, "pid_exists", lambda process: process != store.location.process)
+    monkeypatch.setattr(attached_store.psutil, "pid_exists", lambda process: process != store.location.process)
     with weights.at(store.form, store.location):
         weights.look()
         assert weights.is_attached, "somebody reads it"

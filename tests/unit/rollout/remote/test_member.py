@@ -10,7 +10,7 @@ import pytest
 from mega_rl.errors import InputError
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.remote.member import FleetMember
-from mega_rl.rollout.serving import Engines
+from mega_rl.serving.engines import Engines
 from mega_rl.types import Prompt, Trajectory
 
 

@@ -14,7 +14,7 @@ from mega_rl.errors import InputError
 from mega_rl.platform.cuda import CudaPlatform
 from mega_rl.platform.npu import NpuPlatform
 from mega_rl.rollout.remote import placement as fleet
-from mega_rl.rollout.vllm.environment import is_external
+from mega_rl.rollout.vllm.start.environment import is_external
 
 
 def test_without_ray_the_fix_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,8 @@ from mega_rl.environments.agent import AgentEnvironment, Generate  # noqa: E402
 from mega_rl.environments.episode import Episode, EpisodeLimits, run_episode  # noqa: E402
 from mega_rl.environments.protocol import Message, Reply, Turn  # noqa: E402
 from mega_rl.errors import InputError  # noqa: E402
-from mega_rl.rollout.agent_address import Address  # noqa: E402
-from mega_rl.rollout.verifiers_agents import verifiers_episode  # noqa: E402
+from mega_rl.serving.agent_address import Address  # noqa: E402
+from mega_rl.serving.verifiers_agents import verifiers_episode  # noqa: E402
 from mega_rl.types import Prompt  # noqa: E402
 from tests.models.chat_templates import tokenizer_of  # noqa: E402
 from tests.pretended.serving import parse_calls  # noqa: E402

@@ -8,15 +8,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mega_rl.data.messages import Message
-from mega_rl.data.template import Tools
+from mega_rl.data.rows.messages import Message
+from mega_rl.data.tokens.template import Tools
 from mega_rl.errors import InputError
-from mega_rl.rollout import conversations
-from mega_rl.rollout.conversations import Conversations, Opening, Renderer, read_back
+from mega_rl.rollout.collect.records import read_step, to_group
+from mega_rl.rollout.collect.replay import ReplayEngine
 from mega_rl.rollout.engine import Request
-from mega_rl.rollout.records import read_step, to_group
-from mega_rl.rollout.replay import ReplayEngine
-from mega_rl.rollout.sessions import EndedSessionError, Recorder, Sessions, UnknownSessionError
+from mega_rl.serving import conversations
+from mega_rl.serving.conversations import (
+    Conversations,
+    Opening,
+    Renderer,
+    read_back,
+)
+from mega_rl.serving.sessions import (
+    EndedSessionError,
+    Recorder,
+    Sessions,
+    UnknownSessionError,
+)
 from mega_rl.types import Prompt, Score, Trajectory
 from tests.models.chat_templates import ends_of, tokenizer_of
 

@@ -16,7 +16,7 @@ openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx")
 
 from mega_rl.rollout.engine import Request  # noqa: E402 - the client comes with vLLM, which need not be there
-from mega_rl.rollout.serving import home_of  # noqa: E402
+from mega_rl.serving.engines import home_of  # noqa: E402
 from tests.models.chat_templates import tokenizer_of  # noqa: E402
 from tests.pretended.serving import Served, serving  # noqa: E402
 

@@ -15,16 +15,23 @@ import pytest
 
 from mega_rl.errors import InputError
 from mega_rl.fleet import events
-from mega_rl.fleet.carrier import PlacesError
 from mega_rl.fleet.engines import Condition
-from mega_rl.fleet.steward import Steward
+from mega_rl.fleet.executor import PlacesError
+from mega_rl.fleet.scheduler import Steward
 from mega_rl.fleet.tickets import held_out
 from mega_rl.observe.timeline import read_trace
-from mega_rl.rollout import fleet_requests
-from mega_rl.rollout.fleet_desk import FleetDesk
-from mega_rl.rollout.fleet_record import TIMELINE, FleetRecord
-from mega_rl.rollout.fleet_requests import ANSWER, DIRECTORY, QUESTION, Mailbox, Question, ask
-from mega_rl.rollout.steward_thread import StewardThread
+from mega_rl.rollout.scheduling import fleet_requests
+from mega_rl.rollout.scheduling.control_requests import FleetDesk
+from mega_rl.rollout.scheduling.fleet_record import TIMELINE, FleetRecord
+from mega_rl.rollout.scheduling.fleet_requests import (
+    ANSWER,
+    DIRECTORY,
+    QUESTION,
+    Mailbox,
+    Question,
+    ask,
+)
+from mega_rl.rollout.scheduling.scheduler_thread import StewardThread
 from tests.pretended.fleet_engines import PretendedCarrier
 from tests.unit.rollout.steward.test_steward_thread import MANY_LIVES, RULES, differ, requests, rest, score
 

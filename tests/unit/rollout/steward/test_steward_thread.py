@@ -13,16 +13,16 @@ import pytest
 
 from mega_rl.errors import InputError
 from mega_rl.fleet import events
-from mega_rl.fleet.carrier import Requests
 from mega_rl.fleet.engines import Limits
-from mega_rl.fleet.steward import Steward
+from mega_rl.fleet.executor import Requests
+from mega_rl.fleet.scheduler import Steward
 from mega_rl.fleet.tickets import Key, Rules
-from mega_rl.rollout import steward_thread
-from mega_rl.rollout.collect import PromptGroup
+from mega_rl.rollout.collect.collect import PromptGroup
 from mega_rl.rollout.engine import Request
-from mega_rl.rollout.fleet_state import decoded, encoded
 from mega_rl.rollout.requests import make_requests
-from mega_rl.rollout.steward_thread import StewardThread
+from mega_rl.rollout.scheduling import scheduler_thread
+from mega_rl.rollout.scheduling.fleet_state import decoded, encoded
+from mega_rl.rollout.scheduling.scheduler_thread import StewardThread
 from mega_rl.types import Prompt, Score, Trajectory
 from tests.pretended.fleet_engines import PretendedCarrier
 
@@ -207,8 +207,8 @@ def test_time_in_which_the_thread_had_no_turns_is_nobodys_silence(monkeypatch: p
     """200 s pass in ten turns of a thread that sleeps, and the loop looks in each of them; its limit is 50 s."""
     passed = [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0])
-    monkeypatch.setattr(steward_thread, "time", clock)
-    monkeypatch.setattr(steward_thread, "TICK_S", 0.005)
+    monkeypatch.setattr(scheduler_thread, "time", clock)
+    monkeypatch.setattr(scheduler_thread, "TICK_S", 0.005)
 
     class Held(PretendedCarrier):
         def events(self, wait_s: float) -> list[events.Event]:
@@ -231,7 +231,7 @@ def test_only_time_in_which_the_thread_had_turns_counts_for_the_limits_of_engine
     """100 s pass while an engine has work: in one turn of the thread, which slept, or in turns of half a second."""
     passed = [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0])
-    monkeypatch.setattr(steward_thread, "time", clock)
+    monkeypatch.setattr(scheduler_thread, "time", clock)
     whys: list[str] = []
 
     class Held(PretendedCarrier):

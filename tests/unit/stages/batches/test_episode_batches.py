@@ -14,22 +14,22 @@ from transformers import PreTrainedTokenizerFast
 
 from mega_rl.config import RunConfig
 from mega_rl.data.prompts import PromptDataset
-from mega_rl.data.replies import ReplyTokens
 from mega_rl.data.stream import Stream
-from mega_rl.data.synthetic import bpe_tokenizer
-from mega_rl.data.tokenizer import render_prompt
+from mega_rl.data.tokens.replies import ReplyTokens
+from mega_rl.data.tokens.tokenizer import render_prompt
 from mega_rl.environments.episode import EpisodeLimits
 from mega_rl.environments.protocol import End, Reply, Turn
 from mega_rl.evaluation.evaluate import Answered, EvaluationSettings, evaluate, evaluation_metrics, outlined
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
 from mega_rl.parallel.rendezvous import Rendezvous
 from mega_rl.rewards.scorer import Scorer
-from mega_rl.rollout.collect import OutlinedGroup
-from mega_rl.rollout.depot import Depot
-from mega_rl.rollout.episode_tokens import Plan
-from mega_rl.rollout.episodes import EpisodeSampler
-from mega_rl.rollout.records import to_rows
-from mega_rl.stages.parts.batch_builder import Batch, BatchBuilder
+from mega_rl.rollout.collect.collect import OutlinedGroup
+from mega_rl.rollout.collect.records import to_rows
+from mega_rl.rollout.collect.trajectory_store import Depot
+from mega_rl.rollout.episodes.episode_tokens import Plan
+from mega_rl.rollout.episodes.episodes import EpisodeSampler
+from mega_rl.stages.sampling.batch_builder import Batch, BatchBuilder
+from mega_rl.synthetic.arithmetic import bpe_tokenizer
 from mega_rl.types import Prompt
 from tests.models.chat_templates import TEXTS
 from tests.pretended.samplers import ScriptedEngine

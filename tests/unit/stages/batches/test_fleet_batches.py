@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mega_rl.config.schema import RunConfig
+from mega_rl.config.schema.sections import RunConfig
 from mega_rl.data.stream import Stream, fingerprint
 from mega_rl.errors import InputError
 from mega_rl.evaluation.evaluate import EvaluationSettings, requests_of
@@ -18,8 +18,8 @@ from mega_rl.fleet.tickets import Key, held_out
 from mega_rl.observe.timers import Timers
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.rollout.requests import sample_seed
-from mega_rl.stages.parts.fleet_batches import Fleet, FleetBatches
-from mega_rl.stages.parts.weight_sync import Pushed, StoreSync
+from mega_rl.stages.sampling.fleet_batches import Fleet, FleetBatches
+from mega_rl.stages.weights.weight_sync import Pushed, StoreSync
 from mega_rl.types import Outcome, Prompt, Trajectory
 
 
@@ -35,7 +35,7 @@ class Prompts:
 
 @pytest.fixture(autouse=True)
 def first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mega_rl.stages.parts.fleet_batches.dist.get_rank", lambda: 0)
+    monkeypatch.setattr("mega_rl.stages.sampling.fleet_batches.dist.get_rank", lambda: 0)
 
 
 def batches(mode: str = "pinned", eta: int = 1, enabled: bool = True) -> FleetBatches:

@@ -11,17 +11,19 @@ import pytest
 
 from mega_rl.bridge.outgoing.noise import AqnNoise
 from mega_rl.config import RunConfig
-from mega_rl.config.schema import AlgorithmConfig
+from mega_rl.config.schema.sections import AlgorithmConfig
 from mega_rl.data.packing import sequence_of
 from mega_rl.errors import InputError
 from mega_rl.evaluation.evaluate import OutlinedRow, evaluation_metrics
-from mega_rl.observe.metrics import match
-from mega_rl.rollout.collect import OutlinedGroup
-from mega_rl.stages.parts import learning, rollout_metrics, scoring
-from mega_rl.stages.parts.batch_builder import has_signal, has_signal_by_turn
-from mega_rl.stages.parts.batches import Totals
-from mega_rl.stages.parts.progress import is_due
-from mega_rl.stages.parts.weight_sync import Pushed
+from mega_rl.observe.metrics.declared import match
+from mega_rl.rollout.collect.collect import OutlinedGroup
+from mega_rl.stages.learn import learning
+from mega_rl.stages.run.batch_share import Totals
+from mega_rl.stages.run.progress import is_due
+from mega_rl.stages.sampling import rollout_metrics
+from mega_rl.stages.sampling.batch_builder import has_signal, has_signal_by_turn
+from mega_rl.stages.score import scoring
+from mega_rl.stages.weights.weight_sync import Pushed
 from mega_rl.types import (
     ASSISTANT,
     PROMPT,

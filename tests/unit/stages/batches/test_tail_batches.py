@@ -19,12 +19,16 @@ from mega_rl.data.stream import Stream
 from mega_rl.errors import InputError
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
 from mega_rl.parallel.rendezvous import Rendezvous
-from mega_rl.rollout.collect import OutlinedGroup
-from mega_rl.rollout.depot import Depot
-from mega_rl.rollout.records import to_rows, trajectory_of_row, write_step
-from mega_rl.rollout.replay import ReplayEngine
-from mega_rl.stages.parts import batch_builder
-from mega_rl.stages.parts.batch_builder import Batch, BatchBuilder
+from mega_rl.rollout.collect.collect import OutlinedGroup
+from mega_rl.rollout.collect.records import (
+    to_rows,
+    trajectory_of_row,
+    write_step,
+)
+from mega_rl.rollout.collect.replay import ReplayEngine
+from mega_rl.rollout.collect.trajectory_store import Depot
+from mega_rl.stages.sampling import batch_builder
+from mega_rl.stages.sampling.batch_builder import Batch, BatchBuilder
 from mega_rl.types import Prompt, Score, Trajectory
 from tests.pretended.tailing_engine import TailingEngine, check_whole
 

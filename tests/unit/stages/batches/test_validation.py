@@ -10,10 +10,10 @@ import pytest
 
 from mega_rl.config import RunConfig
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
-from mega_rl.rollout.depot import Depot
-from mega_rl.stages.parts.batch_builder import BatchBuilder
-from mega_rl.stages.parts.validation import Validator
-from mega_rl.stages.parts.weight_sync import Pushed
+from mega_rl.rollout.collect.trajectory_store import Depot
+from mega_rl.stages.sampling.batch_builder import BatchBuilder
+from mega_rl.stages.sampling.validation import Validator
+from mega_rl.stages.weights.weight_sync import Pushed
 from tests.pretended.answering import PROMPTS, FakeEngine, FakeScorer
 
 LAYOUT, DEPOT = EngineLayout(1, 1), Depot(ParallelLayout.create(1), 0)
@@ -42,8 +42,8 @@ def test_a_validation_is_an_evaluation_between_two_calls_of_the_sync(monkeypatch
     config.logging.num_text_samples = 2
     timers: Any = lambda name: nullcontext()  # noqa: E731
     dataset: Any = SimpleNamespace(prompts=PROMPTS, album=None)
-    monkeypatch.setattr("mega_rl.stages.parts.batch_builder.dist.get_rank", lambda: 0)
-    monkeypatch.setattr("mega_rl.stages.parts.batch_builder.engine_ranks", lambda *_: None)
+    monkeypatch.setattr("mega_rl.stages.sampling.batch_builder.dist.get_rank", lambda: 0)
+    monkeypatch.setattr("mega_rl.stages.sampling.batch_builder.engine_ranks", lambda *_: None)
     batches = BatchBuilder(config, LAYOUT, timers, None, engine, FakeScorer(), Everybody(), DEPOT)  # type: ignore[arg-type]
     validator = Validator(config, LAYOUT, timers, said.append, dataset, sync, batches, FakeScorer(), DEPOT)  # type: ignore[arg-type]
     observer: Any = SimpleNamespace(samples=lambda step, tag, rows: shown.append((step, tag, len(rows))))

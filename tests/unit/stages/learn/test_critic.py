@@ -11,18 +11,18 @@ import numpy
 import pytest
 import torch
 
-from mega_rl.config.algorithm import PRESETS
-from mega_rl.config.schema import AlgorithmConfig
+from mega_rl.config.checks.algorithm import PRESETS
+from mega_rl.config.schema.sections import AlgorithmConfig
 from mega_rl.megatron.offload import PARTS
 from mega_rl.microbatch import Figures, Microbatch
 from mega_rl.observe.timers import Timers
 from mega_rl.rewards.scorer import WeightedReward
-from mega_rl.rollout.collect import OutlinedGroup
-from mega_rl.stages.parts import learning
-from mega_rl.stages.parts.critic import Critic
-from mega_rl.stages.parts.gates import GateWatch
-from mega_rl.stages.parts.judge import RewardModel
-from mega_rl.stages.parts.learning import Learner
+from mega_rl.rollout.collect.collect import OutlinedGroup
+from mega_rl.stages.learn import learning
+from mega_rl.stages.learn.critic import Critic
+from mega_rl.stages.learn.gates import GateWatch
+from mega_rl.stages.learn.learning import Learner
+from mega_rl.stages.score.reward_model import RewardModel
 from mega_rl.types import Score
 from tests.unit.stages.learn.test_learning import LENGTHS, REWARDS, Actor, Learning, Reference, trajectories_and_scores
 

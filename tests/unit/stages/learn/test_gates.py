@@ -13,8 +13,15 @@ from torch import Tensor
 
 from mega_rl.config import RunConfig
 from mega_rl.microbatch import Microbatch, TokenStats
-from mega_rl.stages.parts import gates
-from mega_rl.stages.parts.gates import Difference, EngineHistory, GateFailure, GateWatch, difference, merged
+from mega_rl.stages.learn import gates
+from mega_rl.stages.learn.gates import (
+    Difference,
+    EngineHistory,
+    GateFailure,
+    GateWatch,
+    difference,
+    merged,
+)
 from mega_rl.types import Prompt, Sample, Score, Trajectory
 
 LOGPROBS = torch.tensor(

@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from mega_rl.config import RunConfig
-from mega_rl.config.algorithm import PRESETS
+from mega_rl.config.checks.algorithm import PRESETS
 from mega_rl.microbatch import Figures, Microbatch, TokenStats
 from mega_rl.observe.timers import Timers
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.rollout.collect import OutlinedGroup
-from mega_rl.rollout.depot import Depot
-from mega_rl.stages.parts import learning
-from mega_rl.stages.parts.batches import BatchShare
-from mega_rl.stages.parts.gates import GateFailure, GateWatch
-from mega_rl.stages.parts.learning import Learner
+from mega_rl.rollout.collect.collect import OutlinedGroup
+from mega_rl.rollout.collect.trajectory_store import Depot
+from mega_rl.stages.learn import learning
+from mega_rl.stages.learn.gates import GateFailure, GateWatch
+from mega_rl.stages.learn.learning import Learner
+from mega_rl.stages.run.batch_share import BatchShare
 from mega_rl.types import Prompt, Score, Trajectory
 
 NAN = float("nan")

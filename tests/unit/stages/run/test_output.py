@@ -15,14 +15,19 @@ import pytest
 
 from mega_rl.config import RunConfig
 from mega_rl.errors import InputError
-from mega_rl.megatron import saving
+from mega_rl.megatron.checkpoint import saving
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.stages.parts.output import CHECKPOINTS, LOCK, OutputLock, take_output
+from mega_rl.stages.run.output import (
+    CHECKPOINTS,
+    LOCK,
+    OutputLock,
+    take_output,
+)
 
 HOLD = """
 import sys
 from pathlib import Path
-from mega_rl.stages.parts.output import OutputLock
+from mega_rl.stages.run.output import OutputLock
 lock = OutputLock(Path(sys.argv[1]))
 print("locked", flush=True)
 sys.stdin.readline()

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from mega_rl.config import RunConfig
-from mega_rl.megatron import checkpoint
-from mega_rl.observe.sinks import read_jsonl
+from mega_rl.megatron.checkpoint import checkpoint
+from mega_rl.observe.sinks.sinks import read_jsonl
 from mega_rl.observe.timers import Timers
-from mega_rl.stages.parts import progress
-from mega_rl.stages.parts.output import CHECKPOINTS
-from mega_rl.stages.parts.progress import Progress
-from mega_rl.stages.parts.session import Session
+from mega_rl.stages.run import progress
+from mega_rl.stages.run.output import CHECKPOINTS
+from mega_rl.stages.run.progress import Progress
+from mega_rl.stages.run.session import Session
 
 ROWS = {1: {"actor/loss": 0.5}, 2: {"actor/loss": 0.25, "actor/grad_norm": 3.0}}
 SOURCE: Any = SimpleNamespace(state_dict=lambda: {}, load_state_dict=lambda state: None)

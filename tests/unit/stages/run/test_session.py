@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from mega_rl.data.synthetic import arithmetic_tokenizer
-from mega_rl.data.tiny_model import TinyModelSpec, write_tiny_model
 from mega_rl.parallel.layout import EngineLayout
-from mega_rl.rollout import replicas
+from mega_rl.rollout.collect import replicas
+from mega_rl.synthetic.arithmetic import arithmetic_tokenizer
+from mega_rl.synthetic.tiny_model import TinyModelSpec, write_tiny_model
 from tests.launching.launch import run_copy
 
 # The groups of a run, those of the trainer with its engines included, and the seconds that each lets a rank wait.
@@ -21,7 +21,7 @@ from mega_rl import platform
 from mega_rl.config import RunConfig
 from mega_rl.parallel.joint_group import join_group, open_meeting
 platform.select("cpu")
-from mega_rl.stages.parts.session import open_session
+from mega_rl.stages.run.session import open_session
 
 config = RunConfig()
 config.model.path, config.trainer.output_dir, seconds = sys.argv[1], sys.argv[2], float(sys.argv[3])

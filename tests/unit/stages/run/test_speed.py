@@ -11,8 +11,8 @@ from mega_rl.observe.timers import GIB, Timers
 from mega_rl.observe.work import WORK
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.platform import DeviceLoad
-from mega_rl.stages.parts import speed
-from mega_rl.stages.parts.speed import LoadWatch, device_metrics
+from mega_rl.stages.run import speed
+from mega_rl.stages.run.speed import LoadWatch, device_metrics
 
 
 def test_speed_is_of_the_phases_in_which_the_trainer_computes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,13 +11,17 @@ import torch
 
 from mega_rl.bridge.files.huggingface import value_changes
 from mega_rl.bridge.mapping.tensors import SCORE, hf_tensors
-from mega_rl.data.synthetic import arithmetic_tokenizer
-from mega_rl.data.tiny_model import TinyModelSpec, write_tiny_model
-from mega_rl.data.tokenizer import load_tokenizer, padding_token
+from mega_rl.data.tokens.tokenizer import load_tokenizer, padding_token
 from mega_rl.errors import InputError
-from mega_rl.megatron.value import NewScore
+from mega_rl.megatron.model.value import NewScore
 from mega_rl.models.shape import VALUE
-from mega_rl.stages.parts.values import check_same_tokenizer, open_value_model, scored_at_end
+from mega_rl.stages.score.values import (
+    check_same_tokenizer,
+    open_value_model,
+    scored_at_end,
+)
+from mega_rl.synthetic.arithmetic import arithmetic_tokenizer
+from mega_rl.synthetic.tiny_model import TinyModelSpec, write_tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mega_rl.bridge.files.huggingface import HFReader
-from mega_rl.bridge.files.peft import PeftReader
-from mega_rl.bridge.files.peft_config import CONFIG_FILE
+from mega_rl.bridge.files.peft.peft import PeftReader
+from mega_rl.bridge.files.peft.peft_config import CONFIG_FILE
 from mega_rl.bridge.files.sampled_digest import weights_digest
 from mega_rl.bridge.lora import merged
 from mega_rl.bridge.mapping.tensors import hf_tensors
@@ -19,10 +19,20 @@ from mega_rl.bridge.mapping.tuning import tuning_plan
 from mega_rl.bridge.outgoing.noise import AqnNoise
 from mega_rl.bridge.slices import indices, whole_box
 from mega_rl.config import RunConfig
-from mega_rl.config.schema import AdapterConfig, RolloutConfig, TuningConfig
+from mega_rl.config.schema.sections import (
+    AdapterConfig,
+    RolloutConfig,
+    TuningConfig,
+)
 from mega_rl.errors import InputError
 from mega_rl.models.shape import ModelShape, read_model_shape
-from mega_rl.stages.parts.adapters import changing, check_continued, engine_slots, peft_config, starting_point
+from mega_rl.stages.weights.adapters import (
+    changing,
+    check_continued,
+    engine_slots,
+    peft_config,
+    starting_point,
+)
 from tests.models import adapters, families
 
 

@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from mega_rl.config import RunConfig
 from mega_rl.parallel.layout import EngineLayout
-from mega_rl.stages.parts.delivery import PATIENCE, Delivery
-from mega_rl.stages.parts.gates import GateFailure
-from mega_rl.stages.parts.weight_sync import Pushed
+from mega_rl.stages.learn.gates import GateFailure
+from mega_rl.stages.weights.delivery import PATIENCE, Delivery
+from mega_rl.stages.weights.weight_sync import Pushed
 
 
 @pytest.fixture(autouse=True)

@@ -13,9 +13,14 @@ from mega_rl.bridge.outgoing.noise import AqnNoise
 from mega_rl.bridge.outgoing.transform import Changed
 from mega_rl.bridge.reshard.execute import Ledger, Read
 from mega_rl.bridge.slices import Box
-from mega_rl.config.schema import AqnConfig
-from mega_rl.observe.metrics import match
-from mega_rl.stages.parts.weight_sync import Pushed, RecordedSync, WeightSync, ledger_metrics
+from mega_rl.config.schema.sections import AqnConfig
+from mega_rl.observe.metrics.declared import match
+from mega_rl.stages.weights.weight_sync import (
+    Pushed,
+    RecordedSync,
+    WeightSync,
+    ledger_metrics,
+)
 
 BOX = ((0, 2),)
 LEDGER = Ledger(10, 20, 30, 30, 1.0, 2)

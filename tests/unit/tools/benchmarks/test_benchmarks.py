@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mega_rl.platform.operators import products
-from mega_rl.rewards.sandbox import has_namespaces
+from mega_rl.rewards.sandbox.sandbox import has_namespaces
 from tests.launching.launch import REPO, ranks, run, run_copy
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from mega_rl.config import RunConfig, load_config, problems
-from mega_rl.config.model import check_model
-from mega_rl.config.stage import reward_model
+from mega_rl.config.checks.model import check_model
+from mega_rl.config.schema.stage import reward_model
 from tests.launching.launch import REPO, run
 from tests.unit.config.test_shipped import model_config
 

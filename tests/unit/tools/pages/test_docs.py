@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.config.schema import RunConfig
+from mega_rl.config.schema.sections import RunConfig
 from tests.launching.launch import REPO
 from tests.style.test_layers import ROOMS
 

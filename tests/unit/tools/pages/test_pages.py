@@ -12,8 +12,8 @@ from types import ModuleType
 import pytest
 
 from mega_rl.errors import InputError
-from mega_rl.observe.metrics import SECTIONS
-from mega_rl.observe.tensorboard import PAGE, heading
+from mega_rl.observe.metrics.declared import SECTIONS
+from mega_rl.observe.sinks.tensorboard import PAGE, heading
 from tests import browser
 from tests.launching.launch import REPO, started
 from tests.recorded.observed_run import SECTIONS_LOGGED, leave_run

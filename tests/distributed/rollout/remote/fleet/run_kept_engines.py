@@ -23,18 +23,18 @@ from mega_rl import platform
 from mega_rl.bridge.reshard.deposit import summed
 from mega_rl.bridge.reshard.proof import live_hashes
 from mega_rl.bridge.series import Series
-from mega_rl.config.schema import RolloutConfig
+from mega_rl.config.schema.sections import RolloutConfig
 from mega_rl.fleet.engines import Condition, Limits
-from mega_rl.fleet.ledger import STATE_VERSION
-from mega_rl.fleet.steward import Steward
+from mega_rl.fleet.scheduler import Steward
+from mega_rl.fleet.step_window import STATE_VERSION
 from mega_rl.fleet.tickets import Key, Rules
 from mega_rl.rollout.engine import Request
-from mega_rl.rollout.remote import attach
-from mega_rl.rollout.remote.carrier import RayCarrier
 from mega_rl.rollout.remote.engine_process import EngineSpec
+from mega_rl.rollout.remote.fleet import leases
+from mega_rl.rollout.remote.fleet.ray_executor import RayCarrier
 from mega_rl.rollout.remote.weight_store import Form, Store, Stored
 from mega_rl.rollout.requests import make_requests
-from mega_rl.rollout.steward_thread import StewardThread
+from mega_rl.rollout.scheduling.scheduler_thread import StewardThread
 from mega_rl.types import Prompt, Score, Trajectory
 from tests.pretended.engine_process import PretendedKeptProcess
 
@@ -66,7 +66,7 @@ class Trainer:
         self.put(first)
         rollout = RolloutConfig(placement="separate", num_engines=num_engines, mode="pinned")
         spec = EngineSpec(str(output_dir), rollout, 64, "float32", "cpu", is_deterministic=False, num_threads=1)
-        kept_by = attach.keeping(output_dir, lease_s=10_000)
+        kept_by = leases.keeping(output_dir, lease_s=10_000)
         self.carrier = RayCarrier(spec, num_engines, requests, self.store, self.stored, kept_by)
         print(f"ATTACHED {self.carrier.num_survivors}", flush=True)
         state: dict[str, Any] = {"format": STATE_VERSION, "trained": first, "steps": {}}
@@ -130,7 +130,7 @@ def _is_of_us(process: Any) -> bool:
 
 
 def main(output_dir: Path, num_engines: int, first: int, lease_s: float) -> None:
-    attach.KeptEngine = PretendedKeptProcess  # type: ignore[misc]
+    leases.KeptEngine = PretendedKeptProcess  # type: ignore[misc]
     platform.select("cpu")
     trainer = Trainer(output_dir, num_engines, first)
     trainer.train(first, lease_s)

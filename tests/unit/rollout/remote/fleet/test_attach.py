@@ -15,15 +15,24 @@ from typing import Any
 
 import pytest
 
-from mega_rl.config.schema import EnvironmentConfig, RolloutConfig, RunConfig
+from mega_rl.config.schema.sections import (
+    EnvironmentConfig,
+    RolloutConfig,
+    RunConfig,
+)
 from mega_rl.errors import InputError
-from mega_rl.fleet.carrier import PlacesError
-from mega_rl.rollout.remote import attach, keeper
-from mega_rl.rollout.remote.attach import Guarded, Keeping, KeptPlaces, keeping
+from mega_rl.fleet.executor import PlacesError
 from mega_rl.rollout.remote.engine_process import EngineSpec
-from mega_rl.rollout.remote.keeper import Fenced, Keeper
-from mega_rl.rollout.remote.kept_engine import KeptEngine, digest
-from mega_rl.stages.parts.episodes import plan_there
+from mega_rl.rollout.remote.fleet import lease_actor, leases
+from mega_rl.rollout.remote.fleet.kept_engine import KeptEngine, digest
+from mega_rl.rollout.remote.fleet.lease_actor import Fenced, Keeper
+from mega_rl.rollout.remote.fleet.leases import (
+    Guarded,
+    Keeping,
+    KeptPlaces,
+    keeping,
+)
+from mega_rl.stages.run.episodes import plan_there
 
 SPEC = EngineSpec("", RolloutConfig(placement="separate"), 64, "float32", "cpu", is_deterministic=False, num_threads=1)
 
@@ -156,11 +165,11 @@ class Worker(KeptEngine):
 def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     found = FakeRay()
     monkeypatch.setitem(sys.modules, "ray", found)
-    monkeypatch.setattr(attach, "KeptEngine", Worker)
-    monkeypatch.setattr(attach, "time", SimpleNamespace(sleep=lambda seconds: None))
-    monkeypatch.setattr(attach, "threading", SimpleNamespace(**vars(attach.threading) | {"Thread": NoThread}))
-    monkeypatch.setattr(keeper, "threading", SimpleNamespace(Thread=NoThread))
-    monkeypatch.setattr(keeper, "os", SimpleNamespace(_exit=sys.exit))
+    monkeypatch.setattr(leases, "KeptEngine", Worker)
+    monkeypatch.setattr(leases, "time", SimpleNamespace(sleep=lambda seconds: None))
+    monkeypatch.setattr(leases, "threading", SimpleNamespace(**vars(leases.threading) | {"Thread": NoThread}))
+    monkeypatch.setattr(lease_actor, "threading", SimpleNamespace(Thread=NoThread))
+    monkeypatch.setattr(lease_actor, "os", SimpleNamespace(_exit=sys.exit))
     return found
 
 
@@ -353,7 +362,7 @@ def test_everything_ends_with_the_lease(ray: FakeRay, monkeypatch: pytest.Monkey
             places.check()  # a word of the trainer
         assert not any(group.is_removed for group in ray.groups)
 
-    monkeypatch.setattr(keeper, "time", SimpleNamespace(sleep=tick))
+    monkeypatch.setattr(lease_actor, "time", SimpleNamespace(sleep=tick))
     with pytest.raises(SystemExit):
         held._watch()
     assert sum(ticks[99:]) == 600.0 and all(group.is_removed for group in ray.groups)
@@ -365,5 +374,5 @@ def test_a_run_is_known_by_its_directory(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     found, copy = keeping(tmp_path, 600.0), tmp_path / "copy"
     copy.mkdir()
-    (copy / attach.RUN_NAME).write_bytes((tmp_path / attach.RUN_NAME).read_bytes())
+    (copy / leases.RUN_NAME).write_bytes((tmp_path / leases.RUN_NAME).read_bytes())
     assert found is not None and keeping(tmp_path, 600.0) == found != keeping(copy, 600.0)

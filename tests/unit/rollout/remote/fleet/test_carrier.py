@@ -12,17 +12,17 @@ import torch
 
 from mega_rl import platform
 from mega_rl.bridge.series import Series
-from mega_rl.config.schema import RolloutConfig
+from mega_rl.config.schema.sections import RolloutConfig
 from mega_rl.errors import InputError
 from mega_rl.fleet import events
-from mega_rl.fleet.carrier import PlacesError
 from mega_rl.fleet.engines import Limits
-from mega_rl.fleet.steward import Steward
+from mega_rl.fleet.executor import PlacesError
+from mega_rl.fleet.scheduler import Steward
 from mega_rl.fleet.tickets import Key, Rules
 from mega_rl.rollout.engine import Request
-from mega_rl.rollout.remote import carrier as under_test, places
-from mega_rl.rollout.remote.carrier import RayCarrier
 from mega_rl.rollout.remote.engine_process import EngineSpec
+from mega_rl.rollout.remote.fleet import places, ray_executor as under_test
+from mega_rl.rollout.remote.fleet.ray_executor import RayCarrier
 from mega_rl.rollout.remote.weight_store import Form, Location, Store, Stored
 from mega_rl.types import Prompt, Trajectory
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.remote.engine_process import EngineProcess, episodes_on
-from mega_rl.rollout.remote.kept_engine import KeptEngine
+from mega_rl.rollout.remote.fleet.kept_engine import KeptEngine
 from mega_rl.rollout.requests import make_requests
 from mega_rl.types import Trajectory
 from tests.pretended.samplers import ScriptedEngine

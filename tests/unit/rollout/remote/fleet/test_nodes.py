@@ -11,9 +11,9 @@ import torch
 
 from mega_rl.bridge.series import Series
 from mega_rl.errors import InputError
-from mega_rl.rollout.remote import nodes as under_test, relay
-from mega_rl.rollout.remote.nodes import Nodes
-from mega_rl.rollout.remote.relay import NodeHelper
+from mega_rl.rollout.remote.fleet import node_agent, nodes as under_test
+from mega_rl.rollout.remote.fleet.node_agent import NodeHelper
+from mega_rl.rollout.remote.fleet.nodes import Nodes
 from mega_rl.rollout.remote.weight_store import Form, Location, Store
 
 NORM = Series("model.norm.weight", ((0, 5),), "model.norm.weight", ((0, 5),))
@@ -118,7 +118,7 @@ def test_what_did_not_arrive_comes_from_the_first_node_next() -> None:
 
 def test_a_slot_is_copied_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two stores on this machine stand for two nodes."""
-    monkeypatch.setattr(relay, "CHUNK_BYTES", 3000)
+    monkeypatch.setattr(node_agent, "CHUNK_BYTES", 3000)
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda answer: answer))
     there, here = Store(FORM), Store(FORM)
     there.parameters(0, 1)["model.norm.weight"].copy_(torch.arange(5))

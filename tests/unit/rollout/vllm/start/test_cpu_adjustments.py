@@ -14,7 +14,11 @@ cpu_communicator = pytest.importorskip(
     "vllm.distributed.device_communicators.cpu_communicator", reason="vLLM is not installed"
 )
 
-from mega_rl.rollout.vllm.cpu_adjustments import PREFIX, SHARED_MEMORY, cpu_adjustments  # noqa: E402
+from mega_rl.rollout.vllm.start.cpu_adjustments import (  # noqa: E402
+    PREFIX,
+    SHARED_MEMORY,
+    cpu_adjustments,
+)
 
 GROUP = SimpleNamespace(unique_name="tp:0", ranks=[2, 3])
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from mega_rl.config.schema import RolloutConfig, RunConfig
+from mega_rl.config.schema.sections import RolloutConfig, RunConfig
 from mega_rl.errors import InputError
 from mega_rl.planning.engine import engine_share
-from mega_rl.rollout.vllm.environment import preserved_process, set_environment
-from mega_rl.rollout.vllm.options import (
+from mega_rl.rollout.vllm.start.environment import preserved_process, set_environment
+from mega_rl.rollout.vllm.start.options import (
     additional_config,
     check_options,
     engine_arguments,

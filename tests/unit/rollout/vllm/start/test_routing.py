@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from mega_rl.config.schema import RolloutConfig
+from mega_rl.config.schema.sections import RolloutConfig
 from mega_rl.errors import InputError
-from mega_rl.rollout.vllm import versions
-from mega_rl.rollout.vllm.cpu_routing import RoutingCapture
-from mega_rl.rollout.vllm.options import ROUTING, engine_arguments
+from mega_rl.rollout.vllm.start import versions
+from mega_rl.rollout.vllm.start.cpu_routing import RoutingCapture
+from mega_rl.rollout.vllm.start.options import ROUTING, engine_arguments
 
 BLOCK = 2
 NUM_LAYERS = 2  # of three; the first one has no experts

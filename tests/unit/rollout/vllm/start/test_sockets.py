@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.rollout.vllm.sockets import SOCKETS, remove_socket_names
+from mega_rl.rollout.vllm.start.sockets import SOCKETS, remove_socket_names
 
 OTHER = (
     "import socket, sys; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); print('bound', flush=True); input()"

@@ -1,0 +1,154 @@
+"""Applies a neighbour's table to what its file or command line says."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from mega_rl.config.reading.tables import (
+    NEIGHBOURS,
+    Entry,
+    reason,
+    table,
+)
+from mega_rl.config.reading.typed import (
+    is_nullable,
+    leaf_names,
+    leaves,
+    not_null,
+)
+from mega_rl.errors import shown
+from mega_rl.importers.draft.draft import Draft, Rule
+from mega_rl.importers.draft.reading import Given
+from mega_rl.importers.rules import (
+    areal,
+    hf,
+    openrlhf,
+    verl,
+)
+
+RULES: dict[str, dict[str, Rule]] = {
+    "verl": verl.RULES,
+    "trl": hf.TRL_RULES,
+    "llamafactory": hf.LLAMAFACTORY_RULES,
+    "areal": areal.RULES,
+    "openrlhf": openrlhf.RULES,
+}
+assert RULES.keys() == NEIGHBOURS.keys()
+
+
+def convert(neighbour: str, given: Given, num_devices: int | None = None) -> Draft:
+    """A configuration of ours, with the outcome of every key of theirs.
+
+    Args:
+        neighbour: a name in ``NEIGHBOURS``.
+        num_devices: devices of the run, where their configuration does not say it.
+
+    Raises:
+        InputError: a value that cannot be read, or units that need the number of devices.
+    """
+    aliases = table(neighbour).aliases
+    given.values = {aliases.get(key, key): value for key, value in given.values.items()}
+    draft = Draft(table(neighbour), given, num_devices)
+    rules = RULES[neighbour]
+    for key, cause in given.unresolved.items():
+        entry = draft.table.find(key)
+        if entry is not None and entry.kind == "same":
+            draft.note(key, "same", reason(entry))
+            continue
+        draft.note(key, "none", f"its value needs {cause}, which the text does not set: give it with --set NAME=VALUE")
+    entries = {key: draft.table.find(key) for key in [*draft.table.defaults, *given.values]}
+    for key, entry in entries.items():
+        if entry is not None and key not in given.unresolved and entry.kind != "rules":
+            _apply(draft, key, entry)
+    for rule in rules.values():
+        rule(draft)
+    if "trainer.total_steps" in draft.result and draft.result.pop("trainer.total_epochs", None) is not None:
+        for key in ("trainer.total_epochs", "total_train_epochs"):
+            draft.outcomes.pop(key, None)
+            draft.note(key, "same", "not read, as the number of steps is given")
+    for key in given.values:
+        if entries[key] is None:
+            draft.note(key, "unknown", "no key that the table knows: look it up and set it by hand")
+        elif key not in draft.outcomes:
+            draft.note(key, "same", "read together with the keys beside it, but changes nothing here")
+    for key, value in given.twice.items():
+        draft.notes.append(f"{key} is given twice, first as {shown(value)}: the last value counts")
+    if draft.stage == "rl" and not draft.rewards:
+        draft.notes.append("rewards: name at least one reward (docs/rewards.md); their configuration names none")
+    elif draft.stage == "rl":
+        draft.result["rewards"] = draft.rewards
+    return draft
+
+
+def _apply(draft: Draft, key: str, entry: Entry) -> None:
+    value = draft.get(key)
+    if entry.kind == "same":
+        draft.note(key, "same", reason(entry))
+    elif entry.kind == "none":
+        is_off = _is_among(value, entry.off)
+        text = reason(entry)
+        draft.note(key, "same" if is_off else "none", "as it is here" if is_off else text)
+    elif entry.kind == "passed":
+        ours = entry.to[0] + key.removeprefix(entry.pattern)
+        _set_passed(draft, key, ours, value)
+    elif entry.words:
+        if isinstance(value, str) and value in entry.words:
+            draft.set(entry.to[0], entry.words[value], [key])
+        else:
+            draft.lack([key], "other_word", f"{shown(value)}; there are {', '.join(map(str, entry.words))}")
+    elif value is None:
+        draft.note(key, "same", "not set, so that our default holds")
+    elif is_number_key(entry.to[0]) and not is_number(value):
+        draft.lack([key], "other_word", f"{shown(value)}, where a number is expected")
+    else:
+        is_list = entry.to[0] in ("data.train_files", "data.val_files", "rollout.stop", "rollout.stop_token_ids")
+        draft.set(entry.to[0], [value] if is_list and not isinstance(value, list) else value, [key])
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+@cache
+def _number_keys() -> frozenset[str]:
+    plain = ((name, not_null(hint) if is_nullable(hint) else hint) for name, hint in leaves())
+    return frozenset(name for name, hint in plain if hint in (int, float))
+
+
+def is_number_key(ours: str) -> bool:
+    return ours in _number_keys()
+
+
+def _is_among(value: Any, off: tuple[Any, ...]) -> bool:
+    return any(value == wanted and isinstance(value, bool) == isinstance(wanted, bool) for wanted in off)
+
+
+def _set_passed(draft: Draft, key: str, ours: str, value: Any) -> None:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            _set_passed(draft, key, f"{ours}.{name}", inner)
+        if not value:
+            draft.note(key, "same", "empty")
+    elif value is None:
+        draft.note(key, "same", "not set, so that our default holds")
+    else:
+        draft.set(ours, value, [key])
+
+
+def _parent(dotted: str) -> str:
+    """The key with free content that a key of vLLM or of an option lies under."""
+    return ".".join(dotted.split(".")[:2])
+
+
+def as_tree(result: dict[str, Any]) -> dict[str, Any]:
+    """The nested sections of dotted keys, in the order of the schema."""
+    tree: dict[str, Any] = {}
+    order = {name.partition("[]")[0]: place for place, name in reversed(list(enumerate(leaf_names())))}
+    for dotted, value in sorted(result.items(), key=lambda item: order.get(item[0], order.get(_parent(item[0]), 0))):
+        *sections, last = dotted.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[last] = value
+    return tree

@@ -1,0 +1,382 @@
+"""What follows from several keys of verl together."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+from mega_rl.config.reading.tables import table
+from mega_rl.config.schema.sections import NormRole
+from mega_rl.importers.draft.draft import Draft, Rule
+from mega_rl.importers.draft.units import (
+    as_list,
+    exact,
+    guess_reward,
+    set_tokens,
+    set_warmup,
+)
+from mega_rl.importers.rules.learned import set_stage
+from mega_rl.importers.rules.verl_learned import (
+    adapter,
+    critic,
+    reward_model,
+)
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+MEGATRON = f"{ACTOR}megatron."
+ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+ADVANTAGES = {
+    "grpo": "grpo",
+    "grpo_vectorized": "grpo",
+    "rloo": "rloo",
+    "rloo_vectorized": "rloo",
+    "reinforce_plus_plus": "reinforce_pp",
+    "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
+    "gae": "gae",
+}
+OBJECTIVES = {"vanilla": "ppo", "gspo": "gspo", "cispo": "cispo"}
+REDUCTIONS = {
+    "token-mean": "token_mean",
+    "seq-mean-token-mean": "sequence_mean",
+    "seq-mean-token-sum-norm": "sequence_mean_token_sum_norm",
+}
+DEFAULT_BUDGET = 16384  # tokens per device of verl
+
+
+def keys_of(rule: str) -> list[str]:
+    return list(table("verl").find_rule(rule))
+
+
+def stage(draft: Draft) -> None:
+    """Its supervised trainer has keys without ``actor_rollout_ref``."""
+    if draft.has("model.path", "model.partial_pretrain") or any("sft" in word for word in draft.given.program):
+        draft.stage = "sft"
+    set_stage(draft, draft.stage)
+
+
+def kl(draft: Draft) -> None:
+    in_loss, in_reward = draft.get(f"{ACTOR}use_kl_loss"), draft.get("algorithm.use_kl_in_reward")
+    loss = [f"{ACTOR}kl_loss_coef", f"{ACTOR}kl_loss_type"]
+    reward = ["algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty"]
+    switches = [f"{ACTOR}use_kl_loss", "algorithm.use_kl_in_reward"]
+    if draft.get("algorithm.kl_ctrl.type") == "adaptive":
+        draft.lack(["algorithm.kl_ctrl.type"], "other_word", "'adaptive'; the weight is fixed")
+    if in_loss and in_reward:
+        draft.lack([*reward, switches[1]], "other_word", "the KL is in the loss or in the reward, not in both")
+    used, unused = (loss, reward) if in_loss or not in_reward else (reward, loss)
+    where = "loss" if used is loss else "reward"
+    text = f"not read, as the KL is in the {where}" if in_loss or in_reward else "not read, as there is no KL"
+    for key in unused:
+        draft.note(key, "same", text)
+    if not (in_loss or in_reward):
+        draft.set("algorithm.kl_coefficient", 0.0, switches)
+        for key in used:
+            draft.note(key, "same", text)
+        return
+    draft.set("algorithm.kl_in", where, switches)
+    draft.set("algorithm.kl_coefficient", draft.number(used[0], default=0.001), [used[0]])
+    estimator = draft.get(used[1], default="low_var_kl" if where == "loss" else "kl")
+    if str(estimator).rstrip("+") not in ESTIMATORS:
+        draft.lack([used[1]], "other_word", repr(estimator))
+    else:
+        found = ESTIMATORS[str(estimator).rstrip("+")]
+        if found == "k1" and where == "loss":
+            draft.notes.append("algorithm.kl_estimator: k1 in the loss has no gradient in the mean; k2 is set instead")
+            found = "k2"
+        draft.set("algorithm.kl_estimator", found, [used[1]])
+
+
+def advantage(draft: Draft) -> None:
+    key, by_deviation = "algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"
+    name = draft.word(key)
+    if name not in ADVANTAGES:
+        draft.lack([key], "other_advantage", repr(name))
+        return
+    if name == "gae" and draft.stage == "rl" and not draft.has(key):
+        draft.notes.append("algorithm.advantage: theirs is gae by default, with a critic, so it is set here")
+    found = "dr_grpo" if name == "grpo" and draft.get(by_deviation) is False else ADVANTAGES[name]
+    if draft.stage == "rl":
+        draft.set("algorithm.advantage", found, [key, by_deviation])
+
+
+def objective(draft: Draft) -> None:
+    mode_key, reduction_key = keys_of("objective")
+    mode, reduction = draft.word(mode_key, default="vanilla"), draft.word(reduction_key, default="token-mean")
+    if mode in OBJECTIVES:
+        draft.set("algorithm.objective", OBJECTIVES[mode], [mode_key])
+    else:
+        draft.lack([mode_key], "other_loss", repr(mode))
+    if mode == "gspo":
+        draft.set("algorithm.loss_reduction", "sequence_mean", [mode_key])
+        draft.note(reduction_key, "mapped", "algorithm.loss_reduction = sequence_mean, the one of gspo")
+    elif reduction in REDUCTIONS:
+        draft.set("algorithm.loss_reduction", REDUCTIONS[reduction], [reduction_key])
+    else:
+        draft.lack([reduction_key], "other_word", repr(reduction))
+    low_key, high_key, dual_key = (f"{ACTOR}clip_ratio_{part}" for part in ("low", "high", "c"))
+    both = draft.number(f"{ACTOR}clip_ratio", default=0.2)
+    draft.note(f"{ACTOR}clip_ratio", "same", "its two sides are set")
+    low = draft.number(low_key, default=both) or 0.0
+    draft.set("algorithm.clip_ratio_low", min(low, 1.0) if mode == "cispo" else low, [low_key])
+    draft.set("algorithm.clip_ratio_high", draft.number(high_key, default=both), [high_key])
+    if mode == "vanilla":
+        draft.set("algorithm.dual_clip", draft.number(dual_key), [dual_key])
+    else:
+        draft.note(dual_key, "same", f"not read, as {mode} has no second bound")
+
+
+def batches(draft: Draft) -> None:
+    """Mini-batches are counted; a budget of tokens holds one sequence at least."""
+    batch, mini = draft.count("data.train_batch_size"), draft.count(f"{ACTOR}ppo_mini_batch_size")
+    if batch and mini and draft.stage == "rl":
+        number = exact(batch, min(mini, batch), "algorithm.minibatches_per_step", draft)
+        draft.set("algorithm.minibatches_per_step", number, keys_of("minibatches"))
+    longest = (draft.count("data.max_prompt_length") or 0) + (draft.count("data.max_response_length") or 0)
+    if draft.stage != "rl":
+        longest = draft.count("data.max_length", default=1024) or 1024
+        draft.set("data.max_prompt_length", longest // 2, ["data.max_length"])
+        draft.set("data.max_response_length", longest - longest // 2, ["data.max_length"])
+    per_device = draft.count(f"{ACTOR}ppo_max_token_len_per_gpu", "data.max_token_len_per_gpu")
+    is_dynamic = draft.get(f"{ACTOR}use_dynamic_bsz", "data.use_dynamic_bsz")
+    sequences = draft.count(
+        f"{ACTOR}ppo_micro_batch_size_per_gpu", "data.micro_batch_size_per_gpu", "data.micro_batch_size"
+    )
+    ranks = draft.result.get("parallel.context", 1)
+    if is_dynamic or (per_device and not sequences):
+        set_tokens(draft, (per_device or DEFAULT_BUDGET) * ranks, keys_of("tokens"), longest)
+    elif sequences:
+        set_tokens(draft, sequences * longest, keys_of("tokens"), longest)
+    filters = "data.filter_overlong_prompts"
+    if draft.has(filters):
+        # Without filtering, theirs cut or refuse an overlong prompt, by data.truncation.
+        refuses = not draft.get(filters) and draft.get("data.truncation", default="error") == "error"
+        draft.set(filters, not refuses, [filters])
+
+
+def layout(draft: Draft) -> None:
+    keys = keys_of("layout")
+    for part, ours in (
+        ("tensor_model_parallel_size", "tensor"),
+        ("virtual_pipeline_model_parallel_size", "virtual_pipeline"),
+        ("pipeline_model_parallel_size", "pipeline"),
+        ("context_parallel_size", "context"),
+        ("expert_model_parallel_size", "expert"),
+        ("expert_tensor_parallel_size", "expert_tensor"),
+        ("ulysses_sequence_parallel_size", "context"),
+        ("ulysses_parallel_size", "context"),
+    ):
+        found = [key for key in keys if key.rpartition(".")[2] == part and draft.has(key)]
+        size = draft.count(*found) if found else None
+        for key in found:
+            if size is not None and (size > 1 or f"parallel.{ours}" not in draft.result):
+                draft.set(f"parallel.{ours}", size, [key])
+            else:
+                draft.note(key, "same", "not set, or 1")
+    sequence = f"{MEGATRON}sequence_parallel"
+    if draft.result.get("parallel.tensor", 1) > 1:
+        draft.set("parallel.sequence", draft.get(sequence, default=True), [sequence])
+    else:
+        draft.note(sequence, "same", "there is one tensor-parallel rank")
+
+
+def memory(draft: Draft) -> None:
+    parts = {"param_offload": "weights", "grad_offload": "gradients", "optimizer_offload": "optimizer"}
+    keys = [key for key in keys_of("offload") if draft.has(key)]
+    chosen = {parts[name]: key for key in keys if (name := key.rpartition(".")[2]) in parts and draft.get(key)}
+    if chosen:
+        draft.set("memory.offload", [part for part in parts.values() if part in chosen], chosen.values())
+    for key in keys:
+        draft.note(key, "same", "off, as here") if not draft.get(key) else None
+    on_host = f"{ACTOR}optim.override_optimizer_config.optimizer_cpu_offload"
+    if draft.get(on_host):
+        draft.set("memory.optimizer_on_host", True, [on_host])
+    saves = "enable_gradient_checkpointing"
+    granularity, method, layers = keys_of("recompute")[2:]
+    given = draft.word(granularity)
+    if given in ("full", "selective"):
+        draft.set("memory.recompute", given, [granularity, method])
+        draft.note(layers, "same", "with the method uniform, the layers of a group; every layer is one here")
+        if draft.get(method) == "block":
+            draft.set("memory.recompute_num_layers", draft.count(layers), [layers])
+        for key in (f"actor_rollout_ref.model.{saves}", f"model.{saves}"):
+            draft.note(key, "same", "recompute_granularity says more")
+    else:
+        draft.lack([granularity], "other_word", repr(given)) if given is not None else None
+        for key in (f"actor_rollout_ref.model.{saves}", f"model.{saves}"):
+            if draft.has(key):
+                draft.set("memory.recompute", "full" if draft.get(key) else "none", [key])
+
+
+def learning_rate(draft: Draft) -> None:
+    """Their schedule takes one step per rollout batch, ours per optimizer step."""
+    keys = keys_of("warmup")
+    per_step = draft.result.get("algorithm.minibatches_per_step", 1)
+    steps = draft.number(f"{ACTOR}optim.lr_warmup_steps", "optim.lr_warmup_steps")
+    steps = None if steps is None or steps < 0 else steps * per_step
+    ratio = draft.number(*(key for key in keys if key.endswith("ratio")))
+    set_warmup(draft, keys, steps=steps, ratio=ratio, per_step=per_step)
+    floor = draft.number(*keys_of("floor"))
+    lr = draft.result.get("optimizer.lr", 1e-6)
+    if floor is not None:
+        draft.set("optimizer.min_lr", floor * lr, keys_of("floor"))
+    betas = draft.get(*keys_of("betas"))
+    if isinstance(betas, list) and len(betas) == 2:
+        draft.set("optimizer.beta1", betas[0], keys_of("betas"))
+        draft.set("optimizer.beta2", betas[1], keys_of("betas"))
+
+
+def dynamic_sampling(draft: Draft) -> None:
+    prefix, generated = "algorithm.filter_groups.", "data.gen_batch_size"
+    batch = draft.count("data.train_batch_size") or 1
+    drawn = draft.count(generated) or batch
+    if not draft.get(f"{prefix}enable"):
+        for key in (f"{prefix}metric", f"{prefix}max_num_gen_batches", generated):
+            draft.note(key, "same", "not read, as no groups are filtered")
+        draft.note(f"{prefix}enable", "same", "off, as here")
+        return
+    draft.set("algorithm.dynamic_sampling.enabled", True, [f"{prefix}enable"])
+    if drawn > batch:
+        draft.set("algorithm.dynamic_sampling.oversample", drawn / batch, [generated])
+    else:
+        draft.note(generated, "same", "as many as a batch")
+    num_batches = draft.count(f"{prefix}max_num_gen_batches")
+    if num_batches:
+        budget = float(max(1, num_batches * drawn // batch))
+        draft.set("algorithm.dynamic_sampling.budget", budget, [f"{prefix}max_num_gen_batches"])
+    else:
+        draft.note(f"{prefix}max_num_gen_batches", "same", "no limit; ours is algorithm.dynamic_sampling.budget")
+    metric = draft.word(f"{prefix}metric")
+    if metric in ("acc", "score"):
+        first = draft.rewards[0]["name"].rpartition(":")[2] if draft.rewards else None
+        draft.set("algorithm.dynamic_sampling.metric", first, [f"{prefix}metric"])
+    else:
+        draft.note(f"{prefix}metric", "same", "the weighted sum of all rewards")
+
+
+def correction(draft: Draft) -> None:
+    kind, threshold, old = keys_of("correction")
+    level = draft.word(kind)
+    if level in ("token", "sequence"):
+        draft.set("algorithm.importance_level", level, [kind])
+        draft.set("algorithm.importance_cap", draft.number(threshold, default=2.0), [threshold])
+    elif draft.number(old):
+        draft.set("algorithm.importance_cap", draft.number(old), [old])
+    elif draft.result.get("aqn.enabled"):
+        draft.note(kind, "same", "with noise the importance weights stay as they are here")
+    elif draft.stage == "rl":
+        draft.set("algorithm.importance_cap", None, [kind, threshold, old])
+
+
+def rewards(draft: Draft) -> None:
+    keys = [key for key in draft.given.values if (entry := draft.table.find(key)) and entry.reason == "reward"]
+    if draft.stage != "rl":
+        return
+    values: dict[str, Any] = {key.removeprefix("reward."): draft.get(key) for key in keys}
+    custom = "custom_reward_function."
+    path, name = values.get(f"{custom}path"), values.get(f"{custom}name") or "compute_score"
+    options = {
+        key.rpartition(".")[2]: value for key, value in values.items() if ".reward_kwargs." in key and custom in key
+    }
+    if path:
+        draft.rewards.append({"name": f"{path}:{name}"} | ({"options": options} if options else {}))
+    elif not draft.rewards:
+        data = (draft.get("data.train_files"), "dapo" if draft.get("reward_model.reward_manager") == "dapo" else "")
+        if guessed := guess_reward(draft, data):
+            draft.rewards.append({"name": guessed})
+    buffer = {key.rpartition(".")[2]: value for key, value in values.items() if "overlong_buffer" in key}
+    if buffer.get("enable"):
+        longest = values.get("reward_model.reward_kwargs.max_resp_len") or draft.count("data.max_response_length")
+        found = {
+            "max_length": longest,
+            "buffer": buffer.get("len"),
+            "factor": float(buffer.get("penalty_factor") or 1.0),
+        }
+        draft.rewards.append({"name": "overlong", "options": found})
+    text = f"rewards: {', '.join(entry['name'] for entry in draft.rewards)}" if draft.rewards else "rewards: none found"
+    for key in keys:
+        is_used = draft.rewards and (buffer.get("enable") or "overlong" not in key)
+        draft.note(key, "mapped" if is_used else "same", text if is_used else "off, as here")
+
+
+def logging(draft: Draft) -> None:
+    trackers = [str(name) for name in as_list(draft.get("trainer.logger", default=["console"]))]
+    project = str(draft.get("trainer.project_name", default="verl"))
+    if draft.has("trainer.logger"):
+        draft.set("logging.progress", "console" in trackers, ["trainer.logger"])
+        draft.set("logging.tensorboard", "tensorboard" in trackers, ["trainer.logger"])
+        for name in ("wandb", "swanlab"):
+            if name in trackers:
+                draft.set(f"logging.{name}_project", project, ["trainer.logger", "trainer.project_name"])
+        others = [name for name in trackers if name not in ("console", "tensorboard", "wandb", "swanlab", "file")]
+        if others:
+            draft.lack(["trainer.logger"], "other_tracker", ", ".join(others))
+    directory = draft.get("trainer.default_local_dir")
+    parts = [str(draft.get(f"trainer.{part}_name") or "") for part in ("project", "experiment")]
+    if directory or any(parts):
+        chosen = str(directory) if directory else "/".join(["runs", *(part for part in parts if part)])
+        draft.set(
+            "trainer.output_dir", chosen, keys_of("directory") if not directory else ["trainer.default_local_dir"]
+        )
+    draft.same(["trainer.project_name", "trainer.experiment_name"], "names")
+    mode = draft.word("trainer.resume_mode")
+    if mode in ("auto", "disable"):
+        draft.set("checkpoint.resume", {"auto": "auto", "disable": "never"}[mode], ["trainer.resume_mode"])
+        draft.note("trainer.resume_from_path", "same", f"not read, as resume_mode is {mode}")
+    elif mode == "resume_path":
+        draft.set("checkpoint.resume", draft.get("trainer.resume_from_path"), keys_of("resume"))
+
+
+def rest(draft: Draft) -> None:
+    """Validation, devices, precision, noise."""
+    n, sampled, temperature = keys_of("validation")
+    if draft.stage == "rl" and draft.get(sampled):
+        draft.set("validation.n", draft.count(n, default=1), [n, sampled])
+        draft.set("validation.temperature", draft.number(temperature, default=1.0) or 1.0, [temperature])
+    elif draft.stage == "rl":
+        draft.set("validation.n", 0, [n, sampled])
+        draft.note(temperature, "same", "not read, as validation does not sample")
+    nodes, per_node = draft.count("trainer.nnodes", default=1) or 1, draft.count("trainer.n_gpus_per_node")
+    if per_node:
+        draft.num_devices = nodes * per_node
+        text = f"torchrun --nnodes {nodes} --nproc-per-node {per_node}"
+        for key in keys_of("launch"):
+            draft.note(key, "mapped", text)
+    device = draft.get("trainer.device")
+    if device is not None:
+        draft.set("platform.name", device, ["trainer.device"])
+    dtypes = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
+    for key in keys_of("precision"):
+        if draft.has(key) and draft.word(key) in dtypes:
+            draft.set("rollout.dtype" if "rollout" in key else "model.dtype", dtypes[draft.word(key)], [key])
+        elif draft.has(key):
+            draft.lack([key], "other_word", repr(draft.get(key)))
+    targets, excluded = keys_of("noise")
+    roles = get_args(NormRole)
+    if draft.has(targets):
+        chosen = as_list(draft.get(targets))
+        known = [role for role in chosen if role in roles]
+        draft.set("aqn.target_modules", known, [targets])
+        if known != chosen:
+            draft.lack([targets], "noise_options", f"no norm is called {', '.join(map(str, set(chosen) - set(known)))}")
+    if draft.has(excluded):
+        patterns = as_list(draft.get(excluded))
+        draft.set("aqn.exclude_patterns", [text for text in patterns if "norm" in str(text)], [excluded])
+
+
+RULES: dict[str, Rule] = {
+    "stage": stage,
+    "layout": layout,
+    "adapter": adapter,
+    "kl": kl,
+    "advantage": advantage,
+    "critic": critic,
+    "objective": objective,
+    "batches": batches,
+    "memory": memory,
+    "learning_rate": learning_rate,
+    "reward_model": reward_model,
+    "rewards": rewards,
+    "dynamic_sampling": dynamic_sampling,
+    "correction": correction,
+    "logging": logging,
+    "rest": rest,
+}

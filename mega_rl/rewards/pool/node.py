@@ -1,0 +1,180 @@
+"""The reward workers of one rank, used by the other ranks of its machine through a socket. Imports no torch.
+
+The socket stands in a directory that only this user may enter, and only until the expected ranks have come in; each of
+them proves that it knows a key. What they send is passed on to the workers and never unpacked here; answers are JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Client, Listener
+from typing import Any
+
+from mega_rl.rewards.pool.dispatch import PoolError
+from mega_rl.rewards.pool.pool import Answers, Pool
+from mega_rl.rewards.pool.worker import Answer
+from mega_rl.rewards.sandbox.scratch import Scratch
+
+GREETING_S = 10.0  # from a connection to the key
+WELCOME, WELCOME_S = b"welcome", 120.0  # the answer to the key
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where the other ranks of a machine find the workers."""
+
+    directory: str
+    key: bytes
+    takes_images: bool = False  # see `Pool.takes_images`
+
+
+def machine() -> str:
+    """What processes have in common that can reach each other's files and processes: machine and container."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+    except OSError:  # hidden in some containers
+        boot = ""
+    return f"{socket.gethostname()} {boot} {os.stat('/proc/self/ns/mnt').st_ino}"
+
+
+def offer(pool: Pool, num_ranks: int) -> Address:
+    """Let so many other ranks use the pool, until they end or this process does."""
+    home, key, stack = Scratch(), secrets.token_bytes(32), contextlib.ExitStack()
+    listener = Listener(stack.enter_context(_path_of(home.path)), "AF_UNIX", backlog=num_ranks)
+    stack.enter_context(listener)
+    threading.Thread(target=_let_in, args=(stack, listener, home, key, pool, num_ranks), daemon=True).start()
+    return Address(home.path, key, pool.takes_images)
+
+
+@contextlib.contextmanager
+def _path_of(directory: str) -> Iterator[str]:
+    """A path of the socket that is short, whatever the directory's: a socket's may have no more than 107 bytes."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{descriptor}/socket"
+    finally:
+        os.close(descriptor)
+
+
+def _let_in(
+    stack: contextlib.ExitStack, listener: Listener, home: Scratch, key: bytes, pool: Pool, num_ranks: int
+) -> None:
+    num_known = 0
+    with contextlib.suppress(OSError), stack:
+        while num_known < num_ranks:
+            connection: Any = listener.accept()
+            if _knows(connection, key):
+                threading.Thread(target=_serve, args=(connection, pool), daemon=True).start()
+                num_known += 1
+            else:
+                connection.close()
+    home.remove()
+
+
+def _knows(connection: Any, key: bytes) -> bool:
+    try:
+        if connection.poll(GREETING_S) and secrets.compare_digest(connection.recv_bytes(len(key)), key):
+            connection.send_bytes(WELCOME)
+            return True
+    except (OSError, EOFError):  # it ended, or sent something longer
+        pass
+    return False
+
+
+def _serve(connection: Any, pool: Pool) -> None:
+    """Answer one rank's submissions until it ends."""
+    is_writing = threading.Lock()
+
+    def answer(number: int, answered: Future[Answers]) -> None:
+        error = answered.exception()
+        message = {"number": number} | ({"answers": answered.result()} if error is None else {"error": str(error)})
+        with is_writing, contextlib.suppress(OSError):  # it ended
+            connection.send_bytes(json.dumps(message).encode())
+
+    with connection, contextlib.suppress(OSError, EOFError):
+        while True:
+            header = json.loads(connection.recv_bytes())
+            samples = [connection.recv_bytes() for _ in range(header["num_samples"])]
+            pool.submit(samples).add_done_callback(partial(answer, header["number"]))
+
+
+class RemotePool:
+    """The workers that another rank of this machine owns."""
+
+    def __init__(self, address: Address, owner: str) -> None:
+        """Connect.
+
+        Args:
+            owner: what to call the other rank in a sentence.
+
+        Raises:
+            PoolError: the owner is gone.
+        """
+        self.takes_images = address.takes_images
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._open: dict[int, Future[Answers]] = {}  # without an answer
+        self._is_lost = False
+        self._loss = PoolError(f"rewards: {owner}, which has the reward workers of this node, ended; see what it said")
+        try:
+            with _path_of(address.directory) as path:
+                self._connection: Any = Client(path, "AF_UNIX")
+            self._connection.send_bytes(address.key)
+            if not self._connection.poll(WELCOME_S):
+                raise EOFError
+            self._connection.recv_bytes(len(WELCOME))
+        except (OSError, EOFError) as error:
+            raise self._loss from error
+        threading.Thread(target=self._receive, daemon=True).start()
+
+    def submit(self, samples: Sequence[bytes]) -> Future[Answers]:
+        """See `Pool.submit`."""
+        result: Future[Answers] = Future()
+        with self._lock:
+            if self._is_lost:
+                result.set_exception(self._loss)
+                return result
+            number = next(self._numbers)
+            self._open[number] = result
+            with contextlib.suppress(OSError):  # then `_receive` finds the end of the connection too
+                self._connection.send_bytes(json.dumps({"number": number, "num_samples": len(samples)}).encode())
+                for sample in samples:
+                    self._connection.send_bytes(sample)
+        return result
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as both_ends:
+            both_ends.shutdown(socket.SHUT_RDWR)
+
+    def _receive(self) -> None:
+        with contextlib.suppress(OSError, EOFError):
+            while True:
+                message = json.loads(self._connection.recv_bytes())
+                with self._lock:
+                    result = self._open.pop(message["number"])
+                if "error" in message:
+                    result.set_exception(PoolError(message["error"]))
+                else:
+                    result.set_result([[_answer(value) for value in of_reward] for of_reward in message["answers"]])
+        with self._lock:
+            self._is_lost = True
+            left = list(self._open.values())
+            self._open.clear()
+        self._connection.close()
+        for result in left:
+            result.set_exception(self._loss)
+
+
+def _answer(value: float | dict[str, float] | list[str]) -> Answer:
+    return (value[0], value[1]) if isinstance(value, list) else value

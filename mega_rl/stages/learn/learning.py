@@ -1,0 +1,335 @@
+"""From scored trajectories to changed weights."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence as SequenceOf
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from mega_rl.algorithms.advantage import ADVANTAGES, power_sums, turn_advantages, whiten, with_penalty_to_go
+from mega_rl.algorithms.kl import KL_ESTIMATORS
+from mega_rl.algorithms.objective import POOLED, PolicyObjective
+from mega_rl.algorithms.reduce import Denominators
+from mega_rl.config import RunConfig
+from mega_rl.config.schema.sections import AlgorithmConfig
+from mega_rl.data.packing import sequence_of
+from mega_rl.megatron.engine import LossFunction, MegatronEngine
+from mega_rl.megatron.reference import Reference
+from mega_rl.microbatch import Microbatch, Sequence
+from mega_rl.observe.metrics.declared import MAXIMA, MEANS
+from mega_rl.observe.timers import Timers
+from mega_rl.parallel.collectives import gather_objects
+from mega_rl.parallel.schedule import split_even
+from mega_rl.rollout.collect.collect import OutlinedGroup
+from mega_rl.stages.learn.critic import Critic
+from mega_rl.stages.learn.gates import Gates
+from mega_rl.stages.run.batch_share import (
+    BatchShare,
+    Totals,
+    pack_brought,
+    totals_of,
+)
+from mega_rl.stages.run.progress import warn_if_skipped
+from mega_rl.types import Outline, Sample, Score, Tokens, TokenSource
+
+
+def with_advantages(groups: SequenceOf[OutlinedGroup], algorithm: AlgorithmConfig) -> list[Sample]:
+    """Samples in the order of the groups.
+
+    A score that is NaN is unknown: its sample has advantage 0 and no part in its group, and ``update`` leaves it out.
+    """
+    pairs = [(o, s) for group in groups for o, s in zip(group.outlines, group.scores, strict=True)]
+    numbers = [number for number, group in enumerate(groups) for _ in group.outlines]
+    function = ADVANTAGES[algorithm.advantage].function
+    if algorithm.credit == "turn":
+        rewards = [rewards_of_turns(len(outline.turn_sizes), score) for outline, score in pairs]
+        of_turns = turn_advantages(function, rewards, numbers, algorithm.turn_discount)
+        return [Sample(o, s, _mean_of(o, a), tuple(a)) for (o, s), a in zip(pairs, of_turns, strict=True)]
+    values = torch.tensor([score.value for _, score in pairs], dtype=torch.float64)
+    advantages = function(values, torch.tensor(numbers)).tolist() if pairs else []
+    return [Sample(o, s, a) for (o, s), a in zip(pairs, advantages, strict=True)]
+
+
+def rewards_of_turns(num_turns: int, score: Score) -> list[float]:
+    """What every turn of the model earned; the last one has what the end was rewarded with. NaN if it is unknown."""
+    if not score.is_known or not num_turns:
+        return [math.nan] * num_turns
+    rewards = list(score.turn_rewards) or [0.0] * num_turns
+    rewards[-1] += score.value - sum(score.turn_rewards)
+    return rewards
+
+
+def _mean_of(outline: Outline, advantages: SequenceOf[float]) -> float:
+    """Over the sampled tokens."""
+    total = sum(size * advantage for size, advantage in zip(outline.turn_sizes, advantages, strict=True))
+    return total / max(1, outline.num_sampled)
+
+
+def pack_samples(
+    share: BatchShare, samples: SequenceOf[Sample], source: TokenSource, step: int | None = None
+) -> list[Microbatch]:
+    """This rank's share of the samples, with the tokens of no others. Collective.
+
+    Args:
+        step: that learns from them, counted from 0, by which their staleness is told; None: it is not.
+    """
+
+    def sequence(place: int, tokens: Tokens) -> Sequence:
+        staleness = None if step is None else samples[place].outline.staleness(step)
+        made = sequence_of(tokens, samples[place].token_advantages, staleness)
+        return made if share.album is None else share.album.seeing(made, samples[place].outline.prompt_index)
+
+    outlines = [sample.outline for sample in samples]
+    return pack_brought(share, outlines, [outline.num_tokens - 1 for outline in outlines], source, sequence)
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """What one optimizer step learns from."""
+
+    samples: list[Sample]  # on all ranks, in the order of the packed sequences
+    denominators: Denominators
+    microbatches: list[Microbatch]  # of this rank
+
+
+class Learner:
+    """Changes the actor's weights by scored samples.
+
+    Args:
+        config: only ``algorithm``, ``aqn``, ``rollout.mode``, ``rollout.routing_replay`` and
+            ``data.max_response_length`` are read.
+        share: this rank's share of every minibatch.
+        source: has the samples' tokens, of which this rank takes those that it learns from.
+        timers: time the phases.
+        say: tells the user.
+        actor: what learns.
+        reference: None if the objective needs none.
+        objective: the loss.
+        critic: None if the advantage needs none.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        share: BatchShare,
+        source: TokenSource,
+        timers: Timers,
+        say: Callable[[str], None],
+        actor: MegatronEngine,
+        reference: Reference | None,
+        objective: PolicyObjective,
+        critic: Critic | None = None,
+    ) -> None:
+        self._algorithm, self._aqn = config.algorithm, config.aqn
+        # In the other modes the tokens of a step have the same age, but for groups that were carried; and with
+        # ``rollout.oversample`` there is no limit to an age, which the objective must know to tell of each.
+        self._tells_ages = config.rollout.mode == "in_flight"
+        self._records_experts = config.rollout.routing_replay == "recompute"
+        self._max_response_tokens = config.data.max_response_length
+        self._share, self._source, self._timers, self._say = share, source, timers, say
+        self._actor, self._reference, self._objective, self._critic = actor, reference, objective, critic
+
+    def update(
+        self,
+        samples: list[Sample],
+        gates: Gates | None = None,
+        behaviour: AbstractContextManager[None] | None = None,
+    ) -> dict[str, float]:
+        """The optimizer steps of one rollout batch; returns their metrics. Collective.
+
+        Samples of unknown reward are left out; if no other samples remain there is no optimizer step. Inside
+        ``behaviour`` the actor is the policy pi_old; None: pi_old is the actor itself.
+
+        Raises:
+            GateFailure: ``gates``, those of this step, found a difference.
+        """
+        samples = [sample for sample in samples if not math.isnan(sample.score.value)]
+        if not samples:
+            self._say("warning: no sample of this step has a reward that is known, so it learns nothing")
+            return {}
+        trained = gates.version if self._tells_ages and gates is not None else None
+        minibatches = self._prepared(samples, behaviour, trained)
+        pooled: dict[str, float] = defaultdict(float)
+        metrics: dict[str, float] = {}
+        learns = self._critic is None or not self._critic.learns_alone
+        if self._critic is not None:
+            metrics |= self._critic.update([(m.microbatches, m.denominators) for m in minibatches])
+        num_skipped = 0
+        with self._timers("update"):
+            for minibatch in minibatches if learns else minibatches[:1]:
+                is_first, is_last = minibatch is minibatches[0], minibatch is minibatches[-1]
+                totals, gate_metrics = self._gradients(minibatch, gates if is_first else None)
+                metrics |= gate_metrics
+                for name in [name for name in totals.sums if name.startswith(POOLED)]:
+                    pooled[name.removeprefix(POOLED)] += totals.sums.pop(name)
+                pooled["num_tokens"] += minibatch.denominators.num_tokens
+                if not learns:  # what the gates and the metrics say of the policy, which stays as it is
+                    _accumulate(metrics, totals, minibatch.denominators.num_tokens, num_parts=1)
+                    continue
+                step = self._actor.optimizer_step(next_is_forward_backward=not is_last)
+                warn_if_skipped(self._say, self._actor, step)
+                num_skipped += step.skipped
+                _accumulate(metrics, totals, minibatch.denominators.num_tokens, len(minibatches))
+                metrics["actor/grad_norm"] = metrics.get("actor/grad_norm", 0.0) + step.grad_norm / len(minibatches)
+                metrics |= {"actor/lr": step.lr, **self._actor.router_metrics}
+        skipped = {"actor/skipped_steps": num_skipped, "actor/skipped_steps_total": self._actor.stepper.skipped.total}
+        metrics |= _pooled_metrics(pooled)
+        return metrics | {name: float(value) for name, value in skipped.items()}
+
+    def _prepared(
+        self, samples: list[Sample], behaviour: AbstractContextManager[None] | None, step: int | None
+    ) -> list[Minibatch]:
+        """The samples cut into minibatches and packed, with everything that the objective reads. Collective."""
+        cuts = split_even(len(samples), min(self._algorithm.minibatches_per_step, len(samples)))
+        parts = [[samples[i] for i in cut] for cut in cuts]
+        packed = [pack_samples(self._share, part, self._source, step) for part in parts]
+        with self._timers("old_logprobs"), behaviour or nullcontext():
+            packed = [self._with_old_logprobs(microbatches) for microbatches in packed]
+        with self._timers("reference_logprobs"):
+            if self._reference is not None:
+                packed = [_with_reference_logprobs(self._reference, microbatches) for microbatches in packed]
+        packed = self._shaped(packed)
+        return [
+            Minibatch(part, self._denominators(part), microbatches)
+            for part, microbatches in zip(parts, packed, strict=True)
+        ]
+
+    def _denominators(self, samples: list[Sample]) -> Denominators:
+        num_tokens = sum(sample.outline.num_sampled for sample in samples)
+        return Denominators(num_tokens, len(samples), self._max_response_tokens)
+
+    def _gradients(self, minibatch: Minibatch, gates: Gates | None) -> tuple[Totals, dict[str, float]]:
+        """Forward and backward pass: the figures over all ranks, and the metrics of the gates. Collective."""
+        loss: LossFunction = partial(self._objective, denominators=minibatch.denominators)
+        if gates is None:
+            return totals_of(self._share, self._actor.forward_backward(minibatch.microbatches, loss)), {}
+        microbatches = gates.recompute(self._actor, minibatch.microbatches)
+        totals = totals_of(self._share, self._actor.forward_backward(microbatches, gates.watched(loss)))
+        ratio_mean = totals.sums["ratio"] / minibatch.denominators.num_tokens
+        differing = partial(_differing, self._reference, self._actor)
+        return totals, gates.check(ratio_mean, totals.maxima["ratio"], minibatch.samples, differing)
+
+    def _with_old_logprobs(self, microbatches: list[Microbatch]) -> list[Microbatch]:
+        """pi_old of the objective: the engine's, or that of the weights before the first optimizer step."""
+        if self._aqn.enabled and self._aqn.old_logprobs == "rollout":
+            return [microbatch.replace(old_logprobs=microbatch.rollout_logprobs) for microbatch in microbatches]
+        is_noisy = self._aqn.enabled and self._aqn.old_logprobs == "recompute_noisy"
+        if self._algorithm.minibatches_per_step == 1 and not is_noisy and not self._is_kl_in_reward:
+            return microbatches  # on-policy: the update's own forward pass gives them, detached
+        stats = self._actor.token_stats(microbatches, self._records_experts)
+        pairs = zip(microbatches, stats, strict=True)
+        return [m.replace(old_logprobs=s.logprobs, own_experts=s.own_experts) for m, s in pairs]
+
+    @property
+    def _is_kl_in_reward(self) -> bool:
+        return self._algorithm.kl_in == "reward" and self._algorithm.kl_coefficient != 0
+
+    def _shaped(self, packed: list[list[Microbatch]]) -> list[list[Microbatch]]:
+        """Advantages per token: those of the critic, or less the KL that is to come; then whitened. Collective."""
+        if self._critic is not None:
+            penalty = partial(_kl_penalty, self._algorithm) if self._is_kl_in_reward else None
+            packed = self._critic.with_advantages(packed, penalty)
+        elif self._is_kl_in_reward:
+            packed = [[_less_kl_to_go(self._algorithm, m) for m in microbatches] for microbatches in packed]
+        if not ADVANTAGES[self._algorithm.advantage].is_whitened:
+            return packed
+        everything = [m for microbatches in packed for m in microbatches]
+        count, total, _ = _power_sums(self._share, everything, centre=0.0)
+        mean = total / count
+        _, _, squares = _power_sums(self._share, everything, centre=mean)
+        variance = squares / max(1.0, count - 1)
+
+        def whitened(microbatch: Microbatch) -> Microbatch:
+            assert microbatch.advantages is not None
+            return microbatch.replace(advantages=whiten(microbatch.advantages, microbatch.loss_mask, mean, variance))
+
+        return [[whitened(m) for m in microbatches] for microbatches in packed]
+
+
+def _with_reference_logprobs(reference: Reference, microbatches: list[Microbatch]) -> list[Microbatch]:
+    stats = reference.token_stats(microbatches)
+    return [m.replace(reference_logprobs=s.logprobs) for m, s in zip(microbatches, stats, strict=True)]
+
+
+def _less_kl_to_go(algorithm: AlgorithmConfig, microbatch: Microbatch) -> Microbatch:
+    assert microbatch.advantages is not None
+    penalty_T, mask_T = _kl_penalty(algorithm, microbatch), microbatch.loss_mask
+    shaped_T = with_penalty_to_go(microbatch.advantages, penalty_T, mask_T, microbatch.cu_seqlens, 1.0)
+    return microbatch.replace(advantages=shaped_T)
+
+
+def _kl_penalty(algorithm: AlgorithmConfig, microbatch: Microbatch) -> Tensor:
+    old_T, reference_T = microbatch.old_logprobs, microbatch.reference_logprobs
+    assert old_T is not None and reference_T is not None
+    return algorithm.kl_coefficient * KL_ESTIMATORS[algorithm.kl_estimator](old_T, reference_T)
+
+
+def _power_sums(share: BatchShare, microbatches: list[Microbatch], centre: float) -> list[float]:
+    """Count, sum and square sum of all advantages minus ``centre``, over the data-parallel ranks too. Collective."""
+    own = torch.zeros(3, dtype=torch.float64)
+    # every pipeline stage holds the same micro-batches: the last one speaks for all
+    if share.is_counted and share.is_last_stage:
+        for microbatch in microbatches:
+            assert microbatch.advantages is not None
+            own += power_sums(microbatch.advantages, microbatch.loss_mask, centre)
+    return [sum(column) for column in zip(*gather_objects(own.tolist()), strict=True)]
+
+
+def _differing(reference: Reference | None, actor: MegatronEngine) -> str | None:
+    """A tensor in which policy and reference differ on some rank. Collective."""
+    assert reference is not None, "only a run with a reference compares with one"
+    found = gather_objects(reference.differing(actor.policy))
+    return next((name for name in found if name is not None), None)
+
+
+def _pooled_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """Metrics of what was added up over all minibatches, see `POOLED`."""
+    num_tokens = sums["num_tokens"]
+    if not num_tokens or "weight" not in sums:
+        return {}
+    metrics = {"rollout/ess": sums["weight"] ** 2 / (num_tokens * sums["weight_squared"])}
+    for name, number in sums.items():
+        kind, _, age = name.partition("/")
+        if kind == "tokens" and number:
+            metrics[f"rollout/tokens_of_staleness/{age}"] = number / num_tokens
+            metrics[f"rollout/kl_of_staleness/{age}"] = sums[f"rollout_kl/{age}"] / number
+    return metrics
+
+
+def _accumulate(metrics: dict[str, float], found: Totals, num_tokens: int, num_parts: int) -> None:
+    """Add one minibatch: token sums become token means, averaged over the minibatches; maxima stay maxima."""
+    for figure, value in found.sums.items():
+        metric = MEANS[figure]
+        share = value if figure == "loss" else value / num_tokens  # the loss is divided already
+        metrics[metric] = metrics.get(metric, 0.0) + share / num_parts
+    for figure, value in found.maxima.items():
+        metric = MAXIMA[figure]
+        metrics[metric] = max(metrics.get(metric, value), value)
+
+
+def objective_of(config: RunConfig) -> PolicyObjective:
+    """What the policy learns by."""
+    algorithm = config.algorithm
+    # If the engine's own log-probabilities are pi_old, or its noise is ignored as published, nothing is corrected.
+    is_corrected = not config.aqn.enabled or config.aqn.old_logprobs in ("decoupled", "recompute_noisy")
+    return PolicyObjective(
+        objective=algorithm.objective,
+        clip_low=algorithm.clip_ratio_low,
+        clip_high=algorithm.clip_ratio_high,
+        dual_clip=algorithm.dual_clip,
+        kl_coefficient=algorithm.kl_coefficient if algorithm.kl_in == "loss" else 0.0,
+        kl_estimator=algorithm.kl_estimator,
+        entropy_coefficient=algorithm.entropy_coefficient,
+        importance_cap=algorithm.importance_cap if is_corrected else None,
+        importance_correction=algorithm.importance_correction,
+        importance_level=algorithm.importance_level,
+        importance_floor=algorithm.importance_floor,
+        reduction=algorithm.loss_reduction,
+        num_ages=config.rollout.max_staleness + 1,
+    )

@@ -1,0 +1,122 @@
+"""Sequences to packed micro-batches of this data-parallel rank, and metric sums back from all of them.
+
+Letters: T packed tokens of a micro-batch, L predictions of one sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+from mega_rl.algorithms.reduce import Denominators
+from mega_rl.data.packing import pack
+from mega_rl.data.pictures.picture_set import Album
+from mega_rl.microbatch import Figures, Microbatch, Sequence
+from mega_rl.parallel.collectives import gather_objects
+from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.parallel.schedule import balance
+from mega_rl.types import Outline, Tokens, TokenSource
+
+
+@dataclass(frozen=True)
+class BatchShare:
+    """This rank's share of every batch: which sequences, packed how, and whether its sums count."""
+
+    layout: ParallelLayout
+    rank: int
+    max_tokens: int  # of a micro-batch
+    pad_multiple: int  # the number of tokens of a micro-batch is padded to a multiple of it
+    pad_token_id: int
+    attention_slope: float = 0.0  # see `models.flops`; 0: a sequence costs what its tokens cost
+    album: Album | None = None  # the pictures of the prompts that are learnt from; None: the model sees none
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether a sum over ranks includes this one: one rank per pipeline stage, of those with the same sequences."""
+        return self.layout.is_counted(self.rank)
+
+    @property
+    def data_rank(self) -> int:
+        return self.layout.coordinates(self.rank).data
+
+    def plan(self, lengths: SequenceOf[int]) -> list[list[list[int]]]:
+        """Sequences of so many tokens to data-parallel ranks and their micro-batches, as ``balance`` returns them."""
+        layout = self.layout
+        # An interleaved pipeline goes round in groups of as many micro-batches as it has stages.
+        group = layout.pipeline if layout.num_chunks > 1 else 1
+        return balance(lengths, layout.data, self.max_tokens, group, self.attention_slope)
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.layout.coordinates(self.rank).pipeline == self.layout.pipeline - 1
+
+
+def fits(share: BatchShare, sequences: list[Sequence], unit: int) -> bool:
+    """Whether every ``unit`` sequences in a row find room in one micro-batch."""
+    lengths = [sequence.loss_mask.numel() for sequence in sequences]
+    return all(sum(lengths[i : i + unit]) <= share.max_tokens for i in range(0, len(lengths), unit))
+
+
+def pack_for_rank(share: BatchShare, sequences: list[Sequence], unit: int = 1) -> list[Microbatch]:
+    """This data-parallel rank's share of a global list of sequences; every rank gets equally many micro-batches.
+
+    Args:
+        unit: so many sequences in a row, such as the two answers of a pair, share a micro-batch and keep their order.
+    """
+    lengths = [sum(s.loss_mask.numel() for s in sequences[i : i + unit]) for i in range(0, len(sequences), unit)]
+    own = share.plan(lengths)[share.data_rank]
+    places = [[unit * index + k for index in indices for k in range(unit)] for indices in own]
+    return [pack(sequences, indices, share.pad_multiple, share.pad_token_id) for indices in places]
+
+
+def pack_brought(
+    share: BatchShare,
+    outlines: SequenceOf[Outline],
+    lengths: SequenceOf[int],
+    source: TokenSource,
+    sequence_of: Callable[[int, Tokens], Sequence],
+) -> list[Microbatch]:
+    """The same, of trajectories whose tokens come to this rank only if they are in its share. Collective.
+
+    Args:
+        lengths: of the sequences that are made of them, as the trainer counts: one less than their tokens.
+        source: has the tokens.
+        sequence_of: a sequence out of its place among the outlines and its tokens.
+    """
+    plan = share.plan(lengths)
+    parts = [[index for indices in of_rank for index in indices] for of_rank in plan]
+    brought = source.bring([[outlines[index] for index in part] for part in parts])
+    pairs = zip(parts[share.data_rank], brought, strict=True)
+    sequences = {index: sequence_of(index, tokens) for index, tokens in pairs}
+    return [pack(sequences, indices, share.pad_multiple, share.pad_token_id) for indices in plan[share.data_rank]]
+
+
+def denominators_of(sequences: list[Sequence], max_response_tokens: int) -> Denominators:
+    """What the losses of one optimizer step are divided by, over all ranks."""
+    num_tokens = int(sum(float(sequence.loss_mask.sum()) for sequence in sequences))
+    return Denominators(num_tokens=num_tokens, num_sequences=len(sequences), max_response_tokens=max_response_tokens)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """`Figures` of several micro-batches as one: sums added up, maxima the largest."""
+
+    sums: dict[str, float] = field(default_factory=dict)
+    maxima: dict[str, float] = field(default_factory=dict)
+
+    def include(self, part: Figures | Totals) -> None:
+        for name, value in part.sums.items():
+            self.sums[name] = self.sums[name] + float(value) if name in self.sums else float(value)
+        for name, value in part.maxima.items():
+            self.maxima[name] = max(self.maxima.get(name, float(value)), float(value))
+
+
+def totals_of(share: BatchShare, reports: list[Figures]) -> Totals:
+    """The figures over all micro-batches and data-parallel ranks, on every rank. Collective."""
+    own, total = Totals(), Totals()
+    if share.is_counted:
+        for report in reports:
+            own.include(report)
+    for part in gather_objects(own):
+        total.include(part)
+    return total

@@ -1,0 +1,321 @@
+"""What one step learns from where engines sample on while the trainer trains: ``rollout.mode`` pinned and in_flight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import torch.distributed as dist
+
+from mega_rl.config import RunConfig
+from mega_rl.data.prompts import PromptStream
+from mega_rl.errors import InputError
+from mega_rl.evaluation.evaluate import Answered, EvaluationSettings, answered, requests_of
+from mega_rl.fleet.engines import Limits
+from mega_rl.fleet.executor import Carrier, Requests
+from mega_rl.fleet.scheduler import Steward
+from mega_rl.fleet.step_window import STATE_VERSION
+from mega_rl.fleet.tickets import Key, Rules
+from mega_rl.observe.heartbeat import HEART
+from mega_rl.observe.timers import Timers
+from mega_rl.parallel.collectives import together
+from mega_rl.parallel.rendezvous import Rendezvous
+from mega_rl.parallel.sending import spread
+from mega_rl.rewards.scorer import Scorer
+from mega_rl.rollout.collect.collect import OutlinedGroup, PromptGroup
+from mega_rl.rollout.collect.trajectory_store import Depot
+from mega_rl.rollout.engine import Request
+from mega_rl.rollout.requests import make_requests
+from mega_rl.rollout.scheduling.fleet_state import (
+    Scores,
+    decoded,
+    encoded,
+)
+from mega_rl.rollout.scheduling.scheduler_thread import StewardThread
+from mega_rl.stages.sampling.batch_builder import (
+    Batch,
+    BusyTime,
+    judged,
+    staleness_metrics,
+    teaches,
+    to_score,
+)
+from mega_rl.stages.weights.weight_sync import Sync
+from mega_rl.types import Prompt, Score, Trajectory
+
+T = TypeVar("T")
+SILENCE = 2.0  # times the longest limit of an engine: the steward has acted long before
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Engines that only a steward speaks with."""
+
+    num_engines: int
+    limits: Limits
+    open: Callable[[Requests], Carrier]  # starts nothing yet; called on rank 0
+
+    def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
+        """Of no engine: each has proved its weights before it serves."""
+        return []
+
+
+def rules_of(config: RunConfig, num_engines: int, num_prompts: int, total_steps: int) -> Rules:
+    """What a run samples, in the steward's words."""
+    rollout, settings, size = config.rollout, config.algorithm.dynamic_sampling, config.data.train_batch_size
+    return Rules(
+        num_groups=size,
+        group_size=rollout.n,
+        total_steps=total_steps,
+        eta=rollout.max_staleness,
+        is_pinned=rollout.mode == "pinned",
+        # no prompt twice in a step
+        budget=min(math.ceil(settings.budget * size), num_prompts) if settings.enabled else None,
+        num_parts=min(rollout.n, -(-num_engines // size)),
+    )
+
+
+class FleetBatches:
+    """``Batches`` of a fleet. Rank 0 has a steward in a thread, and owns all trajectories.
+
+    Every group is of the step that it was sampled for; none is carried. A dropped group is replaced by a prompt of an
+    order of the step's own (``Stream.spare``), so that no step waits for the drops of the steps before it.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        timers: Timers,
+        stream: PromptStream,
+        fleet: Fleet,
+        scorer: Scorer,
+        rendezvous: Rendezvous,
+        depot: Depot,
+        total_steps: int,
+    ) -> None:
+        self._config, self._timers, self._stream, self._fleet = config, timers, stream, fleet
+        self._scorer, self._rendezvous, self._depot = scorer, rendezvous, depot
+        self._rules = rules_of(config, fleet.num_engines, len(stream.dataset), total_steps)
+        self._scoring_time = BusyTime()
+        self._state: Mapping[str, Any] | None = None  # encoded, to go on from
+        self._thread: StewardThread | None = None  # on rank 0, from the first step on
+        self._done: list[OutlinedGroup] = []  # of the step before
+        self._num_built = 0  # steps of the run so far
+        self._published = 0  # the newest version that the steward knows of
+        self._held_out: tuple[Sequence[Prompt], EvaluationSettings] | None = None  # of the newest validation
+        self.probed = fleet
+
+    def build(self, step: int) -> Batch:
+        """As of ``Batches``. The tokens of the step before are forgotten.
+
+        Raises:
+            InputError: on every rank, if no engine is left.
+        """
+        self._depot.drop(outline for group in self._done for outline in group.outlines)
+        self._stream.next_batch()  # what the main tickets of this step draw
+        found = self._on_first("sampling", partial(self._taken, step))
+        ((kept, dropped),) = spread(found, [0])
+        self._timers.add("reward", self._scoring_time.take())  # beside the sampling
+        self._done, self._num_built = kept + dropped, step + 1
+        figures = {
+            "generated": len(kept) + len(dropped),
+            "dropped": len(dropped),
+            "kept": len(kept),
+            "budget_exhausted": float(len(kept) < self._rules.num_groups),
+        }
+        metrics = {f"rollout/groups_{name}": float(value) for name, value in figures.items()}
+        metrics |= staleness_metrics(step, kept) | ({} if self._thread is None else self._thread.record.figures())
+        return Batch(kept, [], dropped, metrics, self._depot, sampled_for=step + 1)
+
+    def validation(
+        self, sync: Sync, version: int, prompts: Sequence[Prompt], settings: EvaluationSettings
+    ) -> list[Answered]:
+        """As of ``Batches``, on rank 0. Engines go on with the steps in the air, the newest included, besides."""
+        sync.push(version, is_validation=True)
+        if version < self._rules.total_steps:
+            sync.push(version)  # for the step that may begin with it
+        self._held_out = prompts, settings
+        found = self._on_first("validation", partial(self._validated, version))
+        sync.end_sampling()
+        return found or []
+
+    def _validated(self, version: int) -> list[Answered]:
+        assert self._held_out is not None, "it has been set"
+        prompts, settings = self._held_out
+        if self._thread is None:  # before the first step
+            self._thread = self._started(version, num_drawn=version)
+        self._thread.validate(version, len(prompts), settings.n + settings.is_greedy)
+        self._publish(self._thread, version)
+        groups = self._thread.validated(version)
+        return [_answered(prompts[key.ticket], settings, group) for key, group in groups.items()]
+
+    def _on_first(self, what: str, function: Callable[[], T]) -> T | None:
+        """What a function returns on rank 0; None on the others, which wait for it. Raises on all what it raises."""
+        failure: Exception | None = None
+        found: T | None = None
+        if dist.get_rank() == 0:
+            try:
+                found = function()
+            except Exception as error:  # noqa: BLE001 - the other ranks must learn of it before it is raised again
+                failure = error
+        self._rendezvous.wait(what)
+        with together(what):
+            if failure is not None:
+                raise failure
+        return found
+
+    def judged(self, batch: Batch) -> Batch:
+        """As of ``Batches``."""
+        return judged(batch, self._scorer)
+
+    def close(self) -> None:
+        """End the engines, wherever the run is."""
+        if self._thread is not None:
+            self._thread.close()
+
+    def state_dict(self) -> LateState:
+        """What gives the state after the last built step, when that is whole: see ``Commit``."""
+        if self._thread is not None:
+            self._thread.saved(self._num_built)
+        rest = {"stream": self._stream.state_dict(), "carried": [], "rules": self._named_rules()}
+        return LateState(self._thread, self._num_built, rest)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state`` was taken, also by a synchronous run.
+
+        Raises:
+            InputError: it belongs to other data, or to other rules, whose samples do not fit these.
+        """
+        self._stream.load_state_dict(state["stream"])
+        if "fleet" not in state:
+            if self._rules.eta and self._rules.is_pinned:
+                self._refuse("was written by a run with rollout.mode=synchronous")
+            if state["carried"]:
+                self._refuse("has groups that a run with rollout.mode=synchronous carried from step to step")
+            if state.get("waiting"):
+                self._refuse("has responses that a run with rollout.oversample above 1 was to go on with")
+            return
+        for name, value in self._named_rules().items():
+            if state["rules"].get(name, value) != value:
+                self._refuse(f"was written with {name}={state['rules'][name]}, and this run has {name}={value}")
+        fleet = state["fleet"]
+        missing = min(self._rules.eta, self._rules.total_steps - fleet["trained"]) - len(fleet["steps"])
+        if self._rules.is_pinned and missing > 0:
+            self._refuse(f"was written near the end of a run of fewer steps, and {missing} steps were not begun")
+        if dist.get_rank() == 0:
+            self._state = fleet
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise InputError(
+            f"the checkpoint {why}, so it has not the samples that rollout.mode={self._config.rollout.mode} with "
+            f"rollout.max_staleness={self._rules.eta} goes on with: set these keys as they were, or start from the "
+            "weights with another trainer.output_dir"
+        )
+
+    def _named_rules(self) -> dict[str, Any]:
+        rollout, size = self._config.rollout, self._config.data.train_batch_size
+        return {
+            "rollout.mode": rollout.mode,
+            "rollout.max_staleness": rollout.max_staleness,
+            "rollout.n": rollout.n,
+            "rollout.routing_replay": rollout.routing_replay,
+            "data.train_batch_size": size,
+        }
+
+    def _taken(self, step: int) -> tuple[list[OutlinedGroup], list[OutlinedGroup]]:
+        """The kept and the dropped groups of a step, on rank 0, with their tokens in the depot."""
+        if self._thread is None:
+            self._thread = self._started(step, num_drawn=step + 1)
+        self._publish(self._thread, step)
+        delivered = self._thread.take(step)
+        kept, dropped = (
+            [self._owned(group) for group in part.values()] for part in (delivered.kept, delivered.dropped)
+        )
+        return kept, dropped
+
+    def _owned(self, group: PromptGroup) -> OutlinedGroup:
+        return OutlinedGroup(tuple(map(self._depot.add, group.trajectories)), group.scores)
+
+    def _publish(self, thread: StewardThread, version: int) -> None:
+        if self._published < version < self._rules.total_steps:  # a steward whose steps are all trained ends
+            thread.published(version)
+            self._published = version
+
+    def _started(self, step: int, num_drawn: int) -> StewardThread:
+        """``num_drawn``: batches of the stream so far."""
+        self._published = step
+        state: Mapping[str, Any] = {"format": STATE_VERSION, "trained": step, "steps": {}}
+        scores: Scores = {}
+        if self._state is not None:
+            state, scores = decoded(self._state)
+            assert state["trained"] == step, f"a state of version {state['trained']} at step {step}"
+            self._state = None
+        elif not self._stream.is_after(num_drawn):
+            self._refuse(f"is of a synchronous run whose {step} steps drew something else than {step} whole batches")
+        fleet, settings = self._fleet, self._config.algorithm.dynamic_sampling
+        is_kept = partial(teaches, self._config.algorithm) if settings.enabled else _keep_all
+        limit_s = SILENCE * max(fleet.limits.start_s, fleet.limits.load_s, fleet.limits.progress_s)
+        steward = Steward(self._rules, fleet.limits, range(fleet.num_engines), state)
+        with HEART.waiting("room for the rollout engines", is_for_ranks=False):
+            carrier = fleet.open(self.requests)
+        output_dir = Path(self._config.trainer.output_dir)
+        thread = StewardThread(steward, carrier, self._start_scoring, is_kept, scores, limit_s, output_dir)
+        self._timers.watch = lambda phase, seconds: thread.record.of_trainer(phase, seconds, HEART.step)
+        return thread
+
+    def requests(self, key: Key, samples: Sequence[int]) -> list[Request]:
+        """The requests of some samples of a ticket, each with its seed: ``mega_rl.fleet.executor.Requests``."""
+        config = self._config
+        if key.step < 0:
+            assert self._held_out is not None, "nobody asks for a validation"
+            prompts, settings = self._held_out
+            asked = {request.sample_index: request for request in requests_of(prompts[key.ticket], settings)}
+            return [asked[sample] for sample in samples]
+        order, _, place = self._rules.place(key)
+        prompt = self._stream.spare(key.step, place) if order == "spare" else self._stream.item(key.step, key.ticket)
+        made = make_requests(
+            [prompt],
+            n=config.rollout.n,
+            step=key.step,
+            seed=config.trainer.seed,
+            max_tokens=config.data.max_response_length,
+            temperature=config.rollout.temperature,
+            with_routing=config.rollout.routing_replay == "rollout",
+        )
+        return [made[sample] for sample in samples]
+
+    def _start_scoring(self, key: Key, trajectory: Trajectory) -> Future[Score]:
+        if key.step < 0:  # of a validation: scored as ``evaluate`` does, in its own time
+            return self._scorer.start(trajectory)
+        self._scoring_time.begin()
+        score = self._scorer.start(to_score(self._config, trajectory))
+        score.add_done_callback(lambda _: self._scoring_time.end())
+        return score
+
+
+@dataclass(frozen=True)
+class LateState:
+    """What the checkpoint of a version holds of its data, once the steps in the air that it needs are sampled."""
+
+    thread: StewardThread | None  # on rank 0
+    version: int
+    rest: Mapping[str, Any]  # what is known already
+
+    def get_late(self, wait_s: float) -> dict[str, Any] | None:
+        """As of ``Late``."""
+        assert self.thread is not None, "rank 0 asks"
+        found = self.thread.committed(self.version, wait_s)
+        return None if found is None else {**self.rest, "fleet": encoded(*found)}
+
+
+def _answered(prompt: Prompt, settings: EvaluationSettings, group: PromptGroup) -> Answered:
+    return answered(prompt, settings, dict(enumerate(group.trajectories)), dict(enumerate(group.scores)))
+
+
+def _keep_all(group: PromptGroup) -> bool:
+    return True

@@ -1,0 +1,187 @@
+"""What is done with a rollout batch besides learning from it: its metrics, and showing it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from mega_rl.bridge.outgoing.noise import AqnNoise
+from mega_rl.config import RunConfig
+from mega_rl.config.schema.sections import LoggingConfig
+from mega_rl.data.packing import unpack
+from mega_rl.data.pictures.picture_set import Album
+from mega_rl.data.pictures.thumbnails import thumbnails_of
+from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.observe.metrics.declared import Metrics
+from mega_rl.observe.observer import Observer
+from mega_rl.observe.sinks.sinks import ShownSample
+from mega_rl.parallel.collectives import gather_objects
+from mega_rl.rollout.collect.records import to_rows, write_step
+from mega_rl.rollout.episodes.episode_metrics import episode_metrics
+from mega_rl.stages.learn.learning import pack_samples
+from mega_rl.stages.run.batch_share import BatchShare
+from mega_rl.stages.sampling.batch_builder import Batch
+from mega_rl.stages.score.scoring import unknown_metrics
+from mega_rl.stages.weights.weight_sync import Pushed
+from mega_rl.types import Sample, Score, TokenSource, Trajectory
+
+ROLLOUTS = "rollouts"  # under the output directory
+
+
+def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Rewards, lengths and the sampling policy's entropy of one batch (no collective: every rank has all outlines)."""
+    if not samples:
+        return {}
+    outlines = [sample.outline for sample in samples]
+    lengths = [outline.num_sampled for outline in outlines]
+    routed = [outline.num_routing_bytes for outline in outlines if outline.routing is not None]
+    return (
+        _reward_metrics(samples)
+        | episode_metrics(outlines)
+        | ({"rollout/routing_bytes": float(sum(routed))} if routed else {})
+        | {
+            "response_length/mean": sum(lengths) / len(lengths),
+            "response_length/max": float(max(lengths)),
+            "response_length/min": float(min(lengths)),
+            "response_length/clip_fraction": sum(o.finish_reason == "length" for o in outlines) / len(samples),
+            "prompt_length/mean": sum(o.num_prompt for o in outlines) / len(samples),
+            # -log p of the sampled tokens estimates the entropy of the policy that sampled them
+            "rollout/entropy": -sum(o.logprob_sum for o in outlines) / max(1, sum(lengths)),
+        }
+    )
+
+
+def _reward_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Metrics of the samples whose score is known, and the number of samples whose score is not."""
+    metrics = unknown_metrics([sample.score for sample in samples])
+    known = [sample for sample in samples if sample.score.is_known]
+    if not known:
+        return metrics
+    rewards = [sample.score.value for sample in known]
+    mean = sum(rewards) / len(rewards)
+    groups: dict[int, set[float]] = defaultdict(set)
+    parts: dict[str, list[float]] = defaultdict(list)
+    # the samples of a group stand side by side, from the first one on
+    numbers = accumulate(int(sample.outline.sample_index == 0) for sample in samples)
+    for sample, number in zip(samples, numbers, strict=True):
+        if not sample.score.is_known:
+            continue
+        groups[number].add(sample.score.value)
+        for name, value in sample.score.parts.items():
+            parts[name].append(value)
+    metrics |= {
+        "reward/mean": mean,
+        "reward/std": (sum((r - mean) ** 2 for r in rewards) / max(1, len(rewards) - 1)) ** 0.5,
+        "reward/max": max(rewards),
+        "reward/min": min(rewards),
+        "reward/groups_equal_fraction": sum(len(values) == 1 for values in groups.values()) / len(groups),
+    }
+    if len(parts) > 1:
+        metrics |= {f"reward/{name}": sum(values) / len(values) for name, values in parts.items()}
+    return metrics
+
+
+def shown_sample(trajectory: Trajectory, score: Score, album: Album | None) -> ShownSample:
+    """What a dashboard shows of one answer; of an episode, who said what."""
+    pictures: Callable[[], tuple[bytes, ...]] = tuple
+    if album is not None:
+        pictures = partial(thumbnails_of, trajectory.prompt, album.pictures)
+    prompt, text = trajectory.prompt, trajectory.text
+    if trajectory.episode is not None:
+        text = "\n".join(f"[{turn.role}] {turn.text}" for turn in trajectory.turns[1:])
+    end = trajectory.finish_reason
+    return ShownSample(prompt.text, text, prompt.ground_truth, score.value, trajectory.num_sampled, end, pictures)
+
+
+def show(
+    logging: LoggingConfig,
+    output_dir: Path,
+    share: BatchShare,
+    observer: Observer,
+    actor: MegatronEngine,
+    step: int,
+    batch: Batch,
+    samples: Sequence[Sample],
+) -> None:
+    """Samples of the step on the dashboards and, with ``logging.dump_rollouts``, all of them in a file.
+
+    Collective. A row of the file is what ``records.to_rows`` says, with ``step``, ``sampled_for`` (the same, where the
+    weights need not be that step's), ``outcome`` (learnt, carried, dropped), ``advantage`` and ``logprob_diff``, the
+    mean |trainer - engine| over the response's tokens in nats before the update; both are null if the step does not
+    learn from the sample. With ``algorithm.credit`` turn there are ``turn_advantages``, and ``advantage`` is the mean.
+    """
+    shown = samples[: logging.num_text_samples]
+    texts = batch.depot.to_first([sample.outline for sample in shown])
+    pairs = zip(texts, shown, strict=False)
+    observer.samples(step, "rollout", [shown_sample(text, sample.score, share.album) for text, sample in pairs])
+    observer.distribution(step, "rewards", [sample.score.value for sample in samples])
+    observer.distribution(step, "advantages", [sample.advantage for sample in samples])
+    observer.distribution(step, "response_lengths", [float(sample.outline.num_sampled) for sample in samples])
+    if logging.dump_rollouts == 0:
+        return
+    differences = logprob_differences(share, actor, samples, batch.depot) if samples else []
+    whole = {outcome: batch.depot.groups_to_first(groups) for outcome, groups in batch.by_outcome.items()}
+    if share.rank == 0:
+        learnt = iter([_advantages(s) | {"logprob_diff": d} for s, d in zip(samples, differences, strict=True)])
+        others = {"advantage": None, "logprob_diff": None}
+        head = {"step": step} | ({} if batch.sampled_for is None else {"sampled_for": batch.sampled_for})
+        rows = [
+            {**head, "outcome": outcome, **row, **(next(learnt) if outcome == "learnt" else others)}
+            for outcome, groups in whole.items()
+            for group in groups
+            for row in to_rows(group)
+        ]
+        write_step(output_dir / ROLLOUTS, step, rows, logging.dump_rollouts)
+
+
+def _advantages(sample: Sample) -> dict[str, Any]:
+    of_turns = {"turn_advantages": list(sample.turn_advantages)} if sample.turn_advantages else {}
+    return {"advantage": sample.advantage, **of_turns}
+
+
+def logprob_differences(
+    share: BatchShare, actor: MegatronEngine, samples: Sequence[Sample], source: TokenSource
+) -> list[float]:
+    """Mean |trainer - engine| over each response's tokens, nats, under the present weights. Collective."""
+    microbatches = pack_samples(share, samples, source)
+    own: dict[int, float] = {}
+    for microbatch, stats in zip(microbatches, actor.token_stats(microbatches), strict=True):
+        assert microbatch.rollout_logprobs is not None, "samples have the engine's log-probabilities"
+        difference_T = (stats.logprobs - microbatch.rollout_logprobs).abs() * microbatch.loss_mask
+        for index, values in zip(microbatch.sequence_indices, unpack(difference_T, microbatch), strict=True):
+            own[index] = float(values.sum()) / max(1.0, float(samples[index].outline.num_sampled))
+    found: dict[int, float] = {}
+    for part in gather_objects(own):
+        found |= part
+    return [found[index] for index in range(len(samples))]
+
+
+def schedule_metrics(
+    config: RunConfig, noise: AqnNoise, pushed: Pushed, metrics: Mapping[str, float]
+) -> dict[str, float]:
+    """Where the noise schedule stands, and how far the noise moved the sampling policy."""
+    if not config.aqn.enabled:
+        return {}
+    figures = {"aqn/sigma": pushed.sigma, "aqn/stage": float(noise.stage(pushed.version))}
+    if "rollout/kl" in metrics:
+        # E over the noisy policy of log(noisy / clean): the KL from the noisy to the clean policy
+        figures["aqn/kl_clean_noisy"] = metrics["rollout/kl"]
+    return figures
+
+
+def time_metrics(seconds: Mapping[str, float], samples: Sequence[Sample]) -> dict[str, float]:
+    """Phase times of the slowest rank, and the rates that follow from them. Collective."""
+    own = Metrics()
+    for name, value in seconds.items():
+        own.add(name, value)
+    slowest = Metrics().merge(gather_objects(own)).result()
+    num_sampled = sum(sample.outline.num_sampled for sample in samples)
+    num_tokens = num_sampled + sum(sample.outline.num_prompt for sample in samples)
+    return slowest | {
+        "throughput/tokens_per_s": num_tokens / max(slowest["time/step_s"], 1e-9),
+        "rollout/tokens_per_s": num_sampled / max(slowest["time/generate_s"], 1e-9),
+    }

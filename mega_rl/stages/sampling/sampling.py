@@ -1,0 +1,105 @@
+"""Where ``rollout.mode`` decides: the engines of a fleet, and what the steps of a run come from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from mega_rl.bridge.outgoing.noise import AqnNoise
+from mega_rl.config.schema.sections import RolloutConfig
+from mega_rl.data.prompts import PromptStream
+from mega_rl.fleet.engines import Limits
+from mega_rl.fleet.executor import Requests
+from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.rewards.scorer import Scorer
+from mega_rl.rollout.collect.replay import RecordedCarrier, Records
+from mega_rl.rollout.remote.fleet.leases import keeping
+from mega_rl.rollout.remote.fleet.ray_executor import RayCarrier
+from mega_rl.rollout.remote.fleet.store_sink import StoreSink, ValidationSink
+from mega_rl.stages.build import building
+from mega_rl.stages.run.episodes import plan_there, with_episodes
+from mega_rl.stages.run.session import Session
+from mega_rl.stages.sampling.batch_builder import BatchBuilder, Batches
+from mega_rl.stages.sampling.fleet_batches import Fleet, FleetBatches
+from mega_rl.stages.weights.weight_sync import (
+    Pushed,
+    StoreSync,
+    Sync,
+    WeightSync,
+)
+
+
+class RecordedFleetSync:
+    """A ``Sync`` of recorded rollouts: nothing is sent."""
+
+    def __init__(self, noise: AqnNoise) -> None:
+        self._noise = noise
+
+    def push(self, version: int, is_validation: bool = False) -> Pushed:
+        assert not is_validation, "records hold no validation"
+        return Pushed(version, self._noise.sigma(version))
+
+    def end_sampling(self) -> None:
+        """Do nothing: no memory was taken."""
+
+
+def recorded_fleet(session: Session, actor: MegatronEngine, noise: AqnNoise) -> tuple[Fleet, Sync]:
+    """Engines that answer with what a run recorded, and their sync."""
+    config = session.config.rollout
+    assert config.replay is not None, "there are records"
+    session.say(f"rollout.replay: responses come from {config.replay}, there is no engine to validate with")
+    records = Records(Path(config.replay), session.shape.mixture)
+    return Fleet(config.num_engines, limits_of(config), partial(RecordedCarrier, records)), RecordedFleetSync(noise)
+
+
+def store_fleet(session: Session, actor: MegatronEngine, noise: AqnNoise) -> tuple[Fleet, Sync]:
+    """Engines that fetch their weights, and the sync that puts the actor's where they find them. Collective."""
+    config = session.config.rollout
+    weights, slots = building.engine_weights(session, actor, noise)
+    spec = building.engine_spec(session, slots)
+    if session.plan is not None:
+        spec = replace(spec, episodes=plan_there(session.config, spec.model_path))
+    has_validation = bool(session.config.data.val_files)
+    # A version is written while engines may still ask for those that the step before it could be sampled with.
+    sink = StoreSink(
+        weights, config.tensor_parallel_size, num_slots=config.max_staleness + 2, has_validation=has_validation
+    )
+
+    def opened(requests: Requests) -> RayCarrier:
+        assert sink.store is not None, "rank 0 has the store"
+        kept_by = keeping(session.output_dir, config.engine_lease_s)
+        carrier = RayCarrier(spec, config.num_engines, requests, sink.store, sink.stored, kept_by, session.album)
+        if carrier.num_survivors:
+            session.say(f"attached to {carrier.num_survivors} rollout engines that the trainer before left running")
+        return carrier
+
+    sync = building.weight_sync(session, actor, sink, noise, weights.slots)
+    exact = WeightSync(actor, [], ValidationSink(sink), (), sync.dtype, None, sync.model)
+    return Fleet(config.num_engines, limits_of(config), opened), StoreSync(sync, exact)
+
+
+def limits_of(config: RolloutConfig) -> Limits:
+    """What an engine may take, and how long: as many responses as vLLM samples at a time."""
+    slots = int(config.vllm.get("max_num_seqs") or Limits.slots)
+    return Limits(slots, progress_s=config.engine_timeout_s, restarts=config.engine_restarts)
+
+
+def sampling(
+    session: Session,
+    actor: MegatronEngine,
+    noise: AqnNoise,
+    prompts: PromptStream,
+    scorer: Scorer,
+    total_steps: int,
+) -> tuple[Batches, Sync]:
+    """What every step learns from, and the sync that gives the engines behind it the actor's weights. Collective."""
+    config, timers, rendezvous, depot = session.config, session.timers, session.rendezvous, session.depot
+    if config.rollout.mode == "synchronous":
+        layout = session.engine_layout
+        engine, sync = building.engine_and_sync(session, actor, noise)
+        engine = with_episodes(config, layout, engine, session.plan)
+        return BatchBuilder(config, layout, timers, prompts, engine, scorer, rendezvous, depot), sync
+    make = store_fleet if config.rollout.replay is None else recorded_fleet
+    fleet, sync = make(session, actor, noise)
+    return FleetBatches(config, timers, prompts, fleet, scorer, rendezvous, depot, total_steps), sync

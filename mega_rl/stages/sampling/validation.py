@@ -1,0 +1,80 @@
+"""Validation: the actor is evaluated on held-out prompts, with one greedy answer and n sampled ones each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from mega_rl.config import RunConfig
+from mega_rl.data.prompts import PromptDataset
+from mega_rl.evaluation.evaluate import EvaluationSettings, evaluation_metrics, outlined
+from mega_rl.observe.observer import Observer
+from mega_rl.observe.sinks.console import before_after_table
+from mega_rl.observe.timers import Timers
+from mega_rl.parallel.layout import EngineLayout
+from mega_rl.rewards.scorer import Scorer
+from mega_rl.rollout.collect.trajectory_store import Depot
+from mega_rl.stages.run.progress import Validations
+from mega_rl.stages.sampling.batch_builder import Batches
+from mega_rl.stages.sampling.rollout_metrics import shown_sample
+from mega_rl.stages.score.scoring import RewardWatch
+from mega_rl.stages.weights.weight_sync import Sync
+
+
+class Validator:
+    """Evaluates the actor on the validation set, with clean weights; without ``data.val_files`` it does nothing."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        layout: EngineLayout,
+        timers: Timers,
+        say: Callable[[str], None],
+        held_out: PromptDataset | None,
+        sync: Sync,
+        batches: Batches,
+        scorer: Scorer,
+        depot: Depot,
+    ) -> None:
+        settings = config.validation
+        self.settings = EvaluationSettings(
+            layout, settings.n, settings.temperature, config.data.max_response_length, config.trainer.seed
+        )
+        self.num_shown = config.logging.num_text_samples
+        self.timers, self.watch = timers, RewardWatch(say)
+        self.dataset, self.sync, self.batches, self.scorer, self.depot = held_out, sync, batches, scorer, depot
+        self.results: Validations = {}
+
+    def validate(self, observer: Observer, step: int) -> dict[str, float]:
+        """Metrics of the actor's present weights, see ``evaluation_metrics``; collective."""
+        if self.dataset is None:
+            return {}
+        with self.timers("validate"):
+            mine = self.batches.validation(self.sync, step, self.dataset.prompts, self.settings)
+            rows = outlined(mine, self.settings.layout, self.depot)
+            if self.scorer.judge is not None:
+                outlines = [row.outline for row in rows]
+                scores = self.scorer.judge.complete(outlines, [row.score for row in rows], self.depot)
+                rows = [replace(row, score=score) for row, score in zip(rows, scores, strict=True)]
+        metrics = evaluation_metrics(rows)
+        greedy, sampled = ([row for row in rows if row.is_greedy is is_greedy] for is_greedy in (True, False))
+        for part in (greedy, sampled):
+            self.watch.tell([row.outline for row in part], [row.score for row in part])
+        shown = greedy[: self.num_shown]
+        texts = self.depot.to_first([row.outline for row in shown])
+        self.depot.drop(row.outline for row in rows)
+        pairs, album = zip(texts, shown, strict=False), self.dataset.album
+        samples = [shown_sample(trajectory, row.score, album) for trajectory, row in pairs]
+        observer.samples(step, "validation", samples)
+        self.results.setdefault("first", metrics)
+        self.results["last"] = metrics
+        return metrics
+
+    def print_summary(self) -> None:
+        """A table of the run's first validation beside its last one."""
+        first, last = self.results.get("first", {}), self.results.get("last", {})
+        rows = [(name, first[name], last[name]) for name in last if name in first and name.startswith("val-core/")]
+        if rows and dist.get_rank() == 0:
+            before_after_table("Held-out problems", rows)

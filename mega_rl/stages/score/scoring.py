@@ -1,0 +1,126 @@
+"""The scorer of every rank, and what is done about rewards that have no value."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+import torch.distributed as dist
+
+from mega_rl.config import RunConfig
+from mega_rl.config.schema.sections import RewardConfig, RewardWorkersConfig
+from mega_rl.errors import InputError
+from mega_rl.parallel.collectives import gather_objects, together
+from mega_rl.rewards.functions.images import Encoded
+from mega_rl.rewards.functions.registry import needs_truth
+from mega_rl.rewards.pool import node
+from mega_rl.rewards.pool.pool import Pool
+from mega_rl.rewards.pool.worker import RAISED
+from mega_rl.rewards.scorer import Judge, Scorer, start_workers, weighted
+from mega_rl.rollout.collect.collect import OutlinedGroup
+from mega_rl.types import Outline, Score
+
+MAX_UNKNOWN_STEPS = 5  # in a row
+MAX_SAMPLES_TOLD = 3  # per line
+
+
+def scorer_of_node(
+    rewards: Sequence[RewardConfig],
+    workers: RewardWorkersConfig,
+    judge: Judge | None = None,
+    pictures: Mapping[str, Encoded] | None = None,
+) -> Scorer:
+    """A scorer on every rank; the ranks of a node use the workers of the first of them. Collective over all ranks.
+
+    Args:
+        judge, pictures: as `Scorer` has them.
+
+    Raises:
+        InputError: on every rank, what ``build_scorer`` raises on one.
+    """
+    if not rewards and judge is not None:
+        return Scorer([], None, judge)
+    machines = gather_objects(node.machine())
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    here = [other for other, machine in enumerate(machines) if machine == machines[rank]]
+    pool: Pool | None = None
+    address: node.Address | None = None
+    with together("starting the reward workers"):
+        names = weighted(rewards)
+        if rank == here[0]:
+            pool = start_workers(rewards, workers, len(here))
+            address = node.offer(pool, len(here) - 1) if len(here) > 1 else None
+    addresses = gather_objects(address)
+    with together("reaching the reward workers"):
+        if (found := addresses[here[0]]) is not None and pool is None:
+            pool = node.RemotePool(found, f"rank {here[0]}")
+    assert pool is not None, "the block before this line raises or connects"
+    return Scorer(names, pool, judge, pictures)
+
+
+def unknown_metrics(scores: Sequence[Score]) -> dict[str, float]:
+    """How many samples have no score, and how many values are unknown by cause; empty if all are known."""
+    causes = Counter(unknown.cause for score in scores for unknown in score.unknown.values())
+    if not causes:
+        return {}
+    counts = {f"reward/num_unknown/{cause}": float(count) for cause, count in causes.items()}
+    return {"reward/num_unknown": float(sum(not score.is_known for score in scores))} | counts
+
+
+def rows_need_truth(config: RunConfig) -> bool:
+    """Whether a row without a ground truth is an error; an environment may do without one."""
+    return needs_truth(config.rewards) and (bool(config.rewards) or config.environment.name is None)
+
+
+class RewardWatch:
+    """Tells of unknown rewards, and ends a run in which nothing is known for `MAX_UNKNOWN_STEPS` steps in a row."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._steps_in_a_row = 0
+        self._is_first = True
+
+    def tell(self, outlines: Sequence[Outline], scores: Sequence[Score]) -> None:
+        """One line per reward and cause, with the samples and what happened to the first one."""
+        found: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
+        for outline, score in zip(outlines, scores, strict=True):
+            sample = f"{outline.data_source} prompt {outline.prompt_index} sample {outline.sample_index}"
+            for name, unknown in score.unknown.items():
+                found[name, unknown.cause].append((sample, unknown.detail))
+        for (name, cause), samples in found.items():
+            listed = ", ".join(sample for sample, _ in samples[:MAX_SAMPLES_TOLD])
+            rest = len(samples) - MAX_SAMPLES_TOLD
+            more = f" and {rest} more" if rest > 0 else ""
+            self._say(
+                f"warning: the reward {name} is unknown ({cause}) for {len(samples)} of {len(scores)} samples: "
+                f"{listed}{more}; on the first of them it {samples[0][1]}"
+            )
+
+    def check(self, groups: Sequence[OutlinedGroup]) -> None:
+        """The same for a training step, whose groups are those of all ranks.
+
+        Raises:
+            InputError: no score has been known for `MAX_UNKNOWN_STEPS` steps, or a reward raised on every sample of the
+                first one: no later one will fare better.
+        """
+        outlines = [outline for group in groups for outline in group.outlines]
+        scores = [score for group in groups for score in group.scores]
+        self.tell(outlines, scores)
+        is_first, self._is_first = self._is_first and bool(scores), self._is_first and not scores
+        if not scores or any(score.is_known for score in scores):
+            self._steps_in_a_row = 0
+            return
+        causes = {unknown.cause for score in scores for unknown in score.unknown.values()}
+        if is_first and causes == {RAISED}:
+            name, unknown = next(iter(scores[0].unknown.items()))
+            raise InputError(
+                f"the reward {name} fails on all {len(scores)} samples of the first step: it {unknown.detail}"
+            )
+        self._steps_in_a_row += 1
+        if self._steps_in_a_row >= MAX_UNKNOWN_STEPS:
+            name, unknown = next(iter(scores[0].unknown.items()))
+            raise InputError(
+                f"no reward has been known for {MAX_UNKNOWN_STEPS} steps in a row: fix the reward {name}, which "
+                f"{unknown.detail}"
+            )
+        self._say("warning: no reward of this step is known, so nothing is learnt from it")

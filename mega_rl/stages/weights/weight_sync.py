@@ -1,0 +1,194 @@
+"""Weights from the trainer's shards into the engines that sample."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mega_rl import platform
+from mega_rl.bridge.outgoing.noise import AqnNoise
+from mega_rl.bridge.outgoing.transform import Outgoing, Transform, fold
+from mega_rl.bridge.reshard.execute import Ledger, Read
+from mega_rl.bridge.reshard.plan import Layout
+from mega_rl.bridge.reshard.proof import Proof
+from mega_rl.bridge.slices import Box
+from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.parallel.collectives import gather_objects
+from mega_rl.rollout.collect.replay import ReplayEngine
+from mega_rl.rollout.sinks import WeightSink
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What the engines sample from after a push."""
+
+    version: int  # of the weights: the number of finished steps
+    sigma: float  # standard deviation of the noise on them; 0.0: none
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the sync
+
+
+class Sync(Protocol):
+    """Gives the engines the weights of a version, and the trainer the memory that both share."""
+
+    def push(self, version: int, is_validation: bool = False) -> Pushed:
+        """Make the engines sample from the weights of ``version``; collective.
+
+        Args:
+            version: number of finished steps; keys the noise.
+            is_validation: push exact weights, without noise or other outgoing transforms. May be followed by a training
+                push of the same version.
+        """
+
+    def end_sampling(self) -> None:
+        """Give the device memory to the trainer until the next ``push``."""
+
+
+class RecordedSync:
+    """A ``Sync`` for recorded rollouts: nothing is sent, they were sampled with the same version and noise."""
+
+    def __init__(self, records: ReplayEngine, noise: AqnNoise) -> None:
+        self._records, self._noise = records, noise
+
+    def push(self, version: int, is_validation: bool = False) -> Pushed:
+        assert not is_validation, "records hold no validation"
+        self._records.turn_to(version)
+        return Pushed(version, self._noise.sigma(version))
+
+    def end_sampling(self) -> None:
+        """Do nothing: no memory was taken."""
+
+
+class StoreSync:
+    """A ``Sync`` of engines that fetch their weights: those of validations have a place of their own.
+
+    A version is pushed once for training: as soon as engines may sample with it, which may be before its step.
+    """
+
+    def __init__(self, training: Sync, exact: Sync) -> None:
+        self._training, self._exact = training, exact
+        self._last: Pushed | None = None
+
+    def push(self, version: int, is_validation: bool = False) -> Pushed:
+        if is_validation:
+            return self._exact.push(version, is_validation=True)
+        if self._last is None or self._last.version != version:
+            self._last = self._training.push(version)
+        return self._last
+
+    def end_sampling(self) -> None:
+        self._training.end_sampling()
+
+
+class WeightSync:
+    """Pushes the actor's weights into a sink, changed by the outgoing transforms.
+
+    Args:
+        trainer: the actor.
+        sources: what every trainer rank holds.
+        sink: where the weights go; connected here.
+        transforms: what changes the weights that training samples from, in this order.
+        dtype: what the engines hold.
+        proof: checks every sync; None: unchecked.
+        model: what makes the model's weights of what the trainer holds (adapters are merged): first, and for validation
+            too.
+    """
+
+    def __init__(
+        self,
+        trainer: MegatronEngine,
+        sources: Layout,
+        sink: WeightSink,
+        transforms: Sequence[Transform],
+        dtype: torch.dtype,
+        proof: Proof | None,
+        model: Sequence[Transform] = (),
+    ) -> None:
+        self.trainer, self.sink, self.transforms, self.dtype, self.proof = trainer, sink, transforms, dtype, proof
+        self.model = model
+        start = time.perf_counter()
+        sink.connect(sources)
+        self.plan_s = time.perf_counter() - start
+        self._pushed: tuple[int, bool] | None = None  # (version that the engines hold, whether it is for training)
+
+    def push(self, version: int, is_validation: bool = False) -> Pushed:
+        """As ``Sync.push``, with the actor's present weights.
+
+        What ``memory.offload`` names leaves the device as soon as it is not needed, until ``end_sampling``: the
+        engines' weights take the place of gradients and optimizer, their cache that of the trainer's weights.
+
+        Raises:
+            RuntimeError: the version is not newer than what the engines hold, the engines hold another version than was
+                pushed last, or ``bridge.verify`` found a live weight that differs from the trainer's.
+        """
+        self.trainer.policy.refuse_replaced("a push")
+        self._check_version(version, is_validation)
+        outgoing = fold([*self.model, *(() if is_validation else self.transforms)], self._read, version)
+        self.trainer.offload.to_host("gradients", "optimizer")
+        platform.current().empty_cache()  # a waking engine takes its memory from the device, not from torch's cache
+        ledger = self.sink.update(outgoing.read, version)
+        self._pushed = version, not is_validation
+        metrics = self._metrics(ledger, outgoing)
+        metrics |= self._verify(outgoing.read, version)
+        self.trainer.offload.to_host("weights")
+        platform.current().empty_cache()
+        self.sink.begin_sampling()
+        return Pushed(version, outgoing.sigma, metrics)
+
+    def end_sampling(self) -> None:
+        self.sink.make_room()
+        self.trainer.offload.to_device()
+
+    def _read(self, local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> Tensor:
+        return self.trainer.policy.local(local_name, local_box).to(self.dtype)
+
+    def _check_version(self, version: int, is_validation: bool) -> None:
+        """Refuse to write an update twice, or an older one over a newer: something called out of turn."""
+        held = self.sink.weight_version
+        if self._pushed is None:
+            return
+        if held != self._pushed[0]:
+            raise RuntimeError(f"the engine holds weight version {held}, but the last sync pushed {self._pushed[0]}")
+        if (version, not is_validation) <= self._pushed:
+            use = "validation" if is_validation else "training"
+            raise RuntimeError(f"a sync of weight version {version} for {use}, but the engine holds version {held}")
+
+    def _verify(self, read: Read, version: int) -> dict[str, float]:
+        if self.proof is None:
+            return {}
+        assert self.sink.inspect is not None, "a proof of weights that nobody can look at"
+        start, rank = time.perf_counter(), dist.get_rank()
+        with torch.no_grad():
+            num_tensors = self.proof.check(read, rank, self.sink.inspect, version)
+        return {"bridge/verify_s": time.perf_counter() - start, "bridge/verified_tensors": float(num_tensors)}
+
+    def _metrics(self, ledger: Ledger | None, outgoing: Outgoing) -> dict[str, float]:
+        parts = gather_objects((ledger, outgoing.records, self.plan_s))
+        ledgers = [part for part, _, _ in parts if part is not None]
+        metrics = ledger_metrics(ledgers) if ledgers else {}
+        metrics["bridge/plan_s"] = max(seconds for _, _, seconds in parts)
+        return metrics | outgoing.metrics([records for _, records, _ in parts])
+
+
+def ledger_metrics(ledgers: Sequence[Ledger]) -> dict[str, float]:
+    """The figures of one sync from the ledgers of all ranks."""
+    sent = [ledger.bytes_sent for ledger in ledgers]
+    moved = sum(ledger.bytes_local + ledger.bytes_sent for ledger in ledgers)
+    seconds = max(ledger.seconds for ledger in ledgers)
+    return {
+        "bridge/bytes_local": float(sum(ledger.bytes_local for ledger in ledgers)),
+        "bridge/bytes_sent": float(sum(sent)),
+        "bridge/bytes_received": float(sum(ledger.bytes_received for ledger in ledgers)),
+        "bridge/bytes_minimum": float(sum(ledger.bytes_minimum for ledger in ledgers)),
+        "bridge/largest_sender": max(sent) * len(sent) / sum(sent) if sum(sent) else 1.0,
+        "bridge/pack_s": max(ledger.pack_s for ledger in ledgers),
+        "bridge/transfer_s": max(ledger.transfer_s for ledger in ledgers),
+        "bridge/write_s": max(ledger.write_s for ledger in ledgers),
+        "bridge/seconds": seconds,
+        "bridge/gb_per_s": moved / 1e9 / max(seconds, 1e-9),
+    }
