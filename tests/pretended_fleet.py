@@ -17,7 +17,13 @@ import numpy as np
 from mega_rl.fleet import events
 from mega_rl.fleet.executor import Requests, Whereabouts
 from mega_rl.rollout.engine import Request
-from mega_rl.types import ASSISTANT, PROMPT, Span, Trajectory, Turn
+from mega_rl.types import (
+    ASSISTANT,
+    PROMPT,
+    Span,
+    Trajectory,
+    TurnSpan,
+)
 
 FIRST_ID = 4  # of ten tokens of any model
 Weights = Callable[[int], object]  # version -> what tells its weights from others
@@ -66,8 +72,8 @@ class Response:
         if prefix is None:
             return cls(request, step)
         start = len(request.prompt.token_ids)
-        assert prefix.turns == (Turn(PROMPT, 0, start), Turn(ASSISTANT, start, len(prefix.token_ids)))
-        versions = np.repeat(*np.array(prefix.outline().versions).T).tolist()
+        assert prefix.turns == (TurnSpan(PROMPT, 0, start), TurnSpan(ASSISTANT, start, len(prefix.token_ids)))
+        versions = np.repeat(*np.array(prefix.summary().versions).T).tolist()
         pairs = zip(prefix.sampled_ids.tolist(), prefix.sampled_logprobs.tolist(), versions, strict=True)
         return cls(request, step, list(pairs))
 
@@ -80,10 +86,10 @@ class Engine:
     under_way: dict[tuple[int, int], Response] = field(default_factory=dict)  # (attempt, sample)
 
 
-class PretendedCarrier:
-    """A ``Carrier``; ``death``: how likely one of its engines dies, of 1,000 times that it is asked for events."""
+class PretendedExecutor:
+    """A ``FleetExecutor``; ``death``: how likely one of its engines dies, of 1,000 times it is asked for events."""
 
-    num_survivors = 0  # as of ``RayCarrier``
+    num_survivors = 0  # as of ``RayExecutor``
 
     def __init__(
         self, requests: Requests, weights: Weights, is_pinned: bool, seed: int = 0, death: int = 0, room: int = 0

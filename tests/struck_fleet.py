@@ -18,7 +18,7 @@ import torch
 
 from mega_rl.fleet import events
 from mega_rl.fleet.executor import Requests
-from mega_rl.fleet.scheduler import Steward
+from mega_rl.fleet.scheduler import FleetScheduler
 from mega_rl.parallel.joint_group import MeetingPoint
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.remote import placement
@@ -29,8 +29,13 @@ from mega_rl.rollout.remote.fleet import (
     ray_executor,
 )
 from mega_rl.rollout.remote.fleet.kept_engine import KeptEngine
-from mega_rl.rollout.remote.fleet.ray_executor import Life, RayCarrier
-from mega_rl.rollout.remote.weight_store import Form, Location, Store, Stored
+from mega_rl.rollout.remote.fleet.ray_executor import Life, RayExecutor
+from mega_rl.rollout.remote.weight_store import (
+    Location,
+    Store,
+    StoredVersion,
+    StoreForm,
+)
 from mega_rl.rollout.vllm.start.seeing import Pixels
 from mega_rl.stages.sampling import fleet_batches, sampling
 from mega_rl.stages.sampling.batch_builder import Batch
@@ -38,7 +43,7 @@ from mega_rl.stages.sampling.fleet_batches import FleetBatches
 from mega_rl.types import Trajectory
 from tests.distributed.training import STRUCK_LOG
 from tests.launch import Running
-from tests.pretended_fleet import PretendedCarrier, Response
+from tests.pretended_fleet import PretendedExecutor, Response
 from tests.vision_models import MERGE, PATCH
 
 LOG = STRUCK_LOG
@@ -102,7 +107,7 @@ class PretendedProcess(EngineProcess):
     def start(self, spec: EngineSpec, tensor_rank: int, point: MeetingPoint) -> None:
         self._engine = self._sampler = PretendedEngine(self.step_s, self._shown)  # type: ignore[assignment]
 
-    def load(self, form: Form, location: Location, stored: Stored) -> None:
+    def load(self, form: StoreForm, location: Location, stored: StoredVersion) -> None:
         if not self.engine.live:  # type: ignore[attr-defined]
             live = {name: torch.zeros(place.size, dtype=form.dtype) for name, place in form.places[0].items()}
             self.engine.live = live  # type: ignore[attr-defined]
@@ -124,8 +129,8 @@ def write(what: str, **values: Any) -> None:
         file.write(line.encode())
 
 
-class WatchedCarrier(RayCarrier):
-    """Writes down what the steward decides and what engines say."""
+class WatchedExecutor(RayExecutor):
+    """Writes down what the scheduler decides and what engines say."""
 
     def carry(self, decision: events.Start | events.Kill | events.Release | events.Load | events.Issue) -> None:
         note(decision)
@@ -154,7 +159,7 @@ class WatchedCarrier(RayCarrier):
         return super()._take(decision, found)
 
 
-class PatientCarrier(RayCarrier):
+class PatientExecutor(RayExecutor):
     """Has an engine wait for newer weights that the rest of its responses may have, once these have a few tokens.
 
     So weights change within responses, whoever is faster. Of one engine.
@@ -194,7 +199,7 @@ def note(word: Any) -> None:
         write(type(word).__name__, **plain, **step)
 
 
-class WatchedSteward(Steward):
+class WatchedScheduler(FleetScheduler):
     """Writes down how long an engine that serves had nothing to do while responses waited."""
 
     _idle: dict[int, float]  # engine -> since when
@@ -202,7 +207,7 @@ class WatchedSteward(Steward):
     def handle(self, event: events.Event, now: float) -> list[events.Decision]:
         decisions = super().handle(event, now)
         before = getattr(self, "_idle", {})
-        idle = {e.number for e in self.engines.values() if e.serves and not e.load and self.ledger.num_waiting}
+        idle = {e.number for e in self.engines.values() if e.serves and not e.load and self.window.num_waiting}
         for engine, since in before.items():
             if engine not in idle and now - since > IDLE_S:
                 write("idle", engine=engine, seconds=now - since)
@@ -213,11 +218,16 @@ class WatchedSteward(Steward):
         return decisions
 
 
-def calm_carrier(
-    spec: EngineSpec, num_engines: int, requests: Requests, store: Store, stored: Mapping[int, Stored], *_: object
-) -> PretendedCarrier:
-    """Engines of this process that have the tokens of ``PretendedProcess``, in the place of a ``RayCarrier``."""
-    return PretendedCarrier(requests, cache(lambda version: digest(store.parameters(0, version))), is_pinned=True)
+def calm_executor(
+    spec: EngineSpec,
+    num_engines: int,
+    requests: Requests,
+    store: Store,
+    stored: Mapping[int, StoredVersion],
+    *_: object,
+) -> PretendedExecutor:
+    """Engines of this process that have the tokens of ``PretendedProcess``, in the place of a ``RayExecutor``."""
+    return PretendedExecutor(requests, cache(lambda version: digest(store.parameters(0, version))), is_pinned=True)
 
 
 def hold(steps: Sequence[int]) -> None:
@@ -244,11 +254,11 @@ def watch(kind: str, held: Sequence[int] = ()) -> None:
     Those of vllm and patient are real.
     """
     if kind == "patient":
-        sampling.RayCarrier = PatientCarrier  # type: ignore[misc]
+        sampling.RayExecutor = PatientExecutor  # type: ignore[misc]
         ray_executor.MAX_STEPS, ray_executor.NUM_AHEAD = 2, 1
         return
-    sampling.RayCarrier = calm_carrier if kind == "calm" else WatchedCarrier  # type: ignore[misc, assignment]
-    fleet_batches.Steward = WatchedSteward  # type: ignore[misc]
+    sampling.RayExecutor = calm_executor if kind == "calm" else WatchedExecutor  # type: ignore[misc, assignment]
+    fleet_batches.FleetScheduler = WatchedScheduler  # type: ignore[misc]
     if kind == "pretended":  # on a Ray of the run, or on a cluster
         placement.EngineProcess = PretendedProcess  # type: ignore[misc]
         leases.KeptEngine = PretendedKeptProcess  # type: ignore[misc]

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.distributed.training import RUN_MARK, carriers, survivors
+from tests.distributed.training import RUN_MARK, executors, survivors
 from tests.launch import REPO, Running, run_copy, started, torchrun_command
 from tests.listening import open_to_others
 
@@ -49,7 +49,9 @@ def test_nobody_else_gets_in(tmp_path: Path) -> None:
     script = tmp_path / "client.py"
     script.write_text(CLIENT)
     with launched() as (running, token, _, address):
-        ours = [process for process in carriers(token) if process.pid != running.process.pid]  # its store is torchrun's
+        ours = [
+            process for process in executors(token) if process.pid != running.process.pid
+        ]  # its store is torchrun's
         names = {process.name() for process in ours}
         assert {"gcs_server", "raylet"} <= names and any(name.startswith("ray::") for name in names), names
         assert open_to_others(ours) == []

@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 
 from mega_rl.parallel.schedule import split_even
 from mega_rl.rollout.collect.collect import (
-    OutlinedGroup,
+    GroupSummary,
     PromptGroup,
     Quota,
     Round,
@@ -50,7 +50,7 @@ class Engine:
         return [Trajectory.single_turn(r.prompt, r.sample_index, [1], [0.0], "", "stop", 0) for r in ended]
 
 
-def has_signal(group: PromptGroup | OutlinedGroup) -> bool:
+def has_signal(group: PromptGroup | GroupSummary) -> bool:
     return len({score.value for score in group.scores}) > 1
 
 
