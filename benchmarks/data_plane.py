@@ -6,12 +6,12 @@ Ranks 0 and 2 sample, each for an engine of two ranks; the trainer has two data-
 ones. Three ways from there to packed micro-batches, in turn on each slice of the batch:
 - lists: every rank gets the whole batch as lists of Python's numbers, and makes tensors of all of it.
 - whole: the same with arrays.
-- routed: what a run does. Every rank gets the outlines; a data-parallel rank gets the tokens of its own share.
+- routed: what a run does. Every rank gets the summaries; a data-parallel rank gets the tokens of its own share.
 Sent: bytes of one copy of the batch, with all that is said about it. Moved: bytes into all four ranks together.
 Resident: how much the rank that holds most has grown, its micro-batches left out. All per response token of the batch.
 
 Then rank 0 of a job of 1,024 ranks, with torch's fake process group, whose collectives move nothing: the CPU seconds of
-everything that a step does with the outlines of the whole batch, all of which come from this rank. Copying the tokens
+everything that a step does with the summaries of the whole batch, all of which come from this rank. Copying the tokens
 themselves is told apart. The latency of a network is not in it.
 """
 
@@ -41,13 +41,19 @@ from mega_rl.observe.metrics.declared import Metrics
 from mega_rl.parallel.collectives import gather_objects, join_world
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
 from mega_rl.parallel.sending import spread
-from mega_rl.rollout.collect.collect import OutlinedGroup
-from mega_rl.rollout.collect.trajectory_store import Depot
+from mega_rl.rollout.collect.collect import GroupSummary
+from mega_rl.rollout.collect.trajectory_store import TrajectoryStore
 from mega_rl.stages.learn import learning
 from mega_rl.stages.run.batch_share import BatchShare, pack_for_rank
 from mega_rl.stages.sampling import rollout_metrics
 from mega_rl.stages.score.scoring import RewardWatch
-from mega_rl.types import Outline, Prompt, Sample, Score, Trajectory
+from mega_rl.types import (
+    Prompt,
+    Sample,
+    Score,
+    Trajectory,
+    TrajectorySummary,
+)
 
 STEP_S = 60.0
 NUM_PROMPT, GROUP = 200, 16  # tokens of a prompt, samples of it
@@ -69,7 +75,7 @@ class World:
         self.rank, self.num_tokens = dist.get_rank(), num_tokens
         layout, self.engines = ParallelLayout.create(4, tensor=2), EngineLayout(4, 2)
         self.share = BatchShare(layout, self.rank, 8 * (NUM_PROMPT + num_tokens), 1, 0)
-        self.depot = Depot.open(layout, timeout_s=600)
+        self.trajectory_store = TrajectoryStore.open(layout, timeout_s=600)
         self.sent, self.moved = 0, 0  # bytes of what this rank owns, and bytes into this rank
 
     def sampled(self, first: int, count: int) -> dict[int, Trajectory]:
@@ -99,12 +105,14 @@ class World:
 
     def routed(self, own: dict[int, Trajectory]) -> Any:
         with self._counted():
-            parts = spread({number: self.depot.add(t) for number, t in own.items()}, self.engines.leaders())
-            outlines: dict[int, Outline] = {number: outline for part in parts for number, outline in part.items()}
-            own_outlines = [outlines[number] for number in own]
+            parts = spread({number: self.trajectory_store.add(t) for number, t in own.items()}, self.engines.leaders())
+            summaries: dict[int, TrajectorySummary] = {
+                number: summary for part in parts for number, summary in part.items()
+            }
+            own_outlines = [summaries[number] for number in own]
             self.sent = sum(o.num_token_bytes for o in own_outlines) + len(pickle.dumps(own_outlines))
-            samples = [Sample(outlines[number], Score(1.0), 0.5) for number in sorted(outlines)]
-            return outlines, samples, learning.pack_samples(self.share, samples, self.depot)
+            samples = [Sample(summaries[number], Score(1.0), 0.5) for number in sorted(summaries)]
+            return summaries, samples, learning.pack_samples(self.share, samples, self.trajectory_store)
 
     def _gathered(self, own: dict[int, Any]) -> dict[int, Any]:
         self.sent = len(pickle.dumps(own)) if own else 0
@@ -162,7 +170,7 @@ def compare(num_responses: int, num_tokens: int, num_slices: int) -> dict[str, l
             figures += [max(seconds_of_all), sum(cpu_of_all)]
             found[way] = [total + part for total, part in zip(found[way], figures, strict=True)]
             if way == "routed":
-                world.depot.drop(held[0].values())
+                world.trajectory_store.drop(held[0].values())
             del held, own
     return found
 
@@ -175,7 +183,10 @@ def control_plane(num_responses: int, num_tokens: int) -> tuple[dict[str, float]
     """CPU seconds of rank 0 of a large job for all but the tokens, by what is done; and for copying the tokens."""
     dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
     layout = ParallelLayout.create(WORLD, tensor=MODEL_RANKS)
-    depot, share = Depot(layout, 0, dist.group.WORLD), BatchShare(layout, 0, 8 * (NUM_PROMPT + num_tokens), 1, 0)
+    trajectory_store, share = (
+        TrajectoryStore(layout, 0, dist.group.WORLD),
+        BatchShare(layout, 0, 8 * (NUM_PROMPT + num_tokens), 1, 0),
+    )
     random, found = np.random.default_rng(0), dict[str, float]()
     lengths = random.integers(1, 2 * num_tokens, num_responses).tolist()
     some = {length: trajectory(0, length, random) for length in sorted(lengths)[:: max(1, num_responses // 64)]}
@@ -188,27 +199,27 @@ def control_plane(num_responses: int, num_tokens: int) -> tuple[dict[str, float]
         found[what] = time.process_time() - begin
         return result
 
-    def outlined() -> dict[int, OutlinedGroup]:
+    def summarized() -> dict[int, GroupSummary]:
         numbers = range(0, num_responses, GROUP)
         scores = tuple(Score(float(i % 2), {"exact_match": float(i % 2)}) for i in range(GROUP))
-        return {n: OutlinedGroup(tuple(map(depot.add, sampled[n : n + GROUP])), scores) for n in numbers}
+        return {n: GroupSummary(tuple(map(trajectory_store.add, sampled[n : n + GROUP])), scores) for n in numbers}
 
-    own = timed("outlines of what was sampled", outlined)
-    groups = list(timed("outlines to all ranks", lambda: spread(own, [0]))[0].values())
+    own = timed("summaries of what was sampled", summarized)
+    groups = list(timed("summaries to all ranks", lambda: spread(own, [0]))[0].values())
     data = pickle.dumps([own], protocol=5)
     timed("the same on another rank", lambda: pickle.loads(data))
     timed("looking at the rewards", lambda: RewardWatch(print).check(groups))
     samples = timed("advantages", lambda: learning.with_advantages(groups, AlgorithmConfig()))
-    outlines = [sample.outline for sample in samples]
-    plan = timed("which rank learns from what", lambda: share.plan([o.num_tokens - 1 for o in outlines]))
-    parts = [[outlines[i] for indices in of_rank for i in indices] for of_rank in plan]
-    copying = _Stopwatch(depot._pack)
-    depot._pack = copying  # type: ignore[method-assign]
-    timed("sends and receives", lambda: depot.bring(parts))
+    summaries = [sample.summary for sample in samples]
+    plan = timed("which rank learns from what", lambda: share.plan([o.num_tokens - 1 for o in summaries]))
+    parts = [[summaries[i] for indices in of_rank for i in indices] for of_rank in plan]
+    copying = _Stopwatch(trajectory_store._pack)
+    trajectory_store._pack = copying  # type: ignore[method-assign]
+    timed("sends and receives", lambda: trajectory_store.bring(parts))
     found["sends and receives"] -= copying.seconds
     timed("metrics", lambda: rollout_metrics.sample_metrics(samples))
     timed("times of all ranks", lambda: Metrics().merge(gather_objects(Metrics())))
-    timed("forgetting", lambda: depot.drop(outlines))
+    timed("forgetting", lambda: trajectory_store.drop(summaries))
     dist.destroy_process_group()
     return found, copying.seconds
 

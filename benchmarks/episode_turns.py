@@ -31,7 +31,7 @@ from mega_rl.data.tokens.replies import ReplyTokens
 from mega_rl.data.tokens.tokenizer import render_prompt
 from mega_rl.environments.episode import EpisodeLimits
 from mega_rl.environments.protocol import End, Reply, Turn
-from mega_rl.rollout.episodes.episode_tokens import Plan
+from mega_rl.rollout.episodes.episode_tokens import EpisodePlan
 from mega_rl.rollout.episodes.episodes import EpisodeSampler
 from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.vllm.engine import VLLMEngine
@@ -108,7 +108,7 @@ def measure(directory: Path, arguments: argparse.Namespace) -> dict[str, dict[st
         text, ids = render_prompt(tokenizer, question(index))
         prompts.append(Prompt(index, tuple(ids), text, "", "products"))
     requests = make_requests(prompts, n=SAMPLES, step=0, seed=1, max_tokens=1024, temperature=1.0)
-    plan = Plan(
+    plan = EpisodePlan(
         lambda prompt, sample: Service(prompt, sample, arguments.mean_s),
         ReplyTokens(tokenizer, roles=["tool"]),
         tokenizer,

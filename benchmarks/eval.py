@@ -33,7 +33,7 @@ from mega_rl.data.rows.rows import read_rows
 from mega_rl.data.tokens.tokenizer import load_tokenizer
 from mega_rl.errors import InputError
 from mega_rl.evaluation.evaluate import EvaluationSettings, evaluate
-from mega_rl.evaluation.records import Directory, Part
+from mega_rl.evaluation.records import Directory, RecordPart
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.rewards.scorer import Scorer, build_scorer
 from mega_rl.rollout.vllm.engine import VLLMEngine
@@ -72,7 +72,7 @@ def direct(llm: Any, prompts: list[Prompt], max_tokens: int) -> int:
 def ours(engine: VLLMEngine, scorer: Scorer, prompts: list[Prompt], max_tokens: int, out: Path) -> int:
     """Answers, scores and records as tools/eval.py does; returns the number of tokens."""
     directory = Directory(out, {})
-    part = Part(out, 0)
+    part = RecordPart(out, 0)
     settings = EvaluationSettings(
         EngineLayout(1, 1), n=0, temperature=1.0, max_tokens=max_tokens, seed=0, with_logprobs=False
     )

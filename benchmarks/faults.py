@@ -198,7 +198,7 @@ def differences(place: Place, stage: str, output_dir: Path) -> str:
 
 
 def left_behind(token: str, scratch: Path, shm: set[str]) -> str:
-    processes = len(training.carriers(token))
+    processes = len(training.executors(token))
     return f"{processes}, {len(set(os.listdir(SHM)) - shm)}, {len(os.listdir(scratch))}"
 
 
@@ -240,7 +240,7 @@ def inject(place: Place, fault: Fault) -> Outcome:
     with started(torchrun_command(STRUCK, fault.place, fault.step, fault.act, *arguments), env=environment) as running:
         status, seconds, next_step_s, reached = watch(running, output_dir, moment)
         end = time.monotonic()
-        while training.carriers(token) and time.monotonic() < end + 20.0:
+        while training.executors(token) and time.monotonic() < end + 20.0:
             time.sleep(0.02)
         found.gone_s, found.left = time.monotonic() - end, left_behind(token, scratch, shm)
         reached = max(steps_logged(output_dir), default=reached)

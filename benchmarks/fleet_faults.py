@@ -13,7 +13,7 @@ with the same command. The faults are dealt to rounds, each a run of its own.
 
 Every round is compared with an undisturbed run, whose engines are in the trainer's process (with vllm: with one engine
 that nobody strikes): rows of the records by step, prompt and sample (lost, doubled, with other tokens), and all metrics
-but times. Seconds: *noticed*, from the signal until the steward ended the engine, or until the trainer's process was
+but times. Seconds: *noticed*, from the signal until the scheduler ended the engine, or until the trainer's process was
 gone; *back*, from the signal until the next life held its weights, or until the next step was sampled, beside how long
 such a start took by itself. *Idle*: engines that serve and have nothing to do while responses wait.
 Exit status 1 if anything was lost, doubled or different.

@@ -104,7 +104,7 @@ def recoveries(found: Play) -> list[dict[str, Any]]:
 
 
 def unasked(found: Play) -> int:
-    """Engines that the steward ended although nobody had struck them."""
+    """Engines that the scheduler ended although nobody had struck them."""
     known = {(s.trainer, s.engine, s.life) for s in found.strikes}
     ended = [line for line in found.told.lines if line["what"] == "Kill" and "run has ended" not in line["why"]]
     return sum((line["pid"], line["engine"], line["life"]) not in known for line in ended)

@@ -18,8 +18,8 @@ from pathlib import Path
 from report import publish, table
 
 from mega_rl.simulation.choice import (
-    Batch,
-    Setting,
+    SimulatedBatch,
+    SimulatedSetting,
     simulate_all,
 )
 from mega_rl.simulation.cluster import Cluster
@@ -73,7 +73,7 @@ WORLDS = (
 )
 
 
-def settings_of(world: World, engines: int) -> list[Setting]:
+def settings_of(world: World, engines: int) -> list[SimulatedSetting]:
     """The synchronous one first, and last the first other one with deaths."""
     separate = replace(world.cluster, engines=engines)
     colocated = replace(
@@ -82,9 +82,9 @@ def settings_of(world: World, engines: int) -> list[Setting]:
         train_s=world.colocated_train_s,
         load_s=10.0,
     )
-    others = [Setting(mode, eta, 1, separate) for mode, eta, _ in world.trials]
+    others = [SimulatedSetting(mode, eta, 1, separate) for mode, eta, _ in world.trials]
     mortal = replace(others[0], cluster=replace(separate, hours_between_deaths=MORTAL_HOURS))
-    return [Setting("synchronous", 0, 1, colocated), *others, mortal]
+    return [SimulatedSetting("synchronous", 0, 1, colocated), *others, mortal]
 
 
 def main() -> None:
@@ -98,7 +98,7 @@ def main() -> None:
     rows, found = [], []
     for world in WORLDS:
         groups = world.groups * options.engines // world.engines
-        batch = Batch(groups, world.group_size, world.lengths)
+        batch = SimulatedBatch(groups, world.group_size, world.lengths)
         synchronous, *others, mortal = simulate_all(settings_of(world, options.engines), batch, options.steps)
         for trial, (mode, eta, goal) in zip(others, world.trials, strict=True):
             gain = synchronous.outcome.step_s / trial.outcome.step_s

@@ -10,7 +10,7 @@ from mega_rl.bridge.mapping.tuning import tuning_plan
 from mega_rl.config.schema.sections import RunConfig
 from mega_rl.megatron.model.logprob import VocabularyShard, token_logprobs
 from mega_rl.models.shape import ModelShape
-from mega_rl.planning.activations import ActivationModel, Tokens
+from mega_rl.planning.activations import ActivationModel, PlannedTokens
 from mega_rl.planning.state import stage_parameters, trainer_state
 from mega_rl.platform.operators.memory import OPERATOR_MEMORY
 
@@ -24,7 +24,7 @@ def planned_bytes(bench: Bench, shape: ModelShape, recompute: str, length: int, 
     config = RunConfig()
     config.model.dtype, config.trainer.stage, config.memory.recompute = "bfloat16", "sft", recompute
     name = platform.current().name
-    model = ActivationModel(config, shape, bench.layout, OPERATOR_MEMORY[name], Tokens(num_tokens, length, 1))
+    model = ActivationModel(config, shape, bench.layout, OPERATOR_MEMORY[name], PlannedTokens(num_tokens, length, 1))
     held = stage_parameters(config, shape, bench.layout, 0, tuning_plan(config.tuning, shape))
     state = trainer_state(config, bench.layout, 0, held, has_reference=False)
     return state.total + model.of_stage(0).training

@@ -44,7 +44,7 @@ from mega_rl.microbatch import Figures, Microbatch, Sequence, TokenStats
 from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.planning.activations import ActivationModel, Tokens
+from mega_rl.planning.activations import ActivationModel, PlannedTokens
 from mega_rl.planning.state import TrainerState, stage_parameters, trainer_state
 from mega_rl.platform.operators.memory import OPERATOR_MEMORY
 from mega_rl.types import DTYPES
@@ -268,7 +268,7 @@ def measure(case: Case, directory: Path) -> list[dict[str, dict[str, int]]]:
         engine.optimizer_step()
         if rank == 0:
             print(case.name, file=sys.stderr, flush=True)
-        tokens = Tokens(sum(case.lengths), max(case.lengths), case.num_microbatches)
+        tokens = PlannedTokens(sum(case.lengths), max(case.lengths), case.num_microbatches)
         planned = ActivationModel(config, shape, layout, OPERATOR_MEMORY["cpu"], tokens).of_stage(stage)
         held = stage_parameters(config, shape, layout, stage, tuning_plan(config.tuning, shape))
         state: TrainerState = trainer_state(config, layout, rank, held, has_reference=True)

@@ -1,10 +1,11 @@
-"""How much of sampling a run hides behind training: a real steward, engines and a trainer that sleep.
+"""How much of sampling a run hides behind training: a real scheduler, engines and a trainer that sleep.
 
     python benchmarks/overlap.py [--steps N] [--groups N] [--pace SECONDS] [--quick] [--json F]
 
-The steward thread of a run deals tickets to pretended engines. An engine makes so many tokens a second for all of its
+The scheduler thread of a run deals tickets to pretended engines. An engine makes so many tokens a second for all of its
 responses together; it and the trainer only sleep, so neither slows the other down on a machine with few cores, and what
-is left is what the steward's rules and its thread cost. Lengths are log-normal (sigma 0.5), drawn by ticket and sample.
+is left is what the scheduler's rules and its thread cost. Lengths are log-normal (sigma 0.5), drawn by ticket and
+sample.
 
 Three parts. *Equal times*: two engines, which take the given seconds for a step's tokens if neither waits, and a
 trainer that takes as long; the slower part is the longer of what the synchronous run waits for a step and what the
@@ -35,13 +36,13 @@ import numpy.typing as npt
 from report import publish, table
 
 from mega_rl.fleet import events
-from mega_rl.fleet.engines import Limits
-from mega_rl.fleet.scheduler import Steward
+from mega_rl.fleet.engines import EngineLimits
+from mega_rl.fleet.scheduler import FleetScheduler
 from mega_rl.fleet.tickets import Key, Rules
-from mega_rl.rollout.scheduling.scheduler_thread import StewardThread
+from mega_rl.rollout.scheduling.scheduler_thread import SchedulerThread
 from mega_rl.simulation.choice import (
-    Batch,
-    Setting,
+    SimulatedBatch,
+    SimulatedSetting,
     simulate,
 )
 from mega_rl.simulation.cluster import Cluster
@@ -84,8 +85,8 @@ class Engine:
         )
 
 
-class PacedCarrier:
-    """A ``Carrier`` of engines that make tokens as time passes."""
+class PacedExecutor:
+    """A ``FleetExecutor`` of engines that make tokens as time passes."""
 
     def __init__(self, speeds: Sequence[float]) -> None:
         self._speeds = speeds
@@ -161,8 +162,8 @@ class Figures:
 def measured(groups: int, steps: int, eta: int, is_pinned: bool, speeds: Sequence[float], train_s: float) -> Figures:
     """Run the loop of a trainer that sleeps ``train_s`` a step."""
     rules = Rules(groups, GROUP, steps + eta, eta, is_pinned)  # the last counted steps have others in the air too
-    steward = Steward(rules, Limits(slots=10_000), range(len(speeds)))
-    thread = StewardThread(steward, PacedCarrier(speeds), score, lambda scores: True, {}, limit_s=NEVER)
+    scheduler = FleetScheduler(rules, EngineLimits(slots=10_000), range(len(speeds)))
+    thread = SchedulerThread(scheduler, PacedExecutor(speeds), score, lambda scores: True, {}, limit_s=NEVER)
     ends, waits, tokens = [], [], 0.0
     try:
         for step in range(steps):
@@ -191,7 +192,7 @@ def predicted(groups: int, steps: int, pace_s: float, mode: str, eta: int) -> fl
     """Seconds of a step of two engines and a trainer of equal times, simulated."""
     per_response_s = 2 * pace_s / (groups * GROUP * TOKENS)
     cluster = Cluster(2, 10_000, 0.0, per_response_s, pace_s, prefill_tokens_per_s=math.inf)
-    return simulate(Setting(mode, eta, 1, cluster), Batch(groups, GROUP, drawn), steps).outcome.step_s
+    return simulate(SimulatedSetting(mode, eta, 1, cluster), SimulatedBatch(groups, GROUP, drawn), steps).outcome.step_s
 
 
 def all_measured(groups: int, steps: int, pace_s: float) -> dict[str, list[dict[str, Any]]]:

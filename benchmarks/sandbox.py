@@ -20,7 +20,7 @@ from report import publish, table
 
 from mega_rl.rewards.sandbox import sandbox
 from mega_rl.rewards.sandbox.sandbox import (
-    Limits,
+    ProgramLimits,
     has_namespaces,
     run_program,
 )
@@ -38,7 +38,7 @@ def main() -> None:
     if not arguments.limits and not has_namespaces():
         parser.error("this system allows no unprivileged namespaces; add --limits")
     calls, rounds = (3, 2) if arguments.quick else (arguments.calls, arguments.rounds)
-    limits = Limits(60.0, 1 << 32, namespaces=not arguments.limits)
+    limits = ProgramLimits(60.0, 1 << 32, namespaces=not arguments.limits)
     source = "".join(f"import {name}\n" for name in arguments.modules) + "print(6 * 7)"
     cold, warm = [], []
     for _ in range(rounds):
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def measure(
-    source: str, limits: Limits, preload: tuple[str, ...], num_calls: int, is_warm: bool = False
+    source: str, limits: ProgramLimits, preload: tuple[str, ...], num_calls: int, is_warm: bool = False
 ) -> tuple[float, float]:
     """Milliseconds per call: of processors, and on the clock."""
     if not is_warm:
@@ -68,7 +68,7 @@ def measure(
     return spent_s / num_calls * 1e3, wall_s / num_calls * 1e3
 
 
-def run(source: str, limits: Limits, preload: tuple[str, ...]) -> float:
+def run(source: str, limits: ProgramLimits, preload: tuple[str, ...]) -> float:
     """Seconds of processors that a program took in the processes of its own."""
     ended = run_program(source, "", limits, preload=preload)
     assert (ended.exit_code, ended.output) == (0, "42\n"), ended

@@ -42,7 +42,12 @@ from mega_rl.bridge.series import slices_of
 from mega_rl.bridge.slices import Box, Slice, indices
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.collectives import broadcast_object, gather_objects
-from mega_rl.rollout.remote.weight_store import Form, Store, Stored, take
+from mega_rl.rollout.remote.weight_store import (
+    Store,
+    StoredVersion,
+    StoreForm,
+    take,
+)
 
 NUM_TRAINERS, NUM_ENGINES = 2, 2
 WORLD_SIZE = NUM_TRAINERS + NUM_ENGINES
@@ -88,7 +93,7 @@ class Bench:
         vocabulary, layers = padded_vocab_size(shape.vocab_size, NUM_TRAINERS), range(shape.num_layers)
         held = [megatron_series(shape, NUM_TRAINERS, rank, layers, True, True, vocabulary) for rank in range(2)]
         wanted = vllm_series(shape, 1, 0)
-        self.form = Form((tuple(wanted),), DTYPE, num_slots=2, salt=1)
+        self.form = StoreForm((tuple(wanted),), DTYPE, num_slots=2, salt=1)
         self.weights = parameters_of(slices_of(held[self.rank]), seed=0) if self.is_trainer else {}
         self.live = {} if self.is_trainer else parameters_of(slices_of(wanted), seed=1)
         start = time.perf_counter()
@@ -120,7 +125,7 @@ class Bench:
                 write = HashedWrite(write_into(self.store.parameters(0, version)), self.form.salt)
                 self.bytes["written"] = self.deposit.run(self.read, write, DTYPE).bytes_local
                 digest = write.digest()
-        stored = Stored(version, [summed(gather_objects(digest))])
+        stored = StoredVersion(version, [summed(gather_objects(digest))])
         if self.deposit is None:
             with self.timed("take"):
                 take(self.store, 0, stored, self.live)

@@ -139,7 +139,7 @@ class Bench:
         self.engine[name][indices(box)].copy_(piece)
 
     def mega_rl(self) -> None:
-        self.ledger = self.transfer.run(self.read, self.write, DTYPE)
+        self.transfer_count = self.transfer.run(self.read, self.write, DTYPE)
 
     def copy(self) -> None:
         for name, tensor in self.engine.items():
@@ -225,16 +225,16 @@ def measure(arguments: argparse.Namespace, model_dir: Path) -> list[dict[str, ob
                     bench.proof.check(bench.read, bench.rank, colocated(bench.engine, bench.rank), number)
                     if way == "mega_rl" and number:
                         proof_s.append(time.perf_counter() - start)
-        ledgers = gather_objects(bench.ledger)
-        sent, local = (sum(getattr(part, name) for part in ledgers) for name in ("bytes_sent", "bytes_local"))
-        minimum = sum(part.bytes_minimum for part in ledgers)
+        transfer_counts = gather_objects(bench.transfer_count)
+        sent, local = (sum(getattr(part, name) for part in transfer_counts) for name in ("bytes_sent", "bytes_local"))
+        minimum = sum(part.bytes_minimum for part in transfer_counts)
         results.append(
             {
                 "case": case.name,
                 "bytes_local": local,
                 "bytes_sent": sent,
                 "bytes_minimum": minimum,
-                "num_buckets": bench.ledger.num_buckets,
+                "num_buckets": bench.transfer_count.num_buckets,
                 "plan_s": max(gather_objects(bench.plan_s)),
                 "proof_s": statistics.median(proof_s),
                 "seconds": {way: [s for s, _, _ in runs] for way, runs in found.items()},

@@ -57,7 +57,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Turn:
+class TurnSpan:
     """Tokens ``start`` to ``stop`` (not included) of a trajectory, and who wrote them."""
 
     role: str  # PROMPT, ASSISTANT, or that of the message that answered the assistant, such as "tool" or "user"
@@ -97,7 +97,7 @@ class Trajectory:
     loss_mask: npt.NDArray[np.bool_]  # [L]: True on sampled tokens only
     logprobs: npt.NDArray[np.float32]  # [L]: nats, under the engine's (possibly noisy) policy; 0 outside the mask
     spans: tuple[Span, ...]  # ascending; the first begins at the first sampled token
-    turns: tuple[Turn, ...]  # side by side over all tokens; the first is the prompt
+    turns: tuple[TurnSpan, ...]  # side by side over all tokens; the first is the prompt
     # Of the sampled tokens, without special tokens; of an episode, of the turns that rewards score. The first tail of a
     # response may have none.
     text: str
@@ -118,7 +118,7 @@ class Trajectory:
         first_sampled = int(self.loss_mask.argmax()) if self.loss_mask.any() else length
         assert self.spans and self.spans[0].start == first_sampled, "the first span begins at the first sampled token"
         assert all(a.start < b.start < length and a.version < b.version for a, b in pairwise(self.spans)), self.spans
-        assert self.turns and self.turns[0] == Turn(PROMPT, 0, num_prompt), "the first turn is the prompt"
+        assert self.turns and self.turns[0] == TurnSpan(PROMPT, 0, num_prompt), "the first turn is the prompt"
         assert all(a.stop == b.start <= b.stop for a, b in pairwise(self.turns)), self.turns
         assert self.turns[-1].stop == length, "the turns cover all tokens"
         others = (turn for turn in self.turns if turn.role != ASSISTANT)
@@ -155,7 +155,7 @@ class Trajectory:
             loss_mask=loss_mask,
             logprobs=padded,
             spans=(Span(num_prompt, version),),
-            turns=(Turn(PROMPT, 0, num_prompt), Turn(ASSISTANT, num_prompt, length)),
+            turns=(TurnSpan(PROMPT, 0, num_prompt), TurnSpan(ASSISTANT, num_prompt, length)),
             text=text,
             finish_reason=finish_reason,
             routed_experts=routed_experts,
@@ -181,10 +181,10 @@ class Trajectory:
         """The sync whose weights sampled the last tokens; with one span, all of them."""
         return self.spans[-1].version
 
-    def outline(self, owner: int = 0, number: int = 0) -> Outline:
+    def summary(self, owner: int = 0, number: int = 0) -> TrajectorySummary:
         """What the ranks that do not hold it know of it; ``owner`` holds it, as its ``number``-th one."""
         routed = self.routed_experts
-        return Outline(
+        return TrajectorySummary(
             owner,
             number,
             self.prompt.index,
@@ -196,7 +196,7 @@ class Trajectory:
             float(self.logprobs.sum(dtype=np.float64)),
             self.finish_reason,
             self._versions(),
-            None if routed is None else Routing(routed.dtype.name, *routed.shape[1:]),
+            None if routed is None else RoutingShape(routed.dtype.name, *routed.shape[1:]),
             self.episode,
             () if self.episode is None else self._turn_sizes(),
         )
@@ -234,7 +234,7 @@ class Trajectory:
                 array.flags.writeable = False
 
 
-class Routing(NamedTuple):
+class RoutingShape(NamedTuple):
     """What the experts of every token of a trajectory look like as an array [L-1, M, K]."""
 
     dtype: str  # uint8 or uint16
@@ -242,7 +242,7 @@ class Routing(NamedTuple):
     experts_per_token: int  # K
 
 
-class Outline(NamedTuple):
+class TrajectorySummary(NamedTuple):
     """A trajectory without its tokens: numbers that every rank has, while the tokens lie with one of them.
 
     About 60 bytes in a message, however long the trajectory is; what an episode's environment says comes on top.
@@ -260,7 +260,7 @@ class Outline(NamedTuple):
     finish_reason: str
     # (of the weights, sampled tokens), ascending: which weights sampled how many of the tokens, from the first one on
     versions: tuple[tuple[int, int], ...]
-    routing: Routing | None = None
+    routing: RoutingShape | None = None
     episode: Outcome | None = None
     turn_sizes: tuple[int, ...] = ()  # of an episode: sampled tokens of each turn of the model
 
@@ -302,7 +302,7 @@ class Outline(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TrajectoryTokens:
     """What a trainer learns from of one trajectory: its arrays as they were sent, 8.1 bytes a sampled token."""
 
     token_ids: npt.NDArray[np.int32]  # [L]
@@ -324,9 +324,9 @@ class Tokens:
 
 
 class TokenSource(Protocol):
-    """Where the tokens of outlined trajectories are to be had."""
+    """Where the tokens of summarized trajectories are to be had."""
 
-    def bring(self, parts: SequenceOf[SequenceOf[Outline]]) -> list[Tokens]:
+    def bring(self, parts: SequenceOf[SequenceOf[TrajectorySummary]]) -> list[TrajectoryTokens]:
         """The tokens of this rank's part, in its order. Collective.
 
         Args:
@@ -367,7 +367,7 @@ class Score:
 class Sample:
     """A trajectory with its reward and advantage: what the trainer learns from, but for the tokens themselves."""
 
-    outline: Outline
+    summary: TrajectorySummary
     score: Score
     advantage: float  # of every sampled token; where turns have their own, the mean over these tokens
     turn_advantages: tuple[float, ...] = ()  # of every turn of the model; (): all have the same
@@ -377,4 +377,4 @@ class Sample:
         """The advantage of all sampled tokens, or [S]: of each."""
         if not self.turn_advantages:
             return self.advantage
-        return np.repeat(np.array(self.turn_advantages), self.outline.turn_sizes)
+        return np.repeat(np.array(self.turn_advantages), self.summary.turn_sizes)

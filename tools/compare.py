@@ -23,7 +23,7 @@ from rich.table import Table
 
 from mega_rl.errors import InputError
 from mega_rl.observe.analysis.compare import (
-    Difference,
+    MetricDifference,
     Run,
     Throughput,
     difference,
@@ -74,13 +74,13 @@ def names_of(options: argparse.Namespace) -> list[str]:
     return names
 
 
-def print_table(names: Sequence[str], rows: Sequence[tuple[str, Difference | Throughput]]) -> None:
+def print_table(names: Sequence[str], rows: Sequence[tuple[str, MetricDifference | Throughput]]) -> None:
     table = Table(title=f"Against {names[0]}")
     for column in ("run", "metric", "steps", "baseline", "run", "error", "limit", ""):
         table.add_column(column, overflow="fold")
     for name, row in rows:
         verdict = "" if row.limit is None else ("pass" if row.passed else "FAIL")
-        if isinstance(row, Difference):
+        if isinstance(row, MetricDifference):
             error, limit = f"{row.relative_error:.2%}", "" if row.limit is None else f"{row.limit:.2%}"
             figures = (row.metric, str(row.num_steps), f"{row.baseline_mean:.5g}", f"{row.mean:.5g}", error, limit)
         else:
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = names_of(options)
     baseline, *others = runs = [read_run(path) for path in (options.baseline, *options.runs)]
     wanted = [metric_and_limit(text) for text in options.metric or default_metrics(baseline)]
-    rows: list[tuple[str, Difference | Throughput]] = []
+    rows: list[tuple[str, MetricDifference | Throughput]] = []
     for name, run in zip(names[1:], others, strict=True):
         rows += [(name, difference(baseline, run, metric, limit)) for metric, limit in wanted]
         if options.throughput:

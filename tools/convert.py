@@ -33,7 +33,7 @@ from mega_rl import platform
 from mega_rl.bridge.files.assembly import Assembly, FileImage, literal_file
 from mega_rl.bridge.files.copy import Advance, copy_tensors, digests
 from mega_rl.bridge.files.huggingface import HFReader, metadata_files, plan_huggingface, value_changes
-from mega_rl.bridge.files.stored import Stored
+from mega_rl.bridge.files.stored import StoredTensors
 from mega_rl.bridge.files.torch_dist.manifest import (
     MANIFEST,
     PROGRESS,
@@ -70,7 +70,7 @@ class Source:
     """What is converted."""
 
     shape: ModelShape
-    tensors: Stored
+    tensors: StoredTensors
     metadata_dir: Path  # config.json, tokenizer
     files: list[Path]  # by which a later run sees that it is still the same source
     changes: dict[str, Any] = field(default_factory=dict)  # keys of config.json that are otherwise
@@ -85,7 +85,7 @@ class Target:
     """What is made: all files without the weights, and the places of the weights in them."""
 
     folder: str  # of the weights
-    tensors: Stored  # its root is set when the output directory is there
+    tensors: StoredTensors  # its root is set when the output directory is there
     images: dict[str, FileImage]
 
 
@@ -213,7 +213,7 @@ def plan_export(source: Source, dtypes: dict[str, torch.dtype], max_shard_bytes:
     return Target(".", tensors, images | source.metadata(_main(tensors)))
 
 
-def _main(tensors: Stored) -> torch.dtype:
+def _main(tensors: StoredTensors) -> torch.dtype:
     """The dtype of most of the bytes: what config.json names."""
     num_bytes: Counter[torch.dtype] = Counter()
     for name, size in tensors.shapes.items():
@@ -277,7 +277,7 @@ def convert(options: argparse.Namespace) -> None:
     print(f"wrote {options.out}: {figures}" + (f", verified in {CERTIFICATE}" if options.verify else ""))
 
 
-def certify(options: argparse.Namespace, source: Source, target: Stored, root: Path) -> dict[str, Any]:
+def certify(options: argparse.Namespace, source: Source, target: StoredTensors, root: Path) -> dict[str, Any]:
     """Read the output as anybody would and compare it with the source; RuntimeError where they differ."""
     if options.command == "megatron-to-hf":
         reader = HFReader(root)

@@ -36,19 +36,30 @@ from mega_rl import platform
 from mega_rl.config import RunConfig
 from mega_rl.config.schema.sections import RewardConfig
 from mega_rl.data.pictures.image_processor import picture_reader
-from mega_rl.data.pictures.picture_set import Album, has_pictures
+from mega_rl.data.pictures.picture_set import PictureSet, has_pictures
 from mega_rl.data.prompts import PromptDataset
 from mega_rl.data.rows.rows import atomic_path, each_row
 from mega_rl.data.tokens.tokenizer import load_tokenizer
 from mega_rl.errors import InputError
 from mega_rl.evaluation.comparison import compare
 from mega_rl.evaluation.configuration import DATA, check, check_layout, evaluation_config, settings_of
-from mega_rl.evaluation.evaluate import Answered, EvaluationSettings, evaluate
+from mega_rl.evaluation.evaluate import (
+    AnsweredPrompt,
+    EvaluationSettings,
+    evaluate,
+)
 from mega_rl.evaluation.exporting import export
 from mega_rl.evaluation.grading import Grading, outcomes
-from mega_rl.evaluation.records import RESULTS, SUMMARY, Directory, Part, read_results, read_settings
+from mega_rl.evaluation.records import (
+    RESULTS,
+    SUMMARY,
+    Directory,
+    RecordPart,
+    read_results,
+    read_settings,
+)
 from mega_rl.evaluation.summary import Bootstrap, default_ks, summarise, table
-from mega_rl.evaluation.weights import Weights, find_weights
+from mega_rl.evaluation.weights import EvaluatedWeights, find_weights
 from mega_rl.models.shape import read_model_shape
 from mega_rl.observe.lines import write_whole_lines
 from mega_rl.parallel.collectives import broadcast_object, gather_objects, is_first, together
@@ -153,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     dist.destroy_process_group()
 
 
-def configured(options: argparse.Namespace, weights: Weights) -> RunConfig:
+def configured(options: argparse.Namespace, weights: EvaluatedWeights) -> RunConfig:
     """The configuration that the options change.
 
     Raises:
@@ -185,7 +196,7 @@ def answer_all(
     out: Path,
     directory: Directory | None,
     config: RunConfig,
-    weights: Weights,
+    weights: EvaluatedWeights,
     is_greedy: bool,
     device: torch.device,
 ) -> None:
@@ -200,7 +211,7 @@ def answer_all(
     tokenizer = load_tokenizer(config.model.path)
     with together("making an environment"):
         plan = plan_of(config, tokenizer)
-    album = album_of(config, tokenizer)
+    picture_set = picture_set_of(config, tokenizer)
     prompts = PromptDataset.from_files(
         config.data.val_files,
         tokenizer,
@@ -209,7 +220,7 @@ def answer_all(
         max_samples=config.data.max_val_samples,
         needs_truth=rows_need_truth(config),
         tools=() if plan is None else plan.tools,
-        album=album,
+        picture_set=picture_set,
     )
     if prompts.num_dropped:
         say(f"{prompts.num_dropped} prompts longer than {config.data.max_prompt_length} tokens left out")
@@ -219,13 +230,13 @@ def answer_all(
         say(f"continuing: {len(done)} of {len(prompts)} problems are answered")
     if missing:
         # without rewards the environment gives them
-        pictures = None if album is None else album.pictures
+        pictures = None if picture_set is None else picture_set.pictures
         scorer = Scorer([], None)
         if config.rewards:
             scorer = scorer_of_node(config.rewards, config.reward_workers, pictures=pictures)
         if weights.is_checkpoint:
             config.model.path = exported(weights, config.model.path, out / EXPORT)
-        engine, layout = build_engine(config, device, album)
+        engine, layout = build_engine(config, device, picture_set)
         settings = EvaluationSettings(
             layout,
             config.validation.n,
@@ -255,7 +266,7 @@ def answer_missing(
     """Append the answers to every one of these problems to this rank's part of the results. Collective."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     rendezvous = Rendezvous(shared_store(timeout_s), rank, world_size) if world_size > 1 else None
-    part, begin = Part(out, rank), time.monotonic()
+    part, begin = RecordPart(out, rank), time.monotonic()
     evaluate(engine, scorer, missing, settings, with_news(part, len(missing)), rendezvous)
     part.close()
     seconds = time.monotonic() - begin
@@ -263,11 +274,11 @@ def answer_missing(
     say(f"{len(missing)} problems, {num_tokens} tokens in {seconds:.1f} s: {num_tokens / seconds:,.0f} tokens/s")
 
 
-def with_news(part: Part, num_problems: int) -> Callable[[Answered], None]:
+def with_news(part: RecordPart, num_problems: int) -> Callable[[AnsweredPrompt], None]:
     """Appends to the part; the first rank tells how far it is."""
     begin = last = time.monotonic()
 
-    def take(answered: Answered) -> None:
+    def take(answered: AnsweredPrompt) -> None:
         nonlocal last
         part.append(answered)
         if is_first() and (now := time.monotonic()) - last > NEWS_S:
@@ -277,7 +288,7 @@ def with_news(part: Part, num_problems: int) -> Callable[[Answered], None]:
     return take
 
 
-def exported(weights: Weights, model: str, target: Path) -> str:
+def exported(weights: EvaluatedWeights, model: str, target: Path) -> str:
     """The checkpoint as a Hugging Face directory, made by the first rank with tools/convert.py. Collective.
 
     Args:
@@ -294,7 +305,7 @@ def exported(weights: Weights, model: str, target: Path) -> str:
     return str(target)
 
 
-def album_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Album | None:
+def picture_set_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PictureSet | None:
     """Takes the pictures of the problems; None: the model sees none, or there are none. Collective."""
     tower = read_model_shape(config.model.path).tower
     if tower is None:
@@ -305,19 +316,21 @@ def album_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Album | N
     if not any(gather_objects(is_seen)):  # text needs neither an image processor nor a chat template
         return None
     with together("opening the image processor"):
-        return Album(picture_reader(config.model.path, tower, tokenizer, config.data))
+        return PictureSet(picture_reader(config.model.path, tower, tokenizer, config.data))
 
 
-def sight_of(album: Album | None, config: RunConfig) -> Sight | None:
+def sight_of(picture_set: PictureSet | None, config: RunConfig) -> Sight | None:
     """What the engines see with; None: the problems have no pictures."""
-    if album is None or not album.pictures:
+    if picture_set is None or not picture_set.pictures:
         return None
-    return Sight(album.pictures, config.data.max_images, album.reader.pixel_limits)
+    return Sight(picture_set.pictures, config.data.max_images, picture_set.reader.pixel_limits)
 
 
-def build_engine(config: RunConfig, device: torch.device, album: Album | None) -> tuple[ProbedSampler, EngineLayout]:
+def build_engine(
+    config: RunConfig, device: torch.device, picture_set: PictureSet | None
+) -> tuple[ProbedSampler, EngineLayout]:
     """This rank's engine, or the hands of those elsewhere, and how the ranks share them. Collective."""
-    world_size, rollout, sight = dist.get_world_size(), config.rollout, sight_of(album, config)
+    world_size, rollout, sight = dist.get_world_size(), config.rollout, sight_of(picture_set, config)
     length = config.data.max_prompt_length + config.data.max_response_length
     if rollout.placement == "separate":
         spec = EngineSpec(
@@ -331,7 +344,7 @@ def build_engine(config: RunConfig, device: torch.device, album: Album | None) -
             config.trainer.collective_timeout_s,
             sight=sight and replace(sight, pictures={}),  # they come with the requests
         )
-        return RemoteEngines(spec, rollout.num_engines, album), EngineLayout(world_size, world_size)
+        return RemoteEngines(spec, rollout.num_engines, picture_set), EngineLayout(world_size, world_size)
     engine = VLLMEngine(
         config.model.path,
         rollout,

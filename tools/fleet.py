@@ -33,7 +33,7 @@ from mega_rl.rollout.scheduling.fleet_requests import (
     DIRECTORY,
     MAX_COUNT,
     PATIENCE_S,
-    Question,
+    ControlQuestion,
     ask,
 )
 
@@ -78,14 +78,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def question(options: argparse.Namespace) -> Question:
+def question(options: argparse.Namespace) -> ControlQuestion:
     if options.command == "add":
-        return Question("add", count=options.count, wait_s=options.wait)
+        return ControlQuestion("add", count=options.count, wait_s=options.wait)
     if options.command == "remove":
         if bool(options.engines) == bool(options.count):
             raise InputError("remove needs engines or --count, one of the two: name engines as `status` numbers them")
-        return Question("remove", count=options.count or 0, engines=tuple(options.engines))
-    return Question("status")
+        return ControlQuestion("remove", count=options.count or 0, engines=tuple(options.engines))
+    return ControlQuestion("status")
 
 
 def table_of(status: dict[str, Any]) -> Table:

@@ -31,7 +31,7 @@ from mega_rl.bridge.files.copy import Advance, copy_tensors, digests
 from mega_rl.bridge.files.huggingface import HFReader, metadata_files, plan_huggingface
 from mega_rl.bridge.files.peft.peft import WEIGHTS_FILE, PeftReader
 from mega_rl.bridge.files.peft.peft_config import CONFIG_FILE
-from mega_rl.bridge.files.stored import Stored
+from mega_rl.bridge.files.stored import StoredTensors
 from mega_rl.bridge.lora import Factors, merged
 from mega_rl.bridge.slices import Box
 from mega_rl.errors import InputError
@@ -88,7 +88,7 @@ def progress_bar(title: str, num_bytes: int) -> Iterator[Advance]:
         yield lambda count: progress.advance(task, count)
 
 
-def identity(options: argparse.Namespace, base: Stored) -> dict[str, Any]:
+def identity(options: argparse.Namespace, base: StoredTensors) -> dict[str, Any]:
     """What makes two runs of this tool the same job."""
     own = [options.adapter / name for name in (CONFIG_FILE, WEIGHTS_FILE)]
     paths = [*(options.base / file for file in ["config.json", *base.files()]), *own]
@@ -134,7 +134,7 @@ def tell_loss(transform: Merge, dtype: torch.dtype) -> None:
 
 
 def certify(
-    options: argparse.Namespace, shape: ModelShape, base: Stored, transform: Merge, root: Path
+    options: argparse.Namespace, shape: ModelShape, base: StoredTensors, transform: Merge, root: Path
 ) -> dict[str, Any]:
     """Read the output as anybody would, merge once more, and compare; RuntimeError where they differ."""
     reader = HFReader(root)

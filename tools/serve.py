@@ -34,7 +34,7 @@ from mega_rl.data.tokens.tokenizer import load_tokenizer
 from mega_rl.errors import InputError
 from mega_rl.evaluation.configuration import evaluation_config
 from mega_rl.evaluation.exporting import export
-from mega_rl.evaluation.weights import Weights, find_weights
+from mega_rl.evaluation.weights import EvaluatedWeights, find_weights
 from mega_rl.models.shape import read_model_shape
 from mega_rl.observe.lines import write_whole_lines
 from mega_rl.parallel.watch.process import (
@@ -46,10 +46,10 @@ from mega_rl.rewards.sandbox.scratch import Scratch, sweep
 from mega_rl.rollout.engine import Sampler
 from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.member import FleetMember
-from mega_rl.rollout.remote.placement import Fleet
+from mega_rl.rollout.remote.placement import EngineGroup
 from mega_rl.rollout.vllm.streaming_engine import StreamingEngine
 from mega_rl.rollout.vllm.tool_parsers import check_parser, tool_parser
-from mega_rl.serving.conversations import Renderer
+from mega_rl.serving.conversations import ConversationRenderer
 from mega_rl.serving.endpoint import Endpoint, Model
 from mega_rl.serving.engines import Engines
 from mega_rl.serving.sessions import Recorder, Sessions
@@ -114,7 +114,7 @@ def check(options: argparse.Namespace) -> None:
         check_parser(options.tool_parser)
 
 
-def configured(options: argparse.Namespace, weights: Weights) -> RunConfig:
+def configured(options: argparse.Namespace, weights: EvaluatedWeights) -> RunConfig:
     """What the engines are started with. Raises InputError: as ``load_config``."""
     config = evaluation_config(options.config or weights.run_config, options.overrides, weights)
     rollout = replace(
@@ -161,7 +161,7 @@ def samplers(config: RunConfig, length: int) -> tuple[list[Sampler], Callable[[]
             config.platform.deterministic,
             num_threads,
         )
-        fleet = Fleet(spec, config.rollout.num_engines)
+        fleet = EngineGroup(spec, config.rollout.num_engines)
         return [FleetMember(fleet, number, length) for number in range(fleet.num_engines)], lambda: None
     engine = StreamingEngine(
         config.model.path, config.rollout, max_model_len=length, device_type=device.type, dtype=config.model.dtype
@@ -175,10 +175,10 @@ def _bind(num_threads: int) -> None:
     torch.set_num_threads(num_threads)
 
 
-def endpoint_of(options: argparse.Namespace, config: RunConfig, scratch: Path, weights: Weights) -> Endpoint:
+def endpoint_of(options: argparse.Namespace, config: RunConfig, scratch: Path, weights: EvaluatedWeights) -> Endpoint:
     """Everything behind the port; returns when the engines can sample. Raises InputError."""
     tokenizer = load_tokenizer(config.model.path)
-    renderer, sessions = Renderer(tokenizer, config.rollout.stop_token_ids, options.history), None
+    renderer, sessions = ConversationRenderer(tokenizer, config.rollout.stop_token_ids, options.history), None
     if options.record is not None:
         renderer.check()
         recorder = Recorder(options.record, options.step)

@@ -31,8 +31,8 @@ from mega_rl.planning.engine import NUM_SEQUENCES
 from mega_rl.planning.speeds import DEVICES, speeds
 from mega_rl.simulation import lengths as length_forms
 from mega_rl.simulation.choice import (
-    Batch,
-    Setting,
+    SimulatedBatch,
+    SimulatedSetting,
     Trial,
     recommended,
     simulate,
@@ -189,7 +189,7 @@ def costs_of(options: argparse.Namespace, config: RunConfig, lengths: Lengths) -
     return Costs(fixed / 1e3, response / 1e3, (train or 0.0) * devices, token)
 
 
-def settings_of(options: argparse.Namespace, config: RunConfig, costs: Costs) -> list[Setting]:
+def settings_of(options: argparse.Namespace, config: RunConfig, costs: Costs) -> list[SimulatedSetting]:
     tensor, parallel = config.rollout.tensor_parallel_size, config.parallel
     slots = int(config.rollout.vllm.get("max_num_seqs", NUM_SEQUENCES))
     prefill = NEVER if config.rollout.kv_on_update == "keep" else Cluster.prefill_tokens_per_s
@@ -215,7 +215,7 @@ def settings_of(options: argparse.Namespace, config: RunConfig, costs: Costs) ->
         colocated = replace(colocated, load_s=options.colocated_load_s)
     multiple = parallel.tensor * parallel.pipeline * parallel.context
     chosen = [options.trainer_devices] if options.trainer_devices else splits(options.devices, tensor, multiple)
-    found = [Setting("synchronous", 0, options.devices, colocated)]
+    found = [SimulatedSetting("synchronous", 0, options.devices, colocated)]
     for trainer in chosen:
         if options.devices - trainer < tensor:
             raise InputError(
@@ -225,7 +225,7 @@ def settings_of(options: argparse.Namespace, config: RunConfig, costs: Costs) ->
         for mode in ("pinned", "in_flight"):
             if mode in options.modes:
                 fleet = cluster(options.devices - trainer, trainer)
-                found += [Setting(mode, eta, trainer, fleet) for eta in sorted(set(options.eta))]
+                found += [SimulatedSetting(mode, eta, trainer, fleet) for eta in sorted(set(options.eta))]
     return found
 
 
@@ -275,7 +275,7 @@ def sentence(trials: Sequence[Trial], best: Trial) -> str:
     )
 
 
-def drawn(options: argparse.Namespace, trials: Sequence[Trial], best: Trial) -> Setting:
+def drawn(options: argparse.Namespace, trials: Sequence[Trial], best: Trial) -> SimulatedSetting:
     """The run that --trace and --picture show."""
     if options.draw is None:
         return best.setting
@@ -287,7 +287,7 @@ def drawn(options: argparse.Namespace, trials: Sequence[Trial], best: Trial) -> 
     raise InputError(f"--draw is {shown(options.draw)}: choose one of {', '.join(choices)}")
 
 
-def write_files(options: argparse.Namespace, setting: Setting, batch: Batch) -> None:
+def write_files(options: argparse.Namespace, setting: SimulatedSetting, batch: SimulatedBatch) -> None:
     """Simulate one setting once more, with every activity kept."""
     outcome = simulate(setting, batch, options.steps, abs(options.seed), records=True).outcome
     try:
@@ -321,7 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = load_config(options.config, options.overrides)
     check(options, config)
     lengths = lengths_of(options, config)
-    batch = Batch(config.data.train_batch_size, config.rollout.n, lengths)
+    batch = SimulatedBatch(config.data.train_batch_size, config.rollout.n, lengths)
     settings = settings_of(options, config, costs_of(options, config, lengths))
     trials = simulate_all(settings, batch, options.steps, abs(options.seed))
     best = recommended(trials)

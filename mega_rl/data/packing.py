@@ -14,11 +14,11 @@ import torch
 
 from mega_rl.microbatch import Images, Microbatch, Sequence
 from mega_rl.models.vision import NUM_AXES
-from mega_rl.types import Tokens, Trajectory
+from mega_rl.types import Trajectory, TrajectoryTokens
 
 
 def sequence_of(
-    tokens: Tokens | Trajectory,
+    tokens: TrajectoryTokens | Trajectory,
     advantage: float | npt.NDArray[np.float64],
     staleness: npt.NDArray[np.int64] | None = None,
 ) -> Sequence:

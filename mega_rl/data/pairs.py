@@ -83,7 +83,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Judged:
+class LabelledAnswer:
     """One answer and whether it is good, with the same prompt before another prompt's answer."""
 
     index: int  # its place in the data set
@@ -149,13 +149,13 @@ class PairDataset:
         return self.items[position]
 
 
-class JudgedDataset:
+class LabelledDataset:
     """Answers with their verdicts, in the order of their files.
 
     The mismatched answer of a row is that of the next row with another prompt, cut where it would be too long.
     """
 
-    def __init__(self, items: list[Judged], num_dropped: int = 0) -> None:
+    def __init__(self, items: list[LabelledAnswer], num_dropped: int = 0) -> None:
         self.items = items
         self.num_dropped = num_dropped  # answers longer than the limits
         verdicts = bytes(item.is_good for item in items)
@@ -170,7 +170,7 @@ class JudgedDataset:
         *,
         key: str = "data.train_files",
         max_samples: int | None = None,
-    ) -> JudgedDataset:
+    ) -> LabelledDataset:
         """As ``PairDataset.from_files``.
 
         Raises:
@@ -190,13 +190,14 @@ class JudgedDataset:
         mismatched = _mismatched(answers, max_tokens(data), key)
         judged = zip(rows, mismatched, strict=True)
         return cls(
-            [Judged(i, answer, other, is_good) for i, ((answer, is_good), other) in enumerate(judged)], num_dropped
+            [LabelledAnswer(i, answer, other, is_good) for i, ((answer, is_good), other) in enumerate(judged)],
+            num_dropped,
         )
 
     def __len__(self) -> int:
         return len(self.items)
 
-    def __getitem__(self, position: int) -> Judged:
+    def __getitem__(self, position: int) -> LabelledAnswer:
         return self.items[position]
 
 

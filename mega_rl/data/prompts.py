@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from mega_rl.config.schema.sections import DataConfig
-from mega_rl.data.pictures.picture_set import Album, with_pictures
+from mega_rl.data.pictures.picture_set import PictureSet, with_pictures
 from mega_rl.data.pictures.pictures import FilePicture
 from mega_rl.data.rows.columns import (
     prompt_of,
@@ -42,9 +42,9 @@ class PromptDataset:
     or plainly ``{"prompt": "3+4=", "answer": "7"}``, whose data source is the name of its file.
     """
 
-    def __init__(self, prompts: list[Prompt], num_dropped: int = 0, album: Album | None = None) -> None:
+    def __init__(self, prompts: list[Prompt], num_dropped: int = 0, picture_set: PictureSet | None = None) -> None:
         self.prompts = prompts
-        self.album = album  # has the pictures of the prompts; None: the model sees none
+        self.picture_set = picture_set  # has the pictures of the prompts; None: the model sees none
         self.num_dropped = num_dropped  # prompts longer than data.max_prompt_length
         seen = [image.key.encode() for prompt in prompts for image in prompt.images]
         texts = [repr((p.index, p.token_ids, p.ground_truth)).encode() for p in prompts]
@@ -61,7 +61,7 @@ class PromptDataset:
         max_samples: int | None = None,
         needs_truth: bool = True,
         tools: Tools = (),
-        album: Album | None = None,
+        picture_set: PictureSet | None = None,
     ) -> PromptDataset:
         """Reads, renders and filters. Collective: every rank reads all rows, and tokenises and looks at an even share.
 
@@ -70,7 +70,7 @@ class PromptDataset:
             max_samples: take the first rows only, before filtering; ``data.max_val_samples`` for validation.
             needs_truth: whether a reward compares with the ground truth, so that a row without one is an error.
             tools: that every prompt offers, as JSON schemas.
-            album: takes the pictures of the prompts; None: the model sees none.
+            picture_set: takes the pictures of the prompts; None: the model sees none.
 
         Raises:
             InputError: on every rank, for unreadable files, files that differ between ranks, rows without the needed
@@ -85,18 +85,18 @@ class PromptDataset:
                 f"{key} has {counts[0]} rows on rank 0 and {counts[other]} on rank {other}: give every node the same "
                 "files"
             )
-        seen = [(row, []) for row in rows] if album is None else album.reader.take(rows, key)
-        rendering = _Rendering(tokenizer, data, needs_truth, tools, album)
+        seen = [(row, []) for row in rows] if picture_set is None else picture_set.reader.take(rows, key)
+        rendering = _Rendering(tokenizer, data, needs_truth, tools, picture_set)
         found = work_shared(range(len(rows)), lambda index: rendering.fitting_prompt(index, *seen[index]))
         prompts = [prompt for prompt in found if prompt is not None]
-        if album is not None:
-            album.add({p.key: p for prompt in prompts for p in seen[prompt.index][1]})
+        if picture_set is not None:
+            picture_set.add({p.key: p for prompt in prompts for p in seen[prompt.index][1]})
         if not prompts:
             raise InputError(
                 f"{key}: all {len(found)} prompts are longer than data.max_prompt_length "
                 f"({data.max_prompt_length} tokens); raise it"
             )
-        return cls(prompts, len(found) - len(prompts), album)
+        return cls(prompts, len(found) - len(prompts), picture_set)
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -113,7 +113,7 @@ class _Rendering:
     data: DataConfig
     needs_truth: bool
     tools: Tools
-    album: Album | None
+    picture_set: PictureSet | None
 
     def fitting_prompt(self, index: int, row: Row, pictures: list[FilePicture]) -> Prompt | None:
         """The prompt of a row; None if it is overlong and such are to be left out."""
@@ -152,8 +152,8 @@ class _Rendering:
                 self.tokenizer, content, self.data.chat_template, self.data.system_prompt, self.tools
             )
             images: tuple[PromptImage, ...] = ()
-            if self.album is not None:
-                token_ids, images = with_pictures(token_ids, pictures, self.album.reader.token)
+            if self.picture_set is not None:
+                token_ids, images = with_pictures(token_ids, pictures, self.picture_set.reader.token)
         except InputError as error:
             raise InputError(f"{row.where}: {error}") from error
         return Prompt(

@@ -5,9 +5,26 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mega_rl.doctor.finding import CUDA, NPU, Answer, Check, Wanted, fail, ok, skip, warn
+from mega_rl.doctor.finding import (
+    CUDA,
+    NPU,
+    Check,
+    CheckAnswer,
+    Wanted,
+    fail,
+    ok,
+    skip,
+    warn,
+)
 from mega_rl.doctor.host import Host
-from mega_rl.doctor.smi import NVIDIA_DEVICES, NVIDIA_PROCESSES, Device, Smi, parse_npu_smi, parse_nvidia_smi
+from mega_rl.doctor.smi import (
+    NVIDIA_DEVICES,
+    NVIDIA_PROCESSES,
+    ListedDevice,
+    Smi,
+    parse_npu_smi,
+    parse_nvidia_smi,
+)
 from mega_rl.errors import InputError
 from mega_rl.platform import PLATFORMS
 from mega_rl.platform.ascend import devices as ascend_devices
@@ -23,7 +40,7 @@ REFUSALS = {
 }
 
 
-def device_nodes(host: Host, wanted: Wanted) -> Iterator[Answer]:
+def device_nodes(host: Host, wanted: Wanted) -> Iterator[CheckAnswer]:
     """Docker hands devices over one by one."""
     chips = [path for path in host.glob("/dev/davinci*") if path.removeprefix("/dev/davinci").isdigit()]
     missing = [path for path in NODES if not host.glob(path)]
@@ -38,7 +55,7 @@ def device_nodes(host: Host, wanted: Wanted) -> Iterator[Answer]:
         yield ok(f"{len(chips)} /dev/davinci*, and {', '.join(NODES)}")
 
 
-def smi(host: Host, platform_name: str) -> Smi | Answer:
+def smi(host: Host, platform_name: str) -> Smi | CheckAnswer:
     """What the vendor's tool lists, or why it does not."""
     if platform_name == NPU:
         ran = host.run(("npu-smi", "info"))
@@ -74,9 +91,9 @@ def smi(host: Host, platform_name: str) -> Smi | Answer:
     return found
 
 
-def health(host: Host, wanted: Wanted) -> Iterator[Answer]:
+def health(host: Host, wanted: Wanted) -> Iterator[CheckAnswer]:
     listed = smi(host, wanted.platform)
-    if isinstance(listed, Answer):
+    if isinstance(listed, CheckAnswer):
         yield listed
         return
     mine = _masked(host, wanted, listed)
@@ -96,10 +113,10 @@ def _detail(wanted: Wanted) -> str:
     return "npu-smi info -t health -i ID" if wanted.platform == NPU else "nvidia-smi -q -d ECC"
 
 
-def memory(host: Host, wanted: Wanted) -> Iterator[Answer]:
+def memory(host: Host, wanted: Wanted) -> Iterator[CheckAnswer]:
     """Free memory of the devices that the mask leaves; other people's processes are named."""
     listed = smi(host, wanted.platform)
-    if isinstance(listed, Answer):
+    if isinstance(listed, CheckAnswer):
         yield skip("no device is listed: see `device health`")
         return
     mine = _masked(host, wanted, listed)
@@ -122,16 +139,16 @@ def memory(host: Host, wanted: Wanted) -> Iterator[Answer]:
         yield skip("the mask leaves no device: see `device mask`")
 
 
-def _masked(host: Host, wanted: Wanted, listed: Smi) -> list[Device]:
+def _masked(host: Host, wanted: Wanted, listed: Smi) -> list[ListedDevice]:
     """The devices that a run would use: all if there is no mask of plain numbers."""
     text = host.environ.get(PLATFORMS[wanted.platform].visible_devices_variable or "", "")
     mask = [int(part) for part in text.split(",")] if re.fullmatch(r"\d+(,\d+)*", text) else None
     return [device for device in listed.devices if mask is None or device.index in mask]
 
 
-def device_mask(host: Host, wanted: Wanted) -> Iterator[Answer]:
+def device_mask(host: Host, wanted: Wanted) -> Iterator[CheckAnswer]:
     listed = smi(host, NPU)
-    num_on_host = None if isinstance(listed, Answer) else len(listed.devices)
+    num_on_host = None if isinstance(listed, CheckAnswer) else len(listed.devices)
     misnamed = ascend_devices.misnamed_masks(host.environ)
     for sentence in misnamed:
         found, _, fix = sentence.rpartition(": ")

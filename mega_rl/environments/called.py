@@ -11,7 +11,7 @@ from typing import Any
 
 from mega_rl.environments.protocol import ToolResult
 from mega_rl.errors import InputError
-from mega_rl.rewards.sandbox.sandbox import Limits, run_program
+from mega_rl.rewards.sandbox.sandbox import ProgramLimits, run_program
 
 # What the function prints goes nowhere; what it returns is the output, after a digit: 1 if it failed, else 0.
 PROGRAM = """
@@ -55,7 +55,7 @@ class CalledFunction:
         self.__name__ = function.__name__
         self._module = module
         self._program = PROGRAM.replace("MODULE", repr(module)).replace("NAME", repr(name))
-        self._limits = Limits(timeout_s, memory_bytes, namespaces=False)
+        self._limits = ProgramLimits(timeout_s, memory_bytes, namespaces=False)
 
     def __call__(self, arguments: Mapping[str, Any]) -> ToolResult:
         """What the model is told, whatever the function does."""

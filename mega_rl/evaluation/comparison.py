@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mega_rl.errors import InputError, shown
-from mega_rl.evaluation.grading import Outcome
+from mega_rl.evaluation.grading import ProblemOutcome
 from mega_rl.evaluation.statistics import mcnemar, paired_shift
 from mega_rl.evaluation.summary import Bootstrap
 
@@ -14,7 +14,7 @@ SIGNIFICANT = 0.05  # a p-value below is called significant
 MOSTLY = 0.5  # a problem counts as solved by samples if at least this share of them is right
 
 
-def compare(first: Sequence[Outcome], second: Sequence[Outcome], bootstrap: Bootstrap) -> dict[str, Any]:
+def compare(first: Sequence[ProblemOutcome], second: Sequence[ProblemOutcome], bootstrap: Bootstrap) -> dict[str, Any]:
     """What changed from the first to the second, as JSON has it.
 
     Raises:
@@ -39,7 +39,7 @@ def compare(first: Sequence[Outcome], second: Sequence[Outcome], bootstrap: Boot
     }
 
 
-def _greedy(pairs: Sequence[tuple[Outcome, Outcome]]) -> dict[str, Any] | None:
+def _greedy(pairs: Sequence[tuple[ProblemOutcome, ProblemOutcome]]) -> dict[str, Any] | None:
     if not pairs:
         return None
     lost = [a for a, b in pairs if a.greedy and not b.greedy]
@@ -57,7 +57,7 @@ def _greedy(pairs: Sequence[tuple[Outcome, Outcome]]) -> dict[str, Any] | None:
     }
 
 
-def _sampled(pairs: Sequence[tuple[Outcome, Outcome]], bootstrap: Bootstrap) -> dict[str, Any] | None:
+def _sampled(pairs: Sequence[tuple[ProblemOutcome, ProblemOutcome]], bootstrap: Bootstrap) -> dict[str, Any] | None:
     if not pairs:
         return None
     shares = [(a, a.share_right or 0.0, b.share_right or 0.0) for a, b in pairs]
@@ -75,6 +75,6 @@ def _sampled(pairs: Sequence[tuple[Outcome, Outcome]], bootstrap: Bootstrap) -> 
     }
 
 
-def _name(outcome: Outcome, before: float | None = None, after: float | None = None) -> dict[str, Any]:
+def _name(outcome: ProblemOutcome, before: float | None = None, after: float | None = None) -> dict[str, Any]:
     shares = {} if before is None else {"first": before, "second": after}
     return {"data_source": outcome.data_source, "problem": outcome.problem} | shares

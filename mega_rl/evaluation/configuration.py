@@ -17,12 +17,12 @@ from mega_rl.config.schema.sections import (
     TrainerConfig,
 )
 from mega_rl.errors import InputError
-from mega_rl.evaluation.weights import Weights
+from mega_rl.evaluation.weights import EvaluatedWeights
 
 DATA = "--data"  # what lists the files of data, for messages
 
 
-def evaluation_config(file: Path | None, overrides: Sequence[str], weights: Weights) -> RunConfig:
+def evaluation_config(file: Path | None, overrides: Sequence[str], weights: EvaluatedWeights) -> RunConfig:
     """A configuration with nothing in it but what an evaluation reads.
 
     Its ``model.path`` is a Hugging Face directory with configuration and tokenizer: that of the weights, or, if these
@@ -115,7 +115,7 @@ def check_layout(num_engines: int | None, config: RunConfig, world_size: int) ->
         )
 
 
-def settings_of(config: RunConfig, weights: Weights, is_greedy: bool) -> dict[str, Any]:
+def settings_of(config: RunConfig, weights: EvaluatedWeights, is_greedy: bool) -> dict[str, Any]:
     """Everything that an answer or its score depends on; not the layout of the engines, nor where the weights lie.
 
     Raises:

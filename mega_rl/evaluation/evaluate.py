@@ -17,11 +17,16 @@ from mega_rl.parallel.layout import EngineLayout
 from mega_rl.parallel.rendezvous import Rendezvous
 from mega_rl.parallel.sending import spread
 from mega_rl.rewards.scorer import Scorer
-from mega_rl.rollout.collect.trajectory_store import Depot
+from mega_rl.rollout.collect.trajectory_store import TrajectoryStore
 from mega_rl.rollout.engine import Ended, Request, Sampler, whole
 from mega_rl.rollout.episodes.episode_metrics import episode_metrics
 from mega_rl.rollout.requests import make_requests
-from mega_rl.types import Outline, Prompt, Score, Trajectory
+from mega_rl.types import (
+    Prompt,
+    Score,
+    Trajectory,
+    TrajectorySummary,
+)
 
 STREAM = 1 << 32  # keeps the seeds of evaluations apart from training seeds of any step
 
@@ -43,7 +48,7 @@ class EvaluationSettings:
 
 
 @dataclass(frozen=True)
-class Row:
+class EvaluationRow:
     """One answer of an evaluation."""
 
     trajectory: Trajectory
@@ -53,20 +58,20 @@ class Row:
 
 
 @dataclass(frozen=True)
-class OutlinedRow:
+class RowSummary:
     """The same as every rank knows it: without the tokens."""
 
-    outline: Outline
+    summary: TrajectorySummary
     score: Score
     is_greedy: bool
 
 
 @dataclass(frozen=True)
-class Answered:
+class AnsweredPrompt:
     """A prompt with all its answers: the greedy one, then the sampled ones by their number."""
 
     prompt: Prompt
-    rows: tuple[Row, ...]
+    rows: tuple[EvaluationRow, ...]
 
 
 def evaluate(
@@ -74,7 +79,7 @@ def evaluate(
     scorer: Scorer,
     prompts: Sequence[Prompt],
     settings: EvaluationSettings,
-    take: Callable[[Answered], None],
+    take: Callable[[AnsweredPrompt], None],
     rendezvous: Rendezvous | None = None,
 ) -> None:
     """Answer and score every prompt with the engines' present weights. Collective; one process needs no group.
@@ -108,16 +113,21 @@ def evaluate(
         rendezvous.wait("sampling and scoring")
 
 
-def outlined(mine: Sequence[Answered], layout: EngineLayout, depot: Depot) -> list[OutlinedRow]:
+def summarized(
+    mine: Sequence[AnsweredPrompt], layout: EngineLayout, trajectory_store: TrajectoryStore
+) -> list[RowSummary]:
     """The rows of all ranks on every rank, by the prompts' indices: all greedy ones, then all sampled ones. Collective.
 
     Args:
         mine: what ``evaluate`` gave to ``take`` on this rank.
         layout: of the engines.
-        depot: where the trajectories stay.
+        trajectory_store: where the trajectories stay.
     """
     own = [
-        (answered.prompt.index, [OutlinedRow(depot.add(r.trajectory), r.score, r.is_greedy) for r in answered.rows])
+        (
+            answered.prompt.index,
+            [RowSummary(trajectory_store.add(r.trajectory), r.score, r.is_greedy) for r in answered.rows],
+        )
         for answered in mine
     ]
     found = sorted((one for part in spread(own, layout.leaders()) for one in part), key=itemgetter(0))
@@ -149,7 +159,7 @@ class _UnderWay:
         scorer: Scorer,
         share: Sequence[Prompt],
         settings: EvaluationSettings,
-        take: Callable[[Answered], None],
+        take: Callable[[AnsweredPrompt], None],
     ) -> None:
         self._scorer, self._settings, self._take = scorer, settings, take
         self._prompts = {prompt.index: prompt for prompt in share}
@@ -188,9 +198,9 @@ def answered(
     settings: EvaluationSettings,
     trajectories: Mapping[int, Trajectory],
     scores: Mapping[int, Score],
-) -> Answered:
+) -> AnsweredPrompt:
     """A prompt with its answers, by the sample numbers of ``requests_of``, all of which are there."""
-    return Answered(
+    return AnsweredPrompt(
         prompt,
         tuple(
             _row(request, trajectories[request.sample_index], scores[request.sample_index])
@@ -199,13 +209,13 @@ def answered(
     )
 
 
-def _row(request: Request, trajectory: Trajectory, score: Score) -> Row:
+def _row(request: Request, trajectory: Trajectory, score: Score) -> EvaluationRow:
     if request.greedy:
-        return Row(replace(trajectory, sample_index=0), score, True)
-    return Row(trajectory, score, False, request.seed)
+        return EvaluationRow(replace(trajectory, sample_index=0), score, True)
+    return EvaluationRow(trajectory, score, False, request.seed)
 
 
-def evaluation_metrics(rows: Sequence[OutlinedRow]) -> dict[str, float]:
+def evaluation_metrics(rows: Sequence[RowSummary]) -> dict[str, float]:
     """Per data source: ``greedy/acc``, ``acc/mean@1`` and ``acc/best@n``.
 
     ``greedy/acc`` is the mean score of greedy answers, ``acc/mean@1`` the expected score of one sampled answer (of the
@@ -217,25 +227,25 @@ def evaluation_metrics(rows: Sequence[OutlinedRow]) -> dict[str, float]:
     greedy, sampled = ([row for row in rows if row.is_greedy is is_greedy] for is_greedy in (True, False))
     for source, values in _by_prompt(greedy).items():
         metrics[f"val-core/{source}/greedy/acc"] = _mean([v for group in values for v in group])
-    outlines: dict[str, list[Outline]] = defaultdict(list)
+    summaries: dict[str, list[TrajectorySummary]] = defaultdict(list)
     for row in sampled or greedy:
-        outlines[row.outline.data_source].append(row.outline)
+        summaries[row.summary.data_source].append(row.summary)
     for source, values in _by_prompt(sampled or greedy).items():
         metrics[f"val-core/{source}/acc/mean@1"] = _mean([v for group in values for v in group])
         if (size := max(map(len, values))) > 1:
             metrics[f"val-core/{source}/acc/best@{size}"] = _mean([max(group) for group in values])
-        metrics[f"val-aux/{source}/response_length/mean"] = _mean([o.num_sampled for o in outlines[source]])
-    for source, of_source in outlines.items():
+        metrics[f"val-aux/{source}/response_length/mean"] = _mean([o.num_sampled for o in summaries[source]])
+    for source, of_source in summaries.items():
         metrics |= {f"val-aux/{source}/{name}": value for name, value in episode_metrics(of_source).items()}
     return metrics
 
 
-def _by_prompt(rows: Sequence[OutlinedRow]) -> dict[str, list[list[float]]]:
+def _by_prompt(rows: Sequence[RowSummary]) -> dict[str, list[list[float]]]:
     """data source -> prompts -> the known scores of their samples; a prompt without any is left out."""
     groups: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         if row.score.is_known:
-            groups[row.outline.data_source][row.outline.prompt_index].append(row.score.value)
+            groups[row.summary.data_source][row.summary.prompt_index].append(row.score.value)
     return {source: list(prompts.values()) for source, prompts in groups.items()}
 
 

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 from mega_rl.errors import InputError
-from mega_rl.evaluation.weights import Weights
+from mega_rl.evaluation.weights import EvaluatedWeights
 
 
-def export(weights: Weights, model: str, target: Path, converter: Path) -> None:
+def export(weights: EvaluatedWeights, model: str, target: Path, converter: Path) -> None:
     """
     Args:
         model: Hugging Face directory with configuration and tokenizer.

@@ -54,7 +54,7 @@ class Grading:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProblemOutcome:
     """What one problem came to. A response whose reward is unknown is in none of the lists."""
 
     data_source: str
@@ -76,18 +76,18 @@ class Outcome:
         return sum(self.sampled) / len(self.sampled) if self.sampled else None
 
 
-def outcomes(records: Iterable[Mapping[str, Any]], grading: Grading) -> list[Outcome]:
+def outcomes(records: Iterable[Mapping[str, Any]], grading: Grading) -> list[ProblemOutcome]:
     return [_outcome(record, grading) for record in records]
 
 
-def _outcome(record: Mapping[str, Any], grading: Grading) -> Outcome:
+def _outcome(record: Mapping[str, Any], grading: Grading) -> ProblemOutcome:
     responses = record["responses"]
     values = {id(response): _value(response["parts"], grading.reward) for response in responses}
     known = [response for response in responses if values[id(response)] is not None]
     right = {key: value >= grading.right_at for key, value in values.items() if value is not None}
     greedy = [response for response in responses if response["kind"] == GREEDY]
     sampled = [response for response in known if response["kind"] != GREEDY]
-    return Outcome(
+    return ProblemOutcome(
         record["data_source"],
         record["problem"],
         record["ground_truth"],

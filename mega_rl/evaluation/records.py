@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TextIO
 
 from mega_rl.data.rows.rows import atomic_path
 from mega_rl.errors import InputError, shown
-from mega_rl.evaluation.evaluate import Answered, Row
+from mega_rl.evaluation.evaluate import AnsweredPrompt, EvaluationRow
 from mega_rl.rollout.collect.records import row_of_outcome
 
 RESULTS, SUMMARY, SETTINGS, PARTS = "results.jsonl", "summary.json", "settings.json", "parts"
@@ -36,7 +36,7 @@ class _Line(NamedTuple):
     size: int  # bytes
 
 
-def record(answered: Answered) -> dict[str, Any]:
+def record(answered: AnsweredPrompt) -> dict[str, Any]:
     """What is kept of a problem and its answers; of an episode also who said what, and how it ended.
 
     ``token_ids`` of an episode are those that the model wrote; ``prompt`` is without what its environment began with.
@@ -55,7 +55,7 @@ def record(answered: Answered) -> dict[str, Any]:
     }
 
 
-def _response(row: Row) -> dict[str, Any]:
+def _response(row: EvaluationRow) -> dict[str, Any]:
     trajectory, score = row.trajectory, row.score
     response = {
         "kind": GREEDY if row.is_greedy else SAMPLED,
@@ -71,10 +71,10 @@ def _response(row: Row) -> dict[str, Any]:
     }
     if trajectory.episode is None:
         return response
-    outline = trajectory.outline()
+    summary = trajectory.summary()
     return response | {
         "turns": [{"role": turn.role, "text": turn.text} for turn in trajectory.turns[1:]],
-        "num_reply_tokens": outline.num_tokens - outline.num_prompt - outline.num_sampled,
+        "num_reply_tokens": summary.num_tokens - summary.num_prompt - summary.num_sampled,
         "episode": row_of_outcome(trajectory.episode),
     }
 
@@ -190,7 +190,7 @@ def _leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield from _leaves(value, f"{name}.{key}" if name else str(key))
 
 
-class Part:
+class RecordPart:
     """The file of one rank, to which it appends."""
 
     def __init__(self, directory: Path, rank: int) -> None:
@@ -199,7 +199,7 @@ class Part:
         self.num_problems = 0
         self.num_tokens = 0  # sampled
 
-    def append(self, answered: Answered) -> None:
+    def append(self, answered: AnsweredPrompt) -> None:
         """Raises OSError if there is no room for the whole line."""
         line = json.dumps(record(answered), ensure_ascii=False).encode() + b"\n"
         written = os.write(self._file, line)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mega_rl.evaluation.grading import Grading, Outcome
+from mega_rl.evaluation.grading import Grading, ProblemOutcome
 from mega_rl.evaluation.statistics import interval_of_mean, maj_at_k, pass_at_k
 from mega_rl.rollout.episodes.episode_metrics import outcome_metrics
 
@@ -27,9 +27,11 @@ def default_ks(n: int) -> list[int]:
     return sorted({k for power in range(n.bit_length()) if (k := 1 << power) <= n} | ({n} if n else set()))
 
 
-def summarise(found: Sequence[Outcome], ks: Sequence[int], grading: Grading, bootstrap: Bootstrap) -> dict[str, Any]:
+def summarise(
+    found: Sequence[ProblemOutcome], ks: Sequence[int], grading: Grading, bootstrap: Bootstrap
+) -> dict[str, Any]:
     """Everything that is printed and drawn, as JSON has it; depends on nothing but its arguments."""
-    by_source: dict[str, list[Outcome]] = defaultdict(list)
+    by_source: dict[str, list[ProblemOutcome]] = defaultdict(list)
     for outcome in found:
         by_source[outcome.data_source].append(outcome)
     groups = dict(sorted(by_source.items())) | ({ALL: list(found)} if len(by_source) > 1 else {})
@@ -44,7 +46,9 @@ def summarise(found: Sequence[Outcome], ks: Sequence[int], grading: Grading, boo
     }
 
 
-def _of_source(found: Sequence[Outcome], ks: Sequence[int], grading: Grading, bootstrap: Bootstrap) -> dict[str, Any]:
+def _of_source(
+    found: Sequence[ProblemOutcome], ks: Sequence[int], grading: Grading, bootstrap: Bootstrap
+) -> dict[str, Any]:
     metrics: dict[str, Any] = {}
 
     def add(name: str, values: list[float]) -> None:
@@ -72,11 +76,11 @@ def _of_source(found: Sequence[Outcome], ks: Sequence[int], grading: Grading, bo
     }
 
 
-def _pass(outcome: Outcome, k: int) -> float:
+def _pass(outcome: ProblemOutcome, k: int) -> float:
     return pass_at_k(len(outcome.sampled), sum(outcome.sampled), k)
 
 
-def _majority(outcome: Outcome, k: int) -> float:
+def _majority(outcome: ProblemOutcome, k: int) -> float:
     counts = Counter(outcome.votes)
     num_blank = counts.pop(None, 0)
     right: Counter[str | None] = Counter()

@@ -12,7 +12,7 @@ from mega_rl.bridge.files.torch_dist.manifest import (
     MANIFEST,
     digest,
     digest_of_ends,
-    read_outline,
+    read_content,
 )
 from mega_rl.bridge.files.torch_dist.progress import read_progress
 from mega_rl.errors import InputError, shortened
@@ -25,7 +25,7 @@ _MODEL_FILE = re.compile(r".*\.(safetensors|json|model|txt|jinja)")
 
 
 @dataclass(frozen=True)
-class Weights:
+class EvaluatedWeights:
     """What a name stands for."""
 
     directory: Path  # a Hugging Face directory, or a checkpoint
@@ -40,7 +40,7 @@ class Weights:
         return {path.name: f"{path.stat().st_size} bytes, {digest_of_ends(path)}" for path in sorted(files)}
 
 
-def find_weights(name: str) -> Weights:
+def find_weights(name: str) -> EvaluatedWeights:
     """
     Args:
         name: a Hugging Face directory, the id of a model in a local cache, a checkpoint, or the directory of a run. Of
@@ -56,9 +56,9 @@ def find_weights(name: str) -> Weights:
             "or the directory of a run"
         )
     if (path / CONFIG_FILE).is_file():
-        return Weights(path, False, _run_config(path.parent))
+        return EvaluatedWeights(path, False, _run_config(path.parent))
     if (path / MANIFEST).is_file():
-        return Weights(path, True, _run_config(path.parent.parent))
+        return EvaluatedWeights(path, True, _run_config(path.parent.parent))
     if (config := _run_config(path)) is None and not (path / CHECKPOINTS).is_dir():
         raise InputError(
             f"{shortened(name)} has neither {CONFIG_FILE} (a model) nor {MANIFEST} (a checkpoint) nor {RUN_CONFIG} (a "
@@ -67,25 +67,25 @@ def find_weights(name: str) -> Weights:
     return _of_run(path, config)
 
 
-def _of_run(run: Path, config: Path | None) -> Weights:
+def _of_run(run: Path, config: Path | None) -> EvaluatedWeights:
     checkpoints = sorted((run / CHECKPOINTS).glob("step_*"), reverse=True)
     whole = (path for path in checkpoints if _CHECKPOINT.fullmatch(path.name) and _is_model(path))
     newest, export = next(whole, None), run / EXPORT
     written = (export / CONFIG_FILE).stat().st_mtime if (export / CONFIG_FILE).is_file() else None
     if written is not None and (newest is None or written >= (newest / MANIFEST).stat().st_mtime):
-        return Weights(export, False, config)
+        return EvaluatedWeights(export, False, config)
     if newest is None:
         raise InputError(
             f"{run} has no whole checkpoint of a language model and no export: let the run save one "
             "(checkpoint.save_freq, checkpoint.export_hf; with adapters or frozen layers only the export is a model), "
             "or give another run"
         )
-    return Weights(newest, True, config)
+    return EvaluatedWeights(newest, True, config)
 
 
 def _is_model(checkpoint: Path) -> bool:
     """Whether it is whole, by names and sizes (whoever reads it compares the bytes), and all of a language model."""
-    if isinstance(read_outline(checkpoint), str):
+    if isinstance(read_content(checkpoint), str):
         return False
     progress = read_progress(checkpoint, needed=("model",))
     return "tuning" not in progress and progress["model"].get("head") != "value"

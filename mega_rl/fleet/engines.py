@@ -17,7 +17,7 @@ class Condition(Enum):
 
 
 @dataclass(frozen=True)
-class Limits:
+class EngineLimits:
     """What an engine may take, and how long."""
 
     slots: int = 256  # responses that it samples at a time
@@ -32,7 +32,7 @@ class Limits:
 
 @dataclass
 class Engine:
-    """What the steward knows of one engine."""
+    """What the scheduler knows of one engine."""
 
     number: int
     condition: Condition = Condition.STARTING
@@ -64,7 +64,7 @@ class Engine:
         self.loading, self.bound, self.load, self.num_steps, self.since_s = None, None, 0, 0, now
         self.heard_s = now
 
-    def overdue(self, limits: Limits, now: float) -> str | None:
+    def overdue(self, limits: EngineLimits, now: float) -> str | None:
         """What it has taken too long for, as a clause; None: for nothing.
 
         Weights may be late for reasons that are not the engine's, so while it loads it must only say something. It may

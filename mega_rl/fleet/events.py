@@ -1,4 +1,4 @@
-"""The words between the steward and whoever carries its decisions out.
+"""The words between the scheduler and whoever carries its decisions out.
 
 An engine is a number, and each of its processes a *life* of it (0, 1, ...): what is said of an earlier life is late,
 and has no effect.
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from mega_rl.fleet.tickets import Key
 
-# What the steward is told.
+# What the scheduler is told.
 
 
 class Started(NamedTuple):
@@ -132,7 +132,7 @@ Event = (
     | Ticked
 )
 
-# What the steward decides.
+# What the scheduler decides.
 
 
 class Start(NamedTuple):
@@ -175,7 +175,7 @@ class Issue(NamedTuple):
     prefixes: tuple[Any, ...]  # of each sample what an earlier engine had of it, or None
 
 
-class Score(NamedTuple):
+class ScoreGroup(NamedTuple):
     """All responses of a group have ended: score them and say ``Scored``."""
 
     key: Key
@@ -209,11 +209,11 @@ class Commit(NamedTuple):
     state: dict[str, Any]
 
 
-class End(NamedTuple):
+class Finish(NamedTuple):
     """There is nothing more to decide."""
 
     is_failure: bool
     sentence: str
 
 
-Decision = Start | Kill | Release | Load | Issue | Score | Deliver | Validated | Forget | Commit | End
+Decision = Start | Kill | Release | Load | Issue | ScoreGroup | Deliver | Validated | Forget | Commit | Finish

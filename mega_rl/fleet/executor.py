@@ -1,4 +1,4 @@
-"""Who carries the steward's decisions out: real engines, or stand-ins."""
+"""Who carries the scheduler's decisions out: real engines, or stand-ins."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mega_rl.fleet.events import Event, Issue, Kill, Load, Release, Start
 from mega_rl.fleet.tickets import Key
 
 # What an ``Issue`` asks for: (ticket, sample numbers) -> a ``mega_rl.rollout.engine.Request`` for each, with its seed.
-# Every carrier is given one when it is made.
+# Every executor is given one when it is made.
 Requests = Callable[[Key, Sequence[int]], list[Any]]
 
 
@@ -24,7 +24,7 @@ class Whereabouts(NamedTuple):
     processes: tuple[int, ...] = ()  # their numbers there
 
 
-class Carrier(Protocol):
+class FleetExecutor(Protocol):
     """The engines of a fleet. One thread, which takes part in no collective, calls all methods.
 
     ``Answered.result`` is a ``mega_rl.types.Trajectory``. ``Advanced.prefix`` is one too: of all tokens so far, with no

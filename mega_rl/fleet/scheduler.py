@@ -13,25 +13,29 @@ from dataclasses import replace
 from typing import Any
 
 from mega_rl.fleet import events
-from mega_rl.fleet.engines import Condition, Engine, Limits
+from mega_rl.fleet.engines import (
+    Condition,
+    Engine,
+    EngineLimits,
+)
 from mega_rl.fleet.events import Decision, Event
-from mega_rl.fleet.step_window import STATE_VERSION, Ledger
+from mega_rl.fleet.step_window import STATE_VERSION, StepWindow
 from mega_rl.fleet.tickets import Rules, held_out, named
 
 
-class Steward:
+class FleetScheduler:
     """The fleet of one run."""
 
     def __init__(
-        self, rules: Rules, limits: Limits, engines: Iterable[int], state: Mapping[str, Any] | None = None
+        self, rules: Rules, limits: EngineLimits, engines: Iterable[int], state: Mapping[str, Any] | None = None
     ) -> None:
         """``state``: of a ``Commit``, to go on from."""
         self.rules, self.limits = rules, limits
         self.engines = {number: Engine(number) for number in engines}
-        self.ledger = Ledger(rules)
+        self.window = StepWindow(rules)
         if state is not None:
-            self.ledger.load_state_dict(state)
-        self.delivered = self.ledger.trained  # steps
+            self.window.load_state_dict(state)
+        self.delivered = self.window.trained  # steps
         self.has_ended = False
         self._saved: dict[int, dict[int, Any]] = {}  # version -> its steps so far, until ``Commit``
         self._num_alive = len(self.engines)
@@ -58,11 +62,11 @@ class Steward:
 
     def begin(self, now: float) -> list[Decision]:
         """The first decisions: engines are started, and what came with the state is scored and delivered."""
-        self.ledger.begin_steps()
+        self.window.begin_steps()
         for engine in self.engines.values():
             engine.since_s = now
             self._out.append(events.Start(engine.number, engine.life))
-        self._out += [events.Score(key, results) for key, results in self.ledger.undecided()]
+        self._out += [events.ScoreGroup(key, results) for key, results in self.window.undecided()]
         self._deliver()
         self._end_if_done()
         return self._flush()
@@ -96,9 +100,9 @@ class Steward:
             return
         self._stop_loading(engine)
         engine.condition, engine.version, engine.since_s = Condition.SERVING, event.version, now
-        if not self.rules.is_pinned_step(event.version) and event.version < self.ledger.trained:
-            self._load(engine, self.ledger.trained, now)
-        if self.ledger.is_validating:
+        if not self.rules.is_pinned_step(event.version) and event.version < self.window.trained:
+            self._load(engine, self.window.trained, now)
+        if self.window.is_validating:
             self._bind()
         self._feed(engine, now)
 
@@ -110,12 +114,12 @@ class Steward:
         if engine.condition is Condition.LOADING:
             engine.condition = Condition.EMPTY
         if not self.rules.is_pinned:
-            self._load(engine, self.ledger.trained, now)
+            self._load(engine, self.window.trained, now)
         self._feed(engine, now)
 
     def _answered(self, event: events.Answered, now: float) -> None:
         engine = self._known(event.engine, event.life)
-        attempt = self.ledger.attempt(event.attempt, event.sample)
+        attempt = self.window.attempt(event.attempt, event.sample)
         if attempt is None or engine is None:
             return
         step, oldest = attempt.key.step, self.rules.oldest_version(attempt.key.step)
@@ -126,17 +130,17 @@ class Steward:
             return
         engine.load -= 1
         engine.since_s = now
-        results = self.ledger.end_sample(event.attempt, event.sample, event.result)
+        results = self.window.end_sample(event.attempt, event.sample, event.result)
         if results is not None:
-            self._out.append(events.Score(attempt.key, results))
-        if self.ledger.num_waiting:
+            self._out.append(events.ScoreGroup(attempt.key, results))
+        if self.window.num_waiting:
             self._feed(engine, now)
 
     def _advanced(self, event: events.Advanced, now: float) -> None:
-        engine, attempt = self._known(event.engine, event.life), self.ledger.attempt(event.attempt, event.sample)
+        engine, attempt = self._known(event.engine, event.life), self.window.attempt(event.attempt, event.sample)
         if engine is not None and attempt is not None:
             engine.since_s = now
-            self.ledger.advance(attempt, event.sample, event.prefix)
+            self.window.advance(attempt, event.sample, event.prefix)
 
     def _pulsed(self, event: events.Pulsed, now: float) -> None:
         engine = self._known(event.engine, event.life)
@@ -170,7 +174,7 @@ class Steward:
 
     def _remove(self, engine: Engine, why: str) -> None:
         self._out.append(events.Kill(engine.number, engine.life, why))
-        self.ledger.give_up(engine.number)
+        self.window.give_up(engine.number)
         self._stop_loading(engine)
         engine.condition, engine.load = Condition.GONE, 0
         self._num_alive -= 1
@@ -183,7 +187,7 @@ class Steward:
     # What the trainer says.
 
     def _scored(self, event: events.Scored, now: float) -> None:
-        if self.ledger.decide(event.key, event.is_kept):
+        if self.window.decide(event.key, event.is_kept):
             if not event.is_kept:
                 self._deal(now)
             if event.key.step < 0:
@@ -191,19 +195,19 @@ class Steward:
             self._deliver()
 
     def _validate(self, event: events.Validate, now: float) -> None:
-        self.ledger.begin_validation(*event)
+        self.window.begin_validation(*event)
         self._deal(now)
 
     def _end_validation(self, version: int) -> None:
-        groups = self.ledger.end_validation(version)
+        groups = self.window.end_validation(version)
         if groups is not None:
             self._out.append(events.Validated(version, groups))
             self._end_if_done()
 
     def _published(self, event: events.Published, now: float) -> None:
         assert event.version <= self.delivered, f"version {event.version} comes of step {event.version - 1}"
-        self.ledger.train(event.version)
-        self.ledger.begin_steps()
+        self.window.train(event.version)
+        self.window.begin_steps()
         self._out.append(events.Forget(self.rules.oldest_version(event.version)))
         if not self.rules.is_pinned:
             for engine in self.engines.values():
@@ -215,21 +219,21 @@ class Steward:
 
     def _save(self, event: events.Saved, now: float) -> None:
         version = event.version
-        newest = self.ledger.trained
+        newest = self.window.trained
         assert version in (newest, newest + 1) and version <= self.delivered, (
             f"version {version} is saved after {newest}"
         )
         if not self.rules.is_pinned:
-            self._out.append(events.Commit(version, self.ledger.state_dict(version)))
+            self._out.append(events.Commit(version, self.window.state_dict(version)))
             return
         # Later steps are pinned to this version or newer ones, so they can be sampled again.
-        self._saved[version] = {step: self.ledger.step_state(step) for step in range(version, self.delivered)}
+        self._saved[version] = {step: self.window.step_state(step) for step in range(version, self.delivered)}
         self._commit()
 
     @property
     def oldest_kept(self) -> int:
         """The oldest step that is needed still: to be trained, or for a saved state that is not closed."""
-        return min([self.ledger.trained, *self._saved])
+        return min([self.window.trained, *self._saved])
 
     def _commit(self) -> None:
         """Close every saved state whose steps that older weights sampled are whole."""
@@ -260,21 +264,21 @@ class Steward:
         """Deal the groups of later tickets in as many parts as give every engine work of one step."""
         num_parts = min(self.rules.group_size, -(-self._num_alive // self.rules.num_groups))
         if num_parts > self.rules.num_parts:
-            self.rules = self.ledger.rules = replace(self.rules, num_parts=num_parts)
+            self.rules = self.window.rules = replace(self.rules, num_parts=num_parts)
             self._part_size = max(map(len, self.rules.parts()))
 
     # What follows.
 
     def _deliver(self) -> None:
-        while (batch := self.ledger.batch(self.delivered)) is not None:
+        while (batch := self.window.batch(self.delivered)) is not None:
             self._out.append(events.Deliver(self.delivered, batch))
             for steps in self._saved.values():
-                steps[self.delivered] = self.ledger.step_state(self.delivered)
+                steps[self.delivered] = self.window.step_state(self.delivered)
             self.delivered += 1
         self._commit()
 
     def _end_if_done(self) -> None:
-        if self.ledger.trained == self.rules.total_steps and not self.ledger.is_validating:
+        if self.window.trained == self.rules.total_steps and not self.window.is_validating:
             self._end(False, f"all {self.rules.total_steps} steps have been trained")
 
     def _end(self, is_failure: bool, sentence: str) -> None:
@@ -282,7 +286,7 @@ class Steward:
             if engine.condition is not Condition.GONE:
                 self._remove(engine, "the run has ended")
         self.has_ended = True
-        self._out.append(events.End(is_failure, sentence))
+        self._out.append(events.Finish(is_failure, sentence))
 
     def _deal(self, now: float) -> None:
         """Look at every engine, the one with the least work first."""
@@ -303,7 +307,7 @@ class Steward:
 
         Of a validation, which the trainer waits for, by as many as its part of all that there is to do.
         """
-        waiting = self.ledger.waiting()
+        waiting = self.window.waiting()
         if not waiting or not self.rules.is_pinned_step(waiting[0][0]):
             return
         version, number = waiting[0]
@@ -316,15 +320,15 @@ class Steward:
 
     def _share(self) -> float:
         """Samples per engine, if all had equally many; at least one part of a group."""
-        return max(self._part_size, (self.ledger.num_waiting + self.ledger.num_under_way) / self._num_alive)
+        return max(self._part_size, (self.window.num_waiting + self.window.num_under_way) / self._num_alive)
 
     def _feed(self, engine: Engine, now: float) -> None:
         """Give an engine what it should do now: work for its weights, or other weights."""
-        if engine.bound is not None and not self.ledger.num_waiting_for(engine.bound):
+        if engine.bound is not None and not self.window.num_waiting_for(engine.bound):
             engine.bound = None
         if engine.serves and engine.bound is None:
             share = self._share()
-            while engine.load < share and (head := self.ledger.head(engine.version)) is not None:
+            while engine.load < share and (head := self.window.head(engine.version)) is not None:
                 if engine.load and engine.load + head[1] > self.limits.slots:
                     break
                 self._issue(engine, now)
@@ -334,7 +338,7 @@ class Steward:
                 self._load(engine, version, now)
 
     def _issue(self, engine: Engine, now: float) -> None:
-        key, samples, attempt, prefixes = self.ledger.issue(engine.number, engine.version)
+        key, samples, attempt, prefixes = self.window.issue(engine.number, engine.version)
         if not engine.load:
             engine.since_s = now
         engine.load += len(samples)
@@ -342,11 +346,11 @@ class Steward:
 
     def _wanted(self, engine: Engine) -> int:
         """The weights for an engine without work: the oldest that wait and that too few others are on their way to."""
-        newest = self.ledger.trained
+        newest = self.window.trained
         if engine.bound is not None:
             return engine.bound
         share = self._share()
-        for version, number in self.ledger.waiting():
+        for version, number in self.window.waiting():
             if self.rules.is_pinned_step(version) and self._num_loading[version] * share < number:
                 return version
         return engine.version if engine.version >= 0 and self.rules.is_pinned else newest

@@ -18,7 +18,7 @@ STATE_VERSION = 1
 
 
 @dataclass
-class Group:
+class SampleGroup:
     """The samples of one ticket."""
 
     results: list[Any]  # by sample number
@@ -32,7 +32,7 @@ class Group:
 class Step:
     """The tickets of one step."""
 
-    groups: dict[int, Group] = field(default_factory=dict)  # by ticket
+    groups: dict[int, SampleGroup] = field(default_factory=dict)  # by ticket
     num_undecided: int = 0
     num_dropped: int = 0
 
@@ -46,7 +46,7 @@ class Attempt:
     left: set[int]  # sample numbers that have not ended
 
 
-class Ledger:
+class StepWindow:
     """Steps from the oldest that is not trained yet to the newest that may begin."""
 
     def __init__(self, rules: Rules) -> None:
@@ -93,7 +93,7 @@ class Ledger:
 
     def _draw(self, key: Key, parts: Sequence[tuple[int, ...]]) -> None:
         step, size = self._steps[key.step], sum(map(len, parts))
-        step.groups[key.ticket] = Group([None] * size, size)
+        step.groups[key.ticket] = SampleGroup([None] * size, size)
         step.num_undecided += 1
         for part in parts:
             self._wait(key, part)
@@ -268,7 +268,9 @@ class Ledger:
         size = self.rules.group_size
         results = {int(sample): result for sample, result in row["results"].items()}
         prefixes = {int(sample): prefix for sample, prefix in row["prefixes"].items()}
-        group = Group([results.get(i) for i in range(size)], size - len(results), prefixes, row["is_kept"], {*results})
+        group = SampleGroup(
+            [results.get(i) for i in range(size)], size - len(results), prefixes, row["is_kept"], {*results}
+        )
         step.groups[key.ticket] = group
         step.num_undecided += group.is_kept is None
         step.num_dropped += group.is_kept is False

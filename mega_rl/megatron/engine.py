@@ -22,7 +22,7 @@ from mega_rl.bridge.series import Series, slices_of
 from mega_rl.bridge.slices import Slice
 from mega_rl.config.schema.sections import OptimizerConfig
 from mega_rl.megatron.groups import Groups
-from mega_rl.megatron.layers.balance import Balancing, Totals
+from mega_rl.megatron.layers.balance import BalanceTotals, Balancing
 from mega_rl.megatron.model.gathering import wait_before_reading
 from mega_rl.megatron.model.spec import TrainerSpec
 from mega_rl.megatron.model.value import NewScore
@@ -192,7 +192,7 @@ class MegatronEngine:
         has_losses = bool(settings.aux_loss or settings.z_loss)
         rank = dist.get_rank()  # every pipeline stage has the same micro-batches
         is_counted = layout.is_counted(rank) and layout.coordinates(rank).pipeline == 0
-        totals = Totals.of(microbatches, is_counted) if has_losses else None
+        totals = BalanceTotals.of(microbatches, is_counted) if has_losses else None
         shard = (
             (layout.tensor, parallel_state.get_tensor_model_parallel_rank()) if policy.is_sequence_parallel else (1, 0)
         )

@@ -28,7 +28,7 @@ from mega_rl.bridge.slices import Box, Slice
 from mega_rl.config.schema.sections import TrainerConfig
 from mega_rl.errors import InputError
 from mega_rl.megatron.layers.balance import Balancing
-from mega_rl.megatron.layers.routing import Routing
+from mega_rl.megatron.layers.routing import MicrobatchRouting
 from mega_rl.megatron.layers.vision import VisionTower
 from mega_rl.megatron.model.context import (
     LocalInput,
@@ -272,7 +272,7 @@ class MegatronPolicy:
             local = self._local_input(on_host, microbatch)
             routing = self.routing_of(microbatch, local, recorded[number] if recorded else None)
             if balancing is not None:
-                routing = replace(routing or Routing(), balance=balancing.of(on_host, local.sources))
+                routing = replace(routing or MicrobatchRouting(), balance=balancing.of(on_host, local.sources))
             local.packing.routing = routing
             if dropout_step is not None and self.plan.adapters.dropout:
                 local.packing.token_keys_N = self._token_keys(on_host, local, dropout_step)
@@ -331,7 +331,7 @@ class MegatronPolicy:
 
     def routing_of(
         self, microbatch: Microbatch, local: LocalInput, recorded: dict[int, Tensor] | None = None
-    ) -> Routing | None:
+    ) -> MicrobatchRouting | None:
         """The experts of this rank's tokens, whose hidden states sequence parallelism cuts once more.
 
         Args:
@@ -340,13 +340,13 @@ class MegatronPolicy:
         if local.routed_experts is None:
             if microbatch.own_experts is None and recorded is None:
                 return None
-            return Routing(microbatch.own_experts or {}, recorded)
+            return MicrobatchRouting(microbatch.own_experts or {}, recorded)
         assert self.shape.mixture is not None, "experts for a model that has none"
         routed_LMK = local.routed_experts
         if self.is_sequence_parallel:
             routed_LMK = routed_LMK.chunk(self.layout.tensor)[parallel_state.get_tensor_model_parallel_rank()]
         layers = sorted(self.shape.mixture.layers)
-        return Routing(dict(zip(layers, routed_LMK.unbind(1), strict=True)), recorded)
+        return MicrobatchRouting(dict(zip(layers, routed_LMK.unbind(1), strict=True)), recorded)
 
     def token_stats(self, microbatches: Sequence[Microbatch], record_experts: bool = False) -> list[TokenStats]:
         """Log-probabilities and entropy of what is learnt from, on the host and on every rank, no gradient.

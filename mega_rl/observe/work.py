@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from mega_rl.observe.heartbeat import HEART
 
 
-class Work:
+class ModelWork:
     """Model operations, as ``models.flops`` counts them, of the phase that was under way."""
 
     def __init__(self) -> None:
@@ -22,4 +22,4 @@ class Work:
         return sum(flops.get(phase, 0.0) for phase in phases)
 
 
-WORK = Work()  # of this process
+WORK = ModelWork()  # of this process

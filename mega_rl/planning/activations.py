@@ -23,7 +23,7 @@ TOKEN_BYTES = 64  # bytes of ids, positions, masks, advantages and log-probabili
 
 
 @dataclass(frozen=True)
-class Tokens:
+class PlannedTokens:
     """The fullest micro-batch, and how many of them an optimizer step has."""
 
     num_tokens: int  # packed, of all context-parallel ranks together
@@ -75,7 +75,7 @@ class ActivationModel:
         shape: ModelShape,
         layout: ParallelLayout,
         operators: OperatorMemory,
-        tokens: Tokens,
+        tokens: PlannedTokens,
         trains_head: bool = True,
     ) -> None:
         self.trains_head = trains_head

@@ -17,7 +17,11 @@ from mega_rl.config.schema.stage import (
 )
 from mega_rl.models.shape import SUFFIXES, VALUE, ModelShape, read_model_shape, value_shape
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.planning.activations import ActivationModel, Activations, Tokens
+from mega_rl.planning.activations import (
+    ActivationModel,
+    Activations,
+    PlannedTokens,
+)
 from mega_rl.planning.state import StageParameters, TrainerState, stage_parameters, trainer_state
 from mega_rl.platform.operators.memory import OperatorMemory
 
@@ -52,7 +56,7 @@ class Companion:
 
 
 def companions(
-    config: RunConfig, shape: ModelShape, layout: ParallelLayout, operators: OperatorMemory, tokens: Tokens
+    config: RunConfig, shape: ModelShape, layout: ParallelLayout, operators: OperatorMemory, tokens: PlannedTokens
 ) -> Callable[[int], list[Companion]]:
     """rank -> its companions.
 
@@ -84,7 +88,7 @@ def _of_ranks(
     config: RunConfig,
     world_size: int,
     operators: OperatorMemory,
-    tokens: Tokens,
+    tokens: PlannedTokens,
 ) -> Callable[[int], Companion]:
     """rank -> what one of them takes there, at the layout of ``config``."""
     layout = ParallelLayout.of(config.parallel, world_size)

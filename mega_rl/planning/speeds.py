@@ -20,20 +20,20 @@ DECODING_SHARE = 0.5  # of the peak of matrix products, in a decoding step
 
 
 @dataclass(frozen=True)
-class Device:
+class DevicePeaks:
     """Peaks of one device as this software counts them."""
 
     flops_per_s: float  # bfloat16, dense
     bytes_per_s: float  # of its memory
 
 
-DEVICES: Mapping[str, Device] = {
-    "910b": Device(376e12, 1.6e12),
-    "910c": Device(376e12, 1.6e12),  # one of its two dies, which are devices of their own
-    "a100": Device(312e12, 2.0e12),
-    "h20": Device(148e12, 4.0e12),
-    "h100": Device(989e12, 3.35e12),
-    "h200": Device(989e12, 4.8e12),
+DEVICES: Mapping[str, DevicePeaks] = {
+    "910b": DevicePeaks(376e12, 1.6e12),
+    "910c": DevicePeaks(376e12, 1.6e12),  # one of its two dies, which are devices of their own
+    "a100": DevicePeaks(312e12, 2.0e12),
+    "h20": DevicePeaks(148e12, 4.0e12),
+    "h100": DevicePeaks(989e12, 3.35e12),
+    "h200": DevicePeaks(989e12, 4.8e12),
 }
 
 
@@ -46,7 +46,7 @@ class Speeds:
     train_token_device_s: float  # of training a token on one device
 
 
-def speeds(config: RunConfig, shape: ModelShape, device: Device, mean_tokens: float) -> Speeds:
+def speeds(config: RunConfig, shape: ModelShape, device: DevicePeaks, mean_tokens: float) -> Speeds:
     """``mean_tokens``: of a response; half of them have their keys and values read at a step, on average."""
     tensor, item = config.rollout.tensor_parallel_size, DTYPES[config.rollout.dtype or config.model.dtype].itemsize
     bytes_per_s = device.bytes_per_s * BANDWIDTH_SHARE

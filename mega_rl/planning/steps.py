@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from mega_rl.config.schema.sections import RunConfig
 from mega_rl.config.schema.stage import samples, sequences_per_row
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.planning.activations import Tokens
+from mega_rl.planning.activations import PlannedTokens
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def budget_of(config: RunConfig) -> int:
     return budget
 
 
-def fullest_microbatches(config: RunConfig, layout: ParallelLayout) -> Tokens:
+def fullest_microbatches(config: RunConfig, layout: ParallelLayout) -> PlannedTokens:
     """Micro-batches of an optimizer step whose sequences all have their greatest length."""
     data, is_sampled = config.data, samples(config)
     parts = config.algorithm.minibatches_per_step if is_sampled else 1
@@ -69,4 +69,4 @@ def fullest_microbatches(config: RunConfig, layout: ParallelLayout) -> Tokens:
     # Sequences of other lengths fill a micro-batch up to its limit.
     fullest = min(budget, -(-num_units // layout.data) * unit_tokens)
     unit = layout.tensor * 2 * layout.context
-    return Tokens(-(-fullest // unit) * unit, longest, num_microbatches)
+    return PlannedTokens(-(-fullest // unit) * unit, longest, num_microbatches)

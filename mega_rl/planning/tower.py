@@ -15,7 +15,7 @@ from mega_rl.config.schema.sections import RunConfig
 from mega_rl.config.schema.stage import reads_pictures, samples
 from mega_rl.models.shape import ModelShape
 from mega_rl.models.vision import GRADIENT_BYTES, MAX_KEPT_BYTES
-from mega_rl.planning.activations import Tokens
+from mega_rl.planning.activations import PlannedTokens
 from mega_rl.types import DTYPES
 
 
@@ -28,7 +28,7 @@ class TowerMemory:
     features: int = 0  # at most, of host memory: what a frozen tower has made of pictures
 
 
-def tower_memory(config: RunConfig, shape: ModelShape, tuning: TuningPlan, tokens: Tokens) -> TowerMemory:
+def tower_memory(config: RunConfig, shape: ModelShape, tuning: TuningPlan, tokens: PlannedTokens) -> TowerMemory:
     """Of the first stage, whose ranks all compute the pictures of a whole micro-batch."""
     tower = shape.tower
     if tower is None or not reads_pictures(config):

@@ -17,7 +17,7 @@ FEW_POINTS = 40  # up to so many are marked by dots
 
 
 @dataclass(frozen=True)
-class Series:
+class Curve:
     """One curve."""
 
     label: str
@@ -73,7 +73,7 @@ class _Frame:
     high_y: float
 
     @classmethod
-    def around(cls, series: Sequence[Series]) -> _Frame | None:
+    def around(cls, series: Sequence[Curve]) -> _Frame | None:
         steps = [float(step) for one in series for step, _ in one.points]
         values = [value for one in series for _, value in one.points if value is not None]
         if not values:
@@ -89,10 +89,10 @@ class _Frame:
         return TOP + (HEIGHT - TOP - BOTTOM) * (self.high_y - value) / (self.high_y - self.low_y)
 
 
-def chart(title: str, unit: str, meaning: str, series: Sequence[Series], max_points: int = MAX_POINTS) -> str:
+def chart(title: str, unit: str, meaning: str, series: Sequence[Curve], max_points: int = MAX_POINTS) -> str:
     """A figure with its curves and their legend; in one colour each, by their order."""
     left_out = len(series) - MAX_SERIES
-    drawn = [Series(one.label, thinned(one.points, max_points)) for one in series[:MAX_SERIES]]
+    drawn = [Curve(one.label, thinned(one.points, max_points)) for one in series[:MAX_SERIES]]
     frame = _Frame.around(drawn)
     note = f'<p class="note">and {left_out} more</p>' if left_out > 0 else ""
     if frame is None:
@@ -126,7 +126,7 @@ def _axes(frame: _Frame) -> str:
     return "".join(parts)
 
 
-def _curve(series: Series, index: int, frame: _Frame) -> str:
+def _curve(series: Curve, index: int, frame: _Frame) -> str:
     """A path with a gap, and a mark at the top, wherever a value is not finite; and the values for the script."""
     path, dots, pen_is_down = [], [], False
     finite = [(step, value) for step, value in series.points if value is not None]

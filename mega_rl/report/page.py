@@ -17,7 +17,7 @@ from mega_rl.observe.metrics.declared import (
 )
 from mega_rl.observe.metrics.from_files import HELD_OUT, LOSSES
 from mega_rl.report import charts
-from mega_rl.report.charts import Series, short
+from mega_rl.report.charts import Curve, short
 from mega_rl.report.read import RunRecord
 from mega_rl.report.samples import (
     Decode,
@@ -110,7 +110,7 @@ def _first_to_last(run: RunRecord, names: Sequence[str]) -> str:
 
 def _sections(runs: Sequence[RunRecord]) -> list[tuple[str, str, str]]:
     names = [name for run in runs for name in run.series]
-    extras = {"speed": _phases(runs), "memory": _peaks(runs), "sync": _ledger(runs)}
+    extras = {"speed": _phases(runs), "memory": _peaks(runs), "sync": _window(runs)}
     max_points = max(40, charts.MAX_POINTS * 3 // max(3, len(runs)))
     found = []
     for section, titled in laid_out(names):
@@ -132,11 +132,11 @@ def _grid(figures: str) -> str:
 def _figures(runs: Sequence[RunRecord], title: str, metrics: Sequence[str], max_points: int) -> list[str]:
     """One run: a chart with its metrics. Several: a chart for each metric, in which a colour is a run."""
     if len(runs) == 1:
-        series = [Series(name, runs[0].series[name]) for name in metrics]
+        series = [Curve(name, runs[0].series[name]) for name in metrics]
         return [charts.chart(title, _unit(metrics[0]), _about(match(metrics[0])[0]), series, max_points)]
     drawn = []
     for name in metrics:
-        series = [Series(run.name, run.series.get(name, ())) for run in runs]
+        series = [Curve(run.name, run.series.get(name, ())) for run in runs]
         drawn.append(charts.chart(name, _unit(name), _about(match(name)[0]), series, max_points))
     return drawn
 
@@ -188,7 +188,7 @@ def _peaks(runs: Sequence[RunRecord]) -> str:
     return "".join(shown)
 
 
-def _ledger(runs: Sequence[RunRecord]) -> str:
+def _window(runs: Sequence[RunRecord]) -> str:
     """What the weight syncs moved: of the newest one and all together."""
     rows = []
     for run in runs:
@@ -198,7 +198,9 @@ def _ledger(runs: Sequence[RunRecord]) -> str:
                 total = f"{short(sum(values))} {unit}" if unit in ("bytes", "s") else ""
                 label = f"{run.name} {name}" if len(runs) > 1 else name
                 rows.append([label, f"{short(values[-1])} {unit}", total])
-    return charts.table("ledger of the weight syncs, all ranks", ("", "newest sync", "all syncs"), rows) if rows else ""
+    return (
+        charts.table("transfers of the weight syncs, all ranks", ("", "newest sync", "all syncs"), rows) if rows else ""
+    )
 
 
 def _samples(

@@ -25,9 +25,16 @@ from mega_rl.rewards.pool.worker import (
     SCORE,
     Answer,
     Sample,
-    Setup,
+    WorkerSetup,
 )
-from mega_rl.types import Outcome, Outline, Score, TokenSource, Trajectory, UnknownReward
+from mega_rl.types import (
+    Outcome,
+    Score,
+    TokenSource,
+    Trajectory,
+    TrajectorySummary,
+    UnknownReward,
+)
 
 WORKERS_PER_RANK = 2  # where `reward_workers.num_workers` says nothing
 
@@ -38,14 +45,16 @@ class WeightedReward:
     weight: float
 
 
-class Judge(Protocol):
+class CollectiveReward(Protocol):
     """Scores what workers cannot: many trajectories at once, on all ranks together, when sampling has ended."""
 
-    def complete(self, outlines: Sequence[Outline], scores: Sequence[Score], source: TokenSource) -> list[Score]:
+    def complete(
+        self, summaries: Sequence[TrajectorySummary], scores: Sequence[Score], source: TokenSource
+    ) -> list[Score]:
         """The scores with its own part in them; one that has it already stays. Collective.
 
         Args:
-            source: has the tokens of the outlined trajectories.
+            source: has the tokens of the summarized trajectories.
         """
         ...
 
@@ -55,7 +64,7 @@ class Scorer:
 
     Args:
         pool: the workers; None: there are no such rewards, and every score is 0.
-        judge: adds to the scores later; None: they are whole.
+        collective: adds to the scores later; None: they are whole.
         pictures: by the keys that prompts have for them; None: the model sees none.
     """
 
@@ -63,10 +72,10 @@ class Scorer:
         self,
         rewards: list[WeightedReward],
         pool: Pool | None,
-        judge: Judge | None = None,
+        collective: CollectiveReward | None = None,
         pictures: Mapping[str, Encoded] | None = None,
     ) -> None:
-        self.rewards, self.pool, self.judge = rewards, pool, judge
+        self.rewards, self.pool, self.collective = rewards, pool, collective
         self._pictures = pictures if pictures is not None and pool is not None and pool.takes_images else {}
         self._lent = Lent()
 
@@ -91,7 +100,7 @@ class Scorer:
         The future raises what `score` does.
         """
         result: Future[Score] = Future()
-        known, has_rewards = None, self.pool is not None or self.judge is not None
+        known, has_rewards = None, self.pool is not None or self.collective is not None
         turn_rewards: tuple[float, ...] = ()
         if trajectory.episode is not None:
             known, turn_rewards = score_of(trajectory.episode, has_rewards), trajectory.episode.turn_rewards
@@ -180,7 +189,7 @@ def build_scorer(rewards: Sequence[RewardConfig], workers: RewardWorkersConfig |
 
 def start_workers(rewards: Sequence[RewardConfig], workers: RewardWorkersConfig, num_ranks: int = 1) -> WorkerPool:
     """The workers of a node on which so many ranks score; raises InputError as `build_scorer` does."""
-    setup = Setup(tuple((r.name, dict(r.options)) for r in rewards), workers.timeout_s, workers.memory_bytes)
+    setup = WorkerSetup(tuple((r.name, dict(r.options)) for r in rewards), workers.timeout_s, workers.memory_bytes)
     try:
         return WorkerPool(setup, workers.num_workers or WORKERS_PER_RANK * num_ranks)
     except PoolError as error:

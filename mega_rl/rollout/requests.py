@@ -13,7 +13,12 @@ import numpy.typing as npt
 
 from mega_rl.errors import InputError
 from mega_rl.rollout.engine import Request
-from mega_rl.types import ASSISTANT, Prompt, Trajectory, Turn
+from mega_rl.types import (
+    ASSISTANT,
+    Prompt,
+    Trajectory,
+    TurnSpan,
+)
 
 ENDS = ("stop", "length")  # why a response ends
 TAKEN_OUT = "abort"  # why a tail ends
@@ -88,7 +93,7 @@ def joined(tail: Trajectory | None, rest: Trajectory, decode: Callable[[Sequence
         loss_mask=np.concatenate([tail.loss_mask, rest.loss_mask[num_before:]]),
         logprobs=np.concatenate([tail.logprobs, rest.logprobs[num_before:]]),
         spans=tail.spans + rest.spans[is_same:],
-        turns=(tail.turns[0], Turn(ASSISTANT, first, len(rest.token_ids))),
+        turns=(tail.turns[0], TurnSpan(ASSISTANT, first, len(rest.token_ids))),
         text=text_of(rest.token_ids.tolist(), first, rest.finish_reason, decode),
     )
 

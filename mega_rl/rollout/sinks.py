@@ -20,7 +20,12 @@ from mega_rl.bridge.mapping.tensors import full_series, hf_tensors
 from mega_rl.bridge.mapping.tuning import AdapterPlan
 from mega_rl.bridge.mapping.vllm import vllm_series
 from mega_rl.bridge.mapping.vllm_slots import slot_series
-from mega_rl.bridge.reshard.execute import Ledger, Read, Transfer, write_into
+from mega_rl.bridge.reshard.execute import (
+    Read,
+    Transfer,
+    TransferCount,
+    write_into,
+)
 from mega_rl.bridge.reshard.plan import Layout, compile_plan
 from mega_rl.bridge.reshard.proof import Hashes, Inspect, LoadProof, colocated
 from mega_rl.bridge.series import Series, slices_of
@@ -32,7 +37,7 @@ from mega_rl.rollout.transfers import Transfers
 
 
 @dataclass(frozen=True)
-class Weights:
+class SentWeights:
     """What every sync of a run sends."""
 
     shape: ModelShape
@@ -77,7 +82,7 @@ class WeightSink(Protocol):
             sources: what every trainer rank holds.
         """
 
-    def update(self, read: Read, version: int) -> Ledger | None:
+    def update(self, read: Read, version: int) -> TransferCount | None:
         """Wake the engines' weights, replace them by those of ``version``, and forget every cached prefix.
 
         Args:
@@ -145,7 +150,7 @@ class ColocatedEngine(Protocol):
 class InPlaceSink:
     """Writes each shard of engines in the trainer's processes in place, every byte moved at most once."""
 
-    def __init__(self, engine: ColocatedEngine, weights: Weights, engines: EngineLayout) -> None:
+    def __init__(self, engine: ColocatedEngine, weights: SentWeights, engines: EngineLayout) -> None:
         self._engine, self._weights, self._engines = engine, weights, engines
         self._transfers: Transfers | None = None
 
@@ -173,15 +178,15 @@ class InPlaceSink:
         wanted, weights = self.layout(), self._weights
         self._transfers = Transfers(wanted, weights.changing, lambda part: colocated_transfer(sources, part, weights))
 
-    def update(self, read: Read, version: int) -> Ledger:
+    def update(self, read: Read, version: int) -> TransferCount:
         assert self._transfers is not None, "an update before connect"
         self._engine.wake_weights()
         self._engine.begin_update()
         write = write_into(self._engine.parameters())
         with torch.no_grad():
-            ledger = self._transfers.next().run(read, write, self._weights.dtype)
+            transfer_count = self._transfers.next().run(read, write, self._weights.dtype)
         self._engine.finish_update(version)
-        return ledger
+        return transfer_count
 
     def begin_sampling(self) -> None:
         self._engine.wake_cache()
@@ -195,7 +200,7 @@ class LoaderSink:
 
     inspect = None
 
-    def __init__(self, engine: ColocatedEngine, weights: Weights, num_ranks: int) -> None:
+    def __init__(self, engine: ColocatedEngine, weights: SentWeights, num_ranks: int) -> None:
         self._engine, self._weights, self._num_ranks = engine, weights, num_ranks
         self._transfer: Transfer | None = None
         engine.use_loader()
@@ -225,13 +230,13 @@ class LoaderSink:
         self._engine.sleep()
 
 
-def colocated_layout(weights: Weights, engines: EngineLayout) -> list[list[Series]]:
+def colocated_layout(weights: SentWeights, engines: EngineLayout) -> list[list[Series]]:
     """What every worker of engines in the trainer's processes loads, [rank] -> its series."""
     size = engines.tensor_parallel_size
     return [weights.loaded_layout(size, engines.tensor_rank(rank)) for rank in range(engines.world_size)]
 
 
-def colocated_transfer(sources: Layout, wanted: Layout, weights: Weights) -> Transfer:
+def colocated_transfer(sources: Layout, wanted: Layout, weights: SentWeights) -> Transfer:
     """This rank's part in the plan between trainer and engines of the same processes."""
     return Transfer(
         compile_plan(sources, wanted),
@@ -246,7 +251,7 @@ def colocated_transfer(sources: Layout, wanted: Layout, weights: Weights) -> Tra
 
 def colocated_sink(
     engine: ColocatedEngine,
-    weights: Weights,
+    weights: SentWeights,
     engines: EngineLayout,
     *,
     load: LoadProof | None,

@@ -1,7 +1,7 @@
 """An address for agents of other frameworks: what they send to it asks the run's own loop for a turn.
 
-A framework knows a ``base_url`` and no coroutines. ``Address`` is one server of this process on loopback; every episode
-has a path of its own there, which nobody can guess.
+A framework knows a ``base_url`` and no coroutines. ``AgentAddress`` is one server of this process on loopback; every
+episode has a path of its own there, which nobody can guess.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from mega_rl.serving.conversations import (
     read_back,
 )
 from mega_rl.serving.openai_answers import (
-    Answer,
-    Form,
+    AnswerForm,
+    ClientAnswer,
     calls_of,
     error,
 )
@@ -83,7 +83,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-class Address:
+class AgentAddress:
     """A port of loopback for the episodes of one event loop."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -146,10 +146,10 @@ class Address:
         answer = _answer_of(turn, caller.parse if chat.tools else None)
         said = read_back(answer.message)
         caller.said = keys if said is None else [*keys, key_of(said)]
-        return Form("chat", "policy", chat.asked, self._tokenizer).whole([answer], 0)
+        return AnswerForm("chat", "policy", chat.asked, self._tokenizer).whole([answer], 0)
 
 
-def _answer_of(turn: Turn, parse: Parser | None) -> Answer:
+def _answer_of(turn: Turn, parse: Parser | None) -> ClientAnswer:
     text, calls = calls_of(turn.text, parse)
     reason = "tool_calls" if calls else turn.finish_reason
-    return Answer(0, turn.token_ids, [0.0] * len(turn.token_ids), text, reason, calls)
+    return ClientAnswer(0, turn.token_ids, [0.0] * len(turn.token_ids), text, reason, calls)

@@ -28,7 +28,14 @@ from mega_rl.data.tokens.template import (
 )
 from mega_rl.data.tokens.tokenizer import encode
 from mega_rl.errors import InputError
-from mega_rl.types import ASSISTANT as MODEL, PROMPT, Prompt, Span, Trajectory, Turn
+from mega_rl.types import (
+    ASSISTANT as MODEL,
+    PROMPT,
+    Prompt,
+    Span,
+    Trajectory,
+    TurnSpan,
+)
 
 MAX_TOOL_LISTS = 64  # for which the tokens of replies are kept ready
 MAX_ROWS = 256  # of one session, all of which are kept until its reward comes
@@ -42,7 +49,7 @@ def key_of(message: Message) -> Key:
     return message["role"], message["content"].strip(), message.get("reasoning_content", "").strip(), *texts
 
 
-class Renderer:
+class ConversationRenderer:
     """Messages as token ids: whole conversations, and what follows a sampled turn. May be used in a thread."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = (), history: History = "refuse"):
@@ -82,7 +89,7 @@ class Renderer:
 
 
 @dataclass
-class Row:
+class ConversationRow:
     """One trajectory that may grow: a prompt, turns, and replies between them."""
 
     num_prompt: int  # of the tokens
@@ -90,7 +97,7 @@ class Row:
     token_ids: list[int]
     keys: list[Key]  # of the messages that the tokens say; of a row without messages, none
     logprobs: list[float] = field(default_factory=list)  # one per sampled token
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[TurnSpan] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     marks: list[int] = field(default_factory=list)  # messages after each sampled turn; -1: not as messages
@@ -129,14 +136,14 @@ class Opening:
     new: Sequence[Message]
     keys: list[Key]  # of all messages of the request
     tools: Tools
-    row: Row | None  # that is to go on; None: a new one begins
+    row: ConversationRow | None  # that is to go on; None: a new one begins
     between: list[int] = field(default_factory=list)
 
     @property
     def token_ids(self) -> list[int]:
         return self.context + self.between
 
-    def render(self, renderer: Renderer) -> None:
+    def render(self, renderer: ConversationRenderer) -> None:
         """Make the tokens of what is new; may take long. Raises InputError."""
         if self.new and self.context:
             self.between = renderer.reply(self.sampled, self.new, self.tools)
@@ -160,7 +167,7 @@ class Conversations:
     """The rows of one session, in the order in which they began."""
 
     def __init__(self) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[ConversationRow] = []
 
     def open(self, messages: Sequence[Message], tools: Tools) -> Opening:
         """The longest recorded beginning of the messages, which ends with a turn of the model, and what follows it.
@@ -169,7 +176,7 @@ class Conversations:
         """
         self._check_room()
         keys, name = [key_of(message) for message in messages], _name(tools)
-        best: tuple[int, Row, int] | None = None
+        best: tuple[int, ConversationRow, int] | None = None
         for row in self.rows:
             for place, length in enumerate(row.marks if row.tools == name else ()):
                 is_beginning = 0 < length < len(keys) and row.keys[:length] == keys[:length]
@@ -207,19 +214,19 @@ class Conversations:
         """
         row, ids = opening.row, sampled.sampled_ids.tolist()
         if row is None:
-            row = Row(len(opening.token_ids), _name(opening.tools), opening.token_ids, [])
-            row.turns.append(Turn(PROMPT, 0, row.num_prompt))
+            row = ConversationRow(len(opening.token_ids), _name(opening.tools), opening.token_ids, [])
+            row.turns.append(TurnSpan(PROMPT, 0, row.num_prompt))
             self.rows.append(row)
         elif opening.between:
             role = opening.new[0]["role"] if opening.new else "user"
-            row.turns.append(Turn(role, len(row.token_ids), len(row.token_ids) + len(opening.between)))
+            row.turns.append(TurnSpan(role, len(row.token_ids), len(row.token_ids) + len(opening.between)))
             row.token_ids += opening.between
         start, version = len(row.token_ids), sampled.newest_version
         if not row.spans or row.spans[-1].version < version:
             row.spans.append(Span(start, version))
         row.token_ids += ids
         row.logprobs += sampled.logprobs[sampled.loss_mask].tolist()
-        row.turns.append(Turn(MODEL, start, start + len(ids)))
+        row.turns.append(TurnSpan(MODEL, start, start + len(ids)))
         row.texts.append(sampled.text)
         row.finish_reason = sampled.finish_reason
         row.keys = opening.keys if message is None else [*opening.keys, key_of(message)]

@@ -16,15 +16,15 @@ from mega_rl.errors import InputError
 from mega_rl.rollout.engine import Piece, Request
 from mega_rl.rollout.requests import sample_seed
 from mega_rl.serving.conversations import (
+    ConversationRenderer,
     Conversations,
     Opening,
-    Renderer,
     read_back,
 )
 from mega_rl.serving.engines import Engines
 from mega_rl.serving.openai_answers import (
-    Answer,
-    Form,
+    AnswerForm,
+    ClientAnswer,
     Kind,
     answer_of,
 )
@@ -35,7 +35,7 @@ from mega_rl.serving.openai_requests import (
     completion_of,
     tokens_of,
 )
-from mega_rl.serving.sessions import Session, Sessions
+from mega_rl.serving.sessions import AgentSession, Sessions
 from mega_rl.types import Prompt, Trajectory
 
 
@@ -50,12 +50,12 @@ class Model:
 
 
 @dataclass
-class Question:
+class EndpointRequest:
     """One prompt, and the responses that are asked for to it."""
 
-    form: Form
+    form: AnswerForm
     opening: Opening
-    session: Session | None
+    session: AgentSession | None
     parse: Parser | None  # of calls; None: there are no tools
     number: int = 0  # of the prompt within its request
 
@@ -69,14 +69,14 @@ class Endpoint:
     """Engines, a model's words and the sessions of agents."""
 
     engines: Engines
-    renderer: Renderer
+    renderer: ConversationRenderer
     model: Model
     sessions: Sessions | None = None  # None: nothing is recorded
     parse: Parser | None = None  # None: tools are refused
     num_sampled: int = 0  # tokens, so far
     _words: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "words"))
 
-    def turns(self, kind: Kind, body: Any, session: str | None) -> list[Question]:
+    def turns(self, kind: Kind, body: Any, session: str | None) -> list[EndpointRequest]:
         """What a request asks for, whose prompts are still to be rendered. Raises InputError."""
         if kind == "chat":
             chat = chat_of(body, self.model.temperature)
@@ -85,7 +85,7 @@ class Endpoint:
             owner, conversations = self._owner(session, chat.asked, 1)
             self._check_size(chat.messages)
             opening = conversations.open(chat.messages, chat.tools)
-            return [Question(self._form(kind, chat.asked), opening, owner, self.parse if chat.tools else None)]
+            return [EndpointRequest(self._form(kind, chat.asked), opening, owner, self.parse if chat.tools else None)]
         if kind == "tokens":
             ids, asked = tokens_of(body, self.model.temperature)
             prompts: list[str | list[int]] = [ids]
@@ -96,11 +96,11 @@ class Endpoint:
         owner, conversations = self._owner(session, asked, len(prompts))
         form = self._form(kind, asked)
         return [
-            Question(form, conversations.open_tokens(self._ids(prompt)), owner, None, number)
+            EndpointRequest(form, conversations.open_tokens(self._ids(prompt)), owner, None, number)
             for number, prompt in enumerate(prompts)
         ]
 
-    def _owner(self, name: str | None, asked: Asked, num_prompts: int) -> tuple[Session | None, Conversations]:
+    def _owner(self, name: str | None, asked: Asked, num_prompts: int) -> tuple[AgentSession | None, Conversations]:
         if name is None or self.sessions is None:
             return None, Conversations()
         if asked.n > 1 or num_prompts > 1:
@@ -113,8 +113,8 @@ class Endpoint:
         found = self.sessions.use(name)
         return found, found.conversations
 
-    def _form(self, kind: Kind, asked: Asked) -> Form:
-        return Form(kind, self.model.name, asked, self.renderer.tokenizer)
+    def _form(self, kind: Kind, asked: Asked) -> AnswerForm:
+        return AnswerForm(kind, self.model.name, asked, self.renderer.tokenizer)
 
     def _check_size(self, texts: Sequence[Any]) -> None:
         if is_surely_longer(self.renderer.tokenizer, [list(texts)], self.model.max_model_len):
@@ -127,7 +127,7 @@ class Endpoint:
         check_ids(prompt, self.model.vocab_size)
         return prompt
 
-    async def whole(self, turns: Sequence[Question], session: str | None) -> dict[str, Any]:
+    async def whole(self, turns: Sequence[EndpointRequest], session: str | None) -> dict[str, Any]:
         """The answer to a request. Raises as `answers`."""
         try:
             async with asyncio.TaskGroup() as group:
@@ -137,18 +137,18 @@ class Endpoint:
         found = [answer for task in tasks for answer in task.result()]
         return turns[0].form.whole(found, sum(len(turn.opening.token_ids) for turn in turns))
 
-    async def _collected(self, turn: Question, session: str | None) -> list[Answer]:
+    async def _collected(self, turn: EndpointRequest, session: str | None) -> list[ClientAnswer]:
         async with contextlib.aclosing(self.answers(turn, session)) as events:
-            found = [event async for event in events if isinstance(event, Answer)]
+            found = [event async for event in events if isinstance(event, ClientAnswer)]
         return sorted(found, key=lambda answer: answer.number)
 
-    async def stream(self, turn: Question, session: str | None) -> AsyncGenerator[bytes, None]:
+    async def stream(self, turn: EndpointRequest, session: str | None) -> AsyncGenerator[bytes, None]:
         """The events of one prompt's answers. Raises as `answers`."""
         form, seen = turn.form, set[int]()
         num_sampled, is_held = 0, turn.parse is not None  # what may be a call is not told before it is one or not
         async with contextlib.aclosing(self.answers(turn, session)) as events:
             async for event in events:
-                number = event.number if isinstance(event, Answer) else event.sample_index
+                number = event.number if isinstance(event, ClientAnswer) else event.sample_index
                 if number not in seen and (opening := form.first(number, turn.opening.token_ids)) is not None:
                     yield opening
                 if isinstance(event, Piece):
@@ -164,7 +164,7 @@ class Endpoint:
                 yield form.last(event)
         yield form.end(len(turn.opening.token_ids), num_sampled)
 
-    async def answers(self, turn: Question, session: str | None) -> AsyncGenerator[Piece | Answer, None]:
+    async def answers(self, turn: EndpointRequest, session: str | None) -> AsyncGenerator[Piece | ClientAnswer, None]:
         """Pieces and whole answers to one prompt, as they come; a turn of a session is recorded before it is told.
 
         Raises:
@@ -196,7 +196,7 @@ class Endpoint:
                 if not is_finished:
                     opening.leave()
 
-    def _requests(self, turn: Question) -> list[Request]:
+    def _requests(self, turn: EndpointRequest) -> list[Request]:
         """Raises InputError."""
         asked, ids = turn.asked, turn.opening.token_ids
         room = self.model.max_model_len - len(ids)

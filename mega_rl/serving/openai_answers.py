@@ -34,7 +34,7 @@ ID_LENGTH = 9  # letters of the id of a call: what the strictest templates take
 
 
 @dataclass(frozen=True)
-class Answer:
+class ClientAnswer:
     """One response, as far as a client sees it."""
 
     number: int
@@ -56,7 +56,7 @@ def answer_of(
     trajectory: Trajectory,
     tokenizer: PreTrainedTokenizerBase,
     parse: Parser | None,
-) -> Answer:
+) -> ClientAnswer:
     """
     Args:
         parse: finds the calls of tools; None: there are none.
@@ -68,7 +68,7 @@ def answer_of(
         written = ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
         before, calls = calls_of(str(tokenizer.decode(written, skip_special_tokens=False)), parse)
         text, reason = (before, "tool_calls") if calls else (text, reason)
-    return Answer(number, ids, logprobs, text, reason, calls, trajectory.prompt.token_ids)
+    return ClientAnswer(number, ids, logprobs, text, reason, calls, trajectory.prompt.token_ids)
 
 
 def calls_of(text: str, parse: Parser | None) -> tuple[str, list[Mapping[str, Any]]]:
@@ -86,7 +86,7 @@ def calls_of(text: str, parse: Parser | None) -> tuple[str, list[Mapping[str, An
 
 
 @dataclass
-class Form:
+class AnswerForm:
     """The answers to one request."""
 
     kind: Kind
@@ -95,7 +95,7 @@ class Form:
     tokenizer: PreTrainedTokenizerBase
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
-    def whole(self, answers: Sequence[Answer], num_prompt_tokens: int) -> dict[str, Any]:
+    def whole(self, answers: Sequence[ClientAnswer], num_prompt_tokens: int) -> dict[str, Any]:
         """
         Args:
             answers: by number.
@@ -111,7 +111,7 @@ class Form:
             return {"request_id": beginning + self.id, "model": self.model, "created": 0}
         return {"id": beginning + self.id, "object": name, "created": 0, "model": self.model}
 
-    def _choice(self, answer: Answer) -> dict[str, Any]:
+    def _choice(self, answer: ClientAnswer) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": answer.number, "finish_reason": answer.finish_reason}
         choice["logprobs"] = self._logprobs(answer.token_ids, answer.logprobs)
         if self.kind == "tokens":
@@ -162,12 +162,12 @@ class Form:
             choice["token_ids"] = list(ids)
         return self._chunk(choice, {})
 
-    def calls(self, answer: Answer) -> bytes:
+    def calls(self, answer: ClientAnswer) -> bytes:
         """The calls of a turn of a chat, all at once."""
         calls = [{"index": place, **call} for place, call in enumerate(answer.calls)]
         return self._chunk({"index": answer.number, "delta": {CALLS: calls}}, {})
 
-    def last(self, answer: Answer) -> bytes:
+    def last(self, answer: ClientAnswer) -> bytes:
         choice: dict[str, Any] = {"index": answer.number, "logprobs": None}
         choice |= dict(EMPTY[self.kind])
         return self._chunk(choice, {}, answer.finish_reason)

@@ -47,7 +47,7 @@ class EndedSessionError(InputError):
 
 
 @dataclass
-class Session:
+class AgentSession:
     """One response of an agent to one prompt: everything that it asked the model for."""
 
     name: str
@@ -59,7 +59,7 @@ class Session:
 
 
 @dataclass
-class Counts:
+class SessionCounts:
     """Over all sessions."""
 
     opened: int = 0
@@ -89,17 +89,17 @@ class Sessions:
             max_sessions: open at once.
             idle_s: a session without a request for longer is dropped.
         """
-        self.counts = Counts()
+        self.counts = SessionCounts()
         self._tokenizer, self._take = tokenizer, take
         self._max, self._idle_s = max_sessions, idle_s
-        self._open: OrderedDict[str, Session] = OrderedDict()  # the one that was used longest ago first
+        self._open: OrderedDict[str, AgentSession] = OrderedDict()  # the one that was used longest ago first
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._own_indices = itertools.count(FIRST_OWN_INDEX)
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def open(self, fields: Mapping[str, Any]) -> Session:
+    def open(self, fields: Mapping[str, Any]) -> AgentSession:
         """A new session. Raises InputError: fields that are none, a name that is taken, too many sessions."""
         for name, value in fields.items():
             kind = FIELDS.get(name)
@@ -127,11 +127,11 @@ class Sessions:
             fields.get("data_source", "agent"),
             fields.get("extra_info", {}),
         )
-        self._open[name] = Session(name, prompt, fields.get("sample_index", 0))
+        self._open[name] = AgentSession(name, prompt, fields.get("sample_index", 0))
         self.counts.opened += 1
         return self._open[name]
 
-    def use(self, name: str) -> Session:
+    def use(self, name: str) -> AgentSession:
         """The session of that name, opened if there is none. Raises InputError: as `open`; it has its reward."""
         if name in self._ended:
             raise EndedSessionError(f"the session {name} has ended; take another name")
@@ -140,7 +140,7 @@ class Sessions:
         found.last_used_s = time.monotonic()
         return found
 
-    def find(self, name: str) -> Session:
+    def find(self, name: str) -> AgentSession:
         """Raises UnknownSessionError, EndedSessionError."""
         if name in self._ended:
             raise EndedSessionError(f"the session {name} has ended")
@@ -178,7 +178,7 @@ class Sessions:
         self._end(name)
         self.counts.dropped += 1
 
-    def _trajectories(self, session: Session) -> list[Trajectory]:
+    def _trajectories(self, session: AgentSession) -> list[Trajectory]:
         """The first row has the session's prompt index; every other one has a number of its own."""
         found = []
         for number, row in enumerate(session.conversations.rows):

@@ -1,7 +1,7 @@
 """Environments of verifiers (its ``MultiTurnEnv`` and what comes from it, releases 0.1.x) as agents.
 
 Such an environment drives itself: it asks an OpenAI-compatible address for turns, and its rubric scores the rollout. So
-it is an agent's function with an ``Address``; verifiers' own client does the asking.
+it is an agent's function with an ``AgentAddress``; verifiers' own client does the asking.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from mega_rl.environments.agent import EpisodeFunction, Generate
 from mega_rl.environments.protocol import End
 from mega_rl.environments.tools import Parser
 from mega_rl.errors import InputError
-from mega_rl.serving.agent_address import Address
+from mega_rl.serving.agent_address import AgentAddress
 from mega_rl.types import Prompt
 
 KEY = "MEGA_RL_NO_KEY"  # a variable that verifiers reads its key from; the address is a secret itself
 
 
-def verifiers_episode(environment: Any, address: Address, parse: Parser | None = None) -> EpisodeFunction:
+def verifiers_episode(environment: Any, address: AgentAddress, parse: Parser | None = None) -> EpisodeFunction:
     """
     Args:
         environment: with ``rollout`` and a ``rubric``.

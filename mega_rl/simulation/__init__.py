@@ -1,1 +1,1 @@
-"""A cluster that is only pretended: engines and a trainer with given speeds, under the steward that real ones have."""
+"""A cluster that is only pretended: engines and a trainer of given speeds, under the scheduler that real ones have."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from mega_rl.fleet.tickets import Rules
 from mega_rl.simulation.cluster import (
     Cluster,
-    Outcome,
+    SimulatedRun,
     Simulation,
 )
 from mega_rl.simulation.lengths import Lengths
@@ -21,7 +21,7 @@ SMALL = 300_000  # responses that one process simulates within seconds
 
 
 @dataclass(frozen=True)
-class Batch:
+class SimulatedBatch:
     """What every step samples."""
 
     num_groups: int
@@ -30,7 +30,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Setting:
+class SimulatedSetting:
     """One run to simulate."""
 
     mode: str  # synchronous | pinned | in_flight
@@ -47,11 +47,13 @@ class Setting:
 class Trial:
     """A setting, and what came of it."""
 
-    setting: Setting
-    outcome: Outcome
+    setting: SimulatedSetting
+    outcome: SimulatedRun
 
 
-def simulate(setting: Setting, batch: Batch, num_steps: int, seed: int = 0, records: bool = False) -> Trial:
+def simulate(
+    setting: SimulatedSetting, batch: SimulatedBatch, num_steps: int, seed: int = 0, records: bool = False
+) -> Trial:
     """Simulate one run of so many steps; the first half of them fill the pipeline and are not counted."""
     parts = min(batch.group_size, -(-setting.cluster.engines // batch.num_groups))
     rules = Rules(
@@ -66,7 +68,9 @@ def simulate(setting: Setting, batch: Batch, num_steps: int, seed: int = 0, reco
     return Trial(setting, simulation.run())
 
 
-def simulate_all(settings: Sequence[Setting], batch: Batch, num_steps: int, seed: int = 0) -> list[Trial]:
+def simulate_all(
+    settings: Sequence[SimulatedSetting], batch: SimulatedBatch, num_steps: int, seed: int = 0
+) -> list[Trial]:
     """Simulate every setting, large ones on all cores."""
     number = len(settings) * num_steps * batch.num_groups * batch.group_size
     workers = min(len(settings), os.cpu_count() or 1)

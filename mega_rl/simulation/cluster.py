@@ -1,4 +1,4 @@
-"""One simulated run: the steward under a virtual clock, with engines and a trainer that only take time.
+"""One simulated run: the scheduler under a virtual clock, with engines and a trainer that only take time.
 
 An engine makes a token of every response that it samples in ``fixed_s + per_response_s * responses`` seconds, so that
 its responses share it. Nothing happens between the end of one response and the next: a simulated second costs nothing.
@@ -15,9 +15,9 @@ from typing import Any
 
 from mega_rl.errors import InputError
 from mega_rl.fleet import events
-from mega_rl.fleet.engines import Limits
+from mega_rl.fleet.engines import EngineLimits
 from mega_rl.fleet.events import Decision, Event
-from mega_rl.fleet.scheduler import Steward
+from mega_rl.fleet.scheduler import FleetScheduler
 from mega_rl.fleet.tickets import Rules
 from mega_rl.observe.timeline import Activity
 from mega_rl.simulation.lengths import Lengths
@@ -43,7 +43,7 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SimulatedRun:
     """A simulated run after the time in which its pipeline filled."""
 
     step_s: float
@@ -83,8 +83,8 @@ class Simulation:
         self.records = records
         self.now = 0.0
         self.random = random.Random(seed)
-        limits = Limits(cluster.slots, NEVER, NEVER, NEVER, restarts=1_000_000)
-        self.steward = Steward(rules, limits, range(cluster.engines))
+        limits = EngineLimits(cluster.slots, NEVER, NEVER, NEVER, restarts=1_000_000)
+        self.scheduler = FleetScheduler(rules, limits, range(cluster.engines))
         self.machines = [_Machine() for _ in range(cluster.engines)]
         self.activities: list[Activity] = []
         self.num_deaths = 0
@@ -101,8 +101,8 @@ class Simulation:
         self._told: deque[Event] = deque()
         self._changed: set[int] = set()  # engines whose next end is to be planned anew
 
-    def run(self) -> Outcome:
-        self._carry_out(self.steward.begin(0.0))
+    def run(self) -> SimulatedRun:
+        self._carry_out(self.scheduler.begin(0.0))
         while len(self.ends_s) < self.num_steps:
             self.now, _, engine, turn, event = heapq.heappop(self._heap)
             if event is None:
@@ -127,14 +127,14 @@ class Simulation:
     def _tell(self, event: Event) -> None:
         self._told.append(event)
         while self._told:
-            self._carry_out(self.steward.handle(self._told.popleft(), self.now))
+            self._carry_out(self.scheduler.handle(self._told.popleft(), self.now))
 
     def _carry_out(self, decisions: list[Decision]) -> None:
         for decision in decisions:
             match decision:
                 case events.Issue():
                     self._issue(decision)
-                case events.Score():
+                case events.ScoreGroup():
                     self._told.append(events.Scored(decision.key, True))
                 case events.Load():
                     self._load(decision)
@@ -232,7 +232,7 @@ class Simulation:
 
     def _count(self, machine: _Machine, attempt: int, begin: float, end: float) -> int:
         """Count a response's tokens by the version that sampled them; returns the oldest."""
-        step = self.steward.ledger.step_of(attempt)
+        step = self.scheduler.window.step_of(attempt)
         for since, version in reversed(machine.changes):
             self._tokens_at[step, version] += int(max(0.0, end - max(since, begin)))
             end = min(end, since)
@@ -295,7 +295,7 @@ class Simulation:
         self._tell(event)
         self._train()
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> SimulatedRun:
         warm = self.num_steps // 2
         begin, end = self.ends_s[warm - 1] if warm else 0.0, self.ends_s[-1]
         ages = Counter[int]()
@@ -304,7 +304,7 @@ class Simulation:
                 ages[max(0, step - version)] += tokens
         num_tokens = sum(ages.values())
         busy_s = sum(machine.busy_s for machine in self.machines)
-        return Outcome(
+        return SimulatedRun(
             step_s=(end - begin) / (self.num_steps - warm),
             trainer_idle=sum(self._idle_s[warm : self.num_steps]) / (end - begin),
             engine_busy=busy_s / (self.cluster.engines * end),

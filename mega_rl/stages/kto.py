@@ -8,7 +8,7 @@ import torch
 
 from mega_rl.algorithms.preference import KtoObjective, kto_kl
 from mega_rl.config import RunConfig
-from mega_rl.data.pairs import Judged, JudgedDataset
+from mega_rl.data.pairs import LabelledAnswer, LabelledDataset
 from mega_rl.megatron.engine import LossFunction, MegatronEngine
 from mega_rl.microbatch import Microbatch
 from mega_rl.stages.build import building
@@ -33,7 +33,7 @@ def run(config: RunConfig) -> None:
 
 def train(session: Session) -> None:
     config = session.config
-    dataset, held_out = read(session, JudgedDataset)
+    dataset, held_out = read(session, LabelledDataset)
     if dataset.num_dropped:
         session.say(f"data: {dataset.num_dropped} answers longer than the length limits left out")
     stream = stream_of(session, dataset)
@@ -66,7 +66,7 @@ def update(
     model: MegatronEngine,
     loss: KtoObjective,
     reference: ReferenceLogprobs,
-    batch: list[Judged],
+    batch: list[LabelledAnswer],
     is_read: bool,
 ) -> dict[str, float]:
     """One optimizer step; returns its metrics. Collective."""
@@ -82,7 +82,7 @@ def validate(
     model: MegatronEngine,
     loss: KtoObjective,
     reference: ReferenceLogprobs,
-    held_out: list[Judged],
+    held_out: list[LabelledAnswer],
 ) -> dict[str, float]:
     """Loss and figures of held-out answers. Collective."""
     microbatches, loss_function, kl = prepared(session, model, loss, reference, held_out)
@@ -97,7 +97,7 @@ def prepared(
     model: MegatronEngine,
     loss: KtoObjective,
     reference: ReferenceLogprobs,
-    batch: list[Judged],
+    batch: list[LabelledAnswer],
 ) -> tuple[list[Microbatch], LossFunction, float]:
     """This rank's micro-batches of a global batch, their loss, and the batch's KL from the reference. Collective."""
     answers_reference, mismatched_reference = reference.of(batch).view(-1, 2).unbind(1)
@@ -112,7 +112,7 @@ def prepared(
     return pack_for_rank(session.share, [judged.answer for judged in batch]), loss_function, kl
 
 
-def means(batch: list[Judged], sums: dict[str, float]) -> dict[str, float]:
+def means(batch: list[LabelledAnswer], sums: dict[str, float]) -> dict[str, float]:
     """Means over the good answers, over the bad ones, or over all; of a kind that the batch lacks there is none."""
     num_good = sum(judged.is_good for judged in batch)
     found = {"accuracy": sums["accuracy"] / len(batch)}

@@ -39,7 +39,7 @@ def train(session: Session) -> None:
     reference = building.reference(session, actor)
     builder, sync = sampling(session, actor, noise, prompts, scorer, total_steps)
     layout = session.engine_layout
-    validator = Validator(config, layout, timers, say, held_out, sync, builder, scorer, session.depot)
+    validator = Validator(config, layout, timers, say, held_out, sync, builder, scorer, session.trajectory_store)
     probe = EngineProbe(builder.probed, layout, session.shape.vocab_size, config, say)
     learner = building.learner(session, actor, reference, total_steps)
     watch = RewardWatch(say)

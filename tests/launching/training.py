@@ -145,12 +145,12 @@ def copies(
 def survivors(token: str, grace_s: float = 20.0) -> list[str]:
     """Command lines of processes that still carry the token when the grace has passed."""
     deadline = time.monotonic() + grace_s
-    while (found := carriers(token)) and time.monotonic() < deadline:
+    while (found := executors(token)) and time.monotonic() < deadline:
         time.sleep(0.1)
     return [command_line(process) for process in found]
 
 
-def carriers(token: str) -> list[psutil.Process]:
+def executors(token: str) -> list[psutil.Process]:
     """The processes that carry the token and run."""
     found = []
     for process in psutil.process_iter():

@@ -27,7 +27,7 @@ class FakeEngine(Modelless):
 class FakeScorer:
     """Sample 1 of a prompt is right, prompt 1 is unknown, every other answer is wrong."""
 
-    judge = None
+    collective = None
 
     def start(self, trajectory: Trajectory) -> Future[Score]:
         result: Future[Score] = Future()

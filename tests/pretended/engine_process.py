@@ -15,7 +15,7 @@ from mega_rl.rollout.engine import Request
 from mega_rl.rollout.remote.engine_process import EngineProcess, EngineSpec
 from mega_rl.rollout.remote.fleet import kept_engine
 from mega_rl.rollout.remote.fleet.kept_engine import KeptEngine
-from mega_rl.rollout.remote.weight_store import Form, Location, Stored
+from mega_rl.rollout.remote.weight_store import Location, StoredVersion, StoreForm
 from mega_rl.rollout.vllm.start.seeing import Pixels
 from mega_rl.types import Trajectory
 from tests.launching.training import STRUCK_LOG as LOG
@@ -86,7 +86,7 @@ class PretendedProcess(EngineProcess):
         self._tensor_rank = tensor_rank
         self._engine = self._sampler = PretendedEngine(self.step_s, self._shown)  # type: ignore[assignment]
 
-    def load(self, form: Form, location: Location, stored: Stored) -> None:
+    def load(self, form: StoreForm, location: Location, stored: StoredVersion) -> None:
         if not self.engine.live:  # type: ignore[attr-defined]
             live = {name: torch.zeros(place.size, dtype=form.dtype) for name, place in form.places[0].items()}
             self.engine.live = live  # type: ignore[attr-defined]

@@ -20,10 +20,10 @@ class Engine:
     under_way: dict[tuple[int, int], Response] = field(default_factory=dict)  # (attempt, sample)
 
 
-class PretendedCarrier:
-    """A ``Carrier``; ``death``: how likely one of its engines dies, of 1,000 times that it is asked for events."""
+class PretendedExecutor:
+    """A ``FleetExecutor``; ``death``: how likely one of its engines dies, of 1,000 times it is asked for events."""
 
-    num_survivors = 0  # as of ``RayCarrier``
+    num_survivors = 0  # as of ``RayExecutor``
 
     def __init__(
         self, requests: Requests, weights: Weights, is_pinned: bool, seed: int = 0, death: int = 0, room: int = 0

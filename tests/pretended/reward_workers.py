@@ -20,9 +20,9 @@ from mega_rl.rewards.pool.process import (
 )
 from mega_rl.rewards.pool.worker import (
     EXITED,
-    Call,
-    Progress,
-    Setup,
+    WorkerCall,
+    WorkerProgress,
+    WorkerSetup,
 )
 
 ENDED = WorkerFailure(EXITED, "ended the worker with exit status 3")
@@ -42,7 +42,7 @@ class PretendedWorker(WorkerProcess):
         self._channel, self._theirs = socket.socketpair()
         self._buffer = b""
         self.scratch = "none"
-        self.progress = Progress(_sealed_memory(Progress.SIZE))
+        self.progress = WorkerProgress(_sealed_memory(WorkerProgress.SIZE))
         type(self).num_started += 1
 
     @property
@@ -63,10 +63,10 @@ class PretendedWorker(WorkerProcess):
         self._theirs.close()
 
     def send(self, message: Any) -> None:
-        if isinstance(message, Setup):
+        if isinstance(message, WorkerSetup):
             self._theirs.sendall(json.dumps({"ready": ["sample"] * len(message.rewards)}).encode() + b"\n")
             return
-        assert isinstance(message, Call)
+        assert isinstance(message, WorkerCall)
         (sample,) = message.samples
         data = sample.replace(b"NUMBER", str(message.number).encode())
         threading.Thread(target=self._answer, args=(data, message.number), daemon=True).start()
@@ -92,7 +92,7 @@ def pretended_pool(kind: Callable[[], WorkerProcess], num_workers: int) -> Itera
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "WorkerProcess", kind)
         patch.setattr(dispatch, "CALL_S", 0.0)  # one sample per call
-        pool = WorkerPool(Setup((("mine.py:reward", {}),), 600.0, 1 << 30), num_workers)
+        pool = WorkerPool(WorkerSetup((("mine.py:reward", {}),), 600.0, 1 << 30), num_workers)
         try:
             yield pool
         finally:

@@ -15,9 +15,9 @@ from typing import Any
 
 from mega_rl.errors import InputError
 from mega_rl.fleet import events, membership
-from mega_rl.fleet.engines import Limits
+from mega_rl.fleet.engines import EngineLimits
 from mega_rl.fleet.events import Decision, Event
-from mega_rl.fleet.scheduler import Steward
+from mega_rl.fleet.scheduler import FleetScheduler
 from mega_rl.fleet.tickets import Key, Rules, held_out
 from tests.pretended.tokens import number
 
@@ -86,12 +86,14 @@ class PretendedEngine:
 class World:
     """One run from its beginning, or from a checkpoint, to its end or to a crash."""
 
-    def __init__(self, rules: Rules, limits: Limits, chances: Chances, engines: int, seed: int, drops: int) -> None:
+    def __init__(
+        self, rules: Rules, limits: EngineLimits, chances: Chances, engines: int, seed: int, drops: int
+    ) -> None:
         self.rules, self.limits, self.chances, self.num_engines, self.drops = rules, limits, chances, engines, drops
         self.random = random.Random(seed)
         self.trained: list[list[tuple[Key, Any]]] = []  # by step, what it learned from
         self.checkpoint: tuple[int, int, str | None] = (0, FIRST_WEIGHTS, None)
-        self.end: events.End | None = None
+        self.end: events.Finish | None = None
         self.num_crashes = self.num_validations = self.num_joined = self.num_left = 0
         self.boot()
 
@@ -107,10 +109,10 @@ class World:
         self.messages: list[Event] = []
         self.engines: dict[int, PretendedEngine] = {}
         self.places = set(range(self.num_engines))  # of engines, which are given back once
-        self.steward = Steward(
+        self.scheduler = FleetScheduler(
             self.rules, self.limits, range(self.num_engines), None if state is None else json.loads(state)
         )
-        self.carry_out(self.steward.begin(self.now))
+        self.carry_out(self.scheduler.begin(self.now))
 
     @property
     def newest(self) -> int:
@@ -157,7 +159,7 @@ class World:
                 engine.todo.append((decision, sample))
             assert len(engine.todo) <= max(self.limits.slots, len(decision.samples))
 
-    def do_score(self, decision: events.Score) -> None:
+    def do_score(self, decision: events.ScoreGroup) -> None:
         kept = decision.key.step < 0 or is_kept(decision.results, self.drops)
         self.messages.append(events.Scored(decision.key, kept))
 
@@ -179,7 +181,7 @@ class World:
     def do_commit(self, decision: events.Commit) -> None:
         self.checkpoint = (decision.version, self.saved[decision.version], json.dumps(decision.state))
 
-    def do_end(self, decision: events.End) -> None:
+    def do_end(self, decision: events.Finish) -> None:
         assert self.validating is None or decision.is_failure, "a validation is lost"
         self.end = decision
 
@@ -192,7 +194,7 @@ class World:
             if self.end is not None:
                 return self
             self.turn()
-        raise AssertionError(f"no end after {max_turns} turns: {self.steward.ledger.state_dict()}")
+        raise AssertionError(f"no end after {max_turns} turns: {self.scheduler.window.state_dict()}")
 
     def turn(self) -> None:
         draw, chances = self.random.randrange(1000), self.chances
@@ -208,7 +210,7 @@ class World:
             self.tick()
 
     def handle(self, event: Event) -> None:
-        self.carry_out(self.steward.handle(event, self.now))
+        self.carry_out(self.scheduler.handle(event, self.now))
 
     def tick(self) -> None:
         self.now += self.random.random() * 0.5 * self.limits.progress_s
@@ -297,7 +299,7 @@ class World:
         self.boot()
 
     def join(self) -> None:
-        for engine in membership.joining(self.steward.engines, [], self.random.randint(1, 3)):
+        for engine in membership.joining(self.scheduler.engines, [], self.random.randint(1, 3)):
             assert engine not in self.places
             self.places.add(engine)
             self.num_joined += 1
@@ -305,11 +307,11 @@ class World:
 
     def leave(self) -> None:
         """Engines that are named or not, whatever they do; never the last one."""
-        found = membership.in_use(self.steward.engines)
+        found = membership.in_use(self.scheduler.engines)
         count = self.random.randint(1, len(found))
         named = self.random.sample(found, count) if self.random.random() < 0.5 else []
         try:
-            chosen = membership.leaving(self.steward.engines, named, count)
+            chosen = membership.leaving(self.scheduler.engines, named, count)
         except InputError as error:
             assert count == len(found) and "at least one must go on" in str(error)
             return

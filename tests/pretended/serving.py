@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mega_rl.environments.tools import Parsed, ToolCall
 from mega_rl.rollout.engine import Piece, Request
-from mega_rl.serving.conversations import Renderer
+from mega_rl.serving.conversations import ConversationRenderer
 from mega_rl.serving.endpoint import Endpoint, Model
 from mega_rl.serving.engines import Engines
 from mega_rl.serving.sessions import Sessions
@@ -130,7 +130,7 @@ def serving(
     engines = [FakeEngine(rule, tokenizer, width) for _ in range(num_engines)]
     taken: list[tuple[Sequence[Trajectory], Score]] = []
     sessions = Sessions(tokenizer, lambda trajectories, score: taken.append((trajectories, score)))
-    renderer = Renderer(tokenizer, ends_of(family))
+    renderer = ConversationRenderer(tokenizer, ends_of(family))
     endpoint = Endpoint(Engines(engines, max_requests), renderer, MODEL, sessions, parse_calls)
     with at_port(endpoint, keys) as url:
         yield Served(url, endpoint, engines, taken)

@@ -15,19 +15,19 @@ from typing import Any
 
 from mega_rl.fleet import events
 from mega_rl.fleet.executor import Requests
-from mega_rl.fleet.scheduler import Steward
+from mega_rl.fleet.scheduler import FleetScheduler
 from mega_rl.rollout.remote import placement
 from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.fleet import leases, ray_executor
-from mega_rl.rollout.remote.fleet.ray_executor import Life, RayCarrier
-from mega_rl.rollout.remote.weight_store import Location, Store, Stored
+from mega_rl.rollout.remote.fleet.ray_executor import Life, RayExecutor
+from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion
 from mega_rl.stages.sampling import fleet_batches, sampling
 from mega_rl.stages.sampling.batch_builder import Batch
 from mega_rl.stages.sampling.fleet_batches import FleetBatches
 from tests.launching.launch import Running
 from tests.launching.training import STRUCK_LOG
 from tests.pretended.engine_process import PretendedKeptProcess, PretendedProcess, digest
-from tests.pretended.fleet_engines import PretendedCarrier
+from tests.pretended.fleet_engines import PretendedExecutor
 
 LOG = STRUCK_LOG
 IDLE_S = 0.1  # a shorter time without work is not written down
@@ -40,8 +40,8 @@ def write(what: str, **values: Any) -> None:
         file.write(line.encode())
 
 
-class WatchedCarrier(RayCarrier):
-    """Writes down what the steward decides and what engines say."""
+class WatchedExecutor(RayExecutor):
+    """Writes down what the scheduler decides and what engines say."""
 
     def carry(self, decision: events.Start | events.Kill | events.Release | events.Load | events.Issue) -> None:
         note(decision)
@@ -70,7 +70,7 @@ class WatchedCarrier(RayCarrier):
         return super()._take(decision, found)
 
 
-class PatientCarrier(RayCarrier):
+class PatientExecutor(RayExecutor):
     """Has an engine wait for newer weights that the rest of its responses may have, once these have a few tokens.
 
     So weights change within responses, whoever is faster. Of one engine.
@@ -110,7 +110,7 @@ def note(word: Any) -> None:
         write(type(word).__name__, **plain, **step)
 
 
-class WatchedSteward(Steward):
+class WatchedScheduler(FleetScheduler):
     """Writes down how long an engine that serves had nothing to do while responses waited."""
 
     _idle: dict[int, float]  # engine -> since when
@@ -118,7 +118,7 @@ class WatchedSteward(Steward):
     def handle(self, event: events.Event, now: float) -> list[events.Decision]:
         decisions = super().handle(event, now)
         before = getattr(self, "_idle", {})
-        idle = {e.number for e in self.engines.values() if e.serves and not e.load and self.ledger.num_waiting}
+        idle = {e.number for e in self.engines.values() if e.serves and not e.load and self.window.num_waiting}
         for engine, since in before.items():
             if engine not in idle and now - since > IDLE_S:
                 write("idle", engine=engine, seconds=now - since)
@@ -129,11 +129,16 @@ class WatchedSteward(Steward):
         return decisions
 
 
-def calm_carrier(
-    spec: EngineSpec, num_engines: int, requests: Requests, store: Store, stored: Mapping[int, Stored], *_: object
-) -> PretendedCarrier:
-    """Engines of this process that have the tokens of ``PretendedProcess``, in the place of a ``RayCarrier``."""
-    return PretendedCarrier(requests, cache(lambda version: digest(store.parameters(0, version))), is_pinned=True)
+def calm_executor(
+    spec: EngineSpec,
+    num_engines: int,
+    requests: Requests,
+    store: Store,
+    stored: Mapping[int, StoredVersion],
+    *_: object,
+) -> PretendedExecutor:
+    """Engines of this process that have the tokens of ``PretendedProcess``, in the place of a ``RayExecutor``."""
+    return PretendedExecutor(requests, cache(lambda version: digest(store.parameters(0, version))), is_pinned=True)
 
 
 def hold(steps: Sequence[int]) -> None:
@@ -160,11 +165,11 @@ def watch(kind: str, held: Sequence[int] = ()) -> None:
     Those of vllm and patient are real.
     """
     if kind == "patient":
-        sampling.RayCarrier = PatientCarrier  # type: ignore[misc]
+        sampling.RayExecutor = PatientExecutor  # type: ignore[misc]
         ray_executor.MAX_STEPS, ray_executor.NUM_AHEAD = 2, 1
         return
-    sampling.RayCarrier = calm_carrier if kind == "calm" else WatchedCarrier  # type: ignore[misc, assignment]
-    fleet_batches.Steward = WatchedSteward  # type: ignore[misc]
+    sampling.RayExecutor = calm_executor if kind == "calm" else WatchedExecutor  # type: ignore[misc, assignment]
+    fleet_batches.FleetScheduler = WatchedScheduler  # type: ignore[misc]
     if kind == "pretended":  # on a Ray of the run, or on a cluster
         placement.EngineProcess = PretendedProcess  # type: ignore[misc]
         leases.KeptEngine = PretendedKeptProcess  # type: ignore[misc]

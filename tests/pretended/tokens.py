@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from mega_rl.rollout.engine import Request
-from mega_rl.types import ASSISTANT, PROMPT, Span, Trajectory, Turn
+from mega_rl.types import ASSISTANT, PROMPT, Span, Trajectory, TurnSpan
 
 FIRST_ID = 4  # of ten tokens of any model
 
@@ -59,8 +59,8 @@ class Response:
         if prefix is None:
             return cls(request, step)
         start = len(request.prompt.token_ids)
-        assert prefix.turns == (Turn(PROMPT, 0, start), Turn(ASSISTANT, start, len(prefix.token_ids)))
-        versions = np.repeat(*np.array(prefix.outline().versions).T).tolist()
+        assert prefix.turns == (TurnSpan(PROMPT, 0, start), TurnSpan(ASSISTANT, start, len(prefix.token_ids)))
+        versions = np.repeat(*np.array(prefix.summary().versions).T).tolist()
         pairs = zip(prefix.sampled_ids.tolist(), prefix.sampled_logprobs.tolist(), versions, strict=True)
         return cls(request, step, list(pairs))
 

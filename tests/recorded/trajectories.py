@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from mega_rl.types import ASSISTANT, PROMPT, Prompt, Span, Trajectory, Turn
+from mega_rl.types import (
+    ASSISTANT,
+    PROMPT,
+    Prompt,
+    Span,
+    Trajectory,
+    TurnSpan,
+)
 
 PROMPT_IDS = (3, 14, 4)
 
@@ -18,7 +25,7 @@ def two_turns(spans: tuple[Span, ...] = (Span(3, 1),)) -> Trajectory:
         loss_mask=np.array([0, 0, 0, 1, 1, 0, 0, 1, 1, 1], np.bool_),
         logprobs=np.array([0, 0, 0, -0.1, -0.2, 0, 0, -0.3, -0.4, -0.5], np.float32),
         spans=spans,
-        turns=(Turn(PROMPT, 0, 3), Turn(ASSISTANT, 3, 5), Turn("tool", 5, 7), Turn(ASSISTANT, 7, 10)),
+        turns=(TurnSpan(PROMPT, 0, 3), TurnSpan(ASSISTANT, 3, 5), TurnSpan("tool", 5, 7), TurnSpan(ASSISTANT, 7, 10)),
         text="call 7",
         finish_reason="stop",
     )

@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mega_rl.types import ASSISTANT, PROMPT, Outcome, Prompt, Span, Trajectory, Turn
+from mega_rl.types import (
+    ASSISTANT,
+    PROMPT,
+    Outcome,
+    Prompt,
+    Span,
+    Trajectory,
+    TurnSpan,
+)
 from tests.recorded.trajectories import two_turns
 
 QUESTION = Prompt(7, (4, 8), "?", "7", "arithmetic", {"level": [1]})
@@ -26,7 +34,7 @@ def test_a_single_turn() -> None:
     assert trajectory.loss_mask.tolist() == [False, False, True, True]
     assert trajectory.logprobs.tolist() == [0, 0, np.float32(-0.7), np.float32(-0.1)]
     assert trajectory.spans == (Span(2, 5),)
-    assert trajectory.turns == (Turn(PROMPT, 0, 2), Turn(ASSISTANT, 2, 4))
+    assert trajectory.turns == (TurnSpan(PROMPT, 0, 2), TurnSpan(ASSISTANT, 2, 4))
     assert (trajectory.num_sampled, trajectory.newest_version, trajectory.is_single_turn) == (2, 5, True)
     assert trajectory.sampled_ids.tolist() == [9, 2]
     assert trajectory.sampled_logprobs.tolist() == trajectory.logprobs.tolist()[2:]
@@ -95,7 +103,7 @@ def test_equal_if_all_fields_are() -> None:
         {"loss_mask": np.array([0, 0, 1, 0], np.bool_), "logprobs": np.array([0, 0, -0.7, 0], np.float32)},
         {"logprobs": np.array([0, 0, -0.7, -0.2], np.float32)},
         {"spans": (Span(2, 6),)},
-        {"turns": (Turn(PROMPT, 0, 2), Turn(ASSISTANT, 2, 3), Turn(ASSISTANT, 3, 4))},
+        {"turns": (TurnSpan(PROMPT, 0, 2), TurnSpan(ASSISTANT, 2, 3), TurnSpan(ASSISTANT, 3, 4))},
         {"text": "c"},
         {"finish_reason": "length"},
         {"routed_experts": np.zeros((3, 1, 1), np.uint8)},
@@ -124,11 +132,11 @@ def test_equal_if_all_fields_are() -> None:
         {"spans": (Span(2, 5), Span(3, 4))},
         {"spans": (Span(2, 5), Span(4, 6))},  # behind the last token
         {"turns": ()},
-        {"turns": (Turn(PROMPT, 0, 1), Turn(ASSISTANT, 1, 4))},
-        {"turns": (Turn(PROMPT, 0, 2), Turn(ASSISTANT, 2, 3))},
-        {"turns": (Turn(PROMPT, 0, 2), Turn(ASSISTANT, 3, 4))},
-        {"turns": (Turn(PROMPT, 0, 2), Turn(ASSISTANT, 1, 4))},
-        {"turns": (Turn(PROMPT, 0, 2), Turn(ASSISTANT, 2, 3), Turn("tool", 3, 4))},  # a sampled reply
+        {"turns": (TurnSpan(PROMPT, 0, 1), TurnSpan(ASSISTANT, 1, 4))},
+        {"turns": (TurnSpan(PROMPT, 0, 2), TurnSpan(ASSISTANT, 2, 3))},
+        {"turns": (TurnSpan(PROMPT, 0, 2), TurnSpan(ASSISTANT, 3, 4))},
+        {"turns": (TurnSpan(PROMPT, 0, 2), TurnSpan(ASSISTANT, 1, 4))},
+        {"turns": (TurnSpan(PROMPT, 0, 2), TurnSpan(ASSISTANT, 2, 3), TurnSpan("tool", 3, 4))},  # a sampled reply
     ],
 )
 def test_what_contradicts_itself_is_refused(changes: dict[str, Any]) -> None:

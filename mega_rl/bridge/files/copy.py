@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 
 from mega_rl.bridge.files.assembly import Assembly
-from mega_rl.bridge.files.stored import OpenTensors, Stored, row_blocks
+from mega_rl.bridge.files.stored import (
+    OpenTensors,
+    StoredTensors,
+    row_blocks,
+)
 from mega_rl.bridge.slices import Box, num_elements
 
 # (tensor, box of whole rows, values) -> values of the same shape and dtype
@@ -21,8 +25,8 @@ RECORDED_BLOCKS = 32  # a killed conversion repeats at most so many
 
 
 def copy_tensors(
-    source: Stored,
-    target: Stored,
+    source: StoredTensors,
+    target: StoredTensors,
     assembly: Assembly,
     bucket_bytes: int,
     advance: Advance,
@@ -58,7 +62,7 @@ def copy_tensors(
 
 
 def digests(
-    stored: Stored,
+    stored: StoredTensors,
     dtypes: Mapping[str, torch.dtype],
     bucket_bytes: int,
     advance: Advance,
@@ -82,5 +86,5 @@ def digests(
         return dict(zip(stored.shapes, pool.map(digest, stored.shapes), strict=True))
 
 
-def _itemsize(source: Stored, target: Stored, name: str) -> int:
+def _itemsize(source: StoredTensors, target: StoredTensors, name: str) -> int:
     return max(source.dtypes[name].itemsize, target.dtypes[name].itemsize)

@@ -22,7 +22,7 @@ Sizes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Part:
+class ExpertPart:
     """Where the tensor of one expert lies in a tensor of a file."""
 
     file_name: str  # of the tensor in the file
@@ -30,16 +30,16 @@ class Part:
     is_second: bool  # the upper half of the width: ``up`` behind ``gate``
 
 
-def part_of(name: str) -> Part | None:
+def part_of(name: str) -> ExpertPart | None:
     """Where the files of such a family keep this tensor; None: under its own name, whole."""
     match = _OF_EXPERT.fullmatch(name)
     if match is None:
         return None
     stack = DOWN if match["part"] == "down" else GATE_UP
-    return Part(f"{match['experts']}{stack}", int(match["number"]), match["part"] == "up")
+    return ExpertPart(f"{match['experts']}{stack}", int(match["number"]), match["part"] == "up")
 
 
-def box_in_file(part: Part, size: tuple[int, ...], is_transposed: bool) -> Box:
+def box_in_file(part: ExpertPart, size: tuple[int, ...], is_transposed: bool) -> Box:
     """The part's box in its tensor of the file; ``size`` is that of the part itself, [rows, columns]."""
     rows, columns = whole_box(size)
     if part.is_second:

@@ -17,8 +17,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from mega_rl.bridge.files.assembly import FileImage, disk_error, fsync, literal_file
-from mega_rl.bridge.files.fused import DOWN, GATE_UP, Part, are_transposed, box_in_file, file_sizes, part_of
-from mega_rl.bridge.files.stored import OpenTensors, Place, Stored
+from mega_rl.bridge.files.fused import (
+    DOWN,
+    GATE_UP,
+    ExpertPart,
+    are_transposed,
+    box_in_file,
+    file_sizes,
+    part_of,
+)
+from mega_rl.bridge.files.stored import (
+    FilePlace,
+    OpenTensors,
+    StoredTensors,
+)
 from mega_rl.bridge.mapping.tensors import LM_HEAD, hf_tensors
 from mega_rl.bridge.slices import Box, indices, whole_box
 from mega_rl.errors import InputError, shortened, shown
@@ -106,7 +118,7 @@ class HFReader:
             if dtype not in FLOAT_DTYPES:
                 raise InputError(f"{self._path(name)}: {name} is {dtype}; give the unquantised model")
 
-    def stored(self, shape: ModelShape) -> Stored:
+    def stored(self, shape: ModelShape) -> StoredTensors:
         """Where the tensors of a checked model lie in its files."""
         sizes, starts = hf_tensors(shape), {shard: self._starts(shard) for shard in self._files}
         places = {}
@@ -114,9 +126,9 @@ class HFReader:
             place, file_name = self._place(name, size), self._file_name(name)
             places[name] = [replace(place, offset=starts[place.file][file_name])]
         dtypes = {name: FLOAT_DTYPES[self._slice(self._file_name(name)).get_dtype()] for name in sizes}
-        return Stored(self.model_dir, sizes, dtypes, places)
+        return StoredTensors(self.model_dir, sizes, dtypes, places)
 
-    def _part(self, name: str) -> Part | None:
+    def _part(self, name: str) -> ExpertPart | None:
         """Where an expert's tensor lies that has no name of its own in the files; None: it has one."""
         return None if name in self._file_of else part_of(name)
 
@@ -124,14 +136,14 @@ class HFReader:
         part = self._part(name)
         return name if part is None else part.file_name
 
-    def _place(self, name: str, size: tuple[int, ...]) -> Place:
+    def _place(self, name: str, size: tuple[int, ...]) -> FilePlace:
         """Without the offset of its tensor in the file."""
         part = self._part(name)
         if part is None:
-            return Place(whole_box(size), self._file_of[name], 0, size, whole_box(size))
+            return FilePlace(whole_box(size), self._file_of[name], 0, size, whole_box(size))
         is_transposed, shape = self._is_transposed(part.file_name), tuple(self._slice(part.file_name).get_shape())
         box = box_in_file(part, size, is_transposed)
-        return Place(whole_box(size), self._file_of[part.file_name], 0, shape, box, is_transposed)
+        return FilePlace(whole_box(size), self._file_of[part.file_name], 0, shape, box, is_transposed)
 
     def _is_transposed(self, stack: str) -> bool:
         """The order of the experts in ``stack`` and its twin, as the shapes of both say."""
@@ -313,7 +325,7 @@ def metadata_files(
 
 def plan_huggingface(
     root: Path, shape: ModelShape, dtypes: Mapping[str, torch.dtype], max_shard_bytes: int
-) -> tuple[Stored, dict[str, FileImage]]:
+) -> tuple[StoredTensors, dict[str, FileImage]]:
     """The safetensors files of a model under ``root`` without its weights, and the places of the weights in them."""
     sizes = hf_tensors(shape)
     parts = {name: part_of(name) if shape.fused_experts else None for name in sizes}
@@ -339,8 +351,8 @@ def plan_huggingface(
     for name, size in sizes.items():
         part, stack = parts[name], in_file[name]
         box = whole_box(size) if part is None else box_in_file(part, size, is_transposed=True)
-        places[name] = [Place(whole_box(size), *located[stack], files[stack], box, part is not None)]
-    return Stored(root, sizes, dict(dtypes), places), images
+        places[name] = [FilePlace(whole_box(size), *located[stack], files[stack], box, part is not None)]
+    return StoredTensors(root, sizes, dict(dtypes), places), images
 
 
 def shard_image(

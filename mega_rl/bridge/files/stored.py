@@ -23,7 +23,7 @@ _NO_KERNEL_COPY = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class FilePlace:
     """Where a box of a tensor lies: in ``box`` of an array of ``shape``, stored row by row from ``offset`` on."""
 
     hf_box: Box
@@ -45,13 +45,13 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensors:
     """All tensors of one model in the files of one directory."""
 
     root: Path
     shapes: Mapping[str, tuple[int, ...]]  # in the model's order
     dtypes: Mapping[str, torch.dtype]
-    places: Mapping[str, Sequence[Place]]  # disjoint; together the whole tensor
+    places: Mapping[str, Sequence[FilePlace]]  # disjoint; together the whole tensor
 
     @property
     def num_bytes(self) -> int:
@@ -62,12 +62,12 @@ class Stored:
 
 
 class OpenTensors:
-    """The files of a ``Stored``, open; boxes are read and written by position and no page of a file is mapped.
+    """The files of a ``StoredTensors``, open; boxes are read and written by position and no page of a file is mapped.
 
     Used in a ``with`` block, and by several threads at a time.
     """
 
-    def __init__(self, stored: Stored, is_writable: bool = False) -> None:
+    def __init__(self, stored: StoredTensors, is_writable: bool = False) -> None:
         self.stored = stored
         with ExitStack() as stack:
             self._handles: dict[str, int] = {}
@@ -122,9 +122,9 @@ class OpenTensors:
                 values = source.read(name, box)
             self._write_array(place, part, values[indices(carry_over(part, box, whole_box(values.shape)))])
 
-    def _copied_by_kernel(self, source: OpenTensors, name: str, place: Place, part: Box) -> bool:
+    def _copied_by_kernel(self, source: OpenTensors, name: str, place: FilePlace, part: Box) -> bool:
         itemsize = self.stored.dtypes[name].itemsize
-        copies: list[tuple[Place, tuple[int, int], tuple[int, int]]] = []
+        copies: list[tuple[FilePlace, tuple[int, int], tuple[int, int]]] = []
         for origin in source.stored.places[name]:  # a tensor that was split by rows comes from several
             piece = intersect(origin.hf_box, part)
             if piece is not None:
@@ -151,14 +151,14 @@ class OpenTensors:
     def truncated(self, file: str, name: str) -> InputError:
         return InputError(f"{self.stored.root / file} is truncated: it ends within {name}; copy it again")
 
-    def _parts(self, name: str, box: Box, values: Tensor) -> Iterator[tuple[Place, Box, Tensor]]:
+    def _parts(self, name: str, box: Box, values: Tensor) -> Iterator[tuple[FilePlace, Box, Tensor]]:
         """Every place with elements of the box, those elements, and the view of ``values`` that stands for them."""
         for place in self.stored.places[name]:
             part = intersect(place.hf_box, box)
             if part is not None:
                 yield place, part, values[indices(carry_over(part, box, whole_box(values.shape)))]
 
-    def _write_array(self, place: Place, part: Box, piece: Tensor) -> None:
+    def _write_array(self, place: FilePlace, part: Box, piece: Tensor) -> None:
         handle, itemsize = self._handles[place.file], piece.element_size()
         data, done = _bytes_of(place.in_order(piece).contiguous()), 0
         for start, count in _runs(place.in_array(part), place.shape):
@@ -167,7 +167,7 @@ class OpenTensors:
                 written = os.pwrite(handle, data[done:end], begin)
                 done, begin = done + written, begin + written
 
-    def _read_array(self, name: str, place: Place, box: Box, piece: Tensor) -> None:
+    def _read_array(self, name: str, place: FilePlace, box: Box, piece: Tensor) -> None:
         handle, itemsize, data = self._handles[place.file], piece.element_size(), _bytes_of(piece)
         done = 0
         for start, count in _runs(box, place.shape):
@@ -205,7 +205,7 @@ def _runs(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
             yield i * row + first, count
 
 
-def _span(place: Place, part: Box, itemsize: int) -> tuple[int, int] | None:
+def _span(place: FilePlace, part: Box, itemsize: int) -> tuple[int, int] | None:
     """First byte and number of bytes of a part of a place, or None if it is not one run in the tensor's own order."""
     if place.is_transposed:
         return None

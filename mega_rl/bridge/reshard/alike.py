@@ -11,7 +11,7 @@ from mega_rl.bridge.series import Number, Series
 Holder = tuple[int, Series]  # a rank and what it holds or wants
 
 
-class Group(NamedTuple):
+class TensorGroup(NamedTuple):
     """Tensors of one kind with their holders; each series holds all tensors of the group, and perhaps others."""
 
     numbers: tuple[Number, ...]
@@ -19,7 +19,7 @@ class Group(NamedTuple):
     destinations: tuple[Holder, ...]
 
 
-def group_tensors(sources: Iterable[Holder], destinations: Iterable[Holder]) -> Iterator[Group]:
+def group_tensors(sources: Iterable[Holder], destinations: Iterable[Holder]) -> Iterator[TensorGroup]:
     """Every tensor that somebody wants in one group, kinds in the order in which destinations name them."""
     wanted, held = _by_kind(destinations), _by_kind(sources)
     for kind, users in wanted.items():
@@ -28,7 +28,7 @@ def group_tensors(sources: Iterable[Holder], destinations: Iterable[Holder]) -> 
             first_user = next((i for i, p in enumerate(present) if p >= len(owners)), len(present))
             if first_user < len(present):
                 group_sources = tuple(owners[p] for p in present[:first_user])
-                yield Group(numbers, group_sources, tuple(users[p - len(owners)] for p in present[first_user:]))
+                yield TensorGroup(numbers, group_sources, tuple(users[p - len(owners)] for p in present[first_user:]))
 
 
 def _by_kind(holders: Iterable[Holder]) -> dict[str, list[Holder]]:

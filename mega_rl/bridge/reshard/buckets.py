@@ -10,16 +10,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mega_rl.bridge.reshard.plan import Plan
-from mega_rl.bridge.reshard.runs import Move, Run
+from mega_rl.bridge.reshard.plan import ReshardPlan
+from mega_rl.bridge.reshard.runs import Move, PieceRun
 
 SLACK_PART = 16  # one part in so many of a bucket is left free, for cuts that move to where a row or a tensor begins
 
 
-class Stream:
+class SendStream:
     """All that one rank sends to another, in order, with the places where it is cut."""
 
-    def __init__(self, runs: Sequence[Run], num_parts: int, slack: int) -> None:
+    def __init__(self, runs: Sequence[PieceRun], num_parts: int, slack: int) -> None:
         """Parts are of equal size but for ``slack`` elements: a cut moves back so far to the start of a tensor or row.
 
         Cuts follow from nothing but the runs, so that both ranks have the same.
@@ -55,9 +55,9 @@ class Stream:
 class Schedule:
     """One rank's part in a plan: its own copies, and exchanges in which it has a part of each of its streams."""
 
-    copies: tuple[Run, ...]
-    sends: dict[int, Stream]  # by destination rank, ascending
-    receives: dict[int, Stream]  # by source rank, ascending
+    copies: tuple[PieceRun, ...]
+    sends: dict[int, SendStream]  # by destination rank, ascending
+    receives: dict[int, SendStream]  # by source rank, ascending
     num_buckets: int
 
     def buckets(self) -> list[Bucket]:
@@ -87,7 +87,7 @@ class Bucket(NamedTuple):
         return {rank: stream.size(self.part) for rank, stream in self.schedule.receives.items()}
 
 
-def schedule(plan: Plan, rank: int, capacity: int) -> Schedule:
+def schedule(plan: ReshardPlan, rank: int, capacity: int) -> Schedule:
     """One rank's part of exchanges in which no rank sends and receives more than ``capacity`` elements together.
 
     Every exchange carries an equal part of what each pair of ranks has to say to each other, so that all ranks work in
@@ -97,11 +97,11 @@ def schedule(plan: Plan, rank: int, capacity: int) -> Schedule:
         ValueError: a capacity below one element for every pair of ranks that meet in one rank.
     """
     num_buckets, slack = _count_buckets(plan.traffic, capacity)
-    copies: list[Run] = []
-    runs: dict[tuple[int, int], list[Run]] = defaultdict(list)
+    copies: list[PieceRun] = []
+    runs: dict[tuple[int, int], list[PieceRun]] = defaultdict(list)
     for run in plan.runs_of(rank):
         (copies if run.is_local else runs[run.src_rank, run.dst_rank]).append(run)
-    streams = {pair: Stream(runs[pair], num_buckets, slack) for pair in sorted(runs)}
+    streams = {pair: SendStream(runs[pair], num_buckets, slack) for pair in sorted(runs)}
     return Schedule(
         copies=tuple(copies),
         sends={dst: stream for (src, dst), stream in streams.items() if src == rank},

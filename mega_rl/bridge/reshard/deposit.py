@@ -7,8 +7,13 @@ from collections.abc import Iterable
 
 import torch
 
-from mega_rl.bridge.reshard.execute import Ledger, Read, Write, checked_read
-from mega_rl.bridge.reshard.plan import Plan
+from mega_rl.bridge.reshard.execute import (
+    Read,
+    TransferCount,
+    Write,
+    checked_read,
+)
+from mega_rl.bridge.reshard.plan import ReshardPlan
 from mega_rl.bridge.reshard.proof import piece_hash
 from mega_rl.bridge.slices import Box
 from mega_rl.observe.heartbeat import HEART
@@ -56,11 +61,11 @@ def summed(digests: Iterable[Digest]) -> Digest:
 class Deposit:
     """One rank's part of a plan in which no rank both gives and takes: all that it gives, written by itself."""
 
-    def __init__(self, plan: Plan, rank: int) -> None:
+    def __init__(self, plan: ReshardPlan, rank: int) -> None:
         self._runs = [run for run in plan.runs_of(rank) if run.src_rank == rank]
         self._num_elements = plan.volume(rank).sent
 
-    def run(self, read: Read, write: Write, dtype: torch.dtype) -> Ledger:
+    def run(self, read: Read, write: Write, dtype: torch.dtype) -> TransferCount:
         """Not collective: when all ranks have returned, the destination is whole."""
         start, seconds = time.perf_counter(), {"pack_s": 0.0, "write_s": 0.0}
         for run in self._runs:
@@ -72,7 +77,7 @@ class Deposit:
                 write(move.dst_name, move.hf_name, move.hf_box, move.dst_box, piece)
                 seconds["pack_s"] += middle - begin
                 seconds["write_s"] += time.perf_counter() - middle
-        return Ledger(
+        return TransferCount(
             bytes_local=self._num_elements * dtype.itemsize,
             bytes_sent=0,
             bytes_received=0,

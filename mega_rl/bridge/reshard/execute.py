@@ -1,4 +1,4 @@
-"""A plan carried out over a process group, bucket by bucket, with a ledger of what was moved."""
+"""A plan carried out over a process group, bucket by bucket, with a transfer_count of what was moved."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from mega_rl.bridge.reshard.buckets import Bucket, Schedule, schedule
-from mega_rl.bridge.reshard.plan import Plan
+from mega_rl.bridge.reshard.plan import ReshardPlan
 from mega_rl.bridge.reshard.runs import Move
 from mega_rl.bridge.slices import Box, extents, indices, num_elements
 from mega_rl.observe.heartbeat import HEART
@@ -34,7 +34,7 @@ def _do_not_wait() -> None:
 
 
 @dataclass(frozen=True)
-class Ledger:
+class TransferCount:
     """What one rank moved in one run, and where its time went.
 
     The device is waited for at both ends of the run, so that ``seconds`` is true everywhere. Between them it is not, or
@@ -57,7 +57,7 @@ class Transfer:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: ReshardPlan,
         rank: int,
         world_size: int,
         group: dist.ProcessGroup | None,
@@ -78,7 +78,7 @@ class Transfer:
         self._volume = plan.volume(rank)
         self._schedules: dict[int, Schedule] = {}  # element size -> the schedule of the whole plan
 
-    def run(self, read: Read, write: Write, dtype: torch.dtype) -> Ledger:
+    def run(self, read: Read, write: Write, dtype: torch.dtype) -> TransferCount:
         """Moves every piece of the plan; collective.
 
         ``read`` returns tensors of ``dtype``: a cast or noise is applied once, by the source. The tensor that ``write``
@@ -92,7 +92,7 @@ class Transfer:
         clock = self._move(whole, read, write, dtype)
         self._synchronize()
         v, size = self._volume, dtype.itemsize
-        return Ledger(
+        return TransferCount(
             bytes_local=size * v.local,
             bytes_sent=size * v.sent,
             bytes_received=size * v.received,
@@ -133,7 +133,7 @@ class Transfer:
         for name in wanted:
             yield name, full.pop(name)
 
-    def _schedule(self, plan: Plan, element_size: int) -> Schedule:
+    def _schedule(self, plan: ReshardPlan, element_size: int) -> Schedule:
         # Half of the memory: one bucket is packed while another is under way.
         return schedule(plan, self.rank, max(1, self.bucket_bytes // (2 * element_size)))
 

@@ -14,9 +14,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mega_rl.bridge.reshard.alike import Group, Holder, group_tensors
+from mega_rl.bridge.reshard.alike import (
+    Holder,
+    TensorGroup,
+    group_tensors,
+)
 from mega_rl.bridge.reshard.assign import Need, Shares, assign
-from mega_rl.bridge.reshard.runs import Move, Run
+from mega_rl.bridge.reshard.runs import Move, PieceRun
 from mega_rl.bridge.series import Number, Series, from_slice, hf_name_of
 from mega_rl.bridge.slices import Box, Slice, intersect, num_elements, subtract_all
 
@@ -50,7 +54,7 @@ class Volume:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class ReshardPlan:
     """Every destination element written exactly once, from the rank itself if it holds it, else from one owner."""
 
     num_ranks: int
@@ -90,21 +94,21 @@ class Plan:
         everything = np.arange(len(self._shares))
         return tuple(move for run in self._runs(everything) for move in run.moves())
 
-    def runs_of(self, rank: int) -> Iterator[Run]:
+    def runs_of(self, rank: int) -> Iterator[PieceRun]:
         """The runs in which the rank takes part; the runs of a pair of ranks come in the same order on both."""
         return self._runs(np.flatnonzero((self._ends == rank).any(axis=1)))
 
-    def _runs(self, which: np.ndarray) -> Iterator[Run]:
+    def _runs(self, which: np.ndarray) -> Iterator[PieceRun]:
         for flow, share in zip(self._flow_of_share[which].tolist(), self._shares[which].tolist(), strict=True):
             owner, destination, start, end = share
             numbers, box, owners, destinations = self.flows[flow].piece
             (src, source), (dst, user) = owners[owner], destinations[destination]
-            yield Run(numbers, box, src, source, dst, user, start, end)
+            yield PieceRun(numbers, box, src, source, dst, user, start, end)
 
-    def select(self, hf_names: Sequence[str]) -> Plan:
+    def select(self, hf_names: Sequence[str]) -> ReshardPlan:
         """The plan for only these tensors, each in flows of its own; its ``minimum`` stays that of all."""
         found = (flow.restrict(place) for name in hf_names for flow, place in self._flows_by_tensor[_tensor(name)])
-        return Plan(self.num_ranks, tuple(flow for flow in found if flow), self.minimum)
+        return ReshardPlan(self.num_ranks, tuple(flow for flow in found if flow), self.minimum)
 
     @cached_property
     def _flows_by_tensor(self) -> dict[tuple[str, Number], list[tuple[Flow, int]]]:
@@ -137,7 +141,7 @@ def _tensor(hf_name: str) -> tuple[str, Number]:
     return series.hf_name, (series.layers[0], series.experts[0])
 
 
-def compile_plan(sources: Layout, destinations: Layout) -> Plan:
+def compile_plan(sources: Layout, destinations: Layout) -> ReshardPlan:
     """The plan from ``sources[rank]`` to ``destinations[rank]``; the same on every rank that compiles it.
 
     Raises ValueError that names tensor, box and rank if no source holds an element that a destination wants.
@@ -152,7 +156,7 @@ def compile_plan(sources: Layout, destinations: Layout) -> Plan:
         flows += copies
         needs += group_needs
     flows += map(Flow, needs, assign(needs, num_ranks))
-    return Plan(num_ranks, tuple(flows), tuple(minimum))
+    return ReshardPlan(num_ranks, tuple(flows), tuple(minimum))
 
 
 def _holders(layout: Layout) -> Iterator[Holder]:
@@ -168,7 +172,7 @@ class _Likes(NamedTuple):
     wanted: list[list[Holder]]
 
 
-def _like_ranks(group: Group) -> Iterator[_Likes]:
+def _like_ranks(group: TensorGroup) -> Iterator[_Likes]:
     own: dict[int, list[Series]] = defaultdict(list)
     wanted: dict[int, list[Series]] = defaultdict(list)
     for found, holders in ((own, group.sources), (wanted, group.destinations)):
@@ -187,7 +191,7 @@ def _like_ranks(group: Group) -> Iterator[_Likes]:
 _Cell = tuple[Box, tuple[Holder, ...]]  # a box and every rank that holds all of it
 
 
-def _plan_group(group: Group, minimum: list[int]) -> tuple[list[Flow], list[Need]]:
+def _plan_group(group: TensorGroup, minimum: list[int]) -> tuple[list[Flow], list[Need]]:
     """Copies within ranks, and what must be sent; adds to each rank's minimum."""
     held: dict[Box, dict[int, Series]] = {}
     for rank, series in group.sources:

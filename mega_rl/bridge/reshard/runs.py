@@ -33,7 +33,7 @@ class Move(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Run:
+class PieceRun:
     """One piece of many like tensors that goes from one rank to another, or stays.
 
     The piece's rows in all tensors of the group, one tensor below the other, are numbered; the run is of the rows from

@@ -141,11 +141,11 @@ def _tower_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
 def _seeing_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
     """What samplers of models with a vision tower cannot do yet."""
     rollout, model = config.rollout, f"the {shape.family} model of model.path sees pictures"
-    judge = reward_model(config)
+    scoring_model = reward_model(config)
     wanted: tuple[tuple[str, Any, tuple[Any, ...], str], ...] = (
         ("rollout.adapter", rollout.adapter, ("auto", "merged"), "its engines have no slots"),
         ("environment.name", config.environment.name, (None,), "conversations with an environment are of text"),
-        ("rewards", judge and judge.name, (None,), "reward models do not"),
+        ("rewards", scoring_model and scoring_model.name, (None,), "reward models do not"),
         (f"rollout.vllm.{SEEING_DTYPE}", rollout.vllm.get(SEEING_DTYPE), (None,), "its tower stays as it is"),
     )
     for key, value, allowed, why in wanted:

@@ -21,7 +21,7 @@ from mega_rl.models.positions import Placed, image_positions, picture_places
 from mega_rl.types import Prompt, PromptImage
 
 
-class Album:
+class PictureSet:
     """Pictures by their keys, and those of every prompt that is learnt from.
 
     Args:
@@ -37,7 +37,7 @@ class Album:
         self.pictures |= pictures
 
     def encoded(self, prompts: Iterable[Prompt]) -> dict[str, EncodedPicture]:
-        """The pictures that these prompts name, for a process that has no album.
+        """The pictures that these prompts name, for a process that has no picture_set.
 
         Raises:
             InputError: a file that has changed, or cannot be read any more.

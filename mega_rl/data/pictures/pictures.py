@@ -102,7 +102,7 @@ class EncodedPicture:
             return image.convert("RGB").resize(self.size, Image.Resampling.BICUBIC)
 
 
-class Found(NamedTuple):
+class FoundPicture(NamedTuple):
     """A picture of a row before it is looked at."""
 
     where: str  # as of ``FilePicture``
@@ -151,7 +151,7 @@ class PictureReader:
         looks = iter(work_shared(found, self._look))
         return [(row, [FilePicture(*one, *next(looks), self) for one in pictures]) for row, pictures in placed]
 
-    def _placed(self, row: Row) -> tuple[Row, list[Found]]:
+    def _placed(self, row: Row) -> tuple[Row, list[FoundPicture]]:
         given = given_pictures(row)
         found: list[Any] = []
         fields = {name: value for name, value in row.fields.items() if name not in COLUMNS}
@@ -171,7 +171,9 @@ class PictureReader:
             )
         wheres = (f"{row.where}, picture {number}" for number in range(1, len(found) + 1))
         pairs = zip(wheres, found, strict=False)
-        return replace(row, fields=fields), [Found(where, _source(value, where, row.file)) for where, value in pairs]
+        return replace(row, fields=fields), [
+            FoundPicture(where, _source(value, where, row.file)) for where, value in pairs
+        ]
 
     def _as_text(self, value: Any, rest: Iterator[Any], found: list[Any], row: Row) -> Any:
         """A text, a message, or a list of messages, its pictures taken out."""
@@ -201,7 +203,7 @@ class PictureReader:
         what = "videos are not trained on" if kind == "video" else "give parts of type text and image"
         raise InputError(f"{row.where} has a content part of type {shown(kind)}: {what}, or leave such rows out")
 
-    def _look(self, found: Found) -> tuple[str, tuple[int, int]]:
+    def _look(self, found: FoundPicture) -> tuple[str, tuple[int, int]]:
         """Digest and grid of a picture that can be used."""
         where, content = found.where, _content(found.source, found.where)
         width, height = _decode_coarsely(content, where)
@@ -339,7 +341,7 @@ def _source(value: Any, where: str, file: Path) -> bytes | Path:
     return directory / inside
 
 
-def _require(picture: Found) -> None:
+def _require(picture: FoundPicture) -> None:
     """Raise InputError if it has a path that leads to no file."""
     where, source = picture
     try:
@@ -353,7 +355,7 @@ def _require(picture: Found) -> None:
 def _content(source: bytes | Path, where: str) -> bytes:
     if isinstance(source, bytes):
         return source
-    _require(Found(where, source))
+    _require(FoundPicture(where, source))
     try:
         if source.stat().st_size > MAX_FILE_BYTES:
             raise InputError(f"{where}: {source} has more than {MAX_FILE_BYTES} bytes; store it smaller")

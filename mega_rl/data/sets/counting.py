@@ -35,7 +35,7 @@ Make = Callable[[Row], Record]  # raises Dropped, or InputError where the file h
 
 
 @dataclass
-class Counts:
+class RowCounts:
     """What became of the rows of one split: those that were read are those kept and those dropped."""
 
     num_read: int = 0
@@ -58,7 +58,7 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptRows:
     record: Record
     where: str
 
@@ -73,7 +73,7 @@ def digest(*texts: str) -> bytes:
     return hashlib.blake2b("\0".join(texts).encode(errors="surrogatepass"), digest_size=16).digest()
 
 
-def collect(rows: Iterable[Row], make: Make, columns: frozenset[str]) -> tuple[list[Kept], Counts]:
+def collect(rows: Iterable[Row], make: Make, columns: frozenset[str]) -> tuple[list[KeptRows], RowCounts]:
     """The records of a split in the order of their rows, each only once.
 
     Of rows that are equal but for the answer none is kept: at least one of them is wrong.
@@ -81,8 +81,8 @@ def collect(rows: Iterable[Row], make: Make, columns: frozenset[str]) -> tuple[l
     Args:
         columns: those that ``make`` reads; others that hold something are named in the counts.
     """
-    counts = Counts()
-    kept: dict[bytes, Kept] = {}
+    counts = RowCounts()
+    kept: dict[bytes, KeptRows] = {}
     contradicted: set[bytes] = set()
     for row in rows:
         counts.num_read += 1
@@ -98,7 +98,7 @@ def collect(rows: Iterable[Row], make: Make, columns: frozenset[str]) -> tuple[l
         key = digest(record.problem, record.content)
         first = kept.get(key)
         if first is None:
-            kept[key] = Kept(record, row.where)
+            kept[key] = KeptRows(record, row.where)
         elif first.record.truth == record.truth:
             counts.drop(DUPLICATE, row.where)
         else:

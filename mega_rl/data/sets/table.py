@@ -10,7 +10,13 @@ from typing import Any, Literal
 
 from mega_rl.data.rows.rows import write_jsonl, write_parquet
 from mega_rl.data.sets.conversations import alpaca, sharegpt
-from mega_rl.data.sets.counting import Counts, Kept, Make, collect, digest
+from mega_rl.data.sets.counting import (
+    KeptRows,
+    Make,
+    RowCounts,
+    collect,
+    digest,
+)
 from mega_rl.data.sets.files import TRAIN, VALIDATION, files_of_splits, rows_of
 from mega_rl.data.sets.geometry import geo3k
 from mega_rl.data.sets.preferences import kto, pair
@@ -143,8 +149,8 @@ def prepare(
     """
     data_set = SETS[name]
     files, skipped = files_of_splits(sources, validation, data_set.skip)
-    counts: dict[str, Counts] = {}
-    kept: dict[str, list[Kept]] = {TRAIN: [], VALIDATION: []}
+    counts: dict[str, RowCounts] = {}
+    kept: dict[str, list[KeptRows]] = {TRAIN: [], VALIDATION: []}
     options = {TRAIN: "--source", VALIDATION: "--validation" if validation else "--source"}
     for split, of in ((TRAIN, data_set), (VALIDATION, data_set.validation or data_set)):
         if files[split]:
@@ -166,13 +172,13 @@ def prepare(
     return Prepared(_files(data_set, kept), [*lines, held_out] if held_out else lines)
 
 
-def _need_some(option: str, files: Sequence[Path], kept: Sequence[Kept], counts: Counts) -> None:
+def _need_some(option: str, files: Sequence[Path], kept: Sequence[KeptRows], counts: RowCounts) -> None:
     if not kept:
         reasons = "; ".join(counts.lines())
         raise InputError(f"{option}: of {counts.num_read:,} rows in {len(files)} files none is left ({reasons})")
 
 
-def _part(kept: dict[str, list[Kept]], counts: Counts, refuse: bool) -> None:
+def _part(kept: dict[str, list[KeptRows]], counts: RowCounts, refuse: bool) -> None:
     """Takes problems of the validation data out of the training data."""
     held = {digest(one.record.problem) for one in kept[VALIDATION]}
     both = [one for one in kept[TRAIN] if digest(one.record.problem) in held]
@@ -186,7 +192,7 @@ def _part(kept: dict[str, list[Kept]], counts: Counts, refuse: bool) -> None:
     kept[TRAIN] = [one for one in kept[TRAIN] if digest(one.record.problem) not in held]
 
 
-def _hold_out(kept: dict[str, list[Kept]], wanted: int | None, seed: int) -> str:
+def _hold_out(kept: dict[str, list[KeptRows]], wanted: int | None, seed: int) -> str:
     """Moves problems, with all of their rows, to the validation data; returns a line that says so."""
     problems = sorted({digest(one.record.problem) for one in kept[TRAIN]})
     number = min(MOST_HELD_OUT, int(HELD_OUT * len(problems))) if wanted is None else wanted
@@ -201,7 +207,7 @@ def _hold_out(kept: dict[str, list[Kept]], wanted: int | None, seed: int) -> str
     )
 
 
-def _files(data_set: DataSet, kept: dict[str, list[Kept]]) -> dict[str, list[dict[str, Any]]]:
+def _files(data_set: DataSet, kept: dict[str, list[KeptRows]]) -> dict[str, list[dict[str, Any]]]:
     if data_set.kind == "rows":
         names = {TRAIN: "train.jsonl", VALIDATION: "val.jsonl"}
         return {names[split]: [one.record.fields for one in rows] for split, rows in kept.items() if rows}

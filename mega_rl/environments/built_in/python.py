@@ -13,9 +13,9 @@ from mega_rl.errors import InputError
 from mega_rl.rewards.functions.code import check_isolation
 from mega_rl.rewards.sandbox.remote import SandboxClient
 from mega_rl.rewards.sandbox.sandbox import (
-    Limits,
-    Run,
-    Session,
+    ProgramLimits,
+    ProgramRun,
+    SandboxSession,
     SessionEndedError,
     run_program,
 )
@@ -74,11 +74,11 @@ class PythonSandbox:
             )
         self._form = form
         self.roles = (role,)
-        self._limits = Limits(timeout_s, memory_bytes, namespaces=isolation == "namespaces")
+        self._limits = ProgramLimits(timeout_s, memory_bytes, namespaces=isolation == "namespaces")
         self._preload = tuple(preload)
         self._keep = keep
         self._ways = isolation, service
-        self._session: Session | None = None
+        self._session: SandboxSession | None = None
         self._is_closed = False
         self._lock = threading.Lock()  # of the session and of whether it is over
         try:
@@ -104,23 +104,23 @@ class PythonSandbox:
         metrics = {"tool_calls": 1, "tool_errors": float(run.exit_code != 0), "tool_s": time.monotonic() - began}
         return Reply([{"role": self.roles[0], "content": text}], metrics)
 
-    def answer(self, program: str) -> tuple[Run, str]:
+    def answer(self, program: str) -> tuple[ProgramRun, str]:
         """Run a program; also what the model is told of it."""
         try:
             run = self._run(program)
         except SessionEndedError as error:
             self._end_session()  # the next program begins a new one
-            return Run(None, ""), f"error: {error}; what earlier programs left is lost"
+            return ProgramRun(None, ""), f"error: {error}; what earlier programs left is lost"
         return run, output_of(run, self._limits.timeout_s)
 
-    def _run(self, program: str) -> Run:
+    def _run(self, program: str) -> ProgramRun:
         if self._service is not None:
             return self._service.run(program, "", self._limits, with_errors=True)
         if self._keep == "nothing":
             return run_program(program, "", self._limits, with_errors=True, preload=self._preload)
         session = self._session
         if session is None:
-            session = Session(self._limits, self._preload, self._keep)
+            session = SandboxSession(self._limits, self._preload, self._keep)
             with self._lock:
                 is_late = self._is_closed  # the episode ended meanwhile, by a limit of time for example
                 if not is_late:
@@ -186,7 +186,7 @@ def program_of(text: str, form: str) -> str | None:
     return str(inside[-1] if inside else found[-1])
 
 
-def output_of(run: Run, timeout_s: float) -> str:
+def output_of(run: ProgramRun, timeout_s: float) -> str:
     """What the model is told of a program."""
     output = run.output.strip()
     if run.exit_code is None:

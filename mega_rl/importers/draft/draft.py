@@ -15,7 +15,7 @@ Stage = Literal["rl", "pt", "sft", "rm", "dpo", "kto"]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class KeyOutcome:
     """What became of one key of theirs."""
 
     became: Became
@@ -31,7 +31,7 @@ class Draft:
     num_devices: int | None  # the user's word; None: what their configuration says
     stage: Stage = "rl"
     result: dict[str, Any] = field(default_factory=dict)  # dotted key of ours -> value
-    outcomes: dict[str, Outcome] = field(default_factory=dict)  # key of theirs -> what became of it
+    outcomes: dict[str, KeyOutcome] = field(default_factory=dict)  # key of theirs -> what became of it
     rewards: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # what is left to be done by hand
 
@@ -91,7 +91,7 @@ class Draft:
         if before is not None and before.became == became and text not in before.text:
             text = f"{before.text}; {text}"
         if before is None or before.became == became or became == "none":
-            self.outcomes[theirs] = Outcome(became, text)
+            self.outcomes[theirs] = KeyOutcome(became, text)
 
     def same(self, theirs: Iterable[str], reason: str) -> None:
         for key in theirs:

@@ -32,12 +32,12 @@ from mega_rl.bridge.files.torch_dist.manifest import (
     MANIFEST as MANIFEST,
     PROGRESS as PROGRESS,
     WEIGHTS as WEIGHTS,
-    Outline,
+    ManifestContent,
     changed,
     different_key,
     missing_shard,
     model_record,
-    read_outline,
+    read_content,
 )
 from mega_rl.bridge.files.torch_dist.plain import open_plain
 from mega_rl.bridge.files.torch_dist.progress import read_progress
@@ -122,15 +122,15 @@ def damage(directory: Path) -> str | None:
 
     Rank 0 compares names and sizes, and every rank reads and hashes its share of the files.
     """
-    outline: Outline | str = broadcast_object(_tried(read_outline, directory) if is_first() else None)
-    if isinstance(outline, str):
-        return outline
+    content: ManifestContent | str = broadcast_object(_tried(read_content, directory) if is_first() else None)
+    if isinstance(content, str):
+        return content
     num_ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    share = sorted(outline.files, key=lambda file: (-file.size, file.name))[rank::num_ranks]
-    found = [problem for problem in gather_objects(_tried(changed, directory, outline, share)) if problem is not None]
+    share = sorted(content.files, key=lambda file: (-file.size, file.name))[rank::num_ranks]
+    found = [problem for problem in gather_objects(_tried(changed, directory, content, share)) if problem is not None]
     if found:
         return found[0]
-    return broadcast_object(_tried(missing_shard, directory, outline) if is_first() else None)  # type: ignore[no-any-return]
+    return broadcast_object(_tried(missing_shard, directory, content) if is_first() else None)  # type: ignore[no-any-return]
 
 
 def _tried(look: Callable[..., T], directory: Path, *arguments: Any) -> T | str:

@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mega_rl.config.schema.sections import ContextMethod
-from mega_rl.megatron.layers.routing import Routing
+from mega_rl.megatron.layers.routing import MicrobatchRouting
 from mega_rl.microbatch import Images
 from mega_rl.parallel.zigzag import visible_keys, zigzag_positions
 from mega_rl.platform import dispatch as operators
@@ -78,7 +78,7 @@ class PackedSequences(PackedSeqParams):
     keys_S: Tensor | None = None
     exchange: Exchange | None = None
     rotary_T11D: Tensor | None = None  # float32 angles of every token, if the layers rotate by themselves
-    routing: Routing | None = None  # which experts take this rank's tokens; None: the routers choose
+    routing: MicrobatchRouting | None = None  # which experts take this rank's tokens; None: the routers choose
     token_keys_N: Tensor | None = None  # int64 [L], what dropout knows this rank's tokens by; None: no dropout
     learnt_K: Tensor | None = None  # int64, the tokens of this rank whose predictions are wanted; None: all
     images: LocalImages | None = None

@@ -31,14 +31,14 @@ from mega_rl.parallel.zigzag import PADDING
 
 
 @dataclass(frozen=True)
-class Totals:
+class BalanceTotals:
     """Of all micro-batches of an optimizer step on all data-parallel ranks."""
 
     num_sequences: int
     num_tokens: int
 
     @classmethod
-    def of(cls, microbatches: Sequence[Microbatch], is_counted: bool) -> Totals:
+    def of(cls, microbatches: Sequence[Microbatch], is_counted: bool) -> BalanceTotals:
         """Collective; ``is_counted``: whether a sum over ranks includes this one."""
         lengths = [length for microbatch in microbatches for length in microbatch.lengths] if is_counted else []
         parts = gather_objects((len(lengths), sum(lengths)))
@@ -98,7 +98,7 @@ class Balancing:
         settings: RouterConfig,
         mixture: Mixture,
         num_layers: int,
-        totals: Totals | None,
+        totals: BalanceTotals | None,
         shard: tuple[int, int],
         device: torch.device,
     ) -> None:

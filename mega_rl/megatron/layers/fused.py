@@ -9,7 +9,7 @@
 | experts | ``experts`` of the MoE spec (``GroupedExperts``) |
 | rotary | ``apply_rotary_pos_emb``, a name that two modules import: replaced there |
 | permutation | ``permute`` and ``unpermute``, names that the token dispatcher imports: replaced there |
-| exchange of tokens | the dispatcher's class, a name that the MoE layer imports: replaced there (``Dispatcher``) |
+| exchange of tokens | the dispatcher's class, a name that the MoE layer imports: replaced there (``TokenDispatcher``) |
 
 Letters: T tokens of this rank, H heads, D width, E experts of all ranks, N rows sorted by expert.
 """
@@ -47,7 +47,7 @@ class GroupedExperts(SequentialMLP):
         return product_of_experts(hidden, second, ends_E), None
 
 
-class Dispatcher(MoEAlltoAllTokenDispatcher):
+class TokenDispatcher(MoEAlltoAllTokenDispatcher):
     """Megatron's exchange of tokens between ranks, which has experts' counts of rows stay on the device.
 
     The host has to know how many rows the ranks exchange, and waits for that once in every layer. If they exchange none
@@ -134,4 +134,4 @@ def install() -> None:
     """Replace the names for which Megatron's specs have no place."""
     attention.apply_rotary_pos_emb = multi_latent_attention.apply_rotary_pos_emb = apply_rotary
     token_dispatcher.permute, token_dispatcher.unpermute = permute, unpermute
-    moe_layer.MoEAlltoAllTokenDispatcher = Dispatcher
+    moe_layer.MoEAlltoAllTokenDispatcher = TokenDispatcher

@@ -25,7 +25,7 @@ from mega_rl.megatron.layers.balance import Balance
 
 
 @dataclass(frozen=True)
-class Routing:
+class MicrobatchRouting:
     """The experts of one micro-batch on this rank; layers count from 0 over the whole model."""
 
     given: Mapping[int, Tensor] = field(default_factory=dict)  # layer -> [N, K]; -1, or no entry: the router chooses
@@ -41,7 +41,7 @@ class Choice:
     leave the choice of a single token to the router.
     """
 
-    routing: Routing | None = None
+    routing: MicrobatchRouting | None = None
     layer: int
 
     def get_replay_topk(
@@ -116,7 +116,7 @@ class MixtureLayer(TransformerLayer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._routing: Routing | None = None
+        self._routing: MicrobatchRouting | None = None
         self._are_experts_recomputed = self.mlp.moe_layer_recompute
         self.mlp.moe_layer_recompute = False
         self._mlp_forward = self.mlp.forward

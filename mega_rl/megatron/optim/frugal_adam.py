@@ -30,7 +30,7 @@ BLOCK_ELEMENTS = 1 << 28
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterPiece:
     """Elements of a parameter that are updated in one go."""
 
     parameter: Tensor  # the rank's share of one, flat
@@ -54,16 +54,16 @@ class Block:
     parameters: list[tuple[Tensor, int, int]]
     state: dict[str, Tensor]
 
-    def windows(self) -> Iterator[list[Piece]]:
+    def windows(self) -> Iterator[list[ParameterPiece]]:
         """All elements, in windows of at most ``WINDOW_ELEMENTS``. How a parameter is cut depends on nothing else."""
-        window: list[Piece] = []
+        window: list[ParameterPiece] = []
         for parameter, order, place in self.parameters:
             for start in range(0, parameter.numel(), WINDOW_ELEMENTS):
                 end = min(start + WINDOW_ELEMENTS, parameter.numel())
                 if window and place + end - window[0].place > WINDOW_ELEMENTS:
                     yield window
                     window = []
-                window.append(Piece(parameter, order, start, end, place + start))
+                window.append(ParameterPiece(parameter, order, start, end, place + start))
         if window:
             yield window
 
@@ -163,7 +163,7 @@ class FrugalAdam(GroupStepAdam):
         return Windows(self._blocks[0].parameters[0][0].device, min(WINDOW_ELEMENTS, largest), dtypes)
 
     @contextmanager
-    def _on_device(self, block: Block, pieces: list[Piece], windows: Windows | None) -> Iterator[list[Kinds]]:
+    def _on_device(self, block: Block, pieces: list[ParameterPiece], windows: Windows | None) -> Iterator[list[Kinds]]:
         """The state of each piece where the parameter is."""
         if windows is None:
             yield [{name: flat[p.start : p.end] for name, flat in self.state[p.parameter].items()} for p in pieces]
@@ -172,7 +172,7 @@ class FrugalAdam(GroupStepAdam):
         with windows.on_device({name: flat[low:high] for name, flat in block.state.items()}) as views:
             yield [{name: view[p.place - low :][: p.end - p.start] for name, view in views.items()} for p in pieces]
 
-    def _step_window(self, group: dict[str, Any], pieces: list[Piece], states: Sequence[Kinds]) -> None:
+    def _step_window(self, group: dict[str, Any], pieces: list[ParameterPiece], states: Sequence[Kinds]) -> None:
         weights = [p.parameter.detach()[p.start : p.end] for p in pieces]
         masters = [own.get(MASTER, weight) for own, weight in zip(states, weights, strict=True)]
         gradients = [p.parameter.decoupled_grad[p.start : p.end] for p in pieces]  # type: ignore[attr-defined]
@@ -186,7 +186,7 @@ class FrugalAdam(GroupStepAdam):
             if weight.dtype != torch.float32:
                 weight.copy_(master)
 
-    def _round(self, step: int, piece: Piece, own: Kinds, moments: Sequence[Tensor]) -> None:
+    def _round(self, step: int, piece: ParameterPiece, own: Kinds, moments: Sequence[Tensor]) -> None:
         seed = ((step * 1_000_003 + piece.order) * 65_537 + piece.start // WINDOW_ELEMENTS) % (1 << 62)
         device = piece.parameter.device
         generator = torch.Generator(device).manual_seed(seed)

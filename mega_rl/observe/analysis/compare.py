@@ -17,7 +17,7 @@ Run = Mapping[int, Mapping[str, float | None]]  # step -> metrics; None: not fin
 
 
 @dataclass(frozen=True)
-class Difference:
+class MetricDifference:
     """One metric of a run beside the same metric of the baseline."""
 
     metric: str
@@ -62,7 +62,7 @@ def series(run: Run, metric: str) -> dict[int, float | None]:
     return {step: metrics[metric] for step, metrics in run.items() if metric in metrics}
 
 
-def difference(baseline: Run, other: Run, metric: str, limit: float | None) -> Difference:
+def difference(baseline: Run, other: Run, metric: str, limit: float | None) -> MetricDifference:
     """Mean absolute error relative to the baseline's mean absolute value, over the steps that both runs logged.
 
     A value that is not finite in either run makes the error NaN, which is above every limit.
@@ -78,7 +78,7 @@ def difference(baseline: Run, other: Run, metric: str, limit: float | None) -> D
     pairs = [(_number(ours[step]), _number(theirs[step])) for step in steps]
     size, error = sum(abs(a) for a, _ in pairs), sum(abs(a - b) for a, b in pairs)
     relative = error / size if size else (0.0 if error == 0 else math.inf)
-    return Difference(
+    return MetricDifference(
         metric,
         len(steps),
         statistics.fmean(a for a, _ in pairs),

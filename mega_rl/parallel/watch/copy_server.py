@@ -1,6 +1,6 @@
 """A process of each node that holds copies of the ranks' states in its memory for as long as torchrun lives.
 
-Started as a script, with nothing but the standard library: ``keeper.py NAME LAUNCHER START``. It listens at the
+Started as a script, with nothing but the standard library: ``copy_server.py NAME LAUNCHER START``. It listens at the
 abstract socket NAME, which is no file and is gone with the process, to processes of its own user only, and ends with
 the process LAUNCHER that began at START (as ``/proc/PID/stat`` has it).
 
@@ -68,7 +68,7 @@ def receive(stream: BufferedRWPair) -> tuple[dict[str, Any], bytearray]:
     return message, content
 
 
-class Keeper:
+class CopyServer:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._copies: dict[tuple[int, int], tuple[dict[str, Any], bytearray]] = {}  # rank, step -> what was put
@@ -114,14 +114,14 @@ def main(name: str, launcher: int, start: str) -> None:
     except OSError:  # there is one already
         return
     listener.listen(64)
-    keeper = Keeper()
+    server = CopyServer()
     while True:
         ready, _, _ = select.select([end, listener.fileno()], [], [])
         if end in ready:
             os._exit(0)
         connection, _ = listener.accept()
         if is_own_user(connection):
-            threading.Thread(target=keeper.serve, args=(connection,), daemon=True).start()
+            threading.Thread(target=server.serve, args=(connection,), daemon=True).start()
         else:
             connection.close()
 

@@ -57,7 +57,7 @@ class _Heard:
     moved_at: float  # when its progress changed last, seconds
 
 
-class Judge:
+class StallDetector:
     """Decides from what was heard; the clock is its caller's, in seconds, and never goes back.
 
     A rank whose beats stay away for ``limit_s`` is stopped, or something keeps its interpreter for itself. A rank that
@@ -89,7 +89,7 @@ class Judge:
         known.beat = beat
 
     def look(self, now: float) -> None:
-        """Be told that time passes, often: a judge that was stopped itself has heard nobody, and starts anew."""
+        """Be told that time passes, often: a detector that was stopped itself has heard nobody, and starts anew."""
         if now - self._last_look > self._limit_s / 4:
             for heard in self._heard.values():
                 heard.beat_at = heard.moved_at = now

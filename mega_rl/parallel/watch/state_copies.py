@@ -1,4 +1,4 @@
-"""The ranks' side of the keeper of their node: copies of their states that outlive them under torchrun."""
+"""The ranks' side of the copy server of their node: copies of their states that outlive them under torchrun."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mega_rl.parallel.watch import copy_server
 _START_S = 20.0
 
 
-class Copies:
+class StateCopies:
     """The copies that this run's nodes hold. Every method is for all ranks to call together.
 
     Args:
@@ -110,7 +110,7 @@ def _exchange(content: bytes, target: int, source: int) -> bytes:
 
 
 def _connect(launcher: int) -> socket.socket:
-    """To the keeper of this node, which is started if there is none yet."""
+    """To the copy server of this node, which is started if there is none yet."""
     name = f"mega_rl_keeper_{os.geteuid()}_{launcher}"
     end = time.monotonic() + _START_S
     is_started = False

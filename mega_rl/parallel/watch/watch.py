@@ -25,7 +25,7 @@ from mega_rl.parallel.watch.copy_server import start_of
 from mega_rl.parallel.watch.stall import (
     CHECKS_PER_LIMIT,
     Beat,
-    Judge,
+    StallDetector,
     Verdict,
 )
 
@@ -47,14 +47,14 @@ class Watch:
     def __init__(self, store: dist.Store, rank: int, num_ranks: int, limit_s: float, start_limit_s: float) -> None:
         """
         Args:
-            limit_s: see ``Judge``, and ``start_limit_s`` too.
+            limit_s: see ``StallDetector``, and ``start_limit_s`` too.
         """
         self.stacks: Path | None = None  # directory for the stacks of the ranks; None: they go to stderr
         self._store, self._rank = store, rank
         self._heard_ranks = range(num_ranks) if rank == 0 else range(1)
         self._period_s = min(MAX_PERIOD_S, limit_s / CHECKS_PER_LIMIT)
         self._gauge_s = limit_s / 10
-        self._judge = Judge(limit_s, start_limit_s, time.monotonic())
+        self._judge = StallDetector(limit_s, start_limit_s, time.monotonic())
         self._machine, self._born, self._host = machine(), start_of(os.getpid()), socket.gethostname()
         self._number = 0
         self._verdict: Verdict | None = None

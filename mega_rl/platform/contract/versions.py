@@ -88,7 +88,7 @@ COMBINATIONS: dict[str, tuple[Component, ...]] = {
 
 
 @dataclass(frozen=True)
-class Row:
+class VersionRow:
     """What is to be said of one component."""
 
     component: str
@@ -126,7 +126,7 @@ def cann_version(environ: Mapping[str, str] = os.environ) -> str | None:
     return None
 
 
-def table(platform_name: str, versions: Versions) -> list[Row]:
+def table(platform_name: str, versions: Versions) -> list[VersionRow]:
     """One row for each component of the platform's known-good combination, in its order."""
     failing = {component: sentence for component, sentence in _failing(platform_name, versions)}
     rows = []
@@ -140,7 +140,7 @@ def table(platform_name: str, versions: Versions) -> list[Row]:
             state, fix = "ok", ""
         else:
             state, fix = "untested", part.fix
-        rows.append(Row(part.name, version, " or ".join(part.known_good), state, fix))
+        rows.append(VersionRow(part.name, version, " or ".join(part.known_good), state, fix))
     return rows
 
 

@@ -11,13 +11,13 @@ from typing import Any, Literal
 
 from mega_rl.rewards.sandbox.remote import SandboxClient, ServiceError
 from mega_rl.rewards.sandbox.sandbox import (
-    Limits,
-    Run,
+    ProgramLimits,
+    ProgramRun,
     obstacle,
     run_program,
 )
 
-Runner = Callable[[str, str, Limits], Run]  # source, standard input
+Runner = Callable[[str, str, ProgramLimits], ProgramRun]  # source, standard input
 CODE_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 
@@ -53,7 +53,7 @@ def code_tests(
     blocks = CODE_BLOCK.findall(solution_str)
     if not blocks:
         return 0.0
-    limits = Limits(timeout_s, memory_bytes, namespaces=isolation == "namespaces")
+    limits = ProgramLimits(timeout_s, memory_bytes, namespaces=isolation == "namespaces")
     run: Runner = SandboxClient(service).run if service else run_program
     num_passed = 0
     for given, expected in tests:
@@ -64,7 +64,7 @@ def code_tests(
     return num_passed / len(tests)
 
 
-def _passes(run: Runner, code: str, given: str, expected: str | None, limits: Limits) -> bool:
+def _passes(run: Runner, code: str, given: str, expected: str | None, limits: ProgramLimits) -> bool:
     if expected is not None:
         ended = run(code, given, limits)
         return ended.exit_code == 0 and _lines(ended.output) == _lines(expected)
@@ -73,7 +73,7 @@ def _passes(run: Runner, code: str, given: str, expected: str | None, limits: Li
     return _ends_with(run(f"{code}\n\n{given}\nprint({done!r})\n", "", limits), done)
 
 
-def _ends_with(run: Run, done: str) -> bool:
+def _ends_with(run: ProgramRun, done: str) -> bool:
     return run.exit_code == 0 and run.output.rstrip().endswith(done)
 
 

@@ -29,8 +29,8 @@ from mega_rl.rewards.pool.worker import (
     SAMPLE,
     TIMED_OUT,
     Answer,
-    Call,
-    Setup,
+    WorkerCall,
+    WorkerSetup,
 )
 
 START_TIMEOUT_S = 120.0  # a reward's imports may be large
@@ -47,7 +47,7 @@ class PoolError(ValueError):
 
 
 @dataclass
-class Work:
+class SubmittedWork:
     """Samples that were submitted together."""
 
     number: int  # counts submissions
@@ -63,7 +63,7 @@ class Work:
             self.result.set_result([[_known(value) for value in of_reward] for of_reward in self.answers])
 
 
-Entry = tuple[Work, int]  # a sample of a submission
+Entry = tuple[SubmittedWork, int]  # a sample of a submission
 
 
 @dataclass(frozen=True)
@@ -92,17 +92,17 @@ class Slot:
         return self.is_ready and self.job is None
 
 
-class Dispatcher:
+class RewardDispatcher:
     """Workers that load all rewards once, and what waits for them. All methods but `put` belong to one thread."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: WorkerSetup) -> None:
         self._setup = setup
         self._kinds: list[str] = []  # of every reward: sample | async | batch
         self.takes_images = False  # whether one of them does
         self.slots: list[Slot] = []
-        self._given: queue.SimpleQueue[Work] = queue.SimpleQueue()
+        self._given: queue.SimpleQueue[SubmittedWork] = queue.SimpleQueue()
         self._is_given = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # readable if something is
-        self._open: dict[int, Work] = {}  # submissions with samples whose answers are missing
+        self._open: dict[int, SubmittedWork] = {}  # submissions with samples whose answers are missing
         self._again: deque[_Job] = deque()  # calls that failed, to be tried before anything else
         self._waiting: list[deque[Entry]] = []  # of every reward: samples that no worker has got yet
         self._pace_s: list[float] = []  # of every reward: about how long a sample takes, the latest ones counting most
@@ -111,7 +111,7 @@ class Dispatcher:
         self._lock = threading.Lock()
         self._error: Exception | None = None  # why nothing is taken in any more
 
-    def put(self, work: Work) -> None:
+    def put(self, work: SubmittedWork) -> None:
         """Hand work over, from any thread."""
         work.result.set_running_or_notify_cancel()
         with self._lock:
@@ -211,7 +211,7 @@ class Dispatcher:
         slot.sent_at = time.monotonic()
         slot.worker.progress.begin(0)
         try:
-            slot.worker.send(Call(slot.number, job.reward, [work.samples[index] for work, index in job.entries]))
+            slot.worker.send(WorkerCall(slot.number, job.reward, [work.samples[index] for work, index in job.entries]))
         except WorkerFailure as failure:
             if slot.is_fresh:
                 self._fail(slot, failure)
@@ -290,7 +290,7 @@ class Dispatcher:
         self._note_pace(slot, job)
         slot.job, slot.is_fresh = None, False
 
-    def _answer(self, slot: Slot, reward: int, work: Work, index: int, answer: Answer) -> None:
+    def _answer(self, slot: Slot, reward: int, work: SubmittedWork, index: int, answer: Answer) -> None:
         slot.num_fruitless = 0
         work.take(reward, index, answer)
         if not work.num_missing:

@@ -30,7 +30,7 @@ WELCOME, WELCOME_S = b"welcome", 120.0  # the answer to the key
 
 
 @dataclass(frozen=True)
-class Address:
+class WorkerAddress:
     """Where the other ranks of a machine find the workers."""
 
     directory: str
@@ -48,13 +48,13 @@ def machine() -> str:
     return f"{socket.gethostname()} {boot} {os.stat('/proc/self/ns/mnt').st_ino}"
 
 
-def offer(pool: Pool, num_ranks: int) -> Address:
+def offer(pool: Pool, num_ranks: int) -> WorkerAddress:
     """Let so many other ranks use the pool, until they end or this process does."""
     home, key, stack = Scratch(), secrets.token_bytes(32), contextlib.ExitStack()
     listener = Listener(stack.enter_context(_path_of(home.path)), "AF_UNIX", backlog=num_ranks)
     stack.enter_context(listener)
     threading.Thread(target=_let_in, args=(stack, listener, home, key, pool, num_ranks), daemon=True).start()
-    return Address(home.path, key, pool.takes_images)
+    return WorkerAddress(home.path, key, pool.takes_images)
 
 
 @contextlib.contextmanager
@@ -112,7 +112,7 @@ def _serve(connection: Any, pool: Pool) -> None:
 class RemotePool:
     """The workers that another rank of this machine owns."""
 
-    def __init__(self, address: Address, owner: str) -> None:
+    def __init__(self, address: WorkerAddress, owner: str) -> None:
         """Connect.
 
         Args:

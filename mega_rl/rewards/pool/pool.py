@@ -11,14 +11,14 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from mega_rl.rewards.pool.dispatch import (
-    Dispatcher,
     PoolError,
-    Work,
+    RewardDispatcher,
+    SubmittedWork,
 )
 from mega_rl.rewards.pool.worker import (
     Answer,
     Sample,
-    Setup,
+    WorkerSetup,
 )
 from mega_rl.rewards.sandbox.scratch import sweep
 
@@ -55,7 +55,7 @@ class WorkerPool:
     A thread of its own starts, feeds and watches them: they die with that thread.
     """
 
-    def __init__(self, setup: Setup, num_workers: int) -> None:
+    def __init__(self, setup: WorkerSetup, num_workers: int) -> None:
         """Start the workers and wait until all have loaded the rewards.
 
         Raises:
@@ -63,7 +63,7 @@ class WorkerPool:
         """
         sweep()
         self._numbers = itertools.count()
-        self._dispatcher = Dispatcher(setup)
+        self._dispatcher = RewardDispatcher(setup)
         started: Future[None] = Future()
         thread = threading.Thread(target=_serve, args=(self._dispatcher, num_workers, started), daemon=True)
         thread.start()
@@ -83,12 +83,12 @@ class WorkerPool:
 
     def submit(self, samples: Sequence[bytes]) -> Future[Answers]:
         """See `Pool.submit`."""
-        work = Work(next(self._numbers), samples)
+        work = SubmittedWork(next(self._numbers), samples)
         self._dispatcher.put(work)
         return work.result
 
 
-def _serve(dispatcher: Dispatcher, num_workers: int, started: Future[None]) -> None:
+def _serve(dispatcher: RewardDispatcher, num_workers: int, started: Future[None]) -> None:
     error: Exception = PoolError("rewards: the workers were closed")
     try:
         dispatcher.start(num_workers)
@@ -101,7 +101,7 @@ def _serve(dispatcher: Dispatcher, num_workers: int, started: Future[None]) -> N
         started.set_exception(error)
 
 
-def _close(dispatcher: Dispatcher, thread: threading.Thread) -> None:
+def _close(dispatcher: RewardDispatcher, thread: threading.Thread) -> None:
     dispatcher.close()
     if thread is not threading.current_thread():  # whose garbage collection may have come to the pool
         thread.join()

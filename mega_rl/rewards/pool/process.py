@@ -21,7 +21,7 @@ from mega_rl.rewards.pool.worker import (
     EXITED,
     GARBLED,
     HEADER,
-    Progress,
+    WorkerProgress,
 )
 from mega_rl.rewards.sandbox.scratch import Scratch
 
@@ -48,7 +48,7 @@ class WorkerProcess:
         self._buffer = b""
         self._scratch = Scratch()  # its temporary files, removed with it
         self.scratch = self._scratch.path
-        shared = _sealed_memory(Progress.SIZE)
+        shared = _sealed_memory(WorkerProgress.SIZE)
         boot = BOOT.format(path=sys.path, fd=theirs.fileno(), parent=os.getpid(), progress=shared)
         # A fixed hash seed: values that follow the order of a set are the same in every worker.
         environment = os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "TMPDIR": self.scratch}
@@ -60,7 +60,7 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # a signal to the trainer's process group does not reach it, nor the reverse
             )
-        self.progress = Progress(shared)
+        self.progress = WorkerProgress(shared)
 
     @property
     def pid(self) -> int:

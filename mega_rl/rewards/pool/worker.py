@@ -63,7 +63,7 @@ Answer = float | dict[str, float] | tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Setup:
+class WorkerSetup:
     """The first message to a worker."""
 
     rewards: tuple[tuple[str, dict[str, Any]], ...]  # name and options
@@ -72,13 +72,13 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Call:
+class WorkerCall:
     number: int  # comes back with the answer, so that nothing else passes for it
     reward: int  # index in the setup
     samples: list[bytes]  # a pickled `Sample` each: nobody but the worker unpacks them
 
 
-class Progress:
+class WorkerProgress:
     """Where a worker stands in its call: memory that it shares with the pool, and that therefore outlives it.
 
     The size of the memory is sealed: if a reward could shrink it, reading the missing page would kill both processes.
@@ -110,8 +110,8 @@ class UnfitError(Exception):
 def main(channel_fd: int, parent_pid: int, progress_fd: int) -> None:
     """Serve calls until the parent closes its end or dies."""
     isolate(parent_pid)
-    channel, progress = socket.socket(fileno=channel_fd), Progress(progress_fd)
-    setup: Setup = _receive(channel)
+    channel, progress = socket.socket(fileno=channel_fd), WorkerProgress(progress_fd)
+    setup: WorkerSetup = _receive(channel)
     resource.setrlimit(resource.RLIMIT_DATA, (setup.memory_bytes, setup.memory_bytes))
     try:
         rewards = [bind(name, options) for name, options in setup.rewards]
@@ -122,7 +122,7 @@ def main(channel_fd: int, parent_pid: int, progress_fd: int) -> None:
     _send(channel, {"ready": kinds} | ({IMAGES: True} if any(r.takes_images for r in rewards) else {}))
     gc.freeze()  # what is loaded now stays: collections need not look at it again
     while True:
-        call: Call = _receive(channel)
+        call: WorkerCall = _receive(channel)
         try:
             samples: list[Sample] = [pickle.loads(sample) for sample in call.samples]
             answers = answer(rewards[call.reward], samples, setup.timeout_s, progress)
@@ -149,7 +149,7 @@ def isolate(parent_pid: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def answer(reward: BoundReward, samples: list[Sample], timeout_s: float, progress: Progress) -> list[Answer]:
+def answer(reward: BoundReward, samples: list[Sample], timeout_s: float, progress: WorkerProgress) -> list[Answer]:
     """One answer per sample.
 
     Raises:

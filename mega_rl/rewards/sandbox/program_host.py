@@ -26,7 +26,7 @@ PROGRAM = "program.py"
 
 
 @dataclass
-class Keeper:
+class ProgramHost:
     """The process that stays for an episode. It starts the programs, and keeps their time."""
 
     channel: socket.socket  # to whoever asks for programs

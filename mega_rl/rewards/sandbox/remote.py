@@ -10,7 +10,7 @@ import time
 from typing import Any
 from urllib.parse import urlsplit
 
-from mega_rl.rewards.sandbox.sandbox import Limits, Run
+from mega_rl.rewards.sandbox.sandbox import ProgramLimits, ProgramRun
 
 TOKEN = "MEGA_RL_SANDBOX_TOKEN"  # variable of the environment, on both sides
 MAX_BODY_BYTES = 1 << 24  # of a request
@@ -45,7 +45,9 @@ class SandboxClient:
         self._host, self._port = parts.hostname, parts.port
         self._connection = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
 
-    def run(self, source: str, stdin: str, limits: Limits, with_errors: bool = False, patience_s: float = 60.0) -> Run:
+    def run(
+        self, source: str, stdin: str, limits: ProgramLimits, with_errors: bool = False, patience_s: float = 60.0
+    ) -> ProgramRun:
         """As `sandbox.run_program`; isolation, file sizes and numbers of processes are the service's.
 
         Args:
@@ -101,10 +103,10 @@ class SandboxClient:
         except (ValueError, RecursionError):
             return response.status, {"error": "the answer is not JSON"}
 
-    def _checked(self, answer: Any) -> Run:
+    def _checked(self, answer: Any) -> ProgramRun:
         match answer:
             case {"exit_code": int() | None as code, "output": str() as output, "cpu_s": int() | float() as cpu_s}:
-                return Run(code, output, float(cpu_s))
+                return ProgramRun(code, output, float(cpu_s))
         raise ServiceError(f"the sandbox service {self._url} answered with something else than the end of a program")
 
 

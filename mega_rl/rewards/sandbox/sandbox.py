@@ -54,7 +54,7 @@ Kind = tuple[bool, tuple[str, ...], tuple[str, ...] | None]  # namespaces, prelo
 
 
 @dataclass(frozen=True)
-class Limits:
+class ProgramLimits:
     """The limits of one run of a program."""
 
     timeout_s: float  # wall clock; CPU time is limited to the same, rounded up
@@ -66,7 +66,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Run:
+class ProgramRun:
     """What became of a program."""
 
     exit_code: int | None  # None: out of time; negative: ended by that signal
@@ -77,11 +77,11 @@ class Run:
 def run_program(
     source: str,
     stdin: str,
-    limits: Limits,
+    limits: ProgramLimits,
     with_errors: bool = False,
     preload: tuple[str, ...] = (),
     trusted_paths: tuple[str, ...] | None = None,
-) -> Run:
+) -> ProgramRun:
     """Run a program in a temporary directory of its own, without environment, descriptors or terminal.
 
     Args:
@@ -100,10 +100,10 @@ def run_program(
         folder = _folder(limits, stack)
         descriptors, printed = _files(source, stdin, stack)
         ended = _call(_fields(limits, folder, with_errors), descriptors, kind)
-        return Run(ended["exit_code"], _printed(printed, limits), ended["cpu_s"])
+        return ProgramRun(ended["exit_code"], _printed(printed, limits), ended["cpu_s"])
 
 
-class Session:
+class SandboxSession:
     """Programs one after another in one place, until `close`; not for several threads at once.
 
     They share a directory of their own and, with namespaces, all namespaces; nothing of it is seen by other sessions.
@@ -112,7 +112,7 @@ class Session:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: ProgramLimits,
         preload: tuple[str, ...] = (),
         keep: Literal["files", "state"] = "files",
         lifetime_s: float = 600.0,
@@ -141,7 +141,7 @@ class Session:
             self._stack.close()
             raise
 
-    def run(self, source: str, stdin: str = "", with_errors: bool = False) -> Run:
+    def run(self, source: str, stdin: str = "", with_errors: bool = False) -> ProgramRun:
         """Run the next program.
 
         Raises:
@@ -162,7 +162,7 @@ class Session:
                 raise NotIsolatedError(ended["refused"])
             if ended is None or ended.get("number") != self._number:
                 raise SessionEndedError("the session has ended")
-            return Run(ended["exit_code"], _printed(printed, self._limits), ended["cpu_s"])
+            return ProgramRun(ended["exit_code"], _printed(printed, self._limits), ended["cpu_s"])
 
     def close(self) -> None:
         """End whatever still runs, and remove the directory."""
@@ -175,14 +175,14 @@ class Session:
         self._stack.close()
 
 
-def _kind(limits: Limits, preload: tuple[str, ...], trusted_paths: tuple[str, ...] | None) -> Kind:
+def _kind(limits: ProgramLimits, preload: tuple[str, ...], trusted_paths: tuple[str, ...] | None) -> Kind:
     """What zygote a program needs. Raises NotIsolatedError."""
     if not limits.namespaces and trusted_paths is None and os.geteuid() == 0:
         raise NotIsolatedError("a program is not run as root without namespaces")
     return limits.namespaces, preload, trusted_paths
 
 
-def _folder(limits: Limits, stack: contextlib.ExitStack) -> str:
+def _folder(limits: ProgramLimits, stack: contextlib.ExitStack) -> str:
     """The working directory of a program, removed with the stack."""
     if limits.namespaces:
         return launcher.WORKING_DIRECTORY  # a directory inside the namespaces: there is nothing to remove outside
@@ -201,12 +201,12 @@ def _files(source: str, stdin: str, stack: contextlib.ExitStack) -> tuple[list[i
     return [program.fileno(), given.fileno(), printed.fileno()], printed
 
 
-def _printed(file: IO[bytes], limits: Limits) -> str:
+def _printed(file: IO[bytes], limits: ProgramLimits) -> str:
     file.seek(0)
     return file.read(limits.file_bytes).decode(errors="replace")
 
 
-def _fields(limits: Limits, folder: str, with_errors: bool) -> dict[str, Any]:
+def _fields(limits: ProgramLimits, folder: str, with_errors: bool) -> dict[str, Any]:
     """Of a `zygote.Call`, the descriptors aside."""
     fields = {name: value for name, value in vars(limits).items() if name != "namespaces"}
     return fields | {"folder": folder, "num_files": NUM_OPEN_FILES, "with_errors": with_errors, "keep": None}
@@ -251,7 +251,7 @@ class _Zygote:
         namespaces, preload, trusted_paths = kind
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pairs = _visible_paths() if namespaces else ()
-        setup = zygote.Setup(os.getpid(), namespaces, preload, trusted_paths, pairs)
+        setup = zygote.ZygoteSetup(os.getpid(), namespaces, preload, trusted_paths, pairs)
         # Where temporary files are is how leftovers of a reward worker are found: see `mega_rl.rewards.pool.process`.
         folder = launcher.WORKING_DIRECTORY if namespaces else tempfile.gettempdir()
         clean = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": folder, "TMPDIR": folder}
@@ -364,7 +364,7 @@ def _visible_paths() -> tuple[tuple[str, str], ...]:
 def obstacle() -> str | None:
     """Why this system does not let a program be cut off from everything else; None if it does."""
     try:
-        code = run_program("", "", Limits(timeout_s=30.0, memory_bytes=1 << 30)).exit_code
+        code = run_program("", "", ProgramLimits(timeout_s=30.0, memory_bytes=1 << 30)).exit_code
     except OSError as error:
         return str(error)
     return None if code == 0 else f"{sys.executable} does not run in there, exit status {code}"

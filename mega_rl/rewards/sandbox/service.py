@@ -19,7 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from mega_rl.rewards.sandbox.remote import MAX_BODY_BYTES
-from mega_rl.rewards.sandbox.sandbox import Limits, run_program
+from mega_rl.rewards.sandbox.sandbox import ProgramLimits, run_program
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 READ_TIMEOUT_S = 30.0  # for a whole request to arrive
@@ -58,7 +58,7 @@ class Service:
             self.waiting -= 1
             self.running += 1
         try:
-            limits = Limits(fields["timeout_s"], fields["memory_bytes"], namespaces=self.namespaces)
+            limits = ProgramLimits(fields["timeout_s"], fields["memory_bytes"], namespaces=self.namespaces)
             run = run_program(fields["source"], fields["stdin"], limits, fields["with_errors"], self.preload)
         except OSError as error:
             return http.HTTPStatus.SERVICE_UNAVAILABLE, {"error": str(error)}

@@ -52,7 +52,7 @@ OWN = [
 
 
 @dataclass(frozen=True)
-class Setup:
+class ZygoteSetup:
     """The first message to a zygote."""
 
     parent: int  # process; the zygote ends with it
@@ -88,7 +88,7 @@ def main(descriptor: int, is_bare: bool) -> None:
         os._exit(1)
     sys.path.remove(os.getcwd())
     os.chdir("/")
-    setup = Setup(**json.loads(control.recv(MAX_MESSAGE_BYTES)))
+    setup = ZygoteSetup(**json.loads(control.recv(MAX_MESSAGE_BYTES)))
     if setup.trusted_paths is not None:
         sys.path[:] = setup.trusted_paths
     for name in (*USUAL.split(), *setup.preload):
@@ -98,7 +98,7 @@ def main(descriptor: int, is_bare: bool) -> None:
     gc.freeze()  # a collection in a program does not copy the pages of what is loaded here
     control.send(READY)
     (program, given, printed, answer), fields = _serve(control, setup.parent)
-    _outer(setup, Call(program, given, printed, answer, **fields))
+    _outer(setup, ProgramCall(program, given, printed, answer, **fields))
     path = os.path.abspath(program_host.PROGRAM)
     execution.run_and_end(path, execution.new_main(path))
 
@@ -129,7 +129,7 @@ def _serve(control: socket.socket, parent: int) -> tuple[list[int], dict[str, An
 
 
 @dataclass(frozen=True)
-class Call:
+class ProgramCall:
     """One run of a program."""
 
     program: int  # descriptors
@@ -147,7 +147,7 @@ class Call:
     keep: str | None  # of one program for the next: files, state; None: there is one program only
 
 
-def _outer(setup: Setup, call: Call) -> None:
+def _outer(setup: ZygoteSetup, call: ProgramCall) -> None:
     """Start the program, wait for its end and tell it; returns in the program's process only."""
     answer = socket.socket(fileno=call.answer)
     os.setsid()
@@ -199,7 +199,7 @@ def _end(inner: int, namespaces: bool) -> None:
         launcher.kill_children()
 
 
-def _inner(setup: Setup, call: Call, outer: socket.socket, answer: socket.socket) -> None:
+def _inner(setup: ZygoteSetup, call: ProgramCall, outer: socket.socket, answer: socket.socket) -> None:
     """Give up what the program must not have; what fails is told and ends the process."""
     try:
         os.setsid()  # out of the outer process's group, which the program could otherwise signal
@@ -227,13 +227,13 @@ def _inner(setup: Setup, call: Call, outer: socket.socket, answer: socket.socket
     outer.detach()
     if call.keep is not None:
         give_up = functools.partial(_give_up, setup, call)
-        return program_host.Keeper(answer, give_up, call.keep == STATE, call.timeout_s, setup.namespaces).serve()
+        return program_host.ProgramHost(answer, give_up, call.keep == STATE, call.timeout_s, setup.namespaces).serve()
     answer.detach()
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     execution.new_streams()
 
 
-def _give_up(setup: Setup, call: Call, timeout_s: float) -> None:
+def _give_up(setup: ZygoteSetup, call: ProgramCall, timeout_s: float) -> None:
     """Rights, resources, environment and modules that the program has no business with. Raises StepError, OSError."""
     if setup.trusted_paths is not None:
         return launcher.limit_memory_and_files(call.memory_bytes, call.file_bytes)

@@ -10,8 +10,9 @@ was faster, and how many engines there are, changes nothing.
 
 A quota that stops is another matter: as soon as the engines together have ``num_groups`` groups, none of them samples
 on, and which groups these are depends on how fast the engines were. Nothing is lost: a group that has not ended is
-handed back as ``Begun``, and a later step goes on with it under a ticket of its own. A dropped group draws its
-replacement then too, which waits without a token, so the number of tickets follows from the groups that have ended.
+handed back as ``PartialRequests``, and a later step goes on with it under a ticket of its own. A dropped group draws
+its replacement then too, which waits without a token, so the number of tickets follows from the groups that have
+ended.
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ import torch.distributed as dist
 from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.collectives import broadcast_object
 from mega_rl.rollout.engine import Ended, Request, ResumingSampler, Sampler, whole
-from mega_rl.types import Outline, Score, Trajectory
+from mega_rl.types import (
+    Score,
+    Trajectory,
+    TrajectorySummary,
+)
 
 MAX_SCORING_WAIT_S = 5.0
 STEPS_PER_LOOK = 8  # of an engine in which nothing ends, between two looks at what the others have
@@ -50,19 +55,19 @@ class PromptGroup:
 
 
 @dataclass(frozen=True)
-class OutlinedGroup:
+class GroupSummary:
     """The same as every rank knows it: without the tokens."""
 
-    outlines: tuple[Outline, ...]
+    summaries: tuple[TrajectorySummary, ...]
     scores: tuple[Score, ...]
 
     @property
     def num_turns(self) -> tuple[int, ...]:
         """Of the model, in every sample."""
-        return tuple(map(_num_turns, self.outlines))
+        return tuple(map(_num_turns, self.summaries))
 
 
-def _num_turns(sample: Trajectory | Outline) -> int:
+def _num_turns(sample: Trajectory | TrajectorySummary) -> int:
     return 1 if sample.episode is None else sample.episode.num_turns
 
 
@@ -73,7 +78,7 @@ class Quota:
     num_groups: int
     num_initial: int
     budget: int  # tickets that may be drawn at most
-    is_kept: Callable[[PromptGroup | OutlinedGroup], bool]  # of a group that is scored
+    is_kept: Callable[[PromptGroup | GroupSummary], bool]  # of a group that is scored
     # Sampling stops when num_groups groups have ended, or are scored and kept, or when an engine would end no more, as
     # one that has recorded responses; what has not ended waits.
     stops_at: Literal["never", "ended", "kept", "idle"] = "never"
@@ -98,7 +103,7 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Begun:
+class PartialRequests:
     """A group that has been begun and has not ended, as a rank of its engine has it."""
 
     requests: tuple[Request, ...]  # of the responses that have not ended, with their tails; there is at least one
@@ -119,7 +124,7 @@ class Collected(NamedTuple):
     """What a step of one engine has come to, by tickets."""
 
     groups: dict[int, PromptGroup]  # all of whose responses have ended; on the leader only
-    begun: dict[int, Begun]  # the others
+    begun: dict[int, PartialRequests]  # the others
 
 
 @dataclass(frozen=True)
@@ -138,11 +143,13 @@ class Round:
     store: dist.Store  # of all engines: holds the step's numbers of groups, ``dropped/STEP`` and ``there/STEP``
     is_leader: bool = True
     ranks: dist.ProcessGroup | None = None  # of this engine, if it has several
-    begun: Mapping[int, Begun] = field(default_factory=dict)  # ticket -> a group of earlier steps, on its engine
+    begun: Mapping[int, PartialRequests] = field(
+        default_factory=dict
+    )  # ticket -> a group of earlier steps, on its engine
 
-    def start(self, ticket: int) -> Begun:
+    def start(self, ticket: int) -> PartialRequests:
         """The group of a ticket."""
-        return self.begun[ticket] if ticket in self.begun else Begun(tuple(self.draw(ticket)))
+        return self.begun[ticket] if ticket in self.begun else PartialRequests(tuple(self.draw(ticket)))
 
     def is_enough(self, num_more: int) -> bool:
         """Whether all engines have as many groups as the step wants, so many more of this one included.
@@ -172,7 +179,7 @@ class _UnderWay:
     def __bool__(self) -> bool:
         return bool(self.sizes)
 
-    def add(self, ticket: int, group: Begun) -> None:
+    def add(self, ticket: int, group: PartialRequests) -> None:
         (index,) = {one.prompt.index for one in (*group.requests, *group.ended)}
         assert index not in self.tickets, f"prompt {index} is under way twice"
         self.tickets[index], self.ended[ticket] = ticket, list(group.ended)
@@ -322,11 +329,11 @@ class _Collection:
         while self._num_unscored:
             self._decide(is_idle=True)
 
-    def _begun(self, rest: Mapping[int, Sequence[Request]]) -> dict[int, Begun]:
+    def _begun(self, rest: Mapping[int, Sequence[Request]]) -> dict[int, PartialRequests]:
         assert rest.keys() == self._under_way.sizes.keys(), "a group has neither ended nor anything left"
         ended = self._under_way.ended
         return {
-            ticket: Begun(tuple(rest[ticket]), tuple(ended[ticket]), self._scoring.of(ticket))
+            ticket: PartialRequests(tuple(rest[ticket]), tuple(ended[ticket]), self._scoring.of(ticket))
             for ticket in sorted(rest)
         }
 

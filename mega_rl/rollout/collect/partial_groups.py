@@ -11,7 +11,7 @@ from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.parallel.schedule import split_even
 from mega_rl.parallel.sending import collect_to_first
-from mega_rl.rollout.collect.collect import Begun
+from mega_rl.rollout.collect.collect import PartialRequests
 from mega_rl.rollout.collect.records import (
     prompt_of_row,
     row_of_prompt,
@@ -25,7 +25,7 @@ from mega_rl.types import Prompt, Score, Trajectory
 
 
 @dataclass(frozen=True)
-class Place:
+class PartialGroup:
     """A begun group as every rank knows it."""
 
     replica: int  # the engine that goes on with it
@@ -34,11 +34,11 @@ class Place:
     num_tail_tokens: int  # that these have so far
 
     @classmethod
-    def of(cls, replica: int, group: Begun) -> Place:
+    def of(cls, replica: int, group: PartialRequests) -> PartialGroup:
         return cls(replica, group.prompt_index, len(group.requests), group.num_tail_tokens)
 
 
-class Tails:
+class PartialGroups:
     """The groups that wait for the next step, in the order in which they were begun. A group stays with its engine.
 
     Args:
@@ -49,8 +49,8 @@ class Tails:
     def __init__(self, layout: EngineLayout, rank: int) -> None:
         self._layout, self._rank = layout, rank
         self._replica = layout.replica(rank)
-        self.places: list[Place] = []
-        self._own: dict[int, Begun] = {}  # of this rank's engine, by the index of the prompt
+        self.places: list[PartialGroup] = []
+        self._own: dict[int, PartialRequests] = {}  # of this rank's engine, by the index of the prompt
 
     def __len__(self) -> int:
         return len(self.places)
@@ -73,12 +73,12 @@ class Tails:
             loads[least] += group_size
         return tickets
 
-    def own(self) -> dict[int, Begun]:
+    def own(self) -> dict[int, PartialRequests]:
         """Ticket -> group, of this rank's engine."""
         mine = (pair for pair in enumerate(self.places) if pair[1].replica == self._replica)
         return {ticket: self._own[place.prompt_index] for ticket, place in mine}
 
-    def replace(self, places: Iterable[Place], own: Iterable[Begun]) -> None:
+    def replace(self, places: Iterable[PartialGroup], own: Iterable[PartialRequests]) -> None:
         """Wait with other groups from now on."""
         self.places, self._own = list(places), {group.prompt_index: group for group in own}
         expected = sum(place.replica == self._replica for place in self.places)
@@ -101,15 +101,15 @@ class Tails:
             found |= part
         return [found[place.prompt_index] for place in self.places] if self._rank == 0 else []
 
-    def adopt(self, groups: Sequence[Begun]) -> None:
+    def adopt(self, groups: Sequence[PartialRequests]) -> None:
         """Take in groups that all ranks were given; they are dealt out to the engines in turn."""
         owners = [number % self._layout.num_replicas for number in range(len(groups))]
         pairs = list(zip(owners, groups, strict=True))
         own = [group for owner, group in pairs if owner == self._replica]
-        self.replace((Place.of(owner, group) for owner, group in pairs), own)
+        self.replace((PartialGroup.of(owner, group) for owner, group in pairs), own)
 
 
-def rows_of(group: Begun) -> list[dict[str, Any]]:
+def rows_of(group: PartialRequests) -> list[dict[str, Any]]:
     """One row per response of a begun group: as in records if it has ended, else its seed and what it has so far.
 
     Waits for the scores of those that have ended.
@@ -129,7 +129,7 @@ def rows_of(group: Begun) -> list[dict[str, Any]]:
 
 def begun_of_rows(
     rows: Sequence[Mapping[str, Any]], request: Callable[[Prompt, int, int, Trajectory | None], Request]
-) -> Begun:
+) -> PartialRequests:
     """The inverse of ``rows_of``.
 
     Args:
@@ -143,7 +143,7 @@ def begun_of_rows(
             continue
         tail = trajectory_of_row(row) if "token_ids" in row else None
         requests.append(request(prompt_of_row(row["prompt"]), row["sample_index"], row["seed"], tail))
-    return Begun(tuple(requests), tuple(ended), scores)
+    return PartialRequests(tuple(requests), tuple(ended), scores)
 
 
 def _known(score: Score) -> Future[Score]:

@@ -15,7 +15,16 @@ import numpy.typing as npt
 
 from mega_rl.errors import InputError
 from mega_rl.rollout.collect.collect import PromptGroup
-from mega_rl.types import Outcome, Prompt, PromptImage, Score, Span, Trajectory, Turn, UnknownReward
+from mega_rl.types import (
+    Outcome,
+    Prompt,
+    PromptImage,
+    Score,
+    Span,
+    Trajectory,
+    TurnSpan,
+    UnknownReward,
+)
 
 PATTERN = "step_{:06d}.jsonl"
 
@@ -111,7 +120,7 @@ def trajectory_of_row(row: Mapping[str, Any]) -> Trajectory:
         single,
         loss_mask=np.array([0] * len(prompt.token_ids) + row["loss_mask"], np.bool_),
         spans=tuple(Span(**span) for span in row["spans"]),
-        turns=tuple(Turn(**turn) for turn in row["turns"]),
+        turns=tuple(TurnSpan(**turn) for turn in row["turns"]),
         episode=outcome_of_row(row["episode"]) if "episode" in row else None,
     )
 

@@ -180,15 +180,15 @@ def _sampled_for(group: Sequence[Mapping[str, Any]]) -> int:
     return max(row["weight_version"] for row in group) + 1 if known is None else known
 
 
-class RecordedCarrier:
-    """A ``Carrier`` whose engines answer at once with what a run recorded for the same step."""
+class RecordedExecutor:
+    """A ``FleetExecutor`` whose engines answer at once with what a run recorded for the same step."""
 
     def __init__(self, records: Records, requests: Requests) -> None:
         self._records, self._requests = records, requests
         self._said: list[events.Event] = []
 
     def carry(self, decision: events.Start | events.Kill | events.Release | events.Load | events.Issue) -> None:
-        """As of ``Carrier``; InputError if the records have no such step or sample."""
+        """As of ``FleetExecutor``; InputError if the records have no such step or sample."""
         if isinstance(decision, events.Start):
             self._said.append(events.Started(decision.engine, decision.life))
         elif isinstance(decision, events.Load):
@@ -206,7 +206,7 @@ class RecordedCarrier:
             self._said.append(events.Answered(issue.engine, issue.life, issue.attempt, sample, oldest, found))
 
     def events(self, wait_s: float) -> list[events.Event]:
-        """As of ``Carrier``; there is never anything to wait for but the loop."""
+        """As of ``FleetExecutor``; there is never anything to wait for but the loop."""
         said, self._said = self._said, []
         if not said:
             time.sleep(wait_s)

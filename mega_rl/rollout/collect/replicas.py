@@ -1,4 +1,4 @@
-"""Requests over all rollout engines: split, sample, outline."""
+"""Requests over all rollout engines: split, sample, summary."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from mega_rl.parallel.layout import EngineLayout
 from mega_rl.parallel.rendezvous import Rendezvous
 from mega_rl.parallel.sending import spread
 from mega_rl.rollout.collect.collect import (
-    Begun,
-    OutlinedGroup,
+    GroupSummary,
+    PartialRequests,
     Round,
     collect,
 )
-from mega_rl.rollout.collect.partial_groups import Place
-from mega_rl.rollout.collect.trajectory_store import Depot
+from mega_rl.rollout.collect.partial_groups import PartialGroup
+from mega_rl.rollout.collect.trajectory_store import TrajectoryStore
 from mega_rl.rollout.engine import Sampler
 
 
@@ -38,9 +38,9 @@ def engine_ranks(layout: EngineLayout, timeout_s: float) -> dist.ProcessGroup | 
 class Everything(NamedTuple):
     """What a step has come to over all engines, in the order of tickets."""
 
-    groups: list[OutlinedGroup]  # that have ended
-    waiting: list[Place]  # that have not
-    own: list[Begun]  # of those: the groups of this rank's engine
+    groups: list[GroupSummary]  # that have ended
+    waiting: list[PartialGroup]  # that have not
+    own: list[PartialRequests]  # of those: the groups of this rank's engine
 
 
 def collect_everywhere(
@@ -49,13 +49,13 @@ def collect_everywhere(
     of_step: Round,
     shares: Sequence[Sequence[int]],
     rendezvous: Rendezvous,
-    depot: Depot,
+    trajectory_store: TrajectoryStore,
 ) -> Everything:
     """Sample and score a round over all engines; every rank gets every drawn group.
 
     Collective: every rank calls it with the same quota and the same prompts behind the tickets. Engines that are done
-    wait for the slowest one at ``rendezvous``, however long it samples. The trajectories stay in the ``depot`` of each
-    engine's leader.
+    wait for the slowest one at ``rendezvous``, however long it samples. The trajectories stay in the
+    ``trajectory_store`` of each engine's leader.
 
     Args:
         shares: the first tickets of every engine.
@@ -68,15 +68,15 @@ def collect_everywhere(
         engine.check([request for ticket in shares[replica] for request in of_step.start(ticket).requests])
     groups, begun = collect(engine, of_step, shares[replica])
     rendezvous.wait("sampling")
-    own: dict[int, OutlinedGroup | Place] = {
-        ticket: OutlinedGroup(tuple(map(depot.add, group.trajectories)), group.scores)
+    own: dict[int, GroupSummary | PartialGroup] = {
+        ticket: GroupSummary(tuple(map(trajectory_store.add, group.trajectories)), group.scores)
         for ticket, group in groups.items()
     }
-    own |= {ticket: Place.of(replica, group) for ticket, group in begun.items()}
-    gathered: dict[int, OutlinedGroup | Place] = {}
+    own |= {ticket: PartialGroup.of(replica, group) for ticket, group in begun.items()}
+    gathered: dict[int, GroupSummary | PartialGroup] = {}
     for part in spread(own, layout.leaders()):
         gathered |= part
     assert sorted(gathered) == list(range(len(gathered))), "tickets are drawn without a gap"
     in_order = [gathered[ticket] for ticket in range(len(gathered))]
-    ended = [one for one in in_order if isinstance(one, OutlinedGroup)]
-    return Everything(ended, [one for one in in_order if isinstance(one, Place)], list(begun.values()))
+    ended = [one for one in in_order if isinstance(one, GroupSummary)]
+    return Everything(ended, [one for one in in_order if isinstance(one, PartialGroup)], list(begun.values()))

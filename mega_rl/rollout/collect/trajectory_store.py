@@ -1,7 +1,7 @@
 """Where the tokens of trajectories lie, and how they come to the ranks that learn from them.
 
-A trajectory stays with its *owner*, the rank that took it from an engine. All others know its ``Outline``. From
-the outlines every rank finds out by itself who needs which tokens, so that they are sent as plain arrays without
+A trajectory stays with its *owner*, the rank that took it from an engine. All others know its ``TrajectorySummary``.
+From the summaries every rank finds out by itself who needs which tokens, so that they are sent as plain arrays without
 a word about them: from the owner to one rank of the data-parallel rank's group (the ranks that learn from the same
 sequences), and from there to the group.
 """
@@ -19,16 +19,20 @@ import torch.distributed as dist
 from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.parallel.sending import collect_to_first, exchange
-from mega_rl.rollout.collect.collect import OutlinedGroup, PromptGroup
-from mega_rl.types import Outline, Tokens, Trajectory
+from mega_rl.rollout.collect.collect import GroupSummary, PromptGroup
+from mega_rl.types import (
+    Trajectory,
+    TrajectorySummary,
+    TrajectoryTokens,
+)
 
 WORD = 4  # bytes that every array begins at a multiple of
 
 
-class Depot:
+class TrajectoryStore:
     """The trajectories that this rank owns, and the tokens of others that were sent to it; a ``TokenSource``.
 
-    All ranks call ``bring``, ``to_first`` and ``drop`` together, with the same outlines. Tokens are sent to a
+    All ranks call ``bring``, ``to_first`` and ``drop`` together, with the same summaries. Tokens are sent to a
     data-parallel rank once, however often they are asked for until they are dropped.
 
     Args:
@@ -45,74 +49,74 @@ class Depot:
         self._own: dict[int, Trajectory] = {}  # by number
         self._num_owned = 0
         self._sent: list[set[tuple[int, int]]] = [set() for _ in self._groups]  # keys that a data-parallel rank has
-        self._received: dict[tuple[int, int], Tokens] = {}
+        self._received: dict[tuple[int, int], TrajectoryTokens] = {}
 
     @classmethod
-    def open(cls, layout: ParallelLayout, timeout_s: float) -> Depot:
-        """The depot of this rank; collective over all."""
+    def open(cls, layout: ParallelLayout, timeout_s: float) -> TrajectoryStore:
+        """The trajectory_store of this rank; collective over all."""
         groups, group = layout.sequence_groups(), None
         if len(groups[0]) > 1:
             timeout = datetime.timedelta(seconds=timeout_s)
             group, _ = dist.new_subgroups_by_enumeration(groups, backend="gloo", timeout=timeout)
         return cls(layout, dist.get_rank(), group)
 
-    def add(self, trajectory: Trajectory) -> Outline:
+    def add(self, trajectory: Trajectory) -> TrajectorySummary:
         """Own a trajectory from now on."""
         number, self._num_owned = self._num_owned, self._num_owned + 1
         self._own[number] = trajectory
-        return trajectory.outline(self._rank, number)
+        return trajectory.summary(self._rank, number)
 
-    def adopt(self, trajectories: Sequence[Trajectory]) -> list[Outline]:
+    def adopt(self, trajectories: Sequence[Trajectory]) -> list[TrajectorySummary]:
         """Take in, as the first ones, trajectories that all ranks were given: rank 0 owns them."""
         assert not self._num_owned, "ranks that own trajectories already number them differently"
         self._num_owned = len(trajectories)
         if self._rank == 0:
             self._own = dict(enumerate(trajectories))
-        return [trajectory.outline(0, number) for number, trajectory in enumerate(trajectories)]
+        return [trajectory.summary(0, number) for number, trajectory in enumerate(trajectories)]
 
-    def drop(self, outlines: Iterable[Outline]) -> None:
+    def drop(self, summaries: Iterable[TrajectorySummary]) -> None:
         """Forget these trajectories, here and wherever they were sent."""
-        keys = {outline.key for outline in outlines}
+        keys = {summary.key for summary in summaries}
         for owner, number in keys:
             if owner == self._rank:
                 del self._own[number]
         self._received = {key: tokens for key, tokens in self._received.items() if key not in keys}
         self._sent = [sent - keys for sent in self._sent]
 
-    def bring(self, parts: Sequence[Sequence[Outline]]) -> list[Tokens]:
+    def bring(self, parts: Sequence[Sequence[TrajectorySummary]]) -> list[TrajectoryTokens]:
         """As ``TokenSource.bring``."""
         wanted = [[o for o in part if o.key not in sent] for part, sent in zip(parts, self._sent, strict=True)]
         arrived = self._arrived(self._by_owner(wanted))
-        own = sorted(wanted[self._data_rank], key=lambda outline: outline.owner)
-        self._received |= {outline.key: tokens for outline, tokens in zip(own, _unpacked(arrived, own), strict=True)}
+        own = sorted(wanted[self._data_rank], key=lambda summary: summary.owner)
+        self._received |= {summary.key: tokens for summary, tokens in zip(own, _unpacked(arrived, own), strict=True)}
         for part, sent in zip(wanted, self._sent, strict=True):
-            sent |= {outline.key for outline in part}
-        return [self._received[outline.key] for outline in parts[self._data_rank]]
+            sent |= {summary.key for summary in part}
+        return [self._received[summary.key] for summary in parts[self._data_rank]]
 
-    def to_first(self, outlines: Sequence[Outline]) -> list[Trajectory]:
+    def to_first(self, summaries: Sequence[TrajectorySummary]) -> list[Trajectory]:
         """Whole trajectories with their texts, in this order, on rank 0; nothing on the others. Collective."""
-        owners = sorted({outline.owner for outline in outlines})
-        own = {outline.key: self._own[outline.number] for outline in outlines if outline.owner == self._rank}
+        owners = sorted({summary.owner for summary in summaries})
+        own = {summary.key: self._own[summary.number] for summary in summaries if summary.owner == self._rank}
         found: dict[tuple[int, int], Trajectory] = {}
         for part in collect_to_first(own, owners):
             found |= part
-        return [found[outline.key] for outline in outlines] if self._rank == 0 else []
+        return [found[summary.key] for summary in summaries] if self._rank == 0 else []
 
-    def groups_to_first(self, groups: Sequence[OutlinedGroup]) -> list[PromptGroup]:
+    def groups_to_first(self, groups: Sequence[GroupSummary]) -> list[PromptGroup]:
         """The same of whole groups."""
-        found = iter(self.to_first([outline for group in groups for outline in group.outlines]))
+        found = iter(self.to_first([summary for group in groups for summary in group.summaries]))
         if self._rank != 0:
             return []
-        return [PromptGroup(tuple(islice(found, len(group.outlines))), group.scores) for group in groups]
+        return [PromptGroup(tuple(islice(found, len(group.summaries))), group.scores) for group in groups]
 
-    def _by_owner(self, parts: Sequence[Sequence[Outline]]) -> list[dict[int, list[Outline]]]:
-        found: list[dict[int, list[Outline]]] = [{} for _ in parts]
+    def _by_owner(self, parts: Sequence[Sequence[TrajectorySummary]]) -> list[dict[int, list[TrajectorySummary]]]:
+        found: list[dict[int, list[TrajectorySummary]]] = [{} for _ in parts]
         for part, of_part in zip(parts, found, strict=True):
-            for outline in part:
-                of_part.setdefault(outline.owner, []).append(outline)
+            for summary in part:
+                of_part.setdefault(summary.owner, []).append(summary)
         return found
 
-    def _arrived(self, wanted: Sequence[dict[int, list[Outline]]]) -> torch.Tensor:
+    def _arrived(self, wanted: Sequence[dict[int, list[TrajectorySummary]]]) -> torch.Tensor:
         """What this rank wants, packed, ordered by owner; all else that it owns is sent on the way."""
         mine, entry = wanted[self._data_rank], self._groups[self._data_rank][0]
         sizes = {owner: sum(map(_num_bytes, mine[owner])) for owner in sorted(mine)}
@@ -136,10 +140,10 @@ class Depot:
                 dist.broadcast(arrived, src=entry, group=self._group)
         return arrived
 
-    def _pack(self, outlines: Sequence[Outline], into: torch.Tensor) -> None:
+    def _pack(self, summaries: Sequence[TrajectorySummary], into: torch.Tensor) -> None:
         buffer, place = into.numpy(), 0
-        for outline in outlines:
-            trajectory = self._own[outline.number]
+        for summary in summaries:
+            trajectory = self._own[summary.number]
             mask_bits = np.packbits(trajectory.loss_mask)
             parts = [trajectory.token_ids, mask_bits, trajectory.sampled_logprobs]
             if trajectory.routed_experts is not None:
@@ -148,18 +152,18 @@ class Depot:
                 data = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
                 buffer[place : place + len(data)] = data
                 place += _whole_words(len(data))
-        assert place == len(buffer), "an outline is not that of its trajectory"
+        assert place == len(buffer), "an summary is not that of its trajectory"
 
 
-def _num_bytes(outline: Outline) -> int:
-    return outline.num_token_bytes + _whole_words(outline.num_routing_bytes)
+def _num_bytes(summary: TrajectorySummary) -> int:
+    return summary.num_token_bytes + _whole_words(summary.num_routing_bytes)
 
 
 def _whole_words(num_bytes: int) -> int:
     return -(-num_bytes // WORD) * WORD
 
 
-def _unpacked(packed: torch.Tensor, outlines: Sequence[Outline]) -> list[Tokens]:
+def _unpacked(packed: torch.Tensor, summaries: Sequence[TrajectorySummary]) -> list[TrajectoryTokens]:
     """Views of what was packed; no number is copied."""
     buffer, place, found = packed.numpy(), 0, []
 
@@ -168,13 +172,13 @@ def _unpacked(packed: torch.Tensor, outlines: Sequence[Outline]) -> list[Tokens]
         start, place = place, place + _whole_words(num_bytes)
         return buffer[start : start + num_bytes]
 
-    for outline in outlines:
-        token_ids = take(4 * outline.num_tokens).view(np.int32)
-        mask_bits = take(-(-outline.num_tokens // 8))
-        logprobs = take(4 * outline.num_sampled).view(np.float32)
+    for summary in summaries:
+        token_ids = take(4 * summary.num_tokens).view(np.int32)
+        mask_bits = take(-(-summary.num_tokens // 8))
+        logprobs = take(4 * summary.num_sampled).view(np.float32)
         experts = None
-        if outline.routing is not None:
-            dtype, *shape = outline.routing
-            experts = take(outline.num_routing_bytes).view(dtype).reshape(outline.num_tokens - 1, *shape)
-        found.append(Tokens(token_ids, mask_bits, logprobs, experts))
+        if summary.routing is not None:
+            dtype, *shape = summary.routing
+            experts = take(summary.num_routing_bytes).view(dtype).reshape(summary.num_tokens - 1, *shape)
+        found.append(TrajectoryTokens(token_ids, mask_bits, logprobs, experts))
     return found

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from mega_rl.types import Outcome, Outline
+from mega_rl.types import Outcome, TrajectorySummary
 
 
-def episode_metrics(outlines: Sequence[Outline]) -> dict[str, float]:
+def episode_metrics(summaries: Sequence[TrajectorySummary]) -> dict[str, float]:
     """What the episodes among these were like; empty without episodes."""
-    found = [outline for outline in outlines if outline.episode is not None]
-    replies = [outline.num_tokens - outline.num_prompt - outline.num_sampled for outline in found]
-    return outcome_metrics([outline.episode for outline in found if outline.episode is not None], replies)
+    found = [summary for summary in summaries if summary.episode is not None]
+    replies = [summary.num_tokens - summary.num_prompt - summary.num_sampled for summary in found]
+    return outcome_metrics([summary.episode for summary in found if summary.episode is not None], replies)
 
 
 def outcome_metrics(episodes: Sequence[Outcome], reply_tokens: Sequence[int]) -> dict[str, float]:

@@ -31,13 +31,22 @@ from mega_rl.environments.protocol import Environment, Message, Turn as Said
 from mega_rl.environments.waiting import RaisedError, made
 from mega_rl.errors import InputError
 from mega_rl.rollout.engine import Request
-from mega_rl.types import ASSISTANT, PROMPT, Outcome, Prompt, Span, Trajectory, Turn, UnknownReward
+from mega_rl.types import (
+    ASSISTANT,
+    PROMPT,
+    Outcome,
+    Prompt,
+    Span,
+    Trajectory,
+    TurnSpan,
+    UnknownReward,
+)
 
 Scored = Literal["last_turn", "all_turns"]
 
 
 @dataclass(frozen=True)
-class Plan:
+class EpisodePlan:
     """How the episodes of a run go on; the same for all of them."""
 
     make: Callable[[Prompt, int], Environment]  # for a prompt and the number of its sample
@@ -71,7 +80,7 @@ class Conversation:
         sample: samples a turn.
     """
 
-    def __init__(self, plan: Plan, request: Request, sample: Callable[[Next], Awaitable[Trajectory]]) -> None:
+    def __init__(self, plan: EpisodePlan, request: Request, sample: Callable[[Next], Awaitable[Trajectory]]) -> None:
         self._plan, self._request, self._sample = plan, request, sample
         self._prompt = request.prompt
         self._max_length = len(request.prompt.token_ids) + request.max_tokens  # in tokens, with the prompt
@@ -142,15 +151,15 @@ class Conversation:
         """
         token_ids = self._token_ids()
         loss_mask, logprobs = np.zeros(len(token_ids), np.bool_), np.zeros(len(token_ids), np.float32)
-        turns, spans = [Turn(PROMPT, 0, len(self._prompt.token_ids))], list[Span]()
+        turns, spans = [TurnSpan(PROMPT, 0, len(self._prompt.token_ids))], list[Span]()
         for number, turn in enumerate(self._sampled):
             if number:
                 role, ids = self._replies[number - 1]
-                turns.append(Turn(role, turns[-1].stop, turns[-1].stop + len(ids), self._text(ids)))
+                turns.append(TurnSpan(role, turns[-1].stop, turns[-1].stop + len(ids), self._text(ids)))
             own = slice(turns[-1].stop, len(turn.token_ids))
             loss_mask[own], logprobs[own] = turn.loss_mask[own], turn.logprobs[own]
             spans += [span for span in turn.spans if not spans or span.version > spans[-1].version]
-            turns.append(Turn(ASSISTANT, own.start, own.stop, self._text(turn.token_ids[own].tolist())))
+            turns.append(TurnSpan(ASSISTANT, own.start, own.stop, self._text(turn.token_ids[own].tolist())))
         texts = [turn.text for turn in self._sampled]
         unknown = None if episode.cause is None else UnknownReward(episode.cause, episode.detail)
         if not self._sampled and unknown is None:

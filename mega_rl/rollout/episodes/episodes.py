@@ -27,8 +27,8 @@ from mega_rl.parallel.collectives import broadcast_object
 from mega_rl.rollout.engine import Ended, ProbedSampler, Request
 from mega_rl.rollout.episodes.episode_tokens import (
     Conversation,
+    EpisodePlan,
     Next,
-    Plan,
 )
 from mega_rl.rollout.episodes.waiting_threads import WaitingThreads
 from mega_rl.types import Prompt, Trajectory
@@ -75,7 +75,12 @@ class EpisodeSampler:
     """
 
     def __init__(
-        self, engine: ProbedSampler, plan: Plan, is_leader: bool = True, ranks: Any = None, is_numbered: bool = False
+        self,
+        engine: ProbedSampler,
+        plan: EpisodePlan,
+        is_leader: bool = True,
+        ranks: Any = None,
+        is_numbered: bool = False,
     ) -> None:
         """
         Args:

@@ -9,12 +9,16 @@ from contextlib import contextmanager
 
 import psutil
 
-from mega_rl.rollout.remote.weight_store import Form, Location, Store
+from mega_rl.rollout.remote.weight_store import (
+    Location,
+    Store,
+    StoreForm,
+)
 
 WATCH_S = 1.0  # between two looks whether the store's process is there
 
 
-class Attachment:
+class AttachedStore:
     """At most one store at a time. Its memory is given back once its process has ended.
 
     A store that is mapped outlives its process. The next trainer, or the next helper of the node, needs that memory.
@@ -26,7 +30,7 @@ class Attachment:
         self._is_watched = False
 
     @contextmanager
-    def at(self, form: Form, location: Location) -> Iterator[Store]:
+    def at(self, form: StoreForm, location: Location) -> Iterator[Store]:
         """The store there, which stays mapped afterwards: attached to anew if it is another one than the last time.
 
         Raises:

@@ -20,11 +20,16 @@ from mega_rl.parallel.collectives import connect_on_use, connects_on_use
 from mega_rl.parallel.joint_group import MeetingPoint, join_store, open_meeting
 from mega_rl.parallel.store import LOOPBACK
 from mega_rl.rollout.engine import Ended, ProbedSampler, Request
-from mega_rl.rollout.episodes.episode_tokens import Plan
+from mega_rl.rollout.episodes.episode_tokens import EpisodePlan
 from mega_rl.rollout.episodes.episodes import EpisodeSampler
 from mega_rl.rollout.receiver import Link
-from mega_rl.rollout.remote.attached_store import Attachment
-from mega_rl.rollout.remote.weight_store import Form, Location, Stored, take
+from mega_rl.rollout.remote.attached_store import AttachedStore
+from mega_rl.rollout.remote.weight_store import (
+    Location,
+    StoredVersion,
+    StoreForm,
+    take,
+)
 from mega_rl.rollout.vllm.receiving_engine import ReceivingEngine
 from mega_rl.rollout.vllm.start.seeing import Pixels, Sight
 from mega_rl.types import Trajectory
@@ -44,7 +49,7 @@ class EngineSpec:
     collective_timeout_s: float = TrainerConfig.collective_timeout_s
     slots: Slots | None = None  # for an adapter
     # Makes the plan of the run's episodes, in each of an engine's processes; None: responses are single turns.
-    episodes: Callable[[], Plan] | None = None
+    episodes: Callable[[], EpisodePlan] | None = None
     sight: Sight | None = None  # for prompts with pictures, which come with the requests; None: there are none
     connects_on_use: bool = field(default_factory=connects_on_use)  # gloo, in the trainer, which makes this
 
@@ -59,7 +64,7 @@ class EngineProcess:
         self._tensor_rank = 0
         self._num_steps = 0  # of the engine, in ``proceed``
         self._tickets: dict[int, tuple[int, int]] = {}  # request's number -> attempt and sample of its ticket
-        self._weights = Attachment()
+        self._weights = AttachedStore()
         self._shown: dict[str, Pixels] = {}  # the pictures of the requests that are being taken
 
     def whereabouts(self) -> tuple[str, int]:
@@ -209,7 +214,7 @@ class EngineProcess:
         """Steps that the engine has made so far. Answers while another thread samples or loads."""
         return self._num_steps
 
-    def load(self, form: Form, location: Location, stored: Stored) -> None:
+    def load(self, form: StoreForm, location: Location, stored: StoredVersion) -> None:
         """Take a version from the store of this node, and prove it; requests under way go on with it.
 
         Raises:
@@ -224,7 +229,7 @@ class EngineProcess:
         return self.engine.first_logprobs(prompt_ids, temperature)
 
 
-def episodes_on(engine: ProbedSampler, plan: Plan, tensor_rank: int, engine_size: int) -> EpisodeSampler:
+def episodes_on(engine: ProbedSampler, plan: EpisodePlan, tensor_rank: int, engine_size: int) -> EpisodeSampler:
     """Episodes that run beside their engine: every turn goes to the engine that sampled the turn before.
 
     Collective among the engine's workers, the first of which runs the environments.

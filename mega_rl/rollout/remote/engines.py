@@ -8,12 +8,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mega_rl.data.pictures.picture_set import Album
+from mega_rl.data.pictures.picture_set import PictureSet
 from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.collectives import broadcast_object, together
 from mega_rl.rollout.engine import Ended, Request
 from mega_rl.rollout.remote.engine_process import EngineSpec
-from mega_rl.rollout.remote.placement import Fleet
+from mega_rl.rollout.remote.placement import EngineGroup
 from mega_rl.rollout.requests import check_length
 from mega_rl.types import Trajectory
 
@@ -28,13 +28,13 @@ class RemoteEngines:
     ``weight_version``.
     """
 
-    def __init__(self, spec: EngineSpec, num_engines: int, album: Album | None = None) -> None:
-        """``album``: has the pictures of prompts, whose encoded bytes go with the requests; None: there are none."""
-        self._album = album
+    def __init__(self, spec: EngineSpec, num_engines: int, picture_set: PictureSet | None = None) -> None:
+        """``picture_set``: has the pictures of prompts, whose encoded bytes go with the requests; None: no pictures."""
+        self._picture_set = picture_set
         self._max_model_len = spec.max_model_len
         self.collective_timeout_s = spec.collective_timeout_s
         self.weight_version = 0
-        self._fleet: Fleet | None = None  # on rank 0 only
+        self._fleet: EngineGroup | None = None  # on rank 0 only
         self._under_way: dict[tuple[int, int], Request] = {}  # (prompt, sample) -> request without a response yet
         self._loads = [0] * num_engines  # unfinished requests of every engine; counted on rank 0 only
         self._homes: dict[tuple[int, int], int] = {}  # (prompt, sample) -> its engine; on rank 0 only
@@ -42,12 +42,12 @@ class RemoteEngines:
         self._advancing: dict[int, list[Any]] = {}  # engine -> calls that wait for its next responses; on rank 0 only
         with together("starting the rollout engines"):
             if dist.get_rank() == 0:
-                self._fleet = Fleet(spec, num_engines)
+                self._fleet = EngineGroup(spec, num_engines)
         self.engine_size = spec.rollout.tensor_parallel_size
         self.num_workers = num_engines * self.engine_size
 
     @property
-    def fleet(self) -> Fleet | None:
+    def fleet(self) -> EngineGroup | None:
         """The engines' processes, on rank 0 only."""
         return self._fleet
 
@@ -74,11 +74,11 @@ class RemoteEngines:
                     calls = self._fleet.submit_to(engine, "submit", part, *self._shown(self._fleet, part))
                     self._submitted.setdefault(engine, []).append(calls)
 
-    def _shown(self, fleet: Fleet, requests: Sequence[Request]) -> list[Any]:
+    def _shown(self, fleet: EngineGroup, requests: Sequence[Request]) -> list[Any]:
         """The pictures of requests, as an argument of a call; none if the prompts have none."""
-        if self._album is None:
+        if self._picture_set is None:
             return []
-        found = self._album.encoded(request.prompt for request in requests)
+        found = self._picture_set.encoded(request.prompt for request in requests)
         return [fleet.shared(found)] if found else []
 
     def _prompt_and_home(self, request: Request) -> tuple[int, int | None]:
@@ -97,7 +97,7 @@ class RemoteEngines:
                 trajectories = self._advanced(self._fleet, self._fleet.first_done(self._advancing))
         return self._told(trajectories)
 
-    def _advanced(self, fleet: Fleet, engine: int) -> list[Trajectory]:
+    def _advanced(self, fleet: EngineGroup, engine: int) -> list[Trajectory]:
         """What an engine that was asked to advance has ended; on rank 0 only."""
         calls, first_worker = self._advancing.pop(engine), engine * fleet.engine_size
         for taken in self._submitted.pop(engine, []):  # which have ended before

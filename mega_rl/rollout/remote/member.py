@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mega_rl.rollout.engine import Request
-from mega_rl.rollout.remote.placement import Fleet
+from mega_rl.rollout.remote.placement import EngineGroup
 from mega_rl.rollout.requests import check_length
 from mega_rl.types import Trajectory
 
@@ -17,7 +17,7 @@ class FleetMember:
 
     weight_version = 0
 
-    def __init__(self, fleet: Fleet, engine: int, max_model_len: int) -> None:
+    def __init__(self, fleet: EngineGroup, engine: int, max_model_len: int) -> None:
         self._fleet, self._engine, self._max_model_len = fleet, engine, max_model_len
         self._num_unfinished = 0
 

@@ -24,7 +24,7 @@ PLACEMENT_TIMEOUT_S = 60
 DEATH_NOTICE_S = 10.0  # time for Ray to notice which process is gone after a transfer has failed
 
 
-class Fleet:
+class EngineGroup:
     """``num_engines`` engines of ``tensor_parallel_size`` workers each; workers are numbered engine by engine.
 
     The workers end with the process that made them.

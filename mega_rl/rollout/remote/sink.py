@@ -10,7 +10,11 @@ import torch.distributed as dist
 
 from mega_rl import platform
 from mega_rl.bridge.mapping.live_check import difference
-from mega_rl.bridge.reshard.execute import Ledger, Read, Transfer
+from mega_rl.bridge.reshard.execute import (
+    Read,
+    Transfer,
+    TransferCount,
+)
 from mega_rl.bridge.reshard.plan import Layout, compile_plan
 from mega_rl.bridge.reshard.proof import LoadProof
 from mega_rl.bridge.series import Series, slices_of
@@ -21,7 +25,7 @@ from mega_rl.parallel.collectives import broadcast_object, together
 from mega_rl.parallel.joint_group import join_group, open_meeting
 from mega_rl.rollout.receiver import Link
 from mega_rl.rollout.remote.engines import RemoteEngines
-from mega_rl.rollout.sinks import Weights, refused_live
+from mega_rl.rollout.sinks import SentWeights, refused_live
 from mega_rl.rollout.transfers import Transfers
 
 
@@ -31,7 +35,7 @@ class RemoteSink:
     A failure of one engine is raised on every rank.
     """
 
-    def __init__(self, engines: RemoteEngines, weights: Weights) -> None:
+    def __init__(self, engines: RemoteEngines, weights: SentWeights) -> None:
         self._engines, self._weights = engines, weights
         self._transfers: Transfers | None = None
         self._under_way: list[Any] = []  # what the workers are doing during a transfer; on rank 0 only
@@ -91,12 +95,12 @@ class RemoteSink:
 
         self._transfers = Transfers(destinations, weights.changing, part)
 
-    def update(self, read: Read, version: int) -> Ledger:
+    def update(self, read: Read, version: int) -> TransferCount:
         self._begin()
         with torch.no_grad():
-            ledger = self._send(read)
+            transfer_count = self._send(read)
         self._finish(version)
-        return ledger
+        return transfer_count
 
     def begin_sampling(self) -> None:
         """Do nothing: these engines are awake."""
@@ -111,7 +115,7 @@ class RemoteSink:
                 fleet.call("process_id", self._same(), "receiving weights")  # finds a dead worker before ranks wait
                 self._under_way = fleet.submit("receive", self._same())
 
-    def _send(self, read: Read) -> Ledger:
+    def _send(self, read: Read) -> TransferCount:
         """Run this rank's part of the transfer.
 
         The collective only says that a connection broke, so the error names the worker whose process is gone.
@@ -138,12 +142,12 @@ class RemoteSink:
         return [()] * self._engines.num_workers
 
 
-def remote_layout(weights: Weights, engine_size: int, num_workers: int) -> list[list[Series]]:
+def remote_layout(weights: SentWeights, engine_size: int, num_workers: int) -> list[list[Series]]:
     """What every worker of engines in other processes loads, [worker] -> its series."""
     return [weights.loaded_layout(engine_size, worker % engine_size) for worker in range(num_workers)]
 
 
-def remote_sink(engines: RemoteEngines, weights: Weights, load: LoadProof, weight_update: str) -> RemoteSink:
+def remote_sink(engines: RemoteEngines, weights: SentWeights, load: LoadProof, weight_update: str) -> RemoteSink:
     """The only sink for engines in other processes; collective.
 
     Args:

@@ -33,7 +33,7 @@ ALIGNMENT = 4096  # of every parameter, bytes: a page
 LIMIT_OF_CONTAINER = Path("/sys/fs/cgroup/memory.max")
 
 
-class Place(NamedTuple):
+class SlotPlace(NamedTuple):
     """Where one parameter of a worker lies in its slot."""
 
     start: int  # bytes
@@ -41,7 +41,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Form:
+class StoreForm:
     """What the stores of a run hold; the same on every node."""
 
     workers: tuple[tuple[Series, ...], ...]  # of one engine, by tensor rank: all that it holds
@@ -56,7 +56,7 @@ class Form:
         return [slices_of(series) for series in self.workers]
 
     @cached_property
-    def places(self) -> list[dict[str, Place]]:
+    def places(self) -> list[dict[str, SlotPlace]]:
         """By worker, of every parameter; no larger than the slices say: rows of padding are left out."""
         return [_places(slices, self.dtype) for slices in self.slices]
 
@@ -65,7 +65,7 @@ class Form:
         """By worker."""
         return [max(map(self._end, places.values()), default=0) for places in self.places]
 
-    def _end(self, place: Place) -> int:
+    def _end(self, place: SlotPlace) -> int:
         return _aligned(place.start + prod(place.size) * self.dtype.itemsize)
 
     @property
@@ -92,7 +92,7 @@ class Location(NamedTuple):
     files: tuple[int, ...]  # of that process, by worker
 
 
-class Stored(NamedTuple):
+class StoredVersion(NamedTuple):
     """A version that is whole."""
 
     version: int
@@ -102,7 +102,7 @@ class Stored(NamedTuple):
 class Store:
     """The store of this node, in the process that owns it or in one that has attached to it."""
 
-    def __init__(self, form: Form, location: Location | None = None) -> None:
+    def __init__(self, form: StoreForm, location: Location | None = None) -> None:
         """Take the memory, or attach to what another process of this node has taken.
 
         Raises:
@@ -149,7 +149,7 @@ class Store:
             os.close(file)
 
 
-def take(store: Store, worker: int, stored: Stored, live: Mapping[str, torch.Tensor]) -> None:
+def take(store: Store, worker: int, stored: StoredVersion, live: Mapping[str, torch.Tensor]) -> None:
     """Copy a version into the live parameters of an engine's worker, and prove what has been written.
 
     Raises:
@@ -177,7 +177,7 @@ def _differing(live: Mapping[str, torch.Tensor], slices: Sequence[Slice], salt: 
     return sorted(hf_name for _, hf_name in (key for key in {*found, *expected} if found.get(key) != expected.get(key)))
 
 
-def check_room(form: Form, available: int) -> None:
+def check_room(form: StoreForm, available: int) -> None:
     """Raise InputError if a node has not the memory of a store."""
     if form.total_bytes > available:
         raise InputError(
@@ -198,14 +198,14 @@ def available_bytes() -> int:
     return min(found, int(limit) - (int(used.read_text()) if used.exists() else 0))
 
 
-def _places(slices: Sequence[Slice], dtype: torch.dtype) -> dict[str, Place]:
+def _places(slices: Sequence[Slice], dtype: torch.dtype) -> dict[str, SlotPlace]:
     sizes: dict[str, tuple[int, ...]] = {}
     for piece in slices:
         ends = tuple(end for _, end in piece.local_box)
         sizes[piece.local_name] = tuple(map(max, sizes.get(piece.local_name, ends), ends))
     places, start = {}, 0
     for name, size in sizes.items():
-        places[name] = Place(start, size)
+        places[name] = SlotPlace(start, size)
         start = _aligned(start + prod(size) * dtype.itemsize)
     return places
 

@@ -14,13 +14,13 @@ from mega_rl.fleet import events, membership, tickets
 from mega_rl.fleet.engines import Condition
 from mega_rl.fleet.events import Event
 from mega_rl.fleet.executor import (
-    Carrier,
+    FleetExecutor,
     PlacesError,
     Whereabouts,
 )
-from mega_rl.fleet.scheduler import Steward
+from mega_rl.fleet.scheduler import FleetScheduler
 from mega_rl.rollout.scheduling.fleet_record import FleetRecord
-from mega_rl.rollout.scheduling.fleet_requests import Mailbox, Question
+from mega_rl.rollout.scheduling.fleet_requests import ControlQuestion, Mailbox
 
 LOG = logging.getLogger(__name__)
 MAX_WAITING = 1024  # engines that room is waited for: each is asked for one by one, while nothing else is heard
@@ -36,14 +36,19 @@ class Adding:
     wait_s: float
 
 
-class FleetDesk:
-    """The thread that runs the steward calls all methods."""
+class ControlRequests:
+    """The thread that runs the scheduler calls all methods."""
 
     def __init__(
-        self, mailbox: Mailbox, steward: Steward, carrier: Carrier, record: FleetRecord, handle: Callable[[Event], None]
+        self,
+        mailbox: Mailbox,
+        scheduler: FleetScheduler,
+        executor: FleetExecutor,
+        record: FleetRecord,
+        handle: Callable[[Event], None],
     ) -> None:
-        """``handle``: has the steward handle an event, and carries out what follows."""
-        self._mailbox, self._steward, self._carrier, self._record = mailbox, steward, carrier, record
+        """``handle``: has the scheduler handle an event, and carries out what follows."""
+        self._mailbox, self._scheduler, self._executor, self._record = mailbox, scheduler, executor, record
         self._handle = handle
         self._adding: list[Adding] = []
 
@@ -66,18 +71,18 @@ class FleetDesk:
 
     def status(self) -> dict[str, Any]:
         """What there is, as plain values."""
-        steward, ledger, speeds = self._steward, self._steward.ledger, self._record.tokens_per_s()
+        scheduler, window, speeds = self._scheduler, self._scheduler.window, self._record.tokens_per_s()
         places: Mapping[int, Whereabouts] = {}
         with suppress(PlacesError):
-            places = self._carrier.whereabouts()
+            places = self._executor.whereabouts()
         return {
-            "mode": "pinned" if steward.rules.is_pinned else "in_flight",
-            "max_staleness": steward.rules.eta,
-            "trained_steps": ledger.trained,
-            "total_steps": steward.rules.total_steps,
-            "steps_in_the_air": [step + 1 for step in range(ledger.trained, ledger.num_begun)],
-            "responses_in_hand": ledger.num_under_way,
-            "responses_waiting": ledger.num_waiting,
+            "mode": "pinned" if scheduler.rules.is_pinned else "in_flight",
+            "max_staleness": scheduler.rules.eta,
+            "trained_steps": window.trained,
+            "total_steps": scheduler.rules.total_steps,
+            "steps_in_the_air": [step + 1 for step in range(window.trained, window.num_begun)],
+            "responses_in_hand": window.num_under_way,
+            "responses_waiting": window.num_waiting,
             "engines": [
                 {
                     "engine": number,
@@ -85,18 +90,18 @@ class FleetDesk:
                     "processes": list(places.get(number, Whereabouts()).processes),
                     "condition": (Condition.LOADING if engine.loading is not None else engine.condition).value,
                     "version": tickets.shown(engine.version),
-                    "staleness": ledger.trained - engine.version if engine.version >= 0 else None,
+                    "staleness": window.trained - engine.version if engine.version >= 0 else None,
                     "responses_in_hand": engine.load,
                     "tokens_per_s": round(speeds.get(number, 0.0), 1),
                     "restarts": engine.num_restarts,
                 }
-                for number, engine in sorted(steward.engines.items())
+                for number, engine in sorted(scheduler.engines.items())
             ],
         }
 
-    def _remove(self, name: str, question: Question) -> None:
+    def _remove(self, name: str, question: ControlQuestion) -> None:
         try:
-            chosen = membership.leaving(self._steward.engines, question.engines, question.count)
+            chosen = membership.leaving(self._scheduler.engines, question.engines, question.count)
         except InputError as error:
             self._mailbox.refuse(name, str(error))
             return
@@ -105,16 +110,16 @@ class FleetDesk:
         self._tell("left", chosen)
         self._mailbox.answer(name, self.status())
 
-    def _begin_adding(self, name: str, question: Question) -> None:
+    def _begin_adding(self, name: str, question: ControlQuestion) -> None:
         promised = [engine for adding in self._adding for engine in adding.engines]
         if len(promised) + question.count > MAX_WAITING:
             others = f", and {len(promised):,} are waited for already" if promised else ""
             self._mailbox.refuse(name, f"at most {MAX_WAITING:,} engines can be waited for{others}: ask for fewer")
             return
-        engines = membership.joining(self._steward.engines, promised, question.count)
+        engines = membership.joining(self._scheduler.engines, promised, question.count)
         for number, engine in enumerate(engines):
             try:
-                self._carrier.reserve(engine)
+                self._executor.reserve(engine)
             except PlacesError as error:
                 self._give_up(name, engines[:number], str(error))
                 return
@@ -122,7 +127,7 @@ class FleetDesk:
 
     def _go_on_adding(self, adding: Adding) -> None:
         try:
-            has_room = all(map(self._carrier.has_room, adding.engines))
+            has_room = all(map(self._executor.has_room, adding.engines))
             if not has_room and time.monotonic() < adding.until_s:
                 return
             why = "" if has_room else self._no_room(adding)
@@ -138,16 +143,16 @@ class FleetDesk:
         self._mailbox.answer(adding.name, self.status())
 
     def _no_room(self, adding: Adding) -> str:
-        words = f"{len(adding.engines)} more engines within {adding.wait_s:g} s: {self._carrier.free()}"
+        words = f"{len(adding.engines)} more engines within {adding.wait_s:g} s: {self._executor.free()}"
         return f"there was no room for {words}; none was added, so ask for fewer, add nodes or wait longer"
 
     def _give_up(self, name: str, engines: Sequence[int], why: str) -> None:
         """Give back what was reserved for a question, and refuse it."""
         for engine in engines:
-            self._carrier.carry(events.Release(engine))
+            self._executor.carry(events.Release(engine))
         self._mailbox.refuse(name, why)
 
     def _tell(self, what: str, engines: Sequence[int]) -> None:
-        number = len(membership.in_use(self._steward.engines))
+        number = len(membership.in_use(self._scheduler.engines))
         names = ", ".join(map(str, engines))
         LOG.warning("rollout engines that %s, as was asked for: %s; %d are in use", what, names, number)

@@ -12,7 +12,7 @@ from pathlib import Path
 from mega_rl.fleet import events, membership, tickets
 from mega_rl.fleet.engines import Condition, Engine
 from mega_rl.fleet.events import Decision, Event
-from mega_rl.fleet.scheduler import Steward
+from mega_rl.fleet.scheduler import FleetScheduler
 from mega_rl.observe.timeline import Activity, GrowingTrace
 
 TIMELINE = "timeline.json"  # in the run's fleet/
@@ -48,9 +48,9 @@ class Course:
 class FleetRecord:
     """One thread calls ``hear``, any thread the other methods."""
 
-    def __init__(self, steward: Steward, directory: Path | None = None) -> None:
+    def __init__(self, scheduler: FleetScheduler, directory: Path | None = None) -> None:
         """``directory``: for the timeline; None: there is none."""
-        self._steward = steward
+        self._scheduler = scheduler
         self._courses: dict[int, Course] = {}
         self._counts: Counter[str] = Counter()
         self._begin_s = self._figures_s = time.monotonic()
@@ -59,10 +59,10 @@ class FleetRecord:
         self._origin_s = self._begin_s - (0.0 if self._trace is None else self._trace.end_s)
         self._lock = threading.Lock()
 
-    # What the steward's thread tells.
+    # What the scheduler's thread tells.
 
     def hear(self, event: Event | None, decisions: Sequence[Decision]) -> None:
-        """Take in what happened, when the steward has handled it; None: it has just begun."""
+        """Take in what happened, when the scheduler has handled it; None: it has just begun."""
         now = time.monotonic()
         heard = [*decisions] if event is None else [event, *decisions]
         touched = {engine for one in heard if (engine := getattr(one, "engine", None)) is not None}
@@ -89,7 +89,7 @@ class FleetRecord:
 
     def _turn(self, number: int, now: float) -> None:
         """Begin a new activity of an engine if it does something else than before."""
-        engine = self._steward.engines.get(number)
+        engine = self._scheduler.engines.get(number)
         if engine is None:
             return
         present, course = doing(engine), self._courses.get(number)
@@ -111,7 +111,7 @@ class FleetRecord:
             self._trace.add(Activity(lane, name, begin_s - self._origin_s, end_s - self._origin_s, details))
 
     def _num_in_use(self) -> int:
-        return len(membership.in_use(self._steward.engines))
+        return len(membership.in_use(self._scheduler.engines))
 
     # What others ask and tell.
 
@@ -146,9 +146,9 @@ class FleetRecord:
 
     def figures(self) -> dict[str, float]:
         """Metrics of the time since the last call."""
-        now, ledger = time.monotonic(), self._steward.ledger
+        now, window = time.monotonic(), self._scheduler.window
         with self._lock:
-            engines = [engine for engine in list(self._steward.engines.values()) if doing(engine) != OUT]
+            engines = [engine for engine in list(self._scheduler.engines.values()) if doing(engine) != OUT]
             seconds: defaultdict[str, float] = defaultdict(float)
             for course in self._courses.values():
                 course.seconds[course.doing] += now - max(course.since_s, self._figures_s)
@@ -163,10 +163,10 @@ class FleetRecord:
             "fleet/engines_serving": float(sum(engine.serves for engine in engines)),
             "fleet/busy_fraction": seconds[SAMPLING] / max(there, 1e-9),
             "fleet/loading_fraction": seconds[LOADING] / max(there, 1e-9),
-            "fleet/responses_in_hand": float(ledger.num_under_way),
-            "fleet/responses_waiting": float(ledger.num_waiting),
-            "fleet/steps_in_the_air": float(ledger.num_begun - ledger.trained),
-            "fleet/late_answers": float(ledger.num_refused),
+            "fleet/responses_in_hand": float(window.num_under_way),
+            "fleet/responses_waiting": float(window.num_waiting),
+            "fleet/steps_in_the_air": float(window.num_begun - window.trained),
+            "fleet/late_answers": float(window.num_refused),
             **{f"fleet/{name}": float(counts[name]) for name in ("restarts", "joined", "left")},
         }
 

@@ -30,7 +30,7 @@ PATIENCE_S = 60.0  # for an answer, beyond what the question itself takes
 
 
 @dataclass(frozen=True)
-class Question:
+class ControlQuestion:
     """What a run is asked."""
 
     command: Literal["status", "add", "remove"]
@@ -50,7 +50,7 @@ class Question:
             raise InputError("nothing is asked for: give a number of engines of at least 1")
 
     @classmethod
-    def of(cls, found: Any) -> Question:
+    def of(cls, found: Any) -> ControlQuestion:
         """
         Raises:
             InputError: these are not the values of a question.
@@ -81,7 +81,7 @@ class Mailbox:
                 break
             time.sleep(LOOK_S)  # on a file system without locks a question waits to learn that nobody is there
 
-    def questions(self) -> list[tuple[str, Question]]:
+    def questions(self) -> list[tuple[str, ControlQuestion]]:
         """What has been asked since the last call, each under a name; what is no question is answered with why."""
         found = []
         paths: list[Path] = []
@@ -95,7 +95,7 @@ class Mailbox:
                 path.unlink()
                 if len(text) > MAX_BYTES:
                     raise InputError(f"a question has at most {MAX_BYTES} bytes")
-                found.append((name, Question.of(json.loads(text))))
+                found.append((name, ControlQuestion.of(json.loads(text))))
             except InputError as error:
                 self.refuse(name, str(error))
             except (ValueError, RecursionError) as error:  # no JSON, or no text
@@ -121,7 +121,7 @@ class Mailbox:
             _put(self._directory / f"{name}{ANSWER}", found)
 
 
-def ask(output_dir: Path, question: Question, patience_s: float = PATIENCE_S) -> Any:
+def ask(output_dir: Path, question: ControlQuestion, patience_s: float = PATIENCE_S) -> Any:
     """Ask a run, and wait for what it answers.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a steward knows, as plain values of a checkpoint and back."""
+"""What a scheduler knows, as plain values of a checkpoint and back."""
 
 from __future__ import annotations
 

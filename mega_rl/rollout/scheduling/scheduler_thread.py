@@ -1,4 +1,4 @@
-"""The thread of rank 0 that runs a steward: it hears engines, scorers and the loop, and enters no collective.
+"""The thread of rank 0 that runs a scheduler: it hears engines, scorers and the loop, and enters no collective.
 
 The loop tells it what has been trained and takes whole steps from it; whatever ends the thread is raised in the loop.
 """
@@ -21,12 +21,12 @@ from mega_rl.errors import InputError
 from mega_rl.fleet import events
 from mega_rl.fleet.engines import Condition
 from mega_rl.fleet.events import Decision, Event
-from mega_rl.fleet.executor import Carrier
-from mega_rl.fleet.scheduler import Steward
+from mega_rl.fleet.executor import FleetExecutor
+from mega_rl.fleet.scheduler import FleetScheduler
 from mega_rl.fleet.tickets import Key
 from mega_rl.observe.heartbeat import HEART
 from mega_rl.rollout.collect.collect import PromptGroup
-from mega_rl.rollout.scheduling.control_requests import FleetDesk
+from mega_rl.rollout.scheduling.control_requests import ControlRequests
 from mega_rl.rollout.scheduling.fleet_record import FleetRecord
 from mega_rl.rollout.scheduling.fleet_requests import DIRECTORY, Mailbox
 from mega_rl.types import Score, Trajectory
@@ -63,16 +63,16 @@ class WakingTime:
         return self.total_s
 
 
-class StewardThread:
-    """Runs a steward beside the loop. Its methods are called by the loop's thread.
+class SchedulerThread:
+    """Runs a scheduler beside the loop. Its methods are called by the loop's thread.
 
     Args:
-        steward: that nobody has begun with.
-        carrier: the engines; closed by the thread when it ends.
+        scheduler: that nobody has begun with.
+        executor: the engines; closed by the thread when it ends.
         score: starts the scoring of a trajectory of a ticket.
         is_kept: whether a step learns from a group.
-        scores: of groups that are already decided in what the steward goes on from.
-        limit_s: how long nothing at all may come while a step is waited for, in ``WakingTime`` as the steward's own
+        scores: of groups that are already decided in what the scheduler goes on from.
+        limit_s: how long nothing at all may come while a step is waited for, in ``WakingTime`` as the scheduler's own
             limits, which are below it; also how long the thread may be without a turn.
         output_dir: of the run, where it is asked about its engines and writes what they did; None: neither.
 
@@ -82,16 +82,16 @@ class StewardThread:
 
     def __init__(
         self,
-        steward: Steward,
-        carrier: Carrier,
+        scheduler: FleetScheduler,
+        executor: FleetExecutor,
         score: Callable[[Key, Trajectory], Future[Score]],
         is_kept: Callable[[PromptGroup], bool],
         scores: Mapping[Key, tuple[Score, ...]],
         limit_s: float,
         output_dir: Path | None = None,
     ) -> None:
-        self._steward, self._carrier, self._score, self._is_kept = steward, carrier, score, is_kept
-        self._clock = WakingTime()  # of the steward
+        self._scheduler, self._executor, self._score, self._is_kept = scheduler, executor, score, is_kept
+        self._clock = WakingTime()  # of the scheduler
         self._limit_s = limit_s
         self._scores = dict(scores)
         self._scoring: dict[Key, tuple[tuple[Trajectory, ...], list[Future[Score]]]] = {}
@@ -104,9 +104,9 @@ class StewardThread:
         self._heard_at = self._clock.total_s
         self._awaited = ""  # by the loop, in words
         self._is_closing = threading.Event()
-        mailbox, self.record = _opened(steward, output_dir)
-        self._desk = FleetDesk(mailbox, steward, carrier, self.record, self._handle) if mailbox else None
-        self._thread = threading.Thread(target=self._run, name="steward", daemon=True)
+        mailbox, self.record = _opened(scheduler, output_dir)
+        self._control = ControlRequests(mailbox, scheduler, executor, self.record, self._handle) if mailbox else None
+        self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
         self._thread.start()
 
     # What the loop asks and tells.
@@ -148,7 +148,7 @@ class StewardThread:
         self._told.put(events.Saved(version))
 
     def committed(self, version: int, wait_s: float) -> tuple[dict[str, Any], dict[Key, tuple[Score, ...]]] | None:
-        """The steward's state for the checkpoint of a version, and the scores of its decided groups, once.
+        """The scheduler's state for the checkpoint of a version, and the scores of its decided groups, once.
 
         Args:
             wait_s: for so long, seconds; None if it is not there then. Calls that follow each other are one wait.
@@ -188,7 +188,7 @@ class StewardThread:
 
     def _who(self) -> str:
         """Who could still say something, in words."""
-        engines = [e for e in list(self._steward.engines.values()) if e.condition is not Condition.GONE]
+        engines = [e for e in list(self._scheduler.engines.values()) if e.condition is not Condition.GONE]
         busy = [f"engine {e.number} ({e.condition.value}, {e.load} responses under way)" for e in engines]
         scoring = [f"the scores of {len(self._scoring)} groups"] if self._scoring else []
         return ", ".join([*busy, *scoring]) or "anybody"
@@ -197,30 +197,30 @@ class StewardThread:
 
     def _run(self) -> None:
         try:
-            decisions = self._steward.begin(self._clock.now())
+            decisions = self._scheduler.begin(self._clock.now())
             self.record.hear(None, decisions)
             self._carry_out(decisions)
             ticked_at = attended_at = time.monotonic()
-            while not self._is_closing.is_set() and not self._steward.has_ended:
+            while not self._is_closing.is_set() and not self._scheduler.has_ended:
                 self._clock.now()  # a turn, also if nothing has happened
                 num_told = self._hear_loop()
-                for event in self._carrier.events(0.0 if num_told else POLL_S):
+                for event in self._executor.events(0.0 if num_told else POLL_S):
                     self._hear_engine(event)
                 if time.monotonic() - ticked_at > TICK_S:
                     ticked_at = time.monotonic()
                     self._handle(events.Ticked())
                     self.record.flush()
-                if self._desk is not None and time.monotonic() - attended_at > ATTEND_S:
+                if self._control is not None and time.monotonic() - attended_at > ATTEND_S:
                     attended_at = time.monotonic()
-                    self._desk.attend()
+                    self._control.attend()
         except Exception as error:  # noqa: BLE001 - whatever it is, it is raised where the loop waits
             self._fail(error)
         finally:
             with ExitStack() as closing:  # each, also if another fails
-                closing.callback(self._carrier.close)
+                closing.callback(self._executor.close)
                 closing.callback(self.record.close)
-                if self._desk is not None:
-                    closing.callback(self._desk.close)
+                if self._control is not None:
+                    closing.callback(self._control.close)
 
     def _hear_loop(self) -> int:
         """Take in what the loop told and which groups have been scored; returns how much that was."""
@@ -244,15 +244,15 @@ class StewardThread:
         self._handle(event)
 
     def _handle(self, event: Event) -> None:
-        decisions = self._steward.handle(event, self._clock.now())
+        decisions = self._scheduler.handle(event, self._clock.now())
         self.record.hear(event, decisions)
         self._carry_out(decisions)
 
     def _carry_out(self, decisions: Sequence[Decision]) -> None:
         for decision in decisions:
             if isinstance(decision, events.Start | events.Kill | events.Release | events.Load | events.Issue):
-                self._carrier.carry(decision)
-            elif isinstance(decision, events.Score):
+                self._executor.carry(decision)
+            elif isinstance(decision, events.ScoreGroup):
                 self._begin_scoring(decision)
             elif isinstance(decision, events.Deliver):
                 self._deliver(decision)
@@ -260,13 +260,13 @@ class StewardThread:
                 self._end_validation(decision)
             elif isinstance(decision, events.Commit):
                 self._commit(decision)
-            elif isinstance(decision, events.End) and decision.is_failure:
+            elif isinstance(decision, events.Finish) and decision.is_failure:
                 self._fail(InputError(decision.sentence))
             # ``Forget`` needs nothing: a store of weights keeps the newest ones that the rules can ask for
-        oldest = self._steward.oldest_kept
+        oldest = self._scheduler.oldest_kept
         self._scores = {key: found for key, found in self._scores.items() if key.step >= oldest or key.step < 0}
 
-    def _begin_scoring(self, decision: events.Score) -> None:
+    def _begin_scoring(self, decision: events.ScoreGroup) -> None:
         found = [self._score(decision.key, trajectory) for trajectory in decision.results]
         self._scoring[decision.key] = decision.results, found
         left = _Countdown(len(found), partial(self._told.put, decision.key))
@@ -282,7 +282,7 @@ class StewardThread:
     def _deliver(self, decision: events.Deliver) -> None:
         kept = {key: PromptGroup(results, self._scores[key]) for key, results in decision.groups}
         dropped = {}
-        for row in self._steward.ledger.step_state(decision.step):
+        for row in self._scheduler.window.step_state(decision.step):
             key = Key(decision.step, row["ticket"])
             if key not in kept:
                 dropped[key] = PromptGroup(tuple(row["results"].values()), self._scores[key])
@@ -308,18 +308,18 @@ class StewardThread:
             self._changed.notify_all()
 
 
-def _opened(steward: Steward, output_dir: Path | None) -> tuple[Mailbox | None, FleetRecord]:
+def _opened(scheduler: FleetScheduler, output_dir: Path | None) -> tuple[Mailbox | None, FleetRecord]:
     """
     Raises:
         InputError: the directory cannot be written.
     """
     if output_dir is None:
-        return None, FleetRecord(steward)
+        return None, FleetRecord(scheduler)
     try:
         with ExitStack() as failed:
             mailbox = Mailbox(output_dir)
             failed.callback(mailbox.close)
-            record = FleetRecord(steward, output_dir / DIRECTORY)
+            record = FleetRecord(scheduler, output_dir / DIRECTORY)
             failed.pop_all()
     except OSError as error:
         why = f"{output_dir / DIRECTORY} cannot be written ({error.strerror})"

@@ -33,7 +33,7 @@ from mega_rl.rollout.vllm.start.environment import (
 )
 from mega_rl.rollout.vllm.start.options import LOGPROBS_MODE
 from mega_rl.rollout.vllm.start.seeing import (
-    Renderer,
+    PromptRenderer,
     Sight,
     check_tokens,
 )
@@ -85,7 +85,7 @@ class VLLMEngine:
         self._loaded: set[str] | None = None  # names loaded by the update under way; None outside of one
         self._llm = construct(str(model_path), rollout, max_model_len, device_type, dtype, slots, sight)
         self._changes = WeightChanges(self._llm, keeps_cache=rollout.kv_on_update == "keep")
-        self._rendered = Renderer(self._llm, sight)
+        self._rendered = PromptRenderer(self._llm, sight)
         self._sees = sight is not None
         self._call("receiver_set_up", LOGPROBS_MODE)
         self._adapter = None if slots is None else self._call("receiver_open_slots", slots)  # that requests take

@@ -56,7 +56,12 @@ from mega_rl.rollout.engine import ProbedSampler
 from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.engines import RemoteEngines
 from mega_rl.rollout.remote.sink import remote_layout, remote_sink
-from mega_rl.rollout.sinks import Weights, WeightSink, colocated_layout, colocated_sink
+from mega_rl.rollout.sinks import (
+    SentWeights,
+    WeightSink,
+    colocated_layout,
+    colocated_sink,
+)
 from mega_rl.rollout.vllm.engine import VLLMEngine
 from mega_rl.rollout.vllm.start.options import engine_settings, num_loading_engines
 from mega_rl.rollout.vllm.start.seeing import Sight
@@ -84,10 +89,10 @@ def prompt_stream(session: Session) -> PromptStream:
         data,
         needs_truth=rows_need_truth(session.config),
         tools=() if session.plan is None else session.plan.tools,
-        album=session.album,
+        picture_set=session.picture_set,
     )
-    if session.album is not None:
-        session.album.learn_from(dataset.prompts)
+    if session.picture_set is not None:
+        session.picture_set.learn_from(dataset.prompts)
     if dataset.num_dropped:
         session.say(f"data: {dataset.num_dropped} prompts longer than {data.max_prompt_length} tokens left out")
     with together("making batches of the prompts"):
@@ -106,7 +111,7 @@ def validation_prompts(session: Session) -> PromptDataset | None:
         max_samples=data.max_val_samples,
         needs_truth=rows_need_truth(session.config),
         tools=() if session.plan is None else session.plan.tools,
-        album=session.album,
+        picture_set=session.picture_set,
     )
 
 
@@ -214,7 +219,7 @@ def engine_and_sync(session: Session, actor: MegatronEngine, noise: AqnNoise) ->
     return engine, weight_sync(session, actor, sink, noise, weights.slots)
 
 
-def engine_weights(session: Session, actor: MegatronEngine, noise: AqnNoise) -> tuple[Weights, Slots | None]:
+def engine_weights(session: Session, actor: MegatronEngine, noise: AqnNoise) -> tuple[SentWeights, Slots | None]:
     """What the engines are sent, and the slots of their adapters; None: they have none."""
     config, plan = session.config, actor.policy.plan.adapters
     dtype = DTYPES[config.rollout.dtype or config.model.dtype]
@@ -222,11 +227,11 @@ def engine_weights(session: Session, actor: MegatronEngine, noise: AqnNoise) -> 
     changing = adapters.changing(config, actor.policy, noise, slots is not None)
     of_slots = None if slots is None else plan
     settings = session.shape, dtype, config.bridge.bucket_bytes, session.device, changing, of_slots
-    return Weights(*settings, has_whole_experts(config.rollout)), slots
+    return SentWeights(*settings, has_whole_experts(config.rollout)), slots
 
 
 def remote_engines(session: Session, slots: Slots | None) -> RemoteEngines:
-    return RemoteEngines(engine_spec(session, slots), session.config.rollout.num_engines, session.album)
+    return RemoteEngines(engine_spec(session, slots), session.config.rollout.num_engines, session.picture_set)
 
 
 def engine_spec(session: Session, slots: Slots | None) -> EngineSpec:
@@ -247,7 +252,7 @@ def engine_spec(session: Session, slots: Slots | None) -> EngineSpec:
 
 
 def colocated_engine(
-    session: Session, actor: MegatronEngine, weights: Weights, slots: Slots | None
+    session: Session, actor: MegatronEngine, weights: SentWeights, slots: Slots | None
 ) -> tuple[VLLMEngine, WeightSink]:
     """The engine in this process, asleep if it can sleep, and its sink; meanwhile the actor makes room for it."""
     config, layout = session.config, session.engine_layout
@@ -280,14 +285,14 @@ def colocated_engine(
 
 def sight(session: Session) -> Sight | None:
     """What engines of this run see with."""
-    album = session.album
-    if album is None:
+    picture_set = session.picture_set
+    if picture_set is None:
         return None
-    return Sight(album.pictures, session.config.data.max_images, album.reader.pixel_limits)
+    return Sight(picture_set.pictures, session.config.data.max_images, picture_set.reader.pixel_limits)
 
 
 def load_proof(
-    session: Session, actor: MegatronEngine, weights: Weights, wanted: Sequence[Sequence[Series]]
+    session: Session, actor: MegatronEngine, weights: SentWeights, wanted: Sequence[Sequence[Series]]
 ) -> LoadProof:
     """What compares the engines' own load with ``model.path``, before the actor leaves the device or is resumed.
 
@@ -367,14 +372,14 @@ def noise(session: Session, total: int) -> AqnNoise:
 def scorer(session: Session) -> Scorer:
     config = session.config
     reward = reward_model(config)
-    judge = None if reward is None else judge_of(session, reward)
+    collective = None if reward is None else collective_reward_of(session, reward)
     if not config.rewards:  # the environment gives them
         return Scorer([], None)
-    pictures = None if session.album is None else session.album.pictures
-    return scorer_of_node(workers_rewards(config), config.reward_workers, judge, pictures)
+    pictures = None if session.picture_set is None else session.picture_set.pictures
+    return scorer_of_node(workers_rewards(config), config.reward_workers, collective, pictures)
 
 
-def judge_of(session: Session, reward: RewardConfig) -> RewardModel:
+def collective_reward_of(session: Session, reward: RewardConfig) -> RewardModel:
     """The reward model, frozen, at the trainer's layout."""
     config, directory = session.config, model_directory(reward)
     with together("opening the reward model"):
@@ -396,7 +401,7 @@ def learner(session: Session, actor: MegatronEngine, reference: Reference | None
     """With a critic, if the advantage needs one, which must be there before the actor is resumed."""
     config = session.config
     value = critic(session, actor, total_steps) if has_critic(config) else None
-    common = session.share, session.depot, session.timers, session.say
+    common = session.share, session.trajectory_store, session.timers, session.say
     return Learner(config, *common, actor, reference, objective_of(config), value)
 
 

@@ -17,7 +17,7 @@ from mega_rl.parallel.rows import move
 from mega_rl.stages.run.batch_share import BatchShare
 
 
-class Part:
+class CriticPart:
     """The sequences of one minibatch at both layouts.
 
     Args:
@@ -91,13 +91,13 @@ class OwnLayout:
 
     def __init__(self, share: BatchShare) -> None:
         self.share = share
-        self._parts: list[Part] = []
+        self._parts: list[CriticPart] = []
 
     def values(
         self, packed: Sequence[list[Microbatch]], values_of: Callable[[list[Microbatch]], list[Tensor]]
     ) -> list[list[Tensor]]:
         """Values [T] of the policy's micro-batches of every minibatch. Collective."""
-        self._parts = [Part(self.share, microbatches) for microbatches in packed]
+        self._parts = [CriticPart(self.share, microbatches) for microbatches in packed]
         return [part.to_policy(values_of(part.microbatches)) for part in self._parts]
 
     def to_learn(self, minibatches: Sequence[Sequence[Microbatch]]) -> list[list[Microbatch]]:

@@ -45,7 +45,7 @@ class GateFailure(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Difference:
+class LogprobDifference:
     """Where two log-probabilities of one micro-batch differ most, and by how much in all."""
 
     largest: float  # nats; infinity if one of the two is not a number
@@ -59,7 +59,7 @@ class Difference:
 
 def difference(
     first_T: Tensor, second_T: Tensor, microbatch: Microbatch, counted: Collection[int] | None = None
-) -> Difference | None:
+) -> LogprobDifference | None:
     """The difference of two log-probabilities [T] over the learnt tokens; None without learnt tokens.
 
     Args:
@@ -80,7 +80,7 @@ def difference(
     place = place if learnt_T[place] else int(learnt_T.nonzero()[0])
     starts = bounds[:-1]
     row = max(i for i, start in enumerate(starts) if start <= place)
-    return Difference(
+    return LogprobDifference(
         largest=float(gap_T[place]),
         total=float(gap_T.sum()),
         num_tokens=int(learnt_T.sum()),
@@ -91,7 +91,7 @@ def difference(
     )
 
 
-def merged(differences: Iterable[Difference | None]) -> Difference | None:
+def merged(differences: Iterable[LogprobDifference | None]) -> LogprobDifference | None:
     """Several micro-batches as one: the largest difference of all, and the sums."""
     found = [part for part in differences if part is not None]
     if not found:
@@ -163,7 +163,7 @@ class Gates:
             self.left_out.pop("engine", None)
         self.logprobs: dict[tuple[int, ...], Tensor] = {}  # sequence_indices of a micro-batch -> recomputed [T]
         self.updated: list[tuple[Microbatch, Tensor]] = []  # micro-batches and log-probabilities [T] of the update
-        self.found: dict[str, list[Difference | None]] = {"reference": [], "ppo_kl": [], "engine": []}
+        self.found: dict[str, list[LogprobDifference | None]] = {"reference": [], "ppo_kl": [], "engine": []}
 
     def recompute(self, actor: MegatronEngine, minibatch: list[Microbatch]) -> list[Microbatch]:
         """Compute the policy's log-probabilities by themselves, if a gate compares them; else return what is given.
@@ -193,7 +193,7 @@ class Gates:
     def _compare(self, samples: Sequence[Sample]) -> None:
         """The update's log-probabilities with the recomputed ones and the engine's."""
         wanted = (self.version, self.version)
-        fresh = {i for i, s in enumerate(samples) if (s.outline.oldest_version, s.outline.newest_version) == wanted}
+        fresh = {i for i, s in enumerate(samples) if (s.summary.oldest_version, s.summary.newest_version) == wanted}
         for microbatch, updated_T in self.updated:
             if (recomputed_T := self.logprobs.get(microbatch.sequence_indices)) is not None:
                 self.found["ppo_kl"].append(difference(recomputed_T, updated_T, microbatch))
@@ -246,7 +246,7 @@ class Gates:
         self,
         failed: Sequence[str],
         values: Mapping[str, float],
-        worst: Mapping[str, Difference | None],
+        worst: Mapping[str, LogprobDifference | None],
         samples: Sequence[Sample],
         tensor: str | None,
     ) -> None:
@@ -354,15 +354,15 @@ def hints_of(config: RunConfig, tensor: str | None) -> dict[str, str]:
 
 
 def report(
-    name: str, value: float, allowance: str, worst: Difference | None, samples: Sequence[Sample], hint: str
+    name: str, value: float, allowance: str, worst: LogprobDifference | None, samples: Sequence[Sample], hint: str
 ) -> list[str]:
     """Lines on one failed gate: the quantity, the worst token, where to look, and how to go on regardless."""
     quantity, first, second = GATES[name]
     lines = [f"  {name}: {quantity} is {value:.3g}, and {allowance}"]
     if worst is not None:
-        outline = samples[worst.sequence].outline
+        summary = samples[worst.sequence].summary
         lines.append(
-            f"    worst token: prompt {outline.prompt_index}, sample {outline.sample_index}, response token "
+            f"    worst token: prompt {summary.prompt_index}, sample {summary.sample_index}, response token "
             f"{worst.position} (id {worst.token}): {first} {worst.values[0]:.6g}, {second} {worst.values[1]:.6g}"
         )
     return [*lines, f"    {hint}", f"    to go on regardless: trainer.gates.disabled=[{name}]"]

@@ -26,7 +26,7 @@ from mega_rl.observe.metrics.declared import MAXIMA, MEANS
 from mega_rl.observe.timers import Timers
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.schedule import split_even
-from mega_rl.rollout.collect.collect import OutlinedGroup
+from mega_rl.rollout.collect.collect import GroupSummary
 from mega_rl.stages.learn.critic import Critic
 from mega_rl.stages.learn.gates import Gates
 from mega_rl.stages.run.batch_share import (
@@ -36,19 +36,25 @@ from mega_rl.stages.run.batch_share import (
     totals_of,
 )
 from mega_rl.stages.run.progress import warn_if_skipped
-from mega_rl.types import Outline, Sample, Score, Tokens, TokenSource
+from mega_rl.types import (
+    Sample,
+    Score,
+    TokenSource,
+    TrajectorySummary,
+    TrajectoryTokens,
+)
 
 
-def with_advantages(groups: SequenceOf[OutlinedGroup], algorithm: AlgorithmConfig) -> list[Sample]:
+def with_advantages(groups: SequenceOf[GroupSummary], algorithm: AlgorithmConfig) -> list[Sample]:
     """Samples in the order of the groups.
 
     A score that is NaN is unknown: its sample has advantage 0 and no part in its group, and ``update`` leaves it out.
     """
-    pairs = [(o, s) for group in groups for o, s in zip(group.outlines, group.scores, strict=True)]
-    numbers = [number for number, group in enumerate(groups) for _ in group.outlines]
+    pairs = [(o, s) for group in groups for o, s in zip(group.summaries, group.scores, strict=True)]
+    numbers = [number for number, group in enumerate(groups) for _ in group.summaries]
     function = ADVANTAGES[algorithm.advantage].function
     if algorithm.credit == "turn":
-        rewards = [rewards_of_turns(len(outline.turn_sizes), score) for outline, score in pairs]
+        rewards = [rewards_of_turns(len(summary.turn_sizes), score) for summary, score in pairs]
         of_turns = turn_advantages(function, rewards, numbers, algorithm.turn_discount)
         return [Sample(o, s, _mean_of(o, a), tuple(a)) for (o, s), a in zip(pairs, of_turns, strict=True)]
     values = torch.tensor([score.value for _, score in pairs], dtype=torch.float64)
@@ -65,10 +71,10 @@ def rewards_of_turns(num_turns: int, score: Score) -> list[float]:
     return rewards
 
 
-def _mean_of(outline: Outline, advantages: SequenceOf[float]) -> float:
+def _mean_of(summary: TrajectorySummary, advantages: SequenceOf[float]) -> float:
     """Over the sampled tokens."""
-    total = sum(size * advantage for size, advantage in zip(outline.turn_sizes, advantages, strict=True))
-    return total / max(1, outline.num_sampled)
+    total = sum(size * advantage for size, advantage in zip(summary.turn_sizes, advantages, strict=True))
+    return total / max(1, summary.num_sampled)
 
 
 def pack_samples(
@@ -80,13 +86,15 @@ def pack_samples(
         step: that learns from them, counted from 0, by which their staleness is told; None: it is not.
     """
 
-    def sequence(place: int, tokens: Tokens) -> Sequence:
-        staleness = None if step is None else samples[place].outline.staleness(step)
+    def sequence(place: int, tokens: TrajectoryTokens) -> Sequence:
+        staleness = None if step is None else samples[place].summary.staleness(step)
         made = sequence_of(tokens, samples[place].token_advantages, staleness)
-        return made if share.album is None else share.album.seeing(made, samples[place].outline.prompt_index)
+        return (
+            made if share.picture_set is None else share.picture_set.seeing(made, samples[place].summary.prompt_index)
+        )
 
-    outlines = [sample.outline for sample in samples]
-    return pack_brought(share, outlines, [outline.num_tokens - 1 for outline in outlines], source, sequence)
+    summaries = [sample.summary for sample in samples]
+    return pack_brought(share, summaries, [summary.num_tokens - 1 for summary in summaries], source, sequence)
 
 
 @dataclass(frozen=True)
@@ -201,7 +209,7 @@ class Learner:
         ]
 
     def _denominators(self, samples: list[Sample]) -> Denominators:
-        num_tokens = sum(sample.outline.num_sampled for sample in samples)
+        num_tokens = sum(sample.summary.num_sampled for sample in samples)
         return Denominators(num_tokens, len(samples), self._max_response_tokens)
 
     def _gradients(self, minibatch: Minibatch, gates: Gates | None) -> tuple[Totals, dict[str, float]]:

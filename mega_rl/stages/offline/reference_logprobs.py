@@ -29,7 +29,7 @@ from mega_rl.stages.run.session import Session
 VALUES = "logprobs"  # the tensor in the file
 
 
-class Row(Protocol):
+class PreferenceRow(Protocol):
     """A row of preference data."""
 
     @property
@@ -45,7 +45,7 @@ class ReferenceLogprobs:
 
     table_N2: Tensor  # float64, nats: of both sequences of every row, summed over the learnt tokens
 
-    def of(self, rows: SequenceOf[Row]) -> Tensor:
+    def of(self, rows: SequenceOf[PreferenceRow]) -> Tensor:
         """[2 x rows]: of the rows' sequences, in their order."""
         return self.table_N2[[row.index for row in rows]].flatten()
 
@@ -54,7 +54,7 @@ class Rows(Protocol):
     """A data set of them."""
 
     @property
-    def items(self) -> SequenceOf[Row]: ...
+    def items(self) -> SequenceOf[PreferenceRow]: ...
 
     @property
     def fingerprint(self) -> str: ...  # the tokenizer, the template and the length limits have a part in it
@@ -83,7 +83,7 @@ def reference_logprobs(session: Session, model: MegatronEngine, dataset: Rows, n
     return ReferenceLogprobs(table)
 
 
-def _computed(session: Session, model: MegatronEngine, rows: SequenceOf[Row]) -> Tensor:
+def _computed(session: Session, model: MegatronEngine, rows: SequenceOf[PreferenceRow]) -> Tensor:
     size = session.config.data.train_batch_size
     parts = [rows[start : start + size] for start in range(0, len(rows), size)]
     sums = [summed_logprobs(session, model, [one for row in part for one in row.sequences]) for part in parts]

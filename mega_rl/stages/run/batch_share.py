@@ -10,12 +10,16 @@ from dataclasses import dataclass, field
 
 from mega_rl.algorithms.reduce import Denominators
 from mega_rl.data.packing import pack
-from mega_rl.data.pictures.picture_set import Album
+from mega_rl.data.pictures.picture_set import PictureSet
 from mega_rl.microbatch import Figures, Microbatch, Sequence
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.parallel.schedule import balance
-from mega_rl.types import Outline, Tokens, TokenSource
+from mega_rl.types import (
+    TokenSource,
+    TrajectorySummary,
+    TrajectoryTokens,
+)
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class BatchShare:
     pad_multiple: int  # the number of tokens of a micro-batch is padded to a multiple of it
     pad_token_id: int
     attention_slope: float = 0.0  # see `models.flops`; 0: a sequence costs what its tokens cost
-    album: Album | None = None  # the pictures of the prompts that are learnt from; None: the model sees none
+    picture_set: PictureSet | None = None  # the pictures of the prompts that are learnt from; None: the model sees none
 
     @property
     def is_counted(self) -> bool:
@@ -71,21 +75,21 @@ def pack_for_rank(share: BatchShare, sequences: list[Sequence], unit: int = 1) -
 
 def pack_brought(
     share: BatchShare,
-    outlines: SequenceOf[Outline],
+    summaries: SequenceOf[TrajectorySummary],
     lengths: SequenceOf[int],
     source: TokenSource,
-    sequence_of: Callable[[int, Tokens], Sequence],
+    sequence_of: Callable[[int, TrajectoryTokens], Sequence],
 ) -> list[Microbatch]:
     """The same, of trajectories whose tokens come to this rank only if they are in its share. Collective.
 
     Args:
         lengths: of the sequences that are made of them, as the trainer counts: one less than their tokens.
         source: has the tokens.
-        sequence_of: a sequence out of its place among the outlines and its tokens.
+        sequence_of: a sequence out of its place among the summaries and its tokens.
     """
     plan = share.plan(lengths)
     parts = [[index for indices in of_rank for index in indices] for of_rank in plan]
-    brought = source.bring([[outlines[index] for index in part] for part in parts])
+    brought = source.bring([[summaries[index] for index in part] for part in parts])
     pairs = zip(parts[share.data_rank], brought, strict=True)
     sequences = {index: sequence_of(index, tokens) for index, tokens in pairs}
     return [pack(sequences, indices, share.pad_multiple, share.pad_token_id) for indices in plan[share.data_rank]]

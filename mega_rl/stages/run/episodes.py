@@ -24,7 +24,7 @@ from mega_rl.parallel.collectives import together
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.rollout.collect.replicas import engine_ranks
 from mega_rl.rollout.engine import ProbedSampler
-from mega_rl.rollout.episodes.episode_tokens import Plan
+from mega_rl.rollout.episodes.episode_tokens import EpisodePlan
 from mega_rl.rollout.episodes.episodes import EpisodeSampler
 from mega_rl.rollout.vllm.start.environment import preserved_process, set_environment
 from mega_rl.rollout.vllm.tool_parsers import check_parser, tool_parser
@@ -33,7 +33,7 @@ from mega_rl.types import Outcome, UnknownReward
 UNFINISHED = {"turns", "tokens"}  # why episodes stop that a limit has ended
 
 
-def plan_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase, is_engine: bool = False) -> Plan | None:
+def plan_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase, is_engine: bool = False) -> EpisodePlan | None:
     """How the episodes of a run go on; None: single turns.
 
     Args:
@@ -66,7 +66,7 @@ def plan_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase, is_engine: bo
         settings.history,
     )
     limits = EpisodeLimits(settings.max_turns, settings.max_reply_tokens, None, settings.step_timeout_s)
-    return Plan(
+    return EpisodePlan(
         maker, replies, tokenizer, limits, settings.max_turn_tokens, settings.scored, settings.workers, maker.tools
     )
 
@@ -84,7 +84,7 @@ class PlanThere:
     environment: EnvironmentConfig  # its files with absolute paths; those in options are the user's
     code: tuple[str, ...]  # digests of these files
 
-    def __call__(self) -> Plan:
+    def __call__(self) -> EpisodePlan:
         config = RunConfig(environment=self.environment)
         config.model.path = self.model_path
         config.data.chat_template = self.chat_template  # type: ignore[assignment]
@@ -121,7 +121,9 @@ def _parser(name: str, tokenizer: PreTrainedTokenizerBase) -> Parser:
         return tool_parser(name, tokenizer)
 
 
-def with_episodes(config: RunConfig, layout: EngineLayout, engine: ProbedSampler, plan: Plan | None) -> ProbedSampler:
+def with_episodes(
+    config: RunConfig, layout: EngineLayout, engine: ProbedSampler, plan: EpisodePlan | None
+) -> ProbedSampler:
     """The engine, whose responses are episodes if there is an environment and nothing is replayed. Collective."""
     if plan is None or config.rollout.replay is not None:
         return engine

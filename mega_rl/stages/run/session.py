@@ -24,7 +24,7 @@ from mega_rl.config.schema.stage import (
     exports_adapter,
 )
 from mega_rl.data.pictures.image_processor import picture_reader
-from mega_rl.data.pictures.picture_set import Album
+from mega_rl.data.pictures.picture_set import PictureSet
 from mega_rl.data.tokens.tokenizer import load_tokenizer
 from mega_rl.errors import Stopped
 from mega_rl.megatron.checkpoint import checkpoint
@@ -49,8 +49,8 @@ from mega_rl.planning.automatic import RESERVE_BYTES, automatic
 from mega_rl.planning.memory_plan import Machine
 from mega_rl.planning.steps import budget_of
 from mega_rl.platform.contract.versions import installed
-from mega_rl.rollout.collect.trajectory_store import Depot
-from mega_rl.rollout.episodes.episode_tokens import Plan
+from mega_rl.rollout.collect.trajectory_store import TrajectoryStore
+from mega_rl.rollout.episodes.episode_tokens import EpisodePlan
 from mega_rl.stages.run.batch_share import BatchShare
 from mega_rl.stages.run.episodes import plan_of
 from mega_rl.stages.run.notice import Notice
@@ -103,25 +103,25 @@ class Session:
             pad_multiple=self.layout.tensor if config.parallel.sequence else 1,
             pad_token_id=int(self.tokenizer.pad_token_id or 0),
             attention_slope=pass_flops(self.shape, hf_tensors(self.shape)).attention_slope,
-            album=self.album,
+            picture_set=self.picture_set,
         )
 
     @cached_property
-    def album(self) -> Album | None:
+    def picture_set(self) -> PictureSet | None:
         """The pictures of the prompts, where the model sees any. All ranks ask for it together for the first time."""
         tower, config = self.shape.tower, self.config
         if tower is None or not samples(config):
             return None
         with together("opening the image processor"):
-            return Album(picture_reader(config.model.path, tower, self.tokenizer, config.data))
+            return PictureSet(picture_reader(config.model.path, tower, self.tokenizer, config.data))
 
     @cached_property
-    def depot(self) -> Depot:
+    def trajectory_store(self) -> TrajectoryStore:
         """The tokens of what is sampled. All ranks ask for it together for the first time."""
-        return Depot.open(self.layout, self.config.trainer.collective_timeout_s)
+        return TrajectoryStore.open(self.layout, self.config.trainer.collective_timeout_s)
 
     @cached_property
-    def plan(self) -> Plan | None:
+    def plan(self) -> EpisodePlan | None:
         """How episodes go on, if there is an environment. All ranks ask for it together for the first time."""
         with together("making an environment"):
             return plan_of(self.config, self.tokenizer)

@@ -19,7 +19,7 @@ from mega_rl.megatron.checkpoint import local_state
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.collectives import broadcast_object, gather_objects
-from mega_rl.parallel.watch.state_copies import Copies
+from mega_rl.parallel.watch.state_copies import StateCopies
 
 RESTARTS = "TORCHELASTIC_MAX_RESTARTS"  # what torchrun tells its ranks
 
@@ -34,7 +34,7 @@ class StateInMemory:
 
     def __init__(self, frequency: int, run: str, say: Callable[[str], None]) -> None:
         self._frequency, self._say = frequency, say
-        self._copies = Copies(run)
+        self._copies = StateCopies(run)
         self.step = self._copies.newest()  # that can be gone on from; None at the first start
 
     def restore(self, actor: MegatronEngine) -> dict[str, Any]:

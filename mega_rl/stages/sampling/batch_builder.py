@@ -21,22 +21,26 @@ from mega_rl.config.checks.modes import mixed_problems, tail_problems
 from mega_rl.config.schema.sections import AlgorithmConfig, DynamicSamplingConfig
 from mega_rl.data.prompts import PromptStream
 from mega_rl.errors import InputError
-from mega_rl.evaluation.evaluate import Answered, EvaluationSettings, evaluate
+from mega_rl.evaluation.evaluate import (
+    AnsweredPrompt,
+    EvaluationSettings,
+    evaluate,
+)
 from mega_rl.megatron.checkpoint.saving import Late
 from mega_rl.observe.timers import Timers
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.parallel.rendezvous import Rendezvous
 from mega_rl.rewards.scorer import Scorer
 from mega_rl.rollout.collect.collect import (
-    OutlinedGroup,
+    GroupSummary,
     PromptGroup,
     Quota,
     Round,
 )
-from mega_rl.rollout.collect.partial_groups import Tails, begun_of_rows
+from mega_rl.rollout.collect.partial_groups import PartialGroups, begun_of_rows
 from mega_rl.rollout.collect.records import to_group, to_rows
 from mega_rl.rollout.collect.replicas import collect_everywhere, engine_ranks
-from mega_rl.rollout.collect.trajectory_store import Depot
+from mega_rl.rollout.collect.trajectory_store import TrajectoryStore
 from mega_rl.rollout.engine import ProbedSampler, Request
 from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.temperature_probe import Probed
@@ -54,21 +58,21 @@ ROUNDING = 1e-9  # in units of the reward: sums of the same rewards of turns in 
 class Batch:
     """The groups of one step."""
 
-    learnt: list[OutlinedGroup]  # that the step learns from: carried ones first, then in the order of their prompts
-    carried: list[OutlinedGroup]  # kept ones above ``data.train_batch_size``: the next step's first
-    dropped: list[OutlinedGroup]  # whose samples all have the same reward
+    learnt: list[GroupSummary]  # that the step learns from: carried ones first, then in the order of their prompts
+    carried: list[GroupSummary]  # kept ones above ``data.train_batch_size``: the next step's first
+    dropped: list[GroupSummary]  # whose samples all have the same reward
     metrics: Mapping[str, float]
-    depot: Depot  # where the tokens of all of them are to be had
+    trajectory_store: TrajectoryStore  # where the tokens of all of them are to be had
     # The step, from 1, that all of them were sampled for, where the weights may be older; None: that of their version.
     sampled_for: int | None = None
 
     @property
-    def generated(self) -> list[OutlinedGroup]:
+    def generated(self) -> list[GroupSummary]:
         """Everything that the step sampled or took over."""
         return [group for groups in self.by_outcome.values() for group in groups]
 
     @property
-    def by_outcome(self) -> dict[str, list[OutlinedGroup]]:
+    def by_outcome(self) -> dict[str, list[GroupSummary]]:
         return {"learnt": self.learnt, "carried": self.carried, "dropped": self.dropped}
 
 
@@ -90,7 +94,7 @@ class Batches(Protocol):
 
     def validation(
         self, sync: Sync, version: int, prompts: Sequence[Prompt], settings: EvaluationSettings
-    ) -> list[Answered]:
+    ) -> list[AnsweredPrompt]:
         """Held-out prompts with the answers of the trainer's exact weights, each on one rank. Collective."""
         ...
 
@@ -125,7 +129,7 @@ class BatchBuilder:
         engine: ProbedSampler,
         scorer: Scorer,
         rendezvous: Rendezvous,
-        depot: Depot,
+        trajectory_store: TrajectoryStore,
     ) -> None:
         """Collective over all ranks."""
         self._config, self._layout, self._timers = config, layout, timers
@@ -134,14 +138,14 @@ class BatchBuilder:
         self._ranks = engine_ranks(layout, config.trainer.collective_timeout_s)
         self._rendezvous, self.probed = rendezvous, engine
         self._scoring_time = BusyTime()
-        self._depot = depot
-        self._carried: list[OutlinedGroup] = []
-        self._tails = Tails(layout, dist.get_rank())
-        self._done: list[OutlinedGroup] = []  # of the step before, whose tokens are still here
+        self._trajectory_store = trajectory_store
+        self._carried: list[GroupSummary] = []
+        self._tails = PartialGroups(layout, dist.get_rank())
+        self._done: list[GroupSummary] = []  # of the step before, whose tokens are still here
 
     def build(self, step: int) -> Batch:
         """The groups of one step; collective. The tokens of the step before that were not carried are forgotten."""
-        self._depot.drop(outline for group in self._done for outline in group.outlines)
+        self._trajectory_store.drop(summary for group in self._done for summary in group.summaries)
         config, carried, quota = self._config, self._carried, self._quota()
         self._scoring_time.take()  # since the last step, beside the training: members of groups that wait
         found = self._found(step, quota) if quota.num_initial else []
@@ -168,11 +172,11 @@ class BatchBuilder:
         if config.rollout.oversample > 1 and config.rollout.replay is None:  # records hold no tails
             metrics |= {f"rollout/{name}": value for name, value in self._tails.figures().items()}
         metrics |= staleness_metrics(step, kept[:wanted])
-        return Batch(kept[:wanted], self._carried, dropped, metrics, self._depot)
+        return Batch(kept[:wanted], self._carried, dropped, metrics, self._trajectory_store)
 
-    def _found(self, step: int, quota: Quota) -> list[OutlinedGroup]:
+    def _found(self, step: int, quota: Quota) -> list[GroupSummary]:
         """The groups that end in a step, in the order of tickets: those that waited first; collective."""
-        config, tails, depot = self._config, self._tails, self._depot
+        config, tails, trajectory_store = self._config, self._tails, self._trajectory_store
         # A whole batch of the stream is drawn only where a step samples one.
         one_by_one = self._settings.enabled or config.rollout.oversample > 1 or bool(tails) or bool(self._carried)
         prompts = _Tickets(self._stream, one_by_one, [place.prompt_index for place in tails.places])
@@ -191,7 +195,7 @@ class BatchBuilder:
         store, ranks = self._rendezvous.store, self._ranks
         of_step = Round(step, quota, draw, self._start_scoring, store, self._is_leader, ranks, tails.own())
         shares = tails.shares(quota.num_initial - len(tails), config.rollout.n)
-        found = collect_everywhere(self._engine, self._layout, of_step, shares, self._rendezvous, depot)
+        found = collect_everywhere(self._engine, self._layout, of_step, shares, self._rendezvous, trajectory_store)
         prompts.finish(len(found.groups) + len(found.waiting))
         tails.replace(found.waiting, found.own)
         return found.groups
@@ -204,9 +208,9 @@ class BatchBuilder:
 
     def validation(
         self, sync: Sync, version: int, prompts: Sequence[Prompt], settings: EvaluationSettings
-    ) -> list[Answered]:
+    ) -> list[AnsweredPrompt]:
         """As of ``Batches``."""
-        mine: list[Answered] = []
+        mine: list[AnsweredPrompt] = []
         sync.push(version, is_validation=True)
         evaluate(self._engine, self._scorer, prompts, settings, mine.append, self._rendezvous)
         sync.end_sampling()
@@ -247,7 +251,7 @@ class BatchBuilder:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next step goes on: plain values. Collective; on rank 0, the others have no groups."""
-        groups = self._depot.groups_to_first(self._carried)
+        groups = self._trajectory_store.groups_to_first(self._carried)
         state = {"stream": self._stream.state_dict(), "carried": [to_rows(group) for group in groups]}
         return state | ({"waiting": self._tails.to_first()} if self._tails else {})
 
@@ -257,13 +261,15 @@ class BatchBuilder:
         groups = [to_group(rows) for rows in state["carried"]]
         if self._config.rollout.routing_replay != "rollout":  # the run that saved them may have replayed
             groups = [_without_routing(group) for group in groups]
-        outlines = iter(self._depot.adopt([trajectory for group in groups for trajectory in group.trajectories]))
-        self._carried = [OutlinedGroup(tuple(islice(outlines, len(group.scores))), group.scores) for group in groups]
+        summaries = iter(
+            self._trajectory_store.adopt([trajectory for group in groups for trajectory in group.trajectories])
+        )
+        self._carried = [GroupSummary(tuple(islice(summaries, len(group.scores))), group.scores) for group in groups]
         waiting = state.get("waiting", [])
         found: list[str] = []
         if waiting:
             found += tail_problems(self._config, "the checkpoint has responses that were begun", ON_RESUME)
-        if any(len(outline.versions) > 1 for group in self._carried for outline in group.outlines):
+        if any(len(summary.versions) > 1 for group in self._carried for summary in group.summaries):
             found += mixed_problems(self._config, "the checkpoint has responses that weights of several steps sampled")
         if found:
             raise InputError(found[0])
@@ -283,11 +289,15 @@ class BatchBuilder:
 
 def judged(batch: Batch, scorer: Scorer) -> Batch:
     """The batch with the scores of the scorer's reward model, if it has one. Collective."""
-    if scorer.judge is None:
+    if scorer.collective is None:
         return batch
     groups = batch.generated
-    outlines = [outline for group in groups for outline in group.outlines]
-    found = iter(scorer.judge.complete(outlines, [score for group in groups for score in group.scores], batch.depot))
+    summaries = [summary for group in groups for summary in group.summaries]
+    found = iter(
+        scorer.collective.complete(
+            summaries, [score for group in groups for score in group.scores], batch.trajectory_store
+        )
+    )
     learnt, carried, dropped = (
         [replace(group, scores=tuple(islice(found, len(group.scores)))) for group in part]
         for part in batch.by_outcome.values()
@@ -302,7 +312,7 @@ def to_score(config: RunConfig, trajectory: Trajectory) -> Trajectory:
     return replace(trajectory, episode=without_reward(episode))
 
 
-def teaches(algorithm: AlgorithmConfig, group: PromptGroup | OutlinedGroup) -> bool:
+def teaches(algorithm: AlgorithmConfig, group: PromptGroup | GroupSummary) -> bool:
     """Whether the rewards of a group differ; dynamic sampling replaces it if they do not."""
     if algorithm.credit == "turn":
         return has_signal_by_turn(group.scores, group.num_turns, algorithm.turn_discount)
@@ -327,9 +337,9 @@ def has_signal_by_turn(scores: Sequence[Score], num_turns: Sequence[int], discou
     return any(abs(advantage) > ROUNDING for of_sample in advantages for advantage in of_sample)
 
 
-def staleness_metrics(step: int, groups: Sequence[OutlinedGroup]) -> dict[str, float]:
+def staleness_metrics(step: int, groups: Sequence[GroupSummary]) -> dict[str, float]:
     """How many steps older than the trained ones the weights are that sampled the tokens; ``step`` counts from 0."""
-    ages = [outline.staleness(step) for group in groups for outline in group.outlines]
+    ages = [summary.staleness(step) for group in groups for summary in group.summaries]
     if not any(map(len, ages)):
         return {}
     all_ages = np.concatenate(ages)

@@ -15,10 +15,15 @@ import torch.distributed as dist
 from mega_rl.config import RunConfig
 from mega_rl.data.prompts import PromptStream
 from mega_rl.errors import InputError
-from mega_rl.evaluation.evaluate import Answered, EvaluationSettings, answered, requests_of
-from mega_rl.fleet.engines import Limits
-from mega_rl.fleet.executor import Carrier, Requests
-from mega_rl.fleet.scheduler import Steward
+from mega_rl.evaluation.evaluate import (
+    AnsweredPrompt,
+    EvaluationSettings,
+    answered,
+    requests_of,
+)
+from mega_rl.fleet.engines import EngineLimits
+from mega_rl.fleet.executor import FleetExecutor, Requests
+from mega_rl.fleet.scheduler import FleetScheduler
 from mega_rl.fleet.step_window import STATE_VERSION
 from mega_rl.fleet.tickets import Key, Rules
 from mega_rl.observe.heartbeat import HEART
@@ -27,8 +32,8 @@ from mega_rl.parallel.collectives import together
 from mega_rl.parallel.rendezvous import Rendezvous
 from mega_rl.parallel.sending import spread
 from mega_rl.rewards.scorer import Scorer
-from mega_rl.rollout.collect.collect import OutlinedGroup, PromptGroup
-from mega_rl.rollout.collect.trajectory_store import Depot
+from mega_rl.rollout.collect.collect import GroupSummary, PromptGroup
+from mega_rl.rollout.collect.trajectory_store import TrajectoryStore
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.scheduling.fleet_state import (
@@ -36,7 +41,7 @@ from mega_rl.rollout.scheduling.fleet_state import (
     decoded,
     encoded,
 )
-from mega_rl.rollout.scheduling.scheduler_thread import StewardThread
+from mega_rl.rollout.scheduling.scheduler_thread import SchedulerThread
 from mega_rl.stages.sampling.batch_builder import (
     Batch,
     BusyTime,
@@ -49,16 +54,16 @@ from mega_rl.stages.weights.weight_sync import Sync
 from mega_rl.types import Prompt, Score, Trajectory
 
 T = TypeVar("T")
-SILENCE = 2.0  # times the longest limit of an engine: the steward has acted long before
+SILENCE = 2.0  # times the longest limit of an engine: the scheduler has acted long before
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """Engines that only a steward speaks with."""
+    """Engines that only a scheduler speaks with."""
 
     num_engines: int
-    limits: Limits
-    open: Callable[[Requests], Carrier]  # starts nothing yet; called on rank 0
+    limits: EngineLimits
+    open: Callable[[Requests], FleetExecutor]  # starts nothing yet; called on rank 0
 
     def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
         """Of no engine: each has proved its weights before it serves."""
@@ -66,7 +71,7 @@ class Fleet:
 
 
 def rules_of(config: RunConfig, num_engines: int, num_prompts: int, total_steps: int) -> Rules:
-    """What a run samples, in the steward's words."""
+    """What a run samples, in the scheduler's words."""
     rollout, settings, size = config.rollout, config.algorithm.dynamic_sampling, config.data.train_batch_size
     return Rules(
         num_groups=size,
@@ -81,7 +86,7 @@ def rules_of(config: RunConfig, num_engines: int, num_prompts: int, total_steps:
 
 
 class FleetBatches:
-    """``Batches`` of a fleet. Rank 0 has a steward in a thread, and owns all trajectories.
+    """``Batches`` of a fleet. Rank 0 has a scheduler in a thread, and owns all trajectories.
 
     Every group is of the step that it was sampled for; none is carried. A dropped group is replaced by a prompt of an
     order of the step's own (``Stream.spare``), so that no step waits for the drops of the steps before it.
@@ -95,18 +100,18 @@ class FleetBatches:
         fleet: Fleet,
         scorer: Scorer,
         rendezvous: Rendezvous,
-        depot: Depot,
+        trajectory_store: TrajectoryStore,
         total_steps: int,
     ) -> None:
         self._config, self._timers, self._stream, self._fleet = config, timers, stream, fleet
-        self._scorer, self._rendezvous, self._depot = scorer, rendezvous, depot
+        self._scorer, self._rendezvous, self._trajectory_store = scorer, rendezvous, trajectory_store
         self._rules = rules_of(config, fleet.num_engines, len(stream.dataset), total_steps)
         self._scoring_time = BusyTime()
         self._state: Mapping[str, Any] | None = None  # encoded, to go on from
-        self._thread: StewardThread | None = None  # on rank 0, from the first step on
-        self._done: list[OutlinedGroup] = []  # of the step before
+        self._thread: SchedulerThread | None = None  # on rank 0, from the first step on
+        self._done: list[GroupSummary] = []  # of the step before
         self._num_built = 0  # steps of the run so far
-        self._published = 0  # the newest version that the steward knows of
+        self._published = 0  # the newest version that the scheduler knows of
         self._held_out: tuple[Sequence[Prompt], EvaluationSettings] | None = None  # of the newest validation
         self.probed = fleet
 
@@ -116,7 +121,7 @@ class FleetBatches:
         Raises:
             InputError: on every rank, if no engine is left.
         """
-        self._depot.drop(outline for group in self._done for outline in group.outlines)
+        self._trajectory_store.drop(summary for group in self._done for summary in group.summaries)
         self._stream.next_batch()  # what the main tickets of this step draw
         found = self._on_first("sampling", partial(self._taken, step))
         ((kept, dropped),) = spread(found, [0])
@@ -130,11 +135,11 @@ class FleetBatches:
         }
         metrics = {f"rollout/groups_{name}": float(value) for name, value in figures.items()}
         metrics |= staleness_metrics(step, kept) | ({} if self._thread is None else self._thread.record.figures())
-        return Batch(kept, [], dropped, metrics, self._depot, sampled_for=step + 1)
+        return Batch(kept, [], dropped, metrics, self._trajectory_store, sampled_for=step + 1)
 
     def validation(
         self, sync: Sync, version: int, prompts: Sequence[Prompt], settings: EvaluationSettings
-    ) -> list[Answered]:
+    ) -> list[AnsweredPrompt]:
         """As of ``Batches``, on rank 0. Engines go on with the steps in the air, the newest included, besides."""
         sync.push(version, is_validation=True)
         if version < self._rules.total_steps:
@@ -144,7 +149,7 @@ class FleetBatches:
         sync.end_sampling()
         return found or []
 
-    def _validated(self, version: int) -> list[Answered]:
+    def _validated(self, version: int) -> list[AnsweredPrompt]:
         assert self._held_out is not None, "it has been set"
         prompts, settings = self._held_out
         if self._thread is None:  # before the first step
@@ -227,8 +232,8 @@ class FleetBatches:
             "data.train_batch_size": size,
         }
 
-    def _taken(self, step: int) -> tuple[list[OutlinedGroup], list[OutlinedGroup]]:
-        """The kept and the dropped groups of a step, on rank 0, with their tokens in the depot."""
+    def _taken(self, step: int) -> tuple[list[GroupSummary], list[GroupSummary]]:
+        """The kept and the dropped groups of a step, on rank 0, with their tokens in the trajectory_store."""
         if self._thread is None:
             self._thread = self._started(step, num_drawn=step + 1)
         self._publish(self._thread, step)
@@ -238,15 +243,15 @@ class FleetBatches:
         )
         return kept, dropped
 
-    def _owned(self, group: PromptGroup) -> OutlinedGroup:
-        return OutlinedGroup(tuple(map(self._depot.add, group.trajectories)), group.scores)
+    def _owned(self, group: PromptGroup) -> GroupSummary:
+        return GroupSummary(tuple(map(self._trajectory_store.add, group.trajectories)), group.scores)
 
-    def _publish(self, thread: StewardThread, version: int) -> None:
-        if self._published < version < self._rules.total_steps:  # a steward whose steps are all trained ends
+    def _publish(self, thread: SchedulerThread, version: int) -> None:
+        if self._published < version < self._rules.total_steps:  # a scheduler whose steps are all trained ends
             thread.published(version)
             self._published = version
 
-    def _started(self, step: int, num_drawn: int) -> StewardThread:
+    def _started(self, step: int, num_drawn: int) -> SchedulerThread:
         """``num_drawn``: batches of the stream so far."""
         self._published = step
         state: Mapping[str, Any] = {"format": STATE_VERSION, "trained": step, "steps": {}}
@@ -260,11 +265,11 @@ class FleetBatches:
         fleet, settings = self._fleet, self._config.algorithm.dynamic_sampling
         is_kept = partial(teaches, self._config.algorithm) if settings.enabled else _keep_all
         limit_s = SILENCE * max(fleet.limits.start_s, fleet.limits.load_s, fleet.limits.progress_s)
-        steward = Steward(self._rules, fleet.limits, range(fleet.num_engines), state)
+        scheduler = FleetScheduler(self._rules, fleet.limits, range(fleet.num_engines), state)
         with HEART.waiting("room for the rollout engines", is_for_ranks=False):
-            carrier = fleet.open(self.requests)
+            executor = fleet.open(self.requests)
         output_dir = Path(self._config.trainer.output_dir)
-        thread = StewardThread(steward, carrier, self._start_scoring, is_kept, scores, limit_s, output_dir)
+        thread = SchedulerThread(scheduler, executor, self._start_scoring, is_kept, scores, limit_s, output_dir)
         self._timers.watch = lambda phase, seconds: thread.record.of_trainer(phase, seconds, HEART.step)
         return thread
 
@@ -302,7 +307,7 @@ class FleetBatches:
 class LateState:
     """What the checkpoint of a version holds of its data, once the steps in the air that it needs are sampled."""
 
-    thread: StewardThread | None  # on rank 0
+    thread: SchedulerThread | None  # on rank 0
     version: int
     rest: Mapping[str, Any]  # what is known already
 
@@ -313,7 +318,7 @@ class LateState:
         return None if found is None else {**self.rest, "fleet": encoded(*found)}
 
 
-def _answered(prompt: Prompt, settings: EvaluationSettings, group: PromptGroup) -> Answered:
+def _answered(prompt: Prompt, settings: EvaluationSettings, group: PromptGroup) -> AnsweredPrompt:
     return answered(prompt, settings, dict(enumerate(group.trajectories)), dict(enumerate(group.scores)))
 
 

@@ -13,7 +13,7 @@ from mega_rl.bridge.outgoing.noise import AqnNoise
 from mega_rl.config import RunConfig
 from mega_rl.config.schema.sections import LoggingConfig
 from mega_rl.data.packing import unpack
-from mega_rl.data.pictures.picture_set import Album
+from mega_rl.data.pictures.picture_set import PictureSet
 from mega_rl.data.pictures.thumbnails import thumbnails_of
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.observe.metrics.declared import Metrics
@@ -33,24 +33,24 @@ ROLLOUTS = "rollouts"  # under the output directory
 
 
 def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Rewards, lengths and the sampling policy's entropy of one batch (no collective: every rank has all outlines)."""
+    """Rewards, lengths and the sampling policy's entropy of one batch (no collective: every rank has all summaries)."""
     if not samples:
         return {}
-    outlines = [sample.outline for sample in samples]
-    lengths = [outline.num_sampled for outline in outlines]
-    routed = [outline.num_routing_bytes for outline in outlines if outline.routing is not None]
+    summaries = [sample.summary for sample in samples]
+    lengths = [summary.num_sampled for summary in summaries]
+    routed = [summary.num_routing_bytes for summary in summaries if summary.routing is not None]
     return (
         _reward_metrics(samples)
-        | episode_metrics(outlines)
+        | episode_metrics(summaries)
         | ({"rollout/routing_bytes": float(sum(routed))} if routed else {})
         | {
             "response_length/mean": sum(lengths) / len(lengths),
             "response_length/max": float(max(lengths)),
             "response_length/min": float(min(lengths)),
-            "response_length/clip_fraction": sum(o.finish_reason == "length" for o in outlines) / len(samples),
-            "prompt_length/mean": sum(o.num_prompt for o in outlines) / len(samples),
+            "response_length/clip_fraction": sum(o.finish_reason == "length" for o in summaries) / len(samples),
+            "prompt_length/mean": sum(o.num_prompt for o in summaries) / len(samples),
             # -log p of the sampled tokens estimates the entropy of the policy that sampled them
-            "rollout/entropy": -sum(o.logprob_sum for o in outlines) / max(1, sum(lengths)),
+            "rollout/entropy": -sum(o.logprob_sum for o in summaries) / max(1, sum(lengths)),
         }
     )
 
@@ -66,7 +66,7 @@ def _reward_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     groups: dict[int, set[float]] = defaultdict(set)
     parts: dict[str, list[float]] = defaultdict(list)
     # the samples of a group stand side by side, from the first one on
-    numbers = accumulate(int(sample.outline.sample_index == 0) for sample in samples)
+    numbers = accumulate(int(sample.summary.sample_index == 0) for sample in samples)
     for sample, number in zip(samples, numbers, strict=True):
         if not sample.score.is_known:
             continue
@@ -85,11 +85,11 @@ def _reward_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     return metrics
 
 
-def shown_sample(trajectory: Trajectory, score: Score, album: Album | None) -> ShownSample:
+def shown_sample(trajectory: Trajectory, score: Score, picture_set: PictureSet | None) -> ShownSample:
     """What a dashboard shows of one answer; of an episode, who said what."""
     pictures: Callable[[], tuple[bytes, ...]] = tuple
-    if album is not None:
-        pictures = partial(thumbnails_of, trajectory.prompt, album.pictures)
+    if picture_set is not None:
+        pictures = partial(thumbnails_of, trajectory.prompt, picture_set.pictures)
     prompt, text = trajectory.prompt, trajectory.text
     if trajectory.episode is not None:
         text = "\n".join(f"[{turn.role}] {turn.text}" for turn in trajectory.turns[1:])
@@ -115,16 +115,16 @@ def show(
     learn from the sample. With ``algorithm.credit`` turn there are ``turn_advantages``, and ``advantage`` is the mean.
     """
     shown = samples[: logging.num_text_samples]
-    texts = batch.depot.to_first([sample.outline for sample in shown])
+    texts = batch.trajectory_store.to_first([sample.summary for sample in shown])
     pairs = zip(texts, shown, strict=False)
-    observer.samples(step, "rollout", [shown_sample(text, sample.score, share.album) for text, sample in pairs])
+    observer.samples(step, "rollout", [shown_sample(text, sample.score, share.picture_set) for text, sample in pairs])
     observer.distribution(step, "rewards", [sample.score.value for sample in samples])
     observer.distribution(step, "advantages", [sample.advantage for sample in samples])
-    observer.distribution(step, "response_lengths", [float(sample.outline.num_sampled) for sample in samples])
+    observer.distribution(step, "response_lengths", [float(sample.summary.num_sampled) for sample in samples])
     if logging.dump_rollouts == 0:
         return
-    differences = logprob_differences(share, actor, samples, batch.depot) if samples else []
-    whole = {outcome: batch.depot.groups_to_first(groups) for outcome, groups in batch.by_outcome.items()}
+    differences = logprob_differences(share, actor, samples, batch.trajectory_store) if samples else []
+    whole = {outcome: batch.trajectory_store.groups_to_first(groups) for outcome, groups in batch.by_outcome.items()}
     if share.rank == 0:
         learnt = iter([_advantages(s) | {"logprob_diff": d} for s, d in zip(samples, differences, strict=True)])
         others = {"advantage": None, "logprob_diff": None}
@@ -153,7 +153,7 @@ def logprob_differences(
         assert microbatch.rollout_logprobs is not None, "samples have the engine's log-probabilities"
         difference_T = (stats.logprobs - microbatch.rollout_logprobs).abs() * microbatch.loss_mask
         for index, values in zip(microbatch.sequence_indices, unpack(difference_T, microbatch), strict=True):
-            own[index] = float(values.sum()) / max(1.0, float(samples[index].outline.num_sampled))
+            own[index] = float(values.sum()) / max(1.0, float(samples[index].summary.num_sampled))
     found: dict[int, float] = {}
     for part in gather_objects(own):
         found |= part
@@ -179,8 +179,8 @@ def time_metrics(seconds: Mapping[str, float], samples: Sequence[Sample]) -> dic
     for name, value in seconds.items():
         own.add(name, value)
     slowest = Metrics().merge(gather_objects(own)).result()
-    num_sampled = sum(sample.outline.num_sampled for sample in samples)
-    num_tokens = num_sampled + sum(sample.outline.num_prompt for sample in samples)
+    num_sampled = sum(sample.summary.num_sampled for sample in samples)
+    num_tokens = num_sampled + sum(sample.summary.num_prompt for sample in samples)
     return slowest | {
         "throughput/tokens_per_s": num_tokens / max(slowest["time/step_s"], 1e-9),
         "rollout/tokens_per_s": num_sampled / max(slowest["time/generate_s"], 1e-9),

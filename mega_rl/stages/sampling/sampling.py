@@ -9,13 +9,13 @@ from pathlib import Path
 from mega_rl.bridge.outgoing.noise import AqnNoise
 from mega_rl.config.schema.sections import RolloutConfig
 from mega_rl.data.prompts import PromptStream
-from mega_rl.fleet.engines import Limits
+from mega_rl.fleet.engines import EngineLimits
 from mega_rl.fleet.executor import Requests
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.rewards.scorer import Scorer
-from mega_rl.rollout.collect.replay import RecordedCarrier, Records
+from mega_rl.rollout.collect.replay import RecordedExecutor, Records
 from mega_rl.rollout.remote.fleet.leases import keeping
-from mega_rl.rollout.remote.fleet.ray_executor import RayCarrier
+from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor
 from mega_rl.rollout.remote.fleet.store_sink import StoreSink, ValidationSink
 from mega_rl.stages.build import building
 from mega_rl.stages.run.episodes import plan_there, with_episodes
@@ -50,7 +50,7 @@ def recorded_fleet(session: Session, actor: MegatronEngine, noise: AqnNoise) -> 
     assert config.replay is not None, "there are records"
     session.say(f"rollout.replay: responses come from {config.replay}, there is no engine to validate with")
     records = Records(Path(config.replay), session.shape.mixture)
-    return Fleet(config.num_engines, limits_of(config), partial(RecordedCarrier, records)), RecordedFleetSync(noise)
+    return Fleet(config.num_engines, limits_of(config), partial(RecordedExecutor, records)), RecordedFleetSync(noise)
 
 
 def store_fleet(session: Session, actor: MegatronEngine, noise: AqnNoise) -> tuple[Fleet, Sync]:
@@ -66,23 +66,25 @@ def store_fleet(session: Session, actor: MegatronEngine, noise: AqnNoise) -> tup
         weights, config.tensor_parallel_size, num_slots=config.max_staleness + 2, has_validation=has_validation
     )
 
-    def opened(requests: Requests) -> RayCarrier:
+    def opened(requests: Requests) -> RayExecutor:
         assert sink.store is not None, "rank 0 has the store"
         kept_by = keeping(session.output_dir, config.engine_lease_s)
-        carrier = RayCarrier(spec, config.num_engines, requests, sink.store, sink.stored, kept_by, session.album)
-        if carrier.num_survivors:
-            session.say(f"attached to {carrier.num_survivors} rollout engines that the trainer before left running")
-        return carrier
+        executor = RayExecutor(
+            spec, config.num_engines, requests, sink.store, sink.stored, kept_by, session.picture_set
+        )
+        if executor.num_survivors:
+            session.say(f"attached to {executor.num_survivors} rollout engines that the trainer before left running")
+        return executor
 
     sync = building.weight_sync(session, actor, sink, noise, weights.slots)
     exact = WeightSync(actor, [], ValidationSink(sink), (), sync.dtype, None, sync.model)
     return Fleet(config.num_engines, limits_of(config), opened), StoreSync(sync, exact)
 
 
-def limits_of(config: RolloutConfig) -> Limits:
+def limits_of(config: RolloutConfig) -> EngineLimits:
     """What an engine may take, and how long: as many responses as vLLM samples at a time."""
-    slots = int(config.vllm.get("max_num_seqs") or Limits.slots)
-    return Limits(slots, progress_s=config.engine_timeout_s, restarts=config.engine_restarts)
+    slots = int(config.vllm.get("max_num_seqs") or EngineLimits.slots)
+    return EngineLimits(slots, progress_s=config.engine_timeout_s, restarts=config.engine_restarts)
 
 
 def sampling(
@@ -94,12 +96,17 @@ def sampling(
     total_steps: int,
 ) -> tuple[Batches, Sync]:
     """What every step learns from, and the sync that gives the engines behind it the actor's weights. Collective."""
-    config, timers, rendezvous, depot = session.config, session.timers, session.rendezvous, session.depot
+    config, timers, rendezvous, trajectory_store = (
+        session.config,
+        session.timers,
+        session.rendezvous,
+        session.trajectory_store,
+    )
     if config.rollout.mode == "synchronous":
         layout = session.engine_layout
         engine, sync = building.engine_and_sync(session, actor, noise)
         engine = with_episodes(config, layout, engine, session.plan)
-        return BatchBuilder(config, layout, timers, prompts, engine, scorer, rendezvous, depot), sync
+        return BatchBuilder(config, layout, timers, prompts, engine, scorer, rendezvous, trajectory_store), sync
     make = store_fleet if config.rollout.replay is None else recorded_fleet
     fleet, sync = make(session, actor, noise)
-    return FleetBatches(config, timers, prompts, fleet, scorer, rendezvous, depot, total_steps), sync
+    return FleetBatches(config, timers, prompts, fleet, scorer, rendezvous, trajectory_store, total_steps), sync

@@ -9,13 +9,13 @@ import torch.distributed as dist
 
 from mega_rl.config import RunConfig
 from mega_rl.data.prompts import PromptDataset
-from mega_rl.evaluation.evaluate import EvaluationSettings, evaluation_metrics, outlined
+from mega_rl.evaluation.evaluate import EvaluationSettings, evaluation_metrics, summarized
 from mega_rl.observe.observer import Observer
 from mega_rl.observe.sinks.console import before_after_table
 from mega_rl.observe.timers import Timers
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.rewards.scorer import Scorer
-from mega_rl.rollout.collect.trajectory_store import Depot
+from mega_rl.rollout.collect.trajectory_store import TrajectoryStore
 from mega_rl.stages.run.progress import Validations
 from mega_rl.stages.sampling.batch_builder import Batches
 from mega_rl.stages.sampling.rollout_metrics import shown_sample
@@ -36,7 +36,7 @@ class Validator:
         sync: Sync,
         batches: Batches,
         scorer: Scorer,
-        depot: Depot,
+        trajectory_store: TrajectoryStore,
     ) -> None:
         settings = config.validation
         self.settings = EvaluationSettings(
@@ -44,7 +44,13 @@ class Validator:
         )
         self.num_shown = config.logging.num_text_samples
         self.timers, self.watch = timers, RewardWatch(say)
-        self.dataset, self.sync, self.batches, self.scorer, self.depot = held_out, sync, batches, scorer, depot
+        self.dataset, self.sync, self.batches, self.scorer, self.trajectory_store = (
+            held_out,
+            sync,
+            batches,
+            scorer,
+            trajectory_store,
+        )
         self.results: Validations = {}
 
     def validate(self, observer: Observer, step: int) -> dict[str, float]:
@@ -53,20 +59,20 @@ class Validator:
             return {}
         with self.timers("validate"):
             mine = self.batches.validation(self.sync, step, self.dataset.prompts, self.settings)
-            rows = outlined(mine, self.settings.layout, self.depot)
-            if self.scorer.judge is not None:
-                outlines = [row.outline for row in rows]
-                scores = self.scorer.judge.complete(outlines, [row.score for row in rows], self.depot)
+            rows = summarized(mine, self.settings.layout, self.trajectory_store)
+            if self.scorer.collective is not None:
+                summaries = [row.summary for row in rows]
+                scores = self.scorer.collective.complete(summaries, [row.score for row in rows], self.trajectory_store)
                 rows = [replace(row, score=score) for row, score in zip(rows, scores, strict=True)]
         metrics = evaluation_metrics(rows)
         greedy, sampled = ([row for row in rows if row.is_greedy is is_greedy] for is_greedy in (True, False))
         for part in (greedy, sampled):
-            self.watch.tell([row.outline for row in part], [row.score for row in part])
+            self.watch.tell([row.summary for row in part], [row.score for row in part])
         shown = greedy[: self.num_shown]
-        texts = self.depot.to_first([row.outline for row in shown])
-        self.depot.drop(row.outline for row in rows)
-        pairs, album = zip(texts, shown, strict=False), self.dataset.album
-        samples = [shown_sample(trajectory, row.score, album) for trajectory, row in pairs]
+        texts = self.trajectory_store.to_first([row.summary for row in shown])
+        self.trajectory_store.drop(row.summary for row in rows)
+        pairs, picture_set = zip(texts, shown, strict=False), self.dataset.picture_set
+        samples = [shown_sample(trajectory, row.score, picture_set) for trajectory, row in pairs]
         observer.samples(step, "validation", samples)
         self.results.setdefault("first", metrics)
         self.results["last"] = metrics

@@ -17,7 +17,12 @@ from mega_rl.parallel.collectives import gather_objects
 from mega_rl.rewards.scorer import WeightedReward
 from mega_rl.stages.run.batch_share import BatchShare, pack_brought
 from mega_rl.stages.score.values import scored_at_end
-from mega_rl.types import Outline, Score, Tokens, TokenSource
+from mega_rl.types import (
+    Score,
+    TokenSource,
+    TrajectorySummary,
+    TrajectoryTokens,
+)
 
 
 class RewardModel:
@@ -32,7 +37,9 @@ class RewardModel:
     def __init__(self, reward: WeightedReward, model: Frozen, share: BatchShare) -> None:
         self._reward, self._model, self._share = reward, model, share
 
-    def complete(self, outlines: Sequence[Outline], scores: Sequence[Score], source: TokenSource) -> list[Score]:
+    def complete(
+        self, summaries: Sequence[TrajectorySummary], scores: Sequence[Score], source: TokenSource
+    ) -> list[Score]:
         """As ``Judge.complete``; the reward that an environment gave stays what it is.
 
         Raises:
@@ -40,22 +47,22 @@ class RewardModel:
         """
         name, weight = self._reward.name, self._reward.weight
         wanted = [place for place, score in enumerate(scores) if not {name, ENVIRONMENT} & score.parts.keys()]
-        values = self._values([outlines[place] for place in wanted], source)
+        values = self._values([summaries[place] for place in wanted], source)
         found = list(scores)
         for place, value in zip(wanted, values, strict=True):
             parts = {**found[place].parts, name: value}
             found[place] = replace(found[place], value=found[place].value + weight * value, parts=parts)
         return found
 
-    def _values(self, outlines: Sequence[Outline], source: TokenSource) -> list[float]:
-        if not outlines:
+    def _values(self, summaries: Sequence[TrajectorySummary], source: TokenSource) -> list[float]:
+        if not summaries:
             return []
 
-        def sequence(place: int, tokens: Tokens) -> TrainingSequence:
+        def sequence(place: int, tokens: TrajectoryTokens) -> TrainingSequence:
             return scored_at_end(torch.from_numpy(tokens.token_ids.astype(np.int64)))
 
-        lengths = [outline.num_tokens for outline in outlines]  # every token is looked at, the last one too
-        microbatches = pack_brought(self._share, outlines, lengths, source, sequence)
+        lengths = [summary.num_tokens for summary in summaries]  # every token is looked at, the last one too
+        microbatches = pack_brought(self._share, summaries, lengths, source, sequence)
         own: dict[int, float] = {}
         with self._model.on_device() as model:
             for microbatch, values_T in zip(microbatches, model.token_values(microbatches), strict=True):
@@ -68,4 +75,4 @@ class RewardModel:
             raise InputError(
                 f"the reward {self._reward.name} gives values that are not finite: give another reward model"
             )
-        return [found[place] for place in range(len(outlines))]
+        return [found[place] for place in range(len(summaries))]

@@ -16,9 +16,14 @@ from mega_rl.rewards.functions.registry import needs_truth
 from mega_rl.rewards.pool import node
 from mega_rl.rewards.pool.pool import Pool
 from mega_rl.rewards.pool.worker import RAISED
-from mega_rl.rewards.scorer import Judge, Scorer, start_workers, weighted
-from mega_rl.rollout.collect.collect import OutlinedGroup
-from mega_rl.types import Outline, Score
+from mega_rl.rewards.scorer import (
+    CollectiveReward,
+    Scorer,
+    start_workers,
+    weighted,
+)
+from mega_rl.rollout.collect.collect import GroupSummary
+from mega_rl.types import Score, TrajectorySummary
 
 MAX_UNKNOWN_STEPS = 5  # in a row
 MAX_SAMPLES_TOLD = 3  # per line
@@ -27,24 +32,24 @@ MAX_SAMPLES_TOLD = 3  # per line
 def scorer_of_node(
     rewards: Sequence[RewardConfig],
     workers: RewardWorkersConfig,
-    judge: Judge | None = None,
+    collective: CollectiveReward | None = None,
     pictures: Mapping[str, Encoded] | None = None,
 ) -> Scorer:
     """A scorer on every rank; the ranks of a node use the workers of the first of them. Collective over all ranks.
 
     Args:
-        judge, pictures: as `Scorer` has them.
+        collective, pictures: as `Scorer` has them.
 
     Raises:
         InputError: on every rank, what ``build_scorer`` raises on one.
     """
-    if not rewards and judge is not None:
-        return Scorer([], None, judge)
+    if not rewards and collective is not None:
+        return Scorer([], None, collective)
     machines = gather_objects(node.machine())
     rank = dist.get_rank() if dist.is_initialized() else 0
     here = [other for other, machine in enumerate(machines) if machine == machines[rank]]
     pool: Pool | None = None
-    address: node.Address | None = None
+    address: node.WorkerAddress | None = None
     with together("starting the reward workers"):
         names = weighted(rewards)
         if rank == here[0]:
@@ -55,7 +60,7 @@ def scorer_of_node(
         if (found := addresses[here[0]]) is not None and pool is None:
             pool = node.RemotePool(found, f"rank {here[0]}")
     assert pool is not None, "the block before this line raises or connects"
-    return Scorer(names, pool, judge, pictures)
+    return Scorer(names, pool, collective, pictures)
 
 
 def unknown_metrics(scores: Sequence[Score]) -> dict[str, float]:
@@ -80,11 +85,11 @@ class RewardWatch:
         self._steps_in_a_row = 0
         self._is_first = True
 
-    def tell(self, outlines: Sequence[Outline], scores: Sequence[Score]) -> None:
+    def tell(self, summaries: Sequence[TrajectorySummary], scores: Sequence[Score]) -> None:
         """One line per reward and cause, with the samples and what happened to the first one."""
         found: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
-        for outline, score in zip(outlines, scores, strict=True):
-            sample = f"{outline.data_source} prompt {outline.prompt_index} sample {outline.sample_index}"
+        for summary, score in zip(summaries, scores, strict=True):
+            sample = f"{summary.data_source} prompt {summary.prompt_index} sample {summary.sample_index}"
             for name, unknown in score.unknown.items():
                 found[name, unknown.cause].append((sample, unknown.detail))
         for (name, cause), samples in found.items():
@@ -96,16 +101,16 @@ class RewardWatch:
                 f"{listed}{more}; on the first of them it {samples[0][1]}"
             )
 
-    def check(self, groups: Sequence[OutlinedGroup]) -> None:
+    def check(self, groups: Sequence[GroupSummary]) -> None:
         """The same for a training step, whose groups are those of all ranks.
 
         Raises:
             InputError: no score has been known for `MAX_UNKNOWN_STEPS` steps, or a reward raised on every sample of the
                 first one: no later one will fare better.
         """
-        outlines = [outline for group in groups for outline in group.outlines]
+        summaries = [summary for group in groups for summary in group.summaries]
         scores = [score for group in groups for score in group.scores]
-        self.tell(outlines, scores)
+        self.tell(summaries, scores)
         is_first, self._is_first = self._is_first and bool(scores), self._is_first and not scores
         if not scores or any(score.is_known for score in scores):
             self._steps_in_a_row = 0

@@ -16,7 +16,7 @@ from mega_rl.bridge.files.peft.peft import (
     target_modules,
     write_adapter,
 )
-from mega_rl.bridge.files.peft.peft_config import CONFIG_FILE, AdapterConfig as PeftConfig
+from mega_rl.bridge.files.peft.peft_config import CONFIG_FILE, PeftConfig as PeftConfig
 from mega_rl.bridge.files.sampled_digest import weights_digest
 from mega_rl.bridge.lora import Factors, merged
 from mega_rl.bridge.mapping.adapter import adapter_tensors, full_adapter_series, names_of

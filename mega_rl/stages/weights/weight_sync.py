@@ -14,7 +14,7 @@ from torch import Tensor
 from mega_rl import platform
 from mega_rl.bridge.outgoing.noise import AqnNoise
 from mega_rl.bridge.outgoing.transform import Outgoing, Transform, fold
-from mega_rl.bridge.reshard.execute import Ledger, Read
+from mega_rl.bridge.reshard.execute import Read, TransferCount
 from mega_rl.bridge.reshard.plan import Layout
 from mega_rl.bridge.reshard.proof import Proof
 from mega_rl.bridge.slices import Box
@@ -131,9 +131,9 @@ class WeightSync:
         outgoing = fold([*self.model, *(() if is_validation else self.transforms)], self._read, version)
         self.trainer.offload.to_host("gradients", "optimizer")
         platform.current().empty_cache()  # a waking engine takes its memory from the device, not from torch's cache
-        ledger = self.sink.update(outgoing.read, version)
+        transfer_count = self.sink.update(outgoing.read, version)
         self._pushed = version, not is_validation
-        metrics = self._metrics(ledger, outgoing)
+        metrics = self._metrics(transfer_count, outgoing)
         metrics |= self._verify(outgoing.read, version)
         self.trainer.offload.to_host("weights")
         platform.current().empty_cache()
@@ -167,28 +167,28 @@ class WeightSync:
             num_tensors = self.proof.check(read, rank, self.sink.inspect, version)
         return {"bridge/verify_s": time.perf_counter() - start, "bridge/verified_tensors": float(num_tensors)}
 
-    def _metrics(self, ledger: Ledger | None, outgoing: Outgoing) -> dict[str, float]:
-        parts = gather_objects((ledger, outgoing.records, self.plan_s))
-        ledgers = [part for part, _, _ in parts if part is not None]
-        metrics = ledger_metrics(ledgers) if ledgers else {}
+    def _metrics(self, transfer_count: TransferCount | None, outgoing: Outgoing) -> dict[str, float]:
+        parts = gather_objects((transfer_count, outgoing.records, self.plan_s))
+        transfer_counts = [part for part, _, _ in parts if part is not None]
+        metrics = transfer_metrics(transfer_counts) if transfer_counts else {}
         metrics["bridge/plan_s"] = max(seconds for _, _, seconds in parts)
         return metrics | outgoing.metrics([records for _, records, _ in parts])
 
 
-def ledger_metrics(ledgers: Sequence[Ledger]) -> dict[str, float]:
-    """The figures of one sync from the ledgers of all ranks."""
-    sent = [ledger.bytes_sent for ledger in ledgers]
-    moved = sum(ledger.bytes_local + ledger.bytes_sent for ledger in ledgers)
-    seconds = max(ledger.seconds for ledger in ledgers)
+def transfer_metrics(transfer_counts: Sequence[TransferCount]) -> dict[str, float]:
+    """The figures of one sync from the transfer_counts of all ranks."""
+    sent = [transfer_count.bytes_sent for transfer_count in transfer_counts]
+    moved = sum(transfer_count.bytes_local + transfer_count.bytes_sent for transfer_count in transfer_counts)
+    seconds = max(transfer_count.seconds for transfer_count in transfer_counts)
     return {
-        "bridge/bytes_local": float(sum(ledger.bytes_local for ledger in ledgers)),
+        "bridge/bytes_local": float(sum(transfer_count.bytes_local for transfer_count in transfer_counts)),
         "bridge/bytes_sent": float(sum(sent)),
-        "bridge/bytes_received": float(sum(ledger.bytes_received for ledger in ledgers)),
-        "bridge/bytes_minimum": float(sum(ledger.bytes_minimum for ledger in ledgers)),
+        "bridge/bytes_received": float(sum(transfer_count.bytes_received for transfer_count in transfer_counts)),
+        "bridge/bytes_minimum": float(sum(transfer_count.bytes_minimum for transfer_count in transfer_counts)),
         "bridge/largest_sender": max(sent) * len(sent) / sum(sent) if sum(sent) else 1.0,
-        "bridge/pack_s": max(ledger.pack_s for ledger in ledgers),
-        "bridge/transfer_s": max(ledger.transfer_s for ledger in ledgers),
-        "bridge/write_s": max(ledger.write_s for ledger in ledgers),
+        "bridge/pack_s": max(transfer_count.pack_s for transfer_count in transfer_counts),
+        "bridge/transfer_s": max(transfer_count.transfer_s for transfer_count in transfer_counts),
+        "bridge/write_s": max(transfer_count.write_s for transfer_count in transfer_counts),
         "bridge/seconds": seconds,
         "bridge/gb_per_s": moved / 1e9 / max(seconds, 1e-9),
     }

@@ -32,7 +32,12 @@ from mega_rl.models.shape import read_model_shape
 from mega_rl.observe.timers import Timers
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
-from mega_rl.rollout.sinks import InPlaceSink, LoaderSink, Weights, colocated_layout
+from mega_rl.rollout.sinks import (
+    InPlaceSink,
+    LoaderSink,
+    SentWeights,
+    colocated_layout,
+)
 from mega_rl.rollout.vllm.engine import VLLMEngine
 from mega_rl.stages.build import building
 from mega_rl.stages.run.session import Session
@@ -74,7 +79,7 @@ class Collector:
 
 def new_sync(session: Session, engine: MegatronEngine, collector: Collector, noise: AqnNoise) -> WeightSync:
     config = session.config
-    weights = Weights(session.shape, DTYPES[config.model.dtype], config.bridge.bucket_bytes, session.device)
+    weights = SentWeights(session.shape, DTYPES[config.model.dtype], config.bridge.bucket_bytes, session.device)
     sink = LoaderSink(collector, weights, dist.get_world_size())  # type: ignore[arg-type]
     return building.weight_sync(session, engine, sink, noise)
 
@@ -300,7 +305,7 @@ class Live:
         self.trainer = build_engine(self.config, layout, self.path, 4)
         self.engine: VLLMEngine = start(self.path, tensor_parallel_size=2)
         self.noise = building.noise(self.session, 10)
-        weights = Weights(self.session.shape, torch.float32, self.config.bridge.bucket_bytes, self.session.device)
+        weights = SentWeights(self.session.shape, torch.float32, self.config.bridge.bucket_bytes, self.session.device)
         sink = InPlaceSink(self.engine, weights, self.session.engine_layout)
         layout = colocated_layout(weights, self.session.engine_layout)
         assert sink.obstacle(building.load_proof(self.session, self.trainer, weights, layout)) is None

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from mega_rl.bridge.mapping.megatron import megatron_slices, padded_vocab_size
 from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.mapping.vllm import full_slices, vllm_slices
-from mega_rl.bridge.reshard.execute import Ledger, Transfer
+from mega_rl.bridge.reshard.execute import Transfer, TransferCount
 from mega_rl.bridge.reshard.plan import compile_plan
 from mega_rl.bridge.slices import Box, Slice, indices
 from mega_rl.models.shape import ModelShape
@@ -81,7 +81,7 @@ class Rank:
         dist.all_gather_object(values, value)
         assert len(set(values)) == 1, values
 
-    def check_run(self, sources: list, destinations: list, dtype: torch.dtype, bucket_bytes: int) -> Ledger:
+    def check_run(self, sources: list, destinations: list, dtype: torch.dtype, bucket_bytes: int) -> TransferCount:
         model = random_model(dtype)
         mine = local_parameters(sources[self.rank], model, dtype)
         engine = local_parameters(destinations[self.rank], None, dtype)
@@ -98,16 +98,16 @@ class Rank:
         for _ in range(2):
             for tensor in engine.values():
                 tensor.zero_()
-            ledger = transfer.run(read, write, dtype)
+            transfer_count = transfer.run(read, write, dtype)
         expected = local_parameters(destinations[self.rank], model, dtype)
         assert engine.keys() == expected.keys()
         for name, tensor in expected.items():
             assert torch.equal(engine[name], tensor), f"rank {self.rank}: {name}"
-        assert ledger.bytes_received == ledger.bytes_minimum
+        assert transfer_count.bytes_received == transfer_count.bytes_minimum
         total = sum(t.numel() for t in expected.values()) * dtype.itemsize
-        assert ledger.bytes_local + ledger.bytes_received == total
-        self.agree(ledger.num_buckets)
-        return ledger
+        assert transfer_count.bytes_local + transfer_count.bytes_received == total
+        self.agree(transfer_count.num_buckets)
+        return transfer_count
 
     def check_stream(self, sources: list, destination_ranks: list[int], bucket_bytes: int) -> None:
         model = random_model(torch.bfloat16)
@@ -139,8 +139,8 @@ def worker(rank: int, world_size: int, store: str) -> None:
             assert one.num_buckets == 1 < many.num_buckets
     separate = [*trainer_slices(1, 1), *[[] for _ in range(world_size - 1)]]
     engine = [[], *[vllm_slices(SHAPE, 1, 0) for _ in range(world_size - 1)]]
-    ledger = me.check_run(separate, engine, torch.bfloat16, bucket_bytes=4096)
-    assert (ledger.bytes_sent > 0) == (rank == 0) and ledger.bytes_local == 0
+    transfer_count = me.check_run(separate, engine, torch.bfloat16, bucket_bytes=4096)
+    assert (transfer_count.bytes_sent > 0) == (rank == 0) and transfer_count.bytes_local == 0
     for bucket_bytes in (300, 3000, 1 << 24):
         me.check_stream(sources, [0], bucket_bytes)
         me.check_stream(sources, list(range(world_size)), bucket_bytes)
@@ -185,8 +185,8 @@ def test_one_process_needs_no_group() -> None:
     def write(name: str, hf_name: str, hf_box: Box, box: Box, piece: torch.Tensor) -> None:
         engine[name][indices(box)] = piece
 
-    ledger = transfer.run(read, write, torch.float32)
-    assert (ledger.num_buckets, ledger.bytes_sent, ledger.bytes_received) == (0, 0, 0)
+    transfer_count = transfer.run(read, write, torch.float32)
+    assert (transfer_count.num_buckets, transfer_count.bytes_sent, transfer_count.bytes_received) == (0, 0, 0)
     assert waits == [0, sum(tensor.numel() for tensor in model.values())], "not at both ends"
     for name, tensor in local_parameters(destinations[0], model, torch.float32).items():
         assert torch.equal(engine[name], tensor), name

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from mega_rl.fleet.engines import Limits
+from mega_rl.fleet.engines import EngineLimits
 from mega_rl.fleet.executor import Requests
 from mega_rl.fleet.tickets import held_out
 from mega_rl.megatron.engine import MegatronEngine
@@ -27,7 +27,7 @@ from mega_rl.stages.sampling.fleet_batches import Fleet
 from mega_rl.stages.weights.weight_sync import Pushed
 from tests.distributed.stages.run.run_struck_stage import die
 from tests.launching.launch import REPO
-from tests.pretended.fleet_engines import PretendedCarrier
+from tests.pretended.fleet_engines import PretendedExecutor
 from tests.pretended.samplers import PretendedSampler
 from tools import train
 
@@ -38,7 +38,7 @@ class PretendedSync:
     def __init__(self, actor: MegatronEngine) -> None:
         self.actor, self.digests = actor, dict[int, int]()
         self.sampler = PretendedSampler(self.digests.__getitem__)
-        self.carriers: list[PretendedCarrier] = []
+        self.executors: list[PretendedExecutor] = []
         self.has_validated = False
         self.changed: Path | None = None  # the output directory of a run whose engines are to change
 
@@ -46,17 +46,17 @@ class PretendedSync:
         self.has_validated |= is_validation
         if self.changed is not None and version == 1 and dist.get_rank() == 0:
             change(self.changed)
-        if self.carriers and not self.has_validated:  # weights change within responses, whoever is faster
+        if self.executors and not self.has_validated:  # weights change within responses, whoever is faster
             until = time.monotonic() + 100
-            while not self.carriers[-1].has_begun(version) and time.monotonic() < until:
+            while not self.executors[-1].has_begun(version) and time.monotonic() < until:
                 time.sleep(0.01)
         digest = 0
         for parameter in chain(*(chunk.parameters() for chunk in self.actor.policy.chunks)):
             digest = zlib.crc32(parameter.detach().cpu().numpy().tobytes(), digest)
         self.digests[version] = self.digests[held_out(version)] = digest
         if is_validation:
-            for carrier in self.carriers:
-                carrier.is_validating = True
+            for executor in self.executors:
+                executor.is_validating = True
         self.sampler.weight_version = version
         return Pushed(version, 0.0)
 
@@ -73,7 +73,7 @@ def change(run: Path) -> None:
 
 
 def main(engines: int, seed: int, death: int, crash: int, arguments: list[str]) -> None:
-    carriers: list[PretendedCarrier] = []
+    executors: list[PretendedExecutor] = []
     is_changed = arguments[0] == "--change"
     arguments = arguments[is_changed:]
 
@@ -84,15 +84,17 @@ def main(engines: int, seed: int, death: int, crash: int, arguments: list[str]) 
         sync.changed = session.output_dir if is_changed else None
         mode = session.config.rollout.mode
 
-        def opened(requests: Requests) -> PretendedCarrier:
-            carriers.append(PretendedCarrier(requests, sync.digests.__getitem__, mode == "pinned", seed, death, room=2))
-            return carriers[-1]
+        def opened(requests: Requests) -> PretendedExecutor:
+            executors.append(
+                PretendedExecutor(requests, sync.digests.__getitem__, mode == "pinned", seed, death, room=2)
+            )
+            return executors[-1]
 
         if mode == "in_flight":
-            sync.carriers = carriers
+            sync.executors = executors
         # unpinned responses stay with their engine until the next weights come, so there must be room for more
         slots = 6 if mode == "pinned" else 1000
-        fleet = Fleet(engines, Limits(slots=slots, restarts=10_000), opened)
+        fleet = Fleet(engines, EngineLimits(slots=slots, restarts=10_000), opened)
         return (sync.sampler if mode == "synchronous" else fleet), sync
 
     sampling.store_fleet = building.engine_and_sync = pretended
@@ -101,8 +103,8 @@ def main(engines: int, seed: int, death: int, crash: int, arguments: list[str]) 
     try:
         train.main(arguments)
     finally:
-        for carrier in carriers:
-            print(f"engines: {carrier.num_issued} issued, {carrier.num_deaths} died, closed: {carrier.is_closed}")
+        for executor in executors:
+            print(f"engines: {executor.num_issued} issued, {executor.num_deaths} died, closed: {executor.is_closed}")
 
 
 if __name__ == "__main__":

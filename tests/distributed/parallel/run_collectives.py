@@ -14,7 +14,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from mega_rl.config.schema.sections import DataConfig
 from mega_rl.data import prompts as prompts_module
-from mega_rl.data.pictures.pictures import Found, PictureReader
+from mega_rl.data.pictures.pictures import FoundPicture, PictureReader
 from mega_rl.data.prompts import PromptDataset
 from mega_rl.data.rows.rows import Row
 from mega_rl.errors import InputError
@@ -93,7 +93,7 @@ def tokenises_once(directory: Path) -> None:
 class CountingReader(PictureReader):
     looked = 0
 
-    def _look(self, found: Found) -> tuple[str, tuple[int, int]]:
+    def _look(self, found: FoundPicture) -> tuple[str, tuple[int, int]]:
         self.looked += 1
         return super()._look(found)
 

@@ -1,4 +1,4 @@
-"""Two ranks as on two nodes, one of which is lost with its keeper: its copy comes from the other one's."""
+"""Two ranks as on two nodes, one of which is lost with its copy server: its copy comes from the other one's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 import torch.distributed as dist
 
 from mega_rl.parallel.watch import state_copies
-from mega_rl.parallel.watch.state_copies import Copies
+from mega_rl.parallel.watch.state_copies import StateCopies
 
 
 def node() -> subprocess.Popen[bytes]:
@@ -27,7 +27,7 @@ def main() -> None:
     rank = dist.get_rank()
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     launcher = node()
-    copies = Copies("run")
+    copies = StateCopies("run")
     assert copies.newest() is None
     for step in (1, 2, 3):
         copies.keep(step, content(rank, step))
@@ -35,12 +35,12 @@ def main() -> None:
         copies._put(0, 4, content(0, 4))  # the other rank was killed before it had put its own
     dist.barrier()
     assert copies.newest() == 3
-    assert Copies("another run").newest() is None
+    assert StateCopies("another run").newest() is None
     if rank == 1:
         launcher.kill()
         launcher.wait()
         launcher = node()
-    after = Copies("run")
+    after = StateCopies("run")
     assert after.newest() == 3
     assert (rank, 3) in after._here or rank == 1
     assert after.get(3) == content(rank, 3)

@@ -21,7 +21,7 @@ from mega_rl.parallel.store import shared_store
 from mega_rl.parallel.watch.watch import watched
 from mega_rl.rollout.collect.collect import Quota, Round
 from mega_rl.rollout.collect.replicas import collect_everywhere
-from mega_rl.rollout.collect.trajectory_store import Depot
+from mega_rl.rollout.collect.trajectory_store import TrajectoryStore
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.requests import make_requests
 from mega_rl.types import Prompt, Score, Trajectory
@@ -62,10 +62,10 @@ def main(directory: Path) -> None:
     with watched(store, directory, 600.0, COLLECTIVE_S):
         HEART.step = 1
         with HEART.during("generate"):
-            depot = Depot(ParallelLayout.create(2), rank)
+            trajectory_store = TrajectoryStore(ParallelLayout.create(2), rank)
             engine = Engine(DIFFERENCE_S * rank)
             layout, shares = EngineLayout(2, 1), [[0, 1], [2, 3]]
-            groups, *_ = collect_everywhere(engine, layout, of_step, shares, rendezvous, depot)  # type: ignore[arg-type]
+            groups, *_ = collect_everywhere(engine, layout, of_step, shares, rendezvous, trajectory_store)  # type: ignore[arg-type]
             print(f"COLLECTED {rank} {len(groups)}\n", end="", flush=True)
             if rank == 1:
                 os._exit(0)  # as if its launcher saw nothing wrong

@@ -34,7 +34,7 @@ def test_a_killed_rank_costs_no_step_and_reads_no_checkpoint(
     record_property("seconds", resumed_at - float(re.findall(r"killed at (\d+\.\d{3})", output)[0]))
     assert output.count("resuming after step 5 from the memory of the nodes") == 1, output
     assert "from " + str(output_dir / "checkpoints") not in output
-    assert left == [], "a keeper of the copies outlives torchrun"
+    assert left == [], "a server of the copies outlives torchrun"
     expected = {step: computed(row) for step, row in metrics_of(sft_run).items()}
     assert {step: computed(row) for step, row in metrics_of(output_dir).items()} == expected
     assert digests(output_dir / "huggingface") == digests(sft_run / "huggingface")

@@ -17,7 +17,7 @@ from mega_rl.data.tokens.tokenizer import encode, load_tokenizer
 from mega_rl.environments.episode import EpisodeLimits
 from mega_rl.environments.protocol import End, Reply, Turn
 from mega_rl.rollout.engine import Request
-from mega_rl.rollout.episodes.episode_tokens import Plan
+from mega_rl.rollout.episodes.episode_tokens import EpisodePlan
 from mega_rl.rollout.episodes.episodes import EpisodeSampler
 from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.vllm.engine import VLLMEngine
@@ -84,7 +84,7 @@ def collected(
     engine: VLLMEngine, tokenizer: Any, make: type[Echo], requests: list[Request], ranks: Any
 ) -> tuple[list[Trajectory], list[tuple[int, int]]]:
     """The episodes, and of every turn how many tokens of its prompt were cached, and how many it had."""
-    plan = Plan(make, ReplyTokens(tokenizer, roles=["tool"]), tokenizer, EpisodeLimits(step_timeout_s=120.0), 12)
+    plan = EpisodePlan(make, ReplyTokens(tokenizer, roles=["tool"]), tokenizer, EpisodeLimits(step_timeout_s=120.0), 12)
     cached: list[tuple[int, int]] = []
     llm = engine._llm.llm_engine
     own_step = llm.step

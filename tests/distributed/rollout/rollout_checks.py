@@ -32,14 +32,25 @@ from mega_rl.bridge.reshard.proof import live_hashes
 from mega_rl.bridge.slices import extents, indices
 from mega_rl.config.schema.sections import RolloutConfig
 from mega_rl.errors import InputError
-from mega_rl.evaluation.evaluate import STREAM, Answered, EvaluationSettings, Row, evaluate
+from mega_rl.evaluation.evaluate import (
+    STREAM,
+    AnsweredPrompt,
+    EvaluationRow,
+    EvaluationSettings,
+    evaluate,
+)
 from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.collectives import broadcast_object, gather_objects
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
 from mega_rl.rollout.engine import Request
-from mega_rl.rollout.remote.weight_store import Form, Store, Stored, take
+from mega_rl.rollout.remote.weight_store import (
+    Store,
+    StoredVersion,
+    StoreForm,
+    take,
+)
 from mega_rl.rollout.requests import make_requests
-from mega_rl.rollout.sinks import InPlaceSink, Weights
+from mega_rl.rollout.sinks import InPlaceSink, SentWeights
 from mega_rl.rollout.temperature_probe import measured_temperatures, probe_prompt
 from mega_rl.rollout.vllm.engine import VLLMEngine
 from mega_rl.types import Prompt, Score, Trajectory
@@ -164,7 +175,7 @@ def takes_whole_experts(engine: VLLMEngine, model: PreTrainedModel, path: Path) 
     equals_hf(engine, model)
     layout, shape = ParallelLayout.create(2, expert=2), read_model_shape(path)
     sources = [rank_series(shape, layout, rank) for rank in range(2)]
-    weights = Weights(shape, torch.float32, 1 << 16, torch.device("cpu"), has_whole_experts=True)
+    weights = SentWeights(shape, torch.float32, 1 << 16, torch.device("cpu"), has_whole_experts=True)
     sink = InPlaceSink(engine, weights, EngineLayout(2, 2))
     sink.connect(sources)
     perturb(model, 17, 0.05)
@@ -271,7 +282,7 @@ def changed_after_five_steps(
 
 def fifty_updates_under_way(engine: VLLMEngine, model: PreTrainedModel, path: Path) -> None:
     """Every step samples with other weights, of which all bytes are proved as they arrive from a store."""
-    form = Form((tuple(vllm_series(read_model_shape(path), 1, 0)),), torch.float32, num_slots=2, salt=5)
+    form = StoreForm((tuple(vllm_series(read_model_shape(path), 1, 0)),), torch.float32, num_slots=2, salt=5)
     store, slices = Store(form), form.slices[0]
     models, found = {engine.weight_version: copy.deepcopy(model)}, list[Trajectory]()
     for version in range(engine.weight_version + 1, engine.weight_version + 51):
@@ -283,7 +294,7 @@ def fifty_updates_under_way(engine: VLLMEngine, model: PreTrainedModel, path: Pa
         live_write(model, path)(stored)
         hashes = zip(slices, live_hashes(stored, slices, form.salt), strict=True)
         digest = summed({(piece.local_name, piece.hf_name): value} for piece, value in hashes)
-        engine.exchange(partial(take, store, 0, Stored(version, [digest])), version)
+        engine.exchange(partial(take, store, 0, StoredVersion(version, [digest])), version)
         models[version] = copy.deepcopy(model)
     while engine.num_unfinished:
         found += engine.step()
@@ -592,8 +603,8 @@ def replicas(directory: Path, tensor_parallel_size: int) -> None:
     settings = EvaluationSettings(layout, n=3, temperature=1.0, max_tokens=9, seed=0)
     requests = make_requests(prompts, n=3, step=STREAM, seed=0, max_tokens=9, temperature=1.0)
 
-    def answers(engine: Any, prompts: list[Prompt]) -> list[Row]:
-        mine: list[Answered] = []
+    def answers(engine: Any, prompts: list[Prompt]) -> list[EvaluationRow]:
+        mine: list[AnsweredPrompt] = []
         evaluate(engine, Unscored(), prompts, settings, mine.append)  # type: ignore[arg-type]
         assert (layout.tensor_rank(rank) == 0) or not mine
         found = sorted((a for part in gather_objects(mine) for a in part), key=lambda answered: answered.prompt.index)

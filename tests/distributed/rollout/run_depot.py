@@ -15,7 +15,12 @@ import torch.distributed as dist
 
 from mega_rl.config.schema.sections import AlgorithmConfig
 from mega_rl.data.packing import sequence_of
-from mega_rl.evaluation.evaluate import Answered, EvaluationSettings, evaluate, outlined
+from mega_rl.evaluation.evaluate import (
+    AnsweredPrompt,
+    EvaluationSettings,
+    evaluate,
+    summarized,
+)
 from mega_rl.microbatch import Sequence
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
@@ -23,13 +28,13 @@ from mega_rl.parallel.rendezvous import Rendezvous
 from mega_rl.parallel.sending import spread
 from mega_rl.parallel.store import shared_store
 from mega_rl.rollout.collect.collect import (
-    OutlinedGroup,
+    GroupSummary,
     PromptGroup,
     Quota,
     Round,
 )
 from mega_rl.rollout.collect.replicas import collect_everywhere
-from mega_rl.rollout.collect.trajectory_store import Depot
+from mega_rl.rollout.collect.trajectory_store import TrajectoryStore
 from mega_rl.rollout.engine import Ended, Request
 from mega_rl.rollout.requests import make_requests
 from mega_rl.stages.learn import learning
@@ -40,7 +45,14 @@ from mega_rl.stages.run.batch_share import (
     pack_for_rank,
 )
 from mega_rl.stages.sampling import rollout_metrics
-from mega_rl.types import Outline, Prompt, Routing, Score, Tokens, Trajectory
+from mega_rl.types import (
+    Prompt,
+    RoutingShape,
+    Score,
+    Trajectory,
+    TrajectorySummary,
+    TrajectoryTokens,
+)
 from tests.pretended.samplers import Modelless, answered
 from tests.recorded.trajectories import two_turns
 
@@ -104,10 +116,10 @@ def equal(a: Any, b: Any) -> bool:
 
 def check(layout: ParallelLayout, engines: EngineLayout) -> int:
     """Returns the bytes that this rank sent for one batch."""
-    rank, depot = dist.get_rank(), Depot.open(layout, timeout_s=60)
+    rank, trajectory_store = dist.get_rank(), TrajectoryStore.open(layout, timeout_s=60)
     groups = groups_of_all()
     own = {
-        ticket: OutlinedGroup(tuple(map(depot.add, group.trajectories)), group.scores)
+        ticket: GroupSummary(tuple(map(trajectory_store.add, group.trajectories)), group.scores)
         for ticket, group in enumerate(groups)
         if engines.replica_ranks(ticket % engines.num_replicas)[0] == rank
     }
@@ -119,23 +131,23 @@ def check(layout: ParallelLayout, engines: EngineLayout) -> int:
     sequences = [sequence_of(t, s.advantage) for t, s in zip(trajectories, samples, strict=True)]
 
     with counted() as sent:
-        packed = learning.pack_samples(share, samples, depot)
+        packed = learning.pack_samples(share, samples, trajectory_store)
         num_sent = sent()
-        again = learning.pack_samples(share, samples[::-1], depot)
+        again = learning.pack_samples(share, samples[::-1], trajectory_store)
         moved = sum(gather_objects(sent() - num_sent))
         assert moved < sum(gather_objects(num_sent)), "tokens that are there are not sent again"
     for found, whole in ((packed, sequences), (again, sequences[::-1])):
         for one, expected in zip(found, pack_for_rank(share, whole), strict=True):
             names = [field.name for field in dataclasses.fields(one)]
             assert all(equal(getattr(one, name), getattr(expected, name)) for name in names)
-    outlines = [sample.outline for sample in samples]
-    assert sum(o.num_sampled for o in outlines) == denominators_of(sequences, 8).num_tokens
-    few = learning.pack_samples(share, samples[:1], depot)
+    summaries = [sample.summary for sample in samples]
+    assert sum(o.num_sampled for o in summaries) == denominators_of(sequences, 8).num_tokens
+    few = learning.pack_samples(share, samples[:1], trajectory_store)
     assert len(few) == 1 and few[0].advantages is not None, "ranks without sequences take part"
 
-    shown = depot.to_first(outlines[::2])
+    shown = trajectory_store.to_first(summaries[::2])
     assert shown == (trajectories[::2] if rank == 0 else []), "in order, and whole"
-    first = depot.groups_to_first(batch[2:])
+    first = trajectory_store.groups_to_first(batch[2:])
     assert [group.trajectories for group in first] == ([group.trajectories for group in groups[2:]] if first else [])
     assert str([group.scores for group in first]) == str([group.scores for group in groups[2:]] if rank == 0 else [])
     known = [sample for sample in samples if sample.score.is_known]
@@ -143,37 +155,37 @@ def check(layout: ParallelLayout, engines: EngineLayout) -> int:
     assert all(other == metrics for other in gather_objects(metrics))
     values = [t.sampled_logprobs.astype(np.float64) for t, s in zip(trajectories, samples, strict=True) if s in known]
     assert abs(metrics["rollout/entropy"] + np.concatenate(values).mean()) < 1e-12
-    depot.drop(outlines)
-    assert not depot._own and not depot._received and not any(depot._sent)
+    trajectory_store.drop(summaries)
+    assert not trajectory_store._own and not trajectory_store._received and not any(trajectory_store._sent)
     return num_sent
 
 
 def lengths_are_those_that_are_sent() -> None:
     for trajectory in (trajectory for group in groups_of_all() for trajectory in group.trajectories):
-        outline = trajectory.outline()
+        summary = trajectory.summary()
         routed = trajectory.routed_experts
-        assert outline.num_routing_bytes == (0 if routed is None else routed.nbytes)
-        assert (outline.routing is None) == (routed is None)
-        assert outline.routing is None or outline.routing == Routing("uint8", 3, 1)
+        assert summary.num_routing_bytes == (0 if routed is None else routed.nbytes)
+        assert (summary.routing is None) == (routed is None)
+        assert summary.routing is None or summary.routing == RoutingShape("uint8", 3, 1)
 
 
 def a_reward_model_gets_its_share(layout: ParallelLayout) -> None:
     """Nothing but token ids of other lengths than the trainer's; one rank owns everything."""
-    depot, rank = Depot.open(layout, timeout_s=60), dist.get_rank()
+    trajectory_store, rank = TrajectoryStore.open(layout, timeout_s=60), dist.get_rank()
     trajectories = [trajectory for group in groups_of_all() for trajectory in group.trajectories]
-    outlines = depot.adopt(trajectories)
+    summaries = trajectory_store.adopt(trajectories)
     share = BatchShare(layout, rank, max_tokens=64, pad_multiple=1, pad_token_id=0)
 
-    def sequence(place: int, tokens: Tokens) -> Sequence:
+    def sequence(place: int, tokens: TrajectoryTokens) -> Sequence:
         ids = torch.from_numpy(tokens.token_ids.astype(np.int64))
         assert ids.tolist() == trajectories[place].token_ids.tolist()
         return Sequence(torch.cat([ids, ids[-1:]]), torch.ones(len(ids)))
 
-    packed = pack_brought(share, outlines, [o.num_tokens for o in outlines], depot, sequence)
+    packed = pack_brought(share, summaries, [o.num_tokens for o in summaries], trajectory_store, sequence)
     seen = gather_objects(
         [i for m in packed for i in m.sequence_indices] if share.is_counted and share.is_last_stage else []
     )
-    assert sorted(i for part in seen for i in part) == list(range(len(outlines)))
+    assert sorted(i for part in seen for i in part) == list(range(len(summaries)))
 
 
 class EnginesElsewhere(Modelless):
@@ -191,7 +203,12 @@ class EnginesElsewhere(Modelless):
 
 def engines_elsewhere_answer_rank_0_alone(layout: ParallelLayout) -> None:
     """Groups are sampled, dropped and replaced, and prompts evaluated, with all tokens on rank 0."""
-    rank, engine, depot, store = dist.get_rank(), EnginesElsewhere(), Depot.open(layout, 60), shared_store(60)
+    rank, engine, trajectory_store, store = (
+        dist.get_rank(),
+        EnginesElsewhere(),
+        TrajectoryStore.open(layout, 60),
+        shared_store(60),
+    )
     engines, rendezvous = EngineLayout(WORLD, WORLD), Rendezvous(store, rank, WORLD)
 
     def draw(ticket: int) -> list[Request]:
@@ -207,20 +224,20 @@ def engines_elsewhere_answer_rank_0_alone(layout: ParallelLayout) -> None:
     quota = Quota(4, 4, 20, is_kept=lambda group: len({one.value for one in group.scores}) > 1)
     of_step = Round(0, quota, draw, score, store, rank == 0, dist.group.WORLD)
     shares = [list(range(4))]
-    groups, *_ = collect_everywhere(engine, engines, of_step, shares, rendezvous, depot)  # type: ignore[arg-type]
+    groups, *_ = collect_everywhere(engine, engines, of_step, shares, rendezvous, trajectory_store)  # type: ignore[arg-type]
     assert len(groups) == 8 and sum(quota.is_kept(group) for group in groups) == 4
-    outlines = [outline for group in groups for outline in group.outlines]
-    assert [(o.prompt_index, o.sample_index) for o in outlines] == [(10 + t, n) for t in range(8) for n in range(3)]
-    assert {(o.owner, o.num_sampled, o.newest_version) for o in outlines} == {(0, 2, 3)}
-    assert len(depot._own) == (len(outlines) if rank == 0 else 0)
+    summaries = [summary for group in groups for summary in group.summaries]
+    assert [(o.prompt_index, o.sample_index) for o in summaries] == [(10 + t, n) for t in range(8) for n in range(3)]
+    assert {(o.owner, o.num_sampled, o.newest_version) for o in summaries} == {(0, 2, 3)}
+    assert len(trajectory_store._own) == (len(summaries) if rank == 0 else 0)
 
-    mine: list[Answered] = []
+    mine: list[AnsweredPrompt] = []
     settings = EvaluationSettings(engines, n=2, temperature=1.0, max_tokens=4, seed=0)
     scorer: Any = SimpleNamespace(start=score)
     prompts = [Prompt(index, (1, 2), "", "", "made") for index in range(3)]
     evaluate(engine, scorer, prompts, settings, mine.append, rendezvous)  # type: ignore[arg-type]
-    rows = outlined(mine, engines, depot)
-    assert [(row.outline.prompt_index, row.is_greedy) for row in rows] == [
+    rows = summarized(mine, engines, trajectory_store)
+    assert [(row.summary.prompt_index, row.is_greedy) for row in rows] == [
         (i // n, n == 1) for n in (1, 2) for i in range(3 * n)
     ]
     assert all(other == rows for other in gather_objects(rows))
@@ -230,8 +247,8 @@ def engines_elsewhere_answer_rank_0_alone(layout: ParallelLayout) -> None:
 def main() -> None:
     dist.init_process_group("gloo")
     lengths_are_those_that_are_sent()
-    outlines: list[Outline] = [t.outline() for group in groups_of_all() for t in group.trajectories]
-    least = sum(o.num_token_bytes + -(-o.num_routing_bytes // 4) * 4 for o in outlines)
+    summaries: list[TrajectorySummary] = [t.summary() for group in groups_of_all() for t in group.trajectories]
+    least = sum(o.num_token_bytes + -(-o.num_routing_bytes // 4) * 4 for o in summaries)
     for name, (sizes, engine_size) in LAYOUTS.items():
         layout = ParallelLayout.create(WORLD, **sizes)
         sent = sum(gather_objects(check(layout, EngineLayout(WORLD, engine_size))))

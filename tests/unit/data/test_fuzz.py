@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mega_rl.config.schema.sections import DataConfig
 from mega_rl.data.conversations import ConversationDataset
-from mega_rl.data.pairs import JudgedDataset, PairDataset
+from mega_rl.data.pairs import LabelledDataset, PairDataset
 from mega_rl.data.prompts import PromptDataset
 from mega_rl.data.rows.rows import read_rows
 from mega_rl.data.tokens import tokenizer
@@ -62,7 +62,7 @@ ROWS = st.dictionaries(
 TALKS = st.fixed_dictionaries({"messages": MESSAGES}, optional={"tools": TOOLS | ARGUMENTS})
 
 
-DATASETS = (PromptDataset, ConversationDataset, PairDataset, JudgedDataset)
+DATASETS = (PromptDataset, ConversationDataset, PairDataset, LabelledDataset)
 NUMBERS = st.text("0123456789", min_size=1, max_size=8)  # every tokenizer has them as they are
 # What may stand in a column that means nothing: half a surrogate pair, which VALUES has too, is refused everywhere.
 UNREAD = st.recursive(

@@ -11,7 +11,11 @@ import torch
 
 from mega_rl.config.schema.sections import DataConfig
 from mega_rl.data.conversations import ConversationDataset
-from mega_rl.data.pairs import Judged, JudgedDataset, PairDataset
+from mega_rl.data.pairs import (
+    LabelledAnswer,
+    LabelledDataset,
+    PairDataset,
+)
 from mega_rl.errors import InputError
 from mega_rl.microbatch import Sequence
 from mega_rl.synthetic.arithmetic import arithmetic_tokenizer, bpe_tokenizer
@@ -115,7 +119,7 @@ def test_the_fingerprint_tells_chosen_from_rejected(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tokenizer", [PLAIN, CHAT], ids=["plain", "chat"])
 def test_all_forms_of_a_verdict(tmp_path: Path, tokenizer: Any) -> None:
     other = {"prompt": "2+2=", "completion": "4", "label": False}
-    found = JudgedDataset.from_files(write(tmp_path, [*JUDGED, other]), tokenizer, DATA).items
+    found = LabelledDataset.from_files(write(tmp_path, [*JUDGED, other]), tokenizer, DATA).items
     rows = [
         {"prompt": "1+1=", "response": "2"},
         {"prompt": "1+1=", "response": "4"},
@@ -132,7 +136,7 @@ def test_a_mismatched_answer_is_cut_to_the_limit(tmp_path: Path) -> None:
         {"prompt": "1+1=", "completion": "2" * 10, "label": True},
         {"prompt": "11111+1=", "completion": "2", "label": False},
     ]
-    found: list[Judged] = JudgedDataset.from_files(
+    found: list[LabelledAnswer] = LabelledDataset.from_files(
         write(tmp_path, rows), PLAIN, DataConfig(max_prompt_length=8, max_response_length=7)
     ).items
     assert found[1].mismatched.token_ids.numel() == 15 and found[1].mismatched.loss_mask.sum() == 7
@@ -150,4 +154,4 @@ def test_a_mismatched_answer_is_cut_to_the_limit(tmp_path: Path) -> None:
 )
 def test_a_verdict_that_cannot_be_used(tmp_path: Path, rows: list[dict[str, Any]], words: str) -> None:
     with pytest.raises(InputError, match=words):
-        JudgedDataset.from_files(write(tmp_path, rows), CHAT, DATA)
+        LabelledDataset.from_files(write(tmp_path, rows), CHAT, DATA)

@@ -11,7 +11,7 @@ import pytest
 
 from mega_rl.config.schema.sections import DataConfig
 from mega_rl.data.conversations import ConversationDataset
-from mega_rl.data.pairs import JudgedDataset, PairDataset
+from mega_rl.data.pairs import LabelledDataset, PairDataset
 from mega_rl.data.rows.rows import write_jsonl, write_parquet
 from mega_rl.data.sets.table import prepare
 from mega_rl.errors import InputError
@@ -302,7 +302,9 @@ def test_preferences_between_calls(tmp_path: Path) -> None:
         {"prompt": TALK[:3], "completion": "It is 4.", "label": False, "tools": [RUN]},
     ]
     write_jsonl(path, judged)
-    answers = [one.answer for one in JudgedDataset.from_files([str(path)], tokenizer_of("qwen2.5"), DataConfig()).items]
+    answers = [
+        one.answer for one in LabelledDataset.from_files([str(path)], tokenizer_of("qwen2.5"), DataConfig()).items
+    ]
     write_jsonl(path, [{"messages": messages, "tools": [RUN]} for messages in (TALK[:2], [*TALK[:2], *TALK[2:]])])
     expected = ConversationDataset.from_files([str(path)], tokenizer_of("qwen2.5"), DataConfig()).sequences
     decode = tokenizer_of("qwen2.5").decode

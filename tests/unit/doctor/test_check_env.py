@@ -11,7 +11,12 @@ import torch
 
 from mega_rl.doctor.command import main, parse, wanted
 from mega_rl.doctor.examine import CHECKS, examine, likely_platform, verdict
-from mega_rl.doctor.finding import Answer, Check, Finding, Wanted
+from mega_rl.doctor.finding import (
+    Check,
+    CheckAnswer,
+    Finding,
+    Wanted,
+)
 from mega_rl.doctor.host import Disk, Ran, ThisHost
 from mega_rl.doctor.machine import parse_ports
 from mega_rl.doctor.probes import kernels
@@ -386,7 +391,7 @@ def test_attention_that_is_not_causal_is_noticed(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_check_that_raises_is_a_finding() -> None:
-    def broken(host: object, wanted: object) -> list[Answer]:
+    def broken(host: object, wanted: object) -> list[CheckAnswer]:
         raise OSError("the disk is on fire\nand more")
 
     found = list(examine(HEALTHY, Wanted("npu"), (Check("broken", "machine", broken),)))  # type: ignore[arg-type]

@@ -246,12 +246,12 @@ def test_a_python_interpreter_as_retool_has_it() -> None:
 @pytest.mark.parametrize(
     ("run", "text", "num_errors"),
     [
-        (sandbox.Run(1, "Traceback\nZeroDivisionError\n"), "Traceback\nZeroDivisionError", 1),
-        (sandbox.Run(0, "error: 3\n"), "error: 3", 0),
+        (sandbox.ProgramRun(1, "Traceback\nZeroDivisionError\n"), "Traceback\nZeroDivisionError", 1),
+        (sandbox.ProgramRun(0, "error: 3\n"), "error: 3", 0),
     ],
 )
 def test_calls_of_the_interpreter_count_as_errors_by_the_exit_status(
-    monkeypatch: pytest.MonkeyPatch, run: sandbox.Run, text: str, num_errors: int
+    monkeypatch: pytest.MonkeyPatch, run: sandbox.ProgramRun, text: str, num_errors: int
 ) -> None:
     monkeypatch.setattr("mega_rl.environments.built_in.python.run_program", lambda *_, **__: run)
     parsed = Parsed("", [ToolCall("code_interpreter", json.dumps({"code": "1 / 0"}))])

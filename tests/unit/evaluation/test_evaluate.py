@@ -5,20 +5,26 @@ from __future__ import annotations
 import pytest
 
 from mega_rl.errors import InputError
-from mega_rl.evaluation.evaluate import Answered, EvaluationSettings, evaluate, evaluation_metrics, outlined
+from mega_rl.evaluation.evaluate import (
+    AnsweredPrompt,
+    EvaluationSettings,
+    evaluate,
+    evaluation_metrics,
+    summarized,
+)
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
-from mega_rl.rollout.collect.trajectory_store import Depot
+from mega_rl.rollout.collect.trajectory_store import TrajectoryStore
 from tests.pretended.answering import PROMPTS, FakeEngine, FakeScorer
 
 LAYOUT = EngineLayout(1, 1)
 
 
-def depot() -> Depot:
-    return Depot(ParallelLayout.create(1), 0)
+def trajectory_store() -> TrajectoryStore:
+    return TrajectoryStore(ParallelLayout.create(1), 0)
 
 
-def answers(settings: EvaluationSettings, engine: FakeEngine | None = None) -> list[Answered]:
-    mine: list[Answered] = []
+def answers(settings: EvaluationSettings, engine: FakeEngine | None = None) -> list[AnsweredPrompt]:
+    mine: list[AnsweredPrompt] = []
     evaluate(engine or FakeEngine(), FakeScorer(), PROMPTS, settings, mine.append)  # type: ignore[arg-type]
     return mine
 
@@ -27,8 +33,8 @@ def test_metrics_and_rows_of_an_evaluation() -> None:
     engine = FakeEngine()
     mine = answers(EvaluationSettings(LAYOUT, n=2, temperature=0.7, max_tokens=4, seed=3), engine)
     assert [a.prompt.index for a in mine] == [2, 1, 0], "as soon as the last answer of a prompt is scored"
-    rows = outlined(mine, LAYOUT, depot())
-    assert [(r.outline.prompt_index, r.outline.sample_index, r.is_greedy) for r in rows] == [
+    rows = summarized(mine, LAYOUT, trajectory_store())
+    assert [(r.summary.prompt_index, r.summary.sample_index, r.is_greedy) for r in rows] == [
         *((i, 0, True) for i in range(3)),
         *((i, n, False) for i in range(3) for n in range(2)),
     ]
@@ -54,7 +60,9 @@ def test_metrics_and_rows_of_an_evaluation() -> None:
 
 
 def test_without_samples_the_greedy_answers_stand_for_them() -> None:
-    rows = outlined(answers(EvaluationSettings(LAYOUT, n=0, temperature=1.0, max_tokens=4, seed=3)), LAYOUT, depot())
+    rows = summarized(
+        answers(EvaluationSettings(LAYOUT, n=0, temperature=1.0, max_tokens=4, seed=3)), LAYOUT, trajectory_store()
+    )
     metrics = evaluation_metrics(rows)
     assert len(rows) == 3 and metrics["val-core/b/acc/mean@1"] == metrics["val-core/b/greedy/acc"] == 0.0
     assert metrics["val-aux/a/response_length/mean"] == 1.0 and not any("best" in name for name in metrics)
@@ -62,7 +70,7 @@ def test_without_samples_the_greedy_answers_stand_for_them() -> None:
 
 def test_without_greedy_answers_there_are_only_samples() -> None:
     settings = EvaluationSettings(LAYOUT, n=2, temperature=1.0, max_tokens=4, seed=3, is_greedy=False)
-    rows = outlined(answers(settings), LAYOUT, depot())
+    rows = summarized(answers(settings), LAYOUT, trajectory_store())
     assert [row.is_greedy for row in rows] == [False] * 6
     assert "val-core/a/greedy/acc" not in evaluation_metrics(rows)
 

@@ -13,7 +13,15 @@ from mega_rl.config.schema.sections import RewardConfig
 from mega_rl.errors import InputError
 from mega_rl.evaluation.evaluate import EvaluationSettings, evaluate
 from mega_rl.evaluation.grading import Grading, outcomes
-from mega_rl.evaluation.records import PARTS, RESULTS, SETTINGS, Directory, Part, read_results, read_settings
+from mega_rl.evaluation.records import (
+    PARTS,
+    RESULTS,
+    SETTINGS,
+    Directory,
+    RecordPart,
+    read_results,
+    read_settings,
+)
 from mega_rl.evaluation.summary import Bootstrap, summarise
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.types import Prompt, Trajectory
@@ -46,10 +54,10 @@ class MortalEngine(FakeEngine):
 def advance(out: Path, engine: FakeEngine, rank: int = 0) -> None:
     """One process of an evaluation, to its end."""
     directory = Directory(out, SETTINGS_HERE)
-    part: Part | None = None
+    part: RecordPart | None = None
     try:
         done = directory.done()
-        part = Part(out, rank)
+        part = RecordPart(out, rank)
         settings = EvaluationSettings(EngineLayout(1, 1), n=3, temperature=1.0, max_tokens=9, seed=0)
         missing = [prompt for prompt in PROMPTS if prompt.index not in done]
         evaluate(engine, FakeScorer(), missing, settings, part.append)  # type: ignore[arg-type]

@@ -9,7 +9,11 @@ import pytest
 from mega_rl.config.schema.sections import RewardConfig
 from mega_rl.errors import InputError
 from mega_rl.evaluation.comparison import compare
-from mega_rl.evaluation.grading import Grading, Outcome, outcomes
+from mega_rl.evaluation.grading import (
+    Grading,
+    ProblemOutcome,
+    outcomes,
+)
 from mega_rl.evaluation.summary import ALL, Bootstrap, default_ks, summarise, table
 
 REWARDS = [RewardConfig("overlong", 0.5, {"max_length": 9, "buffer": 2}), RewardConfig("gsm8k")]
@@ -103,8 +107,8 @@ def test_default_ks() -> None:
     assert [default_ks(n) for n in (0, 1, 4, 6)] == [[], [1], [1, 2, 4], [1, 2, 4, 6]]
 
 
-def outcome(number: int, greedy: bool | None, *sampled: bool, truth: str = "1") -> Outcome:
-    return Outcome("s", number, truth, greedy, sampled, (None,) * len(sampled), (1,), 0, 1, 0)
+def outcome(number: int, greedy: bool | None, *sampled: bool, truth: str = "1") -> ProblemOutcome:
+    return ProblemOutcome("s", number, truth, greedy, sampled, (None,) * len(sampled), (1,), 0, 1, 0)
 
 
 def test_a_comparison_names_what_flipped() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from mega_rl.fleet.engines import Limits
+from mega_rl.fleet.engines import EngineLimits
 from mega_rl.fleet.tickets import Rules
 from tests.fuzzing import cases
 from tests.pretended.schedules import Chances, World, reference
@@ -47,7 +47,7 @@ def rules(draw: st.DrawFn, is_pinned: bool) -> Rules:
 def test_what_a_pinned_run_learns_from_depends_on_no_schedule(
     given_rules: Rules, chances: Chances, engines: int, slots: int, seed: int, drops: int
 ) -> None:
-    limits = Limits(slots=slots, progress_s=5.0, start_s=20.0, restarts=10**6)
+    limits = EngineLimits(slots=slots, progress_s=5.0, start_s=20.0, restarts=10**6)
     world = World(given_rules, limits, chances, engines, seed, drops).run()
     assert world.end is not None and not world.end.is_failure
     trained, weights = reference(given_rules, drops)
@@ -60,7 +60,7 @@ def test_what_a_pinned_run_learns_from_depends_on_no_schedule(
 def test_no_token_is_older_than_eta_though_weights_change_under_way(
     given_rules: Rules, chances: Chances, engines: int, slots: int, seed: int, drops: int
 ) -> None:
-    limits = Limits(slots=slots, progress_s=5.0, start_s=20.0, restarts=10**6)
+    limits = EngineLimits(slots=slots, progress_s=5.0, start_s=20.0, restarts=10**6)
     world = World(given_rules, limits, chances, engines, seed, drops).run()
     assert world.end is not None and not world.end.is_failure
     expected, _ = reference(given_rules, drops)  # the same prompts and tokens: here these hang on no weights
@@ -78,7 +78,7 @@ def test_no_token_is_older_than_eta_though_weights_change_under_way(
 def test_a_fleet_that_keeps_dying_ends_in_a_sentence(
     given_rules: Rules, engines: int, restarts: int, seed: int
 ) -> None:
-    limits = Limits(slots=4, progress_s=5.0, start_s=20.0, restarts=restarts)
+    limits = EngineLimits(slots=4, progress_s=5.0, start_s=20.0, restarts=restarts)
     world = World(given_rules, limits, Chances(death=400), engines, seed, drops=0).run()
     assert world.end is not None
     if world.end.is_failure:

@@ -12,8 +12,8 @@ import pytest
 from mega_rl.errors import InputError
 from mega_rl.simulation import lengths
 from mega_rl.simulation.choice import (
-    Batch,
-    Setting,
+    SimulatedBatch,
+    SimulatedSetting,
     Trial,
     recommended,
     simulate,
@@ -23,12 +23,12 @@ from mega_rl.simulation.choice import (
 from mega_rl.simulation.cluster import Cluster
 
 SMALL = Cluster(engines=2, slots=64, fixed_s=0.01, per_response_s=0.001, train_s=3.0, load_s=0.5)
-EVEN = Batch(4, 4, lengths.Constant(100))
+EVEN = SimulatedBatch(4, 4, lengths.Constant(100))
 SAMPLING_S = 100 * (0.01 + 0.001 * 8)  # 8 responses on each engine
 
 
-def run(mode: str, eta: int, cluster: Cluster = SMALL, batch: Batch = EVEN, steps: int = 8) -> Trial:
-    return simulate(Setting(mode, eta, 1, cluster), batch, steps)
+def run(mode: str, eta: int, cluster: Cluster = SMALL, batch: SimulatedBatch = EVEN, steps: int = 8) -> Trial:
+    return simulate(SimulatedSetting(mode, eta, 1, cluster), batch, steps)
 
 
 def test_a_synchronous_step_is_the_sum_of_its_parts() -> None:
@@ -62,7 +62,7 @@ def test_train_time_by_token_and_parts_of_groups() -> None:
 
 
 def test_weights_that_change_under_way_cost_the_prefix_again_and_mix_versions() -> None:
-    uneven = Batch(8, 2, lengths.LogNormal(100, 1.0, 2000))
+    uneven = SimulatedBatch(8, 2, lengths.LogNormal(100, 1.0, 2000))
     fast_trainer = replace(SMALL, train_s=0.1, load_s=0.0)
     fresh, pinned = run("in_flight", 4, fast_trainer, uneven).outcome, run("pinned", 4, fast_trainer, uneven).outcome
     assert fresh.mean_staleness < pinned.mean_staleness == 4.0 and fresh.max_staleness <= 4
@@ -81,7 +81,7 @@ def test_deaths_cost_time_and_nothing_else() -> None:
 
 
 def test_timeline_holds_all_that_was_done() -> None:
-    trial = simulate(Setting("pinned", 1, 1, SMALL), EVEN, 4, records=True)
+    trial = simulate(SimulatedSetting("pinned", 1, 1, SMALL), EVEN, 4, records=True)
     names = {(a.lane, a.name) for a in trial.outcome.activities}
     assert names == {
         ("trainer", "waiting"),
@@ -99,19 +99,21 @@ def test_a_published_run_is_met_within_15_percent() -> None:
 
     A quarter of its prompts and engines are simulated; lengths and speeds of decoding are assumed, not published.
     """
-    batch = Batch(128, 16, lengths.LogNormal(750, 1.0, 28000))
+    batch = SimulatedBatch(128, 16, lengths.LogNormal(750, 1.0, 28000))
     separate = Cluster(engines=16, slots=512, fixed_s=0.0058, per_response_s=0.00006, train_s=113.0, load_s=5.0)
     colocated = replace(separate, engines=32, train_s=114.0 + 54.0, load_s=10.0)
-    synchronous = simulate(Setting("synchronous", 0, 128, colocated), batch, 24).outcome.step_s
+    synchronous = simulate(SimulatedSetting("synchronous", 0, 128, colocated), batch, 24).outcome.step_s
     assert synchronous == pytest.approx(356, rel=0.15)
-    assert simulate(Setting("pinned", 1, 64, separate), batch, 16).outcome.step_s == pytest.approx(151, rel=0.15)
-    assert synchronous / simulate(Setting("pinned", 2, 64, separate), batch, 12).outcome.step_s >= 2.7
+    assert simulate(SimulatedSetting("pinned", 1, 64, separate), batch, 16).outcome.step_s == pytest.approx(
+        151, rel=0.15
+    )
+    assert synchronous / simulate(SimulatedSetting("pinned", 2, 64, separate), batch, 12).outcome.step_s >= 2.7
 
 
 def test_the_freshest_of_the_fast_is_recommended() -> None:
-    slow_tail = Batch(8, 4, lengths.LogNormal(100, 0.8, 1500))
-    settings = [Setting("synchronous", 0, 2, SMALL)]
-    settings += [Setting(mode, eta, 1, SMALL) for mode in ("pinned", "in_flight") for eta in (1, 2, 3)]
+    slow_tail = SimulatedBatch(8, 4, lengths.LogNormal(100, 0.8, 1500))
+    settings = [SimulatedSetting("synchronous", 0, 2, SMALL)]
+    settings += [SimulatedSetting(mode, eta, 1, SMALL) for mode in ("pinned", "in_flight") for eta in (1, 2, 3)]
     trials = simulate_all(settings, slow_tail, 12)
     best = recommended(trials)
     assert best.setting.mode == "pinned"

@@ -16,7 +16,7 @@ from mega_rl.errors import InputError
 from mega_rl.observe.metrics.from_files import FROM_FILES
 from mega_rl.report.charts import (
     MAX_POINTS,
-    Series,
+    Curve,
     chart,
     short,
     thinned,
@@ -53,7 +53,7 @@ class TestPage:
         assert text.count("<article>") == 4 and {f'class="p{number}"' for number in range(5)} <= set(
             re.findall(r'class="p\d"', text)
         )
-        assert "peak host memory of each phase" in text and "ledger of the weight syncs" in text
+        assert "peak host memory of each phase" in text and "transfers of the weight syncs" in text
         assert "<th>optimizer.lr</th><td>0.2</td>" in text and "engine: slow, said" in text
 
     def test_what_a_model_wrote_is_only_text(self, run_dir):
@@ -152,16 +152,16 @@ class TestCharts:
         few = thinned(points)
         assert (few[0], few[-1]) == (points[0], points[-1])
         assert len(few) <= MAX_POINTS and (77_777, 50.0) in few and few == sorted(few)
-        assert len(chart("t", "s", "", [Series("a", points)])) < 20_000
+        assert len(chart("t", "s", "", [Curve("a", points)])) < 20_000
 
     def test_what_is_not_finite_is_a_gap_with_a_mark(self):
-        drawn = chart("t", "s", "", [Series("a", [(1, 1.0), (2, None), (3, 2.0), (4, 3.0)])])
+        drawn = chart("t", "s", "", [Curve("a", [(1, 1.0), (2, None), (3, 2.0), (4, 3.0)])])
         (path,) = re.findall(r'<path d="([^"]+)"/>', drawn)
         assert path.count("M") == 2 and path.count("L") == 1 and "step 2: not finite" in drawn
 
     @given(st.lists(st.floats(-1e299, 1e299) | st.none(), min_size=1, max_size=5))
     def test_any_values_are_drawn(self, values):
-        assert "</figure>" in chart("t", "", "", [Series("a", list(enumerate(values)))])
+        assert "</figure>" in chart("t", "", "", [Curve("a", list(enumerate(values)))])
 
     @given(st.floats(-1e9, 1e9, allow_subnormal=False), st.floats(1e-6, 1e9))
     def test_ticks_are_few_and_inside(self, low, size):

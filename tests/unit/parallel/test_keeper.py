@@ -20,7 +20,7 @@ LIMIT_S = 60.0
 
 @contextmanager
 def kept(name: str) -> Iterator[tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]]:
-    """A process in the place of torchrun, and the keeper that watches it."""
+    """A process in the place of torchrun, and the copy server that watches it."""
     launcher = subprocess.Popen(("sleep", "600"))
     arguments = (name, str(launcher.pid), copy_server.start_of(launcher.pid))
     process = subprocess.Popen((sys.executable, "-I", "-S", str(Path(copy_server.__file__)), *arguments))

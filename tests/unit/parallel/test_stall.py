@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from mega_rl.parallel.watch.stall import (
     START,
     Beat,
-    Judge,
+    StallDetector,
     Verdict,
 )
 
@@ -19,7 +19,7 @@ LIMIT, START_LIMIT, PERIOD = 100.0, 300.0, 5.0
 
 @dataclass
 class World:
-    """Ranks that beat, work, wait and stop; the judge is told everything once a period."""
+    """Ranks that beat, work, wait and stop; the detector is told everything once a period."""
 
     num_ranks: int = 3
     now: float = 0.0
@@ -27,7 +27,7 @@ class World:
     working: set[int] = field(default_factory=lambda: {0, 1, 2})
 
     def __post_init__(self) -> None:
-        self.judge = Judge(LIMIT, START_LIMIT, self.now)
+        self.detector = StallDetector(LIMIT, START_LIMIT, self.now)
         self.beats = [
             Beat(rank, f"host{rank}", "machine", 1000 + rank, "born", 0, 0, "generate", 7)
             for rank in range(self.num_ranks)
@@ -44,9 +44,9 @@ class World:
             for rank, beat in enumerate(self.beats):
                 if rank not in self.stopped:
                     self.change(rank, number=beat.number + 1, count=beat.count + (rank in self.working))
-                self.judge.hear(self.beats[rank], self.now)
-            self.judge.look(self.now)
-            if found := self.judge.silent(self.now) or self.judge.stuck(self.now):
+                self.detector.hear(self.beats[rank], self.now)
+            self.detector.look(self.now)
+            if found := self.detector.silent(self.now) or self.detector.stuck(self.now):
                 return found
         return None
 

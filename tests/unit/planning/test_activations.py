@@ -10,16 +10,24 @@ import pytest
 from mega_rl.config.schema.sections import RunConfig
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.parallel.schedule import balance
-from mega_rl.planning.activations import ActivationModel, Activations, Tokens
+from mega_rl.planning.activations import (
+    ActivationModel,
+    Activations,
+    PlannedTokens,
+)
 from mega_rl.planning.steps import fullest_microbatches
 from mega_rl.platform.operators.memory import OPERATOR_MEMORY
 from tests.unit.planning.test_state import shape_of
 
-TOKENS = Tokens(num_tokens=16384, longest=2048, num_microbatches=8)
+TOKENS = PlannedTokens(num_tokens=16384, longest=2048, num_microbatches=8)
 
 
 def planned(
-    model: str = "Qwen2.5-7B-Instruct", stage: int = 0, platform: str = "npu", tokens: Tokens = TOKENS, **keys: Any
+    model: str = "Qwen2.5-7B-Instruct",
+    stage: int = 0,
+    platform: str = "npu",
+    tokens: PlannedTokens = TOKENS,
+    **keys: Any,
 ) -> Activations:
     config = RunConfig()
     sizes = {name: keys.pop(name) for name in ("tensor", "pipeline", "context", "expert") if name in keys}

@@ -10,7 +10,7 @@ from mega_rl.config.schema.sections import RunConfig, VisionConfig
 from mega_rl.models.shape import ModelShape, parse_config
 from mega_rl.models.vision import MAX_KEPT_BYTES
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.planning.activations import Tokens
+from mega_rl.planning.activations import PlannedTokens
 from mega_rl.planning.state import stage_parameters, trainer_state
 from mega_rl.planning.tower import TowerMemory, tower_memory
 from tests.models import families
@@ -27,7 +27,7 @@ def memory(
     config.algorithm.minibatches_per_step = minibatches
     config.trainer.stage, config.model.dtype, config.model.vision = stage, "bfloat16", vision  # type: ignore[assignment]
     plan = tuning_plan(config.tuning, shape, vision)
-    return tower_memory(config, shape, plan, Tokens(num_tokens, 50, 2))
+    return tower_memory(config, shape, plan, PlannedTokens(num_tokens, 50, 2))
 
 
 def test_a_frozen_tower_by_hand() -> None:

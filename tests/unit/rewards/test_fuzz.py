@@ -38,7 +38,7 @@ from mega_rl.rewards.pool.worker import (
     MAX_DETAIL_LENGTH,
     MAX_REFUSAL_LENGTH,
     MAX_VALUE,
-    Progress,
+    WorkerProgress,
     answer,
 )
 from tests.fuzzing import TEXTS, VALUES, cases
@@ -175,7 +175,7 @@ def test_values_that_a_reward_returns(values: list[Any]) -> None:
     reward = BoundReward(lambda solution_str, **rest: values[int(solution_str)], {})
     samples = [("s", str(index), "t", {}, 1) for index in range(len(values))]
     with patch("mega_rl.rewards.pool.worker._has_children", lambda: False):  # the tests' process may have some
-        answers = answer(reward, samples, 1.0, Progress(_sealed_memory(Progress.SIZE)))
+        answers = answer(reward, samples, 1.0, WorkerProgress(_sealed_memory(WorkerProgress.SIZE)))
     message = json.loads(json.dumps({"number": 7, "answers": answers}))
     for value, told in zip(values, read_answers(message, 7, len(values)), strict=True):
         if isinstance(told, float):

@@ -29,7 +29,13 @@ from mega_rl.rollout import receiver
 from mega_rl.rollout.receiver import Link, Receiver
 from mega_rl.rollout.remote import sink
 from mega_rl.rollout.remote.sink import RemoteSink, remote_sink
-from mega_rl.rollout.sinks import InPlaceSink, LoaderSink, Weights, WeightSink, colocated_sink
+from mega_rl.rollout.sinks import (
+    InPlaceSink,
+    LoaderSink,
+    SentWeights,
+    WeightSink,
+    colocated_sink,
+)
 from mega_rl.rollout.vllm.engine import VLLMEngine
 from tests.distributed.bridge.test_bridge_execute import SHAPE, local_parameters, random_model
 from tests.models import families
@@ -47,8 +53,8 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def weights(shape: ModelShape = SHAPE, device: str = "cpu") -> Weights:
-    return Weights(shape, DTYPE, 1 << 12, torch.device(device))
+def weights(shape: ModelShape = SHAPE, device: str = "cpu") -> SentWeights:
+    return SentWeights(shape, DTYPE, 1 << 12, torch.device(device))
 
 
 def model_path(shape: ModelShape = SHAPE) -> dict[str, torch.Tensor]:
@@ -203,7 +209,7 @@ def test_an_update_reaches_every_weight_of_every_worker(case: Case) -> None:
     assert case.sink.weight_version == 0
     for version in (4, 5):
         trainer.model = {name: tensor + version for name, tensor in trainer.model.items()}
-        ledger = case.sink.update(trainer.read, version)
+        transfer_count = case.sink.update(trainer.read, version)
         assert case.sink.weight_version == version
         layout = case.sink.layout()
         assert len(layout) == len(case.held())
@@ -212,8 +218,8 @@ def test_an_update_reaches_every_weight_of_every_worker(case: Case) -> None:
                 expected = trainer.model[piece.hf_name][indices(piece.hf_box)]
                 assert torch.equal(held[piece.local_name][indices(piece.local_box)].view_as(expected), expected), piece
         num_bytes = DTYPE.itemsize * sum(tensor.numel() for tensor in trainer.model.values()) * len(layout)
-        assert case.is_loader == (ledger is None)
-        assert ledger is None or ledger.bytes_local + ledger.bytes_sent == num_bytes
+        assert case.is_loader == (transfer_count is None)
+        assert transfer_count is None or transfer_count.bytes_local + transfer_count.bytes_sent == num_bytes
 
 
 def test_after_the_first_update_only_what_can_change_is_sent(case: Case) -> None:
@@ -225,14 +231,14 @@ def test_after_the_first_update_only_what_can_change_is_sent(case: Case) -> None
     before = dict(trainer.model)
     trainer.model = {name: tensor + 1 for name, tensor in trainer.model.items()}
     for version in (2, 3):
-        ledger = case.sink.update(trainer.read, version)
+        transfer_count = case.sink.update(trainer.read, version)
         for series, held in zip(case.sink.layout(), case.held(), strict=True):
             for piece in slices_of(series):
                 is_sent = case.is_loader or piece.hf_name.endswith("mlp.down_proj.weight")
                 expected = (trainer.model if is_sent else before)[piece.hf_name][indices(piece.hf_box)]
                 assert torch.equal(held[piece.local_name][indices(piece.local_box)].view_as(expected), expected), piece
         sent = DTYPE.itemsize * SHAPE.num_layers * trainer.model[ODD].numel() * len(case.held())
-        assert ledger is None or ledger.bytes_local + ledger.bytes_sent == sent
+        assert transfer_count is None or transfer_count.bytes_local + transfer_count.bytes_sent == sent
 
 
 def test_what_was_written_can_be_proved_or_is_not_to_be_seen(case: Case) -> None:

@@ -44,7 +44,9 @@ def test_the_actor_makes_room_while_the_engine_is_built(monkeypatch: pytest.Monk
     monkeypatch.setattr(building, "colocated_layout", lambda *_: [])
     monkeypatch.setattr(building.dist, "get_rank", lambda: 0)
     cpu, layout = SimpleNamespace(type="cpu"), EngineLayout(1, 1)
-    session: Any = SimpleNamespace(config=config, device=cpu, shape=None, engine_layout=layout, say=print, album=None)
+    session: Any = SimpleNamespace(
+        config=config, device=cpu, shape=None, engine_layout=layout, say=print, picture_set=None
+    )
     actor: Any = SimpleNamespace(offload=offload)
     weights: Any = None
     assert building.colocated_engine(session, actor, weights, None)[1] == "sink"

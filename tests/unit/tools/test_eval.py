@@ -179,10 +179,10 @@ def test_an_image_processor_is_opened_for_pictures_only(tmp_path: Path, fields: 
     write_jsonl(tmp_path / "val.jsonl", [{"prompt": "1"}, fields, last])
     tokenizer: Any = None
     if not is_seen:
-        assert tool.album_of(config, tokenizer) is None
+        assert tool.picture_set_of(config, tokenizer) is None
         return
     with pytest.raises(InputError, match="preprocessor_config.json cannot be read"):
-        tool.album_of(config, tokenizer)
+        tool.picture_set_of(config, tokenizer)
 
 
 def test_engines_in_other_processes_get_pictures_with_their_requests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,11 +192,11 @@ def test_engines_in_other_processes_get_pictures_with_their_requests(monkeypatch
     config, device = RunConfig(), torch.device("cpu")
     config.rollout.placement, config.rollout.num_engines, config.data.max_images = "separate", 2, 3
     reader = SimpleNamespace(pixel_limits={"shortest_edge": 1, "longest_edge": 9})
-    album: Any = SimpleNamespace(pictures={"digest-2x2": object()}, reader=reader)
-    tool.build_engine(config, device, album)
+    picture_set: Any = SimpleNamespace(pictures={"digest-2x2": object()}, reader=reader)
+    tool.build_engine(config, device, picture_set)
     tool.build_engine(config, device, None)
     (spec, num_engines, given), (blind, _, nothing) = made
-    assert given is album and num_engines == 2
+    assert given is picture_set and num_engines == 2
     assert spec.sight == Sight({}, 3, {"shortest_edge": 1, "longest_edge": 9})
     assert blind.sight is None and nothing is None
 

@@ -27,7 +27,7 @@ from mega_rl.bridge.files.assembly import disk_error, fsync
 from mega_rl.bridge.files.huggingface import FLOAT_DTYPES, shard_image
 from mega_rl.bridge.files.peft.peft_config import (
     CONFIG_FILE,
-    AdapterConfig,
+    PeftConfig,
     check_base,
     config_fields,
     read_adapter_config,
@@ -235,7 +235,7 @@ def target_modules(weights: Collection[str], linear: Iterable[str]) -> list[str]
 
 
 def write_adapter(
-    out_dir: Path, config: AdapterConfig, targets: list[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+    out_dir: Path, config: PeftConfig, targets: list[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> None:
     """Write an adapter directory; what an earlier run left at ``out_dir`` is replaced by it, whole.
 

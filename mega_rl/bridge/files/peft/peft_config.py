@@ -26,7 +26,7 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 @dataclass(frozen=True)
-class AdapterConfig:
+class PeftConfig:
     """What ``adapter_config.json`` says that counts."""
 
     rank: int
@@ -45,7 +45,7 @@ class AdapterConfig:
         return _by_pattern(self.alpha_pattern, module, self.alpha) / (math.sqrt(rank) if self.is_rslora else rank)
 
 
-def read_adapter_config(directory: Path, key: str) -> AdapterConfig:
+def read_adapter_config(directory: Path, key: str) -> PeftConfig:
     """``adapter_config.json`` of a directory, checked; InputError as ``PeftReader``."""
     where = f"{key} {shown(str(directory))}"
     if not (directory / CONFIG_FILE).is_file():
@@ -74,7 +74,7 @@ def read_adapter_config(directory: Path, key: str) -> AdapterConfig:
     return _checked(found, where)
 
 
-def _checked(found: dict[str, Any], where: str) -> AdapterConfig:
+def _checked(found: dict[str, Any], where: str) -> PeftConfig:
     rank, alpha = found.get("r", 8), found.get("lora_alpha", 8)
     patterns = {name: found.get(name) or {} for name in ("rank_pattern", "alpha_pattern")}
     numbers = [("r", rank), ("lora_alpha", alpha)]
@@ -92,7 +92,7 @@ def _checked(found: dict[str, Any], where: str) -> AdapterConfig:
         if isinstance(value, bool) or not isinstance(value, kinds) or not (0 < value < 2**31):
             raise InputError(f"{where}: {name} is {shown(value)} in {CONFIG_FILE}: give a number > 0")
     base = found.get("base_model_name_or_path")
-    return AdapterConfig(rank, float(alpha), bool(found.get("use_rslora")), base or None, **patterns)
+    return PeftConfig(rank, float(alpha), bool(found.get("use_rslora")), base or None, **patterns)
 
 
 def _by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
@@ -116,7 +116,7 @@ def names_of(path: Path) -> set[str]:
     return {name.replace("___", ".").lower() for name in {path.name, *cached}}
 
 
-def config_fields(config: AdapterConfig, targets: list[str]) -> dict[str, Any]:
+def config_fields(config: PeftConfig, targets: list[str]) -> dict[str, Any]:
     """The JSON of an adapter with these ``target_modules``."""
     alpha = int(config.alpha) if float(config.alpha).is_integer() else config.alpha
     return {

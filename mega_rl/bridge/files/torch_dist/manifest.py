@@ -35,7 +35,7 @@ class Written(NamedTuple):
     digest: str  # of all bytes; in a manifest of version 1 of its first and last MiB
 
 
-class Outline(NamedTuple):
+class ManifestContent(NamedTuple):
     """What a manifest says."""
 
     version: int
@@ -72,19 +72,19 @@ def damage(directory: Path) -> str | None:
 
     A manifest of an earlier version has digests of the ends of its files only, and is taken by these.
     """
-    outline = read_outline(directory)
-    if isinstance(outline, str):
-        return outline
-    return changed(directory, outline, outline.files) or missing_shard(directory, outline)
+    content = read_content(directory)
+    if isinstance(content, str):
+        return content
+    return changed(directory, content, content.files) or missing_shard(directory, content)
 
 
-def read_outline(directory: Path) -> Outline | str:
+def read_content(directory: Path) -> ManifestContent | str:
     """The manifest, or what is wrong with it or with the names and sizes of the files; no file's content is read."""
     if not directory.is_dir():
         return "there is no such directory"
     try:
         content = read_json(directory / MANIFEST)
-        outline = Outline(
+        content = ManifestContent(
             content.get("version", 1),
             [Written(name, size, expected) for name, (size, expected) in content["files"].items()],
         )
@@ -92,15 +92,15 @@ def read_outline(directory: Path) -> Outline | str:
         return f"{MANIFEST} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} is not readable"
-    if outline.version not in (1, 2, VERSION):
-        return f"{MANIFEST} is of version {shown(outline.version)}, and this program reads up to {VERSION}"
-    if outline.version > 1:
+    if content.version not in (1, 2, VERSION):
+        return f"{MANIFEST} is of version {shown(content.version)}, and this program reads up to {VERSION}"
+    if content.version > 1:
         needed = [directory / PROGRESS, *sorted(p for p in (directory / WEIGHTS).rglob("*") if not p.is_dir())]
-        listed = {file.name for file in outline.files}
+        listed = {file.name for file in content.files}
         unlisted = [name for path in needed if (name := str(path.relative_to(directory))) not in listed]
         if unlisted:
             return f"file {shortened(unlisted[0])} is not in {MANIFEST}"
-    for name, size, _ in outline.files:
+    for name, size, _ in content.files:
         if not is_name_below(name):
             return f"{MANIFEST} names {shown(name)}, which is no file of the checkpoint"
         path = directory / name
@@ -108,12 +108,12 @@ def read_outline(directory: Path) -> Outline | str:
             return f"file {shortened(name)} is missing"
         if path.stat().st_size != size:
             return f"file {shortened(name)} has {path.stat().st_size} bytes instead of {shown(size)}"
-    return outline
+    return content
 
 
-def changed(directory: Path, outline: Outline, files: Sequence[Written]) -> str | None:
+def changed(directory: Path, content: ManifestContent, files: Sequence[Written]) -> str | None:
     """The first of the files that does not hold what was written."""
-    hash_of = digest if outline.version > 1 else digest_of_ends
+    hash_of = digest if content.version > 1 else digest_of_ends
     found = _side_by_side(hash_of, [directory / file.name for file in files])
     for file, value in zip(files, found, strict=True):
         if value != file.digest:
@@ -121,7 +121,7 @@ def changed(directory: Path, outline: Outline, files: Sequence[Written]) -> str 
     return None
 
 
-def missing_shard(directory: Path, outline: Outline) -> str | None:
+def missing_shard(directory: Path, content: ManifestContent) -> str | None:
     """A file that the index of the weights names and the manifest does not: it was not there when that was written."""
     index = f"{WEIGHTS}/{INDEX}"
     if not (directory / index).is_file():
@@ -130,7 +130,7 @@ def missing_shard(directory: Path, outline: Outline) -> str | None:
         named = {f"{WEIGHTS}/{info.relative_path}" for info in read_index(directory / WEIGHTS).storage_data.values()}
     except (InputError, AttributeError):
         return f"file {index} is not readable"
-    absent = sorted(named - {file.name for file in outline.files})
+    absent = sorted(named - {file.name for file in content.files})
     return f"file {absent[0]} is missing: {index} names it, and {MANIFEST} does not" if absent else None
 
 

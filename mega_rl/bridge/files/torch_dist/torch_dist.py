@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from mega_rl.bridge.files.stored import Place, Stored
+from mega_rl.bridge.files.stored import FilePlace, StoredTensors
 from mega_rl.bridge.files.torch_dist.plain import is_name_below, open_plain
 from mega_rl.bridge.files.torch_dist.torch_dist_layout import (
     global_shapes,
@@ -71,7 +71,7 @@ INDEX_CLASSES = {  # module -> what an index may name of it
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def read_torch_dist(directory: Path, shape: ModelShape) -> Stored:
+def read_torch_dist(directory: Path, shape: ModelShape) -> StoredTensors:
     """The model's weights in a checkpoint of any layout, with or without other state beside them.
 
     Raises:
@@ -86,22 +86,22 @@ def read_torch_dist(directory: Path, shape: ModelShape) -> Stored:
     slices = names_in(tensors, global_slices(shape))
     _check(directory, tensors, slices, shape)
     arrays = _Arrays(directory, index, tensors)
-    places: dict[str, list[Place]] = {name: [] for name in hf_tensors(shape)}
+    places: dict[str, list[FilePlace]] = {name: [] for name in hf_tensors(shape)}
     for piece in slices:
         for box, file, offset in arrays.near(piece.local_name, piece.local_box[0][0]):
             part = intersect(piece.local_box, box)
             if part is not None:
                 places[piece.hf_name].append(place_of(piece, part, box, file, offset))
     dtypes = {piece.hf_name: tensors[piece.local_name].properties.dtype for piece in slices}
-    return Stored(directory, hf_tensors(shape), dtypes, places)
+    return StoredTensors(directory, hf_tensors(shape), dtypes, places)
 
 
-def place_of(piece: Slice, part: Box, chunk: Box, file: str, offset: int) -> Place:
+def place_of(piece: Slice, part: Box, chunk: Box, file: str, offset: int) -> FilePlace:
     """The place of ``part``, a box of a global tensor in ``piece`` and ``chunk``, whose array begins at ``offset``."""
     front = len(piece.local_box) - len(piece.hf_box)
     hf_box = carry_over(part[front:], piece.local_box[front:], piece.hf_box)
     size = extents(chunk)
-    return Place(hf_box, file, offset, size, carry_over(part, chunk, whole_box(size)))
+    return FilePlace(hf_box, file, offset, size, carry_over(part, chunk, whole_box(size)))
 
 
 class _IndexUnpickler(pickle.Unpickler):

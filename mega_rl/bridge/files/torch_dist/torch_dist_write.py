@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from mega_rl.bridge.files.assembly import FileImage, literal_file
-from mega_rl.bridge.files.stored import Place, Stored
+from mega_rl.bridge.files.stored import FilePlace, StoredTensors
 from mega_rl.bridge.files.torch_dist.torch_dist import INDEX, place_of
 from mega_rl.bridge.files.torch_dist.torch_dist_layout import (
     Chunk,
@@ -55,7 +55,7 @@ _BACKEND = {
 
 def plan_torch_dist(
     root: Path, shape: ModelShape, chunks: Sequence[Chunk], dtypes: Mapping[str, torch.dtype], padded_vocab: int
-) -> tuple[dict[str, FileImage], Stored]:
+) -> tuple[dict[str, FileImage], StoredTensors]:
     """A checkpoint's files without the weights, and the places of the weights in them.
 
     Args:
@@ -100,7 +100,7 @@ def plan_torch_dist(
     images[INDEX] = literal_file(pickle.dumps(index))
     images["metadata.json"] = literal_file(json.dumps(_BACKEND))
     images["common.pt"] = literal_file(_saved({"content_metadata": CONTENT}))
-    return images, Stored(root, hf_tensors(shape), dict(dtypes), _places(slices, arrays, sizes))
+    return images, StoredTensors(root, hf_tensors(shape), dict(dtypes), _places(slices, arrays, sizes))
 
 
 def _key_dtypes(slices: Sequence[Slice], dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
@@ -137,11 +137,11 @@ def _places(
     slices: Sequence[Slice],
     arrays: Mapping[tuple[str, int], Sequence[tuple[Box, str, int]]],
     sizes: Mapping[str, tuple[int, ...]],
-) -> dict[str, list[Place]]:
+) -> dict[str, list[FilePlace]]:
     flat: dict[str, list[tuple[Box, str, int]]] = defaultdict(list)
     for (key, _), chunks in arrays.items():
         flat[key] += chunks
-    places: dict[str, list[Place]] = defaultdict(list)
+    places: dict[str, list[FilePlace]] = defaultdict(list)
     for piece in slices:
         key = piece.local_name
         for box, file, offset in arrays[key, piece.local_box[0][0]] if len(sizes[key]) == 3 else flat[key]:

@@ -24,7 +24,7 @@ NOT_OF_ALL = PULSE, "open"  # methods that not every worker is called with, or n
 PACKAGES = ("torch", "vllm", "vllm-ascend", "transformers", "ray")
 
 
-class Found(NamedTuple):
+class FoundWorker(NamedTuple):
     """A worker as the next trainer finds it."""
 
     digest: str  # of what it was started with; "" before the start has ended
@@ -42,11 +42,11 @@ class KeptEngine(EngineProcess):
         self._holder, self._digest, self._num_calls = token, "", 0
         self._lock = threading.Lock()
 
-    def hold(self, token: str) -> Found:
+    def hold(self, token: str) -> FoundWorker:
         """Refuse all calls of other trainers from now on, also those that wait. Answers while another thread works."""
         with self._lock:
             self._holder = token
-            return Found(self._digest, self._num_calls, *self.whereabouts())
+            return FoundWorker(self._digest, self._num_calls, *self.whereabouts())
 
     def call(self, token: str, method: str, *arguments: Any) -> Any:
         """
@@ -73,7 +73,7 @@ class KeptEngine(EngineProcess):
 def digest(spec: EngineSpec) -> str:
     """Of all that makes an engine what it is before it has weights: its settings, the model's files, the programs.
 
-    Equal on all hosts with the same code. What only the steward reads does not count.
+    Equal on all hosts with the same code. What only the scheduler reads does not count.
     """
     rollout, default = spec.rollout, RolloutConfig()
     names = "num_engines", "engine_timeout_s", "engine_restarts", "engine_lease_s", "max_staleness"

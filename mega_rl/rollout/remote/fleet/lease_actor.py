@@ -36,14 +36,14 @@ def check_holder(token: str, holder: str) -> None:
         )
 
 
-class Kept(NamedTuple):
-    """An engine that a keeper has."""
+class LeasedEngine(NamedTuple):
+    """An engine that the lease actor has."""
 
     group: Any  # Ray's placement group
     actors: Sequence[str]  # by tensor rank, their names: with one as an object its whole program would come here
 
 
-class Keeper:
+class LeaseActor:
     """The actor. A trainer attaches with a token of its own, and every later call must bring the same one."""
 
     def __init__(self) -> None:
@@ -54,12 +54,12 @@ class Keeper:
         self._actors: dict[int, Sequence[str]] = {}
         threading.Thread(target=self._watch, name="lease", daemon=True).start()
 
-    def attach(self, token: str, lease_s: float, is_back: bool = False) -> dict[int, Kept]:
+    def attach(self, token: str, lease_s: float, is_back: bool = False) -> dict[int, LeasedEngine]:
         """Make this trainer the only one that is listened to.
 
         Args:
             lease_s: without a word of it for so long, everything ends.
-            is_back: it has had another keeper, which is gone.
+            is_back: it has had another lease actor, which is gone.
 
         Returns:
             What there is, by engine.
@@ -72,7 +72,7 @@ class Keeper:
         self._holder, self._lease_s, self._silent_s = token, lease_s, 0.0
         for engine in self._groups.keys() - self._actors.keys():  # the trainer before ended while it began with it
             self._free(engine)
-        return {engine: Kept(self._groups[engine], actors) for engine, actors in self._actors.items()}
+        return {engine: LeasedEngine(self._groups[engine], actors) for engine, actors in self._actors.items()}
 
     def hear(self, token: str) -> None:
         """The trainer is there."""
@@ -88,7 +88,7 @@ class Keeper:
         self._groups[engine] = ray.util.placement_group([dict(bundle) for bundle in bundles], strategy="STRICT_PACK")
         return self._groups[engine]
 
-    def note(self, token: str, engine: int, kept: Kept) -> None:
+    def note(self, token: str, engine: int, kept: LeasedEngine) -> None:
         """These are an engine's actors and place now."""
         self.hear(token)
         self._groups[engine], self._actors[engine] = kept

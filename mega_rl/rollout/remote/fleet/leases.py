@@ -23,8 +23,8 @@ from mega_rl.rollout.remote.fleet.kept_engine import (
 )
 from mega_rl.rollout.remote.fleet.lease_actor import (
     Fenced,
-    Keeper,
-    Kept,
+    LeaseActor,
+    LeasedEngine,
 )
 from mega_rl.rollout.remote.fleet.places import Places, Survivor
 from mega_rl.rollout.remote.placement import wait_for_room
@@ -32,22 +32,22 @@ from mega_rl.rollout.remote.ray_room import bundle
 
 RUN_NAME = ".fleet"  # a file of the output directory, with what tells the run from others on the same cluster
 KEEPER = "keeper"  # its name in Ray
-ANSWER_S = 120.0  # for a keeper, its start included
+ANSWER_S = 120.0  # for a lease actor, its start included
 HOLD_S = 30.0  # for engines that are asked whom they obey
-BEAT_S = 5.0  # between two words to the keeper; shorter with a short lease
-NUM_TRIES = 3  # to find a keeper, or to make one
+BEAT_S = 5.0  # between two words to the lease actor; shorter with a short lease
+NUM_TRIES = 3  # to find a lease actor, or to make one
 LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Keeping:
+class EngineLease:
     """What engines that outlive the trainer are kept by."""
 
     namespace: str  # of Ray; of one run
     lease_s: float  # how long they wait for the next trainer
 
 
-def keeping(output_dir: Path, lease_s: float) -> Keeping | None:
+def keeping(output_dir: Path, lease_s: float) -> EngineLease | None:
     """For the run of this output directory; None if Ray is to end with this process, which starts it."""
     if not os.environ.get("RAY_ADDRESS"):
         return None
@@ -55,7 +55,7 @@ def keeping(output_dir: Path, lease_s: float) -> Keeping | None:
     if not path.exists():
         path.write_text(secrets.token_hex(16))
     name = f"{path.read_text()} {output_dir.resolve()}"  # a copy of the directory is another run
-    return Keeping(f"mega_rl_{hashlib.sha256(name.encode()).hexdigest()[:16]}", lease_s)
+    return EngineLease(f"mega_rl_{hashlib.sha256(name.encode()).hexdigest()[:16]}", lease_s)
 
 
 class Guarded:
@@ -81,11 +81,11 @@ class _GuardedMethod:
         return self.call.remote(self.token, self.method, *arguments)
 
 
-class KeptPlaces(Places):
-    """Places that a keeper has for the run, with the engines of the trainer before in them."""
+class LeasedPlaces(Places):
+    """Places that a lease actor has for the run, with the engines of the trainer before in them."""
 
     def __init__(
-        self, ray: Any, num_engines: int, size: int, options: Mapping[str, Any], spec: EngineSpec, kept_by: Keeping
+        self, ray: Any, num_engines: int, size: int, options: Mapping[str, Any], spec: EngineSpec, kept_by: EngineLease
     ) -> None:
         """Take over what is of use, end the rest, and reserve what is missing.
 
@@ -100,8 +100,8 @@ class KeptPlaces(Places):
         self._ray, self._size, self._options, self._kept_by = ray, size, options, kept_by
         self._token = secrets.token_hex(8)
         self._num_spawned = 0
-        self._lock = threading.Lock()  # of calls to the keeper
-        self._noted: dict[int, Kept] = {}
+        self._lock = threading.Lock()  # of calls to the lease actor
+        self._noted: dict[int, LeasedEngine] = {}
         self._groups: dict[int, Any] = {}
         self._keeper, found = self._attached()
         self._is_closing = threading.Event()
@@ -140,7 +140,7 @@ class KeptPlaces(Places):
             kind.options(**options, name=name, scheduling_strategy=strategy(group, part)).remote(self._token)
             for part, name in enumerate(names)
         ]
-        self._noted[engine] = Kept(group, names)
+        self._noted[engine] = LeasedEngine(group, names)
         self._keeper.note.remote(self._token, engine, self._noted[engine])
         return [Guarded(actor, self._token) for actor in actors]
 
@@ -150,12 +150,14 @@ class KeptPlaces(Places):
     def release(self, engine: int) -> None:
         self._noted.pop(engine, None)
         group = self._groups.pop(engine)
-        with suppress(self._ray.exceptions.RayError):  # without a keeper Ray frees it anyhow
+        with suppress(self._ray.exceptions.RayError):  # without a lease actor Ray frees it anyhow
             self._ask("free", engine)
-            self._ray.util.remove_placement_group(group)  # a keeper that took another's place may not know it
+            self._ray.util.remove_placement_group(group)  # a lease actor that took another's place may not know it
 
     def check(self) -> None:
-        with suppress(self._ray.exceptions.RayError, PlacesError):  # without a keeper there is no other trainer either
+        with suppress(
+            self._ray.exceptions.RayError, PlacesError
+        ):  # without a lease actor there is no other trainer either
             self._ask("hear")
 
     def kill(self, workers: Sequence[Any]) -> None:
@@ -167,36 +169,36 @@ class KeptPlaces(Places):
         with self._lock:
             self._ray.wait([self._keeper.end.remote(self._token)], timeout=ANSWER_S)
 
-    def _attached(self, is_back: bool = False) -> tuple[Any, dict[int, Kept]]:
-        """The run's keeper, which obeys this trainer from now on, and what it has.
+    def _attached(self, is_back: bool = False) -> tuple[Any, dict[int, LeasedEngine]]:
+        """The run's lease actor, which obeys this trainer from now on, and what it has.
 
         Args:
-            is_back: this trainer has attached before, and lost its keeper: it takes nothing from another trainer.
+            is_back: this trainer has attached before, and lost its lease actor: it takes nothing from another trainer.
 
         Raises:
             Fenced: another trainer has attached since.
         """
-        remote_class = self._ray.remote(Keeper)
+        remote_class = self._ray.remote(LeaseActor)
         affinity = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
         here = affinity(self._ray.get_runtime_context().get_node_id(), soft=False)
         options = {"name": KEEPER, "namespace": self._kept_by.namespace, "lifetime": "detached", "num_cpus": 0}
         for _ in range(NUM_TRIES):
-            keeper = remote_class.options(**options, get_if_exists=True, scheduling_strategy=here).remote()
+            lease_actor = remote_class.options(**options, get_if_exists=True, scheduling_strategy=here).remote()
             try:
-                attached = keeper.attach.remote(self._token, self._kept_by.lease_s, is_back)
-                return keeper, self._ray.get(attached, timeout=ANSWER_S)
+                attached = lease_actor.attach.remote(self._token, self._kept_by.lease_s, is_back)
+                return lease_actor, self._ray.get(attached, timeout=ANSWER_S)
             except self._ray.exceptions.RayError as error:
                 if isinstance(cause := getattr(error, "cause", None), Fenced):
                     raise cause from None
             if not is_back:  # else it may be another trainer's
-                self._ray.kill(keeper)  # then Ray frees what it has reserved
+                self._ray.kill(lease_actor)  # then Ray frees what it has reserved
             time.sleep(1)
         raise PlacesError(
-            f"the keeper of the rollout engines (Ray's namespace {self._kept_by.namespace}) gave no answer in "
+            f"the lease actor of the rollout engines (Ray's namespace {self._kept_by.namespace}) gave no answer in "
             f"{ANSWER_S:g} s, {NUM_TRIES} times; look at the cluster with `ray status`"
         )
 
-    def _proved(self, found: Mapping[int, Kept], wanted: str) -> dict[int, Survivor]:
+    def _proved(self, found: Mapping[int, LeasedEngine], wanted: str) -> dict[int, Survivor]:
         """The engines whose every worker answers, and is what a new one would be.
 
         Workers of one engine must have begun with the same calls: a trainer that dies amid a call of all has called
@@ -228,7 +230,7 @@ class KeptPlaces(Places):
         return self._groups[engine]
 
     def _ask(self, method: str, *arguments: Any) -> Any:
-        """Call the keeper, or a new one if it is gone, and wait.
+        """Call the lease actor, or a new one if it is gone, and wait.
 
         Raises:
             Fenced: another trainer has attached.
@@ -252,7 +254,7 @@ class KeptPlaces(Places):
                         self._keeper.note.remote(self._token, engine, kept)
 
     def _beat(self) -> None:
-        """Tell the keeper that this trainer is there, until it is not or has lost the engines.
+        """Tell the lease actor that this trainer is there, until it is not or has lost the engines.
 
         No failure ends it: without it the engines would end under a trainer that is there.
         """
@@ -264,5 +266,7 @@ class KeptPlaces(Places):
                 return
             except Exception as error:  # noqa: BLE001 - as said
                 if not has_warned:
-                    LOG.warning("the keeper of the rollout engines could not be told that the run goes on: %s", error)
+                    LOG.warning(
+                        "the lease actor of the rollout engines could not be told that the run goes on: %s", error
+                    )
                 has_warned = True

@@ -19,16 +19,20 @@ import numpy.typing as npt
 import torch
 
 from mega_rl.errors import InputError
-from mega_rl.rollout.remote.weight_store import Form, Location, Store
+from mega_rl.rollout.remote.weight_store import (
+    Location,
+    Store,
+    StoreForm,
+)
 
 CHUNK_BYTES = 1 << 24
 NUM_AHEAD = 2  # chunks that are asked for before the one that is being written
 
 
-class NodeHelper:
+class NodeAgent:
     """Of one node: in the trainer's rank 0, or as an actor of Ray on another node."""
 
-    def __init__(self, form: Form, location: Location | None = None) -> None:
+    def __init__(self, form: StoreForm, location: Location | None = None) -> None:
         """Take nothing yet: Ray tells of a failure in here only that the actor is gone."""
         self._form, self._location = form, location
         self._opened: Store | None = None

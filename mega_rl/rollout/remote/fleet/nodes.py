@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mega_rl.errors import InputError
-from mega_rl.rollout.remote.fleet.node_agent import NodeHelper
+from mega_rl.rollout.remote.fleet.node_agent import NodeAgent
 from mega_rl.rollout.remote.weight_store import Location, Store
 
 FAN_OUT = 2  # nodes that a node passes a version on to
@@ -23,7 +23,7 @@ class Nodes:
         """``store``: of this node."""
         self._ray, self._store, self.form = ray, store, store.form
         self._own = ray.get_runtime_context().get_node_id()
-        self._here = NodeHelper(store.form, store.location)
+        self._here = NodeAgent(store.form, store.location)
         self._helpers: dict[str, Any] = {}  # node -> its actor; of this node only if there are others
         self._fetched: dict[int, dict[str, Any]] = defaultdict(dict)  # version -> node -> Ray's reference to a location
         self._looked_s = time.monotonic()
@@ -92,4 +92,4 @@ class Nodes:
     def _helper(self, node: str, location: Location | None) -> Any:
         affinity = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
         options = {"num_cpus": 0, "max_concurrency": NUM_CALLS, "max_restarts": -1, "scheduling_strategy": affinity}
-        return self._ray.remote(NodeHelper).options(**options).remote(self.form, location)
+        return self._ray.remote(NodeAgent).options(**options).remote(self.form, location)

@@ -1,4 +1,4 @@
-"""Engines in other processes at the steward's word, through Ray: no call waits for one, and none is collective."""
+"""Engines in other processes at the scheduler's word, through Ray: no call waits for one, and none is collective."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from mega_rl import platform
-from mega_rl.data.pictures.picture_set import Album
+from mega_rl.data.pictures.picture_set import PictureSet
 from mega_rl.errors import InputError, shortened
 from mega_rl.fleet.events import (
     Answered,
@@ -38,12 +38,16 @@ from mega_rl.fleet.executor import (
 from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.fleet.kept_engine import PULSE
 from mega_rl.rollout.remote.fleet.lease_actor import Fenced
-from mega_rl.rollout.remote.fleet.leases import Keeping, KeptPlaces
+from mega_rl.rollout.remote.fleet.leases import EngineLease, LeasedPlaces
 from mega_rl.rollout.remote.fleet.nodes import Nodes
 from mega_rl.rollout.remote.fleet.places import Places, Survivor
 from mega_rl.rollout.remote.placement import connected_ray, nodes
 from mega_rl.rollout.remote.ray_room import bundle, check_room
-from mega_rl.rollout.remote.weight_store import Location, Store, Stored
+from mega_rl.rollout.remote.weight_store import (
+    Location,
+    Store,
+    StoredVersion,
+)
 from mega_rl.rollout.vllm.start.options import without_weights
 
 LOG = logging.getLogger(__name__)
@@ -70,7 +74,7 @@ class Life:
 
 
 @dataclass
-class Call:
+class EngineCall:
     """What all workers of an engine were asked."""
 
     engine: int
@@ -88,8 +92,8 @@ def _nothing(answers: list[Any]) -> list[Event]:
     return []
 
 
-class RayCarrier:
-    """A ``Carrier``: every engine is some actors, in a placement group that its next life uses again."""
+class RayExecutor:
+    """A ``FleetExecutor``: every engine is some actors, in a placement group that its next life uses again."""
 
     def __init__(
         self,
@@ -97,9 +101,9 @@ class RayCarrier:
         num_engines: int,
         requests: Requests,
         store: Store,
-        stored: Mapping[int, Stored],
-        kept_by: Keeping | None = None,
-        album: Album | None = None,
+        stored: Mapping[int, StoredVersion],
+        kept_by: EngineLease | None = None,
+        picture_set: PictureSet | None = None,
     ) -> None:
         """Find room for the engines; none is started.
 
@@ -108,23 +112,23 @@ class RayCarrier:
             stored: what is in it, by version; a version is there before a ``Load`` names it, and may be gone when it
                 has come to the engine's node.
             kept_by: for engines that outlive this process; None: they end with it.
-            album: has the pictures of prompts, whose encoded bytes go with the requests; None: there are none.
+            picture_set: has the pictures of prompts, whose encoded bytes go with the requests; None: there are none.
 
         Raises:
             InputError: there is no Ray, or no room in its cluster.
         """
         self._spec = replace(spec, rollout=without_weights(spec.rollout))  # which come from the store
-        self._requests, self._stored, self._album = requests, stored, album
+        self._requests, self._stored, self._picture_set = requests, stored, picture_set
         size = spec.rollout.tensor_parallel_size
         self._ray, self._logs = connected_ray(num_engines * size)
         options = platform.current().actor_options
         self._lives: dict[int, Life] = {}
-        self._calls: list[Call] = []
+        self._calls: list[EngineCall] = []
         self._said: list[Event] = []  # what follows from decisions at once
         self._placeless: dict[int, tuple[float, Died]] = {}  # engine -> when its death is told
         check_room(nodes(self._ray), bundle(options), num_engines, size)
         place = self._ray, num_engines, size, options
-        self._places = Places(*place) if kept_by is None else KeptPlaces(*place, self._spec, kept_by)
+        self._places = Places(*place) if kept_by is None else LeasedPlaces(*place, self._spec, kept_by)
         self._nodes = Nodes(self._ray, store)
         atexit.register(self.close)  # runs before Ray's own handler, which does not end the workers
 
@@ -221,7 +225,7 @@ class RayCarrier:
             why = shortened(f"{type(error).__name__}: {error}")
             raise PlacesError(f"Ray failed with {why}: look at the cluster with `ray status`, and ask again") from error
 
-    # What the steward decides.
+    # What the scheduler decides.
 
     def _start(self, decision: Start) -> None:
         engine = decision.engine
@@ -308,7 +312,9 @@ class RayCarrier:
     def _issue(self, decision: Issue, life: Life) -> None:
         requests = self._requests(decision.key, decision.samples)
         life.load += len(requests)
-        shown = self._album.encoded(request.prompt for request in requests) if self._album is not None else {}
+        shown = (
+            self._picture_set.encoded(request.prompt for request in requests) if self._picture_set is not None else {}
+        )
         pictures = [self._ray.put(shown)] if shown else []
         self._call(decision.engine, "taking requests", "issue", decision.attempt, decision.samples, requests, *pictures)
 
@@ -358,9 +364,9 @@ class RayCarrier:
         limit_s: float = math.inf,
     ) -> None:
         life, until_s = self._lives[engine].number, time.monotonic() + limit_s
-        self._calls.append(Call(engine, life, doing, answers, set(answers), then, instead, until_s))
+        self._calls.append(EngineCall(engine, life, doing, answers, set(answers), then, instead, until_s))
 
-    def _heard(self, call: Call, ready: set[Any]) -> list[Event]:
+    def _heard(self, call: EngineCall, ready: set[Any]) -> list[Event]:
         """What follows from the answers that have come; a failure is the engine's death, or what the call says."""
         if call not in self._calls:  # the engine has died of another one
             return []

@@ -12,22 +12,32 @@ import torch.distributed as dist
 
 from mega_rl import platform
 from mega_rl.bridge.reshard.deposit import Deposit, Digest, HashedWrite, summed
-from mega_rl.bridge.reshard.execute import Ledger, Read, Transfer, Write, write_into
+from mega_rl.bridge.reshard.execute import (
+    Read,
+    Transfer,
+    TransferCount,
+    Write,
+    write_into,
+)
 from mega_rl.bridge.reshard.plan import Layout, compile_plan
 from mega_rl.bridge.series import Series, having
 from mega_rl.fleet.tickets import held_out
 from mega_rl.parallel.collectives import broadcast_object, gather_objects, is_first, together
-from mega_rl.rollout.remote.weight_store import Form, Store, Stored
-from mega_rl.rollout.sinks import Weights
+from mega_rl.rollout.remote.weight_store import (
+    Store,
+    StoredVersion,
+    StoreForm,
+)
+from mega_rl.rollout.sinks import SentWeights
 
 SEPARATOR = "/"  # between the number of a worker and the name of its parameter
 
 
 @dataclass(frozen=True)
-class Part:
+class StorePart:
     """Moves what this rank has to give; collective or not, as its plan is."""
 
-    move: Callable[[Read, Write], Ledger]
+    move: Callable[[Read, Write], TransferCount]
     is_collective: bool
 
 
@@ -43,7 +53,7 @@ class StoreSink:
 
     def __init__(
         self,
-        weights: Weights,
+        weights: SentWeights,
         engine_size: int,
         num_slots: int,
         num_here: int | None = None,
@@ -66,7 +76,7 @@ class StoreSink:
         self._world = world
         series = tuple(tuple(weights.worker_layout(engine_size, worker)) for worker in range(engine_size))
         salt = broadcast_object(int.from_bytes(os.urandom(7), "big"))
-        self.form = Form(series, weights.dtype, num_slots, salt, has_validation)
+        self.form = StoreForm(series, weights.dtype, num_slots, salt, has_validation)
         self._store: Store | None = None
         with together("taking the memory of the weight store"):
             if is_first():
@@ -75,12 +85,12 @@ class StoreSink:
         with together("finding the weight store"):
             if self._rank < self._num_here:
                 self._store = self._store or Store(self.form, location)
-        self._whole: Part | None = None
-        self._changing: Part | None = None  # what can differ from one update to the next
+        self._whole: StorePart | None = None
+        self._changing: StorePart | None = None  # what can differ from one update to the next
         self._filled: set[int] = set()  # slots that hold every tensor of some version
         # by worker, of the newest version and of the newest validation; on rank 0 only
         self._digests: list[list[Digest]] = [[{} for _ in series] for _ in range(2)]
-        self.stored: dict[int, Stored] = {}  # by version, what engines may ask for; on rank 0 only
+        self.stored: dict[int, StoredVersion] = {}  # by version, what engines may ask for; on rank 0 only
 
     @property
     def store(self) -> Store | None:
@@ -101,7 +111,7 @@ class StoreSink:
         if (names := self._weights.changing) is not None:
             self._changing = self._plan(sources, [having(series, names) for series in wanted])
 
-    def update(self, read: Read, version: int) -> Ledger:
+    def update(self, read: Read, version: int) -> TransferCount:
         """Write a version over the oldest one, or a validation's over the last: nobody may ask for that any more."""
         assert self._whole is not None and self._changing is not None, "an update before connect"
         slot = self.form.slot(version)
@@ -110,13 +120,13 @@ class StoreSink:
             del self.stored[old]
         write = HashedWrite(write_into(self._memory(version)), self.form.salt)
         with torch.no_grad(), nullcontext() if part.is_collective else together("writing into the weight store"):
-            ledger = part.move(read, write)
+            window = part.move(read, write)
         parts = gather_objects(write.digest())
         self._filled.add(slot)
         self._version = max(self._version, version)
         if is_first():
             self._publish(version, summed(parts))
-        return ledger
+        return window
 
     def begin_sampling(self) -> None:
         """Do nothing: engines fetch the weights when they want."""
@@ -129,7 +139,7 @@ class StoreSink:
         for (name, hf_name), value in found.items():
             worker, local_name = name.split(SEPARATOR)
             digests[int(worker)][local_name, hf_name] = value
-        self.stored[version] = Stored(version, [dict(digest) for digest in digests])
+        self.stored[version] = StoredVersion(version, [dict(digest) for digest in digests])
 
     def _memory(self, version: int) -> dict[str, torch.Tensor]:
         """The version's slot, by the names of ``_of_worker``; nothing on a rank without a store."""
@@ -142,12 +152,12 @@ class StoreSink:
             for name, tensor in named.items()
         }
 
-    def _plan(self, sources: Layout, wanted: Sequence[Sequence[Series]]) -> Part:
+    def _plan(self, sources: Layout, wanted: Sequence[Sequence[Series]]) -> StorePart:
         dtype = self._weights.dtype
         if self._num_here == self._world:
             everything = [series for of_worker in wanted for series in of_worker]
             deposit = Deposit(compile_plan([*sources, []], [*([] for _ in sources), everything]), self._rank)
-            return Part(lambda read, write: deposit.run(read, write, dtype), is_collective=False)
+            return StorePart(lambda read, write: deposit.run(read, write, dtype), is_collective=False)
         destinations: list[list[Series]] = [[] for _ in sources]
         for worker, series in enumerate(wanted):
             destinations[worker % self._num_here] += series
@@ -160,7 +170,7 @@ class StoreSink:
             self._weights.device,
             platform.current().synchronize,
         )
-        return Part(lambda read, write: transfer.run(read, write, dtype), is_collective=True)
+        return StorePart(lambda read, write: transfer.run(read, write, dtype), is_collective=True)
 
 
 class ValidationSink:
@@ -185,10 +195,10 @@ class ValidationSink:
     def connect(self, sources: Layout) -> None:
         """Do nothing: the plans are those of the store."""
 
-    def update(self, read: Read, version: int) -> Ledger:
-        ledger = self._sink.update(read, held_out(version))
+    def update(self, read: Read, version: int) -> TransferCount:
+        window = self._sink.update(read, held_out(version))
         self._version = version
-        return ledger
+        return window
 
     def begin_sampling(self) -> None:
         """Do nothing: engines fetch the weights when they want."""

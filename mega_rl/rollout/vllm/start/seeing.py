@@ -59,7 +59,7 @@ def sight_arguments(model_path: str, sight: Sight | None) -> dict[str, Any] | No
     return None if shape.tower is None else blind_arguments()
 
 
-class Renderer:
+class PromptRenderer:
     """Makes what the engine is given for a prompt.
 
     vLLM finds the places of pictures by looking for their tokens, and lets each stand for a whole picture. So it is

@@ -96,7 +96,7 @@ def a_fleet_says_so_before_it_starts_anything() -> None:
     spec = fleet.EngineSpec("model", RolloutConfig(), 8, "float32", "cpu", is_deterministic=False, num_threads=1)
     CpuPlatform.actor_options = OPTIONS  # a CPU that wants NPUs: this host has none to select
     try:
-        fleet.Fleet(spec, 1)
+        fleet.EngineGroup(spec, 1)
     except InputError as error:
         assert "of which this cluster has none" in str(error), error
     else:

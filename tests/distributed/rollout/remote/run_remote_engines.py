@@ -22,7 +22,7 @@ from mega_rl import platform
 from mega_rl.bridge.mapping.megatron import megatron_slices, padded_vocab_size
 from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.mapping.vllm import vllm_slices
-from mega_rl.bridge.reshard.execute import Ledger
+from mega_rl.bridge.reshard.execute import TransferCount
 from mega_rl.bridge.reshard.proof import LoadProof, Proof
 from mega_rl.bridge.slices import Box, Slice, indices
 from mega_rl.config.schema.sections import RolloutConfig
@@ -34,7 +34,7 @@ from mega_rl.rollout.remote.engine_process import EngineProcess, EngineSpec
 from mega_rl.rollout.remote.engines import RemoteEngines
 from mega_rl.rollout.remote.sink import RemoteSink
 from mega_rl.rollout.requests import make_requests
-from mega_rl.rollout.sinks import Weights
+from mega_rl.rollout.sinks import SentWeights
 from mega_rl.rollout.temperature_probe import measured_temperatures, probe_prompt
 from mega_rl.types import Trajectory
 from tests.distributed.rollout.rollout_checks import LONG, MAX_MODEL_LEN, check
@@ -61,7 +61,7 @@ class Trainer:
         rollout = RolloutConfig(placement="separate", num_engines=NUM_ENGINES, kv_cache_bytes=1 << 24)
         spec = EngineSpec(str(path), rollout, MAX_MODEL_LEN, "float32", "cpu", is_deterministic=False, num_threads=1)
         self.engines = RemoteEngines(spec, NUM_ENGINES)
-        self.sink = RemoteSink(self.engines, Weights(shape, torch.float32, 1 << 16, torch.device("cpu")))
+        self.sink = RemoteSink(self.engines, SentWeights(shape, torch.float32, 1 << 16, torch.device("cpu")))
         self.shards = place(self.slices[self.rank], dict(hf_weights(model)))
         load = LoadProof(hf_tensors(shape), self.slices, [self.wanted], 1, self.read, self.rank)
         assert self.sink.obstacle(load) is None
@@ -70,12 +70,12 @@ class Trainer:
     def read(self, local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> torch.Tensor:
         return self.shards[local_name][indices(local_box)]
 
-    def run(self) -> Ledger:
+    def run(self) -> TransferCount:
         """This rank's part of a sync of the model's present weights."""
         self.shards = place(self.slices[self.rank], dict(hf_weights(self.model)))
         return self.sink._send(self.read)
 
-    def push(self, version: int) -> Ledger:
+    def push(self, version: int) -> TransferCount:
         self.shards = place(self.slices[self.rank], dict(hf_weights(self.model)))
         return self.sink.update(self.read, version)
 
@@ -151,12 +151,16 @@ def every_parameter_is_the_trainers(trainer: Trainer) -> None:
 
 
 def bytes_are_the_minimum(trainer: Trainer) -> None:
-    ledger = trainer.push(3)
+    transfer_count = trainer.push(3)
     needed = 4 * sum(tensor.numel() for _, tensor in hf_weights(trainer.model)) * NUM_ENGINES
-    sent = torch.tensor(ledger.bytes_sent)
+    sent = torch.tensor(transfer_count.bytes_sent)
     dist.all_reduce(sent)
-    assert (int(sent), ledger.bytes_local, ledger.bytes_received) == (needed, 0, 0), (sent, needed, ledger)
-    assert ledger.num_buckets > 1
+    assert (int(sent), transfer_count.bytes_local, transfer_count.bytes_received) == (needed, 0, 0), (
+        sent,
+        needed,
+        transfer_count,
+    )
+    assert transfer_count.num_buckets > 1
 
 
 def output_follows_the_weights(trainer: Trainer) -> None:

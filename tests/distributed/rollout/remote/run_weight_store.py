@@ -20,7 +20,7 @@ from mega_rl.parallel.collectives import broadcast_object, gather_objects
 from mega_rl.rollout.remote import weight_store
 from mega_rl.rollout.remote.fleet.store_sink import StoreSink, ValidationSink
 from mega_rl.rollout.remote.weight_store import Store, take
-from mega_rl.rollout.sinks import Weights
+from mega_rl.rollout.sinks import SentWeights
 from tests.distributed.rollout.remote.run_remote_engines import place
 from tests.distributed.rollout.rollout_checks import check
 from tests.models.families import FILES
@@ -36,7 +36,7 @@ class World:
         self.rank = dist.get_rank()
         vocab, layers = padded_vocab_size(SHAPE.vocab_size, 2), range(SHAPE.num_layers)
         self.sources = [megatron_series(SHAPE, 2, rank, layers, True, True, vocab) for rank in range(2)]
-        weights = Weights(SHAPE, torch.float32, 1 << 14, torch.device("cpu"), changing)
+        weights = SentWeights(SHAPE, torch.float32, 1 << 14, torch.device("cpu"), changing)
         self.sink = StoreSink(weights, engine_size, num_slots=2, num_here=num_here, has_validation=True)
         self.sink.connect(self.sources)
 

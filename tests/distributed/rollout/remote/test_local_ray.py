@@ -16,7 +16,7 @@ import pytest
 
 from tests.launching.launch import REPO, Running, run_copy, started, torchrun_command
 from tests.launching.listening import open_to_others
-from tests.launching.training import RUN_MARK, carriers, survivors
+from tests.launching.training import RUN_MARK, executors, survivors
 
 pytest.importorskip("ray", reason="engines in other processes need Ray: install mega_rl[separate]")
 pytestmark = pytest.mark.slow
@@ -49,7 +49,9 @@ def test_nobody_else_gets_in(tmp_path: Path) -> None:
     script = tmp_path / "client.py"
     script.write_text(CLIENT)
     with launched() as (running, token, _, address):
-        ours = [process for process in carriers(token) if process.pid != running.process.pid]  # its store is torchrun's
+        ours = [
+            process for process in executors(token) if process.pid != running.process.pid
+        ]  # its store is torchrun's
         names = {process.name() for process in ours}
         assert {"gcs_server", "raylet"} <= names and any(name.startswith("ray::") for name in names), names
         assert open_to_others(ours) == []

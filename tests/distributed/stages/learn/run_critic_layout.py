@@ -33,7 +33,7 @@ from mega_rl.models.shape import value_shape
 from mega_rl.observe.timers import Timers
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.planning.activations import Tokens
+from mega_rl.planning.activations import PlannedTokens
 from mega_rl.planning.companions import companions
 from mega_rl.platform.operators.memory import OPERATOR_MEMORY
 from mega_rl.stages.build.building import trainer_spec
@@ -71,7 +71,7 @@ def critic_of(case: Case, own: Case | None, actor: MegatronEngine, directory: Pa
 def check_plan(config: Any, actor: MegatronEngine, engine: MegatronEngine) -> None:
     """Weights and gradients take what the plan says of this rank, at the critic's layout."""
     own = [b for chunk in engine.wrapped for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    tokens, layout = Tokens(64, 32, 1), actor.policy.layout
+    tokens, layout = PlannedTokens(64, 32, 1), actor.policy.layout
     plan = companions(config, actor.policy.shape, layout, OPERATOR_MEMORY["cpu"], tokens)
     (planned,) = plan(dist.get_rank())
     assert planned.state.weights == sum(b.param_data.nbytes for b in own)

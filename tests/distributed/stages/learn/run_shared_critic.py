@@ -34,7 +34,7 @@ from mega_rl.megatron.policy import MegatronPolicy
 from mega_rl.microbatch import Figures, Microbatch
 from mega_rl.models.shape import value_shape
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.planning.activations import Tokens
+from mega_rl.planning.activations import PlannedTokens
 from mega_rl.planning.companions import companions
 from mega_rl.platform.operators.memory import OPERATOR_MEMORY
 from mega_rl.stages.build.building import trainer_spec
@@ -83,7 +83,7 @@ def check_memory(config: RunConfig, actor: MegatronEngine, critic: MegatronEngin
     frozen = frozenset(name for name, p in critic.policy.parameters.items() if not p.requires_grad)
     assert frozen and critic.policy.shared == frozen
     assert storages(critic, frozen).items() <= storages(actor, frozen).items()
-    tokens, operators = Tokens(64, 32, 1), OPERATOR_MEMORY["cpu"]
+    tokens, operators = PlannedTokens(64, 32, 1), OPERATOR_MEMORY["cpu"]
     (planned,) = companions(config, actor.policy.shape, actor.policy.layout, operators, tokens)(dist.get_rank())
     own = [buffer for chunk in critic.wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     in_buffers = sum(b.param_data.nbytes + b.grad_data.nbytes for b in own)

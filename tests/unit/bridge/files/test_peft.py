@@ -16,7 +16,7 @@ from mega_rl.bridge.files.peft.peft import (
     target_modules,
     write_adapter,
 )
-from mega_rl.bridge.files.peft.peft_config import AdapterConfig
+from mega_rl.bridge.files.peft.peft_config import PeftConfig
 from mega_rl.bridge.lora import Factors, merged
 from mega_rl.bridge.mapping.tensors import hf_tensors, roles
 from mega_rl.bridge.slices import whole_box
@@ -53,7 +53,7 @@ def test_what_was_read_is_written_bit_for_bit(models: Path, tmp_path: Path, mode
     found = everything(source)
     assert equal(found, tensors)
     linear = [name for name, role in roles(shape).items() if role == "linear"]
-    config = AdapterConfig(adapters.RANK, adapters.ALPHA, base=str(models / model))
+    config = PeftConfig(adapters.RANK, adapters.ALPHA, base=str(models / model))
     for _ in range(2):  # an earlier export is replaced
         write_adapter(tmp_path / "out", config, target_modules(source.weights, linear), found, {"base": "x"})
     assert equal(load_file(tmp_path / "out" / "adapter_model.safetensors"), tensors)
@@ -211,7 +211,7 @@ def test_a_merge_does_not_depend_on_boxes_or_threads(dtype: torch.dtype) -> None
 
 
 def test_shapes_of_the_written_configuration(tmp_path: Path) -> None:
-    config = AdapterConfig(4, 8.0, True, "base", {"x": 2})
+    config = PeftConfig(4, 8.0, True, "base", {"x": 2})
     write_adapter(tmp_path / "a", config, ["q_proj"], {"base_model.model.q.lora_A.weight": torch.zeros(4, 2)}, {})
     written = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
     assert (written["r"], written["lora_alpha"], written["use_rslora"], written["rank_pattern"]) == (

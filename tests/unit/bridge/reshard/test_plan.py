@@ -15,7 +15,7 @@ from hypothesis import given, settings, strategies as st
 from mega_rl.bridge.mapping.megatron import megatron_series, megatron_slices, padded_vocab_size
 from mega_rl.bridge.mapping.vllm import full_slices, vllm_series, vllm_slices
 from mega_rl.bridge.reshard.buckets import schedule
-from mega_rl.bridge.reshard.plan import Plan, compile_plan
+from mega_rl.bridge.reshard.plan import ReshardPlan, compile_plan
 from mega_rl.bridge.reshard.runs import Move
 from mega_rl.bridge.series import Series, slices_of
 from mega_rl.bridge.slices import Slice, extents, indices, num_elements, whole_box
@@ -90,7 +90,7 @@ def local_arrays(slices: list[Slice], tensors: Arrays) -> Arrays:
     return local
 
 
-def carry_out(plan: Plan, held: list[Arrays], wanted: list[Arrays], room: int) -> list[Arrays]:
+def carry_out(plan: ReshardPlan, held: list[Arrays], wanted: list[Arrays], room: int) -> list[Arrays]:
     """What the ranks' parameters are after a sync by numpy, exchange by exchange; checks the exchanges on the way."""
     got = [{name: np.zeros_like(array) for name, array in arrays.items()} for arrays in wanted]
 
@@ -123,7 +123,7 @@ def carry_out(plan: Plan, held: list[Arrays], wanted: list[Arrays], room: int) -
     return got
 
 
-def check_plan(plan: Plan, sources: Layout, destinations: Layout, room: int = 10**6) -> None:
+def check_plan(plan: ReshardPlan, sources: Layout, destinations: Layout, room: int = 10**6) -> None:
     """Every destination element once, from its own place on a source, and no byte more than must be received."""
     tensors = numbered_elements([s for slices in (*sources, *destinations) for s in slices])
     held, wanted = ([local_arrays(slices, tensors) for slices in side] for side in (sources, destinations))
@@ -301,7 +301,7 @@ def held_by(shape: ModelShape, layout: ParallelLayout, rank: int) -> list[Series
     return held
 
 
-def lowest_possible_load(plan: Plan, sources: Layout) -> float:
+def lowest_possible_load(plan: ReshardPlan, sources: Layout) -> float:
     """Of the largest sender, were elements divisible: the most that any set of ranks alone must send, per rank."""
     held: dict[str, list[tuple[int, Slice]]] = {}
     for rank, slices in enumerate(sources):

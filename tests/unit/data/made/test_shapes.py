@@ -14,7 +14,7 @@ from PIL import Image
 
 from mega_rl.config.schema.sections import DataConfig
 from mega_rl.data.pictures.image_processor import picture_reader
-from mega_rl.data.pictures.picture_set import Album
+from mega_rl.data.pictures.picture_set import PictureSet
 from mega_rl.data.prompts import PromptDataset
 from mega_rl.data.tokens.tokenizer import load_tokenizer
 from mega_rl.errors import InputError
@@ -112,6 +112,6 @@ def test_the_tiny_model_reads_a_picture_as_a_token_for_every_place(tmp_path: Pat
     config, tokenizer = DataConfig(max_prompt_length=40, max_response_length=4), load_tokenizer(str(model))
     tower = read_model_shape(model).tower
     assert tower is not None
-    album = Album(picture_reader(model, tower, tokenizer, config))
-    prompts = PromptDataset.from_files([str(data_dir / "train.jsonl")], tokenizer, config, album=album)
-    assert [prompt.images[0].num_tokens for prompt in prompts] == [16] * 5 and len(album.pictures) == 5
+    picture_set = PictureSet(picture_reader(model, tower, tokenizer, config))
+    prompts = PromptDataset.from_files([str(data_dir / "train.jsonl")], tokenizer, config, picture_set=picture_set)
+    assert [prompt.images[0].num_tokens for prompt in prompts] == [16] * 5 and len(picture_set.pictures) == 5

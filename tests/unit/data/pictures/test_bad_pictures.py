@@ -16,7 +16,7 @@ from PIL import Image
 from mega_rl.config.schema.sections import DataConfig
 from mega_rl.data.conversations import ConversationDataset
 from mega_rl.data.pictures.image_processor import picture_reader
-from mega_rl.data.pictures.picture_set import Album
+from mega_rl.data.pictures.picture_set import PictureSet
 from mega_rl.data.pictures.pictures import PictureReader
 from mega_rl.data.prompts import PromptDataset
 from mega_rl.errors import InputError
@@ -137,7 +137,7 @@ def test_a_bad_picture_is_one_sentence(kind: str, stage: str, reader: PictureRea
     file.write_text("".join(json.dumps(one) + "\n" for one in ({"prompt": "a", "answer": "b"}, row)))
     with pytest.raises(InputError, match=f"rows.jsonl line 2, picture 2.*(?:{words})") as found:
         if stage == "rl":
-            PromptDataset.from_files([str(file)], vision_models.tokenizer(), DATA, album=Album(reader))
+            PromptDataset.from_files([str(file)], vision_models.tokenizer(), DATA, picture_set=PictureSet(reader))
         else:
             ConversationDataset.from_files([str(file)], vision_models.tokenizer(), DATA, pictures=reader)
     assert "\n" not in str(found.value)

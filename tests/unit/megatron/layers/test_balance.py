@@ -11,8 +11,8 @@ from torch import Tensor
 from mega_rl.config.schema.sections import RouterConfig
 from mega_rl.data.packing import pack
 from mega_rl.megatron.layers import balance
-from mega_rl.megatron.layers.balance import Balancing, Totals
-from mega_rl.megatron.layers.routing import Router, Routing
+from mega_rl.megatron.layers.balance import BalanceTotals, Balancing
+from mega_rl.megatron.layers.routing import MicrobatchRouting, Router
 from mega_rl.microbatch import Microbatch, Sequence
 from mega_rl.models.mixture import Mixture
 from mega_rl.parallel.zigzag import PADDING
@@ -38,7 +38,7 @@ def microbatch(*lengths: int) -> Microbatch:
     return packed
 
 
-def balancing(totals: Totals | None, **settings: object) -> Balancing:
+def balancing(totals: BalanceTotals | None, **settings: object) -> Balancing:
     return Balancing(RouterConfig(**settings), MIXTURE, LAYERS, totals, (1, 0), torch.device("cpu"))  # type: ignore[arg-type]
 
 
@@ -52,7 +52,7 @@ def test_the_gradient_is_that_of_the_formulas(over: str) -> None:
     """Two micro-batches, the second in another order and with padding in between, as context parallelism has it."""
     generator = torch.Generator().manual_seed(0)
     batches = [microbatch(5, 8), microbatch(3, 7, 9)]
-    pass_ = balancing(Totals(5, 32), aux_loss=0.5, z_loss=0.1, aux_loss_over=over)
+    pass_ = balancing(BalanceTotals(5, 32), aux_loss=0.5, z_loss=0.1, aux_loss_over=over)
     expected_losses, num_layers = torch.zeros(2), len(MIXTURE.layers)
     for number, one in enumerate(batches):
         order = torch.randperm(one.num_tokens, generator=generator) if number else torch.arange(one.num_tokens)
@@ -79,8 +79,10 @@ def test_the_gradient_is_that_of_the_formulas(over: str) -> None:
 
 def test_totals_are_of_all_ranks() -> None:
     one = microbatch(5, 8)
-    assert Totals.of([one, one], is_counted=True) == Totals(5, 126)
-    assert Totals.of([one, one], is_counted=False) == Totals(1, 100), "another rank counts these sequences"
+    assert BalanceTotals.of([one, one], is_counted=True) == BalanceTotals(5, 126)
+    assert BalanceTotals.of([one, one], is_counted=False) == BalanceTotals(1, 100), (
+        "another rank counts these sequences"
+    )
 
 
 def routed(*tokens: tuple[int, ...]) -> Tensor:
@@ -118,7 +120,9 @@ def test_a_step_smaller_than_the_dtype_moves_the_choice_in_the_end() -> None:
     )
     router.topk, router.score_function = 1, "sigmoid"
     router.expert_bias = torch.tensor([100.0, 100.25, 99.0, 99.0])
-    choice = SimpleNamespace(routing=Routing(), get_replay_topk=lambda scores, k, *_: torch.topk(scores, k, dim=1))
+    choice = SimpleNamespace(
+        routing=MicrobatchRouting(), get_replay_topk=lambda scores, k, *_: torch.topk(scores, k, dim=1)
+    )
     router.router_replay = choice
     logits = torch.tensor([[[0.1, 0.0, 0.0, 0.0]]])
     assert router.routing(logits)[1].tolist() == [[True, False, False, False]]
@@ -129,6 +133,6 @@ def test_a_step_smaller_than_the_dtype_moves_the_choice_in_the_end() -> None:
 def test_a_micro_batch_of_nothing_but_its_tail() -> None:
     """Where a rank has fewer sequences than others have micro-batches."""
     empty = pack([], [], pad_to_multiple=4, pad_token_id=0)
-    for totals in (None, Totals(3, 20)):
+    for totals in (None, BalanceTotals(3, 20)):
         found = balancing(totals, aux_loss=0.1).of(empty, None)
         assert not found.is_token_N.any() and len(found.is_token_N) == 4

@@ -23,10 +23,10 @@ from mega_rl.rewards.sandbox import (
     sandbox,
     zygote,
 )
-from mega_rl.rewards.sandbox.sandbox import Limits, run_program
+from mega_rl.rewards.sandbox.sandbox import ProgramLimits, run_program
 
 HAS_NAMESPACES = sandbox.has_namespaces()
-LIMITS = Limits(timeout_s=20.0, memory_bytes=1 << 29, namespaces=HAS_NAMESPACES)
+LIMITS = ProgramLimits(timeout_s=20.0, memory_bytes=1 << 29, namespaces=HAS_NAMESPACES)
 ISOLATION = "namespaces" if HAS_NAMESPACES else "limits"
 NO_NAMESPACES = "this system allows no unprivileged namespaces"
 needs_namespaces = pytest.mark.skipif(not HAS_NAMESPACES, reason=NO_NAMESPACES)
@@ -73,7 +73,7 @@ def test_a_ground_truth_without_tests(truth: str) -> None:
 
 @runs_programs
 def test_out_of_time() -> None:
-    run = run_program("while True: pass", "", Limits(0.5, 1 << 29, namespaces=HAS_NAMESPACES))
+    run = run_program("while True: pass", "", ProgramLimits(0.5, 1 << 29, namespaces=HAS_NAMESPACES))
     assert run.exit_code is None
 
 
@@ -131,7 +131,7 @@ def test_no_process_is_left_in_whatever_session(ending: str) -> None:
     fork = "for _ in range(3):\n  if os.fork() == 0: os.setsid(); time.sleep(600)"
     naming = f"import ctypes, os, time\nctypes.CDLL(None).prctl(15, b'{name}', 0, 0, 0)"
     started = f"{naming}\n{fork}\nprint('started', flush=True)\n{ending}"
-    assert run_program(started, "", Limits(10.0, 1 << 29)).output == "started\n"
+    assert run_program(started, "", ProgramLimits(10.0, 1 << 29)).output == "started\n"
     deadline = time.monotonic() + 30
     while any(_name(process) == name for process in psutil.process_iter()):
         assert time.monotonic() < deadline, "a process of the program is left"

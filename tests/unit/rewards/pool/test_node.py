@@ -11,8 +11,8 @@ import pytest
 
 from mega_rl.rewards.pool.dispatch import PoolError
 from mega_rl.rewards.pool.node import (
-    Address,
     RemotePool,
+    WorkerAddress,
     _path_of,
     offer,
 )
@@ -52,7 +52,7 @@ def test_whoever_has_no_key_is_not_let_in(pool: WorkerPool) -> None:
             stranger.send_bytes(key)
             stranger.recv_bytes()
     with pytest.raises(PoolError, match="rank 3, .* ended"):
-        RemotePool(Address(address.directory, b"y" * 32), "rank 3")
+        RemotePool(WorkerAddress(address.directory, b"y" * 32), "rank 3")
     remotes = [RemotePool(address, "rank 0") for _ in range(2)]
     assert [remote.submit([right(2.0)]).result(timeout=60) for remote in remotes] == [[[2.0]]] * 2
     for remote in remotes:
@@ -71,4 +71,4 @@ def test_what_ends_the_workers_is_told_to_the_other_ranks(pool: WorkerPool) -> N
 def test_no_owner_is_a_sentence(tmp_path: Path) -> None:
     for directory in (tmp_path, tmp_path / "gone"):
         with pytest.raises(PoolError, match="rank 0, .* ended; see what it said"):
-            RemotePool(Address(str(directory), b""), "rank 0")
+            RemotePool(WorkerAddress(str(directory), b""), "rank 0")

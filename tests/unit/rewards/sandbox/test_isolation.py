@@ -12,8 +12,8 @@ import pytest
 
 from mega_rl.rewards.functions import code
 from mega_rl.rewards.sandbox.sandbox import (
-    Limits,
     NotIsolatedError,
+    ProgramLimits,
     run_program,
 )
 from tests.launching.enclosure import AS_ANOTHER, needs_enclosure, run_enclosed
@@ -201,7 +201,7 @@ def test_limits_are_refused_to_root_in_one_sentence(monkeypatch: pytest.MonkeyPa
     ):
         code._check_code_tests(isolation="limits")
     with pytest.raises(NotIsolatedError, match="not run as root without namespaces"):
-        run_program("", "", Limits(20.0, 1 << 29, namespaces=False))
+        run_program("", "", ProgramLimits(20.0, 1 << 29, namespaces=False))
 
 
 @needs_enclosure()

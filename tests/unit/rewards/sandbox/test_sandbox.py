@@ -15,12 +15,12 @@ import psutil
 import pytest
 
 from mega_rl.rewards.sandbox import sandbox
-from mega_rl.rewards.sandbox.sandbox import Limits, run_program
+from mega_rl.rewards.sandbox.sandbox import ProgramLimits, run_program
 from tests.launching.enclosure import needs_enclosure, run_enclosed
 from tests.launching.launch import alive, run_copy
 
 HAS_NAMESPACES = sandbox.has_namespaces()
-LIMITS = Limits(timeout_s=20.0, memory_bytes=1 << 29, namespaces=HAS_NAMESPACES)
+LIMITS = ProgramLimits(timeout_s=20.0, memory_bytes=1 << 29, namespaces=HAS_NAMESPACES)
 pytestmark = pytest.mark.skipif(not HAS_NAMESPACES and os.geteuid() == 0, reason="no program is run here")
 
 

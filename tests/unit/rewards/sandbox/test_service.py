@@ -27,14 +27,14 @@ from mega_rl.rewards.sandbox.remote import (
     SandboxClient,
     ServiceError,
 )
-from mega_rl.rewards.sandbox.sandbox import Limits, Run
+from mega_rl.rewards.sandbox.sandbox import ProgramLimits, ProgramRun
 from mega_rl.rewards.sandbox.service import Server, Service
 from mega_rl.types import Prompt
 from tests.launching.launch import REPO, run
 
 HAS_NAMESPACES = sandbox.has_namespaces()
 pytestmark = pytest.mark.skipif(not HAS_NAMESPACES and os.geteuid() == 0, reason="no program is run here")
-LIMITS = Limits(timeout_s=30.0, memory_bytes=1 << 29)
+LIMITS = ProgramLimits(timeout_s=30.0, memory_bytes=1 << 29)
 SECRET = "a-token-of-the-tests"
 TRUTH = json.dumps({"inputs": ["1 2\n"], "outputs": ["3\n"]})
 SUM = "```python\nprint(sum(map(int, input().split())))\n```"
@@ -72,9 +72,9 @@ def ask(server: Server, method: str, path: str, body: bytes = b"", **headers: st
 def test_a_program_runs_there_as_it_would_here(served: Server) -> None:
     client = SandboxClient(url(served))
     client.check()
-    assert client.run("print(input()); print('\\xff\\u4e2d')", "given", LIMITS) == Run(0, "given\n\xff\u4e2d\n")
+    assert client.run("print(input()); print('\\xff\\u4e2d')", "given", LIMITS) == ProgramRun(0, "given\n\xff\u4e2d\n")
     assert client.run("1 / 0", "", LIMITS, with_errors=True).output.endswith("division by zero\n")
-    assert client.run("while True: pass", "", Limits(0.5, 1 << 29)).exit_code is None
+    assert client.run("while True: pass", "", ProgramLimits(0.5, 1 << 29)).exit_code is None
 
 
 def test_the_reward_and_the_environment_name_a_service(served: Server) -> None:
@@ -155,12 +155,12 @@ def test_a_full_service_says_so_and_the_client_tries_anew(served: Server, monkey
     may_run = threading.Event()
     real = sandbox.run_program
 
-    def held(*arguments: Any, **named: Any) -> Run:
+    def held(*arguments: Any, **named: Any) -> ProgramRun:
         may_run.wait()
         return real(*arguments, **named)
 
     monkeypatch.setattr("mega_rl.rewards.sandbox.service.run_program", held)
-    service, client, runs = served.service, SandboxClient(url(served)), list[Run]()
+    service, client, runs = served.service, SandboxClient(url(served)), list[ProgramRun]()
     threads = [threading.Thread(target=lambda: runs.append(client.run("print(1)", "", LIMITS))) for _ in range(6)]
     late = threading.Thread(target=lambda: runs.append(client.run("print(1)", "", LIMITS, patience_s=600.0)))
     for thread in threads:
@@ -178,7 +178,7 @@ def test_a_full_service_says_so_and_the_client_tries_anew(served: Server, monkey
         may_run.set()
     for thread in (*threads, late):
         thread.join()
-    assert runs == [Run(0, "1\n")] * 7
+    assert runs == [ProgramRun(0, "1\n")] * 7
 
 
 @pytest.mark.parametrize("address", ["", "host:1", "ftp://host", "http://", "http://u:p@host", "http://host/run?x=1"])

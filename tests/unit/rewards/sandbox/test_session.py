@@ -11,17 +11,17 @@ import pytest
 
 from mega_rl.rewards.sandbox import sandbox
 from mega_rl.rewards.sandbox.sandbox import (
-    Limits,
-    Run,
-    Session,
+    ProgramLimits,
+    ProgramRun,
+    SandboxSession,
     SessionEndedError,
 )
 from tests.launching.enclosure import needs_enclosure, run_enclosed
 
 HAS_NAMESPACES = sandbox.has_namespaces()
 pytestmark = pytest.mark.skipif(not HAS_NAMESPACES and os.geteuid() == 0, reason="no program is run here")
-LIMITS = Limits(timeout_s=60.0, memory_bytes=1 << 29, namespaces=HAS_NAMESPACES)
-SHORT = Limits(timeout_s=1.0, memory_bytes=1 << 29, namespaces=HAS_NAMESPACES)
+LIMITS = ProgramLimits(timeout_s=60.0, memory_bytes=1 << 29, namespaces=HAS_NAMESPACES)
+SHORT = ProgramLimits(timeout_s=1.0, memory_bytes=1 << 29, namespaces=HAS_NAMESPACES)
 
 
 def running(name: str) -> list[psutil.Process]:
@@ -37,11 +37,11 @@ def running(name: str) -> list[psutil.Process]:
 
 def test_files_stay_and_names_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    session, other = Session(LIMITS), Session(LIMITS)
-    assert session.run("x = 1; open('kept', 'w').write(input())", "given") == Run(0, "")
+    session, other = SandboxSession(LIMITS), SandboxSession(LIMITS)
+    assert session.run("x = 1; open('kept', 'w').write(input())", "given") == ProgramRun(0, "")
     look = "import os\nprint(sorted(os.listdir('.')), 'x' in globals())"
-    assert session.run(look) == Run(0, "['kept', 'program.py'] False\n")
-    assert other.run(look) == Run(0, "['program.py'] False\n")
+    assert session.run(look) == ProgramRun(0, "['kept', 'program.py'] False\n")
+    assert other.run(look) == ProgramRun(0, "['program.py'] False\n")
     assert session.run("1 / 0", with_errors=True).output.endswith("division by zero\n")
     assert session.run("raise SystemExit(3)").exit_code == 3
     session.close()
@@ -50,21 +50,21 @@ def test_files_stay_and_names_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_state_stays_until_a_program_ends_the_interpreter() -> None:
-    session = Session(LIMITS, keep="state")
-    assert session.run("x = 41\nprint('a', input())", "b") == Run(0, "a b\n")
-    assert session.run("x += 1\nprint(x)\n1 / 0") == Run(1, "42\n")
-    assert session.run("print(x)\nraise SystemExit(3)") == Run(3, "42\n")
+    session = SandboxSession(LIMITS, keep="state")
+    assert session.run("x = 41\nprint('a', input())", "b") == ProgramRun(0, "a b\n")
+    assert session.run("x += 1\nprint(x)\n1 / 0") == ProgramRun(1, "42\n")
+    assert session.run("print(x)\nraise SystemExit(3)") == ProgramRun(3, "42\n")
     assert session.run("import os; os._exit(5)").exit_code == 5
-    assert session.run("print('x' in globals())") == Run(0, "False\n")
+    assert session.run("print('x' in globals())") == ProgramRun(0, "False\n")
     session.close()
 
 
 @pytest.mark.parametrize("keep", ["files", "state"])
 def test_a_program_that_runs_out_of_time_does_not_end_the_session(keep: str) -> None:
-    session = Session(SHORT, keep=keep)  # type: ignore[arg-type]
+    session = SandboxSession(SHORT, keep=keep)  # type: ignore[arg-type]
     assert session.run("open('kept', 'w').close()\nwhile True: pass").exit_code is None
-    slow = Session(LIMITS, keep=keep)  # type: ignore[arg-type]
-    assert slow.run("print(1)") == Run(0, "1\n")
+    slow = SandboxSession(LIMITS, keep=keep)  # type: ignore[arg-type]
+    assert slow.run("print(1)") == ProgramRun(0, "1\n")
     slow.close()
     session.close()
 
@@ -74,7 +74,7 @@ def test_nothing_is_left_running(keep: str) -> None:
     name = f"left{secrets.token_hex(5)}"
     fork = f"import ctypes, os, time\nctypes.CDLL(None).prctl(15, b'{name}', 0, 0, 0)\n"
     fork += "for _ in range(3):\n  if os.fork() == 0: os.setsid(); time.sleep(600)\nprint('started')"
-    session = Session(LIMITS, keep=keep)  # type: ignore[arg-type]
+    session = SandboxSession(LIMITS, keep=keep)  # type: ignore[arg-type]
     assert session.run(fork).output == "started\n"
     if keep == "files":  # they ended with their program
         assert running(name) == []
@@ -83,7 +83,7 @@ def test_nothing_is_left_running(keep: str) -> None:
 
 
 def test_a_session_has_an_end() -> None:
-    session = Session(LIMITS, lifetime_s=0.2)
+    session = SandboxSession(LIMITS, lifetime_s=0.2)
     with pytest.raises(SessionEndedError, match="the session has ended"):
         for _ in range(10_000):
             session.run("")

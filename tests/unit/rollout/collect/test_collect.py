@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 
 from mega_rl.parallel.schedule import split_even
 from mega_rl.rollout.collect.collect import (
-    OutlinedGroup,
+    GroupSummary,
     PromptGroup,
     Quota,
     Round,
@@ -26,7 +26,7 @@ from tests.pretended.samplers import Unordered
 NUM_SAMPLES = 3
 
 
-def has_signal(group: PromptGroup | OutlinedGroup) -> bool:
+def has_signal(group: PromptGroup | GroupSummary) -> bool:
     return len({score.value for score in group.scores}) > 1
 
 

@@ -16,24 +16,30 @@ from torch.distributed import HashStore
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.parallel.schedule import split_even
 from mega_rl.rollout.collect.collect import (
-    Begun,
     Collected,
-    OutlinedGroup,
+    GroupSummary,
+    PartialRequests,
     PromptGroup,
     Quota,
     Round,
     collect,
 )
 from mega_rl.rollout.collect.partial_groups import (
-    Place,
-    Tails,
+    PartialGroup,
+    PartialGroups,
     begun_of_rows,
     rows_of,
 )
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.requests import joined, make_requests, resumed, text_of
 from mega_rl.synthetic.arithmetic import bpe_tokenizer
-from mega_rl.types import Prompt, Score, Span, Trajectory, Turn
+from mega_rl.types import (
+    Prompt,
+    Score,
+    Span,
+    Trajectory,
+    TurnSpan,
+)
 from tests.pretended.tailing_engine import TailingEngine, check_whole, decoded
 
 SCORING = ThreadPoolExecutor(2)
@@ -53,7 +59,7 @@ def score(trajectory: Trajectory) -> Future[Score]:
     return SCORING.submit(Score, float(trajectory.token_ids.sum() % 2))
 
 
-def differs(group: PromptGroup | OutlinedGroup) -> bool:
+def differs(group: PromptGroup | GroupSummary) -> bool:
     return len({score.value for score in group.scores}) > 1
 
 
@@ -63,7 +69,7 @@ class Steps:
     def __init__(self, orders: list[int], stops_at: str, oversample: int) -> None:
         self.engines = [TailingEngine(order) for order in orders]
         layout = EngineLayout(len(orders), 1)
-        self.tails = [Tails(layout, rank) for rank in range(len(orders))]
+        self.tails = [PartialGroups(layout, rank) for rank in range(len(orders))]
         self.stops_at, self.oversample, self.store, self.num_drawn = stops_at, oversample, HashStore(), 0
         self.ended: list[PromptGroup] = []
 
@@ -98,7 +104,7 @@ class Steps:
         assert sorted(tickets) == list(range(len(tickets))) and set(tickets.values()) == {1}
         self.num_drawn += len(tickets) - waiting
         assert all(engine.num_unfinished == 0 for engine in self.engines), "an engine that sleeps holds requests"
-        places = {t: Place.of(rank, group) for rank, part in enumerate(found) for t, group in part.begun.items()}
+        places = {t: PartialGroup.of(rank, group) for rank, part in enumerate(found) for t, group in part.begun.items()}
         for tails, part in zip(self.tails, found, strict=True):
             tails.replace([places[ticket] for ticket in sorted(places)], part.begun.values())
         groups = [group for part in found for group in part.groups.values()]
@@ -165,10 +171,10 @@ def test_a_quota_that_never_stops_takes_nothing_out() -> None:
 
 
 def test_fresh_groups_go_where_least_is_left() -> None:
-    tails = Tails(EngineLayout(3, 1), 0)
+    tails = PartialGroups(EngineLayout(3, 1), 0)
     assert tails.shares(7, 2) == [list(part) for part in split_even(7, 3)]
-    group = Begun(tuple(asked(5)))
-    tails.replace([Place(1, 9, 4, 7), Place(0, 5, 3, 0), Place(1, 6, 2, 8)], [group])
+    group = PartialRequests(tuple(asked(5)))
+    tails.replace([PartialGroup(1, 9, 4, 7), PartialGroup(0, 5, 3, 0), PartialGroup(1, 6, 2, 8)], [group])
     assert tails.shares(4, 3) == [[1, 4, 6], [0, 2], [3, 5]]
     assert tails.own() == {1: group}
     assert tails.figures() == {"groups_waiting": 3, "tails": 9, "tail_tokens": 15}
@@ -189,7 +195,7 @@ def test_rows_hold_all_that_goes_on() -> None:
     for old, new in zip(groups, again, strict=True):
         assert (new.requests, new.ended) == (old.requests, old.ended)
         assert {n: f.result() for n, f in new.scores.items()} == {n: f.result() for n, f in old.scores.items()}
-    dealt = Tails(EngineLayout(2, 1), 1)
+    dealt = PartialGroups(EngineLayout(2, 1), 1)
     dealt.adopt(again)
     assert [place.replica for place in dealt.places] == [n % 2 for n in range(len(again))]
     assert list(dealt.own().values()) == again[1::2]
@@ -207,7 +213,7 @@ def test_a_rest_is_asked_for_with_a_seed_of_its_own() -> None:
     found = joined(tail, Trajectory.single_turn(rest.prompt, 0, [9], [-1.0], "c", "stop", 6), decoded)
     assert found.spans == (Span(2, 4), Span(4, 6)) and found.text == decoded([7, 8]) and found.finish_reason == "stop"
     assert found.logprobs.tolist() == [0, 0, -0.5, -0.25, -1.0] and found.prompt == request.prompt
-    assert found.turns == (Turn("prompt", 0, 2), Turn("assistant", 2, 5))
+    assert found.turns == (TurnSpan("prompt", 0, 2), TurnSpan("assistant", 2, 5))
     same = joined(tail, Trajectory.single_turn(rest.prompt, 0, [9], [-1.0], "c", "stop", 4), decoded)
     assert same == Trajectory.single_turn(request.prompt, 0, [7, 8, 9], [-0.5, -0.25, -1.0], decoded([7, 8]), "stop", 4)
     with pytest.raises(AssertionError, match="another response"):

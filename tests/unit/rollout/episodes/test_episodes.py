@@ -35,7 +35,7 @@ from mega_rl.rollout.collect.records import (
 from mega_rl.rollout.collect.replay import ReplayEngine
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.episodes.episode_metrics import episode_metrics
-from mega_rl.rollout.episodes.episode_tokens import Plan
+from mega_rl.rollout.episodes.episode_tokens import EpisodePlan
 from mega_rl.rollout.episodes.episodes import (
     MAX_WAIT_S,
     EpisodeSampler,
@@ -87,12 +87,12 @@ class SlowEcho(Echo):
         return super().step(turn)
 
 
-def plan(make: Callable[[Prompt, int], Any] = Echo, limits: EpisodeLimits = LIMITS, **options: Any) -> Plan:
-    return Plan(make, ReplyTokens(tokenizer(), roles=["tool"]), tokenizer(), limits, **options)
+def plan(make: Callable[[Prompt, int], Any] = Echo, limits: EpisodeLimits = LIMITS, **options: Any) -> EpisodePlan:
+    return EpisodePlan(make, ReplyTokens(tokenizer(), roles=["tool"]), tokenizer(), limits, **options)
 
 
 @contextmanager
-def sampler(engine: ScriptedEngine, plan: Plan) -> Iterator[EpisodeSampler]:
+def sampler(engine: ScriptedEngine, plan: EpisodePlan) -> Iterator[EpisodeSampler]:
     made = EpisodeSampler(engine, plan)
     try:
         yield made
@@ -100,7 +100,7 @@ def sampler(engine: ScriptedEngine, plan: Plan) -> Iterator[EpisodeSampler]:
         made.close()
 
 
-def episodes(plan: Plan, wanted: list[Request], order: int = 0, pace: int = 3) -> list[Trajectory]:
+def episodes(plan: EpisodePlan, wanted: list[Request], order: int = 0, pace: int = 3) -> list[Trajectory]:
     with sampler(ScriptedEngine(tokenizer(), order, pace), plan) as made:
         return made.generate(wanted)
 
@@ -151,7 +151,7 @@ def test_a_trajectory_has_every_turn_and_learns_from_what_was_sampled() -> None:
         assert asked.max_tokens == len(request.prompt.token_ids) + 200 - turn.start
         assert np.array_equal(found.token_ids[own], alone.sampled_ids) and found.loss_mask[own].all()
         assert np.array_equal(found.logprobs[own], alone.sampled_logprobs)
-    assert found.outline().turn_sizes == tuple(turn.stop - turn.start for turn in found.turns[1::2])
+    assert found.summary().turn_sizes == tuple(turn.stop - turn.start for turn in found.turns[1::2])
     for turn in (found.turns[0], *found.turns[2::2]):
         assert not found.loss_mask[turn.start : turn.stop].any()
     said = [turn.text.removesuffix("<|im_end|>") for turn in found.turns[1::2]]
@@ -441,7 +441,7 @@ def test_metrics_of_episodes() -> None:
             return Reply([{"role": "tool", "content": "3"}], {"tool_calls": 2, "tool_s": 4.0, **of_tool})
 
     found = [*episodes(plan(Calling), requests(1, 3)), *episodes(plan(Bad), requests(1, 1))]
-    metrics = episode_metrics([trajectory.outline() for trajectory in found])
+    metrics = episode_metrics([trajectory.summary() for trajectory in found])
     assert metrics["episode/turns"] == 6 / 4 and metrics["episode/failed_fraction"] == 1 / 4
     assert metrics["episode/tool_calls"] == metrics["episode/tool_calls/add"] == 6 / 4
     assert metrics["episode/tool_errors/add"] == 0.5 and metrics["episode/tool_s/add"] == 2.0

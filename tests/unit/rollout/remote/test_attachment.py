@@ -13,21 +13,25 @@ from mega_rl.bridge.reshard.proof import live_hashes
 from mega_rl.bridge.series import Series
 from mega_rl.rollout.remote import attached_store
 from mega_rl.rollout.remote.engine_process import EngineProcess
-from mega_rl.rollout.remote.weight_store import Form, Store, Stored
+from mega_rl.rollout.remote.weight_store import (
+    Store,
+    StoredVersion,
+    StoreForm,
+)
 
 NORM = Series("model.norm.weight", ((0, 5),), "model.norm.weight", ((0, 5),))
 
 
-def form(salt: int) -> Form:
-    return Form(((NORM,),), torch.float32, num_slots=2, salt=salt)
+def form(salt: int) -> StoreForm:
+    return StoreForm(((NORM,),), torch.float32, num_slots=2, salt=salt)
 
 
-def stored(store: Store, version: int, value: float) -> Stored:
+def stored(store: Store, version: int, value: float) -> StoredVersion:
     """A version of these values, put into the store."""
     parameters, slices = store.parameters(0, version), store.form.slices[0]
     parameters["model.norm.weight"].fill_(value)
     hashes = live_hashes(parameters, slices, store.form.salt)
-    return Stored(version, [summed({(s.local_name, s.hf_name): h} for s, h in zip(slices, hashes, strict=True))])
+    return StoredVersion(version, [summed({(s.local_name, s.hf_name): h} for s, h in zip(slices, hashes, strict=True))])
 
 
 @pytest.fixture

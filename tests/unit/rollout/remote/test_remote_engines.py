@@ -50,7 +50,7 @@ class PretendedFleet:
         return [calls]
 
 
-class PretendedAlbum:
+class PretendedPictures:
     def encoded(self, prompts: Iterable[Prompt]) -> dict[str, str]:
         return {image.key: f"bytes of {image.key}" for prompt in prompts for image in prompt.images}
 
@@ -120,13 +120,13 @@ def test_what_is_not_known_goes_to_the_engine_with_the_least_to_do(
 
 def test_pictures_go_beside_the_requests_and_not_in_them(engines: tuple[RemoteEngines, PretendedFleet]) -> None:
     sampler, fleet = engines
-    album: Any = PretendedAlbum()
-    sampler._album = album
+    picture_set: Any = PretendedPictures()
+    sampler._picture_set = picture_set
     seeing = Prompt(0, (1, 2, 2), "", "", "", {}, (PromptImage("a", 1, 1), PromptImage("b", 2, 1)))
     sampler.submit([Request(seeing, sample, seed=0, max_tokens=4) for sample in range(3)])
     sampler.submit(turns(1, range(2), 0))
     assert fleet.shown == [(("put", {"a": "bytes of a", "b": "bytes of b"}),), ()], "once for all samples of a prompt"
-    sampler._album = None
+    sampler._picture_set = None
     sampler.submit([Request(replace(seeing, index=2), 0, seed=0, max_tokens=4)])
     assert fleet.shown[2:] == [()]
 

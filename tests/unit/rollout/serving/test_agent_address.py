@@ -17,7 +17,7 @@ from mega_rl.environments.agent import AgentEnvironment, Generate  # noqa: E402
 from mega_rl.environments.episode import Episode, EpisodeLimits, run_episode  # noqa: E402
 from mega_rl.environments.protocol import Message, Reply, Turn  # noqa: E402
 from mega_rl.errors import InputError  # noqa: E402
-from mega_rl.serving.agent_address import Address  # noqa: E402
+from mega_rl.serving.agent_address import AgentAddress  # noqa: E402
 from mega_rl.serving.verifiers_agents import verifiers_episode  # noqa: E402
 from mega_rl.types import Prompt  # noqa: E402
 from tests.models.chat_templates import tokenizer_of  # noqa: E402
@@ -31,7 +31,7 @@ TOOL = {"type": "function", "function": {"name": "add", "description": "Add.", "
 
 async def run(agent: Any, texts: Sequence[str], number: int = 1) -> list[Episode]:
     """So many episodes at once of an agent, which is a function of a client and a prompt."""
-    address = Address(tokenizer_of("qwen2.5"))
+    address = AgentAddress(tokenizer_of("qwen2.5"))
 
     async def episode(prompt: Prompt, generate: Generate) -> float:
         async with (
@@ -110,7 +110,7 @@ class Rehearsal:
 def test_an_environment_of_verifiers_drives_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "verifiers", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "verifiers.types", None)
-    address = Address(tokenizer_of("qwen2.5"))
+    address = AgentAddress(tokenizer_of("qwen2.5"))
     with pytest.raises(InputError, match="pip install 'verifiers<0.2'"):
         verifiers_episode(Rehearsal(), address)
     monkeypatch.setitem(sys.modules, "verifiers.types", SimpleNamespace(ClientConfig=SimpleNamespace))

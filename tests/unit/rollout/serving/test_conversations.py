@@ -16,9 +16,9 @@ from mega_rl.rollout.collect.replay import ReplayEngine
 from mega_rl.rollout.engine import Request
 from mega_rl.serving import conversations
 from mega_rl.serving.conversations import (
+    ConversationRenderer,
     Conversations,
     Opening,
-    Renderer,
     read_back,
 )
 from mega_rl.serving.sessions import (
@@ -32,7 +32,7 @@ from tests.models.chat_templates import ends_of, tokenizer_of
 
 FAMILY = "qwen2.5"
 TOKENIZER = tokenizer_of(FAMILY)
-RENDERER = Renderer(TOKENIZER, ends_of(FAMILY))
+RENDERER = ConversationRenderer(TOKENIZER, ends_of(FAMILY))
 USER = {"role": "user", "content": "What is 2 + 2?"}
 MORE = {"role": "user", "content": "and 3 + 3?"}
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}]
@@ -153,8 +153,8 @@ def test_tokens_go_on_from_tokens() -> None:
 
 def test_a_template_that_changes_earlier_turns_is_refused_unless_history_is_kept() -> None:
     with pytest.raises(InputError, match="is not append-only"):
-        Renderer(tokenizer_of("qwen3"), ends_of("qwen3")).check()
-    Renderer(tokenizer_of("qwen3"), ends_of("qwen3"), "keep").check()
+        ConversationRenderer(tokenizer_of("qwen3"), ends_of("qwen3")).check()
+    ConversationRenderer(tokenizer_of("qwen3"), ends_of("qwen3"), "keep").check()
 
 
 def recorded(tmp_path: Path, step: int) -> tuple[Sessions, Recorder]:

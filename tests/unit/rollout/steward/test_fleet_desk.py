@@ -1,4 +1,4 @@
-"""Engines are asked about, added and removed while a steward's thread goes on, by files in the output directory."""
+"""Engines are asked about, added and removed while a scheduler's thread goes on, by files in the output directory."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from mega_rl.errors import InputError
 from mega_rl.fleet import events
 from mega_rl.fleet.engines import Condition
 from mega_rl.fleet.executor import PlacesError
-from mega_rl.fleet.scheduler import Steward
+from mega_rl.fleet.scheduler import FleetScheduler
 from mega_rl.fleet.tickets import held_out
 from mega_rl.observe.timeline import read_trace
 from mega_rl.rollout.scheduling import fleet_requests
-from mega_rl.rollout.scheduling.control_requests import FleetDesk
+from mega_rl.rollout.scheduling.control_requests import ControlRequests
 from mega_rl.rollout.scheduling.fleet_record import TIMELINE, FleetRecord
 from mega_rl.rollout.scheduling.fleet_requests import (
     ANSWER,
     DIRECTORY,
     QUESTION,
+    ControlQuestion,
     Mailbox,
-    Question,
     ask,
 )
-from mega_rl.rollout.scheduling.scheduler_thread import StewardThread
-from tests.pretended.fleet_engines import PretendedCarrier
-from tests.unit.rollout.steward.test_steward_thread import MANY_LIVES, RULES, differ, requests, rest, score
+from mega_rl.rollout.scheduling.scheduler_thread import SchedulerThread
+from tests.pretended.fleet_engines import PretendedExecutor
+from tests.unit.rollout.test_scheduler_thread import MANY_LIVES, RULES, differ, requests, rest, score
 
 
 @contextmanager
-def running(run: Path, engines: int = 2, room: int = 0) -> Iterator[tuple[StewardThread, PretendedCarrier]]:
+def running(run: Path, engines: int = 2, room: int = 0) -> Iterator[tuple[SchedulerThread, PretendedExecutor]]:
     run.mkdir(exist_ok=True)
     (run / "config.yaml").write_text("")
-    carrier = PretendedCarrier(requests, lambda v: v, True, seed=3, death=20, room=room)
-    thread = StewardThread(Steward(RULES, MANY_LIVES, range(engines)), carrier, score, differ, {}, 60.0, run)
+    executor = PretendedExecutor(requests, lambda v: v, True, seed=3, death=20, room=room)
+    thread = SchedulerThread(FleetScheduler(RULES, MANY_LIVES, range(engines)), executor, score, differ, {}, 60.0, run)
     try:
-        yield thread, carrier
+        yield thread, executor
     finally:
         thread.close()
 
@@ -56,28 +56,28 @@ def test_what_is_learnt_does_not_change_with_engines_that_join_and_leave(tmp_pat
     with running(tmp_path / "plain", engines=1) as (thread, _):
         whole = rest(thread)
     run = tmp_path / "changed"
-    with running(run, engines=2, room=3) as (thread, carrier):
+    with running(run, engines=2, room=3) as (thread, executor):
         found = [thread.take(0)]
-        status = ask(run, Question("add", count=3, wait_s=30.0))
-        assert [e["engine"] for e in status["engines"]] == [0, 1, 2, 3, 4] and carrier.room == 0
-        removed = ask(run, Question("remove", engines=(0, 3)))
-        assert numbers(removed, "out of use") == [0, 3] and carrier.num_released == carrier.room == 2
+        status = ask(run, ControlQuestion("add", count=3, wait_s=30.0))
+        assert [e["engine"] for e in status["engines"]] == [0, 1, 2, 3, 4] and executor.room == 0
+        removed = ask(run, ControlQuestion("remove", engines=(0, 3)))
+        assert numbers(removed, "out of use") == [0, 3] and executor.num_released == executor.room == 2
         with pytest.raises(InputError, match="3 of 3 engines cannot be removed, since at least one must go on"):
-            ask(run, Question("remove", count=3))
+            ask(run, ControlQuestion("remove", count=3))
         with pytest.raises(InputError, match="there is no engine 0 in use: name some of 1, 2, 4"):
-            ask(run, Question("remove", engines=(0,)))
+            ask(run, ControlQuestion("remove", engines=(0,)))
         with pytest.raises(
             InputError, match="no room for 9 more engines within 0 s: there is room for -7 engines; none"
         ):
-            ask(run, Question("add", count=9))
-        assert carrier.room == 2, "what was reserved of it has been given back"
+            ask(run, ControlQuestion("add", count=9))
+        assert executor.room == 2, "what was reserved of it has been given back"
         thread.published(1)
         found.append(thread.take(1))
-        assert len(numbers(ask(run, Question("remove", count=2)), "out of use")) == 4
+        assert len(numbers(ask(run, ControlQuestion("remove", count=2)), "out of use")) == 4
         for step in (2, 3):
             thread.published(step)
             found.append(thread.take(step))
-        status = ask(run, Question("status"))
+        status = ask(run, ControlQuestion("status"))
         thread.record.of_trainer("update", 0.5, step=3)  # though version 3 has been published
     figures = thread.record.figures()  # now that no engine dies any more
     assert found == whole
@@ -91,7 +91,7 @@ def test_what_is_learnt_does_not_change_with_engines_that_join_and_leave(tmp_pat
     )
     assert status["steps_in_the_air"] == [4] and last["staleness"] in (None, *range(4))
     assert (figures["fleet/engines"], figures["fleet/joined"], figures["fleet/left"]) == (1, 3, 4)
-    assert figures["fleet/restarts"] == carrier.num_deaths and figures["fleet/steps_in_the_air"] == 1
+    assert figures["fleet/restarts"] == executor.num_deaths and figures["fleet/steps_in_the_air"] == 1
     assert 0 < figures["fleet/busy_fraction"] <= 1 and 0 <= figures["fleet/loading_fraction"] <= 1
     activities = read_trace(run / DIRECTORY / TIMELINE)
     changes = [a.name for a in activities if a.lane == "fleet" and a.name.endswith(("joined", "left"))]
@@ -107,39 +107,39 @@ def test_what_is_learnt_does_not_change_with_engines_that_join_and_leave(tmp_pat
 def test_an_ended_run_and_a_directory_without_one_are_said_in_a_sentence(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with pytest.raises(InputError, match="is not the output directory of a run: it has no config.yaml"):
-        ask(run, Question("status"))
+        ask(run, ControlQuestion("status"))
     run.mkdir()
     (run / "config.yaml").write_text("")
     with pytest.raises(InputError, match="has no fleet: .* rollout.mode=pinned or in_flight"):
-        ask(run, Question("status"))
+        ask(run, ControlQuestion("status"))
     with running(run):
-        assert ask(run, Question("status"))["engines"]
+        assert ask(run, ControlQuestion("status"))["engines"]
     with pytest.raises(InputError, match="no run goes on in .*: it has ended"):
-        ask(run, Question("status"))
+        ask(run, ControlQuestion("status"))
     assert not [*(run / DIRECTORY).glob(f"*{QUESTION}"), *(run / DIRECTORY).glob(f"*{ANSWER}")], "nothing is left"
     with running(run):  # as after a resume
-        assert ask(run, Question("status"))["engines"]
+        assert ask(run, ControlQuestion("status"))["engines"]
     names = [a.name for a in read_trace(run / DIRECTORY / TIMELINE) if a.lane == "engine 0"]
     assert names.count("starting") >= 2, "the timeline goes on"
 
 
 @contextmanager
 def sitting(
-    run: Path, carrier: PretendedCarrier | None = None, handle: Callable[[events.Event], None] = lambda event: None
-) -> Iterator[tuple[FleetDesk, Steward, FleetRecord]]:
+    run: Path, executor: PretendedExecutor | None = None, handle: Callable[[events.Event], None] = lambda event: None
+) -> Iterator[tuple[ControlRequests, FleetScheduler, FleetRecord]]:
     """A desk of three engines without a thread."""
-    steward = Steward(RULES, MANY_LIVES, range(3))
-    record = FleetRecord(steward, run)
-    record.hear(None, steward.begin(0.0))
-    carrier = carrier or PretendedCarrier(requests, lambda v: v, True)
-    desk = FleetDesk(Mailbox(run), steward, carrier, record, handle)
+    scheduler = FleetScheduler(RULES, MANY_LIVES, range(3))
+    record = FleetRecord(scheduler, run)
+    record.hear(None, scheduler.begin(0.0))
+    executor = executor or PretendedExecutor(requests, lambda v: v, True)
+    desk = ControlRequests(Mailbox(run), scheduler, executor, record, handle)
     try:
-        yield desk, steward, record
+        yield desk, scheduler, record
     finally:
         desk.close()
 
 
-def attended(desk: FleetDesk, run: Path, question: Question) -> dict[str, Any]:
+def attended(desk: ControlRequests, run: Path, question: ControlQuestion) -> dict[str, Any]:
     """What the desk answers at once."""
     (run / DIRECTORY / f"a{QUESTION}").write_text(json.dumps(asdict(question)))
     desk.attend()
@@ -149,7 +149,7 @@ def attended(desk: FleetDesk, run: Path, question: Question) -> dict[str, Any]:
     return found
 
 
-class Away(PretendedCarrier):
+class Away(PretendedExecutor):
     """What has the places fails in one of its methods, when it has been called so many times."""
 
     def __init__(self, method: str, calls: int = 0, error: Exception | None = None) -> None:
@@ -167,26 +167,28 @@ class Away(PretendedCarrier):
 
 @pytest.mark.parametrize(("method", "calls", "released"), [("reserve", 2, 2), ("has_room", 1, 3)])
 def test_places_that_cannot_be_had_are_an_answer(tmp_path: Path, method: str, calls: int, released: int) -> None:
-    carrier = Away(method, calls)
-    with sitting(tmp_path, carrier) as (desk, _, _):
-        assert attended(desk, tmp_path, Question("add", count=3, wait_s=60.0)) == {"error": "Ray is away: look"}
-        assert carrier.num_released == released and carrier.room == 5, "what was reserved has been given back"
-        assert len(attended(desk, tmp_path, Question("status"))["answer"]["engines"]) == 3
+    executor = Away(method, calls)
+    with sitting(tmp_path, executor) as (desk, _, _):
+        assert attended(desk, tmp_path, ControlQuestion("add", count=3, wait_s=60.0)) == {"error": "Ray is away: look"}
+        assert executor.num_released == released and executor.room == 5, "what was reserved has been given back"
+        assert len(attended(desk, tmp_path, ControlQuestion("status"))["answer"]["engines"]) == 3
 
 
 def test_a_status_without_the_cluster_says_what_is_known(tmp_path: Path) -> None:
     with sitting(tmp_path, Away("whereabouts")) as (desk, _, _):
-        engines = attended(desk, tmp_path, Question("status"))["answer"]["engines"]
+        engines = attended(desk, tmp_path, ControlQuestion("status"))["answer"]["engines"]
     assert [engine["node"] for engine in engines] == ["", "", ""]
 
 
 def test_room_is_asked_for_within_a_bound(tmp_path: Path) -> None:
-    carrier = PretendedCarrier(requests, lambda v: v, True)
-    with sitting(tmp_path, carrier) as (desk, _, _):
-        found = attended(desk, tmp_path, Question("add", count=100_000, wait_s=60.0))
-        assert found == {"error": "at most 1,024 engines can be waited for: ask for fewer"} and carrier.room == 0
-        (tmp_path / DIRECTORY / f"0{QUESTION}").write_text(json.dumps(asdict(Question("add", count=3, wait_s=60.0))))
-        found = attended(desk, tmp_path, Question("add", count=1022))
+    executor = PretendedExecutor(requests, lambda v: v, True)
+    with sitting(tmp_path, executor) as (desk, _, _):
+        found = attended(desk, tmp_path, ControlQuestion("add", count=100_000, wait_s=60.0))
+        assert found == {"error": "at most 1,024 engines can be waited for: ask for fewer"} and executor.room == 0
+        (tmp_path / DIRECTORY / f"0{QUESTION}").write_text(
+            json.dumps(asdict(ControlQuestion("add", count=3, wait_s=60.0)))
+        )
+        found = attended(desk, tmp_path, ControlQuestion("add", count=1022))
         assert found["error"] == "at most 1,024 engines can be waited for, and 3 are waited for already: ask for fewer"
 
 
@@ -197,19 +199,19 @@ def test_what_ends_a_run_is_no_answer_to_a_question(tmp_path: Path) -> None:
         raise InputError("a picture cannot be read")
 
     with sitting(tmp_path, handle=handle) as (desk, _, _), pytest.raises(InputError, match="a picture cannot be read"):
-        attended(desk, tmp_path, Question("remove", count=1))
+        attended(desk, tmp_path, ControlQuestion("remove", count=1))
     fenced = Away("reserve", error=InputError("another trainer has them"))
     with sitting(tmp_path, fenced) as (desk, _, _), pytest.raises(InputError, match="another trainer has them"):
-        attended(desk, tmp_path, Question("add", count=1))
+        attended(desk, tmp_path, ControlQuestion("add", count=1))
 
 
 def test_a_directory_that_is_away_is_looked_into_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mailbox = Mailbox(tmp_path)
-    (tmp_path / DIRECTORY / f"a{QUESTION}").write_text(json.dumps(asdict(Question("status"))))
+    (tmp_path / DIRECTORY / f"a{QUESTION}").write_text(json.dumps(asdict(ControlQuestion("status"))))
     with monkeypatch.context() as patched:
         patched.setattr(Path, "glob", lambda *_: (_ for _ in ()).throw(OSError("stale")))
         assert mailbox.questions() == []
-    assert mailbox.questions() == [("a", Question("status"))]
+    assert mailbox.questions() == [("a", ControlQuestion("status"))]
     mailbox.close()
 
 
@@ -223,10 +225,10 @@ def test_a_run_whose_timeline_cannot_be_written_says_so(tmp_path: Path) -> None:
 
 
 def test_weights_of_a_validation_are_named(tmp_path: Path) -> None:
-    with sitting(tmp_path) as (desk, steward, record):
+    with sitting(tmp_path) as (desk, scheduler, record):
         for engine, version in enumerate((held_out(3), 2)):
-            steward.engines[engine].condition, steward.engines[engine].load = Condition.SERVING, 1
-            steward.engines[engine].version = version
+            scheduler.engines[engine].condition, scheduler.engines[engine].load = Condition.SERVING, 1
+            scheduler.engines[engine].version = version
             record.hear(events.Started(engine, 0), [])
         status = desk.status()["engines"]
     assert [(e["version"], e["staleness"]) for e in status] == [("validation of 3", None), (2, -2), (None, None)]
@@ -245,13 +247,13 @@ def test_a_run_that_ends_or_is_silent_keeps_nobody_waiting(tmp_path: Path) -> No
     (tmp_path / "config.yaml").write_text("")
     mailbox = Mailbox(tmp_path)
     with pytest.raises(InputError, match="has not answered in 0.2 s"):
-        ask(tmp_path, Question("status"), patience_s=0.2)
+        ask(tmp_path, ControlQuestion("status"), patience_s=0.2)
     assert mailbox.questions() == [], "it was taken back"
     sentences: list[str] = []
 
     def asking() -> None:
         try:
-            ask(tmp_path, Question("status"))
+            ask(tmp_path, ControlQuestion("status"))
         except InputError as error:
             sentences.append(str(error))
 

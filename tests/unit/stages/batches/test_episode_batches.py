@@ -19,14 +19,20 @@ from mega_rl.data.tokens.replies import ReplyTokens
 from mega_rl.data.tokens.tokenizer import render_prompt
 from mega_rl.environments.episode import EpisodeLimits
 from mega_rl.environments.protocol import End, Reply, Turn
-from mega_rl.evaluation.evaluate import Answered, EvaluationSettings, evaluate, evaluation_metrics, outlined
+from mega_rl.evaluation.evaluate import (
+    AnsweredPrompt,
+    EvaluationSettings,
+    evaluate,
+    evaluation_metrics,
+    summarized,
+)
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
 from mega_rl.parallel.rendezvous import Rendezvous
 from mega_rl.rewards.scorer import Scorer
-from mega_rl.rollout.collect.collect import OutlinedGroup
+from mega_rl.rollout.collect.collect import GroupSummary
 from mega_rl.rollout.collect.records import to_rows
-from mega_rl.rollout.collect.trajectory_store import Depot
-from mega_rl.rollout.episodes.episode_tokens import Plan
+from mega_rl.rollout.collect.trajectory_store import TrajectoryStore
+from mega_rl.rollout.episodes.episode_tokens import EpisodePlan
 from mega_rl.rollout.episodes.episodes import EpisodeSampler
 from mega_rl.stages.sampling.batch_builder import Batch, BatchBuilder
 from mega_rl.synthetic.arithmetic import bpe_tokenizer
@@ -77,25 +83,27 @@ class Run:
         config.data.train_batch_size, config.data.max_response_length, config.rollout.n = 3, 200, 4
         config.algorithm.credit = "turn"
         config.algorithm.dynamic_sampling.enabled, config.algorithm.dynamic_sampling.oversample = True, 1.7
-        self.depot = Depot(ParallelLayout.create(1), 0)
+        self.trajectory_store = TrajectoryStore(ParallelLayout.create(1), 0)
         self.engine = sampler(order)
         timers: Any = SimpleNamespace(add=lambda name, seconds: None)
         stream = Stream(PromptDataset(prompts()), 3, True, 5)
         meeting = Rendezvous(dist.HashStore(), 0, 1)
-        self.builder = BatchBuilder(config, ONE, timers, stream, self.engine, Scorer([], None), meeting, self.depot)
+        self.builder = BatchBuilder(
+            config, ONE, timers, stream, self.engine, Scorer([], None), meeting, self.trajectory_store
+        )
 
     def step(self, step: int) -> tuple[Batch, dict[str, Rows]]:
         """The groups, and as rows by what became of them."""
         batch = self.builder.build(step)
         return batch, {outcome: self.rows(groups) for outcome, groups in batch.by_outcome.items()}
 
-    def rows(self, groups: list[OutlinedGroup]) -> Rows:
-        return [row for group in self.depot.groups_to_first(groups) for row in to_rows(group)]
+    def rows(self, groups: list[GroupSummary]) -> Rows:
+        return [row for group in self.trajectory_store.groups_to_first(groups) for row in to_rows(group)]
 
 
 def sampler(order: int) -> EpisodeSampler:
     replies = ReplyTokens(tokenizer(), roles=["tool"])
-    plan = Plan(Lengths, replies, tokenizer(), EpisodeLimits(step_timeout_s=120.0))
+    plan = EpisodePlan(Lengths, replies, tokenizer(), EpisodeLimits(step_timeout_s=120.0))
     return EpisodeSampler(ScriptedEngine(tokenizer(), order, pace=1 + order % 5), plan)
 
 
@@ -124,12 +132,12 @@ def test_dynamic_sampling_of_episodes_goes_on_exactly_after_a_kill() -> None:
 
 
 def test_an_evaluation_answers_with_episodes_and_tells_how_they_were() -> None:
-    engine, mine = sampler(order=2), list[Answered]()
+    engine, mine = sampler(order=2), list[AnsweredPrompt]()
     settings = EvaluationSettings(ONE, n=2, temperature=1.0, max_tokens=200, seed=3)
     evaluate(engine, Scorer([], None), prompts()[:4], settings, mine.append)
     engine.close()
-    rows = outlined(mine, ONE, Depot(ParallelLayout.create(1), 0))
-    assert [row.outline.episode.num_turns for row in rows if row.outline.episode] == [2] * 4 + [2, 3] * 4
+    rows = summarized(mine, ONE, TrajectoryStore(ParallelLayout.create(1), 0))
+    assert [row.summary.episode.num_turns for row in rows if row.summary.episode] == [2] * 4 + [2, 3] * 4
     metrics = evaluation_metrics(rows)
     assert metrics["val-aux/sums/episode/turns"] == 2.5 and metrics["val-aux/sums/episode/tool_calls"] == 1.5
     assert metrics["val-aux/sums/episode/failed_fraction"] == 0.0

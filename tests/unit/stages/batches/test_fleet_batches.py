@@ -13,7 +13,7 @@ from mega_rl.config.schema.sections import RunConfig
 from mega_rl.data.stream import Stream, fingerprint
 from mega_rl.errors import InputError
 from mega_rl.evaluation.evaluate import EvaluationSettings, requests_of
-from mega_rl.fleet.engines import Limits
+from mega_rl.fleet.engines import EngineLimits
 from mega_rl.fleet.tickets import Key, held_out
 from mega_rl.observe.timers import Timers
 from mega_rl.parallel.layout import EngineLayout
@@ -43,7 +43,7 @@ def batches(mode: str = "pinned", eta: int = 1, enabled: bool = True) -> FleetBa
     config.rollout.mode, config.rollout.max_staleness, config.rollout.n = mode, eta, 3
     config.data.train_batch_size, config.data.max_response_length = 2, 8
     config.algorithm.dynamic_sampling.enabled = enabled
-    fleet = Fleet(5, Limits(), lambda _: pytest.fail("nothing is started"))
+    fleet = Fleet(5, EngineLimits(), lambda _: pytest.fail("nothing is started"))
     stream = Stream(Prompts(), 2, True, 0)
     return FleetBatches(config, Timers(), stream, fleet, *[None] * 3, total_steps=10)  # type: ignore[arg-type]
 

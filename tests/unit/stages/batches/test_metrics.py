@@ -14,9 +14,9 @@ from mega_rl.config import RunConfig
 from mega_rl.config.schema.sections import AlgorithmConfig
 from mega_rl.data.packing import sequence_of
 from mega_rl.errors import InputError
-from mega_rl.evaluation.evaluate import OutlinedRow, evaluation_metrics
+from mega_rl.evaluation.evaluate import RowSummary, evaluation_metrics
 from mega_rl.observe.metrics.declared import match
-from mega_rl.rollout.collect.collect import OutlinedGroup
+from mega_rl.rollout.collect.collect import GroupSummary
 from mega_rl.stages.learn import learning
 from mega_rl.stages.run.batch_share import Totals
 from mega_rl.stages.run.progress import is_due
@@ -29,13 +29,13 @@ from mega_rl.types import (
     PROMPT,
     Outcome,
     Prompt,
-    Routing,
+    RoutingShape,
     Sample,
     Score,
     Span,
-    Tokens,
     Trajectory,
-    Turn,
+    TrajectoryTokens,
+    TurnSpan,
     UnknownReward,
 )
 
@@ -45,11 +45,11 @@ def sample(
 ) -> Sample:
     prompt = Prompt(prompt_index, (1, 2, 3), "", "", "s")
     trajectory = Trajectory.single_turn(prompt, index, (5,) * length, (-0.5,) * length, "", finish, 0)
-    return Sample(trajectory.outline(), Score(reward, parts), 0.0)
+    return Sample(trajectory.summary(), Score(reward, parts), 0.0)
 
 
-def group_of(samples: Sequence[Sample]) -> OutlinedGroup:
-    return OutlinedGroup(tuple(s.outline for s in samples), tuple(s.score for s in samples))
+def group_of(samples: Sequence[Sample]) -> GroupSummary:
+    return GroupSummary(tuple(s.summary for s in samples), tuple(s.score for s in samples))
 
 
 def test_sample_metrics_by_hand() -> None:
@@ -65,7 +65,7 @@ def test_sample_metrics_by_hand() -> None:
 
 def test_the_bytes_of_experts_are_shown_if_there_are_any() -> None:
     plain = sample(0, 1.0)
-    routed = replace(plain, outline=plain.outline._replace(routing=Routing("uint8", 3, 2)))
+    routed = replace(plain, summary=plain.summary._replace(routing=RoutingShape("uint8", 3, 2)))
     assert rollout_metrics.sample_metrics([plain, routed, routed])["rollout/routing_bytes"] == 2 * 4 * 3 * 2
     assert "rollout/routing_bytes" not in rollout_metrics.sample_metrics([plain])
 
@@ -87,13 +87,13 @@ def test_advantages_go_by_group_even_where_two_have_the_same_prompt() -> None:
 
 def episode(turns: Sequence[int], score: Score) -> Sample:
     """Of turns of so many tokens, each answered by a token of its environment."""
-    prompt, ids, mask, found = Prompt(7, (1, 2), "", "", "s"), [1, 2], [0, 0], [Turn(PROMPT, 0, 2)]
+    prompt, ids, mask, found = Prompt(7, (1, 2), "", "", "s"), [1, 2], [0, 0], [TurnSpan(PROMPT, 0, 2)]
     for number, size in enumerate(turns):
         if number:
             ids, mask = [*ids, 9], [*mask, 0]
-            found.append(Turn("tool", len(ids) - 1, len(ids)))
+            found.append(TurnSpan("tool", len(ids) - 1, len(ids)))
         ids, mask = [*ids, *[5] * size], [*mask, *[1] * size]
-        found.append(Turn(ASSISTANT, len(ids) - size, len(ids)))
+        found.append(TurnSpan(ASSISTANT, len(ids) - size, len(ids)))
     trajectory = Trajectory(
         prompt,
         0,
@@ -107,7 +107,7 @@ def episode(turns: Sequence[int], score: Score) -> Sample:
         None,
         Outcome("environment", len(turns), None, None, {}, score.turn_rewards),
     )
-    return Sample(trajectory.outline(), score, 0.0)
+    return Sample(trajectory.summary(), score, 0.0)
 
 
 def test_credit_by_turn() -> None:
@@ -122,7 +122,7 @@ def test_credit_by_turn() -> None:
     assert [s.turn_advantages for s in found] == [(1.0, 0.5, 0.0), (-1.0, -0.5), (0.0,)]
     assert [s.advantage for s in found] == pytest.approx([2 / 6, -4.5 / 5, 0.0])
     mask = [0, 0, 1, 0, 1, 1, 0, 1, 1, 1]
-    tokens = Tokens(np.full(10, 5, np.int32), np.packbits(mask), -np.ones(6, np.float32))
+    tokens = TrajectoryTokens(np.full(10, 5, np.int32), np.packbits(mask), -np.ones(6, np.float32))
     sequence = sequence_of(tokens, found[0].token_advantages)
     assert sequence.advantages is not None and sequence.advantages.tolist() == [0, 1, 0, 0.5, 0.5, 0, 0, 0, 0]
     whole = learning.with_advantages([group_of(samples)], AlgorithmConfig(advantage="dr_grpo"))
@@ -158,7 +158,7 @@ def test_a_group_of_other_numbers_of_turns_is_learnt_from_if_a_turn_has_an_advan
 def unknown(prompt_index: int, cause: str = "raised") -> Sample:
     known = sample(prompt_index, 0.0)
     score = Score(math.nan, {"a": 1.0}, {"b": UnknownReward(cause, "raised KeyError: 'x'")})
-    return Sample(known.outline, score, 0.0)
+    return Sample(known.summary, score, 0.0)
 
 
 def test_unknown_samples_are_counted_and_left_out() -> None:
@@ -208,7 +208,7 @@ def test_a_reward_that_raises_on_every_first_sample_ends_the_run_at_once() -> No
 
 def test_validation_leaves_unknown_scores_out() -> None:
     samples = [sample(0, 1.0), unknown(0), unknown(1), sample(2, 0.0), sample(2, 1.0)]
-    greedy, sampled = ([OutlinedRow(s.outline, s.score, is_greedy) for s in samples] for is_greedy in (True, False))
+    greedy, sampled = ([RowSummary(s.summary, s.score, is_greedy) for s in samples] for is_greedy in (True, False))
     metrics = evaluation_metrics(greedy[:3] + sampled)
     assert metrics["val-core/s/greedy/acc"] == 1.0
     assert (metrics["val-core/s/acc/mean@1"], metrics["val-core/s/acc/best@2"]) == (2 / 3, 1.0)

@@ -19,14 +19,14 @@ from mega_rl.data.stream import Stream
 from mega_rl.errors import InputError
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
 from mega_rl.parallel.rendezvous import Rendezvous
-from mega_rl.rollout.collect.collect import OutlinedGroup
+from mega_rl.rollout.collect.collect import GroupSummary
 from mega_rl.rollout.collect.records import (
     to_rows,
     trajectory_of_row,
     write_step,
 )
 from mega_rl.rollout.collect.replay import ReplayEngine
-from mega_rl.rollout.collect.trajectory_store import Depot
+from mega_rl.rollout.collect.trajectory_store import TrajectoryStore
 from mega_rl.stages.sampling import batch_builder
 from mega_rl.stages.sampling.batch_builder import Batch, BatchBuilder
 from mega_rl.types import Prompt, Score, Trajectory
@@ -58,13 +58,13 @@ class Run:
         config.algorithm.dynamic_sampling.enabled = is_dynamic
         if isinstance(engine, ReplayEngine):
             config.rollout.replay = "records"
-        self.depot, self.engine = Depot(ParallelLayout.create(1), 0), engine
+        self.trajectory_store, self.engine = TrajectoryStore(ParallelLayout.create(1), 0), engine
         dataset = PromptDataset([Prompt(index, (1, 2 + index % 5), "", "", "made") for index in range(20)])
         timers: Any = SimpleNamespace(add=lambda name, seconds: None)
-        scorer: Any = SimpleNamespace(start=scored, judge=None)
+        scorer: Any = SimpleNamespace(start=scored, collective=None)
         meeting, layout = Rendezvous(dist.HashStore(), 0, 1), EngineLayout(1, 1)
         stream = Stream(dataset, SIZE, True, 5)
-        self.builder = BatchBuilder(config, layout, timers, stream, engine, scorer, meeting, self.depot)
+        self.builder = BatchBuilder(config, layout, timers, stream, engine, scorer, meeting, self.trajectory_store)
 
     def step(self, step: int) -> tuple[Batch, Rows]:
         """The groups, and as rows by what became of them."""
@@ -75,8 +75,8 @@ class Run:
         batch = self.builder.build(step)
         return batch, {outcome: self.rows(groups) for outcome, groups in batch.by_outcome.items()}
 
-    def rows(self, groups: list[OutlinedGroup]) -> list[dict[str, Any]]:
-        return [row for group in self.depot.groups_to_first(groups) for row in to_rows(group)]
+    def rows(self, groups: list[GroupSummary]) -> list[dict[str, Any]]:
+        return [row for group in self.trajectory_store.groups_to_first(groups) for row in to_rows(group)]
 
 
 @both
@@ -87,7 +87,7 @@ def test_a_step_learns_from_a_full_batch_and_keeps_the_rest(is_dynamic: bool) ->
         assert len(batch.learnt) == SIZE
         in_hand = batch.metrics["rollout/groups_carried_out"] + batch.metrics["rollout/groups_waiting"]
         assert in_hand <= 2 * SIZE + (len(batch.dropped) if is_dynamic else 0) and run.engine.num_unfinished == 0
-        learnt += [group.outlines[0].prompt_index for group in batch.learnt]
+        learnt += [group.summaries[0].prompt_index for group in batch.learnt]
         found += [trajectory_of_row(row) for row in rows["learnt"] + rows["dropped"]]
     for trajectory in found:
         check_whole(trajectory, MAX_TOKENS)
@@ -149,11 +149,11 @@ def test_without_the_key_what_waits_is_ended_first() -> None:
     waiting = [group[0]["prompt"]["index"] for group in state["waiting"]]
     later = Run(TailingEngine(1), False, oversample=1.0)
     later.builder.load_state_dict(state)
-    learnt = [group.outlines[0].prompt_index for group in first.learnt]
+    learnt = [group.summaries[0].prompt_index for group in first.learnt]
     for step in range(1, 6):
         batch, _ = later.step(step)
         assert "rollout/tails" not in batch.metrics and len(batch.learnt) == SIZE
-        learnt += [group.outlines[0].prompt_index for group in batch.learnt]
+        learnt += [group.summaries[0].prompt_index for group in batch.learnt]
     assert set(waiting) <= set(learnt) and "waiting" not in later.builder.state_dict()
     assert batch.metrics["rollout/groups_carried_out"] == 0 and batch.metrics["rollout/staleness_max"] == 0
     order = Stream(later.builder._stream.dataset, SIZE, True, 5)

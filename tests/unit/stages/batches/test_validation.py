@@ -10,13 +10,13 @@ import pytest
 
 from mega_rl.config import RunConfig
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
-from mega_rl.rollout.collect.trajectory_store import Depot
+from mega_rl.rollout.collect.trajectory_store import TrajectoryStore
 from mega_rl.stages.sampling.batch_builder import BatchBuilder
 from mega_rl.stages.sampling.validation import Validator
 from mega_rl.stages.weights.weight_sync import Pushed
 from tests.pretended.answering import PROMPTS, FakeEngine, FakeScorer
 
-LAYOUT, DEPOT = EngineLayout(1, 1), Depot(ParallelLayout.create(1), 0)
+LAYOUT, DEPOT = EngineLayout(1, 1), TrajectoryStore(ParallelLayout.create(1), 0)
 
 
 class Sync:
@@ -41,7 +41,7 @@ def test_a_validation_is_an_evaluation_between_two_calls_of_the_sync(monkeypatch
     config.validation.n, config.data.max_response_length, config.trainer.seed = 1, 4, 3
     config.logging.num_text_samples = 2
     timers: Any = lambda name: nullcontext()  # noqa: E731
-    dataset: Any = SimpleNamespace(prompts=PROMPTS, album=None)
+    dataset: Any = SimpleNamespace(prompts=PROMPTS, picture_set=None)
     monkeypatch.setattr("mega_rl.stages.sampling.batch_builder.dist.get_rank", lambda: 0)
     monkeypatch.setattr("mega_rl.stages.sampling.batch_builder.engine_ranks", lambda *_: None)
     batches = BatchBuilder(config, LAYOUT, timers, None, engine, FakeScorer(), Everybody(), DEPOT)  # type: ignore[arg-type]

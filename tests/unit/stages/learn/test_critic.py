@@ -17,7 +17,7 @@ from mega_rl.megatron.offload import PARTS
 from mega_rl.microbatch import Figures, Microbatch
 from mega_rl.observe.timers import Timers
 from mega_rl.rewards.scorer import WeightedReward
-from mega_rl.rollout.collect.collect import OutlinedGroup
+from mega_rl.rollout.collect.collect import GroupSummary
 from mega_rl.stages.learn import learning
 from mega_rl.stages.learn.critic import Critic
 from mega_rl.stages.learn.gates import GateWatch
@@ -86,13 +86,13 @@ class World(Learning):
         reference: Any = Reference()
         common = (self.share, Timers(), self.said.append)
         critic = Critic(self.config.critic, *common, self.engine, self.actor, updates_per_step=2)
-        of_learner = (self.share, self.depot, Timers(), self.said.append)
+        of_learner = (self.share, self.trajectory_store, Timers(), self.said.append)
         learner = Learner(self.config, *of_learner, self.actor, reference, learning.objective_of(self.config), critic)
         watch = GateWatch(self.config, True, self.said.append)
         trajectories, scores = trajectories_and_scores()
         found = []
         for step in range(num_steps):
-            groups = [OutlinedGroup(tuple(map(self.depot.add, trajectories)), tuple(scores))]
+            groups = [GroupSummary(tuple(map(self.trajectory_store.add, trajectories)), tuple(scores))]
             samples = learning.with_advantages(groups, AlgorithmConfig(advantage="gae"))
             found.append(learner.update(samples, watch.of_step(step, version=0, sigma=0.0)))
         return found
@@ -171,12 +171,12 @@ def test_a_reward_model_adds_its_part_once(world: World) -> None:
         yield Model()
 
     frozen: Any = SimpleNamespace(on_device=on_device)
-    judge = RewardModel(WeightedReward("model", 0.5), frozen, world.share)
+    model = RewardModel(WeightedReward("model", 0.5), frozen, world.share)
     scores = [Score(1.5, {"a": 1.5}), *scores[1:]]
-    outlines = [world.depot.add(trajectory) for trajectory in trajectories]
-    found = judge.complete(outlines, scores, world.depot)
+    summaries = [world.trajectory_store.add(trajectory) for trajectory in trajectories]
+    found = model.complete(summaries, scores, world.trajectory_store)
     assert [score.parts["model"] for score in found] == [float(t.token_ids[-1]) for t in trajectories]
     assert found[0] == Score(1.5 + 0.5 * float(trajectories[0].token_ids[-1]), {"a": 1.5, **found[0].parts})
     unknown = [not score.is_known for score in scores]
     assert [not score.is_known for score in found] == unknown and any(unknown)
-    assert judge.complete(outlines, found, world.depot)[0] is found[0]
+    assert model.complete(summaries, found, world.trajectory_store)[0] is found[0]

@@ -15,10 +15,10 @@ from mega_rl.config import RunConfig
 from mega_rl.microbatch import Microbatch, TokenStats
 from mega_rl.stages.learn import gates
 from mega_rl.stages.learn.gates import (
-    Difference,
     EngineHistory,
     GateFailure,
     GateWatch,
+    LogprobDifference,
     difference,
     merged,
 )
@@ -51,7 +51,7 @@ def sample(prompt_index: int, sample_index: int, token_ids: tuple[int, ...]) -> 
     prompt = Prompt(prompt_index, (1,), "", "", "s")
     logprobs = (-0.5,) * len(token_ids)
     trajectory = Trajectory.single_turn(prompt, sample_index, token_ids, logprobs, "", "stop", 0)
-    return Sample(trajectory.outline(), Score(1.0), 0.0)
+    return Sample(trajectory.summary(), Score(1.0), 0.0)
 
 
 SAMPLES = [sample(40, 0, (7,)), sample(50, 3, (8, 9))]  # of the sequences 0 and 1
@@ -59,9 +59,11 @@ SAMPLES = [sample(40, 0, (7,)), sample(50, 3, (8, 9))]  # of the sequences 0 and
 
 def test_the_worst_token_is_found_in_its_sequence() -> None:
     found = difference(LOGPROBS, moved(3, -0.5), microbatch())
-    assert found == Difference(0.5, 0.5, 3, sequence=1, position=1, token=9, values=(-3.0, -3.5))
-    assert difference(LOGPROBS, moved(4, 0.25), microbatch()) == Difference(0.25, 0.25, 3, 0, 0, 7, (-4.0, -3.75))
-    assert difference(LOGPROBS, moved(1, 9.0), microbatch()) == Difference(0.0, 0.0, 3, 1, 0, 8, (-2.0, -2.0))
+    assert found == LogprobDifference(0.5, 0.5, 3, sequence=1, position=1, token=9, values=(-3.0, -3.5))
+    assert difference(LOGPROBS, moved(4, 0.25), microbatch()) == LogprobDifference(
+        0.25, 0.25, 3, 0, 0, 7, (-4.0, -3.75)
+    )
+    assert difference(LOGPROBS, moved(1, 9.0), microbatch()) == LogprobDifference(0.0, 0.0, 3, 1, 0, 8, (-2.0, -2.0))
     broken = difference(LOGPROBS, moved(3, float("nan")), microbatch())
     assert broken is not None and broken.largest == float("inf") and broken.position == 1
     assert difference(LOGPROBS, LOGPROBS, microbatch().replace(loss_mask=torch.zeros(6))) is None
@@ -219,7 +221,7 @@ def test_samples_of_older_weights_are_not_compared(first_step: Run) -> None:
     assert first_step.check(1, version=1) == {}, "all samples come from version 0"
     with pytest.raises(GateFailure, match="engine"):
         first_step.check(1, version=0)
-    assert difference(LOGPROBS, RAW, microbatch(), {0}) == Difference(
+    assert difference(LOGPROBS, RAW, microbatch(), {0}) == LogprobDifference(
         pytest.approx(0.35), pytest.approx(0.35), 1, 0, 0, 7, (-4.0, pytest.approx(-3.65))
     )
 

@@ -16,8 +16,8 @@ from mega_rl.config.checks.algorithm import PRESETS
 from mega_rl.microbatch import Figures, Microbatch, TokenStats
 from mega_rl.observe.timers import Timers
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.rollout.collect.collect import OutlinedGroup
-from mega_rl.rollout.collect.trajectory_store import Depot
+from mega_rl.rollout.collect.collect import GroupSummary
+from mega_rl.rollout.collect.trajectory_store import TrajectoryStore
 from mega_rl.stages.learn import learning
 from mega_rl.stages.learn.gates import GateFailure, GateWatch
 from mega_rl.stages.learn.learning import Learner
@@ -88,7 +88,7 @@ class Learning:
         self.config.data.max_response_length = 8
         self.said: list[str] = []
         self.share = BatchShare(ParallelLayout.create(1, 1, 1), 0, max_tokens=16384, pad_multiple=1, pad_token_id=0)
-        self.depot = Depot(self.share.layout, 0)
+        self.trajectory_store = TrajectoryStore(self.share.layout, 0)
 
     def run(
         self, actor: Any, has_gates: bool = False, scores: list[Score] | None = None, step: int = 0
@@ -96,14 +96,16 @@ class Learning:
         trajectories, given = trajectories_and_scores()
         pairs = list(zip(trajectories, scores or given, strict=True))
         groups = [
-            OutlinedGroup(tuple(self.depot.add(t) for t, _ in found), tuple(s for _, s in found))
+            GroupSummary(tuple(self.trajectory_store.add(t) for t, _ in found), tuple(s for _, s in found))
             for _, found in ((key, list(part)) for key, part in groupby(pairs, key=lambda pair: pair[0].prompt.index))
         ]
         samples = learning.with_advantages(groups, self.config.algorithm)
         reference: Any = Reference() if self.config.algorithm.kl_coefficient else None
         watch = GateWatch(self.config, True, self.said.append)
         objective = learning.objective_of(self.config)
-        learner = Learner(self.config, self.share, self.depot, Timers(), self.said.append, actor, reference, objective)
+        learner = Learner(
+            self.config, self.share, self.trajectory_store, Timers(), self.said.append, actor, reference, objective
+        )
         return learner.update(samples, watch.of_step(step, version=0, sigma=0.0) if has_gates else None)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from mega_rl.bridge.outgoing.noise import AqnNoise
 from mega_rl.bridge.outgoing.transform import Changed
-from mega_rl.bridge.reshard.execute import Ledger, Read
+from mega_rl.bridge.reshard.execute import Read, TransferCount
 from mega_rl.bridge.slices import Box
 from mega_rl.config.schema.sections import AqnConfig
 from mega_rl.observe.metrics.declared import match
@@ -19,11 +19,11 @@ from mega_rl.stages.weights.weight_sync import (
     Pushed,
     RecordedSync,
     WeightSync,
-    ledger_metrics,
+    transfer_metrics,
 )
 
 BOX = ((0, 2),)
-LEDGER = Ledger(10, 20, 30, 30, 1.0, 2)
+LEDGER = TransferCount(10, 20, 30, 30, 1.0, 2)
 
 
 class Sink:
@@ -42,7 +42,7 @@ class Sink:
     def connect(self, sources: Any) -> None:
         self.done.append(("connect", sources))
 
-    def update(self, read: Read, version: int) -> Ledger:
+    def update(self, read: Read, version: int) -> TransferCount:
         self.done.append(("update", version))
         self.held, self.weight_version = read("local", "hf", BOX, BOX), version
         return LEDGER
@@ -150,10 +150,10 @@ def test_records_carry_the_version_and_the_noise_of_the_schedule() -> None:
 
 def test_ledgers_become_declared_metrics() -> None:
     parts = [
-        Ledger(10, sent, 30, 30, seconds, 2, pack_s=seconds / 4, transfer_s=0.1, write_s=0.2)
+        TransferCount(10, sent, 30, 30, seconds, 2, pack_s=seconds / 4, transfer_s=0.1, write_s=0.2)
         for sent, seconds in ((20, 1.0), (40, 2.0))
     ]
-    metrics = ledger_metrics(parts)
+    metrics = transfer_metrics(parts)
     assert all(match(name) for name in metrics)
     assert (metrics["bridge/bytes_local"], metrics["bridge/bytes_sent"], metrics["bridge/bytes_minimum"]) == (
         20,

@@ -75,8 +75,8 @@ def test_every_stage_begins_with_what_another_one_made(chain: tuple[Path, dict[s
     directory, stages = chain
     for name in ("rm", "ppo", "dpo", "lora_sft"):
         assert stages[name].model.path == f"{stages['sft'].trainer.output_dir}/huggingface"
-    judge = reward_model(stages["ppo"])
-    assert judge is not None and judge.options["path"] == stages["rm"].trainer.output_dir
+    scoring_model = reward_model(stages["ppo"])
+    assert scoring_model is not None and scoring_model.options["path"] == stages["rm"].trainer.output_dir
     assert stages["ppo"].critic.path == f"{stages['rm'].trainer.output_dir}/huggingface"
     assert stages["lora_sft"].tuning.method == "lora" and stages["grpo"].tuning.method == "full"
     assert stages["grpo"].model.path == str(directory / "merged")

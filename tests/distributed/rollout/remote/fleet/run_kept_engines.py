@@ -24,17 +24,21 @@ from mega_rl.bridge.reshard.deposit import summed
 from mega_rl.bridge.reshard.proof import live_hashes
 from mega_rl.bridge.series import Series
 from mega_rl.config.schema.sections import RolloutConfig
-from mega_rl.fleet.engines import Condition, Limits
-from mega_rl.fleet.scheduler import Steward
+from mega_rl.fleet.engines import Condition, EngineLimits
+from mega_rl.fleet.scheduler import FleetScheduler
 from mega_rl.fleet.step_window import STATE_VERSION
 from mega_rl.fleet.tickets import Key, Rules
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.fleet import leases
-from mega_rl.rollout.remote.fleet.ray_executor import RayCarrier
-from mega_rl.rollout.remote.weight_store import Form, Store, Stored
+from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor
+from mega_rl.rollout.remote.weight_store import (
+    Store,
+    StoredVersion,
+    StoreForm,
+)
 from mega_rl.rollout.requests import make_requests
-from mega_rl.rollout.scheduling.scheduler_thread import StewardThread
+from mega_rl.rollout.scheduling.scheduler_thread import SchedulerThread
 from mega_rl.types import Prompt, Score, Trajectory
 from tests.pretended.engine_process import PretendedKeptProcess
 
@@ -62,26 +66,29 @@ def value(version: int) -> float:
 
 class Trainer:
     def __init__(self, output_dir: Path, num_engines: int, first: int) -> None:
-        self.store, self.stored = Store(Form(((NORM,),), torch.float32, 2, salt=os.getpid())), dict[int, Stored]()
+        self.store, self.stored = (
+            Store(StoreForm(((NORM,),), torch.float32, 2, salt=os.getpid())),
+            dict[int, StoredVersion](),
+        )
         self.put(first)
         rollout = RolloutConfig(placement="separate", num_engines=num_engines, mode="pinned")
         spec = EngineSpec(str(output_dir), rollout, 64, "float32", "cpu", is_deterministic=False, num_threads=1)
         kept_by = leases.keeping(output_dir, lease_s=10_000)
-        self.carrier = RayCarrier(spec, num_engines, requests, self.store, self.stored, kept_by)
-        print(f"ATTACHED {self.carrier.num_survivors}", flush=True)
+        self.executor = RayExecutor(spec, num_engines, requests, self.store, self.stored, kept_by)
+        print(f"ATTACHED {self.executor.num_survivors}", flush=True)
         state: dict[str, Any] = {"format": STATE_VERSION, "trained": first, "steps": {}}
-        self.steward = Steward(RULES, Limits(restarts=1), range(num_engines), state)
-        self.thread = StewardThread(self.steward, self.carrier, score, lambda scores: True, {}, LIMIT_S)
+        self.scheduler = FleetScheduler(RULES, EngineLimits(restarts=1), range(num_engines), state)
+        self.thread = SchedulerThread(self.scheduler, self.executor, score, lambda scores: True, {}, LIMIT_S)
 
     def put(self, version: int) -> None:
         parameters, slices = self.store.parameters(0, version), self.store.form.slices[0]
         parameters["model.norm.weight"].fill_(value(version))
         hashes = live_hashes(parameters, slices, self.store.form.salt)
         found = summed({(s.local_name, s.hf_name): h} for s, h in zip(slices, hashes, strict=True))
-        self.stored[version] = Stored(version, [found])
+        self.stored[version] = StoredVersion(version, [found])
 
     def processes(self) -> list[int]:
-        return sorted(process for life in self.carrier._lives.values() for process in life.processes)
+        return sorted(process for life in self.executor._lives.values() for process in life.processes)
 
     def train(self, first: int, lease_s: float) -> None:
         for step in range(first, RULES.total_steps):
@@ -93,16 +100,16 @@ class Trainer:
             self.put(step + 1)
             self.thread.published(step + 1)
             if lease_s and step == first:
-                while not any(life.load and life.num_sampling for life in list(self.carrier._lives.values())):
+                while not any(life.load and life.num_sampling for life in list(self.executor._lives.values())):
                     time.sleep(0.001)
-                places: Any = self.carrier._places  # the lease is short from here on: the start may take its time
+                places: Any = self.executor._places  # the lease is short from here on: the start may take its time
                 places._ray.get(places._keeper.attach.remote(places._token, lease_s))
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def wait_for_engines(self) -> None:
         """Until all serve."""
         until = time.monotonic() + LIMIT_S
-        engines = self.steward.engines.values()
+        engines = self.scheduler.engines.values()
         while not all(engine.condition is Condition.SERVING for engine in engines) and time.monotonic() < until:
             time.sleep(0.01)
         print(f"ENGINES {self.processes()} LIVES {[engine.life for engine in engines]}", flush=True)
@@ -126,7 +133,7 @@ class Trainer:
 
 
 def _is_of_us(process: Any) -> bool:
-    return any(name in " ".join(process.info["cmdline"] or ()) for name in ("ray::Keeper", "ray::PretendedKept"))
+    return any(name in " ".join(process.info["cmdline"] or ()) for name in ("ray::LeaseActor", "ray::PretendedKept"))
 
 
 def main(output_dir: Path, num_engines: int, first: int, lease_s: float) -> None:

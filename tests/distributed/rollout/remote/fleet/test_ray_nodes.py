@@ -25,7 +25,7 @@ def test_nodes_that_go_and_come_change_nothing(
     tiny_world: TinyWorld, pictures: tuple[str, str], calm_fleet: Path, tmp_path: Path
 ) -> None:
     """A trainer's node, two with an engine each, and two that come later. The first node that goes does so without a
-    word, with the keeper of the engines, and nowhere is room; the second one goes amid a validation.
+    word, with the lease actor of the engines, and nowhere is room; the second one goes amid a validation.
     """
     output, log = tmp_path / "run", tmp_path / "told.jsonl"
     arguments = ("--config", str(tiny_world.rl), *FLEET_SETTINGS, *PINNED_TWO, *pictures)

@@ -25,11 +25,11 @@ from mega_rl.fleet.executor import PlacesError
 from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.fleet import lease_actor, leases
 from mega_rl.rollout.remote.fleet.kept_engine import KeptEngine, digest
-from mega_rl.rollout.remote.fleet.lease_actor import Fenced, Keeper
+from mega_rl.rollout.remote.fleet.lease_actor import Fenced, LeaseActor
 from mega_rl.rollout.remote.fleet.leases import (
+    EngineLease,
     Guarded,
-    Keeping,
-    KeptPlaces,
+    LeasedPlaces,
     keeping,
 )
 from mega_rl.stages.run.episodes import plan_there
@@ -114,7 +114,7 @@ class FakeRay:
 
     def remote(self, kind: Any = None, **_: Any) -> Any:
         def options(name: str, namespace: str, scheduling_strategy: Any, get_if_exists: bool = False, **_: Any) -> Any:
-            assert kind is not Keeper or scheduling_strategy == "the trainer's node"
+            assert kind is not LeaseActor or scheduling_strategy == "the trainer's node"
 
             def made(*arguments: Any) -> Actor:
                 found = self.named.get(name)
@@ -179,12 +179,12 @@ class NoThread:
     def start(self) -> None: ...
 
 
-def trainer(ray: FakeRay, num_engines: int = 2, size: int = 2, spec: EngineSpec = SPEC) -> KeptPlaces:
-    return KeptPlaces(ray, num_engines, size, {"num_cpus": 1}, spec, Keeping("of the run", 600.0))
+def trainer(ray: FakeRay, num_engines: int = 2, size: int = 2, spec: EngineSpec = SPEC) -> LeasedPlaces:
+    return LeasedPlaces(ray, num_engines, size, {"num_cpus": 1}, spec, EngineLease("of the run", 600.0))
 
 
-def begin(places: KeptPlaces, engines: int, spec: EngineSpec = SPEC) -> list[list[Any]]:
-    """The actors of new engines, which were called as ``RayCarrier`` calls them."""
+def begin(places: LeasedPlaces, engines: int, spec: EngineSpec = SPEC) -> list[list[Any]]:
+    """The actors of new engines, which were called as ``RayExecutor`` calls them."""
     found = [places.workers(engine) for engine in range(engines)]
     for workers in found:
         calls = [worker.whereabouts.remote() for worker in workers]
@@ -237,8 +237,8 @@ def test_an_engine_that_is_of_no_use_is_ended_and_started_anew(ray: FakeRay, kin
 
 def test_other_settings_of_engines_and_fewer_engines(ray: FakeRay) -> None:
     begin(trainer(ray), 2)
-    steward_only = replace(SPEC.rollout, num_engines=7, engine_timeout_s=5.0, engine_restarts=1, max_staleness=2)
-    third = trainer(ray, num_engines=1, spec=replace(SPEC, rollout=steward_only))
+    scheduler_only = replace(SPEC.rollout, num_engines=7, engine_timeout_s=5.0, engine_restarts=1, max_staleness=2)
+    third = trainer(ray, num_engines=1, spec=replace(SPEC, rollout=scheduler_only))
     assert third.num_survivors == 1 and [group.is_removed for group in ray.groups] == [False, True]
     other = replace(SPEC, rollout=replace(SPEC.rollout, kv_cache_bytes=1 << 20))
     assert trainer(ray, num_engines=1, spec=other).num_survivors == 0 and ray.groups[0].is_removed
@@ -325,7 +325,7 @@ def test_no_failure_ends_the_words_to_the_keeper(
     monkeypatch.setattr(places, "_is_closing", SimpleNamespace(wait=lambda seconds: len(said) == 5))
     places._beat()
     assert said == ["hear"] * 5 and [record.getMessage() for record in caplog.records] == [
-        "the keeper of the rollout engines could not be told that the run goes on: no answer"
+        "the lease actor of the rollout engines could not be told that the run goes on: no answer"
     ]
 
 
@@ -353,7 +353,7 @@ def test_a_place_that_the_keeper_does_not_know_is_given_back(ray: FakeRay) -> No
 
 def test_everything_ends_with_the_lease(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     places = trainer(ray)
-    held: Keeper = ray.named["keeper"].held
+    held: LeaseActor = ray.named["keeper"].held
     ticks: list[float] = []
 
     def tick(seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""The carrier of real engines without engines: a Ray whose actors answer one call whenever somebody waits."""
+"""The executor of real engines without engines: a Ray whose actors answer one call whenever somebody waits."""
 
 from __future__ import annotations
 
@@ -15,20 +15,25 @@ from mega_rl.bridge.series import Series
 from mega_rl.config.schema.sections import RolloutConfig
 from mega_rl.errors import InputError
 from mega_rl.fleet import events
-from mega_rl.fleet.engines import Limits
+from mega_rl.fleet.engines import EngineLimits
 from mega_rl.fleet.executor import PlacesError
-from mega_rl.fleet.scheduler import Steward
+from mega_rl.fleet.scheduler import FleetScheduler
 from mega_rl.fleet.tickets import Key, Rules
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.fleet import places, ray_executor as under_test
-from mega_rl.rollout.remote.fleet.ray_executor import RayCarrier
-from mega_rl.rollout.remote.weight_store import Form, Location, Store, Stored
+from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor
+from mega_rl.rollout.remote.weight_store import (
+    Location,
+    Store,
+    StoredVersion,
+    StoreForm,
+)
 from mega_rl.types import Prompt, Trajectory
 
 NORM = Series("model.norm.weight", ((0, 5),), "model.norm.weight", ((0, 5),))
 RULES = Rules(num_groups=4, group_size=2, total_steps=3)
-LIMITS = Limits(progress_s=20.0, start_s=100.0, restarts=1)
+LIMITS = EngineLimits(progress_s=20.0, start_s=100.0, restarts=1)
 OWN = Location(1, (3,))  # of a store
 NUM_STEPS = 40  # of an engine for a response
 
@@ -104,7 +109,7 @@ class Worker:
     def do_start(self, spec: EngineSpec, rank: int, point: Answer) -> None:
         assert rank == self.rank
 
-    def do_load(self, form: Form, location: Any, stored: Stored) -> None:
+    def do_load(self, form: StoreForm, location: Any, stored: StoredVersion) -> None:
         assert location == OWN and not self.todo, "weights that are not there, or under a pinned ticket"
         self.version = stored.version
 
@@ -237,9 +242,9 @@ def requests(key: Key, samples: Sequence[int]) -> list[Request]:
 
 
 class Run:
-    """A steward and the carrier of two engines."""
+    """A scheduler and the executor of two engines."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, size: int = 1, album: Any = None) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, size: int = 1, picture_set: Any = None) -> None:
         platform.select("cpu")
         self.ray, self.told, self.batches = FakeRay(), [], []
         self.on_issue: Callable[[events.Issue, list[Worker]], None] = lambda decision, workers: None
@@ -252,37 +257,37 @@ class Run:
         monkeypatch.setattr(under_test, "time", clock)  # of this module alone: threads of other tests sleep too
         rollout = RolloutConfig(placement="separate", num_engines=2, tensor_parallel_size=size)
         spec = EngineSpec("", rollout, 64, "float32", "cpu", is_deterministic=False, num_threads=1)
-        store = Store(Form(((NORM,),) * size, torch.float32, num_slots=2, salt=1))
-        self.stored = {0: Stored(0, [])}
-        self.carrier = RayCarrier(spec, 2, requests, store, self.stored, album=album)
-        self.steward = Steward(RULES, LIMITS, range(2))
+        store = Store(StoreForm(((NORM,),) * size, torch.float32, num_slots=2, salt=1))
+        self.stored = {0: StoredVersion(0, [])}
+        self.executor = RayExecutor(spec, 2, requests, store, self.stored, picture_set=picture_set)
+        self.scheduler = FleetScheduler(RULES, LIMITS, range(2))
 
-    def go(self) -> events.End:
-        todo = list(self.steward.begin(self.ray.now))
+    def go(self) -> events.Finish:
+        todo = list(self.scheduler.begin(self.ray.now))
         while True:
             following: list[events.Decision] = []
             said: list[events.Event] = []
             for decision in todo:
-                if isinstance(decision, events.End):
-                    self.carrier.close()
+                if isinstance(decision, events.Finish):
+                    self.executor.close()
                     return decision
                 self.do(decision, said)
-            for event in [*said, *self.carrier.events(1.0), events.Ticked()]:
-                following += self.steward.handle(event, self.ray.now)
+            for event in [*said, *self.executor.events(1.0), events.Ticked()]:
+                following += self.scheduler.handle(event, self.ray.now)
             todo = following
 
     def do(self, decision: events.Decision, said: list[events.Event]) -> None:
         self.told.append(decision)
-        if isinstance(decision, events.Score):
+        if isinstance(decision, events.ScoreGroup):
             said.append(events.Scored(decision.key, is_kept=True))
         elif isinstance(decision, events.Deliver):
             self.batches.append([[(r.sampled_ids.tolist(), r.spans) for r in group] for _, group in decision.groups])
-            self.stored[decision.step + 1] = Stored(decision.step + 1, [])
+            self.stored[decision.step + 1] = StoredVersion(decision.step + 1, [])
             said.append(events.Published(decision.step + 1))
         elif isinstance(decision, events.Start | events.Kill | events.Load | events.Issue):
             if isinstance(decision, events.Issue):
-                self.on_issue(decision, self.carrier._lives[decision.engine].workers)
-            self.carrier.carry(decision)
+                self.on_issue(decision, self.executor._lives[decision.engine].workers)
+            self.executor.carry(decision)
 
     def whys(self) -> list[str]:
         """Why engines were ended before the run was."""
@@ -302,8 +307,10 @@ def test_pictures_go_beside_the_requests_of_a_ticket(monkeypatch: pytest.MonkeyP
     def on_issue(decision: events.Issue, workers: list[Worker]) -> None:
         shown.append(workers[0].shown)
 
-    album = SimpleNamespace(encoded=lambda prompts: {f"of {prompt.index}": b"" for prompt in prompts if prompt.index})
-    run = Run(monkeypatch, album=album)
+    picture_set = SimpleNamespace(
+        encoded=lambda prompts: {f"of {prompt.index}": b"" for prompt in prompts if prompt.index}
+    )
+    run = Run(monkeypatch, picture_set=picture_set)
     run.on_issue = on_issue
     assert not run.go().is_failure and shown
     for prompts, pictures in (one for worker in shown for one in worker):
@@ -399,14 +406,14 @@ def test_a_life_without_a_place_that_has_ended_otherwise_dies_no_second_time(mon
         raise LaterError("timed out")
 
     monkeypatch.setattr(places, "spawn", fail)
-    run.carrier.carry(events.Start(0, 0))
-    run.carrier.carry(events.Start(1, 0))
-    assert run.carrier.events(under_test.RETRY_S - 1) == []
-    run.carrier.carry(events.Kill(0, 0, "it was told to end"))
-    run.carrier.events(1.0)
-    (died,) = run.carrier.events(1.0)
+    run.executor.carry(events.Start(0, 0))
+    run.executor.carry(events.Start(1, 0))
+    assert run.executor.events(under_test.RETRY_S - 1) == []
+    run.executor.carry(events.Kill(0, 0, "it was told to end"))
+    run.executor.events(1.0)
+    (died,) = run.executor.events(1.0)
     assert isinstance(died, events.Died) and (died.engine, died.life) == (1, 0)
-    assert run.carrier.events(2 * under_test.RETRY_S) == []
+    assert run.executor.events(2 * under_test.RETRY_S) == []
 
 
 def test_what_the_user_must_change_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,7 +433,7 @@ def test_what_the_user_must_change_is_said_at_once(monkeypatch: pytest.MonkeyPat
 def test_a_node_without_memory_for_the_weights_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch)
     refused = TaskFailed(InputError("on host b, which has rollout engines, the weight store takes 9 GB"))
-    run.carrier._nodes.met = Answer(error=refused, is_there=True)  # type: ignore[attr-defined]
+    run.executor._nodes.met = Answer(error=refused, is_there=True)  # type: ignore[attr-defined]
     with pytest.raises(InputError, match="on host b, which has rollout engines"):
         run.go()
 
@@ -440,7 +447,7 @@ def test_weights_on_their_way_to_a_node_hold_no_call_to_its_engines_up(monkeypat
             return arriving[0]
         return OWN
 
-    monkeypatch.setattr(run.carrier._nodes, "location", location)
+    monkeypatch.setattr(run.executor._nodes, "location", location)
     assert not run.go().is_failure and run.batches == expected and arriving and not run.whys()[:-2], run.whys()
 
 
@@ -448,8 +455,8 @@ def test_weights_on_their_way_to_a_node_hold_no_call_to_its_engines_up(monkeypat
 def test_weights_that_newer_ones_have_replaced_cost_no_restart(
     monkeypatch: pytest.MonkeyPatch, comes_late: bool
 ) -> None:
-    """The first load of step 1's weights finds them gone; the steward asks again for what it needs."""
-    expected, run, gone = undisturbed(monkeypatch), Run(monkeypatch), list[Stored]()
+    """The first load of step 1's weights finds them gone; the scheduler asks again for what it needs."""
+    expected, run, gone = undisturbed(monkeypatch), Run(monkeypatch), list[StoredVersion]()
 
     def location(node: str, version: int, failed: Any = None) -> Location | Arriving:
         if version == 1 and not gone:
@@ -457,15 +464,15 @@ def test_weights_that_newer_ones_have_replaced_cost_no_restart(
             return Arriving(run.ray, run.ray.now + 5) if comes_late else OWN
         return OWN
 
-    monkeypatch.setattr(run.carrier._nodes, "location", location)
-    handle = run.steward.handle
+    monkeypatch.setattr(run.executor._nodes, "location", location)
+    handle = run.scheduler.handle
 
     def back_again(event: events.Event, now: float) -> list[events.Decision]:
         if isinstance(event, events.Missed):  # in a run the next load is of another version
             run.stored[1] = gone[0]
         return handle(event, now)
 
-    monkeypatch.setattr(run.steward, "handle", back_again)
+    monkeypatch.setattr(run.scheduler, "handle", back_again)
     assert not run.go().is_failure and run.batches == expected and gone and not run.whys()[:-2], run.whys()
 
 
@@ -484,7 +491,7 @@ def test_a_copy_to_a_node_that_fails_once_costs_its_engines_no_restart(
             copies.append(Arriving(run.ray, run.ray.now + 5, error))
         return copies[-1]
 
-    monkeypatch.setattr(run.carrier._nodes, "location", location)
+    monkeypatch.setattr(run.executor._nodes, "location", location)
     assert not run.go().is_failure and run.batches == expected
     failed = [why for why in run.whys() if "no route" in why]
     assert len(copies) == num_failures + 1 and failed == (
@@ -500,38 +507,38 @@ def test_an_engine_that_is_attached_to_and_does_not_rest_is_started_anew(
     run = Run(monkeypatch)
     run.ray.workers.append(Worker(0, 0, state))
     survivors = {0: places.Survivor([run.ray.workers[0]], [("own", 0)])}
-    monkeypatch.setattr(run.carrier._places, "survivor", lambda engine: survivors.pop(engine, None))
-    run.carrier.carry(events.Start(0, 0))
+    monkeypatch.setattr(run.executor._places, "survivor", lambda engine: survivors.pop(engine, None))
+    run.executor.carry(events.Start(0, 0))
     said: list[events.Event] = []
     while not said and run.ray.now < LIMITS.start_s:
-        said += run.carrier.events(1.0)
-    assert said == [events.Started(0, 0)] and run.carrier.whereabouts()[0].processes == (0 if state == "runs" else 1,)
+        said += run.executor.events(1.0)
+    assert said == [events.Started(0, 0)] and run.executor.whereabouts()[0].processes == (0 if state == "runs" else 1,)
     assert len(run.ray.workers) == (1 if state == "runs" else 2)
     assert run.ray.workers[0].state == ("runs" if state == "runs" else "gone")
-    run.carrier.close()
+    run.executor.close()
 
 
 def test_places_of_engines_that_join_are_asked_for_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch, size=2)
-    run.carrier.reserve(2)
+    run.executor.reserve(2)
     ((group, _),) = run.ray.groups.items()
-    assert group.startswith("2 x {'CPU': ") and not run.carrier.has_room(2)
+    assert group.startswith("2 x {'CPU': ") and not run.executor.has_room(2)
     needed = "an engine needs CPU: 2 on one node, and in the whole Ray cluster there is CPU: 1 free"
-    assert run.carrier.free() == needed
+    assert run.executor.free() == needed
     run.ray.groups[group] = "CREATED"
-    assert run.carrier.has_room(2)
-    run.carrier.carry(events.Start(2, 0))
+    assert run.executor.has_room(2)
+    run.executor.carry(events.Start(2, 0))
     for _ in range(5):
-        run.carrier.events(1.0)
-    assert run.carrier.whereabouts() == {2: ("10.0.0.7", (0, 1))}
-    run.carrier.carry(events.Kill(2, 0, "it is no longer wanted"))
-    run.carrier.carry(events.Release(2))
+        run.executor.events(1.0)
+    assert run.executor.whereabouts() == {2: ("10.0.0.7", (0, 1))}
+    run.executor.carry(events.Kill(2, 0, "it is no longer wanted"))
+    run.executor.carry(events.Release(2))
     assert not run.ray.groups and all(worker.state == "gone" for worker in run.ray.workers)
 
 
 def test_a_ray_that_fails_is_said_of_places(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch)
-    run.carrier.reserve(2)
+    run.executor.reserve(2)
 
     def fail(*arguments: Any, **named: Any) -> Any:
         raise LaterError("timed out")
@@ -540,11 +547,11 @@ def test_a_ray_that_fails_is_said_of_places(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(run.ray.util, name, fail)
     for name in ("available_resources", "nodes"):
         monkeypatch.setattr(run.ray, name, fail)
-    asks: list[Callable[[], object]] = [lambda: run.carrier.reserve(3), lambda: run.carrier.has_room(2)]
-    for ask in [*asks, run.carrier.free, run.carrier.whereabouts]:
+    asks: list[Callable[[], object]] = [lambda: run.executor.reserve(3), lambda: run.executor.has_room(2)]
+    for ask in [*asks, run.executor.free, run.executor.whereabouts]:
         with pytest.raises(PlacesError, match="Ray failed with LaterError: timed out: look at the cluster with"):
             ask()
-    run.carrier.carry(events.Release(2))  # an engine is out of use though its place is not given back
+    run.executor.carry(events.Release(2))  # an engine is out of use though its place is not given back
 
 
 @pytest.mark.parametrize("is_alive", [True, False])

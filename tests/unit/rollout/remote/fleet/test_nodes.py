@@ -12,12 +12,16 @@ import torch
 from mega_rl.bridge.series import Series
 from mega_rl.errors import InputError
 from mega_rl.rollout.remote.fleet import node_agent, nodes as under_test
-from mega_rl.rollout.remote.fleet.node_agent import NodeHelper
+from mega_rl.rollout.remote.fleet.node_agent import NodeAgent
 from mega_rl.rollout.remote.fleet.nodes import Nodes
-from mega_rl.rollout.remote.weight_store import Form, Location, Store
+from mega_rl.rollout.remote.weight_store import (
+    Location,
+    Store,
+    StoreForm,
+)
 
 NORM = Series("model.norm.weight", ((0, 5),), "model.norm.weight", ((0, 5),))
-FORM = Form(((NORM,),), torch.float32, num_slots=2, salt=1)
+FORM = StoreForm(((NORM,),), torch.float32, num_slots=2, salt=1)
 
 
 class Actor:
@@ -51,7 +55,7 @@ class FakeRay:
         return [{"NodeID": "own", "Alive": self.alive}, {"NodeID": "other", "Alive": True}]
 
     def remote(self, kind: type) -> Any:
-        assert kind is NodeHelper
+        assert kind is NodeAgent
         made = SimpleNamespace(node="")
 
         def options(**given: Any) -> Any:
@@ -123,13 +127,13 @@ def test_a_slot_is_copied_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> Non
     there, here = Store(FORM), Store(FORM)
     there.parameters(0, 1)["model.norm.weight"].copy_(torch.arange(5))
     asked: list[tuple[int, ...]] = []
-    source = NodeHelper(FORM, there.location)
+    source = NodeAgent(FORM, there.location)
 
     def chunk(*where: int) -> Any:
         asked.append(where)
         return source.chunk(*where)
 
-    helper = NodeHelper(FORM, here.location)
+    helper = NodeAgent(FORM, here.location)
     found = helper.fetch(1, SimpleNamespace(chunk=SimpleNamespace(remote=chunk)), there.location)
     assert found == here.location and asked == [(0, 1, 0, 3000), (0, 1, 3000, 4096)]
     assert here.parameters(0, 1)["model.norm.weight"].tolist() == [0, 1, 2, 3, 4]
@@ -141,7 +145,7 @@ def test_a_slot_is_copied_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_node_without_the_memory_says_which_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mega_rl.rollout.remote.weight_store.available_bytes", lambda: 0)
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
-    helper = NodeHelper(FORM)
+    helper = NodeAgent(FORM)
     # The engine that asked to open it may have ended before the refusal came: then a copy is the first to tell of it.
     for call in (helper.open, lambda: helper.fetch(0, None, Location(1, (3,)))):
         with pytest.raises(InputError, match=r"^on host .+, which has rollout engines, the weight store takes .* GB"):

@@ -14,7 +14,7 @@ from mega_rl.errors import InputError
 from mega_rl.rollout.remote.engine_process import EngineProcess
 from mega_rl.rollout.vllm.start.options import check_options
 from mega_rl.rollout.vllm.start.seeing import (
-    Renderer,
+    PromptRenderer,
     Sight,
     check_tokens,
     sight_arguments,
@@ -55,8 +55,8 @@ class Rendering:
         return [{"type": "multimodal", "prompt_token_ids": ids, "mm_hashes": len(self.given)}]
 
 
-def seeing(llm: Rendering) -> Renderer:
-    return Renderer(llm, Sight({key: Picture(key) for key in SIZES}, 2, {}))
+def seeing(llm: Rendering) -> PromptRenderer:
+    return PromptRenderer(llm, Sight({key: Picture(key) for key in SIZES}, 2, {}))
 
 
 def prompt(*tail: int) -> Prompt:
@@ -66,7 +66,7 @@ def prompt(*tail: int) -> Prompt:
 
 def test_a_text_is_given_as_tokens() -> None:
     plain = Prompt(0, (1, TOKEN), "", "", "")
-    assert Renderer(None, None)(plain) == {"type": "token", "prompt_token_ids": [1, TOKEN]}
+    assert PromptRenderer(None, None)(plain) == {"type": "token", "prompt_token_ids": [1, TOKEN]}
 
 
 def test_tokens_behind_the_last_picture_are_never_looked_at() -> None:
