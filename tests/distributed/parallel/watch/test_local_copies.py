@@ -14,7 +14,7 @@ from tests.launching.launch import REPO, ranks, started, torchrun_command
 from tests.launching.training import RUN_MARK, TinyWorld, computed, digests, metrics_of, steps_saved, survivors
 
 pytestmark = pytest.mark.slow
-SCRIPT = REPO / "tests" / "distributed" / "parallel" / "run_killed.py"
+SCRIPT = REPO / "tests" / "distributed" / "parallel" / "watch" / "run_killed.py"
 
 
 def test_a_killed_rank_costs_no_step_and_reads_no_checkpoint(

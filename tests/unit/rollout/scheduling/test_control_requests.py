@@ -33,7 +33,7 @@ from mega_rl.rollout.scheduling.fleet_requests import (
 )
 from mega_rl.rollout.scheduling.scheduler_thread import SchedulerThread
 from tests.pretended.fleet_engines import PretendedExecutor
-from tests.unit.rollout.test_scheduler_thread import MANY_LIVES, RULES, differ, requests, rest, score
+from tests.unit.rollout.scheduling.test_scheduler_thread import MANY_LIVES, RULES, differ, requests, rest, score
 
 
 @contextmanager

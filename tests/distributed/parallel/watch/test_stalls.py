@@ -13,7 +13,7 @@ from tests.launching.launch import ENGINE, REPO, TRAINER, Launched, ranks
 from tests.launching.training import TinyWorld
 
 pytestmark = pytest.mark.slow
-SCRIPT = REPO / "tests" / "distributed" / "parallel" / "run_stalled.py"
+SCRIPT = REPO / "tests" / "distributed" / "parallel" / "watch" / "run_stalled.py"
 LIMITS_S = {"sample": 8, "learn": 6, "loop": 6, "save": 6}  # a run that goes on makes progress within them
 
 
@@ -73,7 +73,7 @@ def test_a_rank_that_turns_in_circles_is_named_and_all_stacks_are_written(
 def test_a_slow_engine_is_waited_for_and_a_dead_rank_is_not(tmp_path: Path) -> None:
     """The engines end further apart than a collective may take."""
     launched = ranks(
-        REPO / "tests" / "distributed" / "parallel" / "run_rendezvous.py", tmp_path / "stacks", timeout=250
+        REPO / "tests" / "distributed" / "parallel" / "watch" / "run_rendezvous.py", tmp_path / "stacks", timeout=250
     )
     assert sorted(re.findall(r"^COLLECTED .*$", launched.stdout, re.MULTILINE)) == ["COLLECTED 0 4", "COLLECTED 1 4"]
     (sentence,) = re.findall(r"^error: (.*)$", launched.stdout, re.MULTILINE)

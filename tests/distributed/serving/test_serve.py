@@ -9,7 +9,7 @@ import pytest
 
 from tests.launching.launch import ENGINE, once, ranks
 
-SCRIPT = "tests/distributed/rollout/serving/run_serve.py"
+SCRIPT = "tests/distributed/serving/run_serve.py"
 CHECKS = ("starts", "seeds_and_streams", "logprobs", "stops", "tools", "gives_up", "records")
 pytest.importorskip("openai")
 
