@@ -33,7 +33,7 @@ from mega_rl.megatron.policy import initialize_groups  # noqa: E402
 from mega_rl.models.shape import read_model_shape  # noqa: E402
 from mega_rl.parallel.collectives import broadcast_object  # noqa: E402
 from mega_rl.parallel.layout import ParallelLayout  # noqa: E402
-from mega_rl.stages.build.building import trainer_spec  # noqa: E402
+from mega_rl.stages.models.trainer import trainer_spec  # noqa: E402
 from mega_rl.synthetic.arithmetic import arithmetic_tokenizer  # noqa: E402
 from mega_rl.synthetic.tiny_model import TinyModelSpec, write_tiny_model  # noqa: E402
 

@@ -115,21 +115,21 @@ def own_run(directory: Path, turns: Turns, arguments: argparse.Namespace) -> Non
         "platform": {"name": "cpu", "num_threads": arguments.threads},
     }
     (directory / "config.yaml").write_text(yaml.safe_dump(config))
-    from mega_rl.stages.run.session import Session
+    from mega_rl.stages.run.job import Job
     from tools import train
 
-    own_step = Session.step
+    own_step = Job.step
     rows = directory / "run" / "metrics.jsonl"
 
     @contextmanager
-    def step(self: Session, number: int) -> Iterator[None]:
+    def step(self: Job, number: int) -> Iterator[None]:
         last = json.loads(rows.read_text().splitlines()[-1])["metrics"] if number > 1 else {}
         figures = {name: last.get(f"time/{name}_s", 0.0) for name in PHASES}
         turns.next(tokens=last.get("response_length/mean", 0.0) * PROMPTS * SAMPLES, **figures)
         with own_step(self, number):
             yield
 
-    Session.step = step  # type: ignore[method-assign]
+    Job.step = step  # type: ignore[method-assign]
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
         os.environ[name] = value
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": arguments.port}

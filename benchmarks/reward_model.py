@@ -54,8 +54,8 @@ from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.model.spec import TrainerSpec
 from mega_rl.megatron.policy import initialize_groups
 from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.stages.models.values import open_value_model, scored_at_end
 from mega_rl.stages.run.batch_share import BatchShare, pack_for_rank
-from mega_rl.stages.score.values import open_value_model, scored_at_end
 
 OWN, PEER = "mega_rl", "TRL RewardTrainer"
 

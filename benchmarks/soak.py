@@ -31,7 +31,7 @@ from report import publish, table  # noqa: E402
 from mega_rl.observe.timers import Timers  # noqa: E402
 from mega_rl.rollout.collect.replay import ReplayEngine  # noqa: E402
 from mega_rl.rollout.engine import Request  # noqa: E402
-from mega_rl.stages.build import building  # noqa: E402
+from mega_rl.stages.weights import engines  # noqa: E402
 from mega_rl.types import Trajectory  # noqa: E402
 from tests.distributed import conftest  # noqa: E402
 from tests.launching.launch import run, torchrun_command  # noqa: E402
@@ -85,7 +85,7 @@ def rank(arguments: list[str]) -> None:
                 yield
 
         Timers.__call__ = noted  # type: ignore[method-assign, assignment]
-        building.ReplayEngine = MadeUpEngine  # type: ignore[misc]
+        engines.ReplayEngine = MadeUpEngine  # type: ignore[misc]
         train.main(arguments)
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 from mega_rl.observe.timers import Timers
-from mega_rl.stages.build import building
+from mega_rl.stages.models import trainer
 from tools import train
 
 INTO_PHASE_S = 0.02
@@ -97,13 +97,13 @@ ACTS: dict[str, Callable[[], None]] = {
 
 
 def at_start(act: str) -> None:
-    actor = building.actor
+    actor = trainer.actor
 
     def struck(*arguments: object) -> object:
         strike(act)
         return actor(*arguments)  # type: ignore[arg-type]
 
-    building.actor = struck  # type: ignore[assignment]
+    trainer.actor = struck  # type: ignore[assignment]
 
 
 def at_phase(place: str, step: int, act: str) -> None:

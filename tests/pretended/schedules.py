@@ -159,7 +159,7 @@ class World:
                 engine.todo.append((decision, sample))
             assert len(engine.todo) <= max(self.limits.slots, len(decision.samples))
 
-    def do_score(self, decision: events.ScoreGroup) -> None:
+    def do_scoregroup(self, decision: events.ScoreGroup) -> None:
         kept = decision.key.step < 0 or is_kept(decision.results, self.drops)
         self.messages.append(events.Scored(decision.key, kept))
 
@@ -181,7 +181,7 @@ class World:
     def do_commit(self, decision: events.Commit) -> None:
         self.checkpoint = (decision.version, self.saved[decision.version], json.dumps(decision.state))
 
-    def do_end(self, decision: events.Finish) -> None:
+    def do_finish(self, decision: events.Finish) -> None:
         assert self.validating is None or decision.is_failure, "a validation is lost"
         self.end = decision
 

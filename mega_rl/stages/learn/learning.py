@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence as SequenceOf
+from collections.abc import Mapping, Sequence as SequenceOf
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,6 @@ from mega_rl.megatron.engine import LossFunction, MegatronEngine
 from mega_rl.megatron.reference import Reference
 from mega_rl.microbatch import Microbatch, Sequence
 from mega_rl.observe.metrics.declared import MAXIMA, MEANS
-from mega_rl.observe.timers import Timers
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.schedule import split_even
 from mega_rl.rollout.collect.collect import GroupSummary
@@ -36,6 +35,7 @@ from mega_rl.stages.run.batch_share import (
     totals_of,
 )
 from mega_rl.stages.run.progress import warn_if_skipped
+from mega_rl.stages.run.sampling_job import SamplingJob
 from mega_rl.types import (
     Sample,
     Score,
@@ -110,38 +110,31 @@ class Learner:
     """Changes the actor's weights by scored samples.
 
     Args:
-        config: only ``algorithm``, ``aqn``, ``rollout.mode``, ``rollout.routing_replay`` and
+        job: its trajectory store has the samples' tokens, of which this rank takes those of its share. Of the
+            configuration only ``algorithm``, ``aqn``, ``rollout.mode``, ``rollout.routing_replay`` and
             ``data.max_response_length`` are read.
-        share: this rank's share of every minibatch.
-        source: has the samples' tokens, of which this rank takes those that it learns from.
-        timers: time the phases.
-        say: tells the user.
         actor: what learns.
         reference: None if the objective needs none.
-        objective: the loss.
         critic: None if the advantage needs none.
     """
 
     def __init__(
         self,
-        config: RunConfig,
-        share: BatchShare,
-        source: TokenSource,
-        timers: Timers,
-        say: Callable[[str], None],
+        job: SamplingJob,
         actor: MegatronEngine,
         reference: Reference | None,
-        objective: PolicyObjective,
         critic: Critic | None = None,
     ) -> None:
+        config = job.config
         self._algorithm, self._aqn = config.algorithm, config.aqn
         # In the other modes the tokens of a step have the same age, but for groups that were carried; and with
         # ``rollout.oversample`` there is no limit to an age, which the objective must know to tell of each.
         self._tells_ages = config.rollout.mode == "in_flight"
         self._records_experts = config.rollout.routing_replay == "recompute"
         self._max_response_tokens = config.data.max_response_length
-        self._share, self._source, self._timers, self._say = share, source, timers, say
-        self._actor, self._reference, self._objective, self._critic = actor, reference, objective, critic
+        self._share, self._source, self._timers, self._say = job.share, job.trajectory_store, job.timers, job.say
+        self._actor, self._reference, self._critic = actor, reference, critic
+        self._objective = objective_of(config)
 
     def update(
         self,

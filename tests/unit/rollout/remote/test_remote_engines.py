@@ -57,7 +57,7 @@ class PretendedPictures:
 
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RemoteEngines, PretendedFleet]]:
-    monkeypatch.setattr(module, "Fleet", PretendedFleet)
+    monkeypatch.setattr(module, "EngineGroup", PretendedFleet)
     monkeypatch.setattr(module.dist, "get_rank", lambda: 0)
     spec: Any = SimpleNamespace(
         max_model_len=100, collective_timeout_s=60.0, rollout=SimpleNamespace(tensor_parallel_size=1)

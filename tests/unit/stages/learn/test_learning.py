@@ -19,7 +19,8 @@ from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.rollout.collect.collect import GroupSummary
 from mega_rl.rollout.collect.trajectory_store import TrajectoryStore
 from mega_rl.stages.learn import learning
-from mega_rl.stages.learn.gates import GateFailure, GateWatch
+from mega_rl.stages.learn.gate_watch import GateWatch
+from mega_rl.stages.learn.gates import GateFailure
 from mega_rl.stages.learn.learning import Learner
 from mega_rl.stages.run.batch_share import BatchShare
 from mega_rl.types import Prompt, Score, Trajectory
@@ -89,6 +90,13 @@ class Learning:
         self.said: list[str] = []
         self.share = BatchShare(ParallelLayout.create(1, 1, 1), 0, max_tokens=16384, pad_multiple=1, pad_token_id=0)
         self.trajectory_store = TrajectoryStore(self.share.layout, 0)
+        self.job: Any = SimpleNamespace(
+            config=self.config,
+            share=self.share,
+            trajectory_store=self.trajectory_store,
+            timers=Timers(),
+            say=self.said.append,
+        )
 
     def run(
         self, actor: Any, has_gates: bool = False, scores: list[Score] | None = None, step: int = 0
@@ -102,10 +110,7 @@ class Learning:
         samples = learning.with_advantages(groups, self.config.algorithm)
         reference: Any = Reference() if self.config.algorithm.kl_coefficient else None
         watch = GateWatch(self.config, True, self.said.append)
-        objective = learning.objective_of(self.config)
-        learner = Learner(
-            self.config, self.share, self.trajectory_store, Timers(), self.said.append, actor, reference, objective
-        )
+        learner = Learner(self.job, actor, reference)
         return learner.update(samples, watch.of_step(step, version=0, sigma=0.0) if has_gates else None)
 
 
