@@ -10,7 +10,6 @@ from mega_rl.stages.learn.gate_watch import GateWatch
 from mega_rl.stages.models import trainer
 from mega_rl.stages.models.critic_model import open_critic
 from mega_rl.stages.run import progress
-from mega_rl.stages.run.progress import Progress
 from mega_rl.stages.run.sampling_job import SamplingJob, open_sampling_job
 from mega_rl.stages.sampling import rollout_metrics
 from mega_rl.stages.sampling.prompts import prompt_stream, validation_prompts
@@ -32,6 +31,7 @@ def run(config: RunConfig) -> None:
 def train(job: SamplingJob) -> None:
     config, timers = job.config, job.timers
     # What can refuse the configuration comes first, what takes long to build after it.
+    learning.check_algorithm(config, job.device)
     prompts = prompt_stream(job)
     total_steps = progress.total_steps(config, prompts.steps_per_epoch)
     noise = noise_of(job, total_steps)
@@ -73,7 +73,7 @@ def train(job: SamplingJob) -> None:
             if progress.is_due(done, config.validation.test_freq, total_steps):
                 metrics |= validator.validate(observer, step=done)
             metrics |= {"data/epoch": prompts.epochs, "rollout/weight_version": float(pushed.version)}
-            reached = Progress(done, validator.results, metrics)
+            reached = progress.Progress(done, validator.results, metrics)
             freq = 1 if notice.is_given() else config.checkpoint.save_freq
             progress.save_if_due(job, freq, actor, builder, reached, total_steps)
             metrics |= job.device_metrics() | rollout_metrics.time_metrics(timers.collect(), samples)

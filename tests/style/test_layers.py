@@ -15,7 +15,7 @@ import pytest
 REPO = Path(__file__).resolve().parent.parent.parent
 ROWS = (
     ("types", "microbatch", "errors"),
-    ("models",),
+    ("models", "own_code"),
     ("config", "observe"),
     ("platform", "algorithms", "rewards", "fleet"),
     ("parallel", "environments"),

@@ -12,10 +12,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.advantage import ADVANTAGES, power_sums, turn_advantages, whiten, with_penalty_to_go
+from mega_rl.algorithms.advantage import advantage_of, power_sums, turn_advantages, whiten, with_penalty_to_go
 from mega_rl.algorithms.kl import KL_ESTIMATORS
 from mega_rl.algorithms.objective import POOLED, PolicyObjective
+from mega_rl.algorithms.own import OWN
 from mega_rl.algorithms.reduce import Denominators
+from mega_rl.algorithms.trial import check_own
 from mega_rl.config import RunConfig
 from mega_rl.config.schema.sections import AlgorithmConfig
 from mega_rl.data.packing import sequence_of
@@ -23,7 +25,7 @@ from mega_rl.megatron.engine import LossFunction, MegatronEngine
 from mega_rl.megatron.reference import Reference
 from mega_rl.microbatch import Microbatch, Sequence
 from mega_rl.observe.metrics.declared import MAXIMA, MEANS
-from mega_rl.parallel.collectives import gather_objects
+from mega_rl.parallel.collectives import gather_objects, together
 from mega_rl.parallel.schedule import split_even
 from mega_rl.rollout.collect.collect import GroupSummary
 from mega_rl.stages.learn.critic import Critic
@@ -52,7 +54,7 @@ def with_advantages(groups: SequenceOf[GroupSummary], algorithm: AlgorithmConfig
     """
     pairs = [(o, s) for group in groups for o, s in zip(group.summaries, group.scores, strict=True)]
     numbers = [number for number, group in enumerate(groups) for _ in group.summaries]
-    function = ADVANTAGES[algorithm.advantage].function
+    function = advantage_of(algorithm.advantage).function
     if algorithm.credit == "turn":
         rewards = [rewards_of_turns(len(summary.turn_sizes), score) for summary, score in pairs]
         of_turns = turn_advantages(function, rewards, numbers, algorithm.turn_discount)
@@ -238,7 +240,7 @@ class Learner:
             packed = self._critic.with_advantages(packed, penalty)
         elif self._is_kl_in_reward:
             packed = [[_less_kl_to_go(self._algorithm, m) for m in microbatches] for microbatches in packed]
-        if not ADVANTAGES[self._algorithm.advantage].is_whitened:
+        if not advantage_of(self._algorithm.advantage).is_whitened:
             return packed
         everything = [m for microbatches in packed for m in microbatches]
         count, total, _ = _power_sums(self._share, everything, centre=0.0)
@@ -306,12 +308,18 @@ def _pooled_metrics(sums: Mapping[str, float]) -> dict[str, float]:
 def _accumulate(metrics: dict[str, float], found: Totals, num_tokens: int, num_parts: int) -> None:
     """Add one minibatch: token sums become token means, averaged over the minibatches; maxima stay maxima."""
     for figure, value in found.sums.items():
-        metric = MEANS[figure]
+        metric = f"actor/{figure}" if figure.startswith(OWN) else MEANS[figure]
         share = value if figure == "loss" else value / num_tokens  # the loss is divided already
         metrics[metric] = metrics.get(metric, 0.0) + share / num_parts
     for figure, value in found.maxima.items():
         metric = MAXIMA[figure]
         metrics[metric] = max(metrics.get(metric, value), value)
+
+
+def check_algorithm(config: RunConfig, device: torch.device) -> None:
+    """Raises InputError on every rank for a loss or an advantage of the user's that cannot be learnt by. Collective."""
+    with together("trying algorithm.objective and algorithm.advantage"):
+        check_own(config.algorithm, device)
 
 
 def objective_of(config: RunConfig) -> PolicyObjective:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from itertools import groupby
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +13,13 @@ import numpy
 import pytest
 import torch
 
+from mega_rl.algorithms import advantage, policy_loss
+from mega_rl.algorithms.objective import OBJECTIVES
 from mega_rl.config import RunConfig
 from mega_rl.config.checks.algorithm import PRESETS
+from mega_rl.errors import InputError
 from mega_rl.microbatch import Figures, Microbatch, TokenStats
+from mega_rl.observe.metrics.declared import is_declared
 from mega_rl.observe.timers import Timers
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.rollout.collect.collect import GroupSummary
@@ -41,6 +47,7 @@ class Actor:
     def __init__(self, off: float = 0.0) -> None:
         self.off, self.num_steps, self.num_passes = off, 0, 0
         self.batches: list[list[Microbatch]] = []
+        self.gradients: list[torch.Tensor] = []  # by the log-probabilities of every micro-batch
         self.stepper = SimpleNamespace(skipped=SimpleNamespace(total=0, in_a_row=0))
         self.router_metrics: dict[str, float] = {}
         self.policy = None
@@ -57,6 +64,7 @@ class Actor:
         for microbatch in microbatches:
             logprobs = logprobs_of(microbatch, 0.0).requires_grad_()
             loss, figures = loss_function(TokenStats(logprobs, torch.ones(microbatch.num_tokens)), microbatch)
+            self.gradients.append(torch.autograd.grad(loss, logprobs)[0])
             reports.append(Figures({"loss": loss.detach(), **figures.sums}, figures.maxima))
         return reports
 
@@ -135,6 +143,43 @@ def test_every_preset_learns_and_leaves_unknown_samples_out(world: Learning, nam
     assert sum(int(m.loss_mask.sum()) for m in batch) == sum(num_known)
     assert actor.num_steps == 1 and all(value == value for value in metrics.values())
     assert (metrics["actor/ratio_mean"], metrics["actor/ppo_kl"]) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+@pytest.mark.parametrize("built_in", OBJECTIVES)
+def test_the_built_in_ones_as_ones_own_give_the_same_bits(
+    world: Learning, built_in: str, num_minibatches: int, tmp_path: Path
+) -> None:
+    algorithm = world.config.algorithm
+    algorithm.objective, algorithm.minibatches_per_step = built_in, num_minibatches
+    algorithm.importance_correction, algorithm.entropy_coefficient = "mask", 0.01
+    first, second = Actor(), Actor()
+    expected = world.run(first)
+    copied = [shutil.copy(module.__file__, tmp_path) for module in (policy_loss, advantage)]
+    algorithm.objective = f"{copied[0]}:{OBJECTIVES[built_in].__name__}"
+    algorithm.advantage = f"{copied[1]}:grpo_advantages"
+    learning.check_algorithm(world.config, torch.device("cpu"))
+    assert world.run(second) == expected and expected["actor/loss"] != 0
+    assert len(first.gradients) == len(second.gradients) == num_minibatches
+    for mine, theirs in zip(first.gradients, second.gradients, strict=True):
+        assert torch.equal(mine, theirs) and mine.any()
+
+
+def test_figures_of_a_loss_of_ones_own_are_logged(world: Learning, tmp_path: Path) -> None:
+    file = tmp_path / "plain.py"
+    file.write_text("def plain(logprobs_T, mask_T): return -logprobs_T, {'half': mask_T / 2, 'clip_fraction': mask_T}")
+    world.config.algorithm.objective = f"{file}:plain"
+    metrics = world.run(Actor())
+    assert (metrics["actor/own/half"], metrics["actor/clip_fraction"], metrics["actor/ratio_mean"]) == (0.5, 1.0, 1.0)
+    assert all(is_declared(name) for name in metrics)
+
+
+def test_what_cannot_be_learnt_by_is_an_input_error(world: Learning, tmp_path: Path) -> None:
+    file = tmp_path / "scalar.py"
+    file.write_text("def scalar(logprobs_T): return logprobs_T.mean()")
+    world.config.algorithm.objective = f"{file}:scalar"
+    with pytest.raises(InputError, match="algorithm.objective: .*scalar.py:scalar returns a tensor"):
+        learning.check_algorithm(world.config, torch.device("cpu"))
 
 
 def test_the_kl_in_the_reward_and_whitening_by_numpy(world: Learning) -> None:
