@@ -72,6 +72,7 @@ class _PretendedSwiglu:
         return reference.swiglu(torch.cat((gate, up), -1)).to(gate.dtype)
 
 
+@pytest.mark.slow
 def test_what_torch_compiles_on_a_host(tmp_path: Path) -> None:
     """torch's compiler makes C++ of the formulas here instead of Triton; the same script runs Liger's kernels."""
     script = Path(__file__).with_name("run_fused_kernels.py")

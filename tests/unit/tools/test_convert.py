@@ -212,6 +212,7 @@ def test_chunks_cover_every_global_tensor_once(family: str, models: Path, tmp_pa
 # --- interruption ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", ["hf-to-megatron", "megatron-to-hf"])
 def test_a_killed_conversion_is_continued(tool: ModuleType, models: Path, tmp_path: Path, direction: str) -> None:
     """The result is the uninterrupted one byte for byte, and until then nothing has its name."""

@@ -61,6 +61,7 @@ def test_quick_run_prints_a_table_and_writes_json(script: str, tmp_path: Path) -
         assert case["num_tokens"] == int(figure(body[0][2])) and all(len(s) == 2 for s in case["seconds"].values())
 
 
+@pytest.mark.slow
 def test_matrix_products_are_measured_on_both_sides(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     launched = ranks("benchmarks/training/products.py", "--quick", "--json", path, nproc=0).check()
