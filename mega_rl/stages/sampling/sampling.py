@@ -16,32 +16,13 @@ from mega_rl.rewards.scorer import Scorer
 from mega_rl.rollout.collect.replay import RecordedExecutor, Records
 from mega_rl.rollout.remote.fleet.leases import keeping
 from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor
-from mega_rl.rollout.remote.fleet.store_sink import StoreSink, ValidationSink
+from mega_rl.rollout.remote.fleet.store_sink import StoreSink
 from mega_rl.stages.build import building
 from mega_rl.stages.run.episodes import plan_there, with_episodes
 from mega_rl.stages.run.session import Session
 from mega_rl.stages.sampling.batch_builder import BatchBuilder, Batches
 from mega_rl.stages.sampling.fleet_batches import Fleet, FleetBatches
-from mega_rl.stages.weights.weight_sync import (
-    Pushed,
-    StoreSync,
-    Sync,
-    WeightSync,
-)
-
-
-class RecordedFleetSync:
-    """A ``Sync`` of recorded rollouts: nothing is sent."""
-
-    def __init__(self, noise: AqnNoise) -> None:
-        self._noise = noise
-
-    def push(self, version: int, is_validation: bool = False) -> Pushed:
-        assert not is_validation, "records hold no validation"
-        return Pushed(version, self._noise.sigma(version))
-
-    def end_sampling(self) -> None:
-        """Do nothing: no memory was taken."""
+from mega_rl.stages.weights.weight_sync import RecordedSync, Sync
 
 
 def recorded_fleet(session: Session, actor: MegatronEngine, noise: AqnNoise) -> tuple[Fleet, Sync]:
@@ -50,7 +31,7 @@ def recorded_fleet(session: Session, actor: MegatronEngine, noise: AqnNoise) -> 
     assert config.replay is not None, "there are records"
     session.say(f"rollout.replay: responses come from {config.replay}, there is no engine to validate with")
     records = Records(Path(config.replay), session.shape.mixture)
-    return Fleet(config.num_engines, limits_of(config), partial(RecordedExecutor, records)), RecordedFleetSync(noise)
+    return Fleet(config.num_engines, limits_of(config), partial(RecordedExecutor, records)), RecordedSync(None, noise)
 
 
 def store_fleet(session: Session, actor: MegatronEngine, noise: AqnNoise) -> tuple[Fleet, Sync]:
@@ -77,8 +58,7 @@ def store_fleet(session: Session, actor: MegatronEngine, noise: AqnNoise) -> tup
         return executor
 
     sync = building.weight_sync(session, actor, sink, noise, weights.slots)
-    exact = WeightSync(actor, [], ValidationSink(sink), (), sync.dtype, None, sync.model)
-    return Fleet(config.num_engines, limits_of(config), opened), StoreSync(sync, exact)
+    return Fleet(config.num_engines, limits_of(config), opened), sync
 
 
 def limits_of(config: RolloutConfig) -> EngineLimits:

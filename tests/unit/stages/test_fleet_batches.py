@@ -19,7 +19,6 @@ from mega_rl.observe.timers import Timers
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.rollout.requests import sample_seed
 from mega_rl.stages.sampling.fleet_batches import Fleet, FleetBatches
-from mega_rl.stages.weights.weight_sync import Pushed, StoreSync
 from mega_rl.types import Outcome, Prompt, Trajectory
 
 
@@ -122,23 +121,3 @@ def test_a_validation_is_scored_as_an_evaluation_in_its_own_time() -> None:
     assert scored == [cut] and made._scoring_time._num_open == 0
     made._start_scoring(Key(0, 0), cut)
     assert scored[1].episode.failure is not None, "a step may leave it out"
-
-
-def test_weights_are_pushed_once_for_training_and_exact_ones_besides() -> None:
-    class Counted:
-        def __init__(self) -> None:
-            self.calls: list[tuple[int, bool]] = []
-
-        def push(self, version: int, is_validation: bool = False) -> Pushed:
-            self.calls.append((version, is_validation))
-            return Pushed(version, 0.5)
-
-        def end_sampling(self) -> None:
-            pytest.fail("nothing ends")
-
-    training, exact = Counted(), Counted()
-    sync = StoreSync(training, exact)
-    for version in range(2):
-        sync.push(version, is_validation=True)
-        assert sync.push(version) is sync.push(version)
-    assert training.calls == [(0, False), (1, False)] and exact.calls == [(0, True), (1, True)]
