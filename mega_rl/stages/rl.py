@@ -37,7 +37,7 @@ def train(session: Session) -> None:
     actor = building.actor(session, building.policy_updates(config, total_steps))
     # Both take the actor for what model.path holds: it is resumed after them.
     reference = building.reference(session, actor)
-    builder, sync = sampling(session, actor, noise, prompts, scorer, total_steps)
+    builder, sync = sampling(session, actor, noise, prompts, scorer, total_steps, held_out)
     layout = session.engine_layout
     validator = Validator(config, layout, timers, say, held_out, sync, builder, scorer, session.trajectory_store)
     probe = EngineProbe(builder.probed, layout, session.shape.vocab_size, config, say)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mega_rl.bridge.outgoing.noise import AqnNoise
 from mega_rl.config.schema.sections import RolloutConfig
-from mega_rl.data.prompts import PromptStream
+from mega_rl.data.prompts import PromptDataset, PromptStream
 from mega_rl.fleet.engines import EngineLimits
 from mega_rl.fleet.executor import Requests
 from mega_rl.megatron.engine import MegatronEngine
@@ -22,6 +22,7 @@ from mega_rl.stages.run.episodes import plan_there, with_episodes
 from mega_rl.stages.run.session import Session
 from mega_rl.stages.sampling.batch_builder import BatchBuilder, Batches
 from mega_rl.stages.sampling.fleet_batches import Fleet, FleetBatches
+from mega_rl.stages.sampling.validation import validation_set
 from mega_rl.stages.weights.weight_sync import RecordedSync, Sync
 
 
@@ -74,8 +75,10 @@ def sampling(
     prompts: PromptStream,
     scorer: Scorer,
     total_steps: int,
+    held_out: PromptDataset | None,
 ) -> tuple[Batches, Sync]:
     """What every step learns from, and the sync that gives the engines behind it the actor's weights. Collective."""
+    asked = validation_set(session.config, session.engine_layout, held_out)
     config, timers, rendezvous, trajectory_store = (
         session.config,
         session.timers,
@@ -86,7 +89,7 @@ def sampling(
         layout = session.engine_layout
         engine, sync = building.engine_and_sync(session, actor, noise)
         engine = with_episodes(config, layout, engine, session.plan)
-        return BatchBuilder(config, layout, timers, prompts, engine, scorer, rendezvous, trajectory_store), sync
+        return BatchBuilder(config, layout, timers, prompts, engine, scorer, rendezvous, trajectory_store, asked), sync
     make = store_fleet if config.rollout.replay is None else recorded_fleet
     fleet, sync = make(session, actor, noise)
-    return FleetBatches(config, timers, prompts, fleet, scorer, rendezvous, trajectory_store, total_steps), sync
+    return FleetBatches(config, timers, prompts, fleet, scorer, rendezvous, trajectory_store, total_steps, asked), sync

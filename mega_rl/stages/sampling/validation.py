@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from mega_rl.config import RunConfig
 from mega_rl.data.prompts import PromptDataset
-from mega_rl.evaluation.evaluate import EvaluationSettings, evaluation_metrics, summarized
+from mega_rl.evaluation.evaluate import EvaluationSettings, ValidationSet, evaluation_metrics, summarized
 from mega_rl.observe.observer import Observer
 from mega_rl.observe.sinks.console import before_after_table
 from mega_rl.observe.timers import Timers
@@ -21,6 +21,15 @@ from mega_rl.stages.sampling.batch_builder import Batches
 from mega_rl.stages.sampling.rollout_metrics import shown_sample
 from mega_rl.stages.score.scoring import RewardWatch
 from mega_rl.stages.weights.weight_sync import Sync
+
+
+def validation_set(config: RunConfig, layout: EngineLayout, held_out: PromptDataset | None) -> ValidationSet | None:
+    """What the validations of a run ask; None: there is no validation set."""
+    if held_out is None:
+        return None
+    settings, limit = config.validation, config.data.max_response_length
+    asked = EvaluationSettings(layout, settings.n, settings.temperature, limit, config.trainer.seed)
+    return ValidationSet(held_out.prompts, asked)
 
 
 class Validator:
@@ -38,11 +47,7 @@ class Validator:
         scorer: Scorer,
         trajectory_store: TrajectoryStore,
     ) -> None:
-        settings = config.validation
-        self.settings = EvaluationSettings(
-            layout, settings.n, settings.temperature, config.data.max_response_length, config.trainer.seed
-        )
-        self.num_shown = config.logging.num_text_samples
+        self.layout, self.num_shown = layout, config.logging.num_text_samples
         self.timers, self.watch = timers, RewardWatch(say)
         self.dataset, self.sync, self.batches, self.scorer, self.trajectory_store = (
             held_out,
@@ -58,8 +63,8 @@ class Validator:
         if self.dataset is None:
             return {}
         with self.timers("validate"):
-            mine = self.batches.validation(self.sync, step, self.dataset.prompts, self.settings)
-            rows = summarized(mine, self.settings.layout, self.trajectory_store)
+            mine = self.batches.validation(self.sync, step)
+            rows = summarized(mine, self.layout, self.trajectory_store)
             if self.scorer.collective is not None:
                 summaries = [row.summary for row in rows]
                 scores = self.scorer.collective.complete(summaries, [row.score for row in rows], self.trajectory_store)

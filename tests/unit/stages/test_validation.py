@@ -12,7 +12,7 @@ from mega_rl.config import RunConfig
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
 from mega_rl.rollout.collect.trajectory_store import TrajectoryStore
 from mega_rl.stages.sampling.batch_builder import BatchBuilder
-from mega_rl.stages.sampling.validation import Validator
+from mega_rl.stages.sampling.validation import Validator, validation_set
 from mega_rl.stages.weights.weight_sync import Pushed
 from tests.answering import PROMPTS, FakeEngine, FakeScorer
 
@@ -44,7 +44,8 @@ def test_a_validation_is_an_evaluation_between_two_calls_of_the_sync(monkeypatch
     dataset: Any = SimpleNamespace(prompts=PROMPTS, picture_set=None)
     monkeypatch.setattr("mega_rl.stages.sampling.batch_builder.dist.get_rank", lambda: 0)
     monkeypatch.setattr("mega_rl.stages.sampling.batch_builder.engine_ranks", lambda *_: None)
-    batches = BatchBuilder(config, LAYOUT, timers, None, engine, FakeScorer(), Everybody(), DEPOT)  # type: ignore[arg-type]
+    asked = validation_set(config, LAYOUT, dataset)
+    batches = BatchBuilder(config, LAYOUT, timers, None, engine, FakeScorer(), Everybody(), DEPOT, asked)  # type: ignore[arg-type]
     validator = Validator(config, LAYOUT, timers, said.append, dataset, sync, batches, FakeScorer(), DEPOT)  # type: ignore[arg-type]
     observer: Any = SimpleNamespace(samples=lambda step, tag, rows: shown.append((step, tag, len(rows))))
     first = validator.validate(observer, step=0)
