@@ -86,7 +86,7 @@ class FleetBatches:
     """``Batches`` of a fleet. Rank 0 has a scheduler in a thread, and owns all trajectories.
 
     Every group is of the step that it was sampled for; none is carried. A dropped group is replaced by a prompt of an
-    order of the step's own (``Stream.spare``), so that no step waits for the drops of the steps before it.
+    order of the step's own (``BatchOrder.spare``), so that no step waits for the drops of the steps before it.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class FleetBatches:
         self._scorer, self._rendezvous, self._trajectory_store = scorer, rendezvous, trajectory_store
         self._rules = rules_of(config, fleet.num_engines, len(stream.dataset), total_steps)
         self._validation = validation
-        # All that the scheduler's thread reads: both are frozen.
+        # What the scheduler's thread calls, which reads nothing else of this object; both are frozen.
         self._requests = TicketRequests.of_run(config, self._rules, stream.batch_order, validation)
         self._scoring = TicketScoring(config, scorer, BusyTime())
         self._state: Mapping[str, Any] | None = None  # encoded, to go on from
