@@ -10,22 +10,10 @@ from mega_rl.config.checks.adapters import adapter_problems
 from mega_rl.config.checks.algorithm import algorithm_problems, sampling_problems
 from mega_rl.config.checks.environment import environment_problems, score_parts
 from mega_rl.config.checks.model import model_problems
-from mega_rl.config.checks.rules import (
-    Rule,
-    any_number,
-    rules,
-    text,
-)
+from mega_rl.config.checks.rules import Rule, any_number, rules, text
 from mega_rl.config.schema.megatron_fields import field_problems
 from mega_rl.config.schema.sections import RunConfig
-from mega_rl.config.schema.stage import (
-    MODEL_REWARD,
-    REFERENCE_FREE,
-    STAGES,
-    has_critic,
-    reward_model,
-    samples,
-)
+from mega_rl.config.schema.stage import MODEL_REWARD, REFERENCE_FREE, STAGES, has_critic, reward_model, samples
 from mega_rl.errors import input_error, shortened, shown
 from mega_rl.models.files import tokenizer_problem, weights_problem
 from mega_rl.own_code import is_own, name_problem, nearest

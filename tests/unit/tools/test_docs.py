@@ -13,7 +13,7 @@ import pytest
 
 from mega_rl.config.schema.sections import RunConfig
 from tests.launch import REPO
-from tests.style.test_layers import ROOMS
+from tests.style.test_layers import LEVEL
 
 PAGES = sorted(path for path in REPO.glob("docs/*.md") if not path.stem.endswith("_zh"))
 PAIRS = [*PAGES, REPO / "README.md"]
@@ -77,7 +77,7 @@ def unknown_keys(text: str) -> list[str]:
     sections = {field.name for field in dataclasses.fields(RunConfig)}
     candidates = (re.fullmatch(r"([a-z_]+(?:\.[a-z_0-9]+)+)(?:\s*[:=].*)?", span) for span in spans(text))
     keys = {found[1] for found in candidates if found and found[1].split(".")[0] in sections}
-    files = set(ROOMS) | {key for key in keys if key.rsplit(".", 1)[1] in ("py", "md", "json", "txt", "yaml")}
+    files = set(LEVEL) | {key for key in keys if key.rsplit(".", 1)[1] in ("py", "md", "json", "txt", "yaml")}
     return sorted(key for key in keys - files - OTHER_SPELLINGS if not is_key(key))
 
 
