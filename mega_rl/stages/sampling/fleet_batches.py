@@ -26,19 +26,17 @@ from mega_rl.fleet.scheduler import FleetScheduler
 from mega_rl.fleet.step_window import STATE_VERSION
 from mega_rl.fleet.tickets import Rules
 from mega_rl.observe.heartbeat import HEART
-from mega_rl.observe.timers import Timers
 from mega_rl.parallel.collectives import together
-from mega_rl.parallel.rendezvous import Rendezvous
 from mega_rl.parallel.sending import spread
 from mega_rl.rewards.scorer import Scorer
 from mega_rl.rollout.collect.collect import GroupSummary, PromptGroup
-from mega_rl.rollout.collect.trajectory_store import TrajectoryStore
 from mega_rl.rollout.scheduling.fleet_state import (
     Scores,
     decoded,
     encoded,
 )
 from mega_rl.rollout.scheduling.scheduler_thread import SchedulerThread
+from mega_rl.stages.run.sampling_job import SamplingJob
 from mega_rl.stages.sampling.batch_builder import (
     Batch,
     BusyTime,
@@ -91,24 +89,21 @@ class FleetBatches:
 
     def __init__(
         self,
-        config: RunConfig,
-        timers: Timers,
+        job: SamplingJob,
         stream: PromptStream,
         fleet: Fleet,
         scorer: Scorer,
-        rendezvous: Rendezvous,
-        trajectory_store: TrajectoryStore,
         total_steps: int,
         validation: ValidationSet | None = None,
     ) -> None:
         """``validation``: what validations ask; None: there are none."""
-        self._config, self._timers, self._stream, self._fleet = config, timers, stream, fleet
-        self._scorer, self._rendezvous, self._trajectory_store = scorer, rendezvous, trajectory_store
-        self._rules = rules_of(config, fleet.num_engines, len(stream.dataset), total_steps)
+        self._config, self._timers, self._stream, self._fleet = job.config, job.timers, stream, fleet
+        self._scorer, self._rendezvous, self._trajectory_store = scorer, job.rendezvous, job.trajectory_store
+        self._rules = rules_of(job.config, fleet.num_engines, len(stream.dataset), total_steps)
         self._validation = validation
         # What the scheduler's thread calls, which reads nothing else of this object; both are frozen.
-        self._requests = TicketRequests.of_run(config, self._rules, stream.batch_order, validation)
-        self._scoring = TicketScoring(config, scorer, BusyTime())
+        self._requests = TicketRequests.of_run(job.config, self._rules, stream.batch_order, validation)
+        self._scoring = TicketScoring(job.config, scorer, BusyTime())
         self._state: Mapping[str, Any] | None = None  # encoded, to go on from
         self._thread: SchedulerThread | None = None  # on rank 0, from the first step on
         self._done: list[GroupSummary] = []  # of the step before
