@@ -19,6 +19,7 @@ from tests.unit.tools.test_docs import is_key, spans
 
 SELF = "tests/style/test_names_in_pages.py"  # its own examples of wrong names are none
 PAGES = [REPO / "CONTRIBUTING.md", *sorted(REPO.glob("examples/*/README.md"))]
+DOCS = sorted({*REPO.glob("docs/*.md"), *REPO.glob("*.md")} - {*PAGES, REPO / "CHANGELOG.md"})
 # Names of other software, files that are made, and words that are no names of anything.
 FOREIGN = words(
     """.venv ~/.cache/mega_rl npu_emulation/ mega-rl make gcc binutils torchrun pip uv fail warn assert async
@@ -77,6 +78,12 @@ def is_command(given: list[str]) -> bool:
     return given[0] in ("bash", "python") and any(is_path(word) or is_path(f"{word}.py") for word in run)
 
 
+def is_of_package(parts: list[str]) -> bool:
+    """Whether these are the parts of a module's name, and of a name in it."""
+    whole, module = "/".join(parts), "/".join(parts[:-1]) + ".py"
+    return {whole, f"{whole}.py"} & paths() != set() or (module in paths() and parts[-1] in names_of(module))
+
+
 def unknown(span: str) -> bool:
     """Whether a code span names something that is not here; spans with a value or an index are taken by their name."""
     if span in FOREIGN or span.split()[0] in ("uv", "pip"):
@@ -87,15 +94,20 @@ def unknown(span: str) -> bool:
     parts = word.split(".")
     if is_path(word) or is_declared(word) or word in ROOMS or word in LEVEL or is_key(word):
         return False
-    if parts[0] == "mega_rl" and len(parts) > 2:
-        module = "/".join(parts[:-1]) + ".py"
-        return not (module in paths() and parts[-1] in names_of(module))
+    if parts[0] == "mega_rl":
+        return not is_of_package(parts)
     return word not in names()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
 def test_what_is_named_is_here(page: Path) -> None:
     assert sorted(span for span in spans(page.read_text(encoding="utf-8")) if unknown(span)) == []
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
+def test_modules_that_the_docs_name_are_here(page: Path) -> None:
+    ours = [span for span in spans(page.read_text(encoding="utf-8")) if re.match(r"mega_rl[./]", span)]
+    assert sorted(span for span in ours if unknown(span)) == []
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from mega_rl.stages.sampling.validation import Validator
 from mega_rl.stages.weights.weight_sync import Pushed
 from tests.answering import PROMPTS, FakeEngine, FakeScorer
 
-LAYOUT, DEPOT = EngineLayout(1, 1), TrajectoryStore(ParallelLayout.create(1), 0)
+LAYOUT, STORE = EngineLayout(1, 1), TrajectoryStore(ParallelLayout.create(1), 0)
 
 
 class Sync:
@@ -44,8 +44,8 @@ def test_a_validation_is_an_evaluation_between_two_calls_of_the_sync(monkeypatch
     dataset: Any = SimpleNamespace(prompts=PROMPTS, picture_set=None)
     monkeypatch.setattr("mega_rl.stages.sampling.batch_builder.dist.get_rank", lambda: 0)
     monkeypatch.setattr("mega_rl.stages.sampling.batch_builder.engine_ranks", lambda *_: None)
-    batches = BatchBuilder(config, LAYOUT, timers, None, engine, FakeScorer(), Everybody(), DEPOT)  # type: ignore[arg-type]
-    validator = Validator(config, LAYOUT, timers, said.append, dataset, sync, batches, FakeScorer(), DEPOT)  # type: ignore[arg-type]
+    batches = BatchBuilder(config, LAYOUT, timers, None, engine, FakeScorer(), Everybody(), STORE)  # type: ignore[arg-type]
+    validator = Validator(config, LAYOUT, timers, said.append, dataset, sync, batches, FakeScorer(), STORE)  # type: ignore[arg-type]
     observer: Any = SimpleNamespace(samples=lambda step, tag, rows: shown.append((step, tag, len(rows))))
     first = validator.validate(observer, step=0)
     second = validator.validate(observer, step=6)
@@ -60,5 +60,5 @@ def test_a_validation_is_an_evaluation_between_two_calls_of_the_sync(monkeypatch
 def test_without_a_data_set_there_is_no_validation() -> None:
     sync: Any = Sync()
     timers: Any = None
-    validator = Validator(RunConfig(), LAYOUT, timers, print, None, sync, timers, FakeScorer(), DEPOT)  # type: ignore[arg-type]
+    validator = Validator(RunConfig(), LAYOUT, timers, print, None, sync, timers, FakeScorer(), STORE)  # type: ignore[arg-type]
     assert validator.validate(SimpleNamespace(), step=0) == {} and sync.calls == []  # type: ignore[arg-type]
