@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+ROOT = Path(__file__).resolve().parents[1]
+
 
 def machine(device: str) -> str:
     """One line that names what the figures were measured on."""
@@ -43,7 +45,14 @@ def _cell(value: Any) -> str:
 
 
 def command() -> str:
-    return shlex.join(["python", *sys.argv])
+    """The command that started this program, as it is typed in the root of the repository."""
+    is_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    launcher = ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"]] if is_torchrun else ["python"]
+    script, *arguments = sys.argv
+    path = Path(script).resolve()
+    if any(path.is_relative_to(ROOT / folder) for folder in ("benchmarks", "tests")):
+        return shlex.join([*launcher, "-m", ".".join(path.relative_to(ROOT).with_suffix("").parts), *arguments])
+    return shlex.join([*launcher, script, *arguments])
 
 
 def publish(title: str, text: str, device: str, results: dict[str, Any], json_path: Path | None) -> None:

@@ -27,7 +27,11 @@ from typing import Any, Literal
 import yaml
 from omegaconf import MISSING
 
-from mega_rl.config.checks.rules import MANY, RULES
+from mega_rl.config.checks.rules import (
+    MANY,
+    OWN_NAMES,
+    RULES,
+)
 from mega_rl.config.reading.typed import is_nullable, not_null
 from mega_rl.config.schema import sections as schema
 from mega_rl.observe.metrics.declared import METRICS, SECTIONS
@@ -84,6 +88,8 @@ class Key:
             return "`list`: " + ", ".join([f"`{word}`" for word in typing.get_args(inner)] + null)
         if typing.get_origin(hint) is Literal:
             return ", ".join([f"`{word}`" for word in typing.get_args(hint)] + null)
+        if self.name in RULES and RULES[self.name].names:
+            return ", ".join(f"`{word}`" for word in (*RULES[self.name].names, *OWN_NAMES))
         if hint is bool:
             return "`true`, `false`"
         kind = f"list[{_name(inner)}]" if inner else _name(typing.get_origin(hint) or hint)

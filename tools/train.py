@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mega_rl import platform
+from mega_rl.algorithms.trial import check_own
 from mega_rl.bridge.mapping.tensors import roles
 from mega_rl.bridge.mapping.tuning import tuning_plan
 from mega_rl.bridge.outgoing.noise import AqnNoise
@@ -70,8 +71,10 @@ def check_sampling(config: RunConfig) -> None:
     """What the engine and the reward workers of a run would refuse as they start; nothing heavy is started.
 
     Raises:
-        InputError: an argument of vLLM that is not one or is ours, a reward that cannot be used, noise for no tensor.
+        InputError: an argument of vLLM that is not one or is ours, a reward, loss or advantage that cannot be used,
+            noise for no tensor.
     """
+    check_own(config.algorithm)
     if config.aqn.enabled:
         AqnNoise(config.aqn, total_steps=1).targets(roles(trained_shape(config)))
     if config.rollout.replay is None:

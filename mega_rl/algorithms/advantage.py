@@ -15,6 +15,9 @@ from itertools import accumulate, islice
 import torch
 from torch import Tensor
 
+from mega_rl.algorithms.own import OwnAdvantage
+from mega_rl.own_code import is_own
+
 STD_EPSILON = 1e-6
 WHITEN_EPSILON = 1e-8  # under the square root, so that a batch of equal advantages gives 0 and not NaN
 
@@ -69,7 +72,7 @@ def reinforce_pp_baseline_advantages(rewards_N: Tensor, groups_N: Tensor) -> Ten
 
 @dataclass(frozen=True)
 class Advantage:
-    """One value of ``algorithm.advantage``."""
+    """One value of ``algorithm.advantage``; its function keeps the contract in `own`."""
 
     function: Callable[[Tensor, Tensor], Tensor]  # rewards [N], groups [N] -> [N]
     is_group_baseline: bool  # compares the samples of one prompt, so that there must be at least two
@@ -84,6 +87,16 @@ ADVANTAGES = {
     "reinforce_pp": Advantage(reinforce_pp_advantages, is_group_baseline=False, is_whitened=True),
     "reinforce_pp_baseline": Advantage(reinforce_pp_baseline_advantages, is_group_baseline=True, is_whitened=True),
 }
+
+
+def advantage_of(name: str) -> Advantage:
+    """What stands behind a value of ``algorithm.advantage``; InputError: a user's own is not there.
+
+    A user's own is taken as it is: it whitens by itself, and says what a group of one learns.
+    """
+    if is_own(name):
+        return Advantage(OwnAdvantage(name), is_group_baseline=False, is_whitened=False)
+    return ADVANTAGES[name]
 
 
 def turn_advantages(
@@ -108,7 +121,7 @@ def turn_advantages(
     of the group has come to is compared with none, and gets 0 if the function compares.
 
     Args:
-        function: of ``ADVANTAGES``.
+        function: of an `Advantage`.
         rewards: of the turns of every episode, any number of each; NaN in all turns of one whose reward is unknown.
         groups: of every episode, equal if two answer the same prompt.
         discount: per turn, in (0, 1].

@@ -11,17 +11,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from mega_rl.algorithms.correction import CORRECTIONS, LOG_WEIGHTS, MAX_LOG_WEIGHT
 from mega_rl.algorithms.kl import KL_ESTIMATORS
+from mega_rl.algorithms.own import PolicyLoss
 from mega_rl.algorithms.policy_loss import cispo_loss, gspo_loss, ppo_clip_loss
 from mega_rl.algorithms.reduce import REDUCTIONS, Denominators, masked_sum, token_mean
 from mega_rl.microbatch import Figures, Microbatch, TokenStats
+from mega_rl.own_code import is_own
 
 POOLED = "pooled/"  # begins the names of sums that are added up over all minibatches of a step before they say anything
+# The built-in losses of ``algorithm.objective``: functions that keep the contract in `own`.
+OBJECTIVES: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {
+    "ppo": ppo_clip_loss,
+    "gspo": gspo_loss,
+    "cispo": cispo_loss,
+}
+
+
+def policy_loss(name: str) -> PolicyLoss:
+    """The loss behind a value of ``algorithm.objective``; InputError: a user's own is not there."""
+    return PolicyLoss(name, OBJECTIVES.get(name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +46,10 @@ class PolicyObjective:
     were sampled by the engine (log-probabilities ``rollout``) and not by pi_old.
     """
 
-    objective: str = "ppo"  # a key of OBJECTIVES
+    objective: str = "ppo"  # a key of OBJECTIVES, or the name of a user's function
     clip_low: float  # distance of the lower ratio bound from 1
     clip_high: float  # distance of the upper ratio bound from 1
-    dual_clip: float | None  # c > 1, ppo only; None: off
+    dual_clip: float | None  # c > 1, of ppo or a user's function; None: off
     kl_coefficient: float  # of the term in the loss; not 0: the micro-batch must carry reference_logprobs
     kl_estimator: str  # a key of KL_ESTIMATORS
     entropy_coefficient: float
@@ -47,12 +61,16 @@ class PolicyObjective:
     num_ages: int = 0  # a micro-batch that carries staleness is also told of by it, from 0 to num_ages - 1
 
     def __post_init__(self) -> None:
-        assert self.objective in OBJECTIVES, self.objective
-        assert self.dual_clip is None or self.objective == "ppo", self
+        assert self.objective in OBJECTIVES or is_own(self.objective), self.objective
+        assert self.dual_clip is None or self.objective not in ("gspo", "cispo"), self
         assert self.kl_estimator in KL_ESTIMATORS, self.kl_estimator
         assert self.importance_correction in CORRECTIONS, self.importance_correction
         assert self.importance_level in LOG_WEIGHTS, self.importance_level
         assert self.reduction in REDUCTIONS, self.reduction
+
+    @cached_property
+    def _policy_loss(self) -> PolicyLoss:
+        return policy_loss(self.objective)
 
     def __call__(self, stats: TokenStats, microbatch: Microbatch, denominators: Denominators) -> tuple[Tensor, Figures]:
         """Loss [] with gradient, and figures of the learnt tokens.
@@ -64,12 +82,26 @@ class PolicyObjective:
         ``rollout_kl`` (``logp_rollout - logp``) and ``rollout_logprob_abs_diff`` if it carries rollout_logprobs, and as
         `POOLED` figures ``pooled/weight`` and ``pooled/weight_squared`` (uncapped) and, where it carries staleness too,
         ``pooled/tokens/AGE`` and ``pooled/rollout_kl/AGE``.
+        A user's own loss may have more, see `own.OWN`.
         Maxima: ``ratio``, and ``rollout_logprob_abs_diff`` if there is one.
         """
         logprobs_T, mask_T = stats.logprobs, microbatch.loss_mask
         assert microbatch.advantages is not None, "a policy objective needs advantages"
         old_logprobs_T = logprobs_T.detach() if microbatch.old_logprobs is None else microbatch.old_logprobs
-        pg_loss_T, figures = OBJECTIVES[self.objective](self, logprobs_T, old_logprobs_T, microbatch)
+        pg_loss_T, figures = self._policy_loss(
+            {
+                "logprobs_T": logprobs_T,
+                "old_logprobs_T": old_logprobs_T,
+                "rollout_logprobs_T": microbatch.rollout_logprobs,
+                "advantages_T": microbatch.advantages,
+                "entropy_T": stats.entropy,
+                "mask_T": mask_T,
+                "cu_seqlens": microbatch.cu_seqlens,
+                "clip_low": self.clip_low,
+                "clip_high": self.clip_high,
+                "dual_clip": self.dual_clip,
+            }
+        )
         maxima = {"ratio": figures["ratio"]}
 
         weights_T, mismatch = self._importance(logprobs_T.detach(), old_logprobs_T, microbatch)
@@ -120,37 +152,6 @@ class PolicyObjective:
         correct = CORRECTIONS[self.importance_correction]
         weights_T, is_bounded_T = correct(log_weights_T, self.importance_floor, self.importance_cap)
         return weights_T, figures | {"importance_weight": weights_T, "importance_bounded": is_bounded_T.to(weights_T)}
-
-
-PolicyLoss = Callable[[PolicyObjective, Tensor, Tensor, Microbatch], tuple[Tensor, dict[str, Tensor]]]
-
-
-def _ppo(
-    settings: PolicyObjective, logprobs_T: Tensor, old_logprobs_T: Tensor, microbatch: Microbatch
-) -> tuple[Tensor, dict[str, Tensor]]:
-    assert microbatch.advantages is not None
-    bounds = (settings.clip_low, settings.clip_high)
-    return ppo_clip_loss(logprobs_T, old_logprobs_T, microbatch.advantages, *bounds, settings.dual_clip)
-
-
-def _gspo(
-    settings: PolicyObjective, logprobs_T: Tensor, old_logprobs_T: Tensor, microbatch: Microbatch
-) -> tuple[Tensor, dict[str, Tensor]]:
-    assert microbatch.advantages is not None
-    packing, bounds = (microbatch.loss_mask, microbatch.cu_seqlens), (settings.clip_low, settings.clip_high)
-    return gspo_loss(logprobs_T, old_logprobs_T, microbatch.advantages, *packing, *bounds)
-
-
-def _cispo(
-    settings: PolicyObjective, logprobs_T: Tensor, old_logprobs_T: Tensor, microbatch: Microbatch
-) -> tuple[Tensor, dict[str, Tensor]]:
-    assert microbatch.advantages is not None
-    bounds = (settings.clip_low, settings.clip_high)
-    return cispo_loss(logprobs_T, old_logprobs_T, microbatch.advantages, *bounds)
-
-
-# The values of algorithm.objective: the loss of each token [T] and its figures, from the micro-batch's advantages.
-OBJECTIVES: dict[str, PolicyLoss] = {"ppo": _ppo, "gspo": _gspo, "cispo": _cispo}
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from mega_rl.algorithms.reduce import sequence_sum
 # e^20 = 4.9e8: finite in every dtype we compute in, and far outside any clip range. Without the bound, an infinite
 # ratio multiplied by the zero gradient of the branch that the minimum did not take would be NaN.
 MAX_LOG_RATIO = 20.0
+FIGURES = ("ratio", "ppo_kl", "clip_fraction", "dual_clip_fraction")
 
 
 def ppo_clip_loss(
@@ -100,10 +101,13 @@ def cispo_loss(
     return loss_T, _figures(ratio_T, log_ratio_T, weights_T != ratio_T, torch.zeros_like(weights_T))
 
 
+def figures_of(logprobs_T: Tensor, old_logprobs_T: Tensor) -> dict[str, Tensor]:
+    """The figures of a loss that tells none: its ratios, none of them clipped."""
+    log_ratio_T = (logprobs_T - old_logprobs_T).detach()
+    never_T = torch.zeros_like(log_ratio_T)
+    return _figures(log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), log_ratio_T, never_T, never_T)
+
+
 def _figures(ratio_T: Tensor, log_ratio_T: Tensor, clipped_T: Tensor, dual_clipped_T: Tensor) -> dict[str, Tensor]:
-    return {
-        "ratio": ratio_T.detach(),
-        "ppo_kl": -log_ratio_T.detach(),
-        "clip_fraction": clipped_T.to(ratio_T.dtype),
-        "dual_clip_fraction": dual_clipped_T.to(ratio_T.dtype),
-    }
+    clips = clipped_T.to(ratio_T.dtype), dual_clipped_T.to(ratio_T.dtype)
+    return dict(zip(FIGURES, (ratio_T.detach(), -log_ratio_T.detach(), *clips), strict=True))

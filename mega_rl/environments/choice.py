@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +13,7 @@ from mega_rl.config.schema.sections import EnvironmentConfig
 from mega_rl.environments.protocol import Environment
 from mega_rl.environments.tools import Parser
 from mega_rl.errors import InputError, shown
+from mega_rl.own_code import load
 from mega_rl.types import Prompt
 
 FUNCTIONS = {
@@ -41,7 +39,7 @@ class Maker:
 
     def __init__(self, config: EnvironmentConfig, parse: Parser) -> None:
         assert config.name is not None, "a run of single turns makes no environments"
-        self._kind = found(BUILT_IN.get(config.name, config.name), "environment.name")
+        self._kind = load(BUILT_IN.get(config.name, config.name), "environment.name", "class", is_found_elsewhere=True)
         self._options = dict(config.options)
         if config.name == TOOLS:
             functions = [tool(entry) for entry in self._options["functions"]]
@@ -115,7 +113,7 @@ def tool(entry: Any) -> Callable[..., Any]:
     if not isinstance(name, str) or not isinstance(options, Mapping | None):
         raise InputError(f"{key} has {shown(entry)}: give a name, or name and options")
     path = FUNCTIONS.get(name, name)
-    function = found(path, key)
+    function = load(path, key, is_found_elsewhere=True)
     if options is None and path not in RETURN_TOOLS:
         return function
     try:
@@ -125,33 +123,3 @@ def tool(entry: Any) -> Callable[..., Any]:
     if not callable(made):
         raise InputError(f"{key}: {name} with options returns {shown(made)}, which is no function")
     return made  # type: ignore[no-any-return]
-
-
-def found(name: str, key: str) -> Callable[..., Any]:
-    """What stands behind ``package.module:name`` or ``path/to/file.py:name``.
-
-    A file is imported by its own name, from its directory, so that other processes can import it too.
-
-    Raises:
-        InputError: nothing of that name can be imported.
-    """
-    source, _, attribute = name.rpartition(":")
-    module = source
-    if source.endswith(".py"):
-        file = Path(source).absolute()
-        module = file.stem
-        if str(file.parent) not in sys.path:
-            sys.path.append(str(file.parent))  # last: a file of its directory must not stand in for another module
-    try:
-        imported = importlib.import_module(module)
-    except BaseException as error:  # importing runs the user's code
-        raise InputError(
-            f"{key}: {shown(name)} cannot be imported ({type(error).__name__}: {error}); correct the name, or fix or "
-            "install the module"
-        ) from error
-    if source.endswith(".py") and not os.path.samefile(imported.__file__ or os.devnull, source):
-        raise InputError(f"{key}: {shown(name)} has the file name of another module, {module}; rename the file")
-    value = getattr(imported, attribute, None)
-    if not callable(value):
-        raise InputError(f"{key}: {source} has no {shown(attribute)} that can be called; correct the name")
-    return value  # type: ignore[no-any-return]

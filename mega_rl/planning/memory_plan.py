@@ -18,6 +18,7 @@ from mega_rl.bridge.series import Series
 from mega_rl.config.checks.validate import validate
 from mega_rl.config.schema.sections import RunConfig
 from mega_rl.config.schema.stage import (
+    WORKERS_PER_RANK,
     has_whole_experts,
     needs_reference,
     samples,
@@ -32,7 +33,6 @@ from mega_rl.planning.state import TrainerState, UpdateMemory, stage_parameters,
 from mega_rl.planning.steps import fullest_microbatches
 from mega_rl.planning.tower import TowerMemory, tower_memory
 from mega_rl.platform.operators.memory import OPERATOR_MEMORY
-from mega_rl.rewards.scorer import WORKERS_PER_RANK
 from mega_rl.types import DTYPES
 
 # How sure a figure is.

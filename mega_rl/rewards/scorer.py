@@ -10,6 +10,7 @@ from typing import Protocol
 
 from mega_rl.config.checks.environment import ENVIRONMENT, TURNS
 from mega_rl.config.schema.sections import RewardConfig, RewardWorkersConfig
+from mega_rl.config.schema.stage import WORKERS_PER_RANK
 from mega_rl.errors import InputError
 from mega_rl.rewards.functions.images import Encoded, Lent
 from mega_rl.rewards.functions.registry import BUILT_IN, part_name
@@ -35,8 +36,6 @@ from mega_rl.types import (
     TrajectorySummary,
     UnknownReward,
 )
-
-WORKERS_PER_RANK = 2  # where `reward_workers.num_workers` says nothing
 
 
 @dataclass(frozen=True)

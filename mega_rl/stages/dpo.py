@@ -14,7 +14,7 @@ from mega_rl.config.schema.sections import PreferenceConfig
 from mega_rl.data.pairs import Pair, PairDataset
 from mega_rl.megatron.engine import LossFunction, MegatronEngine
 from mega_rl.microbatch import Microbatch
-from mega_rl.stages.build import building
+from mega_rl.stages.models import trainer
 from mega_rl.stages.offline.loop import (
     learn,
     loop,
@@ -24,46 +24,48 @@ from mega_rl.stages.offline.loop import (
     summed_logprobs,
 )
 from mega_rl.stages.offline.reference_logprobs import ReferenceLogprobs, reference_logprobs
+from mega_rl.stages.run import progress
 from mega_rl.stages.run.batch_share import fits, pack_for_rank
-from mega_rl.stages.run.session import Session, open_session
+from mega_rl.stages.run.job import Job
+from mega_rl.stages.run.opening import open_job
 
 FIGURES = ("chosen_reward", "rejected_reward", "accuracy", "margin", "chosen_logprob", "rejected_logprob")
 
 
 def run(config: RunConfig) -> None:
     """Train as ``config`` says; every rank of the job calls it."""
-    with open_session(config) as session:
-        train(session)
+    with open_job(config) as job:
+        train(job)
 
 
-def train(session: Session) -> None:
-    dataset, held_out = pairs(session)
-    stream = stream_of(session, dataset)
-    total_steps = building.total_steps(session.config, stream.steps_per_epoch)
-    model = building.actor(session, total_steps)
-    loss = objective(session.config.preference)
+def train(job: Job) -> None:
+    dataset, held_out = pairs(job)
+    stream = stream_of(job, dataset)
+    total_steps = progress.total_steps(job.config, stream.steps_per_epoch)
+    model = trainer.actor(job, total_steps)
+    loss = objective(job.config.preference)
     # The reference is the model as training begins: it is resumed after it.
-    reference = reference_logprobs(session, model, dataset, "train") if loss.needs_reference else None
+    reference = reference_logprobs(job, model, dataset, "train") if loss.needs_reference else None
     validation = None
     if held_out is not None:
-        held_out_reference = reference_logprobs(session, model, held_out, "val") if loss.needs_reference else None
-        validation = partial(validate, session, model, loss, held_out_reference, held_out.items)
+        held_out_reference = reference_logprobs(job, model, held_out, "val") if loss.needs_reference else None
+        validation = partial(validate, job, model, loss, held_out_reference, held_out.items)
     loop(
-        session,
+        job,
         model,
         stream,
         total_steps,
-        update=partial(update, session, model, loss, reference),
+        update=partial(update, job, model, loss, reference),
         validate=validation,
         num_tokens=lambda pair: sum(sequence.loss_mask.numel() for sequence in pair.sequences),
     )
 
 
-def pairs(session: Session) -> tuple[PairDataset, PairDataset | None]:
+def pairs(job: Job) -> tuple[PairDataset, PairDataset | None]:
     """The training and the held-out pairs. Collective."""
-    dataset, held_out = read(session, PairDataset)
+    dataset, held_out = read(job, PairDataset)
     if dataset.num_dropped:
-        session.say(f"data: {dataset.num_dropped} pairs with an answer longer than the length limits left out")
+        job.say(f"data: {dataset.num_dropped} pairs with an answer longer than the length limits left out")
     return dataset, held_out
 
 
@@ -78,7 +80,7 @@ def objective(settings: PreferenceConfig) -> PreferenceObjective:
 
 
 def update(
-    session: Session,
+    job: Job,
     model: MegatronEngine,
     loss: PreferenceObjective,
     reference: ReferenceLogprobs | None,
@@ -86,27 +88,27 @@ def update(
     is_read: bool,
 ) -> dict[str, float]:
     """One optimizer step; returns its metrics. Collective."""
-    microbatches, loss_function = prepared(session, model, loss, reference, batch)
-    totals, metrics = learn(session, model, microbatches, loss_function, is_read)
+    microbatches, loss_function = prepared(job, model, loss, reference, batch)
+    totals, metrics = learn(job, model, microbatches, loss_function, is_read)
     metrics |= {name: totals.sums[name] / len(batch) for name in FIGURES}
     return {f"dpo/{name}": value for name, value in metrics.items()}
 
 
 def validate(
-    session: Session,
+    job: Job,
     model: MegatronEngine,
     loss: PreferenceObjective,
     reference: ReferenceLogprobs | None,
     held_out: list[Pair],
 ) -> dict[str, float]:
     """Loss and figures of held-out pairs. Collective."""
-    sums = measured(session, model, *prepared(session, model, loss, reference, held_out)).sums
+    sums = measured(job, model, *prepared(job, model, loss, reference, held_out)).sums
     means = {name: sums[name] / len(held_out) for name in ("accuracy", "margin")}
     return {"dpo/val_loss": sums["loss"]} | {f"dpo/val_{name}": value for name, value in means.items()}
 
 
 def prepared(
-    session: Session,
+    job: Job,
     model: MegatronEngine,
     loss: PreferenceObjective,
     reference: ReferenceLogprobs | None,
@@ -121,8 +123,8 @@ def prepared(
     num_tokens_B = torch.stack([one.loss_mask.sum() for one in sequences])
     reference_B = None if reference is None else reference.of(batch)
     counts: dict[str, Any] = {"num_pairs": len(batch), "num_chosen_tokens": int(num_tokens_B[::2].sum())}
-    if fits(session.share, sequences, unit=2):
-        return pack_for_rank(session.share, sequences, unit=2), partial(loss, reference_B=reference_B, **counts)
+    if fits(job.share, sequences, unit=2):
+        return pack_for_rank(job.share, sequences, unit=2), partial(loss, reference_B=reference_B, **counts)
     model.collect_weights()
     shares_of = partial(
         loss.of_pairs,
@@ -130,6 +132,6 @@ def prepared(
         reference_P2=None if reference_B is None else reference_B.view(-1, 2),
         **counts,
     )
-    sums_B = summed_logprobs(session, model, sequences)
+    sums_B = summed_logprobs(job, model, sequences)
     apart = AnswersApart(shares_of, sums_B, lambda stats, microbatch: answer_sums(stats.logprobs, microbatch))
-    return pack_for_rank(session.share, sequences), apart
+    return pack_for_rank(job.share, sequences), apart

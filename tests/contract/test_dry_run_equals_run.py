@@ -1,7 +1,7 @@
 """A dry run and a run accept the same models and refuse the others with the same sentences.
 
-Each case is a config.json made by hand and, if it takes one, a layout. Validation lists what is wrong; the session, as
-every rank opens it, must refuse with exactly that list. The processes and the device of the session are stand-ins.
+Each case is a config.json made by hand and, if it takes one, a layout. Validation lists what is wrong; the job, as
+every rank opens it, must refuse with exactly that list. The processes and the device of the job are stand-ins.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mega_rl.config.schema.sections import RewardConfig
 from mega_rl.errors import InputError
 from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.stages.run import session
+from mega_rl.stages.run import opening
 from tests import families
 from tests.launch import REPO, run
 
@@ -224,7 +224,7 @@ CASES: dict[str, Case] = {
 
 
 class OpenedError(Exception):
-    """The session has accepted the model and goes on to its weights."""
+    """The job has accepted the model and goes on to its weights."""
 
 
 def configuration(case: Case, directory: Path) -> RunConfig:
@@ -250,27 +250,27 @@ def configuration(case: Case, directory: Path) -> RunConfig:
 
 @contextmanager
 def stand_ins(monkeypatch: pytest.MonkeyPatch, world_size: int) -> Iterator[None]:
-    """A session without processes, on no device, which ends where it has accepted the model."""
+    """A job without processes, on no device, which ends where it has accepted the model."""
 
     def accept(*_: object) -> None:
         raise OpenedError
 
     with monkeypatch.context() as patch:
-        patch.setattr(session, "platform", SimpleNamespace(current=lambda: None))
-        patch.setattr(session, "join", lambda config: torch.device("cpu"))
-        patch.setattr(session, "dist", SimpleNamespace(get_world_size=lambda: world_size))
-        patch.setattr(session, "together", lambda what: nullcontext())
-        patch.setattr(session, "shared_store", lambda timeout_s: None)
-        patch.setattr(session, "watched", lambda *_: nullcontext())
-        patch.setattr(session, "HFReader", accept)
+        patch.setattr(opening, "platform", SimpleNamespace(current=lambda: None))
+        patch.setattr(opening, "join", lambda config: torch.device("cpu"))
+        patch.setattr(opening, "dist", SimpleNamespace(get_world_size=lambda: world_size))
+        patch.setattr(opening, "together", lambda what: nullcontext())
+        patch.setattr(opening, "shared_store", lambda timeout_s: None)
+        patch.setattr(opening, "watched", lambda *_: nullcontext())
+        patch.setattr(opening, "HFReader", accept)
         yield
 
 
 def refusal_of_a_run(config: RunConfig, world_size: int, monkeypatch: pytest.MonkeyPatch) -> str | None:
-    """What the session says to the model; None if it goes on."""
+    """What the job says to the model; None if it goes on."""
     with stand_ins(monkeypatch, world_size):
         try:
-            with session.open_session(config):
+            with opening.open_job(config):
                 raise AssertionError("there are no weights to open")
         except InputError as error:
             return str(error)

@@ -24,7 +24,7 @@ from mega_rl.microbatch import Figures, Microbatch, Sequence, TokenStats
 from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.parallel.schedule import balance
-from mega_rl.stages.build.building import trainer_spec
+from mega_rl.stages.models.trainer import trainer_spec
 from tests.distributed.layouts import Case
 from tests.distributed.parity_reference import BETAS, CLIP, EPS, LR, WEIGHT_DECAY, Objective, num_learnt
 

@@ -31,7 +31,7 @@ from mega_rl.megatron.policy import MegatronPolicy
 from mega_rl.models.shape import read_model_shape
 from mega_rl.observe.timers import Timers
 from mega_rl.parallel.collectives import gather_objects
-from mega_rl.parallel.layout import EngineLayout, ParallelLayout
+from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.rollout.sinks import (
     InPlaceSink,
     LoaderSink,
@@ -39,8 +39,8 @@ from mega_rl.rollout.sinks import (
     colocated_layout,
 )
 from mega_rl.rollout.vllm.engine import VLLMEngine
-from mega_rl.stages.build import building
-from mega_rl.stages.run.session import Session
+from mega_rl.stages.run.sampling_job import SamplingJob
+from mega_rl.stages.weights import behaviour, outgoing
 from mega_rl.stages.weights.behaviour import behaviour_policy
 from mega_rl.stages.weights.export import export_huggingface
 from mega_rl.stages.weights.weight_sync import WeightSync
@@ -77,21 +77,21 @@ class Collector:
         self.weight_version = version
 
 
-def new_sync(session: Session, engine: MegatronEngine, collector: Collector, noise: AqnNoise) -> WeightSync:
+def new_sync(session: SamplingJob, engine: MegatronEngine, collector: Collector, noise: AqnNoise) -> WeightSync:
     config = session.config
     weights = SentWeights(session.shape, DTYPES[config.model.dtype], config.bridge.bucket_bytes, session.device)
     sink = LoaderSink(collector, weights, dist.get_world_size())  # type: ignore[arg-type]
-    return building.weight_sync(session, engine, sink, noise)
+    return outgoing.weight_sync(session, engine, sink, noise)
 
 
-def new_session(config: RunConfig, layout: ParallelLayout, model_dir: Path, engine_size: int, out: Path) -> Session:
-    engines, device = EngineLayout(dist.get_world_size(), engine_size), torch.device("cpu")
+def new_session(config: RunConfig, layout: ParallelLayout, model_dir: Path, engine_size: int, out: Path) -> SamplingJob:
+    config.rollout.tensor_parallel_size, device = engine_size, torch.device("cpu")
     shape, weights, writer = read_model_shape(model_dir), HFReader(model_dir), CheckpointWriter(out / "c", 0, False)
     config.model.path = str(model_dir)
     unused: Any = None
-    return Session(
-        config, device, layout, engines, shape, weights, tokenizer=unused, output_dir=out, checkpoint=None, memory=None,
-        checkpoints=writer, timers=Timers(), rendezvous=unused, profiling=unused, load=unused,
+    return SamplingJob(
+        config, device, layout, shape, weights, tokenizer=unused, output_dir=out, checkpoint=None, memory=None,
+        checkpoints=writer, timers=Timers(), store=unused, profiling=unused, load=unused,
     )  # fmt: skip
 
 
@@ -158,7 +158,7 @@ def stream_is_the_specified_one(case: Case, layout: ParallelLayout, family: str,
     config.aqn.num_stages, config.aqn.sigma_start, config.aqn.sigma_end = 2, SIGMA, SIGMA  # 0 in the first stage
     session = new_session(config, layout, model_dir, 1, root)
     engine = build_engine(config, layout, model_dir, 4)
-    noise, collector = building.noise(session, total=10), Collector()
+    noise, collector = behaviour.noise_of(session, total=10), Collector()
     sync = new_sync(session, engine, collector, noise)
     before, generator_state = state_of(engine), torch.get_rng_state()
     pushed = sync.push(version=3)  # a stage without noise: four bits only
@@ -189,7 +189,7 @@ def cut_blocks_are_refused(layout: ParallelLayout, root: Path) -> None:
     session = new_session(config, layout, root / "qwen3", 1, root)
     engine = build_engine(config, layout, root / "qwen3", 4)
     try:
-        new_sync(session, engine, Collector(), building.noise(session, 10))
+        new_sync(session, engine, Collector(), behaviour.noise_of(session, 10))
     except ValueError as error:
         assert "columns 0 to 48 of model.layers.0.mlp.down_proj" in str(error), error
     else:
@@ -304,12 +304,12 @@ class Live:
         self.session = new_session(self.config, layout, self.path, 2, root)
         self.trainer = build_engine(self.config, layout, self.path, 4)
         self.engine: VLLMEngine = start(self.path, tensor_parallel_size=2)
-        self.noise = building.noise(self.session, 10)
+        self.noise = behaviour.noise_of(self.session, 10)
         weights = SentWeights(self.session.shape, torch.float32, self.config.bridge.bucket_bytes, self.session.device)
         sink = InPlaceSink(self.engine, weights, self.session.engine_layout)
         layout = colocated_layout(weights, self.session.engine_layout)
-        assert sink.obstacle(building.load_proof(self.session, self.trainer, weights, layout)) is None
-        self.sync = building.weight_sync(self.session, self.trainer, sink, self.noise)
+        assert sink.obstacle(outgoing.load_proof(self.session, self.trainer, weights, layout)) is None
+        self.sync = outgoing.weight_sync(self.session, self.trainer, sink, self.noise)
         self.clean = clean_tensors(self.path)
 
     def holds(self, expected: dict[str, torch.Tensor]) -> None:

@@ -15,13 +15,13 @@ import torch
 
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.microbatch import Microbatch, TokenStats
-from mega_rl.stages.build import building
+from mega_rl.stages.models import trainer
 from mega_rl.stages.weights.weight_sync import Pushed, WeightSync
 from tools import train
 
 
 def break_reference() -> None:
-    build = building.reference
+    build = trainer.reference
 
     def broken(session: Any, actor: MegatronEngine) -> Any:
         reference = build(session, actor)
@@ -30,7 +30,7 @@ def break_reference() -> None:
             reference._policy.parameters["decoder.final_layernorm.weight"][0] += 0.25
         return reference
 
-    building.reference = broken
+    trainer.reference = broken
 
 
 def break_engine() -> None:

@@ -10,6 +10,7 @@ import json
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,8 +37,8 @@ from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.activations import PlannedTokens
 from mega_rl.planning.companions import companions
 from mega_rl.platform.operators.memory import OPERATOR_MEMORY
-from mega_rl.stages.build.building import trainer_spec
 from mega_rl.stages.learn.critic import Critic
+from mega_rl.stages.models.trainer import trainer_spec
 from mega_rl.stages.run.batch_share import BatchShare
 from tests.distributed import tiny_models
 from tests.distributed.engine_support import build_engine, groups, loss_of, own_device, pack_for_rank, run_config
@@ -65,7 +66,9 @@ def critic_of(case: Case, own: Case | None, actor: MegatronEngine, directory: Pa
         engine = MegatronEngine(spec, config.optimizer, shape, layout, own_device(), weights, 10, 5, None, made)
     share = BatchShare(layout, dist.get_rank(), 64, layout.tensor if parallel.sequence else 1, 0)
     check_plan(config, actor, engine)
-    return Critic(SETTINGS, share, Timers(), print, engine, actor, 1, made is not None), engine
+    config.critic.gamma, config.critic.lam = SETTINGS.gamma, SETTINGS.lam
+    job: Any = SimpleNamespace(config=config, timers=Timers(), say=print)
+    return Critic(job, share, engine, actor, made is not None), engine
 
 
 def check_plan(config: Any, actor: MegatronEngine, engine: MegatronEngine) -> None:

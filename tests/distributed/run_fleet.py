@@ -20,10 +20,10 @@ from mega_rl.fleet.engines import EngineLimits
 from mega_rl.fleet.executor import Requests
 from mega_rl.fleet.tickets import held_out
 from mega_rl.megatron.engine import MegatronEngine
-from mega_rl.stages.build import building
-from mega_rl.stages.run.session import Session
+from mega_rl.stages.run.sampling_job import SamplingJob
 from mega_rl.stages.sampling import sampling
 from mega_rl.stages.sampling.fleet_batches import Fleet
+from mega_rl.stages.weights import engines as engines_of_a_run
 from mega_rl.stages.weights.weight_sync import Pushed
 from tests.distributed.run_struck_stage import die
 from tests.launch import REPO
@@ -77,11 +77,11 @@ def main(engines: int, seed: int, death: int, crash: int, arguments: list[str]) 
     arguments = arguments[is_changed:]
 
     def pretended(
-        session: Session, actor: MegatronEngine, noise: object
+        job: SamplingJob, actor: MegatronEngine, noise: object
     ) -> tuple[Fleet | PretendedSampler, PretendedSync]:
         sync = PretendedSync(actor)
-        sync.changed = session.output_dir if is_changed else None
-        mode = session.config.rollout.mode
+        sync.changed = job.output_dir if is_changed else None
+        mode = job.config.rollout.mode
 
         def opened(requests: Requests) -> PretendedExecutor:
             executors.append(
@@ -96,7 +96,7 @@ def main(engines: int, seed: int, death: int, crash: int, arguments: list[str]) 
         fleet = Fleet(engines, EngineLimits(slots=slots, restarts=10_000), opened)
         return (sync.sampler if mode == "synchronous" else fleet), sync
 
-    sampling.store_fleet = building.engine_and_sync = pretended
+    sampling.store_fleet = engines_of_a_run.engine_and_sync = pretended
     if crash:
         die(crash)
     try:

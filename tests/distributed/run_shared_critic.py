@@ -37,7 +37,7 @@ from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.activations import PlannedTokens
 from mega_rl.planning.companions import companions
 from mega_rl.platform.operators.memory import OPERATOR_MEMORY
-from mega_rl.stages.build.building import trainer_spec
+from mega_rl.stages.models.trainer import trainer_spec
 from tests.distributed import tiny_models
 from tests.distributed.engine_support import build_engine, groups, loss_of, own_device, pack_for_rank, run_config
 from tests.distributed.layouts import Case

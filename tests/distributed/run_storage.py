@@ -94,14 +94,14 @@ def lose_shards(output_dir: Path) -> None:
 
 def read_only_for_one(output_dir: Path) -> None:
     """From the moment when the configuration has been found to be right."""
-    session = importlib.import_module("mega_rl.stages.run.session")
-    take = session.take_output
+    opening = importlib.import_module("mega_rl.stages.run.opening")
+    take = opening.take_output
 
     def changed(*arguments: Any) -> Any:
         alone(lambda: remount_read_only(output_dir))
         return take(*arguments)
 
-    session.take_output = changed
+    opening.take_output = changed
 
 
 # What is done to the output directory before the ranks begin, and in each of them.

@@ -30,7 +30,7 @@ from mega_rl.megatron.model.value import NewScore
 from mega_rl.microbatch import Figures, Microbatch, Sequence
 from mega_rl.models.shape import read_model_shape, value_shape
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.stages.build.building import trainer_spec
+from mega_rl.stages.models.trainer import trainer_spec
 from mega_rl.stages.weights.export import export_huggingface
 from tests.distributed import tiny_models
 from tests.distributed.engine_support import groups, own_device, run_config, total_loss

@@ -19,8 +19,9 @@ from mega_rl.parallel.store import shared_store
 from mega_rl.parallel.watch.process import join
 from mega_rl.rollout.vllm.engine import VLLMEngine
 from mega_rl.stages import rl
-from mega_rl.stages.build import building
-from mega_rl.stages.run import session
+from mega_rl.stages.run import opening
+from mega_rl.stages.run.sampling_job import SamplingJob
+from mega_rl.stages.weights import engines
 
 
 class OneEngine:
@@ -43,7 +44,7 @@ class OneEngine:
 
 def main() -> None:
     file, directory, *runs = sys.argv[1:]
-    building.VLLMEngine = OneEngine()  # type: ignore[misc, assignment]
+    engines.VLLMEngine = OneEngine()  # type: ignore[misc, assignment]
     store = None
     for run in runs:
         name, *overrides = run.split(",")
@@ -53,8 +54,8 @@ def main() -> None:
             platform.select("cpu", platform.trainer_role(config.rollout, config.platform.deterministic))
             device = join(config)
             store = shared_store(config.trainer.collective_timeout_s)
-        with session._opened(config, device, dist.PrefixStore(name, store)) as opened:
-            rl.train(opened)
+        with opening._opened(config, device, dist.PrefixStore(name, store)) as opened:
+            rl.train(SamplingJob.of(opened))
         dist.barrier()
         parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

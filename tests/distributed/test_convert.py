@@ -40,7 +40,7 @@ def test_peak_memory_of_a_large_model(tmp_path: Path) -> None:
         pytest.skip(f"less than {FREE_BYTES / 1e9:.0f} GB free under {tmp_path}: set TMPDIR to a larger disk")
     figures = tmp_path / "figures.json"
     options = ("--quick", "--gigabytes", 1, "--work-dir", tmp_path, "--json", figures)
-    run_copy(Path("benchmarks/convert.py"), *options).check()
+    run_copy(Path("benchmarks/weights/convert.py"), *options).check()
     results = json.loads(figures.read_text())
     assert results["num_bytes"] > 0.95e9 and len(results["peak_bytes"]) == 3
     assert all(0 < peak <= PEAK_BYTES for peak in results["peak_bytes"].values()), results

@@ -21,7 +21,7 @@ def test_steps_leave_no_object(tiny_world: TinyWorld, tmp_path: Path, monkeypatc
     (tmp_path / "step_000001.jsonl").touch()
     settings = ("parallel={tensor: 1, sequence: false}", "rollout.tensor_parallel_size=1", "checkpoint.save_freq=9")
     settings += (f"rollout.replay={tmp_path}", f"trainer.output_dir={tmp_path / 'run'}", f"trainer.total_steps={STEPS}")
-    script = "benchmarks/soak.py"
+    script = "tests/faults/soak.py"
     ranks(script, "--config", tiny_world.rl, "trainer.gates.disabled=[engine]", *settings, nproc=1).check()
     rows = [json.loads(line) for line in (tmp_path / "rank0.jsonl").read_text().splitlines()]
     _, before, after = [row["objects"] for row in rows if "objects" in row]

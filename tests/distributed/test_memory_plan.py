@@ -16,7 +16,7 @@ STATES = {"weights", "reference", "gradients", "masters", "moments"}
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     path = tmp_path_factory.mktemp("memory") / "result.json"
-    ranks("benchmarks/memory.py", "--quick", "--json", path).check()
+    ranks("benchmarks/training/memory.py", "--quick", "--json", path).check()
     found: list[dict[str, Any]] = json.loads(path.read_text())["results"]
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mega_rl.algorithms import advantage, policy_loss
 from mega_rl.config import load_config
 from mega_rl.data.rows.rows import read_rows
 from mega_rl.observe.sinks.tensorboard import tag
@@ -204,7 +206,10 @@ def sampled(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def test_dynamic_sampling_recorded_and_replayed(tiny_world: TinyWorld, tmp_path: Path) -> None:
-    """Groups are dropped, replaced and carried; from the file and a checkpoint alone, training goes the same way."""
+    """Groups are dropped, replaced and carried; from the file and a checkpoint alone, training goes the same way.
+
+    It does so too by copies of the built-in loss and advantage that are a user's own.
+    """
     dynamic = "algorithm.dynamic_sampling"
     overrides = (
         *(f"{dynamic}.{setting}" for setting in ("enabled=true", "oversample=2", "budget=3", "metric=digits")),
@@ -236,7 +241,9 @@ def test_dynamic_sampling_recorded_and_replayed(tiny_world: TinyWorld, tmp_path:
 
     second = tmp_path / "second"
     resumed = (f"checkpoint.resume={training.checkpoint(first, 2)}", f"rollout.replay={first / 'rollouts'}")
-    training.copies(tiny_world.rl, second, *overrides, *resumed).check()
+    losses, advantages = (shutil.copy(module.__file__, tmp_path) for module in (policy_loss, advantage))
+    own = (f"algorithm.objective={losses}:ppo_clip_loss", f"algorithm.advantage={advantages}:grpo_advantages")
+    training.copies(tiny_world.rl, second, *overrides, *resumed, *own).check()
     for step, row in metrics_of(second).items():
         trained = {name: value for name, value in computed(row).items() if not name.startswith(ENGINE_ONLY)}
         assert trained and trained.items() <= metrics[step].items(), step

@@ -15,7 +15,7 @@ import pytest
 REPO = Path(__file__).resolve().parent.parent.parent
 ROWS = (
     ("types", "microbatch", "errors"),
-    ("models",),
+    ("models", "own_code"),
     ("config", "observe"),
     ("platform", "algorithms", "rewards", "fleet"),
     ("parallel", "environments"),
@@ -62,10 +62,11 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "stages": (
         ("stages.run",),
-        ("stages.learn", "stages.score"),
+        ("stages.learn",),
         ("stages.weights",),
-        ("stages.build",),
-        ("stages.offline", "stages.sampling"),
+        ("stages.models",),
+        ("stages.offline", "stages.score"),
+        ("stages.sampling",),
         ("stages",),
     ),
 }
@@ -278,8 +279,8 @@ def test_broken_rule_is_found(path: str, source: str, expected: str) -> None:
             "mega_rl/rollout/remote/a.py",
             "from mega_rl.rollout.vllm.engine import E\nfrom mega_rl.rollout.engine import E",
         ),
-        ("mega_rl/stages/a.py", "from mega_rl.stages.run.session import Session"),
-        ("mega_rl/stages/run/a.py", "from mega_rl.stages.run import session\nfrom .batch_share import BatchShare"),
+        ("mega_rl/stages/a.py", "from mega_rl.stages.run.job import Job"),
+        ("mega_rl/stages/run/a.py", "from mega_rl.stages.run import job\nfrom .batch_share import BatchShare"),
         ("mega_rl/megatron/a.py", "from mega_rl.bridge.files.stored import S"),
     ],
 )

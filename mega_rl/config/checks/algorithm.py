@@ -15,6 +15,7 @@ from mega_rl.config.schema.sections import (
 )
 from mega_rl.config.schema.stage import critic_parallel
 from mega_rl.errors import shown
+from mega_rl.own_code import is_own, name_problem
 
 # What a name sets if the user does not: differences from the schema's defaults, which are GRPO's.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -108,6 +109,9 @@ def _sharing_problems(config: RunConfig) -> Iterator[str]:
 def algorithm_problems(config: RunConfig, is_good: Callable[..., bool]) -> Iterator[str]:
     """Sentences on keys of ``algorithm`` that do not go together; ``is_good(*fields)``: each is valid by itself."""
     algorithm, rollout = config.algorithm, config.rollout
+    for field, name in (("algorithm.advantage", algorithm.advantage), ("algorithm.objective", algorithm.objective)):
+        if is_good(field) and is_own(name) and (problem := name_problem(name)) is not None:
+            yield f"{field} is {shown(name)}{problem}"
     if is_good("rollout.n") and algorithm.advantage in typing.get_args(GroupBaseline) and rollout.n < 2:
         yield (
             f"rollout.n is {rollout.n}: set it to at least 2, since algorithm.advantage {algorithm.advantage!r} "
@@ -134,13 +138,13 @@ def algorithm_problems(config: RunConfig, is_good: Callable[..., bool]) -> Itera
         )
     if not is_good("algorithm.objective", "algorithm.clip_ratio_low", "algorithm.loss_reduction"):
         return
-    objective = algorithm.objective
-    if objective != "cispo" and algorithm.clip_ratio_low == 1.0:
+    objective, has_own = algorithm.objective, is_own(algorithm.objective)
+    if objective != "cispo" and not has_own and algorithm.clip_ratio_low == 1.0:
         yield (
             "algorithm.clip_ratio_low is 1.0, which is no lower bound: set it to less than 1, or "
             "algorithm.objective to cispo"
         )
-    if objective != "ppo" and algorithm.dual_clip is not None:
+    if objective != "ppo" and not has_own and algorithm.dual_clip is not None:
         yield (
             f"algorithm.dual_clip is {algorithm.dual_clip}, but algorithm.objective {objective!r} has none: set it to "
             "null, or algorithm.objective to ppo"

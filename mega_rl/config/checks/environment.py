@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
-import os
-
 from mega_rl.config.schema.sections import CRITIC_ADVANTAGE, RunConfig
-from mega_rl.errors import shortened, shown
+from mega_rl.errors import shown
+from mega_rl.own_code import is_own, name_problem, nearest
 
 TOOLS = "tools"  # the environment that is made of functions
 # Names of environments -> where their classes are.
@@ -29,15 +27,12 @@ def environment_problems(config: RunConfig) -> list[str]:
             found.append("environment.options is set, but environment.name is null: name one")
         return found
     name = f"environment.name is {shown(settings.name)}"
-    place, colon, attribute = settings.name.rpartition(":")
-    if not colon and settings.name not in BUILT_IN:
-        near = difflib.get_close_matches(settings.name, BUILT_IN, n=1)
-        guess = f" (did you mean {near[0]}?)" if near else ""
+    if is_own(settings.name):
+        if (problem := name_problem(settings.name, "Class")) is not None:
+            found.append(f"{name}{problem}")
+    elif settings.name not in BUILT_IN:
+        guess = nearest(settings.name, BUILT_IN)
         found.append(f"{name}: choose {', '.join(BUILT_IN)}, or write package.module:Class{guess}")
-    if colon and not (place and attribute.isidentifier()):
-        found.append(f"{name}: write package.module:Class or path/to/file.py:Class")
-    elif colon and place.endswith(".py") and not os.path.isfile(place):
-        found.append(f"{name}, but {shortened(place)} is not a file: give an existing Python file")
     functions = settings.options.get("functions")
     if settings.name == TOOLS and (not isinstance(functions, list) or not functions):
         found.append("environment.options.functions is not a list: name a function, such as calculate")

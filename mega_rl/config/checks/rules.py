@@ -18,9 +18,12 @@ from mega_rl.config.reading.typed import (
     leaves,
     not_null,
 )
+from mega_rl.config.schema.sections import Advantage, Objective
+from mega_rl.own_code import is_own
 
 MANY = 2**31 - 1  # of steps, tokens, processes: a larger number is a mistake
 MAX_MEMORY_BYTES = 1 << 50
+OWN_NAMES = ("package.module:function", "path/to/file.py:function")
 MIN_TEMPERATURE = 0.01  # vLLM samples lower ones at this, and the trainer would not
 _PATTERN = re.compile(r"(?:[\w.*?-]|\[!?[\w.-]+\])+", re.ASCII)
 
@@ -29,7 +32,7 @@ _PATTERN = re.compile(r"(?:[\w.*?-]|\[!?[\w.-]+\])+", re.ASCII)
 class Rule:
     holds: Callable[[Any], bool]
     expected: str  # completes "... is 3: set it to"
-    names: tuple[str, ...] = ()  # all words that hold, if only a few do; of a list: for each entry
+    names: tuple[str, ...] = ()  # all words that hold, if only a few do, own code aside; of a list: for each entry
 
 
 def _is_number(value: Any) -> bool:
@@ -38,6 +41,11 @@ def _is_number(value: Any) -> bool:
 
 def one_of(*names: str) -> Rule:
     return Rule(lambda value: value in names, ("one of " if len(names) > 1 else "") + ", ".join(names), names)
+
+
+def one_of_or_own(*names: str) -> Rule:
+    expected = f"one of {', '.join(names)}, or {' or '.join(OWN_NAMES)}"
+    return Rule(lambda value: value in names or (isinstance(value, str) and is_own(value)), expected, names)
 
 
 def between(low: float, most: float) -> Rule:
@@ -181,6 +189,8 @@ RULES: dict[str, Rule] = {
     "rollout.stop_token_ids": list_of(at_least(0)),
     "rollout.replay": nullable(text()),
     "rollout.kv_cache_bytes": between(1 << 20, MAX_MEMORY_BYTES),
+    "algorithm.advantage": one_of_or_own(*typing.get_args(Advantage)),
+    "algorithm.objective": one_of_or_own(*typing.get_args(Objective)),
     "algorithm.turn_discount": above(0, 1),
     "environment.name": nullable(text()),
     "environment.tool_parser": text(),

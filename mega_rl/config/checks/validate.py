@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from pathlib import Path
 from typing import Any
@@ -11,24 +10,13 @@ from mega_rl.config.checks.adapters import adapter_problems
 from mega_rl.config.checks.algorithm import algorithm_problems, sampling_problems
 from mega_rl.config.checks.environment import environment_problems, score_parts
 from mega_rl.config.checks.model import model_problems
-from mega_rl.config.checks.rules import (
-    Rule,
-    any_number,
-    rules,
-    text,
-)
+from mega_rl.config.checks.rules import Rule, any_number, rules, text
 from mega_rl.config.schema.megatron_fields import field_problems
 from mega_rl.config.schema.sections import RunConfig
-from mega_rl.config.schema.stage import (
-    MODEL_REWARD,
-    REFERENCE_FREE,
-    STAGES,
-    has_critic,
-    reward_model,
-    samples,
-)
+from mega_rl.config.schema.stage import MODEL_REWARD, REFERENCE_FREE, STAGES, has_critic, reward_model, samples
 from mega_rl.errors import input_error, shortened, shown
 from mega_rl.models.files import tokenizer_problem, weights_problem
+from mega_rl.own_code import is_own, name_problem, nearest
 
 MANIFEST = "manifest.json"  # what every whole checkpoint of the trainer has
 RECORDED = "step_*.jsonl"  # the files of recorded rollouts
@@ -98,8 +86,7 @@ class _Problems:
         if not rule.holds(value):
             self.bad.add(field)
             wrong = [item for item in (value if isinstance(value, list) else [value]) if item not in rule.names]
-            near = [match for item in wrong for match in difflib.get_close_matches(str(item), rule.names, n=1)]
-            guess = f" (did you mean {near[0]}?)" if near else ""
+            guess = next((near for item in wrong if (near := nearest(str(item), rule.names))), "")
             self.lines.append(f"{field} is {_shown(value)}: set it to {rule.expected}{guess}")
         elif rule.names and isinstance(value, list) and len(set(value)) < len(value):
             twice = next(item for item in value if value.count(item) > 1)
@@ -335,11 +322,8 @@ def _rewards(found: _Problems) -> None:
             found.add(
                 f"{field}.options is {shown(reward.options)}: give path, a reward model's directory, and nothing else"
             )
-        place, colon, function = reward.name.rpartition(":")
-        if colon and not (place and function.isidentifier()):
-            found.add(f"{name}: write package.module:function or path/to/file.py:function")
-        elif colon and place.endswith(".py") and not os.path.isfile(place):
-            found.add(f"{name}, but {shortened(place)} is not a file: give an existing Python file")
+        if is_own(reward.name) and (problem := name_problem(reward.name)) is not None:
+            found.add(f"{name}{problem}")
 
 
 def _rollout_and_algorithm(found: _Problems) -> None:

@@ -40,8 +40,11 @@ NormRole = Literal[
 OffloadPart = Literal["weights", "gradients", "optimizer"]
 # Advantages that compare the samples of one prompt with each other, so that rollout.n must be at least 2.
 GroupBaseline = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"]
-TOKENS_PER_MICROBATCH = 16384
 CRITIC_ADVANTAGE = "gae"  # the one that a critic's values make
+# What is built in; a user's own function is the other choice (docs/algorithms.md).
+Advantage = Literal[GroupBaseline, "reinforce_pp", "gae"]
+Objective = Literal["ppo", "gspo", "cispo"]
+TOKENS_PER_MICROBATCH = 16384
 
 # The share of a device's memory that vLLM may take while the trainer lives on the same device, unless
 # rollout.vllm.gpu_memory_utilization says otherwise.
@@ -161,12 +164,12 @@ class AlgorithmConfig:
         "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "dapo", "gspo", "cispo", "ppo"
     ] = "grpo"  # fmt: skip
     # how rewards become advantages; gae trains a critic, see ``critic``
-    advantage: Literal[GroupBaseline, "reinforce_pp", "gae"] = "grpo"
+    advantage: str = "grpo"
     # What an advantage is of (docs/episodes.md). episode: of a whole response | turn: of each turn of an episode, by
     # what was rewarded from it on, compared with the same turn of the group's others; with an environment only
     credit: Literal["episode", "turn"] = "episode"
     turn_discount: float = 1.0  # credit turn only: what a reward counts for the turn before its own, per turn
-    objective: Literal["ppo", "gspo", "cispo"] = "ppo"  # the loss per token; gspo takes one ratio for a whole response
+    objective: str = "ppo"  # the loss per token; gspo takes one ratio for a whole response
     # How the losses of all tokens become one number: the mean over all tokens, over the means of the sequences, or over
     # the sums of the sequences, which are then divided by data.max_response_length.
     loss_reduction: Literal["token_mean", "sequence_mean", "sequence_mean_token_sum_norm"] = "token_mean"

@@ -15,6 +15,7 @@ from mega_rl.config.schema.sections import (
 )
 from mega_rl.models.files import CONFIG_FILE
 
+WORKERS_PER_RANK = 2  # where ``reward_workers.num_workers`` says nothing
 MODEL_REWARD = "model"  # the name of a reward
 # Under the output directory of a run: what it exports, and its adapters as a directory of PEFT's.
 EXPORT, ADAPTER = "huggingface", "adapter"

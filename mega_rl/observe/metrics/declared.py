@@ -73,6 +73,7 @@ _HEALTH = (
     MetricSpec("actor/ratio_mean", "1", "mean of exp(logp - logp_old) per token"),
     MetricSpec("actor/ratio_max", "1", "largest ratio of a token", "max"),
     MetricSpec("actor/importance_weight", "1", "mean capped weight against the engine's policy, per token"),
+    MetricSpec("actor/own/*", "1", "mean per token of a figure that only a user's own loss has"),
     MetricSpec("actor/skipped_steps", "steps", "optimizer steps skipped for a gradient that is not finite", "sum"),
     MetricSpec("actor/skipped_steps_total", "steps", "the same in the run so far, resumed ones included", "last"),
     MetricSpec("router/load_max", "1", "tokens of the busiest expert, of the mean, over the layers"),

@@ -1,6 +1,6 @@
 """What each platform's operators keep for the backward pass, and what theirs takes while it runs: for memory plans.
 
-The counts are of the kernels that this package chooses. Those of the CPU are measured by ``benchmarks/memory.py``;
+The counts are of the kernels that this package chooses. ``benchmarks/training/memory.py`` measures those of the CPU;
 those of the accelerators follow from what their kernels' backward passes are given.
 """
 

@@ -1,7 +1,7 @@
 """The three matrix products of a linear layer, on a CPU by the faster of the two libraries that torch carries.
 
 torch gives float32 products to MKL, whose kernels do not use the width of AVX-512 on processors of other makers than
-Intel. oneDNN's do, and are about twice as fast on an AMD EPYC (``python benchmarks/products.py``). torch itself calls
+Intel. oneDNN's do, and are about twice as fast on an AMD EPYC (``benchmarks/training/products.py``). torch itself calls
 them in its compiler only, by the same operator as here.
 
 Both add in float32, in different orders. None of these functions has a gradient of its own.

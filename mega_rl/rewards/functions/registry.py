@@ -12,21 +12,15 @@ whose other numbers are metrics. It is named as a built-in, as ``package.module:
 
 from __future__ import annotations
 
-import difflib
-import hashlib
-import importlib
-import importlib.util
 import inspect
 import math
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal, Protocol, get_args, get_origin, get_type_hints
 
 from mega_rl.config.schema.sections import RewardConfig
 from mega_rl.config.schema.stage import MODEL_REWARD
+from mega_rl.own_code import is_own, load, nearest
 from mega_rl.rewards.functions import images
 
 CONTRACT = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -196,20 +190,12 @@ def load_reward(name: str) -> Callable[..., Any]:
         raise ValueError(
             f"rewards: {name!r} is computed by the trainer's processes of a run, which are not here; remove it"
         )
-    if ":" not in name and name not in BUILT_IN:
+    if not is_own(name) and name not in BUILT_IN:
         raise ValueError(
-            f"rewards: {name!r} is not a built-in reward{_nearest(name, BUILT_IN)}; choose from "
+            f"rewards: {name!r} is not a built-in reward{nearest(name, BUILT_IN)}; choose from "
             f"{', '.join(BUILT_IN)}, {MODEL_REWARD}, or write package.module:function or path/file.py:function"
         )
-    source, _, function_name = BUILT_IN.get(name, name).rpartition(":")
-    module = _module_of_file(name, Path(source)) if source.endswith(".py") else _module(name, source)
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        raise ValueError(
-            f"rewards: {source} has no function {function_name!r}{_nearest(function_name, functions)}; correct the name"
-        )
-    return function
+    return load(BUILT_IN.get(name, name), "rewards")
 
 
 def _check_options(name: str, reward: BoundReward, options: Mapping[str, Any]) -> None:
@@ -224,7 +210,7 @@ def _check_options(name: str, reward: BoundReward, options: Mapping[str, Any]) -
             raise ValueError(f"rewards: the option {key} of {name} is an argument of every reward; leave it out")
         if key not in own and not takes_any:
             listed = f"it has {', '.join(own)}" if own else "it has none"
-            raise ValueError(f"rewards: {name} has no option {key!r}{_nearest(key, own)}; {listed}")
+            raise ValueError(f"rewards: {name} has no option {key!r}{nearest(key, own)}; {listed}")
     for key, parameter in own.items():
         if parameter.default is parameter.empty and key not in options and key not in reward.columns:
             raise ValueError(f"rewards: {name} needs the option {key}; set it under options")
@@ -249,35 +235,3 @@ def _check_value(name: str, key: str, value: Any, hint: Any) -> None:
         raise ValueError(f"rewards: the option {key} of {name} is {value!r}; give a value of type {hint.__name__}")
     if name in BUILT_IN and isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"rewards: the option {key} of {name} is {value!r}; give a finite number")
-
-
-def _module(name: str, source: str) -> ModuleType:
-    try:
-        return importlib.import_module(source)
-    except BaseException as error:  # importing runs the user's code
-        cause = f"{type(error).__name__}: {error}"
-        raise ValueError(
-            f"rewards: {name} cannot be imported ({cause}); correct the name, or fix or install the module"
-        ) from error
-
-
-def _module_of_file(name: str, path: Path) -> ModuleType:
-    if not path.is_file():
-        raise ValueError(f"rewards: {name} names {path}, which is no file; correct the path")
-    digest = hashlib.blake2b(str(path.resolve()).encode(), digest_size=8).hexdigest()
-    spec = importlib.util.spec_from_file_location(f"mega_rl_reward_{path.stem}_{digest}", path)
-    assert spec is not None and spec.loader is not None, "a .py file has a loader"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look their module up there
-    try:
-        spec.loader.exec_module(module)
-    except BaseException as error:  # importing runs the user's code
-        del sys.modules[spec.name]
-        cause = f"{type(error).__name__}: {error}"
-        raise ValueError(f"rewards: {path} cannot be imported ({cause}); fix that file") from error
-    return module
-
-
-def _nearest(name: str, choices: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(choices), n=1)
-    return f" (did you mean {near[0]}?)" if near else ""

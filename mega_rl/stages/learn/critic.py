@@ -13,17 +13,16 @@ from torch import Tensor
 
 from mega_rl.algorithms.reduce import Denominators
 from mega_rl.algorithms.value import ValueObjective, explained_variance, gae, rewards_at_ends
-from mega_rl.config.schema.sections import CriticConfig
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.offload import PARTS
 from mega_rl.microbatch import Microbatch
-from mega_rl.observe.timers import Timers
 from mega_rl.stages.learn.critic_layout import OwnLayout
 from mega_rl.stages.run.batch_share import (
     BatchShare,
     Totals,
     totals_of,
 )
+from mega_rl.stages.run.job import Job
 from mega_rl.stages.run.progress import warn_if_skipped
 
 NAME = "critic"  # among the actor's companions, and in checkpoints
@@ -36,31 +35,26 @@ class Critic:
     optimizer state are not.
 
     Args:
-        settings: of the advantages and of the values' loss.
+        job: whose configuration says of the advantages and of the values' loss.
         share: this rank's share of every minibatch, at the critic's layout.
-        timers: time the phases.
-        say: tells the user.
         engine: with a value head.
         actor: whose checkpoints have the critic from now on.
-        updates_per_step: the optimizer steps of a training step.
         has_own_layout: whether the engine's layout is not the actor's.
     """
 
     def __init__(
         self,
-        settings: CriticConfig,
+        job: Job,
         share: BatchShare,
-        timers: Timers,
-        say: Callable[[str], None],
         engine: MegatronEngine,
         actor: MegatronEngine,
-        updates_per_step: int,
         has_own_layout: bool = False,
     ) -> None:
-        self._settings, self._share, self._timers, self._say = settings, share, timers, say
-        self._engine, self._actor, self._updates_per_step = engine, actor, updates_per_step
+        self._settings, self._share, self._timers, self._say = job.config.critic, share, job.timers, job.say
+        self._engine, self._actor = engine, actor
+        self._updates_per_step = job.config.algorithm.minibatches_per_step
         self._own_layout = OwnLayout(share) if has_own_layout else None
-        self._objective = ValueObjective(settings.clip_value)
+        self._objective = ValueObjective(job.config.critic.clip_value)
         actor.companions[NAME] = engine
         engine.offload.to_host(*PARTS)
 

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -126,6 +127,15 @@ class EngineHistory:
         return median(bounds) if bounds else None
 
 
+class GatedStep(NamedTuple):
+    """A step whose first minibatch is checked."""
+
+    names: Collection[str]  # of the gates
+    words: str  # for the step
+    version: int  # of the weights that the engine holds: samples of older ones are not compared with it
+    sigma: float  # standard deviation of the noise on the engine's weights
+
+
 class Gates:
     """The checks of one step's first minibatch.
 
@@ -135,10 +145,7 @@ class Gates:
         config: says what is compared, how closely, and where to look for the cause of a difference.
         is_counted: whether this rank's differences count; they do not if another rank counts for the same sequences.
         say: tells the user.
-        names: the gates of this step.
-        step: in words.
-        version: of the weights that the engine holds: samples of older ones are not compared with it.
-        sigma: standard deviation of the noise on the engine's weights.
+        step: which gates it has.
         history: of the engine; this step is added to it.
     """
 
@@ -147,18 +154,16 @@ class Gates:
         config: RunConfig,
         is_counted: bool,
         say: Callable[[str], None],
-        names: Collection[str],
-        step: str,
-        version: int,
-        sigma: float,
+        step: GatedStep,
         history: EngineHistory,
     ) -> None:
         self.config, self.settings = config, config.trainer.gates
-        self.is_counted, self.say, self.names, self.step = is_counted, say, names, step
-        self.version, self.sigma, self.history = version, sigma, history
+        self.is_counted, self.say, self.history = is_counted, say, history
+        self.names, self.step, self.version, self.sigma = step
         self.tolerances = tolerances(config)
-        self.left_out = {name: why for name, why in reasons_to_leave_out(config, sigma).items() if name in names}
-        if (past := history.allows(sigma)) is not None:
+        reasons = reasons_to_leave_out(config, self.sigma)
+        self.left_out = {name: why for name, why in reasons.items() if name in self.names}
+        if (past := history.allows(self.sigma)) is not None:
             self.tolerances["engine"] = max(past, self.tolerances["engine"])
             self.left_out.pop("engine", None)
         self.logprobs: dict[tuple[int, ...], Tensor] = {}  # sequence_indices of a micro-batch -> recomputed [T]
@@ -269,39 +274,6 @@ class Gates:
         notes = [f"{name} not checked ({reason})" for name, reason in self.left_out.items()]
         notes += [f"{name} disabled ({values[name]:.2g})" for name in self.settings.disabled if name in values]
         self.say("; ".join([f"{self.step.removeprefix('the ')} agrees: {held}", *notes]))
-
-
-class GateWatch:
-    """The gates of a run, step by step.
-
-    Args:
-        first_step: finished steps when this process began: 0, or those of the checkpoint.
-        metrics: of the last of them, as far as they are known.
-    """
-
-    def __init__(
-        self,
-        config: RunConfig,
-        is_counted: bool,
-        say: Callable[[str], None],
-        first_step: int = 0,
-        metrics: Mapping[str, float] | None = None,
-    ) -> None:
-        self._config, self._is_counted, self._say, self._first_step = config, is_counted, say, first_step
-        self._history = EngineHistory(config.trainer.gates.engine_factor)
-        known = metrics or {}
-        # Tokens of older weights are further from the trainer, and the gate leaves them out.
-        if "rollout/logprob_diff_mean" in known and not known.get("rollout/staleness_max"):
-            self._history.add(known["rollout/logprob_diff_mean"], known.get("aqn/sigma", 0.0))
-
-    def of_step(self, step: int, version: int, sigma: float) -> Gates:
-        """The gates of the step that begins after ``step`` finished ones; see ``Gates`` for the others."""
-        names, words = tuple(GATES), "the first step"
-        if step > 0:
-            names, words = RUNNING, f"step {step + 1}"
-            if step == self._first_step:
-                names, words = RESUMED, f"the first step after the resume, step {step + 1},"
-        return Gates(self._config, self._is_counted, self._say, names, words, version, sigma, self._history)
 
 
 def tolerances(config: RunConfig) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence as SequenceOf
+from collections.abc import Mapping, Sequence as SequenceOf
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -12,10 +12,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.advantage import ADVANTAGES, power_sums, turn_advantages, whiten, with_penalty_to_go
+from mega_rl.algorithms.advantage import advantage_of, power_sums, turn_advantages, whiten, with_penalty_to_go
 from mega_rl.algorithms.kl import KL_ESTIMATORS
 from mega_rl.algorithms.objective import POOLED, PolicyObjective
+from mega_rl.algorithms.own import OWN
 from mega_rl.algorithms.reduce import Denominators
+from mega_rl.algorithms.trial import check_own
 from mega_rl.config import RunConfig
 from mega_rl.config.schema.sections import AlgorithmConfig
 from mega_rl.data.packing import sequence_of
@@ -23,8 +25,7 @@ from mega_rl.megatron.engine import LossFunction, MegatronEngine
 from mega_rl.megatron.reference import Reference
 from mega_rl.microbatch import Microbatch, Sequence
 from mega_rl.observe.metrics.declared import MAXIMA, MEANS
-from mega_rl.observe.timers import Timers
-from mega_rl.parallel.collectives import gather_objects
+from mega_rl.parallel.collectives import gather_objects, together
 from mega_rl.parallel.schedule import split_even
 from mega_rl.rollout.collect.collect import GroupSummary
 from mega_rl.stages.learn.critic import Critic
@@ -36,6 +37,7 @@ from mega_rl.stages.run.batch_share import (
     totals_of,
 )
 from mega_rl.stages.run.progress import warn_if_skipped
+from mega_rl.stages.run.sampling_job import SamplingJob
 from mega_rl.types import (
     Sample,
     Score,
@@ -52,7 +54,7 @@ def with_advantages(groups: SequenceOf[GroupSummary], algorithm: AlgorithmConfig
     """
     pairs = [(o, s) for group in groups for o, s in zip(group.summaries, group.scores, strict=True)]
     numbers = [number for number, group in enumerate(groups) for _ in group.summaries]
-    function = ADVANTAGES[algorithm.advantage].function
+    function = advantage_of(algorithm.advantage).function
     if algorithm.credit == "turn":
         rewards = [rewards_of_turns(len(summary.turn_sizes), score) for summary, score in pairs]
         of_turns = turn_advantages(function, rewards, numbers, algorithm.turn_discount)
@@ -110,38 +112,31 @@ class Learner:
     """Changes the actor's weights by scored samples.
 
     Args:
-        config: only ``algorithm``, ``aqn``, ``rollout.mode``, ``rollout.routing_replay`` and
+        job: its trajectory store has the samples' tokens, of which this rank takes those of its share. Of the
+            configuration only ``algorithm``, ``aqn``, ``rollout.mode``, ``rollout.routing_replay`` and
             ``data.max_response_length`` are read.
-        share: this rank's share of every minibatch.
-        source: has the samples' tokens, of which this rank takes those that it learns from.
-        timers: time the phases.
-        say: tells the user.
         actor: what learns.
         reference: None if the objective needs none.
-        objective: the loss.
         critic: None if the advantage needs none.
     """
 
     def __init__(
         self,
-        config: RunConfig,
-        share: BatchShare,
-        source: TokenSource,
-        timers: Timers,
-        say: Callable[[str], None],
+        job: SamplingJob,
         actor: MegatronEngine,
         reference: Reference | None,
-        objective: PolicyObjective,
         critic: Critic | None = None,
     ) -> None:
+        config = job.config
         self._algorithm, self._aqn = config.algorithm, config.aqn
         # In the other modes the tokens of a step have the same age, but for groups that were carried; and with
         # ``rollout.oversample`` there is no limit to an age, which the objective must know to tell of each.
         self._tells_ages = config.rollout.mode == "in_flight"
         self._records_experts = config.rollout.routing_replay == "recompute"
         self._max_response_tokens = config.data.max_response_length
-        self._share, self._source, self._timers, self._say = share, source, timers, say
-        self._actor, self._reference, self._objective, self._critic = actor, reference, objective, critic
+        self._share, self._source, self._timers, self._say = job.share, job.trajectory_store, job.timers, job.say
+        self._actor, self._reference, self._critic = actor, reference, critic
+        self._objective = objective_of(config)
 
     def update(
         self,
@@ -245,7 +240,7 @@ class Learner:
             packed = self._critic.with_advantages(packed, penalty)
         elif self._is_kl_in_reward:
             packed = [[_less_kl_to_go(self._algorithm, m) for m in microbatches] for microbatches in packed]
-        if not ADVANTAGES[self._algorithm.advantage].is_whitened:
+        if not advantage_of(self._algorithm.advantage).is_whitened:
             return packed
         everything = [m for microbatches in packed for m in microbatches]
         count, total, _ = _power_sums(self._share, everything, centre=0.0)
@@ -313,12 +308,18 @@ def _pooled_metrics(sums: Mapping[str, float]) -> dict[str, float]:
 def _accumulate(metrics: dict[str, float], found: Totals, num_tokens: int, num_parts: int) -> None:
     """Add one minibatch: token sums become token means, averaged over the minibatches; maxima stay maxima."""
     for figure, value in found.sums.items():
-        metric = MEANS[figure]
+        metric = f"actor/{figure}" if figure.startswith(OWN) else MEANS[figure]
         share = value if figure == "loss" else value / num_tokens  # the loss is divided already
         metrics[metric] = metrics.get(metric, 0.0) + share / num_parts
     for figure, value in found.maxima.items():
         metric = MAXIMA[figure]
         metrics[metric] = max(metrics.get(metric, value), value)
+
+
+def check_algorithm(config: RunConfig, device: torch.device) -> None:
+    """Raises InputError on every rank for a loss or an advantage of the user's that cannot be learnt by. Collective."""
+    with together("trying algorithm.objective and algorithm.advantage"):
+        check_own(config.algorithm, device)
 
 
 def objective_of(config: RunConfig) -> PolicyObjective:

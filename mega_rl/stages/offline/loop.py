@@ -23,8 +23,8 @@ from mega_rl.stages.run.batch_share import (
     pack_for_rank,
     totals_of,
 )
+from mega_rl.stages.run.job import Job
 from mega_rl.stages.run.progress import Progress, warn_if_skipped
-from mega_rl.stages.run.session import Session
 from mega_rl.stages.weights.export import export_trained
 
 Item = TypeVar("Item")
@@ -47,13 +47,13 @@ class FromFiles(Protocol):
     ) -> Self: ...
 
 
-def read(session: Session, kind: type[Data], options: Callable[[], dict[str, Any]] = dict) -> tuple[Data, Data | None]:
+def read(job: Job, kind: type[Data], options: Callable[[], dict[str, Any]] = dict) -> tuple[Data, Data | None]:
     """The training data and the held-out data, if there is any. Collective.
 
     Args:
         options: further arguments of ``from_files``; what it raises is raised on every rank.
     """
-    data, tokenizer = session.config.data, session.tokenizer
+    data, tokenizer = job.config.data, job.tokenizer
     with together("preparing to read the data"):
         given = options()
     with together("reading the data"):  # what is collective within raises on every rank at once
@@ -65,15 +65,15 @@ def read(session: Session, kind: type[Data], options: Callable[[], dict[str, Any
     return dataset, held_out
 
 
-def stream_of(session: Session, dataset: Dataset[Item]) -> Stream[Item]:
+def stream_of(job: Job, dataset: Dataset[Item]) -> Stream[Item]:
     """Collective."""
-    data = session.config.data
+    data = job.config.data
     with together("reading the data"):
         return Stream(dataset, data.train_batch_size, data.shuffle, data.seed)
 
 
 def loop(
-    session: Session,
+    job: Job,
     model: MegatronEngine,
     stream: Stream[Item],
     total_steps: int,
@@ -88,12 +88,12 @@ def loop(
         validate: metrics of the held-out data; None: there is none.
         num_tokens: positions of an item that are computed, for the throughput.
     """
-    config, timers, save_freq = session.config, session.timers, session.config.checkpoint.save_freq
-    state = progress.resume(session.checkpoint, session.memory, model, stream, session.say)
-    with session.observer(state, total_steps) as observer, session.notice() as notice:
+    config, timers, save_freq = job.config, job.timers, job.config.checkpoint.save_freq
+    state = progress.resume(job.checkpoint, job.memory, model, stream, job.say)
+    with job.observer(state, total_steps) as observer, job.notice() as notice:
         for step in range(state.step, total_steps):
             done = step + 1
-            with session.step(done):
+            with job.step(done):
                 batch = stream.next_batch()
                 with timers("update"):
                     metrics = update(batch, weights_are_read(config, done, total_steps)) | model.router_metrics
@@ -103,16 +103,16 @@ def loop(
             metrics["data/epoch"] = stream.epochs
             reached = Progress(done, metrics=metrics)
             freq = 1 if notice.is_given() else save_freq
-            progress.save_if_due(session.checkpoints, freq, timers, model, stream, reached, total_steps, session.memory)
-            metrics |= session.device_metrics()
+            progress.save_if_due(job, freq, model, stream, reached, total_steps)
+            metrics |= job.device_metrics()
             seconds = timers.collect()
             metrics |= seconds
             speed = sum(map(num_tokens, batch)) / max(seconds["time/step_s"], 1e-9)
             observer.log(done, metrics | {"throughput/tokens_per_s": speed})
-            session.stop_if_given(notice, done)
+            job.stop_if_given(notice, done)
 
-    export_trained(session, model)
-    session.say_where()
+    export_trained(job, model)
+    job.say_where()
 
 
 def weights_are_read(config: RunConfig, done: int, total_steps: int) -> bool:
@@ -123,7 +123,7 @@ def weights_are_read(config: RunConfig, done: int, total_steps: int) -> bool:
 
 
 def learn(
-    session: Session,
+    job: Job,
     model: MegatronEngine,
     microbatches: list[Microbatch],
     loss: LossFunction | ValueLoss,
@@ -137,10 +137,10 @@ def learn(
         is_read: more than the next forward and backward pass reads the weights.
     """
     model.offload.to_host("optimizer")
-    totals = totals_of(session.share, model.forward_backward(microbatches, loss))
+    totals = totals_of(job.share, model.forward_backward(microbatches, loss))
     model.offload.to_device("optimizer")
     step = model.optimizer_step(next_is_forward_backward=not is_read)
-    warn_if_skipped(session.say, model, step)
+    warn_if_skipped(job.say, model, step)
     return totals, {
         "loss": totals.sums["loss"],
         "grad_norm": step.grad_norm,
@@ -150,38 +150,36 @@ def learn(
 
 
 @torch.no_grad()
-def measured(
-    session: Session, model: MegatronEngine, microbatches: list[Microbatch], loss: LossFunction | ValueLoss
-) -> Totals:
+def measured(job: Job, model: MegatronEngine, microbatches: list[Microbatch], loss: LossFunction | ValueLoss) -> Totals:
     """What an objective says of the present weights, its loss as one of the sums. Collective."""
     is_of_values = model.policy.shape.head == "value"
     of_all: list[Any] = (model.policy.token_values if is_of_values else model.token_stats)(microbatches)
     found = [loss(one, microbatch) for one, microbatch in zip(of_all, microbatches, strict=True)]
     reports = [Figures({"loss": value, **figures.sums}, figures.maxima) for value, figures in found]
     # Every pipeline stage was given the statistics; they count once.
-    return totals_of(session.share, reports if session.share.is_last_stage else [])
+    return totals_of(job.share, reports if job.share.is_last_stage else [])
 
 
-def summed_logprobs(session: Session, model: MegatronEngine, sequences: list[Sequence]) -> torch.Tensor:
+def summed_logprobs(job: Job, model: MegatronEngine, sequences: list[Sequence]) -> torch.Tensor:
     """[sequences] float64: log-probabilities of the learnt tokens under the present weights, summed. Collective."""
-    microbatches = pack_for_rank(session.share, sequences)
+    microbatches = pack_for_rank(job.share, sequences)
     stats = zip(model.token_stats(microbatches), microbatches, strict=True)
-    return _of_all(session, microbatches, [answer_sums(one.logprobs.double(), m) for one, m in stats], len(sequences))
+    return _of_all(job, microbatches, [answer_sums(one.logprobs.double(), m) for one, m in stats], len(sequences))
 
 
-def end_values(session: Session, model: MegatronEngine, sequences: list[Sequence]) -> torch.Tensor:
+def end_values(job: Job, model: MegatronEngine, sequences: list[Sequence]) -> torch.Tensor:
     """[sequences] float64: the values of their last positions under the present weights. Collective."""
-    microbatches = pack_for_rank(session.share, sequences)
+    microbatches = pack_for_rank(job.share, sequences)
     values = zip(model.policy.token_values(microbatches), microbatches, strict=True)
-    return _of_all(session, microbatches, [values_at_ends(values_T, m) for values_T, m in values], len(sequences))
+    return _of_all(job, microbatches, [values_at_ends(values_T, m) for values_T, m in values], len(sequences))
 
 
-def _of_all(session: Session, microbatches: list[Microbatch], own: list[torch.Tensor], num: int) -> torch.Tensor:
+def _of_all(job: Job, microbatches: list[Microbatch], own: list[torch.Tensor], num: int) -> torch.Tensor:
     """[num] float64: every sequence's number, from the ranks that have it."""
     found = torch.zeros(num, dtype=torch.float64)
     places = [place for microbatch in microbatches for place in microbatch.sequence_indices]
     values = [value for numbers_B in own for value in numbers_B.tolist()]
-    is_counted = session.share.is_counted and session.share.is_last_stage
+    is_counted = job.share.is_counted and job.share.is_last_stage
     for part in gather_objects(dict(zip(places, values, strict=True)) if is_counted else {}):
         for place, value in part.items():
             found[place] = value

@@ -24,7 +24,7 @@ from mega_rl.microbatch import Sequence
 from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.collectives import broadcast_object, is_first, together
 from mega_rl.stages.offline.loop import summed_logprobs
-from mega_rl.stages.run.session import Session
+from mega_rl.stages.run.job import Job
 
 VALUES = "logprobs"  # the tensor in the file
 
@@ -60,7 +60,7 @@ class Rows(Protocol):
     def fingerprint(self) -> str: ...  # the tokenizer, the template and the length limits have a part in it
 
 
-def reference_logprobs(session: Session, model: MegatronEngine, dataset: Rows, name: str) -> ReferenceLogprobs:
+def reference_logprobs(job: Job, model: MegatronEngine, dataset: Rows, name: str) -> ReferenceLogprobs:
     """Of all rows, out of the file of an earlier start if it is of the same model and data. Collective.
 
     Args:
@@ -68,30 +68,30 @@ def reference_logprobs(session: Session, model: MegatronEngine, dataset: Rows, n
         name: of the file, one per data set.
     """
     rows, fingerprint = dataset.items, dataset.fingerprint
-    path = session.output_dir / f"reference_logprobs_{name}.safetensors"
+    path = job.output_dir / f"reference_logprobs_{name}.safetensors"
     with together("reading the reference's log-probabilities"):
-        key = _key(session, fingerprint, len(rows)) if is_first() else ""
+        key = _key(job, fingerprint, len(rows)) if is_first() else ""
         table, reason = _read(path, key, len(rows)) if is_first() else (None, "")
     table, reason = broadcast_object((table, reason))
     if table is None:
-        session.say(f"reference: computing the log-probabilities of {len(rows)} rows for {path.name} ({reason})")
+        job.say(f"reference: computing the log-probabilities of {len(rows)} rows for {path.name} ({reason})")
         with HEART.during("the reference's log-probabilities"):
-            table = _computed(session, model, rows)
+            table = _computed(job, model, rows)
         with together("writing the reference's log-probabilities"):
             if is_first():
                 _write(path, key, table)
     return ReferenceLogprobs(table)
 
 
-def _computed(session: Session, model: MegatronEngine, rows: SequenceOf[PreferenceRow]) -> Tensor:
-    size = session.config.data.train_batch_size
+def _computed(job: Job, model: MegatronEngine, rows: SequenceOf[PreferenceRow]) -> Tensor:
+    size = job.config.data.train_batch_size
     parts = [rows[start : start + size] for start in range(0, len(rows), size)]
-    sums = [summed_logprobs(session, model, [one for row in part for one in row.sequences]) for part in parts]
+    sums = [summed_logprobs(job, model, [one for row in part for one in row.sequences]) for part in parts]
     return torch.cat(sums).view(-1, 2)
 
 
-def _key(session: Session, fingerprint: str, num_rows: int) -> str:
-    config, adapter = session.config, session.config.tuning.adapter
+def _key(job: Job, fingerprint: str, num_rows: int) -> str:
+    config, adapter = job.config, job.config.tuning.adapter
     parts = [weights_digest(Path(config.model.path)), config.model.dtype, fingerprint, str(num_rows)]
     if adapter.path is not None:
         parts += [weights_digest(Path(adapter.path), CONFIG_FILE), f"merged: {adapter.new}"]

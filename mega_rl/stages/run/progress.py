@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from mega_rl.config import RunConfig
 from mega_rl.errors import InputError, shown
 from mega_rl.megatron.checkpoint import checkpoint
 from mega_rl.megatron.checkpoint.saving import CheckpointWriter, Late
@@ -90,15 +91,30 @@ def _resumed(saved: Mapping[str, Any], source: Source, name: str) -> Progress:
     return Progress(saved["step"], saved["validations"], saved.get("metrics", {}))  # older checkpoints have none
 
 
+def total_steps(config: RunConfig, steps_per_epoch: int) -> int:
+    """Training steps of the whole run: as configured, or the epochs times the full batches of one epoch."""
+    trainer = config.trainer
+    if trainer.total_steps is not None:
+        return trainer.total_steps
+    assert trainer.total_epochs is not None, "validation asks for one of the two"
+    return trainer.total_epochs * steps_per_epoch
+
+
+class Saving(Protocol):
+    """What a job saves with."""
+
+    @property
+    def checkpoints(self) -> CheckpointWriter: ...
+
+    @property
+    def memory(self) -> StateInMemory | None: ...
+
+    @property
+    def timers(self) -> Timers: ...
+
+
 def save_if_due(
-    writer: CheckpointWriter,
-    frequency: int | None,
-    timers: Timers,
-    actor: MegatronEngine,
-    source: Source,
-    progress: Progress,
-    total_steps: int,
-    memory: StateInMemory | None = None,
+    job: Saving, frequency: int | None, actor: MegatronEngine, source: Source, progress: Progress, total_steps: int
 ) -> None:
     """Write a checkpoint of ``progress`` if one is due, else complete one under way; keep a copy too. Collective."""
 
@@ -109,16 +125,16 @@ def save_if_due(
         data = source.state_dict()  # only the first rank's is written
         return {"data": data if is_first() else {}, **rest}
 
-    if memory is not None:
-        with timers("save"):
-            memory.keep_if_due(progress.step, actor, content)
+    if job.memory is not None:
+        with job.timers("save"):
+            job.memory.keep_if_due(progress.step, actor, content)
     if not is_due(progress.step, frequency, total_steps):
-        writer.poll()
+        job.checkpoints.poll()
         return
-    with timers("save"), HEART.measured(partial(bytes_written, writer.root)):
-        writer.save(progress.step, actor, {"data": source.state_dict(), **rest})
+    with job.timers("save"), HEART.measured(partial(bytes_written, job.checkpoints.root)):
+        job.checkpoints.save(progress.step, actor, {"data": source.state_dict(), **rest})
         if progress.step == total_steps:
-            writer.finish()
+            job.checkpoints.finish()
 
 
 def bytes_written(root: Path) -> int:

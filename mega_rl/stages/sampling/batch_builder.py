@@ -27,9 +27,6 @@ from mega_rl.evaluation.evaluate import (
     evaluate,
 )
 from mega_rl.megatron.checkpoint.saving import Late
-from mega_rl.observe.timers import Timers
-from mega_rl.parallel.layout import EngineLayout
-from mega_rl.parallel.rendezvous import Rendezvous
 from mega_rl.rewards.scorer import Scorer
 from mega_rl.rollout.collect.collect import (
     GroupSummary,
@@ -46,6 +43,7 @@ from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.temperature_probe import Probed
 from mega_rl.stages.learn.learning import rewards_of_turns
 from mega_rl.stages.run.episodes import without_reward
+from mega_rl.stages.run.sampling_job import SamplingJob
 from mega_rl.stages.weights.weight_sync import Sync
 from mega_rl.types import Prompt, Score, Trajectory
 
@@ -120,25 +118,16 @@ class BatchBuilder:
     With ``rollout.oversample`` a step ends when enough groups are there; the next one goes on with the others first.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        layout: EngineLayout,
-        timers: Timers,
-        stream: PromptStream,
-        engine: ProbedSampler,
-        scorer: Scorer,
-        rendezvous: Rendezvous,
-        trajectory_store: TrajectoryStore,
-    ) -> None:
+    def __init__(self, job: SamplingJob, stream: PromptStream, engine: ProbedSampler, scorer: Scorer) -> None:
         """Collective over all ranks."""
-        self._config, self._layout, self._timers = config, layout, timers
+        layout = job.engine_layout
+        self._config, self._layout, self._timers = job.config, layout, job.timers
         self._stream, self._engine, self._scorer = stream, engine, scorer
         self._is_leader = layout.tensor_rank(dist.get_rank()) == 0
-        self._ranks = engine_ranks(layout, config.trainer.collective_timeout_s)
-        self._rendezvous, self.probed = rendezvous, engine
+        self._ranks = engine_ranks(layout, job.config.trainer.collective_timeout_s)
+        self._rendezvous, self.probed = job.rendezvous, engine
         self._scoring_time = BusyTime()
-        self._trajectory_store = trajectory_store
+        self._trajectory_store = job.trajectory_store
         self._carried: list[GroupSummary] = []
         self._tails = PartialGroups(layout, dist.get_rank())
         self._done: list[GroupSummary] = []  # of the step before, whose tokens are still here

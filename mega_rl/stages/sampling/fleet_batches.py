@@ -27,13 +27,10 @@ from mega_rl.fleet.scheduler import FleetScheduler
 from mega_rl.fleet.step_window import STATE_VERSION
 from mega_rl.fleet.tickets import Key, Rules
 from mega_rl.observe.heartbeat import HEART
-from mega_rl.observe.timers import Timers
 from mega_rl.parallel.collectives import together
-from mega_rl.parallel.rendezvous import Rendezvous
 from mega_rl.parallel.sending import spread
 from mega_rl.rewards.scorer import Scorer
 from mega_rl.rollout.collect.collect import GroupSummary, PromptGroup
-from mega_rl.rollout.collect.trajectory_store import TrajectoryStore
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.scheduling.fleet_state import (
@@ -42,6 +39,7 @@ from mega_rl.rollout.scheduling.fleet_state import (
     encoded,
 )
 from mega_rl.rollout.scheduling.scheduler_thread import SchedulerThread
+from mega_rl.stages.run.sampling_job import SamplingJob
 from mega_rl.stages.sampling.batch_builder import (
     Batch,
     BusyTime,
@@ -92,20 +90,10 @@ class FleetBatches:
     order of the step's own (``Stream.spare``), so that no step waits for the drops of the steps before it.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        timers: Timers,
-        stream: PromptStream,
-        fleet: Fleet,
-        scorer: Scorer,
-        rendezvous: Rendezvous,
-        trajectory_store: TrajectoryStore,
-        total_steps: int,
-    ) -> None:
-        self._config, self._timers, self._stream, self._fleet = config, timers, stream, fleet
-        self._scorer, self._rendezvous, self._trajectory_store = scorer, rendezvous, trajectory_store
-        self._rules = rules_of(config, fleet.num_engines, len(stream.dataset), total_steps)
+    def __init__(self, job: SamplingJob, stream: PromptStream, fleet: Fleet, scorer: Scorer, total_steps: int) -> None:
+        self._config, self._timers, self._stream, self._fleet = job.config, job.timers, stream, fleet
+        self._scorer, self._rendezvous, self._trajectory_store = scorer, job.rendezvous, job.trajectory_store
+        self._rules = rules_of(job.config, fleet.num_engines, len(stream.dataset), total_steps)
         self._scoring_time = BusyTime()
         self._state: Mapping[str, Any] | None = None  # encoded, to go on from
         self._thread: SchedulerThread | None = None  # on rank 0, from the first step on

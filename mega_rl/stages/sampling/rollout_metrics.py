@@ -6,12 +6,10 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 from mega_rl.bridge.outgoing.noise import AqnNoise
 from mega_rl.config import RunConfig
-from mega_rl.config.schema.sections import LoggingConfig
 from mega_rl.data.packing import unpack
 from mega_rl.data.pictures.picture_set import PictureSet
 from mega_rl.data.pictures.thumbnails import thumbnails_of
@@ -24,6 +22,7 @@ from mega_rl.rollout.collect.records import to_rows, write_step
 from mega_rl.rollout.episodes.episode_metrics import episode_metrics
 from mega_rl.stages.learn.learning import pack_samples
 from mega_rl.stages.run.batch_share import BatchShare
+from mega_rl.stages.run.job import Job
 from mega_rl.stages.sampling.batch_builder import Batch
 from mega_rl.stages.score.scoring import unknown_metrics
 from mega_rl.stages.weights.weight_sync import Pushed
@@ -98,14 +97,7 @@ def shown_sample(trajectory: Trajectory, score: Score, picture_set: PictureSet |
 
 
 def show(
-    logging: LoggingConfig,
-    output_dir: Path,
-    share: BatchShare,
-    observer: Observer,
-    actor: MegatronEngine,
-    step: int,
-    batch: Batch,
-    samples: Sequence[Sample],
+    job: Job, observer: Observer, actor: MegatronEngine, step: int, batch: Batch, samples: Sequence[Sample]
 ) -> None:
     """Samples of the step on the dashboards and, with ``logging.dump_rollouts``, all of them in a file.
 
@@ -114,6 +106,7 @@ def show(
     mean |trainer - engine| over the response's tokens in nats before the update; both are null if the step does not
     learn from the sample. With ``algorithm.credit`` turn there are ``turn_advantages``, and ``advantage`` is the mean.
     """
+    logging, share = job.config.logging, job.share
     shown = samples[: logging.num_text_samples]
     texts = batch.trajectory_store.to_first([sample.summary for sample in shown])
     pairs = zip(texts, shown, strict=False)
@@ -135,7 +128,7 @@ def show(
             for group in groups
             for row in to_rows(group)
         ]
-        write_step(output_dir / ROLLOUTS, step, rows, logging.dump_rollouts)
+        write_step(job.output_dir / ROLLOUTS, step, rows, logging.dump_rollouts)
 
 
 def _advantages(sample: Sample) -> dict[str, Any]:

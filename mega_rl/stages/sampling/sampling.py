@@ -17,11 +17,11 @@ from mega_rl.rollout.collect.replay import RecordedExecutor, Records
 from mega_rl.rollout.remote.fleet.leases import keeping
 from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor
 from mega_rl.rollout.remote.fleet.store_sink import StoreSink, ValidationSink
-from mega_rl.stages.build import building
 from mega_rl.stages.run.episodes import plan_there, with_episodes
-from mega_rl.stages.run.session import Session
+from mega_rl.stages.run.sampling_job import SamplingJob
 from mega_rl.stages.sampling.batch_builder import BatchBuilder, Batches
 from mega_rl.stages.sampling.fleet_batches import Fleet, FleetBatches
+from mega_rl.stages.weights import engines, outgoing
 from mega_rl.stages.weights.weight_sync import (
     Pushed,
     StoreSync,
@@ -44,23 +44,23 @@ class RecordedFleetSync:
         """Do nothing: no memory was taken."""
 
 
-def recorded_fleet(session: Session, actor: MegatronEngine, noise: AqnNoise) -> tuple[Fleet, Sync]:
+def recorded_fleet(job: SamplingJob, actor: MegatronEngine, noise: AqnNoise) -> tuple[Fleet, Sync]:
     """Engines that answer with what a run recorded, and their sync."""
-    config = session.config.rollout
+    config = job.config.rollout
     assert config.replay is not None, "there are records"
-    session.say(f"rollout.replay: responses come from {config.replay}, there is no engine to validate with")
-    records = Records(Path(config.replay), session.shape.mixture)
+    job.say(f"rollout.replay: responses come from {config.replay}, there is no engine to validate with")
+    records = Records(Path(config.replay), job.shape.mixture)
     return Fleet(config.num_engines, limits_of(config), partial(RecordedExecutor, records)), RecordedFleetSync(noise)
 
 
-def store_fleet(session: Session, actor: MegatronEngine, noise: AqnNoise) -> tuple[Fleet, Sync]:
+def store_fleet(job: SamplingJob, actor: MegatronEngine, noise: AqnNoise) -> tuple[Fleet, Sync]:
     """Engines that fetch their weights, and the sync that puts the actor's where they find them. Collective."""
-    config = session.config.rollout
-    weights, slots = building.engine_weights(session, actor, noise)
-    spec = building.engine_spec(session, slots)
-    if session.plan is not None:
-        spec = replace(spec, episodes=plan_there(session.config, spec.model_path))
-    has_validation = bool(session.config.data.val_files)
+    config = job.config.rollout
+    weights, slots = engines.engine_weights(job, actor, noise)
+    spec = engines.engine_spec(job, slots)
+    if job.plan is not None:
+        spec = replace(spec, episodes=plan_there(job.config, spec.model_path))
+    has_validation = bool(job.config.data.val_files)
     # A version is written while engines may still ask for those that the step before it could be sampled with.
     sink = StoreSink(
         weights, config.tensor_parallel_size, num_slots=config.max_staleness + 2, has_validation=has_validation
@@ -68,15 +68,13 @@ def store_fleet(session: Session, actor: MegatronEngine, noise: AqnNoise) -> tup
 
     def opened(requests: Requests) -> RayExecutor:
         assert sink.store is not None, "rank 0 has the store"
-        kept_by = keeping(session.output_dir, config.engine_lease_s)
-        executor = RayExecutor(
-            spec, config.num_engines, requests, sink.store, sink.stored, kept_by, session.picture_set
-        )
+        kept_by = keeping(job.output_dir, config.engine_lease_s)
+        executor = RayExecutor(spec, config.num_engines, requests, sink.store, sink.stored, kept_by, job.picture_set)
         if executor.num_survivors:
-            session.say(f"attached to {executor.num_survivors} rollout engines that the trainer before left running")
+            job.say(f"attached to {executor.num_survivors} rollout engines that the trainer before left running")
         return executor
 
-    sync = building.weight_sync(session, actor, sink, noise, weights.slots)
+    sync = outgoing.weight_sync(job, actor, sink, noise, weights.slots)
     exact = WeightSync(actor, [], ValidationSink(sink), (), sync.dtype, None, sync.model)
     return Fleet(config.num_engines, limits_of(config), opened), StoreSync(sync, exact)
 
@@ -88,7 +86,7 @@ def limits_of(config: RolloutConfig) -> EngineLimits:
 
 
 def sampling(
-    session: Session,
+    job: SamplingJob,
     actor: MegatronEngine,
     noise: AqnNoise,
     prompts: PromptStream,
@@ -96,17 +94,10 @@ def sampling(
     total_steps: int,
 ) -> tuple[Batches, Sync]:
     """What every step learns from, and the sync that gives the engines behind it the actor's weights. Collective."""
-    config, timers, rendezvous, trajectory_store = (
-        session.config,
-        session.timers,
-        session.rendezvous,
-        session.trajectory_store,
-    )
+    config, layout = job.config, job.engine_layout
     if config.rollout.mode == "synchronous":
-        layout = session.engine_layout
-        engine, sync = building.engine_and_sync(session, actor, noise)
-        engine = with_episodes(config, layout, engine, session.plan)
-        return BatchBuilder(config, layout, timers, prompts, engine, scorer, rendezvous, trajectory_store), sync
+        engine, sync = engines.engine_and_sync(job, actor, noise)
+        return BatchBuilder(job, prompts, with_episodes(config, layout, engine, job.plan), scorer), sync
     make = store_fleet if config.rollout.replay is None else recorded_fleet
-    fleet, sync = make(session, actor, noise)
-    return FleetBatches(config, timers, prompts, fleet, scorer, rendezvous, trajectory_store, total_steps), sync
+    fleet, sync = make(job, actor, noise)
+    return FleetBatches(job, prompts, fleet, scorer, total_steps), sync

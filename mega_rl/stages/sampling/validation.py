@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch.distributed as dist
 
-from mega_rl.config import RunConfig
 from mega_rl.data.prompts import PromptDataset
 from mega_rl.evaluation.evaluate import EvaluationSettings, evaluation_metrics, summarized
 from mega_rl.observe.observer import Observer
 from mega_rl.observe.sinks.console import before_after_table
-from mega_rl.observe.timers import Timers
-from mega_rl.parallel.layout import EngineLayout
 from mega_rl.rewards.scorer import Scorer
-from mega_rl.rollout.collect.trajectory_store import TrajectoryStore
 from mega_rl.stages.run.progress import Validations
+from mega_rl.stages.run.sampling_job import SamplingJob
 from mega_rl.stages.sampling.batch_builder import Batches
 from mega_rl.stages.sampling.rollout_metrics import shown_sample
 from mega_rl.stages.score.scoring import RewardWatch
@@ -28,29 +24,20 @@ class Validator:
 
     def __init__(
         self,
-        config: RunConfig,
-        layout: EngineLayout,
-        timers: Timers,
-        say: Callable[[str], None],
+        job: SamplingJob,
         held_out: PromptDataset | None,
         sync: Sync,
         batches: Batches,
         scorer: Scorer,
-        trajectory_store: TrajectoryStore,
     ) -> None:
-        settings = config.validation
+        config, settings = job.config, job.config.validation
         self.settings = EvaluationSettings(
-            layout, settings.n, settings.temperature, config.data.max_response_length, config.trainer.seed
+            job.engine_layout, settings.n, settings.temperature, config.data.max_response_length, config.trainer.seed
         )
         self.num_shown = config.logging.num_text_samples
-        self.timers, self.watch = timers, RewardWatch(say)
-        self.dataset, self.sync, self.batches, self.scorer, self.trajectory_store = (
-            held_out,
-            sync,
-            batches,
-            scorer,
-            trajectory_store,
-        )
+        self.timers, self.watch = job.timers, RewardWatch(job.say)
+        self.dataset, self.sync, self.batches, self.scorer = held_out, sync, batches, scorer
+        self.trajectory_store = job.trajectory_store
         self.results: Validations = {}
 
     def validate(self, observer: Observer, step: int) -> dict[str, float]:

@@ -15,8 +15,8 @@ from mega_rl.megatron.reference import Frozen
 from mega_rl.microbatch import Sequence as TrainingSequence
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.rewards.scorer import WeightedReward
+from mega_rl.stages.models.values import scored_at_end
 from mega_rl.stages.run.batch_share import BatchShare, pack_brought
-from mega_rl.stages.score.values import scored_at_end
 from mega_rl.types import (
     Score,
     TokenSource,

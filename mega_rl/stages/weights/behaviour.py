@@ -8,7 +8,10 @@ from contextlib import contextmanager
 from mega_rl.bridge.mapping.tensors import hf_tensors, roles
 from mega_rl.bridge.outgoing.noise import AqnNoise
 from mega_rl.bridge.slices import whole_box
+from mega_rl.errors import InputError
 from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.parallel.collectives import gather_objects
+from mega_rl.stages.run.sampling_job import SamplingJob
 from mega_rl.stages.weights.weight_sync import Pushed
 
 
@@ -33,3 +36,12 @@ def behaviour_policy(actor: MegatronEngine, noise: AqnNoise, pushed: Pushed) -> 
     }
     with policy.replaced(noisy):
         yield
+
+
+def noise_of(job: SamplingJob, total: int) -> AqnNoise:
+    aqn = AqnNoise(job.config.aqn, total)
+    if any(other != job.config.aqn for other in gather_objects(job.config.aqn)):
+        raise InputError("the ranks were started with different aqn sections: give every one the same configuration")
+    if job.config.aqn.enabled:
+        aqn.targets(roles(job.shape))  # refuses what matches nothing
+    return aqn

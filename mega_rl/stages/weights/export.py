@@ -20,7 +20,7 @@ from mega_rl.data.tokens.tokenizer import padding_token
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.models.shape import ModelShape
 from mega_rl.observe.heartbeat import HEART
-from mega_rl.stages.run.session import Session
+from mega_rl.stages.run.job import Job
 from mega_rl.stages.weights.adapters import (
     export_adapter,
     local_reader,
@@ -69,15 +69,15 @@ def export_huggingface(
         export_adapter(policy, target.with_name(ADAPTER), source_dir, bucket_bytes)
 
 
-def export_trained(session: Session, trainer: MegatronEngine) -> None:
+def export_trained(job: Job, trainer: MegatronEngine) -> None:
     """What ``checkpoint.export_hf`` asks for at the end of a run. Collective."""
-    config, shape = session.config, trainer.policy.shape
+    config, shape = job.config, trainer.policy.shape
     if not config.checkpoint.export_hf:
         return
     is_of_values = shape.head == "value"
-    changes = value_changes(shape, padding_token(session.tokenizer, shape.vocab_size)) if is_of_values else None
+    changes = value_changes(shape, padding_token(job.tokenizer, shape.vocab_size)) if is_of_values else None
     with HEART.during("export"):
-        export_huggingface(trainer, session.export_dir, config.model.path, config.bridge.bucket_bytes, changes)
+        export_huggingface(trainer, job.export_dir, config.model.path, config.bridge.bucket_bytes, changes)
 
 
 def _write(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -44,6 +45,7 @@ CORRECTED: dict[str, dict[str, Any]] = {
     },
 }
 EVERY = list(itertools.product(OBJECTIVES, CORRECTED, REDUCTIONS))
+OWN = f"{Path(__file__).parents[3]}/examples/add_an_objective/soft_gate.py:soft_gate"
 
 
 def combined(objective: str, correction: str, reduction: str, **changes: Any) -> PolicyObjective:
@@ -199,7 +201,9 @@ def assert_same_for_any_split(objective: Any, case: tuple[list[int], list[list[i
     assert split_metrics == pytest.approx(metrics, rel=1e-12, abs=1e-12)
 
 
-@pytest.mark.parametrize(("objective", "correction", "reduction"), EVERY)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("correction", CORRECTED)
+@pytest.mark.parametrize("objective", [*OBJECTIVES, pytest.param(OWN, id="own")])
 @given(case=splits(), estimator=st.sampled_from(sorted(KL_ESTIMATORS)))
 @settings(max_examples=6, deadline=None)
 def test_loss_gradient_and_metrics_do_not_depend_on_the_split(

@@ -53,6 +53,20 @@ def test_an_unknown_name_is_refused_with_the_nearest(key: str, value: str, near:
     assert line.startswith(f"algorithm.{key} is {value!r}: set it to one of ") and f"did you mean {near}?" in line
 
 
+def test_what_is_asked_of_a_loss_and_an_advantage_of_ones_own() -> None:
+    """Its file must be there; bounds and reduction are what it makes of them, and no group is demanded."""
+    config = RunConfig()
+    algorithm = config.algorithm
+    algorithm.objective, algorithm.advantage, config.rollout.n = "package.losses:loss", f"{__file__}:found", 1
+    algorithm.clip_ratio_low, algorithm.dual_clip = 1.0, 3.0
+    assert found(config) == []
+    algorithm.objective, algorithm.advantage = "gone.py:loss", "losses.py: no name"
+    assert found(config) == [
+        "algorithm.advantage is 'losses.py: no name': write package.module:function or path/to/file.py:function",
+        "algorithm.objective is 'gone.py:loss', but gone.py is not a file: give an existing Python file",
+    ]
+
+
 @pytest.mark.parametrize("advantage", get_args(GroupBaseline))
 def test_a_group_baseline_needs_a_group(advantage: str) -> None:
     config = RunConfig()

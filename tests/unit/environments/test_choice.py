@@ -90,7 +90,7 @@ def test_tools_by_name_with_options_and_from_a_file(own: Path, tmp_path: Path) -
         ("number_guessing", {"lowest": 3}, "cannot be made with environment.options .*lowest"),
         ("number_guessing", {"highest": 0}, "environment.options: guessing"),
         ("no_such.module:Thing", {}, "environment.name: 'no_such.module:Thing' cannot be imported"),
-        ("mega_rl.environments.built_in.guessing:Nothing", {}, "has no 'Nothing'"),
+        ("mega_rl.environments.built_in.guessing:Nothing", {}, "has no class 'Nothing'"),
         ("tools", {"functions": [3]}, "environment.options.functions has 3"),
         ("tools", {"functions": [{"name": "local_search", "options": {"file": "x"}}]}, "does not take these options"),
         ("OWN:Own", {}, "cannot be made with environment.options"),

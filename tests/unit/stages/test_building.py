@@ -12,7 +12,8 @@ from mega_rl.bridge.outgoing.noise import AqnNoise
 from mega_rl.config import RunConfig
 from mega_rl.megatron.offload import PARTS
 from mega_rl.parallel.layout import EngineLayout
-from mega_rl.stages.build import building
+from mega_rl.stages.models import trainer
+from mega_rl.stages.weights import engines
 from tests.unit.planning.test_state import shape_of
 
 
@@ -39,17 +40,18 @@ def test_the_actor_makes_room_while_the_engine_is_built(monkeypatch: pytest.Monk
     offload = SimpleNamespace(
         to_host=lambda *parts: done.append(("to host", parts)), to_device=lambda: done.append("to device")
     )
-    for name, stand_in in (("VLLMEngine", engine), ("load_proof", hash_weights), ("colocated_sink", choose_sink)):
-        monkeypatch.setattr(building, name, stand_in)
-    monkeypatch.setattr(building, "colocated_layout", lambda *_: [])
-    monkeypatch.setattr(building.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(engines.outgoing, "load_proof", hash_weights)
+    for name, stand_in in (("VLLMEngine", engine), ("colocated_sink", choose_sink)):
+        monkeypatch.setattr(engines, name, stand_in)
+    monkeypatch.setattr(engines, "colocated_layout", lambda *_: [])
+    monkeypatch.setattr(engines.dist, "get_rank", lambda: 0)
     cpu, layout = SimpleNamespace(type="cpu"), EngineLayout(1, 1)
     session: Any = SimpleNamespace(
         config=config, device=cpu, shape=None, engine_layout=layout, say=print, picture_set=None
     )
     actor: Any = SimpleNamespace(offload=offload)
     weights: Any = None
-    assert building.colocated_engine(session, actor, weights, None)[1] == "sink"
+    assert engines.colocated_engine(session, actor, weights, None)[1] == "sink"
     compared = ("compared", "proof" if proofs else None)
     assert done == [*proofs, ("to host", PARTS), "built", compared, "asleep", "to device"]
 
@@ -63,9 +65,9 @@ def test_an_engine_with_whole_experts_is_sent_them(is_whole: bool) -> None:
     session: Any = SimpleNamespace(config=config, shape=shape, device=device, say=print)
     plan = SimpleNamespace(is_full=True, adapters=SimpleNamespace(ranks={}))
     actor: Any = SimpleNamespace(policy=SimpleNamespace(shape=shape, plan=plan))
-    weights, slots = building.engine_weights(session, actor, AqnNoise(config.aqn, 10))
-    colocated = building.colocated_layout(weights, EngineLayout(8, 4))
-    assert slots is None and colocated == building.remote_layout(weights, 4, 8)
+    weights, slots = engines.engine_weights(session, actor, AqnNoise(config.aqn, 10))
+    colocated = engines.colocated_layout(weights, EngineLayout(8, 4))
+    assert slots is None and colocated == engines.remote_layout(weights, 4, 8)
     assert weights.worker_layout(4, 1) == colocated[5]
     experts = [(len(series.experts), series.hf_box) for series in colocated[5] if series.is_stacked]
     num_own, width = (32, 768) if is_whole else (128, 192)
@@ -78,10 +80,10 @@ def test_the_stage_decides_the_temperature_of_the_trainer(stage: str, temperatur
     config = RunConfig()
     config.trainer.stage, config.rollout.temperature = stage, 0.7
     config.model.dtype, config.trainer.logprob_chunk_tokens = "float32", 12
-    spec = building.trainer_spec(config)
+    spec = trainer.trainer_spec(config)
     assert spec.temperature == temperature
     assert (spec.dtype, spec.chunk_tokens) == (torch.float32, 12)
     assert not spec.entropy_has_gradient
     config.algorithm.entropy_coefficient = 0.01  # which only a stage that samples reads
-    assert building.trainer_spec(config).entropy_has_gradient == (stage == "rl")
+    assert trainer.trainer_spec(config).entropy_has_gradient == (stage == "rl")
     assert (spec.parallel, spec.memory) == (config.parallel, config.memory)

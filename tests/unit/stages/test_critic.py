@@ -15,12 +15,11 @@ from mega_rl.config.checks.algorithm import PRESETS
 from mega_rl.config.schema.sections import AlgorithmConfig
 from mega_rl.megatron.offload import PARTS
 from mega_rl.microbatch import Figures, Microbatch
-from mega_rl.observe.timers import Timers
 from mega_rl.rewards.scorer import WeightedReward
 from mega_rl.rollout.collect.collect import GroupSummary
 from mega_rl.stages.learn import learning
 from mega_rl.stages.learn.critic import Critic
-from mega_rl.stages.learn.gates import GateWatch
+from mega_rl.stages.learn.gate_watch import GateWatch
 from mega_rl.stages.learn.learning import Learner
 from mega_rl.stages.score.reward_model import RewardModel
 from mega_rl.types import Score
@@ -84,10 +83,8 @@ class World(Learning):
 
     def steps(self, num_steps: int) -> list[dict[str, float]]:
         reference: Any = Reference()
-        common = (self.share, Timers(), self.said.append)
-        critic = Critic(self.config.critic, *common, self.engine, self.actor, updates_per_step=2)
-        of_learner = (self.share, self.trajectory_store, Timers(), self.said.append)
-        learner = Learner(self.config, *of_learner, self.actor, reference, learning.objective_of(self.config), critic)
+        critic = Critic(self.job, self.share, self.engine, self.actor)
+        learner = Learner(self.job, self.actor, reference, critic)
         watch = GateWatch(self.config, True, self.said.append)
         trajectories, scores = trajectories_and_scores()
         found = []

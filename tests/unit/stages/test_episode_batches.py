@@ -88,9 +88,14 @@ class Run:
         timers: Any = SimpleNamespace(add=lambda name, seconds: None)
         stream = Stream(PromptDataset(prompts()), 3, True, 5)
         meeting = Rendezvous(dist.HashStore(), 0, 1)
-        self.builder = BatchBuilder(
-            config, ONE, timers, stream, self.engine, Scorer([], None), meeting, self.trajectory_store
+        job: Any = SimpleNamespace(
+            config=config,
+            engine_layout=ONE,
+            timers=timers,
+            rendezvous=meeting,
+            trajectory_store=self.trajectory_store,
         )
+        self.builder = BatchBuilder(job, stream, self.engine, Scorer([], None))
 
     def step(self, step: int) -> tuple[Batch, dict[str, Rows]]:
         """The groups, and as rows by what became of them."""

@@ -45,7 +45,8 @@ def batches(mode: str = "pinned", eta: int = 1, enabled: bool = True) -> FleetBa
     config.algorithm.dynamic_sampling.enabled = enabled
     fleet = Fleet(5, EngineLimits(), lambda _: pytest.fail("nothing is started"))
     stream = Stream(Prompts(), 2, True, 0)
-    return FleetBatches(config, Timers(), stream, fleet, *[None] * 3, total_steps=10)  # type: ignore[arg-type]
+    job: Any = SimpleNamespace(config=config, timers=Timers(), rendezvous=None, trajectory_store=None)
+    return FleetBatches(job, stream, fleet, None, total_steps=10)  # type: ignore[arg-type]
 
 
 def state(**changes: Any) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from torch import Tensor
 from mega_rl.config import RunConfig
 from mega_rl.microbatch import Microbatch, TokenStats
 from mega_rl.stages.learn import gates
+from mega_rl.stages.learn.gate_watch import GateWatch
 from mega_rl.stages.learn.gates import (
     EngineHistory,
     GateFailure,
-    GateWatch,
     LogprobDifference,
     difference,
     merged,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from itertools import groupby
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,15 +13,20 @@ import numpy
 import pytest
 import torch
 
+from mega_rl.algorithms import advantage, policy_loss
+from mega_rl.algorithms.objective import OBJECTIVES
 from mega_rl.config import RunConfig
 from mega_rl.config.checks.algorithm import PRESETS
+from mega_rl.errors import InputError
 from mega_rl.microbatch import Figures, Microbatch, TokenStats
+from mega_rl.observe.metrics.declared import is_declared
 from mega_rl.observe.timers import Timers
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.rollout.collect.collect import GroupSummary
 from mega_rl.rollout.collect.trajectory_store import TrajectoryStore
 from mega_rl.stages.learn import learning
-from mega_rl.stages.learn.gates import GateFailure, GateWatch
+from mega_rl.stages.learn.gate_watch import GateWatch
+from mega_rl.stages.learn.gates import GateFailure
 from mega_rl.stages.learn.learning import Learner
 from mega_rl.stages.run.batch_share import BatchShare
 from mega_rl.types import Prompt, Score, Trajectory
@@ -40,6 +47,7 @@ class Actor:
     def __init__(self, off: float = 0.0) -> None:
         self.off, self.num_steps, self.num_passes = off, 0, 0
         self.batches: list[list[Microbatch]] = []
+        self.gradients: list[torch.Tensor] = []  # by the log-probabilities of every micro-batch
         self.stepper = SimpleNamespace(skipped=SimpleNamespace(total=0, in_a_row=0))
         self.router_metrics: dict[str, float] = {}
         self.policy = None
@@ -56,6 +64,7 @@ class Actor:
         for microbatch in microbatches:
             logprobs = logprobs_of(microbatch, 0.0).requires_grad_()
             loss, figures = loss_function(TokenStats(logprobs, torch.ones(microbatch.num_tokens)), microbatch)
+            self.gradients.append(torch.autograd.grad(loss, logprobs)[0])
             reports.append(Figures({"loss": loss.detach(), **figures.sums}, figures.maxima))
         return reports
 
@@ -89,6 +98,13 @@ class Learning:
         self.said: list[str] = []
         self.share = BatchShare(ParallelLayout.create(1, 1, 1), 0, max_tokens=16384, pad_multiple=1, pad_token_id=0)
         self.trajectory_store = TrajectoryStore(self.share.layout, 0)
+        self.job: Any = SimpleNamespace(
+            config=self.config,
+            share=self.share,
+            trajectory_store=self.trajectory_store,
+            timers=Timers(),
+            say=self.said.append,
+        )
 
     def run(
         self, actor: Any, has_gates: bool = False, scores: list[Score] | None = None, step: int = 0
@@ -102,10 +118,7 @@ class Learning:
         samples = learning.with_advantages(groups, self.config.algorithm)
         reference: Any = Reference() if self.config.algorithm.kl_coefficient else None
         watch = GateWatch(self.config, True, self.said.append)
-        objective = learning.objective_of(self.config)
-        learner = Learner(
-            self.config, self.share, self.trajectory_store, Timers(), self.said.append, actor, reference, objective
-        )
+        learner = Learner(self.job, actor, reference)
         return learner.update(samples, watch.of_step(step, version=0, sigma=0.0) if has_gates else None)
 
 
@@ -130,6 +143,43 @@ def test_every_preset_learns_and_leaves_unknown_samples_out(world: Learning, nam
     assert sum(int(m.loss_mask.sum()) for m in batch) == sum(num_known)
     assert actor.num_steps == 1 and all(value == value for value in metrics.values())
     assert (metrics["actor/ratio_mean"], metrics["actor/ppo_kl"]) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+@pytest.mark.parametrize("built_in", OBJECTIVES)
+def test_the_built_in_ones_as_ones_own_give_the_same_bits(
+    world: Learning, built_in: str, num_minibatches: int, tmp_path: Path
+) -> None:
+    algorithm = world.config.algorithm
+    algorithm.objective, algorithm.minibatches_per_step = built_in, num_minibatches
+    algorithm.importance_correction, algorithm.entropy_coefficient = "mask", 0.01
+    first, second = Actor(), Actor()
+    expected = world.run(first)
+    copied = [shutil.copy(module.__file__, tmp_path) for module in (policy_loss, advantage)]
+    algorithm.objective = f"{copied[0]}:{OBJECTIVES[built_in].__name__}"
+    algorithm.advantage = f"{copied[1]}:grpo_advantages"
+    learning.check_algorithm(world.config, torch.device("cpu"))
+    assert world.run(second) == expected and expected["actor/loss"] != 0
+    assert len(first.gradients) == len(second.gradients) == num_minibatches
+    for mine, theirs in zip(first.gradients, second.gradients, strict=True):
+        assert torch.equal(mine, theirs) and mine.any()
+
+
+def test_figures_of_a_loss_of_ones_own_are_logged(world: Learning, tmp_path: Path) -> None:
+    file = tmp_path / "plain.py"
+    file.write_text("def plain(logprobs_T, mask_T): return -logprobs_T, {'half': mask_T / 2, 'clip_fraction': mask_T}")
+    world.config.algorithm.objective = f"{file}:plain"
+    metrics = world.run(Actor())
+    assert (metrics["actor/own/half"], metrics["actor/clip_fraction"], metrics["actor/ratio_mean"]) == (0.5, 1.0, 1.0)
+    assert all(is_declared(name) for name in metrics)
+
+
+def test_what_cannot_be_learnt_by_is_an_input_error(world: Learning, tmp_path: Path) -> None:
+    file = tmp_path / "scalar.py"
+    file.write_text("def scalar(logprobs_T): return logprobs_T.mean()")
+    world.config.algorithm.objective = f"{file}:scalar"
+    with pytest.raises(InputError, match="algorithm.objective: .*scalar.py:scalar returns a tensor"):
+        learning.check_algorithm(world.config, torch.device("cpu"))
 
 
 def test_the_kl_in_the_reward_and_whitening_by_numpy(world: Learning) -> None:

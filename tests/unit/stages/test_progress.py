@@ -14,19 +14,19 @@ from mega_rl.megatron.checkpoint import checkpoint
 from mega_rl.observe.sinks.sinks import read_jsonl
 from mega_rl.observe.timers import Timers
 from mega_rl.stages.run import progress
+from mega_rl.stages.run.job import Job
 from mega_rl.stages.run.output import CHECKPOINTS
 from mega_rl.stages.run.progress import Progress
-from mega_rl.stages.run.session import Session
 
 ROWS = {1: {"actor/loss": 0.5}, 2: {"actor/loss": 0.25, "actor/grad_norm": 3.0}}
 SOURCE: Any = SimpleNamespace(state_dict=lambda: {}, load_state_dict=lambda state: None)
 
 
-def session_of(output_dir: Path, resumed_from: Path | None) -> Session:
+def job_of(output_dir: Path, resumed_from: Path | None) -> Job:
     config = RunConfig()
     config.logging.tensorboard = config.logging.progress = False
     given = {"config": config, "output_dir": output_dir, "checkpoint": resumed_from}
-    return Session(**{field.name: given.get(field.name) for field in dataclasses.fields(Session)})  # type: ignore[arg-type]
+    return Job(**{field.name: given.get(field.name) for field in dataclasses.fields(Job)})  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -37,20 +37,21 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         root=Path("absent"), save=lambda step, actor, kept: content.update(kept), finish=lambda: None
     )
     actor: Any = None
-    progress.save_if_due(writer, 2, Timers(), actor, SOURCE, Progress(2, {}, ROWS[2]), total_steps=4)
+    job: Any = SimpleNamespace(checkpoints=writer, memory=None, timers=Timers())
+    progress.save_if_due(job, 2, actor, SOURCE, Progress(2, {}, ROWS[2]), total_steps=4)
     monkeypatch.setattr(checkpoint, "load", lambda directory, actor: content)
-    monkeypatch.setattr(Session, "is_main", True)
+    monkeypatch.setattr(Job, "is_main", True)
     return content
 
 
 @pytest.mark.parametrize("num_rows_written", [1, 2])
 def test_the_row_of_a_checkpoint_is_there_once(tmp_path: Path, saved: dict[str, Any], num_rows_written: int) -> None:
-    with session_of(tmp_path, None).observer(Progress(), 4) as observer:
+    with job_of(tmp_path, None).observer(Progress(), 4) as observer:
         for step in range(1, num_rows_written + 1):
             observer.log(step, ROWS[step])
     directory, actor = checkpoint.directory_of(tmp_path / CHECKPOINTS, 2), None
     state = progress.resume(directory, None, actor, SOURCE, print)  # type: ignore[arg-type]
-    with session_of(tmp_path, directory).observer(state, 4) as observer:
+    with job_of(tmp_path, directory).observer(state, 4) as observer:
         observer.log(3, {"actor/loss": 0.125})
     expected = {**ROWS, 3: {"actor/loss": 0.125}}
     assert {row["step"]: row["metrics"] for row in read_jsonl(tmp_path / "metrics.jsonl")} == expected
@@ -58,7 +59,7 @@ def test_the_row_of_a_checkpoint_is_there_once(tmp_path: Path, saved: dict[str, 
 
 def test_a_checkpoint_of_another_run_brings_no_row(tmp_path: Path, saved: dict[str, Any]) -> None:
     directory = checkpoint.directory_of(tmp_path / "other" / CHECKPOINTS, 2)
-    session_of(tmp_path / "run", directory).observer(Progress(2, {}, ROWS[2]), 4).close()
+    job_of(tmp_path / "run", directory).observer(Progress(2, {}, ROWS[2]), 4).close()
     assert read_jsonl(tmp_path / "run" / "metrics.jsonl") == []
 
 

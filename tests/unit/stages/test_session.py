@@ -1,4 +1,4 @@
-"""What ``open_session`` gives to all that comes after it."""
+"""What ``open_job`` gives to all that comes after it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from mega_rl import platform
 from mega_rl.config import RunConfig
 from mega_rl.parallel.joint_group import join_group, open_meeting
 platform.select("cpu")
-from mega_rl.stages.run.session import open_session
+from mega_rl.stages.run.opening import open_job
 
 config = RunConfig()
 config.model.path, config.trainer.output_dir, seconds = sys.argv[1], sys.argv[2], float(sys.argv[3])
 config.trainer.collective_timeout_s = seconds
-with open_session(config):
+with open_job(config):
     point, store = open_meeting("127.0.0.1", "gloo", 1, seconds)
     joint = join_group(point, 0, store)
     for group in [*dist.distributed_c10d._world.pg_map]:

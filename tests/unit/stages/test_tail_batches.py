@@ -64,7 +64,14 @@ class Run:
         scorer: Any = SimpleNamespace(start=scored, collective=None)
         meeting, layout = Rendezvous(dist.HashStore(), 0, 1), EngineLayout(1, 1)
         stream = Stream(dataset, SIZE, True, 5)
-        self.builder = BatchBuilder(config, layout, timers, stream, engine, scorer, meeting, self.trajectory_store)
+        job: Any = SimpleNamespace(
+            config=config,
+            engine_layout=layout,
+            timers=timers,
+            rendezvous=meeting,
+            trajectory_store=self.trajectory_store,
+        )
+        self.builder = BatchBuilder(job, stream, engine, scorer)
 
     def step(self, step: int) -> tuple[Batch, Rows]:
         """The groups, and as rows by what became of them."""

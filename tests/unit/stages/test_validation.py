@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,13 @@ class Everybody:
         """There is one rank."""
 
 
+def job_of(config: RunConfig, timers: Any, say: Callable[[str], None]) -> Any:
+    meeting = Everybody()
+    return SimpleNamespace(
+        config=config, engine_layout=LAYOUT, timers=timers, say=say, rendezvous=meeting, trajectory_store=DEPOT
+    )
+
+
 def test_a_validation_is_an_evaluation_between_two_calls_of_the_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     config, said, shown, sync, engine = RunConfig(), [], [], Sync(), FakeEngine()  # type: ignore[var-annotated]
     config.validation.n, config.data.max_response_length, config.trainer.seed = 1, 4, 3
@@ -44,8 +52,9 @@ def test_a_validation_is_an_evaluation_between_two_calls_of_the_sync(monkeypatch
     dataset: Any = SimpleNamespace(prompts=PROMPTS, picture_set=None)
     monkeypatch.setattr("mega_rl.stages.sampling.batch_builder.dist.get_rank", lambda: 0)
     monkeypatch.setattr("mega_rl.stages.sampling.batch_builder.engine_ranks", lambda *_: None)
-    batches = BatchBuilder(config, LAYOUT, timers, None, engine, FakeScorer(), Everybody(), STORE)  # type: ignore[arg-type]
-    validator = Validator(config, LAYOUT, timers, said.append, dataset, sync, batches, FakeScorer(), STORE)  # type: ignore[arg-type]
+    job = job_of(config, timers, said.append)
+    batches = BatchBuilder(job, None, engine, FakeScorer())  # type: ignore[arg-type]
+    validator = Validator(job, dataset, sync, batches, FakeScorer())  # type: ignore[arg-type]
     observer: Any = SimpleNamespace(samples=lambda step, tag, rows: shown.append((step, tag, len(rows))))
     first = validator.validate(observer, step=0)
     second = validator.validate(observer, step=6)
@@ -60,5 +69,5 @@ def test_a_validation_is_an_evaluation_between_two_calls_of_the_sync(monkeypatch
 def test_without_a_data_set_there_is_no_validation() -> None:
     sync: Any = Sync()
     timers: Any = None
-    validator = Validator(RunConfig(), LAYOUT, timers, print, None, sync, timers, FakeScorer(), STORE)  # type: ignore[arg-type]
+    validator = Validator(job_of(RunConfig(), timers, print), None, sync, timers, FakeScorer())  # type: ignore[arg-type]
     assert validator.validate(SimpleNamespace(), step=0) == {} and sync.calls == []  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from mega_rl.data.tokens.tokenizer import load_tokenizer, padding_token
 from mega_rl.errors import InputError
 from mega_rl.megatron.model.value import NewScore
 from mega_rl.models.shape import VALUE
-from mega_rl.stages.score.values import (
+from mega_rl.stages.models.values import (
     check_same_tokenizer,
     open_value_model,
     scored_at_end,

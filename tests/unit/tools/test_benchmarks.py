@@ -12,7 +12,7 @@ import pytest
 
 from mega_rl.platform.operators import products
 from mega_rl.rewards.sandbox.sandbox import has_namespaces
-from tests.launch import REPO, ranks, run, run_copy
+from tests.launch import ranks, run, run_copy
 
 
 def tables(output: str) -> list[list[list[str]]]:
@@ -26,12 +26,16 @@ def tables(output: str) -> list[list[list[str]]]:
     return [rows for rows in found if rows]
 
 
+def module(script: str) -> str:
+    return script.removesuffix(".py").replace("/", ".")
+
+
 def figure(cell: str) -> float:
     return float(cell.replace(",", "").removesuffix("x"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["benchmarks/logprob.py", "benchmarks/train_step.py"])
+@pytest.mark.parametrize("script", ["benchmarks/training/logprob.py", "benchmarks/training/step.py"])
 def test_quick_run_prints_a_table_and_writes_json(script: str, tmp_path: Path) -> None:
     path = tmp_path / "figures" / "result.json"
     launched = ranks(script, "--quick", "--json", path, nproc=0).check()
@@ -46,7 +50,7 @@ def test_quick_run_prints_a_table_and_writes_json(script: str, tmp_path: Path) -
     else:
         assert [row[0] for row in body] == ["tiny float32"]
         assert all(figure(cell) > 0 for cell in body[0][2:8])
-    command = shlex.join(["python", str(REPO / script), "--quick", "--json", str(path)])
+    command = shlex.join(["python", "-m", module(script), "--quick", "--json", str(path)])
     assert f"Command: `{command}`" in launched.stdout
     document = json.loads(path.read_text())
     assert document["command"] == command and "cpu" in document["machine"]
@@ -59,7 +63,7 @@ def test_quick_run_prints_a_table_and_writes_json(script: str, tmp_path: Path) -
 
 def test_matrix_products_are_measured_on_both_sides(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    launched = ranks("benchmarks/products.py", "--quick", "--json", path, nproc=0).check()
+    launched = ranks("benchmarks/training/products.py", "--quick", "--json", path, nproc=0).check()
     ((_, *body),) = tables(launched.stdout)
     assert len(body) == 36 and all(figure(cell) > 0 for row in body for cell in row[1:])
     document = json.loads(path.read_text())
@@ -69,7 +73,7 @@ def test_matrix_products_are_measured_on_both_sides(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_tower_looks_at_a_picture_once(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    ranks("benchmarks/vision_step.py", "--quick", "--json", path, nproc=0).check()
+    ranks("benchmarks/training/vision_step.py", "--quick", "--json", path, nproc=0).check()
     (case,) = json.loads(path.read_text())["results"]
     calls = case["step"]["tower_calls"]
     new, known, theirs = calls["mega_rl, new pictures"], calls["mega_rl, known pictures"], calls["transformers"]
@@ -80,7 +84,7 @@ def test_the_tower_looks_at_a_picture_once(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_weight_sync_moves_the_minimum(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    launched = run((sys.executable, "benchmarks/weight_sync.py", "--quick", "--json", str(path))).check()
+    launched = run((sys.executable, "-m", "benchmarks.weights.sync", "--quick", "--json", str(path))).check()
     ((header, *body),) = tables(launched.stdout)
     results = json.loads(path.read_text())["results"]
     assert [row[0] for row in body] == [found["case"] for found in results] and len(body[0]) == len(header)
@@ -92,7 +96,7 @@ def test_weight_sync_moves_the_minimum(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_adapters_take_the_bytes_that_are_planned(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    ranks("benchmarks/lora.py", "--quick", "--json", path, nproc=0).check()
+    ranks("benchmarks/training/lora.py", "--quick", "--json", path, nproc=0).check()
     (case,) = json.loads(path.read_text())["results"]
     ways = case["ways"]
     assert list(ways) == ["full", "lora, rank 16", "freeze, last quarter"] and case["num_parameters"] > 0
@@ -103,7 +107,7 @@ def test_adapters_take_the_bytes_that_are_planned(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_optimizers_state_takes_the_bytes_that_are_planned(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    launched = ranks("benchmarks/optimizer.py", "--quick", "--json", path, nproc=0).check()
+    launched = ranks("benchmarks/training/optimizer.py", "--quick", "--json", path, nproc=0).check()
     document = json.loads(path.read_text())
     (case,), losses = document["results"], document["losses"]
     ways = case["ways"]
@@ -117,7 +121,7 @@ def test_the_optimizers_state_takes_the_bytes_that_are_planned(tmp_path: Path) -
 @pytest.mark.slow
 def test_plan_of_a_large_model(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    launched = run_copy(Path("benchmarks/plan.py"), "--quick", "--json", path).check()
+    launched = run_copy(Path("benchmarks/weights/plan.py"), "--quick", "--json", path).check()
     ((header, *body),) = tables(launched.stdout)
     cases = json.loads(path.read_text())["cases"]
     assert [row[0] for row in body] == list(cases) and all(len(row) == len(header) for row in body)
@@ -126,21 +130,21 @@ def test_plan_of_a_large_model(tmp_path: Path) -> None:
         assert 1 <= found["balance"] < 1.2  # owners of experts that stay where they are have less to send
 
 
-@pytest.mark.parametrize("script", ["benchmarks/logprob.py", "benchmarks/train_step.py"])
+@pytest.mark.parametrize("script", ["benchmarks/training/logprob.py", "benchmarks/training/step.py"])
 def test_help(script: str) -> None:
     launched = run_copy(Path(script), "--help").check()
     assert all(flag in launched.stdout for flag in ("--quick", "--json", "MEGA_RL_PLATFORM"))
 
 
 def test_too_large_a_case_is_refused() -> None:
-    launched = run_copy(Path("benchmarks/logprob.py"), "--tokens", 10**9)
+    launched = run_copy(Path("benchmarks/training/logprob.py"), "--tokens", 10**9)
     assert launched.returncode == 1 and "error: --tokens 1000000000" in launched.stdout
 
 
 @pytest.mark.slow
 def test_routed_tokens_are_sent_once(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    launched = ranks("benchmarks/data_plane.py", "--quick", "--json", path, nproc=4).check()
+    launched = ranks("benchmarks/overhead/data_plane.py", "--quick", "--json", path, nproc=4).check()
     ways, parts = tables(launched.stdout)
     assert [row[0] for row in ways[1:]] == ["lists", "whole", "routed"]
     assert [row[0] for row in parts[-2:]] == ["all of it", "tokens"]
@@ -154,7 +158,7 @@ def test_routed_tokens_are_sent_once(tmp_path: Path) -> None:
 
 def test_overlap_is_measured_in_every_mode(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    launched = run_copy(Path("benchmarks/overlap.py"), "--quick", "--json", path).check()
+    launched = run_copy(Path("benchmarks/asynchronous/overlap.py"), "--quick", "--json", path).check()
     equal, slow, reference = tables(launched.stdout)
     modes = ["synchronous, 0", "pinned, 1", "pinned, 2", "pinned, 4", "in_flight, 1", "in_flight, 2"]
     assert [row[0] for row in equal[1:]] == [row[0] for row in slow[1:]] == modes
@@ -166,14 +170,14 @@ def test_overlap_is_measured_in_every_mode(tmp_path: Path) -> None:
 
 
 def test_overlap_refuses_what_leaves_nothing_to_count() -> None:
-    launched = run_copy(Path("benchmarks/overlap.py"), "--steps", 4)
+    launched = run_copy(Path("benchmarks/asynchronous/overlap.py"), "--steps", 4)
     assert launched.returncode == 2 and "--steps 4: the first 4 are not counted" in launched.stdout
 
 
 @pytest.mark.slow
 def test_every_sink_is_measured(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    launched = run_copy(Path("benchmarks/sinks.py"), "--quick", "--json", path).check()
+    launched = run_copy(Path("benchmarks/overhead/sinks.py"), "--quick", "--json", path).check()
     (rows,) = tables(launched.stdout)
     assert [row[0] for row in rows[1:]] == ["console", "metrics.jsonl", "TensorBoard", "run.log", "all"]
     document = json.loads(path.read_text())
@@ -185,7 +189,7 @@ def test_the_sandbox_is_measured_cold_and_warm(tmp_path: Path) -> None:
     if level and os.geteuid() == 0:
         pytest.skip("no program is run here")
     path = tmp_path / "result.json"
-    launched = run_copy(Path("benchmarks/sandbox.py"), "--quick", "--json", path, *level).check()
+    launched = run_copy(Path("benchmarks/sampling/sandbox.py"), "--quick", "--json", path, *level).check()
     (rows,) = tables(launched.stdout)
     assert [row[0] for row in rows[1:]] == ["cold", "warm", "warm / cold"]
     assert all(figure > 0 for row in json.loads(path.read_text())["rows"] for figure in row[1:])
@@ -195,7 +199,7 @@ def test_the_sandbox_is_measured_cold_and_warm(tmp_path: Path) -> None:
 def test_episodes_with_bad_tools_all_end_and_leave_nothing() -> None:
     if not has_namespaces() and os.geteuid() == 0:
         pytest.skip("no program is run here")
-    launched = run_copy(Path("benchmarks/episodes.py"), "--quick").check()
+    launched = run_copy(Path("benchmarks/sampling/episodes.py"), "--quick").check()
     (rows,) = tables(launched.stdout)
     assert [row[:3] for row in rows[1:]] == [[kind, "4", "4"] for kind in ("hang", "die", "flood", "raise", "binary")]
     assert "0 processes left" in launched.stdout

@@ -14,11 +14,12 @@ import pytest
 from mega_rl.config.schema.sections import RunConfig
 from mega_rl.models.shape import FAMILIES
 from tests.launch import REPO
-from tests.style.test_layers import LEVEL, ROOMS
+from tests.style.test_layers import LEVEL
 
 PAGES = sorted(path for path in REPO.glob("docs/*.md") if not path.stem.endswith("_zh"))
 PAIRS = [*PAGES, REPO / "README.md"]
 TEXTS = sorted([*REPO.glob("*.md"), *REPO.glob("docs/*.md"), *REPO.glob("examples/*/README.md")])
+PROGRAMS = sorted([*REPO.glob("benchmarks/**/*.py"), *REPO.glob("benchmarks/**/*.sh"), *REPO.glob("tests/faults/*.py")])
 OTHER_SPELLINGS = {"trainer.noise_injection", "rollout.validation"}  # read beside the fields, or named as what was
 # Words that the Chinese pages once had -> what docs/glossary_zh.md has for the same thing.
 OTHER_WORDS = {
@@ -79,9 +80,7 @@ def unknown_keys(text: str) -> list[str]:
     sections = {field.name for field in dataclasses.fields(RunConfig)}
     candidates = (re.fullmatch(r"([a-z_]+(?:\.[a-z_0-9]+)+)(?:\s*[:=].*)?", span) for span in spans(text))
     keys = {found[1] for found in candidates if found and found[1].split(".")[0] in sections}
-    files = (
-        set(ROOMS) | set(LEVEL) | {key for key in keys if key.rsplit(".", 1)[1] in ("py", "md", "json", "txt", "yaml")}
-    )
+    files = set(LEVEL) | {key for key in keys if key.rsplit(".", 1)[1] in ("py", "md", "json", "txt", "yaml")}
     return sorted(key for key in keys - files - OTHER_SPELLINGS if not is_key(key))
 
 
@@ -98,6 +97,15 @@ def is_key(key: str) -> bool:
         if isinstance(kind, types.UnionType):
             kind = next(member for member in typing.get_args(kind) if member is not type(None))
     return True
+
+
+def absent_programs(text: str) -> list[str]:
+    """Benchmarks and programs of the tests that are named and not there, and those that are not started as modules."""
+    modules = re.findall(r"-m ((?:benchmarks|tests)(?:\.[a-z]\w*)+)(?!\w|\.\w)", text)
+    files = re.findall(r"(?<![\w./-])((?:benchmarks|tests)/[\w/]+\.(?:py|sh))\b", text)
+    names = [f"{name.replace('.', '/')}.py" for name in modules] + files
+    by_path = re.findall(r"(?:python|-node \d+) (benchmarks/\S+\.py|tests/faults/\S+\.py)", text)
+    return [name for name in names if not (REPO / name).is_file()] + by_path
 
 
 def other_words(chinese: str) -> list[str]:
@@ -134,6 +142,15 @@ def test_links_and_keys_are_real(path: Path) -> None:
     assert unknown_keys(text) == []
 
 
+@pytest.mark.parametrize(
+    "path",
+    [path for path in TEXTS if path.name != "CHANGELOG.md"] + PROGRAMS,
+    ids=lambda path: str(path.relative_to(REPO)),
+)
+def test_benchmarks_that_are_named_are_there(path: Path) -> None:
+    assert absent_programs(path.read_text(encoding="utf-8")) == []
+
+
 @pytest.mark.parametrize("page", PAIRS, ids=lambda page: page.name)
 def test_chinese_has_the_words_of_the_glossary(page: Path) -> None:
     text = translation(page).read_text(encoding="utf-8")
@@ -159,7 +176,7 @@ def test_new_places_in_the_changelog_are_real() -> None:
 def test_measurements_of_the_readme_are_those_of_the_page(suffix: str) -> None:
     page = (REPO / f"docs/benchmarks{suffix}.md").read_text(encoding="utf-8").splitlines()
     readme = (REPO / f"README{suffix}.md").read_text(encoding="utf-8").splitlines()
-    rows = [line for line in readme if re.search(r"\| `python (-m pytest|benchmarks)[^|]*\|$", line)]
+    rows = [line for line in readme if re.search(r"\| `python -m (pytest|benchmarks)[^|]*\|$", line)]
     assert len(rows) == 5 and [line for line in rows if line not in page] == []
 
 
@@ -178,6 +195,11 @@ def test_differences_are_found() -> None:
     assert broken_links(
         REPO / "README.md", "[a](docs/absent.md) [b](docs/plan.md#top) [c](https://x.y) [d](#here)"
     ) == ["docs/absent.md"]
+    text = (
+        "`python -m benchmarks.gpu.run`, `-m tests.no.such --quick`, `benchmarks/no.py`, [a](../benchmarks/report.py)"
+    )
+    assert absent_programs(text) == ["tests/no/such.py", "benchmarks/no.py"]
+    assert absent_programs("python benchmarks/report.py") == ["benchmarks/report.py"]
     assert unknown_keys("`model.paht` `rollout.vllm.any` `model.path=X` `data.prompt: 1` `rewards.py` `a.b`") == [
         "data.prompt",
         "model.paht",

@@ -1,30 +1,22 @@
-"""``benchmarks/gpu.sh`` on the CPU: a slice of it as a user starts it, and what becomes of slices that fail."""
+"""``benchmarks/gpu/run.sh`` on the CPU: a slice of it as a user starts it, and what becomes of slices that fail."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
-import types
 from pathlib import Path
 
 import pytest
 
-from tests.launch import REPO, run
-
-
-@pytest.fixture(scope="module")
-def gpu() -> types.ModuleType:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(REPO / "benchmarks"))
-        return importlib.import_module("gpu")
+from benchmarks.gpu import run as gpu
+from tests.launch import run
 
 
 @pytest.mark.slow
 def test_a_slice_writes_its_figures_and_its_table(tmp_path: Path) -> None:
     """The trainer's speed, with the plan of its memory; vLLM is not imported on the way."""
     arguments = ("--device", "cpu", "--quick", "--out", str(tmp_path), "--slices", "mfu:7B")
-    launched = run(("benchmarks/gpu.sh", *arguments), env={"PYTHON": sys.executable}).check()
+    launched = run(("benchmarks/gpu/run.sh", *arguments), env={"PYTHON": sys.executable}).check()
     found = json.loads((tmp_path / "gpu.json").read_text())
     rows = found["slices"]["mfu:7B"]["rows"]
     assert [(row["length"], row["recompute"]) for row in rows] == [(32, "none"), (64, "selective")]
@@ -35,7 +27,7 @@ def test_a_slice_writes_its_figures_and_its_table(tmp_path: Path) -> None:
     assert len([line for line in table.splitlines() if line.startswith("| 7B |")]) == 2
 
 
-def test_a_slice_that_fails_is_recorded_with_what_it_had(gpu: types.ModuleType, tmp_path: Path) -> None:
+def test_a_slice_that_fails_is_recorded_with_what_it_had(tmp_path: Path) -> None:
     out = str(tmp_path / "slice.json")
     code = "import sys; open(sys.argv[1], 'w').write('{\"rows\": [1]}'); print('why'); sys.exit(3)"
     found = gpu.run_slice([sys.executable, "-c", code, out], {}, 60.0)
@@ -45,17 +37,15 @@ def test_a_slice_that_fails_is_recorded_with_what_it_had(gpu: types.ModuleType, 
     assert slow["error"].startswith("took longer than 1 s") and "rows" not in slow
 
 
-def test_the_other_slices_go_on_and_earlier_results_stay(
-    gpu: types.ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_other_slices_go_on_and_earlier_results_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[str, str]] = []
 
     def run_slice(argv: list[str], environ: dict[str, str], limit_s: float) -> dict[str, object]:
-        started.append((argv[2], environ["MEGA_RL_PLATFORM"]))
+        started.append((argv[3], environ["MEGA_RL_PLATFORM"]))
         assert "--out" in argv
-        if argv[2] == "sync":
+        if argv[3] == "sync":
             return {"seconds": 1.0, "error": "ended with 1: CUDA error"}
-        return {"seconds": 2.0, "machine": "a machine", "losses": [2.0, 1.0] if "cpu" in argv[2] else [2.0, 1.1]}
+        return {"seconds": 2.0, "machine": "a machine", "losses": [2.0, 1.0] if "cpu" in argv[3] else [2.0, 1.1]}
 
     monkeypatch.setattr(gpu, "run_slice", run_slice)
     names = "sync,losses:cpu:float32,losses:device:bfloat16"
@@ -70,7 +60,7 @@ def test_the_other_slices_go_on_and_earlier_results_stay(
 
 
 def test_what_the_machine_lacks_is_named(
-    gpu: types.ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpu, "NEEDED", ("torch", "no_such_package.part", "no_such_package"))
     assert gpu.main(["--out", str(tmp_path / "out")]) == 2 and not (tmp_path / "out").exists()

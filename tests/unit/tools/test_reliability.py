@@ -1,4 +1,4 @@
-"""Every fault of the page on reliability names a test that exists, and its benchmark has the faults that it lists."""
+"""Every fault of the page on reliability names a test that exists, or a program that injects it and lists it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.launch import REPO, run_copy
 
 PAGE = REPO / "docs" / "reliability.md"
-BENCHMARK = "benchmarks/faults.py"
+PROGRAM = "faults/runs.py"
 MIN_FAULTS = 40
 NUM_FINDINGS = 21
 SOME = ("kill -9 of rank 1 in update", "kill -9 of torchrun in generate", "kill -9 of a reward worker in generate")
@@ -38,9 +38,8 @@ def missing(cell: str) -> list[str]:
     faults = [] if names else [cell]
     for name in names:
         path, _, test = name.partition("::")
-        is_benchmark = path.startswith("benchmarks/")
-        file = REPO / path if is_benchmark else REPO / "tests" / path
-        if not file.is_file() or (not is_benchmark and test not in functions(file)):
+        is_program, file = path.startswith("faults/"), REPO / "tests" / path
+        if not file.is_file() or (not is_program and test not in functions(file)):
             faults.append(name)
     return faults
 
@@ -60,11 +59,11 @@ def test_every_finding_has_a_test() -> None:
 
 def test_what_is_missing_is_found() -> None:
     here = "unit/tools/test_reliability.py::test_every_fault_has_a_test"
-    assert missing(f"`{BENCHMARK}`, `{here}`") == []
+    assert missing(f"`{PROGRAM}`, `{here}`") == []
     assert missing(f"`{here}s`, `unit/nowhere.py::test_a`") == [f"{here}s", "unit/nowhere.py::test_a"]
-    assert missing("by hand") == ["by hand"]
+    assert missing("`faults/nowhere.py`") == ["faults/nowhere.py"] and missing("by hand") == ["by hand"]
 
 
-def test_the_benchmark_lists_its_faults() -> None:
-    names = run_copy(Path(BENCHMARK), "--list").check().stdout.splitlines()
+def test_the_program_lists_its_faults() -> None:
+    names = run_copy(Path("tests") / PROGRAM, "--list").check().stdout.splitlines()
     assert len(names) == len(set(names)) >= MIN_FAULTS and set(SOME) <= set(names)
