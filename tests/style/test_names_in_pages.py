@@ -64,8 +64,8 @@ def names_of(path: str) -> frozenset[str]:
 
 
 def is_path(word: str) -> bool:
-    """Whether a tracked path is this, or ends with it; so do NAME, <...> and a star with any name."""
-    pattern = re.sub(r"NAME|<\w+>", "*", word.rstrip("/"))
+    """Whether a tracked path is this, or ends with it; so do NAME, ROOM, <...> and a star with any name."""
+    pattern = re.sub(r"NAME|ROOM|<\w+>", "*", word.rstrip("/"))
     return any(fnmatchcase(path, pattern) or fnmatchcase(path, f"*/{pattern}") for path in paths())
 
 
@@ -92,6 +92,8 @@ def unknown(span: str) -> bool:
         return not is_command(span.split())
     word = re.sub(r"(\(.*\)|\[.*\]|=.*| [>:] ?.*)$", "", span)
     parts = word.split(".")
+    if not word:  # the shape of a tensor
+        return False
     if is_path(word) or is_declared(word) or word in ROOMS or word in LEVEL or is_key(word):
         return False
     if parts[0] == "mega_rl":

@@ -40,7 +40,7 @@ class Everybody:
 def job_of(config: RunConfig, timers: Any, say: Callable[[str], None]) -> Any:
     meeting = Everybody()
     return SimpleNamespace(
-        config=config, engine_layout=LAYOUT, timers=timers, say=say, rendezvous=meeting, trajectory_store=DEPOT
+        config=config, engine_layout=LAYOUT, timers=timers, say=say, rendezvous=meeting, trajectory_store=STORE
     )
 
 
