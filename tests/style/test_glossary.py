@@ -32,13 +32,15 @@ TERMS = words(
 )
 
 
+def rows(page: str, first_column: str) -> list[list[str]]:
+    """The rows of all tables of a glossary."""
+    text = (REPO / "docs" / page).read_text(encoding="utf-8")
+    return [row for part in re.split(r"^## .*$", text, flags=re.MULTILINE)[1:] for row in table(part, first_column)]
+
+
 def terms() -> set[str]:
     """The terms of the glossary, those of one row apart, without hyphens."""
-    text = (REPO / "docs/glossary.md").read_text(encoding="utf-8")
-    tables = re.split(r"^## .*$", text, flags=re.MULTILINE)[1:]
-    return {
-        term.strip().replace("-", "") for part in tables for row in table(part, "term") for term in row[0].split(",")
-    }
+    return {term.strip().replace("-", "") for row in rows("glossary.md", "term") for term in row[0].split(",")}
 
 
 def head(name: str) -> str:
@@ -80,6 +82,13 @@ def test_classes_that_many_modules_import_are_named_after_terms() -> None:
 
 def test_terms_of_the_code_are_explained() -> None:
     assert {term.replace("-", " ") for term in TERMS} - terms() == set()
+
+
+def test_both_glossaries_have_the_same_words_once() -> None:
+    words_of = [row[:2] for row in rows("glossary.md", "term")]
+    assert words_of == [row[:2] for row in rows("glossary_zh.md", "英文")]
+    assert [word for word, count in Counter(english for english, _ in words_of).items() if count > 1] == []
+    assert [word for word, count in Counter(chinese for _, chinese in words_of).items() if count > 1] == []
 
 
 def test_an_unexplained_name_is_found() -> None:
