@@ -17,7 +17,7 @@ from mega_rl.stages.sampling.validation import Validator, validation_set
 from mega_rl.stages.weights.weight_sync import Pushed
 from tests.answering import PROMPTS, FakeEngine, FakeScorer
 
-LAYOUT, DEPOT = EngineLayout(1, 1), TrajectoryStore(ParallelLayout.create(1), 0)
+LAYOUT, STORE = EngineLayout(1, 1), TrajectoryStore(ParallelLayout.create(1), 0)
 
 
 class Sync:
@@ -40,7 +40,7 @@ class Everybody:
 def job_of(config: RunConfig, timers: Any, say: Callable[[str], None]) -> Any:
     meeting = Everybody()
     return SimpleNamespace(
-        config=config, engine_layout=LAYOUT, timers=timers, say=say, rendezvous=meeting, trajectory_store=DEPOT
+        config=config, engine_layout=LAYOUT, timers=timers, say=say, rendezvous=meeting, trajectory_store=STORE
     )
 
 

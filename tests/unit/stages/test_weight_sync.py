@@ -23,7 +23,7 @@ from mega_rl.stages.weights.weight_sync import (
 )
 
 BOX = ((0, 2),)
-LEDGER = TransferCount(10, 20, 30, 30, 1.0, 2)
+COUNT = TransferCount(10, 20, 30, 30, 1.0, 2)
 
 
 class Sink:
@@ -45,7 +45,7 @@ class Sink:
     def update(self, read: Read, version: int, is_validation: bool = False) -> TransferCount:
         self.done.append(("update", version, is_validation))
         self.held, self.weight_version = read("local", "hf", BOX, BOX), version
-        return LEDGER
+        return COUNT
 
     def begin_sampling(self) -> None:
         self.done.append("begin sampling")
@@ -164,7 +164,7 @@ def test_records_carry_the_version_and_the_noise_of_the_schedule() -> None:
     assert of_fleet.push(version=2) == Pushed(2, 0.25) and turned == [3]
 
 
-def test_ledgers_become_declared_metrics() -> None:
+def test_transfer_counts_become_declared_metrics() -> None:
     parts = [
         TransferCount(10, sent, 30, 30, seconds, 2, pack_s=seconds / 4, transfer_s=0.1, write_s=0.2)
         for sent, seconds in ((20, 1.0), (40, 2.0))
