@@ -25,9 +25,7 @@ def keys_of_tables(text: str) -> set[str]:
 
 def test_there_are_not_more_settings() -> None:
     number = len(settings(leaf_names()))
-    assert number <= MAX_SETTINGS, (
-        f"{number} settings, at most {MAX_SETTINGS}: remove one that another key follows from"
-    )
+    assert number <= MAX_SETTINGS, f"{number} settings, at most {MAX_SETTINGS}: remove one that follows from others"
 
 
 def test_every_setting_stands_in_a_table() -> None:

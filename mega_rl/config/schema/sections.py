@@ -1,9 +1,9 @@
 """The configuration as typed dataclasses: each key, its values, its default, its meaning; parts are in ``sampling``,
 ``learning`` and ``device``.
 
-The type of a key has its bounds beside it, see ``limits``. A key that takes one of a few words has a ``Literal`` type, which is the only list of them: the loader and ``validate``
-read it, and a test holds every table that is looked up by such a word against it. ``null`` is ``None`` in YAML. Within
-a section the keys that most runs set come first.
+The type of a key has its bounds beside it, see ``limits``. A key that takes one of a few words has a ``Literal`` type,
+which is the only list of them: the loader and ``validate`` read it, and a test holds every table that is looked up by
+such a word against it. ``null`` is ``None`` in YAML. Within a section the keys that most runs set come first.
 """
 
 from __future__ import annotations
