@@ -5,11 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from mega_rl.config.schema.limits import (
-    Text,
-    above,
-    between,
-)
+from mega_rl.config.schema.limits import Text, above, between
 
 Dtype = Literal["float32", "bfloat16"]
 Kernels = Literal["torch", "compiled", "liger"]
