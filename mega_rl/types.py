@@ -88,7 +88,7 @@ class Trajectory:
     Example: a prompt of 2 tokens and a response of 2, sampled with the weights of sync 5, is
     ``Trajectory.single_turn(prompt, 0, [9, 2], [-0.7, -0.1], "b", "stop", 5)``: ``token_ids`` [4, 7, 9, 2],
     ``loss_mask`` [F, F, T, T], ``logprobs`` [0, 0, -0.7, -0.1], ``spans`` (Span(2, 5),), ``turns``
-    (Turn("prompt", 0, 2), Turn("assistant", 2, 4)).
+    (TurnSpan("prompt", 0, 2), TurnSpan("assistant", 2, 4)).
     """
 
     prompt: Prompt

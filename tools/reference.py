@@ -27,13 +27,10 @@ from typing import Any, Literal
 import yaml
 from omegaconf import MISSING
 
-from mega_rl.config.checks.rules import (
-    MANY,
-    OWN_NAMES,
-    RULES,
-)
+from mega_rl.config.checks.rules import RULES
 from mega_rl.config.reading.typed import is_nullable, not_null
 from mega_rl.config.schema import sections as schema
+from mega_rl.config.schema.limits import MANY, OWN_NAMES
 from mega_rl.observe.metrics.declared import METRICS, SECTIONS
 from mega_rl.observe.metrics.healthy import HEALTHY
 from mega_rl.observe.metrics.metric import MetricSpec

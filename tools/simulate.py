@@ -23,7 +23,7 @@ from rich.table import Table
 
 from mega_rl.config import RunConfig, load_config, validate
 from mega_rl.config.checks.model import trained_shape
-from mega_rl.config.checks.rules import rules
+from mega_rl.config.checks.rules import RULES
 from mega_rl.errors import InputError, shown
 from mega_rl.observe.analysis.timeline_picture import draw
 from mega_rl.observe.timeline import write_trace
@@ -120,9 +120,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def check(options: argparse.Namespace, config: RunConfig) -> None:
     for field in USED:
         section, name = field.split(".")
-        value, rule = getattr(getattr(config, section), name), rules()[field]
-        if not rule.holds(value):
-            raise InputError(f"{field} is {shown(value)}: set it to {rule.expected}")
+        problem = RULES[field].problem(field, getattr(getattr(config, section), name))
+        if problem is not None:
+            raise InputError(problem)
     slots = config.rollout.vllm.get("max_num_seqs", NUM_SEQUENCES)
     if not isinstance(slots, int) or isinstance(slots, bool) or slots < 1:
         raise InputError(f"rollout.vllm.max_num_seqs is {shown(slots)}: set it to a whole number of at least 1")

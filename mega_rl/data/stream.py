@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -61,6 +62,37 @@ def _spare_order(num_items: int, seed: int, batch: int) -> np.ndarray:
     return generator("spare-order", seed, batch).permutation(num_items)
 
 
+@dataclass(frozen=True)
+class BatchOrder(Generic[Item]):
+    """Which items the batches of a run hold that takes only whole batches, by the number of the batch.
+
+    Nothing in it changes, so it can be asked in any thread.
+    """
+
+    dataset: Dataset[Item]
+    batch_size: int
+    shuffle: bool
+    seed: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return len(self.dataset) // self.batch_size
+
+    def item(self, batch: int, place: int) -> Item:
+        """One item of a batch."""
+        return self.dataset[int(self._batch(batch)[place])]
+
+    def spare(self, batch: int, place: int) -> Item:
+        """An item that this batch has not: in an order of its own for every batch, each at most once."""
+        order = _spare_order(len(self.dataset), self.seed, batch)
+        return self.dataset[int(order[~np.isin(order, self._batch(batch))][place])]
+
+    def _batch(self, batch: int) -> np.ndarray:
+        epoch, number = divmod(batch, self.steps_per_epoch)
+        order = _remembered_order(len(self.dataset), self.shuffle, self.seed, epoch)
+        return order[number * self.batch_size : (number + 1) * self.batch_size]
+
+
 class Stream(Generic[Item]):
     """An endless run of full batches; what an epoch leaves over below a full batch is left out of that epoch.
 
@@ -84,11 +116,12 @@ class Stream(Generic[Item]):
         self.batch_size = batch_size
         self.shuffle = shuffle
         self.seed = seed
+        self.batch_order = BatchOrder(dataset, batch_size, shuffle, seed)
         self._move_to(epoch=0, position=0)
 
     @property
     def steps_per_epoch(self) -> int:
-        return len(self.dataset) // self.batch_size
+        return self.batch_order.steps_per_epoch
 
     @property
     def epoch(self) -> int:
@@ -114,24 +147,10 @@ class Stream(Generic[Item]):
         self._position += 1
         return self.dataset[int(self._order[self._position - 1])]
 
-    def item(self, batch: int, place: int) -> Item:
-        """One item of the ``batch``-th batch of a run that takes only whole batches; the stream stays where it is."""
-        return self.dataset[int(self._batch(batch)[place])]
-
     def is_after(self, num_batches: int) -> bool:
         """Whether what was taken are so many whole batches, and nothing else."""
         epoch, number = divmod(num_batches - 1, self.steps_per_epoch) if num_batches else (0, -1)
         return (self._epoch, self._position) == (epoch, (number + 1) * self.batch_size)
-
-    def spare(self, batch: int, place: int) -> Item:
-        """An item that this batch has not: in an order of its own for every batch, each at most once."""
-        order = _spare_order(len(self.dataset), self.seed, batch)
-        return self.dataset[int(order[~np.isin(order, self._batch(batch))][place])]
-
-    def _batch(self, batch: int) -> np.ndarray:
-        epoch, number = divmod(batch, self.steps_per_epoch)
-        order = _remembered_order(len(self.dataset), self.shuffle, self.seed, epoch)
-        return order[number * self.batch_size : (number + 1) * self.batch_size]
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next batch starts, and of what data: plain values."""

@@ -48,6 +48,14 @@ class EvaluationSettings:
 
 
 @dataclass(frozen=True)
+class ValidationSet:
+    """The prompts of a run's validations and how they are answered: the same in every validation."""
+
+    prompts: Sequence[Prompt]
+    settings: EvaluationSettings
+
+
+@dataclass(frozen=True)
 class EvaluationRow:
     """One answer of an evaluation."""
 

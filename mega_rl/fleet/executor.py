@@ -9,7 +9,8 @@ from mega_rl.fleet.events import Event, Issue, Kill, Load, Release, Start
 from mega_rl.fleet.tickets import Key
 
 # What an ``Issue`` asks for: (ticket, sample numbers) -> a ``mega_rl.rollout.engine.Request`` for each, with its seed.
-# Every executor is given one when it is made.
+# Every executor is given one when it is made, and calls it in the scheduler's thread. So it is pure: it reads nothing
+# that another thread changes.
 Requests = Callable[[Key, Sequence[int]], list[Any]]
 
 

@@ -72,7 +72,7 @@ class FleetScheduler:
         return self._flush()
 
     def handle(self, event: Event, now: float) -> list[Decision]:
-        """What follows from an event; nothing after ``End``."""
+        """What follows from an event; nothing after ``Finish``."""
         if not self.has_ended:
             self._of[type(event)](event, now)
         return self._flush()

@@ -102,7 +102,7 @@ class Observer:
         """Logs the metrics of a step; several calls for one step add up.
 
         Raises:
-            KeyError: a metric is not declared in ``observe/metrics.py``; nothing is written then.
+            KeyError: a metric is not declared in ``observe/metrics/declared.py``; nothing is written then.
         """
         if not self._sinks:
             return

@@ -26,7 +26,7 @@ class Link:
     destinations: Sequence[Sequence[Series]]  # [ranks of the joint group]; the trainer ranks' are empty
     dtype: torch.dtype  # of the engine's parameters
     bucket_bytes: int
-    changing: frozenset[str] | None = None  # as in ``Weights``
+    changing: frozenset[str] | None = None  # as in ``SentWeights``
 
     def transfers(self, group: torch.distributed.ProcessGroup, device: torch.device) -> Transfers:
         """This rank's part in the plans over the joint group."""

@@ -72,6 +72,11 @@ class WeightSink(Protocol):
     def inspect(self) -> Inspect | None:
         """Looks into the live parameters of all workers; None: they do not match the mapping and cannot be compared."""
 
+    @property
+    def keeps_versions(self) -> bool:
+        """Whether engines fetch the weights when they want: what they may still ask for stays, and a validation's
+        weights lie beside those for training instead of taking their place."""
+
     def layout(self) -> list[list[Series]]:
         """What every worker needs, [worker] -> its series."""
 
@@ -82,11 +87,13 @@ class WeightSink(Protocol):
             sources: what every trainer rank holds.
         """
 
-    def update(self, read: Read, version: int) -> TransferCount | None:
+    def update(self, read: Read, version: int, is_validation: bool = False) -> TransferCount | None:
         """Wake the engines' weights, replace them by those of ``version``, and forget every cached prefix.
 
         Args:
             read: gives this rank's part of what is sent, of the engines' dtype.
+            is_validation: these are the exact weights that the version's validation samples from. Where versions are
+                kept they have a place of their own, which the next validation takes: the one before must have ended.
 
         Returns:
             What this rank moved; None if that is not counted.
@@ -150,6 +157,8 @@ class ColocatedEngine(Protocol):
 class InPlaceSink:
     """Writes each shard of engines in the trainer's processes in place, every byte moved at most once."""
 
+    keeps_versions = False
+
     def __init__(self, engine: ColocatedEngine, weights: SentWeights, engines: EngineLayout) -> None:
         self._engine, self._weights, self._engines = engine, weights, engines
         self._transfers: Transfers | None = None
@@ -178,7 +187,7 @@ class InPlaceSink:
         wanted, weights = self.layout(), self._weights
         self._transfers = Transfers(wanted, weights.changing, lambda part: colocated_transfer(sources, part, weights))
 
-    def update(self, read: Read, version: int) -> TransferCount:
+    def update(self, read: Read, version: int, is_validation: bool = False) -> TransferCount:
         assert self._transfers is not None, "an update before connect"
         self._engine.wake_weights()
         self._engine.begin_update()
@@ -199,6 +208,7 @@ class LoaderSink:
     """Gives whole Hugging Face tensors to the loader of engines in the trainer's processes, whatever their layout."""
 
     inspect = None
+    keeps_versions = False
 
     def __init__(self, engine: ColocatedEngine, weights: SentWeights, num_ranks: int) -> None:
         self._engine, self._weights, self._num_ranks = engine, weights, num_ranks
@@ -215,7 +225,7 @@ class LoaderSink:
     def connect(self, sources: Layout) -> None:
         self._transfer = colocated_transfer(sources, self.layout(), self._weights)
 
-    def update(self, read: Read, version: int) -> None:
+    def update(self, read: Read, version: int, is_validation: bool = False) -> None:
         assert self._transfer is not None, "an update before connect"
         self._engine.wake_weights()
         self._engine.begin_update()

@@ -1,4 +1,4 @@
-"""Learning from pairs of answers, DPO and its family: data, update, validation; the loop: ``parts/from_files.py``."""
+"""Learning from pairs of answers, DPO and its family: data, update, validation; the loop: ``offline/loop.py``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learning from answers judged one by one (KTO): data, update, validation; the loop: ``parts/from_files.py``."""
+"""Learning from answers judged one by one (KTO): data, update, validation; the loop: ``offline/loop.py``."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def train(job: SamplingJob) -> None:
     actor = trainer.actor(job, trainer.policy_updates(config, total_steps))
     # Both take the actor for what model.path holds: it is resumed after them.
     reference = trainer.reference(job, actor)
-    builder, sync = sampling(job, actor, noise, prompts, scorer, total_steps)
+    builder, sync = sampling(job, actor, noise, prompts, scorer, total_steps, held_out)
     validator = Validator(job, held_out, sync, builder, scorer)
     probe = EngineProbe(builder.probed, job.engine_layout, job.shape.vocab_size, config, job.say)
     learner = learning.Learner(job, actor, reference, open_critic(job, actor, total_steps))

@@ -1,4 +1,4 @@
-"""A reward model from pairs of answers (Bradley-Terry): update and validation; the loop: ``parts/from_files.py``.
+"""A reward model from pairs of answers (Bradley-Terry): update and validation; the loop: ``offline/loop.py``.
 
 The score of an answer is the value of its last token, which predicts nothing: a sequence has it once more behind its
 end, so that it is among the positions that are computed.

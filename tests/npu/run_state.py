@@ -156,8 +156,8 @@ def bridge(world: World) -> None:
 
     plan, synchronize = compile_plan(sources, wanted), platform.current().synchronize
     transfer = Transfer(plan, rank, 2, None, 1 << 16, device, synchronize)
-    ledger = transfer.run(read, write, torch.float32)
-    assert ledger.num_buckets > 1 and ledger.bytes_received == ledger.bytes_minimum > 0
+    transfer_count = transfer.run(read, write, torch.float32)
+    assert transfer_count.num_buckets > 1 and transfer_count.bytes_received == transfer_count.bytes_minimum > 0
     held, needed = ([slices_of(series) for series in side] for side in (sources, wanted))
     proof = Proof(hf_tensors(shape), held, needed, 1, is_sample=False, seed=0)
     assert proof.check(read, rank, colocated(live, rank), version=1) == len(hf_tensors(shape))

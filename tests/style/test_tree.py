@@ -7,7 +7,6 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -21,8 +20,6 @@ FORBIDDEN = {
     "a marker of a merge": re.compile(r"^(<{7}|>{7}) "),
     "a marker of unfinished work": re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X)\b"),
 }
-MAX_MODULES = 12
-CROWDED = {"tests/npu"}  # one emulation, of which every part names the others
 GRAB_BAGS = {"utils", "util", "helpers", "misc", "common"}
 
 
@@ -85,18 +82,8 @@ def room_faults(path: str, text: str) -> list[str]:
     return [] if imports.search(text) else [f"{path}: imports nothing of mega_rl/{tested}, so it belongs elsewhere"]
 
 
-def crowd_faults(paths: list[str]) -> list[str]:
-    """Folders of tests with so many modules that nobody finds the one he looks for."""
-    modules = Counter(str(Path(path).parent) for path in paths if path.startswith("tests/") and path.endswith(".py"))
-    return [
-        f"{room}: {count} modules, at most {MAX_MODULES}: make rooms in it"
-        for room, count in sorted(modules.items())
-        if count > MAX_MODULES and room not in CROWDED
-    ]
-
-
 def test_tree_keeps_the_rules() -> None:
-    faults = crowd_faults(tracked_files())
+    faults = []
     for path in tracked_files():
         faults += name_faults(path)
         try:
@@ -159,9 +146,3 @@ def test_a_unit_test_in_the_wrong_room_is_found() -> None:
     assert room_faults("tests/unit/data/made/test_a.py", text)
     for path in ("tests/unit/test_a.py", "tests/unit/rollout/test_a.py", "tests/unit/sampling/test_a.py"):
         assert room_faults(path, text), path
-
-
-def test_a_crowded_folder_is_found() -> None:
-    room = [f"tests/unit/data/test_{number}.py" for number in range(MAX_MODULES)]
-    assert not crowd_faults([*room, "tests/unit/data/rows/test_a.py", "mega_rl/data/a.py", "tests/unit/data/a.json"])
-    assert crowd_faults([*room, "tests/unit/data/test_a.py"])

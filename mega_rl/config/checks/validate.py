@@ -10,25 +10,14 @@ from mega_rl.config.checks.adapters import adapter_problems
 from mega_rl.config.checks.algorithm import algorithm_problems, sampling_problems
 from mega_rl.config.checks.environment import environment_problems, score_parts
 from mega_rl.config.checks.model import model_problems
-from mega_rl.config.checks.rules import (
-    Rule,
-    any_number,
-    rules,
-    text,
-)
+from mega_rl.config.checks.rules import rules
+from mega_rl.config.schema.limits import Rule, any_number, text
 from mega_rl.config.schema.megatron_fields import field_problems
 from mega_rl.config.schema.sections import RunConfig
-from mega_rl.config.schema.stage import (
-    MODEL_REWARD,
-    REFERENCE_FREE,
-    STAGES,
-    has_critic,
-    reward_model,
-    samples,
-)
+from mega_rl.config.schema.stage import MODEL_REWARD, REFERENCE_FREE, STAGES, has_critic, reward_model, samples
 from mega_rl.errors import input_error, shortened, shown
 from mega_rl.models.files import tokenizer_problem, weights_problem
-from mega_rl.own_code import is_own, name_problem, nearest
+from mega_rl.own_code import is_own, name_problem
 
 MANIFEST = "manifest.json"  # what every whole checkpoint of the trainer has
 RECORDED = "step_*.jsonl"  # the files of recorded rollouts
@@ -95,11 +84,9 @@ class _Problems:
 
     def check(self, field: str, rule: Rule) -> None:
         value = self.get(field)
-        if not rule.holds(value):
+        if (problem := rule.problem(field, value)) is not None:
             self.bad.add(field)
-            wrong = [item for item in (value if isinstance(value, list) else [value]) if item not in rule.names]
-            guess = next((near for item in wrong if (near := nearest(str(item), rule.names))), "")
-            self.lines.append(f"{field} is {_shown(value)}: set it to {rule.expected}{guess}")
+            self.lines.append(problem)
         elif rule.names and isinstance(value, list) and len(set(value)) < len(value):
             twice = next(item for item in value if value.count(item) > 1)
             self.lines.append(f"{field} has {twice!r} twice: name it once")

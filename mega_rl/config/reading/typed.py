@@ -193,14 +193,16 @@ def not_null(hint: Any) -> Any:
     return next(arg for arg in typing.get_args(hint) if arg is not type(None))
 
 
-def leaves(schema: Any = RunConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted name and type of every key of the schema; the names of a list of sections begin with ``rewards[].``."""
-    for key, hint in typing.get_type_hints(schema).items():
-        inner = next((arg for arg in typing.get_args(hint) if dataclasses.is_dataclass(arg)), None)
-        if dataclasses.is_dataclass(hint):
-            yield from leaves(hint, f"{prefix}{key}.")
-        elif inner is not None:
-            yield from leaves(inner, f"{prefix}{key}[].")
+def leaves(schema: Any = RunConfig, prefix: str = "", has_rules: bool = False) -> Iterator[tuple[str, Any]]:
+    """Dotted name and type of every key of the schema; the names of a list of sections begin with ``rewards[].``.
+
+    Args:
+        has_rules: the types are as the schema has them, with ``Annotated`` rules; otherwise without these.
+    """
+    for key, hint in typing.get_type_hints(schema, include_extras=has_rules).items():
+        inner = typing.get_args(hint)[0] if typing.get_origin(hint) is list else hint
+        if dataclasses.is_dataclass(inner):
+            yield from leaves(inner, f"{prefix}{key}{'' if inner is hint else '[]'}.", has_rules)
         else:
             yield prefix + key, hint
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from mega_rl.config.schema.limits import Text, above, between
+
+Dtype = Literal["float32", "bfloat16"]
 Kernels = Literal["torch", "compiled", "liger"]
 Layers = Literal["local", "transformer_engine"]
 
@@ -24,11 +27,12 @@ class PlatformConfig:
     """The device, and what a run asks of it."""
 
     # cpu, cuda or npu; auto: what the environment variable MEGA_RL_PLATFORM says, else the first that is present
-    name: str = "auto"
-    num_threads: int | None = None  # CPU threads per rank; null: this host's cores / its ranks
+    name: Text = "auto"
+    # CPU threads per rank; null: this host's cores / its ranks
+    num_threads: Annotated[int, between(1, 4096)] | None = None
     # 10^12 operations per second that one device reaches at most in bfloat16 matrix products, for throughput/mfu; null:
     # what is known of the chip
-    peak_tflops: float | None = None
+    peak_tflops: Annotated[float, above(0, 1 << 20)] | None = None
     deterministic: bool = False  # the same run on the same devices gives the same bits; slower
     # RMSNorm, also with the sum before it, SwiGLU and rotary embedding on CUDA: torch: torch's kernels; compiled: fused
     # by torch.compile; liger: the kernels of the liger-kernel package

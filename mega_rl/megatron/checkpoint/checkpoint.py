@@ -22,11 +22,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
 from mega_rl import platform
-from mega_rl.bridge.files.torch_dist.columns import (
-    Columns,
-    from_bytes,
-    restore,
-)
+from mega_rl.bridge.files.torch_dist.columns import Columns, from_bytes, restore
 from mega_rl.bridge.files.torch_dist.manifest import (
     COLUMNS,
     MANIFEST as MANIFEST,

@@ -1,4 +1,4 @@
-"""Ends Ray's helpers once the process that started Ray is gone: ``python ray_keeper.py PROCESS_ID RAYLET_ID``.
+"""Ends Ray's helpers once the process that started Ray is gone: ``python ray_cleanup.py PROCESS_ID RAYLET_ID``.
 
 Ray has the kernel kill its main processes with the one that started them. The helpers of its raylet then wait a minute
 for an answer of a dead server before they end; this program, a child of the same process, ends them at once.

@@ -35,6 +35,8 @@ class RemoteSink:
     A failure of one engine is raised on every rank.
     """
 
+    keeps_versions = False
+
     def __init__(self, engines: RemoteEngines, weights: SentWeights) -> None:
         self._engines, self._weights = engines, weights
         self._transfers: Transfers | None = None
@@ -95,7 +97,7 @@ class RemoteSink:
 
         self._transfers = Transfers(destinations, weights.changing, part)
 
-    def update(self, read: Read, version: int) -> TransferCount:
+    def update(self, read: Read, version: int, is_validation: bool = False) -> TransferCount:
         self._begin()
         with torch.no_grad():
             transfer_count = self._send(read)

@@ -69,7 +69,8 @@ class SchedulerThread:
     Args:
         scheduler: that nobody has begun with.
         executor: the engines; closed by the thread when it ends.
-        score: starts the scoring of a trajectory of a ticket.
+        score: starts the scoring of a trajectory of a ticket; called in this thread, and reads nothing that the loop
+            changes.
         is_kept: whether a step learns from a group.
         scores: of groups that are already decided in what the scheduler goes on from.
         limit_s: how long nothing at all may come while a step is waited for, in ``WakingTime`` as the scheduler's own

@@ -23,7 +23,7 @@ from mega_rl.data.prompts import PromptStream
 from mega_rl.errors import InputError
 from mega_rl.evaluation.evaluate import (
     AnsweredPrompt,
-    EvaluationSettings,
+    ValidationSet,
     evaluate,
 )
 from mega_rl.megatron.checkpoint.saving import Late
@@ -90,10 +90,8 @@ class Batches(Protocol):
         """The batch with the scores of a reward model, if there is one; the engines sleep by then. Collective."""
         ...
 
-    def validation(
-        self, sync: Sync, version: int, prompts: Sequence[Prompt], settings: EvaluationSettings
-    ) -> list[AnsweredPrompt]:
-        """Held-out prompts with the answers of the trainer's exact weights, each on one rank. Collective."""
+    def validation(self, sync: Sync, version: int) -> list[AnsweredPrompt]:
+        """The held-out prompts with the answers of the trainer's exact weights, each on one rank. Collective."""
         ...
 
     def state_dict(self) -> dict[str, Any] | Late: ...
@@ -118,8 +116,15 @@ class BatchBuilder:
     With ``rollout.oversample`` a step ends when enough groups are there; the next one goes on with the others first.
     """
 
-    def __init__(self, job: SamplingJob, stream: PromptStream, engine: ProbedSampler, scorer: Scorer) -> None:
-        """Collective over all ranks."""
+    def __init__(
+        self,
+        job: SamplingJob,
+        stream: PromptStream,
+        engine: ProbedSampler,
+        scorer: Scorer,
+        validation: ValidationSet | None = None,
+    ) -> None:
+        """Collective over all ranks. ``validation``: what validations ask; None: there are none."""
         layout = job.engine_layout
         self._config, self._layout, self._timers = job.config, layout, job.timers
         self._stream, self._engine, self._scorer = stream, engine, scorer
@@ -127,7 +132,7 @@ class BatchBuilder:
         self._ranks = engine_ranks(layout, job.config.trainer.collective_timeout_s)
         self._rendezvous, self.probed = job.rendezvous, engine
         self._scoring_time = BusyTime()
-        self._trajectory_store = job.trajectory_store
+        self._trajectory_store, self._validation = job.trajectory_store, validation
         self._carried: list[GroupSummary] = []
         self._tails = PartialGroups(layout, dist.get_rank())
         self._done: list[GroupSummary] = []  # of the step before, whose tokens are still here
@@ -195,13 +200,12 @@ class BatchBuilder:
         self._carried = batch.carried
         return batch
 
-    def validation(
-        self, sync: Sync, version: int, prompts: Sequence[Prompt], settings: EvaluationSettings
-    ) -> list[AnsweredPrompt]:
+    def validation(self, sync: Sync, version: int) -> list[AnsweredPrompt]:
         """As of ``Batches``."""
-        mine: list[AnsweredPrompt] = []
+        asked, mine = self._validation, list[AnsweredPrompt]()
+        assert asked is not None, "a validation without prompts"
         sync.push(version, is_validation=True)
-        evaluate(self._engine, self._scorer, prompts, settings, mine.append, self._rendezvous)
+        evaluate(self._engine, self._scorer, asked.prompts, asked.settings, mine.append, self._rendezvous)
         sync.end_sampling()
         return mine
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,21 +17,19 @@ from mega_rl.errors import InputError
 from mega_rl.evaluation.evaluate import (
     AnsweredPrompt,
     EvaluationSettings,
+    ValidationSet,
     answered,
-    requests_of,
 )
 from mega_rl.fleet.engines import EngineLimits
 from mega_rl.fleet.executor import FleetExecutor, Requests
 from mega_rl.fleet.scheduler import FleetScheduler
 from mega_rl.fleet.step_window import STATE_VERSION
-from mega_rl.fleet.tickets import Key, Rules
+from mega_rl.fleet.tickets import Rules
 from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.collectives import together
 from mega_rl.parallel.sending import spread
 from mega_rl.rewards.scorer import Scorer
 from mega_rl.rollout.collect.collect import GroupSummary, PromptGroup
-from mega_rl.rollout.engine import Request
-from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.scheduling.fleet_state import (
     Scores,
     decoded,
@@ -46,10 +43,10 @@ from mega_rl.stages.sampling.batch_builder import (
     judged,
     staleness_metrics,
     teaches,
-    to_score,
 )
+from mega_rl.stages.sampling.ticket_requests import TicketRequests, TicketScoring
 from mega_rl.stages.weights.weight_sync import Sync
-from mega_rl.types import Prompt, Score, Trajectory
+from mega_rl.types import Prompt
 
 T = TypeVar("T")
 SILENCE = 2.0  # times the longest limit of an engine: the scheduler has acted long before
@@ -87,20 +84,31 @@ class FleetBatches:
     """``Batches`` of a fleet. Rank 0 has a scheduler in a thread, and owns all trajectories.
 
     Every group is of the step that it was sampled for; none is carried. A dropped group is replaced by a prompt of an
-    order of the step's own (``Stream.spare``), so that no step waits for the drops of the steps before it.
+    order of the step's own (``BatchOrder.spare``), so that no step waits for the drops of the steps before it.
     """
 
-    def __init__(self, job: SamplingJob, stream: PromptStream, fleet: Fleet, scorer: Scorer, total_steps: int) -> None:
+    def __init__(
+        self,
+        job: SamplingJob,
+        stream: PromptStream,
+        fleet: Fleet,
+        scorer: Scorer,
+        total_steps: int,
+        validation: ValidationSet | None = None,
+    ) -> None:
+        """``validation``: what validations ask; None: there are none."""
         self._config, self._timers, self._stream, self._fleet = job.config, job.timers, stream, fleet
         self._scorer, self._rendezvous, self._trajectory_store = scorer, job.rendezvous, job.trajectory_store
         self._rules = rules_of(job.config, fleet.num_engines, len(stream.dataset), total_steps)
-        self._scoring_time = BusyTime()
+        self._validation = validation
+        # What the scheduler's thread calls, which reads nothing else of this object; both are frozen.
+        self._requests = TicketRequests.of_run(job.config, self._rules, stream.batch_order, validation)
+        self._scoring = TicketScoring(job.config, scorer, BusyTime())
         self._state: Mapping[str, Any] | None = None  # encoded, to go on from
         self._thread: SchedulerThread | None = None  # on rank 0, from the first step on
         self._done: list[GroupSummary] = []  # of the step before
         self._num_built = 0  # steps of the run so far
         self._published = 0  # the newest version that the scheduler knows of
-        self._held_out: tuple[Sequence[Prompt], EvaluationSettings] | None = None  # of the newest validation
         self.probed = fleet
 
     def build(self, step: int) -> Batch:
@@ -113,7 +121,7 @@ class FleetBatches:
         self._stream.next_batch()  # what the main tickets of this step draw
         found = self._on_first("sampling", partial(self._taken, step))
         ((kept, dropped),) = spread(found, [0])
-        self._timers.add("reward", self._scoring_time.take())  # beside the sampling
+        self._timers.add("reward", self._scoring.busy_time.take())  # beside the sampling
         self._done, self._num_built = kept + dropped, step + 1
         figures = {
             "generated": len(kept) + len(dropped),
@@ -125,21 +133,18 @@ class FleetBatches:
         metrics |= staleness_metrics(step, kept) | ({} if self._thread is None else self._thread.record.figures())
         return Batch(kept, [], dropped, metrics, self._trajectory_store, sampled_for=step + 1)
 
-    def validation(
-        self, sync: Sync, version: int, prompts: Sequence[Prompt], settings: EvaluationSettings
-    ) -> list[AnsweredPrompt]:
+    def validation(self, sync: Sync, version: int) -> list[AnsweredPrompt]:
         """As of ``Batches``, on rank 0. Engines go on with the steps in the air, the newest included, besides."""
         sync.push(version, is_validation=True)
         if version < self._rules.total_steps:
             sync.push(version)  # for the step that may begin with it
-        self._held_out = prompts, settings
         found = self._on_first("validation", partial(self._validated, version))
         sync.end_sampling()
         return found or []
 
     def _validated(self, version: int) -> list[AnsweredPrompt]:
-        assert self._held_out is not None, "it has been set"
-        prompts, settings = self._held_out
+        assert self._validation is not None, "a validation without prompts"
+        prompts, settings = self._validation.prompts, self._validation.settings
         if self._thread is None:  # before the first step
             self._thread = self._started(version, num_drawn=version)
         self._thread.validate(version, len(prompts), settings.n + settings.is_greedy)
@@ -255,40 +260,11 @@ class FleetBatches:
         limit_s = SILENCE * max(fleet.limits.start_s, fleet.limits.load_s, fleet.limits.progress_s)
         scheduler = FleetScheduler(self._rules, fleet.limits, range(fleet.num_engines), state)
         with HEART.waiting("room for the rollout engines", is_for_ranks=False):
-            executor = fleet.open(self.requests)
+            executor = fleet.open(self._requests)
         output_dir = Path(self._config.trainer.output_dir)
-        thread = SchedulerThread(scheduler, executor, self._start_scoring, is_kept, scores, limit_s, output_dir)
+        thread = SchedulerThread(scheduler, executor, self._scoring.start, is_kept, scores, limit_s, output_dir)
         self._timers.watch = lambda phase, seconds: thread.record.of_trainer(phase, seconds, HEART.step)
         return thread
-
-    def requests(self, key: Key, samples: Sequence[int]) -> list[Request]:
-        """The requests of some samples of a ticket, each with its seed: ``mega_rl.fleet.executor.Requests``."""
-        config = self._config
-        if key.step < 0:
-            assert self._held_out is not None, "nobody asks for a validation"
-            prompts, settings = self._held_out
-            asked = {request.sample_index: request for request in requests_of(prompts[key.ticket], settings)}
-            return [asked[sample] for sample in samples]
-        order, _, place = self._rules.place(key)
-        prompt = self._stream.spare(key.step, place) if order == "spare" else self._stream.item(key.step, key.ticket)
-        made = make_requests(
-            [prompt],
-            n=config.rollout.n,
-            step=key.step,
-            seed=config.trainer.seed,
-            max_tokens=config.data.max_response_length,
-            temperature=config.rollout.temperature,
-            with_routing=config.rollout.routing_replay == "rollout",
-        )
-        return [made[sample] for sample in samples]
-
-    def _start_scoring(self, key: Key, trajectory: Trajectory) -> Future[Score]:
-        if key.step < 0:  # of a validation: scored as ``evaluate`` does, in its own time
-            return self._scorer.start(trajectory)
-        self._scoring_time.begin()
-        score = self._scorer.start(to_score(self._config, trajectory))
-        score.add_done_callback(lambda _: self._scoring_time.end())
-        return score
 
 
 @dataclass(frozen=True)

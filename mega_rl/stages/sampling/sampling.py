@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mega_rl.bridge.outgoing.noise import AqnNoise
 from mega_rl.config.schema.sections import RolloutConfig
-from mega_rl.data.prompts import PromptStream
+from mega_rl.data.prompts import PromptDataset, PromptStream
 from mega_rl.fleet.engines import EngineLimits
 from mega_rl.fleet.executor import Requests
 from mega_rl.megatron.engine import MegatronEngine
@@ -16,32 +16,14 @@ from mega_rl.rewards.scorer import Scorer
 from mega_rl.rollout.collect.replay import RecordedExecutor, Records
 from mega_rl.rollout.remote.fleet.leases import keeping
 from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor
-from mega_rl.rollout.remote.fleet.store_sink import StoreSink, ValidationSink
+from mega_rl.rollout.remote.fleet.store_sink import StoreSink
 from mega_rl.stages.run.episodes import plan_there, with_episodes
 from mega_rl.stages.run.sampling_job import SamplingJob
 from mega_rl.stages.sampling.batch_builder import BatchBuilder, Batches
 from mega_rl.stages.sampling.fleet_batches import Fleet, FleetBatches
+from mega_rl.stages.sampling.validation import validation_set
 from mega_rl.stages.weights import engines, outgoing
-from mega_rl.stages.weights.weight_sync import (
-    Pushed,
-    StoreSync,
-    Sync,
-    WeightSync,
-)
-
-
-class RecordedFleetSync:
-    """A ``Sync`` of recorded rollouts: nothing is sent."""
-
-    def __init__(self, noise: AqnNoise) -> None:
-        self._noise = noise
-
-    def push(self, version: int, is_validation: bool = False) -> Pushed:
-        assert not is_validation, "records hold no validation"
-        return Pushed(version, self._noise.sigma(version))
-
-    def end_sampling(self) -> None:
-        """Do nothing: no memory was taken."""
+from mega_rl.stages.weights.weight_sync import RecordedSync, Sync
 
 
 def recorded_fleet(job: SamplingJob, actor: MegatronEngine, noise: AqnNoise) -> tuple[Fleet, Sync]:
@@ -50,7 +32,7 @@ def recorded_fleet(job: SamplingJob, actor: MegatronEngine, noise: AqnNoise) -> 
     assert config.replay is not None, "there are records"
     job.say(f"rollout.replay: responses come from {config.replay}, there is no engine to validate with")
     records = Records(Path(config.replay), job.shape.mixture)
-    return Fleet(config.num_engines, limits_of(config), partial(RecordedExecutor, records)), RecordedFleetSync(noise)
+    return Fleet(config.num_engines, limits_of(config), partial(RecordedExecutor, records)), RecordedSync(None, noise)
 
 
 def store_fleet(job: SamplingJob, actor: MegatronEngine, noise: AqnNoise) -> tuple[Fleet, Sync]:
@@ -75,8 +57,7 @@ def store_fleet(job: SamplingJob, actor: MegatronEngine, noise: AqnNoise) -> tup
         return executor
 
     sync = outgoing.weight_sync(job, actor, sink, noise, weights.slots)
-    exact = WeightSync(actor, [], ValidationSink(sink), (), sync.dtype, None, sync.model)
-    return Fleet(config.num_engines, limits_of(config), opened), StoreSync(sync, exact)
+    return Fleet(config.num_engines, limits_of(config), opened), sync
 
 
 def limits_of(config: RolloutConfig) -> EngineLimits:
@@ -92,12 +73,13 @@ def sampling(
     prompts: PromptStream,
     scorer: Scorer,
     total_steps: int,
+    held_out: PromptDataset | None,
 ) -> tuple[Batches, Sync]:
     """What every step learns from, and the sync that gives the engines behind it the actor's weights. Collective."""
-    config, layout = job.config, job.engine_layout
+    config, layout, asked = job.config, job.engine_layout, validation_set(job, held_out)
     if config.rollout.mode == "synchronous":
         engine, sync = engines.engine_and_sync(job, actor, noise)
-        return BatchBuilder(job, prompts, with_episodes(config, layout, engine, job.plan), scorer), sync
+        return BatchBuilder(job, prompts, with_episodes(config, layout, engine, job.plan), scorer, asked), sync
     make = store_fleet if config.rollout.replay is None else recorded_fleet
     fleet, sync = make(job, actor, noise)
-    return FleetBatches(job, prompts, fleet, scorer, total_steps), sync
+    return FleetBatches(job, prompts, fleet, scorer, total_steps, asked), sync

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from mega_rl.data.prompts import PromptDataset
-from mega_rl.evaluation.evaluate import EvaluationSettings, evaluation_metrics, summarized
+from mega_rl.evaluation.evaluate import EvaluationSettings, ValidationSet, evaluation_metrics, summarized
 from mega_rl.observe.observer import Observer
 from mega_rl.observe.sinks.console import before_after_table
 from mega_rl.rewards.scorer import Scorer
@@ -17,6 +17,15 @@ from mega_rl.stages.sampling.batch_builder import Batches
 from mega_rl.stages.sampling.rollout_metrics import shown_sample
 from mega_rl.stages.score.scoring import RewardWatch
 from mega_rl.stages.weights.weight_sync import Sync
+
+
+def validation_set(job: SamplingJob, held_out: PromptDataset | None) -> ValidationSet | None:
+    """What the validations of a run ask; None: there is no validation set."""
+    if held_out is None:
+        return None
+    settings, limit, seed = job.config.validation, job.config.data.max_response_length, job.config.trainer.seed
+    asked = EvaluationSettings(job.engine_layout, settings.n, settings.temperature, limit, seed)
+    return ValidationSet(held_out.prompts, asked)
 
 
 class Validator:
@@ -30,11 +39,7 @@ class Validator:
         batches: Batches,
         scorer: Scorer,
     ) -> None:
-        config, settings = job.config, job.config.validation
-        self.settings = EvaluationSettings(
-            job.engine_layout, settings.n, settings.temperature, config.data.max_response_length, config.trainer.seed
-        )
-        self.num_shown = config.logging.num_text_samples
+        self.layout, self.num_shown = job.engine_layout, job.config.logging.num_text_samples
         self.timers, self.watch = job.timers, RewardWatch(job.say)
         self.dataset, self.sync, self.batches, self.scorer = held_out, sync, batches, scorer
         self.trajectory_store = job.trajectory_store
@@ -45,8 +50,8 @@ class Validator:
         if self.dataset is None:
             return {}
         with self.timers("validate"):
-            mine = self.batches.validation(self.sync, step, self.dataset.prompts, self.settings)
-            rows = summarized(mine, self.settings.layout, self.trajectory_store)
+            mine = self.batches.validation(self.sync, step)
+            rows = summarized(mine, self.layout, self.trajectory_store)
             if self.scorer.collective is not None:
                 summaries = [row.summary for row in rows]
                 scores = self.scorer.collective.complete(summaries, [row.score for row in rows], self.trajectory_store)

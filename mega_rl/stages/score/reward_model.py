@@ -26,7 +26,7 @@ from mega_rl.types import (
 
 
 class RewardModel:
-    """A ``Judge``: it scores all trajectories of a step at once, when the engine sleeps.
+    """A ``CollectiveReward``: it scores all trajectories of a step at once, when the engine sleeps.
 
     Args:
         reward: what its part of a score is called, and how much it weighs.
@@ -40,7 +40,7 @@ class RewardModel:
     def complete(
         self, summaries: Sequence[TrajectorySummary], scores: Sequence[Score], source: TokenSource
     ) -> list[Score]:
-        """As ``Judge.complete``; the reward that an environment gave stays what it is.
+        """As ``CollectiveReward.complete``; the reward that an environment gave stays what it is.
 
         Raises:
             InputError: a value is not finite.

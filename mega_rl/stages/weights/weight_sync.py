@@ -39,6 +39,9 @@ class Sync(Protocol):
     def push(self, version: int, is_validation: bool = False) -> Pushed:
         """Make the engines sample from the weights of ``version``; collective.
 
+        Where engines fetch their weights, a version is pushed for training as soon as they may sample with it, which
+        may be before its step; to push it again then does nothing, and returns what the first push did.
+
         Args:
             version: number of finished steps; keys the noise.
             is_validation: push exact weights, without noise or other outgoing transforms. May be followed by a training
@@ -50,39 +53,23 @@ class Sync(Protocol):
 
 
 class RecordedSync:
-    """A ``Sync`` for recorded rollouts: nothing is sent, they were sampled with the same version and noise."""
+    """A ``Sync`` for recorded rollouts: nothing is sent, they were sampled with the same version and noise.
 
-    def __init__(self, records: ReplayEngine, noise: AqnNoise) -> None:
+    Args:
+        records: answers with the rollouts of one step, and is told which; None: those of a fleet are asked for by step.
+    """
+
+    def __init__(self, records: ReplayEngine | None, noise: AqnNoise) -> None:
         self._records, self._noise = records, noise
 
     def push(self, version: int, is_validation: bool = False) -> Pushed:
         assert not is_validation, "records hold no validation"
-        self._records.turn_to(version)
+        if self._records is not None:
+            self._records.turn_to(version)
         return Pushed(version, self._noise.sigma(version))
 
     def end_sampling(self) -> None:
         """Do nothing: no memory was taken."""
-
-
-class StoreSync:
-    """A ``Sync`` of engines that fetch their weights: those of validations have a place of their own.
-
-    A version is pushed once for training: as soon as engines may sample with it, which may be before its step.
-    """
-
-    def __init__(self, training: Sync, exact: Sync) -> None:
-        self._training, self._exact = training, exact
-        self._last: Pushed | None = None
-
-    def push(self, version: int, is_validation: bool = False) -> Pushed:
-        if is_validation:
-            return self._exact.push(version, is_validation=True)
-        if self._last is None or self._last.version != version:
-            self._last = self._training.push(version)
-        return self._last
-
-    def end_sampling(self) -> None:
-        self._training.end_sampling()
 
 
 class WeightSync:
@@ -115,6 +102,7 @@ class WeightSync:
         sink.connect(sources)
         self.plan_s = time.perf_counter() - start
         self._pushed: tuple[int, bool] | None = None  # (version that the engines hold, whether it is for training)
+        self._for_training: Pushed | None = None  # the last one
 
     def push(self, version: int, is_validation: bool = False) -> Pushed:
         """As ``Sync.push``, with the actor's present weights.
@@ -126,19 +114,25 @@ class WeightSync:
             RuntimeError: the version is not newer than what the engines hold, the engines hold another version than was
                 pushed last, or ``bridge.verify`` found a live weight that differs from the trainer's.
         """
+        last = self._for_training
+        if self.sink.keeps_versions and not is_validation and last is not None and last.version == version:
+            return last
         self.trainer.policy.refuse_replaced("a push")
         self._check_version(version, is_validation)
         outgoing = fold([*self.model, *(() if is_validation else self.transforms)], self._read, version)
         self.trainer.offload.to_host("gradients", "optimizer")
         platform.current().empty_cache()  # a waking engine takes its memory from the device, not from torch's cache
-        transfer_count = self.sink.update(outgoing.read, version)
+        transfer_count = self.sink.update(outgoing.read, version, is_validation)
         self._pushed = version, not is_validation
         metrics = self._metrics(transfer_count, outgoing)
         metrics |= self._verify(outgoing.read, version)
         self.trainer.offload.to_host("weights")
         platform.current().empty_cache()
         self.sink.begin_sampling()
-        return Pushed(version, outgoing.sigma, metrics)
+        pushed = Pushed(version, outgoing.sigma, metrics)
+        if not is_validation:
+            self._for_training = pushed
+        return pushed
 
     def end_sampling(self) -> None:
         self.sink.make_room()

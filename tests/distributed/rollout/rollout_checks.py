@@ -180,9 +180,9 @@ def takes_whole_experts(engine: VLLMEngine, model: PreTrainedModel, path: Path) 
     sink.connect(sources)
     perturb(model, 17, 0.05)
     full = dict(hf_weights(model))
-    ledger = sink.update(lambda local_name, name, box, local_box: full[name][indices(box)], 1)
+    transfer_count = sink.update(lambda local_name, name, box, local_box: full[name][indices(box)], 1)
     experts = sum(tensor.numel() for name, tensor in full.items() if ".experts." in name)
-    assert ledger.bytes_local >= 4 * experts // 2, "own experts were sent"
+    assert transfer_count.bytes_local >= 4 * experts // 2, "own experts were sent"
     return equals_hf(engine, model)
 
 

@@ -124,11 +124,11 @@ def test_fingerprints_see_content_order_and_borders() -> None:
 @given(st.integers(1, 5), st.integers(0, 12), st.booleans())
 def test_any_batch_of_a_run_is_known_by_its_number_and_has_spares(batch_size: int, batch: int, shuffle: bool) -> None:
     source = stream(batch_size, shuffle)
-    expected = take(stream(batch_size, shuffle), batch + 1)[batch]
-    assert "".join(source.item(batch, place) for place in range(batch_size)) == expected
-    spares = [source.spare(batch, place) for place in range(10 - batch_size)]
+    order, expected = source.batch_order, take(stream(batch_size, shuffle), batch + 1)[batch]
+    assert "".join(order.item(batch, place) for place in range(batch_size)) == expected
+    spares = [order.spare(batch, place) for place in range(10 - batch_size)]
     assert sorted([*expected, *spares]) == list("abcdefghij") and source.epochs == 0
-    assert spares != [source.spare(batch + 1, place) for place in range(10 - batch_size)] or batch_size > 3
+    assert spares != [order.spare(batch + 1, place) for place in range(10 - batch_size)] or batch_size > 3
 
 
 def test_whole_batches_are_told_from_other_positions() -> None:

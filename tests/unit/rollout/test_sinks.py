@@ -136,7 +136,7 @@ class Worker:
 
 
 class Threads:
-    """Stands for ``Fleet``: its workers are threads, which really exchange bytes with the trainer's rank."""
+    """Stands for ``EngineGroup``: its workers are threads, which really exchange bytes with the trainer's rank."""
 
     host = "127.0.0.1"
 

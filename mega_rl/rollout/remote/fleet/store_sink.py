@@ -50,6 +50,7 @@ class StoreSink:
     """
 
     inspect = None  # every load is proved by its digest, in the engine
+    keeps_versions = True
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class StoreSink:
             engine_size: workers of one engine.
             num_slots: versions that engines may ask for, and one that is being written.
             num_here: trainer ranks on rank 0's node, the first ones; None: as the launcher says.
-            has_validation: there is a place for the weights of validations, see ``ValidationSink``.
+            has_validation: there is a place for the weights of validations, without which there can be none.
 
         Raises:
             InputError: on every rank, if that node has not so much memory.
@@ -90,7 +91,7 @@ class StoreSink:
         self._filled: set[int] = set()  # slots that hold every tensor of some version
         # by worker, of the newest version and of the newest validation; on rank 0 only
         self._digests: list[list[Digest]] = [[{} for _ in series] for _ in range(2)]
-        self.stored: dict[int, StoredVersion] = {}  # by version, what engines may ask for; on rank 0 only
+        self.stored: dict[int, StoredVersion] = {}  # by number of the weights, what engines may ask for; on rank 0 only
 
     @property
     def store(self) -> Store | None:
@@ -111,21 +112,22 @@ class StoreSink:
         if (names := self._weights.changing) is not None:
             self._changing = self._plan(sources, [having(series, names) for series in wanted])
 
-    def update(self, read: Read, version: int) -> TransferCount:
+    def update(self, read: Read, version: int, is_validation: bool = False) -> TransferCount:
         """Write a version over the oldest one, or a validation's over the last: nobody may ask for that any more."""
         assert self._whole is not None and self._changing is not None, "an update before connect"
-        slot = self.form.slot(version)
+        number = held_out(version) if is_validation else version
+        slot = self.form.slot(number)
         part = self._changing if slot in self._filled else self._whole
-        for old in [old for old in self.stored if self.form.is_over(old, version)]:
+        for old in [old for old in self.stored if self.form.is_over(old, number)]:
             del self.stored[old]
-        write = HashedWrite(write_into(self._memory(version)), self.form.salt)
+        write = HashedWrite(write_into(self._memory(number)), self.form.salt)
         with torch.no_grad(), nullcontext() if part.is_collective else together("writing into the weight store"):
             window = part.move(read, write)
         parts = gather_objects(write.digest())
         self._filled.add(slot)
-        self._version = max(self._version, version)
+        self._version = version
         if is_first():
-            self._publish(version, summed(parts))
+            self._publish(number, summed(parts))
         return window
 
     def begin_sampling(self) -> None:
@@ -134,18 +136,18 @@ class StoreSink:
     def make_room(self) -> None:
         """Do nothing: the engines have devices of their own."""
 
-    def _publish(self, version: int, found: Digest) -> None:
-        digests = self._digests[version < 0]
+    def _publish(self, number: int, found: Digest) -> None:
+        digests = self._digests[number < 0]
         for (name, hf_name), value in found.items():
             worker, local_name = name.split(SEPARATOR)
             digests[int(worker)][local_name, hf_name] = value
-        self.stored[version] = StoredVersion(version, [dict(digest) for digest in digests])
+        self.stored[number] = StoredVersion(number, [dict(digest) for digest in digests])
 
-    def _memory(self, version: int) -> dict[str, torch.Tensor]:
-        """The version's slot, by the names of ``_of_worker``; nothing on a rank without a store."""
+    def _memory(self, number: int) -> dict[str, torch.Tensor]:
+        """The slot of these weights, by the names of ``_of_worker``; nothing on a rank without a store."""
         if self._store is None:
             return {}
-        parameters = (self._store.parameters(worker, version) for worker in range(len(self.form.workers)))
+        parameters = (self._store.parameters(worker, number) for worker in range(len(self.form.workers)))
         return {
             f"{worker}{SEPARATOR}{name}": tensor
             for worker, named in enumerate(parameters)
@@ -171,40 +173,6 @@ class StoreSink:
             platform.current().synchronize,
         )
         return StorePart(lambda read, write: transfer.run(read, write, dtype), is_collective=True)
-
-
-class ValidationSink:
-    """A ``WeightSink`` of the same store: what it is given as a version is there as that version's validation.
-
-    The validation before must have ended, since its weights are written over.
-    """
-
-    inspect = None
-
-    def __init__(self, sink: StoreSink) -> None:
-        """``sink``: is connected, and has a place for validations."""
-        self._sink, self._version = sink, 0
-
-    @property
-    def weight_version(self) -> int:
-        return self._version
-
-    def layout(self) -> list[list[Series]]:
-        return self._sink.layout()
-
-    def connect(self, sources: Layout) -> None:
-        """Do nothing: the plans are those of the store."""
-
-    def update(self, read: Read, version: int) -> TransferCount:
-        window = self._sink.update(read, held_out(version))
-        self._version = version
-        return window
-
-    def begin_sampling(self) -> None:
-        """Do nothing: engines fetch the weights when they want."""
-
-    def make_room(self) -> None:
-        """Do nothing: the engines have devices of their own."""
 
 
 def _of_worker(series: Series, worker: int) -> Series:

@@ -18,7 +18,7 @@ from mega_rl.fleet.tickets import held_out
 from mega_rl.models.shape import parse_config
 from mega_rl.parallel.collectives import broadcast_object, gather_objects
 from mega_rl.rollout.remote import weight_store
-from mega_rl.rollout.remote.fleet.store_sink import StoreSink, ValidationSink
+from mega_rl.rollout.remote.fleet.store_sink import StoreSink
 from mega_rl.rollout.remote.weight_store import Store, take
 from mega_rl.rollout.sinks import SentWeights
 from tests.distributed.rollout.remote.run_remote_engines import place
@@ -52,7 +52,7 @@ class World:
         def read(local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> torch.Tensor:
             return shards[local_name][indices(local_box)]
 
-        self.ledger = (ValidationSink(self.sink) if exact else self.sink).update(read, version)
+        self.ledger = self.sink.update(read, version, exact)
 
     def live(self, worker: int) -> dict[str, torch.Tensor]:
         """Parameters of an engine's worker, with rows of padding and rubbish in them."""

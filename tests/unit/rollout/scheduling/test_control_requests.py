@@ -127,22 +127,22 @@ def test_an_ended_run_and_a_directory_without_one_are_said_in_a_sentence(tmp_pat
 def sitting(
     run: Path, executor: PretendedExecutor | None = None, handle: Callable[[events.Event], None] = lambda event: None
 ) -> Iterator[tuple[ControlRequests, FleetScheduler, FleetRecord]]:
-    """A desk of three engines without a thread."""
+    """The control of three engines without a thread."""
     scheduler = FleetScheduler(RULES, MANY_LIVES, range(3))
     record = FleetRecord(scheduler, run)
     record.hear(None, scheduler.begin(0.0))
     executor = executor or PretendedExecutor(requests, lambda v: v, True)
-    desk = ControlRequests(Mailbox(run), scheduler, executor, record, handle)
+    control = ControlRequests(Mailbox(run), scheduler, executor, record, handle)
     try:
-        yield desk, scheduler, record
+        yield control, scheduler, record
     finally:
-        desk.close()
+        control.close()
 
 
-def attended(desk: ControlRequests, run: Path, question: ControlQuestion) -> dict[str, Any]:
-    """What the desk answers at once."""
+def attended(control: ControlRequests, run: Path, question: ControlQuestion) -> dict[str, Any]:
+    """What it answers at once."""
     (run / DIRECTORY / f"a{QUESTION}").write_text(json.dumps(asdict(question)))
-    desk.attend()
+    control.attend()
     answer = run / DIRECTORY / f"a{ANSWER}"
     found: dict[str, Any] = json.loads(answer.read_text())
     answer.unlink()
@@ -168,27 +168,29 @@ class Away(PretendedExecutor):
 @pytest.mark.parametrize(("method", "calls", "released"), [("reserve", 2, 2), ("has_room", 1, 3)])
 def test_places_that_cannot_be_had_are_an_answer(tmp_path: Path, method: str, calls: int, released: int) -> None:
     executor = Away(method, calls)
-    with sitting(tmp_path, executor) as (desk, _, _):
-        assert attended(desk, tmp_path, ControlQuestion("add", count=3, wait_s=60.0)) == {"error": "Ray is away: look"}
+    with sitting(tmp_path, executor) as (control, _, _):
+        assert attended(control, tmp_path, ControlQuestion("add", count=3, wait_s=60.0)) == {
+            "error": "Ray is away: look"
+        }
         assert executor.num_released == released and executor.room == 5, "what was reserved has been given back"
-        assert len(attended(desk, tmp_path, ControlQuestion("status"))["answer"]["engines"]) == 3
+        assert len(attended(control, tmp_path, ControlQuestion("status"))["answer"]["engines"]) == 3
 
 
 def test_a_status_without_the_cluster_says_what_is_known(tmp_path: Path) -> None:
-    with sitting(tmp_path, Away("whereabouts")) as (desk, _, _):
-        engines = attended(desk, tmp_path, ControlQuestion("status"))["answer"]["engines"]
+    with sitting(tmp_path, Away("whereabouts")) as (control, _, _):
+        engines = attended(control, tmp_path, ControlQuestion("status"))["answer"]["engines"]
     assert [engine["node"] for engine in engines] == ["", "", ""]
 
 
 def test_room_is_asked_for_within_a_bound(tmp_path: Path) -> None:
     executor = PretendedExecutor(requests, lambda v: v, True)
-    with sitting(tmp_path, executor) as (desk, _, _):
-        found = attended(desk, tmp_path, ControlQuestion("add", count=100_000, wait_s=60.0))
+    with sitting(tmp_path, executor) as (control, _, _):
+        found = attended(control, tmp_path, ControlQuestion("add", count=100_000, wait_s=60.0))
         assert found == {"error": "at most 1,024 engines can be waited for: ask for fewer"} and executor.room == 0
         (tmp_path / DIRECTORY / f"0{QUESTION}").write_text(
             json.dumps(asdict(ControlQuestion("add", count=3, wait_s=60.0)))
         )
-        found = attended(desk, tmp_path, ControlQuestion("add", count=1022))
+        found = attended(control, tmp_path, ControlQuestion("add", count=1022))
         assert found["error"] == "at most 1,024 engines can be waited for, and 3 are waited for already: ask for fewer"
 
 
@@ -198,11 +200,14 @@ def test_what_ends_a_run_is_no_answer_to_a_question(tmp_path: Path) -> None:
     def handle(event: events.Event) -> None:
         raise InputError("a picture cannot be read")
 
-    with sitting(tmp_path, handle=handle) as (desk, _, _), pytest.raises(InputError, match="a picture cannot be read"):
-        attended(desk, tmp_path, ControlQuestion("remove", count=1))
+    with (
+        sitting(tmp_path, handle=handle) as (control, _, _),
+        pytest.raises(InputError, match="a picture cannot be read"),
+    ):
+        attended(control, tmp_path, ControlQuestion("remove", count=1))
     fenced = Away("reserve", error=InputError("another trainer has them"))
-    with sitting(tmp_path, fenced) as (desk, _, _), pytest.raises(InputError, match="another trainer has them"):
-        attended(desk, tmp_path, ControlQuestion("add", count=1))
+    with sitting(tmp_path, fenced) as (control, _, _), pytest.raises(InputError, match="another trainer has them"):
+        attended(control, tmp_path, ControlQuestion("add", count=1))
 
 
 def test_a_directory_that_is_away_is_looked_into_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,12 +230,12 @@ def test_a_run_whose_timeline_cannot_be_written_says_so(tmp_path: Path) -> None:
 
 
 def test_weights_of_a_validation_are_named(tmp_path: Path) -> None:
-    with sitting(tmp_path) as (desk, scheduler, record):
+    with sitting(tmp_path) as (control, scheduler, record):
         for engine, version in enumerate((held_out(3), 2)):
             scheduler.engines[engine].condition, scheduler.engines[engine].load = Condition.SERVING, 1
             scheduler.engines[engine].version = version
             record.hear(events.Started(engine, 0), [])
-        status = desk.status()["engines"]
+        status = control.status()["engines"]
     assert [(e["version"], e["staleness"]) for e in status] == [("validation of 3", None), (2, -2), (None, None)]
     record.close()
     sampled = [a.details["version"] for a in read_trace(tmp_path / TIMELINE) if a.name == "sampling"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,14 +12,15 @@ import pytest
 from mega_rl.config.schema.sections import RunConfig
 from mega_rl.data.stream import Stream, fingerprint
 from mega_rl.errors import InputError
-from mega_rl.evaluation.evaluate import EvaluationSettings, requests_of
+from mega_rl.evaluation.evaluate import EvaluationSettings, ValidationSet, requests_of
 from mega_rl.fleet.engines import EngineLimits
 from mega_rl.fleet.tickets import Key, held_out
 from mega_rl.observe.timers import Timers
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.rollout.requests import sample_seed
+from mega_rl.stages.sampling.batch_builder import BusyTime
 from mega_rl.stages.sampling.fleet_batches import Fleet, FleetBatches
-from mega_rl.stages.weights.weight_sync import Pushed, StoreSync
+from mega_rl.stages.sampling.ticket_requests import TicketScoring
 from mega_rl.types import Outcome, Prompt, Trajectory
 
 
@@ -38,7 +39,9 @@ def first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mega_rl.stages.sampling.fleet_batches.dist.get_rank", lambda: 0)
 
 
-def batches(mode: str = "pinned", eta: int = 1, enabled: bool = True) -> FleetBatches:
+def batches(
+    mode: str = "pinned", eta: int = 1, enabled: bool = True, validation: ValidationSet | None = None
+) -> FleetBatches:
     config = RunConfig()
     config.rollout.mode, config.rollout.max_staleness, config.rollout.n = mode, eta, 3
     config.data.train_batch_size, config.data.max_response_length = 2, 8
@@ -46,7 +49,7 @@ def batches(mode: str = "pinned", eta: int = 1, enabled: bool = True) -> FleetBa
     fleet = Fleet(5, EngineLimits(), lambda _: pytest.fail("nothing is started"))
     stream = Stream(Prompts(), 2, True, 0)
     job: Any = SimpleNamespace(config=config, timers=Timers(), rendezvous=None, trajectory_store=None)
-    return FleetBatches(job, stream, fleet, None, total_steps=10)  # type: ignore[arg-type]
+    return FleetBatches(job, stream, fleet, None, total_steps=10, validation=validation)  # type: ignore[arg-type]
 
 
 def state(**changes: Any) -> dict[str, Any]:
@@ -60,13 +63,27 @@ def state(**changes: Any) -> dict[str, Any]:
 
 
 def test_requests_have_the_seeds_of_their_step_and_sample() -> None:
-    made = batches()
-    first, second = made.requests(Key(3, 1), (0, 2))
-    prompt = Stream(Prompts(), 2, True, 0).item(3, 1)
+    requests = batches()._requests
+    first, second = requests(Key(3, 1), (0, 2))
+    prompt = Stream(Prompts(), 2, True, 0).batch_order.item(3, 1)
     assert first.prompt == second.prompt == prompt and (first.sample_index, second.sample_index) == (0, 2)
     assert second.seed == sample_seed(0, 3, prompt.index, 2)
-    of_step = [made.requests(Key(3, ticket), (0,))[0].prompt.index for ticket in range(9)]
+    of_step = [requests(Key(3, ticket), (0,))[0].prompt.index for ticket in range(9)]
     assert sorted(of_step) == list(range(9))  # replacements too: no prompt twice in a step
+
+
+def test_what_the_other_thread_asks_is_frozen_and_does_not_depend_on_the_loop() -> None:
+    made = batches()
+    keys = [Key(step, ticket) for step in range(6) for ticket in range(9)]
+    before = [made._requests(key, (0, 1, 2)) for key in keys]
+    made._stream.next_batch()
+    made._stream.next_item()
+    made.load_state_dict(state())
+    assert [made._requests(key, (0, 1, 2)) for key in reversed(keys)] == before[::-1]
+    for one in (made._requests, made._requests.batch_order, made._requests.rules, made._scoring):
+        for field in fields(one):
+            with pytest.raises(FrozenInstanceError):
+                setattr(one, field.name, None)
 
 
 def test_a_budget_is_never_larger_than_the_data_and_groups_are_cut_for_many_engines() -> None:
@@ -105,41 +122,22 @@ def test_a_synchronous_checkpoint_has_nothing_in_the_air() -> None:
 
 
 def test_a_validation_asks_for_what_an_evaluation_asks_for() -> None:
-    made, prompts = batches(), [Prompt(i, (1, i), str(i), "0", "digits") for i in range(3)]
+    prompts = [Prompt(i, (1, i), str(i), "0", "digits") for i in range(3)]
     settings = EvaluationSettings(EngineLayout(1, 1), n=2, temperature=0.5, max_tokens=8, seed=3)
-    made._held_out = prompts, settings
-    found = made.requests(Key(held_out(4), 1), (2, 0))
+    found = batches(validation=ValidationSet(prompts, settings))._requests(Key(held_out(4), 1), (2, 0))
     assert found == requests_of(prompts[1], settings)[:2] and found[0].greedy and found[0].prompt is prompts[1]
 
 
 def test_a_validation_is_scored_as_an_evaluation_in_its_own_time() -> None:
-    made, scored = batches(), list[Any]()
-    made._config.environment.unfinished = "leave_out"
-    made._scorer = SimpleNamespace(start=lambda trajectory: scored.append(trajectory) or Future())  # type: ignore[assignment]
+    config, scored, busy_time = RunConfig(), list[Any](), BusyTime()
+    config.environment.unfinished = "leave_out"
+    scorer: Any = SimpleNamespace(start=lambda trajectory: scored.append(trajectory) or Future())  # type: ignore[func-returns-value]
+    scoring = TicketScoring(config, scorer, busy_time)
     prompt = Prompt(0, (1,), "", "0", "digits")
     whole = Trajectory.single_turn(prompt, 0, (2,), (-1.0,), "", "length", 0)
     cut = replace(whole, episode=Outcome("turns", 1, 1.0, None, {}))
-    made._start_scoring(Key(held_out(0), 0), cut)
-    assert scored == [cut] and made._scoring_time._num_open == 0
-    made._start_scoring(Key(0, 0), cut)
+    scoring.start(Key(held_out(0), 0), cut)
+    assert scored == [cut] and busy_time._num_open == 0
+    scoring.start(Key(0, 0), cut)
+    assert busy_time._num_open == 1
     assert scored[1].episode.failure is not None, "a step may leave it out"
-
-
-def test_weights_are_pushed_once_for_training_and_exact_ones_besides() -> None:
-    class Counted:
-        def __init__(self) -> None:
-            self.calls: list[tuple[int, bool]] = []
-
-        def push(self, version: int, is_validation: bool = False) -> Pushed:
-            self.calls.append((version, is_validation))
-            return Pushed(version, 0.5)
-
-        def end_sampling(self) -> None:
-            pytest.fail("nothing ends")
-
-    training, exact = Counted(), Counted()
-    sync = StoreSync(training, exact)
-    for version in range(2):
-        sync.push(version, is_validation=True)
-        assert sync.push(version) is sync.push(version)
-    assert training.calls == [(0, False), (1, False)] and exact.calls == [(0, True), (1, True)]

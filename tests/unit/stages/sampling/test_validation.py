@@ -13,11 +13,11 @@ from mega_rl.config import RunConfig
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
 from mega_rl.rollout.collect.trajectory_store import TrajectoryStore
 from mega_rl.stages.sampling.batch_builder import BatchBuilder
-from mega_rl.stages.sampling.validation import Validator
+from mega_rl.stages.sampling.validation import Validator, validation_set
 from mega_rl.stages.weights.weight_sync import Pushed
 from tests.pretended.answering import PROMPTS, FakeEngine, FakeScorer
 
-LAYOUT, DEPOT = EngineLayout(1, 1), TrajectoryStore(ParallelLayout.create(1), 0)
+LAYOUT, STORE = EngineLayout(1, 1), TrajectoryStore(ParallelLayout.create(1), 0)
 
 
 class Sync:
@@ -40,7 +40,7 @@ class Everybody:
 def job_of(config: RunConfig, timers: Any, say: Callable[[str], None]) -> Any:
     meeting = Everybody()
     return SimpleNamespace(
-        config=config, engine_layout=LAYOUT, timers=timers, say=say, rendezvous=meeting, trajectory_store=DEPOT
+        config=config, engine_layout=LAYOUT, timers=timers, say=say, rendezvous=meeting, trajectory_store=STORE
     )
 
 
@@ -53,7 +53,7 @@ def test_a_validation_is_an_evaluation_between_two_calls_of_the_sync(monkeypatch
     monkeypatch.setattr("mega_rl.stages.sampling.batch_builder.dist.get_rank", lambda: 0)
     monkeypatch.setattr("mega_rl.stages.sampling.batch_builder.engine_ranks", lambda *_: None)
     job = job_of(config, timers, said.append)
-    batches = BatchBuilder(job, None, engine, FakeScorer())  # type: ignore[arg-type]
+    batches = BatchBuilder(job, None, engine, FakeScorer(), validation_set(job, dataset))  # type: ignore[arg-type]
     validator = Validator(job, dataset, sync, batches, FakeScorer())  # type: ignore[arg-type]
     observer: Any = SimpleNamespace(samples=lambda step, tag, rows: shown.append((step, tag, len(rows))))
     first = validator.validate(observer, step=0)

@@ -23,7 +23,7 @@ from mega_rl.stages.weights.weight_sync import (
 )
 
 BOX = ((0, 2),)
-LEDGER = TransferCount(10, 20, 30, 30, 1.0, 2)
+COUNT = TransferCount(10, 20, 30, 30, 1.0, 2)
 
 
 class Sink:
@@ -31,8 +31,8 @@ class Sink:
 
     inspect = None
 
-    def __init__(self, done: list[Any]) -> None:
-        self.done = done
+    def __init__(self, done: list[Any], keeps_versions: bool = False) -> None:
+        self.done, self.keeps_versions = done, keeps_versions
         self.weight_version = 0
         self.held = torch.zeros(2)
 
@@ -42,10 +42,10 @@ class Sink:
     def connect(self, sources: Any) -> None:
         self.done.append(("connect", sources))
 
-    def update(self, read: Read, version: int) -> TransferCount:
-        self.done.append(("update", version))
+    def update(self, read: Read, version: int, is_validation: bool = False) -> TransferCount:
+        self.done.append(("update", version, is_validation))
         self.held, self.weight_version = read("local", "hf", BOX, BOX), version
-        return LEDGER
+        return COUNT
 
     def begin_sampling(self) -> None:
         self.done.append("begin sampling")
@@ -85,8 +85,8 @@ class Times:
         return {"aqn/num_tensors": float(sum(records))}
 
 
-def new_sync(done: list[Any]) -> tuple[WeightSync, Sink]:
-    sink, trainer = Sink(done), Trainer(done)
+def new_sync(done: list[Any], keeps_versions: bool = False) -> tuple[WeightSync, Sink]:
+    sink, trainer = Sink(done, keeps_versions), Trainer(done)
     transforms = [Times(3.0, done)]
     return WeightSync(trainer, [["held"]], sink, transforms, torch.bfloat16, proof=None), sink  # type: ignore[arg-type, list-item]
 
@@ -98,7 +98,7 @@ def test_parts_take_the_device_in_turn() -> None:
     sync, _ = new_sync(done)
     assert done == [("connect", [["held"]])]
     sync.push(version=2)
-    update = [("to host", "gradients", "optimizer"), ("update", 2), ("to host", "weights"), "begin sampling"]
+    update = [("to host", "gradients", "optimizer"), ("update", 2, False), ("to host", "weights"), "begin sampling"]
     assert done[1:] == [("refuse", "a push"), ("transform", 2), *update]
     sync.end_sampling()
     assert done[-2:] == ["make room", "to device"]
@@ -132,6 +132,20 @@ def refuses(sync: WeightSync, version: int, is_validation: bool) -> None:
         sync.push(version, is_validation)
 
 
+def test_a_kept_version_is_written_once_for_training_and_its_exact_weights_besides() -> None:
+    done: list[Any] = []
+    sync, _ = new_sync(done, keeps_versions=True)
+    for version in (2, 3):
+        assert sync.push(version, is_validation=True).sigma == 0.0
+        pushed = sync.push(version)
+        num_done = len(done)
+        assert sync.push(version) is pushed and pushed.sigma == 0.5 and len(done) == num_done, "nothing is done again"
+    updates = [one for one in done if one[0] == "update"]
+    assert updates == [("update", version, exact) for version in (2, 3) for exact in (True, False)]
+    for version, is_validation in ((3, True), (2, False)):
+        refuses(sync, version, is_validation)
+
+
 def test_an_engine_that_somebody_else_updated_is_refused() -> None:
     sync, sink = new_sync([])
     sync.push(3)
@@ -146,9 +160,11 @@ def test_records_carry_the_version_and_the_noise_of_the_schedule() -> None:
     config = AqnConfig(enabled=True, schedule="constant", sigma_start=0.25)
     sync = RecordedSync(records, AqnNoise(config, total_steps=4))
     assert sync.push(version=3) == Pushed(3, 0.25) and turned == [3]
+    of_fleet = RecordedSync(None, AqnNoise(config, total_steps=4))
+    assert of_fleet.push(version=2) == Pushed(2, 0.25) and turned == [3]
 
 
-def test_ledgers_become_declared_metrics() -> None:
+def test_transfer_counts_become_declared_metrics() -> None:
     parts = [
         TransferCount(10, sent, 30, 30, seconds, 2, pack_s=seconds / 4, transfer_s=0.1, write_s=0.2)
         for sent, seconds in ((20, 1.0), (40, 2.0))

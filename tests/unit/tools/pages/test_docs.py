@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from mega_rl.config.schema.sections import RunConfig
+from mega_rl.models.shape import FAMILIES
 from tests.launching.launch import REPO
-from tests.style.test_layers import ROOMS
+from tests.style.test_layers import LEVEL
 
 PAGES = sorted(path for path in REPO.glob("docs/*.md") if not path.stem.endswith("_zh"))
 PAIRS = [*PAGES, REPO / "README.md"]
@@ -28,6 +29,8 @@ OTHER_WORDS = {
     "全部页面": "全部文档",
     "逐比特": "逐位",
     "训练器": "训练端",
+    "权重仓库": "权重存放处",
+    "引擎组": "引擎群",
 }
 UNTRANSLATED = re.compile(r"(?<![\w（/-])(rank|token|checkpoint|loss)s?(?![\w/-])", re.ASCII)
 BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
@@ -77,7 +80,7 @@ def unknown_keys(text: str) -> list[str]:
     sections = {field.name for field in dataclasses.fields(RunConfig)}
     candidates = (re.fullmatch(r"([a-z_]+(?:\.[a-z_0-9]+)+)(?:\s*[:=].*)?", span) for span in spans(text))
     keys = {found[1] for found in candidates if found and found[1].split(".")[0] in sections}
-    files = set(ROOMS) | {key for key in keys if key.rsplit(".", 1)[1] in ("py", "md", "json", "txt", "yaml")}
+    files = set(LEVEL) | {key for key in keys if key.rsplit(".", 1)[1] in ("py", "md", "json", "txt", "yaml")}
     return sorted(key for key in keys - files - OTHER_SPELLINGS if not is_key(key))
 
 
@@ -156,17 +159,14 @@ def test_chinese_has_the_words_of_the_glossary(page: Path) -> None:
 
 def test_new_places_in_the_changelog_are_real() -> None:
     text = (REPO / "CHANGELOG.md").read_text(encoding="utf-8")
-    moved = re.findall(r"^ *\| (`mega_rl[^|]*) \| `(mega_rl[^`|]*)` \|$", text, re.MULTILINE)
+    moved = re.findall(r"^ *\| `mega_rl[^|]* \| (`mega_rl[^|]*`) \|$", text, re.MULTILINE)
     assert moved
-    for _, now in moved:
+    for now in re.findall("`([^`]*)`", " ".join(moved)):
         stem, _, last = now.rpartition(".")
         for name in last.strip("{}").split(","):
             module = REPO / stem.replace(".", "/")
             inside = module.with_suffix(".py")
-            assert (module / f"{name}.py").exists() or f"class {name}" in inside.read_text(encoding="utf-8"), (
-                stem,
-                name,
-            )
+            assert (module / f"{name}.py").exists() or f"class {name}" in inside.read_text(encoding="utf-8"), now
 
 
 @pytest.mark.parametrize("suffix", ["", "_zh"])
@@ -175,6 +175,12 @@ def test_measurements_of_the_readme_are_those_of_the_page(suffix: str) -> None:
     readme = (REPO / f"README{suffix}.md").read_text(encoding="utf-8").splitlines()
     rows = [line for line in readme if re.search(r"\| `python -m (pytest|benchmarks)[^|]*\|$", line)]
     assert len(rows) == 5 and [line for line in rows if line not in page] == []
+
+
+@pytest.mark.parametrize("suffix", ["", "_zh"])
+def test_readme_has_every_model_family(suffix: str) -> None:
+    rows = re.findall(r"^\|[^|`]+\| `(\w+For\w+)` \|", (REPO / f"README{suffix}.md").read_text(encoding="utf-8"), re.M)
+    assert rows == list(FAMILIES)
 
 
 def test_differences_are_found() -> None:

@@ -14,7 +14,7 @@ from mega_rl.rollout.receiver import Link
 from mega_rl.rollout.vllm import engine as vllm_engine, receiving_engine
 from mega_rl.rollout.vllm.engine import VLLMEngine
 from mega_rl.rollout.vllm.receiving_engine import ReceivingEngine
-from tests.contract.test_vllm_signatures import NEWEST, OLDEST, names, signature
+from tests.contract.vllm_signatures.test_vllm_signatures import NEWEST, OLDEST, names, signature
 
 PARAMETERS = {"model.norm.weight": torch.zeros(2)}
 ANSWERS = {"receiver_parameters": PARAMETERS, "receiver_load": set(PARAMETERS)}
