@@ -97,7 +97,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", help="model directory or id, checkpoint, or directory of a run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as data.max_response_length=512")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="default: that of the run the model is from")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help="repeatable; default: that of the run the model is from",
+    )
     parser.add_argument(DATA, action="append", metavar="FILE", help=".jsonl, .json, .parquet; default: the run's own")
     parser.add_argument("--out", type=Path, metavar="DIR", help="directory of the results")
     parser.add_argument("--reward", action="append", metavar="NAME", help="instead of the configuration's; repeatable")
