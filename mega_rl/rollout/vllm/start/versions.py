@@ -138,8 +138,8 @@ def _apply_experts_023(
     weights_inputs: bool,
 ) -> Tensor:
     output, weights = torch.empty_like(hidden_states), (layer.w13_weight, layer.w2_weight)
-    switch = {WEIGHTED_INPUTS: weights_inputs}
-    _PlainExperts(layer).apply(output, hidden_states, *weights, topk_weights, topk_ids, **switch)
+    chosen = topk_weights, topk_ids
+    _PlainExperts(layer).apply(output, hidden_states, *weights, *chosen, apply_router_weight_on_input=weights_inputs)
     return output
 
 
