@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mega_rl.bridge.mapping.megatron import megatron_slices, padded_vocab_size
+from mega_rl.bridge.mapping.megatron import ModelChunk, Shard, megatron_slices
 from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.mapping.vllm import full_slices, vllm_slices
 from mega_rl.bridge.reshard.execute import Transfer, TransferCount
@@ -62,11 +62,10 @@ def local_parameters(slices: list[Slice], model: dict[str, torch.Tensor] | None,
 
 
 def trainer_slices(tp: int, pp: int) -> list[list[Slice]]:
-    per_stage, vocab = SHAPE.num_layers // pp, padded_vocab_size(SHAPE.vocab_size, tp)
+    per_stage = SHAPE.num_layers // pp
+    stages = [(range(p * per_stage, (p + 1) * per_stage), p == 0, p == pp - 1) for p in range(pp)]
     return [
-        megatron_slices(SHAPE, tp, t, range(p * per_stage, (p + 1) * per_stage), p == 0, p == pp - 1, vocab)
-        for p in range(pp)
-        for t in range(tp)
+        megatron_slices(SHAPE, ModelChunk(layers, Shard(t, tp), *ends)) for layers, *ends in stages for t in range(tp)
     ]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from mega_rl.bridge.mapping.megatron import megatron_series, megatron_slices, padded_vocab_size
+from mega_rl.bridge.mapping.megatron import ModelChunk, Shard, megatron_series, megatron_slices
 from mega_rl.bridge.mapping.vllm import full_slices, vllm_series, vllm_slices
 from mega_rl.bridge.reshard.buckets import schedule
 from mega_rl.bridge.reshard.plan import ReshardPlan, compile_plan
@@ -169,10 +169,10 @@ SHAPE = ModelShape(
 def trainer(tp: int, pp: int, dp: int) -> Layout:
     """Ranks in Megatron's order: tensor fastest, then data, then pipeline."""
     per_stage = SHAPE.num_layers // pp
-    vocab = padded_vocab_size(SHAPE.vocab_size, tp)
+    stages = [(range(p * per_stage, (p + 1) * per_stage), p == 0, p == pp - 1) for p in range(pp)]
     return [
-        megatron_slices(SHAPE, tp, t, range(p * per_stage, (p + 1) * per_stage), p == 0, p == pp - 1, vocab)
-        for p in range(pp)
+        megatron_slices(SHAPE, ModelChunk(layers, Shard(t, tp), *ends))
+        for layers, *ends in stages
         for _ in range(dp)
         for t in range(tp)
     ]
@@ -292,11 +292,10 @@ def held_by(shape: ModelShape, layout: ParallelLayout, rank: int) -> list[Series
     held: list[Series] = []
     for chunk in range(layout.num_chunks):
         is_last = stage == layout.pipeline - 1 and chunk == layout.num_chunks - 1
-        axes = layout.expert, ep_rank, layout.expert_tensor, etp_rank
+        axes = Shard(ep_rank, layout.expert), Shard(etp_rank, layout.expert_tensor)
         layers = layout.layers_of_chunk(shape.num_layers, stage, chunk)
-        padded = padded_vocab_size(shape.vocab_size, layout.tensor)
         ends = stage == chunk == 0, is_last
-        series = megatron_series(shape, layout.tensor, tp_rank, layers, *ends, padded, *axes)
+        series = megatron_series(shape, ModelChunk(layers, Shard(tp_rank, layout.tensor), *ends, *axes))
         held += [replace(one, local_name=f"chunk{chunk}.{one.local_name}") for one in series]
     return held
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mega_rl.bridge.mapping.megatron import megatron_slices
+from mega_rl.bridge.mapping.megatron import ModelChunk, megatron_slices
 from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.mapping.vllm import full_slices, vllm_series
 from mega_rl.bridge.reshard.proof import LoadProof, Proof
@@ -196,7 +196,7 @@ class Trainer:
     """One rank that holds all of a model."""
 
     def __init__(self) -> None:
-        self.slices = megatron_slices(SHAPE, 1, 0, range(SHAPE.num_layers), True, True, SHAPE.vocab_size)
+        self.slices = megatron_slices(SHAPE, ModelChunk(range(SHAPE.num_layers)))
         self.model = random_model(DTYPE)
 
     def read(self, local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> torch.Tensor:
