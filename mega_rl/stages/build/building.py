@@ -38,6 +38,7 @@ from mega_rl.config.schema.stage import (
     reward_model,
 )
 from mega_rl.data.prompts import PromptDataset, PromptStream
+from mega_rl.data.rows.rows import DataFiles
 from mega_rl.data.stream import Stream
 from mega_rl.errors import InputError
 from mega_rl.megatron.engine import MegatronEngine
@@ -84,7 +85,7 @@ from mega_rl.types import DTYPES
 def prompt_stream(session: Session) -> PromptStream:
     data = session.config.data
     dataset = PromptDataset.from_files(
-        data.train_files,
+        DataFiles(data.train_files),
         session.tokenizer,
         data,
         needs_truth=rows_need_truth(session.config),
@@ -104,11 +105,9 @@ def validation_prompts(session: Session) -> PromptDataset | None:
     if not data.val_files or session.config.rollout.replay is not None:
         return None
     return PromptDataset.from_files(
-        data.val_files,
+        DataFiles.validation(data),
         session.tokenizer,
         data,
-        key="data.val_files",
-        max_samples=data.max_val_samples,
         needs_truth=rows_need_truth(session.config),
         tools=() if session.plan is None else session.plan.tools,
         picture_set=session.picture_set,
