@@ -41,7 +41,7 @@ from mega_rl.data.prompts import PromptDataset, PromptStream
 from mega_rl.data.rows.rows import DataFiles
 from mega_rl.data.stream import Stream
 from mega_rl.errors import InputError
-from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.megatron.engine import MegatronEngine, Optimization
 from mega_rl.megatron.groups import Groups
 from mega_rl.megatron.model.spec import TrainerSpec
 from mega_rl.megatron.model.value import NewScore
@@ -169,18 +169,9 @@ def trainer(
     groups: Groups | None = None,
 ) -> MegatronEngine:
     """Any model that is trained, at the layout of ``spec``; as ``MegatronEngine``."""
-    return MegatronEngine(
-        spec,
-        optimizer,
-        shape,
-        ParallelLayout.of(spec.parallel, session.layout.world_size),
-        session.device,
-        weights,
-        num_optimizer_steps,
-        session.config.trainer.max_skipped_steps,
-        base,
-        groups,
-    )
+    policy = MegatronPolicy(spec, shape, ParallelLayout.of(spec.parallel, session.layout.world_size), session.device)
+    optimization = Optimization(optimizer, num_optimizer_steps, session.config.trainer.max_skipped_steps)
+    return MegatronEngine(policy, weights, optimization, base, groups)
 
 
 def reference(session: Session, actor: MegatronEngine) -> Reference | None:
