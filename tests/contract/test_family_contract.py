@@ -12,9 +12,10 @@ import torch
 from mega_rl.bridge.files.huggingface import HFReader, HFWriter
 from mega_rl.bridge.mapping.live_check import difference
 from mega_rl.bridge.mapping.megatron import ModelChunk, Shard, megatron_slices
-from mega_rl.bridge.mapping.tensors import ROLES, hf_tensors, roles
-from mega_rl.bridge.mapping.vllm import full_slices, vllm_slices
+from mega_rl.bridge.mapping.tensors import ROLES, full_series, hf_tensors, roles
+from mega_rl.bridge.mapping.vllm import vllm_slices
 from mega_rl.bridge.reshard.plan import compile_plan
+from mega_rl.bridge.series import slices_of
 from mega_rl.bridge.slices import Slice, indices, whole_box
 from mega_rl.errors import InputError
 from mega_rl.models.fit import engine_problems, expert_problems, tensor_problems
@@ -127,7 +128,7 @@ def test_trainer_slices_are_exact_both_ways(family: str, layout: tuple[int, int,
     back = to_hf(shape, parts, locals_)
     for name, tensor in model.items():
         assert torch.equal(back[name], tensor), name
-    compile_plan([*parts, []], [[] for _ in parts] + [full_slices(shape)])  # every element has an owner
+    compile_plan([*parts, []], [[] for _ in parts] + [slices_of(full_series(shape))])  # every element has an owner
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])

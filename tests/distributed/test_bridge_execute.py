@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 
 from mega_rl.bridge.mapping.megatron import ModelChunk, Shard, megatron_slices
-from mega_rl.bridge.mapping.tensors import hf_tensors
-from mega_rl.bridge.mapping.vllm import full_slices, vllm_slices
+from mega_rl.bridge.mapping.tensors import full_series, hf_tensors
+from mega_rl.bridge.mapping.vllm import vllm_slices
 from mega_rl.bridge.reshard.execute import Transfer, TransferCount
 from mega_rl.bridge.reshard.plan import compile_plan
+from mega_rl.bridge.series import slices_of
 from mega_rl.bridge.slices import Box, Slice, indices
 from mega_rl.models.shape import ModelShape
 
@@ -115,7 +116,7 @@ class Rank:
         def read(name: str, hf_name: str, hf_box: Box, box: Box) -> torch.Tensor:
             return mine[name][indices(box)]
 
-        wanted = [full_slices(SHAPE) if r in destination_ranks else [] for r in range(self.world_size)]
+        wanted = [slices_of(full_series(SHAPE)) if r in destination_ranks else [] for r in range(self.world_size)]
         transfer = Transfer(compile_plan(sources, wanted), self.rank, self.world_size, None, bucket_bytes)
         seen = []
         for name, tensor in transfer.stream(read, list(model), torch.bfloat16):

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from mega_rl.bridge.mapping.megatron import ModelChunk, Shard, megatron_slices, own_name, padded_vocab_size
-from mega_rl.bridge.mapping.tensors import hf_tensors
-from mega_rl.bridge.mapping.vllm import engine_experts, full_slices, vllm_slices
+from mega_rl.bridge.mapping.tensors import full_series, hf_tensors
+from mega_rl.bridge.mapping.vllm import engine_experts, vllm_slices
+from mega_rl.bridge.series import slices_of
 from mega_rl.bridge.slices import Slice, flat_range, indices, num_elements, subtract, whole_box
 from mega_rl.models.fit import engine_problems, engine_vocab_size, tensor_problems
 from mega_rl.models.mixture import Mixture
@@ -215,7 +216,7 @@ def test_vllm_slices_equal_plain_torch_and_round_trip(family: str, tied: bool, t
 def test_full_slices_are_the_model() -> None:
     shape = model_shape()
     model = random_model(shape)
-    assert_equal(to_local(full_slices(shape), model), model)
+    assert_equal(to_local(slices_of(full_series(shape)), model), model)
 
 
 @pytest.mark.parametrize(

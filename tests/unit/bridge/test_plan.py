@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from mega_rl.bridge.mapping.megatron import ModelChunk, Shard, megatron_series, megatron_slices
-from mega_rl.bridge.mapping.vllm import full_slices, vllm_series, vllm_slices
+from mega_rl.bridge.mapping.tensors import full_series
+from mega_rl.bridge.mapping.vllm import vllm_series, vllm_slices
 from mega_rl.bridge.reshard.buckets import schedule
 from mega_rl.bridge.reshard.plan import ReshardPlan, compile_plan
 from mega_rl.bridge.reshard.runs import Move
@@ -239,7 +240,7 @@ def test_uncovered_elements_are_named() -> None:
 
 @pytest.mark.parametrize("room", [30, 300])
 def test_a_small_room_is_kept(room: int) -> None:
-    sources, destinations = trainer(2, 2, 1), [full_slices(SHAPE), *engines(1, 3)]
+    sources, destinations = trainer(2, 2, 1), [slices_of(full_series(SHAPE)), *engines(1, 3)]
     check_plan(compile_plan(sources, destinations), sources, destinations, room)
 
 
@@ -255,7 +256,7 @@ def test_cuts_move_to_the_start_of_a_row_or_a_tensor() -> None:
 
 
 def test_a_capacity_below_the_number_of_peers_is_refused() -> None:
-    plan = compile_plan(trainer(2, 2, 1), [full_slices(SHAPE), *engines(1, 3)])
+    plan = compile_plan(trainer(2, 2, 1), [slices_of(full_series(SHAPE)), *engines(1, 3)])
     with pytest.raises(ValueError, match="bridge.bucket_bytes has room for 1 elements"):
         schedule(plan, 0, 1)
 
