@@ -13,6 +13,7 @@ from mega_rl.algorithms.preference import answer_sums
 from mega_rl.algorithms.value import values_at_ends
 from mega_rl.config import RunConfig
 from mega_rl.config.schema.sections import DataConfig
+from mega_rl.data.rows.rows import DataFiles
 from mega_rl.data.stream import Dataset, Stream
 from mega_rl.megatron.engine import LossFunction, MegatronEngine, ValueLoss
 from mega_rl.microbatch import Figures, Microbatch, Sequence
@@ -36,15 +37,7 @@ class FromFiles(Protocol):
     """A data set as a class method of its class reads it."""
 
     @classmethod
-    def from_files(
-        cls,
-        files: list[str],
-        tokenizer: PreTrainedTokenizerBase,
-        data: DataConfig,
-        *,
-        key: str = ...,
-        max_samples: int | None = ...,
-    ) -> Self: ...
+    def from_files(cls, files: DataFiles, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Self: ...
 
 
 def read(job: Job, kind: type[Data], options: Callable[[], dict[str, Any]] = dict) -> tuple[Data, Data | None]:
@@ -58,10 +51,9 @@ def read(job: Job, kind: type[Data], options: Callable[[], dict[str, Any]] = dic
         given = options()
     with together("reading the data"):  # what is collective within raises on every rank at once
         from_files: Callable[..., Data] = partial(kind.from_files, **given)
-        dataset, held_out = from_files(data.train_files, tokenizer, data), None
+        dataset, held_out = from_files(DataFiles(data.train_files), tokenizer, data), None
         if data.val_files:
-            limit = data.max_val_samples
-            held_out = from_files(data.val_files, tokenizer, data, key="data.val_files", max_samples=limit)
+            held_out = from_files(DataFiles.validation(data), tokenizer, data)
     return dataset, held_out
 
 
