@@ -1,4 +1,4 @@
-"""Continued pre-training on plain text: what is read; how it is learnt stands in ``parts/next_tokens.py``."""
+"""Continued pre-training on plain text: what is read; how it is learnt stands in ``offline/next_tokens.py``."""
 
 from __future__ import annotations
 

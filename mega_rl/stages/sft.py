@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on conversations: what is read; how it is learnt stands in ``parts/next_tokens.py``."""
+"""Supervised fine-tuning on conversations: what is read; how it is learnt stands in ``offline/next_tokens.py``."""
 
 from __future__ import annotations
 
