@@ -27,7 +27,7 @@ class PreparedBatch:
 
 
 class TrainingMethod(Protocol[Item]):
-    """How items become a loss, and the sums of the loss metrics."""
+    """How items become a loss, and how the sums that the loss returns become metrics."""
 
     @property
     def section(self) -> str:
@@ -59,7 +59,7 @@ def update(
 ) -> dict[str, float]:
     """One optimizer step; returns its metrics. Collective."""
     prepared = method.prepared(batch)
-    totals, metrics = learn(job, model, prepared.microbatches, prepared.loss, is_read)
+    totals, metrics = learn(job, model, prepared, is_read)
     metrics |= method.figures(batch, totals.sums) | prepared.figures
     return {f"{method.section}/{name}": value for name, value in metrics.items()}
 
@@ -68,7 +68,7 @@ def validate(job: Job, model: MegatronEngine, held_out: HeldOut[Item]) -> dict[s
     """Metrics of the held-out items. Collective."""
     method, items = held_out.method, held_out.items
     prepared = method.prepared(items)
-    sums = measured(job, model, prepared.microbatches, prepared.loss).sums
+    sums = measured(job, model, prepared).sums
     metrics = {"loss": sums["loss"]} | method.val_figures(items, sums) | prepared.figures
     return {f"{method.section}/val_{name}": value for name, value in metrics.items()}
 
@@ -77,13 +77,7 @@ def means(sums: Mapping[str, float], names: Collection[str], count: int) -> dict
     return {name: sums[name] / count for name in names}
 
 
-def learn(
-    job: Job,
-    model: MegatronEngine,
-    microbatches: list[Microbatch],
-    loss: LossFunction | ValueLoss,
-    is_read: bool,
-) -> tuple[Totals, dict[str, float]]:
+def learn(job: Job, model: MegatronEngine, prepared: PreparedBatch, is_read: bool) -> tuple[Totals, dict[str, float]]:
     """One optimizer step: the figures over all ranks, and metrics by the last parts of their names. Collective.
 
     With optimizer in ``memory.offload`` its state is on the host while there are activations.
@@ -92,7 +86,7 @@ def learn(
         is_read: more than the next forward and backward pass reads the weights.
     """
     model.offload.to_host("optimizer")
-    totals = totals_of(job.share, model.forward_backward(microbatches, loss))
+    totals = totals_of(job.share, model.forward_backward(prepared.microbatches, prepared.loss))
     model.offload.to_device("optimizer")
     step = model.optimizer_step(next_is_forward_backward=not is_read)
     warn_if_skipped(job.say, model, step)
@@ -105,11 +99,12 @@ def learn(
 
 
 @torch.no_grad()
-def measured(job: Job, model: MegatronEngine, microbatches: list[Microbatch], loss: LossFunction | ValueLoss) -> Totals:
-    """What an objective says of the present weights, its loss as one of the sums. Collective."""
+def measured(job: Job, model: MegatronEngine, prepared: PreparedBatch) -> Totals:
+    """What the loss says of the present weights, itself as one of the sums. Collective."""
     is_of_values = model.policy.shape.head == "value"
-    of_all: list[Any] = (model.policy.token_values if is_of_values else model.token_stats)(microbatches)
-    found = [loss(one, microbatch) for one, microbatch in zip(of_all, microbatches, strict=True)]
+    pass_of = model.policy.token_values if is_of_values else model.token_stats
+    outputs: list[Any] = pass_of(prepared.microbatches)
+    found = [prepared.loss(output, m) for output, m in zip(outputs, prepared.microbatches, strict=True)]
     reports = [Figures({"loss": value, **figures.sums}, figures.maxima) for value, figures in found]
     # Every pipeline stage was given the statistics; they count once.
     return totals_of(job.share, reports if job.share.is_last_stage else [])

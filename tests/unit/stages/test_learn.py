@@ -28,6 +28,6 @@ def test_the_optimizer_is_away_while_there_are_activations(monkeypatch: pytest.M
     monkeypatch.setattr(method, "warn_if_skipped", lambda *arguments: None)
     session: Any = SimpleNamespace(share=None, say=None)
     loss: Any = None
-    _, metrics = method.learn(session, model, [], loss, is_read=True)
+    _, metrics = method.learn(session, model, method.PreparedBatch([], loss), is_read=True)
     assert metrics["loss"] == 2.0
     assert calls == [("to_host", "optimizer"), ("pass", [], None), ("to_device", "optimizer"), ("step",)]
