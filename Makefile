@@ -84,7 +84,8 @@ format: venv ## rewrite the code in the house format
 types: venv ## mypy
 	@$(BIN)/mypy
 
-reference: venv ## write docs/configuration.md and docs/metrics.md, also in Chinese, from the schema and the metrics
+reference: venv ## write configs/README.md, docs/configuration.md and docs/metrics.md, also in Chinese, from recipes, schema and metrics
+	@$(BIN)/python tools/recipes.py
 	@$(BIN)/python tools/reference.py
 
 tensorboard: venv ## the dashboard of every run under runs/

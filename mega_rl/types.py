@@ -135,14 +135,12 @@ class Trajectory:
         text: str,
         finish_reason: str,
         version: int,
-        routed_experts: npt.NDArray[np.unsignedinteger[Any]] | None = None,
     ) -> Trajectory:
-        """A prompt and one response [R] to it, sampled with the weights of one sync.
+        """A prompt and one response [R] to it, sampled with the weights of one sync, without experts.
 
         Args:
             logprobs: [R], nats.
             version: of the sync.
-            routed_experts: [L-1, M, K], as the field.
         """
         assert len(logprobs) == len(response_ids), "one log-probability per response token"
         num_prompt, length = len(prompt.token_ids), len(prompt.token_ids) + len(response_ids)
@@ -158,7 +156,6 @@ class Trajectory:
             turns=(TurnSpan(PROMPT, 0, num_prompt), TurnSpan(ASSISTANT, num_prompt, length)),
             text=text,
             finish_reason=finish_reason,
-            routed_experts=routed_experts,
         )
 
     @property

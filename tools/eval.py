@@ -38,7 +38,7 @@ from mega_rl.config.schema.sections import RewardConfig
 from mega_rl.data.pictures.image_processor import picture_reader
 from mega_rl.data.pictures.picture_set import PictureSet, has_pictures
 from mega_rl.data.prompts import PromptDataset
-from mega_rl.data.rows.rows import atomic_path, each_row
+from mega_rl.data.rows.rows import DataFiles, atomic_path, each_row
 from mega_rl.data.tokens.tokenizer import load_tokenizer
 from mega_rl.errors import InputError
 from mega_rl.evaluation.comparison import compare
@@ -97,7 +97,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", help="model directory or id, checkpoint, or directory of a run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as data.max_response_length=512")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="default: that of the run the model is from")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help="repeatable; default: that of the run the model is from",
+    )
     parser.add_argument(DATA, action="append", metavar="FILE", help=".jsonl, .json, .parquet; default: the run's own")
     parser.add_argument("--out", type=Path, metavar="DIR", help="directory of the results")
     parser.add_argument("--reward", action="append", metavar="NAME", help="instead of the configuration's; repeatable")
@@ -213,11 +219,9 @@ def answer_all(
         plan = plan_of(config, tokenizer)
     picture_set = picture_set_of(config, tokenizer)
     prompts = PromptDataset.from_files(
-        config.data.val_files,
+        DataFiles.validation(config.data, DATA),
         tokenizer,
         config.data,
-        key=DATA,
-        max_samples=config.data.max_val_samples,
         needs_truth=rows_need_truth(config),
         tools=() if plan is None else plan.tools,
         picture_set=picture_set,

@@ -40,7 +40,13 @@ SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(i?)B")
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, metavar="FILE", help="YAML file, see configs/")
+    parser.add_argument(
+        "--config",
+        action="append",
+        required=True,
+        metavar="FILE",
+        help="YAML file, see configs/README.md; repeatable: each changes those before it",
+    )
     parser.add_argument("--device-memory", default="64GiB", metavar="SIZE", help="of one device (default: 64GiB)")
     parser.add_argument("--devices", type=int, metavar="N", help="of the trainer (default: the fewest it can start on)")
     parser.add_argument(

@@ -59,49 +59,52 @@ phase() { # phase NAME COMMAND...: run it and note the seconds, and the processo
 processor_seconds() { # what `times` has last said of the children that have ended, user and system together
     awk 'NR == 2 { gsub(/[ms]/, " "); print int($1 * 60 + $2 + $3 * 60 + $4) }' "$dir/.times"
 }
-train() { # train CONFIG [key=value ...] on two ranks, on a port that is free
+train() { # train --config FILE ... [key=value ...] on two ranks, on a port that is free
     local port
     port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
     "$python" -m torch.distributed.run --nproc-per-node 2 --master-addr 127.0.0.1 --master-port "$port" \
-        tools/train.py --config "$@" "trainer.seed=$seed" "data.seed=$seed"
+        tools/train.py "$@" "trainer.seed=$seed" "data.seed=$seed"
 }
 held_out() { # held_out MODEL OUT: the held-out problems, once greedy and $samples times sampled
-    "$python" tools/eval.py "$1" --config "configs/quickstart$suffix.yaml" --data "$dir/data/val.jsonl" --samples "$samples" \
-        --tensor-parallel 1 --out "$2"
+    "$python" tools/eval.py "$1" "${grpo[@]}" --data "$dir/data/val.jsonl" --samples "$samples" --tensor-parallel 1 --out "$2"
 }
 
-task=arithmetic suffix="" samples=8 family=qwen2
+stages=configs/quickstart_stages base=(--config configs/quickstart/base.yaml)
+task=arithmetic samples=8 family=qwen2 sft=$stages/sft.yaml grpo=("${base[@]}" --config configs/quickstart/grpo.yaml)
 if [ "$what" = tools ]; then
-    task=products suffix=_tools samples=0
+    task=products samples=0
 elif [ "$what" = vision ]; then
-    task=shapes suffix=_vision family=qwen2_5_vl
+    task=shapes family=qwen2_5_vl
+fi
+if [ "$what" = tools ] || [ "$what" = vision ]; then
+    sft=configs/quickstart_$what/sft.yaml grpo=(--config "configs/quickstart_$what/grpo.yaml")
 fi
 phase "tiny model" "$python" tools/make_tiny_model.py --family "$family" --tokenizer "$task" --seed "$seed" \
     --out "$dir/model"
 phase "data set" "$python" tools/prepare_data.py "$task" --seed "$seed" --out "$dir/data"
-phase "supervised warm-up" train "configs/quickstart${suffix}_sft.yaml" \
+phase "supervised warm-up" train --config "$sft" \
     "model.path=$dir/model" "data.train_files=[$dir/data/sft.jsonl]" "trainer.output_dir=$dir/sft"
 prompts=("data.train_files=[$dir/data/train.jsonl]" "data.val_files=[$dir/data/val.jsonl]")
 pairs=("data.train_files=[$dir/data/pairs.jsonl]" "data.val_files=[$dir/data/pairs_val.jsonl]")
 
 if [ "$what" = chain ]; then
-    phase "reward model" train configs/quickstart_rm.yaml "model.path=$dir/sft/huggingface" "${pairs[@]}" \
+    phase "reward model" train --config $stages/rm.yaml "model.path=$dir/sft/huggingface" "${pairs[@]}" \
         "trainer.output_dir=$dir/rm"
-    phase "PPO with it" train configs/quickstart_ppo.yaml "model.path=$dir/sft/huggingface" "${prompts[@]}" \
+    phase "PPO with it" train "${base[@]}" --config configs/quickstart/ppo.yaml "model.path=$dir/sft/huggingface" "${prompts[@]}" \
         "critic.path=$dir/rm/huggingface" "trainer.output_dir=$dir/ppo" algorithm.kl_coefficient=0.2 \
         "rewards=[{name: model, options: {path: $dir/rm}}, {name: exact_match, weight: 0.0}]"
-    phase "DPO" train configs/quickstart_dpo.yaml "model.path=$dir/sft/huggingface" "${pairs[@]}" \
+    phase "DPO" train --config $stages/dpo.yaml "model.path=$dir/sft/huggingface" "${pairs[@]}" \
         "trainer.output_dir=$dir/dpo"
-    phase "SFT with adapters" train configs/quickstart_lora_sft.yaml "model.path=$dir/sft/huggingface" "${prompts[@]}" \
+    phase "SFT with adapters" train --config $stages/lora_sft.yaml "model.path=$dir/sft/huggingface" "${prompts[@]}" \
         "trainer.output_dir=$dir/lora_sft"
     phase "merge" "$python" tools/merge_lora.py "$dir/sft/huggingface" "$dir/lora_sft/adapter" -o "$dir/merged" --verify
-    phase "GRPO of the merged model" train configs/quickstart.yaml "model.path=$dir/merged" "${prompts[@]}" \
+    phase "GRPO of the merged model" train "${grpo[@]}" "model.path=$dir/merged" "${prompts[@]}" \
         "trainer.output_dir=$dir/grpo"
     for stage in sft ppo dpo; do # what GRPO begins and ends with, its own validation says
         phase "held-out sums: $stage" held_out "$dir/$stage/huggingface" "$dir/eval/$stage"
     done
 else
-    phase "GRPO" train "configs/quickstart$suffix.yaml" "model.path=$dir/sft/huggingface" "${prompts[@]}" \
+    phase "GRPO" train "${grpo[@]}" "model.path=$dir/sft/huggingface" "${prompts[@]}" \
         "trainer.output_dir=$dir/grpo"
 fi
 if [ "$what" = tools ]; then # an evaluation answers in one turn: no calculator answers it

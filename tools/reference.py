@@ -170,11 +170,13 @@ HEADS = {
     "configuration": {
         "title": ("Configuration", "配置"),
         "intro": (
-            "One YAML file per run, and `key=value` on the command line. This page is written from "
+            "One or more YAML files per run, each of which changes those before it, and `key=value` on the command "
+            "line ([recipes](../configs/README.md)). This page is written from "
             "[sections.py](../mega_rl/config/schema/sections.py) by `make reference`: change it there. Every run "
             "writes its resolved configuration beside its results, and `--dry-run` prints it. `null` stands for no "
             "value.",
-            "每次运行使用一个 YAML 文件，命令行上可加 `key=value`。本页由 `make reference` 根据 "
+            "每次运行使用一个或多个 YAML 文件，后面的修改前面的，命令行上可加 `key=value`"
+            "（见[配方](../configs/README_zh.md)）。本页由 `make reference` 根据 "
             "[sections.py](../mega_rl/config/schema/sections.py) 生成，修改请在那里进行。"
             "每次运行都会把完整配置写在结果旁边，`--dry-run` 会打印它。`null` 表示没有值。",
         ),

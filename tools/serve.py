@@ -66,7 +66,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="model directory or id, checkpoint, or directory of a run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as rollout.temperature=0.8")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="default: that of the run the model is from")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help="repeatable; default: that of the run the model is from",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="0: any free one (default: 8000)")
     parser.add_argument("--name", help="of the model, as clients see it (default: that of its directory)")

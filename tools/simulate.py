@@ -86,7 +86,13 @@ def count(text: str) -> int:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--config", required=True, metavar="FILE", help="YAML file, see configs/")
+    add(
+        "--config",
+        action="append",
+        required=True,
+        metavar="FILE",
+        help="YAML file, see configs/README.md; repeatable: each changes those before it",
+    )
     add(
         "--lengths",
         required=True,

@@ -41,7 +41,13 @@ STOPPED = 75  # exit status: sysexits.h's EX_TEMPFAIL, "try again later"
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, metavar="FILE", help="YAML file, see configs/")
+    parser.add_argument(
+        "--config",
+        action="append",
+        required=True,
+        metavar="FILE",
+        help="YAML file, see configs/README.md; repeatable: each changes those before it",
+    )
     parser.add_argument("--dry-run", action="store_true", help="validate, print the resolved configuration, and stop")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example optimizer.lr=1e-6")
     return parser.parse_args(arguments)

@@ -43,11 +43,11 @@ from mega_rl.config.schema.sections import (
     ParallelConfig,
 )
 from mega_rl.data.pairs import PairDataset
-from mega_rl.data.rows.rows import write_jsonl
+from mega_rl.data.rows.rows import DataFiles, write_jsonl
 from mega_rl.data.stream import generator
-from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.megatron.engine import MegatronEngine, Optimization
 from mega_rl.megatron.model.spec import TrainerSpec
-from mega_rl.megatron.policy import initialize_groups
+from mega_rl.megatron.policy import MegatronPolicy, initialize_groups
 from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.stages.run.batch_share import BatchShare, pack_for_rank
@@ -91,10 +91,11 @@ class Own:
         )
         optimizer = OptimizerConfig(lr=LR, weight_decay=WEIGHT_DECAY, clip_grad=CLIP, beta1=BETAS[0], beta2=BETAS[1])
         shape, weights = read_model_shape(directory), HFReader(directory)
-        self.engine = MegatronEngine(spec, optimizer, shape, layout, device, weights, 1000, max_skipped_steps=0)
+        policy = MegatronPolicy(spec, shape, layout, device)
+        self.engine = MegatronEngine(policy, weights, Optimization(optimizer, 1000))
         data = DataConfig(max_prompt_length=longest, max_response_length=longest, filter_overlong_prompts=False)
         tokenizer = AutoTokenizer.from_pretrained(directory)
-        pairs = PairDataset.from_files([str(directory / "pairs.jsonl")], tokenizer, data).items
+        pairs = PairDataset.from_files(DataFiles([str(directory / "pairs.jsonl")]), tokenizer, data).items
         sequences = [one for pair in pairs for one in pair.sequences]
         share = BatchShare(layout, 0, MAX_TOKENS, pad_multiple=1, pad_token_id=0)
         self.microbatches = pack_for_rank(share, sequences, unit=2)

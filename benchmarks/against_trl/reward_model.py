@@ -50,9 +50,10 @@ from mega_rl.config.schema.sections import (
     ParallelConfig,
 )
 from mega_rl.data.pairs import PairDataset
-from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.data.rows.rows import DataFiles
+from mega_rl.megatron.engine import MegatronEngine, Optimization
 from mega_rl.megatron.model.spec import TrainerSpec
-from mega_rl.megatron.policy import initialize_groups
+from mega_rl.megatron.policy import MegatronPolicy, initialize_groups
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.stages.models.values import open_value_model, scored_at_end
 from mega_rl.stages.run.batch_share import BatchShare, pack_for_rank
@@ -79,9 +80,12 @@ class Own:
         spec = TrainerSpec(torch.float32, ParallelConfig(), MemoryConfig(), temperature=1.0, chunk_tokens=1024)
         optimizer = OptimizerConfig(lr=LR, weight_decay=WEIGHT_DECAY, clip_grad=CLIP, beta1=BETAS[0], beta2=BETAS[1])
         shape, weights = open_value_model(directory, "model.path", seed=None)
-        self.engine = MegatronEngine(spec, optimizer, shape, layout, device, weights, 1000, max_skipped_steps=0)
+        policy = MegatronPolicy(spec, shape, layout, device)
+        self.engine = MegatronEngine(policy, weights, Optimization(optimizer, 1000))
         data = DataConfig(max_prompt_length=longest, max_response_length=longest, filter_overlong_prompts=False)
-        pairs = PairDataset.from_files([str(directory / "pairs.jsonl")], AutoTokenizer.from_pretrained(directory), data)
+        pairs = PairDataset.from_files(
+            DataFiles([str(directory / "pairs.jsonl")]), AutoTokenizer.from_pretrained(directory), data
+        )
         sequences = [scored_at_end(one.token_ids) for pair in pairs.items for one in pair.sequences]
         self.microbatches = pack_for_rank(BatchShare(layout, 0, MAX_TOKENS, 1, 0), sequences, unit=2)
         self.num_tokens = sum(microbatch.num_tokens for microbatch in self.microbatches)

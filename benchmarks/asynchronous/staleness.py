@@ -41,6 +41,13 @@ SETTINGS = (
     "logging={tensorboard: false, progress: false, num_text_samples: 0}",
 )
 
+WARM_UP = ("configs/quickstart_stages/sft.yaml",)
+QUICKSTART = ("configs/quickstart/base.yaml", "configs/quickstart/grpo.yaml")
+
+
+def named(files: Sequence[str]) -> list[str]:
+    return [word for file in files for word in ("--config", file)]
+
 
 def call(log: Path, *command: str) -> None:
     """Run a program of the repository; what it says is in the log.
@@ -60,9 +67,9 @@ def call(log: Path, *command: str) -> None:
         raise SystemExit(f"{' '.join(command)} failed with {done.returncode}; what it said is in {log}")
 
 
-def train(log: Path, processes: int, config: str, *settings: str) -> None:
+def train(log: Path, processes: int, files: Sequence[str], *settings: str) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes))
-    call(log, *launcher, "tools/train.py", "--config", f"configs/{config}.yaml", *settings)
+    call(log, *launcher, "tools/train.py", *named(files), *settings)
 
 
 def warm_up(folder: Path) -> Path:
@@ -74,7 +81,7 @@ def warm_up(folder: Path) -> Path:
         call(folder / "data.log", "tools/prepare_data.py", "arithmetic", "--seed", "0", "--out", f"{folder}/data")
         files = (f"model.path={folder}/model", f"data.train_files=[{folder}/data/sft.jsonl]")
         seeds = ("trainer.seed=0", "data.seed=0")
-        train(folder / "sft.log", 2, "quickstart_sft", *files, f"trainer.output_dir={folder}/sft", *seeds)
+        train(folder / "sft.log", 2, WARM_UP, *files, f"trainer.output_dir={folder}/sft", *seeds)
     return model
 
 
@@ -93,8 +100,8 @@ def measured(folder: Path, model: Path, staleness: int, seed: int, changes: Sequ
         f"data.seed={seed}",
     )
     if not (run / "huggingface").exists():
-        train(run.with_suffix(".log"), 1, "quickstart", *settings, *changes)
-    asked = ("--config", "configs/quickstart.yaml", "--data", f"{folder}/data/val.jsonl", "--samples", str(SAMPLES))
+        train(run.with_suffix(".log"), 1, QUICKSTART, *settings, *changes)
+    asked = (*named(QUICKSTART), "--data", f"{folder}/data/val.jsonl", "--samples", str(SAMPLES))
     call(run.with_suffix(".eval.log"), "tools/eval.py", f"{run}/huggingface", *asked, "--out", f"{run}/eval")
     (source,) = json.loads((run / "eval" / "summary.json").read_text())["sources"].values()
     rows = [json.loads(line)["metrics"] for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -21,8 +21,9 @@ from mega_rl.config.schema.sections import (
     ParallelConfig,
 )
 from mega_rl.data.packing import pack
-from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.megatron.engine import MegatronEngine, Optimization
 from mega_rl.megatron.model.spec import TrainerSpec
+from mega_rl.megatron.policy import MegatronPolicy
 from mega_rl.microbatch import Figures, Microbatch, Sequence as TokenSequence, TokenStats
 from mega_rl.models.mixture import Mixture
 from mega_rl.models.shape import ModelShape
@@ -126,8 +127,8 @@ class Bench:
             DTYPES[dtype], ParallelConfig(), memory, temperature=1.0, chunk_tokens=1024, entropy_has_gradient=False
         )
         source = RandomWeights(self.device) if weights is None else weights
-        optimizer = OptimizerConfig(lr=lr)
-        return MegatronEngine(spec, optimizer, shape, self.layout, self.device, source, 1000, max_skipped_steps=0)
+        policy = MegatronPolicy(spec, shape, self.layout, self.device)
+        return MegatronEngine(policy, source, Optimization(OptimizerConfig(lr=lr), 1000))
 
 
 def random_batch(shape: ModelShape, lengths: Sequence[int], seed: int) -> Microbatch:

@@ -29,7 +29,7 @@ from mega_rl.config.schema.sections import (
     RolloutConfig,
 )
 from mega_rl.data.prompts import PromptDataset
-from mega_rl.data.rows.rows import read_rows
+from mega_rl.data.rows.rows import DataFiles, read_rows
 from mega_rl.data.tokens.tokenizer import load_tokenizer
 from mega_rl.errors import InputError
 from mega_rl.evaluation.evaluate import EvaluationSettings, evaluate
@@ -94,9 +94,7 @@ def main() -> None:
         model = write_tiny_model(Path(folder) / "model", spec, bpe_tokenizer(texts, 2048))
         data = DataConfig(max_prompt_length=MAX_PROMPT)
         size = 32 if options.quick else None
-        prompts = PromptDataset.from_files(
-            [file], load_tokenizer(str(model)), data, key="--data", max_samples=size
-        ).prompts
+        prompts = PromptDataset.from_files(DataFiles([file], "--data", size), load_tokenizer(str(model)), data).prompts
         rollout = RolloutConfig(weight_update="reload", kv_cache_bytes=KV_CACHE_BYTES)
         length = MAX_PROMPT + options.max_tokens
         engine = VLLMEngine(model, rollout, max_model_len=length, device_type="cpu", dtype="float32")

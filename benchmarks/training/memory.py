@@ -36,10 +36,10 @@ from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.bridge.mapping.tuning import tuning_plan
 from mega_rl.config.schema.sections import RunConfig
 from mega_rl.data.packing import pack
-from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.megatron.engine import MegatronEngine, Optimization
 from mega_rl.megatron.model.spec import TrainerSpec
 from mega_rl.megatron.optim.optimizer import chained
-from mega_rl.megatron.policy import destroy_groups, initialize_groups
+from mega_rl.megatron.policy import MegatronPolicy, destroy_groups, initialize_groups
 from mega_rl.microbatch import Figures, Microbatch, Sequence, TokenStats
 from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.collectives import gather_objects
@@ -251,8 +251,8 @@ def measure(case: Case, directory: Path) -> list[dict[str, dict[str, int]]]:
             chunk_tokens=1024,
             entropy_has_gradient=False,
         )
-        weights = HFReader(config.model.path)
-        engine = MegatronEngine(spec, config.optimizer, shape, layout, torch.device("cpu"), weights, 10, 0)
+        policy = MegatronPolicy(spec, shape, layout, torch.device("cpu"))
+        engine = MegatronEngine(policy, HFReader(config.model.path), Optimization(config.optimizer, 10))
         stage = layout.coordinates(rank).pipeline
         microbatches = make_microbatches(case, layout, shape.vocab_size)
         live, forward, kept = LiveBytes(), LiveBytes(), list[int]()

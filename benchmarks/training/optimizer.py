@@ -37,11 +37,11 @@ from mega_rl.config.schema.sections import (
     TuningConfig,
 )
 from mega_rl.data.packing import pack
-from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.megatron.engine import MegatronEngine, Optimization
 from mega_rl.megatron.model.spec import TrainerSpec
 from mega_rl.megatron.optim import frugal_adam
 from mega_rl.megatron.optim.optimizer import chained
-from mega_rl.megatron.policy import initialize_groups
+from mega_rl.megatron.policy import MegatronPolicy, initialize_groups
 from mega_rl.microbatch import Figures, Microbatch, Sequence, TokenStats
 from mega_rl.models.shape import ModelShape, read_model_shape
 from mega_rl.parallel.layout import ParallelLayout
@@ -125,7 +125,8 @@ def losses_of(moments: str, beta2: float, layout: ParallelLayout, num_steps: int
     spec = TrainerSpec(torch.bfloat16, ParallelConfig(), memory, 1.0, chunk_tokens=1024, entropy_has_gradient=False)
     optimizer = OptimizerConfig(lr=3e-3, beta2=beta2, schedule="cosine", warmup_steps=min(10, num_steps // 2))
     weights, shape, device = HFReader(directory), read_model_shape(directory), platform.current().set_device(0)
-    engine = MegatronEngine(spec, optimizer, shape, layout, device, weights, num_steps, 0)
+    policy = MegatronPolicy(spec, shape, layout, device)
+    engine = MegatronEngine(policy, weights, Optimization(optimizer, num_steps))
     following, generator = automaton(shape.vocab_size), torch.Generator().manual_seed(1)
 
     def loss(stats: TokenStats, microbatch: Microbatch) -> tuple[Tensor, Figures]:

@@ -38,9 +38,9 @@ from mega_rl.config.schema.sections import (
 )
 from mega_rl.data.packing import pack
 from mega_rl.errors import InputError
-from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.megatron.engine import MegatronEngine, Optimization
 from mega_rl.megatron.model.spec import TrainerSpec
-from mega_rl.megatron.policy import initialize_groups
+from mega_rl.megatron.policy import MegatronPolicy, initialize_groups
 from mega_rl.microbatch import Figures, Microbatch, Sequence, TokenStats
 from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.layout import ParallelLayout
@@ -116,7 +116,8 @@ class Own:
         self.microbatches = [pack(sequences, part, pad_to_multiple=1, pad_token_id=0) for part in parts]
         self.num_tokens = sum(m.num_tokens for m in self.microbatches)
         shape, weights = read_model_shape(directory), HFReader(directory)
-        self.engine = MegatronEngine(spec, optimizer, shape, layout, device, weights, 1000, max_skipped_steps=0)
+        policy = MegatronPolicy(spec, shape, layout, device)
+        self.engine = MegatronEngine(policy, weights, Optimization(optimizer, 1000))
 
     def step(self) -> float:
         def loss(stats: TokenStats, microbatch: Microbatch) -> tuple[Tensor, Figures]:

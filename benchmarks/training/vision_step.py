@@ -44,7 +44,7 @@ from mega_rl.config.schema.sections import (
     ParallelConfig,
 )
 from mega_rl.data.packing import pack
-from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.megatron.engine import MegatronEngine, Optimization
 from mega_rl.megatron.model.spec import TrainerSpec
 from mega_rl.megatron.policy import MegatronPolicy, initialize_groups
 from mega_rl.microbatch import Figures, Images, Microbatch, Sequence, TokenStats
@@ -195,7 +195,8 @@ class Own:
         self.num_learnt = sum(float(m.loss_mask.sum()) for m in self.microbatches)
         shape, weights = read_model_shape(directory), HFReader(directory)
         optimizer = OptimizerConfig(lr=LR, weight_decay=0.0, clip_grad=CLIP)
-        self.engine = MegatronEngine(spec, optimizer, shape, layout, device, weights, 1000, max_skipped_steps=0)
+        policy = MegatronPolicy(spec, shape, layout, device)
+        self.engine = MegatronEngine(policy, weights, Optimization(optimizer, 1000))
         self.reference = MegatronPolicy(spec, shape, layout, device)
         self.reference.copy_from(self.engine.policy)
         self.time, self.towers = TowerTime(), []

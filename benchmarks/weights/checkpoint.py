@@ -29,9 +29,9 @@ from mega_rl.bridge.files.huggingface import HFReader  # noqa: E402
 from mega_rl.config import RunConfig  # noqa: E402
 from mega_rl.megatron.checkpoint import checkpoint, writers  # noqa: E402
 from mega_rl.megatron.checkpoint.saving import CheckpointWriter  # noqa: E402
-from mega_rl.megatron.engine import MegatronEngine  # noqa: E402
+from mega_rl.megatron.engine import MegatronEngine, Optimization  # noqa: E402
 from mega_rl.megatron.optim.optimizer import chained  # noqa: E402
-from mega_rl.megatron.policy import initialize_groups  # noqa: E402
+from mega_rl.megatron.policy import MegatronPolicy, initialize_groups  # noqa: E402
 from mega_rl.models.shape import read_model_shape  # noqa: E402
 from mega_rl.parallel.collectives import broadcast_object  # noqa: E402
 from mega_rl.parallel.layout import ParallelLayout  # noqa: E402
@@ -49,7 +49,8 @@ def build(model: Path) -> MegatronEngine:
     layout = ParallelLayout.of(config.parallel, dist.get_world_size())
     initialize_groups(layout, 0, 600.0)
     shape, reader = read_model_shape(model), HFReader(model)
-    return MegatronEngine(trainer_spec(config), config.optimizer, shape, layout, torch.device("cpu"), reader, 10, 0)
+    policy = MegatronPolicy(trainer_spec(config), shape, layout, torch.device("cpu"))
+    return MegatronEngine(policy, reader, Optimization(config.optimizer, 10))
 
 
 def with_one_writer(engine: MegatronEngine) -> Callable[[], None]:

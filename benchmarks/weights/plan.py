@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.report import publish, table
-from mega_rl.bridge.mapping.megatron import megatron_series, padded_vocab_size
+from mega_rl.bridge.mapping.megatron import ModelChunk, Shard, megatron_series
 from mega_rl.bridge.mapping.vllm import vllm_series
 from mega_rl.bridge.reshard.buckets import schedule
 from mega_rl.bridge.reshard.plan import compile_plan
@@ -95,19 +95,15 @@ def trainer(shape: ModelShape, case: Case, num_ranks: int) -> list[list[Series]]
         stage, place = divmod(rank, per_stage)
         mine: list[Series] = []
         for part in range(stage, parts, case.pipeline):
-            mine += megatron_series(
-                shape,
-                case.tensor,
-                place % case.tensor,
+            chunk = ModelChunk(
                 range(cuts[part], cuts[part + 1]),
+                Shard(place % case.tensor, case.tensor),
                 has_embedding=part == 0,
                 has_output=part == parts - 1,
-                padded_vocab_size=padded_vocab_size(shape.vocab_size, case.tensor),
-                expert_parallel=case.expert,
-                ep_rank=place // case.expert_tensor % case.expert,
-                expert_tensor_parallel=case.expert_tensor,
-                etp_rank=place % case.expert_tensor,
+                experts=Shard(place // case.expert_tensor % case.expert, case.expert),
+                expert_tensor=Shard(place % case.expert_tensor, case.expert_tensor),
             )
+            mine += megatron_series(shape, chunk)
         held.append(mine)
     return held
 

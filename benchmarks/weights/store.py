@@ -33,7 +33,7 @@ import torch.multiprocessing as mp
 from benchmarks.report import publish, table
 from benchmarks.weights.sync import parse
 from mega_rl import platform
-from mega_rl.bridge.mapping.megatron import megatron_series, padded_vocab_size
+from mega_rl.bridge.mapping.megatron import ModelChunk, Shard, megatron_series
 from mega_rl.bridge.mapping.vllm import vllm_series
 from mega_rl.bridge.reshard.deposit import Deposit, HashedWrite, summed
 from mega_rl.bridge.reshard.execute import Transfer, write_into
@@ -90,8 +90,8 @@ class Bench:
     def __init__(self, shape: ModelShape, bucket_bytes: int) -> None:
         self.rank = dist.get_rank()
         self.is_trainer = self.rank < NUM_TRAINERS
-        vocabulary, layers = padded_vocab_size(shape.vocab_size, NUM_TRAINERS), range(shape.num_layers)
-        held = [megatron_series(shape, NUM_TRAINERS, rank, layers, True, True, vocabulary) for rank in range(2)]
+        layers = range(shape.num_layers)
+        held = [megatron_series(shape, ModelChunk(layers, Shard(rank, NUM_TRAINERS))) for rank in range(2)]
         wanted = vllm_series(shape, 1, 0)
         self.form = StoreForm((tuple(wanted),), DTYPE, num_slots=2, salt=1)
         self.weights = parameters_of(slices_of(held[self.rank]), seed=0) if self.is_trainer else {}

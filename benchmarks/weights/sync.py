@@ -34,7 +34,7 @@ import torch.multiprocessing as mp
 from benchmarks.report import publish, table
 from benchmarks.weights.vllm_model import VLLMModel, write_config
 from mega_rl import platform
-from mega_rl.bridge.mapping.megatron import megatron_slices, padded_vocab_size
+from mega_rl.bridge.mapping.megatron import ModelChunk, Shard, megatron_slices
 from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.mapping.vllm import vllm_slices
 from mega_rl.bridge.reshard.execute import Transfer
@@ -105,8 +105,8 @@ class Bench:
     def __init__(self, shape: ModelShape, case: Case, bucket_bytes: int, model_dir: Path) -> None:
         self.rank, self.case = dist.get_rank(), case
         self.sizes = hf_tensors(shape)
-        vocabulary, per_stage = padded_vocab_size(shape.vocab_size, case.tp), shape.num_layers // case.pp
-        self.sources = [self._trainer(shape, rank, vocabulary, per_stage) for rank in range(WORLD_SIZE)]
+        per_stage = shape.num_layers // case.pp
+        self.sources = [self._trainer(shape, rank, per_stage) for rank in range(WORLD_SIZE)]
         self.wanted = [vllm_slices(shape, case.engine_tp, rank % case.engine_tp) for rank in range(WORLD_SIZE)]
         self.weights = parameters_of(self.sources[self.rank], seed=0)
         self.model = VLLMModel(model_dir, case.engine_tp, self.rank, broadcast_object(uuid.uuid4().hex[:12]))
@@ -126,11 +126,11 @@ class Bench:
                 if tuple(ranks) not in self.groups:
                     self.groups[tuple(ranks)] = dist.new_group(list(ranks))
 
-    def _trainer(self, shape: ModelShape, rank: int, vocabulary: int, per_stage: int) -> list[Slice]:
+    def _trainer(self, shape: ModelShape, rank: int, per_stage: int) -> list[Slice]:
         stage, tensor = rank % (self.case.tp * self.case.pp) // self.case.tp, rank % self.case.tp
         layers = range(stage * per_stage, (stage + 1) * per_stage)
         is_first, is_last = stage == 0, stage == self.case.pp - 1
-        return megatron_slices(shape, self.case.tp, tensor, layers, is_first, is_last, vocabulary)
+        return megatron_slices(shape, ModelChunk(layers, Shard(tensor, self.case.tp), is_first, is_last))
 
     def read(self, name: str, hf_name: str, hf_box: Box, box: Box) -> torch.Tensor:
         return self.weights[name][indices(box)]

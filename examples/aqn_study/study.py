@@ -34,7 +34,8 @@ def run(base: Path, out: Path, arm: str, seed: int) -> dict[str, dict[int, float
         keys += [f"data.val_files=[{base}/data/val.jsonl]", f"trainer.output_dir={run_dir}", "checkpoint.save_freq=-1"]
         keys += [f"{key}={seed}" for key in ("trainer.seed", "data.seed", "aqn.seed")]
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        subprocess.run([*torchrun, "tools/train.py", "--config", "configs/quickstart.yaml", *keys], check=True)
+        files = ["--config", "configs/quickstart/base.yaml", "--config", "configs/quickstart/grpo.yaml"]
+        subprocess.run([*torchrun, "tools/train.py", *files, *keys], check=True)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     names = {metric for metric, _ in COLUMNS.values()}
     return {n: {row["step"]: row["metrics"][n] for row in rows if n in row["metrics"]} for n in names}

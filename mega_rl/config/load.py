@@ -1,10 +1,11 @@
-"""From a YAML file and ``key=value`` overrides to a typed ``RunConfig``; every problem is reported at once."""
+"""From YAML files and ``key=value`` overrides to a typed ``RunConfig``; every problem is reported at once."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import re
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,31 +38,41 @@ ALIAS = "trainer.noise_injection"  # the verl NPU guide's name for the section `
 _AQN_KEYS = frozenset(field.name for field in dataclasses.fields(AqnConfig))
 
 
-def load_config(file: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+Files = str | Path | Sequence[str | Path] | None
+
+
+def load_config(files: Files, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration of one run; what ``algorithm.name`` stands for is filled in.
 
     Args:
-        file: a YAML file; what it leaves out has the schema's default. ``${other.key}`` interpolations are resolved.
+        files: a YAML file or several, each of which changes those before it: sections are merged, lists replaced. What
+            they all leave out has the schema's default. ``${other.key}`` interpolations are resolved in the whole.
             None: the overrides are all there is.
         overrides: ``key=value`` with dotted keys (``rewards[0].weight=2``, ``data.val_files=[a,b]``, ``aqn.seed=7``);
             values are YAML; sections are merged, lists replaced.
 
     Raises:
         InputError: naming every unknown key (with the nearest valid one), missing key, wrong type, malformed override;
-            or the one thing that keeps the file from being read.
+            or the one thing that keeps a file from being read. Of several files each is named with its own problems.
     """
-    where = "the command line" if file is None else f"configuration {file}"
-    tree = {} if file is None else _read(Path(file))
+    files = _listed(files)
+    where = f"configuration {' + '.join(map(str, files))}" if files else "the command line"
     problems: list[str] = []
     spellings: dict[str, str] = {}
-    _move_alias(tree, problems, spellings)
+    if len(files) > 1:
+        tree = _merged_files(files, spellings)
+    else:
+        tree = _read(files[0]) if files else {}
+        _move_alias(tree, problems, spellings)
     _apply_overrides(tree, overrides, problems, spellings)
     _move_alias(tree, problems, spellings)
     apply_preset(tree)
     checker = Checker(problems, spellings, has_interpolations=True)
     checked = checker.section(RunConfig, tree)
     if problems:
-        raise InputError(f"{input_error(where, problems)}{_whose(checker.unknown, file or 'COMMAND_LINE')}")
+        raise InputError(
+            f"{input_error(where, problems)}{_whose(checker.unknown, files[0] if files else 'COMMAND_LINE')}"
+        )
     resolved = _resolved(checked, where)
     values = Checker(problems, spellings, has_interpolations=False).section(RunConfig, resolved)
     if problems:
@@ -72,6 +83,49 @@ def load_config(file: str | Path | None, overrides: Sequence[str] = ()) -> RunCo
     if config.critic.path is not None:
         config.critic.path = local_directory(config.critic.path)
     return config
+
+
+def _listed(files: Files) -> list[Path]:
+    """
+    Raises:
+        InputError: a file is there twice.
+    """
+    paths = [] if files is None else [Path(file) for file in ([files] if isinstance(files, str | Path) else files)]
+    seen: set[str] = set()
+    for path in paths:
+        if (real := os.path.realpath(path)) in seen:
+            raise InputError(f"configuration {path} is given twice: give it once, and what changes it after it")
+        seen.add(real)
+    return paths
+
+
+def _merged_files(files: Sequence[Path], spellings: dict[str, str]) -> dict[str, Any]:
+    """
+    Raises:
+        InputError: what is wrong in each file by itself, under its name.
+    """
+    tree: dict[str, Any] = {}
+    errors: list[str] = []
+    for file in files:
+        part = _read(file)
+        problems: list[str] = []
+        _move_alias(part, problems, spellings)
+        checker = Checker(problems, spellings, has_interpolations=True, is_whole=False)
+        checker.section(RunConfig, part)
+        if problems:
+            errors.append(f"{input_error(f'configuration {file}', problems)}{_whose(checker.unknown, file)}")
+        tree = _over(tree, part, RunConfig)
+    if errors:
+        raise InputError("\n".join(errors))
+    return tree
+
+
+def _over(old: Any, new: Any, kind: Any) -> Any:
+    """``new`` of a later file over ``old``; a section of the schema ``kind`` that is empty changes nothing."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        kinds = typing.get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
+        return old | {key: _over(old.get(key), value, kinds.get(key)) for key, value in new.items()}
+    return old if new is None and dataclasses.is_dataclass(kind) else new
 
 
 def _whose(unknown: Sequence[str], file: str | Path) -> str:

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from mega_rl.config.schema.sections import DataConfig
-from mega_rl.data.fitting import fitting
+from mega_rl.data.fitting import RowKind, fitting
 from mega_rl.data.pictures.pictures import FilePicture, PictureReader
 from mega_rl.data.rows.columns import (
     LOSSES,
@@ -28,7 +28,7 @@ from mega_rl.data.rows.messages import (
     as_messages,
     texts_of,
 )
-from mega_rl.data.rows.rows import Row, read_rows
+from mega_rl.data.rows.rows import DataFiles, Row
 from mega_rl.data.stream import Stream, fingerprint
 from mega_rl.data.tokens.replies import ReplyTokens
 from mega_rl.data.tokens.template import (
@@ -70,40 +70,32 @@ class ConversationDataset:
     @classmethod
     def from_files(
         cls,
-        files: list[str],
+        files: DataFiles,
         tokenizer: PreTrainedTokenizerBase,
         data: DataConfig,
-        *,
-        key: str = "data.train_files",
-        max_samples: int | None = None,
         pictures: PictureReader | None = None,
     ) -> ConversationDataset:
         """Reads, renders and filters by ``max_prompt_length + max_response_length`` tokens in all. Collective.
 
         Args:
-            key: the configuration field that lists ``files``, for messages.
-            max_samples: take the first rows only, before filtering.
             pictures: reads those of the rows; None: the model sees none.
 
         Raises:
             InputError: on every rank, unreadable files, rows without the needed fields, overlong ones if they are not
                 filtered, or nothing left.
         """
-        with together(f"reading {key}"):
-            rows = read_rows(files, key)[:max_samples]
-        seen = [(row, []) for row in rows] if pictures is None else pictures.take(rows, key)
+        with together(f"reading {files.key}"):
+            rows = files.rows()
+        seen = [(row, []) for row in rows] if pictures is None else pictures.take(rows, files.key)
         of_row = {id(row): found for row, found in seen}
-        with together(f"rendering {key}"):
-            conversations, num_dropped = fitting(
-                [row for row, _ in seen],
-                key,
-                "conversations",
-                tokenizer,
-                data,
-                texts_of=_texts,
-                item_of=lambda row: _sequences(row, tokenizer, data, of_row[id(row)], pictures),
-                num_tokens_of=lambda sequences: max(sequence.token_ids.numel() for sequence in sequences),
-            )
+        kind = RowKind(
+            "conversations",
+            _texts,
+            lambda row, tokenizer, data: _sequences(row, tokenizer, data, of_row[id(row)], pictures),
+            lambda sequences: max(sequence.token_ids.numel() for sequence in sequences),
+        )
+        with together(f"rendering {files.key}"):
+            conversations, num_dropped = fitting([row for row, _ in seen], kind, tokenizer, data, files.key)
         return cls([one for sequences in conversations for one in sequences], num_dropped, len(conversations))
 
     def __len__(self) -> int:

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mega_rl.config.schema.sections import DataConfig
 from mega_rl.data.conversations import REMEDY, response_after, response_segments
-from mega_rl.data.fitting import fitting, max_tokens
+from mega_rl.data.fitting import RowKind, fitting, max_tokens
 from mega_rl.data.rows.columns import (
     LOSSES,
     message_of,
@@ -35,7 +35,7 @@ from mega_rl.data.rows.messages import (
     as_messages,
     texts_of,
 )
-from mega_rl.data.rows.rows import Row, read_rows
+from mega_rl.data.rows.rows import DataFiles, Row
 from mega_rl.data.stream import fingerprint
 from mega_rl.data.tokens.template import (
     Tools,
@@ -111,35 +111,14 @@ class PairDataset:
         self.fingerprint = fingerprint([margins, *_bytes(s for pair in pairs for s in pair.sequences)])
 
     @classmethod
-    def from_files(
-        cls,
-        files: list[str],
-        tokenizer: PreTrainedTokenizerBase,
-        data: DataConfig,
-        *,
-        key: str = "data.train_files",
-        max_samples: int | None = None,
-    ) -> PairDataset:
+    def from_files(cls, files: DataFiles, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> PairDataset:
         """Reads, renders and filters: each answer with its prompt by max_prompt_length + max_response_length tokens.
-
-        Args:
-            key: the configuration field that lists ``files``, for messages.
-            max_samples: take the first rows only, before filtering.
 
         Raises:
             InputError: unreadable files, rows without the needed fields, answers that are equal or empty, overlong ones
                 if they are not filtered, or nothing left.
         """
-        pairs, num_dropped = fitting(
-            read_rows(files, key)[:max_samples],
-            key,
-            "pairs",
-            tokenizer,
-            data,
-            texts_of=lambda row: max(_pair_texts(row), key=lambda texts: num_characters(*texts)),
-            item_of=lambda row: _pair(row, tokenizer, data),
-            num_tokens_of=lambda pair: max(sequence.token_ids.numel() for sequence in pair.sequences),
-        )
+        pairs, num_dropped = fitting(files.rows(), PAIRS, tokenizer, data, files.key)
         return cls([Pair(place, p.chosen, p.rejected, p.margin) for place, p in enumerate(pairs)], num_dropped)
 
     def __len__(self) -> int:
@@ -162,32 +141,15 @@ class LabelledDataset:
         self.fingerprint = fingerprint([verdicts, *_bytes(s for item in items for s in (item.answer, item.mismatched))])
 
     @classmethod
-    def from_files(
-        cls,
-        files: list[str],
-        tokenizer: PreTrainedTokenizerBase,
-        data: DataConfig,
-        *,
-        key: str = "data.train_files",
-        max_samples: int | None = None,
-    ) -> LabelledDataset:
+    def from_files(cls, files: DataFiles, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> LabelledDataset:
         """As ``PairDataset.from_files``.
 
         Raises:
             InputError: also where all rows have the same prompt, so that no answer is a mismatch.
         """
-        rows, num_dropped = fitting(
-            read_rows(files, key)[:max_samples],
-            key,
-            "answers",
-            tokenizer,
-            data,
-            texts_of=_judged_texts,
-            item_of=lambda row: _judged(row, tokenizer, data),
-            num_tokens_of=lambda judged: judged[0].token_ids.numel(),
-        )
+        rows, num_dropped = fitting(files.rows(), JUDGED, tokenizer, data, files.key)
         answers = [answer for answer, _ in rows]
-        mismatched = _mismatched(answers, max_tokens(data), key)
+        mismatched = _mismatched(answers, max_tokens(data), files.key)
         judged = zip(rows, mismatched, strict=True)
         return cls(
             [LabelledAnswer(i, answer, other, is_good) for i, ((answer, is_good), other) in enumerate(judged)],
@@ -205,11 +167,11 @@ def _bytes(sequences: Any) -> list[bytes]:
     return [tensor.numpy().tobytes() for item in sequences for tensor in (item.token_ids, item.loss_mask)]
 
 
-def _pair_texts(row: Row) -> tuple[list[Any], list[Any]]:
-    """Tools, prompt and answer, twice."""
-    prompt, chosen, rejected = _prompt_and_answers(row)
+def _pair_texts(row: Row) -> list[Any]:
+    """Tools, prompt, and the longer answer."""
+    prompt, *answers = _prompt_and_answers(row)
     tools = list(texts_of(row.get("tools")))
-    return [*tools, prompt, [chosen]], [*tools, prompt, [rejected]]
+    return max(([*tools, prompt, [answer]] for answer in answers), key=lambda texts: num_characters(*texts))
 
 
 def _pair(row: Row, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Pair:
@@ -243,6 +205,10 @@ def _judged(row: Row, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> t
         raise InputError(f"{row.where}: the answer is empty; give one, or leave the row out")
     (sequence,) = _sequences(row, prompt, [answer], tokenizer, data)
     return sequence, found[0]
+
+
+PAIRS = RowKind("pairs", _pair_texts, _pair, lambda pair: max(one.token_ids.numel() for one in pair.sequences))
+JUDGED = RowKind("answers", _judged_texts, _judged, lambda judged: judged[0].token_ids.numel())
 
 
 # --- columns ---------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from mega_rl.data.rows.columns import (
     refuse_columns,
     truth_of,
 )
-from mega_rl.data.rows.rows import Row, read_rows
+from mega_rl.data.rows.rows import DataFiles, Row
 from mega_rl.data.stream import Stream, fingerprint
 from mega_rl.data.tokens.template import Tools
 from mega_rl.data.tokens.tokenizer import (
@@ -53,12 +53,10 @@ class PromptDataset:
     @classmethod
     def from_files(
         cls,
-        files: list[str],
+        files: DataFiles,
         tokenizer: PreTrainedTokenizerBase,
         data: DataConfig,
         *,
-        key: str = "data.train_files",
-        max_samples: int | None = None,
         needs_truth: bool = True,
         tools: Tools = (),
         picture_set: PictureSet | None = None,
@@ -66,8 +64,6 @@ class PromptDataset:
         """Reads, renders and filters. Collective: every rank reads all rows, and tokenises and looks at an even share.
 
         Args:
-            key: the configuration field that lists ``files``, for messages.
-            max_samples: take the first rows only, before filtering; ``data.max_val_samples`` for validation.
             needs_truth: whether a reward compares with the ground truth, so that a row without one is an error.
             tools: that every prompt offers, as JSON schemas.
             picture_set: takes the pictures of the prompts; None: the model sees none.
@@ -76,16 +72,16 @@ class PromptDataset:
             InputError: on every rank, for unreadable files, files that differ between ranks, rows without the needed
                 fields, pictures that cannot be used, overlong prompts if they are not filtered, or nothing left.
         """
-        with together(f"reading {key}"):
-            rows = read_rows(files, key)[:max_samples]
+        with together(f"reading {files.key}"):
+            rows = files.rows()
         counts = gather_objects(len(rows))
         if len(set(counts)) > 1:
             other = next(rank for rank, count in enumerate(counts) if count != counts[0])
             raise InputError(
-                f"{key} has {counts[0]} rows on rank 0 and {counts[other]} on rank {other}: give every node the same "
-                "files"
+                f"{files.key} has {counts[0]} rows on rank 0 and {counts[other]} on rank {other}: give every node the "
+                "same files"
             )
-        seen = [(row, []) for row in rows] if picture_set is None else picture_set.reader.take(rows, key)
+        seen = [(row, []) for row in rows] if picture_set is None else picture_set.reader.take(rows, files.key)
         rendering = _Rendering(tokenizer, data, needs_truth, tools, picture_set)
         found = work_shared(range(len(rows)), lambda index: rendering.fitting_prompt(index, *seen[index]))
         prompts = [prompt for prompt in found if prompt is not None]
@@ -93,7 +89,7 @@ class PromptDataset:
             picture_set.add({p.key: p for prompt in prompts for p in seen[prompt.index][1]})
         if not prompts:
             raise InputError(
-                f"{key}: all {len(found)} prompts are longer than data.max_prompt_length "
+                f"{files.key}: all {len(found)} prompts are longer than data.max_prompt_length "
                 f"({data.max_prompt_length} tokens); raise it"
             )
         return cls(prompts, len(found) - len(prompts), picture_set)

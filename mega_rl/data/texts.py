@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from mega_rl.config.schema.sections import DataConfig
 from mega_rl.data.fitting import max_tokens
 from mega_rl.data.rows.columns import refuse_columns
-from mega_rl.data.rows.rows import Row, read_rows
+from mega_rl.data.rows.rows import DataFiles, Row
 from mega_rl.data.stream import fingerprint
 from mega_rl.data.tokens.tokenizer import encode
 from mega_rl.errors import InputError, shown
@@ -33,20 +33,8 @@ class TextDataset:
         self.fingerprint = fingerprint([sequence.token_ids.numpy().tobytes() for sequence in sequences])
 
     @classmethod
-    def from_files(
-        cls,
-        files: list[str],
-        tokenizer: PreTrainedTokenizerBase,
-        data: DataConfig,
-        *,
-        key: str = "data.train_files",
-        max_samples: int | None = None,
-    ) -> TextDataset:
+    def from_files(cls, files: DataFiles, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> TextDataset:
         """Reads and cuts at ``max_prompt_length + max_response_length`` tokens.
-
-        Args:
-            key: the configuration field that lists ``files``, for messages.
-            max_samples: take the first documents only.
 
         Raises:
             InputError: unreadable files, a row whose ``text`` is no text, a limit of less than 2 tokens, or no text.
@@ -56,7 +44,7 @@ class TextDataset:
             raise InputError(f"data.max_prompt_length + data.max_response_length is {limit}: set the sum to at least 2")
         sequences: list[Sequence] = []
         num_documents = num_empty = 0
-        for row in read_rows(files, key)[:max_samples]:
+        for row in files.rows():
             text = _text(row)
             if not text:
                 num_empty += 1
@@ -65,7 +53,7 @@ class TextDataset:
             ids = [*encode(tokenizer, text, add_special_tokens=True), int(tokenizer.eos_token_id)]
             sequences += _cut(ids, limit)
         if not sequences:
-            raise InputError(f"{key}: all {num_empty} documents are empty; give some text")
+            raise InputError(f"{files.key}: all {num_empty} documents are empty; give some text")
         return cls(sequences, num_documents, num_empty)
 
     def __len__(self) -> int:

@@ -31,7 +31,11 @@ COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
 def parse(description: str, arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="of the run, whose processes and output it asks for"
+        "--config",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help="of the run, whose processes and output it asks for; repeatable",
     )
     parser.add_argument("--platform", metavar="NAME", help="auto (what the machine shows, the default), cpu, cuda, npu")
     parser.add_argument("--quick", action="store_true", help="no trials: no kernels, collectives and imports")

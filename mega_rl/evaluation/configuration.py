@@ -22,14 +22,16 @@ from mega_rl.evaluation.weights import EvaluatedWeights
 DATA = "--data"  # what lists the files of data, for messages
 
 
-def evaluation_config(file: Path | None, overrides: Sequence[str], weights: EvaluatedWeights) -> RunConfig:
+def evaluation_config(
+    files: Path | Sequence[Path] | None, overrides: Sequence[str], weights: EvaluatedWeights
+) -> RunConfig:
     """A configuration with nothing in it but what an evaluation reads.
 
     Its ``model.path`` is a Hugging Face directory with configuration and tokenizer: that of the weights, or, if these
     are a checkpoint, the one that it was trained from.
 
     Args:
-        file: of a run, or written for one; None: defaults.
+        files: of a run, or written for one; later ones change earlier ones. None: defaults.
         overrides: ``key=value``; their ``model.path`` is the Hugging Face directory of a checkpoint.
 
     Raises:
@@ -38,9 +40,9 @@ def evaluation_config(file: Path | None, overrides: Sequence[str], weights: Eval
     packed = weights.directory / "huggingface"  # in a checkpoint that was converted from a Hugging Face directory
     here = packed if weights.is_checkpoint and packed.is_dir() else weights.directory
     is_named = any(override.startswith("model.path=") for override in overrides)
-    if not is_named and (file is None or not weights.is_checkpoint or here == packed):
+    if not is_named and (files is None or not weights.is_checkpoint or here == packed):
         overrides = [*overrides, f"model.path='{str(here).replace(chr(39), 2 * chr(39))}'"]
-    given = load_config(file, overrides)
+    given = load_config(files, overrides)
     length = given.data.max_prompt_length + given.data.max_response_length
     trainer = TrainerConfig(
         seed=given.trainer.seed,

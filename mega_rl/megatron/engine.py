@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -24,7 +25,6 @@ from mega_rl.config.schema.sections import OptimizerConfig
 from mega_rl.megatron.groups import Groups
 from mega_rl.megatron.layers.balance import BalanceTotals, Balancing
 from mega_rl.megatron.model.gathering import wait_before_reading
-from mega_rl.megatron.model.spec import TrainerSpec
 from mega_rl.megatron.model.value import NewScore
 from mega_rl.megatron.offload import TrainerOffload
 from mega_rl.megatron.optim.optimizer import (
@@ -37,25 +37,27 @@ from mega_rl.megatron.optim.optimizer import (
 )
 from mega_rl.megatron.policy import MegatronPolicy
 from mega_rl.microbatch import Figures, Microbatch, TokenStats
-from mega_rl.models.shape import ModelShape
-from mega_rl.parallel.layout import ParallelLayout
 
 LossFunction = Callable[[TokenStats, Microbatch], tuple[Tensor, Figures]]
 ValueLoss = Callable[[Tensor, Microbatch], tuple[Tensor, Figures]]  # of the values [T] of a value head
+
+
+@dataclass(frozen=True)
+class Optimization:
+    """How the weights of a model are changed."""
+
+    settings: OptimizerConfig  # AdamW's, and which learning-rate schedule
+    num_steps: int  # optimizer steps, the length of the schedule
+    max_skipped_steps: int = 0  # consecutive steps without a finite gradient that end the run; 0: never
 
 
 class MegatronEngine:
     """The actor: forward, backward, optimizer step.
 
     Args:
-        spec: what the model is built for.
-        optimizer: AdamW's settings and its learning-rate schedule.
-        shape: the model's shape.
-        layout: the trainer's layout, that of ``spec.parallel``.
-        device: where weights and gradients live.
+        policy: the model, which gets its weights here.
         weights: where the starting weights come from.
-        total_optimizer_steps: the length of the learning-rate schedule.
-        max_skipped_steps: consecutive steps without a finite gradient that end the run; 0: never.
+        optimization: how they are changed.
         base: whose frozen weights this model trains on, instead of a copy of its own; None: its own.
         groups: of a layout that is not that of the process; the engine is built, and every method called, inside of
             ``in_its_groups``. None: the process's.
@@ -63,24 +65,19 @@ class MegatronEngine:
 
     def __init__(
         self,
-        spec: TrainerSpec,
-        optimizer: OptimizerConfig,
-        shape: ModelShape,
-        layout: ParallelLayout,
-        device: torch.device,
+        policy: MegatronPolicy,
         weights: HFReader | NewScore,
-        total_optimizer_steps: int,
-        max_skipped_steps: int,
+        optimization: Optimization,
         base: MegatronPolicy | None = None,
         groups: Groups | None = None,
     ) -> None:
         self._groups = groups
-        self.policy = MegatronPolicy(spec, shape, layout, device)
+        self.policy = policy
         if base is not None:
             self.policy.share_from(base)
         self.policy.load_huggingface(weights)
         self._weights = weights
-        chunks, overlap = self.policy.chunks, spec.parallel
+        spec, chunks, overlap = policy.spec, policy.chunks, policy.spec.parallel
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=True,
@@ -100,9 +97,9 @@ class MegatronEngine:
         if overlap.overlap_param_gather:
             for wrapped, chunk in zip(self.wrapped, chunks, strict=True):
                 wait_before_reading(wrapped, chunk)
-        self.optimizer = build_optimizer(optimizer, spec, self.wrapped)
+        self.optimizer = build_optimizer(optimization.settings, spec, self.wrapped)
         model_config.grad_scale_func = self.optimizer.scale_loss
-        self.lr_schedule = learning_rate_schedule(self.optimizer, optimizer, total_optimizer_steps)
+        self.lr_schedule = learning_rate_schedule(self.optimizer, optimization.settings, optimization.num_steps)
         # The wrapper moves parameters into one buffer; the names stay, the tensors' storage does not.
         self.policy.collect_parameters()
         self.gathers_late = bool(overlap.overlap_param_gather)
@@ -113,8 +110,8 @@ class MegatronEngine:
             self.optimizer,
             self.policy.parameters,
             [*self.slices_of(dist.get_rank()), *slices_of(self.policy.adapter_series_of(dist.get_rank()))],
-            [*hf_tensors(shape), *adapter_tensors(shape, self.policy.plan.adapters)],
-            max_skipped_steps,
+            [*hf_tensors(policy.shape), *adapter_tensors(policy.shape, policy.plan.adapters)],
+            optimization.max_skipped_steps,
         )
         is_active, shares = platform.current().has_own_memory, base is not None
         self.offload = TrainerOffload(spec.memory, self.wrapped, self.optimizer, is_active, shares)

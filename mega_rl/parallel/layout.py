@@ -132,32 +132,12 @@ class ParallelLayout:
         coordinates = self.coordinates(rank)
         return coordinates.tensor == 0 and coordinates.context == 0
 
-    def tensor_groups(self) -> list[list[int]]:
-        """Global ranks that share one shard of layers and one part of the tokens, by tensor coordinate."""
-        return self._groups("tensor", self.tensor)
-
-    def context_groups(self) -> list[list[int]]:
-        """Global ranks that share the tokens of the same sequences, by context coordinate."""
-        return self._groups("context", self.context)
-
     def sequence_groups(self) -> list[list[int]]:
         """Global ranks that learn from the same sequences, by data coordinate, each group ascending."""
         groups: list[list[int]] = [[] for _ in range(self.data)]
         for rank in range(self.world_size):
             groups[self.coordinates(rank).data].append(rank)
         return groups
-
-    def data_groups(self) -> list[list[int]]:
-        """Global ranks that hold the same weights and the same part of other sequences, by data coordinate."""
-        return self._groups("data", self.data)
-
-    def pipeline_groups(self) -> list[list[int]]:
-        """Global ranks that pass activations to each other, first stage first."""
-        return self._groups("pipeline", self.pipeline)
-
-    def _groups(self, axis: str, size: int) -> list[list[int]]:
-        firsts = [c for c in map(self.coordinates, range(self.world_size)) if getattr(c, axis) == 0]
-        return [[self.rank(*first._replace(**{axis: i})) for i in range(size)] for first in firsts]
 
     def layers_of_chunk(self, num_layers: int, pipeline_rank: int, chunk: int = 0) -> range:
         """The decoder layers, counted over the whole model, of one model chunk; all chunks hold equally many.

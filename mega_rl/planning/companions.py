@@ -67,39 +67,44 @@ def companions(
     Raises:
         InputError: the directory of one holds no value model.
     """
-    models: list[tuple[str, ModelShape, bool, bool, RunConfig]] = []  # name, shape, is trained, shares weights, layout
+    models: list[_Model] = []
     if has_critic(config):
         path = config.critic.path
         own = shape if path is None else read_model_shape(path, "critic.path", tuple(SUFFIXES))
         at_its_layout = replace(config, parallel=critic_parallel(config))
-        models.append(("critic", value_shape(own), True, config.critic.shares_base, at_its_layout))
+        models.append(_Model("critic", value_shape(own), True, config.critic.shares_base, at_its_layout))
     if samples(config) and (reward := reward_model(config)) is not None:
         shape = read_model_shape(model_directory(reward), REWARD_KEY, VALUE)
-        models.append(("reward model", shape, False, False, config))
-    parts = [_of_ranks(*model, layout.world_size, operators, tokens) for model in models]
+        models.append(_Model("reward model", shape, False, False, config))
+    parts = [_of_ranks(model, layout.world_size, operators, tokens) for model in models]
     return lambda rank: [of_rank(rank) for of_rank in parts]
 
 
+@dataclass(frozen=True)
+class _Model:
+    """One further model of a run."""
+
+    name: str
+    shape: ModelShape
+    is_trained: bool
+    shares_base: bool
+    config: RunConfig  # with the layout of this model
+
+
 def _of_ranks(
-    name: str,
-    shape: ModelShape,
-    is_trained: bool,
-    shares_base: bool,
-    config: RunConfig,
-    world_size: int,
-    operators: OperatorMemory,
-    tokens: PlannedTokens,
+    model: _Model, world_size: int, operators: OperatorMemory, tokens: PlannedTokens
 ) -> Callable[[int], Companion]:
-    """rank -> what one of them takes there, at the layout of ``config``."""
+    """rank -> what a model takes there."""
+    config, stages = model.config, range(model.config.parallel.pipeline)
     layout = ParallelLayout.of(config.parallel, world_size)
-    held = [_held(config, shape, layout, stage, shares_base) for stage in range(layout.pipeline)]
-    model = ActivationModel(config, shape, layout, operators, tokens)
-    activations = [model.of_stage(stage) for stage in range(layout.pipeline)]
+    held = [_held(config, model.shape, layout, stage, model.shares_base) for stage in stages]
+    computed = ActivationModel(config, model.shape, layout, operators, tokens)
+    activations = [computed.of_stage(stage) for stage in stages]
 
     def of_rank(rank: int) -> Companion:
         stage, is_kept = layout.coordinates(rank).pipeline, not config.memory.optimizer_on_host
         state = trainer_state(config, layout, rank, held[stage], False)
-        return Companion(name, state, activations[stage], is_trained, is_kept)
+        return Companion(model.name, state, activations[stage], model.is_trained, is_kept)
 
     return of_rank
 

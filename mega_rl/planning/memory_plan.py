@@ -81,6 +81,17 @@ class SyncVolume:
 
 
 @dataclass(frozen=True)
+class _Held:
+    """What one rank has, on its device or on its host."""
+
+    state: TrainerState
+    activations: Activations
+    tower: TowerMemory
+    engine: EngineMemory | None
+    others: list[Companion]
+
+
+@dataclass(frozen=True)
 class RankMemory:
     rank: int
     stage: int
@@ -171,10 +182,11 @@ def _ranks(
     for rank in range(layout.world_size):
         stage = layout.coordinates(rank).pipeline
         state = trainer_state(config, layout, rank, held[stage], has_reference)
-        further, seeing = others(rank), tower if stage == 0 else TowerMemory()
-        phases = tuple(_phases(config, shape, machine.platform, state, activations[stage], seeing, engine, further))
+        seeing = tower if stage == 0 else TowerMemory()
+        of_rank = _Held(state, activations[stage], seeing, engine, others(rank))
+        phases = tuple(_phases(config, shape, machine.platform, of_rank))
         host = (
-            *_host(config, state, engine, machine.platform, further),
+            *_host(config, machine.platform, of_rank),
             *_routing(config, shape.mixture, layout, rank),
             *([Item("features of pictures, at most", seeing.features, ESTIMATE)] if seeing.features else []),
         )
@@ -205,17 +217,9 @@ def _sync_buffers(config: RunConfig, shape: ModelShape, platform: str) -> int:
     return config.bridge.bucket_bytes + max(of_layers.values()) * item
 
 
-def _phases(
-    config: RunConfig,
-    shape: ModelShape,
-    platform: str,
-    state: TrainerState,
-    activations: Activations,
-    tower: TowerMemory,
-    engine: EngineMemory | None,
-    others: list[Companion],
-) -> Iterator[Phase]:
+def _phases(config: RunConfig, shape: ModelShape, platform: str, held: _Held) -> Iterator[Phase]:
     """The phases in the order in which a step goes through them (``mega_rl/stages/rl.py``)."""
+    state, engine, others = held.state, held.engine, held.others
     optimizer = 0 if config.memory.optimizer_on_host else state.optimizer
     away = config.memory.offload if platform != "cpu" else []  # on a CPU the device memory is the host's
 
@@ -245,8 +249,8 @@ def _phases(
     is_between = "optimizer" in away and not samples(config)
     learning = [weights, gradients] if is_between else trainer
     if samples(config) or needs_reference(config):
-        forward = Item("activations", activations.forward_only, MODEL)
-        seeing = Item("vision tower", tower.forward_only, ESTIMATE)
+        forward = Item("activations", held.activations.forward_only, MODEL)
+        seeing = Item("vision tower", held.tower.forward_only, ESTIMATE)
         yield _phase("log-probabilities", [*trainer, reference, *waiting.values(), forward, seeing, *awake])
     for one in others:  # what else there is waits meanwhile
         kept = one.activations.kept + one.activations.working if one.is_trained else one.activations.forward_only
@@ -254,8 +258,9 @@ def _phases(
         policy = [weights, *idle] if one.is_trained else trainer
         working = [Item(one.name, one.num_bytes, EXACT), Item("activations", kept, MODEL)]
         yield _phase(one.name, [*policy, *rest, *working, *awake])
-    passing = [Item("activations", activations.kept, MODEL), Item("working memory", activations.working, MODEL)]
-    viewing = Item("vision tower", tower.training, ESTIMATE)
+    own = held.activations
+    passing = [Item("activations", own.kept, MODEL), Item("working memory", own.working, MODEL)]
+    viewing = Item("vision tower", held.tower.training, ESTIMATE)
     yield _phase("training", [*learning, *resident, *passing, viewing, *awake])
     yield from _after_training([*trainer, *awake], resident, state, others, is_between)
 
@@ -284,11 +289,9 @@ def _phase(name: str, items: list[Item]) -> Phase:
     return Phase(name, tuple(item for item in items if item.num_bytes))
 
 
-def _host(
-    config: RunConfig, state: TrainerState, engine: EngineMemory | None, platform: str, others: list[Companion]
-) -> Iterator[Item]:
+def _host(config: RunConfig, platform: str, held: _Held) -> Iterator[Item]:
     """What a rank takes of the host's memory, besides its process and its data."""
-    memory = config.memory
+    memory, state, engine, others = config.memory, held.state, held.engine, held.others
     if platform != "cpu":
         if "weights" in memory.offload:
             yield Item("weights away", state.weights + state.reference, ESTIMATE)

@@ -177,13 +177,6 @@ def trajectory_of_output(
             f"The engine returned the experts of {len(routed_experts)} tokens of {where}, which had {num_inputs} as "
             "inputs: set rollout.routing_replay=recompute or off with this release of vLLM."
         )
-    return Trajectory.single_turn(
-        request.prompt,
-        request.sample_index,
-        answer.token_ids,
-        logprobs,
-        answer.text,
-        answer.finish_reason,
-        version,
-        routed_experts,
-    )
+    sampled = answer.token_ids, logprobs, answer.text, answer.finish_reason
+    trajectory = Trajectory.single_turn(request.prompt, request.sample_index, *sampled, version)
+    return trajectory if routed_experts is None else replace(trajectory, routed_experts=routed_experts)

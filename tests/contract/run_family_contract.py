@@ -27,7 +27,7 @@ from mega_rl.config.schema.sections import (
     ParallelConfig,
 )
 from mega_rl.data.packing import pack
-from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.megatron.engine import MegatronEngine, Optimization
 from mega_rl.megatron.model.spec import TrainerSpec
 from mega_rl.megatron.model.value import NewScore
 from mega_rl.megatron.policy import MegatronPolicy, initialize_groups
@@ -96,7 +96,8 @@ def check(family: str, directory: Path, parallel: ParallelConfig, layout: Parall
         parallel = replace(parallel, expert_tensor=None)
     spec = TrainerSpec(torch.float32, parallel, MemoryConfig(), temperature=1.0, chunk_tokens=16)
     device, weights = torch.device("cpu"), HFReader(directory)
-    engine = MegatronEngine(spec, OptimizerConfig(), shape, layout, device, weights, 1, max_skipped_steps=0)
+    policy = MegatronPolicy(spec, shape, layout, device)
+    engine = MegatronEngine(policy, weights, Optimization(OptimizerConfig(), 1))
     multiple = 4 * parallel.tensor
     m = pack(sequences, list(range(len(sequences))), pad_to_multiple=multiple, pad_token_id=0)
     figures = dict.fromkeys(("logprobs", "entropy", "gradients"), 0.0)

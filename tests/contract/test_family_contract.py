@@ -11,10 +11,11 @@ import torch
 
 from mega_rl.bridge.files.huggingface import HFReader, HFWriter
 from mega_rl.bridge.mapping.live_check import difference
-from mega_rl.bridge.mapping.megatron import megatron_slices, padded_vocab_size
-from mega_rl.bridge.mapping.tensors import ROLES, hf_tensors, roles
-from mega_rl.bridge.mapping.vllm import full_slices, vllm_slices
+from mega_rl.bridge.mapping.megatron import ModelChunk, Shard, megatron_slices
+from mega_rl.bridge.mapping.tensors import ROLES, full_series, hf_tensors, roles
+from mega_rl.bridge.mapping.vllm import vllm_slices
 from mega_rl.bridge.reshard.plan import compile_plan
+from mega_rl.bridge.series import slices_of
 from mega_rl.bridge.slices import Slice, indices, whole_box
 from mega_rl.errors import InputError
 from mega_rl.models.fit import engine_problems, expert_problems, tensor_problems
@@ -49,20 +50,18 @@ def load(directory: Path) -> tuple[ModelShape, Tensors]:
 
 def trainer_slices(shape: ModelShape, tp: int, pp: int, ep: int, etp: int) -> list[list[Slice]]:
     """Of every stage and every pair of a tensor-parallel and an expert coordinate, so that all are met."""
-    per_stage, padded = shape.num_layers // pp, padded_vocab_size(shape.vocab_size, tp)
+    per_stage = shape.num_layers // pp
     return [
         megatron_slices(
             shape,
-            tp,
-            rank % tp,
-            range(stage * per_stage, (stage + 1) * per_stage),
-            stage == 0,
-            stage == pp - 1,
-            padded,
-            ep,
-            rank // etp % ep,
-            etp,
-            rank % etp,
+            ModelChunk(
+                range(stage * per_stage, (stage + 1) * per_stage),
+                Shard(rank % tp, tp),
+                stage == 0,
+                stage == pp - 1,
+                Shard(rank // etp % ep, ep),
+                Shard(rank % etp, etp),
+            ),
         )
         for stage in range(pp)
         for rank in range(tp * ep * etp)
@@ -130,7 +129,7 @@ def test_trainer_slices_are_exact_both_ways(family: str, layout: tuple[int, int,
     back = to_hf(shape, parts, locals_)
     for name, tensor in model.items():
         assert torch.equal(back[name], tensor), name
-    compile_plan([*parts, []], [[] for _ in parts] + [full_slices(shape)])  # every element has an owner
+    compile_plan([*parts, []], [[] for _ in parts] + [slices_of(full_series(shape))])  # every element has an owner
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -215,7 +214,7 @@ def test_layouts_that_do_not_divide(family: str, sizes: tuple[int, int, int], wo
     found = [*tensor_problems(shape, tp), *expert_problems(shape, ep, etp if shape.mixture else None, tp)]
     assert re.search(words, "\n".join(found))  # what a user is told, before the layout is asked for
     with pytest.raises(AssertionError, match=words):
-        megatron_slices(shape, tp, 0, range(1), True, False, 12 * 11, ep, 0, etp, 0)
+        megatron_slices(shape, ModelChunk(range(1), Shard(0, tp), True, False, Shard(0, ep), Shard(0, etp)))
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.config.schema.sections import RunConfig
 from mega_rl.data.packing import pack
 from mega_rl.megatron import engine as engine_module
-from mega_rl.megatron.engine import LossFunction, MegatronEngine
-from mega_rl.megatron.policy import destroy_groups, initialize_groups
+from mega_rl.megatron.engine import LossFunction, MegatronEngine, Optimization
+from mega_rl.megatron.policy import MegatronPolicy, destroy_groups, initialize_groups
 from mega_rl.microbatch import Figures, Microbatch, Sequence, TokenStats
 from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.layout import ParallelLayout
@@ -123,16 +123,9 @@ def own_device() -> torch.device:
 
 def build_engine(config: RunConfig, layout: ParallelLayout, directory: Path, total_steps: int) -> MegatronEngine:
     shape, weights = read_model_shape(directory), HFReader(directory)
-    return MegatronEngine(
-        trainer_spec(config),
-        config.optimizer,
-        shape,
-        layout,
-        own_device(),
-        weights,
-        total_steps,
-        config.trainer.max_skipped_steps,
-    )
+    policy = MegatronPolicy(trainer_spec(config), shape, layout, own_device())
+    optimization = Optimization(config.optimizer, total_steps, config.trainer.max_skipped_steps)
+    return MegatronEngine(policy, weights, optimization)
 
 
 def optimizer_of(engine: MegatronEngine, parameter: torch.nn.Parameter) -> Any:

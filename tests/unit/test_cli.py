@@ -19,7 +19,8 @@ LAUNCH = ["-m", "mega_rl.parallel.watch.launch"]
 
 
 def test_every_command_has_its_tool() -> None:
-    scripts = sorted(path.name for path in (REPO / "tools").glob("*.py") if path.name != "reference.py")  # makes docs
+    of_docs = {"recipes.py", "reference.py"}
+    scripts = sorted(path.name for path in (REPO / "tools").glob("*.py") if path.name not in of_docs)
     assert sorted(tool.script for tool in cli.TOOLS.values()) == scripts
     assert all(name in cli.usage() and tool.about in cli.usage() for name, tool in cli.TOOLS.items())
 
@@ -80,6 +81,11 @@ def test_the_platform_is_that_of_the_run(tmp_path: Path) -> None:
     file.write_text("platform: {name: npu}\n")
     assert launch.platform_name(["--config", str(file)]) == "npu"
     assert launch.platform_name(["--config", str(file), "platform.name=cpu"]) == "cpu"
+    (other := tmp_path / "other.yaml").write_text("platform: {name: cuda}\n")
+    (silent := tmp_path / "silent.yaml").write_text("rollout: {n: 2}\n")
+    files = [word for path in (file, other, silent) for word in ("--config", str(path))]
+    assert launch.platform_name(files) == "cuda"  # the last file that names one
+    assert launch.platform_name(["--config", str(silent)]) == "auto"
     file.write_text("platform: [")
     assert launch.platform_name(["--config", str(file)]) == launch.platform_name([]) == "auto"
 

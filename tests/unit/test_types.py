@@ -65,7 +65,7 @@ def test_nine_bytes_a_token_of_arrays_that_cannot_be_changed() -> None:
 
 def routed(dtype: Any = np.uint8, num_tokens: int = 3) -> Trajectory:
     experts = np.arange(num_tokens * 4, dtype=dtype).reshape(num_tokens, 2, 2)
-    return Trajectory.single_turn(QUESTION, 0, [9, 2], [-0.7, -0.1], "b", "stop", 5, experts)
+    return dataclasses.replace(single(), routed_experts=experts)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])

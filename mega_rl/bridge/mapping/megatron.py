@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from mega_rl.bridge.mapping.tensors import LM_HEAD, SCORE, embedding_name, final_norm_name, layer_name
 from mega_rl.bridge.mapping.tower import trainer_tower
@@ -34,60 +34,77 @@ def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
     return -(-vocab_size // tensor_parallel) * tensor_parallel
 
 
-def megatron_slices(*arguments: Any, **keywords: Any) -> list[Slice]:
+class Shard(NamedTuple):
+    """One of the equal parts that tensors, or the experts of a layer, are cut into."""
+
+    rank: int = 0
+    num_shards: int = 1
+
+    def bounds(self, size: int) -> tuple[int, int]:
+        """Start and end."""
+        return self.rank * size // self.num_shards, (self.rank + 1) * size // self.num_shards
+
+
+WHOLE = Shard()
+
+
+@dataclass(frozen=True)
+class ModelChunk:
+    """Which layers of a model, and which shards of their tensors, one rank's model chunk holds; by default whole ones.
+
+    Experts are laid out by their own two axes, everything else, shared experts included, by ``tensor``.
+    """
+
+    layers: range  # global indices
+    tensor: Shard = WHOLE
+    has_embedding: bool = True
+    has_output: bool = True
+    experts: Shard = WHOLE  # which experts of a layer
+    expert_tensor: Shard = WHOLE  # of each of them
+    padded_vocab_size: int | None = None  # rows of the whole padded embedding; None: the function of this name
+
+
+def megatron_slices(shape: ModelShape, chunk: ModelChunk) -> list[Slice]:
     """``megatron_series`` tensor by tensor: every HF element of a chunk exactly once."""
-    return slices_of(megatron_series(*arguments, **keywords))
+    return slices_of(megatron_series(shape, chunk))
 
 
-def megatron_series(
-    shape: ModelShape,
-    tensor_parallel: int,
-    tp_rank: int,
-    layers: range,
-    has_embedding: bool,
-    has_output: bool,
-    padded_vocab_size: int,
-    expert_parallel: int = 1,
-    ep_rank: int = 0,
-    expert_tensor_parallel: int = 1,
-    etp_rank: int = 0,
-) -> list[Series]:
+def megatron_series(shape: ModelShape, chunk: ModelChunk) -> list[Series]:
     """Every HF element that one rank's model chunk holds, each exactly once; vocabulary padding is in no series.
 
-    Experts are laid out by their own two axes, everything else, shared experts included, by the tensor-parallel one.
-
-    ``layers`` are the global indices of the chunk's layers; local names count from 0. A chunk with the output but
-    without the embedding keeps its own copy of tied embeddings as ``output_layer.weight``.
+    Local names count layers from 0. A chunk with the output but without the embedding keeps its own copy of tied
+    embeddings as ``output_layer.weight``.
     """
-    misfits = tensor_problems(shape, tensor_parallel)
+    shard, num_shards = chunk.tensor, chunk.tensor.num_shards
+    misfits = tensor_problems(shape, num_shards)
     assert not misfits, misfits
-    misfits = expert_problems(shape, expert_parallel, expert_tensor_parallel if shape.mixture else None, 1)
+    expert_tensor = chunk.expert_tensor.num_shards if shape.mixture else None
+    misfits = expert_problems(shape, chunk.experts.num_shards, expert_tensor, 1)
     assert not misfits, misfits
-    assert padded_vocab_size % tensor_parallel == 0 and padded_vocab_size >= shape.vocab_size
-    experts = (expert_parallel, ep_rank, expert_tensor_parallel, etp_rank)
+    padded = chunk.padded_vocab_size or padded_vocab_size(shape.vocab_size, num_shards)
+    assert padded % num_shards == 0 and padded >= shape.vocab_size
     series: list[Series] = []
-    vocab = (shape, tensor_parallel, tp_rank, padded_vocab_size)
-    if has_embedding:
+    vocab = (shape, shard, padded)
+    if chunk.has_embedding:
         series += trainer_tower(shape)
         series += numbered(_vocab_rows("embedding.word_embeddings.weight", embedding_name(shape), *vocab))
-    for alike in shape.like_layers(layers):
-        numbers = Numbers(alike, layers.start)
+    for alike in shape.like_layers(chunk.layers):
+        numbers = Numbers(alike, chunk.layers.start)
         local = f"decoder.layers.{LAYER}"
-        series += numbered(_attention(shape, tensor_parallel, tp_rank, local), numbers)
+        series += numbered(_attention(shape, shard, local), numbers)
         if shape.has_experts(alike[0]):
-            series += numbered(_shared_part(shape, tensor_parallel, tp_rank, f"{local}.mlp"), numbers)
-            series += _experts(shape, *experts, f"{local}.mlp.experts.local_experts.{EXPERT}", numbers)
+            series += numbered(_shared_part(shape, shard, f"{local}.mlp"), numbers)
+            series += _experts(shape, chunk, f"{local}.mlp.experts.local_experts.{EXPERT}", numbers)
         else:
             names = f"{local}.mlp", layer_name(shape, LAYER, "mlp")
-            mlp = gated_mlp(*names, shape.hidden_size, shape.ffn_size, tensor_parallel, tp_rank)
-            series += numbered(mlp, numbers)
-    if has_output:
+            series += numbered(gated_mlp(*names, shape.hidden_size, shape.ffn_size, shard), numbers)
+    if chunk.has_output:
         last = [whole("decoder.final_layernorm.weight", final_norm_name(shape), (shape.hidden_size,))]
         if shape.head == "value":
             last.append(whole("output_layer.weight", SCORE, (1, shape.hidden_size)))
         elif not shape.tied:
             last += _vocab_rows("output_layer.weight", LM_HEAD, *vocab)
-        elif not has_embedding:
+        elif not chunk.has_embedding:
             last += _vocab_rows("output_layer.weight", embedding_name(shape), *vocab)
         series += numbered(last)
     return series
@@ -107,44 +124,43 @@ def chunk_prefix(layout: ParallelLayout, chunk: int) -> str:
     return f"chunk{chunk}." if layout.num_chunks > 1 else ""
 
 
-def chunk_series(shape: ModelShape, layout: ParallelLayout, rank: int, chunk: int) -> list[Series]:
-    """What a rank of the layout holds of one of its model chunks."""
-    tp_rank, _, _, pp_rank = layout.coordinates(rank)
-    etp_rank, ep_rank, _, _ = layout.expert_coordinates(rank)
-    return megatron_series(
-        shape,
-        layout.tensor,
-        tp_rank,
-        layout.layers_of_chunk(shape.num_layers, pp_rank, chunk),
-        has_embedding=pp_rank == 0 and chunk == 0,
-        has_output=pp_rank == layout.pipeline - 1 and chunk == layout.num_chunks - 1,
-        padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tensor),
-        expert_parallel=layout.expert,
-        ep_rank=ep_rank,
-        expert_tensor_parallel=layout.expert_tensor,
-        etp_rank=etp_rank,
+def chunk_series(
+    shape: ModelShape, layout: ParallelLayout, rank: int, chunk: int, padded: int | None = None
+) -> list[Series]:
+    """What a rank of the layout holds of one of its model chunks.
+
+    Args:
+        padded: rows of the whole padded embedding; None: ``padded_vocab_size``.
+    """
+    at, experts_at = layout.coordinates(rank), layout.expert_coordinates(rank)
+    held = ModelChunk(
+        layout.layers_of_chunk(shape.num_layers, at.pipeline, chunk),
+        Shard(at.tensor, layout.tensor),
+        has_embedding=at.pipeline == 0 and chunk == 0,
+        has_output=at.pipeline == layout.pipeline - 1 and chunk == layout.num_chunks - 1,
+        experts=Shard(experts_at.expert, layout.expert),
+        expert_tensor=Shard(experts_at.tensor, layout.expert_tensor),
+        padded_vocab_size=padded,
     )
+    return megatron_series(shape, held)
 
 
-def _vocab_rows(
-    local_name: str, hf_name: str, shape: ModelShape, tensor_parallel: int, tp_rank: int, padded: int
-) -> list[Slice]:
-    rows = padded // tensor_parallel
-    start, end = (min(i * rows, shape.vocab_size) for i in (tp_rank, tp_rank + 1))
+def _vocab_rows(local_name: str, hf_name: str, shape: ModelShape, shard: Shard, padded: int) -> list[Slice]:
+    start, end = (min(row, shape.vocab_size) for row in shard.bounds(padded))
     return stack_rows(local_name, [(hf_name, start, end)], shape.hidden_size)
 
 
-def _attention(shape: ModelShape, tensor_parallel: int, tp_rank: int, local: str) -> list[Slice]:
+def _attention(shape: ModelShape, shard: Shard, local: str) -> list[Slice]:
     """Attention and the layer's two norms."""
 
     def hf(suffix: str) -> str:
         return layer_name(shape, LAYER, suffix)
 
     hidden = shape.hidden_size
-    start, end = shard(shape.attention_size, tensor_parallel, tp_rank)
+    start, end = shard.bounds(shape.attention_size)
     slices = [whole(f"{local}.input_layernorm.weight", hf("input_layernorm.weight"), (hidden,))]
     project = _latent_qkv if shape.latent else _grouped_qkv
-    slices += project(shape, tensor_parallel, tp_rank, local)
+    slices += project(shape, shard, local)
     if shape.qk_norm:
         for part in ("q", "k"):
             name = f"{local}.self_attention.{part}_layernorm.weight"
@@ -155,20 +171,15 @@ def _attention(shape: ModelShape, tensor_parallel: int, tp_rank: int, local: str
     return slices
 
 
-def shard(size: int, parallel: int, rank: int) -> tuple[int, int]:
-    """Start and end of one rank's equal part."""
-    return rank * size // parallel, (rank + 1) * size // parallel
-
-
-def gated_mlp(local: str, hf: str, hidden: int, ffn: int, parallel: int, rank: int) -> list[Slice]:
+def gated_mlp(local: str, hf: str, hidden: int, ffn: int, shard: Shard) -> list[Slice]:
     """Megatron's fused order: the rank's gate rows, then its up rows; the down projection by columns."""
-    start, end = shard(ffn, parallel, rank)
+    start, end = shard.bounds(ffn)
     fc1 = [(f"{hf}.{part}_proj.weight", start, end) for part in ("gate", "up")]
     down = take_columns(f"{local}.linear_fc2.weight", f"{hf}.down_proj.weight", hidden, start, end)
     return [*stack_rows(f"{local}.linear_fc1.weight", fc1, hidden), down]
 
 
-def _shared_part(shape: ModelShape, tensor_parallel: int, tp_rank: int, local: str) -> list[Slice]:
+def _shared_part(shape: ModelShape, shard: Shard, local: str) -> list[Slice]:
     """What every token passes in a layer with experts: the router, and the shared expert if there is one."""
     mixture, hidden, hf = shape.mixture, shape.hidden_size, layer_name(shape, LAYER, "mlp")
     assert mixture is not None
@@ -178,26 +189,24 @@ def _shared_part(shape: ModelShape, tensor_parallel: int, tp_rank: int, local: s
         slices.append(whole(f"{local}.router.expert_bias", name, (mixture.num_experts,)))
     if mixture.shared_ffn_size:
         names = f"{local}.shared_experts", f"{hf}.{mixture.shared_name}"
-        slices += gated_mlp(*names, hidden, mixture.shared_ffn_size, tensor_parallel, tp_rank)
+        slices += gated_mlp(*names, hidden, mixture.shared_ffn_size, shard)
     if mixture.shared_gate:
         gate = f"{local}.shared_experts.gate_weight"
         slices.append(whole(gate, f"{hf}.shared_expert_gate.weight", (1, hidden)))
     return slices
 
 
-def _experts(
-    shape: ModelShape, parallel: int, rank: int, tensor_parallel: int, tensor_rank: int, local: str, layers: Numbers
-) -> list[Series]:
+def _experts(shape: ModelShape, chunk: ModelChunk, local: str, layers: Numbers) -> list[Series]:
     """One rank's experts, which Megatron counts from 0 on every rank."""
     mixture = shape.mixture
     assert mixture is not None
     hf = layer_name(shape, LAYER, f"mlp.experts.{EXPERT}")
-    pieces = gated_mlp(local, hf, shape.hidden_size, mixture.ffn_size, tensor_parallel, tensor_rank)
-    first, last = shard(mixture.num_experts, parallel, rank)
+    pieces = gated_mlp(local, hf, shape.hidden_size, mixture.ffn_size, chunk.expert_tensor)
+    first, last = chunk.experts.bounds(mixture.num_experts)
     return numbered(pieces, replace(layers, experts=range(first, last), first_expert=first))
 
 
-def _latent_qkv(shape: ModelShape, tensor_parallel: int, tp_rank: int, local: str) -> list[Slice]:
+def _latent_qkv(shape: ModelShape, shard: Shard, local: str) -> list[Slice]:
     """The projections of latent attention are all cut by rows: the ones up by heads, the ones down anywhere."""
     latent = shape.latent
     assert latent is not None
@@ -214,7 +223,7 @@ def _latent_qkv(shape: ModelShape, tensor_parallel: int, tp_rank: int, local: st
         norms.append(("q_layernorm", "q_a_layernorm", latent.q_rank))
     slices: list[Slice] = []
     for name, hf, height, width in rows:
-        part = (layer_name(shape, LAYER, f"self_attn.{hf}.weight"), *shard(height, tensor_parallel, tp_rank))
+        part = (layer_name(shape, LAYER, f"self_attn.{hf}.weight"), *shard.bounds(height))
         slices += stack_rows(f"{local}.self_attention.{name}.weight", [part], width)
     for name, hf, size in norms:
         slices.append(
@@ -223,10 +232,10 @@ def _latent_qkv(shape: ModelShape, tensor_parallel: int, tp_rank: int, local: st
     return slices
 
 
-def _grouped_qkv(shape: ModelShape, tensor_parallel: int, tp_rank: int, local: str) -> list[Slice]:
+def _grouped_qkv(shape: ModelShape, shard: Shard, local: str) -> list[Slice]:
     """Megatron's fused order: for every key-value group its query heads, then its key, then its value."""
     rows = {"q": shape.q_size // shape.num_kv_heads, "k": shape.head_dim, "v": shape.head_dim}  # of one group
-    first, last = (i * shape.num_kv_heads // tensor_parallel for i in (tp_rank, tp_rank + 1))
+    first, last = shard.bounds(shape.num_kv_heads)
     slices: list[Slice] = []
     for kind, width in (("weight", shape.hidden_size), ("bias", None)):
         if kind == "bias" and not shape.qkv_bias:

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import groupby
 
-from mega_rl.bridge.mapping.megatron import megatron_series
+from mega_rl.bridge.mapping.megatron import ModelChunk, megatron_slices
 from mega_rl.bridge.mapping.tensors import SCORE, hf_tensors, roles
 from mega_rl.bridge.mapping.tower import frozen_names
-from mega_rl.bridge.series import slices_of
 from mega_rl.config.schema.sections import (
     AdapterConfig,
     TuningConfig,
@@ -185,7 +184,7 @@ def _some_experts(chosen: set[str], modules: Iterable[str]) -> str | None:
 def _check_whole(trained: Iterable[str], shape: ModelShape) -> None:
     """The trainer holds some tensors in one parameter (q, k and v; gate and up), which is trained as a whole or not."""
     chosen = set(trained)
-    pieces = slices_of(megatron_series(shape, 1, 0, range(shape.num_layers), True, True, shape.vocab_size))
+    pieces = megatron_slices(shape, ModelChunk(range(shape.num_layers)))
     for _, group in groupby(sorted(pieces, key=lambda p: p.local_name), key=lambda p: p.local_name):
         names = list(dict.fromkeys(piece.hf_name for piece in group))
         missing = [name for name in names if name not in chosen]

@@ -1,4 +1,4 @@
-"""What a destination wants of the HF tensors: the live fused parameters of a vLLM worker, or every tensor whole.
+"""What a destination wants of the HF tensors: the live fused parameters of a vLLM worker.
 
 Names and order follow vLLM's Qwen2ForCausalLM, Qwen3ForCausalLM, LlamaForCausalLM, MistralForCausalLM and the
 mixture-of-experts models of Qwen (``model_executor/models``), UnquantizedFusedMoEMethod (``layers/fused_moe``),
@@ -12,17 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mega_rl.bridge.mapping.tensors import LM_HEAD, embedding_name, final_norm_name, full_series, layer_name
+from mega_rl.bridge.mapping.tensors import LM_HEAD, embedding_name, final_norm_name, layer_name
 from mega_rl.bridge.mapping.tower import engine_tower, within_language_model
 from mega_rl.bridge.series import EXPERT, LAYER, Numbers, Series, numbered, slices_of
 from mega_rl.bridge.slices import Slice, stack_rows, take_columns, whole
 from mega_rl.models.fit import engine_problems, engine_vocab_size
 from mega_rl.models.shape import ModelShape
-
-
-def full_slices(shape: ModelShape) -> list[Slice]:
-    """Every HF tensor whole, under its own name: for export and for engines that load through their own loader."""
-    return slices_of(full_series(shape))
 
 
 def vllm_slices(shape: ModelShape, tensor_parallel: int, tp_rank: int, expert_parallel: bool = False) -> list[Slice]:

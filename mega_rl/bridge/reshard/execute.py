@@ -105,7 +105,7 @@ class Transfer:
     def stream(self, read: Read, hf_names: Sequence[str], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole HF tensors one at a time in the order given; collective: every rank must exhaust the iterator.
 
-        For plans whose destinations are ``full_slices``. A rank that is no destination takes part and is given nothing.
+        For plans whose destinations are ``full_series``. A rank that is no destination takes part and is given nothing.
         Holds at most ``bucket_bytes`` of whole tensors, or the largest one, and one exchange.
         """
         sizes = {name: self.plan.wanted_box(name) for name in hf_names}

@@ -40,10 +40,14 @@ class Checker:
         spellings: dotted key -> the alias under which the user gave it.
         has_interpolations: whether the tree may still hold ``${other.key}``, which has no type yet. If not, text in the
             place of a number is what an interpolation such as ``${oc.env:NAME}`` gave, and is read as YAML.
+        is_whole: whether a key that must be set has to be in the tree; not in one of several files.
     """
 
-    def __init__(self, problems: list[str], spellings: Mapping[str, str], has_interpolations: bool) -> None:
+    def __init__(
+        self, problems: list[str], spellings: Mapping[str, str], has_interpolations: bool, is_whole: bool = True
+    ) -> None:
         self.problems, self.spellings, self.has_interpolations = problems, spellings, has_interpolations
+        self.is_whole = is_whole
         self.unknown: list[str] = []  # the names of unknown keys, in the order of their problems
 
     def section(self, schema: Any, tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
@@ -59,7 +63,7 @@ class Checker:
             if dataclasses.is_dataclass(hint) and given in (None, MISSING):
                 given = {}
             if isinstance(given, str) and given == MISSING:
-                if field.default == MISSING:
+                if field.default == MISSING and self.is_whole:
                     self.problems.append(f"{name} is not set: give it in the file or as {name}=VALUE")
                 continue
             checked[field.name] = self.value(hint, given, name)

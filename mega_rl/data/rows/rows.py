@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mega_rl.config.schema.sections import DataConfig
 from mega_rl.errors import InputError, shortened
 
 MAX_DEPTH = 64  # objects and lists inside one another, in a row
@@ -40,6 +41,24 @@ class Row:
         names = ", ".join(sorted(name for name, value in self.fields.items() if value is not None))
         found = shortened(names) or "no fields"
         return InputError(f"{self.where} has {found} but needs {wanted}; rename or add the fields in that file")
+
+
+@dataclass(frozen=True)
+class DataFiles:
+    """The files of a data set, and how many of their rows are taken."""
+
+    paths: list[str]
+    key: str = "data.train_files"  # the configuration field that lists them, for messages
+    max_samples: int | None = None  # the first rows only, before anything is left out; None: all
+
+    @classmethod
+    def validation(cls, data: DataConfig, key: str = "data.val_files") -> DataFiles:
+        """Those of ``data.val_files``."""
+        return cls(data.val_files, key, data.max_val_samples)
+
+    def rows(self) -> list[Row]:
+        """Raises InputError as ``read_rows``."""
+        return read_rows(self.paths, self.key)[: self.max_samples]
 
 
 def read_rows(files: list[str], key: str) -> list[Row]:

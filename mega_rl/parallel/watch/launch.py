@@ -46,18 +46,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def platform_name(arguments: Sequence[str]) -> str:
-    """``platform.name`` as the script will find it: on its command line, else in its ``--config``, else auto."""
+    """``platform.name`` as the script will find it: on its command line, else in its last ``--config``, else auto."""
     given = [argument.partition("=")[2] for argument in arguments if argument.startswith("platform.name=")]
     if given:
         return given[-1]
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", type=Path)
-    file = parser.parse_known_args(arguments)[0].config
+    parser.add_argument("--config", type=Path, action="append", default=[])
+    names = [_platform_in(file) for file in parser.parse_known_args(arguments)[0].config]
+    return next((name for name in reversed(names) if name is not None), "auto")
+
+
+def _platform_in(file: Path) -> str | None:
     try:
-        name = "auto" if file is None else parse_yaml(file.read_text(encoding="utf-8"))["platform"]["name"]
+        name = parse_yaml(file.read_text(encoding="utf-8"))["platform"]["name"]
     except (OSError, ValueError, LookupError, TypeError):  # the script says what is wrong with the file
-        return "auto"
-    return name if isinstance(name, str) else "auto"
+        return None
+    return name if isinstance(name, str) else None
 
 
 def torchrun(arguments: Sequence[str]) -> int:

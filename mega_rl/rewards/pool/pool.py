@@ -70,12 +70,6 @@ class WorkerPool:
         self.close = weakref.finalize(self, _close, self._dispatcher, thread)
         started.result()
 
-    def worker_pids(self) -> list[int]:
-        return [slot.worker.pid for slot in self._dispatcher.slots]
-
-    def scratch_directories(self) -> list[str]:
-        return [slot.worker.scratch for slot in self._dispatcher.slots]
-
     @property
     def takes_images(self) -> bool:
         """See `Pool.takes_images`."""

@@ -112,8 +112,9 @@ def trajectory_of_row(row: Mapping[str, Any]) -> Trajectory:
     """The trajectory of a row; keys that do not belong to a trajectory (advantage, ...) are ignored."""
     prompt = prompt_of_row(row["prompt"])
     values = [row[key] for key in ("token_ids", "logprobs", "text", "finish_reason", "weight_version")]
-    values.append(_routed_experts(row["routed_experts"]) if "routed_experts" in row else None)
     single = Trajectory.single_turn(prompt, row["sample_index"], *values)
+    if "routed_experts" in row:
+        single = dataclasses.replace(single, routed_experts=_routed_experts(row["routed_experts"]))
     if "loss_mask" not in row:
         return single
     return dataclasses.replace(

@@ -46,10 +46,6 @@ class AttachedStore:
                 threading.Thread(target=self._watch, name="weight store", daemon=True).start()
             yield found
 
-    @property
-    def is_attached(self) -> bool:
-        return self._store is not None
-
     def look(self) -> None:
         """Give the memory back if its process has ended, unless somebody reads it."""
         if self._lock.acquire(blocking=False):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Mapping, Sequence as SequenceOf
+from collections.abc import Callable, Sequence as SequenceOf
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -14,8 +13,7 @@ from torch import Tensor
 
 from mega_rl.algorithms.advantage import advantage_of, power_sums, turn_advantages, whiten, with_penalty_to_go
 from mega_rl.algorithms.kl import KL_ESTIMATORS
-from mega_rl.algorithms.objective import POOLED, PolicyObjective
-from mega_rl.algorithms.own import OWN
+from mega_rl.algorithms.objective import PolicyObjective
 from mega_rl.algorithms.reduce import Denominators
 from mega_rl.algorithms.trial import check_own
 from mega_rl.config import RunConfig
@@ -24,15 +22,14 @@ from mega_rl.data.packing import sequence_of
 from mega_rl.megatron.engine import LossFunction, MegatronEngine
 from mega_rl.megatron.reference import Reference
 from mega_rl.microbatch import Microbatch, Sequence
-from mega_rl.observe.metrics.declared import MAXIMA, MEANS
 from mega_rl.parallel.collectives import gather_objects, together
 from mega_rl.parallel.schedule import split_even
 from mega_rl.rollout.collect.collect import GroupSummary
 from mega_rl.stages.learn.critic import Critic
 from mega_rl.stages.learn.gates import Gates
+from mega_rl.stages.learn.update_metrics import Gradients, Step, pass_metrics, step_metrics
 from mega_rl.stages.run.batch_share import (
     BatchShare,
-    Totals,
     pack_brought,
     totals_of,
 )
@@ -152,71 +149,50 @@ class Learner:
         Raises:
             GateFailure: ``gates``, those of this step, found a difference.
         """
-        samples = [sample for sample in samples if not math.isnan(sample.score.value)]
-        if not samples:
+        known = [sample for sample in samples if sample.score.is_known]
+        if not known:
             self._say("warning: no sample of this step has a reward that is known, so it learns nothing")
             return {}
         trained = gates.version if self._tells_ages and gates is not None else None
-        minibatches = self._prepared(samples, behaviour, trained)
-        pooled: dict[str, float] = defaultdict(float)
-        metrics: dict[str, float] = {}
-        learns = self._critic is None or not self._critic.learns_alone
-        if self._critic is not None:
-            metrics |= self._critic.update([(m.microbatches, m.denominators) for m in minibatches])
-        num_skipped = 0
+        minibatches = self._with_logprobs(self._packed(known, trained), behaviour)
+        minibatches = self._with_token_advantages(minibatches)
+        policy_learns = self._critic is None or not self._critic.learns_alone  # before the critic's steps, which count
+        critic_metrics = self._critic_update(minibatches)
+        passes: list[Gradients] = []
+        steps: list[Step] = []
         with self._timers("update"):
-            for minibatch in minibatches if learns else minibatches[:1]:
-                is_first, is_last = minibatch is minibatches[0], minibatch is minibatches[-1]
-                totals, gate_metrics = self._gradients(minibatch, gates if is_first else None)
-                metrics |= gate_metrics
-                for name in [name for name in totals.sums if name.startswith(POOLED)]:
-                    pooled[name.removeprefix(POOLED)] += totals.sums.pop(name)
-                pooled["num_tokens"] += minibatch.denominators.num_tokens
-                if not learns:  # what the gates and the metrics say of the policy, which stays as it is
-                    _accumulate(metrics, totals, minibatch.denominators.num_tokens, num_parts=1)
-                    continue
-                step = self._actor.optimizer_step(next_is_forward_backward=not is_last)
-                warn_if_skipped(self._say, self._actor, step)
-                num_skipped += step.skipped
-                _accumulate(metrics, totals, minibatch.denominators.num_tokens, len(minibatches))
-                metrics["actor/grad_norm"] = metrics.get("actor/grad_norm", 0.0) + step.grad_norm / len(minibatches)
-                metrics |= {"actor/lr": step.lr, **self._actor.router_metrics}
-        skipped = {"actor/skipped_steps": num_skipped, "actor/skipped_steps_total": self._actor.stepper.skipped.total}
-        metrics |= _pooled_metrics(pooled)
-        return metrics | {name: float(value) for name, value in skipped.items()}
+            # A policy that stays as it is has one pass, for what the gates and the metrics say of it.
+            for minibatch in minibatches if policy_learns else minibatches[:1]:
+                passes.append(self._gradients(minibatch, None if passes else gates))
+                if policy_learns:
+                    steps.append(self._step(is_last=minibatch is minibatches[-1]))
+        skipped_total = self._actor.stepper.skipped.total
+        return critic_metrics | pass_metrics(passes) | step_metrics(steps, skipped_total)
 
-    def _prepared(
-        self, samples: list[Sample], behaviour: AbstractContextManager[None] | None, step: int | None
-    ) -> list[Minibatch]:
-        """The samples cut into minibatches and packed, with everything that the objective reads. Collective."""
+    def _packed(self, samples: list[Sample], step: int | None) -> list[Minibatch]:
+        """The samples cut into minibatches, with their tokens; ``step`` as in ``pack_samples``. Collective."""
         cuts = split_even(len(samples), min(self._algorithm.minibatches_per_step, len(samples)))
         parts = [[samples[i] for i in cut] for cut in cuts]
-        packed = [pack_samples(self._share, part, self._source, step) for part in parts]
-        with self._timers("old_logprobs"), behaviour or nullcontext():
-            packed = [self._with_old_logprobs(microbatches) for microbatches in packed]
-        with self._timers("reference_logprobs"):
-            if self._reference is not None:
-                packed = [_with_reference_logprobs(self._reference, microbatches) for microbatches in packed]
-        packed = self._shaped(packed)
         return [
-            Minibatch(part, self._denominators(part), microbatches)
-            for part, microbatches in zip(parts, packed, strict=True)
+            Minibatch(part, self._denominators(part), pack_samples(self._share, part, self._source, step))
+            for part in parts
         ]
 
     def _denominators(self, samples: list[Sample]) -> Denominators:
         num_tokens = sum(sample.summary.num_sampled for sample in samples)
         return Denominators(num_tokens, len(samples), self._max_response_tokens)
 
-    def _gradients(self, minibatch: Minibatch, gates: Gates | None) -> tuple[Totals, dict[str, float]]:
-        """Forward and backward pass: the figures over all ranks, and the metrics of the gates. Collective."""
-        loss: LossFunction = partial(self._objective, denominators=minibatch.denominators)
-        if gates is None:
-            return totals_of(self._share, self._actor.forward_backward(minibatch.microbatches, loss)), {}
-        microbatches = gates.recompute(self._actor, minibatch.microbatches)
-        totals = totals_of(self._share, self._actor.forward_backward(microbatches, gates.watched(loss)))
-        ratio_mean = totals.sums["ratio"] / minibatch.denominators.num_tokens
-        differing = partial(_differing, self._reference, self._actor)
-        return totals, gates.check(ratio_mean, totals.maxima["ratio"], minibatch.samples, differing)
+    def _with_logprobs(
+        self, minibatches: list[Minibatch], behaviour: AbstractContextManager[None] | None
+    ) -> list[Minibatch]:
+        """With what pi_old and the reference give the tokens, as far as the objective reads it. Collective."""
+        with self._timers("old_logprobs"), behaviour or nullcontext():
+            minibatches = [replace(m, microbatches=self._with_old_logprobs(m.microbatches)) for m in minibatches]
+        with self._timers("reference_logprobs"):
+            if self._reference is None:
+                return minibatches
+            of_reference = partial(_with_reference_logprobs, self._reference)
+            return [replace(m, microbatches=of_reference(m.microbatches)) for m in minibatches]
 
     def _with_old_logprobs(self, microbatches: list[Microbatch]) -> list[Microbatch]:
         """pi_old of the objective: the engine's, or that of the weights before the first optimizer step."""
@@ -233,26 +209,43 @@ class Learner:
     def _is_kl_in_reward(self) -> bool:
         return self._algorithm.kl_in == "reward" and self._algorithm.kl_coefficient != 0
 
-    def _shaped(self, packed: list[list[Microbatch]]) -> list[list[Microbatch]]:
+    def _with_token_advantages(self, minibatches: list[Minibatch]) -> list[Minibatch]:
         """Advantages per token: those of the critic, or less the KL that is to come; then whitened. Collective."""
+        packed = [minibatch.microbatches for minibatch in minibatches]
+        penalty = partial(_kl_penalty, self._algorithm) if self._is_kl_in_reward else None
         if self._critic is not None:
-            penalty = partial(_kl_penalty, self._algorithm) if self._is_kl_in_reward else None
             packed = self._critic.with_advantages(packed, penalty)
-        elif self._is_kl_in_reward:
-            packed = [[_less_kl_to_go(self._algorithm, m) for m in microbatches] for microbatches in packed]
-        if not advantage_of(self._algorithm.advantage).is_whitened:
-            return packed
-        everything = [m for microbatches in packed for m in microbatches]
-        count, total, _ = _power_sums(self._share, everything, centre=0.0)
-        mean = total / count
-        _, _, squares = _power_sums(self._share, everything, centre=mean)
-        variance = squares / max(1.0, count - 1)
+        elif penalty is not None:
+            packed = [[_less_penalty_to_go(m, penalty) for m in microbatches] for microbatches in packed]
+        if advantage_of(self._algorithm.advantage).is_whitened:
+            packed = _whitened(self._share, packed)
+        return [replace(m, microbatches=own) for m, own in zip(minibatches, packed, strict=True)]
 
-        def whitened(microbatch: Microbatch) -> Microbatch:
-            assert microbatch.advantages is not None
-            return microbatch.replace(advantages=whiten(microbatch.advantages, microbatch.loss_mask, mean, variance))
+    def _critic_update(self, minibatches: list[Minibatch]) -> dict[str, float]:
+        if self._critic is None:
+            return {}
+        return self._critic.update([(m.microbatches, m.denominators) for m in minibatches])
 
-        return [[whitened(m) for m in microbatches] for microbatches in packed]
+    def _gradients(self, minibatch: Minibatch, gates: Gates | None) -> Gradients:
+        """Forward and backward pass. Collective."""
+        num_tokens = minibatch.denominators.num_tokens
+        microbatches = minibatch.microbatches
+        loss: LossFunction = partial(self._objective, denominators=minibatch.denominators)
+        if gates is not None:
+            microbatches, loss = gates.recompute(self._actor, microbatches), gates.watched(loss)
+        totals = totals_of(self._share, self._actor.forward_backward(microbatches, loss))
+        if gates is None:
+            return Gradients(totals, num_tokens, {})
+        ratio_mean = totals.sums["ratio"] / num_tokens
+        differing = partial(_differing, self._reference, self._actor)
+        checked = gates.check(ratio_mean, totals.maxima["ratio"], minibatch.samples, differing)
+        return Gradients(totals, num_tokens, checked)
+
+    def _step(self, is_last: bool) -> Step:
+        """Change the weights by the gradients; after the last step of a batch all of them are read. Collective."""
+        stats = self._actor.optimizer_step(next_is_forward_backward=not is_last)
+        warn_if_skipped(self._say, self._actor, stats)
+        return Step(stats, self._actor.router_metrics)
 
 
 def _with_reference_logprobs(reference: Reference, microbatches: list[Microbatch]) -> list[Microbatch]:
@@ -260,9 +253,9 @@ def _with_reference_logprobs(reference: Reference, microbatches: list[Microbatch
     return [m.replace(reference_logprobs=s.logprobs) for m, s in zip(microbatches, stats, strict=True)]
 
 
-def _less_kl_to_go(algorithm: AlgorithmConfig, microbatch: Microbatch) -> Microbatch:
+def _less_penalty_to_go(microbatch: Microbatch, penalty: Callable[[Microbatch], Tensor]) -> Microbatch:
     assert microbatch.advantages is not None
-    penalty_T, mask_T = _kl_penalty(algorithm, microbatch), microbatch.loss_mask
+    penalty_T, mask_T = penalty(microbatch), microbatch.loss_mask
     shaped_T = with_penalty_to_go(microbatch.advantages, penalty_T, mask_T, microbatch.cu_seqlens, 1.0)
     return microbatch.replace(advantages=shaped_T)
 
@@ -271,6 +264,21 @@ def _kl_penalty(algorithm: AlgorithmConfig, microbatch: Microbatch) -> Tensor:
     old_T, reference_T = microbatch.old_logprobs, microbatch.reference_logprobs
     assert old_T is not None and reference_T is not None
     return algorithm.kl_coefficient * KL_ESTIMATORS[algorithm.kl_estimator](old_T, reference_T)
+
+
+def _whitened(share: BatchShare, packed: list[list[Microbatch]]) -> list[list[Microbatch]]:
+    """By mean and variance of all advantages of the batch. Collective."""
+    everything = [m for microbatches in packed for m in microbatches]
+    count, total, _ = _power_sums(share, everything, centre=0.0)
+    mean = total / count
+    _, _, squares = _power_sums(share, everything, centre=mean)
+    variance = squares / max(1.0, count - 1)
+
+    def whitened(microbatch: Microbatch) -> Microbatch:
+        assert microbatch.advantages is not None
+        return microbatch.replace(advantages=whiten(microbatch.advantages, microbatch.loss_mask, mean, variance))
+
+    return [[whitened(m) for m in microbatches] for microbatches in packed]
 
 
 def _power_sums(share: BatchShare, microbatches: list[Microbatch], centre: float) -> list[float]:
@@ -289,31 +297,6 @@ def _differing(reference: Reference | None, actor: MegatronEngine) -> str | None
     assert reference is not None, "only a run with a reference compares with one"
     found = gather_objects(reference.differing(actor.policy))
     return next((name for name in found if name is not None), None)
-
-
-def _pooled_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Metrics of what was added up over all minibatches, see `POOLED`."""
-    num_tokens = sums["num_tokens"]
-    if not num_tokens or "weight" not in sums:
-        return {}
-    metrics = {"rollout/ess": sums["weight"] ** 2 / (num_tokens * sums["weight_squared"])}
-    for name, number in sums.items():
-        kind, _, age = name.partition("/")
-        if kind == "tokens" and number:
-            metrics[f"rollout/tokens_of_staleness/{age}"] = number / num_tokens
-            metrics[f"rollout/kl_of_staleness/{age}"] = sums[f"rollout_kl/{age}"] / number
-    return metrics
-
-
-def _accumulate(metrics: dict[str, float], found: Totals, num_tokens: int, num_parts: int) -> None:
-    """Add one minibatch: token sums become token means, averaged over the minibatches; maxima stay maxima."""
-    for figure, value in found.sums.items():
-        metric = f"actor/{figure}" if figure.startswith(OWN) else MEANS[figure]
-        share = value if figure == "loss" else value / num_tokens  # the loss is divided already
-        metrics[metric] = metrics.get(metric, 0.0) + share / num_parts
-    for figure, value in found.maxima.items():
-        metric = MAXIMA[figure]
-        metrics[metric] = max(metrics.get(metric, value), value)
 
 
 def check_algorithm(config: RunConfig, device: torch.device) -> None:

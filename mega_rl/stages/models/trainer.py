@@ -8,7 +8,7 @@ from mega_rl import platform
 from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.config import RunConfig, has_critic, samples
 from mega_rl.config.schema.sections import OptimizerConfig, RouterConfig, TuningConfig
-from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.megatron.engine import MegatronEngine, Optimization
 from mega_rl.megatron.groups import Groups
 from mega_rl.megatron.model.spec import TrainerSpec
 from mega_rl.megatron.model.value import NewScore
@@ -73,18 +73,9 @@ def trainer(
 ) -> MegatronEngine:
     """Any model that is trained, as ``MegatronEngine``, at the layout of ``spec``; ``model``: its shape and weights."""
     shape, weights = model
-    return MegatronEngine(
-        spec,
-        optimizer,
-        shape,
-        ParallelLayout.of(spec.parallel, job.layout.world_size),
-        job.device,
-        weights,
-        num_optimizer_steps,
-        job.config.trainer.max_skipped_steps,
-        base,
-        groups,
-    )
+    policy = MegatronPolicy(spec, shape, ParallelLayout.of(spec.parallel, job.layout.world_size), job.device)
+    optimization = Optimization(optimizer, num_optimizer_steps, job.config.trainer.max_skipped_steps)
+    return MegatronEngine(policy, weights, optimization, base, groups)
 
 
 def reference(job: Job, actor: MegatronEngine) -> Reference | None:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from mega_rl.algorithms.objective import SftObjective
+from mega_rl.algorithms.reduce import Denominators
 from mega_rl.data.stream import Dataset
-from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.microbatch import Sequence
 from mega_rl.stages.models import trainer
-from mega_rl.stages.offline.loop import (
-    learn,
-    loop,
-    measured,
-    stream_of,
-)
+from mega_rl.stages.offline.loop import loop, stream_of
+from mega_rl.stages.offline.method import HeldOut, PreparedBatch
 from mega_rl.stages.run import progress
 from mega_rl.stages.run.batch_share import denominators_of, pack_for_rank
 from mega_rl.stages.run.job import Job
@@ -27,38 +25,37 @@ def train(job: Job, section: str, dataset: Dataset[Sequence], held_out: list[Seq
     stream = stream_of(job, dataset)
     total_steps = progress.total_steps(job.config, stream.steps_per_epoch)
     model = trainer.actor(job, total_steps)
-    loop(
-        job,
-        model,
-        stream,
-        total_steps,
-        update=partial(update, job, model, section),
-        validate=partial(validate, job, model, section, held_out) if held_out else None,
-        num_tokens=lambda sequence: sequence.loss_mask.numel(),
-    )
+    method = NextTokenPrediction(job, section)
+    loop(job, model, stream, total_steps, method, HeldOut(method, held_out) if held_out else None)
 
 
-def update(job: Job, model: MegatronEngine, section: str, batch: list[Sequence], is_read: bool) -> dict[str, float]:
-    """One optimizer step; returns its metrics, named ``section/...``. Collective."""
-    denominators = denominators_of(batch, job.config.data.max_response_length)
-    loss = partial(SftObjective(), denominators=denominators)
-    totals, metrics = learn(job, model, pack_for_rank(job.share, batch), loss, is_read)
-    metrics["tokens"] = float(denominators.num_tokens)
-    metrics["token_accuracy"] = totals.sums["hits"] / denominators.num_tokens
-    return {f"{section}/{name}": value for name, value in metrics.items()}
+@dataclass(frozen=True)
+class NextTokenPrediction:
+    """The `TrainingMethod` of sequences."""
 
+    job: Job
+    section: str
 
-def validate(job: Job, model: MegatronEngine, section: str, sequences: list[Sequence]) -> dict[str, float]:
-    """Of the learnt tokens: their mean negative log-likelihood in nats, its exponential, and hits. Collective.
+    def prepared(self, batch: list[Sequence]) -> PreparedBatch:
+        loss = partial(SftObjective(), denominators=self._denominators(batch))
+        return PreparedBatch(pack_for_rank(self.job.share, batch), loss)
 
-    A hit is a token that no other one is more probable than.
-    """
-    denominators = denominators_of(sequences, job.config.data.max_response_length)
-    loss = partial(SftObjective(), denominators=denominators)
-    sums = measured(job, model, pack_for_rank(job.share, sequences), loss).sums
-    values = {
-        "loss": sums["loss"],
-        "perplexity": float(torch.tensor(sums["loss"], dtype=torch.float64).exp()),
-        "token_accuracy": sums["hits"] / denominators.num_tokens,
-    }
-    return {f"{section}/val_{name}": value for name, value in values.items()}
+    def figures(self, batch: list[Sequence], sums: Mapping[str, float]) -> dict[str, float]:
+        num_tokens = self._denominators(batch).num_tokens
+        return {"tokens": float(num_tokens), "token_accuracy": sums["hits"] / num_tokens}
+
+    def val_figures(self, held_out: list[Sequence], sums: Mapping[str, float]) -> dict[str, float]:
+        """Of the learnt tokens: the exponential of their mean negative log-likelihood in nats, and hits.
+
+        A hit is a token that no other one is more probable than.
+        """
+        return {
+            "perplexity": float(torch.tensor(sums["loss"], dtype=torch.float64).exp()),
+            "token_accuracy": sums["hits"] / self._denominators(held_out).num_tokens,
+        }
+
+    def num_tokens(self, item: Sequence) -> int:
+        return item.loss_mask.numel()
+
+    def _denominators(self, batch: list[Sequence]) -> Denominators:
+        return denominators_of(batch, self.job.config.data.max_response_length)

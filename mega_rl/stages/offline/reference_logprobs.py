@@ -23,7 +23,7 @@ from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.microbatch import Sequence
 from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.collectives import broadcast_object, is_first, together
-from mega_rl.stages.offline.loop import summed_logprobs
+from mega_rl.stages.offline.answers import summed_logprobs
 from mega_rl.stages.run.job import Job
 
 VALUES = "logprobs"  # the tensor in the file

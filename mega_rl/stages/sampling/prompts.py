@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mega_rl.data.prompts import PromptDataset, PromptStream
+from mega_rl.data.rows.rows import DataFiles
 from mega_rl.data.stream import Stream
 from mega_rl.parallel.collectives import together
 from mega_rl.stages.run.sampling_job import SamplingJob
@@ -12,7 +13,7 @@ from mega_rl.stages.score.scoring import rows_need_truth
 def prompt_stream(job: SamplingJob) -> PromptStream:
     data = job.config.data
     dataset = PromptDataset.from_files(
-        data.train_files,
+        DataFiles(data.train_files),
         job.tokenizer,
         data,
         needs_truth=rows_need_truth(job.config),
@@ -32,11 +33,9 @@ def validation_prompts(job: SamplingJob) -> PromptDataset | None:
     if not data.val_files or job.config.rollout.replay is not None:
         return None
     return PromptDataset.from_files(
-        data.val_files,
+        DataFiles.validation(data),
         job.tokenizer,
         data,
-        key="data.val_files",
-        max_samples=data.max_val_samples,
         needs_truth=rows_need_truth(job.config),
         tools=() if job.plan is None else job.plan.tools,
         picture_set=job.picture_set,

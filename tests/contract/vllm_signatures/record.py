@@ -24,6 +24,7 @@ from mega_rl.rollout.vllm.start.options import (
     engine_arguments,
     option_names,
     picture_arguments,
+    slot_arguments,
 )
 from tests.contract.vllm_signatures.uses import ROLLOUT, WORKER, uses
 from tests.contract.vllm_signatures.wheel import Package
@@ -80,6 +81,7 @@ VALUES = {  # the lists of what may be said -> the engine argument that we say
 def said() -> dict[str, Any]:
     """Every engine argument that we give on some device, with the value of a colocated engine on Ascend if any."""
     found: dict[str, Any] = {}
+    known = ("enforce_eager", "disable_log_stats", "use_tqdm_on_load", "enable_sleep_mode", ROUTING, *LORA)
     for device_type in ("npu", "cpu", "other"):
         for placement in ("colocated", "separate"):
             arguments = engine_arguments(
@@ -88,13 +90,11 @@ def said() -> dict[str, Any]:
                 dtype="float32",
                 max_model_len=1,
                 device_type=device_type,
-                known=("enforce_eager", "disable_log_stats", "use_tqdm_on_load", "enable_sleep_mode", ROUTING, *LORA),
+                known=known,
                 external=True,
-                slots=Slots(8, {}, frozenset()),
-                pictures=picture_arguments(1, {}),
             )
             found = arguments | found
-    return found
+    return slot_arguments(Slots(8, {}, frozenset()), known) | picture_arguments(1, {}) | found
 
 
 def variables() -> list[str]:

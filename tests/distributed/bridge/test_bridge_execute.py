@@ -15,11 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mega_rl.bridge.mapping.megatron import megatron_slices, padded_vocab_size
-from mega_rl.bridge.mapping.tensors import hf_tensors
-from mega_rl.bridge.mapping.vllm import full_slices, vllm_slices
+from mega_rl.bridge.mapping.megatron import ModelChunk, Shard, megatron_slices
+from mega_rl.bridge.mapping.tensors import full_series, hf_tensors
+from mega_rl.bridge.mapping.vllm import vllm_slices
 from mega_rl.bridge.reshard.execute import Transfer, TransferCount
 from mega_rl.bridge.reshard.plan import compile_plan
+from mega_rl.bridge.series import slices_of
 from mega_rl.bridge.slices import Box, Slice, indices
 from mega_rl.models.shape import ModelShape
 
@@ -62,11 +63,10 @@ def local_parameters(slices: list[Slice], model: dict[str, torch.Tensor] | None,
 
 
 def trainer_slices(tp: int, pp: int) -> list[list[Slice]]:
-    per_stage, vocab = SHAPE.num_layers // pp, padded_vocab_size(SHAPE.vocab_size, tp)
+    per_stage = SHAPE.num_layers // pp
+    stages = [(range(p * per_stage, (p + 1) * per_stage), p == 0, p == pp - 1) for p in range(pp)]
     return [
-        megatron_slices(SHAPE, tp, t, range(p * per_stage, (p + 1) * per_stage), p == 0, p == pp - 1, vocab)
-        for p in range(pp)
-        for t in range(tp)
+        megatron_slices(SHAPE, ModelChunk(layers, Shard(t, tp), *ends)) for layers, *ends in stages for t in range(tp)
     ]
 
 
@@ -116,7 +116,7 @@ class Rank:
         def read(name: str, hf_name: str, hf_box: Box, box: Box) -> torch.Tensor:
             return mine[name][indices(box)]
 
-        wanted = [full_slices(SHAPE) if r in destination_ranks else [] for r in range(self.world_size)]
+        wanted = [slices_of(full_series(SHAPE)) if r in destination_ranks else [] for r in range(self.world_size)]
         transfer = Transfer(compile_plan(sources, wanted), self.rank, self.world_size, None, bucket_bytes)
         seen = []
         for name, tensor in transfer.stream(read, list(model), torch.bfloat16):

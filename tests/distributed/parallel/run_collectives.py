@@ -16,7 +16,7 @@ from mega_rl.config.schema.sections import DataConfig
 from mega_rl.data import prompts as prompts_module
 from mega_rl.data.pictures.pictures import FoundPicture, PictureReader
 from mega_rl.data.prompts import PromptDataset
-from mega_rl.data.rows.rows import Row
+from mega_rl.data.rows.rows import DataFiles, Row
 from mega_rl.errors import InputError
 from mega_rl.parallel.collectives import broadcast_object, gather_objects, join_world, work_shared
 from mega_rl.synthetic.arithmetic import arithmetic_tokenizer
@@ -72,7 +72,7 @@ def tokenises_once(directory: Path) -> None:
     calls: list[str] = []
     encode = prompts_module.render_prompt
     prompts_module.render_prompt = lambda tokenizer, text, *rest: calls.append(text) or encode(tokenizer, text, *rest)
-    prompts = PromptDataset.from_files([str(file)], tokenizer, DataConfig(chat_template="never")).prompts
+    prompts = PromptDataset.from_files(DataFiles([str(file)]), tokenizer, DataConfig(chat_template="never")).prompts
     assert [prompt.text for prompt in prompts] == [row["prompt"] for row in rows]
     assert [prompt.index for prompt in prompts] == list(range(24))
     assert len(calls) == 24 // dist.get_world_size(), calls
@@ -83,7 +83,7 @@ def tokenises_once(directory: Path) -> None:
         mine.write_text("".join(json.dumps(row) + "\n" for row in rows[dist.get_rank() :]))
     dist.barrier()
     try:
-        PromptDataset.from_files([str(mine)], tokenizer, DataConfig(chat_template="never"))
+        PromptDataset.from_files(DataFiles([str(mine)]), tokenizer, DataConfig(chat_template="never"))
     except InputError as error:
         assert "24 rows on rank 0 and 23 on rank 1" in str(error)
     else:

@@ -266,7 +266,7 @@ def test_gsm8k_configuration(gsm8k_dir: Path, tmp_path: Path) -> None:
         "data.max_val_samples=2",
         "trainer.total_steps=2",
     )
-    training.copies(REPO / "configs" / "grpo_gsm8k_cpu.yaml", output_dir, *overrides, modules=ENGINE).check()
+    training.copies(REPO / "configs" / "quickstart_gsm8k" / "grpo.yaml", output_dir, *overrides, modules=ENGINE).check()
     metrics = metrics_of(output_dir)
     assert list(metrics) == [0, 1, 2]
     assert all("val-core/openai/gsm8k/greedy/acc" in metrics[step] for step in (0, 2))

@@ -26,9 +26,9 @@ def write(tmp_path: Path):
     return write_file
 
 
-def message(file: Path, *overrides: str) -> str:
+def message(files: Path | list[Path], *overrides: str) -> str:
     with pytest.raises(InputError) as raised:
-        load_config(file, overrides)
+        load_config(files, overrides)
     return str(raised.value)
 
 
@@ -280,3 +280,84 @@ def test_one_file_needs_no_list_and_saving_can_be_off(tmp_path: Path) -> None:
     assert (config.data.train_files, config.data.val_files) == (["a.jsonl"], ["b.jsonl"])
     assert config.checkpoint.save_freq is None
     assert not is_due(10, config.checkpoint.save_freq, 10) and is_due(10, -1, 10)
+
+
+class TestSeveralFiles:
+    """Each changes those before it."""
+
+    @pytest.fixture
+    def files(self, tmp_path: Path):
+        def write_files(*texts: str) -> list[Path]:
+            paths = [tmp_path / f"{number}.yaml" for number in range(len(texts))]
+            for path, text in zip(paths, texts, strict=True):
+                path.write_text(text)
+            return paths
+
+        return write_files
+
+    def test_sections_merge_and_lists_replace(self, files):
+        given = files(
+            MINIMAL + "rollout: {n: 4, stop: [a, b], vllm: {x: 1, deep: {y: 2}}}\nrewards: [{name: a}, {name: b}]\n",
+            "rollout: {stop: [c], vllm: {deep: {z: 3}}}\nrewards: [{name: c}]\n",
+        )
+        config = load_config(given, ["rollout.n=5"])
+        assert config.model.path == "models/tiny" and config.rollout.n == 5
+        assert config.rollout.stop == ["c"] and config.rollout.vllm == {"x": 1, "deep": {"y": 2, "z": 3}}
+        assert config.rewards == [RewardConfig("c")]
+        assert load_config(given[::-1]).rewards == [RewardConfig("a"), RewardConfig("b")]
+        assert load_config(given[:1]) == load_config(given[0])
+
+    def test_an_empty_section_changes_nothing_and_null_is_a_value(self, files):
+        given = files(
+            MINIMAL
+            + "rollout: {n: 4, vllm: {x: {y: 1}}}\nalgorithm: {dual_clip: 3.0, dynamic_sampling: {budget: 2}}\n",
+            "rollout:\nalgorithm: {dual_clip: null, dynamic_sampling: }\n",
+        )
+        config = load_config(given)
+        assert config.rollout.n == 4 and config.rollout.vllm == {"x": {"y": 1}}
+        assert config.algorithm.dual_clip is None and config.algorithm.dynamic_sampling.budget == 2
+        (given[1]).write_text("rollout: {vllm: {x: null}}\n")
+        assert load_config(given).rollout.vllm == {"x": None}  # another program's key
+
+    def test_interpolations_are_those_of_the_whole(self, files):
+        given = files(MINIMAL + "validation: {n: '${rollout.n}'}\nrollout: {n: 2}\n", "rollout: {n: 6}\n")
+        assert load_config(given).validation.n == 6
+
+    def test_a_name_sets_what_no_file_sets(self, files):
+        given = files(MINIMAL + "algorithm: {clip_ratio_high: 0.5}\n", "algorithm: {name: dapo}\n")
+        assert load_config(given).algorithm.clip_ratio_high == 0.5
+
+    def test_either_spelling_of_the_noise_in_a_later_file_counts(self, files):
+        given = files(MINIMAL + "aqn: {seed: 1, num_stages: 4}\n", "trainer: {noise_injection: {seed: 2}}\n")
+        config = load_config(given)
+        assert (config.aqn.seed, config.aqn.num_stages) == (2, 4)
+
+    def test_a_problem_is_named_with_its_file(self, files, tmp_path):
+        given = files(MINIMAL + "rolout: {n: 1}\n", "trainer: {total_steps: many}\n", "rollout: {m: 1}\n")
+        text = message(given)
+        assert text.splitlines()[0].startswith(f"configuration {given[0]}: unknown key rolout: ")
+        assert text.splitlines()[1].startswith(f"configuration {given[1]}: trainer.total_steps is 'many'")
+        assert text.splitlines()[2].startswith(f"configuration {given[2]}: unknown key rollout.m: ")
+        assert len(text.splitlines()) == 3
+        both = files(MINIMAL, "rollout: {n: 2}\n")
+        assert message(both, "rollout.m=1").startswith(f"configuration {both[0]} + {both[1]}: unknown key rollout.m")
+        gone = tmp_path / "gone.yaml"
+        assert message([both[0], gone]).startswith(f"configuration {gone} cannot be read (no such file")
+
+    def test_what_no_file_sets_is_one_sentence(self, files):
+        given = files("rollout: {n: 2}\n", "platform: {name: npu}\n")
+        assert message(given) == (
+            f"configuration {given[0]} + {given[1]}: model.path is not set: give it in the file or as model.path=VALUE"
+        )
+
+    def test_a_file_is_given_once(self, files, tmp_path):
+        (given,) = files(MINIMAL)
+        again = tmp_path / ".." / tmp_path.name / given.name
+        assert message([given, again]) == (
+            f"configuration {again} is given twice: give it once, and what changes it after it"
+        )
+
+    def test_the_resolved_file_is_complete(self, files, tmp_path):
+        config = load_config(files(MINIMAL, "rollout: {n: 2}\n"))
+        save_resolved(config, tmp_path / "config.yaml")
+        assert load_config(tmp_path / "config.yaml") == config

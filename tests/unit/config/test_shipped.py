@@ -1,4 +1,4 @@
-"""Every configuration that the repository ships loads, and is valid for its model and the processes that it names."""
+"""Every recipe of the index loads, is valid for its model and its machine, and is what its place says."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ import pytest
 from mega_rl.config import RunConfig, load_config, problems, to_yaml
 from mega_rl.config.checks.algorithm import PRESETS
 from mega_rl.config.checks.model import check_model
+from mega_rl.config.reading.yaml_text import parse_yaml
 from mega_rl.data.sets.retool import TOOL
 from mega_rl.environments.choice import tool
 from mega_rl.environments.tools import schema
+from mega_rl.errors import InputError
 from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.automatic import automatic
 from mega_rl.planning.memory_plan import Machine, make_plan
 from mega_rl.stages.learn import learning
 from mega_rl.synthetic.tiny_model import TOWER
+from tools import recipes as index
+from tools.recipes import CONFIGS, MACHINES, Recipe, before, head, is_recipe, recipe
 
-CONFIGS = Path(__file__).resolve().parents[3] / "configs"
-SHIPPED = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yaml"))
-ON_CPU = {"grpo_gsm8k_cpu.yaml"} | {name for name in SHIPPED if name.startswith("quickstart")}
-# Recipes for Ascend: whether engines sample while the trainer trains, whether adapters are trained, the objective or
-# stage, the data of objectives, the model, how many cards of which kind, and whether a machine has 16.
-ON_ASCEND = re.compile(
-    r"(?P<pinned>pinned_)?(?P<lora>lora_)?"
-    r"(?:(?P<objective>grpo|dapo|aqn)_(?P<data>gsm8k|math|retool|geo3k)|(?P<stage>sft|dpo|rm)"
-    r"(?P<chained>_retool)?)_(?P<model>.+)_(?P<cards>8|16|32)x(?P<kind>910b|910c)(?P<box>_box16)?\.yaml"
-)
-# ReTool learns supervised from a set of its own, then mathematics with a tool.
-DATA = {
-    "gsm8k": "gsm8k",
-    "math": "math",
-    "geo3k": "geo3k",
-    "retool": "math",
-    "sft": "sft",
-    "dpo": "pairs",
-    "rm": "pairs",
+RECIPES = index.recipes()
+IDS = [f"{row.file.removesuffix('.yaml')}:{row.machine}" for row in RECIPES]
+ASCEND = [row for row in RECIPES if "910" in row.machine]
+every_recipe = pytest.mark.parametrize("row", RECIPES, ids=IDS)
+every_ascend_recipe = pytest.mark.parametrize("row", ASCEND, ids=[IDS[RECIPES.index(row)] for row in ASCEND])
+# Folder -> stage, objective, and the directory of its data. ReTool learns supervised from a set of its own, then
+# mathematics with a tool.
+TASKS = {
+    "grpo_gsm8k": ("rl", "grpo", "gsm8k"),
+    "grpo_math": ("rl", "grpo", "math"),
+    "grpo_geo3k": ("rl", "grpo", "geo3k"),
+    "dapo_math": ("rl", "dapo", "math"),
+    "dapo_retool": ("rl", "dapo", "math"),
+    "gspo_math": ("rl", "gspo", "math"),
+    "sft": ("sft", None, "sft"),
+    "sft_retool": ("sft", None, "retool"),
+    "sft_vision": ("sft", None, "sft"),
+    "dpo": ("dpo", None, "pairs"),
+    "rm": ("rm", None, "pairs"),
 }
 DEVICES_PER_CARD = {"910b": 1, "910c": 2}
-CARDS_PER_NODE = {None: 8, "_box16": 16}
 GIB = 1 << 30
-SIZED = re.compile(
-    r"^# tools/plan\.py: at most (\d+) of 61 GiB on a device, .+; (\d+) GiB of a node's host memory\.$", re.MULTILINE
-)
 
 
 EXPERTS = {
@@ -118,46 +118,35 @@ def model_config(model: str) -> dict[str, Any]:
     return plain | dict(zip(KEYS, sizes, strict=True)) | more
 
 
-def num_devices(name: str) -> int:
+def num_devices(row: Recipe) -> int:
     """Of the trainer's processes and of engines that have devices of their own."""
-    rollout = load_config(CONFIGS / name).rollout
+    rollout = row.load().rollout
     engines = rollout.num_engines * rollout.tensor_parallel_size if rollout.placement == "separate" else 0
-    return num_processes(name) + engines
+    return row.num_processes + engines
 
 
-def num_processes(name: str) -> int:
-    """Of the trainer, as the command in the head of the file starts them; those of `make quickstart` are 2."""
-    head = (CONFIGS / name).read_text()
-    per_node = re.search(r"--nproc-per-node (\d+)", head)
-    if per_node is None:
-        assert name in ("quickstart.yaml", "quickstart_sft.yaml"), f"{name} does not say how it is started"
-        return 2
-    nodes = re.search(r"--nnodes (\d+)", head)
-    return int(per_node[1]) * (int(nodes[1]) if nodes else 1)
-
-
-def load_here(name: str, directory: Path) -> RunConfig:
-    """The shipped file with its model and data under ``directory``, as far as validation looks."""
-    config = load_config(CONFIGS / name)
+def load_here(row: Recipe, directory: Path) -> RunConfig:
+    """The recipe with its model and data under ``directory``, as far as validation looks."""
+    config = row.load()
     model = directory / Path(config.model.path).name
     model.mkdir()
-    kind = "tiny, seeing" if name.startswith("quickstart_vision") else model.name
+    kind = "tiny, seeing" if row.folder == "quickstart_vision" else model.name
     (model / "config.json").write_text(json.dumps(model_config(kind)))
     for file in (model / "tokenizer.json", model / "model.safetensors"):
         file.write_text("")
     config.model.path = str(model)
     for files in (config.data.train_files, config.data.val_files):
-        for index, file in enumerate(files):
-            files[index] = str(directory / f"{index}{Path(file).suffix}")
-            Path(files[index]).write_text("")
+        for number, file in enumerate(files):
+            files[number] = str(directory / f"{number}{Path(file).suffix}")
+            Path(files[number]).write_text("")
     return config
 
 
-@pytest.mark.parametrize("name", SHIPPED)
-def test_a_shipped_config_is_valid_for_its_model_and_processes(name: str, tmp_path: Path) -> None:
-    world_size = num_processes(name)
-    assert world_size == 2 if name in ON_CPU else 8 <= num_devices(name) <= 64
-    config = load_here(name, tmp_path)
+@every_recipe
+def test_a_recipe_is_valid_for_its_model_and_processes(row: Recipe, tmp_path: Path) -> None:
+    world_size = row.num_processes
+    assert world_size == 2 if row.machine == "cpu" else 8 <= num_devices(row) <= 64
+    config = load_here(row, tmp_path)
     assert problems(config, world_size) == []
     # what the session checks when it opens
     check_model(config, world_size)
@@ -167,81 +156,150 @@ def test_a_shipped_config_is_valid_for_its_model_and_processes(name: str, tmp_pa
         learning.objective_of(config)
 
 
-@pytest.mark.parametrize("name", SHIPPED)
-def test_a_shipped_config_names_its_file(name: str) -> None:
-    """The command in the head is that of this very file."""
-    named = re.findall(r"--config configs/(\S+)", (CONFIGS / name).read_text())
-    assert named == ([name] if name not in ("quickstart.yaml", "quickstart_sft.yaml") else [])
-
-
 def test_a_layout_that_does_not_fit_its_model_is_found(tmp_path: Path) -> None:
-    config = load_here("dapo_math_qwen2.5_32b.yaml", tmp_path)
+    config = load_here(recipe("dapo_math/qwen2.5_32b"), tmp_path)
     config.parallel.pipeline, config.parallel.tensor = 3, 16
     found = "\n".join(problems(config, 32))
     assert "num_hidden_layers" in found and "num_key_value_heads" in found
 
 
 def test_recipes_of_every_kind_are_shipped() -> None:
-    loaded = {name: load_config(CONFIGS / name) for name in SHIPPED}
-    on_cpu = {loaded[name].algorithm.name for name in ON_CPU}
+    on_cpu = {row.load().algorithm.name for row in RECIPES if row.machine == "cpu"}
     assert {"grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo"} <= on_cpu
-    models = {Path(config.model.path).name for config in loaded.values()}
+    models = {Path(row.load().model.path).name for row in RECIPES}
     assert {"Qwen2.5-7B-Instruct", "Qwen2.5-32B", "Qwen3-8B", "Qwen3-30B-A3B"} <= models
 
 
-def ascend_recipes() -> dict[str, re.Match[str]]:
-    found = {name: ON_ASCEND.fullmatch(name) for name in SHIPPED if "910" in name}
-    assert all(found.values()), f"named otherwise than the other recipes for Ascend: {found}"
-    return {name: match for name, match in found.items() if match}
+def test_the_index_is_current_and_names_every_file() -> None:
+    pages = index.pages()
+    stale = [name for name, text in pages.items() if (CONFIGS / name).read_text(encoding="utf-8") != text]
+    assert stale == [], "run `make reference`"
+    assert {row.file for row in RECIPES} == set(filter(is_recipe, index.shipped()))
+    assert {file for row in RECIPES for file in row.files} == set(index.shipped()), "a file that no recipe uses"
+    for text in pages.values():
+        assert [file for file in index.shipped() if f"({file})" not in text] == []
+        assert all(f"`{row.command()}`" in text for row in RECIPES)
 
 
-@pytest.mark.parametrize("name", ascend_recipes())
-def test_a_recipe_for_ascend_is_what_its_name_says(name: str) -> None:
-    match = ascend_recipes()[name]
-    objective, stage, kind = match["objective"], match["stage"], match["kind"]
-    config = load_config(CONFIGS / name)
-    assert config.platform.name == "npu"
-    assert config.trainer.stage == (stage or "rl")
-    assert config.tuning.method == ("lora" if match["lora"] else "full")
-    assert config.aqn.enabled == (objective == "aqn")
-    if objective:
-        assert config.algorithm.name in (("grpo", "dapo") if objective == "aqn" else (objective,))
-    data = "retool" if match["chained"] else DATA[match["data"] or stage]
-    assert Path(config.data.train_files[0]).parent.name == data
-    assert (config.environment.name is not None) == (match["data"] == "retool")
-    assert Path(config.model.path).name.lower().replace("-", "_").startswith(match["model"])
-    assert config.trainer.output_dir == f"runs/{Path(name).stem}"
-    head = (CONFIGS / name).read_text()
-    assert num_devices(name) == int(match["cards"]) * DEVICES_PER_CARD[kind]
-    assert (config.rollout.mode, config.rollout.placement) == (
-        ("pinned", "separate") if match["pinned"] else ("synchronous", "colocated")
+def test_a_command_of_the_index() -> None:
+    assert recipe("grpo_gsm8k/qwen2.5_7b", "8x910b").command() == (
+        "torchrun --nproc-per-node 8 tools/train.py --config configs/grpo_gsm8k/base.yaml "
+        "--config configs/grpo_gsm8k/qwen2.5_7b.yaml --config configs/machines/ascend_sampling.yaml "
+        "trainer.output_dir=runs/grpo_gsm8k_qwen2.5_7b_8x910b model.path=path/to/Qwen2.5-7B-Instruct"
     )
-    if match["pinned"]:
-        assert sum(map(int, re.findall(r'"NPU": (\d+)', head))) == num_devices(name) - num_processes(name)
+    assert recipe("sft/qwen3_8b").command() == (
+        "torchrun --nproc-per-node 16 tools/train.py --config configs/sft/base.yaml --config configs/sft/qwen3_8b.yaml "
+        "--config configs/machines/ascend.yaml model.path=path/to/Qwen3-8B "
+        "'data.train_files=[path/to/train.jsonl]' 'data.val_files=[path/to/val.jsonl]'"
+    )
+    assert "--nnodes 2 --node-rank RANK --master-addr ADDRESS" in recipe("grpo_math/qwen2.5_32b").command()
+
+
+def test_a_folder_can_be_overlooked_and_all_files_are_short() -> None:
+    folders = [path for path in CONFIGS.iterdir() if path.is_dir()]
+    assert all(len(list(folder.glob("*.yaml"))) <= 12 for folder in folders)
+    assert sum((CONFIGS / file).read_text().count("\n") for file in index.shipped()) <= 2200
+
+
+@pytest.mark.parametrize("file", filter(is_recipe, index.shipped()))
+def test_a_recipe_says_only_what_is_special(file: str) -> None:
+    """No value that the files before it have given; and without them it is no run."""
+    files = before(file)
+    if not files:
         return
-    per_node = re.search(r"--nproc-per-node (\d+)", head)
-    assert per_node is not None and int(per_node[1]) == CARDS_PER_NODE[match["box"]] * DEVICES_PER_CARD[kind]
+    given: dict[str, Any] = {}
+    for name in files:
+        given |= flat(parse_yaml((CONFIGS / name).read_text()))
+    own = flat(parse_yaml((CONFIGS / file).read_text()))
+    assert {key: value for key, value in own.items() if given.get(key, KeyError) == value} == {}
+    assert is_refused(file) and is_refused(files[0])
 
 
-@pytest.mark.parametrize("name", ascend_recipes())
-def test_a_recipe_for_ascend_fits_as_its_head_says(name: str, tmp_path: Path) -> None:
-    config = load_here(name, tmp_path)
-    machine = Machine(num_processes(name), 61 * GIB, 4 * GIB, "npu")  # of the 64 GiB what torch can allocate
+def is_refused(file: str) -> bool:
+    """Whether a file by itself lacks the model, or data or rewards."""
+    try:
+        config = load_config(CONFIGS / file)
+    except InputError as error:
+        return "model.path is not set" in str(error)
+    return not config.data.train_files or (config.trainer.stage == "rl" and not config.rewards)
+
+
+@pytest.mark.parametrize("file", [file for file in index.shipped() if file.startswith("machines/")])
+def test_a_machine_by_itself_is_one_sentence(file: str) -> None:
+    with pytest.raises(
+        InputError, match=r"^configuration \S+/machines/\w+\.yaml: model\.path is not set: give it [^\n]+$"
+    ):
+        load_config(CONFIGS / file)
+
+
+def model_of(row: Recipe) -> str:
+    """As the name of the file has it."""
+    name = Path(row.file).name.removesuffix(".yaml").removesuffix(f"_{row.machine}")
+    return name[name.index("qwen") :]
+
+
+@every_recipe
+def test_a_recipe_is_what_its_place_says(row: Recipe) -> None:
+    config = row.load()
+    name = Path(row.file).name
+    assert (config.platform.name == "npu") == (row in ASCEND)
+    assert config.tuning.method == ("lora" if name.startswith("lora") else "full")
+    if row.machine == "cpu":
+        assert config.platform.name == "cpu"
+        return
+    stage, objective, data = TASKS[(before(row.file) or [row.file])[0].split("/")[0]]
+    assert config.trainer.stage == stage
+    assert config.aqn.enabled == (row.folder == "aqn")
+    if objective:
+        assert config.algorithm.name == objective
+    assert Path(config.data.train_files[0]).parent.name == data
+    assert (config.environment.name is not None) == (row.folder == "dapo_retool")
+    assert Path(config.model.path).name.lower().replace("-", "_").startswith(model_of(row))
+    assert config.trainer.output_dir.endswith(f"_{row.machine}") == (row in ASCEND)
+    assert (config.rollout.mode, config.rollout.placement) == (
+        ("pinned", "separate") if name.startswith("pinned") else ("synchronous", "colocated")
+    )
+
+
+def test_every_recipe_writes_elsewhere() -> None:
+    directories = [row.load().trainer.output_dir for row in RECIPES]
+    assert len(set(directories)) == len(directories)
+
+
+@every_ascend_recipe
+def test_a_recipe_for_ascend_takes_all_devices_of_its_machine(row: Recipe) -> None:
+    cards, kind = row.machine.removesuffix("_box16").split("x")
+    assert num_devices(row) == int(cards) * DEVICES_PER_CARD[kind]
+    machine = MACHINES[row.machine]
+    assert machine.num_nodes * machine.per_node == num_devices(row)
+    assert machine.per_node == (16 if row.machine.endswith("_box16") else 8) * DEVICES_PER_CARD[kind]
+
+
+def test_the_engines_of_a_pinned_recipe_have_the_devices_that_ray_is_given() -> None:
+    rows = [row for row in ASCEND if row.load().rollout.placement == "separate"]
+    assert [row.machine for row in rows] == ["16x910b", "8x910c"]
+    assert [num_devices(row) - row.num_processes for row in rows] == [4 + 8, 12]
+    assert re.findall(r'"NPU": (\d+)', head(rows[0].file)) == ["4", "8", "12"]
+
+
+@every_ascend_recipe
+def test_a_recipe_for_ascend_fits_as_its_head_says(row: Recipe, tmp_path: Path) -> None:
+    config = load_here(row, tmp_path)
+    machine = Machine(row.num_processes, 61 * GIB, 4 * GIB, "npu")  # of the 64 GiB what torch can allocate
     shape = read_model_shape(config.model.path)
     plan = make_plan(automatic(config, shape, machine)[0], shape, machine, with_sync=False)
     assert plan.fits
-    figures = SIZED.search((CONFIGS / name).read_text())
-    assert figures is not None
-    assert plan.worst.fullest.num_bytes / GIB == pytest.approx(int(figures[1]), abs=1)
-    match = ascend_recipes()[name]
-    ranks_per_node = min(num_processes(name), CARDS_PER_NODE[match["box"]] * DEVICES_PER_CARD[match["kind"]])
+    assert row.figures is not None
+    device, usable, on_host = row.figures
+    assert usable == 61
+    assert plan.worst.fullest.num_bytes / GIB == pytest.approx(device, abs=1)
+    ranks_per_node = min(row.num_processes, MACHINES[row.machine].per_node)
     host = max(sum(item.num_bytes for item in rank.host) for rank in plan.ranks) * ranks_per_node / GIB
-    assert host == pytest.approx(int(figures[2]), abs=10)
+    assert host == pytest.approx(on_host, abs=10)
 
 
 def test_every_model_and_objective_has_recipes_for_ascend() -> None:
-    recipes = list(ascend_recipes().values())
-    models = {recipe["model"] for recipe in recipes}
+    models = {model_of(row) for row in ASCEND}
     assert models == {
         "qwen2.5_0.5b",
         "qwen2.5_1.5b",
@@ -255,32 +313,26 @@ def test_every_model_and_objective_has_recipes_for_ascend() -> None:
         "qwen2.5_vl_32b",
     }
     for objective in ("grpo", "dapo", "aqn"):
-        assert len({recipe["model"] for recipe in recipes if recipe["objective"] == objective}) >= 3, objective
-    assert {recipe["stage"] for recipe in recipes} == {None, "sft", "dpo", "rm"}
-    assert {(recipe["objective"], recipe["stage"]) for recipe in recipes if recipe["lora"]} == {
-        ("grpo", None),
-        ("dapo", None),
-        (None, "sft"),
-        (None, "dpo"),
+        assert len({model_of(row) for row in ASCEND if row.folder.startswith(objective)}) >= 3, objective
+    loaded = [row.load() for row in ASCEND]
+    assert {config.trainer.stage for config in loaded} == {"rl", "sft", "dpo", "rm"}
+    assert {row.folder for row in ASCEND if row.load().tuning.method == "lora"} == {
+        "grpo_gsm8k",
+        "dapo_math",
+        "sft",
+        "dpo",
     }
-    assert {(recipe["cards"], recipe["kind"], recipe["box"]) for recipe in recipes} == {
-        *((num, kind, None) for num in ("8", "16") for kind in ("910b", "910c")),
-        ("16", "910b", "_box16"),
-        ("32", "910b", None),
-    }
+    assert {row.machine for row in ASCEND} == {name for name in MACHINES if "910" in name}
 
 
-RETOOL = sorted(name for name in SHIPPED if name.startswith("dapo_retool_"))
-
-
-@pytest.mark.parametrize("name", RETOOL)
-def test_the_second_step_of_a_chain_begins_with_the_first(name: str) -> None:
+@pytest.mark.parametrize("row", [row for row in RECIPES if row.folder == "dapo_retool"], ids=lambda row: row.machine)
+def test_the_second_step_of_a_chain_begins_with_the_first(row: Recipe) -> None:
     """Its command takes the model that the supervised recipe for the same model writes."""
-    first = re.search(r"model\.path=(runs/sft_retool_\S+)/huggingface", (CONFIGS / name).read_text())
-    assert first is not None
-    config, before = load_config(CONFIGS / name), load_config(CONFIGS / f"{Path(first[1]).name}.yaml")
-    assert before.trainer.output_dir == first[1]
-    assert (before.model.path, before.platform.name) == (config.model.path, config.platform.name)
+    (given,) = row.yours
+    first = given.removeprefix("model.path=").removesuffix("/huggingface")
+    before_it = {one.load().trainer.output_dir: one.load() for one in RECIPES if one.folder == "sft_retool"}[first]
+    config = row.load()
+    assert (before_it.model.path, before_it.platform.name) == (config.model.path, config.platform.name)
     made = [tool(entry) for entry in config.environment.options["functions"]]
     assert [schema(function) for function in made] == [TOOL]
 
@@ -293,51 +345,30 @@ def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-# In these a recipe for another machine always differs from the one that it is a variant of; one that samples also in
-# the last.
-MACHINE = {"platform.name", "trainer.output_dir"}
-EAGER = "rollout.vllm.enforce_eager"
-# Variant -> the other keys in which it differs from the file without the machine in its name.
+def different_keys(row: Recipe, other: Recipe) -> set[str]:
+    first, second = (flat(asdict(one.load())) for one in (row, other))
+    return {key for key in first | second if key not in first or key not in second or first[key] != second[key]}
+
+
+def keys_of_machine(row: Recipe, other: Recipe) -> set[str]:
+    """In which recipes differ that run elsewhere: always in the directory, and one on Ascend in these."""
+    if ("910" in row.machine) == ("910" in other.machine):
+        return {"trainer.output_dir"}
+    return {"trainer.output_dir", "platform.name"} | (
+        {"rollout.vllm.enforce_eager"} if row.load().trainer.stage == "rl" else set()
+    )
+
+
+# File for one machine -> the keys in which it differs besides from the file without the machine in its name.
 VARIANTS: dict[str, set[str]] = {
-    "dapo_math_qwen3_14b_16x910b.yaml": set(),
-    "dapo_math_qwen3_14b_16x910b_box16.yaml": set(),
-    "dapo_math_qwen3_14b_8x910c.yaml": set(),
-    "grpo_gsm8k_qwen2.5_7b_8x910b.yaml": set(),
-    "lora_grpo_gsm8k_qwen2.5_7b_8x910b.yaml": set(),
-    "lora_dapo_math_qwen2.5_32b_8x910c.yaml": set(),
-    "dpo_qwen2.5_7b_8x910b.yaml": set(),
-    "rm_qwen2.5_7b_8x910b.yaml": set(),
-    "pinned_dapo_math_qwen2.5_7b_16x910b.yaml": set(),
-    "pinned_dapo_math_qwen2.5_7b_8x910c.yaml": set(),
-    "sft_qwen2.5_7b_8x910b.yaml": {"checkpoint.async_save"},
-    "sft_qwen2.5_vl_3b_8x910b.yaml": set(),
-    "sft_qwen2.5_vl_3b_8x910c.yaml": set(),
-    "sft_qwen2.5_vl_7b_8x910b.yaml": set(),
-    "sft_qwen2.5_vl_7b_8x910c.yaml": set(),
-    "sft_qwen2.5_vl_32b_8x910c.yaml": set(),
-    "sft_qwen2.5_vl_32b_16x910b.yaml": set(),
-    **{
-        f"grpo_geo3k_qwen2.5_vl_{where}.yaml": set()
-        for where in ("3b_8x910b", "3b_8x910c", "7b_8x910b", "7b_8x910c", "32b_16x910b", "32b_8x910c")
-    },
-    **{
-        f"{stage}_retool_{model}_{machine}.yaml": set()
-        for stage, model, machines in (
-            ("sft", "qwen2.5_7b", ("8x910b", "8x910c")),
-            ("sft", "qwen2.5_32b", ("16x910b", "8x910c")),
-            ("sft", "qwen3_8b", ("8x910b", "8x910c")),
-            ("dapo", "qwen2.5_7b", ("8x910b", "8x910c")),
-            ("dapo", "qwen2.5_32b", ("32x910b", "16x910c")),
-            ("dapo", "qwen3_8b", ("8x910b", "8x910c")),
-        )
-        for machine in machines
-    },
-    "grpo_gsm8k_qwen2.5_0.5b_8x910b.yaml": {
+    "grpo_gsm8k/qwen2.5_0.5b_8x910b": {
         "algorithm.minibatches_per_step",
         "checkpoint.async_save",
         "validation.test_freq",
     },
-    "dapo_math_qwen2.5_32b_16x910c.yaml": {
+    "grpo_gsm8k/qwen2.5_1.5b_8x910c": {"data.max_response_length"},
+    "aqn/gsm8k_qwen2.5_1.5b_8x910c": {"data.max_response_length", "aqn.sigma_start", "aqn.sigma_end"},
+    "dapo_math/qwen2.5_32b_16x910c": {
         "algorithm.dual_clip",
         "algorithm.minibatches_per_step",
         "checkpoint.save_freq",
@@ -346,7 +377,7 @@ VARIANTS: dict[str, set[str]] = {
         "trainer.total_steps",
         "validation.test_freq",
     },
-    "dapo_math_qwen2.5_32b_8x910c.yaml": {  # one node: short responses, few of them
+    "dapo_math/qwen2.5_32b_8x910c": {  # one node: short responses, few of them
         "algorithm.minibatches_per_step",
         "checkpoint.async_save",
         "data.max_response_length",
@@ -363,45 +394,41 @@ VARIANTS: dict[str, set[str]] = {
 }
 
 
-def different_keys(name: str, other: str) -> set[str]:
-    first, second = (flat(asdict(load_config(CONFIGS / file))) for file in (name, other))
-    return {key for key in first | second if key not in first or key not in second or first[key] != second[key]}
-
-
-def plain_name(name: str) -> str:
-    """Without the machine: ``grpo_gsm8k_qwen2.5_7b_8x910b.yaml`` -> ``grpo_gsm8k_qwen2.5_7b.yaml``."""
-    return re.sub(r"_(8|16|32)x910[bc](_box16)?\.yaml$", ".yaml", name)
-
-
 def test_a_variant_for_a_machine_differs_in_named_keys_only() -> None:
-    assert VARIANTS.keys() == {name for name in SHIPPED if plain_name(name) != name and plain_name(name) in SHIPPED}
+    assert set(VARIANTS) == {file.removesuffix(".yaml") for file in index.shipped() if "910" in file}
     for name, keys in VARIANTS.items():
-        samples = load_config(CONFIGS / name).trainer.stage == "rl"
-        assert different_keys(name, plain_name(name)) == MACHINE | keys | ({EAGER} if samples else set()), name
+        row = recipe(name)
+        plain = recipe(name.removesuffix(f"_{row.machine}"))
+        assert different_keys(row, plain) == keys | keys_of_machine(row, plain), name
 
 
-# Of stages that learn from files.
-FROM_FILES = {f"quickstart_{stage}.yaml" for stage in ("sft", "tools_sft", "vision_sft", "lora_sft", "pt", "rm", "dpo")}
-OTHER_TASKS = {f"{name}.yaml" for name in ("grpo_gsm8k_cpu", "quickstart_tools", "quickstart_vision")}
-QUICKSTARTS = sorted(ON_CPU - {"quickstart.yaml", "quickstart_lora.yaml"} - OTHER_TASKS - FROM_FILES)
+@pytest.mark.parametrize("file", filter(is_recipe, index.shipped()))
+def test_a_recipe_on_other_machines_is_the_same(file: str) -> None:
+    first, *others = [row for row in RECIPES if row.file == file]
+    for row in others:
+        own = {"checkpoint.async_save"} if file == "sft/qwen2.5_7b.yaml" else set()
+        assert different_keys(row, first) == own | keys_of_machine(row, first), row.machine
+
+
+QUICKSTARTS = ("cispo", "dapo", "dr_grpo", "gspo", "ppo", "rloo")
 
 
 @pytest.mark.parametrize("name", QUICKSTARTS)
 def test_the_quickstarts_of_other_objectives_are_the_quickstart(name: str) -> None:
     """They differ from it in what the objective is, in its rewards, and in the noise."""
-    found = different_keys(name, "quickstart.yaml")
+    found = different_keys(recipe(f"quickstart/{name}"), recipe("quickstart/grpo"))
     noise = {"aqn.enabled", "aqn.sigma_start", "aqn.sigma_end"}
     others = {key for key in found if not key.startswith("algorithm.")} - noise - {"trainer.output_dir"}
     assert "algorithm.name" in found and "trainer.output_dir" in found
     critic = {"critic.lr", "critic.warmup_steps", "data.train_batch_size", "rollout.n", "trainer.total_steps"}
-    own = {"quickstart_dapo.yaml": {"rewards"}, "quickstart_ppo.yaml": critic}
+    own = {"dapo": {"rewards"}, "ppo": critic}
     assert others == own.get(name, set())
 
 
 def test_the_quickstart_with_adapters_is_the_quickstart() -> None:
     """At ten times its learning rate."""
     changed = {"tuning.method", "optimizer.lr", "optimizer.min_lr", "trainer.output_dir"}
-    assert different_keys("quickstart_lora.yaml", "quickstart.yaml") == changed
+    assert different_keys(recipe("quickstart/lora"), recipe("quickstart/grpo")) == changed
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -429,7 +456,7 @@ def test_a_name_sets_what_the_user_does_not(name: str, tmp_path: Path) -> None:
 
 
 def test_the_resolved_config_says_what_a_name_set(tmp_path: Path) -> None:
-    config = load_config(CONFIGS / "quickstart_gspo.yaml")
+    config = recipe("quickstart/gspo").load()
     text = to_yaml(config)
     assert "clip_ratio_high: 0.0004" in text and "loss_reduction: sequence_mean" in text
     (tmp_path / "resolved.yaml").write_text(text)

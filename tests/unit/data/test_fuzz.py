@@ -18,7 +18,7 @@ from mega_rl.config.schema.sections import DataConfig
 from mega_rl.data.conversations import ConversationDataset
 from mega_rl.data.pairs import LabelledDataset, PairDataset
 from mega_rl.data.prompts import PromptDataset
-from mega_rl.data.rows.rows import read_rows
+from mega_rl.data.rows.rows import DataFiles, read_rows
 from mega_rl.data.tokens import tokenizer
 from mega_rl.errors import InputError
 from mega_rl.microbatch import Sequence
@@ -142,7 +142,7 @@ def outcomes(path: Path, tokenizer: PreTrainedTokenizerFast, does_filter: bool) 
         rewritten_history="keep" if does_filter else "split",
     )
     return {
-        dataset: accepted_or_sentence(lambda kind=dataset: kind.from_files([str(path)], tokenizer, data))
+        dataset: accepted_or_sentence(lambda kind=dataset: kind.from_files(DataFiles([str(path)]), tokenizer, data))
         for dataset in DATASETS
     }
 
@@ -266,7 +266,7 @@ def test_a_text_of_ten_megabytes_is_not_tokenised(
 ) -> None:
     path, encode = tmp_path / "rows.jsonl", tokenizer.encode
     path.write_text(json.dumps({"prompt": "1" * 10_000_000, "answer": "2"}) + '\n{"prompt": "1+1=", "answer": "2"}\n')
-    found = dataset.from_files([str(path)], TOKENIZERS[0], DataConfig(max_prompt_length=512))
+    found = dataset.from_files(DataFiles([str(path)]), TOKENIZERS[0], DataConfig(max_prompt_length=512))
     assert len(found) == 1 and found.num_dropped == 1
     # So many tokens would take ten million characters; the first of them tell that it has more.
     encoded: list[int] = []
@@ -276,10 +276,12 @@ def test_a_text_of_ten_megabytes_is_not_tokenised(
         return encode(of, text, **options)
 
     monkeypatch.setattr(tokenizer, "encode", counting)
-    found = dataset.from_files([str(path)], TOKENIZERS[0], DataConfig(max_prompt_length=40_000, max_response_length=1))
+    found = dataset.from_files(
+        DataFiles([str(path)]), TOKENIZERS[0], DataConfig(max_prompt_length=40_000, max_response_length=1)
+    )
     assert len(found) == 1 and found.num_dropped == 1 and max(encoded) < 1_000_000
     with pytest.raises(InputError, match=r"line 1 has .*1000000\d characters.*data.filter_overlong_prompts"):
-        dataset.from_files([str(path)], TOKENIZERS[0], DataConfig(filter_overlong_prompts=False))
+        dataset.from_files(DataFiles([str(path)]), TOKENIZERS[0], DataConfig(filter_overlong_prompts=False))
 
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}"

@@ -16,6 +16,7 @@ from mega_rl.data.pairs import (
     LabelledDataset,
     PairDataset,
 )
+from mega_rl.data.rows.rows import DataFiles
 from mega_rl.errors import InputError
 from mega_rl.microbatch import Sequence
 from mega_rl.synthetic.arithmetic import arithmetic_tokenizer, bpe_tokenizer
@@ -43,10 +44,10 @@ JUDGED: list[dict[str, Any]] = [
 ]
 
 
-def write(tmp_path: Path, rows: list[dict[str, Any]]) -> list[str]:
+def write(tmp_path: Path, rows: list[dict[str, Any]]) -> DataFiles:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return [str(path)]
+    return DataFiles([str(path)])
 
 
 def same(a: Sequence, b: Sequence) -> bool:
@@ -94,7 +95,7 @@ def test_a_pair_that_cannot_be_used_names_its_row(tmp_path: Path, row: dict[str,
     files = write(tmp_path, [FORMS[0], row])
     with pytest.raises(InputError) as error:
         PairDataset.from_files(files, CHAT, DATA)
-    assert f"{files[0]} line 2" in str(error.value) and words in str(error.value) and "\n" not in str(error.value)
+    assert f"{files.paths[0]} line 2" in str(error.value) and words in str(error.value) and "\n" not in str(error.value)
 
 
 def test_pairs_with_an_answer_that_is_too_long_are_counted_or_refused(tmp_path: Path) -> None:

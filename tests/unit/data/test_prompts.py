@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from mega_rl.config.schema.sections import DataConfig
 from mega_rl.data.conversations import ConversationDataset
 from mega_rl.data.prompts import PromptDataset, PromptStream
-from mega_rl.data.rows.rows import write_jsonl, write_parquet
+from mega_rl.data.rows.rows import DataFiles, write_jsonl, write_parquet
 from mega_rl.data.tokens.tokenizer import render_prompt
 from mega_rl.errors import InputError
 from mega_rl.synthetic.arithmetic import arithmetic_tokenizer, bpe_tokenizer
@@ -39,13 +39,15 @@ def chatty() -> PreTrainedTokenizerFast:
 
 def prompts_of(tmp_path: Path, rows: list[dict[str, Any]], tokenizer: Any, **data: Any) -> PromptDataset:
     write_jsonl(tmp_path / "rows.jsonl", rows)
-    return PromptDataset.from_files([str(tmp_path / "rows.jsonl")], tokenizer, DataConfig(**data))
+    return PromptDataset.from_files(DataFiles([str(tmp_path / "rows.jsonl")]), tokenizer, DataConfig(**data))
 
 
 def conversation_text(tmp_path: Path, row: dict[str, Any], tokenizer: Any, **data: Any) -> tuple[str, str]:
     """All text of the row's sequence, and the part that is learnt from."""
     write_jsonl(tmp_path / "rows.jsonl", [row])
-    (item,) = ConversationDataset.from_files([str(tmp_path / "rows.jsonl")], tokenizer, DataConfig(**data)).sequences
+    (item,) = ConversationDataset.from_files(
+        DataFiles([str(tmp_path / "rows.jsonl")]), tokenizer, DataConfig(**data)
+    ).sequences
     assert len(item.loss_mask) == len(item.token_ids) - 1
     return tokenizer.decode(item.token_ids), tokenizer.decode(item.token_ids[1:][item.loss_mask.bool()])
 
@@ -55,7 +57,9 @@ def test_both_schemas_make_the_same_kind_of_prompt(tmp_path: Path, chatty: Any, 
     path = tmp_path / f"mine.{suffix}"
     (write_jsonl if suffix == "jsonl" else write_parquet)(path, [VERL_ROW])
     write_jsonl(tmp_path / "other.jsonl", [{"prompt": "Hi", "answer": 7}])
-    first, second = PromptDataset.from_files([str(path), str(tmp_path / "other.jsonl")], chatty, DataConfig()).prompts
+    first, second = PromptDataset.from_files(
+        DataFiles([str(path), str(tmp_path / "other.jsonl")]), chatty, DataConfig()
+    ).prompts
     assert first.text == second.text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert first.token_ids == second.token_ids and chatty.decode(first.token_ids) == first.text
     assert (first.index, first.ground_truth, first.data_source) == (0, "72", "openai/gsm8k")
@@ -102,9 +106,7 @@ def test_overlong_prompts_are_dropped_or_refused_and_keep_the_row_numbers(tmp_pa
 
 def test_max_samples_takes_the_first_rows(tmp_path: Path, plain: Any) -> None:
     write_jsonl(tmp_path / "v.jsonl", [{"prompt": f"{i}=", "answer": "0"} for i in range(5)])
-    taken = PromptDataset.from_files(
-        [str(tmp_path / "v.jsonl")], plain, DataConfig(), key="data.val_files", max_samples=2
-    )
+    taken = PromptDataset.from_files(DataFiles([str(tmp_path / "v.jsonl")], "data.val_files", 2), plain, DataConfig())
     assert [prompt.text for prompt in taken.prompts] == ["0=", "1="]
 
 
@@ -161,7 +163,7 @@ def test_supervised_prompts_are_the_tokens_that_are_sampled_from(tmp_path: Path,
     for tokenizer in (plain, chatty):
         write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "1+1=", "response": "2"}])
         data = DataConfig(system_prompt="3")
-        item = ConversationDataset.from_files([str(tmp_path / "rows.jsonl")], tokenizer, data)[0]
+        item = ConversationDataset.from_files(DataFiles([str(tmp_path / "rows.jsonl")]), tokenizer, data)[0]
         _, prompt_ids = render_prompt(tokenizer, "1+1=", data.chat_template, data.system_prompt)
         assert item.token_ids[: len(prompt_ids)].tolist() == prompt_ids
         assert item.loss_mask.tolist().index(1.0) == len(prompt_ids) - 1
@@ -212,13 +214,17 @@ def test_rows_that_are_no_conversations(tmp_path: Path, plain: Any, row: dict[st
 def test_overlong_conversations_are_dropped_or_refused(tmp_path: Path, plain: Any) -> None:
     file = tmp_path / "rows.jsonl"
     write_jsonl(file, [{"prompt": "1+1=", "response": "2"}, {"prompt": "1+1=", "response": "222"}])
-    kept = ConversationDataset.from_files([str(file)], plain, DataConfig(max_prompt_length=4, max_response_length=2))
+    kept = ConversationDataset.from_files(
+        DataFiles([str(file)]), plain, DataConfig(max_prompt_length=4, max_response_length=2)
+    )
     assert (len(kept), kept.num_dropped) == (1, 1)
     strict = DataConfig(max_prompt_length=4, max_response_length=2, filter_overlong_prompts=False)
     with pytest.raises(InputError, match="line 2 has 8 tokens but .* is 6"):
-        ConversationDataset.from_files([str(file)], plain, strict)
+        ConversationDataset.from_files(DataFiles([str(file)]), plain, strict)
     with pytest.raises(InputError, match="all 2 conversations are longer"):
-        ConversationDataset.from_files([str(file)], plain, DataConfig(max_prompt_length=1, max_response_length=1))
+        ConversationDataset.from_files(
+            DataFiles([str(file)]), plain, DataConfig(max_prompt_length=1, max_response_length=1)
+        )
 
 
 GSM8K = {"question": "1+1?", "answer": "1+1 is two.\n#### 2"}
@@ -250,10 +256,10 @@ def test_rows_of_others_are_conversations(tmp_path: Path, chatty: Any, row: dict
 def test_a_json_array_and_rows_without_a_truth(tmp_path: Path, plain: Any) -> None:
     path = tmp_path / "rows.json"
     path.write_text('[{"prompt": "1="}, {"prompt": "2="}]')
-    prompts = PromptDataset.from_files([str(path)], plain, DataConfig(), needs_truth=False).prompts
+    prompts = PromptDataset.from_files(DataFiles([str(path)]), plain, DataConfig(), needs_truth=False).prompts
     assert [(prompt.text, prompt.ground_truth) for prompt in prompts] == [("1=", ""), ("2=", "")]
     with pytest.raises(InputError, match=r"rows.json row 1 has prompt but needs .* as a reward compares with it"):
-        PromptDataset.from_files([str(path)], plain, DataConfig())
+        PromptDataset.from_files(DataFiles([str(path)]), plain, DataConfig())
     path.write_text('{"prompt": "1="}')
     with pytest.raises(InputError, match="is a JSON dict, not an array of objects"):
-        PromptDataset.from_files([str(path)], plain, DataConfig())
+        PromptDataset.from_files(DataFiles([str(path)]), plain, DataConfig())

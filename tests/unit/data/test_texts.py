@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from mega_rl.config.schema.sections import DataConfig
+from mega_rl.data.rows.rows import DataFiles
 from mega_rl.data.texts import TextDataset
 from mega_rl.errors import InputError
 from mega_rl.synthetic.arithmetic import arithmetic_tokenizer, bpe_tokenizer
@@ -20,7 +21,7 @@ def dataset(tmp_path: Path, texts: list[Any], tokenizer: Any = TOKENIZER, limit:
     path = tmp_path / "text.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return TextDataset.from_files(
-        [str(path)], tokenizer, DataConfig(max_prompt_length=limit - 1, max_response_length=1), **more
+        DataFiles([str(path)], **more), tokenizer, DataConfig(max_prompt_length=limit - 1, max_response_length=1)
     )
 
 
@@ -59,4 +60,4 @@ def test_what_is_no_text(tmp_path: Path, text: Any, words: str) -> None:
         dataset(tmp_path, [text])
     with pytest.raises(InputError, match="at least 2"):
         data = DataConfig(max_prompt_length=1, max_response_length=0)
-        TextDataset.from_files(["x"], TOKENIZER, data)
+        TextDataset.from_files(DataFiles(["x"]), TOKENIZER, data)

@@ -12,7 +12,7 @@ import pytest
 from mega_rl.config.schema.sections import DataConfig
 from mega_rl.data.conversations import ConversationDataset
 from mega_rl.data.pairs import LabelledDataset, PairDataset
-from mega_rl.data.rows.rows import write_jsonl, write_parquet
+from mega_rl.data.rows.rows import DataFiles, write_jsonl, write_parquet
 from mega_rl.data.sets.table import prepare
 from mega_rl.errors import InputError
 from tests.models.chat_templates import tokenizer_of
@@ -55,7 +55,9 @@ def read(tmp_path: Path, *rows: Any, family: str = "qwen2.5", **data: Any) -> li
     """Of every sequence: its text, and the runs of it that are learnt from."""
     path = tmp_path / "rows.jsonl"
     write_jsonl(path, list(rows))
-    return parts(ConversationDataset.from_files([str(path)], tokenizer_of(family), DataConfig(**data)), family)
+    return parts(
+        ConversationDataset.from_files(DataFiles([str(path)]), tokenizer_of(family), DataConfig(**data)), family
+    )
 
 
 def parts(dataset: ConversationDataset, family: str) -> list[tuple[str, list[str]]]:
@@ -112,7 +114,9 @@ def test_keys_that_parquet_fills_with_nulls_are_left_out(tmp_path: Path) -> None
     write_parquet(path, rows)
     call = read_back(path)[1]["messages"][1]["tool_calls"][0]["function"]
     assert call["arguments"] == {"code": None, "page": 3}, "what is tried here"
-    found = parts(ConversationDataset.from_files([str(path)], tokenizer_of("qwen2.5"), DataConfig()), "qwen2.5")
+    found = parts(
+        ConversationDataset.from_files(DataFiles([str(path)]), tokenizer_of("qwen2.5"), DataConfig()), "qwen2.5"
+    )
     assert found == read(tmp_path, *rows)
     assert "null" not in found[0][0] + found[1][0] and "page" not in found[0][0]
 
@@ -145,7 +149,9 @@ def test_spans_of_a_message_are_not_learnt_from(tmp_path: Path) -> None:
     open_end = {"messages": [ASKED, saying("a <interpreter> b")]}
     assert [run.strip() for run in read(tmp_path, open_end, mask_spans=spans)[0][1]] == ["a"], "to the end, and its end"
     plain = ConversationDataset.from_files(
-        [str(tmp_path / "rows.jsonl")], tokenizer_of("vicuna"), DataConfig(chat_template="never", mask_spans=spans)
+        DataFiles([str(tmp_path / "rows.jsonl")]),
+        tokenizer_of("vicuna"),
+        DataConfig(chat_template="never", mask_spans=spans),
     )
     assert parts(plain, "vicuna")[0][1] == ["a ", "</s>"] or parts(plain, "vicuna")[0][1] == ["a "]
 
@@ -281,7 +287,7 @@ def test_keys_that_are_not_read_may_be_null(tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     write_jsonl(path, [{"prompt": "?", "chosen": saying("4", thinking="hm"), "rejected": saying("5")}])
     with pytest.raises(InputError, match="line 1: chosen: a chat message has thinking, which is not read: name it"):
-        PairDataset.from_files([str(path)], tokenizer_of("qwen2.5"), DataConfig())
+        PairDataset.from_files(DataFiles([str(path)]), tokenizer_of("qwen2.5"), DataConfig())
 
 
 def test_tools_need_a_template(tmp_path: Path) -> None:
@@ -296,17 +302,18 @@ def test_preferences_between_calls(tmp_path: Path) -> None:
     row = {"prompt": [ASKED], "chosen": good, "rejected": [bad], "tools": [RUN]}
     after = {"prompt": TALK[:3], "chosen": "It is 4.", "rejected": "It is 22.", "tools": json.dumps([RUN])}
     write_jsonl(path, [row, after])
-    first, second = PairDataset.from_files([str(path)], tokenizer_of("qwen2.5"), DataConfig()).items
+    first, second = PairDataset.from_files(DataFiles([str(path)]), tokenizer_of("qwen2.5"), DataConfig()).items
     judged = [
         {"messages": [ASKED, good], "kto_tag": True, "tools": [RUN]},
         {"prompt": TALK[:3], "completion": "It is 4.", "label": False, "tools": [RUN]},
     ]
     write_jsonl(path, judged)
     answers = [
-        one.answer for one in LabelledDataset.from_files([str(path)], tokenizer_of("qwen2.5"), DataConfig()).items
+        one.answer
+        for one in LabelledDataset.from_files(DataFiles([str(path)]), tokenizer_of("qwen2.5"), DataConfig()).items
     ]
     write_jsonl(path, [{"messages": messages, "tools": [RUN]} for messages in (TALK[:2], [*TALK[:2], *TALK[2:]])])
-    expected = ConversationDataset.from_files([str(path)], tokenizer_of("qwen2.5"), DataConfig()).sequences
+    expected = ConversationDataset.from_files(DataFiles([str(path)]), tokenizer_of("qwen2.5"), DataConfig()).sequences
     decode = tokenizer_of("qwen2.5").decode
     for own in (first.chosen, answers[0]):
         assert own.token_ids.tolist() == expected[0].token_ids.tolist()
@@ -316,7 +323,7 @@ def test_preferences_between_calls(tmp_path: Path) -> None:
     assert "print(22)" in decode(first.rejected.token_ids)
     write_jsonl(path, [row | {"rejected": {**bad, "loss": 0}}])
     with pytest.raises(InputError, match="line 1 has an answer with loss, but an answer is judged as a whole"):
-        PairDataset.from_files([str(path)], tokenizer_of("qwen2.5"), DataConfig())
+        PairDataset.from_files(DataFiles([str(path)]), tokenizer_of("qwen2.5"), DataConfig())
     write_jsonl(path, [row])
     with pytest.raises(InputError, match="line 1: tools and their calls need a chat template"):
-        PairDataset.from_files([str(path)], tokenizer_of("qwen2.5"), DataConfig(chat_template="never"))
+        PairDataset.from_files(DataFiles([str(path)]), tokenizer_of("qwen2.5"), DataConfig(chat_template="never"))

@@ -36,6 +36,7 @@ from tests.recorded.recorded_hosts import (
     a2_table,
     reported,
 )
+from tools.recipes import recipe
 
 
 def findings(host: RecordedHost, platform: str = "npu", **wanted: object) -> list[Finding]:
@@ -138,13 +139,13 @@ def test_what_engines_for_pictures_import(packages: dict[str, str], files: dict[
 
 
 def test_pictures_are_wanted_by_runs_that_sample_with_a_model_that_sees() -> None:
-    for recipe, expected in (
-        ("grpo_geo3k_qwen2.5_vl_3b.yaml", True),
-        ("sft_qwen2.5_vl_3b.yaml", False),
-        ("grpo_gsm8k_qwen2.5_7b.yaml", False),
+    for name, expected in (
+        ("grpo_geo3k/qwen2.5_vl_3b", True),
+        ("sft_vision/qwen2.5_vl_3b", False),
+        ("grpo_gsm8k/qwen2.5_7b", False),
     ):
-        options = parse("", ["--config", str(REPO / "configs" / recipe)])
-        assert wanted(options, HEALTHY).shows_pictures == expected, recipe
+        options = parse("", recipe(name).options())
+        assert wanted(options, HEALTHY).shows_pictures == expected, name
 
 
 def test_missing_and_wrong_packages() -> None:
@@ -458,18 +459,18 @@ def test_trouble_is_an_exit_status_and_a_row(capsys: pytest.CaptureFixture[str])
 
 def test_roles_and_paths_come_from_the_configuration(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Expandable segments break an engine that sleeps in the trainer, and nothing else."""
-    recipe = str(REPO / "configs" / "grpo_gsm8k_qwen2.5_7b_8x910b.yaml")
+    files = recipe("grpo_gsm8k/qwen2.5_7b", "8x910b").options()
 
     def state(*more: str) -> str:
         environ = {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}
-        main("", environ, ["--config", recipe, "--platform", "npu", "--quick", "--json", *more])
+        main("", environ, [*files, "--platform", "npu", "--quick", "--json", *more])
         said = json.loads(capsys.readouterr().out)
         return next(f["state"] for f in said["findings"] if f["check"] == "values")
 
     assert state() == "fail"  # of the only process that there is
     assert state("rollout.placement=separate") == "ok"
     assert state("rollout.vllm.enable_sleep_mode=false") == "ok"
-    options = parse("", ["--config", recipe, f"trainer.output_dir={tmp_path}", "--nodes", "2", "rollout.n=4"])
+    options = parse("", [*files, f"trainer.output_dir={tmp_path}", "--nodes", "2", "rollout.n=4"])
     asked = wanted(options, HEALTHY)
     assert (asked.output_dir, asked.platform, asked.num_nodes) == (tmp_path, "npu", 2)
 

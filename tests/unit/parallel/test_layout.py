@@ -15,19 +15,27 @@ def layout_of(tensor: int, context: int, data: int, pipeline: int) -> ParallelLa
     return ParallelLayout.create(tensor * context * data * pipeline, tensor, pipeline, context=context)
 
 
+def groups(layout: ParallelLayout, axis: str) -> list[list[int]]:
+    """The ranks that differ along one axis only."""
+    found: dict[Coordinates, list[int]] = {}
+    for rank in range(layout.world_size):
+        found.setdefault(layout.coordinates(rank)._replace(**{axis: 0}), []).append(rank)
+    return list(found.values())
+
+
 def test_order_is_tensor_then_data_then_pipeline() -> None:
     layout = ParallelLayout.create(8, tensor=2, pipeline=2)
     assert layout == ParallelLayout(world_size=8, tensor=2, pipeline=2, data=2, expert_tensor=2)
-    assert layout.tensor_groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert layout.data_groups() == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert layout.pipeline_groups() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert groups(layout, "tensor") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert groups(layout, "data") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert groups(layout, "pipeline") == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert layout.coordinates(5) == Coordinates(tensor=1, context=0, data=0, pipeline=1)
 
 
 def test_context_neighbours_stand_between_tensor_and_data() -> None:
     layout = ParallelLayout.create(16, tensor=2, pipeline=2, context=2)
-    assert layout.context_groups()[:2] == [[0, 2], [1, 3]]
-    assert layout.data_groups()[:2] == [[0, 4], [1, 5]]
+    assert groups(layout, "context")[:2] == [[0, 2], [1, 3]]
+    assert groups(layout, "data")[:2] == [[0, 4], [1, 5]]
     assert layout.coordinates(11) == Coordinates(tensor=1, context=1, data=0, pipeline=1)
     assert [rank for rank in range(16) if layout.is_counted(rank)] == [0, 4, 8, 12]
 
@@ -47,15 +55,13 @@ def test_rank_and_coordinates_are_inverse_and_groups_cover_the_world(sizes: tupl
     world = layout.world_size
     assert [layout.rank(*layout.coordinates(rank)) for rank in range(world)] == list(range(world))
     assert len({layout.expert_coordinates(rank) for rank in range(world)}) == world
-    for groups, size in (
-        (layout.tensor_groups(), layout.tensor),
-        (layout.context_groups(), layout.context),
-        (layout.data_groups(), layout.data),
-        (layout.pipeline_groups(), layout.pipeline),
-    ):
-        assert sorted(rank for group in groups for rank in group) == list(range(world))
-        assert {len(group) for group in groups} == {size}
-        assert all(group == sorted(group) for group in groups)
+    for axis in Coordinates._fields:
+        found = groups(layout, axis)
+        assert sorted(rank for group in found for rank in group) == list(range(world))
+        assert {len(group) for group in found} == {getattr(layout, axis)}
+        assert all(
+            [getattr(layout.coordinates(rank), axis) for rank in group] == list(range(len(group))) for group in found
+        )
 
 
 @pytest.mark.parametrize(

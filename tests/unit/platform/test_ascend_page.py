@@ -60,18 +60,6 @@ def test_files_and_links_exist(page: str) -> None:
     assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= headings
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_recipe_is_listed_with_the_figures_of_its_head(page: str) -> None:
-    listed = {
-        name: figures
-        for name, *figures in re.findall(r"^\| `(\w+_[\w.]+)` \|.+\| (\d+) \| (\d+) \|$", PAGES[page], re.MULTILINE)
-    }
-    heads = {path.stem: path.read_text() for path in (ROOT / "configs").glob("*910*.yaml")}
-    assert listed.keys() == heads.keys()
-    for name, figures in listed.items():
-        assert figures == re.findall(r"(\d+)(?= of 61 GiB on a device| GiB of a node)", heads[name]), name
-
-
 def test_keys_of_the_configuration_exist() -> None:
     keys = set()
     for text in PAGES.values():

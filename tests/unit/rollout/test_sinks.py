@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mega_rl.bridge.mapping.megatron import megatron_slices
-from mega_rl.bridge.mapping.tensors import hf_tensors
-from mega_rl.bridge.mapping.vllm import full_slices, vllm_series
+from mega_rl.bridge.mapping.megatron import ModelChunk, megatron_slices
+from mega_rl.bridge.mapping.tensors import full_series, hf_tensors
+from mega_rl.bridge.mapping.vllm import vllm_series
 from mega_rl.bridge.reshard.proof import LoadProof, Proof
 from mega_rl.bridge.series import slices_of
 from mega_rl.bridge.slices import Box, indices
@@ -76,7 +76,7 @@ def load_proof(shape: ModelShape = SHAPE, num_loading: int = 1) -> LoadProof:
         return model[hf_name][indices(hf_box)]
 
     needed = [slices_of(vllm_series(shape, 1, 0))] * num_loading
-    proof = LoadProof(hf_tensors(shape), [full_slices(shape)], needed, 1, read, rank=0)
+    proof = LoadProof(hf_tensors(shape), [slices_of(full_series(shape))], needed, 1, read, rank=0)
     model.clear()  # from here on the trainer holds what it likes
     return proof
 
@@ -196,7 +196,7 @@ class Trainer:
     """One rank that holds all of a model."""
 
     def __init__(self) -> None:
-        self.slices = megatron_slices(SHAPE, 1, 0, range(SHAPE.num_layers), True, True, SHAPE.vocab_size)
+        self.slices = megatron_slices(SHAPE, ModelChunk(range(SHAPE.num_layers)))
         self.model = random_model(DTYPE)
 
     def read(self, local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> torch.Tensor:

@@ -16,6 +16,7 @@ from mega_rl.config.schema.sections import DataConfig
 from mega_rl.data.pictures.image_processor import picture_reader
 from mega_rl.data.pictures.picture_set import PictureSet
 from mega_rl.data.prompts import PromptDataset
+from mega_rl.data.rows.rows import DataFiles
 from mega_rl.data.tokens.tokenizer import load_tokenizer
 from mega_rl.errors import InputError
 from mega_rl.models.shape import read_model_shape
@@ -113,5 +114,7 @@ def test_the_tiny_model_reads_a_picture_as_a_token_for_every_place(tmp_path: Pat
     tower = read_model_shape(model).tower
     assert tower is not None
     picture_set = PictureSet(picture_reader(model, tower, tokenizer, config))
-    prompts = PromptDataset.from_files([str(data_dir / "train.jsonl")], tokenizer, config, picture_set=picture_set)
+    prompts = PromptDataset.from_files(
+        DataFiles([str(data_dir / "train.jsonl")]), tokenizer, config, picture_set=picture_set
+    )
     assert [prompt.images[0].num_tokens for prompt in prompts] == [16] * 5 and len(picture_set.pictures) == 5

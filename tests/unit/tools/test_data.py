@@ -12,7 +12,7 @@ from mega_rl.config.schema.sections import DataConfig
 from mega_rl.data.conversations import ConversationDataset
 from mega_rl.data.pairs import PairDataset
 from mega_rl.data.prompts import PromptDataset
-from mega_rl.data.rows.rows import read_rows
+from mega_rl.data.rows.rows import DataFiles, read_rows
 from mega_rl.data.texts import TextDataset
 from mega_rl.data.tokens.tokenizer import load_tokenizer
 from tests.launching.launch import run_copy
@@ -82,14 +82,15 @@ def test_arithmetic_files_and_the_model_that_reads_them(tmp_path: Path) -> None:
     assert make_tiny_model.main(["--out", str(tmp_path / "model"), "--family", "qwen3", *TINY]) == 0
     tokenizer = load_tokenizer(str(tmp_path / "model"))
     data = DataConfig(max_prompt_length=8, max_response_length=4, filter_overlong_prompts=False)
-    assert len(PromptDataset.from_files([f"{out}/train.jsonl"], tokenizer, data)) == 30
-    assert len(PromptDataset.from_files([f"{out}/val.jsonl"], tokenizer, data)) == 8
-    assert len(ConversationDataset.from_files([f"{out}/sft.jsonl"], tokenizer, data)) == 50
-    assert len(PairDataset.from_files([f"{out}/pairs.jsonl"], tokenizer, data)) == 2000
-    assert len(PairDataset.from_files([f"{out}/pairs_val.jsonl"], tokenizer, data)) == 8
+    assert len(PromptDataset.from_files(DataFiles([f"{out}/train.jsonl"]), tokenizer, data)) == 30
+    assert len(PromptDataset.from_files(DataFiles([f"{out}/val.jsonl"]), tokenizer, data)) == 8
+    assert len(ConversationDataset.from_files(DataFiles([f"{out}/sft.jsonl"]), tokenizer, data)) == 50
+    assert len(PairDataset.from_files(DataFiles([f"{out}/pairs.jsonl"]), tokenizer, data)) == 2000
+    assert len(PairDataset.from_files(DataFiles([f"{out}/pairs_val.jsonl"]), tokenizer, data)) == 8
     long = DataConfig(max_prompt_length=80, max_response_length=1)
     assert [
-        len(TextDataset.from_files([f"{out}/{name}.jsonl"], tokenizer, long)) for name in ("texts", "texts_val")
+        len(TextDataset.from_files(DataFiles([f"{out}/{name}.jsonl"]), tokenizer, long))
+        for name in ("texts", "texts_val")
     ] == [2000, 1]
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from mega_rl.errors import InputError
-from tests.unit.config.test_shipped import CONFIGS, MODELS, model_config
+from tests.unit.config.test_shipped import MODELS, model_config
+from tools.recipes import CONFIGS, recipe as shipped
 
 REPO = CONFIGS.parent
 GIB = 1 << 30
@@ -47,14 +48,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+def files(recipe: str) -> list[str]:
+    return shipped(recipe).options()
+
+
 def plan(
     capsys: pytest.CaptureFixture[str], models: Path, recipe: str, model: str, devices: int, *more: str
 ) -> tuple[int, dict[str, Any], str]:
     """Exit status, the figures, and what stands on stderr; nothing is left to the plan itself."""
-    options = ["--config", str(CONFIGS / recipe), "--devices", str(devices), "--json", f"model.path={models / model}"]
-    is_left = "recompute: auto" in (CONFIGS / recipe).read_text() and not any(
-        "memory.recompute=" in key for key in more
-    )
+    options = [*files(recipe), "--devices", str(devices), "--json", f"model.path={models / model}"]
+    is_left = shipped(recipe).load().memory.recompute == "auto" and not any("memory.recompute=" in key for key in more)
     given = ["memory.recompute=full"] if is_left else []
     status = TOOL.main([*options, *given, *more])
     output = capsys.readouterr()
@@ -83,7 +86,7 @@ def check(figures: dict[str, Any], num_parameters: float, weight_shards: int) ->
 
 
 def test_7b_on_8_devices(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = "grpo_gsm8k_qwen2.5_7b.yaml"
+    recipe = "grpo_gsm8k/qwen2.5_7b"
     status, figures, _ = plan(capsys, models, recipe, "Qwen2.5-7B-Instruct", 8)
     assert status == 0 and figures["fits"] and figures["advice"] == []
     check(figures, 7.615, 4)
@@ -96,7 +99,7 @@ def test_7b_on_8_devices(models: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_32b_on_16_devices_and_what_to_change(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = ("parallel.context=1", "memory.offload=[]", "trainer.max_tokens_per_microbatch=49152")
-    recipe = "dapo_math_qwen2.5_32b.yaml"
+    recipe = "dapo_math/qwen2.5_32b"
     status, figures, error = plan(capsys, models, recipe, "Qwen2.5-32B", 16, *more)
     check(figures, 32.76, 16)
     assert status == 1 and not figures["fits"] and error.startswith("error: does not fit: rank ")
@@ -113,7 +116,7 @@ def test_32b_on_16_devices_and_what_to_change(models: Path, capsys: pytest.Captu
 
 @pytest.mark.slow
 def test_30b_with_experts_on_16_devices(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, figures, _ = plan(capsys, models, "gspo_math_qwen3_30b_a3b.yaml", "Qwen3-30B-A3B", 16)
+    status, figures, _ = plan(capsys, models, "gspo_math/qwen3_30b_a3b", "Qwen3-30B-A3B", 16)
     assert status == 0
     check(figures, 30.53, 16)
     stages = {rank["stage"]: rank["activations"]["in_flight"] for rank in figures["ranks"]}
@@ -124,14 +127,14 @@ def test_30b_with_experts_on_16_devices(models: Path, capsys: pytest.CaptureFixt
 def test_235b_on_256_devices(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = ("parallel.context=1", "parallel.expert=32", "rollout.tensor_parallel_size=16")
     more += ("trainer.max_tokens_per_microbatch=24576",)
-    recipe = "gspo_math_qwen3_30b_a3b.yaml"
+    recipe = "gspo_math/qwen3_30b_a3b"
     status, figures, _ = plan(capsys, models, recipe, "Qwen3-235B-A22B", 256, *more)
     check(figures, 235.09, 64)
     assert status == 0 and figures["worst_phase"] == "training"
 
 
 def test_an_engine_that_stays_awake_is_there_in_training(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe, model = "grpo_gsm8k_qwen2.5_7b.yaml", "Qwen2.5-7B-Instruct"
+    recipe, model = "grpo_gsm8k/qwen2.5_7b", "Qwen2.5-7B-Instruct"
     _, awake, _ = plan(capsys, models, recipe, model, 8, "rollout.vllm.enable_sleep_mode=false")
     for phase in awake["ranks"][0]["phases"]:
         assert items(phase)["engine"] == 32 * GIB, phase["name"]
@@ -142,7 +145,7 @@ def test_an_engine_that_stays_awake_is_there_in_training(models: Path, capsys: p
 
 @pytest.mark.slow
 def test_replayed_experts_are_held_by_the_host(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe, model = "gspo_math_qwen3_30b_a3b.yaml", "Qwen3-30B-A3B"
+    recipe, model = "gspo_math/qwen3_30b_a3b", "Qwen3-30B-A3B"
     sizes = ("data.train_batch_size=4", "rollout.n=2", "data.max_prompt_length=100", "data.max_response_length=901")
     engine = "rollout.tensor_parallel_size=4"
     found = []
@@ -157,7 +160,7 @@ def test_replayed_experts_are_held_by_the_host(models: Path, capsys: pytest.Capt
 
 @pytest.mark.slow
 def test_experts_on_ascend_are_reloaded(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe, model = "gspo_math_qwen3_30b_a3b.yaml", "Qwen3-30B-A3B"
+    recipe, model = "gspo_math/qwen3_30b_a3b", "Qwen3-30B-A3B"
     received = {}
     for name in ("npu", "cuda"):
         _, figures, _ = plan(capsys, models, recipe, model, 16, "--platform", name)
@@ -169,7 +172,7 @@ def test_experts_on_ascend_are_reloaded(models: Path, capsys: pytest.CaptureFixt
 
 def test_supervised_training_has_one_phase(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = ("trainer.stage=sft", "memory.offload=[]")
-    status, figures, _ = plan(capsys, models, "grpo_gsm8k_qwen2.5_7b.yaml", "Qwen2.5-7B-Instruct", 8, *keys)
+    status, figures, _ = plan(capsys, models, "grpo_gsm8k/qwen2.5_7b", "Qwen2.5-7B-Instruct", 8, *keys)
     assert status == 0 and figures["engine"] is None and figures["sync"] is None
     assert [phase["name"] for phase in figures["ranks"][0]["phases"]] == ["training"]
 
@@ -182,7 +185,7 @@ def test_128k_tokens_on_8_devices(models: Path, capsys: pytest.CaptureFixture[st
     excess = {}
     for method in ("gather", "ulysses"):
         keys = (*more, "trainer.max_tokens_per_microbatch=131072", f"parallel.context_method={method}")
-        status, figures, _ = plan(capsys, models, "sft_qwen2.5_7b.yaml", "Qwen3-8B-long", 8, *keys)
+        status, figures, _ = plan(capsys, models, "sft/qwen2.5_7b", "Qwen3-8B-long", 8, *keys)
         assert status == 0 and figures["layout"]["context"] == len(figures["ranks"]) == 8
         excess[method] = figures["excess_bytes"]
     of_keys = 2 * 1024 * 2 * 131072 // 8  # bytes of a rank's own keys and values in one of 36 layers
@@ -196,7 +199,7 @@ def test_pairs_have_a_pass_over_the_reference_and_twice_the_sequences(
     for stage in ("sft", "dpo"):
         keys = (f"trainer.stage={stage}", "memory.offload=[]", "data.train_batch_size=8")
         keys += ("trainer.max_tokens_per_microbatch=65536",)
-        _, found[stage], _ = plan(capsys, models, "grpo_gsm8k_qwen2.5_7b.yaml", "Qwen2.5-7B-Instruct", 8, *keys)
+        _, found[stage], _ = plan(capsys, models, "grpo_gsm8k/qwen2.5_7b", "Qwen2.5-7B-Instruct", 8, *keys)
     assert [phase["name"] for phase in found["dpo"]["ranks"][0]["phases"]] == ["log-probabilities", "training"]
     of_sft, of_dpo = (items(found[stage]["ranks"][0]["phases"][-1]) for stage in ("sft", "dpo"))
     assert of_dpo["activations"] == pytest.approx(2 * of_sft["activations"], rel=0.01)
@@ -205,7 +208,7 @@ def test_pairs_have_a_pass_over_the_reference_and_twice_the_sequences(
 
 def test_engine_without_room_for_a_sequence(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = ("rollout.vllm.gpu_memory_utilization=0.12",)
-    status, figures, error = plan(capsys, models, "grpo_gsm8k_qwen2.5_7b.yaml", "Qwen2.5-7B-Instruct", 8, *keys)
+    status, figures, error = plan(capsys, models, "grpo_gsm8k/qwen2.5_7b", "Qwen2.5-7B-Instruct", 8, *keys)
     assert status == 1 and figures["excess_bytes"] < 0 and "no key-value memory" in error
     (change,) = figures["advice"]
     assert change["fits"] and change["keys"][0].startswith("rollout.vllm.gpu_memory_utilization=")
@@ -214,9 +217,9 @@ def test_engine_without_room_for_a_sequence(models: Path, capsys: pytest.Capture
 def test_tables(models: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     rows = tmp_path / "train.jsonl"
     rows.write_text("{}\n" * 600)
-    recipe, model = str(CONFIGS / "grpo_gsm8k_qwen2.5_7b.yaml"), models / "Qwen2.5-7B-Instruct"
+    recipe, model = "grpo_gsm8k/qwen2.5_7b", models / "Qwen2.5-7B-Instruct"
     keys = [f"model.path={model}", f"data.train_files=[{rows}]", "parallel.tensor=2", "--device-memory", "32GB"]
-    assert TOOL.main(["--config", recipe, *keys]) == 1
+    assert TOOL.main([*files(recipe), *keys]) == 1
     output = capsys.readouterr()
     assert all(phase in output.out for phase in PHASES) and "TOO MUCH" in output.out and "Advice" in output.out
     assert "memory.recompute auto: full; by the plan " in output.out and "nothing smaller was left" in output.out
@@ -229,13 +232,13 @@ def test_a_list_of_parts_to_offload_is_shown_with_its_brackets(
     models: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     keys = [f"model.path={models / 'Qwen2.5-7B-Instruct'}", "memory.offload=[]", "--devices", "4"]
-    TOOL.main(["--config", str(CONFIGS / "grpo_gsm8k_qwen2.5_7b.yaml"), *keys, "--device-memory", "32GB"])
+    TOOL.main([*files("grpo_gsm8k/qwen2.5_7b"), *keys, "--device-memory", "32GB"])
     assert "memory.offload=[gradients" in capsys.readouterr().out
 
 
 def test_memory_that_is_left_over_is_spent(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each change as it is proposed still fits, with a tenth of the device to spare, and is taken as it is shown."""
-    recipe, model, large = "grpo_gsm8k_qwen2.5_7b.yaml", "Qwen2.5-7B-Instruct", ("--device-memory", "141GB")
+    recipe, model, large = "grpo_gsm8k/qwen2.5_7b", "Qwen2.5-7B-Instruct", ("--device-memory", "141GB")
     _, figures, _ = plan(capsys, models, recipe, model, 8, *large)
     keys = [key for change in figures["spending"] for key in change["keys"]]
     assert "memory.recompute=none" in keys and "memory.offload=[]" in keys
@@ -243,7 +246,7 @@ def test_memory_that_is_left_over_is_spent(models: Path, capsys: pytest.CaptureF
     status, after, _ = plan(capsys, models, recipe, model, 8, *large, *keys)
     assert status == 0 and after["excess_bytes"] == figures["spending"][-1]["excess_bytes"]
     assert -after["excess_bytes"] >= 0.1 * after["machine"]["device_bytes"]
-    options = ["--config", str(CONFIGS / recipe), f"model.path={models / model}", "memory.recompute=full", *large]
+    options = [*files(recipe), f"model.path={models / model}", "memory.recompute=full", *large]
     assert TOOL.main([*options, "--devices", "8"]) == 0
     assert "left over could buy" in capsys.readouterr().out
 
@@ -263,7 +266,7 @@ def test_memory_that_is_left_over_is_spent(models: Path, capsys: pytest.CaptureF
     ],
 )
 def test_bad_input_is_a_sentence(models: Path, arguments: list[str], expected: str) -> None:
-    options = ["--config", str(CONFIGS / "grpo_gsm8k_qwen2.5_7b.yaml"), f"model.path={models / 'Qwen2.5-7B-Instruct'}"]
+    options = [*files("grpo_gsm8k/qwen2.5_7b"), f"model.path={models / 'Qwen2.5-7B-Instruct'}"]
     with pytest.raises(InputError) as caught:
         TOOL.main([*options, *arguments])
     assert expected in str(caught.value)
@@ -283,7 +286,7 @@ def test_the_table_of_zero_and_fsdp_is_what_the_plan_says(models: Path, capsys: 
     for page in ("plan.md", "plan_zh.md"):
         assert f"{' '.join(fixed)} KEYS" in (REPO / "docs" / page).read_text()
     for keys, figures in table:
-        _, found, _ = plan(capsys, models, "sft_qwen2.5_7b.yaml", "Qwen2.5-7B-Instruct", 8, *fixed, *keys)
+        _, found, _ = plan(capsys, models, "sft/qwen2.5_7b", "Qwen2.5-7B-Instruct", 8, *fixed, *keys)
         ranks = [(sum(items(one).values()), rank, one) for rank in found["ranks"] for one in rank["phases"]]
         most, rank, _ = max(ranks, key=lambda found: found[0])
         state, training = rank["state"], items(rank["phases"][0])
@@ -296,7 +299,7 @@ def test_the_optimizer_between_updates(models: Path, capsys: pytest.CaptureFixtu
     """It is away while there are activations; on the host it passes the device in windows that are counted."""
     phases = {}
     for keys in ((), ("memory.offload=[optimizer]",), ("memory.optimizer_on_host=true",)):
-        _, figures, _ = plan(capsys, models, "sft_qwen2.5_7b.yaml", "Qwen2.5-7B-Instruct", 8, *keys)
+        _, figures, _ = plan(capsys, models, "sft/qwen2.5_7b", "Qwen2.5-7B-Instruct", 8, *keys)
         phases[keys] = {one["name"]: items(one) for one in figures["ranks"][0]["phases"]}
     here, away, on_host = phases.values()
     assert list(here) == ["training"] and list(away) == list(on_host) == ["training", "update"]

@@ -12,12 +12,21 @@ import pytest
 
 from mega_rl.errors import InputError
 from tests.launching.launch import REPO
-from tests.unit.config.test_shipped import CONFIGS, model_config
+from tests.unit.config.test_shipped import model_config
+from tools.recipes import recipe
 
 SPEEDS = ["--fixed-ms", "10", "--per-response-ms", "0.1", "--train-s", "20"]
 BATCH = ["data.train_batch_size=8", "rollout.n=4", "rollout.tensor_parallel_size=2", "data.max_response_length=4000"]
-FILE = str(CONFIGS / "grpo_gsm8k_qwen2.5_7b.yaml")
-GIVEN = ["--config", FILE, "--devices", "16", "--lengths", "lognormal:400:0.8", "--steps", "8", *BATCH]
+GIVEN = [
+    *recipe("grpo_gsm8k/qwen2.5_7b").options(),
+    "--devices",
+    "16",
+    "--lengths",
+    "lognormal:400:0.8",
+    "--steps",
+    "8",
+    *BATCH,
+]
 
 
 def load_tool() -> ModuleType:

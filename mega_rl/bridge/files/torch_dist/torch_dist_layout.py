@@ -11,8 +11,9 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
-from mega_rl.bridge.mapping.megatron import FUSED_NORMS, megatron_slices, padded_vocab_size
+from mega_rl.bridge.mapping.megatron import FUSED_NORMS, ModelChunk, chunk_series, megatron_slices, padded_vocab_size
 from mega_rl.bridge.mapping.tensors import LM_HEAD, embedding_name
+from mega_rl.bridge.series import slices_of
 from mega_rl.bridge.slices import Box, Slice, carry_over, intersect, into_stack
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.layout import ParallelLayout
@@ -34,7 +35,7 @@ class Chunk:
 
 def global_slices(shape: ModelShape) -> list[Slice]:
     """Every element of the HF tensors and its place in Megatron's global tensors, each exactly once."""
-    slices = megatron_slices(shape, 1, 0, range(shape.num_layers), True, True, shape.vocab_size)
+    slices = megatron_slices(shape, ModelChunk(range(shape.num_layers)))
     return [_global(shape, piece) for piece in slices]
 
 
@@ -131,23 +132,8 @@ def layout_chunks(shape: ModelShape, layout: ParallelLayout) -> list[Chunk]:
 
 
 def _rank_slices(shape: ModelShape, layout: ParallelLayout, rank: int, padded: int) -> list[Slice]:
-    at, experts_at = layout.coordinates(rank), layout.expert_coordinates(rank)
-    slices: list[Slice] = []
-    for chunk in range(layout.num_chunks):
-        slices += megatron_slices(
-            shape,
-            layout.tensor,
-            at.tensor,
-            layout.layers_of_chunk(shape.num_layers, at.pipeline, chunk),
-            has_embedding=at.pipeline == 0 and chunk == 0,
-            has_output=at.pipeline == layout.pipeline - 1 and chunk == layout.num_chunks - 1,
-            padded_vocab_size=padded,
-            expert_parallel=layout.expert,
-            ep_rank=experts_at.expert,
-            expert_tensor_parallel=layout.expert_tensor,
-            etp_rank=experts_at.tensor,
-        )
-    return slices
+    chunks = (chunk_series(shape, layout, rank, chunk, padded) for chunk in range(layout.num_chunks))
+    return [piece for series in chunks for piece in slices_of(series)]
 
 
 def _vocabulary_keys(shape: ModelShape, layout: ParallelLayout, rank: int) -> list[str]:

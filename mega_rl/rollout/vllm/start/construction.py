@@ -16,7 +16,7 @@ from mega_rl.errors import InputError
 from mega_rl.parallel.collectives import broadcast_object
 from mega_rl.rollout.vllm.start.cpu_adjustments import check_head_size, cpu_adjustments
 from mega_rl.rollout.vllm.start.environment import is_external, preserved_process
-from mega_rl.rollout.vllm.start.options import engine_arguments
+from mega_rl.rollout.vllm.start.options import engine_arguments, slot_arguments
 from mega_rl.rollout.vllm.start.seeing import Sight, sight_arguments
 from mega_rl.rollout.vllm.start.sockets import remove_socket_names
 from mega_rl.rollout.vllm.start.versions import picture_constants_kept
@@ -41,17 +41,17 @@ def construct(
 
         # An engine that is dropped, or whose construction fails, would destroy the trainer's process groups with it.
         core.cleanup_dist_env_and_memory = _leave_groups_alone
+        known = [field.name for field in dataclasses.fields(EngineArgs)]
         arguments = engine_arguments(
             rollout,
             model_path=model_path,
             dtype=dtype,
             max_model_len=max_model_len,
             device_type=device_type,
-            known=[field.name for field in dataclasses.fields(EngineArgs)],
+            known=known,
             external=external,
-            slots=slots,
-            pictures=sight_arguments(model_path, sight),
         )
+        arguments |= slot_arguments(slots, known) | (sight_arguments(model_path, sight) or {})
         if external:  # vLLM reads these variables; a launcher other than torchrun may not have set them
             os.environ.setdefault("RANK", str(dist.get_rank()))
             os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])

@@ -157,18 +157,14 @@ def engine_arguments(
     device_type: str,
     known: Collection[str],
     external: bool,
-    slots: Slots | None = None,
-    pictures: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Everything that ``vllm.LLM`` is given.
+    """What ``vllm.LLM`` is given, beside ``slot_arguments`` and what is said of pictures.
 
     Args:
         dtype: of the model; used if ``rollout.dtype`` is not set.
         max_model_len: prompt and response together, tokens.
         known: the names of the installed vLLM's engine arguments.
         external: whether a launcher started several processes, so that engine ranks live in them.
-        slots: for an adapter; None: none.
-        pictures: arguments for those of prompts; None: there are none.
 
     Raises:
         InputError: as ``check_options`` and ``check_whole_prompts``.
@@ -207,7 +203,7 @@ def engine_arguments(
         "logprobs_mode": LOGPROBS_MODE,
         "worker_extension_cls": WORKER_EXTENSION,
     }
-    return arguments | _slot_arguments(slots, known) | (pictures or {}) | owned
+    return arguments | owned
 
 
 def picture_arguments(max_images: int, pixel_limits: Mapping[str, int]) -> dict[str, Any]:
@@ -271,8 +267,8 @@ def _routing_arguments(known: Collection[str]) -> dict[str, Any]:
     return {ROUTING: True}
 
 
-def _slot_arguments(slots: Slots | None, known: Collection[str]) -> dict[str, Any]:
-    """What gives an engine slots for one adapter."""
+def slot_arguments(slots: Slots | None, known: Collection[str]) -> dict[str, Any]:
+    """What gives an engine slots for one adapter; nothing without."""
     if slots is None:
         return {}
     # other layers would multiply zeros

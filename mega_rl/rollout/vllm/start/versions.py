@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -22,6 +23,7 @@ from mega_rl.rollout.vllm.start.adapter_slots import BASE, live_slots
 
 EXPERT_WEIGHTS = ("w13_weight", "w2_weight")
 CAPTURE = "mega_rl_capture"  # of a module of experts on a CPU: is told which experts [T, K] take the tokens
+WEIGHTED_INPUTS = "apply_router_weight_on_input"  # 0.32's name of what no supported family does
 TURNS_EXPERTS = "npu"  # the device type whose plug-in, vllm-ascend, holds experts transposed
 
 
@@ -119,7 +121,7 @@ def plain_cpu_experts() -> Iterator[None]:
 
 
 def _keep_experts(experts: Any, layer: Any) -> None:
-    experts.apply = partial(_apply_experts, layer)
+    experts.apply = _PlainExperts(layer).apply
 
 
 def _keep_experts_023(experts: Any, layer: Any) -> None:
@@ -136,36 +138,43 @@ def _apply_experts_023(
     weights_inputs: bool,
 ) -> Tensor:
     output, weights = torch.empty_like(hidden_states), (layer.w13_weight, layer.w2_weight)
-    _apply_experts(layer, output, hidden_states, *weights, topk_weights, topk_ids, weights_inputs)
+    chosen = topk_weights, topk_ids
+    _PlainExperts(layer).apply(output, hidden_states, *weights, *chosen, apply_router_weight_on_input=weights_inputs)
     return output
 
 
-def _apply_experts(
-    layer: Any,
-    output: Tensor,
-    hidden_states: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    apply_router_weight_on_input: bool = False,
-    **_: Any,
-) -> None:
-    """0.32's ``apply`` on plain weights: w1 [E, gate and up rows, D], w2 [E, D, rows]; ids and weights [T, K].
+@dataclass(frozen=True)
+class _PlainExperts:
+    """The experts of one of vLLM's layers, on a CPU."""
 
-    With expert parallelism E counts this worker's experts only; a token's others are computed, and added, elsewhere.
-    """
-    assert not apply_router_weight_on_input, "no supported family weights the experts' inputs"
-    if (capture := getattr(layer, CAPTURE, None)) is not None:
-        capture(topk_ids.clone())
-    output.zero_()
-    if layer.expert_map is not None:
-        topk_ids = layer.expert_map[topk_ids.long()]  # -1: another worker's
-    for expert in topk_ids[topk_ids >= 0].unique().tolist():
-        tokens, places = torch.where(topk_ids == expert)
-        gate, up = F.linear(hidden_states[tokens], w1[expert]).chunk(2, dim=-1)
-        result = F.linear(F.silu(gate) * up, w2[expert])
-        output.index_add_(0, tokens, result * topk_weights[tokens, places, None].to(result.dtype))
+    layer: Any
+
+    def apply(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        **others: Any,
+    ) -> None:
+        """0.32's ``apply`` on plain weights: w1 [E, gate and up rows, D], w2 [E, D, rows]; ids and weights [T, K].
+
+        With expert parallelism E counts this worker's experts only; a token's others are computed, and added,
+        elsewhere.
+        """
+        assert not others.get(WEIGHTED_INPUTS), "no supported family weights the experts' inputs"
+        if (capture := getattr(self.layer, CAPTURE, None)) is not None:
+            capture(topk_ids.clone())
+        output.zero_()
+        if self.layer.expert_map is not None:
+            topk_ids = self.layer.expert_map[topk_ids.long()]  # -1: another worker's
+        for expert in topk_ids[topk_ids >= 0].unique().tolist():
+            tokens, places = torch.where(topk_ids == expert)
+            gate, up = F.linear(hidden_states[tokens], w1[expert]).chunk(2, dim=-1)
+            result = F.linear(F.silu(gate) * up, w2[expert])
+            output.index_add_(0, tokens, result * topk_weights[tokens, places, None].to(result.dtype))
 
 
 def render(llm: Any, token_ids: list[int], pictures: list[Any]) -> dict[str, Any]:

@@ -25,8 +25,9 @@ from mega_rl.bridge.slices import whole_box
 from mega_rl.data.packing import pack, unpack
 from mega_rl.megatron.checkpoint import checkpoint
 from mega_rl.megatron.checkpoint.saving import CheckpointWriter
-from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.megatron.engine import MegatronEngine, Optimization
 from mega_rl.megatron.model.value import NewScore
+from mega_rl.megatron.policy import MegatronPolicy
 from mega_rl.microbatch import Figures, Microbatch, Sequence
 from mega_rl.models.shape import read_model_shape, value_shape
 from mega_rl.parallel.layout import ParallelLayout
@@ -68,7 +69,8 @@ def bradley_terry(values: Tensor) -> Tensor:
 
 def build(case: Case, layout: ParallelLayout, shape: Any, weights: Any) -> MegatronEngine:
     config = run_config(case, OBJECTIVES["sft"])
-    return MegatronEngine(trainer_spec(config), config.optimizer, shape, layout, own_device(), weights, 10, 5)
+    policy = MegatronPolicy(trainer_spec(config), shape, layout, own_device())
+    return MegatronEngine(policy, weights, Optimization(config.optimizer, 10, 5))
 
 
 def check(case: Case, layout: ParallelLayout, family: str, directory: Path) -> None:

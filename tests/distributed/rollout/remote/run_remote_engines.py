@@ -19,7 +19,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from mega_rl import platform
-from mega_rl.bridge.mapping.megatron import megatron_slices, padded_vocab_size
+from mega_rl.bridge.mapping.megatron import ModelChunk, Shard, megatron_slices
 from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.mapping.vllm import vllm_slices
 from mega_rl.bridge.reshard.execute import TransferCount
@@ -54,9 +54,8 @@ class Trainer:
         self.model, self.rank = model, dist.get_rank()
         self.shape = shape = read_model_shape(path)
         size = dist.get_world_size()
-        vocab = padded_vocab_size(shape.vocab_size, size)
         layers = range(shape.num_layers)
-        self.slices = [megatron_slices(shape, size, rank, layers, True, True, vocab) for rank in range(size)]
+        self.slices = [megatron_slices(shape, ModelChunk(layers, Shard(rank, size))) for rank in range(size)]
         self.wanted = vllm_slices(shape, 1, 0)
         rollout = RolloutConfig(placement="separate", num_engines=NUM_ENGINES, kv_cache_bytes=1 << 24)
         spec = EngineSpec(str(path), rollout, MAX_MODEL_LEN, "float32", "cpu", is_deterministic=False, num_threads=1)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mega_rl import platform
-from mega_rl.bridge.mapping.megatron import megatron_series, padded_vocab_size
+from mega_rl.bridge.mapping.megatron import ModelChunk, Shard, megatron_series
 from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.series import slices_of
 from mega_rl.bridge.slices import Box, indices
@@ -34,8 +34,8 @@ class World:
 
     def __init__(self, engine_size: int, num_here: int, changing: frozenset[str] | None = None) -> None:
         self.rank = dist.get_rank()
-        vocab, layers = padded_vocab_size(SHAPE.vocab_size, 2), range(SHAPE.num_layers)
-        self.sources = [megatron_series(SHAPE, 2, rank, layers, True, True, vocab) for rank in range(2)]
+        layers = range(SHAPE.num_layers)
+        self.sources = [megatron_series(SHAPE, ModelChunk(layers, Shard(rank, 2))) for rank in range(2)]
         weights = SentWeights(SHAPE, torch.float32, 1 << 14, torch.device("cpu"), changing)
         self.sink = StoreSink(weights, engine_size, num_slots=2, num_here=num_here, has_validation=True)
         self.sink.connect(self.sources)

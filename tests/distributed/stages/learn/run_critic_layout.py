@@ -26,9 +26,10 @@ from mega_rl.config.schema.sections import CriticConfig
 from mega_rl.config.schema.stage import critic_parallel
 from mega_rl.megatron.checkpoint import checkpoint
 from mega_rl.megatron.checkpoint.saving import CheckpointWriter
-from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.megatron.engine import MegatronEngine, Optimization
 from mega_rl.megatron.groups import Groups
 from mega_rl.megatron.model.value import NewScore
+from mega_rl.megatron.policy import MegatronPolicy
 from mega_rl.microbatch import Microbatch
 from mega_rl.models.shape import value_shape
 from mega_rl.observe.timers import Timers
@@ -63,7 +64,8 @@ def critic_of(case: Case, own: Case | None, actor: MegatronEngine, directory: Pa
     weights = NewScore(HFReader(directory), shape.hidden_size, seed=4)
     spec, made = replace(trainer_spec(config), parallel=parallel), Groups(layout, 1, 60.0) if own else None
     with made.current() if made else nullcontext():
-        engine = MegatronEngine(spec, config.optimizer, shape, layout, own_device(), weights, 10, 5, None, made)
+        policy = MegatronPolicy(spec, shape, layout, own_device())
+        engine = MegatronEngine(policy, weights, Optimization(config.optimizer, 10, 5), None, made)
     share = BatchShare(layout, dist.get_rank(), 64, layout.tensor if parallel.sequence else 1, 0)
     check_plan(config, actor, engine)
     config.critic.gamma, config.critic.lam = SETTINGS.gamma, SETTINGS.lam

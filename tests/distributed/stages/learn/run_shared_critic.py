@@ -27,7 +27,7 @@ from mega_rl.config.schema.sections import (
 from mega_rl.errors import InputError
 from mega_rl.megatron.checkpoint import checkpoint
 from mega_rl.megatron.checkpoint.saving import CheckpointWriter
-from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.megatron.engine import MegatronEngine, Optimization
 from mega_rl.megatron.model.value import NewScore
 from mega_rl.megatron.offload import PARTS, TrainerOffload
 from mega_rl.megatron.policy import MegatronPolicy
@@ -58,8 +58,8 @@ def critic_of(config: RunConfig, actor: MegatronEngine, directory: Path, base: M
     shape = value_shape(actor.policy.shape)
     spec = replace(trainer_spec(config), tuning=critic_tuning(config.tuning, shares_base=True))
     weights = NewScore(HFReader(directory), shape.hidden_size, seed=None)
-    optimizer = replace(config.optimizer, lr=3e-3)
-    return MegatronEngine(spec, optimizer, shape, actor.policy.layout, own_device(), weights, 10, 5, base)
+    policy = MegatronPolicy(spec, shape, actor.policy.layout, own_device())
+    return MegatronEngine(policy, weights, Optimization(replace(config.optimizer, lr=3e-3), 10, 5), base)
 
 
 def value_loss(values_T: Tensor, microbatch: Microbatch) -> tuple[Tensor, Figures]:

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mega_rl.bridge.mapping.megatron import megatron_slices, own_name, padded_vocab_size
-from mega_rl.bridge.mapping.tensors import hf_tensors
-from mega_rl.bridge.mapping.vllm import engine_experts, full_slices, vllm_slices
+from mega_rl.bridge.mapping.megatron import ModelChunk, Shard, megatron_slices, own_name, padded_vocab_size
+from mega_rl.bridge.mapping.tensors import full_series, hf_tensors
+from mega_rl.bridge.mapping.vllm import engine_experts, vllm_slices
+from mega_rl.bridge.series import slices_of
 from mega_rl.bridge.slices import Slice, flat_range, indices, num_elements, subtract, whole_box
 from mega_rl.models.fit import engine_problems, engine_vocab_size, tensor_problems
 from mega_rl.models.mixture import Mixture
@@ -114,7 +115,7 @@ def test_megatron_layers_equal_plain_torch(family: str, tp: int) -> None:
     shape = model_shape(family)
     model = random_model(shape)
     for rank in range(tp):
-        local = to_local(megatron_slices(shape, tp, rank, range(1, 3), False, False, 80), model)
+        local = to_local(megatron_slices(shape, ModelChunk(range(1, 3), Shard(rank, tp), False, False)), model)
         expected = {
             f"decoder.layers.{i}.{name}": tensor
             for i in range(2)
@@ -126,7 +127,7 @@ def test_megatron_layers_equal_plain_torch(family: str, tp: int) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_names_of_fused_norms(family: str) -> None:
     """The two norms in linear layers of TransformerEngine have the names of norms apart, and nothing else changes."""
-    slices = megatron_slices(model_shape(family), 1, 0, range(2), True, True, 80)
+    slices = megatron_slices(model_shape(family), ModelChunk(range(2), padded_vocab_size=80))
     assert all(own_name(piece.local_name) == piece.local_name for piece in slices)
     at = "chunk1.decoder.layers.0."
     assert own_name(f"{at}self_attention.linear_qkv.layer_norm_weight") == f"{at}input_layernorm.weight"
@@ -148,7 +149,7 @@ def test_megatron_round_trip_is_bit_exact(family: str, tied: bool, tp: int, pp: 
     per_rank = []
     for layers, first, last in stages(shape, pp):
         for rank in range(tp):
-            slices = megatron_slices(shape, tp, rank, layers, first, last, padded_vocab_size(shape.vocab_size, tp))
+            slices = megatron_slices(shape, ModelChunk(layers, Shard(rank, tp), first, last))
             local = to_local(slices, model)
             assert ("output_layer.weight" in local) == (last and (not tied or pp > 1))
             assert ("embedding.word_embeddings.weight" in local) == first
@@ -161,14 +162,14 @@ def test_megatron_vocabulary_rows_leave_the_padding_out() -> None:
     assert padded_vocab_size(5, 4) == 8 and padded_vocab_size(8, 4) == 8
     rows = []
     for rank in range(4):
-        slices = megatron_slices(shape, 4, rank, range(0), True, False, 8)
+        slices = megatron_slices(shape, ModelChunk(range(0), Shard(rank, 4), has_output=False))
         rows.append([(s.hf_box[0], s.local_box[0]) for s in slices])
     assert rows == [[((0, 2), (0, 2))], [((2, 4), (0, 2))], [((4, 5), (0, 1))], []]
 
 
 def test_a_tied_last_stage_keeps_its_copy_of_the_embedding() -> None:
     shape = model_shape(tied=True)
-    slices = megatron_slices(shape, 1, 0, range(2, 3), False, True, 77)
+    slices = megatron_slices(shape, ModelChunk(range(2, 3), has_embedding=False))
     assert {s.hf_name for s in slices if s.local_name == "output_layer.weight"} == {"model.embed_tokens.weight"}
 
 
@@ -215,7 +216,7 @@ def test_vllm_slices_equal_plain_torch_and_round_trip(family: str, tied: bool, t
 def test_full_slices_are_the_model() -> None:
     shape = model_shape()
     model = random_model(shape)
-    assert_equal(to_local(full_slices(shape), model), model)
+    assert_equal(to_local(slices_of(full_series(shape)), model), model)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +231,7 @@ def test_megatron_sizes_that_do_not_divide(shape: ModelShape, tp: int, words: st
         words, "\n".join(tensor_problems(shape, tp))
     )  # what a user is told, before the layout is asked for
     with pytest.raises(AssertionError, match=words):
-        megatron_slices(shape, tp, 0, range(1), True, True, 80 * tp)
+        megatron_slices(shape, ModelChunk(range(1), Shard(0, tp)))
 
 
 @pytest.mark.parametrize(

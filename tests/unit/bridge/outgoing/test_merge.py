@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from mega_rl.bridge.lora import Factors
-from mega_rl.bridge.mapping.tensors import hf_tensors, roles
-from mega_rl.bridge.mapping.vllm import full_slices
+from mega_rl.bridge.mapping.tensors import full_series, hf_tensors, roles
 from mega_rl.bridge.outgoing.merge import LoraMerge, ScaledAdapters
 from mega_rl.bridge.outgoing.noise import AqnNoise, AqnTransform
 from mega_rl.bridge.outgoing.quantize import SimulatedQuantization, quantize_dequantize
 from mega_rl.bridge.outgoing.transform import fold
 from mega_rl.bridge.reshard.execute import Read
+from mega_rl.bridge.series import slices_of
 from mega_rl.bridge.slices import Box, indices, whole_box
 from mega_rl.config.schema.sections import AqnConfig
 from tests.distributed.bridge.test_bridge_execute import SHAPE
@@ -68,7 +68,9 @@ def test_noise_and_quantisation_change_the_merged_weight() -> None:
     merged = whole(fold([merge], reader(tensors), 1).read, UP)
     noise = AqnNoise(AqnConfig(enabled=True, schedule="constant"), 10)
     aqn = AqnTransform(noise, SIZES, roles(SHAPE), lambda names: {name: tensors[name] for name in names}, torch.float32)
-    four_bits = SimulatedQuantization("nvfp4", SIZES, roles(SHAPE), [full_slices(SHAPE)], 0, torch.device("cpu"))
+    four_bits = SimulatedQuantization(
+        "nvfp4", SIZES, roles(SHAPE), [slices_of(full_series(SHAPE))], 0, torch.device("cpu")
+    )
     read = fold([merge, aqn, four_bits], reader(tensors), 1).read
     assert torch.equal(whole(read, UP), quantize_dequantize(merged, "nvfp4", float(merged.abs().max())))
     assert not torch.equal(whole(read, NORM), tensors[NORM])

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from mega_rl.bridge.mapping.megatron import megatron_series, megatron_slices, padded_vocab_size
-from mega_rl.bridge.mapping.vllm import full_slices, vllm_series, vllm_slices
+from mega_rl.bridge.mapping.megatron import ModelChunk, Shard, megatron_series, megatron_slices
+from mega_rl.bridge.mapping.tensors import full_series
+from mega_rl.bridge.mapping.vllm import vllm_series, vllm_slices
 from mega_rl.bridge.reshard.buckets import schedule
 from mega_rl.bridge.reshard.plan import ReshardPlan, compile_plan
 from mega_rl.bridge.reshard.runs import Move
@@ -169,10 +170,10 @@ SHAPE = ModelShape(
 def trainer(tp: int, pp: int, dp: int) -> Layout:
     """Ranks in Megatron's order: tensor fastest, then data, then pipeline."""
     per_stage = SHAPE.num_layers // pp
-    vocab = padded_vocab_size(SHAPE.vocab_size, tp)
+    stages = [(range(p * per_stage, (p + 1) * per_stage), p == 0, p == pp - 1) for p in range(pp)]
     return [
-        megatron_slices(SHAPE, tp, t, range(p * per_stage, (p + 1) * per_stage), p == 0, p == pp - 1, vocab)
-        for p in range(pp)
+        megatron_slices(SHAPE, ModelChunk(layers, Shard(t, tp), *ends))
+        for layers, *ends in stages
         for _ in range(dp)
         for t in range(tp)
     ]
@@ -239,7 +240,7 @@ def test_uncovered_elements_are_named() -> None:
 
 @pytest.mark.parametrize("room", [30, 300])
 def test_a_small_room_is_kept(room: int) -> None:
-    sources, destinations = trainer(2, 2, 1), [full_slices(SHAPE), *engines(1, 3)]
+    sources, destinations = trainer(2, 2, 1), [slices_of(full_series(SHAPE)), *engines(1, 3)]
     check_plan(compile_plan(sources, destinations), sources, destinations, room)
 
 
@@ -255,7 +256,7 @@ def test_cuts_move_to_the_start_of_a_row_or_a_tensor() -> None:
 
 
 def test_a_capacity_below_the_number_of_peers_is_refused() -> None:
-    plan = compile_plan(trainer(2, 2, 1), [full_slices(SHAPE), *engines(1, 3)])
+    plan = compile_plan(trainer(2, 2, 1), [slices_of(full_series(SHAPE)), *engines(1, 3)])
     with pytest.raises(ValueError, match="bridge.bucket_bytes has room for 1 elements"):
         schedule(plan, 0, 1)
 
@@ -292,11 +293,10 @@ def held_by(shape: ModelShape, layout: ParallelLayout, rank: int) -> list[Series
     held: list[Series] = []
     for chunk in range(layout.num_chunks):
         is_last = stage == layout.pipeline - 1 and chunk == layout.num_chunks - 1
-        axes = layout.expert, ep_rank, layout.expert_tensor, etp_rank
+        axes = Shard(ep_rank, layout.expert), Shard(etp_rank, layout.expert_tensor)
         layers = layout.layers_of_chunk(shape.num_layers, stage, chunk)
-        padded = padded_vocab_size(shape.vocab_size, layout.tensor)
         ends = stage == chunk == 0, is_last
-        series = megatron_series(shape, layout.tensor, tp_rank, layers, *ends, padded, *axes)
+        series = megatron_series(shape, ModelChunk(layers, Shard(tp_rank, layout.tensor), *ends, *axes))
         held += [replace(one, local_name=f"chunk{chunk}.{one.local_name}") for one in series]
     return held
 

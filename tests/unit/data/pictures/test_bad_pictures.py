@@ -19,6 +19,7 @@ from mega_rl.data.pictures.image_processor import picture_reader
 from mega_rl.data.pictures.picture_set import PictureSet
 from mega_rl.data.pictures.pictures import PictureReader
 from mega_rl.data.prompts import PromptDataset
+from mega_rl.data.rows.rows import DataFiles
 from mega_rl.errors import InputError
 from mega_rl.models.shape import read_model_shape
 from tests.launching.launch import run_copy
@@ -137,9 +138,11 @@ def test_a_bad_picture_is_one_sentence(kind: str, stage: str, reader: PictureRea
     file.write_text("".join(json.dumps(one) + "\n" for one in ({"prompt": "a", "answer": "b"}, row)))
     with pytest.raises(InputError, match=f"rows.jsonl line 2, picture 2.*(?:{words})") as found:
         if stage == "rl":
-            PromptDataset.from_files([str(file)], vision_models.tokenizer(), DATA, picture_set=PictureSet(reader))
+            PromptDataset.from_files(
+                DataFiles([str(file)]), vision_models.tokenizer(), DATA, picture_set=PictureSet(reader)
+            )
         else:
-            ConversationDataset.from_files([str(file)], vision_models.tokenizer(), DATA, pictures=reader)
+            ConversationDataset.from_files(DataFiles([str(file)]), vision_models.tokenizer(), DATA, pictures=reader)
     assert "\n" not in str(found.value)
 
 
@@ -148,6 +151,7 @@ import sys
 from pathlib import Path
 from PIL import Image
 from mega_rl.data.pictures.pictures import is_usable
+from mega_rl.data.rows.rows import DataFiles
 
 def memory(name):
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name + ":"))

@@ -18,6 +18,7 @@ from mega_rl.data.packing import sequence_of
 from mega_rl.data.pictures.image_processor import picture_reader
 from mega_rl.data.pictures.picture_set import PictureSet
 from mega_rl.data.prompts import PromptDataset
+from mega_rl.data.rows.rows import DataFiles
 from mega_rl.errors import InputError
 from mega_rl.models.positions import Placed, image_positions
 from mega_rl.models.shape import read_model_shape
@@ -50,7 +51,7 @@ def read(directory: Path, picture_set: PictureSet, *rows: dict[str, object], dat
         Image.effect_noise(size, 90).convert("RGB").save(directory / name)
     file = directory / "rows.jsonl"
     file.write_text("".join(json.dumps({"answer": "1", **row}) + "\n" for row in rows))
-    return PromptDataset.from_files([str(file)], vision_models.tokenizer(), data, picture_set=picture_set)
+    return PromptDataset.from_files(DataFiles([str(file)]), vision_models.tokenizer(), data, picture_set=picture_set)
 
 
 def trajectory(picture_set: PictureSet, prompts: PromptDataset, response: list[int]) -> Trajectory:

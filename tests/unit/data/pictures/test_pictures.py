@@ -21,7 +21,7 @@ from mega_rl.data.conversations import ConversationDataset
 from mega_rl.data.packing import pack
 from mega_rl.data.pictures.image_processor import picture_reader
 from mega_rl.data.pictures.pictures import PictureReader
-from mega_rl.data.rows.rows import Row
+from mega_rl.data.rows.rows import DataFiles, Row
 from mega_rl.errors import InputError
 from mega_rl.models.shape import read_model_shape
 from tests.models import vision_models
@@ -56,7 +56,7 @@ def read(reader: PictureReader, tmp_path: Path) -> Callable[..., ConversationDat
         file = tmp_path / "rows.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         data = DataConfig(**{"max_prompt_length": 400, **settings})
-        return ConversationDataset.from_files([str(file)], vision_models.tokenizer(), data, pictures=reader)
+        return ConversationDataset.from_files(DataFiles([str(file)]), vision_models.tokenizer(), data, pictures=reader)
 
     return read
 
@@ -263,4 +263,4 @@ def test_a_model_of_text_refuses_pictures(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"prompt": "a", "response": "b", "images": ["one.png"]}) + "\n")
     with pytest.raises(InputError, match="only stages sft and rl, and mega-rl eval, of .* read pictures"):
-        ConversationDataset.from_files([str(file)], vision_models.tokenizer(), DataConfig())
+        ConversationDataset.from_files(DataFiles([str(file)]), vision_models.tokenizer(), DataConfig())

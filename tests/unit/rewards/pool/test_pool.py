@@ -17,6 +17,7 @@ from mega_rl.config.schema.sections import RewardConfig, RewardWorkersConfig
 from mega_rl.errors import InputError
 from mega_rl.rewards.pool import dispatch
 from mega_rl.rewards.pool.pool import WorkerPool
+from mega_rl.rewards.pool.process import WorkerProcess
 from mega_rl.rewards.scorer import Scorer, build_scorer
 from mega_rl.types import Prompt, Score, Trajectory
 from tests.launching.launch import alive
@@ -156,6 +157,10 @@ def pool_of(scorer: Scorer) -> WorkerPool:
     return scorer.pool
 
 
+def workers_of(scorer: Scorer) -> list[WorkerProcess]:
+    return [slot.worker for slot in pool_of(scorer)._dispatcher.slots]
+
+
 def trajectory(text: str, index: int = 0, num_tokens: int = 1, truth: str = "t") -> Trajectory:
     prompt, ids, logprobs = Prompt(index, (1,), "?", truth, "src"), (1,) * num_tokens, (0.0,) * num_tokens
     return Trajectory.single_turn(prompt, 2, ids, logprobs, text, "stop", 0)
@@ -179,7 +184,7 @@ def test_harm_costs_its_own_sample_only(scorers: dict[str, Scorer], earlier: set
     (unknown,) = scores[7].unknown.values()
     assert (unknown.cause, unknown.detail) == CAUSES[word]
     # Nothing that a reward started outlives its sample, in whatever session it runs; it is killed by then, and dies.
-    workers = {pid for scorer in scorers.values() for pid in pool_of(scorer).worker_pids()}
+    workers = {worker.pid for scorer in scorers.values() for worker in workers_of(scorer)}
     deadline = time.monotonic() + 60
     while (left := children() - earlier) != workers and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -193,8 +198,8 @@ def test_printing_does_no_harm(scorers: dict[str, Scorer], capfd: pytest.Capture
 
 def test_a_worker_that_was_killed_while_idle_costs_nothing(hostile: str) -> None:
     scorer = build_scorer([RewardConfig(f"{hostile}:harm")], replace(WORKERS, timeout_s=60.0))
-    for pid in pool_of(scorer).worker_pids():
-        process = psutil.Process(pid)
+    for worker in workers_of(scorer):
+        process = psutil.Process(worker.pid)
         process.kill()
         while process.status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.01)
@@ -204,7 +209,7 @@ def test_a_worker_that_was_killed_while_idle_costs_nothing(hostile: str) -> None
 
 def test_workers_keep_out_of_the_process_group_and_leave_no_files(hostile: str) -> None:
     scorer = build_scorer([RewardConfig(f"{hostile}:harm")], WORKERS)
-    pids, folders = pool_of(scorer).worker_pids(), pool_of(scorer).scratch_directories()
+    pids, folders = zip(*((worker.pid, worker.scratch) for worker in workers_of(scorer)), strict=True)
     assert all(os.getsid(pid) == pid != os.getsid(0) for pid in pids)
     assert all(Path(folder).is_dir() for folder in folders)
     scorer.close()
@@ -273,9 +278,9 @@ def test_workers_die_with_the_trainer(hostile: str) -> None:
 import os, signal, threading
 from mega_rl.config.schema.sections import RewardConfig, RewardWorkersConfig
 from mega_rl.rewards.scorer import build_scorer
-from tests.unit.rewards.pool.test_pool import pool_of, trajectory
+from tests.unit.rewards.pool.test_pool import trajectory, workers_of
 scorer = build_scorer([RewardConfig({(hostile + ":harm")!r})], RewardWorkersConfig(num_workers=2, timeout_s=600.0))
-print(*pool_of(scorer).worker_pids(), flush=True)
+print(*(worker.pid for worker in workers_of(scorer)), flush=True)
 threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
 scorer.score([trajectory("hang_in_c")])
 """

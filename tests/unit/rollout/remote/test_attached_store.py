@@ -58,11 +58,11 @@ def test_the_memory_of_a_store_without_its_process_is_given_back(engine: Any, mo
     store, weights = Store(form(1)), engine._weights
     engine.load(store.form, store.location, stored(store, 1, 1.0))
     weights.look()
-    assert weights.is_attached, "its process runs"
+    assert weights._store is not None, "its process runs"
     monkeypatch.setattr(attached_store.psutil, "pid_exists", lambda process: process != store.location.process)
     with weights.at(store.form, store.location):
         weights.look()
-        assert weights.is_attached, "somebody reads it"
+        assert weights._store is not None, "somebody reads it"
     weights.look()
-    assert not weights.is_attached
+    assert weights._store is None
     store.close()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mega_rl.megatron.optim.optimizer import OptimizerStats
-from mega_rl.stages.offline import loop
+from mega_rl.stages.offline import method
 from mega_rl.stages.run.batch_share import Totals
 
 
@@ -24,10 +24,10 @@ def test_the_optimizer_is_away_while_there_are_activations(monkeypatch: pytest.M
         optimizer_step=noted("step", OptimizerStats(1.0, 0.1, skipped=False)),
         stepper=SimpleNamespace(skipped=SimpleNamespace(total=0)),
     )
-    monkeypatch.setattr(loop, "totals_of", lambda share, figures: Totals(sums={"loss": 2.0}))
-    monkeypatch.setattr(loop, "warn_if_skipped", lambda *arguments: None)
+    monkeypatch.setattr(method, "totals_of", lambda share, figures: Totals(sums={"loss": 2.0}))
+    monkeypatch.setattr(method, "warn_if_skipped", lambda *arguments: None)
     session: Any = SimpleNamespace(share=None, say=None)
     loss: Any = None
-    _, metrics = loop.learn(session, model, [], loss, is_read=True)
+    _, metrics = method.learn(session, model, method.PreparedBatch([], loss), is_read=True)
     assert metrics["loss"] == 2.0
     assert calls == [("to_host", "optimizer"), ("pass", [], None), ("to_device", "optimizer"), ("step",)]

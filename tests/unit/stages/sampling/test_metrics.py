@@ -18,6 +18,7 @@ from mega_rl.evaluation.evaluate import RowSummary, evaluation_metrics
 from mega_rl.observe.metrics.declared import match
 from mega_rl.rollout.collect.collect import GroupSummary
 from mega_rl.stages.learn import learning
+from mega_rl.stages.learn.update_metrics import Gradients, pass_metrics
 from mega_rl.stages.run.batch_share import Totals
 from mega_rl.stages.run.progress import is_due
 from mega_rl.stages.sampling import rollout_metrics
@@ -215,10 +216,9 @@ def test_validation_leaves_unknown_scores_out() -> None:
 
 
 def test_minibatches_average_and_maxima_stay_maxima() -> None:
-    totals: dict[str, float] = {}
-    learning._accumulate(totals, Totals({"loss": 1.0, "kl": 6.0}, {"ratio": 1.5}), num_tokens=3, num_parts=2)
-    learning._accumulate(totals, Totals({"loss": 2.0, "kl": 5.0}, {"ratio": 1.25}), num_tokens=5, num_parts=2)
-    assert totals == {"actor/loss": 1.5, "actor/kl": 1.5, "actor/ratio_max": 1.5}
+    first = Gradients(Totals({"loss": 1.0, "kl": 6.0}, {"ratio": 1.5}), num_tokens=3, gate_metrics={})
+    second = Gradients(Totals({"loss": 2.0, "kl": 5.0}, {"ratio": 1.25}), num_tokens=5, gate_metrics={})
+    assert pass_metrics([first, second]) == {"actor/loss": 1.5, "actor/kl": 1.5, "actor/ratio_max": 1.5}
 
 
 def test_schedule_metrics_are_there_only_with_noise() -> None:

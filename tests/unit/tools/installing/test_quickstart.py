@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,15 @@ def commands(directory: Path, *arguments: str) -> list[list[str]]:
     return [line[next(i for i, word in enumerate(line) if word.startswith("tools/")) :] for line in found]
 
 
+def configuration(line: Sequence[str]) -> RunConfig:
+    """Of a command line of tools/train.py."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", action="append")
+    parser.add_argument("overrides", nargs="*")
+    options = parser.parse_args(line[1:])
+    return load_config([REPO / file for file in options.config], options.overrides)
+
+
 def fill(directory: Path, head: str) -> None:
     """As much of a model as validation looks at."""
     directory.mkdir(parents=True)
@@ -56,7 +67,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Run
     (root / "run" / "data").mkdir()
     for name in ("train", "val", "sft", "pairs", "pairs_val"):
         (root / "run" / "data" / f"{name}.jsonl").write_text("")
-    configs = [load_config(REPO / line[2], line[3:]) for line in trained]
+    configs = [configuration(line) for line in trained]
     return root / "run", {Path(config.trainer.output_dir).name: config for config in configs}
 
 
@@ -96,7 +107,7 @@ def test_the_plain_quickstart_is_two_runs(tmp_path: Path) -> None:
 def test_the_quickstart_of_pictures_is_two_runs_of_a_model_that_sees(tmp_path: Path) -> None:
     model, data, sft, grpo = commands(tmp_path, "vision")
     assert model[:4] == ["tools/make_tiny_model.py", "--family", "qwen2_5_vl", "--tokenizer"] and data[1] == "shapes"
-    configs = [load_config(REPO / line[2], line[3:]) for line in (sft, grpo)]
+    configs = [configuration(line) for line in (sft, grpo)]
     assert [config.model.vision.freeze for config in configs] == [False, True]
     assert [Path(config.model.path) for config in configs] == [tmp_path / "run/model", tmp_path / "run/sft/huggingface"]
 

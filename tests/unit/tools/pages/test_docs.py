@@ -17,8 +17,10 @@ from tests.launching.launch import REPO
 from tests.style.test_layers import LEVEL
 
 PAGES = sorted(path for path in REPO.glob("docs/*.md") if not path.stem.endswith("_zh"))
-PAIRS = [*PAGES, REPO / "README.md"]
-TEXTS = sorted([*REPO.glob("*.md"), *REPO.glob("docs/*.md"), *REPO.glob("examples/*/README.md")])
+PAIRS = [*PAGES, REPO / "README.md", REPO / "configs" / "README.md"]
+TEXTS = sorted(
+    [*REPO.glob("*.md"), *REPO.glob("docs/*.md"), *REPO.glob("configs/*.md"), *REPO.glob("examples/*/README.md")]
+)
 PROGRAMS = sorted([*REPO.glob("benchmarks/**/*.py"), *REPO.glob("benchmarks/**/*.sh"), *REPO.glob("tests/faults/*.py")])
 OTHER_SPELLINGS = {"trainer.noise_injection", "rollout.validation"}  # read beside the fields, or named as what was
 # Words that the Chinese pages once had -> what docs/glossary_zh.md has for the same thing.
@@ -115,7 +117,7 @@ def other_words(chinese: str) -> list[str]:
     return found + [f"{match[0]} is not translated" for match in UNTRANSLATED.finditer(prose) if match[0] != "tokens"]
 
 
-@pytest.mark.parametrize("page", PAIRS, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAIRS, ids=lambda page: str(page.relative_to(REPO)))
 def test_translation_has_the_same_code_and_tables(page: Path) -> None:
     english, chinese = (path.read_text(encoding="utf-8") for path in (page, translation(page)))
     assert headings(chinese) == headings(english)
@@ -151,7 +153,7 @@ def test_benchmarks_that_are_named_are_there(path: Path) -> None:
     assert absent_programs(path.read_text(encoding="utf-8")) == []
 
 
-@pytest.mark.parametrize("page", PAIRS, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAIRS, ids=lambda page: str(page.relative_to(REPO)))
 def test_chinese_has_the_words_of_the_glossary(page: Path) -> None:
     text = translation(page).read_text(encoding="utf-8")
     assert other_words(text if page.stem != "glossary" else "") == []

@@ -111,8 +111,8 @@ def test_our_experts_report_the_choice() -> None:
     layer = SimpleNamespace(**capture, expert_map=None)
     hidden, ids = torch.ones(2, 4), torch.tensor([[0, 1], [1, 0]])
     weights = torch.ones(2, 6, 4), torch.ones(2, 4, 3), torch.ones(2, 2)
-    versions._apply_experts(layer, torch.empty(2, 4), hidden, *weights, ids)
-    versions._apply_experts(SimpleNamespace(expert_map=None), torch.empty(2, 4), hidden, *weights, ids)
+    versions._PlainExperts(layer).apply(torch.empty(2, 4), hidden, *weights, ids)
+    versions._PlainExperts(SimpleNamespace(expert_map=None)).apply(torch.empty(2, 4), hidden, *weights, ids)
     assert [found.tolist() for found in seen] == [ids.tolist()]
 
 
@@ -121,8 +121,8 @@ def test_workers_with_whole_experts_add_up_to_one_with_all() -> None:
     w1, w2, hidden, shares = (torch.randn(n, generator=generator) for n in ((3, 6, 4), (3, 4, 3), (5, 4), (5, 2)))
     ids = torch.tensor([[0, 1], [2, 0], [1, 2], [2, 1], [0, 2]], dtype=torch.int32)
     whole, parts = torch.empty(5, 4), torch.empty(2, 5, 4)
-    versions._apply_experts(SimpleNamespace(expert_map=None), whole, hidden, w1, w2, shares, ids)
+    versions._PlainExperts(SimpleNamespace(expert_map=None)).apply(whole, hidden, w1, w2, shares, ids)
     for part, places, own in zip(parts, ([0, 1, -1], [-1, -1, 0]), (slice(0, 2), slice(2, 3)), strict=True):
         layer = SimpleNamespace(expert_map=torch.tensor(places, dtype=torch.int32))
-        versions._apply_experts(layer, part, hidden, w1[own], w2[own], shares, ids)
+        versions._PlainExperts(layer).apply(part, hidden, w1[own], w2[own], shares, ids)
     torch.testing.assert_close(parts.sum(0), whole)
