@@ -18,7 +18,7 @@ from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.stages.models import trainer
 from mega_rl.stages.offline.answers import summed_logprobs
 from mega_rl.stages.offline.loop import loop, stream_of
-from mega_rl.stages.offline.method import HeldOut, PreparedBatch, means
+from mega_rl.stages.offline.method import HeldOutData, PreparedBatch, means
 from mega_rl.stages.offline.pairs import VAL_FIGURES, prepared_pairs, read_pairs
 from mega_rl.stages.offline.reference_logprobs import ReferenceLogprobs, reference_logprobs
 from mega_rl.stages.run import progress
@@ -41,7 +41,7 @@ def train(job: Job) -> None:
     model = trainer.actor(job, total_steps)
     # The reference is the model as training begins: it is resumed after it.
     method = method_of(job, model, dataset, "train")
-    validation = None if held_out is None else HeldOut(method_of(job, model, held_out, "val"), held_out.items)
+    validation = None if held_out is None else HeldOutData(method_of(job, model, held_out, "val"), held_out.items)
     loop(job, model, stream, total_steps, method, validation)
 
 

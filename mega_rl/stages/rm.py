@@ -24,7 +24,7 @@ from mega_rl.stages.models import trainer
 from mega_rl.stages.models.values import open_value_model, scored_at_end
 from mega_rl.stages.offline.answers import end_values
 from mega_rl.stages.offline.loop import loop, stream_of
-from mega_rl.stages.offline.method import HeldOut, PreparedBatch, means
+from mega_rl.stages.offline.method import HeldOutData, PreparedBatch, means
 from mega_rl.stages.offline.pairs import VAL_FIGURES, prepared_pairs, read_pairs
 from mega_rl.stages.run import progress
 from mega_rl.stages.run.job import Job
@@ -54,7 +54,7 @@ def train(job: Job) -> None:
     spec = replace(trainer.companion_spec(config), router=config.router)
     model = trainer.trainer(job, spec, config.optimizer, (shape, weights), total_steps)
     method = RewardModelling(job, model, PairwiseObjective(config.reward_model.centre))
-    loop(job, model, stream, total_steps, method, None if held_out is None else HeldOut(method, held_out.items))
+    loop(job, model, stream, total_steps, method, None if held_out is None else HeldOutData(method, held_out.items))
 
 
 @dataclass(frozen=True)

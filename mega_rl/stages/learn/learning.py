@@ -27,7 +27,7 @@ from mega_rl.parallel.schedule import split_even
 from mega_rl.rollout.collect.collect import GroupSummary
 from mega_rl.stages.learn.critic import Critic
 from mega_rl.stages.learn.gates import Gates
-from mega_rl.stages.learn.update_metrics import Gradients, Step, pass_metrics, step_metrics
+from mega_rl.stages.learn.update_metrics import Gradients, UpdateStep, pass_metrics, step_metrics
 from mega_rl.stages.run.batch_share import (
     BatchShare,
     pack_brought,
@@ -159,7 +159,7 @@ class Learner:
         policy_learns = self._critic is None or not self._critic.learns_alone  # before the critic's steps, which count
         critic_metrics = self._critic_update(minibatches)
         passes: list[Gradients] = []
-        steps: list[Step] = []
+        steps: list[UpdateStep] = []
         with self._timers("update"):
             # A policy that stays as it is has one pass, for what the gates and the metrics say of it.
             for minibatch in minibatches if policy_learns else minibatches[:1]:
@@ -241,11 +241,11 @@ class Learner:
         checked = gates.check(ratio_mean, totals.maxima["ratio"], minibatch.samples, differing)
         return Gradients(totals, num_tokens, checked)
 
-    def _step(self, is_last: bool) -> Step:
+    def _step(self, is_last: bool) -> UpdateStep:
         """Change the weights by the gradients; after the last step of a batch all of them are read. Collective."""
         stats = self._actor.optimizer_step(next_is_forward_backward=not is_last)
         warn_if_skipped(self._say, self._actor, stats)
-        return Step(stats, self._actor.router_metrics)
+        return UpdateStep(stats, self._actor.router_metrics)
 
 
 def _with_reference_logprobs(reference: Reference, microbatches: list[Microbatch]) -> list[Microbatch]:

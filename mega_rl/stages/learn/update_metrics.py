@@ -23,7 +23,7 @@ class Gradients:
 
 
 @dataclass(frozen=True)
-class Step:
+class UpdateStep:
     """What one optimizer step did."""
 
     stats: OptimizerStats
@@ -64,7 +64,7 @@ def _pooled_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     return metrics
 
 
-def step_metrics(steps: Sequence[Step], skipped_total: int) -> dict[str, float]:
+def step_metrics(steps: Sequence[UpdateStep], skipped_total: int) -> dict[str, float]:
     """The mean norm of the gradients, and the rest as the last step left it; of a batch without a step, the counts."""
     metrics: dict[str, float] = {}
     for step in steps:

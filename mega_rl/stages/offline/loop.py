@@ -14,7 +14,7 @@ from mega_rl.data.rows.rows import DataFiles
 from mega_rl.data.stream import Dataset, Stream
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.parallel.collectives import together
-from mega_rl.stages.offline.method import HeldOut, Item, TrainingMethod, update, validate
+from mega_rl.stages.offline.method import HeldOutData, Item, TrainingMethod, update, validate
 from mega_rl.stages.run import progress
 from mega_rl.stages.run.job import Job
 from mega_rl.stages.run.progress import Progress
@@ -60,7 +60,7 @@ def loop(
     stream: Stream[Item],
     total_steps: int,
     method: TrainingMethod[Item],
-    held_out: HeldOut[Item] | None,
+    held_out: HeldOutData[Item] | None,
 ) -> None:
     """Batch, learn, validate, save, in the order in which it is written here; then the export."""
     config, timers, save_freq = job.config, job.timers, job.config.checkpoint.save_freq

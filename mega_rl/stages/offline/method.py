@@ -47,7 +47,7 @@ class TrainingMethod(Protocol[Item]):
 
 
 @dataclass(frozen=True)
-class HeldOut(Generic[Item]):
+class HeldOutData(Generic[Item]):
     """Items that are not learnt from, with the method that tells how well they are predicted."""
 
     method: TrainingMethod[Item]
@@ -64,7 +64,7 @@ def update(
     return {f"{method.section}/{name}": value for name, value in metrics.items()}
 
 
-def validate(job: Job, model: MegatronEngine, held_out: HeldOut[Item]) -> dict[str, float]:
+def validate(job: Job, model: MegatronEngine, held_out: HeldOutData[Item]) -> dict[str, float]:
     """Metrics of the held-out items. Collective."""
     method, items = held_out.method, held_out.items
     prepared = method.prepared(items)

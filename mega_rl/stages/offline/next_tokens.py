@@ -14,7 +14,7 @@ from mega_rl.data.stream import Dataset
 from mega_rl.microbatch import Sequence
 from mega_rl.stages.models import trainer
 from mega_rl.stages.offline.loop import loop, stream_of
-from mega_rl.stages.offline.method import HeldOut, PreparedBatch
+from mega_rl.stages.offline.method import HeldOutData, PreparedBatch
 from mega_rl.stages.run import progress
 from mega_rl.stages.run.batch_share import denominators_of, pack_for_rank
 from mega_rl.stages.run.job import Job
@@ -26,7 +26,7 @@ def train(job: Job, section: str, dataset: Dataset[Sequence], held_out: list[Seq
     total_steps = progress.total_steps(job.config, stream.steps_per_epoch)
     model = trainer.actor(job, total_steps)
     method = NextTokenPrediction(job, section)
-    loop(job, model, stream, total_steps, method, HeldOut(method, held_out) if held_out else None)
+    loop(job, model, stream, total_steps, method, HeldOutData(method, held_out) if held_out else None)
 
 
 @dataclass(frozen=True)
