@@ -46,13 +46,13 @@ test: $(if $(PYTEST_ARGS),test-cpu,test-parts) ## the whole suite: test-npu, tes
 # Each part alone leaves a core idle for much of its time. Tests of two of them read the wheels.
 test-parts: venv
 	@tools/bootstrap.sh "$(VENV)" --npu-emulation
-	@$(BIN)/python -m tests.side_by_side test-npu test-unit test-distributed
+	@$(BIN)/python -m tests.launching.side_by_side test-npu test-unit test-distributed
 
 test-fast: venv ## unit, contract and style tests without those marked slow: about 4 minutes on 2 cores
 	@$(BIN)/python -m pytest tests/unit tests/contract tests/style -m "not slow" $(PYTEST_ARGS)
 
 fuzz: venv ## random configurations, data files, model directories and checkpoints: 10,000 cases each (FUZZ_EXAMPLES=...)
-	@MEGA_RL_FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(BIN)/python -m pytest $(wildcard tests/unit/*/test_fuzz.py) -o timeout=0 $(PYTEST_ARGS)
+	@MEGA_RL_FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(BIN)/python -m pytest $$(find tests/unit -name test_fuzz.py | sort) -o timeout=0 $(PYTEST_ARGS)
 
 durations: ## the whole suite, part after part, and the ten tests of each part that took longest
 	@$(MAKE) --no-print-directory test-npu test-unit test-distributed PYTEST_ARGS="--durations=10" NPU_PYTEST_ARGS="--durations=10"

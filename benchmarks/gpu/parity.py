@@ -19,7 +19,7 @@ from mega_rl.platform import cuda, dispatch
 from mega_rl.platform.operators.attention import VarlenPacking, place_borders
 from mega_rl.platform.operators.compiled import check_kernels, fused
 from mega_rl.platform.operators.torch_kernels import TorchOperators
-from tests import families
+from tests.models import families
 from tests.operator_cases import TOLERANCES, compare, operator_cases
 
 FAMILIES = ("qwen2", "llama", "qwen3_moe", "deepseek_v3")  # of the parity of a step

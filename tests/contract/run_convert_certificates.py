@@ -9,8 +9,8 @@ import json
 import sys
 from pathlib import Path
 
-from tests import families
-from tests.launch import REPO
+from tests.launching.launch import REPO
+from tests.models import families
 
 sys.path.insert(0, str(REPO / "tools"))
 import convert  # noqa: E402 - a tool, not a package

@@ -35,7 +35,7 @@ from mega_rl.microbatch import Figures, Microbatch, Sequence, TokenStats
 from mega_rl.models.shape import read_model_shape, value_shape
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import ParallelLayout
-from tests import families
+from tests.models import families
 
 LENGTHS = (7, 19, 3, 12, 1, 22)
 

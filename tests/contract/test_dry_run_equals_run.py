@@ -26,8 +26,8 @@ from mega_rl.errors import InputError
 from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.stages.run import opening
-from tests import families
-from tests.launch import REPO, run
+from tests.launching.launch import REPO, run
+from tests.models import families
 
 DEFAULT_WINDOW = 4096  # tokens, Mistral's if the file has none
 LLAMA3 = families.llama3_rope(64)

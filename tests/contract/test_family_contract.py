@@ -20,7 +20,8 @@ from mega_rl.bridge.slices import Slice, indices, whole_box
 from mega_rl.errors import InputError
 from mega_rl.models.fit import engine_problems, expert_problems, tensor_problems
 from mega_rl.models.shape import FAMILIES, ModelShape, read_model_shape
-from tests import families, launch
+from tests.launching import launch
+from tests.models import families
 
 SCRIPT = Path(__file__).with_name("run_family_contract.py")
 RELATIVE = 2e-5  # float32, two implementations of four layers

@@ -24,10 +24,10 @@ from mega_rl.rollout.vllm.start.versions import (
     parameter_name,
     start_arguments,
 )
-from tests import families
 from tests.contract.vllm_signatures import record
 from tests.contract.vllm_signatures.uses import WORKER, Call, Use, uses
 from tests.contract.vllm_signatures.wheel import Package
+from tests.models import families
 
 OLDEST, NEWEST = "0.23.0", "0.32.0"
 ASCEND = "vllm_ascend-0.23.0"

@@ -16,8 +16,8 @@ from mega_rl.synthetic.arithmetic import (
     arithmetic_tokenizer,
 )
 from mega_rl.synthetic.tiny_model import TinyModelSpec, write_tiny_model
-from tests import vision_models
-from tests.distributed.training import (
+from tests.launching.launch import ranks
+from tests.launching.training import (
     FLEET_SETTINGS,
     PINNED_TWO,
     REWARD,
@@ -28,7 +28,7 @@ from tests.distributed.training import (
     TinyWorld,
     train,
 )
-from tests.launch import ranks
+from tests.models import vision_models
 
 
 def make_mistakes_visible(model_dir: Path) -> None:

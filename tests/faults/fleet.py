@@ -54,10 +54,10 @@ from tests.faults.fleet_findings import (
     summary,
     unasked,
 )
-from tests.launch import MARK, REPO, alive, free_port, marked
-from tests.struck_fleet import LOG, Told
+from tests.launching.launch import MARK, REPO, alive, free_port, marked
+from tests.pretended.struck_fleet import LOG, Told
 
-SCRIPT = "tests/distributed/run_struck_fleet.py"
+SCRIPT = "tests/distributed/fleet/run_struck_fleet.py"
 LIMIT_S = 1800.0  # without any word of a run
 GRACE_S = 20.0
 SETTINGS = (

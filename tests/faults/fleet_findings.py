@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import table
-from tests.distributed.training import CLOCKS, metrics_of
-from tests.struck_fleet import Told
+from tests.launching.training import CLOCKS, metrics_of
+from tests.pretended.struck_fleet import Told
 
 SIGNALS = {"SIGKILL of an engine": signal.SIGKILL, "SIGSTOP of an engine": signal.SIGSTOP}
 TRAINER, WORKER, RAYLET = "SIGKILL of the trainer", "SIGKILL of a reward worker", "SIGKILL of the raylet"

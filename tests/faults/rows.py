@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.report import publish, table
-from tests.launch import REPO
+from tests.launching.launch import REPO
 
 PAGE = REPO / "docs" / "reliability.md"
 TEST = re.compile(r"`([\w/]+\.py(?:::\w+)+)`")

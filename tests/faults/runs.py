@@ -38,9 +38,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import publish, table
-from tests.distributed import conftest, training
+from tests.distributed import conftest
 from tests.faults.rows import publish_rows
-from tests.launch import ENGINE, TRAINER, Running, ranks, started, torchrun_command
+from tests.launching import training
+from tests.launching.launch import ENGINE, TRAINER, Running, ranks, started, torchrun_command
 
 MOMENT = "MEGA_RL_STRUCK"  # as ``struck.py`` has it
 INSIDE = "MEGA_RL_FAULTS_INSIDE"  # set in the namespaces

@@ -32,7 +32,7 @@ from mega_rl.rollout.engine import Request
 from mega_rl.stages.weights import engines
 from mega_rl.types import Trajectory
 from tests.distributed import conftest
-from tests.launch import run, torchrun_command
+from tests.launching.launch import run, torchrun_command
 from tools import train
 
 SETTINGS = ("checkpoint.save_freq=20", "validation.test_freq=50", "checkpoint.export_hf=false")

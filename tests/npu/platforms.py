@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import REPO, Launched, ranks, torchrun
+from tests.launching.launch import REPO, Launched, ranks, torchrun
 
 CPU = {"MEGA_RL_PLATFORM": "cpu", "PYTHONPATH": str(REPO)}  # without the wheels on its path, as on any machine
 NPU = {"MEGA_RL_PLATFORM": "npu"}

@@ -23,14 +23,14 @@ from mega_rl.platform.roles import trainer_role
 from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.vllm.engine import VLLMEngine
 from mega_rl.types import Prompt
-from tests.distributed import rollout_checks as checks
-from tests.distributed.rollout_support import EOS, hf_logprobs, prompt, save, tiny_model
-from tests.distributed.tail_checks import (
+from tests.distributed.rollout import rollout_checks as checks
+from tests.distributed.rollout.tail_checks import (
     ended,
     steps,
     tails_are_functions_of_what_is_kept,
     unfinished_responses_go_on,
 )
+from tests.models.rollout_support import EOS, hf_logprobs, prompt, save, tiny_model
 
 ON_NPU = os.environ["MEGA_RL_PLATFORM"] == "npu"
 SLEEPER = "qwen3_moe"  # vllm-ascend lets one engine of a process sleep

@@ -23,11 +23,11 @@ from mega_rl.microbatch import Microbatch
 from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.vllm.engine import VLLMEngine
 from mega_rl.types import Trajectory
-from tests.distributed.engine_support import build_engine, groups, own_device, run_config
-from tests.distributed.layouts import Case
-from tests.distributed.parity_reference import OBJECTIVES
-from tests.distributed.rollout_support import EOS, prompt
-from tests.distributed.run_routing_engine import write_model
+from tests.distributed.megatron.layers.run_routing_engine import write_model
+from tests.models.engine_support import build_engine, groups, own_device, run_config
+from tests.models.layouts import Case
+from tests.models.parity_reference import OBJECTIVES
+from tests.models.rollout_support import EOS, prompt
 from tests.npu.figures import Routing
 
 VLLM = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 26, "max_num_seqs": 16, "enable_sleep_mode": False}

@@ -27,11 +27,12 @@ from mega_rl.megatron.checkpoint import checkpoint
 from mega_rl.megatron.offload import PARTS
 from mega_rl.megatron.optim import frugal_adam
 from mega_rl.megatron.optim.optimizer import chained
-from tests.distributed import run_memory, tiny_models
-from tests.distributed.engine_support import groups, own_device
-from tests.distributed.layouts import Case
-from tests.distributed.run_checkpoint import follow, local_state, save_now
-from tests.distributed.run_memory import World
+from tests.distributed.megatron import run_memory
+from tests.distributed.megatron.checkpoint.run_checkpoint import follow, local_state, save_now
+from tests.distributed.megatron.run_memory import World
+from tests.models import tiny_models
+from tests.models.engine_support import groups, own_device
+from tests.models.layouts import Case
 
 CASES = {
     "qwen2": Case(2, tensor=2, sequence=True),

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from mega_rl import platform
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import ParallelLayout
-from tests.distributed import tiny_models
-from tests.distributed.engine_support import build_engine, groups, loss_of, pack_for_rank, run_config, total_loss
-from tests.distributed.layouts import Case
-from tests.distributed.parity_reference import OBJECTIVES, make_sequences
 from tests.host_reads import HostReads
+from tests.models import tiny_models
+from tests.models.engine_support import build_engine, groups, loss_of, pack_for_rank, run_config, total_loss
+from tests.models.layouts import Case
+from tests.models.parity_reference import OBJECTIVES, make_sequences
 from tests.npu.figures import NUM_STEPS, Figures
 
 

@@ -23,13 +23,13 @@ from transformers import AutoModelForCausalLM
 from mega_rl.platform.ascend.devices import MASK
 from mega_rl.synthetic.arithmetic import arithmetic_tokenizer
 from tests.distributed.conftest import tiny_world  # noqa: F401 - a fixture
-from tests.distributed.test_vision_rl import configuration
-from tests.distributed.training import HELD, TRAIN, TinyWorld, metrics_of, steps_saved
-from tests.families import ENGINE
-from tests.launch import Launched, started, torchrun, torchrun_command
+from tests.distributed.stages.test_vision_rl import configuration
+from tests.launching.launch import Launched, started, torchrun, torchrun_command
+from tests.launching.ray_cluster import cluster
+from tests.launching.training import HELD, TRAIN, TinyWorld, metrics_of, steps_saved
+from tests.models.families import ENGINE
 from tests.npu import emulation
 from tests.npu.platforms import HAS_MINDSPEED, NEEDS_MINDSPEED, NPU, on_cpu
-from tests.ray_cluster import cluster
 
 pytestmark = [
     pytest.mark.slow,

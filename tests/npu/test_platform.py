@@ -11,7 +11,7 @@ import torch
 
 from mega_rl.errors import InputError
 from mega_rl.platform.npu import NpuPlatform
-from tests.launch import REPO, Launched, run
+from tests.launching.launch import REPO, Launched, run
 from tests.npu.platforms import NEEDS_MINDSPEED
 from tests.unit.platform.test_mindspeed import packages  # noqa: F401 - a fixture
 from tests.unit.tools.test_train import command, config  # noqa: F401 - a fixture

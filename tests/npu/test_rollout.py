@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from tests.contract.test_rollout_schemas import RECORDED
-from tests.launch import run
+from tests.launching.launch import run
 from tests.npu import emulation
 from tests.npu.platforms import CPU, NPU
 

@@ -24,9 +24,9 @@ from mega_rl.synthetic.arithmetic import (
     arithmetic_tokenizer,
 )
 from mega_rl.synthetic.tiny_model import TinyModelSpec, write_tiny_model
-from tests.distributed import tiny_models
-from tests.distributed.layouts import Case
-from tests.distributed.training import SFT, TRAIN, metrics_of
+from tests.launching.training import SFT, TRAIN, metrics_of
+from tests.models import tiny_models
+from tests.models.layouts import Case
 from tests.npu.figures import NUM_STEPS, Figures
 from tests.npu.platforms import NEEDS_MINDSPEED, on_cpu, on_npu
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.test_trial import figures_of_the_loop
+from tests.distributed.doctor.test_trial import figures_of_the_loop
 from tests.npu import emulation
 
 pytestmark = [

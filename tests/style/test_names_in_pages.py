@@ -15,7 +15,7 @@ from mega_rl.observe.metrics.declared import is_declared
 from tests.style.test_glossary import words
 from tests.style.test_layers import LEVEL, ROOMS
 from tests.style.test_tree import REPO, tracked_files
-from tests.unit.tools.test_docs import is_key, spans
+from tests.unit.tools.pages.test_docs import is_key, spans
 
 SELF = "tests/style/test_names_in_pages.py"  # its own examples of wrong names are none
 PAGES = [REPO / "CONTRIBUTING.md", *sorted(REPO.glob("examples/*/README.md"))]

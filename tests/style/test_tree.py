@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ FORBIDDEN = {
     "a marker of a merge": re.compile(r"^(<{7}|>{7}) "),
     "a marker of unfinished work": re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X)\b"),
 }
+MAX_MODULES = 12
+CROWDED = {"tests/npu"}  # one emulation, of which every part names the others
 GRAB_BAGS = {"utils", "util", "helpers", "misc", "common"}
 
 
@@ -66,21 +69,34 @@ def function_faults(path: str, text: str) -> list[str]:
 
 
 def room_faults(path: str, text: str) -> list[str]:
-    """A module of ``tests/unit`` stands in the folder of the package that it imports, or of ``tools``."""
+    """A module of ``tests/unit`` stands in the folder of the package and room that it imports, or of ``tools``."""
     room, *inner = Path(path).relative_to("tests/unit").parts
     if not inner:  # of a module that is in no package
         is_module = (REPO / "mega_rl" / room.removeprefix("test_")).is_file()
         return [] if is_module else [f"{path}: every unit test stands in the folder of a package, or in tools"]
     if room == "tools":  # the command lines, and everything else outside of the package
         return []
-    if not (REPO / "mega_rl" / room).is_dir():
-        return [f"{path}: mega_rl has no package {room}"]
-    imports = re.compile(rf"^(from|import) mega_rl(\.| import (.*\W)?){room}\b", re.MULTILINE)
-    return [] if imports.search(text) else [f"{path}: imports nothing of mega_rl.{room}, so it belongs elsewhere"]
+    tested = "/".join((room, *inner[:-1]))
+    if not (REPO / "mega_rl" / tested).is_dir():
+        return [f"{path}: mega_rl has no room {tested}"]
+    *outer, last = ("mega_rl", *tested.split("/"))
+    name = rf"{re.escape('.'.join(outer))}(\.| import (.*\W|\([^)]*\W)?){last}\b"
+    imports = re.compile(rf"^(from|import) {name}", re.MULTILINE)
+    return [] if imports.search(text) else [f"{path}: imports nothing of mega_rl/{tested}, so it belongs elsewhere"]
+
+
+def crowd_faults(paths: list[str]) -> list[str]:
+    """Folders of tests with so many modules that nobody finds the one he looks for."""
+    modules = Counter(str(Path(path).parent) for path in paths if path.startswith("tests/") and path.endswith(".py"))
+    return [
+        f"{room}: {count} modules, at most {MAX_MODULES}: make rooms in it"
+        for room, count in sorted(modules.items())
+        if count > MAX_MODULES and room not in CROWDED
+    ]
 
 
 def test_tree_keeps_the_rules() -> None:
-    faults = []
+    faults = crowd_faults(tracked_files())
     for path in tracked_files():
         faults += name_faults(path)
         try:
@@ -137,5 +153,15 @@ def test_a_unit_test_in_the_wrong_room_is_found() -> None:
     assert not room_faults("tests/unit/data/test_a.py", text) and not room_faults("tests/unit/tools/test_a.py", "")
     assert not room_faults("tests/unit/test_types.py", "")
     assert not room_faults("tests/unit/platform/test_a.py", "from mega_rl import errors, platform\n")
+    in_room = "from mega_rl.rollout import (\n    engine,\n    collect,\n)\n"
+    assert not room_faults("tests/unit/rollout/collect/test_a.py", in_room)
+    assert room_faults("tests/unit/rollout/remote/test_a.py", in_room)
+    assert room_faults("tests/unit/data/made/test_a.py", text)
     for path in ("tests/unit/test_a.py", "tests/unit/rollout/test_a.py", "tests/unit/sampling/test_a.py"):
         assert room_faults(path, text), path
+
+
+def test_a_crowded_folder_is_found() -> None:
+    room = [f"tests/unit/data/test_{number}.py" for number in range(MAX_MODULES)]
+    assert not crowd_faults([*room, "tests/unit/data/rows/test_a.py", "mega_rl/data/a.py", "tests/unit/data/a.json"])
+    assert crowd_faults([*room, "tests/unit/data/test_a.py"])

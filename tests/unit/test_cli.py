@@ -12,7 +12,7 @@ import pytest
 from mega_rl import cli, platform
 from mega_rl.errors import InputError
 from mega_rl.parallel.watch import launch
-from tests.launch import REPO, run, started
+from tests.launching.launch import REPO, run, started
 
 TRAIN, EVAL = (str(REPO / "tools" / name) for name in ("train.py", "eval.py"))
 LAUNCH = ["-m", "mega_rl.parallel.watch.launch"]

@@ -18,7 +18,7 @@ from mega_rl.types import (
     Trajectory,
     TurnSpan,
 )
-from tests.trajectories import two_turns
+from tests.recorded.trajectories import two_turns
 
 QUESTION = Prompt(7, (4, 8), "?", "7", "arithmetic", {"level": [1]})
 ARRAYS = ("token_ids", "loss_mask", "logprobs")

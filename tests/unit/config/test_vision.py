@@ -20,7 +20,7 @@ from mega_rl.config.schema.sections import (
 from mega_rl.models.shape import ModelShape, parse_config
 from mega_rl.planning.automatic import automatic
 from mega_rl.planning.memory_plan import Machine
-from tests import families
+from tests.models import families
 
 
 @pytest.fixture

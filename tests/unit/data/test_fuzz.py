@@ -23,8 +23,8 @@ from mega_rl.data.tokens import tokenizer
 from mega_rl.errors import InputError
 from mega_rl.microbatch import Sequence
 from mega_rl.synthetic.arithmetic import arithmetic_tokenizer, bpe_tokenizer
-from tests.chat_templates import tokenizer_of
 from tests.fuzzing import TEXTS, VALUES, accepted_or_sentence, cases
+from tests.models.chat_templates import tokenizer_of
 
 TOKENIZERS = (
     arithmetic_tokenizer(),

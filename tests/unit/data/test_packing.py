@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from mega_rl.data.packing import pack, sequence_of, unpack
 from mega_rl.microbatch import Sequence
 from mega_rl.types import Prompt, Span, Trajectory
-from tests.trajectories import two_turns
+from tests.recorded.trajectories import two_turns
 
 PAD = 99
 tokens = st.lists(st.integers(0, 50), min_size=1, max_size=9)

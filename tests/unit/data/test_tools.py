@@ -15,7 +15,7 @@ from mega_rl.data.pairs import LabelledDataset, PairDataset
 from mega_rl.data.rows.rows import DataFiles, write_jsonl, write_parquet
 from mega_rl.data.sets.table import prepare
 from mega_rl.errors import InputError
-from tests.chat_templates import tokenizer_of
+from tests.models.chat_templates import tokenizer_of
 
 RUN = {
     "type": "function",

@@ -23,8 +23,8 @@ from mega_rl.doctor.probes import kernels
 from mega_rl.doctor.smi import MIB, parse_npu_smi, parse_nvidia_smi
 from mega_rl.doctor.trials import ATTENTION_LIMIT, LOOP
 from mega_rl.platform.operators.attention import VarlenPacking, sdpa_attention
-from tests.launch import REPO, Launched, run, run_copy
-from tests.recorded_hosts import (
+from tests.launching.launch import REPO, Launched, run, run_copy
+from tests.recorded.recorded_hosts import (
     A3_26,
     A310P,
     CANN,
@@ -434,7 +434,6 @@ def check_env(*arguments: object, **env: str) -> Launched:
 
 
 @pytest.mark.slow
-@pytest.mark.cpu
 def test_the_command_on_this_machine(tmp_path: Path) -> None:
     launched = check_env("--platform", "cpu", "--json", "--output-dir", tmp_path / "runs").check()
     said = json.loads(launched.stdout[launched.stdout.index("{") :])

@@ -14,7 +14,7 @@ from mega_rl.evaluation.evaluate import (
 )
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
 from mega_rl.rollout.collect.trajectory_store import TrajectoryStore
-from tests.answering import PROMPTS, FakeEngine, FakeScorer
+from tests.pretended.answering import PROMPTS, FakeEngine, FakeScorer
 
 LAYOUT = EngineLayout(1, 1)
 

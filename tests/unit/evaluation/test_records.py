@@ -25,7 +25,7 @@ from mega_rl.evaluation.records import (
 from mega_rl.evaluation.summary import Bootstrap, summarise
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.types import Prompt, Trajectory
-from tests.answering import FakeEngine, FakeScorer
+from tests.pretended.answering import FakeEngine, FakeScorer
 
 PROMPTS = [Prompt(i, (1, 2), f"{i}?", "é", f"source {i % 2}") for i in range(40)]
 SETTINGS_HERE = {"weights": {"a": "1"}, "answers": {"n": 3, "stop": []}}

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from mega_rl.fleet.engines import EngineLimits
 from mega_rl.fleet.tickets import Rules
 from tests.fuzzing import cases
-from tests.unit.fleet.pretended import Chances, World, reference
+from tests.pretended.schedules import Chances, World, reference
 
 SEEDS = st.integers(0, 2**32 - 1)
 DROPS = st.integers(0, 5)  # of ten groups

@@ -13,8 +13,7 @@ from mega_rl.models import shape as shapes
 from mega_rl.models.fit import engine_problems
 from mega_rl.models.shape import BY_NAME, FAMILIES, ModelShape, parse_config
 from mega_rl.synthetic import tiny_model
-from tests import families, vision_models
-from tests.distributed import layouts
+from tests.models import families, layouts, vision_models
 
 
 def test_names_are_unique() -> None:
@@ -58,7 +57,7 @@ def shape_of(family: str) -> ModelShape:
 
 def test_engines_are_tested_with_every_family_that_they_take() -> None:
     taken = {name for name in BY_NAME if not engine_problems(shape_of(name), 1)}
-    seeing = set(vision_models.TOWERS)  # in tests/distributed/test_vision_rl.py
+    seeing = set(vision_models.TOWERS)  # in tests/distributed/stages/test_vision_rl.py
     assert taken == set(families.ENGINE.own) | seeing
 
 

@@ -15,7 +15,7 @@ from mega_rl.bridge.mapping.tuning import tuning_plan
 from mega_rl.config.schema.sections import AdapterConfig, TuningConfig
 from mega_rl.models.flops import PassFlops, pass_flops, tower_flops
 from mega_rl.models.shape import ModelShape, parse_config, value_shape
-from tests import families
+from tests.models import families
 
 LENGTHS = (24, 48)
 Forward = Callable[[Tensor], Tensor]

@@ -13,8 +13,8 @@ from mega_rl.config.schema.sections import ParallelConfig
 from mega_rl.errors import InputError
 from mega_rl.models.fit import engine_problems, length_problems, trainer_problems
 from mega_rl.models.shape import inspect_model, read_model_shape
-from tests.families import CONTRACT
 from tests.fuzzing import VALUES, accepted_or_sentence, cases
+from tests.models.families import CONTRACT
 
 GOOD = {
     name: json.loads(CONTRACT.new_model(name).config.to_json_string(use_diff=False)) | {"architectures": [architecture]}

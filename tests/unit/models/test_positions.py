@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mega_rl.models.positions import Placed, image_positions
-from tests import families
+from tests.models import families
 
 NUM_LAYOUTS = 1000
 MERGE = families.TOWER["spatial_merge_size"]

@@ -1,4 +1,4 @@
-"""Activations in integers; that they are those of Megatron is tests/distributed/test_memory_plan.py's."""
+"""Activations in integers; that they are those of Megatron is tests/distributed/planning/test_memory_plan.py's."""
 
 from __future__ import annotations
 

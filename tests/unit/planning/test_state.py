@@ -1,4 +1,6 @@
-"""The trainer's buffers in integers; that Megatron's have the same bytes is tests/distributed/test_memory_plan.py's."""
+"""The trainer's buffers in integers; that Megatron's have the same bytes is shown by
+tests/distributed/planning/test_memory_plan.py.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.activations import PlannedTokens
 from mega_rl.planning.state import stage_parameters, trainer_state
 from mega_rl.planning.tower import TowerMemory, tower_memory
-from tests import families
+from tests.models import families
 
 
 def shape_of(family: str = "qwen3_vl") -> ModelShape:

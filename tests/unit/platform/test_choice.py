@@ -10,7 +10,7 @@ import pytest
 
 from mega_rl import platform
 from mega_rl.errors import InputError
-from tests.launch import REPO, Launched, run_copy
+from tests.launching.launch import REPO, Launched, run_copy
 
 SAFE = {"MEGA_RL_PLATFORM": ""}
 

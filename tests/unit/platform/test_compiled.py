@@ -16,7 +16,7 @@ from mega_rl.errors import InputError
 from mega_rl.platform.cuda import FlashOperators
 from mega_rl.platform.operators import compiled, reference
 from mega_rl.platform.operators.torch_kernels import TorchOperators
-from tests.launch import run
+from tests.launching.launch import run
 from tests.operator_cases import OperatorCase, compare, operator_cases
 
 FUSED = ("rms_norm", "rms_norm_of_heads", "add_rms_norm", "swiglu", "swiglu_weighted", "rotary")
@@ -72,6 +72,7 @@ class _PretendedSwiglu:
         return reference.swiglu(torch.cat((gate, up), -1)).to(gate.dtype)
 
 
+@pytest.mark.slow
 def test_what_torch_compiles_on_a_host(tmp_path: Path) -> None:
     """torch's compiler makes C++ of the formulas here instead of Triton; the same script runs Liger's kernels."""
     script = Path(__file__).with_name("run_fused_kernels.py")

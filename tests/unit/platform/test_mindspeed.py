@@ -17,7 +17,7 @@ from mega_rl.config.schema.sections import MindSpeedConfig
 from mega_rl.errors import InputError
 from mega_rl.platform.ascend import mindspeed
 from mega_rl.platform.contract import versions
-from tests.launch import run
+from tests.launching.launch import run
 
 FEATURES = """
 LAYER = "megatron.core.transformer.transformer_layer"

@@ -42,7 +42,7 @@ from mega_rl.rewards.pool.worker import (
     answer,
 )
 from tests.fuzzing import TEXTS, VALUES, cases
-from tests.unit.rewards.pretended import ENDED, PretendedWorker, pretended_pool, right
+from tests.pretended.reward_workers import ENDED, PretendedWorker, pretended_pool, right
 
 ANSWERS = st.one_of(
     st.floats(),

@@ -37,8 +37,8 @@ from mega_rl.rollout.sinks import (
     colocated_sink,
 )
 from mega_rl.rollout.vllm.engine import VLLMEngine
-from tests import families
-from tests.distributed.test_bridge_execute import SHAPE, local_parameters, random_model
+from tests.distributed.bridge.test_bridge_execute import SHAPE, local_parameters, random_model
+from tests.models import families
 
 ODD = "model.layers.0.mlp.down_proj.weight"
 DTYPE = torch.bfloat16

@@ -20,8 +20,8 @@ from mega_rl.errors import InputError  # noqa: E402
 from mega_rl.serving.agent_address import AgentAddress  # noqa: E402
 from mega_rl.serving.verifiers_agents import verifiers_episode  # noqa: E402
 from mega_rl.types import Prompt  # noqa: E402
-from tests.chat_templates import tokenizer_of  # noqa: E402
-from tests.serving import parse_calls  # noqa: E402
+from tests.models.chat_templates import tokenizer_of  # noqa: E402
+from tests.pretended.serving import parse_calls  # noqa: E402
 
 LIMITS = EpisodeLimits(max_turns=9, step_timeout_s=120.0, close_timeout_s=120.0)
 ASK = [{"role": "user", "content": "What is 2 + 2?"}]

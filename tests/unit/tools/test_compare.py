@@ -11,7 +11,7 @@ import pytest
 
 from mega_rl.observe.analysis.compare import difference, throughput
 from mega_rl.observe.metrics.from_files import LOSSES
-from tests.launch import Launched, run_copy
+from tests.launching.launch import Launched, run_copy
 
 LOSS = [1.0, -2.0, 4.0, 1.0, 2.0, 2.0]
 

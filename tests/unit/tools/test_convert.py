@@ -31,8 +31,8 @@ from mega_rl.bridge.files.torch_dist.torch_dist_layout import (
 from mega_rl.bridge.mapping.megatron import padded_vocab_size
 from mega_rl.bridge.slices import intersect, num_elements
 from mega_rl.models.shape import read_model_shape
-from tests import families
-from tests.launch import REPO, run
+from tests.launching.launch import REPO, run
+from tests.models import families
 
 LAYOUTS = [(1, 1, None, 1, None), (2, 2, None, 1, None), (2, 2, 2, 1, None), (4, 1, None, 2, 2), (1, 4, None, 8, 1)]
 KILLED = """
@@ -212,6 +212,7 @@ def test_chunks_cover_every_global_tensor_once(family: str, models: Path, tmp_pa
 # --- interruption ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", ["hf-to-megatron", "megatron-to-hf"])
 def test_a_killed_conversion_is_continued(tool: ModuleType, models: Path, tmp_path: Path, direction: str) -> None:
     """The result is the uninterrupted one byte for byte, and until then nothing has its name."""

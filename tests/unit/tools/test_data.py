@@ -15,7 +15,7 @@ from mega_rl.data.prompts import PromptDataset
 from mega_rl.data.rows.rows import DataFiles, read_rows
 from mega_rl.data.texts import TextDataset
 from mega_rl.data.tokens.tokenizer import load_tokenizer
-from tests.launch import run_copy
+from tests.launching.launch import run_copy
 from tools import make_tiny_model, prepare_data
 
 TINY = ["--hidden-size", "16", "--num-layers", "1", "--num-heads", "2", "--num-kv-heads", "1", "--ffn", "8"]

@@ -19,7 +19,7 @@ from mega_rl.evaluation.weights import find_weights
 from mega_rl.rollout.vllm.start.seeing import Sight
 from mega_rl.synthetic.arithmetic import arithmetic_tokenizer
 from mega_rl.synthetic.tiny_model import TinyModelSpec, write_tiny_model
-from tests import families
+from tests.models import families
 from tools import eval as tool
 
 RUN = """

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from mega_rl.models.shape import read_model_shape
-from tests import adapters, families
-from tests.launch import REPO, run_copy
+from tests.launching.launch import REPO, run_copy
+from tests.models import adapters, families
 
 KILLED = """
 import os, signal, sys

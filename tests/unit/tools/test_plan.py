@@ -114,6 +114,7 @@ def test_32b_on_16_devices_and_what_to_change(models: Path, capsys: pytest.Captu
     assert status == 0 and after["excess_bytes"] == advice[-1]["excess_bytes"]
 
 
+@pytest.mark.slow
 def test_30b_with_experts_on_16_devices(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, figures, _ = plan(capsys, models, "gspo_math/qwen3_30b_a3b", "Qwen3-30B-A3B", 16)
     assert status == 0
@@ -142,6 +143,7 @@ def test_an_engine_that_stays_awake_is_there_in_training(models: Path, capsys: p
     assert items(rollout).keys() >= {"engine", "weights", "gradients", "optimizer"}
 
 
+@pytest.mark.slow
 def test_replayed_experts_are_held_by_the_host(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe, model = "gspo_math/qwen3_30b_a3b", "Qwen3-30B-A3B"
     sizes = ("data.train_batch_size=4", "rollout.n=2", "data.max_prompt_length=100", "data.max_response_length=901")
@@ -156,6 +158,7 @@ def test_replayed_experts_are_held_by_the_host(models: Path, capsys: pytest.Capt
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_experts_on_ascend_are_reloaded(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe, model = "gspo_math/qwen3_30b_a3b", "Qwen3-30B-A3B"
     received = {}

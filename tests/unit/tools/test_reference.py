@@ -12,8 +12,8 @@ from mega_rl.config.reading.typed import leaves
 from mega_rl.config.schema.sections import RunConfig
 from mega_rl.observe.metrics.declared import METRICS, SECTIONS
 from mega_rl.observe.metrics.healthy import HEALTHY
-from tests.launch import REPO
-from tests.unit.tools.test_docs import spans
+from tests.launching.launch import REPO
+from tests.unit.tools.pages.test_docs import spans
 from tools import reference
 
 REMEDY = "run `make reference`, and give what it shows its Chinese in docs/reference_zh.json"

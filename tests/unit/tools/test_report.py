@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.observed_run import leave_run
-from tests.unit.data.test_bad_pictures import BAD
+from tests.recorded.observed_run import leave_run
+from tests.unit.data.pictures.test_bad_pictures import BAD
 from tools import report
 
 

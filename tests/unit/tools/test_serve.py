@@ -11,7 +11,7 @@ from mega_rl.errors import InputError
 from mega_rl.evaluation.weights import find_weights
 from mega_rl.synthetic.arithmetic import arithmetic_tokenizer
 from mega_rl.synthetic.tiny_model import TinyModelSpec, write_tiny_model
-from tests.launch import free_port
+from tests.launching.launch import free_port
 
 pytest.importorskip("uvicorn")  # comes with vLLM, which need not be there
 from tools import serve  # noqa: E402

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mega_rl.errors import InputError
-from tests.launch import REPO
+from tests.launching.launch import REPO
 from tests.unit.config.test_shipped import model_config
 from tools.recipes import recipe
 

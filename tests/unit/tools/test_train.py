@@ -18,7 +18,7 @@ from mega_rl.config import load_config
 from mega_rl.errors import InputError
 from mega_rl.synthetic.arithmetic import arithmetic_tokenizer
 from mega_rl.synthetic.tiny_model import TinyModelSpec, write_tiny_model
-from tests.launch import Launched, alive, run, run_copy, started, torchrun_command
+from tests.launching.launch import Launched, alive, run, run_copy, started, torchrun_command
 from tools import train
 
 CONFIG = """

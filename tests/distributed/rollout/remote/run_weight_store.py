@@ -1,0 +1,176 @@
+"""What the trainer's ranks put into the weight store: two ranks, tensor parallel 2, a tiny model.
+
+Started by ``test_weight_store.py``. Every rank prints one line ``CHECK <name> <rank> ok`` or what is wrong.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from mega_rl import platform
+from mega_rl.bridge.mapping.megatron import ModelChunk, Shard, megatron_series
+from mega_rl.bridge.mapping.tensors import hf_tensors
+from mega_rl.bridge.series import slices_of
+from mega_rl.bridge.slices import Box, indices
+from mega_rl.errors import InputError
+from mega_rl.fleet.tickets import held_out
+from mega_rl.models.shape import parse_config
+from mega_rl.parallel.collectives import broadcast_object, gather_objects
+from mega_rl.rollout.remote import weight_store
+from mega_rl.rollout.remote.fleet.store_sink import StoreSink
+from mega_rl.rollout.remote.weight_store import Store, take
+from mega_rl.rollout.sinks import SentWeights
+from tests.distributed.rollout.remote.run_remote_engines import place
+from tests.distributed.rollout.rollout_checks import check
+from tests.models.families import FILES
+
+SHAPE = parse_config(FILES.config("qwen3"), "qwen3")
+CHANGING = frozenset({"model.layers.1.self_attn.q_proj.weight"})
+
+
+class World:
+    """The ranks' shards, and a store for engines of so many workers."""
+
+    def __init__(self, engine_size: int, num_here: int, changing: frozenset[str] | None = None) -> None:
+        self.rank = dist.get_rank()
+        layers = range(SHAPE.num_layers)
+        self.sources = [megatron_series(SHAPE, ModelChunk(layers, Shard(rank, 2))) for rank in range(2)]
+        weights = SentWeights(SHAPE, torch.float32, 1 << 14, torch.device("cpu"), changing)
+        self.sink = StoreSink(weights, engine_size, num_slots=2, num_here=num_here, has_validation=True)
+        self.sink.connect(self.sources)
+
+    def full(self, version: int) -> dict[str, torch.Tensor]:
+        """Of every version, tensors of its own; what does not change is that of version 0."""
+        names = {s.hf_name: s for rank in self.sources for s in slices_of(rank)}
+        changing = self.sink._weights.changing
+        return {name: _random(name, version if changing is None or name in changing else 0) for name in names}
+
+    def put(self, version: int, exact: bool = False) -> None:
+        shards = place(slices_of(self.sources[self.rank]), self.full(version))
+
+        def read(local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> torch.Tensor:
+            return shards[local_name][indices(local_box)]
+
+        self.ledger = self.sink.update(read, version, exact)
+
+    def live(self, worker: int) -> dict[str, torch.Tensor]:
+        """Parameters of an engine's worker, with rows of padding and rubbish in them."""
+        sizes = {name: list(found.size) for name, found in self.sink.form.places[worker].items()}
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            sizes[name][0] += 15
+        return {name: torch.full(size, 7.0) for name, size in sizes.items()}
+
+
+def _random(name: str, version: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(name.encode()) * 1000 + version)
+    return torch.randn(hf_tensors(SHAPE)[name], generator=generator)
+
+
+def versions_arrive(engine_size: int, num_here: int) -> None:
+    """Another process of the node takes both versions, bit for bit; a third one takes the place of the first.
+
+    The weights of a validation have a place of their own, which those of the next one take.
+    """
+    world = World(engine_size, num_here)
+    for version in range(3):
+        world.put(version)
+        if version < 2:
+            world.put(version, exact=True)
+    assert world.sink.weight_version == 2
+    location, stored = broadcast_object((world.sink.store and world.sink.store.location, world.sink.stored))
+    assert sorted(stored) == [held_out(1), 1, 2], "two slots, and that of validations"
+    store = Store(world.sink.form, location)  # as an engine's process attaches
+    for version in stored:
+        full = world.full(held_out(version) if version < 0 else version)
+        for worker in range(engine_size):
+            live = world.live(worker)
+            take(store, worker, stored[version], live)
+            for piece in world.sink.form.slices[worker]:
+                ours = full[piece.hf_name][indices(piece.hf_box)]
+                assert torch.equal(live[piece.local_name][indices(piece.local_box)], ours), piece
+    dist.barrier()
+
+
+def every_byte_is_written_once() -> None:
+    world = World(engine_size=2, num_here=2)
+    world.put(0)
+    written = sum(found.bytes_local for found in gather_objects(world.ledger))
+    needed = 4 * sum(found.numel() for found in world.full(0).values())
+    norms = 4 * (SHAPE.num_layers * (2 * SHAPE.hidden_size + 2 * SHAPE.head_dim) + SHAPE.hidden_size)
+    assert written == needed + norms, "each worker has all norms, and half of the rest"
+    assert world.ledger.bytes_sent == world.ledger.num_buckets == 0, "nothing is sent"
+
+
+def only_what_changes_is_written(num_here: int) -> None:
+    """Once a slot holds everything; the digest is of everything."""
+    world = World(1, num_here, CHANGING)
+    moved = []
+    for version in range(4):
+        world.put(version)
+        moved.append(sum(part.bytes_local + part.bytes_sent for part in gather_objects(world.ledger)))
+    assert moved[0] == moved[1] > moved[2] == moved[3] > 0, moved
+    if world.rank == 0:
+        for version in (2, 3):
+            take(world.sink.store, 0, world.sink.stored[version], world.live(0))
+
+
+def other_bytes_are_refused() -> None:
+    """A bit that has changed in memory, a version that has been written over, and parameters of another shape."""
+    world = World(1, 2)
+    world.put(0)
+    if world.rank == 0:
+        store, stored = world.sink.store, world.sink.stored[0]
+        store.parameters(0, 0)["model.norm.weight"].view(torch.int32)[3] ^= 1
+        live = world.live(0)
+        words = refusal(RuntimeError, store, stored, live)
+        assert "holds another model.norm.weight than version 0" in words, words
+        live["model.norm.weight"] = torch.zeros(5)
+        words = refusal(InputError, store, stored, live)
+        assert "cannot be written in place: model.norm.weight" in words, words
+    old = world.sink.stored.copy()
+    dist.barrier()  # what follows writes over what was just looked at
+    world.put(2)
+    if world.rank == 0:
+        assert sorted(world.sink.stored) == [2]
+        words = refusal(RuntimeError, store, old[0], world.live(0))
+        assert "than version 0" in words, words
+
+
+def refusal(kind: type[Exception], *arguments: object) -> str:
+    try:
+        take(arguments[0], 0, *arguments[1:])  # type: ignore[arg-type]
+    except kind as error:
+        return str(error)
+    raise AssertionError("taken")
+
+
+def host_without_room_is_refused() -> None:
+    """Before anything is allocated, in one sentence, on every rank."""
+    available, weight_store.available_bytes = weight_store.available_bytes, lambda: 1000
+    try:
+        World(1, 2)
+    except InputError as error:
+        assert "the weight store takes 0.0 GB" in str(error) and "this host has 0.0 GB left" in str(error), error
+    else:
+        raise AssertionError("no error")
+    finally:
+        weight_store.available_bytes = available
+
+
+def main() -> None:
+    platform.select("cpu")
+    dist.init_process_group("gloo")
+    for engine_size in (1, 2):
+        for num_here in (2, 1):
+            check(f"versions_arrive_{engine_size}_{num_here}", versions_arrive, engine_size, num_here)
+    for num_here in (2, 1):
+        check(f"only_what_changes_is_written_{num_here}", only_what_changes_is_written, num_here)
+    for body in (every_byte_is_written_once, other_bytes_are_refused, host_without_room_is_refused):
+        check(body.__name__, body)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

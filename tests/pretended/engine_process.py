@@ -1,0 +1,101 @@
+"""Processes of engines that have no vLLM; their weights come from the store, and are proved, as every engine's."""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from mega_rl.parallel.joint_group import MeetingPoint
+from mega_rl.rollout.engine import Request
+from mega_rl.rollout.remote.engine_process import EngineProcess, EngineSpec
+from mega_rl.rollout.remote.fleet import kept_engine
+from mega_rl.rollout.remote.fleet.kept_engine import KeptEngine
+from mega_rl.rollout.remote.weight_store import Location, StoredVersion, StoreForm
+from mega_rl.rollout.vllm.start.seeing import Pixels
+from mega_rl.types import Trajectory
+from tests.launching.training import STRUCK_LOG as LOG
+from tests.models.vision_models import MERGE, PATCH
+from tests.pretended.tokens import Response
+
+PAUSE = ".pause"  # of a file beside the log: as long as it is there, engines make no step
+
+
+def digest(parameters: Mapping[str, torch.Tensor]) -> int:
+    found = 0
+    for tensor in parameters.values():
+        found = zlib.crc32(tensor.numpy().tobytes(), found)
+    return found
+
+
+class PretendedEngine:
+    """What ``EngineProcess`` drives: makes one token of every response a step, of the weights that it holds.
+
+    Pictures of prompts must have come with the requests, each of as many pixels as its tokens stand for.
+    """
+
+    def __init__(self, step_s: float, pictures: Mapping[str, Pixels]) -> None:
+        self._step_s, self._pictures = step_s, pictures
+        self.live: dict[str, torch.Tensor] = {}
+        self._digest = self._version = -1
+        self._under_way: dict[int, Response] = {}
+        self._number = 0
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._under_way)
+
+    def enter(self, requests: Sequence[Request]) -> list[int]:
+        first = self._number + 1
+        for request in requests:
+            for image in request.prompt.images:
+                seen = self._pictures[image.key].resized()
+                assert seen.width * seen.height == image.num_tokens * (PATCH * MERGE) ** 2, (seen.size, image)
+            self._number += 1
+            self._under_way[self._number] = Response(request, 0)
+        return list(range(first, self._number + 1))
+
+    def numbered_step(self) -> list[tuple[int, Trajectory]]:
+        time.sleep(self._step_s)
+        while LOG in os.environ and Path(os.environ[LOG] + PAUSE).exists():
+            time.sleep(self._step_s)
+        for response in self._under_way.values():
+            response.advance(self._version, self._digest)
+        ended = [number for number, response in self._under_way.items() if response.has_ended]
+        return [(number, self._under_way.pop(number).trajectory()) for number in ended]
+
+    def exchange(self, write: Callable[[Mapping[str, torch.Tensor]], None], version: int) -> None:
+        assert not self._under_way, "weights change under a pinned ticket"
+        write(self.live)
+        self._version, self._digest = version, digest(self.live)
+
+    def abandon(self) -> None:
+        self._under_way.clear()
+
+
+class PretendedProcess(EngineProcess):
+    """A process of an engine that has no vLLM; its weights come from the store, and are proved, as every engine's."""
+
+    step_s = 0.02
+
+    def start(self, spec: EngineSpec, tensor_rank: int, point: MeetingPoint) -> None:
+        self._tensor_rank = tensor_rank
+        self._engine = self._sampler = PretendedEngine(self.step_s, self._shown)  # type: ignore[assignment]
+
+    def load(self, form: StoreForm, location: Location, stored: StoredVersion) -> None:
+        if not self.engine.live:  # type: ignore[attr-defined]
+            live = {name: torch.zeros(place.size, dtype=form.dtype) for name, place in form.places[0].items()}
+            self.engine.live = live  # type: ignore[attr-defined]
+        super().load(form, location, stored)
+
+
+class PretendedKeptProcess(PretendedProcess, KeptEngine):
+    """The same on a cluster of the user's own."""
+
+    def start(self, spec: EngineSpec, tensor_rank: int, point: MeetingPoint) -> None:
+        super().start(spec, tensor_rank, point)
+        self._digest = kept_engine.digest(spec)
