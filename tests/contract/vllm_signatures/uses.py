@@ -9,7 +9,7 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent.parent.parent
 ROLLOUT = REPO / "mega_rl" / "rollout"
-VERSIONS = "vllm/versions.py"  # alone may name what only some of the covered versions have
+VERSIONS = "vllm/start/versions.py"  # alone may name what only some of the covered versions have
 
 _OUTPUT, _ANSWER = "vllm.outputs.RequestOutput", "vllm.outputs.CompletionOutput"
 WORKER = "vllm.v1.worker.gpu_worker.Worker"
@@ -19,8 +19,8 @@ INSTANCES = {
     ("vllm/engine.py", "self._llm.llm_engine"): "vllm.v1.engine.llm_engine.LLMEngine",
     ("vllm/receiving_engine.py", "self._llm"): "vllm.LLM",
     ("vllm/weight_changes.py", "self._llm"): "vllm.LLM",
-    ("vllm/versions.py", "llm.llm_engine.renderer"): "vllm.renderers.base.BaseRenderer",
-    ("vllm/versions.py", "state"): "vllm.v1.engine.output_processor.RequestState",
+    ("vllm/start/versions.py", "llm.llm_engine.renderer"): "vllm.renderers.base.BaseRenderer",
+    ("vllm/start/versions.py", "state"): "vllm.v1.engine.output_processor.RequestState",
     ("vllm/engine.py", "output"): _OUTPUT,
     ("vllm/engine.py", "answer"): _ANSWER,
     ("requests.py", "output"): _OUTPUT,
@@ -28,10 +28,10 @@ INSTANCES = {
     ("requests.py", "answer.logprobs"): "vllm.logprobs.FlatLogprobs",
     ("vllm/streaming_engine.py", "answer.logprobs"): "vllm.logprobs.FlatLogprobs",
     ("vllm/worker_extension.py", "self.model_runner"): f"{WORKER}.model_runner",
-    ("vllm/cpu_routing.py", "runner"): f"{WORKER}.model_runner",
-    ("vllm/cpu_routing.py", "self._runner"): f"{WORKER}.model_runner",
-    ("vllm/cpu_routing.py", "self._cache"): "vllm.config.cache.CacheConfig",
-    ("vllm/adapter_slots.py", "manager"): "vllm.lora.model_manager.LoRAModelManager",
+    ("vllm/start/cpu_routing.py", "runner"): f"{WORKER}.model_runner",
+    ("vllm/start/cpu_routing.py", "self._runner"): f"{WORKER}.model_runner",
+    ("vllm/start/cpu_routing.py", "self._cache"): "vllm.config.cache.CacheConfig",
+    ("vllm/start/adapter_slots.py", "manager"): "vllm.lora.model_manager.LoRAModelManager",
     ("vllm/worker_extension.py", "self.device"): f"{WORKER}.device",
 }
 OTHERS = (f"{WORKER}.device", f"{WORKER}.model_runner.get_model()")  # torch's: what they have is not vLLM's to say
