@@ -19,9 +19,9 @@ def words(text: str) -> set[str]:
 
 # Words of any dictionary or of programming in general, in which these classes mean nothing else.
 PLAIN = words(
-    """answer batch check condition config count data denominators draft dropped end error file files host images key limits
-    location noise operators plan pushed reader record role row rule rules
-    set setting source spec stats sync timers tokens wanted"""
+    """answer batch check condition config count data denominators draft dropped end error file files host images
+    key limits location noise operators plan pushed reader record role row rule rules set setting source spec
+    stats sync timers tokens wanted"""
 )
 # What only a few classes, or metrics, are named after, but no dictionary explains; a hyphen is read as a blank.
 TERMS = words(
