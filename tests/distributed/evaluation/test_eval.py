@@ -20,14 +20,14 @@ KEYS = (
 )
 KILLED = """
 import os, signal, sys
-from mega_rl.evaluation.records import Part
+from mega_rl.evaluation.records import RecordPart
 from tools import eval
-append = Part.append
+append = RecordPart.append
 def append_and_die(self, answered):
     append(self, answered)
     if self.num_problems == 3:
         os.kill(os.getpid(), signal.SIGKILL)
-Part.append = append_and_die
+RecordPart.append = append_and_die
 eval.main(sys.argv[1:])
 """
 

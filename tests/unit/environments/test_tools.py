@@ -285,7 +285,7 @@ def test_a_session_that_is_made_after_the_end_is_closed_at_once(monkeypatch: pyt
         def run(self, *_: Any, **__: Any) -> None:
             done.append("run")
 
-    monkeypatch.setattr("mega_rl.environments.built_in.python.Session", Late)
+    monkeypatch.setattr("mega_rl.environments.built_in.python.SandboxSession", Late)
     environment = PythonSandbox(PROMPT, 0, keep="files")
     reply = environment.step(Turn("```python\nprint(1)\n```"))
     assert done == ["closed"] and isinstance(reply, Reply)

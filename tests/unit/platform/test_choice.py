@@ -117,7 +117,7 @@ def test_megatrons_generator_tracker_really_sets_states() -> None:
     code = """
 import torch, torch.distributed as dist, os
 os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-from mega_rl.megatron import compat
+from mega_rl.megatron.layers import compat
 from megatron.core import parallel_state, tensor_parallel
 dist.init_process_group("gloo"); parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
 def draws(seed):

@@ -91,7 +91,7 @@ def through(): print('THROUGH', flush=True)
 # Runs each exploit below a process of its own, which stands for the trainer.
 TRAINER = """
 import json, os, socket, sys
-from mega_rl.rewards.sandbox.sandbox import Limits, run_program
+from mega_rl.rewards.sandbox.sandbox import ProgramLimits, run_program
 programs, namespaces = json.loads(sys.argv[1]), sys.argv[2] == "namespaces"
 answers = sys.argv[3]
 os.mkdir(os.path.dirname(answers))
@@ -105,7 +105,7 @@ for name, program in programs.items():
     trainer = os.fork()
     if trainer == 0:
         program = program.replace("TRAINER", str(os.getpid()))
-        run = run_program(program, "", Limits(20.0, 1 << 29, namespaces=namespaces))
+        run = run_program(program, "", ProgramLimits(20.0, 1 << 29, namespaces=namespaces))
         os._exit(17 if "THROUGH" in run.output else 0)
     status = os.waitpid(trainer, os.WUNTRACED)[1]
     if os.WIFSTOPPED(status):
@@ -141,10 +141,10 @@ def test_what_limits_stop_and_what_they_do_not() -> None:
 def test_every_namespace_is_the_programs_own(is_root: bool) -> None:
     program = """
 import json, os
-from mega_rl.rewards.sandbox.sandbox import Limits, run_program
+from mega_rl.rewards.sandbox.sandbox import ProgramLimits, run_program
 names = ("user", "mnt", "pid", "net", "ipc", "uts")
 listing = f"import os; print(*(os.readlink('/proc/self/ns/' + name) for name in {names}))"
-inside = run_program(listing, "", Limits(20.0, 1 << 29)).output.split()
+inside = run_program(listing, "", ProgramLimits(20.0, 1 << 29)).output.split()
 print(set(inside) & {os.readlink("/proc/self/ns/" + name) for name in names}, len(inside))
 """
     ended = run_enclosed(program, is_root=is_root)
@@ -155,12 +155,12 @@ print(set(inside) & {os.readlink("/proc/self/ns/" + name) for name in names}, le
 def test_a_program_finds_what_it_needs() -> None:
     listed = "import multiprocessing, os, tempfile, zoneinfo, numpy, pwd\n"
     program = f"""
-from mega_rl.rewards.sandbox.sandbox import Limits, run_program
+from mega_rl.rewards.sandbox.sandbox import ProgramLimits, run_program
 source = {listed!r} + '''
 open('x', 'w').write('1'); tempfile.TemporaryFile(); multiprocessing.Lock()
 print(os.getcwd(), pwd.getpwuid(os.getuid()).pw_name, len(os.urandom(8)), open(os.devnull, 'w').write('x'))
 '''
-print(run_program(source, "", Limits(20.0, 1 << 30)).output, end="")
+print(run_program(source, "", ProgramLimits(20.0, 1 << 30)).output, end="")
 """
     ended = run_enclosed(program)
     assert ended.stdout == "/tmp nobody 8 1\n", ended.stderr
@@ -170,12 +170,12 @@ print(run_program(source, "", Limits(20.0, 1 << 30)).output, end="")
 def test_what_is_mounted_deeper_is_read_only_too() -> None:
     program = """
 import subprocess
-from mega_rl.rewards.sandbox.sandbox import Limits, run_program
+from mega_rl.rewards.sandbox.sandbox import ProgramLimits, run_program
 subprocess.run(("mount", "-t", "tmpfs", "tmpfs", "/usr/local/share"), check=True)
 with open("/usr/local/share/there", "w") as file:
     file.write("there")
 source = "print(open('/usr/local/share/there').read())\\nopen('/usr/local/share/there', 'w')\\nprint('written')"
-print(run_program(source, "", Limits(20.0, 1 << 29)))
+print(run_program(source, "", ProgramLimits(20.0, 1 << 29)))
 """
     ended = run_enclosed(program)
     assert ended.stdout == "Run(exit_code=1, output='there\\n')\n", ended.stderr
@@ -185,10 +185,10 @@ print(run_program(source, "", Limits(20.0, 1 << 29)))
 def test_a_container_that_masks_its_processes_leaves_the_program_none() -> None:
     program = """
 import subprocess
-from mega_rl.rewards.sandbox.sandbox import Limits, run_program
+from mega_rl.rewards.sandbox.sandbox import ProgramLimits, run_program
 subprocess.run(("mount", "-t", "tmpfs", "-o", "ro", "tmpfs", "/proc/fs"), check=True)
 subprocess.run(("mount", "-o", "bind,ro", "/proc/sys", "/proc/sys"), check=True)
-print(run_program("import os; print(os.listdir('/proc'))", "", Limits(20.0, 1 << 29)))
+print(run_program("import os; print(os.listdir('/proc'))", "", ProgramLimits(20.0, 1 << 29)))
 """
     ended = run_enclosed(program)
     assert ended.stdout == "Run(exit_code=0, output='[]\\n')\n", ended.stderr
@@ -212,7 +212,7 @@ def test_a_system_without_namespaces_is_told_in_one_sentence(is_root: bool, way:
     # The limit is one of the enclosing namespace.
     program = """
 import os, sys
-from mega_rl.rewards import code
+from mega_rl.rewards.functions import code
 try:
     code._check_code_tests()
 except ValueError as error:

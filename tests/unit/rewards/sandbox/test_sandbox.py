@@ -151,9 +151,9 @@ def test_a_warm_process_that_was_killed_is_replaced() -> None:
 OWNER = """
 import sys, time
 from mega_rl.rewards import sandbox
-from mega_rl.rewards.sandbox.sandbox import Limits, run_program
+from mega_rl.rewards.sandbox.sandbox import ProgramLimits, run_program
 import threading
-limits = Limits(60.0, 1 << 29, namespaces=NAMESPACES)
+limits = ProgramLimits(60.0, 1 << 29, namespaces=NAMESPACES)
 run_program("", "", limits)
 print(*sandbox.zygote_pids(), flush=True)
 run_program("import time; time.sleep(50)", "", limits)
@@ -173,9 +173,9 @@ def test_the_warm_process_and_its_programs_end_with_their_owner() -> None:
 # In a process of its own: it asks for all children, and reaps them.
 CHILDREN = """
 import subprocess
-from mega_rl.rewards.sandbox.sandbox import Limits, has_namespaces, run_program, zygote_pids
+from mega_rl.rewards.sandbox.sandbox import ProgramLimits, has_namespaces, run_program, zygote_pids
 from mega_rl.rewards.pool.worker import _has_children
-run_program("print(1)", "", Limits(20.0, 1 << 29, namespaces=has_namespaces()))
+run_program("print(1)", "", ProgramLimits(20.0, 1 << 29, namespaces=has_namespaces()))
 print(len(zygote_pids()), _has_children())
 with subprocess.Popen(("sleep", "600")) as child:
     print(_has_children())
@@ -191,8 +191,8 @@ def test_the_warm_process_is_not_what_a_reward_left_behind() -> None:
 VANDAL = """
 import os, psutil, time
 from mega_rl.rewards import sandbox
-from mega_rl.rewards.sandbox.sandbox import Limits, run_program
-limits = Limits(20.0, 1 << 29, namespaces=False)
+from mega_rl.rewards.sandbox.sandbox import ProgramLimits, run_program
+limits = ProgramLimits(20.0, 1 << 29, namespaces=False)
 print(run_program("import os; os.kill(os.getppid(), 9); print('on')", "", limits).exit_code)
 run_program("import os\\nfor pid in PIDS: os.kill(pid, 9)".replace("PIDS", str(sandbox.zygote_pids())), "", limits)
 print(run_program("print('next')", "", limits))

@@ -92,8 +92,8 @@ def test_a_session_has_an_end() -> None:
 
 # The process that stays keeps its rights: a program must not get them from it.
 HOSTILE = """
-from mega_rl.rewards.sandbox.sandbox import Limits, Session, SessionEndedError
-session = Session(Limits(20.0, 1 << 29, namespaces=NAMESPACES), keep="files")
+from mega_rl.rewards.sandbox.sandbox import ProgramLimits, SandboxSession, SessionEndedError
+session = SandboxSession(ProgramLimits(20.0, 1 << 29, namespaces=NAMESPACES), keep="files")
 program = '''
 import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
