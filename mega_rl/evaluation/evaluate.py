@@ -21,12 +21,7 @@ from mega_rl.rollout.collect.trajectory_store import TrajectoryStore
 from mega_rl.rollout.engine import Ended, Request, Sampler, whole
 from mega_rl.rollout.episodes.episode_metrics import episode_metrics
 from mega_rl.rollout.requests import make_requests
-from mega_rl.types import (
-    Prompt,
-    Score,
-    Trajectory,
-    TrajectorySummary,
-)
+from mega_rl.types import Prompt, Score, Trajectory, TrajectorySummary
 
 STREAM = 1 << 32  # keeps the seeds of evaluations apart from training seeds of any step
 

@@ -12,12 +12,7 @@ from torch.profiler import ProfilerActivity
 
 from mega_rl.config.schema.sections import MindSpeedConfig
 from mega_rl.platform import accelerator
-from mega_rl.platform.contract.base import (
-    DeviceLoad,
-    MemoryStats,
-    ProcessRole,
-    Setting,
-)
+from mega_rl.platform.contract.base import DeviceLoad, MemoryStats, ProcessRole, Setting
 from mega_rl.platform.contract.host import host_peak_bytes, reset_host_peak
 from mega_rl.platform.contract.trace import recorded
 from mega_rl.platform.operators.torch_kernels import TorchOperators

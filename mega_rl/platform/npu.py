@@ -23,12 +23,7 @@ from mega_rl.platform.ascend import (
     mindspeed as mindspeed_adaptor,
 )
 from mega_rl.platform.contract import versions
-from mega_rl.platform.contract.base import (
-    DeviceLoad,
-    MemoryStats,
-    ProcessRole,
-    Setting,
-)
+from mega_rl.platform.contract.base import DeviceLoad, MemoryStats, ProcessRole, Setting
 from mega_rl.platform.contract.host import host_peak_bytes, reset_host_peak
 from mega_rl.platform.contract.peaks import ascend_peak
 from mega_rl.platform.operators.npu_kernels import AscendOperators

@@ -6,14 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from mega_rl.data.pictures.pictures import (
-    CONTENTS,
-    MARK,
-    EncodedPicture,
-    FilePicture,
-    PictureReader,
-    given_pictures,
-)
+from mega_rl.data.pictures.pictures import CONTENTS, MARK, EncodedPicture, FilePicture, PictureReader, given_pictures
 from mega_rl.data.rows.rows import Row
 from mega_rl.errors import InputError
 from mega_rl.microbatch import Images, Sequence

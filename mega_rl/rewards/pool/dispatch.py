@@ -15,12 +15,7 @@ from typing import Any
 
 from mega_rl.observe.heartbeat import HEART
 from mega_rl.rewards.functions.registry import IMAGES
-from mega_rl.rewards.pool.answers import (
-    garbled,
-    read_answers,
-    read_kinds,
-    read_refusal,
-)
+from mega_rl.rewards.pool.answers import garbled, read_answers, read_kinds, read_refusal
 from mega_rl.rewards.pool.process import WorkerFailure, WorkerProcess
 from mega_rl.rewards.pool.worker import (
     ASYNC,

@@ -12,12 +12,7 @@ from mega_rl.parallel.collectives import together
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.parallel.rendezvous import Rendezvous
 from mega_rl.parallel.sending import spread
-from mega_rl.rollout.collect.collect import (
-    GroupSummary,
-    PartialRequests,
-    Round,
-    collect,
-)
+from mega_rl.rollout.collect.collect import GroupSummary, PartialRequests, Round, collect
 from mega_rl.rollout.collect.partial_groups import PartialGroup
 from mega_rl.rollout.collect.trajectory_store import TrajectoryStore
 from mega_rl.rollout.engine import Sampler

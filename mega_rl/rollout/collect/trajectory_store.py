@@ -20,11 +20,7 @@ from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.parallel.sending import collect_to_first, exchange
 from mega_rl.rollout.collect.collect import GroupSummary, PromptGroup
-from mega_rl.types import (
-    Trajectory,
-    TrajectorySummary,
-    TrajectoryTokens,
-)
+from mega_rl.types import Trajectory, TrajectorySummary, TrajectoryTokens
 
 WORD = 4  # bytes that every array begins at a multiple of
 

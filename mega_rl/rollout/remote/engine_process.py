@@ -24,12 +24,7 @@ from mega_rl.rollout.episodes.episode_tokens import EpisodePlan
 from mega_rl.rollout.episodes.episodes import EpisodeSampler
 from mega_rl.rollout.receiver import Link
 from mega_rl.rollout.remote.attached_store import AttachedStore
-from mega_rl.rollout.remote.weight_store import (
-    Location,
-    StoredVersion,
-    StoreForm,
-    take,
-)
+from mega_rl.rollout.remote.weight_store import Location, StoredVersion, StoreForm, take
 from mega_rl.rollout.vllm.receiving_engine import ReceivingEngine
 from mega_rl.rollout.vllm.start.seeing import Pixels, Sight
 from mega_rl.types import Trajectory

@@ -28,20 +28,10 @@ from mega_rl.rollout.collect.collect import GroupSummary
 from mega_rl.stages.learn.critic import Critic
 from mega_rl.stages.learn.gates import Gates
 from mega_rl.stages.learn.update_metrics import Gradients, UpdateStep, pass_metrics, step_metrics
-from mega_rl.stages.run.batch_share import (
-    BatchShare,
-    pack_brought,
-    totals_of,
-)
+from mega_rl.stages.run.batch_share import BatchShare, pack_brought, totals_of
 from mega_rl.stages.run.progress import warn_if_skipped
 from mega_rl.stages.run.sampling_job import SamplingJob
-from mega_rl.types import (
-    Sample,
-    Score,
-    TokenSource,
-    TrajectorySummary,
-    TrajectoryTokens,
-)
+from mega_rl.types import Sample, Score, TokenSource, TrajectorySummary, TrajectoryTokens
 
 
 def with_advantages(groups: SequenceOf[GroupSummary], algorithm: AlgorithmConfig) -> list[Sample]:

@@ -16,12 +16,7 @@ from mega_rl.rewards.functions.registry import needs_truth
 from mega_rl.rewards.pool import node
 from mega_rl.rewards.pool.pool import Pool
 from mega_rl.rewards.pool.worker import RAISED
-from mega_rl.rewards.scorer import (
-    CollectiveReward,
-    Scorer,
-    start_workers,
-    weighted,
-)
+from mega_rl.rewards.scorer import CollectiveReward, Scorer, start_workers, weighted
 from mega_rl.rollout.collect.collect import GroupSummary
 from mega_rl.types import Score, TrajectorySummary
 

@@ -29,13 +29,7 @@ from mega_rl.rollout import receiver
 from mega_rl.rollout.receiver import Link, Receiver
 from mega_rl.rollout.remote import sink
 from mega_rl.rollout.remote.sink import RemoteSink, remote_sink
-from mega_rl.rollout.sinks import (
-    InPlaceSink,
-    LoaderSink,
-    SentWeights,
-    WeightSink,
-    colocated_sink,
-)
+from mega_rl.rollout.sinks import InPlaceSink, LoaderSink, SentWeights, WeightSink, colocated_sink
 from mega_rl.rollout.vllm.engine import VLLMEngine
 from tests.distributed.bridge.test_bridge_execute import SHAPE, local_parameters, random_model
 from tests.models import families

@@ -32,11 +32,7 @@ from mega_rl.rollout.engine import Request
 from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.fleet import leases
 from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor
-from mega_rl.rollout.remote.weight_store import (
-    Store,
-    StoredVersion,
-    StoreForm,
-)
+from mega_rl.rollout.remote.weight_store import Store, StoredVersion, StoreForm
 from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.scheduling.scheduler_thread import SchedulerThread
 from mega_rl.types import Prompt, Score, Trajectory

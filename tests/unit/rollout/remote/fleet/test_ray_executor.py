@@ -23,12 +23,7 @@ from mega_rl.rollout.engine import Request
 from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.fleet import places, ray_executor as under_test
 from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor
-from mega_rl.rollout.remote.weight_store import (
-    Location,
-    Store,
-    StoredVersion,
-    StoreForm,
-)
+from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion, StoreForm
 from mega_rl.types import Prompt, Trajectory
 
 NORM = Series("model.norm.weight", ((0, 5),), "model.norm.weight", ((0, 5),))
