@@ -34,7 +34,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mega_rl import platform
 from mega_rl.config import RunConfig
-from mega_rl.config.schema.sections import RewardConfig
+from mega_rl.config.schema.sampling import RewardConfig
 from mega_rl.data.pictures.image_processor import picture_reader
 from mega_rl.data.pictures.picture_set import PictureSet, has_pictures
 from mega_rl.data.prompts import PromptDataset

@@ -29,7 +29,7 @@ import uvicorn
 
 from mega_rl import platform
 from mega_rl.config import RunConfig, validate
-from mega_rl.config.schema.sections import RewardConfig
+from mega_rl.config.schema.sampling import RewardConfig
 from mega_rl.data.tokens.tokenizer import load_tokenizer
 from mega_rl.errors import InputError
 from mega_rl.evaluation.configuration import evaluation_config

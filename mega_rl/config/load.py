@@ -18,7 +18,8 @@ from mega_rl.config.reading.interpolations import interpolation_problem
 from mega_rl.config.reading.tables import NEIGHBOURS, recognised, sections
 from mega_rl.config.reading.typed import Checker, build, unknown_key
 from mega_rl.config.reading.yaml_text import MAX_CHARACTERS, MAX_DEPTH, parse_yaml
-from mega_rl.config.schema.sections import AqnConfig, RunConfig
+from mega_rl.config.schema.sampling import AqnConfig
+from mega_rl.config.schema.sections import RunConfig
 from mega_rl.errors import MAX_LISTED, InputError, input_error, shortened, shown
 from mega_rl.models.cached import local_directory
 

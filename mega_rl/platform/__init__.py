@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 import torch.utils.deterministic
 
-from mega_rl.config.schema.sections import Kernels, MindSpeedConfig
+from mega_rl.config.schema.device import Kernels, MindSpeedConfig
 from mega_rl.errors import InputError
 from mega_rl.platform.contract import environment
 from mega_rl.platform.contract.base import DeviceLoad, MemoryStats, Platform, ProcessRole, Setting

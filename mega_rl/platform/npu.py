@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mega_rl.config.schema.sections import MindSpeedConfig
+from mega_rl.config.schema.device import MindSpeedConfig
 from mega_rl.errors import InputError
 from mega_rl.platform import accelerator
 from mega_rl.platform.ascend import (

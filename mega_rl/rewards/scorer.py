@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from mega_rl.config.checks.environment import ENVIRONMENT, TURNS
-from mega_rl.config.schema.sections import RewardConfig, RewardWorkersConfig
+from mega_rl.config.schema.sampling import RewardConfig, RewardWorkersConfig
 from mega_rl.config.schema.stage import WORKERS_PER_RANK
 from mega_rl.errors import InputError
 from mega_rl.rewards.functions.images import Encoded, Lent

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mega_rl.config.schema.sections import MindSpeedConfig
+from mega_rl.config.schema.device import MindSpeedConfig
 from mega_rl.platform.operators.torch_kernels import TorchOperators
 
 

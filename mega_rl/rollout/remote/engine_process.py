@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from mega_rl import platform
 from mega_rl.bridge.mapping.vllm_slots import Slots
-from mega_rl.config.schema.sections import RolloutConfig, TrainerConfig
+from mega_rl.config.schema.sampling import RolloutConfig
+from mega_rl.config.schema.sections import TrainerConfig
 from mega_rl.parallel.collectives import connect_on_use, connects_on_use
 from mega_rl.parallel.joint_group import MeetingPoint, join_store, open_meeting
 from mega_rl.parallel.store import LOOPBACK

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from mega_rl.bridge.mapping.vllm_slots import Slots
-from mega_rl.config.schema.sections import RolloutConfig
+from mega_rl.config.schema.sampling import RolloutConfig
 from mega_rl.errors import InputError
 from mega_rl.models.mixture import Mixture
 from mega_rl.models.shape import read_model_shape

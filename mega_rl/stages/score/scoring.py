@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch.distributed as dist
 
 from mega_rl.config import RunConfig
-from mega_rl.config.schema.sections import RewardConfig, RewardWorkersConfig
+from mega_rl.config.schema.sampling import RewardConfig, RewardWorkersConfig
 from mega_rl.errors import InputError
 from mega_rl.parallel.collectives import gather_objects, together
 from mega_rl.rewards.functions.images import Encoded

@@ -27,7 +27,8 @@ from mega_rl.bridge.reshard.plan import Layout, compile_plan
 from mega_rl.bridge.series import Series, hf_name_of, slices_of
 from mega_rl.bridge.slices import Box, extents, whole_box
 from mega_rl.config import RunConfig
-from mega_rl.config.schema.sections import AdapterConfig, RolloutConfig, TuningConfig
+from mega_rl.config.schema.learning import AdapterConfig, TuningConfig
+from mega_rl.config.schema.sampling import RolloutConfig
 from mega_rl.errors import InputError, shown
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.policy import MegatronPolicy

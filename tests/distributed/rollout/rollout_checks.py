@@ -30,7 +30,7 @@ from mega_rl.bridge.mapping.vllm import vllm_series, vllm_slices
 from mega_rl.bridge.reshard.deposit import summed
 from mega_rl.bridge.reshard.proof import live_hashes
 from mega_rl.bridge.slices import extents, indices
-from mega_rl.config.schema.sections import RolloutConfig
+from mega_rl.config.schema.sampling import RolloutConfig
 from mega_rl.errors import InputError
 from mega_rl.evaluation.evaluate import STREAM, AnsweredPrompt, EvaluationRow, EvaluationSettings, evaluate
 from mega_rl.models.shape import read_model_shape

@@ -9,7 +9,7 @@ import pytest
 from mega_rl.config import RunConfig, load_config, save_resolved, to_yaml
 from mega_rl.config.reading.old_keys import REMOVED, RENAMED
 from mega_rl.config.reading.typed import leaf_names
-from mega_rl.config.schema.sections import RewardConfig
+from mega_rl.config.schema.sampling import RewardConfig
 from mega_rl.errors import InputError
 from mega_rl.stages.run.progress import is_due
 

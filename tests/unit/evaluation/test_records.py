@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mega_rl.config.schema.sections import RewardConfig
+from mega_rl.config.schema.sampling import RewardConfig
 from mega_rl.errors import InputError
 from mega_rl.evaluation.evaluate import EvaluationSettings, evaluate
 from mega_rl.evaluation.grading import Grading, outcomes

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mega_rl.config.schema.sections import RewardConfig
+from mega_rl.config.schema.sampling import RewardConfig
 from mega_rl.errors import InputError
 from mega_rl.evaluation.comparison import compare
 from mega_rl.evaluation.grading import Grading, ProblemOutcome, outcomes

@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 
-from mega_rl.config.schema.sections import EnvironmentConfig, RolloutConfig, RunConfig
+from mega_rl.config.schema.learning import EnvironmentConfig
+from mega_rl.config.schema.sampling import RolloutConfig
+from mega_rl.config.schema.sections import RunConfig
 from mega_rl.errors import InputError
 from mega_rl.fleet.executor import PlacesError
 from mega_rl.rollout.remote.engine_process import EngineSpec

@@ -12,7 +12,7 @@ import torch
 
 from mega_rl import platform
 from mega_rl.bridge.series import Series
-from mega_rl.config.schema.sections import RolloutConfig
+from mega_rl.config.schema.sampling import RolloutConfig
 from mega_rl.errors import InputError
 from mega_rl.fleet import events
 from mega_rl.fleet.engines import EngineLimits
