@@ -1,4 +1,4 @@
-"""The Ascend platform: with ``npu_operators`` the one place that imports torch_npu."""
+"""The Ascend platform: with ``operators.npu_kernels`` the one place that imports torch_npu."""
 
 from __future__ import annotations
 

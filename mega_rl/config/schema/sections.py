@@ -108,7 +108,8 @@ class DynamicSamplingConfig:
 class AlgorithmConfig:
     """The objective; ``docs/algorithms.md`` has the formulas. The defaults are GRPO's."""
 
-    # A preset: it sets those of the following keys that the configuration does not give. See config/algorithm.py.
+    # A preset: it sets those of the following keys that the configuration does not give. See
+    # config/checks/algorithm.py.
     name: Literal[
         "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "dapo", "gspo", "cispo", "ppo"
     ] = "grpo"  # fmt: skip
@@ -261,7 +262,8 @@ class TrainerConfig:
     logprob_chunk_tokens: PositiveInt = 1024
     gates: GatesConfig = field(default_factory=GatesConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
-    # More fields of Megatron-core's TransformerConfig; config/megatron_fields.py says which, and why not the others.
+    # More fields of Megatron-core's TransformerConfig; config/schema/megatron_fields.py says which, and why not
+    # the others.
     megatron: dict[str, Any] = field(default_factory=dict)
 
 

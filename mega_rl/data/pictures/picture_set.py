@@ -30,7 +30,7 @@ class PictureSet:
         self.pictures |= pictures
 
     def encoded(self, prompts: Iterable[Prompt]) -> dict[str, EncodedPicture]:
-        """The pictures that these prompts name, for a process that has no picture_set.
+        """The pictures that these prompts name, for a process that has no `PictureSet`.
 
         Raises:
             InputError: a file that has changed, or cannot be read any more.

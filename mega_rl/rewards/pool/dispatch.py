@@ -46,7 +46,7 @@ class SubmittedWork:
     """Samples that were submitted together."""
 
     number: int  # counts submissions
-    samples: Sequence[bytes]  # pickled, see `worker.Call`
+    samples: Sequence[bytes]  # pickled, see `worker.WorkerCall`
     answers: list[list[Answer | None]] = field(default_factory=list)  # [reward][sample]
     num_missing: int = 0
     result: Future[list[list[Answer]]] = field(default_factory=Future)

@@ -1,4 +1,4 @@
-"""Requests over all rollout engines: split, sample, summary."""
+"""Requests over all rollout engines: split, sampled, summarised."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class TrajectoryStore:
 
     @classmethod
     def open(cls, layout: ParallelLayout, timeout_s: float) -> TrajectoryStore:
-        """The trajectory_store of this rank; collective over all."""
+        """The store of this rank; collective over all."""
         groups, group = layout.sequence_groups(), None
         if len(groups[0]) > 1:
             timeout = datetime.timedelta(seconds=timeout_s)
@@ -148,7 +148,7 @@ class TrajectoryStore:
                 data = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
                 buffer[place : place + len(data)] = data
                 place += _whole_words(len(data))
-        assert place == len(buffer), "an summary is not that of its trajectory"
+        assert place == len(buffer), "a summary is not that of its trajectory"
 
 
 def _num_bytes(summary: TrajectorySummary) -> int:

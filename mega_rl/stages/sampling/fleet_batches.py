@@ -211,7 +211,7 @@ class FleetBatches:
         }
 
     def _taken(self, step: int) -> tuple[list[GroupSummary], list[GroupSummary]]:
-        """The kept and the dropped groups of a step, on rank 0, with their tokens in the trajectory_store."""
+        """The kept and the dropped groups of a step, on rank 0, with their tokens in the trajectory store."""
         if self._thread is None:
             self._thread = self._started(step, num_drawn=step + 1)
         self._publish(self._thread, step)

@@ -12,7 +12,7 @@ from torch import Tensor
 from mega_rl import platform
 from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.bridge.files.peft.peft import PeftReader, target_modules, write_adapter
-from mega_rl.bridge.files.peft.peft_config import CONFIG_FILE, PeftConfig as PeftConfig
+from mega_rl.bridge.files.peft.peft_config import CONFIG_FILE, PeftConfig
 from mega_rl.bridge.files.sampled_digest import weights_digest
 from mega_rl.bridge.lora import Factors, merged
 from mega_rl.bridge.mapping.adapter import adapter_tensors, full_adapter_series, names_of
