@@ -211,7 +211,8 @@ def _apply_overrides(
         name = name.strip()
         parts = [part for part in re.split(r"\.|\[|\]\.?", name) if part]
         if not equals or not parts:
-            problems.append(f"override {shown(override)} is malformed: write it as key=value")
+            fix = f"give it as --config {shortened(name)}" if name.endswith(".yaml") else "write it as key=value"
+            problems.append(f"override {shown(override)} is malformed: {fix}")
             continue
         if len(parts) > MAX_DEPTH:
             problems.append(f"override {shown(override)} has a key of more than {MAX_DEPTH} parts: shorten it")

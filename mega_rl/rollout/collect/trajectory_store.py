@@ -81,7 +81,7 @@ class TrajectoryStore:
 
     def bring(self, parts: Sequence[Sequence[TrajectorySummary]]) -> list[TrajectoryTokens]:
         """As ``TokenSource.bring``."""
-        wanted = [[o for o in part if o.key not in sent] for part, sent in zip(parts, self._sent, strict=True)]
+        wanted = [[one for one in part if one.key not in sent] for part, sent in zip(parts, self._sent, strict=True)]
         arrived = self._arrived(self._by_owner(wanted))
         own = sorted(wanted[self._data_rank], key=lambda summary: summary.owner)
         self._received |= {summary.key: tokens for summary, tokens in zip(own, _unpacked(arrived, own), strict=True)}

@@ -190,6 +190,7 @@ def test_a_wrong_type_names_field_value_and_type(write, override, parts):
     ("override", "part"),
     [
         ("foo", "override 'foo' is malformed"),
+        ("more.yaml", "override 'more.yaml' is malformed: give it as --config more.yaml"),
         ("=3", "malformed"),
         ("rollout.n=[1", "no readable value"),
         ("rewards[0].weight=1", "rewards has 0 entries"),
