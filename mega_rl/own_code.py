@@ -18,6 +18,14 @@ from typing import Any
 
 from mega_rl.errors import InputError, shortened, shown
 
+# Modules that a user's configuration or file may name and that are elsewhere now: folder before and now -> their names.
+_MOVED = {
+    ("mega_rl.environments", "mega_rl.environments.built_in"): "functions guessing gymnasium_games mcp_tools python",
+    ("mega_rl.rewards", "mega_rl.rewards.functions"): "code extraction forms images math registry symbolic text",
+    ("mega_rl.rollout", "mega_rl.serving"): "agent_address endpoint sessions verifiers_agents",
+}
+MOVED = {f"{old}.{name}": f"{now}.{name}" for (old, now), names in _MOVED.items() for name in names.split()}
+
 
 def is_own(name: str) -> bool:
     """Whether a name is that of a user's code, and not that of something built in."""
@@ -73,10 +81,15 @@ def _module(place: str, name: str, key: str) -> ModuleType:
     try:
         return importlib.import_module(place)
     except BaseException as error:  # importing runs the user's code
-        cause = f"{type(error).__name__}: {error}"
         raise InputError(
-            f"{key}: {shown(name)} cannot be imported ({cause}); correct the name, or fix or install the module"
+            f"{key}: {shown(name)} cannot be imported ({_cause(error)}); correct the name, or fix or install the module"
         ) from error
+
+
+def _cause(error: BaseException) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name in MOVED:
+        return f"{error.name} is now {MOVED[error.name]}"
+    return f"{type(error).__name__}: {error}"
 
 
 def _module_of_file(path: Path, name: str, key: str, is_found_elsewhere: bool) -> ModuleType:
@@ -85,8 +98,7 @@ def _module_of_file(path: Path, name: str, key: str, is_found_elsewhere: bool) -
     try:
         module = _by_its_own_name(path) if is_found_elsewhere else _by_its_path(path)
     except BaseException as error:  # importing runs the user's code
-        cause = f"{type(error).__name__}: {error}"
-        raise InputError(f"{key}: {path} cannot be imported ({cause}); fix that file") from error
+        raise InputError(f"{key}: {path} cannot be imported ({_cause(error)}); fix that file") from error
     if not os.path.samefile(module.__file__ or os.devnull, path):
         raise InputError(f"{key}: {shown(name)} has the file name of another module, {path.stem}; rename the file")
     return module

@@ -1,6 +1,6 @@
-"""One list of calls of ``platform.operators``, for every test that compares a platform's kernels with the references.
+"""One list of calls of ``platform.dispatch``, for every test that compares a platform's kernels with the references.
 
-Letters as in ``platform.torch_operators``.
+Letters as in ``platform.operators.torch_kernels``.
 """
 
 from __future__ import annotations

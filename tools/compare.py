@@ -22,15 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mega_rl.errors import InputError
-from mega_rl.observe.analysis.compare import (
-    MetricDifference,
-    Run,
-    Throughput,
-    difference,
-    read_run,
-    series,
-    throughput,
-)
+from mega_rl.observe.analysis.compare import MetricDifference, Run, Throughput, difference, read_run, series, throughput
 from mega_rl.observe.metrics.from_files import LOSSES
 
 # By a metric that only the baseline of such a stage has.

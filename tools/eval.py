@@ -34,7 +34,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mega_rl import platform
 from mega_rl.config import RunConfig
-from mega_rl.config.schema.sections import RewardConfig
+from mega_rl.config.schema.sampling import RewardConfig
 from mega_rl.data.pictures.image_processor import picture_reader
 from mega_rl.data.pictures.picture_set import PictureSet, has_pictures
 from mega_rl.data.prompts import PromptDataset
@@ -43,21 +43,10 @@ from mega_rl.data.tokens.tokenizer import load_tokenizer
 from mega_rl.errors import InputError
 from mega_rl.evaluation.comparison import compare
 from mega_rl.evaluation.configuration import DATA, check, check_layout, evaluation_config, settings_of
-from mega_rl.evaluation.evaluate import (
-    AnsweredPrompt,
-    EvaluationSettings,
-    evaluate,
-)
+from mega_rl.evaluation.evaluate import AnsweredPrompt, EvaluationSettings, evaluate
 from mega_rl.evaluation.exporting import export
 from mega_rl.evaluation.grading import Grading, outcomes
-from mega_rl.evaluation.records import (
-    RESULTS,
-    SUMMARY,
-    Directory,
-    RecordPart,
-    read_results,
-    read_settings,
-)
+from mega_rl.evaluation.records import RESULTS, SUMMARY, Directory, RecordPart, read_results, read_settings
 from mega_rl.evaluation.summary import Bootstrap, default_ks, summarise, table
 from mega_rl.evaluation.weights import EvaluatedWeights, find_weights
 from mega_rl.models.shape import read_model_shape
@@ -66,12 +55,7 @@ from mega_rl.parallel.collectives import broadcast_object, gather_objects, is_fi
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.parallel.rendezvous import Rendezvous
 from mega_rl.parallel.store import shared_store
-from mega_rl.parallel.watch.process import (
-    end_with_torchrun,
-    fail,
-    join,
-    processes,
-)
+from mega_rl.parallel.watch.process import end_with_torchrun, fail, join, processes
 from mega_rl.rewards.scorer import Scorer
 from mega_rl.rollout.engine import ProbedSampler, Sampler
 from mega_rl.rollout.remote.engine_process import EngineSpec

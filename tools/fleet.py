@@ -29,13 +29,7 @@ from mega_rl.errors import InputError
 from mega_rl.observe.analysis.timeline_picture import draw
 from mega_rl.observe.timeline import Activity, read_trace, write_trace
 from mega_rl.rollout.scheduling.fleet_record import TIMELINE
-from mega_rl.rollout.scheduling.fleet_requests import (
-    DIRECTORY,
-    MAX_COUNT,
-    PATIENCE_S,
-    ControlQuestion,
-    ask,
-)
+from mega_rl.rollout.scheduling.fleet_requests import DIRECTORY, MAX_COUNT, PATIENCE_S, ControlQuestion, ask
 
 WAIT_S = 10.0  # for room
 

@@ -20,11 +20,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from mega_rl.config import load_config, problems
-from mega_rl.config.reading.tables import (
-    NEIGHBOURS,
-    key_lines,
-    metric_lines,
-)
+from mega_rl.config.reading.tables import NEIGHBOURS, key_lines, metric_lines
 from mega_rl.errors import InputError, shown
 from mega_rl.importers.convert import as_tree, convert
 from mega_rl.importers.draft.draft import Draft

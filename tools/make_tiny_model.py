@@ -24,11 +24,7 @@ from mega_rl.data.rows.rows import read_rows
 from mega_rl.errors import InputError
 from mega_rl.synthetic import products, shapes
 from mega_rl.synthetic.arithmetic import arithmetic_tokenizer, bpe_tokenizer
-from mega_rl.synthetic.tiny_model import (
-    FAMILIES,
-    TinyModelSpec,
-    write_tiny_model,
-)
+from mega_rl.synthetic.tiny_model import FAMILIES, TinyModelSpec, write_tiny_model
 from mega_rl.types import DTYPES
 
 # The tokenizers of the quickstarts' tasks.

@@ -33,21 +33,9 @@ from pathlib import Path
 from mega_rl.data.rows.rows import write_jsonl
 from mega_rl.data.sets.table import SETS, prepare, write
 from mega_rl.errors import InputError
-from mega_rl.synthetic.arithmetic import (
-    ArithmeticData,
-    ArithmeticSpec,
-    arithmetic_data,
-)
-from mega_rl.synthetic.products import (
-    ProductsData,
-    ProductsSpec,
-    products_data,
-)
-from mega_rl.synthetic.shapes import (
-    ShapesData,
-    ShapesSpec,
-    shapes_data,
-)
+from mega_rl.synthetic.arithmetic import ArithmeticData, ArithmeticSpec, arithmetic_data
+from mega_rl.synthetic.products import ProductsData, ProductsSpec, products_data
+from mega_rl.synthetic.shapes import ShapesData, ShapesSpec, shapes_data
 
 
 def prepare_arithmetic(out: Path, spec: ArithmeticSpec) -> list[Path]:

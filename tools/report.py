@@ -18,16 +18,8 @@ from tokenizers import Tokenizer
 from mega_rl.data.pictures.thumbnails import RecordedPictures
 from mega_rl.errors import InputError, shown
 from mega_rl.report.page import page
-from mega_rl.report.read import (
-    CONFIG_FILE,
-    RunRecord,
-    read_run,
-)
-from mega_rl.report.samples import (
-    Decode,
-    Thumbnails,
-    spread,
-)
+from mega_rl.report.read import CONFIG_FILE, RunRecord, read_run
+from mega_rl.report.samples import Decode, Thumbnails, spread
 
 MAX_RUNS, MAX_SAMPLES = 16, 200
 

@@ -17,11 +17,7 @@ from typing import Any
 from mega_rl.errors import InputError
 from mega_rl.rewards.sandbox import sandbox
 from mega_rl.rewards.sandbox.remote import TOKEN, token_of
-from mega_rl.rewards.sandbox.service import (
-    LOOPBACK,
-    Server,
-    Service,
-)
+from mega_rl.rewards.sandbox.service import LOOPBACK, Server, Service
 
 MIN_TOKEN = 16  # characters
 

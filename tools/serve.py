@@ -29,7 +29,7 @@ import uvicorn
 
 from mega_rl import platform
 from mega_rl.config import RunConfig, validate
-from mega_rl.config.schema.sections import RewardConfig
+from mega_rl.config.schema.sampling import RewardConfig
 from mega_rl.data.tokens.tokenizer import load_tokenizer
 from mega_rl.errors import InputError
 from mega_rl.evaluation.configuration import evaluation_config
@@ -37,11 +37,7 @@ from mega_rl.evaluation.exporting import export
 from mega_rl.evaluation.weights import EvaluatedWeights, find_weights
 from mega_rl.models.shape import read_model_shape
 from mega_rl.observe.lines import write_whole_lines
-from mega_rl.parallel.watch.process import (
-    end_with_torchrun,
-    fail,
-    join,
-)
+from mega_rl.parallel.watch.process import end_with_torchrun, fail, join
 from mega_rl.rewards.sandbox.scratch import Scratch, sweep
 from mega_rl.rollout.engine import Sampler
 from mega_rl.rollout.remote.engine_process import EngineSpec

@@ -23,17 +23,9 @@ from mega_rl.config.checks.model import trained_shape
 from mega_rl.config.schema.sections import RunConfig
 from mega_rl.errors import Stopped
 from mega_rl.observe.lines import write_whole_lines
-from mega_rl.parallel.watch.process import (
-    end_with_torchrun,
-    fail,
-    processes,
-)
+from mega_rl.parallel.watch.process import end_with_torchrun, fail, processes
 from mega_rl.rewards.scorer import build_scorer
-from mega_rl.rollout.vllm.start.options import (
-    check_options,
-    check_whole_prompts,
-    installed_arguments,
-)
+from mega_rl.rollout.vllm.start.options import check_options, check_whole_prompts, installed_arguments
 
 STAGES = {name: f"mega_rl.stages.{name}" for name in ("rl", "pt", "sft", "rm", "dpo", "kto")}
 STOPPED = 75  # exit status: sysexits.h's EX_TEMPFAIL, "try again later"

@@ -36,12 +36,7 @@ from benchmarks.report import publish, table
 from mega_rl import platform
 from mega_rl.algorithms.preference import PreferenceObjective, answer_sums
 from mega_rl.bridge.files.huggingface import HFReader
-from mega_rl.config.schema.sections import (
-    DataConfig,
-    MemoryConfig,
-    OptimizerConfig,
-    ParallelConfig,
-)
+from mega_rl.config.schema.sections import DataConfig, MemoryConfig, OptimizerConfig, ParallelConfig
 from mega_rl.data.pairs import PairDataset
 from mega_rl.data.rows.rows import DataFiles, write_jsonl
 from mega_rl.data.stream import generator

@@ -43,12 +43,7 @@ from benchmarks.against_trl.preference import (
 from benchmarks.report import publish, table
 from mega_rl import platform
 from mega_rl.algorithms.value import PairwiseObjective
-from mega_rl.config.schema.sections import (
-    DataConfig,
-    MemoryConfig,
-    OptimizerConfig,
-    ParallelConfig,
-)
+from mega_rl.config.schema.sections import DataConfig, MemoryConfig, OptimizerConfig, ParallelConfig
 from mega_rl.data.pairs import PairDataset
 from mega_rl.data.rows.rows import DataFiles
 from mega_rl.megatron.engine import MegatronEngine, Optimization

@@ -16,11 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.report import publish, table
-from mega_rl.simulation.choice import (
-    SimulatedBatch,
-    SimulatedSetting,
-    simulate_all,
-)
+from mega_rl.simulation.choice import SimulatedBatch, SimulatedSetting, simulate_all
 from mega_rl.simulation.cluster import Cluster
 from mega_rl.simulation.lengths import LogNormal
 

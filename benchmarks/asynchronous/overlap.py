@@ -40,11 +40,7 @@ from mega_rl.fleet.engines import EngineLimits
 from mega_rl.fleet.scheduler import FleetScheduler
 from mega_rl.fleet.tickets import Key, Rules
 from mega_rl.rollout.scheduling.scheduler_thread import SchedulerThread
-from mega_rl.simulation.choice import (
-    SimulatedBatch,
-    SimulatedSetting,
-    simulate,
-)
+from mega_rl.simulation.choice import SimulatedBatch, SimulatedSetting, simulate
 from mega_rl.simulation.cluster import Cluster
 from mega_rl.simulation.lengths import LogNormal
 from mega_rl.types import Prompt, Score, Trajectory

@@ -15,11 +15,7 @@ from torch import Tensor
 
 from mega_rl import platform
 from mega_rl.bridge.slices import Box, extents
-from mega_rl.config.schema.sections import (
-    MemoryConfig,
-    OptimizerConfig,
-    ParallelConfig,
-)
+from mega_rl.config.schema.sections import MemoryConfig, OptimizerConfig, ParallelConfig
 from mega_rl.data.packing import pack
 from mega_rl.megatron.engine import MegatronEngine, Optimization
 from mega_rl.megatron.model.spec import TrainerSpec

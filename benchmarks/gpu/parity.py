@@ -12,7 +12,7 @@ from benchmarks.gpu.bench import TINY, Bench, RandomWeights, negative_loglikelih
 from benchmarks.training import step as train_step
 from mega_rl import platform
 from mega_rl.bridge.files.huggingface import HFReader
-from mega_rl.config.schema.sections import Kernels
+from mega_rl.config.schema.device import Kernels
 from mega_rl.microbatch import Microbatch
 from mega_rl.models.shape import read_model_shape
 from mega_rl.platform import cuda, dispatch

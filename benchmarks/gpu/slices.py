@@ -20,7 +20,7 @@ from benchmarks.gpu.speed import logprob, memory, mfu
 from benchmarks.gpu.transfer import offload, sync
 from benchmarks.report import machine
 from mega_rl import platform
-from mega_rl.config.schema.sections import Kernels
+from mega_rl.config.schema.device import Kernels
 from mega_rl.megatron.policy import initialize_groups
 from mega_rl.parallel.layout import ParallelLayout
 

@@ -48,13 +48,7 @@ from mega_rl.stages.learn import learning
 from mega_rl.stages.run.batch_share import BatchShare, pack_for_rank
 from mega_rl.stages.sampling import rollout_metrics
 from mega_rl.stages.score.scoring import RewardWatch
-from mega_rl.types import (
-    Prompt,
-    Sample,
-    Score,
-    Trajectory,
-    TrajectorySummary,
-)
+from mega_rl.types import Prompt, Sample, Score, Trajectory, TrajectorySummary
 
 STEP_S = 60.0
 NUM_PROMPT, GROUP = 200, 16  # tokens of a prompt, samples of it

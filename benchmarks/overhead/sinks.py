@@ -26,12 +26,7 @@ from benchmarks.report import publish, table
 from mega_rl.observe.metrics.declared import DISTRIBUTION, METRICS
 from mega_rl.observe.run_log import RunLog
 from mega_rl.observe.sinks.console import ConsoleSink
-from mega_rl.observe.sinks.sinks import (
-    JsonlSink,
-    ShownSample,
-    Sink,
-    read_jsonl,
-)
+from mega_rl.observe.sinks.sinks import JsonlSink, ShownSample, Sink, read_jsonl
 from mega_rl.observe.sinks.tensorboard import TensorBoardSink
 
 STEP_S = 0.5

@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.against_trl.peer import settings
 from benchmarks.report import publish, table
-from mega_rl.config.schema.sections import RolloutConfig
+from mega_rl.config.schema.sampling import RolloutConfig
 from mega_rl.data.tokens.replies import ReplyTokens
 from mega_rl.data.tokens.tokenizer import render_prompt
 from mega_rl.environments.episode import EpisodeLimits

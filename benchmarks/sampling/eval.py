@@ -22,12 +22,8 @@ import torch
 
 from benchmarks.report import publish, table
 from mega_rl import platform
-from mega_rl.config.schema.sections import (
-    DataConfig,
-    RewardConfig,
-    RewardWorkersConfig,
-    RolloutConfig,
-)
+from mega_rl.config.schema.sampling import RewardConfig, RewardWorkersConfig, RolloutConfig
+from mega_rl.config.schema.sections import DataConfig
 from mega_rl.data.prompts import PromptDataset
 from mega_rl.data.rows.rows import DataFiles, read_rows
 from mega_rl.data.tokens.tokenizer import load_tokenizer

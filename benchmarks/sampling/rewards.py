@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import publish, table
-from mega_rl.config.schema.sections import RewardConfig, RewardWorkersConfig
+from mega_rl.config.schema.sampling import RewardConfig, RewardWorkersConfig
 from mega_rl.rewards.scorer import build_scorer
 from mega_rl.types import Prompt, Trajectory
 

@@ -19,11 +19,7 @@ import psutil
 
 from benchmarks.report import publish, table
 from mega_rl.rewards.sandbox import sandbox
-from mega_rl.rewards.sandbox.sandbox import (
-    ProgramLimits,
-    has_namespaces,
-    run_program,
-)
+from mega_rl.rewards.sandbox.sandbox import ProgramLimits, has_namespaces, run_program
 
 
 def main() -> None:

@@ -45,11 +45,8 @@ from benchmarks.training.step import (
 )
 from mega_rl import platform
 from mega_rl.bridge.mapping.tuning import tuning_plan
-from mega_rl.config.schema.sections import (
-    AdapterConfig,
-    RunConfig,
-    TuningConfig,
-)
+from mega_rl.config.schema.learning import AdapterConfig, TuningConfig
+from mega_rl.config.schema.sections import RunConfig
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.optim.optimizer import chained
 from mega_rl.megatron.policy import initialize_groups

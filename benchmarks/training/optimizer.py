@@ -29,13 +29,8 @@ from benchmarks.training.step import CASES, Case, Own, make_sequences, qwen2, ti
 from mega_rl import platform
 from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.bridge.mapping.tuning import tuning_plan
-from mega_rl.config.schema.sections import (
-    MemoryConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RunConfig,
-    TuningConfig,
-)
+from mega_rl.config.schema.learning import TuningConfig
+from mega_rl.config.schema.sections import MemoryConfig, OptimizerConfig, ParallelConfig, RunConfig
 from mega_rl.data.packing import pack
 from mega_rl.megatron.engine import MegatronEngine, Optimization
 from mega_rl.megatron.model.spec import TrainerSpec

@@ -30,12 +30,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from benchmarks.report import publish, table
 from mega_rl import platform
 from mega_rl.bridge.files.huggingface import HFReader
-from mega_rl.config.schema.sections import (
-    MemoryConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    TuningConfig,
-)
+from mega_rl.config.schema.learning import TuningConfig
+from mega_rl.config.schema.sections import MemoryConfig, OptimizerConfig, ParallelConfig
 from mega_rl.data.packing import pack
 from mega_rl.errors import InputError
 from mega_rl.megatron.engine import MegatronEngine, Optimization

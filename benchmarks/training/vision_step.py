@@ -38,11 +38,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from benchmarks.report import publish, table
 from mega_rl import platform
 from mega_rl.bridge.files.huggingface import HFReader
-from mega_rl.config.schema.sections import (
-    MemoryConfig,
-    OptimizerConfig,
-    ParallelConfig,
-)
+from mega_rl.config.schema.sections import MemoryConfig, OptimizerConfig, ParallelConfig
 from mega_rl.data.packing import pack
 from mega_rl.megatron.engine import MegatronEngine, Optimization
 from mega_rl.megatron.model.spec import TrainerSpec

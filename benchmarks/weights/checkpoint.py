@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from benchmarks.report import publish, table
 from mega_rl import platform
+from mega_rl.bridge.files.torch_dist.manifest import WEIGHTS
 
 platform.select("cpu")
 
@@ -81,7 +82,7 @@ def save(root: Path, way: str, engine: MegatronEngine) -> tuple[float, list[int]
     dist.barrier()
     seconds = time.monotonic() - begin
     undo()
-    shards = checkpoint.directory_of(root, 1) / checkpoint.WEIGHTS
+    shards = checkpoint.directory_of(root, 1) / WEIGHTS
     sizes = [sum(p.stat().st_size for p in shards.glob(f"__{rank}_*")) for rank in range(dist.get_world_size())]
     return seconds, sizes
 

@@ -25,7 +25,7 @@ from mega_rl.bridge.mapping.vllm import vllm_series
 from mega_rl.bridge.reshard.buckets import schedule
 from mega_rl.bridge.reshard.plan import compile_plan
 from mega_rl.bridge.series import Series
-from mega_rl.config.schema.sections import BridgeConfig
+from mega_rl.config.schema.sampling import BridgeConfig
 from mega_rl.models.mixture import Mixture
 from mega_rl.models.shape import ModelShape
 

@@ -2,7 +2,7 @@
 
 An objective returns its share of the loss (already divided by a global denominator, see `reduce`) and `Figures` of the
 micro-batch: sums over learnt tokens, for the caller to add over micro-batches and data-parallel ranks and to divide by
-the global number of learnt tokens, and maxima. ``observe.metrics`` says under which names they are logged.
+the global number of learnt tokens, and maxima. ``observe.metrics.declared`` says under which names they are logged.
 
 Letters in names: T packed tokens of a micro-batch.
 """

@@ -6,11 +6,7 @@ from mega_rl.config.checks.validate import problems, validate
 from mega_rl.config.load import load_config
 from mega_rl.config.save import save_resolved, to_yaml
 from mega_rl.config.schema.sections import RunConfig
-from mega_rl.config.schema.stage import (
-    has_critic,
-    samples,
-    workers_rewards,
-)
+from mega_rl.config.schema.stage import has_critic, samples, workers_rewards
 
 __all__ = [
     "RunConfig",

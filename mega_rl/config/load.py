@@ -15,22 +15,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mega_rl.config.checks.algorithm import apply_preset
 from mega_rl.config.reading.interpolations import interpolation_problem
-from mega_rl.config.reading.tables import (
-    NEIGHBOURS,
-    recognised,
-    sections,
-)
-from mega_rl.config.reading.typed import (
-    Checker,
-    build,
-    unknown_key,
-)
-from mega_rl.config.reading.yaml_text import (
-    MAX_CHARACTERS,
-    MAX_DEPTH,
-    parse_yaml,
-)
-from mega_rl.config.schema.sections import AqnConfig, RunConfig
+from mega_rl.config.reading.tables import NEIGHBOURS, recognised, sections
+from mega_rl.config.reading.typed import Checker, build, unknown_key
+from mega_rl.config.reading.yaml_text import MAX_CHARACTERS, MAX_DEPTH, parse_yaml
+from mega_rl.config.schema.sampling import AqnConfig
+from mega_rl.config.schema.sections import RunConfig
 from mega_rl.errors import MAX_LISTED, InputError, input_error, shortened, shown
 from mega_rl.models.cached import local_directory
 
@@ -222,7 +211,8 @@ def _apply_overrides(
         name = name.strip()
         parts = [part for part in re.split(r"\.|\[|\]\.?", name) if part]
         if not equals or not parts:
-            problems.append(f"override {shown(override)} is malformed: write it as key=value")
+            fix = f"give it as --config {shortened(name)}" if name.endswith(".yaml") else "write it as key=value"
+            problems.append(f"override {shown(override)} is malformed: {fix}")
             continue
         if len(parts) > MAX_DEPTH:
             problems.append(f"override {shown(override)} has a key of more than {MAX_DEPTH} parts: shorten it")

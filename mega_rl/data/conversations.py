@@ -13,30 +13,12 @@ from transformers import PreTrainedTokenizerBase
 from mega_rl.config.schema.sections import DataConfig
 from mega_rl.data.fitting import RowKind, fitting
 from mega_rl.data.pictures.pictures import FilePicture, PictureReader
-from mega_rl.data.rows.columns import (
-    LOSSES,
-    messages_of,
-    prompt_of,
-    response_of,
-    row_tools,
-)
-from mega_rl.data.rows.messages import (
-    ASSISTANT,
-    CALLS,
-    TOOL,
-    Message,
-    as_messages,
-    texts_of,
-)
+from mega_rl.data.rows.columns import LOSSES, messages_of, prompt_of, response_of, row_tools
+from mega_rl.data.rows.messages import ASSISTANT, CALLS, TOOL, Message, as_messages, texts_of
 from mega_rl.data.rows.rows import DataFiles, Row
-from mega_rl.data.stream import Stream, fingerprint
+from mega_rl.data.stream import fingerprint
 from mega_rl.data.tokens.replies import ReplyTokens
-from mega_rl.data.tokens.template import (
-    Tools,
-    apply_template,
-    check_written,
-    uses_chat_template,
-)
+from mega_rl.data.tokens.template import Tools, apply_template, check_written, uses_chat_template
 from mega_rl.data.tokens.tokenizer import encode, render_prompt
 from mega_rl.errors import InputError, shown
 from mega_rl.microbatch import Images, Sequence
@@ -45,7 +27,6 @@ from mega_rl.parallel.collectives import together
 
 WANTED = "`messages`, or `prompt`, `question` or `instruction` with `response`, `answer` or `output`"
 
-ConversationStream = Stream[Sequence]
 Segment = tuple[list[int], bool]  # token ids, and whether they are learnt from
 REMEDY = "correct the template, or set data.chat_template to never"
 

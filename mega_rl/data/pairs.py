@@ -19,35 +19,12 @@ from transformers import PreTrainedTokenizerBase
 from mega_rl.config.schema.sections import DataConfig
 from mega_rl.data.conversations import REMEDY, response_after, response_segments
 from mega_rl.data.fitting import RowKind, fitting, max_tokens
-from mega_rl.data.rows.columns import (
-    LOSSES,
-    message_of,
-    messages_of,
-    prompt_of,
-    response_of,
-    row_tools,
-)
-from mega_rl.data.rows.messages import (
-    ASSISTANT,
-    CALLS,
-    TOOL,
-    Message,
-    as_messages,
-    texts_of,
-)
+from mega_rl.data.rows.columns import LOSSES, message_of, messages_of, prompt_of, response_of, row_tools
+from mega_rl.data.rows.messages import ASSISTANT, CALLS, TOOL, Message, as_messages, texts_of
 from mega_rl.data.rows.rows import DataFiles, Row
 from mega_rl.data.stream import fingerprint
-from mega_rl.data.tokens.template import (
-    Tools,
-    apply_template,
-    check_written,
-    uses_chat_template,
-)
-from mega_rl.data.tokens.tokenizer import (
-    encode,
-    num_characters,
-    render_prompt,
-)
+from mega_rl.data.tokens.template import Tools, apply_template, check_written, uses_chat_template
+from mega_rl.data.tokens.tokenizer import encode, num_characters, render_prompt
 from mega_rl.errors import InputError, shown
 from mega_rl.microbatch import Sequence
 

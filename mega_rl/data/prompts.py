@@ -11,19 +11,11 @@ from transformers import PreTrainedTokenizerBase
 from mega_rl.config.schema.sections import DataConfig
 from mega_rl.data.pictures.picture_set import PictureSet, with_pictures
 from mega_rl.data.pictures.pictures import FilePicture
-from mega_rl.data.rows.columns import (
-    prompt_of,
-    refuse_columns,
-    truth_of,
-)
+from mega_rl.data.rows.columns import prompt_of, refuse_columns, truth_of
 from mega_rl.data.rows.rows import DataFiles, Row
 from mega_rl.data.stream import Stream, fingerprint
 from mega_rl.data.tokens.template import Tools
-from mega_rl.data.tokens.tokenizer import (
-    is_surely_longer,
-    num_characters,
-    render_prompt,
-)
+from mega_rl.data.tokens.tokenizer import is_surely_longer, num_characters, render_prompt
 from mega_rl.errors import InputError, shown
 from mega_rl.parallel.collectives import gather_objects, together, work_shared
 from mega_rl.types import Prompt, PromptImage

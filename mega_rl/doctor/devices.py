@@ -5,26 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mega_rl.doctor.finding import (
-    CUDA,
-    NPU,
-    Check,
-    CheckAnswer,
-    Wanted,
-    fail,
-    ok,
-    skip,
-    warn,
-)
+from mega_rl.doctor.finding import CUDA, NPU, Check, CheckAnswer, Wanted, fail, ok, skip, warn
 from mega_rl.doctor.host import Host
-from mega_rl.doctor.smi import (
-    NVIDIA_DEVICES,
-    NVIDIA_PROCESSES,
-    ListedDevice,
-    Smi,
-    parse_npu_smi,
-    parse_nvidia_smi,
-)
+from mega_rl.doctor.smi import NVIDIA_DEVICES, NVIDIA_PROCESSES, ListedDevice, Smi, parse_npu_smi, parse_nvidia_smi
 from mega_rl.errors import InputError
 from mega_rl.platform import PLATFORMS
 from mega_rl.platform.ascend import devices as ascend_devices

@@ -5,17 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mega_rl.doctor import devices, machine, software, trials, variables
-from mega_rl.doctor.finding import (
-    CPU,
-    CUDA,
-    NPU,
-    Check,
-    CheckAnswer,
-    Finding,
-    Wanted,
-    fail,
-    skip,
-)
+from mega_rl.doctor.finding import CPU, CUDA, NPU, Check, CheckAnswer, Finding, Wanted, fail, skip
 from mega_rl.doctor.host import Host
 
 CHECKS: tuple[Check, ...] = (

@@ -7,18 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from mega_rl.doctor.finding import (
-    CPU,
-    CUDA,
-    NPU,
-    Check,
-    CheckAnswer,
-    Wanted,
-    fail,
-    ok,
-    skip,
-    warn,
-)
+from mega_rl.doctor.finding import CPU, CUDA, NPU, Check, CheckAnswer, Wanted, fail, ok, skip, warn
 from mega_rl.doctor.host import Host
 
 GIB = 1 << 30

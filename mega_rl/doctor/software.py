@@ -5,18 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mega_rl.doctor.finding import (
-    CPU,
-    CUDA,
-    NPU,
-    Check,
-    CheckAnswer,
-    Wanted,
-    fail,
-    ok,
-    skip,
-    warn,
-)
+from mega_rl.doctor.finding import CPU, CUDA, NPU, Check, CheckAnswer, Wanted, fail, ok, skip, warn
 from mega_rl.doctor.host import Host
 from mega_rl.platform.contract import versions
 

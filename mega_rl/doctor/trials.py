@@ -7,17 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from mega_rl.doctor.finding import (
-    CPU,
-    CUDA,
-    NPU,
-    Check,
-    CheckAnswer,
-    Wanted,
-    fail,
-    ok,
-    skip,
-)
+from mega_rl.doctor.finding import CPU, CUDA, NPU, Check, CheckAnswer, Wanted, fail, ok, skip
 from mega_rl.doctor.host import Host, Ran
 from mega_rl.doctor.probes import read_reports
 from mega_rl.errors import InputError

@@ -7,18 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from mega_rl import platform
-from mega_rl.doctor.finding import (
-    CPU,
-    CUDA,
-    NPU,
-    Check,
-    CheckAnswer,
-    Wanted,
-    fail,
-    ok,
-    skip,
-    warn,
-)
+from mega_rl.doctor.finding import CPU, CUDA, NPU, Check, CheckAnswer, Wanted, fail, ok, skip, warn
 from mega_rl.doctor.host import Host
 from mega_rl.errors import InputError
 from mega_rl.platform.ascend import devices as ascend_devices

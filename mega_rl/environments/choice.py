@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mega_rl.config.checks.environment import BUILT_IN, TOOLS
-from mega_rl.config.schema.sections import EnvironmentConfig
+from mega_rl.config.schema.learning import EnvironmentConfig
 from mega_rl.environments.protocol import Environment
 from mega_rl.environments.tools import Parser
 from mega_rl.errors import InputError, shown

@@ -9,13 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from mega_rl.config import RunConfig, load_config, validate
-from mega_rl.config.schema.sections import (
-    TOKENS_PER_MICROBATCH,
-    DataConfig,
-    EnvironmentConfig,
-    RolloutConfig,
-    TrainerConfig,
-)
+from mega_rl.config.schema.learning import EnvironmentConfig
+from mega_rl.config.schema.sampling import RolloutConfig
+from mega_rl.config.schema.sections import TOKENS_PER_MICROBATCH, DataConfig, TrainerConfig
 from mega_rl.errors import InputError
 from mega_rl.evaluation.weights import EvaluatedWeights
 

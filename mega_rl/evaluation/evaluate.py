@@ -21,12 +21,7 @@ from mega_rl.rollout.collect.trajectory_store import TrajectoryStore
 from mega_rl.rollout.engine import Ended, Request, Sampler, whole
 from mega_rl.rollout.episodes.episode_metrics import episode_metrics
 from mega_rl.rollout.requests import make_requests
-from mega_rl.types import (
-    Prompt,
-    Score,
-    Trajectory,
-    TrajectorySummary,
-)
+from mega_rl.types import Prompt, Score, Trajectory, TrajectorySummary
 
 STREAM = 1 << 32  # keeps the seeds of evaluations apart from training seeds of any step
 
@@ -242,7 +237,7 @@ def evaluation_metrics(rows: Sequence[RowSummary]) -> dict[str, float]:
         metrics[f"val-core/{source}/acc/mean@1"] = _mean([v for group in values for v in group])
         if (size := max(map(len, values))) > 1:
             metrics[f"val-core/{source}/acc/best@{size}"] = _mean([max(group) for group in values])
-        metrics[f"val-aux/{source}/response_length/mean"] = _mean([o.num_sampled for o in summaries[source]])
+        metrics[f"val-aux/{source}/response_length/mean"] = _mean([one.num_sampled for one in summaries[source]])
     for source, of_source in summaries.items():
         metrics |= {f"val-aux/{source}/{name}": value for name, value in episode_metrics(of_source).items()}
     return metrics

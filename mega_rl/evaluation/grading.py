@@ -8,7 +8,7 @@ from typing import Any
 
 from mega_rl import types
 from mega_rl.config.checks.environment import ENVIRONMENT
-from mega_rl.config.schema.sections import RewardConfig
+from mega_rl.config.schema.sampling import RewardConfig
 from mega_rl.errors import InputError
 from mega_rl.evaluation.records import GREEDY
 from mega_rl.rewards.functions.extraction import Extractor, extractor

@@ -8,12 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mega_rl.bridge.files.torch_dist.manifest import (
-    MANIFEST,
-    digest,
-    digest_of_ends,
-    read_content,
-)
+from mega_rl.bridge.files.torch_dist.manifest import MANIFEST, digest, digest_of_ends, read_content
 from mega_rl.bridge.files.torch_dist.progress import read_progress
 from mega_rl.errors import InputError, shortened
 from mega_rl.models.cached import local_directory

@@ -13,11 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from mega_rl.fleet import events
-from mega_rl.fleet.engines import (
-    Condition,
-    Engine,
-    EngineLimits,
-)
+from mega_rl.fleet.engines import Condition, Engine, EngineLimits
 from mega_rl.fleet.events import Decision, Event
 from mega_rl.fleet.step_window import STATE_VERSION, StepWindow
 from mega_rl.fleet.tickets import Rules, held_out, named

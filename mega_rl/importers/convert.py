@@ -5,27 +5,12 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from mega_rl.config.reading.tables import (
-    NEIGHBOURS,
-    Entry,
-    reason,
-    table,
-)
-from mega_rl.config.reading.typed import (
-    is_nullable,
-    leaf_names,
-    leaves,
-    not_null,
-)
+from mega_rl.config.reading.tables import NEIGHBOURS, Entry, reason, table
+from mega_rl.config.reading.typed import is_nullable, leaf_names, leaves, not_null
 from mega_rl.errors import shown
 from mega_rl.importers.draft.draft import Draft, Rule
 from mega_rl.importers.draft.reading import Given
-from mega_rl.importers.rules import (
-    areal,
-    hf,
-    openrlhf,
-    verl,
-)
+from mega_rl.importers.rules import areal, hf, openrlhf, verl
 
 RULES: dict[str, dict[str, Rule]] = {
     "verl": verl.RULES,

@@ -30,12 +30,7 @@ from mega_rl.errors import InputError
 from mega_rl.megatron.layers.balance import Balancing
 from mega_rl.megatron.layers.routing import MicrobatchRouting
 from mega_rl.megatron.layers.vision import VisionTower
-from mega_rl.megatron.model.context import (
-    LocalInput,
-    in_pack_order,
-    learnt_tokens,
-    local_input,
-)
+from mega_rl.megatron.model.context import LocalInput, in_pack_order, learnt_tokens, local_input
 from mega_rl.megatron.model.layers import frozen_weights
 from mega_rl.megatron.model.spec import TrainerSpec
 from mega_rl.megatron.model.transformer import PolicyModel, build_model

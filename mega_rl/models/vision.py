@@ -17,7 +17,6 @@ from mega_rl.models.config_values import ConfigValues
 TOWER = "visual"  # in the name of every tensor of a tower
 NUM_AXES = 3  # of a token's position: time, height, width
 MAX_BLOCKS = 4096
-IMAGE_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 Kind = Literal["qwen2_5_vl", "qwen3_vl"]
 # Of a device, at most: features that a tower which is trained keeps for a pass over micro-batches, and their gradients.
 MAX_KEPT_BYTES = 1 << 30

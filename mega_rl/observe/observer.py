@@ -9,17 +9,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from mega_rl.observe.metrics.declared import (
-    DISTRIBUTION,
-    is_declared,
-    match,
-)
+from mega_rl.observe.metrics.declared import DISTRIBUTION, is_declared, match
 from mega_rl.observe.sinks.console import ConsoleSink
-from mega_rl.observe.sinks.sinks import (
-    JsonlSink,
-    ShownSample,
-    Sink,
-)
+from mega_rl.observe.sinks.sinks import JsonlSink, ShownSample, Sink
 from mega_rl.observe.sinks.tensorboard import TensorBoardSink
 from mega_rl.observe.sinks.trackers import SwanlabSink, WandbSink
 

@@ -7,11 +7,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from mega_rl.config.schema.sections import TOKENS_PER_MICROBATCH, RunConfig
-from mega_rl.config.schema.stage import (
-    reads_weights_first,
-    samples,
-    sequences_per_row,
-)
+from mega_rl.config.schema.stage import reads_weights_first, samples, sequences_per_row
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.memory_plan import Machine, make_plan

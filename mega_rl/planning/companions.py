@@ -8,20 +8,10 @@ from dataclasses import dataclass, replace
 from mega_rl.bridge.mapping.tuning import critic_tuning, tuning_plan
 from mega_rl.config.checks.model import REWARD_KEY
 from mega_rl.config.schema.sections import RunConfig
-from mega_rl.config.schema.stage import (
-    critic_parallel,
-    has_critic,
-    model_directory,
-    reward_model,
-    samples,
-)
+from mega_rl.config.schema.stage import critic_parallel, has_critic, model_directory, reward_model, samples
 from mega_rl.models.shape import SUFFIXES, VALUE, ModelShape, read_model_shape, value_shape
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.planning.activations import (
-    ActivationModel,
-    Activations,
-    PlannedTokens,
-)
+from mega_rl.planning.activations import ActivationModel, Activations, PlannedTokens
 from mega_rl.planning.state import StageParameters, TrainerState, stage_parameters, trainer_state
 from mega_rl.platform.operators.memory import OperatorMemory
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from mega_rl.bridge.mapping.vllm import vllm_series
 from mega_rl.bridge.slices import num_elements
-from mega_rl.config.schema.sections import COLOCATED_MEMORY_SHARE, RunConfig
+from mega_rl.config.schema.sampling import COLOCATED_MEMORY_SHARE
+from mega_rl.config.schema.sections import RunConfig
 from mega_rl.config.schema.stage import has_whole_experts
 from mega_rl.models.fit import engine_vocab_size
 from mega_rl.models.shape import ModelShape

@@ -17,12 +17,7 @@ from mega_rl.bridge.reshard.plan import compile_plan
 from mega_rl.bridge.series import Series
 from mega_rl.config.checks.validate import validate
 from mega_rl.config.schema.sections import RunConfig
-from mega_rl.config.schema.stage import (
-    WORKERS_PER_RANK,
-    has_whole_experts,
-    needs_reference,
-    samples,
-)
+from mega_rl.config.schema.stage import WORKERS_PER_RANK, has_whole_experts, needs_reference, samples
 from mega_rl.models.mixture import Mixture
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout

@@ -9,16 +9,10 @@ from collections.abc import Sequence
 import torch
 import torch.utils.deterministic
 
-from mega_rl.config.schema.sections import Kernels, MindSpeedConfig
+from mega_rl.config.schema.device import Kernels, MindSpeedConfig
 from mega_rl.errors import InputError
 from mega_rl.platform.contract import environment
-from mega_rl.platform.contract.base import (
-    DeviceLoad,
-    MemoryStats,
-    Platform,
-    ProcessRole,
-    Setting,
-)
+from mega_rl.platform.contract.base import DeviceLoad, MemoryStats, Platform, ProcessRole, Setting
 from mega_rl.platform.contract.environment import Applied
 from mega_rl.platform.cpu import CpuPlatform
 from mega_rl.platform.cuda import CudaPlatform

@@ -10,14 +10,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
-from mega_rl.config.schema.sections import MindSpeedConfig
+from mega_rl.config.schema.device import MindSpeedConfig
 from mega_rl.platform import accelerator
-from mega_rl.platform.contract.base import (
-    DeviceLoad,
-    MemoryStats,
-    ProcessRole,
-    Setting,
-)
+from mega_rl.platform.contract.base import DeviceLoad, MemoryStats, ProcessRole, Setting
 from mega_rl.platform.contract.host import host_peak_bytes, reset_host_peak
 from mega_rl.platform.contract.trace import recorded
 from mega_rl.platform.operators.torch_kernels import TorchOperators

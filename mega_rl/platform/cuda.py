@@ -16,14 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
-from mega_rl.config.schema.sections import MindSpeedConfig
+from mega_rl.config.schema.device import MindSpeedConfig
 from mega_rl.errors import InputError
-from mega_rl.platform.contract.base import (
-    DeviceLoad,
-    MemoryStats,
-    ProcessRole,
-    Setting,
-)
+from mega_rl.platform.contract.base import DeviceLoad, MemoryStats, ProcessRole, Setting
 from mega_rl.platform.contract.host import host_peak_bytes, reset_host_peak
 from mega_rl.platform.contract.peaks import cuda_peak
 from mega_rl.platform.contract.trace import recorded

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mega_rl import platform
 from mega_rl.platform.operators.attention import VarlenPacking, check_arguments
-from mega_rl.platform.operators.torch_kernels import TorchOperators, chosen_experts as chosen_experts
+from mega_rl.platform.operators.torch_kernels import TorchOperators
 
 
 def _own() -> TorchOperators:

@@ -1,4 +1,4 @@
-"""The Ascend platform: with ``npu_operators`` the one place that imports torch_npu."""
+"""The Ascend platform: with ``operators.npu_kernels`` the one place that imports torch_npu."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mega_rl.config.schema.sections import MindSpeedConfig
+from mega_rl.config.schema.device import MindSpeedConfig
 from mega_rl.errors import InputError
 from mega_rl.platform import accelerator
 from mega_rl.platform.ascend import (
@@ -23,12 +23,7 @@ from mega_rl.platform.ascend import (
     mindspeed as mindspeed_adaptor,
 )
 from mega_rl.platform.contract import versions
-from mega_rl.platform.contract.base import (
-    DeviceLoad,
-    MemoryStats,
-    ProcessRole,
-    Setting,
-)
+from mega_rl.platform.contract.base import DeviceLoad, MemoryStats, ProcessRole, Setting
 from mega_rl.platform.contract.host import host_peak_bytes, reset_host_peak
 from mega_rl.platform.contract.peaks import ascend_peak
 from mega_rl.platform.operators.npu_kernels import AscendOperators

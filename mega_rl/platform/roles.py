@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mega_rl.config.schema.sections import RolloutConfig
+from mega_rl.config.schema.sampling import RolloutConfig
 from mega_rl.platform.contract.base import ProcessRole
 
 

@@ -9,23 +9,12 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
 
-from mega_rl.observe.metrics.declared import (
-    MetricSpec,
-    Section,
-    laid_out,
-    match,
-)
+from mega_rl.observe.metrics.declared import MetricSpec, Section, laid_out, match
 from mega_rl.observe.metrics.from_files import HELD_OUT, LOSSES
 from mega_rl.report import charts
 from mega_rl.report.charts import Curve, short
 from mega_rl.report.read import RunRecord
-from mega_rl.report.samples import (
-    Decode,
-    Thumbnails,
-    card,
-    legend,
-    spread,
-)
+from mega_rl.report.samples import Decode, Thumbnails, card, legend, spread
 
 MAX_LOG_ROWS = 200  # of a run, the newest ones
 MAX_CELL_CHARACTERS = 300  # of a configuration value

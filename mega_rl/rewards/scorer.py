@@ -9,33 +9,15 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from mega_rl.config.checks.environment import ENVIRONMENT, TURNS
-from mega_rl.config.schema.sections import RewardConfig, RewardWorkersConfig
+from mega_rl.config.schema.sampling import RewardConfig, RewardWorkersConfig
 from mega_rl.config.schema.stage import WORKERS_PER_RANK
 from mega_rl.errors import InputError
 from mega_rl.rewards.functions.images import Encoded, Lent
 from mega_rl.rewards.functions.registry import BUILT_IN, part_name
 from mega_rl.rewards.pool.dispatch import PoolError
-from mega_rl.rewards.pool.pool import (
-    Answers,
-    Pool,
-    WorkerPool,
-    pack,
-)
-from mega_rl.rewards.pool.worker import (
-    MAX_VALUE,
-    SCORE,
-    Answer,
-    Sample,
-    WorkerSetup,
-)
-from mega_rl.types import (
-    Outcome,
-    Score,
-    TokenSource,
-    Trajectory,
-    TrajectorySummary,
-    UnknownReward,
-)
+from mega_rl.rewards.pool.pool import Answers, Pool, WorkerPool, pack
+from mega_rl.rewards.pool.worker import MAX_VALUE, SCORE, Answer, Sample, WorkerSetup
+from mega_rl.types import Outcome, Score, TokenSource, Trajectory, TrajectorySummary, UnknownReward
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,7 @@ import numpy.typing as npt
 
 from mega_rl.errors import InputError
 from mega_rl.rollout.engine import Request
-from mega_rl.types import (
-    ASSISTANT,
-    Prompt,
-    Trajectory,
-    TurnSpan,
-)
+from mega_rl.types import ASSISTANT, Prompt, Trajectory, TurnSpan
 
 ENDS = ("stop", "length")  # why a response ends
 TAKEN_OUT = "abort"  # why a tail ends

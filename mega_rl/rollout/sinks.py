@@ -20,12 +20,7 @@ from mega_rl.bridge.mapping.tensors import full_series, hf_tensors
 from mega_rl.bridge.mapping.tuning import AdapterPlan
 from mega_rl.bridge.mapping.vllm import vllm_series
 from mega_rl.bridge.mapping.vllm_slots import slot_series
-from mega_rl.bridge.reshard.execute import (
-    Read,
-    Transfer,
-    TransferCount,
-    write_into,
-)
+from mega_rl.bridge.reshard.execute import Read, Transfer, TransferCount, write_into
 from mega_rl.bridge.reshard.plan import Layout, compile_plan
 from mega_rl.bridge.reshard.proof import Hashes, Inspect, LoadProof, colocated
 from mega_rl.bridge.series import Series, slices_of

@@ -26,17 +26,8 @@ from mega_rl.environments.agent import Generate
 from mega_rl.environments.protocol import Turn
 from mega_rl.environments.tools import Parser
 from mega_rl.errors import InputError
-from mega_rl.serving.conversations import (
-    Key,
-    key_of,
-    read_back,
-)
-from mega_rl.serving.openai_answers import (
-    AnswerForm,
-    ClientAnswer,
-    calls_of,
-    error,
-)
+from mega_rl.serving.conversations import Key, key_of, read_back
+from mega_rl.serving.openai_answers import AnswerForm, ClientAnswer, calls_of, error
 from mega_rl.serving.openai_requests import chat_of
 
 # What the run decides: an agent that asks for something else would be trained as what it is not.

@@ -14,28 +14,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from mega_rl.data.rows.messages import (
-    ASSISTANT,
-    CALLS,
-    Message,
-    as_messages,
-)
+from mega_rl.data.rows.messages import ASSISTANT, CALLS, Message, as_messages
 from mega_rl.data.tokens.replies import History, ReplyTokens
-from mega_rl.data.tokens.template import (
-    Tools,
-    apply_template,
-    check_written,
-)
+from mega_rl.data.tokens.template import Tools, apply_template, check_written
 from mega_rl.data.tokens.tokenizer import encode
 from mega_rl.errors import InputError
-from mega_rl.types import (
-    ASSISTANT as MODEL,
-    PROMPT,
-    Prompt,
-    Span,
-    Trajectory,
-    TurnSpan,
-)
+from mega_rl.types import ASSISTANT as MODEL, PROMPT, Prompt, Span, Trajectory, TurnSpan
 
 MAX_TOOL_LISTS = 64  # for which the tokens of replies are kept ready
 MAX_ROWS = 256  # of one session, all of which are kept until its reward comes

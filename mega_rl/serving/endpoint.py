@@ -15,26 +15,10 @@ from mega_rl.environments.tools import Parser
 from mega_rl.errors import InputError
 from mega_rl.rollout.engine import Piece, Request
 from mega_rl.rollout.requests import sample_seed
-from mega_rl.serving.conversations import (
-    ConversationRenderer,
-    Conversations,
-    Opening,
-    read_back,
-)
+from mega_rl.serving.conversations import ConversationRenderer, Conversations, Opening, read_back
 from mega_rl.serving.engines import Engines
-from mega_rl.serving.openai_answers import (
-    AnswerForm,
-    ClientAnswer,
-    Kind,
-    answer_of,
-)
-from mega_rl.serving.openai_requests import (
-    Asked,
-    chat_of,
-    check_ids,
-    completion_of,
-    tokens_of,
-)
+from mega_rl.serving.openai_answers import AnswerForm, ClientAnswer, Kind, answer_of
+from mega_rl.serving.openai_requests import Asked, chat_of, check_ids, completion_of, tokens_of
 from mega_rl.serving.sessions import AgentSession, Sessions
 from mega_rl.types import Prompt, Trajectory
 

@@ -10,11 +10,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from mega_rl.data.rows.messages import (
-    ASSISTANT,
-    CALLS,
-    Message,
-)
+from mega_rl.data.rows.messages import ASSISTANT, CALLS, Message
 from mega_rl.environments.tools import Parsed, Parser
 from mega_rl.serving.openai_requests import Asked
 from mega_rl.types import Trajectory

@@ -6,11 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mega_rl.data.rows.messages import (
-    Message,
-    as_messages,
-    tools_of,
-)
+from mega_rl.data.rows.messages import Message, as_messages, tools_of
 from mega_rl.data.tokens.template import Tools
 from mega_rl.errors import InputError, shown
 

@@ -18,11 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mega_rl.errors import InputError, shown
 from mega_rl.rollout.collect.collect import PromptGroup
-from mega_rl.rollout.collect.records import (
-    PATTERN,
-    append_rows,
-    to_rows,
-)
+from mega_rl.rollout.collect.records import PATTERN, append_rows, to_rows
 from mega_rl.serving.conversations import Conversations
 from mega_rl.types import Prompt, Score, Span, Trajectory
 

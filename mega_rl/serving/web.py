@@ -21,16 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mega_rl.errors import InputError
 from mega_rl.serving.endpoint import Endpoint
 from mega_rl.serving.engines import EngineLostError, FullError
-from mega_rl.serving.openai_answers import (
-    Kind,
-    error,
-    event,
-)
-from mega_rl.serving.sessions import (
-    EndedSessionError,
-    Sessions,
-    UnknownSessionError,
-)
+from mega_rl.serving.openai_answers import Kind, error, event
+from mega_rl.serving.sessions import EndedSessionError, Sessions, UnknownSessionError
 
 T = TypeVar("T")
 SESSION = "x-session-id"  # the header that names a session

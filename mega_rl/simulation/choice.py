@@ -9,11 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 from mega_rl.fleet.tickets import Rules
-from mega_rl.simulation.cluster import (
-    Cluster,
-    SimulatedRun,
-    Simulation,
-)
+from mega_rl.simulation.cluster import Cluster, SimulatedRun, Simulation
 from mega_rl.simulation.lengths import Lengths
 
 MARGIN = 1.05  # slower than the fastest by no more than this counts as equally fast

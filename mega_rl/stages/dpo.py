@@ -12,7 +12,7 @@ import torch
 from mega_rl.algorithms.pairs import AnswersApart
 from mega_rl.algorithms.preference import PreferenceObjective, answer_sums
 from mega_rl.config import RunConfig
-from mega_rl.config.schema.sections import PreferenceConfig
+from mega_rl.config.schema.learning import PreferenceConfig
 from mega_rl.data.pairs import Pair, PairDataset
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.stages.models import trainer

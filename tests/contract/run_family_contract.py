@@ -21,11 +21,7 @@ from mega_rl import platform
 from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.bridge.mapping.tensors import SCORE, hf_tensors, roles
 from mega_rl.bridge.slices import indices, whole_box
-from mega_rl.config.schema.sections import (
-    MemoryConfig,
-    OptimizerConfig,
-    ParallelConfig,
-)
+from mega_rl.config.schema.sections import MemoryConfig, OptimizerConfig, ParallelConfig
 from mega_rl.data.packing import pack
 from mega_rl.megatron.engine import MegatronEngine, Optimization
 from mega_rl.megatron.model.spec import TrainerSpec

@@ -25,11 +25,7 @@ from mega_rl.megatron import offload
 from mega_rl.megatron.optim import optimizer
 from mega_rl.microbatch import Microbatch, TokenStats
 from mega_rl.models import fit
-from mega_rl.observe.metrics.declared import (
-    MAXIMA,
-    MEANS,
-    match,
-)
+from mega_rl.observe.metrics.declared import MAXIMA, MEANS, match
 from mega_rl.planning import advice
 from mega_rl.stages.learn import gates
 from mega_rl.types import DTYPES

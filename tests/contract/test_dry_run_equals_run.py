@@ -21,7 +21,7 @@ import torch
 from mega_rl.bridge.mapping.megatron import rank_series
 from mega_rl.bridge.mapping.vllm import vllm_series
 from mega_rl.config import RunConfig, problems, to_yaml, validate
-from mega_rl.config.schema.sections import RewardConfig
+from mega_rl.config.schema.sampling import RewardConfig
 from mega_rl.errors import InputError
 from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.layout import ParallelLayout

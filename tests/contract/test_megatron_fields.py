@@ -15,19 +15,10 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from mega_rl.config import RunConfig, problems
 from mega_rl.config.reading.typed import leaf_names
-from mega_rl.config.schema.megatron_fields import (
-    FREE,
-    KEYS,
-    OTHERS,
-    field_problems,
-)
+from mega_rl.config.schema.megatron_fields import FREE, KEYS, OTHERS, field_problems
 from mega_rl.config.schema.sections import MemoryConfig, ParallelConfig
 from mega_rl.errors import InputError
-from mega_rl.megatron.model import (
-    families,
-    recompute,
-    transformer as model,
-)
+from mega_rl.megatron.model import families, recompute, transformer as model
 from mega_rl.megatron.model.spec import TrainerSpec
 from mega_rl.models.shape import read_model_shape
 

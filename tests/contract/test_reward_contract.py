@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mega_rl.config.schema.sections import RewardConfig, RewardWorkersConfig
+from mega_rl.config.schema.sampling import RewardConfig, RewardWorkersConfig
 from mega_rl.rewards.functions.registry import BUILT_IN, bind
 from mega_rl.rewards.sandbox.sandbox import has_namespaces
 from mega_rl.rewards.scorer import Scorer, build_scorer

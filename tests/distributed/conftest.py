@@ -10,11 +10,7 @@ from PIL import Image
 from transformers import AutoModelForCausalLM
 
 from mega_rl.data.rows.rows import write_jsonl
-from mega_rl.synthetic.arithmetic import (
-    ArithmeticSpec,
-    arithmetic_data,
-    arithmetic_tokenizer,
-)
+from mega_rl.synthetic.arithmetic import ArithmeticSpec, arithmetic_data, arithmetic_tokenizer
 from mega_rl.synthetic.tiny_model import TinyModelSpec, write_tiny_model
 from tests.launching.launch import ranks
 from tests.launching.training import (

@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from mega_rl import platform
-from mega_rl.config.schema.sections import RolloutConfig
+from mega_rl.config.schema.sampling import RolloutConfig
 from mega_rl.platform.roles import trainer_role
 from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.vllm.engine import VLLMEngine

@@ -18,11 +18,7 @@ import pytest
 import torch
 
 from mega_rl.data.rows.rows import write_jsonl
-from mega_rl.synthetic.arithmetic import (
-    ArithmeticSpec,
-    arithmetic_data,
-    arithmetic_tokenizer,
-)
+from mega_rl.synthetic.arithmetic import ArithmeticSpec, arithmetic_data, arithmetic_tokenizer
 from mega_rl.synthetic.tiny_model import TinyModelSpec, write_tiny_model
 from tests.launching.training import SFT, TRAIN, metrics_of
 from tests.models import tiny_models

@@ -13,17 +13,8 @@ import pytest
 
 from mega_rl.rewards.pool import dispatch
 from mega_rl.rewards.pool.pool import WorkerPool
-from mega_rl.rewards.pool.process import (
-    WorkerFailure,
-    WorkerProcess,
-    _sealed_memory,
-)
-from mega_rl.rewards.pool.worker import (
-    EXITED,
-    WorkerCall,
-    WorkerProgress,
-    WorkerSetup,
-)
+from mega_rl.rewards.pool.process import WorkerFailure, WorkerProcess, _sealed_memory
+from mega_rl.rewards.pool.worker import EXITED, WorkerCall, WorkerProgress, WorkerSetup
 
 ENDED = WorkerFailure(EXITED, "ended the worker with exit status 3")
 

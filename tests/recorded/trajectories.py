@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mega_rl.types import (
-    ASSISTANT,
-    PROMPT,
-    Prompt,
-    Span,
-    Trajectory,
-    TurnSpan,
-)
+from mega_rl.types import ASSISTANT, PROMPT, Prompt, Span, Trajectory, TurnSpan
 
 PROMPT_IDS = (3, 14, 4)
 

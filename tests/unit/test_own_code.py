@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
 
 from mega_rl.errors import InputError
-from mega_rl.own_code import is_own, load, name_problem
+from mega_rl.own_code import MOVED, is_own, load, name_problem
 
 
 def test_files_of_one_name_do_not_meet_and_each_is_imported_once(tmp_path: Path) -> None:
@@ -40,6 +41,21 @@ def test_a_module_of_the_path() -> None:
 def test_what_cannot_be_loaded_is_a_sentence(name: str, sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
         load(name, "key")
+
+
+def test_a_module_that_has_moved_is_named_with_its_new_place(tmp_path: Path) -> None:
+    sentence = r"cannot be imported \(mega_rl.rewards.math is now mega_rl.rewards.functions.math\)"
+    with pytest.raises(InputError, match=f"key: 'mega_rl.rewards.math:gsm8k' {sentence}; correct the name"):
+        load("mega_rl.rewards.math:gsm8k", "key")
+    file = tmp_path / "of_before.py"
+    file.write_text("from mega_rl.rewards.math import gsm8k\n")
+    with pytest.raises(InputError, match=rf"key: {file} {sentence}; fix that file"):
+        load(f"{file}:gsm8k", "key")
+
+
+@pytest.mark.parametrize(("old", "now"), MOVED.items())
+def test_modules_that_have_moved(old: str, now: str) -> None:
+    assert importlib.util.find_spec(old) is None and importlib.util.find_spec(now) is not None
 
 
 def test_a_file_that_fails_is_imported_again_when_it_is_mended(tmp_path: Path) -> None:

@@ -9,15 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mega_rl.types import (
-    ASSISTANT,
-    PROMPT,
-    Outcome,
-    Prompt,
-    Span,
-    Trajectory,
-    TurnSpan,
-)
+from mega_rl.types import ASSISTANT, PROMPT, Outcome, Prompt, Span, Trajectory, TurnSpan
 from tests.recorded.trajectories import two_turns
 
 QUESTION = Prompt(7, (4, 8), "?", "7", "arithmetic", {"level": [1]})

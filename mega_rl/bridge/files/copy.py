@@ -10,11 +10,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.bridge.files.assembly import Assembly
-from mega_rl.bridge.files.stored import (
-    OpenTensors,
-    StoredTensors,
-    row_blocks,
-)
+from mega_rl.bridge.files.stored import OpenTensors, StoredTensors, row_blocks
 from mega_rl.bridge.slices import Box, num_elements
 
 # (tensor, box of whole rows, values) -> values of the same shape and dtype

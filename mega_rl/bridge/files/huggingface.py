@@ -17,20 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from mega_rl.bridge.files.assembly import FileImage, disk_error, fsync, literal_file
-from mega_rl.bridge.files.fused import (
-    DOWN,
-    GATE_UP,
-    ExpertPart,
-    are_transposed,
-    box_in_file,
-    file_sizes,
-    part_of,
-)
-from mega_rl.bridge.files.stored import (
-    FilePlace,
-    OpenTensors,
-    StoredTensors,
-)
+from mega_rl.bridge.files.fused import DOWN, GATE_UP, ExpertPart, are_transposed, box_in_file, file_sizes, part_of
+from mega_rl.bridge.files.stored import FilePlace, OpenTensors, StoredTensors
 from mega_rl.bridge.mapping.tensors import LM_HEAD, hf_tensors
 from mega_rl.bridge.slices import Box, indices, whole_box
 from mega_rl.errors import InputError, shortened, shown

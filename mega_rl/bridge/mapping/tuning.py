@@ -11,11 +11,7 @@ from itertools import groupby
 from mega_rl.bridge.mapping.megatron import ModelChunk, megatron_slices
 from mega_rl.bridge.mapping.tensors import SCORE, hf_tensors, roles
 from mega_rl.bridge.mapping.tower import frozen_names
-from mega_rl.config.schema.sections import (
-    AdapterConfig,
-    TuningConfig,
-    VisionConfig,
-)
+from mega_rl.config.schema.learning import AdapterConfig, TuningConfig, VisionConfig
 from mega_rl.errors import InputError, shown
 from mega_rl.models.shape import ModelShape
 from mega_rl.models.vision import TOWER

@@ -33,7 +33,7 @@ from torch import Tensor
 from mega_rl.bridge.outgoing.transform import Changed
 from mega_rl.bridge.reshard.execute import Read
 from mega_rl.bridge.slices import Box, extents, indices
-from mega_rl.config.schema.sections import AqnConfig, NormRole
+from mega_rl.config.schema.sampling import AqnConfig, NormRole
 from mega_rl.errors import InputError
 from mega_rl.platform.rounding import NUM_BITS, round_stochastically
 

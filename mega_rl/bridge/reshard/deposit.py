@@ -7,12 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from mega_rl.bridge.reshard.execute import (
-    Read,
-    TransferCount,
-    Write,
-    checked_read,
-)
+from mega_rl.bridge.reshard.execute import Read, TransferCount, Write, checked_read
 from mega_rl.bridge.reshard.plan import ReshardPlan
 from mega_rl.bridge.reshard.proof import piece_hash
 from mega_rl.bridge.slices import Box

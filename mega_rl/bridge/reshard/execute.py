@@ -1,4 +1,4 @@
-"""A plan carried out over a process group, bucket by bucket, with a transfer_count of what was moved."""
+"""A plan carried out over a process group, bucket by bucket, with a count of what was moved."""
 
 from __future__ import annotations
 

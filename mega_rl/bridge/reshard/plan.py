@@ -14,11 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mega_rl.bridge.reshard.alike import (
-    Holder,
-    TensorGroup,
-    group_tensors,
-)
+from mega_rl.bridge.reshard.alike import Holder, TensorGroup, group_tensors
 from mega_rl.bridge.reshard.assign import Need, Shares, assign
 from mega_rl.bridge.reshard.runs import Move, PieceRun
 from mega_rl.bridge.series import Number, Series, from_slice, hf_name_of

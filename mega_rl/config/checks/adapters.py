@@ -5,12 +5,7 @@ from __future__ import annotations
 import os
 
 from mega_rl.config.schema.sections import RunConfig
-from mega_rl.config.schema.stage import (
-    ADAPTER,
-    samples,
-    sequences_per_row,
-    trains_values,
-)
+from mega_rl.config.schema.stage import ADAPTER, samples, sequences_per_row, trains_values
 from mega_rl.errors import shown
 
 PEFT_CONFIG = "adapter_config.json"  # what PEFT writes beside the weights of an adapter

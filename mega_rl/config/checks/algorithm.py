@@ -7,12 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from mega_rl.config.checks.modes import mode_problems
-from mega_rl.config.schema.sections import (
-    CRITIC_ADVANTAGE,
-    GroupBaseline,
-    RolloutConfig,
-    RunConfig,
-)
+from mega_rl.config.schema.sampling import RolloutConfig
+from mega_rl.config.schema.sections import CRITIC_ADVANTAGE, GroupBaseline, RunConfig
 from mega_rl.config.schema.stage import critic_parallel
 from mega_rl.errors import shown
 from mega_rl.own_code import is_own, name_problem

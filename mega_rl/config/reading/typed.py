@@ -16,12 +16,7 @@ from typing import Any, Literal
 from omegaconf import MISSING
 
 from mega_rl.config.reading.old_keys import is_old_section, old_key_answer
-from mega_rl.config.reading.tables import (
-    NEIGHBOURS,
-    reason,
-    recognised,
-    sections,
-)
+from mega_rl.config.reading.tables import NEIGHBOURS, reason, recognised, sections
 from mega_rl.config.reading.yaml_text import parse_yaml, unusable_text
 from mega_rl.config.schema.sections import RunConfig
 from mega_rl.errors import MAX_LISTED, MAX_SHOWN, shown

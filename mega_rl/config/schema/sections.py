@@ -13,23 +13,16 @@ from typing import Annotated, Any, Literal
 
 from omegaconf import MISSING
 
-from mega_rl.config.schema.device import (
-    Dtype as Dtype,
-    Kernels as Kernels,
-    Layers as Layers,
-    MindSpeedConfig as MindSpeedConfig,
-    PlatformConfig as PlatformConfig,
-)
+from mega_rl.config.schema.device import Dtype, PlatformConfig
 from mega_rl.config.schema.learning import (
-    AdapterConfig as AdapterConfig,
-    CriticConfig as CriticConfig,
-    EnvironmentConfig as EnvironmentConfig,
-    KtoConfig as KtoConfig,
-    PreferenceConfig as PreferenceConfig,
-    RewardModelConfig as RewardModelConfig,
-    RouterConfig as RouterConfig,
-    TuningConfig as TuningConfig,
-    VisionConfig as VisionConfig,
+    CriticConfig,
+    EnvironmentConfig,
+    KtoConfig,
+    PreferenceConfig,
+    RewardModelConfig,
+    RouterConfig,
+    TuningConfig,
+    VisionConfig,
 )
 from mega_rl.config.schema.limits import (
     MANY,
@@ -49,15 +42,7 @@ from mega_rl.config.schema.limits import (
     one_of_or_own,
     two_texts,
 )
-from mega_rl.config.schema.sampling import (
-    COLOCATED_MEMORY_SHARE as COLOCATED_MEMORY_SHARE,
-    AqnConfig as AqnConfig,
-    BridgeConfig as BridgeConfig,
-    NormRole as NormRole,
-    RewardConfig as RewardConfig,
-    RewardWorkersConfig as RewardWorkersConfig,
-    RolloutConfig as RolloutConfig,
-)
+from mega_rl.config.schema.sampling import AqnConfig, BridgeConfig, RewardConfig, RewardWorkersConfig, RolloutConfig
 
 ContextMethod = Literal["gather", "ulysses"]
 OffloadPart = Literal["weights", "gradients", "optimizer"]
@@ -123,7 +108,8 @@ class DynamicSamplingConfig:
 class AlgorithmConfig:
     """The objective; ``docs/algorithms.md`` has the formulas. The defaults are GRPO's."""
 
-    # A preset: it sets those of the following keys that the configuration does not give. See config/algorithm.py.
+    # A preset: it sets those of the following keys that the configuration does not give. See
+    # config/checks/algorithm.py.
     name: Literal[
         "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "dapo", "gspo", "cispo", "ppo"
     ] = "grpo"  # fmt: skip
@@ -276,7 +262,8 @@ class TrainerConfig:
     logprob_chunk_tokens: PositiveInt = 1024
     gates: GatesConfig = field(default_factory=GatesConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
-    # More fields of Megatron-core's TransformerConfig; config/megatron_fields.py says which, and why not the others.
+    # More fields of Megatron-core's TransformerConfig; config/schema/megatron_fields.py says which, and why not
+    # the others.
     megatron: dict[str, Any] = field(default_factory=dict)
 
 

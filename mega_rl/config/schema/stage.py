@@ -5,14 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from mega_rl.config.schema.sections import (
-    CRITIC_ADVANTAGE,
-    ParallelConfig,
-    RewardConfig,
-    RolloutConfig,
-    RunConfig,
-    TuningConfig,
-)
+from mega_rl.config.schema.learning import TuningConfig
+from mega_rl.config.schema.sampling import RewardConfig, RolloutConfig
+from mega_rl.config.schema.sections import CRITIC_ADVANTAGE, ParallelConfig, RunConfig
 from mega_rl.models.files import CONFIG_FILE
 
 WORKERS_PER_RANK = 2  # where ``reward_workers.num_workers`` says nothing

@@ -6,14 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from mega_rl.data.pictures.pictures import (
-    CONTENTS,
-    MARK,
-    EncodedPicture,
-    FilePicture,
-    PictureReader,
-    given_pictures,
-)
+from mega_rl.data.pictures.pictures import CONTENTS, MARK, EncodedPicture, FilePicture, PictureReader, given_pictures
 from mega_rl.data.rows.rows import Row
 from mega_rl.errors import InputError
 from mega_rl.microbatch import Images, Sequence
@@ -37,7 +30,7 @@ class PictureSet:
         self.pictures |= pictures
 
     def encoded(self, prompts: Iterable[Prompt]) -> dict[str, EncodedPicture]:
-        """The pictures that these prompts name, for a process that has no picture_set.
+        """The pictures that these prompts name, for a process that has no `PictureSet`.
 
         Raises:
             InputError: a file that has changed, or cannot be read any more.

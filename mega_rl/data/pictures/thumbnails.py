@@ -7,11 +7,7 @@ import io
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 
-from mega_rl.data.pictures.pictures import (
-    FilePicture,
-    encoded_pictures,
-    opened,
-)
+from mega_rl.data.pictures.pictures import FilePicture, encoded_pictures, opened
 from mega_rl.data.rows.rows import Row, each_row
 from mega_rl.errors import InputError
 from mega_rl.types import Prompt

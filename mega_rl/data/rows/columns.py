@@ -14,15 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mega_rl.data.rows.messages import (
-    ASSISTANT,
-    CALLS,
-    REFUSED_KEYS,
-    TEXTS,
-    TOOL,
-    calls_of,
-    tools_of,
-)
+from mega_rl.data.rows.messages import ASSISTANT, CALLS, REFUSED_KEYS, TEXTS, TOOL, calls_of, tools_of
 from mega_rl.data.rows.rows import Row
 from mega_rl.errors import InputError, shown
 

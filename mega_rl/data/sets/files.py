@@ -7,12 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from mega_rl.data.rows.rows import (
-    READERS,
-    Row,
-    each_row,
-    read_object,
-)
+from mega_rl.data.rows.rows import READERS, Row, each_row, read_object
 from mega_rl.errors import InputError, shortened
 
 TRAIN, VALIDATION = "train", "validation"

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from mega_rl.data.pictures.pictures import (
-    MARK,
-    encoded_pictures,
-    is_usable,
-)
+from mega_rl.data.pictures.pictures import MARK, encoded_pictures, is_usable
 from mega_rl.data.rows.rows import Row
 from mega_rl.data.sets.counting import Dropped, Record, fold
 from mega_rl.data.sets.problems import MATH_INSTRUCTION, problem_record, texts

@@ -10,13 +10,7 @@ from typing import Any, Literal
 
 from mega_rl.data.rows.rows import write_jsonl, write_parquet
 from mega_rl.data.sets.conversations import alpaca, sharegpt
-from mega_rl.data.sets.counting import (
-    KeptRows,
-    Make,
-    RowCounts,
-    collect,
-    digest,
-)
+from mega_rl.data.sets.counting import KeptRows, Make, RowCounts, collect, digest
 from mega_rl.data.sets.files import TRAIN, VALIDATION, files_of_splits, rows_of
 from mega_rl.data.sets.geometry import geo3k
 from mega_rl.data.sets.preferences import kto, pair

@@ -17,20 +17,8 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from mega_rl.data.rows.messages import (
-    ASSISTANT,
-    CALLS,
-    TOOL,
-    Message,
-    as_messages,
-)
-from mega_rl.data.tokens.template import (
-    CALL_ID,
-    Tools,
-    apply_template,
-    probe_answer,
-    probe_call,
-)
+from mega_rl.data.rows.messages import ASSISTANT, CALLS, TOOL, Message, as_messages
+from mega_rl.data.tokens.template import CALL_ID, Tools, apply_template, probe_answer, probe_call
 from mega_rl.data.tokens.tokenizer import encode
 from mega_rl.errors import InputError
 

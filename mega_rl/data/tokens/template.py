@@ -16,16 +16,8 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from mega_rl.data.rows.messages import (
-    CALLS,
-    TOOL,
-    Message,
-)
-from mega_rl.data.tokens.template_steps import (
-    MAX_TEMPLATE_STEPS,
-    TooManySteps,
-    bounded_template,
-)
+from mega_rl.data.rows.messages import CALLS, TOOL, Message
+from mega_rl.data.tokens.template_steps import MAX_TEMPLATE_STEPS, TooManySteps, bounded_template
 from mega_rl.errors import InputError, shortened
 
 Tools = Sequence[dict[str, Any]]

@@ -10,17 +10,8 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from mega_rl.data.rows.messages import (
-    CALLS,
-    Message,
-    as_messages,
-    texts_of,
-)
-from mega_rl.data.tokens.template import (
-    Tools,
-    apply_template,
-    uses_chat_template,
-)
+from mega_rl.data.rows.messages import CALLS, Message, as_messages, texts_of
+from mega_rl.data.tokens.template import Tools, apply_template, uses_chat_template
 from mega_rl.errors import InputError, shortened
 from mega_rl.models.files import tokenizer_problem
 

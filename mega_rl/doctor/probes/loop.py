@@ -19,11 +19,7 @@ import torch
 from mega_rl import platform
 from mega_rl.data.rows.rows import write_jsonl
 from mega_rl.doctor.probes import report
-from mega_rl.synthetic.arithmetic import (
-    ArithmeticSpec,
-    arithmetic_data,
-    arithmetic_tokenizer,
-)
+from mega_rl.synthetic.arithmetic import ArithmeticSpec, arithmetic_data, arithmetic_tokenizer
 from mega_rl.synthetic.tiny_model import TinyModelSpec, write_tiny_model
 
 TRAIN = Path(__file__).resolve().parents[3] / "tools" / "train.py"

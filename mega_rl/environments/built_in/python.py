@@ -12,13 +12,7 @@ from mega_rl.environments.protocol import End, Reply, ToolResult, Turn
 from mega_rl.errors import InputError
 from mega_rl.rewards.functions.code import check_isolation
 from mega_rl.rewards.sandbox.remote import SandboxClient
-from mega_rl.rewards.sandbox.sandbox import (
-    ProgramLimits,
-    ProgramRun,
-    SandboxSession,
-    SessionEndedError,
-    run_program,
-)
+from mega_rl.rewards.sandbox.sandbox import ProgramLimits, ProgramRun, SandboxSession, SessionEndedError, run_program
 from mega_rl.types import Prompt
 
 FENCED = re.compile(r"```(?:python|py)[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)

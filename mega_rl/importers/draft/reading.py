@@ -15,13 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mega_rl.config.reading.yaml_text import parse_yaml
 from mega_rl.errors import InputError, shortened
-from mega_rl.importers.draft.words import (
-    MAX_CHARACTERS,
-    UNKNOWN,
-    expanded,
-    shell_lines,
-    variables,
-)
+from mega_rl.importers.draft.words import MAX_CHARACTERS, UNKNOWN, expanded, shell_lines, variables
 
 _HYDRA = re.compile(r"^[+~]{0,2}([A-Za-z_][\w-]*(?:\.[\w-]+)+)=(.*)$", re.DOTALL)
 _TOP = re.compile(r"^\+{0,2}([A-Za-z_]\w*)=(.*)$", re.DOTALL)

@@ -6,11 +6,7 @@ import re
 from typing import Any
 
 from mega_rl.errors import InputError, shown
-from mega_rl.importers.draft.draft import (
-    Draft,
-    Rule,
-    Stage,
-)
+from mega_rl.importers.draft.draft import Draft, Rule, Stage
 from mega_rl.importers.draft.units import guess_reward, set_warmup
 from mega_rl.importers.rules.learned import (
     AdapterKeys,

@@ -6,14 +6,7 @@ from typing import Any
 
 from mega_rl.errors import InputError, shown
 from mega_rl.importers.draft.draft import Draft, Rule
-from mega_rl.importers.draft.units import (
-    as_list,
-    exact,
-    guess_reward,
-    set_global_batch,
-    set_tokens,
-    set_warmup,
-)
+from mega_rl.importers.draft.units import as_list, exact, guess_reward, set_global_batch, set_tokens, set_warmup
 from mega_rl.importers.rules.hf_learned import (
     llamafactory_preferences,
     llamafactory_stage,
@@ -22,11 +15,7 @@ from mega_rl.importers.rules.hf_learned import (
     trl_preferences,
     trl_stage,
 )
-from mega_rl.importers.rules.learned import (
-    add_reward_model,
-    has_critic,
-    sequences_per_row,
-)
+from mega_rl.importers.rules.learned import add_reward_model, has_critic, sequences_per_row
 
 BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation")
 REDUCTIONS = {

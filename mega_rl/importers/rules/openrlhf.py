@@ -5,18 +5,8 @@ from __future__ import annotations
 from typing import cast
 
 from mega_rl.errors import shown
-from mega_rl.importers.draft.draft import (
-    Draft,
-    Rule,
-    Stage,
-)
-from mega_rl.importers.draft.units import (
-    as_list,
-    exact,
-    guess_reward,
-    set_tokens,
-    set_warmup,
-)
+from mega_rl.importers.draft.draft import Draft, Rule, Stage
+from mega_rl.importers.draft.units import as_list, exact, guess_reward, set_tokens, set_warmup
 from mega_rl.importers.rules.learned import (
     AdapterKeys,
     CriticKeys,

@@ -5,21 +5,11 @@ from __future__ import annotations
 from typing import Any, get_args
 
 from mega_rl.config.reading.tables import table
-from mega_rl.config.schema.sections import NormRole
+from mega_rl.config.schema.sampling import NormRole
 from mega_rl.importers.draft.draft import Draft, Rule
-from mega_rl.importers.draft.units import (
-    as_list,
-    exact,
-    guess_reward,
-    set_tokens,
-    set_warmup,
-)
+from mega_rl.importers.draft.units import as_list, exact, guess_reward, set_tokens, set_warmup
 from mega_rl.importers.rules.learned import set_stage
-from mega_rl.importers.rules.verl_learned import (
-    adapter,
-    critic,
-    reward_model,
-)
+from mega_rl.importers.rules.verl_learned import adapter, critic, reward_model
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 MEGATRON = f"{ACTOR}megatron."

@@ -25,9 +25,7 @@ from mega_rl import platform
 from mega_rl.bridge.files.torch_dist.columns import Columns, from_bytes, restore
 from mega_rl.bridge.files.torch_dist.manifest import (
     COLUMNS,
-    MANIFEST as MANIFEST,
-    PROGRESS as PROGRESS,
-    WEIGHTS as WEIGHTS,
+    WEIGHTS,
     ManifestContent,
     changed,
     different_key,

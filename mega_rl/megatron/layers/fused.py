@@ -1,4 +1,4 @@
-"""Megatron's operations that have fused kernels, done by ``platform.operators``.
+"""Megatron's operations that have fused kernels, done by ``platform.dispatch``.
 
 | operation | seam in Megatron |
 |---|---|
@@ -32,6 +32,7 @@ from torch import Tensor
 from mega_rl.megatron.tuning.adapter import product_of_experts
 from mega_rl.platform import dispatch as operators
 from mega_rl.platform.operators.attention import once_per_tensor
+from mega_rl.platform.operators.torch_kernels import chosen_experts
 
 
 class GroupedExperts(SequentialMLP):
@@ -111,7 +112,7 @@ def permute(
     assert not fused and not drop_and_pad, "no tokens are dropped"
     experts_per_token = num_out_tokens // max(1, len(tokens))
     rows_ND, order_N = operators.permute_tokens(tokens, routing_map, experts_per_token)
-    weights_TK = probs.gather(1, operators.chosen_experts(routing_map, experts_per_token))
+    weights_TK = probs.gather(1, chosen_experts(routing_map, experts_per_token))
     places_N = torch.empty_like(order_N)  # of every row among the weights, which stand token by token
     places_N[order_N.long()] = torch.arange(len(order_N), dtype=order_N.dtype, device=order_N.device)
     return rows_ND, weights_TK.flatten().index_select(0, places_N), order_N

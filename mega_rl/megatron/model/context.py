@@ -15,11 +15,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 
 from mega_rl.config.schema.sections import ContextMethod
-from mega_rl.megatron.layers.attention import (
-    LocalImages,
-    PackedSequences,
-    packed_sequences,
-)
+from mega_rl.megatron.layers.attention import LocalImages, PackedSequences, packed_sequences
 from mega_rl.microbatch import Images, Microbatch
 from mega_rl.parallel.zigzag import PADDING, padded_lengths, unpadded_positions, zigzag_positions
 

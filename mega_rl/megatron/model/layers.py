@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from torch import Tensor
 
-from mega_rl.config.schema.sections import Layers
+from mega_rl.config.schema.device import Layers
 from mega_rl.errors import InputError
 from mega_rl.megatron.layers.attention import PackedAttention, PackedSequences
 from mega_rl.megatron.layers.fused import use_in_mlp

@@ -8,14 +8,9 @@ from typing import Any
 
 import torch
 
-from mega_rl.config.schema.sections import (
-    Layers,
-    MemoryConfig,
-    ParallelConfig,
-    RouterConfig,
-    TuningConfig,
-    VisionConfig,
-)
+from mega_rl.config.schema.device import Layers
+from mega_rl.config.schema.learning import RouterConfig, TuningConfig, VisionConfig
+from mega_rl.config.schema.sections import MemoryConfig, ParallelConfig
 
 
 @dataclass(frozen=True)

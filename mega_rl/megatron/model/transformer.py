@@ -25,11 +25,7 @@ from mega_rl.megatron.layers import fused
 from mega_rl.megatron.layers.attention import PackedSequences
 from mega_rl.megatron.layers.vision import VisionTower, with_pictures
 from mega_rl.megatron.model.families import config_class, family_settings
-from mega_rl.megatron.model.heads import (
-    HEADS,
-    OUTPUT_LAYERS,
-    Output,
-)
+from mega_rl.megatron.model.heads import HEADS, OUTPUT_LAYERS, Output
 from mega_rl.megatron.model.layers import layer_specs
 from mega_rl.megatron.model.recompute import recompute_settings
 from mega_rl.megatron.model.spec import TrainerSpec

@@ -24,11 +24,7 @@ from mega_rl.config.schema.sections import MemoryConfig, OptimizerConfig
 from mega_rl.errors import InputError
 from mega_rl.megatron.model.spec import TrainerSpec
 from mega_rl.megatron.optim import adam, optimizer_state
-from mega_rl.megatron.optim.frugal_adam import (
-    MASTER,
-    FrugalAdam,
-    frugal_adam,
-)
+from mega_rl.megatron.optim.frugal_adam import MASTER, FrugalAdam, frugal_adam
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.types import DTYPES
 

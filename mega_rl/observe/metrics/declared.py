@@ -14,11 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from mega_rl.observe.metrics import from_files, of_fleet
-from mega_rl.observe.metrics.metric import (
-    DISTRIBUTION,
-    MetricSpec,
-    Section,
-)
+from mega_rl.observe.metrics.metric import DISTRIBUTION, MetricSpec, Section
 
 PHASES = (
     *("generate", "sync", "reward", "old_logprobs", "reference_logprobs", "values", "critic"),

@@ -88,7 +88,7 @@ def _chart(stages: tuple[str, ...], *names: str) -> tuple[str, ...]:
     return tuple(f"{stage}{name}" for stage in stages for name in names)
 
 
-# Titles of charts, as ``metrics.CHARTS``.
+# Titles of charts, as ``declared.CHARTS``.
 CHARTS: Mapping[str, tuple[str, ...]] = {
     "loss on files": _chart(FROM_FILES, "loss", "val_loss"),
     "right tokens": _chart(NEXT_TOKENS, "token_accuracy", "val_token_accuracy"),

@@ -15,19 +15,8 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import FileWriter, summary
 
-from mega_rl.observe.metrics.declared import (
-    CONSOLE_METRICS,
-    SECTIONS,
-    Section,
-    laid_out,
-    match,
-)
-from mega_rl.observe.sinks.sinks import (
-    SAMPLE_COLUMNS,
-    ShownSample,
-    Sink,
-    cells,
-)
+from mega_rl.observe.metrics.declared import CONSOLE_METRICS, SECTIONS, Section, laid_out, match
+from mega_rl.observe.sinks.sinks import SAMPLE_COLUMNS, ShownSample, Sink, cells
 
 PAGE = "#custom_scalars"  # of TensorBoard's address: the page of the layout
 MAX_CELL_CHARACTERS = 4000  # of a text in a table; the middle of a longer one is left out

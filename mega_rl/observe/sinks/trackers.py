@@ -11,13 +11,7 @@ from typing import Any
 
 from mega_rl.errors import InputError
 from mega_rl.observe.metrics.declared import match
-from mega_rl.observe.sinks.sinks import (
-    SAMPLE_COLUMNS,
-    ShownSample,
-    Sink,
-    cells,
-    replace_file,
-)
+from mega_rl.observe.sinks.sinks import SAMPLE_COLUMNS, ShownSample, Sink, cells, replace_file
 
 
 def key(name: str) -> str:

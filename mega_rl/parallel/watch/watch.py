@@ -22,12 +22,7 @@ import torch.distributed as dist
 from mega_rl.observe.heartbeat import HEART, Wait
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.watch.copy_server import start_of
-from mega_rl.parallel.watch.stall import (
-    CHECKS_PER_LIMIT,
-    Beat,
-    StallDetector,
-    Verdict,
-)
+from mega_rl.parallel.watch.stall import CHECKS_PER_LIMIT, Beat, StallDetector, Verdict
 
 MAX_PERIOD_S = 2.0
 MARGIN = 0.9  # of a collective's own limit, which ends a run without naming anyone

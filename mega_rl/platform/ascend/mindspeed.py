@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from mega_rl.config.schema.sections import MindSpeedConfig
+from mega_rl.config.schema.device import MindSpeedConfig
 from mega_rl.errors import InputError
 from mega_rl.platform.contract import versions
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mega_rl.config.schema.sections import MindSpeedConfig
+from mega_rl.config.schema.device import MindSpeedConfig
 from mega_rl.platform.operators.torch_kernels import TorchOperators
 
 
@@ -61,7 +61,7 @@ class Platform(Protocol):
     repeats_itself: bool  # whether the same forward pass gives the same bits without deterministic algorithms
     visible_devices_variable: str | None  # the environment variable that masks devices
     actor_options: Mapping[str, Any]  # what a Ray actor with one device of this platform asks for
-    operators: TorchOperators  # what ``platform.operators`` computes with
+    operators: TorchOperators  # what ``platform.dispatch`` computes with
 
     def absence(self) -> str | None:
         """Why this platform cannot be used here, with the fix; None if it can.

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mega_rl.config.schema.sections import Kernels, Layers
+from mega_rl.config.schema.device import Kernels, Layers
 from mega_rl.errors import InputError
 from mega_rl.platform.operators import reference
 from mega_rl.platform.operators.torch_kernels import TorchOperators

@@ -1,7 +1,7 @@
 """The operators by torch_npu's fused kernels.
 
 The kernels accept wrong layouts, head counts and rotary modes, and return meaningless numbers: what
-``platform.operators`` does not check for every platform is checked here. Limits are those of the operators'
+``platform.dispatch`` does not check for every platform is checked here. Limits are those of the operators'
 documentation, for the 910B and 910C. Letters as in ``torch_kernels``.
 """
 

@@ -1,4 +1,4 @@
-"""What every operator of ``platform.operators`` computes, written out in float32 (float64 for float64 inputs).
+"""What every operator of ``platform.dispatch`` computes, written out in float32 (float64 for float64 inputs).
 
 Tests and the environment check compare the platforms' kernels with these; nothing here is meant to be fast.
 Gradients are autograd's.

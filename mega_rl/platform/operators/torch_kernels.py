@@ -1,4 +1,4 @@
-"""Every operator of ``platform.operators`` in plain torch, for the CPU and for platforms that have no kernel for it.
+"""Every operator of ``platform.dispatch`` in plain torch, for the CPU and for platforms that have no kernel for it.
 
 Letters: T rows (tokens), S packed keys, H query heads, K key/value heads, D width, F width of a gate, E experts, N rows
 sorted by expert.
@@ -123,7 +123,7 @@ class GroupedMatmul(torch.autograd.Function):
 
 
 class TorchOperators:
-    """The arguments have been checked by ``platform.operators``, whose docstrings say what each operator means."""
+    """The arguments have been checked by ``platform.dispatch``, whose docstrings say what each operator means."""
 
     def varlen_attention(
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, packing: VarlenPacking, *, softmax_scale: float, causal: bool

@@ -10,12 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from mega_rl.rewards.sandbox.remote import SandboxClient, ServiceError
-from mega_rl.rewards.sandbox.sandbox import (
-    ProgramLimits,
-    ProgramRun,
-    obstacle,
-    run_program,
-)
+from mega_rl.rewards.sandbox.sandbox import ProgramLimits, ProgramRun, obstacle, run_program
 
 Runner = Callable[[str, str, ProgramLimits], ProgramRun]  # source, standard input
 CODE_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)

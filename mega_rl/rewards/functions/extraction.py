@@ -9,13 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mega_rl.rewards.functions.forms import canonical, parse_number
-from mega_rl.rewards.functions.math import (
-    ANSWER_LINE,
-    ANY_NUMBER,
-    MARKED_NUMBER,
-    MAX_ANSWER_DISTANCE,
-    last_boxed,
-)
+from mega_rl.rewards.functions.math import ANSWER_LINE, ANY_NUMBER, MARKED_NUMBER, MAX_ANSWER_DISTANCE, last_boxed
 
 Extractor = Callable[[str], str | None]
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, get_args, get_origin, get_type_hints
 
-from mega_rl.config.schema.sections import RewardConfig
+from mega_rl.config.schema.sampling import RewardConfig
 from mega_rl.config.schema.stage import MODEL_REWARD
 from mega_rl.own_code import is_own, load, nearest
 from mega_rl.rewards.functions import images

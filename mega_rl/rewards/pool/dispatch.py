@@ -15,12 +15,7 @@ from typing import Any
 
 from mega_rl.observe.heartbeat import HEART
 from mega_rl.rewards.functions.registry import IMAGES
-from mega_rl.rewards.pool.answers import (
-    garbled,
-    read_answers,
-    read_kinds,
-    read_refusal,
-)
+from mega_rl.rewards.pool.answers import garbled, read_answers, read_kinds, read_refusal
 from mega_rl.rewards.pool.process import WorkerFailure, WorkerProcess
 from mega_rl.rewards.pool.worker import (
     ASYNC,
@@ -51,7 +46,7 @@ class SubmittedWork:
     """Samples that were submitted together."""
 
     number: int  # counts submissions
-    samples: Sequence[bytes]  # pickled, see `worker.Call`
+    samples: Sequence[bytes]  # pickled, see `worker.WorkerCall`
     answers: list[list[Answer | None]] = field(default_factory=list)  # [reward][sample]
     num_missing: int = 0
     result: Future[list[list[Answer]]] = field(default_factory=Future)

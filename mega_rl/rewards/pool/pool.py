@@ -10,16 +10,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
-from mega_rl.rewards.pool.dispatch import (
-    PoolError,
-    RewardDispatcher,
-    SubmittedWork,
-)
-from mega_rl.rewards.pool.worker import (
-    Answer,
-    Sample,
-    WorkerSetup,
-)
+from mega_rl.rewards.pool.dispatch import PoolError, RewardDispatcher, SubmittedWork
+from mega_rl.rewards.pool.worker import Answer, Sample, WorkerSetup
 from mega_rl.rewards.sandbox.scratch import sweep
 
 Answers = list[list[Answer]]  # [reward][sample]

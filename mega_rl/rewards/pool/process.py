@@ -17,12 +17,7 @@ from typing import Any
 import psutil
 
 from mega_rl.rewards.pool import memory
-from mega_rl.rewards.pool.worker import (
-    EXITED,
-    GARBLED,
-    HEADER,
-    WorkerProgress,
-)
+from mega_rl.rewards.pool.worker import EXITED, GARBLED, HEADER, WorkerProgress
 from mega_rl.rewards.sandbox.scratch import Scratch
 
 # A fresh interpreter, never a fork of the trainer: it inherits none of the trainer's locks, devices or process groups.

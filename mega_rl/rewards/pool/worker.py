@@ -25,11 +25,7 @@ from functools import partial
 from numbers import Real
 from typing import Any, TypeVar
 
-from mega_rl.rewards.functions.registry import (
-    IMAGES,
-    BoundReward,
-    bind,
-)
+from mega_rl.rewards.functions.registry import IMAGES, BoundReward, bind
 from mega_rl.rewards.sandbox import launcher, sandbox
 
 HEADER = struct.Struct("!Q")  # bytes of the pickled message that follows

@@ -207,7 +207,7 @@ def _printed(file: IO[bytes], limits: ProgramLimits) -> str:
 
 
 def _fields(limits: ProgramLimits, folder: str, with_errors: bool) -> dict[str, Any]:
-    """Of a `zygote.Call`, the descriptors aside."""
+    """Of a `zygote.ProgramCall`, the descriptors aside."""
     fields = {name: value for name, value in vars(limits).items() if name != "namespaces"}
     return fields | {"folder": folder, "num_files": NUM_OPEN_FILES, "with_errors": with_errors, "keep": None}
 

@@ -25,11 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mega_rl.rewards.sandbox import (
-    execution,
-    launcher,
-    program_host,
-)
+from mega_rl.rewards.sandbox import execution, launcher, program_host
 
 # Started where this package lies; nothing else of what it is told stands where a program could read it.
 BOOT = "import os, sys; sys.path.insert(0, os.getcwd()); from mega_rl.rewards.sandbox.zygote import main; main({}, {})"

@@ -30,11 +30,7 @@ import torch.distributed as dist
 from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.collectives import broadcast_object
 from mega_rl.rollout.engine import Ended, Request, ResumingSampler, Sampler, whole
-from mega_rl.types import (
-    Score,
-    Trajectory,
-    TrajectorySummary,
-)
+from mega_rl.types import Score, Trajectory, TrajectorySummary
 
 MAX_SCORING_WAIT_S = 5.0
 STEPS_PER_LOOK = 8  # of an engine in which nothing ends, between two looks at what the others have

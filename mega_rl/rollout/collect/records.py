@@ -15,16 +15,7 @@ import numpy.typing as npt
 
 from mega_rl.errors import InputError
 from mega_rl.rollout.collect.collect import PromptGroup
-from mega_rl.types import (
-    Outcome,
-    Prompt,
-    PromptImage,
-    Score,
-    Span,
-    Trajectory,
-    TurnSpan,
-    UnknownReward,
-)
+from mega_rl.types import Outcome, Prompt, PromptImage, Score, Span, Trajectory, TurnSpan, UnknownReward
 
 PATTERN = "step_{:06d}.jsonl"
 

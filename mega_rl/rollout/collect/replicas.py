@@ -1,4 +1,4 @@
-"""Requests over all rollout engines: split, sample, summary."""
+"""Requests over all rollout engines: split, sampled, summarised."""
 
 from __future__ import annotations
 
@@ -12,12 +12,7 @@ from mega_rl.parallel.collectives import together
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.parallel.rendezvous import Rendezvous
 from mega_rl.parallel.sending import spread
-from mega_rl.rollout.collect.collect import (
-    GroupSummary,
-    PartialRequests,
-    Round,
-    collect,
-)
+from mega_rl.rollout.collect.collect import GroupSummary, PartialRequests, Round, collect
 from mega_rl.rollout.collect.partial_groups import PartialGroup
 from mega_rl.rollout.collect.trajectory_store import TrajectoryStore
 from mega_rl.rollout.engine import Sampler

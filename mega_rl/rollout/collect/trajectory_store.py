@@ -20,11 +20,7 @@ from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.parallel.sending import collect_to_first, exchange
 from mega_rl.rollout.collect.collect import GroupSummary, PromptGroup
-from mega_rl.types import (
-    Trajectory,
-    TrajectorySummary,
-    TrajectoryTokens,
-)
+from mega_rl.types import Trajectory, TrajectorySummary, TrajectoryTokens
 
 WORD = 4  # bytes that every array begins at a multiple of
 
@@ -53,7 +49,7 @@ class TrajectoryStore:
 
     @classmethod
     def open(cls, layout: ParallelLayout, timeout_s: float) -> TrajectoryStore:
-        """The trajectory_store of this rank; collective over all."""
+        """The store of this rank; collective over all."""
         groups, group = layout.sequence_groups(), None
         if len(groups[0]) > 1:
             timeout = datetime.timedelta(seconds=timeout_s)
@@ -85,7 +81,7 @@ class TrajectoryStore:
 
     def bring(self, parts: Sequence[Sequence[TrajectorySummary]]) -> list[TrajectoryTokens]:
         """As ``TokenSource.bring``."""
-        wanted = [[o for o in part if o.key not in sent] for part, sent in zip(parts, self._sent, strict=True)]
+        wanted = [[one for one in part if one.key not in sent] for part, sent in zip(parts, self._sent, strict=True)]
         arrived = self._arrived(self._by_owner(wanted))
         own = sorted(wanted[self._data_rank], key=lambda summary: summary.owner)
         self._received |= {summary.key: tokens for summary, tokens in zip(own, _unpacked(arrived, own), strict=True)}
@@ -152,7 +148,7 @@ class TrajectoryStore:
                 data = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
                 buffer[place : place + len(data)] = data
                 place += _whole_words(len(data))
-        assert place == len(buffer), "an summary is not that of its trajectory"
+        assert place == len(buffer), "a summary is not that of its trajectory"
 
 
 def _num_bytes(summary: TrajectorySummary) -> int:

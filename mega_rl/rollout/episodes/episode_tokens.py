@@ -31,16 +31,7 @@ from mega_rl.environments.protocol import Environment, Message, Turn as Said
 from mega_rl.environments.waiting import RaisedError, made
 from mega_rl.errors import InputError
 from mega_rl.rollout.engine import Request
-from mega_rl.types import (
-    ASSISTANT,
-    PROMPT,
-    Outcome,
-    Prompt,
-    Span,
-    Trajectory,
-    TurnSpan,
-    UnknownReward,
-)
+from mega_rl.types import ASSISTANT, PROMPT, Outcome, Prompt, Span, Trajectory, TurnSpan, UnknownReward
 
 Scored = Literal["last_turn", "all_turns"]
 

@@ -25,11 +25,7 @@ from mega_rl.environments.episode import Episode
 from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.collectives import broadcast_object
 from mega_rl.rollout.engine import Ended, ProbedSampler, Request
-from mega_rl.rollout.episodes.episode_tokens import (
-    Conversation,
-    EpisodePlan,
-    Next,
-)
+from mega_rl.rollout.episodes.episode_tokens import Conversation, EpisodePlan, Next
 from mega_rl.rollout.episodes.waiting_threads import WaitingThreads
 from mega_rl.types import Prompt, Trajectory
 

@@ -9,11 +9,7 @@ from contextlib import contextmanager
 
 import psutil
 
-from mega_rl.rollout.remote.weight_store import (
-    Location,
-    Store,
-    StoreForm,
-)
+from mega_rl.rollout.remote.weight_store import Location, Store, StoreForm
 
 WATCH_S = 1.0  # between two looks whether the store's process is there
 

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from mega_rl import platform
 from mega_rl.bridge.mapping.vllm_slots import Slots
-from mega_rl.config.schema.sections import RolloutConfig, TrainerConfig
+from mega_rl.config.schema.sampling import RolloutConfig
+from mega_rl.config.schema.sections import TrainerConfig
 from mega_rl.parallel.collectives import connect_on_use, connects_on_use
 from mega_rl.parallel.joint_group import MeetingPoint, join_store, open_meeting
 from mega_rl.parallel.store import LOOPBACK
@@ -24,12 +25,7 @@ from mega_rl.rollout.episodes.episode_tokens import EpisodePlan
 from mega_rl.rollout.episodes.episodes import EpisodeSampler
 from mega_rl.rollout.receiver import Link
 from mega_rl.rollout.remote.attached_store import AttachedStore
-from mega_rl.rollout.remote.weight_store import (
-    Location,
-    StoredVersion,
-    StoreForm,
-    take,
-)
+from mega_rl.rollout.remote.weight_store import Location, StoredVersion, StoreForm, take
 from mega_rl.rollout.vllm.receiving_engine import ReceivingEngine
 from mega_rl.rollout.vllm.start.seeing import Pixels, Sight
 from mega_rl.types import Trajectory

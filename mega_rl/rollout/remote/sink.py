@@ -10,11 +10,7 @@ import torch.distributed as dist
 
 from mega_rl import platform
 from mega_rl.bridge.mapping.live_check import difference
-from mega_rl.bridge.reshard.execute import (
-    Read,
-    Transfer,
-    TransferCount,
-)
+from mega_rl.bridge.reshard.execute import Read, Transfer, TransferCount
 from mega_rl.bridge.reshard.plan import Layout, compile_plan
 from mega_rl.bridge.reshard.proof import LoadProof
 from mega_rl.bridge.series import Series, slices_of

@@ -13,11 +13,7 @@ from mega_rl.errors import InputError
 from mega_rl.fleet import events, membership, tickets
 from mega_rl.fleet.engines import Condition
 from mega_rl.fleet.events import Event
-from mega_rl.fleet.executor import (
-    FleetExecutor,
-    PlacesError,
-    Whereabouts,
-)
+from mega_rl.fleet.executor import FleetExecutor, PlacesError, Whereabouts
 from mega_rl.fleet.scheduler import FleetScheduler
 from mega_rl.rollout.scheduling.fleet_record import FleetRecord
 from mega_rl.rollout.scheduling.fleet_requests import ControlQuestion, Mailbox

@@ -6,12 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mega_rl.fleet.tickets import Key
-from mega_rl.rollout.collect.records import (
-    row_of_score,
-    row_of_trajectory,
-    score_of_row,
-    trajectory_of_row,
-)
+from mega_rl.rollout.collect.records import row_of_score, row_of_trajectory, score_of_row, trajectory_of_row
 from mega_rl.types import Score
 
 Scores = dict[Key, tuple[Score, ...]]  # of the groups that are decided

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from mega_rl.bridge.mapping.vllm_slots import Slots
-from mega_rl.config.schema.sections import RolloutConfig
+from mega_rl.config.schema.sampling import RolloutConfig
 from mega_rl.errors import InputError
 from mega_rl.models.mixture import Mixture
 from mega_rl.models.shape import read_model_shape
@@ -26,17 +26,9 @@ from mega_rl.rollout.requests import check_length, joined, resumed, text_of, tra
 from mega_rl.rollout.temperature_probe import NUM_LOGPROBS
 from mega_rl.rollout.vllm.start.construction import construct
 from mega_rl.rollout.vllm.start.cpu_adjustments import plain_weights
-from mega_rl.rollout.vllm.start.environment import (
-    EngineGenerators,
-    preserved_generators,
-    set_environment,
-)
+from mega_rl.rollout.vllm.start.environment import EngineGenerators, preserved_generators, set_environment
 from mega_rl.rollout.vllm.start.options import LOGPROBS_MODE
-from mega_rl.rollout.vllm.start.seeing import (
-    PromptRenderer,
-    Sight,
-    check_tokens,
-)
+from mega_rl.rollout.vllm.start.seeing import PromptRenderer, Sight, check_tokens
 from mega_rl.rollout.vllm.start.versions import leave_routing_to_first_rank, taken_out
 from mega_rl.rollout.vllm.weight_changes import WeightChanges
 from mega_rl.types import Trajectory

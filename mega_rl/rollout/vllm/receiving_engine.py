@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mega_rl.bridge.mapping.vllm_slots import Slots
-from mega_rl.config.schema.sections import RolloutConfig
+from mega_rl.config.schema.sampling import RolloutConfig
 from mega_rl.rollout.receiver import Link
 from mega_rl.rollout.vllm.engine import VLLMEngine
 from mega_rl.rollout.vllm.start.environment import set_environment

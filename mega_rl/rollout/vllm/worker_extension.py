@@ -14,12 +14,7 @@ from vllm.platforms import current_platform
 from mega_rl.bridge.mapping.vllm_slots import Slots
 from mega_rl.rollout.vllm.start.adapter_slots import open_slots
 from mega_rl.rollout.vllm.start.cpu_routing import RoutingCapture
-from mega_rl.rollout.vllm.start.versions import (
-    live_parameters,
-    parameter_name,
-    undo_wake_up,
-    use_logprobs_mode,
-)
+from mega_rl.rollout.vllm.start.versions import live_parameters, parameter_name, undo_wake_up, use_logprobs_mode
 
 
 class WeightReceiver:

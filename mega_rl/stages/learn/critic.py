@@ -17,11 +17,7 @@ from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.offload import PARTS
 from mega_rl.microbatch import Microbatch
 from mega_rl.stages.learn.critic_layout import OwnLayout
-from mega_rl.stages.run.batch_share import (
-    BatchShare,
-    Totals,
-    totals_of,
-)
+from mega_rl.stages.run.batch_share import BatchShare, Totals, totals_of
 from mega_rl.stages.run.job import Job
 from mega_rl.stages.run.progress import warn_if_skipped
 

@@ -28,20 +28,10 @@ from mega_rl.rollout.collect.collect import GroupSummary
 from mega_rl.stages.learn.critic import Critic
 from mega_rl.stages.learn.gates import Gates
 from mega_rl.stages.learn.update_metrics import Gradients, UpdateStep, pass_metrics, step_metrics
-from mega_rl.stages.run.batch_share import (
-    BatchShare,
-    pack_brought,
-    totals_of,
-)
+from mega_rl.stages.run.batch_share import BatchShare, pack_brought, totals_of
 from mega_rl.stages.run.progress import warn_if_skipped
 from mega_rl.stages.run.sampling_job import SamplingJob
-from mega_rl.types import (
-    Sample,
-    Score,
-    TokenSource,
-    TrajectorySummary,
-    TrajectoryTokens,
-)
+from mega_rl.types import Sample, Score, TokenSource, TrajectorySummary, TrajectoryTokens
 
 
 def with_advantages(groups: SequenceOf[GroupSummary], algorithm: AlgorithmConfig) -> list[Sample]:
@@ -49,16 +39,16 @@ def with_advantages(groups: SequenceOf[GroupSummary], algorithm: AlgorithmConfig
 
     A score that is NaN is unknown: its sample has advantage 0 and no part in its group, and ``update`` leaves it out.
     """
-    pairs = [(o, s) for group in groups for o, s in zip(group.summaries, group.scores, strict=True)]
+    pairs = [pair for group in groups for pair in zip(group.summaries, group.scores, strict=True)]
     numbers = [number for number, group in enumerate(groups) for _ in group.summaries]
     function = advantage_of(algorithm.advantage).function
     if algorithm.credit == "turn":
         rewards = [rewards_of_turns(len(summary.turn_sizes), score) for summary, score in pairs]
         of_turns = turn_advantages(function, rewards, numbers, algorithm.turn_discount)
-        return [Sample(o, s, _mean_of(o, a), tuple(a)) for (o, s), a in zip(pairs, of_turns, strict=True)]
+        return [Sample(*pair, _mean_of(pair[0], own), tuple(own)) for pair, own in zip(pairs, of_turns, strict=True)]
     values = torch.tensor([score.value for _, score in pairs], dtype=torch.float64)
     advantages = function(values, torch.tensor(numbers)).tolist() if pairs else []
-    return [Sample(o, s, a) for (o, s), a in zip(pairs, advantages, strict=True)]
+    return [Sample(*pair, advantage) for pair, advantage in zip(pairs, advantages, strict=True)]
 
 
 def rewards_of_turns(num_turns: int, score: Score) -> list[float]:

@@ -7,7 +7,8 @@ from dataclasses import replace
 from mega_rl import platform
 from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.config import RunConfig, has_critic, samples
-from mega_rl.config.schema.sections import OptimizerConfig, RouterConfig, TuningConfig
+from mega_rl.config.schema.learning import RouterConfig, TuningConfig
+from mega_rl.config.schema.sections import OptimizerConfig
 from mega_rl.megatron.engine import MegatronEngine, Optimization
 from mega_rl.megatron.groups import Groups
 from mega_rl.megatron.model.spec import TrainerSpec

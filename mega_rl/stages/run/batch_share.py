@@ -15,11 +15,7 @@ from mega_rl.microbatch import Figures, Microbatch, Sequence
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.parallel.schedule import balance
-from mega_rl.types import (
-    TokenSource,
-    TrajectorySummary,
-    TrajectoryTokens,
-)
+from mega_rl.types import TokenSource, TrajectorySummary, TrajectoryTokens
 
 
 @dataclass(frozen=True)

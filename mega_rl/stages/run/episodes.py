@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from mega_rl import platform
 from mega_rl.config import RunConfig
 from mega_rl.config.checks.environment import TOOLS
-from mega_rl.config.schema.sections import EnvironmentConfig
+from mega_rl.config.schema.learning import EnvironmentConfig
 from mega_rl.data.tokens.replies import ReplyTokens
 from mega_rl.data.tokens.template import check_written, uses_chat_template
 from mega_rl.data.tokens.tokenizer import generation_ends, load_tokenizer

@@ -20,11 +20,7 @@ from mega_rl import platform
 from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.config import RunConfig
-from mega_rl.config.schema.stage import (
-    ADAPTER,
-    EXPORT,
-    exports_adapter,
-)
+from mega_rl.config.schema.stage import ADAPTER, EXPORT, exports_adapter
 from mega_rl.data.pictures.picture_set import PictureSet
 from mega_rl.errors import Stopped
 from mega_rl.megatron.checkpoint import checkpoint
@@ -40,9 +36,7 @@ from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.steps import budget_of
 from mega_rl.stages.run.batch_share import BatchShare
 from mega_rl.stages.run.notice import Notice
-from mega_rl.stages.run.output import (
-    CHECKPOINTS,
-)
+from mega_rl.stages.run.output import CHECKPOINTS
 from mega_rl.stages.run.profiling import Profiling
 from mega_rl.stages.run.progress import Progress
 from mega_rl.stages.run.speed import LoadWatch, device_metrics

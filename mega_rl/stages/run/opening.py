@@ -31,11 +31,7 @@ from mega_rl.planning.automatic import RESERVE_BYTES, automatic
 from mega_rl.planning.memory_plan import Machine
 from mega_rl.platform.contract.versions import installed
 from mega_rl.stages.run.job import Job
-from mega_rl.stages.run.output import (
-    CHECKPOINTS,
-    take_output,
-    writing_to,
-)
+from mega_rl.stages.run.output import CHECKPOINTS, take_output, writing_to
 from mega_rl.stages.run.profiling import Profiling
 from mega_rl.stages.run.speed import LoadWatch
 from mega_rl.stages.run.state_in_memory import state_in_memory

@@ -21,19 +21,10 @@ from mega_rl.config.checks.modes import mixed_problems, tail_problems
 from mega_rl.config.schema.sections import AlgorithmConfig, DynamicSamplingConfig
 from mega_rl.data.prompts import PromptStream
 from mega_rl.errors import InputError
-from mega_rl.evaluation.evaluate import (
-    AnsweredPrompt,
-    ValidationSet,
-    evaluate,
-)
+from mega_rl.evaluation.evaluate import AnsweredPrompt, ValidationSet, evaluate
 from mega_rl.megatron.checkpoint.saving import Late
 from mega_rl.rewards.scorer import Scorer
-from mega_rl.rollout.collect.collect import (
-    GroupSummary,
-    PromptGroup,
-    Quota,
-    Round,
-)
+from mega_rl.rollout.collect.collect import GroupSummary, PromptGroup, Quota, Round
 from mega_rl.rollout.collect.partial_groups import PartialGroups, begun_of_rows
 from mega_rl.rollout.collect.records import to_group, to_rows
 from mega_rl.rollout.collect.replicas import collect_everywhere, engine_ranks

@@ -14,12 +14,7 @@ import torch.distributed as dist
 from mega_rl.config import RunConfig
 from mega_rl.data.prompts import PromptStream
 from mega_rl.errors import InputError
-from mega_rl.evaluation.evaluate import (
-    AnsweredPrompt,
-    EvaluationSettings,
-    ValidationSet,
-    answered,
-)
+from mega_rl.evaluation.evaluate import AnsweredPrompt, EvaluationSettings, ValidationSet, answered
 from mega_rl.fleet.engines import EngineLimits
 from mega_rl.fleet.executor import FleetExecutor, Requests
 from mega_rl.fleet.scheduler import FleetScheduler
@@ -30,20 +25,10 @@ from mega_rl.parallel.collectives import together
 from mega_rl.parallel.sending import spread
 from mega_rl.rewards.scorer import Scorer
 from mega_rl.rollout.collect.collect import GroupSummary, PromptGroup
-from mega_rl.rollout.scheduling.fleet_state import (
-    Scores,
-    decoded,
-    encoded,
-)
+from mega_rl.rollout.scheduling.fleet_state import Scores, decoded, encoded
 from mega_rl.rollout.scheduling.scheduler_thread import SchedulerThread
 from mega_rl.stages.run.sampling_job import SamplingJob
-from mega_rl.stages.sampling.batch_builder import (
-    Batch,
-    BusyTime,
-    judged,
-    staleness_metrics,
-    teaches,
-)
+from mega_rl.stages.sampling.batch_builder import Batch, BusyTime, judged, staleness_metrics, teaches
 from mega_rl.stages.sampling.ticket_requests import TicketRequests, TicketScoring
 from mega_rl.stages.weights.weight_sync import Sync
 from mega_rl.types import Prompt
@@ -226,7 +211,7 @@ class FleetBatches:
         }
 
     def _taken(self, step: int) -> tuple[list[GroupSummary], list[GroupSummary]]:
-        """The kept and the dropped groups of a step, on rank 0, with their tokens in the trajectory_store."""
+        """The kept and the dropped groups of a step, on rank 0, with their tokens in the trajectory store."""
         if self._thread is None:
             self._thread = self._started(step, num_drawn=step + 1)
         self._publish(self._thread, step)

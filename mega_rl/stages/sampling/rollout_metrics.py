@@ -46,10 +46,10 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
             "response_length/mean": sum(lengths) / len(lengths),
             "response_length/max": float(max(lengths)),
             "response_length/min": float(min(lengths)),
-            "response_length/clip_fraction": sum(o.finish_reason == "length" for o in summaries) / len(samples),
-            "prompt_length/mean": sum(o.num_prompt for o in summaries) / len(samples),
+            "response_length/clip_fraction": sum(one.finish_reason == "length" for one in summaries) / len(samples),
+            "prompt_length/mean": sum(one.num_prompt for one in summaries) / len(samples),
             # -log p of the sampled tokens estimates the entropy of the policy that sampled them
-            "rollout/entropy": -sum(o.logprob_sum for o in summaries) / max(1, sum(lengths)),
+            "rollout/entropy": -sum(one.logprob_sum for one in summaries) / max(1, sum(lengths)),
         }
     )
 

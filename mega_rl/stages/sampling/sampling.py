@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from mega_rl.bridge.outgoing.noise import AqnNoise
-from mega_rl.config.schema.sections import RolloutConfig
+from mega_rl.config.schema.sampling import RolloutConfig
 from mega_rl.data.prompts import PromptDataset, PromptStream
 from mega_rl.fleet.engines import EngineLimits
 from mega_rl.fleet.executor import Requests

@@ -17,12 +17,7 @@ from mega_rl.parallel.collectives import gather_objects
 from mega_rl.rewards.scorer import WeightedReward
 from mega_rl.stages.models.values import scored_at_end
 from mega_rl.stages.run.batch_share import BatchShare, pack_brought
-from mega_rl.types import (
-    Score,
-    TokenSource,
-    TrajectorySummary,
-    TrajectoryTokens,
-)
+from mega_rl.types import Score, TokenSource, TrajectorySummary, TrajectoryTokens
 
 
 class RewardModel:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mega_rl import platform
 from mega_rl.config import workers_rewards
 from mega_rl.config.checks.model import REWARD_KEY
-from mega_rl.config.schema.sections import RewardConfig
+from mega_rl.config.schema.sampling import RewardConfig
 from mega_rl.config.schema.stage import model_directory, reward_model
 from mega_rl.megatron.policy import MegatronPolicy
 from mega_rl.megatron.reference import Frozen

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch.distributed as dist
 
 from mega_rl.config import RunConfig
-from mega_rl.config.schema.sections import RewardConfig, RewardWorkersConfig
+from mega_rl.config.schema.sampling import RewardConfig, RewardWorkersConfig
 from mega_rl.errors import InputError
 from mega_rl.parallel.collectives import gather_objects, together
 from mega_rl.rewards.functions.images import Encoded
@@ -16,12 +16,7 @@ from mega_rl.rewards.functions.registry import needs_truth
 from mega_rl.rewards.pool import node
 from mega_rl.rewards.pool.pool import Pool
 from mega_rl.rewards.pool.worker import RAISED
-from mega_rl.rewards.scorer import (
-    CollectiveReward,
-    Scorer,
-    start_workers,
-    weighted,
-)
+from mega_rl.rewards.scorer import CollectiveReward, Scorer, start_workers, weighted
 from mega_rl.rollout.collect.collect import GroupSummary
 from mega_rl.types import Score, TrajectorySummary
 

@@ -11,12 +11,8 @@ from torch import Tensor
 
 from mega_rl import platform
 from mega_rl.bridge.files.huggingface import HFReader
-from mega_rl.bridge.files.peft.peft import (
-    PeftReader,
-    target_modules,
-    write_adapter,
-)
-from mega_rl.bridge.files.peft.peft_config import CONFIG_FILE, PeftConfig as PeftConfig
+from mega_rl.bridge.files.peft.peft import PeftReader, target_modules, write_adapter
+from mega_rl.bridge.files.peft.peft_config import CONFIG_FILE, PeftConfig
 from mega_rl.bridge.files.sampled_digest import weights_digest
 from mega_rl.bridge.lora import Factors, merged
 from mega_rl.bridge.mapping.adapter import adapter_tensors, full_adapter_series, names_of
@@ -31,11 +27,8 @@ from mega_rl.bridge.reshard.plan import Layout, compile_plan
 from mega_rl.bridge.series import Series, hf_name_of, slices_of
 from mega_rl.bridge.slices import Box, extents, whole_box
 from mega_rl.config import RunConfig
-from mega_rl.config.schema.sections import (
-    AdapterConfig,
-    RolloutConfig,
-    TuningConfig,
-)
+from mega_rl.config.schema.learning import AdapterConfig, TuningConfig
+from mega_rl.config.schema.sampling import RolloutConfig
 from mega_rl.errors import InputError, shown
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.policy import MegatronPolicy

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from mega_rl.config import RunConfig
-from mega_rl.config.schema.sections import RolloutConfig
+from mega_rl.config.schema.sampling import RolloutConfig
 from mega_rl.errors import InputError
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import EngineLayout

@@ -21,11 +21,7 @@ from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.models.shape import ModelShape
 from mega_rl.observe.heartbeat import HEART
 from mega_rl.stages.run.job import Job
-from mega_rl.stages.weights.adapters import (
-    export_adapter,
-    local_reader,
-    lora_merge,
-)
+from mega_rl.stages.weights.adapters import export_adapter, local_reader, lora_merge
 
 MAX_SHARD_BYTES = 5 << 30  # of an exported safetensors file
 

@@ -170,7 +170,7 @@ class WeightSync:
 
 
 def transfer_metrics(transfer_counts: Sequence[TransferCount]) -> dict[str, float]:
-    """The figures of one sync from the transfer_counts of all ranks."""
+    """The figures of one sync from the transfer counts of all ranks."""
     sent = [transfer_count.bytes_sent for transfer_count in transfer_counts]
     moved = sum(transfer_count.bytes_local + transfer_count.bytes_sent for transfer_count in transfer_counts)
     seconds = max(transfer_count.seconds for transfer_count in transfer_counts)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mega_rl.bridge.mapping.vllm_slots import Slots
-from mega_rl.config.schema.sections import RolloutConfig
+from mega_rl.config.schema.sampling import RolloutConfig
 from mega_rl.platform.ascend.environment import NZ
 from mega_rl.rollout.vllm.start import environment
 from mega_rl.rollout.vllm.start.options import (

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.config.schema.sections import RolloutConfig
+from mega_rl.config.schema.sampling import RolloutConfig
 from mega_rl.rollout.receiver import Link
 from mega_rl.rollout.vllm import engine as vllm_engine, receiving_engine
 from mega_rl.rollout.vllm.engine import VLLMEngine

@@ -19,11 +19,7 @@ from mega_rl.bridge.mapping.vllm import vllm_slices
 from mega_rl.models.shape import parse_config
 from mega_rl.rollout import receiver
 from mega_rl.rollout.vllm.start import versions as vllm_versions
-from mega_rl.rollout.vllm.start.versions import (
-    TransferMethods,
-    parameter_name,
-    start_arguments,
-)
+from mega_rl.rollout.vllm.start.versions import TransferMethods, parameter_name, start_arguments
 from tests.contract.vllm_signatures import record
 from tests.contract.vllm_signatures.uses import WORKER, Call, Use, uses
 from tests.contract.vllm_signatures.wheel import Package

@@ -32,12 +32,7 @@ from mega_rl.models.shape import read_model_shape
 from mega_rl.observe.timers import Timers
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.rollout.sinks import (
-    InPlaceSink,
-    LoaderSink,
-    SentWeights,
-    colocated_layout,
-)
+from mega_rl.rollout.sinks import InPlaceSink, LoaderSink, SentWeights, colocated_layout
 from mega_rl.rollout.vllm.engine import VLLMEngine
 from mega_rl.stages.run.sampling_job import SamplingJob
 from mega_rl.stages.weights import behaviour, outgoing

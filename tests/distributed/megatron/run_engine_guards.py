@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mega_rl import platform
 from mega_rl.bridge.slices import indices
-from mega_rl.config.schema.sections import RouterConfig
+from mega_rl.config.schema.learning import RouterConfig
 from mega_rl.megatron import policy
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.model import transformer

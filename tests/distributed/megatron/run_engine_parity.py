@@ -19,7 +19,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from mega_rl import platform
 from mega_rl.bridge.slices import indices
-from mega_rl.config.schema.sections import RouterConfig
+from mega_rl.config.schema.learning import RouterConfig
 from mega_rl.data.packing import unpack
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.model.context import in_pack_order, local_input

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import torch.distributed as dist
 
-from mega_rl.config.schema.sections import RewardConfig, RewardWorkersConfig
+from mega_rl.config.schema.sampling import RewardConfig, RewardWorkersConfig
 from mega_rl.errors import InputError
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.rewards.sandbox.scratch import PREFIX

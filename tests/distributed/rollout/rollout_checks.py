@@ -30,25 +30,14 @@ from mega_rl.bridge.mapping.vllm import vllm_series, vllm_slices
 from mega_rl.bridge.reshard.deposit import summed
 from mega_rl.bridge.reshard.proof import live_hashes
 from mega_rl.bridge.slices import extents, indices
-from mega_rl.config.schema.sections import RolloutConfig
+from mega_rl.config.schema.sampling import RolloutConfig
 from mega_rl.errors import InputError
-from mega_rl.evaluation.evaluate import (
-    STREAM,
-    AnsweredPrompt,
-    EvaluationRow,
-    EvaluationSettings,
-    evaluate,
-)
+from mega_rl.evaluation.evaluate import STREAM, AnsweredPrompt, EvaluationRow, EvaluationSettings, evaluate
 from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.collectives import broadcast_object, gather_objects
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
 from mega_rl.rollout.engine import Request
-from mega_rl.rollout.remote.weight_store import (
-    Store,
-    StoredVersion,
-    StoreForm,
-    take,
-)
+from mega_rl.rollout.remote.weight_store import Store, StoredVersion, StoreForm, take
 from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.sinks import InPlaceSink, SentWeights
 from mega_rl.rollout.temperature_probe import measured_temperatures, probe_prompt

@@ -15,44 +15,22 @@ import torch.distributed as dist
 
 from mega_rl.config.schema.sections import AlgorithmConfig
 from mega_rl.data.packing import sequence_of
-from mega_rl.evaluation.evaluate import (
-    AnsweredPrompt,
-    EvaluationSettings,
-    evaluate,
-    summarized,
-)
+from mega_rl.evaluation.evaluate import AnsweredPrompt, EvaluationSettings, evaluate, summarized
 from mega_rl.microbatch import Sequence
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
 from mega_rl.parallel.rendezvous import Rendezvous
 from mega_rl.parallel.sending import spread
 from mega_rl.parallel.store import shared_store
-from mega_rl.rollout.collect.collect import (
-    GroupSummary,
-    PromptGroup,
-    Quota,
-    Round,
-)
+from mega_rl.rollout.collect.collect import GroupSummary, PromptGroup, Quota, Round
 from mega_rl.rollout.collect.replicas import collect_everywhere
 from mega_rl.rollout.collect.trajectory_store import TrajectoryStore
 from mega_rl.rollout.engine import Ended, Request
 from mega_rl.rollout.requests import make_requests
 from mega_rl.stages.learn import learning
-from mega_rl.stages.run.batch_share import (
-    BatchShare,
-    denominators_of,
-    pack_brought,
-    pack_for_rank,
-)
+from mega_rl.stages.run.batch_share import BatchShare, denominators_of, pack_brought, pack_for_rank
 from mega_rl.stages.sampling import rollout_metrics
-from mega_rl.types import (
-    Prompt,
-    RoutingShape,
-    Score,
-    Trajectory,
-    TrajectorySummary,
-    TrajectoryTokens,
-)
+from mega_rl.types import Prompt, RoutingShape, Score, Trajectory, TrajectorySummary, TrajectoryTokens
 from tests.pretended.samplers import Modelless, answered
 from tests.recorded.trajectories import two_turns
 

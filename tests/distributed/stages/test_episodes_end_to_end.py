@@ -15,12 +15,7 @@ import pytest
 from mega_rl.data.rows.rows import write_jsonl
 from mega_rl.rollout.collect.records import read_step, trajectory_of_row
 from mega_rl.synthetic.arithmetic import bpe_tokenizer
-from mega_rl.synthetic.products import (
-    TOOLS_TEMPLATE,
-    WORDS,
-    ProductsSpec,
-    products_data,
-)
+from mega_rl.synthetic.products import TOOLS_TEMPLATE, WORDS, ProductsSpec, products_data
 from mega_rl.synthetic.tiny_model import TinyModelSpec, write_tiny_model
 from mega_rl.types import ASSISTANT, Trajectory
 from tests.launching import training

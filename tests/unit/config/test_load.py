@@ -9,7 +9,7 @@ import pytest
 from mega_rl.config import RunConfig, load_config, save_resolved, to_yaml
 from mega_rl.config.reading.old_keys import REMOVED, RENAMED
 from mega_rl.config.reading.typed import leaf_names
-from mega_rl.config.schema.sections import RewardConfig
+from mega_rl.config.schema.sampling import RewardConfig
 from mega_rl.errors import InputError
 from mega_rl.stages.run.progress import is_due
 
@@ -190,6 +190,7 @@ def test_a_wrong_type_names_field_value_and_type(write, override, parts):
     ("override", "part"),
     [
         ("foo", "override 'foo' is malformed"),
+        ("more.yaml", "override 'more.yaml' is malformed: give it as --config more.yaml"),
         ("=3", "malformed"),
         ("rollout.n=[1", "no readable value"),
         ("rewards[0].weight=1", "rewards has 0 entries"),

@@ -15,14 +15,10 @@ import pytest
 from mega_rl.bridge.files.torch_dist import manifest
 from mega_rl.bridge.outgoing.noise import NORM_ROLES
 from mega_rl.config import RunConfig, problems, validate
-from mega_rl.config.checks.rules import (
-    RULES,
-    rule_of_type,
-    rules,
-)
+from mega_rl.config.checks.rules import RULES, rule_of_type, rules
 from mega_rl.config.checks.validate import MANIFEST, RECORDED
 from mega_rl.config.reading.typed import leaf_names, leaves
-from mega_rl.config.schema.sections import NormRole, RewardConfig
+from mega_rl.config.schema.sampling import NormRole, RewardConfig
 from mega_rl.errors import InputError
 from mega_rl.rollout.collect import records
 

@@ -9,7 +9,7 @@ import pytest
 
 from mega_rl.config import RunConfig, problems
 from mega_rl.config.checks.model import trained_shape
-from mega_rl.config.schema.sections import RewardConfig
+from mega_rl.config.schema.sampling import RewardConfig
 from mega_rl.config.schema.stage import critic_parallel, model_directory
 from mega_rl.models.shape import SUFFIXES, ModelShape, parse_config
 from mega_rl.planning.memory_plan import Machine, RankMemory, make_plan

@@ -11,12 +11,9 @@ import pytest
 from mega_rl.bridge.mapping.tuning import tuning_plan
 from mega_rl.bridge.mapping.vllm import vllm_slices
 from mega_rl.config.checks.model import TOWER_LEFT_OUT, model_problems
-from mega_rl.config.schema.sections import (
-    RewardConfig,
-    RunConfig,
-    TuningConfig,
-    VisionConfig,
-)
+from mega_rl.config.schema.learning import TuningConfig, VisionConfig
+from mega_rl.config.schema.sampling import RewardConfig
+from mega_rl.config.schema.sections import RunConfig
 from mega_rl.models.shape import ModelShape, parse_config
 from mega_rl.planning.automatic import automatic
 from mega_rl.planning.memory_plan import Machine

@@ -11,11 +11,7 @@ import torch
 
 from mega_rl.config.schema.sections import DataConfig
 from mega_rl.data.conversations import ConversationDataset
-from mega_rl.data.pairs import (
-    LabelledAnswer,
-    LabelledDataset,
-    PairDataset,
-)
+from mega_rl.data.pairs import LabelledAnswer, LabelledDataset, PairDataset
 from mega_rl.data.rows.rows import DataFiles
 from mega_rl.errors import InputError
 from mega_rl.microbatch import Sequence

@@ -11,12 +11,7 @@ import torch
 
 from mega_rl.doctor.command import main, parse, wanted
 from mega_rl.doctor.examine import CHECKS, examine, likely_platform, verdict
-from mega_rl.doctor.finding import (
-    Check,
-    CheckAnswer,
-    Finding,
-    Wanted,
-)
+from mega_rl.doctor.finding import Check, CheckAnswer, Finding, Wanted
 from mega_rl.doctor.host import Disk, Ran, ThisHost
 from mega_rl.doctor.machine import parse_ports
 from mega_rl.doctor.probes import kernels

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 
 from mega_rl.config.checks.environment import environment_problems
-from mega_rl.config.schema.sections import (
-    EnvironmentConfig,
-    RewardConfig,
-    RunConfig,
-)
+from mega_rl.config.schema.learning import EnvironmentConfig
+from mega_rl.config.schema.sampling import RewardConfig
+from mega_rl.config.schema.sections import RunConfig
 from mega_rl.environments.built_in.guessing import NumberGuessing
 from mega_rl.environments.choice import Maker
 from mega_rl.environments.protocol import End

@@ -5,13 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mega_rl.errors import InputError
-from mega_rl.evaluation.evaluate import (
-    AnsweredPrompt,
-    EvaluationSettings,
-    evaluate,
-    evaluation_metrics,
-    summarized,
-)
+from mega_rl.evaluation.evaluate import AnsweredPrompt, EvaluationSettings, evaluate, evaluation_metrics, summarized
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
 from mega_rl.rollout.collect.trajectory_store import TrajectoryStore
 from tests.pretended.answering import PROMPTS, FakeEngine, FakeScorer

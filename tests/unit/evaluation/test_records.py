@@ -9,19 +9,11 @@ from typing import Any
 
 import pytest
 
-from mega_rl.config.schema.sections import RewardConfig
+from mega_rl.config.schema.sampling import RewardConfig
 from mega_rl.errors import InputError
 from mega_rl.evaluation.evaluate import EvaluationSettings, evaluate
 from mega_rl.evaluation.grading import Grading, outcomes
-from mega_rl.evaluation.records import (
-    PARTS,
-    RESULTS,
-    SETTINGS,
-    Directory,
-    RecordPart,
-    read_results,
-    read_settings,
-)
+from mega_rl.evaluation.records import PARTS, RESULTS, SETTINGS, Directory, RecordPart, read_results, read_settings
 from mega_rl.evaluation.summary import Bootstrap, summarise
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.types import Prompt, Trajectory

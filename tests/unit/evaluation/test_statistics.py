@@ -9,14 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from mega_rl.evaluation.statistics import (
-    interval_of_mean,
-    maj_at_k,
-    mcnemar,
-    paired_shift,
-    pass_at_k,
-    resampled_means,
-)
+from mega_rl.evaluation.statistics import interval_of_mean, maj_at_k, mcnemar, paired_shift, pass_at_k, resampled_means
 
 SAMPLES = st.lists(st.sampled_from(["a", "b", "c", "d", None]), min_size=1, max_size=8)
 RIGHT = {"a": 1.0, "b": 0.0, "c": 0.0, "d": 0.5}

@@ -6,14 +6,10 @@ from typing import Any
 
 import pytest
 
-from mega_rl.config.schema.sections import RewardConfig
+from mega_rl.config.schema.sampling import RewardConfig
 from mega_rl.errors import InputError
 from mega_rl.evaluation.comparison import compare
-from mega_rl.evaluation.grading import (
-    Grading,
-    ProblemOutcome,
-    outcomes,
-)
+from mega_rl.evaluation.grading import Grading, ProblemOutcome, outcomes
 from mega_rl.evaluation.summary import ALL, Bootstrap, default_ks, summarise, table
 
 REWARDS = [RewardConfig("overlong", 0.5, {"max_length": 9, "buffer": 2}), RewardConfig("gsm8k")]

@@ -9,11 +9,7 @@ import pytest
 
 from mega_rl.errors import InputError
 from mega_rl.fleet import events, membership
-from mega_rl.fleet.engines import (
-    Condition,
-    Engine,
-    EngineLimits,
-)
+from mega_rl.fleet.engines import Condition, Engine, EngineLimits
 from mega_rl.fleet.scheduler import FleetScheduler
 from mega_rl.fleet.tickets import Key, Rules, held_out
 from tests.launching.launch import REPO

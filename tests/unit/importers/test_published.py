@@ -9,13 +9,7 @@ from typing import Any
 
 import pytest
 
-from mega_rl.config.reading.tables import (
-    NEIGHBOURS,
-    key_lines,
-    metric_lines,
-    reasons,
-    table,
-)
+from mega_rl.config.reading.tables import NEIGHBOURS, key_lines, metric_lines, reasons, table
 from mega_rl.config.reading.typed import leaf_names
 from mega_rl.errors import InputError
 from mega_rl.importers.convert import as_tree, convert

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.mapping.tuning import tuning_plan
-from mega_rl.config.schema.sections import AdapterConfig, TuningConfig
+from mega_rl.config.schema.learning import AdapterConfig, TuningConfig
 from mega_rl.models.flops import PassFlops, pass_flops, tower_flops
 from mega_rl.models.shape import ModelShape, parse_config, value_shape
 from tests.models import families

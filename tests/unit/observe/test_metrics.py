@@ -8,15 +8,7 @@ import pickle
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from mega_rl.observe.metrics.declared import (
-    CHARTS,
-    METRICS,
-    PHASES,
-    SECTIONS,
-    Metrics,
-    laid_out,
-    match,
-)
+from mega_rl.observe.metrics.declared import CHARTS, METRICS, PHASES, SECTIONS, Metrics, laid_out, match
 from mega_rl.observe.metrics.metric import DISTRIBUTION
 from mega_rl.observe.timers import Timers
 

@@ -27,22 +27,9 @@ from mega_rl.config.schema.sections import LoggingConfig
 from mega_rl.errors import InputError
 from mega_rl.observe.metrics.declared import SECTIONS
 from mega_rl.observe.observer import Observer
-from mega_rl.observe.sinks.console import (
-    ConsoleSink,
-    before_after_table,
-    format_line,
-)
-from mega_rl.observe.sinks.sinks import (
-    JsonlSink,
-    ShownSample,
-    read_jsonl,
-)
-from mega_rl.observe.sinks.tensorboard import (
-    TensorBoardSink,
-    heading,
-    markdown_table,
-    tag,
-)
+from mega_rl.observe.sinks.console import ConsoleSink, before_after_table, format_line
+from mega_rl.observe.sinks.sinks import JsonlSink, ShownSample, read_jsonl
+from mega_rl.observe.sinks.tensorboard import TensorBoardSink, heading, markdown_table, tag
 from mega_rl.observe.sinks.trackers import SwanlabSink, WandbSink
 
 STEP = {

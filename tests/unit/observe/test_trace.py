@@ -7,12 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mega_rl.observe.analysis.trace import (
-    Cost,
-    as_text,
-    costs_of,
-    read_events,
-)
+from mega_rl.observe.analysis.trace import Cost, as_text, costs_of, read_events
 
 
 def event(name: str, ts: float, dur: float, cat: str = "cpu_op", tid: int = 1, pid: Any = 1) -> dict[str, Any]:

@@ -10,11 +10,7 @@ import pytest
 from mega_rl.config.schema.sections import RunConfig
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.parallel.schedule import balance
-from mega_rl.planning.activations import (
-    ActivationModel,
-    Activations,
-    PlannedTokens,
-)
+from mega_rl.planning.activations import ActivationModel, Activations, PlannedTokens
 from mega_rl.planning.steps import fullest_microbatches
 from mega_rl.platform.operators.memory import OPERATOR_MEMORY
 from tests.unit.planning.test_state import shape_of

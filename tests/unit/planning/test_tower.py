@@ -6,7 +6,8 @@ import math
 
 from mega_rl.bridge.mapping.tower import tower_names
 from mega_rl.bridge.mapping.tuning import tuning_plan
-from mega_rl.config.schema.sections import RunConfig, VisionConfig
+from mega_rl.config.schema.learning import VisionConfig
+from mega_rl.config.schema.sections import RunConfig
 from mega_rl.models.shape import ModelShape, parse_config
 from mega_rl.models.vision import MAX_KEPT_BYTES
 from mega_rl.parallel.layout import ParallelLayout

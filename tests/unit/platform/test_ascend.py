@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.config.schema.sections import RolloutConfig
+from mega_rl.config.schema.sampling import RolloutConfig
 from mega_rl.errors import InputError
 from mega_rl.platform import environment
 from mega_rl.platform.ascend import (

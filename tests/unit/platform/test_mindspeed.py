@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mega_rl.config.schema.sections import MindSpeedConfig
+from mega_rl.config.schema.device import MindSpeedConfig
 from mega_rl.errors import InputError
 from mega_rl.platform.ascend import mindspeed
 from mega_rl.platform.contract import versions

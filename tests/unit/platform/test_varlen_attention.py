@@ -20,11 +20,7 @@ from mega_rl import platform
 from mega_rl.errors import InputError
 from mega_rl.platform import cuda, dispatch as operators
 from mega_rl.platform.cuda import FlashOperators
-from mega_rl.platform.operators import (
-    attention,
-    npu_kernels as npu_operators,
-    reference,
-)
+from mega_rl.platform.operators import attention, npu_kernels as npu_operators, reference
 from mega_rl.platform.operators.attention import (
     MAX_PADDING,
     VarlenPacking,

@@ -14,22 +14,10 @@ from hypothesis import given, settings, strategies as st
 
 from mega_rl.errors import InputError
 from mega_rl.observe.metrics.from_files import FROM_FILES
-from mega_rl.report.charts import (
-    MAX_POINTS,
-    Curve,
-    chart,
-    short,
-    thinned,
-    ticks,
-)
+from mega_rl.report.charts import MAX_POINTS, Curve, chart, short, thinned, ticks
 from mega_rl.report.page import page
 from mega_rl.report.read import read_run
-from mega_rl.report.samples import (
-    card,
-    pieces,
-    probability_class,
-    spread,
-)
+from mega_rl.report.samples import card, pieces, probability_class, spread
 from tests.recorded.observed_run import HOSTILE, SECTIONS_LOGGED, bytes_tokenizer, leave_run
 
 

@@ -12,25 +12,12 @@ import pytest
 from hypothesis import given, strategies as st
 
 from mega_rl.rewards.functions.forms import is_equal
-from mega_rl.rewards.functions.math import (
-    boxed,
-    dapo_math,
-    exact_match,
-    gsm8k,
-)
+from mega_rl.rewards.functions.math import boxed, dapo_math, exact_match, gsm8k
 from mega_rl.rewards.functions.registry import BoundReward
 from mega_rl.rewards.functions.text import repetition
-from mega_rl.rewards.pool.answers import (
-    read_answers,
-    read_kinds,
-    read_refusal,
-)
+from mega_rl.rewards.pool.answers import read_answers, read_kinds, read_refusal
 from mega_rl.rewards.pool.pool import WorkerPool
-from mega_rl.rewards.pool.process import (
-    FORGED,
-    WorkerFailure,
-    _sealed_memory,
-)
+from mega_rl.rewards.pool.process import FORGED, WorkerFailure, _sealed_memory
 from mega_rl.rewards.pool.worker import (
     CAUSES,
     GARBLED,

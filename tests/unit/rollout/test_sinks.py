@@ -19,7 +19,7 @@ from mega_rl.bridge.mapping.vllm import vllm_series
 from mega_rl.bridge.reshard.proof import LoadProof, Proof
 from mega_rl.bridge.series import slices_of
 from mega_rl.bridge.slices import Box, indices
-from mega_rl.config.schema.sections import RolloutConfig
+from mega_rl.config.schema.sampling import RolloutConfig
 from mega_rl.errors import InputError
 from mega_rl.models.mixture import Mixture
 from mega_rl.models.shape import ModelShape, parse_config
@@ -29,13 +29,7 @@ from mega_rl.rollout import receiver
 from mega_rl.rollout.receiver import Link, Receiver
 from mega_rl.rollout.remote import sink
 from mega_rl.rollout.remote.sink import RemoteSink, remote_sink
-from mega_rl.rollout.sinks import (
-    InPlaceSink,
-    LoaderSink,
-    SentWeights,
-    WeightSink,
-    colocated_sink,
-)
+from mega_rl.rollout.sinks import InPlaceSink, LoaderSink, SentWeights, WeightSink, colocated_sink
 from mega_rl.rollout.vllm.engine import VLLMEngine
 from tests.distributed.bridge.test_bridge_execute import SHAPE, local_parameters, random_model
 from tests.models import families

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mega_rl.config.schema.sections import RolloutConfig
+from mega_rl.config.schema.sampling import RolloutConfig
 from mega_rl.errors import InputError
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.rollout.collect.replay import ReplayEngine

@@ -15,18 +15,8 @@ from mega_rl.rollout.collect.records import read_step, to_group
 from mega_rl.rollout.collect.replay import ReplayEngine
 from mega_rl.rollout.engine import Request
 from mega_rl.serving import conversations
-from mega_rl.serving.conversations import (
-    ConversationRenderer,
-    Conversations,
-    Opening,
-    read_back,
-)
-from mega_rl.serving.sessions import (
-    EndedSessionError,
-    Recorder,
-    Sessions,
-    UnknownSessionError,
-)
+from mega_rl.serving.conversations import ConversationRenderer, Conversations, Opening, read_back
+from mega_rl.serving.sessions import EndedSessionError, Recorder, Sessions, UnknownSessionError
 from mega_rl.types import Prompt, Score, Trajectory
 from tests.models.chat_templates import ends_of, tokenizer_of
 

@@ -17,12 +17,7 @@ from mega_rl.synthetic.arithmetic import (
     arithmetic_tokenizer,
     bpe_tokenizer,
 )
-from mega_rl.synthetic.tiny_model import (
-    FAMILIES,
-    SEEING,
-    TinyModelSpec,
-    write_tiny_model,
-)
+from mega_rl.synthetic.tiny_model import FAMILIES, SEEING, TinyModelSpec, write_tiny_model
 
 OF_TEXT = [family for family in FAMILIES if family != SEEING]  # test_shapes.py has the other one
 TINY = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "ffn": 8}

@@ -9,13 +9,7 @@ from mega_rl.data.tokens.template import apply_template, check_written
 from mega_rl.environments.built_in.functions import calculate
 from mega_rl.errors import InputError
 from mega_rl.synthetic.arithmetic import bpe_tokenizer
-from mega_rl.synthetic.products import (
-    CALCULATOR,
-    TOOLS_TEMPLATE,
-    WORDS,
-    ProductsSpec,
-    products_data,
-)
+from mega_rl.synthetic.products import CALCULATOR, TOOLS_TEMPLATE, WORDS, ProductsSpec, products_data
 
 SPEC = ProductsSpec(num_train=50, num_val=20, num_sft=100)
 

@@ -21,14 +21,7 @@ from mega_rl.data.tokens.tokenizer import load_tokenizer
 from mega_rl.errors import InputError
 from mega_rl.models.shape import read_model_shape
 from mega_rl.synthetic import shapes
-from mega_rl.synthetic.shapes import (
-    BACKGROUND,
-    PLACE_PIXELS,
-    SHAPE_PIXELS,
-    ShapesData,
-    ShapesSpec,
-    shapes_data,
-)
+from mega_rl.synthetic.shapes import BACKGROUND, PLACE_PIXELS, SHAPE_PIXELS, ShapesData, ShapesSpec, shapes_data
 from tools import make_tiny_model, prepare_data
 
 SPEC = ShapesSpec(num_train=300, num_val=60, num_sft=600)

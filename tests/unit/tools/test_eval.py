@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.config.schema.sections import RewardConfig, RunConfig
+from mega_rl.config.schema.sampling import RewardConfig
+from mega_rl.config.schema.sections import RunConfig
 from mega_rl.data.rows.rows import write_jsonl
 from mega_rl.errors import InputError
 from mega_rl.evaluation.configuration import settings_of

@@ -21,21 +21,11 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from mega_rl.bridge.files.stored import FilePlace, StoredTensors
 from mega_rl.bridge.files.torch_dist.plain import is_name_below, open_plain
-from mega_rl.bridge.files.torch_dist.torch_dist_layout import (
-    global_shapes,
-    global_slices,
-    names_in,
-    padded_keys,
-)
+from mega_rl.bridge.files.torch_dist.torch_dist_layout import global_shapes, global_slices, names_in, padded_keys
 from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.slices import Box, Slice, carry_over, extents, intersect, whole_box
 from mega_rl.errors import InputError, shortened, shown

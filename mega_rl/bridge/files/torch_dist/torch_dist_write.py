@@ -28,12 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from mega_rl.bridge.files.assembly import FileImage, literal_file
 from mega_rl.bridge.files.stored import FilePlace, StoredTensors
 from mega_rl.bridge.files.torch_dist.torch_dist import INDEX, place_of
-from mega_rl.bridge.files.torch_dist.torch_dist_layout import (
-    Chunk,
-    extra_state,
-    global_shapes,
-    global_slices,
-)
+from mega_rl.bridge.files.torch_dist.torch_dist_layout import Chunk, extra_state, global_shapes, global_slices
 from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.slices import Box, Slice, extents, intersect, num_elements
 from mega_rl.errors import InputError

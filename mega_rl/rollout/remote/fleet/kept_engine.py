@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import mega_rl
-from mega_rl.config.schema.sections import RolloutConfig
+from mega_rl.config.schema.sampling import RolloutConfig
 from mega_rl.parallel.joint_group import MeetingPoint
 from mega_rl.rollout.episodes.episodes import EpisodeSampler
 from mega_rl.rollout.remote.engine_process import EngineProcess, EngineSpec

@@ -16,16 +16,8 @@ from typing import Any
 
 from mega_rl.fleet.executor import PlacesError
 from mega_rl.rollout.remote.engine_process import EngineSpec
-from mega_rl.rollout.remote.fleet.kept_engine import (
-    PULSE,
-    KeptEngine,
-    digest,
-)
-from mega_rl.rollout.remote.fleet.lease_actor import (
-    Fenced,
-    LeaseActor,
-    LeasedEngine,
-)
+from mega_rl.rollout.remote.fleet.kept_engine import PULSE, KeptEngine, digest
+from mega_rl.rollout.remote.fleet.lease_actor import Fenced, LeaseActor, LeasedEngine
 from mega_rl.rollout.remote.fleet.places import Places, Survivor
 from mega_rl.rollout.remote.placement import wait_for_room
 from mega_rl.rollout.remote.ray_room import bundle

@@ -19,11 +19,7 @@ import numpy.typing as npt
 import torch
 
 from mega_rl.errors import InputError
-from mega_rl.rollout.remote.weight_store import (
-    Location,
-    Store,
-    StoreForm,
-)
+from mega_rl.rollout.remote.weight_store import Location, Store, StoreForm
 
 CHUNK_BYTES = 1 << 24
 NUM_AHEAD = 2  # chunks that are asked for before the one that is being written

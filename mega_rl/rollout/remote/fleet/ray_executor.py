@@ -30,11 +30,7 @@ from mega_rl.fleet.events import (
     Start,
     Started,
 )
-from mega_rl.fleet.executor import (
-    PlacesError,
-    Requests,
-    Whereabouts,
-)
+from mega_rl.fleet.executor import PlacesError, Requests, Whereabouts
 from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.fleet.kept_engine import PULSE
 from mega_rl.rollout.remote.fleet.lease_actor import Fenced
@@ -43,11 +39,7 @@ from mega_rl.rollout.remote.fleet.nodes import Nodes
 from mega_rl.rollout.remote.fleet.places import Places, Survivor
 from mega_rl.rollout.remote.placement import connected_ray, nodes
 from mega_rl.rollout.remote.ray_room import bundle, check_room
-from mega_rl.rollout.remote.weight_store import (
-    Location,
-    Store,
-    StoredVersion,
-)
+from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion
 from mega_rl.rollout.vllm.start.options import without_weights
 
 LOG = logging.getLogger(__name__)

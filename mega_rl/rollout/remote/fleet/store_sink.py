@@ -12,22 +12,12 @@ import torch.distributed as dist
 
 from mega_rl import platform
 from mega_rl.bridge.reshard.deposit import Deposit, Digest, HashedWrite, summed
-from mega_rl.bridge.reshard.execute import (
-    Read,
-    Transfer,
-    TransferCount,
-    Write,
-    write_into,
-)
+from mega_rl.bridge.reshard.execute import Read, Transfer, TransferCount, Write, write_into
 from mega_rl.bridge.reshard.plan import Layout, compile_plan
 from mega_rl.bridge.series import Series, having
 from mega_rl.fleet.tickets import held_out
 from mega_rl.parallel.collectives import broadcast_object, gather_objects, is_first, together
-from mega_rl.rollout.remote.weight_store import (
-    Store,
-    StoredVersion,
-    StoreForm,
-)
+from mega_rl.rollout.remote.weight_store import Store, StoredVersion, StoreForm
 from mega_rl.rollout.sinks import SentWeights
 
 SEPARATOR = "/"  # between the number of a worker and the name of its parameter

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mega_rl.bridge.mapping.vllm_slots import Slots
-from mega_rl.config.schema.sections import RolloutConfig
+from mega_rl.config.schema.sampling import RolloutConfig
 from mega_rl.errors import InputError
 from mega_rl.parallel.collectives import broadcast_object
 from mega_rl.rollout.vllm.start.cpu_adjustments import check_head_size, cpu_adjustments

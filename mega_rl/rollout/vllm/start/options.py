@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mega_rl.bridge.mapping.vllm_slots import Slots
-from mega_rl.config.schema.sections import COLOCATED_MEMORY_SHARE, RolloutConfig
+from mega_rl.config.schema.sampling import COLOCATED_MEMORY_SHARE, RolloutConfig
 from mega_rl.errors import InputError, shown
 from mega_rl.rollout.temperature_probe import NUM_LOGPROBS
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from mega_rl import platform
+from mega_rl.bridge.files.torch_dist.manifest import PROGRESS as PROGRESS_FILE, WEIGHTS
 from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.slices import indices
 from mega_rl.config.schema.sections import RunConfig
@@ -185,7 +186,7 @@ def rotate(engine: MegatronEngine, root: Path) -> None:
         dist.barrier()
         assert checkpoint.damage(saved) is None, f"what was just saved as step {step} is not there"
         assert not [p.name for p in root.iterdir() if p.name.startswith(".")], "nothing temporary is left"
-        steps = [json.loads((p / checkpoint.PROGRESS).read_text())["step"] for p in checkpoint.all_checkpoints(root)]
+        steps = [json.loads((p / PROGRESS_FILE).read_text())["step"] for p in checkpoint.all_checkpoints(root)]
         dist.barrier()
         return steps
 
@@ -237,7 +238,7 @@ def refuse(case: Case, layout: ParallelLayout, directory: Path) -> None:
     expect_input_error(lambda: checkpoint.load(whole, other), "is of another model: num_layers is 4 there and 2")
     assert all(torch.equal(before[name], p) for name, p in other.policy.parameters.items())
     engine = new_engine(case, layout, "float32", directory)
-    for name in (f"{checkpoint.WEIGHTS}/.metadata", f"{checkpoint.WEIGHTS}/__0_0.distcp", checkpoint.GENERATORS):
+    for name in (f"{WEIGHTS}/.metadata", f"{WEIGHTS}/__0_0.distcp", checkpoint.GENERATORS):
         garbled = directory / f"garbled_{case.name}_{Path(name).name}"
         if dist.get_rank() == 0:
             shutil.copytree(whole, garbled)

@@ -14,7 +14,8 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 
 from mega_rl import platform
 from mega_rl.bridge.mapping.tensors import roles
-from mega_rl.config.schema.sections import Layers, TuningConfig
+from mega_rl.config.schema.device import Layers
+from mega_rl.config.schema.learning import TuningConfig
 from mega_rl.errors import InputError
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.parallel.layout import ParallelLayout

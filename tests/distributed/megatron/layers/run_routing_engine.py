@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from mega_rl import platform
-from mega_rl.config.schema.sections import RolloutConfig
+from mega_rl.config.schema.sampling import RolloutConfig
 from mega_rl.data.packing import pack, sequence_of
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.microbatch import Microbatch, TokenStats

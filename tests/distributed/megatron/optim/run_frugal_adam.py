@@ -17,11 +17,8 @@ from torch import Tensor
 
 from mega_rl import platform
 from mega_rl.bridge.mapping.tensors import hf_tensors
-from mega_rl.config.schema.sections import (
-    AdapterConfig,
-    RunConfig,
-    TuningConfig,
-)
+from mega_rl.config.schema.learning import AdapterConfig, TuningConfig
+from mega_rl.config.schema.sections import RunConfig
 from mega_rl.megatron.checkpoint import checkpoint, local_state
 from mega_rl.megatron.checkpoint.saving import CheckpointWriter
 from mega_rl.megatron.engine import MegatronEngine

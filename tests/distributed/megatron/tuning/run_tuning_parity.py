@@ -19,11 +19,8 @@ from mega_rl import platform
 from mega_rl.bridge.mapping.tuning import TuningPlan, tuning_plan
 from mega_rl.bridge.series import slices_of
 from mega_rl.bridge.slices import Slice, indices
-from mega_rl.config.schema.sections import (
-    AdapterConfig,
-    RunConfig,
-    TuningConfig,
-)
+from mega_rl.config.schema.learning import AdapterConfig, TuningConfig
+from mega_rl.config.schema.sections import RunConfig
 from mega_rl.data.packing import unpack
 from mega_rl.megatron.checkpoint import checkpoint
 from mega_rl.megatron.checkpoint.saving import CheckpointWriter

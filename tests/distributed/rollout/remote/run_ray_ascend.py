@@ -13,7 +13,7 @@ import ray
 import ray.util.scheduling_strategies
 
 from mega_rl import platform
-from mega_rl.config.schema.sections import RolloutConfig
+from mega_rl.config.schema.sampling import RolloutConfig
 from mega_rl.errors import InputError
 from mega_rl.platform.ascend.devices import MASK, RAY_KEEPS_MASK
 from mega_rl.platform.cpu import CpuPlatform

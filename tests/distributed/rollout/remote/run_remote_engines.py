@@ -25,7 +25,7 @@ from mega_rl.bridge.mapping.vllm import vllm_slices
 from mega_rl.bridge.reshard.execute import TransferCount
 from mega_rl.bridge.reshard.proof import LoadProof, Proof
 from mega_rl.bridge.slices import Box, Slice, indices
-from mega_rl.config.schema.sections import RolloutConfig
+from mega_rl.config.schema.sampling import RolloutConfig
 from mega_rl.models.shape import read_model_shape
 from mega_rl.observe.heartbeat import HEART, Wait
 from mega_rl.parallel.collectives import together

@@ -52,7 +52,7 @@ class World:
         def read(local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> torch.Tensor:
             return shards[local_name][indices(local_box)]
 
-        self.ledger = self.sink.update(read, version, exact)
+        self.transfer_count = self.sink.update(read, version, exact)
 
     def live(self, worker: int) -> dict[str, torch.Tensor]:
         """Parameters of an engine's worker, with rows of padding and rubbish in them."""
@@ -95,11 +95,11 @@ def versions_arrive(engine_size: int, num_here: int) -> None:
 def every_byte_is_written_once() -> None:
     world = World(engine_size=2, num_here=2)
     world.put(0)
-    written = sum(found.bytes_local for found in gather_objects(world.ledger))
+    written = sum(found.bytes_local for found in gather_objects(world.transfer_count))
     needed = 4 * sum(found.numel() for found in world.full(0).values())
     norms = 4 * (SHAPE.num_layers * (2 * SHAPE.hidden_size + 2 * SHAPE.head_dim) + SHAPE.hidden_size)
     assert written == needed + norms, "each worker has all norms, and half of the rest"
-    assert world.ledger.bytes_sent == world.ledger.num_buckets == 0, "nothing is sent"
+    assert world.transfer_count.bytes_sent == world.transfer_count.num_buckets == 0, "nothing is sent"
 
 
 def only_what_changes_is_written(num_here: int) -> None:
@@ -108,7 +108,7 @@ def only_what_changes_is_written(num_here: int) -> None:
     moved = []
     for version in range(4):
         world.put(version)
-        moved.append(sum(part.bytes_local + part.bytes_sent for part in gather_objects(world.ledger)))
+        moved.append(sum(part.bytes_local + part.bytes_sent for part in gather_objects(world.transfer_count)))
     assert moved[0] == moved[1] > moved[2] == moved[3] > 0, moved
     if world.rank == 0:
         for version in (2, 3):

@@ -22,7 +22,7 @@ from mega_rl.algorithms.reduce import Denominators
 from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.slices import indices
-from mega_rl.config.schema.sections import CriticConfig
+from mega_rl.config.schema.learning import CriticConfig
 from mega_rl.config.schema.stage import critic_parallel
 from mega_rl.megatron.checkpoint import checkpoint
 from mega_rl.megatron.checkpoint.saving import CheckpointWriter

@@ -19,11 +19,8 @@ from torch import Tensor
 from mega_rl import platform
 from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.bridge.mapping.tuning import critic_tuning
-from mega_rl.config.schema.sections import (
-    AdapterConfig,
-    RunConfig,
-    TuningConfig,
-)
+from mega_rl.config.schema.learning import AdapterConfig, TuningConfig
+from mega_rl.config.schema.sections import RunConfig
 from mega_rl.errors import InputError
 from mega_rl.megatron.checkpoint import checkpoint
 from mega_rl.megatron.checkpoint.saving import CheckpointWriter

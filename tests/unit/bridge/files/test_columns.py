@@ -9,12 +9,7 @@ import random
 import numpy as np
 import pytest
 
-from mega_rl.bridge.files.torch_dist.columns import (
-    extract,
-    from_bytes,
-    restore,
-    to_bytes,
-)
+from mega_rl.bridge.files.torch_dist.columns import extract, from_bytes, restore, to_bytes
 
 GENERATOR = random.Random(5)
 LOGPROBS = [float(np.float32(GENERATOR.uniform(-20, 0))) for _ in range(300)]

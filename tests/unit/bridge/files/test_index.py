@@ -11,11 +11,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-from mega_rl.bridge.files.torch_dist.torch_dist import (
-    INDEX,
-    _IndexUnpickler,
-    read_index,
-)
+from mega_rl.bridge.files.torch_dist.torch_dist import INDEX, _IndexUnpickler, read_index
 from mega_rl.errors import InputError
 
 MEMBER = _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT

@@ -11,11 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mega_rl.bridge.files.peft.peft import (
-    PeftReader,
-    target_modules,
-    write_adapter,
-)
+from mega_rl.bridge.files.peft.peft import PeftReader, target_modules, write_adapter
 from mega_rl.bridge.files.peft.peft_config import PeftConfig
 from mega_rl.bridge.lora import Factors, merged
 from mega_rl.bridge.mapping.tensors import hf_tensors, roles

@@ -18,7 +18,7 @@ from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.mapping.tuning import TuningPlan, tuning_plan
 from mega_rl.bridge.series import slices_of
 from mega_rl.bridge.slices import extents, intersect, num_elements, whole_box
-from mega_rl.config.schema.sections import AdapterConfig, TuningConfig
+from mega_rl.config.schema.learning import AdapterConfig, TuningConfig
 from mega_rl.errors import InputError
 from mega_rl.models.shape import ModelShape, parse_config
 from mega_rl.parallel.layout import ParallelLayout

@@ -15,11 +15,8 @@ from mega_rl.bridge.mapping.vllm import vllm_series
 from mega_rl.bridge.mapping.vllm_slots import slot_series, slots_of
 from mega_rl.bridge.reshard.plan import compile_plan
 from mega_rl.bridge.series import Series, slices_of
-from mega_rl.config.schema.sections import (
-    AdapterConfig,
-    ParallelConfig,
-    TuningConfig,
-)
+from mega_rl.config.schema.learning import AdapterConfig, TuningConfig
+from mega_rl.config.schema.sections import ParallelConfig
 from mega_rl.errors import InputError
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.layout import ParallelLayout

@@ -17,7 +17,7 @@ from mega_rl.bridge.outgoing.transform import fold
 from mega_rl.bridge.reshard.execute import Read
 from mega_rl.bridge.series import slices_of
 from mega_rl.bridge.slices import Box, indices, whole_box
-from mega_rl.config.schema.sections import AqnConfig
+from mega_rl.config.schema.sampling import AqnConfig
 from tests.distributed.bridge.test_bridge_execute import SHAPE
 
 UP, NORM = "model.layers.0.mlp.up_proj.weight", "model.layers.0.input_layernorm.weight"

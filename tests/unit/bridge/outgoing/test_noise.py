@@ -13,7 +13,7 @@ import torch
 from mega_rl.bridge.outgoing import noise as noise_module
 from mega_rl.bridge.outgoing.noise import AqnNoise, draw, noise_metrics
 from mega_rl.bridge.slices import Box
-from mega_rl.config.schema.sections import AqnConfig
+from mega_rl.config.schema.sampling import AqnConfig
 
 NAME = "model.layers.0.input_layernorm.weight"
 WIDTH = 1536

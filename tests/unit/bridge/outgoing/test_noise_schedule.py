@@ -7,7 +7,7 @@ import math
 import pytest
 
 from mega_rl.bridge.outgoing.noise import AqnNoise, sigma_at, stage_of
-from mega_rl.config.schema.sections import AqnConfig
+from mega_rl.config.schema.sampling import AqnConfig
 
 SCHEDULES = ("exponential", "exponential_eq8", "exponential_alg1", "linear", "cosine", "constant")
 

@@ -9,7 +9,7 @@ import pytest
 from mega_rl.bridge.mapping.tensors import roles
 from mega_rl.bridge.outgoing.noise import NORM_ROLES, AqnNoise
 from mega_rl.bridge.outgoing.quantize import QUANTIZED_ROLE
-from mega_rl.config.schema.sections import AqnConfig
+from mega_rl.config.schema.sampling import AqnConfig
 from mega_rl.errors import InputError
 from mega_rl.models.shape import parse_config
 from tests.models import families

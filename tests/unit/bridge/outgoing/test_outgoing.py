@@ -12,7 +12,7 @@ from mega_rl.bridge.outgoing.noise import AqnNoise, AqnTransform
 from mega_rl.bridge.outgoing.transform import Changed, fold
 from mega_rl.bridge.reshard.execute import Read
 from mega_rl.bridge.slices import Box, indices
-from mega_rl.config.schema.sections import AqnConfig
+from mega_rl.config.schema.sampling import AqnConfig
 
 NORM, LINEAR = "model.layers.0.input_layernorm.weight", "model.layers.0.mlp.down_proj.weight"
 SHAPES: dict[str, tuple[int, ...]] = {NORM: (8,), LINEAR: (4, 8)}

@@ -22,11 +22,7 @@ from mega_rl.data.rows.rows import DataFiles
 from mega_rl.errors import InputError
 from mega_rl.models.positions import Placed, image_positions
 from mega_rl.models.shape import read_model_shape
-from mega_rl.rollout.collect.records import (
-    row_of_trajectory,
-    trajectory_of_row,
-    write_step,
-)
+from mega_rl.rollout.collect.records import row_of_trajectory, trajectory_of_row, write_step
 from mega_rl.rollout.collect.replay import Records
 from mega_rl.rollout.engine import Request
 from mega_rl.types import Trajectory

@@ -11,12 +11,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from mega_rl.data.pictures.thumbnails import (
-    MAX_PICTURES,
-    MAX_SIDE,
-    RecordedPictures,
-    thumbnail,
-)
+from mega_rl.data.pictures.thumbnails import MAX_PICTURES, MAX_SIDE, RecordedPictures, thumbnail
 from mega_rl.errors import InputError
 from tests.unit.data.pictures.test_bad_pictures import BAD
 

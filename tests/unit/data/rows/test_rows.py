@@ -9,12 +9,7 @@ import pyarrow
 import pytest
 
 from mega_rl.data.rows import rows
-from mega_rl.data.rows.rows import (
-    atomic_path,
-    read_rows,
-    write_jsonl,
-    write_parquet,
-)
+from mega_rl.data.rows.rows import atomic_path, read_rows, write_jsonl, write_parquet
 from mega_rl.errors import InputError
 
 RECORDS = [{"prompt": [{"role": "user", "content": "é?"}], "answer": "1"}, {"prompt": [], "answer": "2"}]

@@ -13,12 +13,7 @@ import pytest
 from PIL import Image
 
 from mega_rl.data.rows.columns import prompt_of, truth_of
-from mega_rl.data.rows.rows import (
-    Row,
-    read_rows,
-    write_jsonl,
-    write_parquet,
-)
+from mega_rl.data.rows.rows import Row, read_rows, write_jsonl, write_parquet
 from mega_rl.data.sets.problems import DAPO_AFTER, DAPO_BEFORE
 from mega_rl.data.sets.table import SETS, Prepared, prepare, write
 from mega_rl.errors import InputError

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from mega_rl import platform
+from mega_rl.bridge.files.torch_dist.manifest import WEIGHTS
 
 platform.select("cpu")
 
@@ -76,7 +77,7 @@ ATTACKS: dict[str, Callable[[Path, Path], None]] = {
 
 
 def write(attack: str, directory: Path, marker: Path) -> None:
-    weights = directory / checkpoint.WEIGHTS
+    weights = directory / WEIGHTS
     weights.mkdir(parents=True)
     dist_checkpointing.save(state_of(Harmful(marker) if attack == "object" else {"plain": 1}), str(weights))
     torch.save([{"torch": torch.get_rng_state()}], directory / checkpoint.GENERATORS)
@@ -90,7 +91,7 @@ def read(directory: Path, is_guarded: bool) -> str:
             assert torch.equal(states[0]["torch"], torch.get_rng_state())
         else:
             torch.load(directory / checkpoint.GENERATORS, weights_only=False)
-            loaded = dist_checkpointing.load(state_of(None), str(directory / checkpoint.WEIGHTS))
+            loaded = dist_checkpointing.load(state_of(None), str(directory / WEIGHTS))
     except BaseException as error:  # noqa: BLE001 - torch's CheckpointException is no Exception
         return f"{type(error).__name__}: {error}"
     return f"{loaded['tensor'].tolist()} {loaded['object']}"

@@ -12,20 +12,12 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from mega_rl.bridge.files.torch_dist import manifest as checkpoint_files
+from mega_rl.bridge.files.torch_dist.manifest import MANIFEST, PROGRESS, WEIGHTS
 from mega_rl.errors import InputError
-from mega_rl.megatron.checkpoint import checkpoint
-from mega_rl.megatron.checkpoint.checkpoint import (
-    MANIFEST,
-    PROGRESS,
-    all_checkpoints,
-    damage,
-    directory_of,
-    find,
-    set_aside,
-)
+from mega_rl.megatron.checkpoint.checkpoint import all_checkpoints, damage, directory_of, find, set_aside
 
-SHARD = f"{checkpoint.WEIGHTS}/__0_0.distcp"
-INDEX = f"{checkpoint.WEIGHTS}/.metadata"
+SHARD = f"{WEIGHTS}/__0_0.distcp"
+INDEX = f"{WEIGHTS}/.metadata"
 
 
 def write(root: Path, step: int) -> Path:
@@ -71,8 +63,8 @@ DAMAGES = {
         f"file {PROGRESS} is not in {MANIFEST}",
     ),
     "unlisted_file": (
-        lambda d: (d / checkpoint.WEIGHTS / "__1_0.distcp").write_bytes(b""),
-        f"file {checkpoint.WEIGHTS}/__1_0.distcp is not in {MANIFEST}",
+        lambda d: (d / WEIGHTS / "__1_0.distcp").write_bytes(b""),
+        f"file {WEIGHTS}/__1_0.distcp is not in {MANIFEST}",
     ),
     "manifest_nested_without_end": (lambda d: (d / MANIFEST).write_text("[" * 100_000), f"{MANIFEST} is not readable"),
     "manifest_without_digests": (
@@ -92,7 +84,7 @@ def test_a_shard_that_was_never_there_is_missed(tmp_path: Path, is_of_before: bo
         content = json.loads((directory / MANIFEST).read_text())
         del content["version"]
         (directory / MANIFEST).write_text(json.dumps(content))
-    absent = f"{checkpoint.WEIGHTS}/__1_0.distcp"
+    absent = f"{WEIGHTS}/__1_0.distcp"
     assert damage(directory) == f"file {absent} is missing: {INDEX} names it, and {MANIFEST} does not"
 
 

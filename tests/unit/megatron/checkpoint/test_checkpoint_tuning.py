@@ -8,11 +8,7 @@ from typing import Any
 
 import pytest
 
-from mega_rl.config.schema.sections import (
-    AdapterConfig,
-    TuningConfig,
-    VisionConfig,
-)
+from mega_rl.config.schema.learning import AdapterConfig, TuningConfig, VisionConfig
 from mega_rl.errors import InputError
 from mega_rl.megatron.checkpoint.checkpoint import _check_tuning, tuning_record
 

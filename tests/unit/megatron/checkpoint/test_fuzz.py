@@ -17,25 +17,11 @@ from hypothesis import given, strategies as st
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
-from mega_rl.bridge.files.torch_dist.manifest import (
-    MANIFEST,
-    PROGRESS,
-    WEIGHTS,
-    damage,
-    digest,
-)
-from mega_rl.bridge.files.torch_dist.progress import (
-    KEYS,
-    OPTIONAL,
-    read_progress,
-)
+from mega_rl.bridge.files.torch_dist.manifest import MANIFEST, PROGRESS, WEIGHTS, damage, digest
+from mega_rl.bridge.files.torch_dist.progress import KEYS, OPTIONAL, read_progress
 from mega_rl.bridge.files.torch_dist.torch_dist import INDEX
 from mega_rl.errors import InputError
-from mega_rl.megatron.checkpoint.checkpoint import (
-    GENERATORS,
-    find,
-    read_state,
-)
+from mega_rl.megatron.checkpoint.checkpoint import GENERATORS, find, read_state
 from tests.fuzzing import TEXTS, VALUES, accepted_or_sentence, cases
 
 TENSOR = torch.arange(12.0).reshape(3, 4)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from mega_rl.megatron.checkpoint.checkpoint import GENERATORS, WEIGHTS
+from mega_rl.bridge.files.torch_dist.manifest import WEIGHTS
+from mega_rl.megatron.checkpoint.checkpoint import GENERATORS
 from tests.launching.launch import run_copy
 
 pytestmark = pytest.mark.slow  # as a module

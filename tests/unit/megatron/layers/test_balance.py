@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.config.schema.sections import RouterConfig
+from mega_rl.config.schema.learning import RouterConfig
 from mega_rl.data.packing import pack
 from mega_rl.megatron.layers import balance
 from mega_rl.megatron.layers.balance import BalanceTotals, Balancing

@@ -15,11 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mega_rl.megatron.layers import attention as module
-from mega_rl.megatron.layers.attention import (
-    PackedAttention,
-    PackedSequences,
-    packed_sequences,
-)
+from mega_rl.megatron.layers.attention import PackedAttention, PackedSequences, packed_sequences
 from mega_rl.parallel.zigzag import zigzag_positions
 
 D = 8

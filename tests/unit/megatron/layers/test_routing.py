@@ -8,11 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.megatron.layers.routing import (
-    Choice,
-    MicrobatchRouting,
-    Router,
-)
+from mega_rl.megatron.layers.routing import Choice, MicrobatchRouting, Router
 
 SCORES = torch.tensor([[0.1, 0.9, 0.5, 0.3], [0.8, 0.2, 0.7, 0.1], [0.4, 0.3, 0.2, 0.1]])
 OWN = [[1, 2], [0, 2], [0, 1]]

@@ -10,11 +10,7 @@ import pytest
 
 from mega_rl.config.schema.sections import OptimizerConfig
 from mega_rl.errors import InputError
-from mega_rl.megatron.optim.optimizer import (
-    SkippedSteps,
-    learning_rate_schedule,
-    own_hyperparameters,
-)
+from mega_rl.megatron.optim.optimizer import SkippedSteps, learning_rate_schedule, own_hyperparameters
 
 
 def config(schedule: str, **settings: Any) -> OptimizerConfig:

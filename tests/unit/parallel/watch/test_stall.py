@@ -7,12 +7,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 from hypothesis import given, strategies as st
 
-from mega_rl.parallel.watch.stall import (
-    START,
-    Beat,
-    StallDetector,
-    Verdict,
-)
+from mega_rl.parallel.watch.stall import START, Beat, StallDetector, Verdict
 
 LIMIT, START_LIMIT, PERIOD = 100.0, 300.0, 5.0
 

@@ -18,11 +18,7 @@ import pytest
 
 from mega_rl.rewards.functions import code
 from mega_rl.rewards.functions.code import code_tests
-from mega_rl.rewards.sandbox import (
-    launcher,
-    sandbox,
-    zygote,
-)
+from mega_rl.rewards.sandbox import launcher, sandbox, zygote
 from mega_rl.rewards.sandbox.sandbox import ProgramLimits, run_program
 
 HAS_NAMESPACES = sandbox.has_namespaces()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mega_rl.config.schema.sections import RewardConfig, RewardWorkersConfig
+from mega_rl.config.schema.sampling import RewardConfig, RewardWorkersConfig
 from mega_rl.rewards.functions.images import read
 from mega_rl.rewards.functions.registry import bind
 from mega_rl.rewards.pool.answers import read_kinds

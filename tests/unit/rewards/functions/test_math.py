@@ -8,15 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.config.schema.sections import RewardConfig
+from mega_rl.config.schema.sampling import RewardConfig
 from mega_rl.rewards.functions.forms import is_equal, parse_number
-from mega_rl.rewards.functions.math import (
-    boxed,
-    dapo_math,
-    exact_match,
-    gsm8k,
-    last_boxed,
-)
+from mega_rl.rewards.functions.math import boxed, dapo_math, exact_match, gsm8k, last_boxed
 from mega_rl.rewards.scorer import build_scorer
 from mega_rl.types import Prompt, Trajectory
 

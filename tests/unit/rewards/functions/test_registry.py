@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mega_rl.config.schema.sections import RewardConfig, RewardWorkersConfig
+from mega_rl.config.schema.sampling import RewardConfig, RewardWorkersConfig
 from mega_rl.errors import InputError
 from mega_rl.rewards.functions.registry import bind
 from mega_rl.rewards.scorer import Scorer, WeightedReward, build_scorer

@@ -7,11 +7,7 @@ from typing import Any
 import pytest
 
 from mega_rl.rewards.functions.registry import bind
-from mega_rl.rewards.functions.text import (
-    format_regex,
-    overlong,
-    repetition,
-)
+from mega_rl.rewards.functions.text import format_regex, overlong, repetition
 
 
 def test_format_regex_spans_lines_and_takes_anchors() -> None:

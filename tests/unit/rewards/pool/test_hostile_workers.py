@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mega_rl.config.schema.sections import RewardConfig, RewardWorkersConfig
+from mega_rl.config.schema.sampling import RewardConfig, RewardWorkersConfig
 from mega_rl.errors import InputError
 from mega_rl.rewards.pool.answers import read_answers, read_kinds
 from mega_rl.rewards.pool.process import WorkerFailure

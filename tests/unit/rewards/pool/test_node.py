@@ -10,12 +10,7 @@ from pathlib import Path
 import pytest
 
 from mega_rl.rewards.pool.dispatch import PoolError
-from mega_rl.rewards.pool.node import (
-    RemotePool,
-    WorkerAddress,
-    _path_of,
-    offer,
-)
+from mega_rl.rewards.pool.node import RemotePool, WorkerAddress, _path_of, offer
 from mega_rl.rewards.pool.pool import WorkerPool
 from mega_rl.rewards.pool.process import FORGED
 from mega_rl.rewards.pool.worker import GARBLED

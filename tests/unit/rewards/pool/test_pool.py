@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mega_rl.config.schema.sections import RewardConfig, RewardWorkersConfig
+from mega_rl.config.schema.sampling import RewardConfig, RewardWorkersConfig
 from mega_rl.errors import InputError
 from mega_rl.rewards.pool import dispatch
 from mega_rl.rewards.pool.pool import WorkerPool

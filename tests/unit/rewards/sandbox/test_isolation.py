@@ -11,11 +11,7 @@ from pathlib import Path
 import pytest
 
 from mega_rl.rewards.functions import code
-from mega_rl.rewards.sandbox.sandbox import (
-    NotIsolatedError,
-    ProgramLimits,
-    run_program,
-)
+from mega_rl.rewards.sandbox.sandbox import NotIsolatedError, ProgramLimits, run_program
 from tests.launching.enclosure import AS_ANOTHER, needs_enclosure, run_enclosed
 
 pytestmark = pytest.mark.slow  # as a module

@@ -21,12 +21,7 @@ from mega_rl.environments.protocol import Turn
 from mega_rl.errors import InputError
 from mega_rl.rewards.functions.code import _check_code_tests, code_tests
 from mega_rl.rewards.sandbox import sandbox
-from mega_rl.rewards.sandbox.remote import (
-    MAX_BODY_BYTES,
-    TOKEN,
-    SandboxClient,
-    ServiceError,
-)
+from mega_rl.rewards.sandbox.remote import MAX_BODY_BYTES, TOKEN, SandboxClient, ServiceError
 from mega_rl.rewards.sandbox.sandbox import ProgramLimits, ProgramRun
 from mega_rl.rewards.sandbox.service import Server, Service
 from mega_rl.types import Prompt

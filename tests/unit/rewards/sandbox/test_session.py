@@ -10,12 +10,7 @@ import psutil
 import pytest
 
 from mega_rl.rewards.sandbox import sandbox
-from mega_rl.rewards.sandbox.sandbox import (
-    ProgramLimits,
-    ProgramRun,
-    SandboxSession,
-    SessionEndedError,
-)
+from mega_rl.rewards.sandbox.sandbox import ProgramLimits, ProgramRun, SandboxSession, SessionEndedError
 from tests.launching.enclosure import needs_enclosure, run_enclosed
 
 HAS_NAMESPACES = sandbox.has_namespaces()

@@ -11,13 +11,7 @@ from hypothesis import given, strategies as st
 from torch.distributed import HashStore
 
 from mega_rl.parallel.schedule import split_even
-from mega_rl.rollout.collect.collect import (
-    GroupSummary,
-    PromptGroup,
-    Quota,
-    Round,
-    collect,
-)
+from mega_rl.rollout.collect.collect import GroupSummary, PromptGroup, Quota, Round, collect
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.requests import make_requests
 from mega_rl.types import Prompt, Score, Trajectory

@@ -15,31 +15,12 @@ from torch.distributed import HashStore
 
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.parallel.schedule import split_even
-from mega_rl.rollout.collect.collect import (
-    Collected,
-    GroupSummary,
-    PartialRequests,
-    PromptGroup,
-    Quota,
-    Round,
-    collect,
-)
-from mega_rl.rollout.collect.partial_groups import (
-    PartialGroup,
-    PartialGroups,
-    begun_of_rows,
-    rows_of,
-)
+from mega_rl.rollout.collect.collect import Collected, GroupSummary, PartialRequests, PromptGroup, Quota, Round, collect
+from mega_rl.rollout.collect.partial_groups import PartialGroup, PartialGroups, begun_of_rows, rows_of
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.requests import joined, make_requests, resumed, text_of
 from mega_rl.synthetic.arithmetic import bpe_tokenizer
-from mega_rl.types import (
-    Prompt,
-    Score,
-    Span,
-    Trajectory,
-    TurnSpan,
-)
+from mega_rl.types import Prompt, Score, Span, Trajectory, TurnSpan
 from tests.pretended.tailing_engine import TailingEngine, check_whole, decoded
 
 SCORING = ThreadPoolExecutor(2)

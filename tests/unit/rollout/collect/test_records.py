@@ -15,12 +15,7 @@ import pytest
 from mega_rl.errors import InputError
 from mega_rl.models.mixture import Mixture
 from mega_rl.rollout.collect.collect import PromptGroup
-from mega_rl.rollout.collect.records import (
-    read_step,
-    to_group,
-    to_rows,
-    write_step,
-)
+from mega_rl.rollout.collect.records import read_step, to_group, to_rows, write_step
 from mega_rl.rollout.collect.replay import ReplayEngine
 from mega_rl.rollout.requests import make_requests
 from mega_rl.types import Prompt, PromptImage, Score, Span, Trajectory, UnknownReward

@@ -27,20 +27,12 @@ from mega_rl.environments.protocol import End, Message, Reply, Turn
 from mega_rl.observe.metrics.declared import match
 from mega_rl.rewards.scorer import Scorer, WeightedReward
 from mega_rl.rollout.collect.collect import PromptGroup
-from mega_rl.rollout.collect.records import (
-    to_group,
-    to_rows,
-    write_step,
-)
+from mega_rl.rollout.collect.records import to_group, to_rows, write_step
 from mega_rl.rollout.collect.replay import ReplayEngine
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.episodes.episode_metrics import episode_metrics
 from mega_rl.rollout.episodes.episode_tokens import EpisodePlan
-from mega_rl.rollout.episodes.episodes import (
-    MAX_WAIT_S,
-    EpisodeSampler,
-    turn_seed,
-)
+from mega_rl.rollout.episodes.episodes import MAX_WAIT_S, EpisodeSampler, turn_seed
 from mega_rl.rollout.requests import make_requests
 from mega_rl.stages.run.episodes import without_reward
 from mega_rl.synthetic.arithmetic import bpe_tokenizer

@@ -13,11 +13,7 @@ from mega_rl.bridge.reshard.proof import live_hashes
 from mega_rl.bridge.series import Series
 from mega_rl.rollout.remote import attached_store
 from mega_rl.rollout.remote.engine_process import EngineProcess
-from mega_rl.rollout.remote.weight_store import (
-    Store,
-    StoredVersion,
-    StoreForm,
-)
+from mega_rl.rollout.remote.weight_store import Store, StoredVersion, StoreForm
 
 NORM = Series("model.norm.weight", ((0, 5),), "model.norm.weight", ((0, 5),))
 

@@ -23,14 +23,7 @@ from mega_rl.observe.timeline import read_trace
 from mega_rl.rollout.scheduling import fleet_requests
 from mega_rl.rollout.scheduling.control_requests import ControlRequests
 from mega_rl.rollout.scheduling.fleet_record import TIMELINE, FleetRecord
-from mega_rl.rollout.scheduling.fleet_requests import (
-    ANSWER,
-    DIRECTORY,
-    QUESTION,
-    ControlQuestion,
-    Mailbox,
-    ask,
-)
+from mega_rl.rollout.scheduling.fleet_requests import ANSWER, DIRECTORY, QUESTION, ControlQuestion, Mailbox, ask
 from mega_rl.rollout.scheduling.scheduler_thread import SchedulerThread
 from tests.pretended.fleet_engines import PretendedExecutor
 from tests.unit.rollout.scheduling.test_scheduler_thread import MANY_LIVES, RULES, differ, requests, rest, score

@@ -12,11 +12,7 @@ import torch
 
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.vllm.start import versions
-from mega_rl.rollout.vllm.start.versions import (
-    live_parameters,
-    undo_wake_up,
-    use_logprobs_mode,
-)
+from mega_rl.rollout.vllm.start.versions import live_parameters, undo_wake_up, use_logprobs_mode
 from mega_rl.rollout.vllm.weight_changes import WeightChanges
 from mega_rl.types import Prompt
 

@@ -15,13 +15,7 @@ from mega_rl.config import RunConfig
 from mega_rl.microbatch import Microbatch, TokenStats
 from mega_rl.stages.learn import gates
 from mega_rl.stages.learn.gate_watch import GateWatch
-from mega_rl.stages.learn.gates import (
-    EngineHistory,
-    GateFailure,
-    LogprobDifference,
-    difference,
-    merged,
-)
+from mega_rl.stages.learn.gates import EngineHistory, GateFailure, LogprobDifference, difference, merged
 from mega_rl.types import Prompt, Sample, Score, Trajectory
 
 LOGPROBS = torch.tensor(

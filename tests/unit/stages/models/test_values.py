@@ -15,11 +15,7 @@ from mega_rl.data.tokens.tokenizer import load_tokenizer, padding_token
 from mega_rl.errors import InputError
 from mega_rl.megatron.model.value import NewScore
 from mega_rl.models.shape import VALUE
-from mega_rl.stages.models.values import (
-    check_same_tokenizer,
-    open_value_model,
-    scored_at_end,
-)
+from mega_rl.stages.models.values import check_same_tokenizer, open_value_model, scored_at_end
 from mega_rl.synthetic.arithmetic import arithmetic_tokenizer
 from mega_rl.synthetic.tiny_model import TinyModelSpec, write_tiny_model
 

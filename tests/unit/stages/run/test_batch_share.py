@@ -6,11 +6,7 @@ import torch
 
 from mega_rl.microbatch import Figures, Sequence
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.stages.run.batch_share import (
-    BatchShare,
-    pack_for_rank,
-    totals_of,
-)
+from mega_rl.stages.run.batch_share import BatchShare, pack_for_rank, totals_of
 
 LAYOUT = ParallelLayout.create(8, 2, 2)  # tensor 2, pipeline 2, data 2
 

@@ -17,12 +17,7 @@ from mega_rl.config import RunConfig
 from mega_rl.errors import InputError
 from mega_rl.megatron.checkpoint import saving
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.stages.run.output import (
-    CHECKPOINTS,
-    LOCK,
-    OutputLock,
-    take_output,
-)
+from mega_rl.stages.run.output import CHECKPOINTS, LOCK, OutputLock, take_output
 
 HOLD = """
 import sys

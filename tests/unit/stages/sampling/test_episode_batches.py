@@ -19,13 +19,7 @@ from mega_rl.data.tokens.replies import ReplyTokens
 from mega_rl.data.tokens.tokenizer import render_prompt
 from mega_rl.environments.episode import EpisodeLimits
 from mega_rl.environments.protocol import End, Reply, Turn
-from mega_rl.evaluation.evaluate import (
-    AnsweredPrompt,
-    EvaluationSettings,
-    evaluate,
-    evaluation_metrics,
-    summarized,
-)
+from mega_rl.evaluation.evaluate import AnsweredPrompt, EvaluationSettings, evaluate, evaluation_metrics, summarized
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
 from mega_rl.parallel.rendezvous import Rendezvous
 from mega_rl.rewards.scorer import Scorer

@@ -20,11 +20,7 @@ from mega_rl.errors import InputError
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
 from mega_rl.parallel.rendezvous import Rendezvous
 from mega_rl.rollout.collect.collect import GroupSummary
-from mega_rl.rollout.collect.records import (
-    to_rows,
-    trajectory_of_row,
-    write_step,
-)
+from mega_rl.rollout.collect.records import to_rows, trajectory_of_row, write_step
 from mega_rl.rollout.collect.replay import ReplayEngine
 from mega_rl.rollout.collect.trajectory_store import TrajectoryStore
 from mega_rl.stages.sampling import batch_builder

@@ -19,20 +19,11 @@ from mega_rl.bridge.mapping.tuning import tuning_plan
 from mega_rl.bridge.outgoing.noise import AqnNoise
 from mega_rl.bridge.slices import indices, whole_box
 from mega_rl.config import RunConfig
-from mega_rl.config.schema.sections import (
-    AdapterConfig,
-    RolloutConfig,
-    TuningConfig,
-)
+from mega_rl.config.schema.learning import AdapterConfig, TuningConfig
+from mega_rl.config.schema.sampling import RolloutConfig
 from mega_rl.errors import InputError
 from mega_rl.models.shape import ModelShape, read_model_shape
-from mega_rl.stages.weights.adapters import (
-    changing,
-    check_continued,
-    engine_slots,
-    peft_config,
-    starting_point,
-)
+from mega_rl.stages.weights.adapters import changing, check_continued, engine_slots, peft_config, starting_point
 from tests.models import adapters, families
 
 

@@ -13,14 +13,9 @@ from mega_rl.bridge.outgoing.noise import AqnNoise
 from mega_rl.bridge.outgoing.transform import Changed
 from mega_rl.bridge.reshard.execute import Read, TransferCount
 from mega_rl.bridge.slices import Box
-from mega_rl.config.schema.sections import AqnConfig
+from mega_rl.config.schema.sampling import AqnConfig
 from mega_rl.observe.metrics.declared import match
-from mega_rl.stages.weights.weight_sync import (
-    Pushed,
-    RecordedSync,
-    WeightSync,
-    transfer_metrics,
-)
+from mega_rl.stages.weights.weight_sync import Pushed, RecordedSync, WeightSync, transfer_metrics
 
 BOX = ((0, 2),)
 COUNT = TransferCount(10, 20, 30, 30, 1.0, 2)

@@ -150,7 +150,7 @@ def test_routed_tokens_are_sent_once(tmp_path: Path) -> None:
     assert [row[0] for row in ways[1:]] == ["lists", "whole", "routed"]
     assert [row[0] for row in parts[-2:]] == ["all of it", "tokens"]
     figures = json.loads(path.read_text())["ways"]
-    # Responses of 100 tokens behind prompts of 200: ids of 300, log-probabilities of 100, a bit for each, an summary.
+    # Responses of 100 tokens behind prompts of 200: ids of 300, log-probabilities of 100, a bit for each, a summary.
     assert 4 * 4 < figures["routed"][0] < 4 * 4 + 2 < figures["whole"][0] < figures["lists"][0]
     # Two data-parallel ranks with two ranks each: once to one of them, once from there to the other.
     assert figures["routed"][1] < 2 * figures["routed"][0]

@@ -23,7 +23,7 @@ from mega_rl import platform
 from mega_rl.bridge.reshard.deposit import summed
 from mega_rl.bridge.reshard.proof import live_hashes
 from mega_rl.bridge.series import Series
-from mega_rl.config.schema.sections import RolloutConfig
+from mega_rl.config.schema.sampling import RolloutConfig
 from mega_rl.fleet.engines import Condition, EngineLimits
 from mega_rl.fleet.scheduler import FleetScheduler
 from mega_rl.fleet.step_window import STATE_VERSION
@@ -32,11 +32,7 @@ from mega_rl.rollout.engine import Request
 from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.fleet import leases
 from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor
-from mega_rl.rollout.remote.weight_store import (
-    Store,
-    StoredVersion,
-    StoreForm,
-)
+from mega_rl.rollout.remote.weight_store import Store, StoredVersion, StoreForm
 from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.scheduling.scheduler_thread import SchedulerThread
 from mega_rl.types import Prompt, Score, Trajectory

@@ -15,23 +15,16 @@ from typing import Any
 
 import pytest
 
-from mega_rl.config.schema.sections import (
-    EnvironmentConfig,
-    RolloutConfig,
-    RunConfig,
-)
+from mega_rl.config.schema.learning import EnvironmentConfig
+from mega_rl.config.schema.sampling import RolloutConfig
+from mega_rl.config.schema.sections import RunConfig
 from mega_rl.errors import InputError
 from mega_rl.fleet.executor import PlacesError
 from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.fleet import lease_actor, leases
 from mega_rl.rollout.remote.fleet.kept_engine import KeptEngine, digest
 from mega_rl.rollout.remote.fleet.lease_actor import Fenced, LeaseActor
-from mega_rl.rollout.remote.fleet.leases import (
-    EngineLease,
-    Guarded,
-    LeasedPlaces,
-    keeping,
-)
+from mega_rl.rollout.remote.fleet.leases import EngineLease, Guarded, LeasedPlaces, keeping
 from mega_rl.stages.run.episodes import plan_there
 
 SPEC = EngineSpec("", RolloutConfig(placement="separate"), 64, "float32", "cpu", is_deterministic=False, num_threads=1)

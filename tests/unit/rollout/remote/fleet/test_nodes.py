@@ -14,11 +14,7 @@ from mega_rl.errors import InputError
 from mega_rl.rollout.remote.fleet import node_agent, nodes as under_test
 from mega_rl.rollout.remote.fleet.node_agent import NodeAgent
 from mega_rl.rollout.remote.fleet.nodes import Nodes
-from mega_rl.rollout.remote.weight_store import (
-    Location,
-    Store,
-    StoreForm,
-)
+from mega_rl.rollout.remote.weight_store import Location, Store, StoreForm
 
 NORM = Series("model.norm.weight", ((0, 5),), "model.norm.weight", ((0, 5),))
 FORM = StoreForm(((NORM,),), torch.float32, num_slots=2, salt=1)

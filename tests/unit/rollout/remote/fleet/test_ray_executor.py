@@ -12,7 +12,7 @@ import torch
 
 from mega_rl import platform
 from mega_rl.bridge.series import Series
-from mega_rl.config.schema.sections import RolloutConfig
+from mega_rl.config.schema.sampling import RolloutConfig
 from mega_rl.errors import InputError
 from mega_rl.fleet import events
 from mega_rl.fleet.engines import EngineLimits
@@ -23,12 +23,7 @@ from mega_rl.rollout.engine import Request
 from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.fleet import places, ray_executor as under_test
 from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor
-from mega_rl.rollout.remote.weight_store import (
-    Location,
-    Store,
-    StoredVersion,
-    StoreForm,
-)
+from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion, StoreForm
 from mega_rl.types import Prompt, Trajectory
 
 NORM = Series("model.norm.weight", ((0, 5),), "model.norm.weight", ((0, 5),))

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from mega_rl.config.schema.sections import RolloutConfig, RunConfig
+from mega_rl.config.schema.sampling import RolloutConfig
+from mega_rl.config.schema.sections import RunConfig
 from mega_rl.errors import InputError
 from mega_rl.planning.engine import engine_share
 from mega_rl.rollout.vllm.start.environment import preserved_process, set_environment

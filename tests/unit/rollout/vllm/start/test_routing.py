@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from mega_rl.config.schema.sections import RolloutConfig
+from mega_rl.config.schema.sampling import RolloutConfig
 from mega_rl.errors import InputError
 from mega_rl.rollout.vllm.start import versions
 from mega_rl.rollout.vllm.start.cpu_routing import RoutingCapture

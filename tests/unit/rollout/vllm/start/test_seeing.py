@@ -13,12 +13,7 @@ from PIL import Image
 from mega_rl.errors import InputError
 from mega_rl.rollout.remote.engine_process import EngineProcess
 from mega_rl.rollout.vllm.start.options import check_options
-from mega_rl.rollout.vllm.start.seeing import (
-    PromptRenderer,
-    Sight,
-    check_tokens,
-    sight_arguments,
-)
+from mega_rl.rollout.vllm.start.seeing import PromptRenderer, Sight, check_tokens, sight_arguments
 from mega_rl.rollout.vllm.start.versions import picture_constants_kept
 from mega_rl.types import Prompt, PromptImage
 from tests.models import families
