@@ -25,6 +25,7 @@ from rich.text import Text
 from mega_rl import platform
 from mega_rl.config import RunConfig, load_config, validate
 from mega_rl.config.checks.model import trained_shape
+from mega_rl.config.load import naming_forgotten_bases
 from mega_rl.config.schema.stage import samples
 from mega_rl.errors import InputError
 from mega_rl.models.shape import ModelShape
@@ -271,7 +272,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     config = load_config(options.config, options.overrides)
     platform.check_name(config.platform.name)
-    validate(config, has_files=False)
+    with naming_forgotten_bases(options.config):
+        validate(config, has_files=False)
     machine = machine_of(options, config)
     shape = trained_shape(config)
     validate(config, machine.num_devices, has_files=False)

@@ -20,6 +20,7 @@ from mega_rl.bridge.mapping.tuning import tuning_plan
 from mega_rl.bridge.outgoing.noise import AqnNoise
 from mega_rl.config import load_config, samples, to_yaml, validate, workers_rewards
 from mega_rl.config.checks.model import trained_shape
+from mega_rl.config.load import naming_forgotten_bases
 from mega_rl.config.schema.sections import RunConfig
 from mega_rl.errors import Stopped
 from mega_rl.observe.lines import write_whole_lines
@@ -50,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = load_config(options.config, options.overrides)
     platform.check_name(config.platform.name)
     world_size = processes()
-    validate(config, world_size if options.dry_run else world_size or 1)
+    with naming_forgotten_bases(options.config):
+        validate(config, world_size if options.dry_run else world_size or 1)
     tuning_plan(config.tuning, trained_shape(config), config.model.vision)  # refuses names that the model does not have
     if options.dry_run:
         if samples(config):

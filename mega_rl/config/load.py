@@ -6,7 +6,8 @@ import dataclasses
 import os
 import re
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from mega_rl.config.schema.sections import RunConfig
 from mega_rl.errors import MAX_LISTED, InputError, input_error, shortened, shown
 from mega_rl.models.cached import local_directory
 
+BASE = "base.yaml"  # what the files of a folder of recipes have in common
 ALIAS = "trainer.noise_injection"  # the verl NPU guide's name for the section ``aqn``
 _AQN_KEYS = frozenset(field.name for field in dataclasses.fields(AqnConfig))
 
@@ -86,6 +88,22 @@ def _listed(files: Files) -> list[Path]:
             raise InputError(f"configuration {path} is given twice: give it once, and what changes it after it")
         seen.add(real)
     return paths
+
+
+@contextmanager
+def naming_forgotten_bases(files: Files) -> Iterator[None]:
+    """An InputError from inside names the ``base.yaml`` of a folder whose other file was given without it."""
+    paths = _listed(files)
+    bases = [file.parent / BASE for file in paths if file.name != BASE and (file.parent / BASE).is_file()]
+    given = {os.path.realpath(file) for file in paths}
+    forgotten = [base for base in bases if os.path.realpath(base) not in given]
+    try:
+        yield
+    except InputError as error:
+        if not forgotten:
+            raise
+        hint = f"A file of that folder may need its base: put --config {forgotten[0]} first"
+        raise InputError(f"{error}\n{hint}") from error
 
 
 def _merged_files(files: Sequence[Path], spellings: dict[str, str]) -> dict[str, Any]:
@@ -161,7 +179,9 @@ def _read(file: Path) -> dict[str, Any]:
         raise InputError(f"configuration {file} is not UTF-8 text: give a YAML file") from error
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise InputError(f"configuration {file} cannot be read ({reason}): give an existing YAML file") from error
+        raise InputError(
+            f"configuration {file} cannot be read ({reason}): give an existing YAML file; recipes: configs/README.md"
+        ) from error
     except ValueError as error:
         raise InputError(f"configuration {file} is not valid YAML: {error}") from error
     if tree is None:

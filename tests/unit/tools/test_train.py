@@ -18,7 +18,7 @@ from mega_rl.config import load_config
 from mega_rl.errors import InputError
 from mega_rl.synthetic.arithmetic import arithmetic_tokenizer
 from mega_rl.synthetic.tiny_model import TinyModelSpec, write_tiny_model
-from tests.launching.launch import Launched, alive, run, run_copy, started, torchrun_command
+from tests.launching.launch import REPO, Launched, alive, run, run_copy, started, torchrun_command
 from tools import train
 
 CONFIG = """
@@ -305,3 +305,13 @@ def test_a_rank_whose_torchrun_is_gone_already_ends(at_parent: str, at_rank: str
     launched = run(["env", "-u", "TORCHELASTIC_RUN_ID", *at_parent.split(), "sh", "-c", shell], timeout=280)
     assert launched.returncode == status
     assert ("torchrun died" in launched.stdout) == (status == 1) and ("went on" in launched.stdout) == (status == 0)
+
+
+def test_a_recipe_without_its_base_is_told_of_it() -> None:
+    folder = REPO / "configs" / "grpo_gsm8k"
+    for files, is_told in ((["qwen2.5_0.5b.yaml"], True), (["base.yaml", "qwen2.5_0.5b.yaml"], False)):
+        asked = [word for name in files for word in ("--config", str(folder / name))]
+        with pytest.raises(InputError) as raised:
+            train.main([*asked, "--dry-run", "model.path=nowhere"])
+        hint = f"A file of that folder may need its base: put --config {folder / 'base.yaml'} first"
+        assert "model.path is 'nowhere'" in str(raised.value) and (hint in str(raised.value)) == is_told

@@ -42,5 +42,5 @@ def test_a_killed_rank_costs_no_step_and_reads_no_checkpoint(
 
 
 def test_the_copy_of_a_node_that_is_lost_comes_from_another_one() -> None:
-    launched = ranks(SCRIPT.with_name("run_keeping.py"), nproc=2, timeout=250).check()
+    launched = ranks(SCRIPT.with_name("run_state_copies.py"), nproc=2, timeout=250).check()
     assert "PASSED" in launched.stdout
