@@ -142,10 +142,10 @@ def _name(process: psutil.Process) -> str:
 
 
 def test_a_system_without_namespaces_is_told_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refused = Path(tmp_path, "mega_rl", "rewards")
+    refused = Path(tmp_path, "mega_rl", "rewards", "sandbox")
     refused.mkdir(parents=True)
     for name in zygote.PARTS:
-        shutil.copy(Path(sandbox.ROOT, "mega_rl", "rewards", f"{name}.py"), refused)
+        shutil.copy(Path(sandbox.ROOT, "mega_rl", "rewards", "sandbox", f"{name}.py"), refused)
     text = Path(launcher.__file__).read_text()
     assert "libc.unshare(namespaces)" in text
     # No such flags: unshare fails.

@@ -174,7 +174,7 @@ source = "print(open('/usr/local/share/there').read())\\nopen('/usr/local/share/
 print(run_program(source, "", ProgramLimits(20.0, 1 << 29)))
 """
     ended = run_enclosed(program)
-    assert ended.stdout == "Run(exit_code=1, output='there\\n')\n", ended.stderr
+    assert ended.stdout == "ProgramRun(exit_code=1, output='there\\n')\n", ended.stderr
 
 
 @needs_enclosure()
@@ -187,7 +187,7 @@ subprocess.run(("mount", "-o", "bind,ro", "/proc/sys", "/proc/sys"), check=True)
 print(run_program("import os; print(os.listdir('/proc'))", "", ProgramLimits(20.0, 1 << 29)))
 """
     ended = run_enclosed(program)
-    assert ended.stdout == "Run(exit_code=0, output='[]\\n')\n", ended.stderr
+    assert ended.stdout == "ProgramRun(exit_code=0, output='[]\\n')\n", ended.stderr
 
 
 def test_limits_are_refused_to_root_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,7 +150,7 @@ def test_a_warm_process_that_was_killed_is_replaced() -> None:
 
 OWNER = """
 import sys, time
-from mega_rl.rewards import sandbox
+from mega_rl.rewards.sandbox import sandbox
 from mega_rl.rewards.sandbox.sandbox import ProgramLimits, run_program
 import threading
 limits = ProgramLimits(60.0, 1 << 29, namespaces=NAMESPACES)
@@ -190,7 +190,7 @@ def test_the_warm_process_is_not_what_a_reward_left_behind() -> None:
 # A program without namespaces ends the process that waits for it, or the warm one: the others' calls do not suffer.
 VANDAL = """
 import os, psutil, time
-from mega_rl.rewards import sandbox
+from mega_rl.rewards.sandbox import sandbox
 from mega_rl.rewards.sandbox.sandbox import ProgramLimits, run_program
 limits = ProgramLimits(20.0, 1 << 29, namespaces=False)
 print(run_program("import os; os.kill(os.getppid(), 9); print('on')", "", limits).exit_code)
@@ -211,5 +211,7 @@ def test_a_program_without_namespaces_costs_its_own_call_only() -> None:
     ended = run_enclosed(VANDAL, is_root=False)
     lines = ended.stdout.splitlines()
     folder = [name for name in Path(sandbox.ROOT).parts[2:3] if Path(sandbox.ROOT).is_relative_to("/tmp")]
-    assert lines[:3] == ["-9", "Run(exit_code=0, output='next\\n')", "Run(exit_code=0, output='')"], ended.stderr
+    assert lines[:3] == ["-9", "ProgramRun(exit_code=0, output='next\\n')", "ProgramRun(exit_code=0, output='')"], (
+        ended.stderr
+    )
     assert lines[3] == f"[] {folder}"
