@@ -21,7 +21,7 @@ ifdef PYTHON
 export PYTHON
 endif
 
-.PHONY: help venv quickstart quickstart-chain quickstart-tools quickstart-vision test test-parts test-fast test-cpu test-npu test-unit test-distributed fuzz durations lint format types reference tensorboard clean
+.PHONY: help venv quickstart quickstart-chain quickstart-tools quickstart-vision test test-parts test-fast test-fast-packages test-fast-rest test-cpu test-npu test-unit test-distributed fuzz durations lint format types reference tensorboard clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -48,8 +48,15 @@ test-parts: venv
 	@tools/bootstrap.sh "$(VENV)" --npu-emulation
 	@$(BIN)/python -m tests.launching.side_by_side test-npu test-unit test-distributed
 
-test-fast: venv ## unit, contract and style tests without those marked slow: about 4 minutes on 2 cores
-	@$(BIN)/python -m pytest tests/unit tests/contract tests/style -m "not slow" $(PYTEST_ARGS)
+test-fast: venv ## unit, contract and style tests without those marked slow, in two parts side by side: about 4 minutes on 2 cores
+	@$(if $(PYTEST_ARGS),$(BIN)/python -m pytest tests/unit tests/contract tests/style -m "not slow" $(PYTEST_ARGS),$(BIN)/python -m tests.launching.side_by_side test-fast-packages test-fast-rest)
+
+# The two parts of test-fast, of about the same length.
+test-fast-packages:
+	@$(BIN)/python -m pytest tests/unit --ignore=tests/unit/tools --ignore=tests/unit/config -m "not slow"
+
+test-fast-rest:
+	@$(BIN)/python -m pytest tests/unit/tools tests/unit/config tests/contract tests/style -m "not slow"
 
 fuzz: venv ## random configurations, data files, model directories and checkpoints: 10,000 cases each (FUZZ_EXAMPLES=...)
 	@MEGA_RL_FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(BIN)/python -m pytest $$(find tests/unit -name test_fuzz.py | sort) -o timeout=0 $(PYTEST_ARGS)

@@ -112,7 +112,7 @@ def test_without_a_device_the_platform_says_so() -> None:
 REAL = """
 import torch
 from mega_rl import platform
-from mega_rl.config.schema.sections import MindSpeedConfig
+from mega_rl.config.schema.device import MindSpeedConfig
 platform.select("npu", None, MindSpeedConfig(mode="required", features={"use_flash_attn": True}))
 import torch.distributed as dist
 compiled, all_reduce = torch.compile, dist.all_reduce

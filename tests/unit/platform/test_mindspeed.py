@@ -173,7 +173,7 @@ def test_a_mindspeed_for_another_megatron_is_refused(monkeypatch: pytest.MonkeyP
 
 ENABLE = """
 import logging, sys, torch
-from mega_rl.config.schema.sections import MindSpeedConfig
+from mega_rl.config.schema.device import MindSpeedConfig
 from mega_rl.platform.ascend import mindspeed
 sys.argv = ["tool", "--config", "mine"]
 import torch.distributed as dist
