@@ -33,7 +33,11 @@ from mega_rl.bridge.slices import Box, Slice, carry_over, extents, indices, inte
 from mega_rl.parallel.collectives import gather_objects, together
 
 SAMPLE_SYNCS = 16  # `bridge.verify=sample` comes round to every tensor within so many syncs
-CHUNK_DIGITS = 1 << 18  # digits of a piece that are hashed at a time: their products stay in the processor's cache
+# Digits of a piece that are hashed at a time. On a processor their products stay in its cache; a device is told so
+# seldom what to do that it is not kept waiting, and the products take 128 MiB of it.
+CHUNK_DIGITS = 1 << 18
+CHUNK_DIGITS_ON_DEVICE = 1 << 24
+NUM_KEPT_KEYS = 32  # ranges of rows or columns whose keys are kept on the device
 
 Hashes = list[int]  # the hashes of a rank's cells, in the order of the cells
 # Calls function(live parameters, *arguments[worker]) in every engine worker; all answers, on every rank.
@@ -89,9 +93,10 @@ def piece_hash(piece: Tensor, hf_box: Box, salt: int) -> Tensor:
     digits = table.view(torch.int16)
     per_element = piece.element_size() // 2
     # Vectors have keys of their own only by column: their row key is row 0's.
-    row_keys = _on(piece.device, salt, 0, *rows)
-    column_keys = _on(piece.device, salt, 1, columns[0] * per_element, columns[1] * per_element)
-    step = max(1, CHUNK_DIGITS // max(1, digits.shape[1]))
+    row_keys = _keys(piece.device, salt, 0, *rows)
+    column_keys = _keys(piece.device, salt, 1, columns[0] * per_element, columns[1] * per_element)
+    chunk = CHUNK_DIGITS if piece.device.type == "cpu" else CHUNK_DIGITS_ON_DEVICE
+    step = max(1, chunk // max(1, digits.shape[1]))
     total = torch.zeros((), dtype=torch.int64, device=piece.device)
     for start in range(0, digits.shape[0], step):
         sums = (digits[start : start + step] * column_keys).sum(1)
@@ -378,15 +383,11 @@ def loaded_otherwise(who: str, difference: Difference) -> str:
     )
 
 
-def _on(device: torch.device, salt: int, axis: int, start: int, end: int) -> Tensor:
-    return torch.from_numpy(_keys(salt, axis, start, end)).to(device)
-
-
-@lru_cache(maxsize=256)
-def _keys(salt: int, axis: int, start: int, end: int) -> numpy.ndarray:
+@lru_cache(maxsize=NUM_KEPT_KEYS)
+def _keys(device: torch.device, salt: int, axis: int, start: int, end: int) -> Tensor:
     """Odd 64-bit keys of the positions ``start`` to ``end`` of one axis: SplitMix64 (Steele et al., 2014) of each."""
     state = random.Random(f"{salt}|{axis}").getrandbits(64)
     z = numpy.arange(start, end, dtype=numpy.uint64) * numpy.uint64(0x9E3779B97F4A7C15) + numpy.uint64(state)
     z = (z ^ (z >> numpy.uint64(30))) * numpy.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> numpy.uint64(27))) * numpy.uint64(0x94D049BB133111EB)
-    return ((z ^ (z >> numpy.uint64(31))) | numpy.uint64(1)).view(numpy.int64)
+    return torch.from_numpy(((z ^ (z >> numpy.uint64(31))) | numpy.uint64(1)).view(numpy.int64)).to(device)

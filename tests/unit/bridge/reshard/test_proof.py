@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mega_rl.bridge.mapping.megatron import ModelChunk, Shard, megatron_slices
 from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.mapping.vllm import vllm_series
+from mega_rl.bridge.reshard import proof
 from mega_rl.bridge.reshard.proof import (
+    CHUNK_DIGITS,
+    CHUNK_DIGITS_ON_DEVICE,
     SAMPLE_SYNCS,
     LoadProof,
     Proof,
@@ -89,6 +93,45 @@ def test_bytes_are_compared_and_not_floats() -> None:
     assert whole_hash(nan) == whole_hash(nan.clone())
 
 
+class Launches(TorchDispatchMode):
+    """Counts the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.name().split(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_device_is_given_large_chunks_and_its_keys_once() -> None:
+    """The pretended device only counts: 1 GB as one piece, and as the pieces of a layer's experts."""
+    for size, num_pieces in (((1 << 16, 1 << 13), 1), ((768, 2048), 341)):
+        piece, box = torch.empty(size, dtype=torch.bfloat16, device="meta"), tuple((0, n) for n in size)
+        first, second = Launches(), Launches()
+        with first:
+            piece_hash(piece, box, salt=11)
+        with second:
+            for _ in range(num_pieces):
+                piece_hash(piece, box, salt=11)
+        assert first.counts["aten::_to_copy"] == 2 and second.counts["aten::_to_copy"] == 0
+        digits = num_pieces * piece.numel()
+        assert second.counts["aten::mul"] == 2 * max(num_pieces, digits // CHUNK_DIGITS_ON_DEVICE)
+    on_host = Launches()
+    with on_host:
+        piece_hash(torch.zeros(1 << 12, 1 << 10, dtype=torch.bfloat16), ((0, 1 << 12), (0, 1 << 10)), SALT)
+    assert on_host.counts["aten::mul"] == 2 * (1 << 22) // CHUNK_DIGITS
+
+
+def test_the_size_of_chunks_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = weight((700, 901), torch.float32)
+    found = whole_hash(tensor)
+    for digits in (1, 5000, CHUNK_DIGITS_ON_DEVICE):
+        monkeypatch.setattr(proof, "CHUNK_DIGITS", digits)
+        assert whole_hash(tensor) == found == -8879545848079402100
+
+
 def test_samples_cover_every_tensor_within_their_period() -> None:
     names = [f"layer.{i}" for i in range(3 * SAMPLE_SYNCS + 5)]
     for first in (0, 5):
@@ -123,8 +166,8 @@ def verdict(patch: pytest.MonkeyPatch, trainer: list[Model], engines: list[Model
         def inspect(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
             return ranks.gathered(function(local(engines[rank], wanted[rank]), *arguments[rank]))
 
-        proof = Proof(SIZES, TRAINER[rank], layout, num_workers=2, is_sample=False, seed=SALT)
-        assert proof.check(read, inspect, version=5) == len(SIZES)
+        checks = Proof(SIZES, TRAINER[rank], layout, num_workers=2, is_sample=False, seed=SALT)
+        assert checks.check(read, inspect, version=5) == len(SIZES)
 
     ranks.run(check)
 
@@ -235,14 +278,14 @@ def both_proofs(patch: pytest.MonkeyPatch, made: Counter[int], size: int) -> lis
 
         load = LoadProof(hf_tensors(SHAPE), held, layout, size // ENGINE_SIZE, read)
         assert load.difference(inspect, size) is None
-        proof = Proof(hf_tensors(SHAPE), held, layout, size, is_sample=False, seed=3)
-        assert proof.check(read, inspect, version=1) == len(hf_tensors(SHAPE))
+        checks = Proof(hf_tensors(SHAPE), held, layout, size, is_sample=False, seed=3)
+        assert checks.check(read, inspect, version=1) == len(hf_tensors(SHAPE))
         num_made = made[threading.get_ident()] - before
         if rank == size - 1:
             live["model.layers.1.mlp.experts.routed_experts.w13_weight"][2] += 1
         words = "model.layers.1.mlp.experts.2.gate_proj.weight"
         with pytest.raises(RuntimeError, match=rf"on rank {size - 1} holds another {words} than the trainer \(2 "):
-            proof.check(read, inspect, version=2)
+            checks.check(read, inspect, version=2)
         assert f"{words}, of which the engine on rank {size - 1}" in str(load.difference(inspect, size))
         return num_made
 
