@@ -19,7 +19,8 @@ from mega_rl.fleet.scheduler import FleetScheduler
 from mega_rl.rollout.remote import placement
 from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.fleet import leases, ray_executor
-from mega_rl.rollout.remote.fleet.ray_executor import Life, RayExecutor
+from mega_rl.rollout.remote.fleet.calls import Life
+from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor
 from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion
 from mega_rl.stages.sampling import fleet_batches, sampling
 from mega_rl.stages.sampling.batch_builder import Batch

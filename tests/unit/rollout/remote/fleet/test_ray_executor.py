@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from queue import Empty
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +24,7 @@ from mega_rl.fleet.scheduler import FleetScheduler
 from mega_rl.fleet.tickets import Key, Rules
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.remote.engine_process import EngineSpec
-from mega_rl.rollout.remote.fleet import places, ray_executor as under_test
+from mega_rl.rollout.remote.fleet import calls, places, ray_executor as under_test
 from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor
 from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion, StoreForm
 from mega_rl.types import Prompt, Trajectory
@@ -51,9 +54,27 @@ class LaterError(Exception):
 
 @dataclass(eq=False)
 class Answer:
+    """Ray's reference to an answer, and who waits for it."""
+
     value: Any = None
     error: Exception | None = None
     is_there: bool = False
+    futures: list[Future[Any]] = field(default_factory=list)
+
+    def future(self) -> Future[Any]:
+        self.futures.append(Future())
+        if self.is_there:
+            self.come()
+        return self.futures[-1]
+
+    def come(self) -> None:
+        """Tell it to who waits."""
+        self.is_there = True
+        for future in self.futures:
+            if not future.done() and self.error is not None:
+                future.set_exception(self.error)
+            elif not future.done():
+                future.set_result(self.value)
 
 
 @dataclass(eq=False)
@@ -84,15 +105,16 @@ class Worker:
     def go_on(self) -> None:
         if self.state == "gone":
             for _, _, answer in self.calls:
-                answer.error, answer.is_there = ActorGone(), True
+                answer.error = ActorGone()
+                answer.come()
             self.calls.clear()
         for name, arguments, answer in self.calls[:1] if self.state == "runs" else ():
             del self.calls[0]
-            answer.is_there = True
             if name in self.failures:
                 answer.error = TaskFailed(self.failures[name])
             else:
                 answer.value = getattr(self, f"do_{name}")(*arguments)
+            answer.come()
 
     def do_whereabouts(self) -> tuple[str, int]:
         return "own", self.process
@@ -133,13 +155,14 @@ class Worker:
 
 
 class FakeRay:
-    """Time passes when somebody waits, a second each time."""
+    """Time passes when somebody waits."""
 
     exceptions = SimpleNamespace(RayActorError=ActorGone, RayTaskError=TaskFailed, RayError=LaterError)
 
     def __init__(self) -> None:
         self.workers: list[Worker] = []
         self.now = 0.0
+        self.arriving: list[Arriving] = []
         self.groups: dict[str, str] = {}  # placement group -> its state
         self.util = SimpleNamespace(
             placement_group=self.placement_group,
@@ -163,36 +186,47 @@ class FakeRay:
         self.workers += found
         return found
 
-    def wait(
-        self, answers: list[Answer], num_returns: int = 1, timeout: float = 0
-    ) -> tuple[list[Answer], list[Answer]]:
-        assert answers and len(set(map(id, answers))) == len(answers)
-        if timeout:
-            self.now += 1
-            for worker in self.workers:
-                worker.go_on()
-        ready = [answer for answer in answers if answer.is_there][:num_returns]
-        return ready, [answer for answer in answers if answer not in ready]
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        for worker in self.workers:
+            worker.go_on()
+        for arriving in self.arriving:
+            arriving.look()
 
-    def get(self, found: Any) -> Any:
-        if isinstance(found, list):
-            return [self.get(one) for one in found]
-        assert found.is_there, "that would block"
-        if found.error is not None:
-            raise found.error
-        return found.value
+    def queue(self) -> PassingQueue:
+        return PassingQueue(self)
 
     def put(self, value: Any) -> Any:
         return ("put", value)
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
     def kill(self, worker: Worker) -> None:
         worker.state = "gone"
 
     def shutdown(self) -> None:
         assert all(worker.state == "gone" for worker in self.workers)
+
+
+class PassingQueue:
+    """A queue in which time passes when somebody waits."""
+
+    def __init__(self, ray: FakeRay) -> None:
+        self._ray, self._entries = ray, deque[Any]()
+
+    def put(self, entry: Any) -> None:
+        self._entries.append(entry)
+
+    def qsize(self) -> int:
+        return len(self._entries)
+
+    def get_nowait(self) -> Any:
+        return self._entries.popleft()
+
+    def get(self, timeout: float) -> Any:
+        if not self._entries:
+            self._ray.pass_time(timeout)
+        if not self._entries:
+            raise Empty
+        return self._entries.popleft()
 
 
 class FakeNodes:
@@ -218,17 +252,17 @@ class FakeNodes:
             self._ray.workers[process].state = "gone"
 
 
-class Arriving:
+class Arriving(Answer):
     """Ray's reference to a location, which is there at some time."""
 
-    value = OWN
-
     def __init__(self, ray: FakeRay, at: float, error: Exception | None = None) -> None:
-        self._ray, self._at, self.error = ray, at, error
+        super().__init__(OWN, error)
+        self._ray, self._at = ray, at
+        ray.arriving.append(self)
 
-    @property
-    def is_there(self) -> bool:
-        return self._ray.now >= self._at
+    def look(self) -> None:
+        if self._ray.now >= self._at:
+            self.come()
 
 
 def requests(key: Key, samples: Sequence[int]) -> list[Request]:
@@ -248,8 +282,10 @@ class Run:
         monkeypatch.setattr(places, "reserve", lambda ray, size, options: "a place")
         monkeypatch.setattr(places, "spawn", self.ray.spawn)
         monkeypatch.setattr(under_test, "Nodes", FakeNodes)
-        clock = SimpleNamespace(monotonic=lambda: self.ray.now, sleep=self.ray.sleep)
-        monkeypatch.setattr(under_test, "time", clock)  # of this module alone: threads of other tests sleep too
+        clock = SimpleNamespace(monotonic=lambda: self.ray.now)
+        monkeypatch.setattr(calls, "SimpleQueue", self.ray.queue)
+        for module in (under_test, calls):
+            monkeypatch.setattr(module, "time", clock)  # of these alone: threads of other tests have the time too
         rollout = RolloutConfig(placement="separate", num_engines=2, tensor_parallel_size=size)
         spec = EngineSpec("", rollout, 64, "float32", "cpu", is_deterministic=False, num_threads=1)
         store = Store(StoreForm(((NORM,),) * size, torch.float32, num_slots=2, salt=1))
@@ -565,7 +601,8 @@ def test_late_weights_are_no_death_while_the_engine_answers(monkeypatch: pytest.
             return go_on(worker)
         for call in [call for call in worker.calls if call[0] == "pulse" and is_alive]:
             worker.calls.remove(call)
-            call[2].value, call[2].is_there = worker.num_steps, True
+            call[2].value = worker.num_steps
+            call[2].come()
 
     monkeypatch.setattr(Worker, "go_on", late)
     assert not run.go().is_failure and run.batches == expected and held
