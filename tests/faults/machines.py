@@ -231,15 +231,12 @@ def oldest(run: Path) -> int:
     return max(ages)
 
 
-def scene(folder: Path, kind: str, mode: str) -> dict[str, Any]:
-    """``lost_and_resumed`` on machines of its own, beside the run on one machine."""
-    config, reference, output = folder / "rl.yaml", folder / f"{kind}_alone", folder / f"{kind}_{mode}"
-    if not config.exists():
-        write_world(folder)
-    if not (reference / "metrics.jsonl").exists():
-        on_one_machine(kind, config, reference)
-    with cluster_of(4, folder) as cluster:
-        found = lost_and_resumed(cluster, kind, mode, config, output)
+def scene(cluster: Cluster, kind: str, mode: str, config: Path, output: Path, reference: Path) -> dict[str, Any]:
+    """``lost_and_resumed`` beside the run on one machine, which had the same prompts."""
+    if SECOND not in cluster.hosts:  # it was lost in the scene before
+        cluster.hosts.add(SECOND)
+        cluster.join(SECOND)
+    found = lost_and_resumed(cluster, kind, mode, config, output)
     compare = compared(output, reference)
     if mode == "in_flight":  # tokens depend on the clock: only that each response is there once
         del compare["different"], compare["metrics_equal"]
@@ -252,9 +249,9 @@ def is_well(found: dict[str, Any]) -> bool:
 
 
 @contextmanager
-def cluster_of(number: int, folder: Path) -> Iterator[Cluster]:
-    """Machines that share a folder, and Ray on all but those that only train."""
-    with machines(number, [folder]) as hosts, ExitStack() as stack:
+def cluster_of(number: int, *shared: Path) -> Iterator[Cluster]:
+    """Machines that share these directories, and Ray on all but the one that has rank 1 only."""
+    with machines(number, shared) as hosts, ExitStack() as stack:
         cluster = Cluster(hosts, stack)
         cluster.join(*range(FIRST, number))
         yield cluster
@@ -275,12 +272,17 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="machines_") as scratch:
         folder = options.dir or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
+        write_world(folder)
         for kind in kinds:
-            for mode in options.modes:
-                rows.append(scene(folder, kind, mode))
-                names = list(dict.fromkeys(name for row in rows for name in row))
-                text = table(names, [[row.get(name, "-") for name in names] for row in rows])
-                publish("Runs on several machines", text, "cpu", {"runs": rows}, options.json)
+            on_one_machine(kind, folder / "rl.yaml", folder / f"{kind}_alone")
+        with cluster_of(4, folder) as cluster:
+            for kind in kinds:
+                for mode in options.modes:
+                    alone, output = folder / f"{kind}_alone", folder / f"{kind}_{mode}"
+                    rows.append(scene(cluster, kind, mode, folder / "rl.yaml", output, alone))
+                    names = list(dict.fromkeys(name for row in rows for name in row))
+                    text = table(names, [[row.get(name, "-") for name in names] for row in rows])
+                    publish("Runs on several machines", text, "cpu", {"runs": rows}, options.json)
     return 0 if all(map(is_well, rows)) else 1
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -110,6 +111,9 @@ class Machines:
         for words in (*own, ("link", "set", "eth0", "up")):
             subprocess.run((*self._in_net(init.pid), "ip", *words), env=_found(), check=True)
 
+    def __contains__(self, number: int) -> bool:
+        return number in self._all
+
     def name(self, number: int) -> str:
         return self._names[number]
 
@@ -144,8 +148,10 @@ class Machines:
         """Its power fails: no process of it says a last word, and no connection of it is closed."""
         self.unplug(number)
         machine = self._all.pop(number)
-        os.kill(machine.init, 9)
+        os.kill(machine.init, signal.SIGKILL)
         _end(machine.first)
+        with suppress(NoMachines):  # it has gone with the machine's end of the cable, or goes a little later
+            self._ip("link", "del", f"port{number}")
 
     def processes(self, number: int) -> list[psutil.Process]:
         """All that runs there, but its first one."""
