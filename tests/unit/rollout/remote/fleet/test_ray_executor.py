@@ -23,16 +23,17 @@ from mega_rl.fleet.executor import PlacesError
 from mega_rl.fleet.scheduler import FleetScheduler
 from mega_rl.fleet.tickets import Key, Rules
 from mega_rl.rollout.engine import Request
-from mega_rl.rollout.remote.engine_process import EngineSpec
+from mega_rl.rollout.remote.engine_process import EngineSpec, LoadResult
 from mega_rl.rollout.remote.fleet import calls, places, ray_executor as under_test
 from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor
-from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion, StoreForm
+from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion, StoreForm, WantedVersion
 from mega_rl.types import Prompt, Trajectory
 
 NORM = Series("model.norm.weight", ((0, 5),), "model.norm.weight", ((0, 5),))
 RULES = Rules(num_groups=4, group_size=2, total_steps=3)
 LIMITS = EngineLimits(progress_s=20.0, start_s=100.0, restarts=1)
 OWN = Location(1, (3,))  # of a store
+PROOFS = ((b"fixed", b"of 0"), (b"fixed", b"of 1"))  # by worker
 NUM_STEPS = 40  # of an engine for a response
 
 
@@ -126,9 +127,13 @@ class Worker:
     def do_start(self, spec: EngineSpec, rank: int, point: Answer) -> None:
         assert rank == self.rank
 
-    def do_load(self, form: StoreForm, location: Any, stored: StoredVersion) -> None:
+    def do_attach(self, form: StoreForm) -> None: ...
+
+    def do_load(self, location: Any, wanted: WantedVersion) -> LoadResult:
         assert location == OWN and not self.todo, "weights that are not there, or under a pinned ticket"
-        self.version = stored.version
+        assert wanted.proofs == PROOFS[self.rank], "those of another worker"
+        self.version = wanted.version
+        return LoadResult.WHOLE
 
     def do_issue(self, attempt: int, samples: Sequence[int], requests: Sequence[Request], *pictures: Any) -> None:
         self.shown.append(([request.prompt.index for request in requests], pictures))
@@ -289,7 +294,7 @@ class Run:
         rollout = RolloutConfig(placement="separate", num_engines=2, tensor_parallel_size=size)
         spec = EngineSpec("", rollout, 64, "float32", "cpu", is_deterministic=False, num_threads=1)
         store = Store(StoreForm(((NORM,),) * size, torch.float32, num_slots=2, salt=1))
-        self.stored = {0: StoredVersion(0, [])}
+        self.stored = {0: StoredVersion(0, 2, PROOFS)}
         self.executor = RayExecutor(spec, 2, requests, store, self.stored, picture_set=picture_set)
         self.scheduler = FleetScheduler(RULES, LIMITS, range(2))
 
@@ -313,7 +318,7 @@ class Run:
             said.append(events.Scored(decision.key, is_kept=True))
         elif isinstance(decision, events.Deliver):
             self.batches.append([[(r.sampled_ids.tolist(), r.spans) for r in group] for _, group in decision.groups])
-            self.stored[decision.step + 1] = StoredVersion(decision.step + 1, [])
+            self.stored[decision.step + 1] = StoredVersion(decision.step + 1, 2, PROOFS)
             said.append(events.Published(decision.step + 1))
         elif isinstance(decision, events.Start | events.Kill | events.Load | events.Issue):
             if isinstance(decision, events.Issue):
@@ -507,6 +512,37 @@ def test_weights_that_newer_ones_have_replaced_cost_no_restart(
     assert not run.go().is_failure and run.batches == expected and gone and not run.whys()[:-2], run.whys()
 
 
+@pytest.mark.parametrize("worst", [LoadResult.TORN, LoadResult.MISSED])
+def test_weights_replaced_while_an_engine_reads_them_cost_no_restart_and_no_step(
+    monkeypatch: pytest.MonkeyPatch, worst: LoadResult
+) -> None:
+    """One of an engine's workers was too late; with torn weights it is not told to sample on until it has others."""
+    expected, run, late = undisturbed(monkeypatch), Run(monkeypatch, size=2), list[Worker]()
+    load = Worker.do_load
+
+    def do_load(worker: Worker, location: Any, wanted: WantedVersion) -> LoadResult:
+        if wanted.version == 1 and worker.rank == 1 and not late:
+            late.append(worker)
+            return worst
+        return load(worker, location, wanted)
+
+    missed = run.executor._missed
+
+    def checked(decision: events.Load, is_torn: bool = False) -> list[events.Event]:
+        life = run.executor._lives[decision.engine]
+        assert life.is_torn is is_torn is (worst is LoadResult.TORN)
+        life.load, before = 1, len(life.workers[0].calls)
+        run.executor._ask(decision.engine, life)
+        asked = [name for name, _, _ in list(life.workers[0].calls)[before:]]
+        life.load = 0
+        assert ("proceed" in asked) is not is_torn
+        return missed(decision, is_torn)
+
+    monkeypatch.setattr(Worker, "do_load", do_load)
+    monkeypatch.setattr(run.executor, "_missed", checked)
+    assert not run.go().is_failure and run.batches == expected and late and not run.whys()[:-2], run.whys()
+
+
 @pytest.mark.parametrize("num_failures", [1, 2])
 def test_a_copy_to_a_node_that_fails_once_costs_its_engines_no_restart(
     monkeypatch: pytest.MonkeyPatch, num_failures: int
@@ -592,7 +628,7 @@ def test_late_weights_are_no_death_while_the_engine_answers(monkeypatch: pytest.
 
     def late(worker: Worker) -> None:
         """The first load of step 1's weights takes as long as two limits; pulses are answered beside it."""
-        if not any(name == "load" and arguments[2].version == 1 for name, arguments, _ in worker.calls[:1]):
+        if not any(name == "load" and arguments[1].version == 1 for name, arguments, _ in worker.calls[:1]):
             return go_on(worker)
         if not held:
             held.append(worker)
