@@ -36,6 +36,7 @@ from mega_rl.rollout.remote.fleet.kept_engine import PULSE
 from mega_rl.rollout.remote.fleet.lease_actor import Fenced
 from mega_rl.rollout.remote.fleet.leases import EngineLease, LeasedPlaces
 from mega_rl.rollout.remote.fleet.nodes import Nodes
+from mega_rl.rollout.remote.fleet.partial_responses import LEAST_TOKENS
 from mega_rl.rollout.remote.fleet.places import Places, Survivor
 from mega_rl.rollout.remote.placement import connected_ray, nodes
 from mega_rl.rollout.remote.ray_room import bundle, check_room
@@ -77,6 +78,9 @@ class RayExecutor:
         """
         self._spec = replace(spec, rollout=without_weights(spec.rollout))  # which come from the store
         self._requests, self._stored, self._picture_set = requests, stored, picture_set
+        # What an engine has of a response is asked for where another one may go on with it: an environment cannot be
+        # moved, and a string that ends a response may begin in what one engine has and end in what the next adds.
+        self._tells = spec.rollout.mode == "in_flight" and spec.episodes is None and not spec.rollout.stop
         size = spec.rollout.tensor_parallel_size
         self._ray, self._logs = connected_ray(num_engines * size)
         options = platform.current().actor_options
@@ -263,6 +267,8 @@ class RayExecutor:
 
     def _issue(self, decision: Issue, life: Life) -> None:
         requests = self._requests(decision.key, decision.samples)
+        if self._tells and decision.key.step >= 0:  # a validation is pinned
+            requests = life.partial.begin(decision, requests, time.monotonic())
         life.load += len(requests)
         shown = (
             self._picture_set.encoded(request.prompt for request in requests) if self._picture_set is not None else {}
@@ -277,6 +283,10 @@ class RayExecutor:
         while life.load and life.num_sampling < NUM_AHEAD:
             life.num_sampling += 1
             self._calls.ask(life, "sampling", "proceed", MAX_STEPS, then=partial(self._has_sampled, engine, life))
+        if life.partial.is_due(time.monotonic()):
+            life.partial.ask(time.monotonic())
+            then = partial(self._has_grown, engine, life)
+            self._calls.ask(life, "telling what it has", "grown", LEAST_TOKENS, then=then)
         is_busy = life.load or life.loading is not None
         if is_busy and not life.is_asked and time.monotonic() >= life.pulsed_s + PULSE_S:
             life.is_asked, life.pulsed_s = True, time.monotonic()
@@ -290,10 +300,15 @@ class RayExecutor:
     def _has_sampled(self, engine: int, life: Life, answers: list[Any]) -> list[Event]:
         life.num_sampling -= 1
         life.load -= len(answers[0])
+        for attempt, sample, _ in answers[0]:
+            life.partial.end(attempt, sample)
         return [
             Answered(engine, life.number, attempt, sample, trajectory.spans[0].version, trajectory)
             for attempt, sample, trajectory in answers[0]
         ]
+
+    def _has_grown(self, engine: int, life: Life, answers: list[Any]) -> list[Event]:
+        return [*life.partial.grow(engine, life.number, answers[0])]
 
     def _has_pulsed(self, engine: int, life: Life, answers: list[int]) -> list[Event]:
         life.is_asked = False

@@ -159,7 +159,8 @@ class FakeRay:
 
     exceptions = SimpleNamespace(RayActorError=ActorGone, RayTaskError=TaskFailed, RayError=LaterError)
 
-    def __init__(self) -> None:
+    def __init__(self, worker: Callable[[int, int], Worker] = Worker) -> None:
+        self._worker = worker
         self.workers: list[Worker] = []
         self.now = 0.0
         self.arriving: list[Arriving] = []
@@ -182,7 +183,7 @@ class FakeRay:
         return [{"NodeID": "own", "NodeManagerAddress": "10.0.0.7"}]
 
     def spawn(self, ray: Any, group: str, size: int, options: Any, call_groups: Any) -> list[Worker]:
-        found = [Worker(len(self.workers) + rank, rank) for rank in range(size)]
+        found = [self._worker(len(self.workers) + rank, rank) for rank in range(size)]
         self.workers += found
         return found
 
@@ -273,9 +274,16 @@ def requests(key: Key, samples: Sequence[int]) -> list[Request]:
 class Run:
     """A scheduler and the executor of two engines."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, size: int = 1, picture_set: Any = None) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        size: int = 1,
+        picture_set: Any = None,
+        rules: Rules = RULES,
+        worker: Callable[[int, int], Worker] = Worker,
+    ) -> None:
         platform.select("cpu")
-        self.ray, self.told, self.batches = FakeRay(), [], []
+        self.ray, self.told, self.batches = FakeRay(worker), [], []
         self.on_issue: Callable[[events.Issue, list[Worker]], None] = lambda decision, workers: None
         monkeypatch.setattr(under_test, "connected_ray", lambda num_workers: (self.ray, None))
         monkeypatch.setattr(under_test, "nodes", lambda ray: [{"CPU": 2.0 * size}])
@@ -286,12 +294,13 @@ class Run:
         monkeypatch.setattr(calls, "SimpleQueue", self.ray.queue)
         for module in (under_test, calls):
             monkeypatch.setattr(module, "time", clock)  # of these alone: threads of other tests have the time too
-        rollout = RolloutConfig(placement="separate", num_engines=2, tensor_parallel_size=size)
+        mode: Any = "pinned" if rules.is_pinned else "in_flight"
+        rollout = RolloutConfig(mode=mode, placement="separate", num_engines=2, tensor_parallel_size=size)
         spec = EngineSpec("", rollout, 64, "float32", "cpu", is_deterministic=False, num_threads=1)
         store = Store(StoreForm(((NORM,),) * size, torch.float32, num_slots=2, salt=1))
         self.stored = {0: StoredVersion(0, [])}
         self.executor = RayExecutor(spec, 2, requests, store, self.stored, picture_set=picture_set)
-        self.scheduler = FleetScheduler(RULES, LIMITS, range(2))
+        self.scheduler = FleetScheduler(rules, LIMITS, range(2))
 
     def go(self) -> events.Finish:
         todo = list(self.scheduler.begin(self.ray.now))
