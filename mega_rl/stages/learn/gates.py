@@ -22,7 +22,7 @@ from mega_rl import platform
 from mega_rl.config import RunConfig
 from mega_rl.megatron.engine import LossFunction, MegatronEngine
 from mega_rl.microbatch import Figures, Microbatch, TokenStats
-from mega_rl.parallel.collectives import gather_objects
+from mega_rl.parallel.figures import reduced
 from mega_rl.types import Sample
 
 ENGINE_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}  # nats, mean over tokens; the coarser of the two types counts
@@ -100,6 +100,37 @@ def merged(differences: Iterable[LogprobDifference | None]) -> LogprobDifference
     worst = max(found, key=lambda part: part.largest)
     total, num_tokens = sum(part.total for part in found), sum(part.num_tokens for part in found)
     return replace(worst, total=total, num_tokens=num_tokens)
+
+
+_NUM_FIELDS = 9  # numbers of a difference on its way to other ranks
+
+
+def over_ranks(own: Mapping[str, LogprobDifference | None]) -> dict[str, LogprobDifference | None]:
+    """``merged`` of every rank's difference, by the names that all ranks have. Collective."""
+
+    def worst(rows: list[list[float]]) -> list[float]:
+        columns = zip(*map(_differences, rows), strict=True)
+        return [number for column in columns for number in _to_numbers(merged(column))]
+
+    numbers = [number for found in own.values() for number in _to_numbers(found)]
+    return dict(zip(own, _differences(reduced(numbers, worst, len(numbers))), strict=True))
+
+
+def _to_numbers(found: LogprobDifference | None) -> list[float]:
+    if found is None:
+        return [0.0] * _NUM_FIELDS
+    place = found.sequence, found.position, found.token
+    return [1.0, found.largest, found.total, found.num_tokens, *place, *found.values]
+
+
+def _differences(row: Sequence[float]) -> list[LogprobDifference | None]:
+    parts = [row[i : i + _NUM_FIELDS] for i in range(0, len(row), _NUM_FIELDS)]
+    return [
+        LogprobDifference(largest, total, int(num_tokens), int(sequence), int(position), int(token), (first, second))
+        if is_there
+        else None
+        for is_there, largest, total, num_tokens, sequence, position, token, first, second in parts
+    ]
 
 
 class EngineHistory:
@@ -224,8 +255,7 @@ class Gates:
         """
         self._compare(samples)
         own = {name: merged(parts) if self.is_counted else None for name, parts in self.found.items()}
-        parts = gather_objects(own)
-        worst = {name: merged(part[name] for part in parts) for name in self.found}
+        worst = over_ranks(own)
         values = {name: found.largest for name, found in worst.items() if found is not None}
         if worst["engine"] is not None:
             values["engine"] = distance = worst["engine"].total / worst["engine"].num_tokens
