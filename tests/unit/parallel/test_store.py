@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import psutil
 import pytest
@@ -89,9 +90,39 @@ def test_every_start_of_the_ranks_has_a_name_of_its_own() -> None:
             return {each.result() for each in found}
 
     left.set("word/2", "of a rank that died")
-    left.set("name", json.dumps(["of one that died", {"1": "gone", "2": "of a rank that died"}]))
+    left.set("told/of a rank that died", "of one that died")
     names = [begin() for _ in range(3)]
     assert all(len(each) == 1 for each in names) and len(set.union(*names)) == 3
+
+
+class CountingStore:
+    """A store that writes down what one rank asks of it, and how long the answers are."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store, self.asked, self.num_bytes = store, list[str](), 0
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def ask(*arguments: Any) -> Any:
+            self.asked.append(name)
+            answer = getattr(self._store, name)(*arguments)
+            self.num_bytes += len(answer) if isinstance(answer, bytes) else 0
+            return answer
+
+        return ask
+
+
+@pytest.mark.parametrize("ranks", [2, 24])
+def test_a_rank_that_waits_for_the_others_asks_the_store_four_times(ranks: int) -> None:
+    """However many ranks there are and however late the first one is: its store serves a thousand of them."""
+    store, timeout = dist.HashStore(), datetime.timedelta(seconds=60)
+    stores = [CountingStore(store) for _ in range(ranks)]
+    with ThreadPoolExecutor(ranks) as threads:
+        late = [threads.submit(start._agree_on_start, stores[rank], rank, ranks, timeout) for rank in range(1, ranks)]
+        store.wait([f"word/{ranks - 1}"], timeout)
+        found = {threads.submit(start._agree_on_start, stores[0], 0, ranks, timeout).result()}
+        found |= {each.result() for each in late}
+    assert len(found) == 1
+    assert all(one.asked == ["set", "wait", "get", "set"] and one.num_bytes == 32 for one in stores[1:])
 
 
 def test_ranks_that_do_not_come_are_not_waited_for_for_ever() -> None:
