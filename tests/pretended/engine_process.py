@@ -15,7 +15,7 @@ from mega_rl.rollout.engine import Request
 from mega_rl.rollout.remote.engine_process import EngineProcess, EngineSpec
 from mega_rl.rollout.remote.fleet import kept_engine
 from mega_rl.rollout.remote.fleet.kept_engine import KeptEngine
-from mega_rl.rollout.remote.weight_store import Location, StoredVersion, StoreForm
+from mega_rl.rollout.remote.weight_store import StoreForm
 from mega_rl.rollout.vllm.start.seeing import Pixels
 from mega_rl.types import Trajectory
 from tests.launching.training import STRUCK_LOG as LOG
@@ -88,11 +88,12 @@ class PretendedProcess(EngineProcess):
         engine = PretendedEngine(self.step_s, self._shown, is_pinned)
         self._engine = self._sampler = engine  # type: ignore[assignment]
 
-    def load(self, form: StoreForm, location: Location, stored: StoredVersion) -> None:
+    def attach(self, form: StoreForm) -> None:
+        super().attach(form)
         if not self.engine.live:  # type: ignore[attr-defined]
-            live = {name: torch.zeros(place.size, dtype=form.dtype) for name, place in form.places[0].items()}
+            places = form.plan(0).fixed.places | form.plan(0).slot.places
+            live = {name: torch.zeros(place.size, dtype=form.dtype) for name, place in places.items()}
             self.engine.live = live  # type: ignore[attr-defined]
-        super().load(form, location, stored)
 
 
 class PretendedKeptProcess(PretendedProcess, KeptEngine):
