@@ -45,6 +45,8 @@ class PretendedEngine:
         self._under_way: dict[int, Response] = {}
         self._number = 0
 
+    num_slots = 256
+
     @property
     def num_unfinished(self) -> int:
         return len(self._under_way)
@@ -82,9 +84,10 @@ class PretendedProcess(EngineProcess):
 
     step_s = 0.02
 
-    def start(self, spec: EngineSpec, tensor_rank: int, point: MeetingPoint) -> None:
+    def start(self, spec: EngineSpec, tensor_rank: int, point: MeetingPoint) -> int | None:
         self._tensor_rank = tensor_rank
         self._engine = self._sampler = PretendedEngine(self.step_s, self._shown)  # type: ignore[assignment]
+        return self.engine.num_slots
 
     def load(self, form: StoreForm, location: Location, stored: StoredVersion) -> None:
         if not self.engine.live:  # type: ignore[attr-defined]
@@ -96,6 +99,7 @@ class PretendedProcess(EngineProcess):
 class PretendedKeptProcess(PretendedProcess, KeptEngine):
     """The same on a cluster of the user's own."""
 
-    def start(self, spec: EngineSpec, tensor_rank: int, point: MeetingPoint) -> None:
-        super().start(spec, tensor_rank, point)
+    def start(self, spec: EngineSpec, tensor_rank: int, point: MeetingPoint) -> int | None:
+        num_slots = super().start(spec, tensor_rank, point)
         self._digest = kept_engine.digest(spec)
+        return num_slots
