@@ -45,6 +45,8 @@ class PretendedEngine:
         self._under_way: dict[int, Response] = {}
         self._number = 0
 
+    num_slots = 256
+
     @property
     def num_unfinished(self) -> int:
         return len(self._under_way)
@@ -82,11 +84,12 @@ class PretendedProcess(EngineProcess):
 
     step_s = 0.02
 
-    def start(self, spec: EngineSpec, tensor_rank: int, point: MeetingPoint) -> None:
+    def start(self, spec: EngineSpec, tensor_rank: int, point: MeetingPoint) -> int | None:
         self._tensor_rank = tensor_rank
         is_pinned = spec.rollout.mode == "pinned"
         engine = PretendedEngine(self.step_s, self._shown, is_pinned)
         self._engine = self._sampler = engine  # type: ignore[assignment]
+        return self.engine.num_slots
 
     def attach(self, form: StoreForm) -> None:
         super().attach(form)
@@ -99,6 +102,7 @@ class PretendedProcess(EngineProcess):
 class PretendedKeptProcess(PretendedProcess, KeptEngine):
     """The same on a cluster of the user's own."""
 
-    def start(self, spec: EngineSpec, tensor_rank: int, point: MeetingPoint) -> None:
-        super().start(spec, tensor_rank, point)
+    def start(self, spec: EngineSpec, tensor_rank: int, point: MeetingPoint) -> int | None:
+        num_slots = super().start(spec, tensor_rank, point)
         self._digest = kept_engine.digest(spec)
+        return num_slots

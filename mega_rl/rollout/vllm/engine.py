@@ -98,6 +98,11 @@ class VLLMEngine:
             check_length(request, self._max_model_len)
 
     @property
+    def num_slots(self) -> int:
+        """Responses that are sampled at a time; further ones wait."""
+        return int(self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs)
+
+    @property
     def num_unfinished(self) -> int:
         return len(self._under_way)
 

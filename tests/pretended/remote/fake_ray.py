@@ -28,6 +28,7 @@ NORM = Series("model.norm.weight", ((0, 5),), "model.norm.weight", ((0, 5),))
 OWN = Location(1, (3,))  # of a store
 PROOFS = ((b"fixed", b"of 0"), (b"fixed", b"of 1"))  # by worker
 PULSE_FILE = 5  # of every worker
+NUM_SLOTS = 1024  # responses that an engine says it takes at a time
 NUM_STEPS = 40  # of an engine for a response
 
 
@@ -123,8 +124,9 @@ class Worker:
         assert spec.rollout.vllm["load_format"] == "dummy", "weights come from the store"
         return "a meeting point"
 
-    def do_start(self, spec: EngineSpec, rank: int, point: Answer) -> None:
+    def do_start(self, spec: EngineSpec, rank: int, point: Answer) -> int:
         assert rank == self.rank
+        return NUM_SLOTS
 
     def do_attach(self, form: StoreForm) -> None: ...
 
@@ -145,8 +147,9 @@ class Worker:
         self.todo = {ticket: entry for ticket, entry in self.todo.items() if ticket not in ended}
         return [] if self.rank else [(*ticket, self.answer(request)) for ticket, request in ended.items()]
 
-    def do_rest(self) -> None:
+    def do_rest(self) -> int:
         self.todo.clear()
+        return NUM_SLOTS
 
     def answer(self, request: Request) -> Trajectory:
         tokens = [self.version + 1, request.prompt.index, request.seed]

@@ -44,9 +44,14 @@ from mega_rl.rollout.vllm.start.options import without_weights
 
 LOG = logging.getLogger(__name__)
 MAX_STEPS = 16  # of an engine between two words of it: so long it may take until it hears of new requests
+MANY_WORKERS = 256  # of a fleet; with so many times more an engine makes so many times more steps between two words
 NUM_AHEAD = 2  # calls to sample on that an engine has at a time, so that it need not wait for the next
 RETRY_S = 30.0  # between an engine without a place and the next try: restarts are few, and Ray may be back soon
 REST_S = 60.0  # for an engine that was attached to, which may be amid some steps or a load
+
+
+def _started(decision: Start, slots: list[int | None]) -> list[Event]:
+    return [Started(*decision, slots[0])]
 
 
 class RayExecutor:
@@ -82,6 +87,9 @@ class RayExecutor:
         size = spec.rollout.tensor_parallel_size
         self._ray, self._logs = connected_ray(num_engines * size)
         options = platform.current().actor_options
+        # Each call to a worker costs this process 0.1 ms or more. Episodes may wait for tools in each step.
+        is_large = spec.episodes is None and num_engines * size > MANY_WORKERS
+        self._max_steps = MAX_STEPS * num_engines * size // MANY_WORKERS if is_large else MAX_STEPS
         self._lives: dict[int, Life] = {}
         self._calls = Calls(self._ray)
         self._to_ask: dict[int, Life] = {}  # engines that may have to be told to sample on
@@ -202,7 +210,7 @@ class RayExecutor:
         point = workers[0].open.remote(spec)  # Ray gives its answer to the others
         starts = [worker.start.remote(spec, rank, point) for rank, worker in enumerate(workers)]
         attached = [worker.attach.remote(self._nodes.form) for worker in workers]
-        self._calls.wait(life, "starting", [*starts, *attached], lambda _: [Started(engine, decision.life)])
+        self._calls.wait(life, "starting", [*starts, *attached], partial(_started, decision))
 
     def _attach(self, decision: Start, survivor: Survivor) -> None:
         """Begin with an engine that is there: what it still does is dropped; one that cannot is started anew.
@@ -214,8 +222,8 @@ class RayExecutor:
         self._said += self._is_placed(engine, life, survivor.whereabouts)
         rests = [worker.rest.remote() for worker in survivor.workers]
         rests += [worker.attach.remote(self._nodes.form) for worker in survivor.workers]
-        doing, begins = "dropping its old work", Started(engine, decision.life)
-        self._calls.wait(life, doing, rests, lambda _: [begins], partial(self._begin_anew, decision), REST_S)
+        then, instead = partial(_started, decision), partial(self._begin_anew, decision)
+        self._calls.wait(life, "dropping its old work", rests, then, instead, REST_S)
 
     def _begin_anew(self, decision: Start) -> list[Event]:
         self._kill(decision.engine)
@@ -289,7 +297,7 @@ class RayExecutor:
         """Have an engine with work sample on."""
         while life.load and not life.is_torn and life.num_sampling < NUM_AHEAD:
             life.num_sampling += 1
-            self._calls.ask(life, "sampling", "proceed", MAX_STEPS, then=partial(self._has_sampled, engine, life))
+            self._calls.ask(life, "sampling", "proceed", self._max_steps, then=partial(self._has_sampled, engine, life))
         if life.partial.is_due(time.monotonic()):
             life.partial.ask(time.monotonic())
             then = partial(self._has_grown, engine, life)
