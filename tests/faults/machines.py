@@ -101,10 +101,7 @@ class Cluster:
 
     def node_of(self, number: int) -> str:
         """In Ray's words."""
-        say = (
-            "import ray; ray.init(address='auto'); print([(n['NodeManagerAddress'], n['NodeID']) for n in ray.nodes()])"
-        )
-        said = self.hosts.run(HEAD, (sys.executable, "-c", say)).check().stdout
+        said = self.hosts.run(HEAD, (sys.executable, "-c", SAY_NODES)).check().stdout
         return dict(re.findall(r"\('([\d.]+)', '(\w+)'\)", said))[self.hosts.address(number)]
 
     def _ray(self, number: int, *words: str, wait: bool = True) -> Running:

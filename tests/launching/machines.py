@@ -32,7 +32,8 @@ NETWORK = "10.77.0"  # of a bridge that nothing else is connected to
 BRIDGE = "switch"
 SEARCHED = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 OF_A_MACHINE = ("--net", "--mount", "--uts", "--ipc", "--pid")
-HOME = "/tmp/user"
+TMP = "/tmp"
+HOME = f"{TMP}/user"
 MORE = 8  # machines that may come later
 LISTEN = """
 import socket
@@ -124,7 +125,7 @@ class Machines:
     def command(self, number: int, command: Sequence[str]) -> tuple[str, ...]:
         """The command line that does the same on that machine, in the repository."""
         enter = ("--mount", "--uts", "--ipc", "--pid")
-        inside = ("env", f"--chdir={REPO}", f"HOME={HOME}", "TMPDIR=/tmp")
+        inside = ("env", f"--chdir={REPO}", f"HOME={HOME}", f"TMPDIR={TMP}")
         return (*self._in_net(self._all[number].init, *enter), *inside, *map(str, command))
 
     @contextmanager
