@@ -34,6 +34,7 @@ from mega_rl.errors import InputError
 from mega_rl.fleet.tickets import named
 
 ALIGNMENT = 4096  # of every parameter, bytes: a page
+FIXED_STAMP = 2  # of what no version changes, once it is there
 PROOF_BYTES = 16  # of the digest of a part's hashes
 LIMIT_OF_CONTAINER = Path("/sys/fs/cgroup/memory.max")
 
@@ -238,6 +239,7 @@ class Store:
             for part, number, found in zip(self.form.plan(worker).parts, (None, slot), of_parts, strict=True):
                 part.hashes_in(self.memory(worker, number))[:] = found
             proofs.append((_proof(of_parts[0]), _proof(of_parts[1])))
+        self.stamp(None, FIXED_STAMP)
         self.stamp(slot, stamp)
         return StoredVersion(version, stamp, tuple(proofs))
 

@@ -17,6 +17,7 @@ from mega_rl.rollout.collect.replay import RecordedExecutor, Records
 from mega_rl.rollout.remote.fleet.leases import keeping
 from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor
 from mega_rl.rollout.remote.fleet.store_sink import StoreSink
+from mega_rl.rollout.remote.weight_store import StoreForm
 from mega_rl.stages.run.episodes import plan_there, with_episodes
 from mega_rl.stages.run.sampling_job import SamplingJob
 from mega_rl.stages.sampling.batch_builder import BatchBuilder, Batches
@@ -24,6 +25,8 @@ from mega_rl.stages.sampling.fleet_batches import Fleet, FleetBatches
 from mega_rl.stages.sampling.validation import validation_set
 from mega_rl.stages.weights import engines, outgoing
 from mega_rl.stages.weights.weight_sync import RecordedSync, Sync
+
+SLOW_LOAD = 1e7  # bytes a second that a worker copies and hashes at least
 
 
 def recorded_fleet(job: SamplingJob, actor: MegatronEngine, noise: AqnNoise) -> tuple[Fleet, Sync]:
@@ -57,13 +60,19 @@ def store_fleet(job: SamplingJob, actor: MegatronEngine, noise: AqnNoise) -> tup
         return executor
 
     sync = outgoing.weight_sync(job, actor, sink, noise, weights.slots)
-    return Fleet(config.num_engines, limits_of(config), opened), sync
+    return Fleet(config.num_engines, limits_of(config, sink.form), opened), sync
 
 
-def limits_of(config: RolloutConfig) -> EngineLimits:
-    """What an engine may take, and how long: as many responses as vLLM samples at a time."""
+def limits_of(config: RolloutConfig, form: StoreForm | None = None) -> EngineLimits:
+    """What an engine may take, and how long: as many responses as vLLM samples at a time.
+
+    Args:
+        form: of the weight store, if there is one.
+    """
     slots = int(config.vllm.get("max_num_seqs") or EngineLimits.slots)
-    return EngineLimits(slots, progress_s=config.engine_timeout_s, restarts=config.engine_restarts)
+    largest = 0 if form is None else max(plan.num_bytes(1) for plan in form.plans)  # that one worker copies
+    load_s = max(EngineLimits.load_s, largest / SLOW_LOAD)
+    return EngineLimits(slots, progress_s=config.engine_timeout_s, load_s=load_s, restarts=config.engine_restarts)
 
 
 def sampling(

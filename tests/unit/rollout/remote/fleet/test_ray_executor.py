@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import Empty
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +25,7 @@ from mega_rl.fleet.tickets import Key, Rules
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.remote.engine_process import EngineSpec, LoadResult
 from mega_rl.rollout.remote.fleet import calls, places, ray_executor as under_test
+from mega_rl.rollout.remote.fleet.nodes import Arrival
 from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor
 from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion, StoreForm, WantedVersion
 from mega_rl.types import Prompt, Trajectory
@@ -168,7 +169,7 @@ class FakeRay:
         self._worker = worker
         self.workers: list[Worker] = []
         self.now = 0.0
-        self.arriving: list[Arriving] = []
+        self.arriving: list[tuple[float, Arrival]] = []  # when what is said of weights on their way
         self.groups: dict[str, str] = {}  # placement group -> its state
         self.util = SimpleNamespace(
             placement_group=self.placement_group,
@@ -196,8 +197,6 @@ class FakeRay:
         self.now += seconds
         for worker in self.workers:
             worker.go_on()
-        for arriving in self.arriving:
-            arriving.look()
 
     def queue(self) -> PassingQueue:
         return PassingQueue(self)
@@ -246,8 +245,15 @@ class FakeNodes:
         found, self.met = self.met, None
         return found
 
-    def location(self, node: str, version: int, failed: Any = None) -> Location:
+    def location(self, load: events.Load, node: str, stored: StoredVersion) -> Location | None:
         return OWN
+
+    def heard(self) -> list[Arrival]:
+        found = [arrival for at, arrival in self._ray.arriving if self._ray.now >= at]
+        self._ray.arriving = [(at, arrival) for at, arrival in self._ray.arriving if self._ray.now < at]
+        return found
+
+    def done(self, engine: int) -> None: ...
 
     def check_own(self) -> None: ...
 
@@ -256,19 +262,6 @@ class FakeNodes:
     def kill(self, node: str, processes: Sequence[int]) -> None:
         for process in processes:
             self._ray.workers[process].state = "gone"
-
-
-class Arriving(Answer):
-    """Ray's reference to a location, which is there at some time."""
-
-    def __init__(self, ray: FakeRay, at: float, error: Exception | None = None) -> None:
-        super().__init__(OWN, error)
-        self._ray, self._at = ray, at
-        ray.arriving.append(self)
-
-    def look(self) -> None:
-        if self._ray.now >= self._at:
-            self.come()
 
 
 def requests(key: Key, samples: Sequence[int]) -> list[Request]:
@@ -484,16 +477,17 @@ def test_a_node_without_memory_for_the_weights_is_said_at_once(monkeypatch: pyte
 
 
 def test_weights_on_their_way_to_a_node_hold_no_call_to_its_engines_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, run, arriving = undisturbed(monkeypatch), Run(monkeypatch), list[Arriving]()
+    expected, run, late = undisturbed(monkeypatch), Run(monkeypatch), list[events.Load]()
 
-    def location(node: str, version: int, failed: Any = None) -> Location | Arriving:
-        if version == 1 and not arriving:
-            arriving.append(Arriving(run.ray, run.ray.now + 2 * LIMITS.progress_s))
-            return arriving[0]
+    def location(load: events.Load, node: str, stored: StoredVersion) -> Location | None:
+        if load.version == 1 and not late:
+            late.append(load)
+            run.ray.arriving.append((run.ray.now + 2 * LIMITS.progress_s, Arrival(load, OWN)))
+            return None
         return OWN
 
     monkeypatch.setattr(run.executor._nodes, "location", location)
-    assert not run.go().is_failure and run.batches == expected and arriving and not run.whys()[:-2], run.whys()
+    assert not run.go().is_failure and run.batches == expected and late and not run.whys()[:-2], run.whys()
 
 
 @pytest.mark.parametrize("comes_late", [True, False])
@@ -503,11 +497,15 @@ def test_weights_that_newer_ones_have_replaced_cost_no_restart(
     """The first load of step 1's weights finds them gone; the scheduler asks again for what it needs."""
     expected, run, gone = undisturbed(monkeypatch), Run(monkeypatch), list[StoredVersion]()
 
-    def location(node: str, version: int, failed: Any = None) -> Location | Arriving:
-        if version == 1 and not gone:
+    def location(load: events.Load, node: str, stored: StoredVersion) -> Location | None:
+        if load.version == 1 and not gone:
             gone.append(run.stored.pop(1))
-            return Arriving(run.ray, run.ray.now + 5) if comes_late else OWN
+            run.ray.arriving.append((run.ray.now + 5, Arrival(load, OWN)))
+            return None if comes_late else OWN
         return OWN
+
+    if not comes_late:
+        monkeypatch.setattr(run.executor._nodes, "heard", list)
 
     monkeypatch.setattr(run.executor._nodes, "location", location)
     handle = run.scheduler.handle
@@ -552,27 +550,45 @@ def test_weights_replaced_while_an_engine_reads_them_cost_no_restart_and_no_step
     assert not run.go().is_failure and run.batches == expected and late and not run.whys()[:-2], run.whys()
 
 
-@pytest.mark.parametrize("num_failures", [1, 2])
-def test_a_copy_to_a_node_that_fails_once_costs_its_engines_no_restart(
-    monkeypatch: pytest.MonkeyPatch, num_failures: int
-) -> None:
-    """Both engines of the node wait for the same copy, and then for the same other one."""
-    expected, run, copies = undisturbed(monkeypatch), Run(monkeypatch), list[Arriving]()
+def test_weights_that_do_not_come_to_a_node_cost_its_engines_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, run, failed = undisturbed(monkeypatch), Run(monkeypatch), list[events.Load]()
 
-    def location(node: str, version: int, failed: Any = None) -> Location | Arriving:
-        if version or len(copies) > num_failures:
+    def location(load: events.Load, node: str, stored: StoredVersion) -> Location | None:
+        if load.life:
             return OWN
-        if not copies or failed is copies[-1]:
-            error = TaskFailed(ConnectionError("no route")) if len(copies) < num_failures else None
-            copies.append(Arriving(run.ray, run.ray.now + 5, error))
-        return copies[-1]
+        failed.append(load)
+        run.ray.arriving.append((run.ray.now + 5, Arrival(load, why="it failed: no route")))
+        return None
 
     monkeypatch.setattr(run.executor._nodes, "location", location)
-    assert not run.go().is_failure and run.batches == expected
-    failed = [why for why in run.whys() if "no route" in why]
-    assert len(copies) == num_failures + 1 and failed == (
-        [] if num_failures == 1 else 2 * ["it failed while waiting for weights to come to its node: no route"]
-    )
+    assert not run.go().is_failure and run.batches == expected and len(failed) == 2
+    assert [why for why in run.whys() if "no route" in why] == 2 * ["it failed: no route"]
+
+
+def test_weights_that_keep_coming_are_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For as long as three limits for a load; without a chunk it is ended after one."""
+    for comes in (True, False):
+        run, loads = Run(monkeypatch), list[events.Load]()
+        run.scheduler.limits = replace(LIMITS, load_s=30.0)
+
+        def location(
+            load: events.Load, node: str, stored: StoredVersion, run: Run = run, loads: Any = loads, comes: bool = comes
+        ) -> Location | None:
+            if load.version != 1 or loads:
+                return OWN
+            loads.append(load)
+            times = [run.ray.now + later for later in range(10, 100, 10)] if comes else []
+            run.ray.arriving += [(at, Arrival(load)) for at in times]
+            run.ray.arriving.append((run.ray.now + 100, Arrival(load, OWN)))
+            return None
+
+        monkeypatch.setattr(run.executor._nodes, "location", location)
+        if comes:
+            assert not run.go().is_failure and not run.whys()[:-2], run.whys()
+        else:
+            run.ray.arriving.clear()
+            run.go()
+            assert run.whys()[0] == "30 s were not enough for it to load version 1"
 
 
 @pytest.mark.parametrize("state", ["runs", "gone", "stopped"])
