@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import publish, table
+from mega_rl.fleet.relay import ChunkWindow, Order, Relay
 from mega_rl.rollout.remote.fleet.node_agent import CHUNK_BYTES, FETCH_S, SILENCE_S, WAIT_S
-from mega_rl.rollout.remote.fleet.relay import ChunkWindow, Order, Relay
 
 LATENCY_S = 0.002  # of a question, and of its answer beside its bytes
 ROOT, VERSION, STAMP = "root", 0, 2

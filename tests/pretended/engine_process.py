@@ -6,6 +6,7 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from mega_rl.rollout.engine import Request
 from mega_rl.rollout.remote.engine_process import EngineProcess, EngineSpec
 from mega_rl.rollout.remote.fleet import kept_engine
 from mega_rl.rollout.remote.fleet.kept_engine import KeptEngine
-from mega_rl.rollout.remote.weight_store import StoreForm
+from mega_rl.rollout.remote.weight_store import Store, StoredVersion, StoreForm
 from mega_rl.rollout.vllm.start.seeing import Pixels
 from mega_rl.types import Trajectory
 from tests.launching.training import STRUCK_LOG as LOG
@@ -32,14 +33,27 @@ def digest(parameters: Mapping[str, torch.Tensor]) -> int:
     return found
 
 
+_STAMPS = count(2, 2)
+
+
+def sealed(store: Store, version: int) -> StoredVersion:
+    """What lies in the store's parameters as a version that is whole."""
+    parameters = [store.parameters(worker, version) for worker in range(len(store.form.workers))]
+    hashes = [
+        (plan.fixed.hashes_of(of_worker, store.form.salt), plan.slot.hashes_of(of_worker, store.form.salt))
+        for plan, of_worker in zip(store.form.plans, parameters, strict=True)
+    ]
+    return store.seal(version, next(_STAMPS), hashes)
+
+
 class PretendedEngine:
     """What ``EngineProcess`` drives: makes one token of every response a step, of the weights that it holds.
 
     Pictures of prompts must have come with the requests, each of as many pixels as its tokens stand for.
     """
 
-    def __init__(self, step_s: float, pictures: Mapping[str, Pixels]) -> None:
-        self._step_s, self._pictures = step_s, pictures
+    def __init__(self, step_s: float, pictures: Mapping[str, Pixels], is_pinned: bool) -> None:
+        self._step_s, self._pictures, self._is_pinned = step_s, pictures, is_pinned
         self.live: dict[str, torch.Tensor] = {}
         self._digest = self._version = -1
         self._under_way: dict[int, Response] = {}
@@ -69,7 +83,7 @@ class PretendedEngine:
         return [(number, self._under_way.pop(number).trajectory()) for number in ended]
 
     def exchange(self, write: Callable[[Mapping[str, torch.Tensor]], None], version: int) -> None:
-        assert not self._under_way, "weights change under a pinned ticket"
+        assert not (self._under_way and self._is_pinned), "weights change under a pinned ticket"
         write(self.live)
         self._version, self._digest = version, digest(self.live)
 
@@ -84,7 +98,9 @@ class PretendedProcess(EngineProcess):
 
     def start(self, spec: EngineSpec, tensor_rank: int, point: MeetingPoint) -> None:
         self._tensor_rank = tensor_rank
-        self._engine = self._sampler = PretendedEngine(self.step_s, self._shown)  # type: ignore[assignment]
+        is_pinned = spec.rollout.mode == "pinned"
+        engine = PretendedEngine(self.step_s, self._shown, is_pinned)
+        self._engine = self._sampler = engine  # type: ignore[assignment]
 
     def attach(self, form: StoreForm) -> None:
         super().attach(form)

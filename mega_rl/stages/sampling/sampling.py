@@ -17,7 +17,6 @@ from mega_rl.rollout.collect.replay import RecordedExecutor, Records
 from mega_rl.rollout.remote.fleet.leases import keeping
 from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor
 from mega_rl.rollout.remote.fleet.store_sink import StoreSink
-from mega_rl.rollout.remote.weight_store import StoreForm
 from mega_rl.stages.run.episodes import plan_there, with_episodes
 from mega_rl.stages.run.sampling_job import SamplingJob
 from mega_rl.stages.sampling.batch_builder import BatchBuilder, Batches
@@ -60,18 +59,18 @@ def store_fleet(job: SamplingJob, actor: MegatronEngine, noise: AqnNoise) -> tup
         return executor
 
     sync = outgoing.weight_sync(job, actor, sink, noise, weights.slots)
-    return Fleet(config.num_engines, limits_of(config, sink.form), opened), sync
+    largest = max(plan.num_bytes(1) for plan in sink.form.plans)
+    return Fleet(config.num_engines, limits_of(config, largest), opened), sync
 
 
-def limits_of(config: RolloutConfig, form: StoreForm | None = None) -> EngineLimits:
+def limits_of(config: RolloutConfig, num_bytes: int = 0) -> EngineLimits:
     """What an engine may take, and how long: as many responses as vLLM samples at a time.
 
     Args:
-        form: of the weight store, if there is one.
+        num_bytes: that a worker of an engine copies at most for a version.
     """
     slots = int(config.vllm.get("max_num_seqs") or EngineLimits.slots)
-    largest = 0 if form is None else max(plan.num_bytes(1) for plan in form.plans)  # that one worker copies
-    load_s = max(EngineLimits.load_s, largest / SLOW_LOAD)
+    load_s = max(EngineLimits.load_s, num_bytes / SLOW_LOAD)
     return EngineLimits(slots, progress_s=config.engine_timeout_s, load_s=load_s, restarts=config.engine_restarts)
 
 

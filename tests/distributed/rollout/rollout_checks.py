@@ -43,6 +43,7 @@ from mega_rl.rollout.vllm.engine import VLLMEngine
 from mega_rl.types import Prompt, Score, Trajectory
 from tests.distributed.rollout.episode_checks import episodes
 from tests.distributed.rollout.tail_checks import (
+    pieces_are_the_responses,
     tail_tokens_are_of_their_version,
     tails_are_functions_of_what_is_kept,
     unfinished_responses_go_on,
@@ -60,7 +61,7 @@ from tests.models.rollout_support import (
     span_error,
     tiny_model,
 )
-from tests.pretended.stored import sealed
+from tests.pretended.engine_process import sealed
 
 MAX_MODEL_LEN = 384
 LONG = 300  # tokens of a prompt that fills two blocks of the prefix cache (128 tokens each on a CPU)
@@ -494,6 +495,7 @@ def single(directory: Path) -> None:
             check("tails_are_functions_of_what_is_kept", tails_are_functions_of_what_is_kept, live)
             write = partial(live_write, model, path)
             check("tail_tokens_are_of_their_version", tail_tokens_are_of_their_version, live, model, write)
+            check("pieces_are_the_responses", pieces_are_the_responses, live, model, write)
             check("kept_keys_and_values_show", kept_keys_and_values_show, model, path)
         check(f"{family}_live_writes", takes_live_writes, live, model, path, 1, 0)
         check(f"{family}_live_loader", takes_weights, live, model, 2, 23)

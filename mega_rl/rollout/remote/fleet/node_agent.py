@@ -22,7 +22,8 @@ import numpy.typing as npt
 import torch
 
 from mega_rl.errors import InputError
-from mega_rl.rollout.remote.fleet.relay import NODE_SLOTS, ChunkWindow, Order
+from mega_rl.fleet.relay import NODE_SLOTS, ChunkWindow, Order
+from mega_rl.observe.pulse import Pulse, read_pulse
 from mega_rl.rollout.remote.weight_store import ALIGNMENT, Location, Store, StoreForm
 
 CHUNK_BYTES = 1 << 24
@@ -101,6 +102,10 @@ class NodeAgent:
         for process in processes:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
+
+    def pulses(self, places: Sequence[tuple[int, int]]) -> list[Pulse | None]:
+        """Of processes of this node, by their numbers and those of their files; None of one that is gone."""
+        return [read_pulse(*place) for place in places]
 
     def give(self, slot: int | None, stamp: int, number: int) -> tuple[int, npt.NDArray[np.uint8] | None]:
         """A chunk of what is in a place, for another node; waits a little if it has not come yet.

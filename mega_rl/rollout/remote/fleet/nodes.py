@@ -13,8 +13,10 @@ from typing import Any
 
 from mega_rl.errors import InputError
 from mega_rl.fleet.events import Load
+from mega_rl.fleet.relay import Content, Order, Relay
+from mega_rl.observe.pulse import Pulse
+from mega_rl.rollout.remote.fleet.kept_engine import BESIDE
 from mega_rl.rollout.remote.fleet.node_agent import Fetched, NodeAgent, State, chunks_of
-from mega_rl.rollout.remote.fleet.relay import Content, Order, Relay
 from mega_rl.rollout.remote.weight_store import FIXED_STAMP, Location, Store, StoredVersion
 
 LOOK_S = 5.0  # between two looks at this node
@@ -91,6 +93,16 @@ class Nodes:
             self._here.kill(processes)
         else:
             self._helpers[node].kill.remote(processes)
+
+    def pulses(self, node: str, places: Sequence[tuple[int, int]]) -> Future[list[Pulse | None]]:
+        """How far processes of a node are; see ``NodeAgent``."""
+        if node == self._own:
+            found: Future[list[Pulse | None]] = Future()
+            found.set_result(self._here.pulses(places))
+            return found
+        asked = self._helpers[node].pulses.options(concurrency_group=BESIDE).remote(places)
+        answer: Future[list[Pulse | None]] = asked.future()
+        return answer
 
     def location(self, load: Load, node: str, stored: StoredVersion) -> Location | None:
         """Where a node has a version, for an engine, until that is ``done``; None: ``heard`` will tell."""
@@ -222,4 +234,6 @@ class Nodes:
     def _helper(self, node: str, location: Location | None) -> Any:
         affinity = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
         options = {"num_cpus": 0, "max_concurrency": NUM_CALLS, "max_restarts": -1, "scheduling_strategy": affinity}
-        return self._ray.remote(NodeAgent).options(**options).remote(self.form, location)
+        return (
+            self._ray.remote(concurrency_groups={BESIDE: 1})(NodeAgent).options(**options).remote(self.form, location)
+        )

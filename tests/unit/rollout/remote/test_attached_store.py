@@ -12,7 +12,7 @@ from mega_rl.bridge.series import Series
 from mega_rl.rollout.remote import attached_store, engine_process
 from mega_rl.rollout.remote.engine_process import EngineProcess, LoadResult
 from mega_rl.rollout.remote.weight_store import Location, Part, Store, StoreForm, WantedVersion
-from tests.pretended.stored import sealed
+from tests.pretended.engine_process import sealed
 
 OTHER = Series("lm_head.weight", ((0, 3),), "lm_head.weight", ((0, 3),))
 NORM = Series("model.norm.weight", ((0, 5),), "model.norm.weight", ((0, 5),))
@@ -73,7 +73,7 @@ def test_weights_that_are_gone_before_they_are_read_leave_the_engine_as_it_was(e
     assert engine.load(*gone) is LoadResult.MISSED
     assert engine.engine.live["model.norm.weight"].tolist() == [1.0] * 5
     engine.proceed(3)
-    assert engine.pulse() == 3, "it goes on with what it has"
+    assert engine._num_steps == 3, "it goes on with what it has"
     store.close()
 
 
@@ -96,13 +96,13 @@ def test_weights_that_are_replaced_while_they_are_read_are_sampled_with_by_nobod
     monkeypatch.setattr(Part, "hashes_of", overtaken)
     assert engine.load(*old) is LoadResult.TORN
     monkeypatch.setattr(engine_process, "REST_S", 0.0)
-    assert engine.proceed(3) == [] and engine.pulse() == 0, "no step with weights that no version has"
+    assert engine.proceed(3) == [] and engine._num_steps == 0, "no step with weights that no version has"
     assert engine.load(*old) is LoadResult.MISSED, "what it asked for is half written"
     engine.proceed(3)
-    assert engine.pulse() == 0, "it is as torn as before"
+    assert engine._num_steps == 0, "it is as torn as before"
     assert engine.load(*stored(store, 3, 3.0)) is LoadResult.WHOLE
     engine.proceed(3)
-    assert engine.pulse() == 3 and engine.engine.live["model.norm.weight"].tolist() == [3.0] * 5
+    assert engine._num_steps == 3 and engine.engine.live["model.norm.weight"].tolist() == [3.0] * 5
     store.close()
 
 

@@ -15,7 +15,7 @@ from mega_rl.errors import InputError
 from mega_rl.models.shape import parse_config
 from mega_rl.rollout.remote.weight_store import Store, StoreForm, check_room
 from tests.models.families import CONTRACT
-from tests.pretended.stored import sealed
+from tests.pretended.engine_process import sealed
 
 ENGINE_SIZE = 2
 SHAPE = parse_config(CONTRACT.config("qwen3_moe"), "qwen3_moe")

@@ -14,12 +14,13 @@ import torch
 from mega_rl.bridge.series import Series
 from mega_rl.errors import InputError
 from mega_rl.fleet.events import Load
+from mega_rl.fleet.relay import Order
 from mega_rl.rollout.remote.fleet import node_agent, nodes as under_test
+from mega_rl.rollout.remote.fleet.kept_engine import BESIDE
 from mega_rl.rollout.remote.fleet.node_agent import GONE, Fetched, NodeAgent, State
 from mega_rl.rollout.remote.fleet.nodes import Arrival, Nodes
-from mega_rl.rollout.remote.fleet.relay import Order
 from mega_rl.rollout.remote.weight_store import FIXED_STAMP, Location, Store, StoredVersion, StoreForm
-from tests.pretended.stored import sealed
+from tests.pretended.engine_process import sealed
 
 NORM = Series("model.norm.weight", ((0, 3000),), "model.norm.weight", ((0, 3000),))
 HEAD = Series("lm_head.weight", ((0, 5),), "lm_head.weight", ((0, 5),))
@@ -82,7 +83,11 @@ class FakeRay:
     def nodes(self) -> list[dict[str, Any]]:
         return [{"NodeID": "own", "Alive": self.alive}, {"NodeID": "other", "Alive": True}]
 
-    def remote(self, kind: type) -> Any:
+    def remote(self, concurrency_groups: dict[str, int]) -> Any:
+        assert concurrency_groups == {BESIDE: 1}, "a copy of weights would hold pulses up"
+        return self.actor_class
+
+    def actor_class(self, kind: type) -> Any:
         assert kind is NodeAgent
 
         def options(**given: Any) -> Any:

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.weights import relay as pretended
 from benchmarks.weights.relay import PretendedNetwork, measured
-from mega_rl.rollout.remote.fleet.relay import FAN_OUT, NODE_SLOTS, NUM_AHEAD, ChunkWindow, Order, Relay
+from mega_rl.fleet.relay import FAN_OUT, NODE_SLOTS, NUM_AHEAD, ChunkWindow, Order, Relay
 
 ROOT = "root"
 
