@@ -8,7 +8,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from mega_rl.fleet.events import (
     Started,
 )
 from mega_rl.fleet.executor import PlacesError, Requests, Whereabouts
+from mega_rl.rollout.engine_checks import FleetChecks
 from mega_rl.rollout.remote.engine_process import EngineSpec, WorkerPlace
 from mega_rl.rollout.remote.fleet.calls import Calls, Life, nothing
 from mega_rl.rollout.remote.fleet.lease_actor import Fenced
@@ -49,6 +50,15 @@ RETRY_S = 30.0  # between an engine without a place and the next try: restarts a
 REST_S = 60.0  # for an engine that was attached to, which may be amid some steps or a load
 
 
+@dataclass(frozen=True)
+class Work:
+    """What engines are asked, all of it in the scheduler's thread."""
+
+    requests: Requests
+    checks: FleetChecks
+    picture_set: PictureSet | None = None  # has the pictures of prompts, whose encoded bytes go with the requests
+
+
 class RayExecutor:
     """A ``FleetExecutor``: every engine is some actors, in a placement group that its next life uses again."""
 
@@ -56,11 +66,10 @@ class RayExecutor:
         self,
         spec: EngineSpec,
         num_engines: int,
-        requests: Requests,
+        work: Work,
         store: Store,
         stored: Mapping[int, StoredVersion],
         kept_by: EngineLease | None = None,
-        picture_set: PictureSet | None = None,
     ) -> None:
         """Find room for the engines; none is started.
 
@@ -69,13 +78,12 @@ class RayExecutor:
             stored: what is in it, by version; a version is there before a ``Load`` names it, and may be gone when it
                 has come to the engine's node.
             kept_by: for engines that outlive this process; None: they end with it.
-            picture_set: has the pictures of prompts, whose encoded bytes go with the requests; None: there are none.
 
         Raises:
             InputError: there is no Ray, or no room in its cluster.
         """
         self._spec = replace(spec, rollout=without_weights(spec.rollout))  # which come from the store
-        self._requests, self._stored, self._picture_set = requests, stored, picture_set
+        self._work, self._stored = work, stored
         # What an engine has of a response is asked for where another one may go on with it: an environment cannot be
         # moved, and a string that ends a response may begin in what one engine has and end in what the next adds.
         self._tells = spec.rollout.mode == "in_flight" and spec.episodes is None and not spec.rollout.stop
@@ -125,7 +133,8 @@ class RayExecutor:
     def events(self, wait_s: float) -> list[Event]:
         """
         Raises:
-            InputError: an engine refuses its configuration, or Ray is gone.
+            InputError: an engine refuses its configuration or fails a check, or Ray is gone.
+            GateFailure: an engine fails a check.
         """
         self._nodes.check_own()
         for engine, (due_s, died) in list(self._placeless.items()):
@@ -197,11 +206,14 @@ class RayExecutor:
             died = Died(engine, decision.life, f"it has no place: {error}")
             self._placeless[engine] = time.monotonic() + RETRY_S, died
             return
-        life = self._lives[engine] = Life(engine, decision.life, workers)
+        life = self._lives[engine] = self._new_life(decision, workers)
         self._calls.ask(life, "starting", "whereabouts", then=partial(self._is_placed, engine, life))
         point = workers[0].open.remote(spec)  # Ray gives its answer to the others
         starts = [worker.start.remote(spec, rank, point) for rank, worker in enumerate(workers)]
         self._calls.wait(life, "starting", starts, lambda _: [Started(engine, decision.life)])
+
+    def _new_life(self, decision: Start, workers: list[Any]) -> Life:
+        return Life(decision.engine, decision.life, workers, checks=self._work.checks.of_life(decision.engine))
 
     def _attach(self, decision: Start, survivor: Survivor) -> None:
         """Begin with an engine that is there: what it still does is dropped; one that cannot is started anew.
@@ -209,7 +221,7 @@ class RayExecutor:
         It has said that it is there, but in a thread beside the one that works, which may be stuck.
         """
         engine = decision.engine
-        life = self._lives[engine] = Life(engine, decision.life, survivor.workers)
+        life = self._lives[engine] = self._new_life(decision, survivor.workers)
         self._said += self._is_placed(engine, life, survivor.whereabouts)
         rests = [worker.rest.remote() for worker in survivor.workers]
         doing, begins = "dropping its old work", Started(engine, decision.life)
@@ -262,6 +274,7 @@ class RayExecutor:
             return self._missed(decision)
         arguments = self._nodes.form, *found, stored
         life = self._lives[decision.engine]
+        life.is_held = bool(life.checks.questions(self._work.checks.held(decision.version)))
         self._calls.ask(life, "loading weights", "load", *arguments, then=partial(self._is_loaded, decision))
         return []
 
@@ -270,14 +283,14 @@ class RayExecutor:
         return [Missed(*decision)]
 
     def _issue(self, decision: Issue, life: Life) -> None:
-        requests = self._requests(decision.key, decision.samples)
+        requests, picture_set = self._work.requests(decision.key, decision.samples), self._work.picture_set
         if self._tells and decision.key.step >= 0:  # a validation is pinned
             requests = life.partial.begin(decision, requests, time.monotonic())
+            pairs = zip(decision.samples, decision.prefixes, strict=True)
+            life.continued |= {(decision.attempt, sample) for sample, prefix in pairs if prefix is not None}
         life.load += len(requests)
         self._to_ask[decision.engine] = life
-        shown = (
-            self._picture_set.encoded(request.prompt for request in requests) if self._picture_set is not None else {}
-        )
+        shown = {} if picture_set is None else picture_set.encoded(request.prompt for request in requests)
         pictures = [self._ray.put(shown)] if shown else []
         self._calls.ask(life, "taking requests", "issue", decision.attempt, decision.samples, requests, *pictures)
 
@@ -285,7 +298,7 @@ class RayExecutor:
 
     def _ask(self, engine: int, life: Life) -> None:
         """Have an engine with work sample on."""
-        while life.load and life.num_sampling < NUM_AHEAD:
+        while life.load and life.num_sampling < NUM_AHEAD and not life.is_held:
             life.num_sampling += 1
             self._calls.ask(life, "sampling", "proceed", MAX_STEPS, then=partial(self._has_sampled, engine, life))
         if life.partial.is_due(time.monotonic()):
@@ -294,19 +307,37 @@ class RayExecutor:
             self._calls.ask(life, "telling what it has", "grown", LEAST_TOKENS, then=then)
 
     def _is_loaded(self, decision: Load, _: list[Any]) -> list[Event]:
-        self._lives[decision.engine].loading = None
+        """Ask the engine what it must show of its weights, before it is told to have them or samples with them."""
+        life, held = self._lives[decision.engine], self._work.checks.held(decision.version)
+        if not (questions := life.checks.questions(held)):
+            return self._serves(decision, life)
+        asked = [worker.first_logprobs.remote(*question) for question in questions for worker in life.workers]
+
+        def heard(answers: list[Any]) -> list[Event]:
+            of_engine = [answer for (answer,) in answers[:: len(life.workers)]]
+            life.checks.hear(held, dict(zip(questions, of_engine, strict=True)))
+            return self._serves(decision, life)
+
+        self._calls.wait(life, "answering what it is asked of its weights", asked, heard)
+        return []
+
+    def _serves(self, decision: Load, life: Life) -> list[Event]:
+        life.loading, life.is_held = None, False
+        self._to_ask[decision.engine] = life
         return [Loaded(*decision)]
 
     def _has_sampled(self, engine: int, life: Life, answers: list[Any]) -> list[Event]:
         life.num_sampling -= 1
         life.load -= len(answers[0])
         self._to_ask[engine] = life
-        for attempt, sample, _ in answers[0]:
+        said: list[Event] = []
+        for attempt, sample, trajectory in answers[0]:
             life.partial.end(attempt, sample)
-        return [
-            Answered(engine, life.number, attempt, sample, trajectory.spans[0].version, trajectory)
-            for attempt, sample, trajectory in answers[0]
-        ]
+            is_own = (attempt, sample) not in life.continued
+            life.continued.discard((attempt, sample))
+            named = replace(trajectory, engine=engine) if is_own else trajectory
+            said.append(Answered(engine, life.number, attempt, sample, named.spans[0].version, named))
+        return said
 
     def _has_grown(self, engine: int, life: Life, answers: list[Any]) -> list[Event]:
         return [*life.partial.grow(engine, life.number, answers[0])]
