@@ -20,7 +20,7 @@ from mega_rl.rollout.vllm.start.seeing import Pixels
 from mega_rl.types import Trajectory
 from tests.launching.training import STRUCK_LOG as LOG
 from tests.models.vision_models import MERGE, PATCH
-from tests.pretended.tokens import Response
+from tests.pretended.tokens import Response, first_logprobs
 
 PAUSE = ".pause"  # of a file beside the log: as long as it is there, engines make no step
 
@@ -74,6 +74,9 @@ class PretendedEngine:
         assert not (self._under_way and self._is_pinned), "weights change under a pinned ticket"
         write(self.live)
         self._version, self._digest = version, digest(self.live)
+
+    def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
+        return [first_logprobs(self._digest, prompt_ids, temperature)]
 
     def abandon(self) -> None:
         self._under_way.clear()

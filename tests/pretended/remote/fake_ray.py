@@ -18,11 +18,13 @@ from mega_rl.config.schema.sampling import RolloutConfig
 from mega_rl.fleet.executor import Requests
 from mega_rl.observe.pulse import Pulse
 from mega_rl.rollout.engine import Request
+from mega_rl.rollout.engine_checks import CheckPlan, FleetChecks, Held
 from mega_rl.rollout.remote.engine_process import EngineSpec, LoadResult, WorkerPlace
 from mega_rl.rollout.remote.fleet import calls, places, pulses, ray_executor
-from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor
+from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor, Work
 from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion, StoreForm, WantedVersion
 from mega_rl.types import Trajectory
+from tests.pretended.tokens import first_logprobs
 
 NORM = Series("model.norm.weight", ((0, 5),), "model.norm.weight", ((0, 5),))
 OWN = Location(1, (3,))  # of a store
@@ -146,6 +148,9 @@ class Worker:
         ended = {ticket: request for ticket, (request, left) in self.todo.items() if left <= 0}
         self.todo = {ticket: entry for ticket, entry in self.todo.items() if ticket not in ended}
         return [] if self.rank else [(*ticket, self.answer(request)) for ticket, request in ended.items()]
+
+    def do_first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
+        return [first_logprobs(self.version, prompt_ids, temperature)]
 
     def do_rest(self) -> int:
         self.todo.clear()
@@ -278,6 +283,16 @@ class Arriving(Answer):
             self.come()
 
 
+class KnowsAll(FleetChecks):
+    """Every version is known, and none has adapters."""
+
+    def __init__(self) -> None:
+        super().__init__(CheckPlan(50, 0.7, "float32", print))
+
+    def held(self, version: int) -> Held:
+        return Held(version)
+
+
 def executor_on(
     patch: pytest.MonkeyPatch,
     ray: FakeRay,
@@ -285,6 +300,7 @@ def executor_on(
     requests: Requests,
     stored: Mapping[int, StoredVersion],
     picture_set: Any = None,
+    checks: FleetChecks | None = None,
 ) -> RayExecutor:
     """A ``RayExecutor`` on this Ray, with its time, in a cluster of one host."""
     num_engines, size = rollout.num_engines, rollout.tensor_parallel_size
@@ -298,4 +314,4 @@ def executor_on(
         patch.setattr(module, "time", SimpleNamespace(monotonic=lambda: ray.now))
     spec = EngineSpec("", rollout, 64, "float32", "cpu", is_deterministic=False, num_threads=1)
     store = Store(StoreForm(((NORM,),) * size, torch.float32, num_slots=2, salt=1))
-    return RayExecutor(spec, num_engines, requests, store, stored, picture_set=picture_set)
+    return RayExecutor(spec, num_engines, Work(requests, checks or KnowsAll(), picture_set), store, stored)
