@@ -18,6 +18,7 @@ class Started(NamedTuple):
 
     engine: int
     life: int
+    slots: int | None = None  # responses that it samples at a time; None: it does not say
 
 
 class Loaded(NamedTuple):

@@ -89,6 +89,7 @@ class FleetScheduler:
         engine = self._known(event.engine, event.life)
         if engine is not None and engine.condition is Condition.STARTING:
             engine.condition, engine.since_s = Condition.EMPTY, now
+            engine.slots = event.slots or self.limits.slots
             self._feed(engine, now)
 
     def _loaded(self, event: events.Loaded, now: float) -> None:
@@ -332,7 +333,7 @@ class FleetScheduler:
         if engine.serves and engine.bound is None:
             share = self._share()
             while engine.load < share and (head := self.window.head(engine.version)) is not None:
-                if engine.load and engine.load + head[1] > self.limits.slots:
+                if engine.load and engine.load + head[1] > engine.slots:
                     break
                 self._issue(engine, now)
         if engine.load == 0 and (engine.serves or engine.condition is Condition.EMPTY):

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from mega_rl.fleet import events
-from mega_rl.fleet.executor import Requests
 from mega_rl.fleet.scheduler import FleetScheduler
 from mega_rl.rollout.remote import placement
 from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.fleet import leases, partial_responses, ray_executor
 from mega_rl.rollout.remote.fleet.calls import Life
-from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor
+from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor, Work
 from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion
 from mega_rl.stages.sampling import fleet_batches, sampling
 from mega_rl.stages.sampling.batch_builder import Batch
@@ -139,13 +138,13 @@ class WatchedScheduler(FleetScheduler):
 def calm_executor(
     spec: EngineSpec,
     num_engines: int,
-    requests: Requests,
+    work: Work,
     store: Store,
     stored: Mapping[int, StoredVersion],
     *_: object,
 ) -> PretendedExecutor:
     """Engines of this process that have the tokens of ``PretendedProcess``, in the place of a ``RayExecutor``."""
-    return PretendedExecutor(requests, cache(lambda version: digest(store.parameters(0, version))), is_pinned=True)
+    return PretendedExecutor(work.requests, cache(lambda version: digest(store.parameters(0, version))), is_pinned=True)
 
 
 def hold(steps: Sequence[int]) -> None:

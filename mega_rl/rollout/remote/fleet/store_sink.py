@@ -66,7 +66,8 @@ class StoreSink:
         self._weights, self._version = weights, 0
         world = dist.get_world_size() if dist.is_initialized() else 1
         self._rank = dist.get_rank() if dist.is_initialized() else 0
-        self._num_here = num_here or min(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+        here = min(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))  # other nodes may have more or fewer
+        self._num_here = num_here or broadcast_object(here)
         self._world = world
         salt = broadcast_object(int.from_bytes(os.urandom(7), "big"))
         self.form = form_of(weights, engine_size, num_slots, salt, has_validation)

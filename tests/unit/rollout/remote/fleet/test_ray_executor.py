@@ -25,6 +25,7 @@ from mega_rl.rollout.remote.fleet.nodes import Arrival
 from mega_rl.rollout.remote.weight_store import Location, StoredVersion, WantedVersion
 from mega_rl.types import Prompt
 from tests.pretended.remote.fake_ray import (
+    NUM_SLOTS,
     OWN,
     PROOFS,
     PULSE_FILE,
@@ -373,7 +374,8 @@ def test_an_engine_that_is_attached_to_and_does_not_rest_is_started_anew(
     said: list[events.Event] = []
     while not said and run.ray.now < LIMITS.start_s:
         said += run.executor.events(1.0)
-    assert said == [events.Started(0, 0)] and run.executor.whereabouts()[0].processes == (0 if state == "runs" else 1,)
+    assert said == [events.Started(0, 0, NUM_SLOTS)]
+    assert run.executor.whereabouts()[0].processes == (0 if state == "runs" else 1,)
     assert len(run.ray.workers) == (1 if state == "runs" else 2)
     assert run.ray.workers[0].state == ("runs" if state == "runs" else "gone")
     run.executor.close()
@@ -475,5 +477,5 @@ def test_what_an_engine_said_before_it_was_killed_is_not_heard_after(monkeypatch
     for _ in range(4):
         run.ray.pass_time(1.0)  # both have started, and nobody has looked
     run.executor.carry(events.Kill(0, 0, "it is no longer wanted"))
-    assert run.executor.events(0.0) == [events.Started(1, 0)]
+    assert run.executor.events(0.0) == [events.Started(1, 0, NUM_SLOTS)]
     run.executor.close()
