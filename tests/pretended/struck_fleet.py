@@ -95,6 +95,7 @@ class PatientExecutor(RayExecutor):
         super().carry(decision)
 
     def events(self, wait_s: float) -> list[events.Event]:
+        self._to_ask |= self._lives  # whoever was not asked the last time
         said = super().events(wait_s)
         for event in said:
             if isinstance(event, events.Answered):

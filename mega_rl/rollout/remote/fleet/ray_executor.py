@@ -24,20 +24,19 @@ from mega_rl.fleet.events import (
     Load,
     Loaded,
     Missed,
-    Pulsed,
     Release,
     Start,
     Started,
 )
 from mega_rl.fleet.executor import PlacesError, Requests, Whereabouts
-from mega_rl.rollout.remote.engine_process import EngineSpec
+from mega_rl.rollout.remote.engine_process import EngineSpec, LoadResult, WorkerPlace
 from mega_rl.rollout.remote.fleet.calls import Calls, Life, nothing
-from mega_rl.rollout.remote.fleet.kept_engine import PULSE
 from mega_rl.rollout.remote.fleet.lease_actor import Fenced
 from mega_rl.rollout.remote.fleet.leases import EngineLease, LeasedPlaces
 from mega_rl.rollout.remote.fleet.nodes import Nodes
 from mega_rl.rollout.remote.fleet.partial_responses import LEAST_TOKENS
 from mega_rl.rollout.remote.fleet.places import Places, Survivor
+from mega_rl.rollout.remote.fleet.pulses import Pulses
 from mega_rl.rollout.remote.placement import connected_ray, nodes
 from mega_rl.rollout.remote.ray_room import bundle, check_room
 from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion
@@ -46,7 +45,6 @@ from mega_rl.rollout.vllm.start.options import without_weights
 LOG = logging.getLogger(__name__)
 MAX_STEPS = 16  # of an engine between two words of it: so long it may take until it hears of new requests
 NUM_AHEAD = 2  # calls to sample on that an engine has at a time, so that it need not wait for the next
-PULSE_S = 1.0  # between two questions how far an engine is
 RETRY_S = 30.0  # between an engine without a place and the next try: restarts are few, and Ray may be back soon
 REST_S = 60.0  # for an engine that was attached to, which may be amid some steps or a load
 
@@ -86,12 +84,14 @@ class RayExecutor:
         options = platform.current().actor_options
         self._lives: dict[int, Life] = {}
         self._calls = Calls(self._ray)
+        self._to_ask: dict[int, Life] = {}  # engines that may have to be told to sample on
         self._said: list[Event] = []  # what follows from decisions at once
         self._placeless: dict[int, tuple[float, Died]] = {}  # engine -> when its death is told
         check_room(nodes(self._ray), bundle(options), num_engines, size)
         place = self._ray, num_engines, size, options
         self._places = Places(*place) if kept_by is None else LeasedPlaces(*place, self._spec, kept_by)
         self._nodes = Nodes(self._ray, store)
+        self._pulses = Pulses(self._nodes)
         atexit.register(self.close)  # runs before Ray's own handler, which does not end the workers
 
     @property
@@ -132,8 +132,11 @@ class RayExecutor:
             if time.monotonic() >= due_s:
                 del self._placeless[engine]
                 self._said.append(died)
-        for engine, life in self._lives.items():
-            self._ask(engine, life)
+        self._said += self._pulses.heard(self._lives.values())
+        to_ask, self._to_ask = self._to_ask, {}
+        for engine, life in to_ask.items():
+            if self._lives.get(engine) is life:
+                self._ask(engine, life)
         if self._said:
             said, self._said = self._said, []
             return said
@@ -198,7 +201,8 @@ class RayExecutor:
         self._calls.ask(life, "starting", "whereabouts", then=partial(self._is_placed, engine, life))
         point = workers[0].open.remote(spec)  # Ray gives its answer to the others
         starts = [worker.start.remote(spec, rank, point) for rank, worker in enumerate(workers)]
-        self._calls.wait(life, "starting", starts, lambda _: [Started(engine, decision.life)])
+        attached = [worker.attach.remote(self._nodes.form) for worker in workers]
+        self._calls.wait(life, "starting", [*starts, *attached], lambda _: [Started(engine, decision.life)])
 
     def _attach(self, decision: Start, survivor: Survivor) -> None:
         """Begin with an engine that is there: what it still does is dropped; one that cannot is started anew.
@@ -209,6 +213,7 @@ class RayExecutor:
         life = self._lives[engine] = Life(engine, decision.life, survivor.workers)
         self._said += self._is_placed(engine, life, survivor.whereabouts)
         rests = [worker.rest.remote() for worker in survivor.workers]
+        rests += [worker.attach.remote(self._nodes.form) for worker in survivor.workers]
         doing, begins = "dropping its old work", Started(engine, decision.life)
         self._calls.wait(life, doing, rests, lambda _: [begins], partial(self._begin_anew, decision), REST_S)
 
@@ -217,8 +222,9 @@ class RayExecutor:
         self._start(decision)
         return []
 
-    def _is_placed(self, engine: int, life: Life, found: list[tuple[str, int]]) -> list[Event]:
-        life.node, life.processes = found[0][0], [process for _, process in found]
+    def _is_placed(self, engine: int, life: Life, found: list[WorkerPlace]) -> list[Event]:
+        life.node, life.processes = found[0].node, [place.process for place in found]
+        life.pulses_at = [(place.process, place.pulse) for place in found]
         if (met := self._nodes.meet(life.node)) is not None:
             self._calls.wait(life, "starting, and its node was taking memory for the weights", [met], nothing)
         return []
@@ -256,20 +262,21 @@ class RayExecutor:
         stored = self._stored.get(decision.version)  # which the loop's thread changes
         if stored is None:
             return self._missed(decision)
-        arguments = self._nodes.form, *found, stored
         life = self._lives[decision.engine]
-        self._calls.ask(life, "loading weights", "load", *arguments, then=partial(self._is_loaded, decision))
+        loads = [worker.load.remote(*found, stored.of(rank)) for rank, worker in enumerate(life.workers)]
+        self._calls.wait(life, "loading weights", loads, partial(self._has_loaded, decision, life))
         return []
 
-    def _missed(self, decision: Load) -> list[Event]:
+    def _missed(self, decision: Load, is_torn: bool = False) -> list[Event]:
         self._lives[decision.engine].loading = None
-        return [Missed(*decision)]
+        return [Missed(*decision, is_torn)]
 
     def _issue(self, decision: Issue, life: Life) -> None:
         requests = self._requests(decision.key, decision.samples)
         if self._tells and decision.key.step >= 0:  # a validation is pinned
             requests = life.partial.begin(decision, requests, time.monotonic())
         life.load += len(requests)
+        self._to_ask[decision.engine] = life
         shown = (
             self._picture_set.encoded(request.prompt for request in requests) if self._picture_set is not None else {}
         )
@@ -279,27 +286,27 @@ class RayExecutor:
     # What the engines say.
 
     def _ask(self, engine: int, life: Life) -> None:
-        """Have an engine with work sample on, and one that has anything to do say now and then how far it is."""
-        while life.load and life.num_sampling < NUM_AHEAD:
+        """Have an engine with work sample on."""
+        while life.load and not life.is_torn and life.num_sampling < NUM_AHEAD:
             life.num_sampling += 1
             self._calls.ask(life, "sampling", "proceed", MAX_STEPS, then=partial(self._has_sampled, engine, life))
         if life.partial.is_due(time.monotonic()):
             life.partial.ask(time.monotonic())
             then = partial(self._has_grown, engine, life)
             self._calls.ask(life, "telling what it has", "grown", LEAST_TOKENS, then=then)
-        is_busy = life.load or life.loading is not None
-        if is_busy and not life.is_asked and time.monotonic() >= life.pulsed_s + PULSE_S:
-            life.is_asked, life.pulsed_s = True, time.monotonic()
-            pulses = [worker.pulse.options(concurrency_group=PULSE).remote() for worker in life.workers]
-            self._calls.wait(life, "saying how far it is", pulses, partial(self._has_pulsed, engine, life))
 
-    def _is_loaded(self, decision: Load, _: list[Any]) -> list[Event]:
-        self._lives[decision.engine].loading = None
+    def _has_loaded(self, decision: Load, life: Life, answers: list[LoadResult]) -> list[Event]:
+        result = min(answers)
+        life.is_torn = result is LoadResult.TORN or (life.is_torn and result is LoadResult.MISSED)
+        if result is not LoadResult.WHOLE:
+            return self._missed(decision, life.is_torn)
+        life.loading = None
         return [Loaded(*decision)]
 
     def _has_sampled(self, engine: int, life: Life, answers: list[Any]) -> list[Event]:
         life.num_sampling -= 1
         life.load -= len(answers[0])
+        self._to_ask[engine] = life
         for attempt, sample, _ in answers[0]:
             life.partial.end(attempt, sample)
         return [
@@ -309,7 +316,3 @@ class RayExecutor:
 
     def _has_grown(self, engine: int, life: Life, answers: list[Any]) -> list[Event]:
         return [*life.partial.grow(engine, life.number, answers[0])]
-
-    def _has_pulsed(self, engine: int, life: Life, answers: list[int]) -> list[Event]:
-        life.is_asked = False
-        return [Pulsed(engine, life.number, min(answers))]
