@@ -111,8 +111,8 @@ class FleetScheduler:
         if engine is None or engine.loading != event.version:
             return
         self._stop_loading(engine)
-        if engine.condition is Condition.LOADING:
-            engine.condition = Condition.EMPTY
+        if engine.condition is Condition.LOADING or event.is_torn:
+            engine.condition, engine.version = Condition.EMPTY, -1
         self._serving.note(engine)
         if not self.rules.is_pinned:
             self._load(engine, self.window.trained, now)

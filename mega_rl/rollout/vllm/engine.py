@@ -123,6 +123,7 @@ class VLLMEngine:
                 asked = resumed(request)
                 given = self._changes.salted(self._num_submitted, self._rendered(asked.prompt))
                 self._add(self._num_submitted, given)
+        self._rest_if_idle()  # if there were none
         return list(range(first, self._num_submitted + 1))
 
     def _add(self, number: int, given: dict[str, Any]) -> None:
@@ -148,7 +149,18 @@ class VLLMEngine:
             outputs = self._llm.llm_engine.step()
         HEART.mark()
         finished = {int(output.request_id): output for output in outputs if output.finished}
-        return [(number, self._trajectory(number, finished[number])) for number in sorted(finished)]
+        return self._ended(finished)
+
+    def _ended(self, finished: Mapping[int, Any]) -> list[tuple[int, Trajectory]]:
+        """What vLLM has ended, by number of submission, as trajectories."""
+        found = [(number, self._trajectory(number, finished[number])) for number in sorted(finished)]
+        self._rest_if_idle()
+        return found
+
+    def _rest_if_idle(self) -> None:
+        """To be called when something may have been the last that was under way."""
+        if not self._under_way:
+            self._generators.give_back()
 
     def interrupt(self) -> tuple[list[Trajectory], list[Request]]:
         """As of ``ResumingSampler``."""
@@ -161,6 +173,7 @@ class VLLMEngine:
         ]
         self._under_way.clear()
         self._changes.forget()
+        self._rest_if_idle()
         return [], requests
 
     def _trajectory(self, number: int, output: Any) -> Trajectory:
@@ -327,7 +340,7 @@ class VLLMEngine:
         return SamplingParams(
             output_kind=RequestOutputKind.FINAL_ONLY,  # else every step would return the whole response so far
             temperature=request.temperature,
-            seed=None if request.greedy or self._rollout.seeds == "engine" else request.seed,
+            seed=None if self._rollout.seeds == "engine" else request.seed,
             max_tokens=request.max_tokens,
             stop=[*self._rollout.stop, *request.stop] or None,
             detokenize=self._is_text_followed(request),

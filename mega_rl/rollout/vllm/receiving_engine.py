@@ -78,6 +78,7 @@ class ReceivingEngine(VLLMEngine):
         self._llm.llm_engine.abort_request([str(number) for number in self._under_way])
         self._under_way.clear()
         self._changes.forget()
+        self._rest_if_idle()
 
 
 def _register() -> None:

@@ -18,14 +18,15 @@ from mega_rl.config.schema.sampling import RolloutConfig
 from mega_rl.fleet.executor import Requests
 from mega_rl.observe.pulse import Pulse
 from mega_rl.rollout.engine import Request
-from mega_rl.rollout.remote.engine_process import EngineSpec, WorkerPlace
+from mega_rl.rollout.remote.engine_process import EngineSpec, LoadResult, WorkerPlace
 from mega_rl.rollout.remote.fleet import calls, places, pulses, ray_executor
 from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor
-from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion, StoreForm
+from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion, StoreForm, WantedVersion
 from mega_rl.types import Trajectory
 
 NORM = Series("model.norm.weight", ((0, 5),), "model.norm.weight", ((0, 5),))
 OWN = Location(1, (3,))  # of a store
+PROOFS = ((b"fixed", b"of 0"), (b"fixed", b"of 1"))  # by worker
 PULSE_FILE = 5  # of every worker
 NUM_SLOTS = 1024  # responses that an engine says it takes at a time
 NUM_STEPS = 40  # of an engine for a response
@@ -127,9 +128,13 @@ class Worker:
         assert rank == self.rank
         return NUM_SLOTS
 
-    def do_load(self, form: StoreForm, location: Any, stored: StoredVersion) -> None:
+    def do_attach(self, form: StoreForm) -> None: ...
+
+    def do_load(self, location: Any, wanted: WantedVersion) -> LoadResult:
         assert location == OWN and not self.todo, "weights that are not there, or under a pinned ticket"
-        self.version = stored.version
+        assert wanted.proofs == PROOFS[self.rank], "those of another worker"
+        self.version = wanted.version
+        return LoadResult.WHOLE
 
     def do_issue(self, attempt: int, samples: Sequence[int], requests: Sequence[Request], *pictures: Any) -> None:
         self.shown.append(([request.prompt.index for request in requests], pictures))

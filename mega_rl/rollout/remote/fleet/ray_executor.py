@@ -29,7 +29,7 @@ from mega_rl.fleet.events import (
     Started,
 )
 from mega_rl.fleet.executor import PlacesError, Requests, Whereabouts
-from mega_rl.rollout.remote.engine_process import EngineSpec, WorkerPlace
+from mega_rl.rollout.remote.engine_process import EngineSpec, LoadResult, WorkerPlace
 from mega_rl.rollout.remote.fleet.calls import Calls, Life, nothing
 from mega_rl.rollout.remote.fleet.lease_actor import Fenced
 from mega_rl.rollout.remote.fleet.leases import EngineLease, LeasedPlaces
@@ -209,7 +209,8 @@ class RayExecutor:
         self._calls.ask(life, "starting", "whereabouts", then=partial(self._is_placed, engine, life))
         point = workers[0].open.remote(spec)  # Ray gives its answer to the others
         starts = [worker.start.remote(spec, rank, point) for rank, worker in enumerate(workers)]
-        self._calls.wait(life, "starting", starts, partial(_started, decision))
+        attached = [worker.attach.remote(self._nodes.form) for worker in workers]
+        self._calls.wait(life, "starting", [*starts, *attached], partial(_started, decision))
 
     def _attach(self, decision: Start, survivor: Survivor) -> None:
         """Begin with an engine that is there: what it still does is dropped; one that cannot is started anew.
@@ -220,6 +221,7 @@ class RayExecutor:
         life = self._lives[engine] = Life(engine, decision.life, survivor.workers)
         self._said += self._is_placed(engine, life, survivor.whereabouts)
         rests = [worker.rest.remote() for worker in survivor.workers]
+        rests += [worker.attach.remote(self._nodes.form) for worker in survivor.workers]
         then, instead = partial(_started, decision), partial(self._begin_anew, decision)
         self._calls.wait(life, "dropping its old work", rests, then, instead, REST_S)
 
@@ -268,14 +270,14 @@ class RayExecutor:
         stored = self._stored.get(decision.version)  # which the loop's thread changes
         if stored is None:
             return self._missed(decision)
-        arguments = self._nodes.form, *found, stored
         life = self._lives[decision.engine]
-        self._calls.ask(life, "loading weights", "load", *arguments, then=partial(self._is_loaded, decision))
+        loads = [worker.load.remote(*found, stored.of(rank)) for rank, worker in enumerate(life.workers)]
+        self._calls.wait(life, "loading weights", loads, partial(self._has_loaded, decision, life))
         return []
 
-    def _missed(self, decision: Load) -> list[Event]:
+    def _missed(self, decision: Load, is_torn: bool = False) -> list[Event]:
         self._lives[decision.engine].loading = None
-        return [Missed(*decision)]
+        return [Missed(*decision, is_torn)]
 
     def _issue(self, decision: Issue, life: Life) -> None:
         requests = self._requests(decision.key, decision.samples)
@@ -293,7 +295,7 @@ class RayExecutor:
 
     def _ask(self, engine: int, life: Life) -> None:
         """Have an engine with work sample on."""
-        while life.load and life.num_sampling < NUM_AHEAD:
+        while life.load and not life.is_torn and life.num_sampling < NUM_AHEAD:
             life.num_sampling += 1
             self._calls.ask(life, "sampling", "proceed", self._max_steps, then=partial(self._has_sampled, engine, life))
         if life.partial.is_due(time.monotonic()):
@@ -301,8 +303,12 @@ class RayExecutor:
             then = partial(self._has_grown, engine, life)
             self._calls.ask(life, "telling what it has", "grown", LEAST_TOKENS, then=then)
 
-    def _is_loaded(self, decision: Load, _: list[Any]) -> list[Event]:
-        self._lives[decision.engine].loading = None
+    def _has_loaded(self, decision: Load, life: Life, answers: list[LoadResult]) -> list[Event]:
+        result = min(answers)
+        life.is_torn = result is LoadResult.TORN or (life.is_torn and result is LoadResult.MISSED)
+        if result is not LoadResult.WHOLE:
+            return self._missed(decision, life.is_torn)
+        life.loading = None
         return [Loaded(*decision)]
 
     def _has_sampled(self, engine: int, life: Life, answers: list[Any]) -> list[Event]:
