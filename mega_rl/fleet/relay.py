@@ -72,8 +72,10 @@ class Relay:
 
     def done(self, node: str, user: int) -> None:
         """An engine needs nothing there any more; what is coming goes on coming, for others may copy it."""
-        for copy in self._copies[node].values():
+        for copy in list(self._copies[node].values()):
             copy.users.discard(user)
+            if not copy.users and copy.slot is None and copy.content is not None:  # it has not begun
+                self._drop(copy)
         self._is_settled = False
 
     def slot(self, node: str, content: Content) -> int | None:

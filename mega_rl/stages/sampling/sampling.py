@@ -23,6 +23,7 @@ from mega_rl.stages.run.sampling_job import SamplingJob
 from mega_rl.stages.sampling.batch_builder import BatchBuilder, Batches
 from mega_rl.stages.sampling.fleet_batches import Fleet, FleetBatches
 from mega_rl.stages.sampling.validation import validation_set
+from mega_rl.stages.score.scoring import share_nodes
 from mega_rl.stages.weights import engines, outgoing
 from mega_rl.stages.weights.engine_probe import EngineProbe, FleetProbe, NoEngine, Probe, check_plan
 from mega_rl.stages.weights.weight_sync import RecordedSync, Sync
@@ -100,4 +101,5 @@ def sampling(
         return BatchBuilder(job, prompts, sampler, scorer, asked), sync, probe
     make = store_fleet if config.rollout.replay is None else recorded_fleet
     fleet, sync = make(job, actor, noise)
+    share_nodes(scorer)
     return FleetBatches(job, prompts, fleet, scorer, total_steps, asked), sync, fleet.probe

@@ -96,6 +96,20 @@ def test_a_place_is_taken_from_what_no_engine_needs_and_never_from_what_one_read
     assert third.slot == first.slot and not plan.is_whole("a", 0, 2) and plan.is_whole("a", 1, 4)
 
 
+def test_a_version_that_has_no_place_yet_is_forgotten_with_who_wanted_it() -> None:
+    plan = relay()
+    want(plan, "a", version=0)
+    plan.want("a", 1, 4, 7)
+    plan.orders()
+    plan.want("a", 2, 6, 9)
+    assert plan.orders() == []
+    plan.done("a", 9)
+    plan.done("a", 7)
+    plan.want("a", 3, 8, 9)
+    (order,) = plan.orders()
+    assert order.content == 3, "2 is wanted by nobody"
+
+
 def test_a_place_that_is_taken_sends_those_that_copied_from_it_elsewhere() -> None:
     plan = relay()
     first, second = want(plan, "ab", version=0)

@@ -331,7 +331,6 @@ class RayExecutor:
         if result is not LoadResult.WHOLE:
             life.is_held = False
             return self._missed(decision, life.is_torn)
-        self._nodes.done(decision.engine)
         if not (questions := life.checks.questions(held)):
             return self._serves(decision, life)
         asked = [worker.first_logprobs.remote(*question) for question in questions for worker in life.workers]
@@ -347,6 +346,7 @@ class RayExecutor:
     def _serves(self, decision: Load, life: Life) -> list[Event]:
         life.loading, life.is_held = None, False
         self._to_ask[decision.engine] = life
+        self._nodes.done(decision.engine)
         return [Loaded(*decision)]
 
     def _has_sampled(self, engine: int, life: Life, answers: list[Any]) -> list[Event]:
