@@ -44,6 +44,7 @@ class FleetScheduler:
         self._of: dict[type, Callable[[Any, float], None]] = {
             events.Started: self._started,
             events.Loaded: self._loaded,
+            events.Arriving: self._arriving,
             events.Missed: self._missed,
             events.Answered: self._answered,
             events.Advanced: self._advanced,
@@ -105,6 +106,11 @@ class FleetScheduler:
         if self.window.is_validating:
             self._bind()
         self._feed(engine, now)
+
+    def _arriving(self, event: events.Arriving, now: float) -> None:
+        engine = self._known(event.engine, event.life)
+        if engine is not None and engine.loading == event.version:
+            engine.load_since_s = now
 
     def _missed(self, event: events.Missed, now: float) -> None:
         engine = self._known(event.engine, event.life)

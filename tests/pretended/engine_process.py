@@ -6,6 +6,7 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -15,12 +16,12 @@ from mega_rl.rollout.engine import Request
 from mega_rl.rollout.remote.engine_process import EngineProcess, EngineSpec
 from mega_rl.rollout.remote.fleet import kept_engine
 from mega_rl.rollout.remote.fleet.kept_engine import KeptEngine
-from mega_rl.rollout.remote.weight_store import StoreForm
+from mega_rl.rollout.remote.weight_store import Store, StoredVersion, StoreForm
 from mega_rl.rollout.vllm.start.seeing import Pixels
 from mega_rl.types import Trajectory
 from tests.launching.training import STRUCK_LOG as LOG
 from tests.models.vision_models import MERGE, PATCH
-from tests.pretended.tokens import Response
+from tests.pretended.tokens import Response, first_logprobs
 
 PAUSE = ".pause"  # of a file beside the log: as long as it is there, engines make no step
 
@@ -30,6 +31,19 @@ def digest(parameters: Mapping[str, torch.Tensor]) -> int:
     for tensor in parameters.values():
         found = zlib.crc32(tensor.numpy().tobytes(), found)
     return found
+
+
+_STAMPS = count(2, 2)
+
+
+def sealed(store: Store, version: int) -> StoredVersion:
+    """What lies in the store's parameters as a version that is whole."""
+    parameters = [store.parameters(worker, version) for worker in range(len(store.form.workers))]
+    hashes = [
+        (plan.fixed.hashes_of(of_worker, store.form.salt), plan.slot.hashes_of(of_worker, store.form.salt))
+        for plan, of_worker in zip(store.form.plans, parameters, strict=True)
+    ]
+    return store.seal(version, next(_STAMPS), hashes)
 
 
 class PretendedEngine:
@@ -74,6 +88,9 @@ class PretendedEngine:
         assert not (self._under_way and self._is_pinned), "weights change under a pinned ticket"
         write(self.live)
         self._version, self._digest = version, digest(self.live)
+
+    def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
+        return [first_logprobs(self._digest, prompt_ids, temperature)]
 
     def abandon(self) -> None:
         self._under_way.clear()
