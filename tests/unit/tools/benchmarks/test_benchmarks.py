@@ -220,3 +220,16 @@ def test_episodes_with_bad_tools_all_end_and_leave_nothing() -> None:
     (rows,) = tables(launched.stdout)
     assert [row[:3] for row in rows[1:]] == [[kind, "4", "4"] for kind in ("hang", "die", "flood", "raise", "binary")]
     assert "0 processes left" in launched.stdout
+
+
+@pytest.mark.slow
+def test_the_control_of_a_fleet_does_not_grow_with_its_engines(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    arguments = ("--engines", "16", "48", "--whole", "8", "--json", path)
+    launched = run_copy(Path("benchmarks/asynchronous/fleet_control.py"), *arguments).check()
+    control, whole = tables(launched.stdout)
+    assert control[0] == ["cost", "16 engines", "48 engines"]
+    few, many = json.loads(path.read_text())["control"]
+    counts = [name for name in few if name.endswith(("functions", "looked_at"))]
+    assert len(counts) == 7 and {name: few[name] for name in counts} == {name: many[name] for name in counts}
+    assert ["responses lost", "0"] in whole and ["responses doubled", "0"] in whole
