@@ -57,7 +57,7 @@ def listen_towards(host: str) -> bool:
 
 
 def _name_is_loopback() -> bool:
-    """Whether gloo listens at loopback by itself: it takes the first address of the host's name that it can listen at."""
+    """Whether gloo listens at loopback by itself, at the first address of the host's name where it can listen."""
     with suppress(OSError):  # the name stands for nothing: gloo takes loopback
         for family, kind, protocol, _, address in socket.getaddrinfo(
             socket.gethostname(), None, type=socket.SOCK_STREAM

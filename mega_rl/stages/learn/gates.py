@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mega_rl import platform
 from mega_rl.config import RunConfig
+from mega_rl.errors import GateFailure
 from mega_rl.megatron.engine import LossFunction, MegatronEngine
 from mega_rl.microbatch import Figures, Microbatch, TokenStats
 from mega_rl.parallel.collectives import broadcast_object, gather_to_first, is_first
@@ -50,10 +51,6 @@ GATES = {
 }
 RESUMED = ("ppo_kl", "ratio", "engine")  # of the first step of a resumed run
 RUNNING = ("engine",)  # of all other steps
-
-
-class GateFailure(RuntimeError):
-    """A step shows that the run would not learn what it is meant to."""
 
 
 class GatedStep(NamedTuple):

@@ -131,6 +131,22 @@ def test_plan_of_a_large_model(tmp_path: Path) -> None:
         assert 1 <= found["balance"] < 1.2  # owners of experts that stay where they are have less to send
 
 
+def test_loads_of_a_fleet(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    launched = run_copy(Path("benchmarks/weights/fleet_load.py"), "--quick", "--json", path).check()
+    ((header, row),) = tables(launched.stdout)
+    (found,) = [one for one in json.loads(path.read_text()).values() if isinstance(one, dict)]
+    assert len(row) == len(header) and found["bytes"] < 400 and found["form_bytes"] < 100_000
+
+
+def test_relay_to_few_nodes(tmp_path: Path) -> None:
+    arguments = ("--nodes", "4", "--gigabytes", "4", "--json", tmp_path / "result.json")
+    launched = run_copy(Path("benchmarks/weights/relay.py"), *arguments).check()
+    ((header, *body),) = tables(launched.stdout)
+    assert [row[0] for row in body] == ["nobody", "node 1", "node 3", "node 4"]
+    assert all(len(row) == len(header) for row in body)
+
+
 @pytest.mark.parametrize("script", ["benchmarks/training/logprob.py", "benchmarks/training/step.py"])
 def test_help(script: str) -> None:
     launched = run_copy(Path(script), "--help").check()
