@@ -173,6 +173,16 @@ def test_routed_tokens_are_sent_once(tmp_path: Path) -> None:
     assert figures["whole"][1] >= 3 * figures["whole"][0], "every rank gets all of it"
 
 
+def test_bytes_through_rank_0_are_counted(tmp_path: Path) -> None:
+    path, script = tmp_path / "result.json", Path("benchmarks/asynchronous/first_rank_bytes.py")
+    run_copy(script, "--prompt", 10, "--response", 100, "--responses", 3, "--json", path).check()
+    dense, mixture = json.loads(path.read_text())["rows"].values()
+    learnt = dense["to the rank that learns from it"]
+    assert learnt == 4 * (110 + 4 + 100) and dense["its pieces before, in_flight"] == 8 * 100
+    assert mixture["to the rank that learns from it"] - learnt == 109 * 48 * 8, "a byte for each choice"
+    assert dense["what the scheduler needs of it"] < 400 < learnt < dense["whole, from its engine"]
+
+
 def test_overlap_is_measured_in_every_mode(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     launched = run_copy(Path("benchmarks/asynchronous/overlap.py"), "--quick", "--json", path).check()
