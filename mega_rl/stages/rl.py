@@ -77,7 +77,9 @@ def train(job: SamplingJob) -> None:
             reached = progress.Progress(done, validator.results, metrics)
             freq = 1 if notice.is_given() else config.checkpoint.save_freq
             progress.save_if_due(job, freq, actor, builder, reached, total_steps)
-            metrics |= job.device_metrics() | rollout_metrics.time_metrics(timers.collect(), samples)
+            reports = job.reports_of_step()
+            metrics |= job.device_metrics(reports) | rollout_metrics.time_metrics(reports, samples)
+            timers.collect()
             observer.log(done, metrics)
             job.stop_if_given(notice, done)
 

@@ -75,6 +75,7 @@ class ScriptedEngine(Unordered):
     """What it samples follows from the tokens that it is given and the seed."""
 
     weight_version = 7
+    num_slots = 256  # as of an engine of a fleet
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, order: int = 0, pace: int = 3) -> None:
         super().__init__(order, pace)

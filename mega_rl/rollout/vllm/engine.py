@@ -76,7 +76,7 @@ class VLLMEngine:
         self._version = 0
         self._under_way: dict[int, Request] = {}  # by number of submission
         self._num_submitted = 0
-        self._ended: dict[int, Trajectory] = {}  # by number: responses that ended beside a probe
+        self._beside: list[tuple[int, Trajectory]] = []  # with their numbers: responses that ended beside a probe
         self._loaded: set[str] | None = None  # names loaded by the update under way; None outside of one
         self._llm = construct(str(model_path), rollout, max_model_len, device_type, dtype, slots, sight)
         self._changes = WeightChanges(self._llm, keeps_cache=rollout.kv_on_update == "keep")
@@ -101,8 +101,13 @@ class VLLMEngine:
             check_length(request, self._max_model_len)
 
     @property
+    def num_slots(self) -> int:
+        """Responses that are sampled at a time; further ones wait."""
+        return int(self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs)
+
+    @property
     def num_unfinished(self) -> int:
-        return len(self._under_way) + len(self._ended)
+        return len(self._under_way) + len(self._beside)
 
     def submit(self, requests: Sequence[Request]) -> None:
         self.enter(requests)
@@ -121,6 +126,7 @@ class VLLMEngine:
                 asked = resumed(request)
                 given = self._changes.salted(self._num_submitted, self._rendered(asked.prompt))
                 self._add(self._num_submitted, given)
+        self._rest_if_idle()  # if there were none
         return list(range(first, self._num_submitted + 1))
 
     def _add(self, number: int, given: dict[str, Any]) -> None:
@@ -140,14 +146,25 @@ class VLLMEngine:
 
     def numbered_step(self) -> list[tuple[int, Trajectory]]:
         """The responses that one step of the engine ends, with their numbers of submission, ascending."""
-        ended, self._ended = self._ended, {}
-        if self._under_way:
-            with self._generators.in_use():
-                outputs = self._llm.llm_engine.step()
-            HEART.mark()
-            finished = {int(output.request_id): output for output in outputs if output.finished}
-            ended |= {number: self._trajectory(number, output) for number, output in finished.items()}
-        return sorted(ended.items(), key=itemgetter(0))
+        beside, self._beside = self._beside, []
+        if not self._under_way:
+            return beside
+        with self._generators.in_use():
+            outputs = self._llm.llm_engine.step()
+        HEART.mark()
+        finished = {int(output.request_id): output for output in outputs if output.finished}
+        return sorted(beside + self._ended(finished), key=itemgetter(0))
+
+    def _ended(self, finished: Mapping[int, Any]) -> list[tuple[int, Trajectory]]:
+        """What vLLM has ended, by number of submission, as trajectories."""
+        found = [(number, self._trajectory(number, finished[number])) for number in sorted(finished)]
+        self._rest_if_idle()
+        return found
+
+    def _rest_if_idle(self) -> None:
+        """To be called when something may have been the last that was under way."""
+        if not self._under_way:
+            self._generators.give_back()
 
     def interrupt(self) -> tuple[list[Trajectory], list[Request]]:
         """As of ``ResumingSampler``."""
@@ -160,8 +177,9 @@ class VLLMEngine:
         ]
         self._under_way.clear()
         self._changes.forget()
-        ended, self._ended = list(self._ended.values()), {}
-        return ended, requests
+        self._rest_if_idle()
+        beside, self._beside = self._beside, []
+        return [trajectory for _, trajectory in beside], requests
 
     def _trajectory(self, number: int, output: Any) -> Trajectory:
         request = self._under_way.pop(number)
@@ -196,18 +214,19 @@ class VLLMEngine:
         assert self._loaded is None, "a probe inside an update"
         prompt = {"type": "token", "prompt_token_ids": list(prompt_ids)[: self._max_model_len - 1]}
         num_logprobs = min(NUM_LOGPROBS, self._llm.llm_engine.vllm_config.model_config.get_vocab_size())
+        finished: dict[int, Any] = {}  # beside it
+        answer: Any = None
         with preserved_generators(self._device_type):
-            self._llm.llm_engine.add_request(
-                PROBE, prompt, _probe_params(temperature, num_logprobs), lora_request=self._adapter
-            )
-            answer: Any = None
+            params = _probe_params(temperature, num_logprobs)
+            self._llm.llm_engine.add_request(PROBE, prompt, params, lora_request=self._adapter)
             while answer is None:
                 for output in self._llm.llm_engine.step():
                     if output.finished and external_name(output.request_id) == PROBE:
                         (answer,) = output.outputs
                     elif output.finished:
-                        number = int(output.request_id)
-                        self._ended[number] = self._trajectory(number, output)
+                        finished[int(output.request_id)] = output
+        if finished:
+            self._beside += self._ended(finished)
         (row,) = answer.logprobs
         return [{token: entry.logprob for token, entry in row.items()}]
 
@@ -332,7 +351,7 @@ class VLLMEngine:
         return SamplingParams(
             output_kind=RequestOutputKind.FINAL_ONLY,  # else every step would return the whole response so far
             temperature=request.temperature,
-            seed=None if request.greedy or self._rollout.seeds == "engine" else request.seed,
+            seed=None if self._rollout.seeds == "engine" else request.seed,
             max_tokens=request.max_tokens,
             stop=[*self._rollout.stop, *request.stop] or None,
             detokenize=self._is_text_followed(request),

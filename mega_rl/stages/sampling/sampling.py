@@ -67,7 +67,7 @@ def store_fleet(job: SamplingJob, actor: MegatronEngine, noise: AqnNoise) -> tup
 
 
 def limits_of(config: RolloutConfig) -> EngineLimits:
-    """What an engine may take, and how long: as many responses as vLLM samples at a time."""
+    """What an engine may take, and how long; once it has started, it says itself how many responses it takes."""
     slots = int(config.vllm.get("max_num_seqs") or EngineLimits.slots)
     return EngineLimits(slots, progress_s=config.engine_timeout_s, restarts=config.engine_restarts)
 

@@ -19,16 +19,18 @@ from mega_rl.fleet.executor import Requests
 from mega_rl.observe.pulse import Pulse
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.engine_checks import CheckPlan, FleetChecks, Held
-from mega_rl.rollout.remote.engine_process import EngineSpec, WorkerPlace
+from mega_rl.rollout.remote.engine_process import EngineSpec, LoadResult, WorkerPlace
 from mega_rl.rollout.remote.fleet import calls, places, pulses, ray_executor
 from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor, Work
-from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion, StoreForm
+from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion, StoreForm, WantedVersion
 from mega_rl.types import Trajectory
 from tests.pretended.tokens import first_logprobs
 
 NORM = Series("model.norm.weight", ((0, 5),), "model.norm.weight", ((0, 5),))
 OWN = Location(1, (3,))  # of a store
+PROOFS = ((b"fixed", b"of 0"), (b"fixed", b"of 1"))  # by worker
 PULSE_FILE = 5  # of every worker
+NUM_SLOTS = 1024  # responses that an engine says it takes at a time
 NUM_STEPS = 40  # of an engine for a response
 
 
@@ -124,12 +126,17 @@ class Worker:
         assert spec.rollout.vllm["load_format"] == "dummy", "weights come from the store"
         return "a meeting point"
 
-    def do_start(self, spec: EngineSpec, rank: int, point: Answer) -> None:
+    def do_start(self, spec: EngineSpec, rank: int, point: Answer) -> int:
         assert rank == self.rank
+        return NUM_SLOTS
 
-    def do_load(self, form: StoreForm, location: Any, stored: StoredVersion) -> None:
+    def do_attach(self, form: StoreForm) -> None: ...
+
+    def do_load(self, location: Any, wanted: WantedVersion) -> LoadResult:
         assert location == OWN and not self.todo, "weights that are not there, or under a pinned ticket"
-        self.version = stored.version
+        assert wanted.proofs == PROOFS[self.rank], "those of another worker"
+        self.version = wanted.version
+        return LoadResult.WHOLE
 
     def do_issue(self, attempt: int, samples: Sequence[int], requests: Sequence[Request], *pictures: Any) -> None:
         self.shown.append(([request.prompt.index for request in requests], pictures))
@@ -145,8 +152,9 @@ class Worker:
     def do_first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
         return [first_logprobs(self.version, prompt_ids, temperature)]
 
-    def do_rest(self) -> None:
+    def do_rest(self) -> int:
         self.todo.clear()
+        return NUM_SLOTS
 
     def answer(self, request: Request) -> Trajectory:
         tokens = [self.version + 1, request.prompt.index, request.seed]

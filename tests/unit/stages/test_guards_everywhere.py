@@ -30,14 +30,15 @@ from mega_rl.microbatch import Microbatch, TokenStats
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.engine_checks import CheckPlan, FleetChecks
-from mega_rl.rollout.remote.weight_store import StoredVersion, StoreForm
+from mega_rl.rollout.remote.engine_process import LoadResult
+from mega_rl.rollout.remote.weight_store import StoredVersion, WantedVersion
 from mega_rl.rollout.scheduling.fleet_state import decoded, encoded
 from mega_rl.rollout.scheduling.scheduler_thread import SchedulerThread
 from mega_rl.stages.learn.gate_watch import GateWatch
 from mega_rl.stages.weights.engine_probe import EngineProbe, FleetProbe
 from mega_rl.stages.weights.weight_sync import Pushed
 from mega_rl.types import Prompt, Sample, Score, Span, Trajectory
-from tests.pretended.remote.fake_ray import FakeRay, Worker, executor_on
+from tests.pretended.remote.fake_ray import PROOFS, FakeRay, Worker, executor_on
 from tests.pretended.tokens import first_logprobs
 
 Mode = Literal["synchronous", "pinned", "in_flight"]
@@ -118,8 +119,9 @@ class FaultyWorker(Worker):
         self.tokens: dict[tuple[int, int], list[tuple[int, float, int]]] = {}
         self.engine, self.is_late = min(process, 1), process > 1
 
-    def do_load(self, form: StoreForm, location: Any, stored: StoredVersion) -> None:
-        self.version = stored.version
+    def do_load(self, location: Any, wanted: WantedVersion) -> LoadResult:
+        self.version = wanted.version
+        return LoadResult.WHOLE
 
     def do_first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
         return [self.faults.answers(self.engine, self.is_late, self.version, (prompt_ids, temperature))]
@@ -235,7 +237,7 @@ def fleet(patch: pytest.MonkeyPatch, run: Run, steps: range) -> None:
     platform.select("cpu")
     faults = run.faults
     rules = Rules(num_groups=4, group_size=2, total_steps=TOTAL, eta=ETA, is_pinned=run.mode == "pinned")
-    stored = {steps.start: StoredVersion(steps.start, [])}
+    stored = {steps.start: StoredVersion(steps.start, 2, PROOFS)}
     checks = FleetChecks(run.plan)
     probe = FleetProbe(checks)
     probe.check(run.pushed(steps.start))
@@ -249,7 +251,7 @@ def fleet(patch: pytest.MonkeyPatch, run: Run, steps: range) -> None:
     with closing(thread):
         for step in steps:
             faults.step = step
-            stored[step] = StoredVersion(step, [])
+            stored[step] = StoredVersion(step, 2, PROOFS)
             if step > steps.start:
                 probe.check(run.pushed(step))
                 thread.published(step)
@@ -258,7 +260,7 @@ def fleet(patch: pytest.MonkeyPatch, run: Run, steps: range) -> None:
             if step + 1 == steps.stop:
                 thread.saved(step + 1)
                 if step + 1 < TOTAL:  # the steps in the air belong to the checkpoint
-                    stored[step + 1] = StoredVersion(step + 1, [])
+                    stored[step + 1] = StoredVersion(step + 1, 2, PROOFS)
                     committed = thread.committed(step + 1, 60.0)
                     assert committed is not None
                     run.state = json.dumps(encoded(*committed))

@@ -30,6 +30,7 @@ class Life:
     node: str = ""  # "" until it is known
     processes: list[int] = field(default_factory=list)
     loading: int | None = None  # the version that it has been told to load
+    is_torn: bool = False  # whether the weights that it holds are of several versions
     load: int = 0  # responses under way
     num_sampling: int = 0  # calls to sample on that have no answer yet
     pulses_at: list[tuple[int, int]] = field(default_factory=list)  # by worker: its process, and its file there

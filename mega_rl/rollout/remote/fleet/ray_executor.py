@@ -30,7 +30,7 @@ from mega_rl.fleet.events import (
 )
 from mega_rl.fleet.executor import PlacesError, Requests, Whereabouts
 from mega_rl.rollout.engine_checks import FleetChecks
-from mega_rl.rollout.remote.engine_process import EngineSpec, WorkerPlace
+from mega_rl.rollout.remote.engine_process import EngineSpec, LoadResult, WorkerPlace
 from mega_rl.rollout.remote.fleet.calls import Calls, Life, nothing
 from mega_rl.rollout.remote.fleet.lease_actor import Fenced
 from mega_rl.rollout.remote.fleet.leases import EngineLease, LeasedPlaces
@@ -45,6 +45,7 @@ from mega_rl.rollout.vllm.start.options import without_weights
 
 LOG = logging.getLogger(__name__)
 MAX_STEPS = 16  # of an engine between two words of it: so long it may take until it hears of new requests
+MANY_WORKERS = 256  # of a fleet; with so many times more an engine makes so many times more steps between two words
 NUM_AHEAD = 2  # calls to sample on that an engine has at a time, so that it need not wait for the next
 RETRY_S = 30.0  # between an engine without a place and the next try: restarts are few, and Ray may be back soon
 REST_S = 60.0  # for an engine that was attached to, which may be amid some steps or a load
@@ -57,6 +58,10 @@ class Work:
     requests: Requests
     checks: FleetChecks
     picture_set: PictureSet | None = None  # has the pictures of prompts, whose encoded bytes go with the requests
+
+
+def _started(decision: Start, slots: list[int | None]) -> list[Event]:
+    return [Started(*decision, slots[0])]
 
 
 class RayExecutor:
@@ -90,6 +95,9 @@ class RayExecutor:
         size = spec.rollout.tensor_parallel_size
         self._ray, self._logs = connected_ray(num_engines * size)
         options = platform.current().actor_options
+        # Each call to a worker costs this process 0.1 ms or more. Episodes may wait for tools in each step.
+        is_large = spec.episodes is None and num_engines * size > MANY_WORKERS
+        self._max_steps = MAX_STEPS * num_engines * size // MANY_WORKERS if is_large else MAX_STEPS
         self._lives: dict[int, Life] = {}
         self._calls = Calls(self._ray)
         self._to_ask: dict[int, Life] = {}  # engines that may have to be told to sample on
@@ -210,7 +218,8 @@ class RayExecutor:
         self._calls.ask(life, "starting", "whereabouts", then=partial(self._is_placed, engine, life))
         point = workers[0].open.remote(spec)  # Ray gives its answer to the others
         starts = [worker.start.remote(spec, rank, point) for rank, worker in enumerate(workers)]
-        self._calls.wait(life, "starting", starts, lambda _: [Started(engine, decision.life)])
+        attached = [worker.attach.remote(self._nodes.form) for worker in workers]
+        self._calls.wait(life, "starting", [*starts, *attached], partial(_started, decision))
 
     def _new_life(self, decision: Start, workers: list[Any]) -> Life:
         return Life(decision.engine, decision.life, workers, checks=self._work.checks.of_life(decision.engine))
@@ -224,8 +233,9 @@ class RayExecutor:
         life = self._lives[engine] = self._new_life(decision, survivor.workers)
         self._said += self._is_placed(engine, life, survivor.whereabouts)
         rests = [worker.rest.remote() for worker in survivor.workers]
-        doing, begins = "dropping its old work", Started(engine, decision.life)
-        self._calls.wait(life, doing, rests, lambda _: [begins], partial(self._begin_anew, decision), REST_S)
+        rests += [worker.attach.remote(self._nodes.form) for worker in survivor.workers]
+        then, instead = partial(_started, decision), partial(self._begin_anew, decision)
+        self._calls.wait(life, "dropping its old work", rests, then, instead, REST_S)
 
     def _begin_anew(self, decision: Start) -> list[Event]:
         self._kill(decision.engine)
@@ -272,15 +282,17 @@ class RayExecutor:
         stored = self._stored.get(decision.version)  # which the loop's thread changes
         if stored is None:
             return self._missed(decision)
-        arguments = self._nodes.form, *found, stored
         life = self._lives[decision.engine]
         life.is_held = bool(life.checks.questions(self._work.checks.held(decision.version)))
-        self._calls.ask(life, "loading weights", "load", *arguments, then=partial(self._is_loaded, decision))
+        loads = [worker.load.remote(*found, stored.of(rank)) for rank, worker in enumerate(life.workers)]
+        self._calls.wait(life, "loading weights", loads, partial(self._has_loaded, decision, life))
         return []
 
-    def _missed(self, decision: Load) -> list[Event]:
-        self._lives[decision.engine].loading = None
-        return [Missed(*decision)]
+    def _missed(self, decision: Load, is_torn: bool = False) -> list[Event]:
+        life = self._lives[decision.engine]
+        life.loading, life.is_held = None, False
+        self._to_ask[decision.engine] = life
+        return [Missed(*decision, is_torn)]
 
     def _issue(self, decision: Issue, life: Life) -> None:
         requests, picture_set = self._work.requests(decision.key, decision.samples), self._work.picture_set
@@ -298,17 +310,21 @@ class RayExecutor:
 
     def _ask(self, engine: int, life: Life) -> None:
         """Have an engine with work sample on."""
-        while life.load and life.num_sampling < NUM_AHEAD and not life.is_held:
+        may_sample = not life.is_torn and not life.is_held
+        while life.load and may_sample and life.num_sampling < NUM_AHEAD:
             life.num_sampling += 1
-            self._calls.ask(life, "sampling", "proceed", MAX_STEPS, then=partial(self._has_sampled, engine, life))
+            self._calls.ask(life, "sampling", "proceed", self._max_steps, then=partial(self._has_sampled, engine, life))
         if life.partial.is_due(time.monotonic()):
             life.partial.ask(time.monotonic())
             then = partial(self._has_grown, engine, life)
             self._calls.ask(life, "telling what it has", "grown", LEAST_TOKENS, then=then)
 
-    def _is_loaded(self, decision: Load, _: list[Any]) -> list[Event]:
+    def _has_loaded(self, decision: Load, life: Life, answers: list[LoadResult]) -> list[Event]:
         """Ask the engine what it must show of its weights, before it is told to have them or samples with them."""
-        life, held = self._lives[decision.engine], self._work.checks.held(decision.version)
+        result, held = min(answers), self._work.checks.held(decision.version)
+        life.is_torn = result is LoadResult.TORN or (life.is_torn and result is LoadResult.MISSED)
+        if result is not LoadResult.WHOLE:
+            return self._missed(decision, life.is_torn)
         if not (questions := life.checks.questions(held)):
             return self._serves(decision, life)
         asked = [worker.first_logprobs.remote(*question) for question in questions for worker in life.workers]
@@ -323,7 +339,6 @@ class RayExecutor:
 
     def _serves(self, decision: Load, life: Life) -> list[Event]:
         life.loading, life.is_held = None, False
-        self._to_ask[decision.engine] = life
         return [Loaded(*decision)]
 
     def _has_sampled(self, engine: int, life: Life, answers: list[Any]) -> list[Event]:

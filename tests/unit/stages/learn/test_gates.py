@@ -17,7 +17,7 @@ from mega_rl.microbatch import Microbatch, TokenStats
 from mega_rl.stages.learn import gates
 from mega_rl.stages.learn.engine_distance import EngineHistory
 from mega_rl.stages.learn.gate_watch import GateWatch
-from mega_rl.stages.learn.gates import LogprobDifference, difference, merged
+from mega_rl.stages.learn.logprob_difference import LogprobDifference, difference, merged
 from mega_rl.types import Prompt, Sample, Score, Trajectory
 
 LOGPROBS = torch.tensor(
