@@ -26,7 +26,12 @@ from mega_rl.rollout.requests import check_length, joined, resumed, text_of, tra
 from mega_rl.rollout.temperature_probe import NUM_LOGPROBS
 from mega_rl.rollout.vllm.start.construction import construct
 from mega_rl.rollout.vllm.start.cpu_adjustments import plain_weights
-from mega_rl.rollout.vllm.start.environment import EngineGenerators, preserved_generators, set_environment
+from mega_rl.rollout.vllm.start.environment import (
+    EngineGenerators,
+    preserved_generators,
+    set_batch_invariance,
+    set_environment,
+)
 from mega_rl.rollout.vllm.start.options import LOGPROBS_MODE
 from mega_rl.rollout.vllm.start.seeing import PromptRenderer, Sight, check_tokens
 from mega_rl.rollout.vllm.start.versions import external_name, leave_routing_to_first_rank, taken_out
@@ -68,6 +73,8 @@ class VLLMEngine:
             sight: for prompts with pictures; None: there are none.
         """
         set_environment(device_type)
+        if rollout.batch_invariant:
+            set_batch_invariance(device_type)
         self._rollout = rollout
         self._is_live = rollout.weight_update != "reload"
         self._max_model_len = max_model_len
