@@ -203,6 +203,7 @@ class FleetBatches:
             "rollout.mode": rollout.mode,
             "rollout.max_staleness": rollout.max_staleness,
             "rollout.n": rollout.n,
+            "rollout.batch_invariant": rollout.batch_invariant,
             "rollout.routing_replay": rollout.routing_replay,
             "data.train_batch_size": size,
         }

@@ -296,7 +296,9 @@ class RayExecutor:
         return []
 
     def _missed(self, decision: Load, is_torn: bool = False) -> list[Event]:
-        self._lives[decision.engine].loading = None
+        life = self._lives[decision.engine]
+        life.loading, life.is_held = None, False
+        self._to_ask[decision.engine] = life
         self._nodes.done(decision.engine)
         return [Missed(*decision, is_torn)]
 
@@ -316,7 +318,8 @@ class RayExecutor:
 
     def _ask(self, engine: int, life: Life) -> None:
         """Have an engine with work sample on."""
-        while life.load and not life.is_torn and not life.is_held and life.num_sampling < NUM_AHEAD:
+        may_sample = not life.is_torn and not life.is_held
+        while life.load and may_sample and life.num_sampling < NUM_AHEAD:
             life.num_sampling += 1
             self._calls.ask(life, "sampling", "proceed", self._max_steps, then=partial(self._has_sampled, engine, life))
         if life.partial.is_due(time.monotonic()):
@@ -329,7 +332,6 @@ class RayExecutor:
         result, held = min(answers), self._work.checks.held(decision.version)
         life.is_torn = result is LoadResult.TORN or (life.is_torn and result is LoadResult.MISSED)
         if result is not LoadResult.WHOLE:
-            life.is_held = False
             return self._missed(decision, life.is_torn)
         if not (questions := life.checks.questions(held)):
             return self._serves(decision, life)

@@ -112,6 +112,14 @@ def test_a_checkpoint_from_the_end_of_a_shorter_run_has_not_what_is_pinned_to_ol
         batches().load_state_dict(state(rules=state()["rules"] | {"rollout.routing_replay": "recompute"}))
 
 
+def test_a_batch_invariant_engine_is_part_of_what_a_checkpoint_was_made_with() -> None:
+    rules = state()["rules"]
+    assert batches()._named_rules()["rollout.batch_invariant"] is False
+    batches().load_state_dict(state(rules=rules))  # of a version that had no such key
+    with pytest.raises(InputError, match="batch_invariant=True, and this run has rollout.batch_invariant=False"):
+        batches().load_state_dict(state(rules=rules | {"rollout.batch_invariant": True}))
+
+
 def test_a_synchronous_checkpoint_has_nothing_in_the_air() -> None:
     synchronous = {"stream": state()["stream"], "carried": []}
     with pytest.raises(InputError, match="was written by a run with rollout.mode=synchronous"):
