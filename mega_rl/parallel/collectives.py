@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from mega_rl.errors import InputError
 from mega_rl.observe.heartbeat import HEART
-from mega_rl.parallel.figures import is_any
+from mega_rl.parallel.figures import is_any, told_whole
 from mega_rl.parallel.schedule import split_even
 from mega_rl.parallel.start import store_of_this_start
 
@@ -67,6 +67,11 @@ def broadcast_object(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     with HEART.waiting("the other ranks"):
         dist.broadcast_object_list(box, group_src=0, group=group)
     return box[0]
+
+
+def broadcast_list(values: list[Item], group: dist.ProcessGroup | None = None) -> list[Item]:
+    """Rank 0's ``values`` on every rank; while there are none, a number is all that is exchanged. Collective."""
+    return broadcast_object(values, group) if told_whole([1] * bool(values), group) else []
 
 
 def gather_to_first(value: Any) -> list[Any]:

@@ -97,3 +97,19 @@ def placed(own: Mapping[int, float], size: int) -> list[float]:
         with HEART.waiting("the other ranks"):
             dist.all_reduce(found)
     return [float(number) for number in found.tolist()]
+
+
+def told_whole(numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
+    """Rank 0's whole numbers, however many, on every rank of the group; none take one exchange. Collective."""
+    if not dist.is_initialized():
+        return list(numbers)
+    count = torch.tensor([len(numbers)])
+    with HEART.waiting("the other ranks"):
+        dist.broadcast(count, group=group, group_src=0)
+        if not int(count):
+            return []
+        found = torch.empty(int(count), dtype=torch.int64)
+        if dist.get_rank(group) == 0:
+            found = torch.tensor(numbers, dtype=torch.int64)
+        dist.broadcast(found, group=group, group_src=0)
+    return [int(number) for number in found.tolist()]
