@@ -68,7 +68,7 @@ class StreamingEngine(VLLMEngine):
                 growing = self._growing.pop(number)
                 answer.token_ids, answer.logprobs, answer.text = growing.token_ids, growing.logprobs, growing.text
                 ended[number] = output
-        return self._ended(ended)
+        return self._given_out(ended)
 
     def _is_text_followed(self, request: Request) -> bool:
         return True

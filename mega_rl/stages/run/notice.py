@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -21,6 +20,7 @@ import torch.distributed as dist
 
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.figures import smallest
+from mega_rl.parallel.watch.watch import machine
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 NUM_SIGNALS = 1 << 8  # more than there are
@@ -50,9 +50,9 @@ class Notice:
 
     def __enter__(self) -> Notice:
         if self._grace_s > 0:
-            here = socket.gethostname()
+            here = machine()  # hosts may have the same name
             ranks = gather_objects((here, os.getpid()))
-            on_this_machine = [pid for host, pid in ranks if host == here]
+            on_this_machine = [pid for of_rank, pid in ranks if of_rank == here]
             self._neighbours = [pid for pid in on_this_machine if pid != os.getpid()]
             self._is_first = on_this_machine[0] == os.getpid()
             self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)

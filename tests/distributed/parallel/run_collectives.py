@@ -31,7 +31,7 @@ from mega_rl.parallel.collectives import (
 )
 from mega_rl.parallel.figures import column_sums, is_any, placed, reduced, smallest, summed, told
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.stages.learn.gates import LogprobDifference, merged, over_ranks
+from mega_rl.stages.learn.logprob_difference import LogprobDifference, merged, over_ranks
 from mega_rl.stages.run.batch_share import BatchShare, Totals, totals_of
 from mega_rl.synthetic.arithmetic import arithmetic_tokenizer
 

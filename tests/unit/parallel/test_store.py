@@ -1,9 +1,8 @@
-"""Who can reach the stores and the groups of a run, and how the ranks of one start find each other in torchrun's."""
+"""Who can reach the stores of a run, and how the ranks of one start find each other in torchrun's."""
 
 from __future__ import annotations
 
 import datetime
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from mega_rl.errors import InputError
 from mega_rl.parallel import start
 from mega_rl.parallel.joint_group import join_store, open_meeting
-from mega_rl.parallel.store import LOOPBACK, is_one_node, keep_to_loopback, shared_store
+from mega_rl.parallel.store import LOOPBACK, is_one_node, shared_store
 
 
 def addresses(port: int) -> set[str]:
@@ -57,27 +56,6 @@ def test_one_node(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], ex
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert is_one_node() is expected
-
-
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, "lo"),
-        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "eth0"}, "eth0"),
-        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RAY_ADDRESS": "auto"}, None),  # engines may be elsewhere
-        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}, None),
-    ],
-)
-def test_gloo_listens_at_loopback_where_all_are_here(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: str | None
-) -> None:
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RAY_ADDRESS", "GLOO_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "")  # so that what is set below is taken back
-        monkeypatch.delenv(name)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    keep_to_loopback()
-    assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
 
 
 def test_every_start_of_the_ranks_has_a_name_of_its_own() -> None:
