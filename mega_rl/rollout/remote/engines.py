@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from mega_rl.data.pictures.picture_set import PictureSet
 from mega_rl.observe.heartbeat import HEART
-from mega_rl.parallel.collectives import broadcast_object, together
-from mega_rl.parallel.figures import told_whole
+from mega_rl.parallel.collectives import broadcast_object, together, told_numbers
 from mega_rl.rollout.engine import Ended, Request
 from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.placement import EngineGroup
@@ -134,7 +133,8 @@ class RemoteEngines:
 
     def _told(self, trajectories: list[Trajectory]) -> Sequence[Ended]:
         """What rank 0 has got, and on the others the requests that it answers. Collective."""
-        numbers = told_whole([number for t in trajectories for number in (t.prompt.index, t.sample_index)])
+        own = [number for t in trajectories for number in (t.prompt.index, t.sample_index)]
+        numbers = [int(number) for number in told_numbers(own)]
         answered = [self._under_way.pop(key) for key in zip(numbers[::2], numbers[1::2], strict=True)]
         return answered if self._fleet is None else trajectories
 

@@ -334,7 +334,7 @@ def test_the_ranks_of_an_engine_submit_the_same(monkeypatch: pytest.MonkeyPatch)
             return value
         return told.get(timeout=60)
 
-    monkeypatch.setattr(collectives, "told_whole", partial(broadcast, among=numbers))
+    monkeypatch.setattr(collectives, "told_numbers", partial(broadcast, among=numbers))
     monkeypatch.setattr(collectives, "broadcast_object", partial(broadcast, among=objects))
     engines = [ScriptedEngine(tokenizer(), order=4) for _ in range(2)]
     wanted = requests()

@@ -115,7 +115,7 @@ def test_however_many_responses_end_the_ranks_are_told_once(
 ) -> None:
     """And of nothing else than their numbers."""
     told: list[Sequence[int]] = []
-    monkeypatch.setattr(module, "told_whole", lambda numbers: told.append(numbers) or list(numbers))
+    monkeypatch.setattr(module, "told_numbers", lambda numbers: told.append(numbers) or list(numbers))
     sampler, _ = engines
     requests = [one for number in range(3) for one in turns(number, range(per_engine), 0)]
     sampler.submit(requests)
