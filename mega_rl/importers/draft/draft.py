@@ -12,6 +12,7 @@ from mega_rl.importers.draft.reading import Given
 
 Became = Literal["mapped", "same", "none", "unknown"]
 Stage = Literal["rl", "pt", "sft", "rm", "dpo", "kto"]
+ONLY_RL = ("rollout.", "algorithm.", "aqn.", "critic.", "validation.n", "validation.temperature")
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Draft:
     table: Table
     given: Given
     num_devices: int | None  # the user's word; None: what their configuration says
+    defaults: dict[str, Any] = field(default_factory=dict)  # dotted key of theirs -> what holds where none is given
     stage: Stage = "rl"
     result: dict[str, Any] = field(default_factory=dict)  # dotted key of ours -> value
     outcomes: dict[str, KeyOutcome] = field(default_factory=dict)  # key of theirs -> what became of it
@@ -36,12 +38,16 @@ class Draft:
     notes: list[str] = field(default_factory=list)  # what is left to be done by hand
 
     def get(self, *keys: str, default: Any = None) -> Any:
-        """The value of the first of these keys that is given and not null, else their default, else ``default``."""
-        for source in (self.given.values, self.table.defaults):
-            for key in keys:
-                if source.get(key) is not None and key not in self.given.unresolved:
-                    return source[key]
-        return default
+        """The value of the first of these keys that is given and not null; else ``default``.
+
+        Between the two, their own default of the first key that is not given and has one.
+        """
+        given = self.given.values
+        for key in keys:
+            if given.get(key) is not None and key not in self.given.unresolved:
+                return given[key]
+        found = (self.defaults[key] for key in keys if key not in given and self.defaults.get(key) is not None)
+        return next(found, default)
 
     def word(self, *keys: str, default: Any = None) -> Any:
         """As ``get``, of one plain value.
@@ -79,6 +85,9 @@ class Draft:
 
     def set(self, ours: str, value: Any, theirs: Iterable[str] = ()) -> None:
         """Sets a key of ours; ``theirs`` are the keys that it came from."""
+        if self.stage != "rl" and ours.startswith(ONLY_RL):
+            self.same(theirs, "only_rl")
+            return
         self.result[ours] = value
         for key in theirs:
             self.note(key, "mapped", f"{ours} = {_plain(value)}")

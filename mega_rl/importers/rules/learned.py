@@ -9,7 +9,6 @@ from typing import Any
 from mega_rl.importers.draft.draft import Draft, Stage
 from mega_rl.importers.draft.units import as_list
 
-ONLY_RL = ("rollout.", "algorithm.", "aqn.", "critic.")
 SMOOTHED = ("sigmoid", "robust", "simpo")  # values of preference.loss that read label_smoothing
 EVERY_LAYER = ("all", "all-linear")
 # Megatron's names of linear layers, fused and single, as Hugging Face's.
@@ -35,8 +34,6 @@ def set_stage(draft: Draft, stage: Stage, keys: tuple[str, ...] = ()) -> None:
     """What is run; a stage that learns from files has no keys of sampling."""
     draft.stage = stage
     draft.set("trainer.stage", stage, keys)
-    if stage != "rl":
-        draft.result = {key: value for key, value in draft.result.items() if not key.startswith(ONLY_RL)}
 
 
 def sequences_per_row(draft: Draft) -> int:

@@ -35,6 +35,7 @@ VERL = (
 AREAL: dict[str, Any] = {
     "actor": {"path": "MODEL", "backend": "fsdp:d8p1t1", "mb_spec": {"max_tokens_per_mb": 2048}, "kl_ctl": 0.0},
     "train_dataset": {"batch_size": 64, "path": "d/gsm8k", "max_length": 1024},
+    "gconfig": {"n_samples": 8, "max_new_tokens": 1024},
     "total_train_epochs": 1,
 }
 
