@@ -36,7 +36,7 @@ from benchmarks.weights.vllm_model import VLLMModel, write_config
 from mega_rl import platform
 from mega_rl.bridge.mapping.megatron import ModelChunk, Shard, megatron_slices
 from mega_rl.bridge.mapping.tensors import hf_tensors
-from mega_rl.bridge.mapping.vllm import vllm_slices
+from mega_rl.bridge.mapping.vllm import vllm_series, vllm_slices
 from mega_rl.bridge.reshard.execute import Transfer
 from mega_rl.bridge.reshard.plan import compile_plan
 from mega_rl.bridge.reshard.proof import Proof, colocated
@@ -116,7 +116,8 @@ class Bench:
         plan = compile_plan(self.sources, self.wanted)
         self.transfer = Transfer(plan, self.rank, WORLD_SIZE, None, bucket_bytes)
         self.plan_s = time.perf_counter() - start
-        self.proof = Proof(self.sizes, self.sources, self.wanted, case.engine_tp, is_sample=False, seed=0)
+        engine = [vllm_series(shape, case.engine_tp, rank) for rank in range(case.engine_tp)]
+        self.proof = Proof(self.sizes, self.sources[self.rank], engine, WORLD_SIZE, is_sample=False, seed=0)
         model_size = case.tp * case.pp
         self.replica = self.rank // model_size * model_size  # first rank of this copy of the model
         self.groups = {}
@@ -222,7 +223,7 @@ def measure(arguments: argparse.Namespace, model_dir: Path) -> list[dict[str, ob
                     found[way].append(figures)
                 if way != "copy":
                     start = time.perf_counter()
-                    bench.proof.check(bench.read, bench.rank, colocated(bench.engine, bench.rank), number)
+                    bench.proof.check(bench.read, colocated(bench.engine, bench.rank), number)
                     if way == "mega_rl" and number:
                         proof_s.append(time.perf_counter() - start)
         transfer_counts = gather_objects(bench.transfer_count)

@@ -29,11 +29,12 @@ class Loaded(NamedTuple):
 
 
 class Missed(NamedTuple):
-    """The weights that the engine was to load are gone, newer ones being there; it holds what it held before."""
+    """The weights that the engine was to load are gone, newer ones being there."""
 
     engine: int
     life: int
     version: int
+    is_torn: bool = False  # it holds parts of several versions, and makes no step; False: what it held before
 
 
 class Answered(NamedTuple):
@@ -48,7 +49,7 @@ class Answered(NamedTuple):
 
 
 class Advanced(NamedTuple):
-    """A part of a response, for an engine that dies before its end; of tickets that are not pinned only."""
+    """A part of a response, for an engine that dies before its end; of pinned tickets it is only progress."""
 
     engine: int
     life: int

@@ -107,8 +107,8 @@ class FleetScheduler:
         if engine is None or engine.loading != event.version:
             return
         self._stop_loading(engine)
-        if engine.condition is Condition.LOADING:
-            engine.condition = Condition.EMPTY
+        if engine.condition is Condition.LOADING or event.is_torn:
+            engine.condition, engine.version = Condition.EMPTY, -1
         if not self.rules.is_pinned:
             self._load(engine, self.window.trained, now)
         self._feed(engine, now)
@@ -136,7 +136,8 @@ class FleetScheduler:
         engine, attempt = self._known(event.engine, event.life), self.window.attempt(event.attempt, event.sample)
         if engine is not None and attempt is not None:
             engine.since_s = now
-            self.window.advance(attempt, event.sample, event.prefix)
+            if not self.rules.is_pinned_step(attempt.key.step):  # those have the tokens of one undisturbed engine
+                self.window.advance(attempt, event.sample, event.prefix)
 
     def _pulsed(self, event: events.Pulsed, now: float) -> None:
         engine = self._known(event.engine, event.life)

@@ -22,7 +22,7 @@ from mega_rl.bridge.mapping.vllm import vllm_series
 from mega_rl.bridge.mapping.vllm_slots import slot_series
 from mega_rl.bridge.reshard.execute import Read, Transfer, TransferCount, write_into
 from mega_rl.bridge.reshard.plan import Layout, compile_plan
-from mega_rl.bridge.reshard.proof import Hashes, Inspect, LoadProof, colocated
+from mega_rl.bridge.reshard.proof import Answer, Inspect, LoadProof, colocated
 from mega_rl.bridge.series import Series, slices_of
 from mega_rl.errors import InputError
 from mega_rl.models.shape import ModelShape
@@ -162,7 +162,7 @@ class InPlaceSink:
     def weight_version(self) -> int:
         return self._engine.weight_version
 
-    def inspect(self, function: Callable[..., Hashes], arguments: Sequence[tuple[Any, ...]]) -> list[Hashes]:
+    def inspect(self, function: Callable[..., Answer], arguments: Sequence[tuple[Any, ...]]) -> list[Answer]:
         return colocated(self._engine.parameters(), dist.get_rank())(function, arguments)
 
     def layout(self) -> list[list[Series]]:

@@ -46,7 +46,7 @@ def train(job: SamplingJob) -> None:
     learner = learning.Learner(job, actor, reference, open_critic(job, actor, total_steps))
     watch = RewardWatch(job.say)
     state = progress.resume(job.checkpoint, job.memory, actor, builder, job.say)
-    gates = GateWatch(config, job.share.is_counted, job.say, state.step, state.metrics)
+    gates = GateWatch(config, job.share.is_counted, job.say, state.step, state.metrics, noise.sigma)
     validator.results |= state.validations
 
     with job.observer(state, total_steps) as observer, job.notice() as notice, closing(builder):
@@ -68,7 +68,7 @@ def train(job: SamplingJob) -> None:
                 behaviour = behaviour_policy(actor, noise, pushed)
                 metrics |= learner.update(samples, gates.of_step(step, pushed.version, pushed.sigma), behaviour)
             metrics |= rollout_metrics.sample_metrics(samples)
-            metrics |= rollout_metrics.schedule_metrics(config, noise, pushed, metrics)
+            metrics |= rollout_metrics.schedule_metrics(noise, pushed, samples, metrics)
             done = step + 1
             if progress.is_due(done, config.validation.test_freq, total_steps):
                 metrics |= validator.validate(observer, step=done)

@@ -15,7 +15,7 @@ from mega_rl.rollout.engine import Request
 from mega_rl.rollout.remote.engine_process import EngineProcess, EngineSpec
 from mega_rl.rollout.remote.fleet import kept_engine
 from mega_rl.rollout.remote.fleet.kept_engine import KeptEngine
-from mega_rl.rollout.remote.weight_store import Location, StoredVersion, StoreForm
+from mega_rl.rollout.remote.weight_store import StoreForm
 from mega_rl.rollout.vllm.start.seeing import Pixels
 from mega_rl.types import Trajectory
 from tests.launching.training import STRUCK_LOG as LOG
@@ -38,8 +38,8 @@ class PretendedEngine:
     Pictures of prompts must have come with the requests, each of as many pixels as its tokens stand for.
     """
 
-    def __init__(self, step_s: float, pictures: Mapping[str, Pixels]) -> None:
-        self._step_s, self._pictures = step_s, pictures
+    def __init__(self, step_s: float, pictures: Mapping[str, Pixels], is_pinned: bool) -> None:
+        self._step_s, self._pictures, self._is_pinned = step_s, pictures, is_pinned
         self.live: dict[str, torch.Tensor] = {}
         self._digest = self._version = -1
         self._under_way: dict[int, Response] = {}
@@ -69,7 +69,7 @@ class PretendedEngine:
         return [(number, self._under_way.pop(number).trajectory()) for number in ended]
 
     def exchange(self, write: Callable[[Mapping[str, torch.Tensor]], None], version: int) -> None:
-        assert not self._under_way, "weights change under a pinned ticket"
+        assert not (self._under_way and self._is_pinned), "weights change under a pinned ticket"
         write(self.live)
         self._version, self._digest = version, digest(self.live)
 
@@ -84,13 +84,16 @@ class PretendedProcess(EngineProcess):
 
     def start(self, spec: EngineSpec, tensor_rank: int, point: MeetingPoint) -> None:
         self._tensor_rank = tensor_rank
-        self._engine = self._sampler = PretendedEngine(self.step_s, self._shown)  # type: ignore[assignment]
+        is_pinned = spec.rollout.mode == "pinned"
+        engine = PretendedEngine(self.step_s, self._shown, is_pinned)
+        self._engine = self._sampler = engine  # type: ignore[assignment]
 
-    def load(self, form: StoreForm, location: Location, stored: StoredVersion) -> None:
+    def attach(self, form: StoreForm) -> None:
+        super().attach(form)
         if not self.engine.live:  # type: ignore[attr-defined]
-            live = {name: torch.zeros(place.size, dtype=form.dtype) for name, place in form.places[0].items()}
+            places = form.plan(0).fixed.places | form.plan(0).slot.places
+            live = {name: torch.zeros(place.size, dtype=form.dtype) for name, place in places.items()}
             self.engine.live = live  # type: ignore[attr-defined]
-        super().load(form, location, stored)
 
 
 class PretendedKeptProcess(PretendedProcess, KeptEngine):

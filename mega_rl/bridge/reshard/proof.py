@@ -16,26 +16,34 @@ against an adversary.
 from __future__ import annotations
 
 import random
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple, TypeVar
 
 import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mega_rl.bridge.reshard.execute import Read
+from mega_rl.bridge.reshard.held_pieces import HeldPieces, Numbers, total
+from mega_rl.bridge.series import Series, slices_of
 from mega_rl.bridge.slices import Box, Slice, carry_over, extents, indices, intersect, num_elements
 from mega_rl.parallel.collectives import gather_objects, together
 
 SAMPLE_SYNCS = 16  # `bridge.verify=sample` comes round to every tensor within so many syncs
-CHUNK_DIGITS = 1 << 18  # digits of a piece that are hashed at a time: their products stay in the processor's cache
+# Digits of a piece that are hashed at a time. On a processor their products stay in its cache; a device is told so
+# seldom what to do that it is not kept waiting, and the products take 128 MiB of it.
+CHUNK_DIGITS = 1 << 18
+CHUNK_DIGITS_ON_DEVICE = 1 << 24
+NUM_KEPT_KEYS = 32  # ranges of rows or columns whose keys are kept on the device
 
 Hashes = list[int]  # the hashes of a rank's cells, in the order of the cells
 # Calls function(live parameters, *arguments[worker]) in every engine worker; all answers, on every rank.
-Inspect = Callable[[Callable[..., Hashes], Sequence[tuple[Any, ...]]], list[Hashes]]
+Inspect = Callable[[Callable[..., Any], Sequence[tuple[Any, ...]]], list[Any]]
 Sizes = Mapping[str, tuple[int, ...]]  # the sizes of the HF tensors
+Answer = TypeVar("Answer")
 
 
 class EngineDiffers(RuntimeError):
@@ -49,25 +57,12 @@ class EngineDiffers(RuntimeError):
         self.rank, self.hf_name, self.num_tensors = rank, hf_name, num_tensors
 
 
-def distinct_boxes(slices: Iterable[Slice]) -> dict[str, list[Box]]:
-    """How one side cuts every tensor, copies counted once."""
-    boxes: dict[str, dict[Box, None]] = defaultdict(dict)  # sets that keep the order
-    for piece in slices:
-        boxes[piece.hf_name][piece.hf_box] = None
-    return {name: list(found) for name, found in boxes.items()}
-
-
-def common_cells(mine: Iterable[Slice], theirs: Mapping[str, Sequence[Box]]) -> list[Slice]:
-    """``mine`` cut along the borders of ``theirs``: both sides then hash the same boxes, whatever their layouts.
-
-    What the other side does not hold at all stays as it is.
-    """
-    return [
-        Slice(piece.hf_name, cell, piece.local_name, carry_over(cell, piece.hf_box, piece.local_box))
-        for piece in mine
-        for box in theirs.get(piece.hf_name, [piece.hf_box])
-        if (cell := intersect(piece.hf_box, box)) is not None
-    ]
+def part_of(piece: Slice, box: Box) -> Slice | None:
+    """What of the piece lies in a box of the same tensor; None: nothing."""
+    cell = intersect(piece.hf_box, box)
+    if cell is None:
+        return None
+    return Slice(piece.hf_name, cell, piece.local_name, carry_over(cell, piece.hf_box, piece.local_box))
 
 
 def sampled_names(names: Iterable[str], sync: int, seed: int) -> frozenset[str]:
@@ -98,9 +93,10 @@ def piece_hash(piece: Tensor, hf_box: Box, salt: int) -> Tensor:
     digits = table.view(torch.int16)
     per_element = piece.element_size() // 2
     # Vectors have keys of their own only by column: their row key is row 0's.
-    row_keys = _on(piece.device, salt, 0, *rows)
-    column_keys = _on(piece.device, salt, 1, columns[0] * per_element, columns[1] * per_element)
-    step = max(1, CHUNK_DIGITS // max(1, digits.shape[1]))
+    row_keys = _keys(piece.device, salt, 0, *rows)
+    column_keys = _keys(piece.device, salt, 1, columns[0] * per_element, columns[1] * per_element)
+    chunk = CHUNK_DIGITS if piece.device.type == "cpu" else CHUNK_DIGITS_ON_DEVICE
+    step = max(1, chunk // max(1, digits.shape[1]))
     total = torch.zeros((), dtype=torch.int64, device=piece.device)
     for start in range(0, digits.shape[0], step):
         sums = (digits[start : start + step] * column_keys).sum(1)
@@ -123,7 +119,7 @@ def live_hashes(parameters: Mapping[str, Tensor], cells: Sequence[Slice], salt: 
 def colocated(parameters: Mapping[str, Tensor], rank: int) -> Inspect:
     """``inspect`` for engine workers that live in the ranks of the default group."""
 
-    def inspect(function: Callable[..., Hashes], arguments: Sequence[tuple[Any, ...]]) -> list[Hashes]:
+    def inspect(function: Callable[..., Answer], arguments: Sequence[tuple[Any, ...]]) -> list[Answer]:
         with together("hashing the engine's weights"):
             found = function(parameters, *arguments[rank])
         return gather_objects(found)
@@ -131,46 +127,156 @@ def colocated(parameters: Mapping[str, Tensor], rank: int) -> Inspect:
     return inspect
 
 
-def check_hashes(
-    sizes: Sizes,
-    trainer: Sequence[tuple[Sequence[Slice], Hashes]],
-    engines: Sequence[tuple[Sequence[Slice], Hashes]],
-    engine_size: int,
-    version: int,
-) -> None:
-    """Compare every copy of every cell; a pure function, so that all ranks come to one verdict.
+class EnginePieces:
+    """The distinct pieces (tensor and box) of one engine, numbered; all engines of a run hold the same ones.
+
+    Attributes:
+        workers: what each worker of an engine holds.
+        boxes: tensor -> its pieces' boxes -> their numbers.
+        of_worker: for each worker, the numbers of its slices.
+    """
+
+    def __init__(self, sizes: Sizes, workers: Sequence[Sequence[Series]]) -> None:
+        self.workers, self._sizes = workers, sizes
+        self.boxes: dict[str, dict[Box, int]] = {name: {} for name in sizes}
+        self.of_worker: list[Numbers] = []
+        tensors: list[int] = []
+        index = {name: i for i, name in enumerate(sizes)}
+        for series in workers:
+            numbers = []
+            for piece in slices_of(series):
+                number = self.boxes[piece.hf_name].setdefault(piece.hf_box, len(tensors))
+                if number == len(tensors):
+                    tensors.append(index[piece.hf_name])
+                numbers.append(number)
+            self.of_worker.append(numpy.array(numbers, dtype=numpy.int64))
+        self.tensors = numpy.array(tensors, dtype=numpy.int64)  # of each piece
+
+    def incomplete(self, names: Iterable[str]) -> str | None:
+        """The first of these tensors of which an engine does not hold the whole."""
+        return next((n for n in names if sum(map(num_elements, self.boxes[n])) != prod(self._sizes[n])), None)
+
+
+class Difference(NamedTuple):
+    """What is wrong in one engine worker."""
+
+    num_tensors: int
+    hf_name: str  # of the first; "" if there is none
+
+
+def differing(
+    parameters: Mapping[str, Tensor], layout: Sequence[Series], asked: Numbers | None, expected: Numbers, salt: int
+) -> Difference:
+    """Compare an engine worker's live parameters with hashes; runs in the worker.
 
     Args:
-        sizes: of the tensors that must be there, whole: a tensor that a side does not hold is a difference.
-        trainer: cells and hashes of every trainer rank.
-        engines: the same of every engine worker; consecutive ``engine_size`` workers are one engine.
-        version: of the weights, for the sentence.
-
-    Raises:
-        EngineDiffers: names the first tensor that differs, and the rank.
-        RuntimeError: a side that does not hold the whole model, or trainer ranks whose copies differ.
+        layout: what the worker holds.
+        asked: the numbers of its slices that are compared; None: all.
+        expected: their hashes.
+        salt: with which these were made.
     """
-    reference: dict[tuple[str, Box], tuple[int, int]] = {}  # cell -> rank of the first copy, its hash
-    for rank, (cells, hashes) in enumerate(trainer):
-        for cell, value in zip(cells, hashes, strict=True):
-            first, expected = reference.setdefault((cell.hf_name, cell.hf_box), (rank, value))
-            if value != expected:
-                raise RuntimeError(
-                    f"weight version {version}: trainer ranks {first} and {rank} hold different copies of "
-                    f"{cell.hf_name}, so that no engine could be equal to both"
-                )
-    _check_whole(sizes, [cell for cells, _ in trainer for cell in cells], "the trainer", version)
-    wrong: dict[tuple[int, str], None] = {}
-    for rank, (cells, hashes) in enumerate(engines):
-        for cell, value in zip(cells, hashes, strict=True):
-            known = reference.get((cell.hf_name, cell.hf_box))
-            if known is None or known[1] != value:
-                wrong[rank, cell.hf_name] = None
-    if wrong:
-        raise EngineDiffers(version, *next(iter(wrong)), len(wrong))
-    for start in range(0, len(engines), engine_size):
-        members = engines[start : start + engine_size]
-        _check_whole(sizes, [c for cells, _ in members for c in cells], f"the engine on rank {start}", version)
+    cells = slices_of(layout)
+    if asked is not None:
+        cells = [cells[i] for i in asked]
+    found = live_hashes(parameters, cells, salt)
+    pairs = zip(cells, found, expected.tolist(), strict=True)
+    wrong = dict.fromkeys(cell.hf_name for cell, value, known in pairs if value != known)
+    return Difference(len(wrong), next(iter(wrong), ""))
+
+
+class ExpectedHashes:
+    """The hashes that an engine's pieces must have, made of the trainer's tensors by all of its ranks.
+
+    The hash of an engine's piece is the sum of those of the parts that the trainer's ranks hold of it: each hashes its
+    own, and one sum over all ranks gives every engine's. No rank knows the layout of another one.
+    """
+
+    def __init__(self, sizes: Sizes, held: Iterable[Slice], engine: Sequence[Sequence[Series]]) -> None:
+        """Collective; the arguments are as those of ``Proof``."""
+        self.sizes, self.engine = sizes, EnginePieces(sizes, engine)
+        self._index = {name: i for i, name in enumerate(sizes)}
+        slices = [piece for piece in held if piece.hf_name in self._index]
+        self._held = HeldPieces(self._index, slices)
+        parts = [
+            (i, self._index[piece.hf_name], number, cell)
+            for i, piece in enumerate(slices)
+            for box, number in self.engine.boxes[piece.hf_name].items()
+            if (cell := part_of(piece, box)) is not None
+        ]
+        self._cells = [cell for *_, cell in parts]
+        # Of each cell: the slice it is of, its tensor, and the engine's piece that it is a part of.
+        self._slices, self._tensors, self._pieces = numpy.array([p[:3] for p in parts], numpy.int64).reshape(-1, 3).T
+
+    def hashes(self, read: Read, salt: int, version: int, names: Collection[str] | None = None) -> Numbers:
+        """[number of the engine's pieces]: their hashes. Collective.
+
+        Args:
+            read: gives what this rank's trainer holds, as the engines have to hold it; no collective.
+            version: of the weights, for the sentence.
+            names: of the tensors that are hashed; None: all.
+
+        Raises:
+            RuntimeError: a side that does not hold a tensor whole, trainer ranks whose copies differ, or a ``read``
+                that failed.
+        """
+        asked = self._asked(names)
+        which = numpy.flatnonzero(asked[self._tensors])
+        with together("hashing the trainer's weights"), torch.no_grad():
+            cells = [self._cells[i] for i in which]
+            sent = (read(c.local_name, c.hf_name, c.hf_box, c.local_box) for c in cells)
+            found = numpy.array(cell_hashes(cells, sent, salt), dtype=numpy.int64)
+        slices, pieces = self._slices[which], self._pieces[which]
+        copies = numpy.zeros(len(self._held.numbers), dtype=numpy.int64)
+        numpy.add.at(copies, slices, found)
+        if (unequal := self._held.unequal(copies, asked)) is not None:
+            tensor, *ranks = unequal
+            raise RuntimeError(
+                f"weight version {version}: trainer ranks {ranks[0]} and {ranks[1]} hold different copies of "
+                f"{list(self.sizes)[tensor]}, so that no engine could be equal to both"
+            )
+        self._check_whole(asked, version)
+        own = self._held.is_own[slices]
+        return total(pieces[own], found[own], len(self.engine.tensors))
+
+    def question(
+        self, hashes: Numbers, salt: int, worker: int, names: Collection[str] | None = None
+    ) -> tuple[Sequence[Series], Numbers | None, Numbers, int]:
+        """The arguments of ``differing`` for a worker of an engine.
+
+        Args:
+            hashes: of the engine's pieces, with this salt.
+            worker: its number in the engine.
+            names: as of ``hashes``.
+        """
+        layout, pieces = self.engine.workers[worker], self.engine.of_worker[worker]
+        if names is None:
+            return layout, None, hashes[pieces], salt
+        which = numpy.flatnonzero(self._asked(names)[self.engine.tensors[pieces]])
+        return layout, which, hashes[pieces[which]], salt
+
+    def _asked(self, names: Collection[str] | None) -> NDArray[numpy.bool_]:
+        """By tensor, whether it is compared."""
+        asked = numpy.full(len(self.sizes), names is None)
+        asked[[self._index[name] for name in names or ()]] = True
+        return asked
+
+    def _check_whole(self, asked: NDArray[numpy.bool_], version: int) -> None:
+        names = [name for name, is_asked in zip(self.sizes, asked, strict=True) if is_asked]
+        elements = zip(names, self._held.elements[asked].tolist(), strict=True)
+        lacking = next((name for name, number in elements if number != prod(self.sizes[name])), None)
+        who = "the trainer"
+        if lacking is None:
+            lacking, who = self.engine.incomplete(names), "the engine on rank 0"
+        if lacking is not None:
+            raise RuntimeError(f"weight version {version}: {who} does not hold the whole of {lacking}")
+
+
+def first_difference(found: Sequence[Difference]) -> tuple[int, Difference] | None:
+    """The first worker that holds another tensor, with its first such tensor and the number of those of all workers."""
+    ranks = [rank for rank, difference in enumerate(found) if difference.num_tensors]
+    if not ranks:
+        return None
+    return ranks[0], Difference(sum(difference.num_tensors for difference in found), found[ranks[0]].hf_name)
 
 
 class Proof:
@@ -179,57 +285,51 @@ class Proof:
     def __init__(
         self,
         sizes: Sizes,
-        sources: Sequence[Sequence[Slice]],
-        wanted: Sequence[Sequence[Slice]],
-        engine_size: int,
+        held: Iterable[Slice],
+        engine: Sequence[Sequence[Series]],
+        num_workers: int,
         is_sample: bool,
         seed: int,
     ) -> None:
-        """
+        """Collective.
+
         Args:
             sizes: of every HF tensor that the engines must hold.
-            sources: what every trainer rank holds of them.
-            wanted: what every engine worker holds of them.
-            engine_size: consecutive workers that form one engine.
+            held: what this trainer rank holds of them.
+            engine: what each worker of an engine holds of them; consecutive workers form one engine, all alike.
+            num_workers: of all engines.
             is_sample: check one part in ``SAMPLE_SYNCS`` of the tensors at a time; ``seed`` chooses which.
         """
-        self.sizes, self.engine_size, self.is_sample, self.seed = sizes, engine_size, is_sample, seed
-        held, needed = (distinct_boxes(s for slices in side for s in slices) for side in (sources, wanted))
-        self.trainer_cells = [common_cells(slices, needed) for slices in sources]
-        self.engine_cells = [common_cells(slices, held) for slices in wanted]
+        self.num_workers, self.is_sample, self.seed = num_workers, is_sample, seed
+        self.expected = ExpectedHashes(sizes, held, engine)
         self.num_syncs = 0
 
-    def check(self, read: Read, rank: int, inspect: Inspect, version: int) -> int:
+    def check(self, read: Read, inspect: Inspect, version: int) -> int:
         """Prove one sync; collective.
 
         Args:
             read: as the transfer's: gives what this rank's trainer sends, casts and noise included; no collective.
-            rank: of this trainer.
             inspect: looks into the live parameters of all engine workers, wherever they are.
 
         Returns:
             The number of tensors compared.
 
         Raises:
-            RuntimeError: on every rank, as ``check_hashes``, or where ``read`` or ``inspect`` failed on one.
+            EngineDiffers: names the first tensor that differs, and the rank.
+            RuntimeError: on every rank, as ``ExpectedHashes.hashes``, or where ``inspect`` failed on one.
         """
-        names = sampled_names(self.sizes, self.num_syncs, self.seed) if self.is_sample else frozenset(self.sizes)
+        sizes = self.expected.sizes
+        names = sampled_names(sizes, self.num_syncs, self.seed) if self.is_sample else None
         salt = (self.seed << 32) + self.num_syncs
         self.num_syncs += 1
-        trainer, engines = (
-            [[cell for cell in cells if cell.hf_name in names] for cells in side]
-            for side in (self.trainer_cells, self.engine_cells)
-        )
-        hashes = _sent_hashes(trainer, read, rank, salt)
-        live = inspect(live_hashes, [(cells, salt) for cells in engines])
-        check_hashes(
-            {name: self.sizes[name] for name in names},
-            list(zip(trainer, hashes, strict=True)),
-            list(zip(engines, live, strict=True)),
-            self.engine_size,
-            version,
-        )
-        return len(names)
+        hashes = self.expected.hashes(read, salt, version, names)
+        size = len(self.expected.engine.workers)
+        questions = [self.expected.question(hashes, salt, worker, names) for worker in range(size)]
+        found = first_difference(inspect(differing, [questions[i % size] for i in range(self.num_workers)]))
+        if found is not None:
+            rank, difference = found
+            raise EngineDiffers(version, rank, difference.hf_name, difference.num_tensors)
+        return len(sizes if names is None else names)
 
 
 class LoadProof:
@@ -242,26 +342,25 @@ class LoadProof:
     def __init__(
         self,
         sizes: Sizes,
-        sources: Sequence[Sequence[Slice]],
-        loaded: Sequence[Sequence[Slice]],
-        engine_size: int,
+        held: Iterable[Slice],
+        engine: Sequence[Sequence[Series]],
+        num_loading: int,
         read: Read,
-        rank: int,
     ) -> None:
         """
         Args:
             sizes: of every HF tensor that the engines must hold.
-            sources: what every trainer rank holds of them.
-            loaded: what every worker of the engines that load by themselves holds of them; these are the first engines.
-            engine_size: consecutive workers that form one engine.
+            held: what this trainer rank holds of them.
+            engine: what each worker of an engine loads of them; consecutive workers form one engine, all alike.
+            num_loading: how many engines load by themselves; these are the first ones.
             read: gives this rank's trainer's tensors as the engines have to hold them; no collective.
-            rank: of this trainer.
         """
-        self._sizes, self._engine_size, self._salt = sizes, engine_size, 0
-        held, needed = (distinct_boxes(s for slices in side for s in slices) for side in (sources, loaded))
-        trainer = [common_cells(slices, needed) for slices in sources]
-        self._engine_cells = [common_cells(slices, held) for slices in loaded]
-        self._trainer = list(zip(trainer, _sent_hashes(trainer, read, rank, self._salt), strict=True))
+        salt = 0
+        expected = ExpectedHashes(sizes, held, engine)
+        hashes = expected.hashes(read, salt, version=0)
+        self._num_loading = num_loading * len(engine)
+        # For ``differing``, by worker of an engine.
+        self.questions = [expected.question(hashes, salt, worker) for worker in range(len(engine))]
 
     def difference(self, inspect: Inspect, num_workers: int) -> str | None:
         """The first tensor that an engine has loaded otherwise, in words that follow "cannot write"; None: all agree.
@@ -269,45 +368,26 @@ class LoadProof:
         Args:
             inspect: looks into the live parameters of all ``num_workers`` engine workers.
         """
-        others: list[list[Slice]] = [[]] * (num_workers - len(self._engine_cells))
-        live = inspect(live_hashes, [(cells, self._salt) for cells in [*self._engine_cells, *others]])
-        loaded = list(zip(self._engine_cells, live, strict=False))
-        try:
-            check_hashes(self._sizes, self._trainer, loaded, self._engine_size, version=0)
-        except EngineDiffers as found:
-            return (
-                f"{found.hf_name}, of which the engine on rank {found.rank} holds other values than model.path once it "
-                f"is loaded ({found.num_tensors} tensors differ)"
-            )
-        return None
+        nothing = (), None, numpy.zeros(0, dtype=numpy.int64), 0
+        size = len(self.questions)
+        asked = [self.questions[i % size] if i < self._num_loading else nothing for i in range(num_workers)]
+        found = first_difference(inspect(differing, asked))
+        return None if found is None else loaded_otherwise(f"the engine on rank {found[0]}", found[1])
 
 
-def _sent_hashes(trainer: Sequence[Sequence[Slice]], read: Read, rank: int, salt: int) -> list[Hashes]:
-    """The hashes of every trainer rank's cells, on every rank. Collective."""
-    with together("hashing the trainer's weights"), torch.no_grad():
-        sent = (read(c.local_name, c.hf_name, c.hf_box, c.local_box) for c in trainer[rank])
-        own = cell_hashes(trainer[rank], sent, salt)
-    return gather_objects(own)
+def loaded_otherwise(who: str, difference: Difference) -> str:
+    """Words about an engine's own load."""
+    return (
+        f"{difference.hf_name}, of which {who} holds other values than model.path once it is loaded "
+        f"({difference.num_tensors} tensors differ)"
+    )
 
 
-def _check_whole(sizes: Sizes, cells: Iterable[Slice], who: str, version: int) -> None:
-    covered: dict[str, int] = defaultdict(int)
-    for hf_name, box in {(cell.hf_name, cell.hf_box) for cell in cells}:
-        covered[hf_name] += num_elements(box)
-    for name, size in sizes.items():
-        if covered[name] != num_elements(tuple((0, n) for n in size)):
-            raise RuntimeError(f"weight version {version}: {who} does not hold the whole of {name}")
-
-
-def _on(device: torch.device, salt: int, axis: int, start: int, end: int) -> Tensor:
-    return torch.from_numpy(_keys(salt, axis, start, end)).to(device)
-
-
-@lru_cache(maxsize=256)
-def _keys(salt: int, axis: int, start: int, end: int) -> numpy.ndarray:
+@lru_cache(maxsize=NUM_KEPT_KEYS)
+def _keys(device: torch.device, salt: int, axis: int, start: int, end: int) -> Tensor:
     """Odd 64-bit keys of the positions ``start`` to ``end`` of one axis: SplitMix64 (Steele et al., 2014) of each."""
     state = random.Random(f"{salt}|{axis}").getrandbits(64)
     z = numpy.arange(start, end, dtype=numpy.uint64) * numpy.uint64(0x9E3779B97F4A7C15) + numpy.uint64(state)
     z = (z ^ (z >> numpy.uint64(30))) * numpy.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> numpy.uint64(27))) * numpy.uint64(0x94D049BB133111EB)
-    return ((z ^ (z >> numpy.uint64(31))) | numpy.uint64(1)).view(numpy.int64)
+    return torch.from_numpy(((z ^ (z >> numpy.uint64(31))) | numpy.uint64(1)).view(numpy.int64)).to(device)

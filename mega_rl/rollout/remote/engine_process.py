@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import datetime
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
+from enum import IntEnum
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,18 +18,22 @@ from mega_rl import platform
 from mega_rl.bridge.mapping.vllm_slots import Slots
 from mega_rl.config.schema.sampling import RolloutConfig
 from mega_rl.config.schema.sections import TrainerConfig
+from mega_rl.observe.pulse import PulseWriter
 from mega_rl.parallel.collectives import connect_on_use, connects_on_use
 from mega_rl.parallel.joint_group import MeetingPoint, join_store, open_meeting
 from mega_rl.parallel.store import LOOPBACK
 from mega_rl.rollout.engine import Ended, ProbedSampler, Request
 from mega_rl.rollout.episodes.episode_tokens import EpisodePlan
 from mega_rl.rollout.episodes.episodes import EpisodeSampler
+from mega_rl.rollout.partial import ResponsePiece
 from mega_rl.rollout.receiver import Link
 from mega_rl.rollout.remote.attached_store import AttachedStore
-from mega_rl.rollout.remote.weight_store import Location, StoredVersion, StoreForm, take
+from mega_rl.rollout.remote.weight_store import Location, RewrittenError, Store, StoreForm, WantedVersion
 from mega_rl.rollout.vllm.receiving_engine import ReceivingEngine
 from mega_rl.rollout.vllm.start.seeing import Pixels, Sight
 from mega_rl.types import Trajectory
+
+REST_S = 0.05  # of an engine that is told to sample on without whole weights
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,22 @@ class EngineSpec:
     connects_on_use: bool = field(default_factory=connects_on_use)  # gloo, in the trainer, which makes this
 
 
+class WorkerPlace(NamedTuple):
+    """Where a worker of an engine is."""
+
+    node: str  # in Ray's words
+    process: int
+    pulse: int  # the number of a file of the process, for ``read_pulse``
+
+
+class LoadResult(IntEnum):
+    """What has become of a load; an engine's is the worst of its workers'."""
+
+    TORN = 0  # weights were replaced while they were copied: the engine holds some of both, and makes no step
+    MISSED = 1  # other weights are in their place: it holds what it held before
+    WHOLE = 2
+
+
 class EngineProcess:
     """One tensor-parallel worker: the workers of an engine are given the same calls in the same order."""
 
@@ -59,13 +80,18 @@ class EngineProcess:
         self._sampler: ReceivingEngine | EpisodeSampler | None = None  # of tickets: the engine, or episodes on it
         self._tensor_rank = 0
         self._num_steps = 0  # of the engine, in ``proceed``
+        self._pulse: PulseWriter | None = None
         self._tickets: dict[int, tuple[int, int]] = {}  # request's number -> attempt and sample of its ticket
+        self._told: dict[int, int] = {}  # request's number -> tokens that ``grown`` has returned
         self._weights = AttachedStore()
+        self._workers: dist.ProcessGroup | None = None  # of this engine, on the host; None: it is the only one
+        self._is_torn = False  # whether the last load left weights that no version has
         self._shown: dict[str, Pixels] = {}  # the pictures of the requests that are being taken
 
-    def whereabouts(self) -> tuple[str, int]:
-        """This process's node in Ray's words, and its number there."""
-        return _runtime().get_node_id(), os.getpid()
+    def whereabouts(self) -> WorkerPlace:
+        """Where this process is; from now on it shows there how far it is."""
+        self._pulse = self._pulse or PulseWriter(lambda: self._num_steps)
+        return WorkerPlace(_runtime().get_node_id(), os.getpid(), self._pulse.file)
 
     def process_id(self) -> int:
         return os.getpid()
@@ -196,7 +222,13 @@ class EngineProcess:
         self._tickets |= zip(numbers, ((attempt, sample) for sample in samples), strict=True)
 
     def proceed(self, max_steps: int) -> list[tuple[int, int, Trajectory]]:
-        """``advance`` for what ``issue`` began: (attempt, sample, response), on the engine's first worker only."""
+        """``advance`` for what ``issue`` began: (attempt, sample, response), on the engine's first worker only.
+
+        Does nothing while the engine has no whole weights.
+        """
+        if self._is_torn:
+            time.sleep(REST_S)
+            return []
         ended: Sequence[tuple[int, Ended]] = []
         for _ in range(max_steps):
             if ended or not self.sampler.num_unfinished:
@@ -206,20 +238,67 @@ class EngineProcess:
         answers = [(self._tickets.pop(number), one) for number, one in ended]
         return [] if self._tensor_rank else [(*ticket, one) for ticket, one in answers if isinstance(one, Trajectory)]
 
-    def pulse(self) -> int:
-        """Steps that the engine has made so far. Answers while another thread samples or loads."""
-        return self._num_steps
+    def grown(self, least: int) -> list[tuple[int, int, ResponsePiece]]:
+        """What responses that ``issue`` began have got since this was last asked: (attempt, sample, piece).
 
-    def load(self, form: StoreForm, location: Location, stored: StoredVersion) -> None:
+        On the engine's first worker only, of single turns, and of those that have at least so many new tokens.
+        """
+        if self._tensor_rank or self._sampler is not self._engine:
+            return []
+        found = self.engine.grown(self._told, least)
+        self._told |= {number: piece.first + piece.num_tokens for number, piece in found.items()}
+        self._told = {number: told for number, told in self._told.items() if number in self._tickets}
+        return [(*self._tickets[number], piece) for number, piece in found.items()]
+
+    def attach(self, form: StoreForm) -> None:
+        """Weights will come from stores of this form; collective among the engine's workers."""
+        self._weights.know(form, self._tensor_rank)
+        if self._workers is None and dist.is_initialized() and dist.get_world_size() > 1:
+            self._workers = dist.new_group(backend="gloo")
+
+    def load(self, location: Location, wanted: WantedVersion) -> LoadResult:
         """Take a version from the store of this node, and prove it; requests under way go on with it.
+
+        Collective among the engine's workers, which have one answer.
 
         Raises:
             InputError: the engine cannot be written to in place.
             RuntimeError: the engine holds something else after it.
         """
-        with self._weights.at(form, location) as weights:
-            write = partial(take, weights, self._tensor_rank, stored)
-            self.engine.exchange(write, stored.version)
+        with self._weights.at(location) as store:
+            is_there = store.stamp_of(self._tensor_rank, location.slot) == wanted.stamp
+            if self._worst(LoadResult.WHOLE if is_there else LoadResult.MISSED) is LoadResult.MISSED:
+                return LoadResult.MISSED
+            self._is_torn = True
+            try:
+                self.engine.exchange(lambda live: self._take(store, location.slot, wanted, live), wanted.version)
+            except RewrittenError:
+                return LoadResult.TORN
+        self._is_torn = False
+        return LoadResult.WHOLE
+
+    def _take(self, store: Store, slot: int, wanted: WantedVersion, live: Mapping[str, torch.Tensor]) -> None:
+        """
+        Raises:
+            RewrittenError: on all workers, if the version was replaced before one of them had it.
+        """
+        result = LoadResult.TORN
+        try:
+            self._weights.take(store, self._tensor_rank, slot, wanted, live)
+            result = LoadResult.WHOLE
+        except RewrittenError:
+            pass
+        finally:  # after a failure too: the others wait here
+            worst = self._worst(result)
+        if worst is LoadResult.TORN:
+            raise RewrittenError
+
+    def _worst(self, result: LoadResult) -> LoadResult:
+        if self._workers is None:
+            return result
+        found = torch.tensor(result.value)
+        dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self._workers)
+        return LoadResult(int(found))
 
     def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
         return self.engine.first_logprobs(prompt_ids, temperature)

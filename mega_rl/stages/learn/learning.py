@@ -148,6 +148,9 @@ class Learner:
         minibatches = self._with_token_advantages(minibatches)
         policy_learns = self._critic is None or not self._critic.learns_alone  # before the critic's steps, which count
         critic_metrics = self._critic_update(minibatches)
+        if gates is not None and policy_learns:
+            for minibatch in minibatches[1:]:
+                gates.expect(minibatch.microbatches, minibatch.samples)
         passes: list[Gradients] = []
         steps: list[UpdateStep] = []
         with self._timers("update"):

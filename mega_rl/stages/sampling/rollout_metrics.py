@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
 from mega_rl.bridge.outgoing.noise import AqnNoise
-from mega_rl.config import RunConfig
 from mega_rl.data.packing import unpack
 from mega_rl.data.pictures.picture_set import PictureSet
 from mega_rl.data.pictures.thumbnails import thumbnails_of
@@ -154,12 +153,32 @@ def logprob_differences(
 
 
 def schedule_metrics(
-    config: RunConfig, noise: AqnNoise, pushed: Pushed, metrics: Mapping[str, float]
+    noise: AqnNoise, pushed: Pushed, samples: Sequence[Sample], metrics: Mapping[str, float]
 ) -> dict[str, float]:
-    """Where the noise schedule stands, and how far the noise moved the sampling policy."""
-    if not config.aqn.enabled:
+    """Where in the noise schedule the samples were drawn, and how far the noise moved the sampling policy.
+
+    Args:
+        pushed: speaks where there are no samples.
+    """
+    if not noise.config.enabled:
         return {}
-    figures = {"aqn/sigma": pushed.sigma, "aqn/stage": float(noise.stage(pushed.version))}
+    tokens: Counter[int] = Counter()  # by the version of the weights that sampled them
+    for sample in samples:
+        for version, count in sample.summary.versions:
+            tokens[version] += count
+    tokens = tokens if tokens.total() else Counter({pushed.version: 1})
+    of_version: dict[str, dict[int, float]] = {
+        "aqn/sigma": {version: noise.sigma(version) for version in tokens},
+        "aqn/stage": {version: float(noise.stage(version)) for version in tokens},
+    }
+    figures: dict[str, float] = {}
+    for name, values in of_version.items():
+        least, most = min(values.values()), max(values.values())
+        if least == most:
+            figures[name] = most
+            continue
+        mean = sum(values[version] * count for version, count in tokens.items()) / tokens.total()
+        figures |= {name: mean, f"{name}_min": least, f"{name}_max": most}
     if "rollout/kl" in metrics:
         # E over the noisy policy of log(noisy / clean): the KL from the noisy to the clean policy
         figures["aqn/kl_clean_noisy"] = metrics["rollout/kl"]

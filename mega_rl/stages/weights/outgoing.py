@@ -37,7 +37,7 @@ def load_proof(
     Args:
         wanted: what every engine worker holds.
     """
-    rank, config = dist.get_rank(), job.config
+    config = job.config
 
     def held(local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> torch.Tensor:
         return actor.policy.local(local_name, local_box).to(weights.dtype)
@@ -46,11 +46,10 @@ def load_proof(
         return job.weights.read(hf_name, hf_box).to(weights.device, weights.dtype)
 
     is_other = DTYPES[config.model.dtype].itemsize < weights.dtype.itemsize or config.tuning.adapter.new
-    sources = [slices_of(actor.series_of(other)) for other in range(dist.get_world_size())]
+    sizes, own = hf_tensors(job.shape), slices_of(actor.series_of(dist.get_rank()))
     size = config.rollout.tensor_parallel_size
     num_loading = num_loading_engines(config.rollout, len(wanted) // size)
-    loaded = [slices_of(series) for series in wanted[: num_loading * size]]
-    return LoadProof(hf_tensors(job.shape), sources, loaded, size, read if is_other else held, rank)
+    return LoadProof(sizes, own, wanted[:size], num_loading, read if is_other else held)
 
 
 def weight_sync(
@@ -87,9 +86,9 @@ def weight_sync(
 
 
 def proof(config: RunConfig, sizes: Sizes, sources: Sequence[Sequence[Series]], sink: WeightSink) -> Proof | None:
-    """What ``bridge.verify`` asks for; None if it is off, or the engines hold nothing to compare."""
+    """What ``bridge.verify`` asks for; None if it is off, or the engines hold nothing to compare. Collective."""
     if config.bridge.verify == "off" or sink.inspect is None:
         return None
-    held, needed = ([slices_of(series) for series in side] for side in (sources, sink.layout()))
-    is_sample = config.bridge.verify == "sample"
-    return Proof(sizes, held, needed, config.rollout.tensor_parallel_size, is_sample, config.trainer.seed)
+    held, layout = slices_of(sources[dist.get_rank()]), sink.layout()
+    size, is_sample = config.rollout.tensor_parallel_size, config.bridge.verify == "sample"
+    return Proof(sizes, held, layout[:size], len(layout), is_sample, config.trainer.seed)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from mega_rl.bridge.mapping.tensors import hf_tensors
-from mega_rl.bridge.mapping.vllm import vllm_slices
+from mega_rl.bridge.mapping.vllm import vllm_series, vllm_slices
 from mega_rl.bridge.reshard.execute import Transfer
 from mega_rl.bridge.reshard.plan import compile_plan
 from mega_rl.bridge.reshard.proof import SAMPLE_SYNCS, Proof, colocated
@@ -33,7 +33,8 @@ class Sync:
         self.engine = local_parameters(wanted[self.rank], None, DTYPE)
         plan = compile_plan(self.sources, wanted)
         self.transfer = Transfer(plan, self.rank, world_size, None, bucket_bytes=4096)
-        self.proof = Proof(hf_tensors(SHAPE), self.sources, wanted, ENGINE_SIZE, is_sample, seed=1)
+        held, engine = self.sources[self.rank], [vllm_series(SHAPE, ENGINE_SIZE, rank) for rank in range(ENGINE_SIZE)]
+        self.proof = Proof(hf_tensors(SHAPE), held, engine, world_size, is_sample, seed=1)
         self.dropped = ""
 
     def read(self, name: str, hf_name: str, hf_box: Box, box: Box) -> torch.Tensor:
@@ -49,7 +50,7 @@ class Sync:
     def refusal(self, version: int = 1) -> str:
         """What the proof says, the same on every rank; empty where it agrees."""
         try:
-            self.proof.check(self.read, self.rank, colocated(self.engine, self.rank), version)
+            self.proof.check(self.read, colocated(self.engine, self.rank), version)
             said = ""
         except RuntimeError as error:
             said = str(error)
@@ -165,7 +166,7 @@ def failing_reads() -> None:
 
 def expect_failure(sync: Sync, what: str) -> None:
     try:
-        sync.proof.check(sync.read, sync.rank, colocated(sync.engine, sync.rank), 1)
+        sync.proof.check(sync.read, colocated(sync.engine, sync.rank), 1)
     except KeyError:
         assert sync.rank == VICTIM
     except RuntimeError as error:

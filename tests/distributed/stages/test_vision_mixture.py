@@ -8,6 +8,7 @@ makes of the exported weights.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -57,9 +58,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "checkpoint.export_hf=true",
         "logging.num_text_samples=16",
     )
-    run(
-        [sys.executable, STRUCK, "patient", "--config", str(config), *overrides]
-    ).check()  # Ray must not be imported yet
+    command = [sys.executable, STRUCK, "patient", "--config", str(config), *overrides]
+    said = run(command).check().stdout  # Ray must not be imported yet
+    (directory / "said.txt").write_text(said)
     return directory
 
 
@@ -83,6 +84,14 @@ def test_trainer_and_engine_agree_and_rewards_see(world: Path) -> None:
             num_red = row["score"]["parts"]["num_red"]
             assert num_red == {0: 0.0, 1: float(row["prompt"]["ground_truth"] == "red"), 2: 1.0}[pictures]
     assert with_both > 0
+
+
+def test_an_engine_goes_on_with_what_the_one_before_it_had(world: Path) -> None:
+    """It was killed amid the responses of the second step."""
+    found = re.findall(r"^GOES ON (\d+) (\d+)$", (world / "said.txt").read_text(), re.MULTILINE)
+    assert found and all(int(num_tokens) > 0 for num_tokens, _ in found)
+    assert any(int(num_pictures) for _, num_pictures in found), "some with pictures"
+    assert metrics_of(world / "run")[STEPS]["fleet/restarts"] == 1
 
 
 def test_pictures_stand_beside_their_samples(world: Path) -> None:

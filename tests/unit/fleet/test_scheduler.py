@@ -215,6 +215,21 @@ def test_an_engine_that_missed_its_weights_is_given_newer_ones_and_no_restart() 
     assert scheduler.handle(events.Missed(0, 0, 0), 7.0) == [events.Load(0, 0, 2)], "engine 1 is on its way to 1"
 
 
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_an_engine_with_torn_weights_is_given_no_work_before_it_has_whole_ones(is_pinned: bool) -> None:
+    rules = Rules(num_groups=1, group_size=1, total_steps=4, eta=1, is_pinned=is_pinned)
+    scheduler, issues = serving(rules, limits=EngineLimits(slots=4))
+    for issue in issues if is_pinned else issues[:1]:  # in flight the other response is under way
+        answer(scheduler, issue, 0, 3.0)
+    (load,) = of(events.Load, scheduler.handle(events.Published(1), 4.0))
+    decisions = scheduler.handle(events.Missed(0, 0, 1, is_torn=True), 5.0)
+    assert decisions == [load], "the newest, or what it needs, at once"
+    assert not scheduler.engines[0].serves and scheduler.engines[0].version == -1
+    assert not of(events.Issue, scheduler.handle(events.Ticked(), 5.5))
+    scheduler.handle(events.Loaded(0, 0, 1), 6.0)
+    assert scheduler.engines[0].serves and scheduler.engines[0].version == 1
+
+
 @pytest.mark.parametrize("samples_on", [False, True])
 def test_weights_may_be_late_while_the_engine_says_something(samples_on: bool) -> None:
     limits = EngineLimits(progress_s=10.0, load_s=100.0, restarts=5)

@@ -69,8 +69,8 @@ def load_proof(shape: ModelShape = SHAPE, num_loading: int = 1) -> LoadProof:
     def read(local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> torch.Tensor:
         return model[hf_name][indices(hf_box)]
 
-    needed = [slices_of(vllm_series(shape, 1, 0))] * num_loading
-    proof = LoadProof(hf_tensors(shape), [slices_of(full_series(shape))], needed, 1, read, rank=0)
+    engine = [vllm_series(shape, 1, 0)]
+    proof = LoadProof(hf_tensors(shape), slices_of(full_series(shape)), engine, num_loading, read)
     model.clear()  # from here on the trainer holds what it likes
     return proof
 
@@ -242,12 +242,12 @@ def test_what_was_written_can_be_proved_or_is_not_to_be_seen(case: Case) -> None
     if case.sink.inspect is None:
         assert case.is_loader
         return
-    needed = [slices_of(series) for series in case.sink.layout()]
-    proof = Proof(hf_tensors(SHAPE), [trainer.slices], needed, engine_size=1, is_sample=False, seed=0)
-    assert proof.check(trainer.read, 0, case.sink.inspect, 1) == len(hf_tensors(SHAPE))
+    layout = case.sink.layout()
+    proof = Proof(hf_tensors(SHAPE), trainer.slices, layout[:1], len(layout), is_sample=False, seed=0)
+    assert proof.check(trainer.read, case.sink.inspect, 1) == len(hf_tensors(SHAPE))
     case.held()[-1]["model.norm.weight"][3] += 1
     with pytest.raises(RuntimeError, match="holds another model.norm.weight than the trainer"):
-        proof.check(trainer.read, 0, case.sink.inspect, 1)
+        proof.check(trainer.read, case.sink.inspect, 1)
 
 
 def test_engines_that_share_the_device_make_room_and_wake_for_the_next_update(case: Case) -> None:

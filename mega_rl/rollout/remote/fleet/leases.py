@@ -8,15 +8,15 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mega_rl.fleet.executor import PlacesError
-from mega_rl.rollout.remote.engine_process import EngineSpec
-from mega_rl.rollout.remote.fleet.kept_engine import PULSE, KeptEngine, digest
+from mega_rl.rollout.remote.engine_process import EngineSpec, WorkerPlace
+from mega_rl.rollout.remote.fleet.kept_engine import BESIDE, KeptEngine, digest
 from mega_rl.rollout.remote.fleet.lease_actor import Fenced, LeaseActor, LeasedEngine
 from mega_rl.rollout.remote.fleet.places import Places, Survivor
 from mega_rl.rollout.remote.placement import wait_for_room
@@ -48,6 +48,13 @@ def keeping(output_dir: Path, lease_s: float) -> EngineLease | None:
         path.write_text(secrets.token_hex(16))
     name = f"{path.read_text()} {output_dir.resolve()}"  # a copy of the directory is another run
     return EngineLease(f"mega_rl_{hashlib.sha256(name.encode()).hexdigest()[:16]}", lease_s)
+
+
+def numbered(engines: Collection[int], num_engines: int) -> dict[int, int]:
+    """The number of each engine that a run of so many goes on with: its own where the run has that, else a free one."""
+    kept = {engine: engine for engine in engines if engine < num_engines}
+    free = [number for number in range(num_engines) if number not in kept]
+    return kept | dict(zip(sorted(engine for engine in engines if engine >= num_engines), free, strict=False))
 
 
 class Guarded:
@@ -98,13 +105,17 @@ class LeasedPlaces(Places):
         self._keeper, found = self._attached()
         self._is_closing = threading.Event()
         threading.Thread(target=self._beat, name="lease of the engines", daemon=True).start()
-        self._survivors = self._proved({e: kept for e, kept in found.items() if e < num_engines}, digest(spec))
+        proved = self._proved(found, digest(spec))
+        numbers = numbered(proved, num_engines)
+        self._survivors = {number: proved[engine] for engine, number in numbers.items()}
         self.num_survivors = len(self._survivors)
-        self._noted = {engine: found[engine] for engine in self._survivors}
+        self._noted = {number: found[engine] for engine, number in numbers.items()}
         self._groups = {engine: kept.group for engine, kept in self._noted.items()}
         try:
-            for engine in found.keys() - self._survivors.keys():
+            for engine in found.keys() - numbers.keys():
                 self._ask("free", engine)
+            if moved := {engine: number for engine, number in numbers.items() if engine != number}:
+                self._ask("renumber", moved)
             for engine in range(num_engines):
                 if engine not in self._groups:
                     wait_for_room(ray, self._reserve(engine), size, bundle(options))
@@ -123,7 +134,7 @@ class LeasedPlaces(Places):
         if group is None or self._ray.util.placement_group_table(group)["state"] == "REMOVED":
             group = self._reserve(engine)
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-        kind = self._ray.remote(concurrency_groups={PULSE: 1})(KeptEngine)
+        kind = self._ray.remote(concurrency_groups={BESIDE: 1})(KeptEngine)
         self._num_spawned += 1
         name = f"engine {engine}, life {self._token}-{self._num_spawned}"
         names = [f"{name}, worker {part}" for part in range(self._size)]
@@ -201,7 +212,7 @@ class LeasedPlaces(Places):
             with suppress(ValueError):  # one is dead
                 actors[engine] = [self._ray.get_actor(name, self._kept_by.namespace) for name in kept.actors]
         asked = {
-            engine: [actor.hold.options(concurrency_group=PULSE).remote(self._token) for actor in workers]
+            engine: [actor.hold.options(concurrency_group=BESIDE).remote(self._token) for actor in workers]
             for engine, workers in actors.items()
         }
         everything = [answer for answers in asked.values() for answer in answers]
@@ -214,7 +225,7 @@ class LeasedPlaces(Places):
                 workers = self._ray.get(answers)
                 if {worker.digest for worker in workers} == {wanted} and len({w.num_calls for w in workers}) == 1:
                     guarded = [Guarded(actor, self._token) for actor in actors[engine]]
-                    survivors[engine] = Survivor(guarded, [(worker.node, worker.process) for worker in workers])
+                    survivors[engine] = Survivor(guarded, [WorkerPlace(w.node, w.process, w.pulse) for w in workers])
         return survivors
 
     def _reserve(self, engine: int) -> Any:

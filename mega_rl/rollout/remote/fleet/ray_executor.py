@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import atexit
 import logging
-import math
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from mega_rl import platform
 from mega_rl.data.pictures.picture_set import PictureSet
-from mega_rl.errors import InputError, shortened
+from mega_rl.errors import shortened
 from mega_rl.fleet.events import (
     Answered,
     Died,
@@ -25,18 +24,19 @@ from mega_rl.fleet.events import (
     Load,
     Loaded,
     Missed,
-    Pulsed,
     Release,
     Start,
     Started,
 )
 from mega_rl.fleet.executor import PlacesError, Requests, Whereabouts
-from mega_rl.rollout.remote.engine_process import EngineSpec
-from mega_rl.rollout.remote.fleet.kept_engine import PULSE
+from mega_rl.rollout.remote.engine_process import EngineSpec, LoadResult, WorkerPlace
+from mega_rl.rollout.remote.fleet.calls import Calls, Life, nothing
 from mega_rl.rollout.remote.fleet.lease_actor import Fenced
 from mega_rl.rollout.remote.fleet.leases import EngineLease, LeasedPlaces
 from mega_rl.rollout.remote.fleet.nodes import Nodes
+from mega_rl.rollout.remote.fleet.partial_responses import LEAST_TOKENS
 from mega_rl.rollout.remote.fleet.places import Places, Survivor
+from mega_rl.rollout.remote.fleet.pulses import Pulses
 from mega_rl.rollout.remote.placement import connected_ray, nodes
 from mega_rl.rollout.remote.ray_room import bundle, check_room
 from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion
@@ -45,43 +45,8 @@ from mega_rl.rollout.vllm.start.options import without_weights
 LOG = logging.getLogger(__name__)
 MAX_STEPS = 16  # of an engine between two words of it: so long it may take until it hears of new requests
 NUM_AHEAD = 2  # calls to sample on that an engine has at a time, so that it need not wait for the next
-PULSE_S = 1.0  # between two questions how far an engine is
 RETRY_S = 30.0  # between an engine without a place and the next try: restarts are few, and Ray may be back soon
 REST_S = 60.0  # for an engine that was attached to, which may be amid some steps or a load
-
-
-@dataclass
-class Life:
-    """One life of an engine: its processes."""
-
-    number: int
-    workers: list[Any]
-    node: str = ""  # "" until it is known
-    processes: list[int] = field(default_factory=list)
-    loading: int | None = None  # the version that it has been told to load
-    load: int = 0  # responses under way
-    num_sampling: int = 0  # calls to sample on that have no answer yet
-    pulsed_s: float = -PULSE_S  # when it was last asked how far it is
-    is_asked: bool = False  # and has not answered
-
-
-@dataclass
-class EngineCall:
-    """What all workers of an engine were asked."""
-
-    engine: int
-    life: int
-    doing: str
-    answers: list[Any]  # Ray's references, by worker
-    left: set[Any]
-    then: Callable[[list[Any]], list[Event]]
-    instead: Callable[[], list[Event]] | None = None  # of the engine's death, if it fails or takes too long
-    until_s: float = math.inf  # when it takes too long
-
-
-def _nothing(answers: list[Any]) -> list[Event]:
-    """What follows from answers that say nothing."""
-    return []
 
 
 class RayExecutor:
@@ -111,17 +76,22 @@ class RayExecutor:
         """
         self._spec = replace(spec, rollout=without_weights(spec.rollout))  # which come from the store
         self._requests, self._stored, self._picture_set = requests, stored, picture_set
+        # What an engine has of a response is asked for where another one may go on with it: an environment cannot be
+        # moved, and a string that ends a response may begin in what one engine has and end in what the next adds.
+        self._tells = spec.rollout.mode == "in_flight" and spec.episodes is None and not spec.rollout.stop
         size = spec.rollout.tensor_parallel_size
         self._ray, self._logs = connected_ray(num_engines * size)
         options = platform.current().actor_options
         self._lives: dict[int, Life] = {}
-        self._calls: list[EngineCall] = []
+        self._calls = Calls(self._ray)
+        self._to_ask: dict[int, Life] = {}  # engines that may have to be told to sample on
         self._said: list[Event] = []  # what follows from decisions at once
         self._placeless: dict[int, tuple[float, Died]] = {}  # engine -> when its death is told
         check_room(nodes(self._ray), bundle(options), num_engines, size)
         place = self._ray, num_engines, size, options
         self._places = Places(*place) if kept_by is None else LeasedPlaces(*place, self._spec, kept_by)
         self._nodes = Nodes(self._ray, store)
+        self._pulses = Pulses(self._nodes)
         atexit.register(self.close)  # runs before Ray's own handler, which does not end the workers
 
     @property
@@ -162,19 +132,15 @@ class RayExecutor:
             if time.monotonic() >= due_s:
                 del self._placeless[engine]
                 self._said.append(died)
-        for engine, life in self._lives.items():
-            self._ask(engine, life)
+        self._said += self._pulses.heard(self._lives.values())
+        to_ask, self._to_ask = self._to_ask, {}
+        for engine, life in to_ask.items():
+            if self._lives.get(engine) is life:
+                self._ask(engine, life)
         if self._said:
             said, self._said = self._said, []
             return said
-        # Once each: engines of a node wait for the same copy of weights to it, and Ray refuses to hear of it twice.
-        pending = list(dict.fromkeys(answer for call in self._calls for answer in call.left))
-        if not pending:
-            time.sleep(wait_s)
-            return []
-        self._ray.wait(pending, timeout=wait_s)
-        ready = set(self._ray.wait(pending, num_returns=len(pending), timeout=0)[0])
-        return [event for call in list(self._calls) for event in self._heard(call, ready)]
+        return self._calls.heard(wait_s)
 
     def reserve(self, engine: int) -> None:
         with self._of_places():
@@ -231,11 +197,12 @@ class RayExecutor:
             died = Died(engine, decision.life, f"it has no place: {error}")
             self._placeless[engine] = time.monotonic() + RETRY_S, died
             return
-        life = self._lives[engine] = Life(decision.life, workers)
-        self._call(engine, "starting", "whereabouts", then=partial(self._is_placed, engine, life))
+        life = self._lives[engine] = Life(engine, decision.life, workers)
+        self._calls.ask(life, "starting", "whereabouts", then=partial(self._is_placed, engine, life))
         point = workers[0].open.remote(spec)  # Ray gives its answer to the others
         starts = [worker.start.remote(spec, rank, point) for rank, worker in enumerate(workers)]
-        self._await(engine, "starting", starts, lambda _: [Started(engine, decision.life)])
+        attached = [worker.attach.remote(self._nodes.form) for worker in workers]
+        self._calls.wait(life, "starting", [*starts, *attached], lambda _: [Started(engine, decision.life)])
 
     def _attach(self, decision: Start, survivor: Survivor) -> None:
         """Begin with an engine that is there: what it still does is dropped; one that cannot is started anew.
@@ -243,21 +210,23 @@ class RayExecutor:
         It has said that it is there, but in a thread beside the one that works, which may be stuck.
         """
         engine = decision.engine
-        life = self._lives[engine] = Life(decision.life, survivor.workers)
+        life = self._lives[engine] = Life(engine, decision.life, survivor.workers)
         self._said += self._is_placed(engine, life, survivor.whereabouts)
         rests = [worker.rest.remote() for worker in survivor.workers]
+        rests += [worker.attach.remote(self._nodes.form) for worker in survivor.workers]
         doing, begins = "dropping its old work", Started(engine, decision.life)
-        self._await(engine, doing, rests, lambda _: [begins], partial(self._begin_anew, decision), REST_S)
+        self._calls.wait(life, doing, rests, lambda _: [begins], partial(self._begin_anew, decision), REST_S)
 
     def _begin_anew(self, decision: Start) -> list[Event]:
         self._kill(decision.engine)
         self._start(decision)
         return []
 
-    def _is_placed(self, engine: int, life: Life, found: list[tuple[str, int]]) -> list[Event]:
-        life.node, life.processes = found[0][0], [process for _, process in found]
+    def _is_placed(self, engine: int, life: Life, found: list[WorkerPlace]) -> list[Event]:
+        life.node, life.processes = found[0].node, [place.process for place in found]
+        life.pulses_at = [(place.process, place.pulse) for place in found]
         if (met := self._nodes.meet(life.node)) is not None:
-            self._await(engine, "starting, and its node was taking memory for the weights", [met], _nothing)
+            self._calls.wait(life, "starting, and its node was taking memory for the weights", [met], nothing)
         return []
 
     def _kill(self, engine: int) -> None:
@@ -267,7 +236,7 @@ class RayExecutor:
         """
         self._places.check()
         life = self._lives.pop(engine)
-        self._calls = [call for call in self._calls if call.engine != engine]
+        self._calls.drop(life)
         if life.processes:
             self._nodes.kill(life.node, life.processes)
         if life.loading is not None:
@@ -285,7 +254,7 @@ class RayExecutor:
         # A call that Ray holds back for its arguments would hold back all later ones to the engine.
         then = partial(self._take, decision)
         again = partial(self._load, decision, life, location) if failed is None else None
-        self._await(decision.engine, "waiting for weights to come to its node", [location], then, again)
+        self._calls.wait(life, "waiting for weights to come to its node", [location], then, again)
         return []
 
     def _take(self, decision: Load, found: list[Location]) -> list[Event]:
@@ -293,102 +262,57 @@ class RayExecutor:
         stored = self._stored.get(decision.version)  # which the loop's thread changes
         if stored is None:
             return self._missed(decision)
-        arguments = self._nodes.form, *found, stored
-        self._call(decision.engine, "loading weights", "load", *arguments, then=partial(self._is_loaded, decision))
+        life = self._lives[decision.engine]
+        loads = [worker.load.remote(*found, stored.of(rank)) for rank, worker in enumerate(life.workers)]
+        self._calls.wait(life, "loading weights", loads, partial(self._has_loaded, decision, life))
         return []
 
-    def _missed(self, decision: Load) -> list[Event]:
+    def _missed(self, decision: Load, is_torn: bool = False) -> list[Event]:
         self._lives[decision.engine].loading = None
-        return [Missed(*decision)]
+        return [Missed(*decision, is_torn)]
 
     def _issue(self, decision: Issue, life: Life) -> None:
         requests = self._requests(decision.key, decision.samples)
+        if self._tells and decision.key.step >= 0:  # a validation is pinned
+            requests = life.partial.begin(decision, requests, time.monotonic())
         life.load += len(requests)
+        self._to_ask[decision.engine] = life
         shown = (
             self._picture_set.encoded(request.prompt for request in requests) if self._picture_set is not None else {}
         )
         pictures = [self._ray.put(shown)] if shown else []
-        self._call(decision.engine, "taking requests", "issue", decision.attempt, decision.samples, requests, *pictures)
+        self._calls.ask(life, "taking requests", "issue", decision.attempt, decision.samples, requests, *pictures)
 
     # What the engines say.
 
     def _ask(self, engine: int, life: Life) -> None:
-        """Have an engine with work sample on, and one that has anything to do say now and then how far it is."""
-        while life.load and life.num_sampling < NUM_AHEAD:
+        """Have an engine with work sample on."""
+        while life.load and not life.is_torn and life.num_sampling < NUM_AHEAD:
             life.num_sampling += 1
-            self._call(engine, "sampling", "proceed", MAX_STEPS, then=partial(self._has_sampled, engine, life))
-        is_busy = life.load or life.loading is not None
-        if is_busy and not life.is_asked and time.monotonic() >= life.pulsed_s + PULSE_S:
-            life.is_asked, life.pulsed_s = True, time.monotonic()
-            pulses = [worker.pulse.options(concurrency_group=PULSE).remote() for worker in life.workers]
-            self._await(engine, "saying how far it is", pulses, partial(self._has_pulsed, engine, life))
+            self._calls.ask(life, "sampling", "proceed", MAX_STEPS, then=partial(self._has_sampled, engine, life))
+        if life.partial.is_due(time.monotonic()):
+            life.partial.ask(time.monotonic())
+            then = partial(self._has_grown, engine, life)
+            self._calls.ask(life, "telling what it has", "grown", LEAST_TOKENS, then=then)
 
-    def _is_loaded(self, decision: Load, _: list[Any]) -> list[Event]:
-        self._lives[decision.engine].loading = None
+    def _has_loaded(self, decision: Load, life: Life, answers: list[LoadResult]) -> list[Event]:
+        result = min(answers)
+        life.is_torn = result is LoadResult.TORN or (life.is_torn and result is LoadResult.MISSED)
+        if result is not LoadResult.WHOLE:
+            return self._missed(decision, life.is_torn)
+        life.loading = None
         return [Loaded(*decision)]
 
     def _has_sampled(self, engine: int, life: Life, answers: list[Any]) -> list[Event]:
         life.num_sampling -= 1
         life.load -= len(answers[0])
+        self._to_ask[engine] = life
+        for attempt, sample, _ in answers[0]:
+            life.partial.end(attempt, sample)
         return [
             Answered(engine, life.number, attempt, sample, trajectory.spans[0].version, trajectory)
             for attempt, sample, trajectory in answers[0]
         ]
 
-    def _has_pulsed(self, engine: int, life: Life, answers: list[int]) -> list[Event]:
-        life.is_asked = False
-        return [Pulsed(engine, life.number, min(answers))]
-
-    def _call(
-        self, engine: int, doing: str, method: str, *arguments: Any, then: Callable[[list[Any]], list[Event]] = _nothing
-    ) -> None:
-        """Call a method of all workers of an engine; calls are carried out in their order."""
-        answers = [getattr(worker, method).remote(*arguments) for worker in self._lives[engine].workers]
-        self._await(engine, doing, answers, then)
-
-    def _await(
-        self,
-        engine: int,
-        doing: str,
-        answers: list[Any],
-        then: Callable[[list[Any]], list[Event]],
-        instead: Callable[[], list[Event]] | None = None,
-        limit_s: float = math.inf,
-    ) -> None:
-        life, until_s = self._lives[engine].number, time.monotonic() + limit_s
-        self._calls.append(EngineCall(engine, life, doing, answers, set(answers), then, instead, until_s))
-
-    def _heard(self, call: EngineCall, ready: set[Any]) -> list[Event]:
-        """What follows from the answers that have come; a failure is the engine's death, or what the call says."""
-        if call not in self._calls:  # the engine has died of another one
-            return []
-        for answer in call.left & ready:
-            why = self._failure(answer, call.doing)
-            if why is not None and call.instead is not None:
-                self._calls.remove(call)
-                return call.instead()
-            if why is not None:
-                self._calls = [other for other in self._calls if other.engine != call.engine]
-                return [Died(call.engine, call.life, why)]
-        call.left -= ready
-        is_late = call.instead is not None and time.monotonic() > call.until_s
-        if call.left and not is_late:
-            return []
-        self._calls.remove(call)
-        if call.left and call.instead is not None:
-            return call.instead()
-        return call.then(self._ray.get(call.answers))
-
-    def _failure(self, answer: Any, doing: str) -> str | None:
-        """Why a call that has ended has no answer; None if it has one."""
-        try:
-            self._ray.get(answer)
-        except self._ray.exceptions.RayActorError:
-            return f"a process of it was gone while {doing}"
-        except self._ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, InputError):
-                raise error.cause from None
-            return f"it failed while {doing}: {error.cause}"
-        except self._ray.exceptions.RayError as error:
-            return f"it was lost while {doing}: {error}"
-        return None
+    def _has_grown(self, engine: int, life: Life, answers: list[Any]) -> list[Event]:
+        return [*life.partial.grow(engine, life.number, answers[0])]

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from mega_rl import platform
 from mega_rl.bridge.mapping.megatron import ModelChunk, Shard, megatron_slices
 from mega_rl.bridge.mapping.tensors import hf_tensors
-from mega_rl.bridge.mapping.vllm import vllm_slices
+from mega_rl.bridge.mapping.vllm import vllm_series, vllm_slices
 from mega_rl.bridge.reshard.execute import TransferCount
 from mega_rl.bridge.reshard.proof import LoadProof, Proof
 from mega_rl.bridge.slices import Box, Slice, indices
@@ -62,7 +62,7 @@ class Trainer:
         self.engines = RemoteEngines(spec, NUM_ENGINES)
         self.sink = RemoteSink(self.engines, SentWeights(shape, torch.float32, 1 << 16, torch.device("cpu")))
         self.shards = place(self.slices[self.rank], dict(hf_weights(model)))
-        load = LoadProof(hf_tensors(shape), self.slices, [self.wanted], 1, self.read, self.rank)
+        load = LoadProof(hf_tensors(shape), self.slices[self.rank], [vllm_series(shape, 1, 0)], 1, self.read)
         assert self.sink.obstacle(load) is None
         self.sink.connect(self.slices)
 
@@ -188,12 +188,12 @@ def kept_prefixes_are_wrong(trainer: Trainer) -> None:
 
 def flipped_bit_is_found(trainer: Trainer) -> None:
     """The proof passes, and after one bit of one engine has changed it names tensor and engine on every rank."""
-    wanted = [trainer.wanted] * NUM_ENGINES
-    proof = Proof(hf_tensors(trainer.shape), trainer.slices, wanted, engine_size=1, is_sample=False, seed=0)
-    assert proof.check(trainer.read, trainer.rank, trainer.sink.inspect, version=6) > 10
+    held, engine = trainer.slices[trainer.rank], [vllm_series(trainer.shape, 1, 0)]
+    proof = Proof(hf_tensors(trainer.shape), held, engine, NUM_ENGINES, is_sample=False, seed=0)
+    assert proof.check(trainer.read, trainer.sink.inspect, version=6) > 10
     trainer.sink.inspect(flip_a_bit, [("model.norm.weight", worker == 1) for worker in range(NUM_ENGINES)])
     try:
-        proof.check(trainer.read, trainer.rank, trainer.sink.inspect, version=6)
+        proof.check(trainer.read, trainer.sink.inspect, version=6)
     except RuntimeError as error:
         assert "the engine on rank 1 holds another model.norm.weight" in str(error), error
     else:

@@ -20,8 +20,6 @@ import psutil
 import torch
 
 from mega_rl import platform
-from mega_rl.bridge.reshard.deposit import summed
-from mega_rl.bridge.reshard.proof import live_hashes
 from mega_rl.bridge.series import Series
 from mega_rl.config.schema.sampling import RolloutConfig
 from mega_rl.fleet.engines import Condition, EngineLimits
@@ -37,6 +35,7 @@ from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.scheduling.scheduler_thread import SchedulerThread
 from mega_rl.types import Prompt, Score, Trajectory
 from tests.pretended.engine_process import PretendedKeptProcess
+from tests.pretended.stored import sealed
 
 NORM = Series("model.norm.weight", ((0, 5),), "model.norm.weight", ((0, 5),))
 RULES = Rules(num_groups=4, group_size=2, total_steps=4)
@@ -77,11 +76,8 @@ class Trainer:
         self.thread = SchedulerThread(self.scheduler, self.executor, score, lambda scores: True, {}, LIMIT_S)
 
     def put(self, version: int) -> None:
-        parameters, slices = self.store.parameters(0, version), self.store.form.slices[0]
-        parameters["model.norm.weight"].fill_(value(version))
-        hashes = live_hashes(parameters, slices, self.store.form.salt)
-        found = summed({(s.local_name, s.hf_name): h} for s, h in zip(slices, hashes, strict=True))
-        self.stored[version] = StoredVersion(version, [found])
+        self.store.parameters(0, version)["model.norm.weight"].fill_(value(version))
+        self.stored[version] = sealed(self.store, version)
 
     def processes(self) -> list[int]:
         return sorted(process for life in self.executor._lives.values() for process in life.processes)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from mega_rl.config.schema.sampling import RolloutConfig
 from mega_rl.config.schema.sections import RunConfig
 from mega_rl.errors import InputError
 from mega_rl.fleet.executor import PlacesError
-from mega_rl.rollout.remote.engine_process import EngineSpec
+from mega_rl.rollout.remote.engine_process import EngineSpec, WorkerPlace
 from mega_rl.rollout.remote.fleet import lease_actor, leases
 from mega_rl.rollout.remote.fleet.kept_engine import KeptEngine, digest
 from mega_rl.rollout.remote.fleet.lease_actor import Fenced, LeaseActor
@@ -144,8 +145,8 @@ class FakeRay:
 class Worker(KeptEngine):
     """Its start takes no time, and it is on no node."""
 
-    def whereabouts(self) -> tuple[str, int]:
-        return "a node", 7
+    def whereabouts(self) -> WorkerPlace:
+        return WorkerPlace("a node", 7, 3)
 
     def open(self, spec: EngineSpec) -> Any:
         return None
@@ -195,9 +196,9 @@ def test_the_next_trainer_has_the_engines_and_the_one_before_is_refused(ray: Fak
     assert (first.num_survivors, second.num_survivors) == (0, 2) and len(ray.groups) == 2
     survivor = second.survivor(1)
     assert survivor is not None and [worker.actor for worker in survivor.workers] == actors[1]
-    assert survivor.whereabouts == [("a node", 7)] * 2 and second.survivor(1) is None
-    assert ray.get(survivor.workers[0].pulse.remote()) == 0
-    for refused in (lambda: ray.get(guarded.pulse.remote()), lambda: ray.get(guarded.rest.remote())):
+    assert survivor.whereabouts == [("a node", 7, 3)] * 2 and second.survivor(1) is None
+    assert ray.get(survivor.workers[0].process_id.remote()) == os.getpid()
+    for refused in (lambda: ray.get(guarded.process_id.remote()), lambda: ray.get(guarded.rest.remote())):
         with pytest.raises(TaskError, match="another trainer has attached to the rollout engines of this run"):
             refused()
     with pytest.raises(Fenced):
@@ -236,6 +237,21 @@ def test_other_settings_of_engines_and_fewer_engines(ray: FakeRay) -> None:
     other = replace(SPEC, rollout=replace(SPEC.rollout, kv_cache_bytes=1 << 20))
     assert trainer(ray, num_engines=1, spec=other).num_survivors == 0 and ray.groups[0].is_removed
     assert digest(replace(SPEC, max_model_len=65)) != digest(SPEC)
+
+
+def test_fewer_engines_are_those_that_are_left_whatever_their_numbers(ray: FakeRay) -> None:
+    """The node of the first one is gone, and the run is started again with one less."""
+    actors = begin(trainer(ray), 3)
+    for worker in actors[0]:
+        worker.state = "gone"
+    second = trainer(ray, num_engines=2)
+    found = [second.survivor(engine) for engine in range(2)]
+    assert [[worker.actor for worker in one.workers] for one in found if one] == [actors[2], actors[1]]
+    assert [group.is_removed for group in ray.groups] == [True, False, False], "and nothing was reserved"
+    third = trainer(ray, num_engines=2)
+    assert third.num_survivors == 2 and (again := third.survivor(0)) and again.workers[0].actor is actors[2][0]
+    third.close()
+    assert all(group.is_removed for group in ray.groups)
 
 
 def test_engines_with_an_environment_are_of_use_if_their_episodes_are_the_same(

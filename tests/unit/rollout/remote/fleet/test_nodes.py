@@ -12,6 +12,7 @@ import torch
 from mega_rl.bridge.series import Series
 from mega_rl.errors import InputError
 from mega_rl.rollout.remote.fleet import node_agent, nodes as under_test
+from mega_rl.rollout.remote.fleet.kept_engine import BESIDE
 from mega_rl.rollout.remote.fleet.node_agent import NodeAgent
 from mega_rl.rollout.remote.fleet.nodes import Nodes
 from mega_rl.rollout.remote.weight_store import Location, Store, StoreForm
@@ -50,7 +51,11 @@ class FakeRay:
     def nodes(self) -> list[dict[str, Any]]:
         return [{"NodeID": "own", "Alive": self.alive}, {"NodeID": "other", "Alive": True}]
 
-    def remote(self, kind: type) -> Any:
+    def remote(self, concurrency_groups: dict[str, int]) -> Any:
+        assert concurrency_groups == {BESIDE: 1}, "a copy of weights would hold pulses up"
+        return self.actor_class
+
+    def actor_class(self, kind: type) -> Any:
         assert kind is NodeAgent
         made = SimpleNamespace(node="")
 
@@ -81,7 +86,7 @@ def test_each_node_takes_a_version_once_and_passes_it_on_to_two() -> None:
     assert nodes.meet("own") is None
     for node in "abcde":
         assert nodes.meet(node) == f"memory at {node}" and nodes.meet(node) is None
-    assert nodes.location("own", 0) == store.location and not ray.asked
+    assert nodes.location("own", 0) == store.location_of(0) and not ray.asked
     for _ in range(2):
         assert [nodes.location(node, 0) for node in "abcde"] == [f"0 at {node}" for node in "abcde"]
     own = store.location
@@ -131,7 +136,9 @@ def test_a_slot_is_copied_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> Non
 
     helper = NodeAgent(FORM, here.location)
     found = helper.fetch(1, SimpleNamespace(chunk=SimpleNamespace(remote=chunk)), there.location)
-    assert found == here.location and asked == [(0, 1, 0, 3000), (0, 1, 3000, 4096)]
+    ends = {None: (3000, 4096), 1: (3000, 6000, 9000, 12000, 12288)}
+    expected = [(0, slot, start, end) for slot, of in ends.items() for start, end in zip((0, *of), of, strict=False)]
+    assert found == here.location_of(1) and asked == expected
     assert here.parameters(0, 1)["model.norm.weight"].tolist() == [0, 1, 2, 3, 4]
     assert here.parameters(0, 0)["model.norm.weight"].tolist() == [0] * 5, "the other version's slot"
     there.close()

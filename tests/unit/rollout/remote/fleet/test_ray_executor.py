@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
-import torch
 
 from mega_rl import platform
-from mega_rl.bridge.series import Series
 from mega_rl.config.schema.sampling import RolloutConfig
 from mega_rl.errors import InputError
 from mega_rl.fleet import events
@@ -20,215 +18,25 @@ from mega_rl.fleet.executor import PlacesError
 from mega_rl.fleet.scheduler import FleetScheduler
 from mega_rl.fleet.tickets import Key, Rules
 from mega_rl.rollout.engine import Request
-from mega_rl.rollout.remote.engine_process import EngineSpec
+from mega_rl.rollout.remote.engine_process import LoadResult, WorkerPlace
 from mega_rl.rollout.remote.fleet import places, ray_executor as under_test
-from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor
-from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion, StoreForm
-from mega_rl.types import Prompt, Trajectory
+from mega_rl.rollout.remote.weight_store import Location, StoredVersion, WantedVersion
+from mega_rl.types import Prompt
+from tests.pretended.remote.fake_ray import (
+    OWN,
+    PROOFS,
+    PULSE_FILE,
+    Answer,
+    Arriving,
+    FakeRay,
+    LaterError,
+    TaskFailed,
+    Worker,
+    executor_on,
+)
 
-NORM = Series("model.norm.weight", ((0, 5),), "model.norm.weight", ((0, 5),))
 RULES = Rules(num_groups=4, group_size=2, total_steps=3)
 LIMITS = EngineLimits(progress_s=20.0, start_s=100.0, restarts=1)
-OWN = Location(1, (3,))  # of a store
-NUM_STEPS = 40  # of an engine for a response
-
-
-class ActorGone(Exception):
-    """``ray.exceptions.RayActorError``."""
-
-
-class TaskFailed(Exception):
-    """``ray.exceptions.RayTaskError``."""
-
-    def __init__(self, cause: Exception) -> None:
-        super().__init__(str(cause))
-        self.cause = cause
-
-
-class LaterError(Exception):
-    """``ray.exceptions.RayError``, of none of the kinds above."""
-
-
-@dataclass(eq=False)
-class Answer:
-    value: Any = None
-    error: Exception | None = None
-    is_there: bool = False
-
-
-@dataclass(eq=False)
-class Worker:
-    """An actor: one worker of an engine, which answers a call at a time; pulses wait for nobody."""
-
-    process: int
-    rank: int
-    state: str = "runs"  # or "stopped", or "gone"
-    failures: dict[str, Exception] = field(default_factory=dict)  # method -> what it raises
-    version: int = -1
-    num_steps: int = 0
-    calls: list[tuple[str, tuple[Any, ...], Answer]] = field(default_factory=list)
-    todo: dict[tuple[int, int], tuple[Request, int]] = field(default_factory=dict)  # ticket -> request, steps left
-    shown: list[Any] = field(default_factory=list)  # prompts of requests, and what came beside them
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-
-        def remote(*arguments: Any) -> Answer:
-            answer = Answer()
-            self.calls.append((name, arguments, answer))
-            return answer
-
-        return SimpleNamespace(remote=remote, options=lambda concurrency_group: SimpleNamespace(remote=remote))
-
-    def go_on(self) -> None:
-        if self.state == "gone":
-            for _, _, answer in self.calls:
-                answer.error, answer.is_there = ActorGone(), True
-            self.calls.clear()
-        for name, arguments, answer in self.calls[:1] if self.state == "runs" else ():
-            del self.calls[0]
-            answer.is_there = True
-            if name in self.failures:
-                answer.error = TaskFailed(self.failures[name])
-            else:
-                answer.value = getattr(self, f"do_{name}")(*arguments)
-
-    def do_whereabouts(self) -> tuple[str, int]:
-        return "own", self.process
-
-    def do_open(self, spec: EngineSpec) -> str:
-        assert spec.rollout.vllm["load_format"] == "dummy", "weights come from the store"
-        return "a meeting point"
-
-    def do_start(self, spec: EngineSpec, rank: int, point: Answer) -> None:
-        assert rank == self.rank
-
-    def do_load(self, form: StoreForm, location: Any, stored: StoredVersion) -> None:
-        assert location == OWN and not self.todo, "weights that are not there, or under a pinned ticket"
-        self.version = stored.version
-
-    def do_issue(self, attempt: int, samples: Sequence[int], requests: Sequence[Request], *pictures: Any) -> None:
-        self.shown.append(([request.prompt.index for request in requests], pictures))
-        self.todo |= {(attempt, sample): (r, NUM_STEPS) for sample, r in zip(samples, requests, strict=True)}
-
-    def do_proceed(self, max_steps: int) -> list[tuple[int, int, Trajectory]]:
-        self.num_steps += max_steps
-        self.todo = {ticket: (request, left - max_steps) for ticket, (request, left) in self.todo.items()}
-        ended = {ticket: request for ticket, (request, left) in self.todo.items() if left <= 0}
-        self.todo = {ticket: entry for ticket, entry in self.todo.items() if ticket not in ended}
-        return [] if self.rank else [(*ticket, self.answer(request)) for ticket, request in ended.items()]
-
-    def do_rest(self) -> None:
-        self.todo.clear()
-
-    def do_pulse(self) -> int:
-        return self.num_steps
-
-    def answer(self, request: Request) -> Trajectory:
-        tokens = [self.version + 1, request.prompt.index, request.seed]
-        return Trajectory.single_turn(
-            request.prompt, request.sample_index, tokens, [-1.0] * 3, "", "stop", self.version
-        )
-
-
-class FakeRay:
-    """Time passes when somebody waits, a second each time."""
-
-    exceptions = SimpleNamespace(RayActorError=ActorGone, RayTaskError=TaskFailed, RayError=LaterError)
-
-    def __init__(self) -> None:
-        self.workers: list[Worker] = []
-        self.now = 0.0
-        self.groups: dict[str, str] = {}  # placement group -> its state
-        self.util = SimpleNamespace(
-            placement_group=self.placement_group,
-            placement_group_table=lambda group: {"state": self.groups[group]},
-            remove_placement_group=lambda group: self.groups.pop(group, None),
-        )
-
-    def placement_group(self, bundles: list[dict[str, float]], strategy: str) -> str:
-        assert strategy == "STRICT_PACK", "all workers of an engine are on one node"
-        self.groups[name := f"{len(bundles)} x {bundles[0]}, {len(self.groups)}"] = "PENDING"
-        return name
-
-    def available_resources(self) -> dict[str, float]:
-        return {"CPU": 1.0, "memory": 5.0}
-
-    def nodes(self) -> list[dict[str, str]]:
-        return [{"NodeID": "own", "NodeManagerAddress": "10.0.0.7"}]
-
-    def spawn(self, ray: Any, group: str, size: int, options: Any, call_groups: Any) -> list[Worker]:
-        found = [Worker(len(self.workers) + rank, rank) for rank in range(size)]
-        self.workers += found
-        return found
-
-    def wait(
-        self, answers: list[Answer], num_returns: int = 1, timeout: float = 0
-    ) -> tuple[list[Answer], list[Answer]]:
-        assert answers and len(set(map(id, answers))) == len(answers)
-        if timeout:
-            self.now += 1
-            for worker in self.workers:
-                worker.go_on()
-        ready = [answer for answer in answers if answer.is_there][:num_returns]
-        return ready, [answer for answer in answers if answer not in ready]
-
-    def get(self, found: Any) -> Any:
-        if isinstance(found, list):
-            return [self.get(one) for one in found]
-        assert found.is_there, "that would block"
-        if found.error is not None:
-            raise found.error
-        return found.value
-
-    def put(self, value: Any) -> Any:
-        return ("put", value)
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-    def kill(self, worker: Worker) -> None:
-        worker.state = "gone"
-
-    def shutdown(self) -> None:
-        assert all(worker.state == "gone" for worker in self.workers)
-
-
-class FakeNodes:
-    def __init__(self, ray: FakeRay, store: Store) -> None:
-        self.form, self._ray = store.form, ray
-
-    met: Answer | None = None
-
-    def meet(self, node: str) -> Answer | None:
-        assert node == "own"
-        found, self.met = self.met, None
-        return found
-
-    def location(self, node: str, version: int, failed: Any = None) -> Location:
-        return OWN
-
-    def check_own(self) -> None: ...
-
-    def forget(self, node: str, version: int) -> None: ...
-
-    def kill(self, node: str, processes: Sequence[int]) -> None:
-        for process in processes:
-            self._ray.workers[process].state = "gone"
-
-
-class Arriving:
-    """Ray's reference to a location, which is there at some time."""
-
-    value = OWN
-
-    def __init__(self, ray: FakeRay, at: float, error: Exception | None = None) -> None:
-        self._ray, self._at, self.error = ray, at, error
-
-    @property
-    def is_there(self) -> bool:
-        return self._ray.now >= self._at
 
 
 def requests(key: Key, samples: Sequence[int]) -> list[Request]:
@@ -236,26 +44,29 @@ def requests(key: Key, samples: Sequence[int]) -> list[Request]:
     return [Request(prompt, sample, seed=10 * key.ticket + sample, max_tokens=8) for sample in samples]
 
 
+def fleet_of(num_engines: int, size: int = 1, is_pinned: bool = True) -> RolloutConfig:
+    mode: Literal["pinned", "in_flight"] = "pinned" if is_pinned else "in_flight"
+    return RolloutConfig(mode=mode, placement="separate", num_engines=num_engines, tensor_parallel_size=size)
+
+
 class Run:
     """A scheduler and the executor of two engines."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, size: int = 1, picture_set: Any = None) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        size: int = 1,
+        picture_set: Any = None,
+        rules: Rules = RULES,
+        worker: Callable[[int, int], Worker] = Worker,
+    ) -> None:
         platform.select("cpu")
-        self.ray, self.told, self.batches = FakeRay(), [], []
+        self.ray, self.told, self.batches = FakeRay(worker), [], []
         self.on_issue: Callable[[events.Issue, list[Worker]], None] = lambda decision, workers: None
-        monkeypatch.setattr(under_test, "connected_ray", lambda num_workers: (self.ray, None))
-        monkeypatch.setattr(under_test, "nodes", lambda ray: [{"CPU": 2.0 * size}])
-        monkeypatch.setattr(places, "reserve", lambda ray, size, options: "a place")
-        monkeypatch.setattr(places, "spawn", self.ray.spawn)
-        monkeypatch.setattr(under_test, "Nodes", FakeNodes)
-        clock = SimpleNamespace(monotonic=lambda: self.ray.now, sleep=self.ray.sleep)
-        monkeypatch.setattr(under_test, "time", clock)  # of this module alone: threads of other tests sleep too
-        rollout = RolloutConfig(placement="separate", num_engines=2, tensor_parallel_size=size)
-        spec = EngineSpec("", rollout, 64, "float32", "cpu", is_deterministic=False, num_threads=1)
-        store = Store(StoreForm(((NORM,),) * size, torch.float32, num_slots=2, salt=1))
-        self.stored = {0: StoredVersion(0, [])}
-        self.executor = RayExecutor(spec, 2, requests, store, self.stored, picture_set=picture_set)
-        self.scheduler = FleetScheduler(RULES, LIMITS, range(2))
+        self.stored = {0: StoredVersion(0, 2, PROOFS)}
+        rollout = fleet_of(2, size, is_pinned=rules.is_pinned)
+        self.executor = executor_on(monkeypatch, self.ray, rollout, requests, self.stored, picture_set)
+        self.scheduler = FleetScheduler(rules, LIMITS, range(2))
 
     def go(self) -> events.Finish:
         todo = list(self.scheduler.begin(self.ray.now))
@@ -277,7 +88,7 @@ class Run:
             said.append(events.Scored(decision.key, is_kept=True))
         elif isinstance(decision, events.Deliver):
             self.batches.append([[(r.sampled_ids.tolist(), r.spans) for r in group] for _, group in decision.groups])
-            self.stored[decision.step + 1] = StoredVersion(decision.step + 1, [])
+            self.stored[decision.step + 1] = StoredVersion(decision.step + 1, 2, PROOFS)
             said.append(events.Published(decision.step + 1))
         elif isinstance(decision, events.Start | events.Kill | events.Load | events.Issue):
             if isinstance(decision, events.Issue):
@@ -471,6 +282,37 @@ def test_weights_that_newer_ones_have_replaced_cost_no_restart(
     assert not run.go().is_failure and run.batches == expected and gone and not run.whys()[:-2], run.whys()
 
 
+@pytest.mark.parametrize("worst", [LoadResult.TORN, LoadResult.MISSED])
+def test_weights_replaced_while_an_engine_reads_them_cost_no_restart_and_no_step(
+    monkeypatch: pytest.MonkeyPatch, worst: LoadResult
+) -> None:
+    """One of an engine's workers was too late; with torn weights it is not told to sample on until it has others."""
+    expected, run, late = undisturbed(monkeypatch), Run(monkeypatch, size=2), list[Worker]()
+    load = Worker.do_load
+
+    def do_load(worker: Worker, location: Any, wanted: WantedVersion) -> LoadResult:
+        if wanted.version == 1 and worker.rank == 1 and not late:
+            late.append(worker)
+            return worst
+        return load(worker, location, wanted)
+
+    missed = run.executor._missed
+
+    def checked(decision: events.Load, is_torn: bool = False) -> list[events.Event]:
+        life = run.executor._lives[decision.engine]
+        assert life.is_torn is is_torn is (worst is LoadResult.TORN)
+        life.load, before = 1, len(life.workers[0].calls)
+        run.executor._ask(decision.engine, life)
+        asked = [name for name, _, _ in list(life.workers[0].calls)[before:]]
+        life.load = 0
+        assert ("proceed" in asked) is not is_torn
+        return missed(decision, is_torn)
+
+    monkeypatch.setattr(Worker, "do_load", do_load)
+    monkeypatch.setattr(run.executor, "_missed", checked)
+    assert not run.go().is_failure and run.batches == expected and late and not run.whys()[:-2], run.whys()
+
+
 @pytest.mark.parametrize("num_failures", [1, 2])
 def test_a_copy_to_a_node_that_fails_once_costs_its_engines_no_restart(
     monkeypatch: pytest.MonkeyPatch, num_failures: int
@@ -501,7 +343,7 @@ def test_an_engine_that_is_attached_to_and_does_not_rest_is_started_anew(
     """It has answered in the thread of pulses, and its other one is stuck."""
     run = Run(monkeypatch)
     run.ray.workers.append(Worker(0, 0, state))
-    survivors = {0: places.Survivor([run.ray.workers[0]], [("own", 0)])}
+    survivors = {0: places.Survivor([run.ray.workers[0]], [WorkerPlace("own", 0, PULSE_FILE)])}
     monkeypatch.setattr(run.executor._places, "survivor", lambda engine: survivors.pop(engine, None))
     run.executor.carry(events.Start(0, 0))
     said: list[events.Event] = []
@@ -555,19 +397,59 @@ def test_late_weights_are_no_death_while_the_engine_answers(monkeypatch: pytest.
     go_on = Worker.go_on
 
     def late(worker: Worker) -> None:
-        """The first load of step 1's weights takes as long as two limits; pulses are answered beside it."""
-        if not any(name == "load" and arguments[2].version == 1 for name, arguments, _ in worker.calls[:1]):
+        """The first load of step 1's weights takes as long as two limits."""
+        if not any(name == "load" and arguments[1].version == 1 for name, arguments, _ in worker.calls[:1]):
             return go_on(worker)
         if not held:
             held.append(worker)
             run.ray.held_at = run.ray.now  # type: ignore[attr-defined]
         if worker is not held[0] or run.ray.now > run.ray.held_at + 2 * LIMITS.progress_s:  # type: ignore[attr-defined]
             return go_on(worker)
-        for call in [call for call in worker.calls if call[0] == "pulse" and is_alive]:
-            worker.calls.remove(call)
-            call[2].value, call[2].is_there = worker.num_steps, True
+        if not is_alive:
+            worker.beats -= 1  # which it has just had
 
     monkeypatch.setattr(Worker, "go_on", late)
     assert not run.go().is_failure and run.batches == expected and held
     whys = [why for why in run.whys() if "said nothing" in why]
     assert whys == ([] if is_alive else ["it was to load version 1, and has said nothing for 20 s"])
+
+
+def functions_in(call: Callable[[], object]) -> list[str]:
+    """The names of all functions that are called, every time."""
+    called: list[str] = []
+    sys.setprofile(lambda frame, what, _: called.append(frame.f_code.co_name) if what == "call" else None)
+    call()
+    sys.setprofile(None)
+    return called
+
+
+def test_looking_for_events_costs_no_more_with_more_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of functions while every engine has calls to answer and none has answered."""
+    found = []
+    for num_engines in (2, 50):
+        with monkeypatch.context() as patch:
+            platform.select("cpu")
+            ray = FakeRay()
+            executor = executor_on(patch, ray, fleet_of(num_engines), requests, {0: StoredVersion(0, 2, PROOFS)})
+            for engine in range(num_engines):
+                executor.carry(events.Start(engine, 0))
+            while sum(isinstance(event, events.Started) for event in executor.events(1.0)) < num_engines:
+                pass
+            for engine in range(num_engines):
+                executor.carry(events.Issue(engine, 0, Key(0, engine), (0, 1), engine, (None, None)))
+            executor.events(0.0)
+            assert all(len(worker.calls) == 1 + under_test.NUM_AHEAD for worker in ray.workers)
+            found.append(functions_in(lambda executor=executor: executor.events(0.0)))  # type: ignore[misc]
+            executor.close()
+    assert found[0] == found[1] and "heard" in found[0]
+
+
+def test_what_an_engine_said_before_it_was_killed_is_not_heard_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch)
+    run.executor.carry(events.Start(0, 0))
+    run.executor.carry(events.Start(1, 0))
+    for _ in range(4):
+        run.ray.pass_time(1.0)  # both have started, and nobody has looked
+    run.executor.carry(events.Kill(0, 0, "it is no longer wanted"))
+    assert run.executor.events(0.0) == [events.Started(1, 0)]
+    run.executor.close()
