@@ -3,8 +3,8 @@
     python -m benchmarks.importing.published --from verl CHECKOUT/examples [--devices 8] [--unknown] [--json PATH]
 
 Files are those of the neighbour's kind (shell scripts, YAML, Python) below the folders that are given, or the files
-themselves; those without any key (``not of it``) are counted apart. ``--unknown`` lists the keys that the table does
-not know, the most frequent first, and why files were not read.
+themselves; those without any key that its table knows (``not of it``) are counted apart. ``--unknown`` lists the keys
+that the table does not know, the most frequent first, and why files were not read.
 """
 
 from __future__ import annotations
@@ -39,6 +39,13 @@ def read(neighbour: str, path: Path, devices: int | None) -> Draft | str:
         return str(error)
 
 
+def _is_another(draft: Draft | str) -> bool:
+    """Of a file without any key, or without any that the table knows: tokens to be added, a program without a run."""
+    if isinstance(draft, str):
+        return "holds no keys" in draft or "calls no " in draft
+    return all(outcome.became == "unknown" for outcome in draft.outcomes.values())
+
+
 def measure(neighbour: str, paths: list[Path], devices: int | None) -> dict[str, Any]:
     """Counts of files and keys, and which keys and files are odd."""
     counts: Counter[str] = Counter(dict.fromkeys(["files", "not of it", "read", "exit 0", *OUTCOMES.values()], 0))
@@ -46,7 +53,7 @@ def measure(neighbour: str, paths: list[Path], devices: int | None) -> dict[str,
     unread: dict[str, str] = {}
     for path in paths:
         draft = read(neighbour, path, devices)
-        if isinstance(draft, str) and "holds no keys" in draft or "calls no " in str(draft)[:400]:
+        if _is_another(draft):
             counts["not of it"] += 1
             continue
         counts["files"] += 1

@@ -98,7 +98,7 @@ def _apply(draft: Draft, key: str, entry: Entry) -> None:
     if entry.kind == "same":
         draft.note(key, "same", reason(entry))
     elif entry.kind == "none":
-        is_off = _is_among(value, entry.off)
+        is_off = value is None or _is_among(value, entry.off) or _is_off(draft, key, entry, value)
         text = reason(entry)
         draft.note(key, "same" if is_off else "none", "as it is here" if is_off else text)
     elif entry.kind == "passed":
@@ -141,6 +141,11 @@ def is_number_key(ours: str) -> bool:
 
 def _is_among(value: Any, off: tuple[Any, ...]) -> bool:
     return any(value == wanted and isinstance(value, bool) == isinstance(wanted, bool) for wanted in off)
+
+
+def _is_off(draft: Draft, key: str, entry: Entry, value: Any) -> bool:
+    """False is off where their default is not true; an empty list or section is."""
+    return value in ([], {}, "") or (value is False and True not in entry.off and draft.defaults.get(key) is not True)
 
 
 def _set_passed(draft: Draft, key: str, ours: str, value: Any) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mega_rl.config.reading.tables import Table, reasons
-from mega_rl.errors import InputError, shown
+from mega_rl.errors import shown
 from mega_rl.importers.draft.reading import Given
 
 Became = Literal["mapped", "same", "none", "unknown"]
@@ -50,28 +50,24 @@ class Draft:
         return next(found, default)
 
     def word(self, *keys: str, default: Any = None) -> Any:
-        """As ``get``, of one plain value.
-
-        Raises:
-            InputError: it is a list or a section.
-        """
+        """As ``get``, of one plain value; a list or a section is refused, and ``default`` holds."""
         value = self.get(*keys, default=default)
         if isinstance(value, list | dict):
-            name = next(key for key in keys if key in self.given.values)
-            raise InputError(f"{name} is {shown(value)}: give one word or number")
+            self._refuse(keys, value, "one word or number")
+            return default
         return value
 
     def number(self, *keys: str, default: float | None = None) -> float | None:
-        """As ``get``, of a number.
-
-        Raises:
-            InputError: it is something else.
-        """
+        """As ``get``, of a number; anything else is refused, and ``default`` holds."""
         value = self.get(*keys, default=default)
         if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
             return value
-        name = next(key for key in keys if key in self.given.values)
-        raise InputError(f"{name} is {shown(value)}: give a number")
+        self._refuse(keys, value, "a number")
+        return default
+
+    def _refuse(self, keys: tuple[str, ...], value: Any, expected: str) -> None:
+        named = [key for key in keys if self.given.values.get(key) == value]
+        self.lack(named, "other_word", f"{shown(value)}, where {expected} is expected")
 
     def count(self, *keys: str, default: int | None = None) -> int | None:
         """As ``number``, of a whole number >= 1; anything less means that it is not set."""

@@ -270,6 +270,17 @@ def _rewards(draft: Draft) -> None:
         draft.note(key, "mapped" if draft.get(keys[0]) else "same", "rewards: overlong")
 
 
+def _recompute(draft: Draft) -> None:
+    """Megatron's own keys count where activations are computed again at all."""
+    saves, prefix = bool(draft.get("actor.gradient_checkpointing")), "actor.megatron.recompute_"
+    keys = [f"{prefix}{part}" for part in ("granularity", "method", "num_layers")]
+    kind = draft.word(keys[0]) if draft.has(keys[0]) else None
+    chosen = ("selective" if kind == "selective" else "full") if saves else "none"
+    draft.set("memory.recompute", chosen, ["actor.gradient_checkpointing", *keys])
+    if chosen == "full" and draft.has(keys[1]) and draft.word(keys[1]) == "block":
+        draft.set("memory.recompute_num_layers", draft.count(keys[2]), [keys[2]])
+
+
 def schedule(draft: Draft) -> None:
     per_step = int(draft.result.get("algorithm.minibatches_per_step", 1))
     keys = ["actor.optimizer.warmup_steps", "actor.optimizer.warmup_steps_proportion"]
@@ -279,8 +290,7 @@ def schedule(draft: Draft) -> None:
     if floor is not None:
         lr = float(draft.result.get("optimizer.lr") or 1e-6)
         draft.set("optimizer.min_lr", floor * lr, ["actor.optimizer.min_lr_ratio"])
-    saves = bool(draft.get("actor.gradient_checkpointing", default=False))
-    draft.set("memory.recompute", "full" if saves else "none", ["actor.gradient_checkpointing"])
+    _recompute(draft)
     for key, ours in (("saver.freq_steps", "checkpoint.save_freq"), ("evaluator.freq_steps", "validation.test_freq")):
         if draft.count(key):
             draft.set(ours, draft.count(key), [key])

@@ -76,7 +76,7 @@ def trl_stage(draft: Draft) -> None:
     set_stage(draft, TASKS.get(task, "sft"))
     if task == "rloo":
         draft.set("algorithm.advantage", "rloo")
-    is_on = bool(draft.get("use_peft", "use_lora"))
+    is_on = bool(draft.get("use_peft", "use_lora")) or any("LoraConfig" in word for word in draft.given.program)
     set_adapter(draft, TRL_ADAPTER, is_on, rank=16, alpha=32, targets=("q_proj", "v_proj"))
     draft.note("use_lora", "mapped" if is_on else "same", "tuning.method = lora" if is_on else "off, as here")
     if is_on and not draft.has("lora_target_modules"):

@@ -147,7 +147,9 @@ def _correction(draft: Draft) -> None:
     if not draft.get(f"{IS}enable"):
         draft.set("algorithm.importance_cap", None, keys)
         return
-    low, high = (as_list(draft.get(f"{IS}threshold", default=[0.5, 5.0])) + [5.0])[:2]
+    given = draft.get(f"{IS}threshold")
+    is_one = isinstance(given, int | float) and not isinstance(given, bool)
+    low, high = (0.5, given) if is_one else given if isinstance(given, list) and len(given) == 2 else (0.5, 5.0)
     kind = draft.word(f"{IS}type", default="tis")
     draft.set("algorithm.importance_cap", high, [f"{IS}threshold", f"{IS}enable"])
     if kind == "tis":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, get_args
 
 from mega_rl.config.reading.tables import table
@@ -264,7 +265,14 @@ def correction(draft: Draft) -> None:
     level = draft.word(kind)
     if level in ("token", "sequence"):
         draft.set("algorithm.importance_level", level, [kind])
-        draft.set("algorithm.importance_cap", draft.number(threshold, default=2.0), [threshold])
+        given = draft.get(threshold, default=2.0)
+        if isinstance(given, str) and (bounds := re.fullmatch(r"([\d.]+)_([\d.]+)", given)):
+            # Of two bounds, tokens outside are left out.
+            draft.set("algorithm.importance_correction", "mask", [threshold])
+            draft.set("algorithm.importance_floor", float(bounds[1]), [threshold])
+            draft.set("algorithm.importance_cap", float(bounds[2]), [threshold])
+        else:
+            draft.set("algorithm.importance_cap", draft.number(threshold, default=2.0), [threshold])
     elif draft.number(old):
         draft.set("algorithm.importance_cap", draft.number(old), [old])
     elif draft.result.get("aqn.enabled"):
