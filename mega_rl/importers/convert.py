@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from mega_rl.config.checks.rules import RULES as RULES_OF_KEYS
 from mega_rl.config.reading.tables import NEIGHBOURS, Entry, reason, table
 from mega_rl.config.reading.typed import is_nullable, leaf_names, leaves, not_null
 from mega_rl.errors import shown
@@ -113,6 +114,8 @@ def _apply(draft: Draft, key: str, entry: Entry) -> None:
         draft.note(key, "same", "not set, so that our default holds")
     elif is_number_key(entry.to[0]) and not is_number(value):
         draft.lack([key], "other_word", f"{shown(value)}, where a number is expected")
+    elif is_number_key(entry.to[0]) and (rule := RULES_OF_KEYS.get(entry.to[0])) and not rule.holds(value):
+        draft.lack([key], "other_word", f"{shown(value)}; {entry.to[0]} is {rule.expected}")
     else:
         is_list = entry.to[0] in ("data.train_files", "data.val_files", "rollout.stop", "rollout.stop_token_ids")
         draft.set(entry.to[0], [value] if is_list and not isinstance(value, list) else value, [key])

@@ -21,6 +21,7 @@ from mega_rl.importers.draft.words import MAX_CHARACTERS, UNKNOWN, expanded, she
 _HYDRA = re.compile(r"^[+~]{0,2}([A-Za-z_][\w-]*(?:\.[\w-]+)+)=(.*)$", re.DOTALL)
 _TOP = re.compile(r"^\+{0,2}([A-Za-z_]\w*)=(.*)$", re.DOTALL)
 _FLAG = re.compile(r"^--([A-Za-z_][\w.-]*)(?:=(.*))?$", re.DOTALL)
+_REFERENCE = re.compile(r"\$(?:\w+|\{\w+(?:\[[@*]\])?\})")
 _UV = re.compile(r"^(?:\w+=\()?uv$")  # also at the beginning of an array
 _NOT_TASKS = re.compile(r"^(?:\w+/)*(?:python3?|bash|sh|torchrun|accelerate|deepspeed|launch|ray|job|submit)$")
 # Commands that configure nothing of a training, at the beginning of a line.
@@ -126,12 +127,21 @@ def _from_shell(text: str, known: Mapping[str, str]) -> Given:
     values = variables(lines) | dict(known)
     given = Given()
     for line in lines:
-        _read_line(_command([expanded(word, values) for word in line]), given)
+        _read_line(_command([part for word in line for part in _parts(word, values)]), given)
     if not given.values:
         raise InputError(
             f"{shortened(text.strip())!r} holds no keys: give a configuration file, a script or a whole command line"
         )
     return given
+
+
+def _parts(word: str, values: Mapping[str, str]) -> list[str]:
+    """The word with its variables; one that is a variable of several keys, as in ``$ACTOR $ROLLOUT``, is those."""
+    text = expanded(word, values)
+    parts = text.split()
+    if len(parts) > 1 and _REFERENCE.fullmatch(word) and any(_HYDRA.match(part) or _FLAG.match(part) for part in parts):
+        return [part.strip("'\"") for part in parts if part != "\\"]
+    return [text]
 
 
 def _command(words: list[str]) -> list[str]:

@@ -31,6 +31,7 @@ CRITIC = CriticKeys(
     lam=("actor.gae_lambda",),
     clip=("critic.eps_clip",),
 )
+MAX_VERSIONS = 1 << 10  # of rollout.max_staleness
 AXES = {"t": "tensor", "p": "pipeline", "c": "context", "e": "expert"}
 
 
@@ -123,10 +124,6 @@ def algorithm(draft: Draft) -> None:
         draft.set("algorithm.kl_in", "reward", ["actor.kl_ctl"])
         draft.result.setdefault("algorithm.kl_estimator", "k1")
     both = draft.number("actor.eps_clip", default=0.2)
-    if draft.result.get("algorithm.clip_ratio_low") == 0.0:
-        draft.lack(["actor.eps_clip"], "other_word", "0.0; set algorithm.clip_ratio_low to a number > 0")
-        del draft.result["algorithm.clip_ratio_low"]
-        both = None
     high = draft.number("actor.eps_clip_higher", default=both)
     if high:
         draft.set("algorithm.clip_ratio_high", high, ["actor.eps_clip_higher"])
@@ -222,7 +219,10 @@ def staleness(draft: Draft) -> None:
     """Their engines take new weights while they sample, and samples may be so many versions old."""
     key = "rollout.max_head_offpolicyness"
     versions = draft.count(key) or 0
-    if draft.stage == "rl" and versions:
+    if versions > MAX_VERSIONS:
+        draft.lack([key], "other_word", f"{versions}, which is no limit")
+    elif draft.stage == "rl" and versions:
+        draft.set("rollout.placement", "separate", [key])
         draft.set("rollout.mode", "in_flight", [key])
         draft.set("rollout.max_staleness", versions, [key])
     else:

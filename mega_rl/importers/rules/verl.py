@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 from mega_rl.config.reading.tables import table
 from mega_rl.config.schema.sampling import NormRole
+from mega_rl.errors import shown
 from mega_rl.importers.draft.draft import Draft, Rule
 from mega_rl.importers.draft.units import (
     as_list,
@@ -189,13 +190,19 @@ def memory(draft: Draft) -> None:
     parts = {"param_offload": "weights", "grad_offload": "gradients", "optimizer_offload": "optimizer"}
     keys = [key for key in keys_of("offload") if draft.has(key)]
     chosen = {parts[name]: key for key in keys if (name := key.rpartition(".")[2]) in parts and draft.get(key)}
+    on_host = f"{ACTOR}optim.override_optimizer_config.optimizer_cpu_offload"
+    if draft.get(on_host):
+        draft.set(
+            "memory.optimizer_on_host", True, [on_host, *(chosen[part] for part in chosen if part == "optimizer")]
+        )
+        chosen.pop("optimizer", None)
+    if draft.stage != "rl":  # weights and gradients are always in use there
+        for part in ("weights", "gradients"):
+            draft.lack([chosen.pop(part)], "partial_offload") if part in chosen else None
     if chosen:
         draft.set("memory.offload", [part for part in parts.values() if part in chosen], chosen.values())
     for key in keys:
         draft.note(key, "same", "off, as here") if not draft.get(key) else None
-    on_host = f"{ACTOR}optim.override_optimizer_config.optimizer_cpu_offload"
-    if draft.get(on_host):
-        draft.set("memory.optimizer_on_host", True, [on_host])
     saves = "enable_gradient_checkpointing"
     triples = [keys_of("recompute")[start : start + 3] for start in (2, 5)]
     granularity, method, layers = triples[0] if draft.stage == "rl" else triples[1]
@@ -367,6 +374,14 @@ def rest(draft: Draft) -> None:
             draft.note(key, "mapped", text)
     if draft.has("trainer.device") and draft.get("trainer.device") is not None:
         draft.set("platform.name", draft.get("trainer.device"), ["trainer.device"])
+    for key, ours in zip(keys_of("profile"), ("steps", "ranks"), strict=True):
+        numbers = as_list(draft.get(key))
+        if numbers and all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
+            draft.set(f"trainer.profile.{ours}", numbers, [key])
+        elif numbers:
+            draft.lack([key], "profiler", shown(numbers))
+        else:
+            draft.note(key, "same", "none, as here")
     set_timeout(draft, "actor_rollout_ref.nccl_timeout")
     set_vision(draft, f"{ACTOR}freeze_vision_tower")
     dtypes = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}

@@ -49,6 +49,29 @@ def test_programs_of_a_block_are_no_values_of_the_launchers_flags() -> None:
     assert given.program == ["sft.py", "grpo.py"]
 
 
+STRINGS = """
+batch=64
+ACTOR="
+    data.train_batch_size=$batch \\
+    actor_rollout_ref.actor.use_kl_loss=False"
+MORE="data.max_prompt_length=100"
+ACTOR="$ACTOR $MORE"
+python3 -m verl.trainer.main_ppo $ACTOR ${ROLLOUT_CONFIG} trainer.experiment_name="$name"
+"""
+
+
+def test_keys_in_a_string_are_not_lost() -> None:
+    given = read(STRINGS, name="a b", ROLLOUT_CONFIG="actor_rollout_ref.rollout.n=5 trainer.total_epochs=2")
+    assert given.values == {
+        "data.train_batch_size": 64,
+        "actor_rollout_ref.actor.use_kl_loss": False,
+        "data.max_prompt_length": 100,
+        "actor_rollout_ref.rollout.n": 5,
+        "trainer.total_epochs": 2,
+        "trainer.experiment_name": "a b",
+    }
+
+
 def test_what_a_script_computes_is_asked_for_and_taken() -> None:
     text = (
         "python3 -m verl.trainer.main_ppo trainer.nnodes=$(nodes) data.train_batch_size=$BATCH trainer.total_epochs=1"
@@ -123,6 +146,12 @@ def test_one_odd_value_refuses_one_key(neighbour: str, key: str, value: Any, res
     draft = convert(neighbour, Given({key: value, **rest}), 8)
     assert draft.outcomes[key].became == "none" and str(value) in draft.outcomes[key].text
     assert all(draft.outcomes[name].became in ("mapped", "same") for name in rest)
+
+
+def test_a_value_out_of_bounds_refuses_its_key() -> None:
+    draft = convert("verl", Given({"data.train_batch_size": 0, "trainer.total_epochs": 2}))
+    assert draft.outcomes["data.train_batch_size"].became == "none"
+    assert draft.result["trainer.total_epochs"] == 2 and draft.result.get("data.train_batch_size") != 0
 
 
 def test_two_bounds_of_verl_leave_tokens_out() -> None:
