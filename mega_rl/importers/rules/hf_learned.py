@@ -43,6 +43,7 @@ TRL_ADAPTER = AdapterKeys(
     targets=("lora_target_modules",),
     rslora=("use_rslora",),
     also=("lora_modules_to_save",),
+    dropout=("lora_dropout",),
 )
 LLAMAFACTORY_ADAPTER = AdapterKeys(
     switches=("finetuning_type", "peft_config.name"),
@@ -53,6 +54,7 @@ LLAMAFACTORY_ADAPTER = AdapterKeys(
     also=("additional_target", "peft_config.modules_to_save"),
     path=("adapter_name_or_path", "peft_config.adapter_name_or_path"),
     new=("create_new_adapter",),
+    dropout=("lora_dropout", "peft_config.lora_dropout"),
 )
 CRITIC = CriticKeys(gamma=("gamma",), lam=("lam",), clip=("cliprange_value",))
 

@@ -54,6 +54,7 @@ class AdapterKeys:
     also: tuple[str, ...] = ()  # whole modules that are trained besides
     path: tuple[str, ...] = ()
     new: tuple[str, ...] = ()
+    dropout: tuple[str, ...] = ()
 
     def names(self) -> list[str]:
         return [key for part in fields(self) for key in getattr(self, part.name)]
@@ -93,6 +94,13 @@ def set_adapter(
         draft.set("tuning.adapter.exclude", excluded, keys.exclude)
     if draft.get(*keys.rslora):
         draft.set("tuning.adapter.rslora", True, keys.rslora)
+    share = draft.number(*keys.dropout) or 0.0
+    if share and draft.stage == "rl":
+        draft.lack(keys.dropout, "adapter_dropout")
+        if not draft.has(*keys.dropout):
+            draft.notes.append(f"tuning.adapter.dropout: theirs is {share} by default; stage rl has none")
+    else:
+        draft.set("tuning.adapter.dropout", share, keys.dropout)
     _set_origin(draft, keys)
 
 

@@ -29,7 +29,11 @@ from mega_rl.importers.rules.learned import (
 IS = "algo.advantage.is_correction_"
 KTO_RATE = 5e-7  # learning rate of the program for KTO, which newer versions do not have
 ADAPTER = AdapterKeys(
-    switches=(), rank=("ds.lora.rank",), alpha=("ds.lora.alpha",), targets=("ds.lora.target_modules",)
+    switches=(),
+    rank=("ds.lora.rank",),
+    alpha=("ds.lora.alpha",),
+    targets=("ds.lora.target_modules",),
+    dropout=("ds.lora.dropout",),
 )
 CRITIC = CriticKeys(
     path=("critic.model_name_or_path",),
